@@ -1,0 +1,25 @@
+"""fxpass: a ``torch.compile`` backend that fuses linear + cross-entropy in any model.
+
+``torch.compile(model, backend="fusedce")`` needs no import of this package; what is here is for
+looking (:func:`explain`) and for tests (:mod:`fxpass.testing`).
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fxpass.report import Report, explain
+
+__all__ = ["Report", "__version__", "explain"]
+__version__ = version("fxpass")
+
+
+def __getattr__(name: str) -> Any:
+    # torch is imported when something is used, so that `fxpass --help` answers at once
+    if name in ("Report", "explain"):
+        from fxpass import report
+
+        return getattr(report, name)
+    raise AttributeError(f"module 'fxpass' has no attribute {name!r}")

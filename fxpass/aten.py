@@ -1,0 +1,175 @@
+"""The fused loss in ATen, chunk by chunk: its meaning, the oracle of the kernels, the CPU path.
+
+In: :class:`Inputs` and a spec. Out: :class:`Outputs`: the per-row losses and the gradients of
+``sum(row_scale * row_loss)``, unnormalised, in f32 (f64 for f64). At most ``rows`` rows of logits
+exist at any time.
+
+With z the transformed logits, q the (weighted, smoothed) target distribution and Q = sum(q), one
+row's loss and gradient are, for class indices and class probabilities alike,
+
+    loss = Q * logsumexp(z) - sum(q * z)        d loss / dz = Q * softmax(z) - q
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpass import expression
+from fxpass.schedule import compute_dtype
+from fxpass.spec import Spec
+
+# Classes that are up-cast at a time where the weight is narrower than the compute dtype.
+_CLASSES_PER_TILE = 8192
+
+
+class Inputs(NamedTuple):
+    """The tensors of one fused loss: x ``[N, D]``, weight ``[V, D]``, bias ``[V]`` or none, target
+    ``[N]`` int64 or ``[N, V]``, class_weight ``[V]`` or none, logits ``[N, V]`` where they exist
+    already, row_scale ``[N]`` or none (all ones)."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    class_weight: Tensor | None = None
+    logits: Tensor | None = None
+    row_scale: Tensor | None = None
+
+
+class Outputs(NamedTuple):
+    """loss ``[N]``, and the gradients that the spec asks for, shaped as their operands; all in the
+    compute dtype."""
+
+    loss: Tensor
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
+    """Losses and unnormalised gradients, ``rows`` rows at a time. Reads only, deterministic."""
+    x, weight = inputs.x, inputs.weight
+    dtype = compute_dtype(x.dtype)
+    n, v = x.shape[0], weight.shape[0]
+    loss = x.new_empty(n, dtype=dtype)
+    grads = {
+        "x": x.new_zeros(x.shape, dtype=dtype),
+        "weight": weight.new_zeros(weight.shape, dtype=dtype),
+        "bias": x.new_zeros(v, dtype=dtype),
+    }
+    grads = {name: grad for name, grad in grads.items() if name in spec.gradients}
+    buffer = x.new_empty((min(rows, n), v), dtype=dtype)
+    for start in range(0, n, rows):
+        part = slice(start, min(start + rows, n))
+        x_rows = x[part].to(dtype)
+        z = _logits(inputs, x_rows, part, buffer[: part.stop - start])
+        loss[part], g = _loss_and_gradient(inputs, spec, part, z)
+        if "bias" in grads:
+            grads["bias"] += g.sum(0)
+        for classes, tile in _weight_tiles(weight, dtype):
+            if "x" in grads:
+                grads["x"][part].addmm_(g[:, classes], tile)
+            if "weight" in grads:
+                grads["weight"][classes].addmm_(g[:, classes].t(), x_rows)
+    return Outputs(loss, grads.get("x"), grads.get("weight"), grads.get("bias"))
+
+
+def _weight_tiles(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The weight in the compute dtype, some classes at a time; the whole where no copy is needed.
+
+    CPUs without bf16 or fp16 matrix instructions multiply those dtypes two to a hundred times
+    slower than f32, and an f32 product is the more accurate one.
+    """
+    step = weight.shape[0] if weight.dtype == dtype else _CLASSES_PER_TILE
+    for start in range(0, weight.shape[0], max(1, step)):
+        classes = slice(start, start + step)
+        yield classes, weight[classes].to(dtype)
+
+
+def _logits(inputs: Inputs, x_rows: Tensor, part: slice, out: Tensor) -> Tensor:
+    """The linear's output for some rows, written to ``out`` ``[rows, V]``."""
+    if inputs.logits is not None:
+        return out.copy_(inputs.logits[part])
+    for classes, tile in _weight_tiles(inputs.weight, out.dtype):
+        torch.mm(x_rows, tile.t(), out=out[:, classes])
+    return out if inputs.bias is None else out.add_(inputs.bias)
+
+
+def _loss_and_gradient(
+    inputs: Inputs, spec: Spec, part: slice, logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Loss ``[rows]`` and its gradient ``[rows, V]`` at the linear's output; overwrites ``logits``.
+
+    The maximum is subtracted before anything is added up, so that huge logits lose nothing:
+    loss = Q * log(sum(exp(z - m))) - sum(q * (z - m)).
+    """
+    z = expression.evaluate(spec.logits, logits)
+    z.sub_(z.amax(1, keepdim=True))
+    of = _probabilities if spec.target == "probabilities" else _indices
+    target = of(inputs, spec, part, z)
+    total = z.exp_().sum(1)
+    # where() and not a product: an ignored row may hold an infinite loss
+    loss = torch.where(target.valid, target.mass * total.log() - target.dot, 0)
+    if not spec.gradients:
+        return loss, z
+    scale = target.valid.to(z.dtype)
+    if inputs.row_scale is not None:
+        scale = torch.where(target.valid, inputs.row_scale[part].to(z.dtype), 0)
+    g = z.mul_((scale * target.mass / total).unsqueeze(1))
+    target.subtract_from(g, scale)
+    slope = expression.derivative(spec.logits)
+    if slope.is_number:
+        return loss, g if slope == 1 else g.mul_(float(slope))
+    return loss, g.mul_(expression.evaluate(slope, logits))
+
+
+class _Target(NamedTuple):
+    """The target distributions q of some rows, as the sums that loss and gradient need."""
+
+    valid: Tensor  # [rows] bool
+    mass: Tensor  # [rows]: Q = sum(q)
+    dot: Tensor  # [rows]: sum(q * z)
+    subtract_from: Callable[[Tensor, Tensor], object]  # (g, scale): g -= scale * q
+
+
+def _indices(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Target:
+    """q = (1 - s) * w[t] * onehot(t) + s / V * w, with smoothing s and class weights w."""
+    target, w = inputs.target[part], inputs.class_weight
+    valid = target != spec.ignore_index
+    picked = torch.where(valid, target, 0).long()
+    sharp = torch.full_like(z[:, 0], 1 - spec.label_smoothing)
+    if w is not None:
+        w = w.to(z.dtype)
+        sharp.mul_(w[picked])
+    columns = picked.unsqueeze(1)
+    mass, dot = sharp, sharp * z.gather(1, columns).squeeze(1)
+    smooth = spec.label_smoothing / z.shape[1]
+    if smooth:
+        mass = sharp + smooth * (z.shape[1] if w is None else w.sum())
+        dot = dot + smooth * (z.sum(1) if w is None else z.mv(w))
+
+    def subtract_from(g: Tensor, scale: Tensor) -> None:
+        g.scatter_add_(1, columns, (-scale * sharp).unsqueeze(1))
+        if smooth:
+            g.sub_((smooth * scale).unsqueeze(1) * (1 if w is None else w))
+
+    return _Target(valid, mass, dot, subtract_from)
+
+
+def _probabilities(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Target:
+    """q = w * ((1 - s) * p + s / V), with the given probabilities p."""
+    q = inputs.target[part].to(z.dtype) * (1 - spec.label_smoothing)
+    q += spec.label_smoothing / z.shape[1]
+    if inputs.class_weight is not None:
+        q *= inputs.class_weight.to(z.dtype)
+    valid = torch.ones_like(z[:, 0], dtype=torch.bool)
+    return _Target(
+        valid,
+        q.sum(1),
+        (q * z).sum(1),
+        lambda g, scale: g.addcmul_(q, scale.unsqueeze(1), value=-1),
+    )

@@ -1,0 +1,51 @@
+"""The backend ``fusedce``: rewrite the Dynamo graph, then hand it to the inner backend.
+
+In: what Dynamo gives a backend. Out: what the inner backend returns. Found by name through the
+entry-point group ``torch_dynamo_backends``, so a user imports nothing::
+
+    torch.compile(model, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fxpass.inner import compile_inner
+from fxpass.settings import PREFIX, Settings
+from fxpass.transform import transform
+
+log = logging.getLogger(__name__)
+
+
+def fusedce(
+    gm: GraphModule,
+    example_inputs: list[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """Compiles one Dynamo graph.
+
+    Args:
+        gm: the graph, changed in place.
+        example_inputs: its inputs, as Dynamo gives them.
+        mode: a mode of the inner backend (``reduce-overhead``, ``max-autotune``, ...).
+        options: keys that start with ``fusedce.`` are settings of fxpass, the others go to the
+            inner backend.
+
+    Raises:
+        ValueError: a setting that does not exist or a value that is not allowed.
+        MixedDtypeError: with ``fusedce.mixed_dtypes=error``, a mismatch outside autocast.
+        InnerBackendError: the inner backend cannot run on this machine.
+    """
+    settings = Settings.read(options)
+    rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
+    if settings.enabled:
+        transform(gm, settings)
+    else:
+        log.info("switched off: the graph goes to %s unchanged", settings.inner)
+    return compile_inner(settings.inner, gm, example_inputs, mode, rest)

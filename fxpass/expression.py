@@ -1,0 +1,194 @@
+"""The function that a graph applies to one logit between the linear and the loss.
+
+In: scalars and function names. Out: a sympy expression in the symbol ``Z`` (the linear's raw
+output), its exact derivative, its value on tensors, and a text form that round-trips::
+
+    >>> softcap = 30 * sympy.tanh(Z / exact(30.0))
+    >>> text(softcap)
+    '30*tanh(z/30)'
+    >>> parse('30*tanh(z/30)') == softcap
+    True
+    >>> text(derivative(softcap))
+    '1-tanh(z/30)**2'
+
+Constants are entered as the exact rational of the double the user wrote: sympy's own Floats would
+lose digits when they are combined.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import NamedTuple
+
+import sympy
+import torch
+from sympy import Expr
+
+Z = sympy.Symbol("z", real=True)
+
+
+class Function(NamedTuple):
+    """One function that may stand in an expression: its sympy class and its torch equivalent."""
+
+    symbolic: Callable[[Expr], Expr]
+    tensor: Callable[[torch.Tensor], torch.Tensor]
+
+
+FUNCTIONS: dict[str, Function] = {
+    "tanh": Function(sympy.tanh, torch.tanh),
+}
+
+
+def exact(value: float) -> sympy.Rational:
+    """The rational that equals the double ``value``; ``ValueError`` for inf and nan."""
+    if not math.isfinite(value):
+        raise ValueError(f"a logit transform needs finite constants, got {value}")
+    fraction = Fraction(value)
+    return sympy.Rational(fraction.numerator, fraction.denominator)
+
+
+@functools.cache
+def derivative(expr: Expr) -> Expr:
+    """d expr / dz, exactly."""
+    return sympy.diff(expr, Z)
+
+
+# ---------------------------------------------------------------- text form
+
+
+def text(expr: Expr) -> str:
+    """One line without spaces; :func:`parse` gives the same expression back."""
+    return _text(expr, level=0)
+
+
+# Binding strength of what surrounds a term: sums, products, powers.
+_SUM, _PRODUCT, _POWER = 0, 1, 2
+
+
+def _text(expr: Expr, level: int) -> str:
+    if isinstance(expr, sympy.Symbol):
+        return expr.name
+    if isinstance(expr, sympy.Rational):
+        return _number(expr, level)
+    if isinstance(expr, sympy.Add):
+        terms = [_text(term, _SUM) for term in expr.as_ordered_terms()]
+        # A term brings its own minus sign; a positive one is joined with a plus.
+        out = terms[0] + "".join(t if t.startswith("-") else f"+{t}" for t in terms[1:])
+        return f"({out})" if level > _SUM else out
+    if isinstance(expr, sympy.Mul):
+        out = _product(expr)
+        return f"({out})" if level > _PRODUCT or (level == _PRODUCT and out[0] == "-") else out
+    if isinstance(expr, sympy.Pow):
+        base, exponent = expr.as_base_exp()
+        return f"{_text(base, _POWER)}**{_text(exponent, _POWER)}"
+    name = type(expr).__name__
+    if name in FUNCTIONS:
+        return f"{name}({_text(expr.args[0], _SUM)})"
+    raise ValueError(f"a logit transform may not contain {name}: {expr}")
+
+
+def _product(expr: sympy.Mul) -> str:
+    coefficient, rest = expr.as_coeff_Mul()
+    parts = sympy.Mul.make_args(rest)
+    factors = "*".join(_text(f, _PRODUCT) for f in parts)
+    if coefficient == 1:
+        return factors
+    if len(parts) > 1 and any(isinstance(f, sympy.Add) for f in parts):
+        factors = f"({factors})"  # else sympy multiplies the first sum out when it reads this
+    if coefficient == -1:
+        return f"-{factors}"
+    if _is_double(coefficient):
+        return f"{_number(coefficient, _SUM)}*{factors}"
+    top = {1: "", -1: "-"}.get(coefficient.p, f"{coefficient.p}*")
+    return f"{top}{factors}/{coefficient.q}"
+
+
+def _is_double(number: sympy.Rational) -> bool:
+    return Fraction(number.p, number.q) == Fraction(float(number))
+
+
+def _number(number: sympy.Rational, level: int) -> str:
+    if isinstance(number, sympy.Integer):
+        out = str(number.p)
+    elif _is_double(number):
+        out = repr(float(number))
+    else:
+        out = f"{number.p}/{number.q}"
+    return f"({out})" if level > _SUM and not out.replace(".", "").isdigit() else out
+
+
+def parse(source: str) -> Expr:
+    """The expression of a text form.
+
+    Only numbers, ``z``, ``+ - * / **`` and the names in ``FUNCTIONS`` are read, by a walk over
+    the syntax tree: nothing is evaluated. Anything else is a ``ValueError``.
+    """
+    try:
+        tree = ast.parse(source, mode="eval")
+    except SyntaxError as error:
+        raise ValueError(f"not a logit transform: {source!r}") from error
+    return _read(tree.body, source)
+
+
+def _read(node: ast.expr, source: str) -> Expr:
+    match node:
+        case ast.Constant(value=bool()):
+            pass
+        case ast.Constant(value=int() as value):
+            return sympy.Integer(value)
+        case ast.Constant(value=float() as value):
+            return exact(value)
+        case ast.Name(id="z"):
+            return Z
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_read(operand, source)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_read(left, source), _read(right, source))
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
+            return FUNCTIONS[name].symbolic(_read(argument, source))
+    raise ValueError(
+        f"not a logit transform: {source!r} (allowed: numbers, z, + - * / **, "
+        f"{', '.join(FUNCTIONS)})"
+    )
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[Expr, Expr], Expr]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.Pow: lambda a, b: a**b,
+}
+
+
+# ---------------------------------------------------------------- value on tensors
+
+
+def evaluate(expr: Expr, z: torch.Tensor) -> torch.Tensor:
+    """``expr`` at every element of ``z``, in the dtype of ``z``; never writes to ``z``.
+
+    Returns ``z`` itself for the expression ``Z``, otherwise a tensor of the same shape.
+    """
+    if expr == Z:
+        return z
+    if isinstance(expr, sympy.Rational):
+        return torch.full_like(z, float(expr))
+    if isinstance(expr, sympy.Add | sympy.Mul):
+        joined = torch.Tensor.add_ if isinstance(expr, sympy.Add) else torch.Tensor.mul_
+        numbers = [float(a) for a in expr.args if isinstance(a, sympy.Rational)]
+        terms = [a for a in expr.args if not isinstance(a, sympy.Rational)]
+        first = evaluate(terms[0], z)
+        out = first.clone() if first is z else first
+        for term in terms[1:]:
+            joined(out, evaluate(term, z))
+        for number in numbers:
+            joined(out, number)
+        return out
+    if isinstance(expr, sympy.Pow):
+        base, exponent = expr.as_base_exp()
+        return evaluate(base, z).pow(float(exponent))
+    return FUNCTIONS[type(expr).__name__].tensor(evaluate(expr.args[0], z))

@@ -1,0 +1,74 @@
+"""A graph as stable text: one line per node, with dtype and shape, nested graphs indented.
+
+In: a ``GraphModule``. Out: text that names what the user's code and the rewrite decide, and nothing
+that changes between runs or machines (no paths, no addresses), so it can be a snapshot::
+
+    %logits: f32[4, 10] = linear(%l_x_, %l_w_, None)
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+_SHORT = {
+    **{torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"},
+    **{torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "b8"},
+}
+
+
+def graph_text(gm: GraphModule, indent: str = "") -> str:
+    """The text of a graph and of the graphs that its nodes call."""
+    lines = []
+    for node in gm.graph.nodes:
+        lines.append(indent + _line(node))
+        nested = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(nested, GraphModule):
+            lines.append(graph_text(nested, indent + "    "))
+    return "\n".join(lines)
+
+
+def _line(node: Node) -> str:
+    if node.op == "output":
+        return f"return {_argument(node.args[0])}"
+    call = {"placeholder": "input", "get_attr": str(node.target)}.get(node.op)
+    if call is None:
+        given = [_argument(a) for a in node.args]
+        given += [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+        call = f"{_target(node.target)}({', '.join(given)})"
+    return f"%{node.name}{_type(node.meta.get('example_value'))} = {call}"
+
+
+def _type(example: Any) -> str:
+    if not isinstance(example, torch.Tensor):
+        return ""
+    dtype = _SHORT.get(example.dtype, str(example.dtype).removeprefix("torch."))
+    return f": {dtype}[{', '.join(str(s) for s in example.shape)}]"
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return f"{target.namespace}.{target._opname}"
+    module = "operator." if getattr(operator, target.__name__, None) is target else ""
+    return module + target.__name__
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, Node):
+        return f"%{value.name}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_argument(v) for v in value)}{',' * (len(value) == 1)})"
+    if isinstance(value, slice):
+        parts = [value.start, value.stop] + ([value.step] if value.step is not None else [])
+        return ":".join("" if p is None else _argument(p) for p in parts)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_argument(v)}" for k, v in value.items()) + "}"
+    if value is Ellipsis:
+        return "..."
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))

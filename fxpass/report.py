@@ -1,0 +1,105 @@
+"""``fxpass.explain``: what the backend does to a function, without compiling it for real.
+
+In: a callable and arguments. Out: a :class:`Report` whose ``str()`` a user can read::
+
+    >>> print(fxpass.explain(model, **batch))
+    1 graph, 1 loss fused, 0 not fused, 2 casts
+    ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxpass.casts import Cast
+from fxpass.graphtext import graph_text
+from fxpass.match import Match, Rejection
+from fxpass.settings import Settings
+from fxpass.transform import transform
+from fxpass.triton_source import Kernel
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done to every graph of a function.
+
+    Attributes:
+        graphs: the number of graphs that Dynamo made; more than one means graph breaks.
+        matches: the losses that were fused.
+        rejections: the losses that were not, each with its reason.
+        casts: every cast that was put in, with the user's line.
+        kernels: the Triton kernels of the matches, each with ``.name`` and ``.source``.
+        logits_bytes: bytes of logits, one copy in the linear's dtype, that are never allocated.
+        before, after: each graph as text, as it came from Dynamo and as it goes on.
+    """
+
+    graphs: int
+    matches: tuple[Match, ...]
+    rejections: tuple[Rejection, ...]
+    casts: tuple[Cast, ...]
+    kernels: tuple[Kernel, ...]
+    logits_bytes: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{_count(self.graphs, 'graph')}, {_count(len(self.matches), 'loss', 'losses')} fused, "
+            f"{len(self.rejections)} not fused, {_count(len(self.casts), 'cast')}"
+        ]
+        lines += [f"  {record}" for record in (*self.matches, *self.rejections, *self.casts)]
+        if self.logits_bytes:
+            lines.append(f"  logits never allocated: {self.logits_bytes / 2**20:.1f} MiB a copy")
+        if not self.matches and not self.rejections:
+            lines.append("  no cross-entropy in any graph: nothing to fuse")
+        if self.kernels:
+            names = ", ".join(kernel.name for kernel in self.kernels)
+            lines.append(f"  Triton kernels on a GPU: {names} (see .kernels)")
+        return "\n".join(lines)
+
+
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """Runs ``fn(*args, **kwargs)`` once through the rewrite, with no inner compiler.
+
+    Args:
+        fn: a function or module, compiled already or not.
+        args, kwargs: what it is called with; the call really happens, so its side effects do too.
+
+    Returns:
+        The report over all graphs; settings are read from the environment. With ``FUSEDCE=0`` it
+        tells what would be done without it.
+
+    Raises:
+        ValueError: a setting in the environment that is not allowed.
+    """
+    settings = Settings.read()
+    outcomes, before, after = [], [], []
+
+    def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        before.append(graph_text(gm))
+        outcomes.append(transform(gm, settings))
+        after.append(graph_text(gm))
+        return gm.forward
+
+    original = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
+    torch.compile(original, backend=backend)(*args, **kwargs)
+    matches = tuple(m for o in outcomes for m in o.matches)
+    return Report(
+        graphs=len(outcomes),
+        matches=matches,
+        rejections=tuple(r for o in outcomes for r in o.rejections),
+        casts=tuple(c for o in outcomes for c in o.casts),
+        kernels=tuple({k: None for o in outcomes for k in o.kernels}),
+        logits_bytes=sum(m.logits_bytes for m in matches if not m.keep),
+        before=tuple(before),
+        after=tuple(after),
+    )

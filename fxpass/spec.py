@@ -1,0 +1,127 @@
+"""What one fused loss computes, apart from its tensors.
+
+A :class:`Spec` is made by the matcher, travels through the graph as the operator's last argument
+in its text form, and is the key of everything that is cached. Shapes, strides, dtypes and the
+presence of a bias or of class weights are not in it: the tensors carry them::
+
+    >>> Spec(reduction="sum", label_smoothing=0.1).text()
+    'v1 reduction=sum label_smoothing=0.1'
+    >>> Spec.parse('v1 reduction=sum label_smoothing=0.1').label_smoothing
+    0.1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sympy import Expr
+
+from fxpass import expression
+
+# Bumped whenever the operator's outputs or their meaning change. It stands in every compiled
+# graph, so that a compile cache written by another version of fxpass misses instead of pairing an
+# old backward with a new forward.
+REVISION = "v1"
+
+REDUCTIONS = ("none", "mean", "sum")
+TARGETS = ("indices", "probabilities")
+GRADIENTS = ("x", "weight", "bias")
+STRATEGIES = ("auto", "chunked")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One linear cross-entropy.
+
+    Attributes:
+        reduction: ``none``, ``mean`` or ``sum``, as in ``F.cross_entropy``.
+        target: class ``indices`` (int64 ``[N]``) or class ``probabilities`` (float ``[N, V]``).
+        ignore_index: rows with this class index contribute nothing. Not used by probabilities.
+        label_smoothing: in [0, 1].
+        logits: the logit that enters the loss, as an expression in the linear's output ``z``.
+        gradients: which of ``x``, ``weight``, ``bias`` need a gradient.
+        strategy: ``auto`` or the name of a lowering strategy.
+        memory_mb: scratch budget in MiB; 0 leaves it to the schedule.
+    """
+
+    reduction: str = "mean"
+    target: str = "indices"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    logits: Expr = expression.Z
+    gradients: tuple[str, ...] = ()
+    strategy: str = "auto"
+    memory_mb: int = 0
+
+    def __post_init__(self) -> None:
+        _check("reduction", self.reduction, REDUCTIONS)
+        _check("target", self.target, TARGETS)
+        _check("strategy", self.strategy, STRATEGIES)
+        for name in self.gradients:
+            _check("gradients", name, GRADIENTS)
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+        if self.memory_mb < 0:
+            raise ValueError(f"memory_mb must not be negative, got {self.memory_mb}")
+
+    def text(self) -> str:
+        """One line; fields at their defaults are left out, except the reduction."""
+        words = [REVISION, f"reduction={self.reduction}"]
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(f"{field.name}={_FIELDS[field.name].write(value)}")
+        return " ".join(words)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def parse(text: str) -> Spec:
+        """The spec of a text form; ``ValueError`` for anything that :meth:`text` cannot write."""
+        revision, *words = text.split(" ")
+        if revision != REVISION:
+            raise ValueError(
+                f"this graph was compiled by another version of fxpass ({revision!r}, this is "
+                f"{REVISION!r}): clear the compile cache"
+            )
+        values = {}
+        for word in words:
+            name, equals, value = word.partition("=")
+            field = _FIELDS.get(name)
+            if not equals or field is None or name in values or not field.form.fullmatch(value):
+                raise ValueError(f"not a spec: {text!r} (at {word!r})")
+            values[name] = field.read(value)
+        return Spec(**values)
+
+
+@dataclass(frozen=True)
+class _Field:
+    """How one field is written and read: the form is checked before anything is read."""
+
+    form: re.Pattern[str]
+    read: Callable[[str], Any]
+    write: Callable[[Any], str] = str
+
+
+_WORD = re.compile(r"[a-z]+")
+_FLOAT = re.compile(r"[0-9.e+-]+")
+_INTEGER = re.compile(r"-?[0-9]+")
+_FIELDS = {
+    "reduction": _Field(_WORD, str),
+    "target": _Field(_WORD, str),
+    "ignore_index": _Field(_INTEGER, int),
+    "label_smoothing": _Field(_FLOAT, float, repr),
+    "logits": _Field(re.compile(r"[a-z0-9.+*/()-]+"), expression.parse, expression.text),
+    "gradients": _Field(re.compile(r"[a-z,]+"), lambda v: tuple(v.split(",")), ",".join),
+    "strategy": _Field(_WORD, str),
+    "memory_mb": _Field(_INTEGER, int),
+}
+
+
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
