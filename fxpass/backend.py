@@ -14,11 +14,16 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from fxpass.dynamo import trace_through_log_once
 from fxpass.inner import compile_inner
 from fxpass.settings import PREFIX, Settings
 from fxpass.transform import transform
 
 log = logging.getLogger(__name__)
+
+# torch.compile loads this module when it looks the backend up, which is before anything is traced.
+if Settings.read().enabled:
+    trace_through_log_once()
 
 
 def fusedce(

@@ -43,8 +43,8 @@ def compile_inner(
             raise
         raise InnerBackendError(
             "Inductor needs a C++ compiler for code on the CPU and found none: install g++ or "
-            "clang (for example apt-get install g++), name yours in CXX, or choose another inner backend "
-            "with FUSEDCE_INNER=aot_eager"
+            "clang (for example apt-get install g++), name yours in CXX, or choose another inner "
+            "backend with FUSEDCE_INNER=aot_eager"
         ) from error
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 
 from fxpass import aten, schedule
@@ -139,6 +140,34 @@ def _scale(inputs: Inputs, spec: Spec) -> Tensor:
             row_weight = inputs.class_weight.to(compute_dtype(inputs.x.dtype))[picked]
             rows = torch.where(valid, row_weight, 0).sum()
     return rows.to(compute_dtype(inputs.x.dtype)).reciprocal()
+
+
+# ---------------------------------------------------------------- the end of backward
+
+_library = torch.library.Library("fxpass", "FRAGMENT")
+_library.define("scale_gradient(Tensor gradient, Tensor factor, bool may_reuse) -> Tensor")
+
+
+def _scale_gradient(gradient: Tensor, factor: Tensor, may_reuse: bool) -> Tensor:
+    """``gradient * factor``, in the memory of ``gradient`` where nobody can read that again.
+
+    A weight's gradient is the largest tensor left, and a second one of its size would double the
+    peak. The operator that saved it is its only owner, so unless the user retains the graph for
+    another backward, its memory ends here anyway. While a CUDA graph is recorded that cannot be
+    known: the record may be replayed under another answer.
+    """
+    capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
+    if may_reuse and not capturing and not torch._C._autograd._get_current_graph_task_keep_graph():
+        return gradient.mul_(factor).detach()
+    return gradient * factor
+
+
+_library.impl("scale_gradient", _scale_gradient, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fxpass::scale_gradient", lib=_library)
+def _(gradient: Tensor, factor: Tensor, may_reuse: bool) -> Tensor:
+    return torch.empty_like(gradient)
 
 
 # ---------------------------------------------------------------- bad input
@@ -268,7 +297,9 @@ def _backward(ctx, grad: Tensor | None, *_):
         grads = linear_cross_entropy_backward(grad, *saved, ctx.spec.text())
     else:
         scale, *grads = saved
-        grads = [g * (grad * scale) for g in grads]
+        factor = grad * scale
+        may_reuse = not functorch_config.donated_buffer  # else the compiler reuses it itself
+        grads = [torch.ops.fxpass.scale_gradient(g, factor, may_reuse) for g in grads]
     named = zip(_DIFFERENTIABLE.values(), grads, ctx.dtypes, strict=True)
     wanted = [g.to(dtype) if name in ctx.spec.gradients else None for name, g, dtype in named]
     return *wanted, None, None, None, None

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxpass.casts import Cast
+from fxpass.dynamo import trace_through_log_once
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection
 from fxpass.settings import Settings
@@ -82,6 +83,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         ValueError: a setting in the environment that is not allowed.
     """
     settings = Settings.read()
+    trace_through_log_once()
     outcomes, before, after = [], [], []
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

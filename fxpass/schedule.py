@@ -4,7 +4,7 @@ In: sizes, dtype, device and the user's budget. Out: a :class:`Plan`. Sizes are 
 when the operator runs, so one compiled graph serves every batch size::
 
     >>> plan(2048, 512, 32000, torch.float32, torch.device("cpu"), Spec()).rows
-    512
+    256
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fxpass.spec import Spec
 MIB = 1 << 20
 
 # Rows of one chunk when the user sets no budget. A chunk reads and writes the whole f32 weight
-# gradient once, so few rows make that traffic dominate the GEMMs: at 512 rows it is below a tenth
-# of them on every machine we know. GPUs reach the GEMMs' full rate only with larger chunks.
-ROWS = {"cpu": 512, "cuda": 4096}
+# gradient once, so few rows make that traffic dominate the GEMMs; many rows make the chunk as large
+# as the logits that are to be avoided. GPUs reach the GEMMs' full rate only with larger chunks.
+ROWS = {"cpu": 256, "cuda": 4096}
 
 
 class Plan(NamedTuple):

@@ -1,0 +1,1 @@
+"""Time, peak memory and accuracy of linear cross-entropy, provider by provider."""

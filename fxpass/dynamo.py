@@ -1,0 +1,30 @@
+"""What Dynamo has to be told before it traces: log-once helpers are no reason to break the graph.
+
+Libraries hang methods such as ``warning_once`` on ``logging.Logger``, cached so that each message
+appears once in a process. Dynamo breaks the graph at every logging call, and one such call between
+the linear and its loss puts the two into different graphs, where nothing can fuse them (GPT-2 in
+transformers is one). :func:`trace_through_log_once` has Dynamo step over the cached ones; ordinary
+logging calls still break the graph, since stepping over them would lose lines a user wants.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch._dynamo.config as config
+
+_CACHED = type(functools.lru_cache(lambda: None))
+
+
+def trace_through_log_once() -> None:
+    """Adds the cached methods of ``logging.Logger`` to those that Dynamo steps over.
+
+    Idempotent. It holds for the process, for other backends too: in compiled code, such a message
+    is not shown.
+    """
+    # older releases of torch have the second name only
+    name = "ignore_logging_functions"
+    name = name if hasattr(config, name) else "ignore_logger_methods"
+    cached = {method for method in vars(logging.Logger).values() if isinstance(method, _CACHED)}
+    setattr(config, name, {*getattr(config, name), *cached})
