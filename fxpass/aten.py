@@ -138,9 +138,9 @@ class _Target(NamedTuple):
 
 def _indices(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Target:
     """q = (1 - s) * w[t] * onehot(t) + s / V * w, with smoothing s and class weights w."""
-    target, w = inputs.target[part], inputs.class_weight
+    target, w = inputs.target[part].long(), inputs.class_weight  # uint8 cannot hold -100
     valid = target != spec.ignore_index
-    picked = torch.where(valid, target, 0).long()
+    picked = torch.where(valid, target, 0)
     sharp = torch.full_like(z[:, 0], 1 - spec.label_smoothing)
     if w is not None:
         w = w.to(z.dtype)

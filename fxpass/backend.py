@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+import torch._functorch.config as functorch_config
 from torch.fx import GraphModule
 
 from fxpass.dynamo import trace_through_log_once
@@ -45,12 +47,14 @@ def fusedce(
     Raises:
         ValueError: a setting that does not exist or a value that is not allowed.
         MixedDtypeError: with ``fusedce.mixed_dtypes=error``, a mismatch outside autocast.
-        InnerBackendError: the inner backend cannot run on this machine.
     """
     settings = Settings.read(options)
     rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
-    if settings.enabled:
-        transform(gm, settings)
-    else:
+    if not settings.enabled:
         log.info("switched off: the graph goes to %s unchanged", settings.inner)
-    return compile_inner(settings.inner, gm, example_inputs, mode, rest)
+        return compile_inner(settings.inner, gm, example_inputs, mode, rest)
+    fused = bool(transform(gm, settings).matches)
+    # Buffers that a backward graph donates to itself are gone after one backward, and
+    # retain_graph=True raises. The operator reuses the one large buffer itself, and knows when not.
+    with functorch_config.patch(donated_buffer=False) if fused else nullcontext():
+        return compile_inner(settings.inner, gm, example_inputs, mode, rest)

@@ -22,7 +22,7 @@ import functools
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import sympy
 import torch
@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, Function] = {
 }
 
 
-def exact(value: float) -> sympy.Rational:
+def exact(value: float) -> Expr:
     """The rational that equals the double ``value``; ``ValueError`` for inf and nan."""
     if not math.isfinite(value):
         raise ValueError(f"a logit transform needs finite constants, got {value}")
@@ -69,11 +69,11 @@ def text(expr: Expr) -> str:
 _SUM, _PRODUCT, _POWER = 0, 1, 2
 
 
-def _text(expr: Expr, level: int) -> str:
+def _text(expr: Any, level: int) -> str:
     if isinstance(expr, sympy.Symbol):
         return expr.name
     if isinstance(expr, sympy.Rational):
-        return _number(expr, level)
+        return _number(_fraction(expr), level)
     if isinstance(expr, sympy.Add):
         terms = [_text(term, _SUM) for term in expr.as_ordered_terms()]
         # A term brings its own minus sign; a positive one is joined with a plus.
@@ -92,8 +92,8 @@ def _text(expr: Expr, level: int) -> str:
 
 
 def _product(expr: sympy.Mul) -> str:
-    coefficient, rest = expr.as_coeff_Mul()
-    parts = sympy.Mul.make_args(rest)
+    number, rest = expr.as_coeff_Mul()
+    coefficient, parts = _fraction(number), sympy.Mul.make_args(rest)
     factors = "*".join(_text(f, _PRODUCT) for f in parts)
     if coefficient == 1:
         return factors
@@ -103,21 +103,21 @@ def _product(expr: sympy.Mul) -> str:
         return f"-{factors}"
     if _is_double(coefficient):
         return f"{_number(coefficient, _SUM)}*{factors}"
-    top = {1: "", -1: "-"}.get(coefficient.p, f"{coefficient.p}*")
-    return f"{top}{factors}/{coefficient.q}"
+    top = {1: "", -1: "-"}.get(coefficient.numerator, f"{coefficient.numerator}*")
+    return f"{top}{factors}/{coefficient.denominator}"
 
 
-def _is_double(number: sympy.Rational) -> bool:
-    return Fraction(number.p, number.q) == Fraction(float(number))
+def _fraction(number: Any) -> Fraction:
+    return Fraction(int(number.p), int(number.q))
 
 
-def _number(number: sympy.Rational, level: int) -> str:
-    if isinstance(number, sympy.Integer):
-        out = str(number.p)
-    elif _is_double(number):
-        out = repr(float(number))
-    else:
-        out = f"{number.p}/{number.q}"
+def _is_double(number: Fraction) -> bool:
+    return number == Fraction(float(number))
+
+
+def _number(number: Fraction, level: int) -> str:
+    exact_as_float = number.denominator != 1 and _is_double(number)
+    out = repr(float(number)) if exact_as_float else str(number)
     return f"({out})" if level > _SUM and not out.replace(".", "").isdigit() else out
 
 
@@ -168,7 +168,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Expr, Expr], Expr]] = {
 # ---------------------------------------------------------------- value on tensors
 
 
-def evaluate(expr: Expr, z: torch.Tensor) -> torch.Tensor:
+def evaluate(expr: Any, z: torch.Tensor) -> torch.Tensor:
     """``expr`` at every element of ``z``, in the dtype of ``z``; never writes to ``z``.
 
     Returns ``z`` itself for the expression ``Z``, otherwise a tensor of the same shape.

@@ -215,6 +215,9 @@ class _Walk:
     expr: Expr
 
 
+_BETWEEN = rules.CASTS | rules.MOVEMENTS.keys() | rules.POINTWISE.keys()
+
+
 def _walk(loss: Node, start: Any) -> _Walk:
     chain: list[Node] = []
     steps: list[Node] = []  # pointwise nodes
@@ -229,18 +232,18 @@ def _walk(loss: Node, start: Any) -> _Walk:
             break
         if rules.writes(node):
             raise _MatchError(node, f"%{node.name} ({_name(node)}) changes a tensor in place")
+        if node.target not in _BETWEEN:
+            raise _MatchError(
+                node, f"%{node.name} ({_name(node)}) between the linear and the loss is not known"
+            )
         following = _next(node)
         if node.target in rules.CASTS:
             _check_cast(node, following)
         elif node.target in rules.MOVEMENTS:
             _check_movement(node)
             movements.append(node)
-        elif node.target in rules.POINTWISE:
-            steps.append(node)
         else:
-            raise _MatchError(
-                node, f"%{node.name} ({_name(node)}) between the linear and the loss is not known"
-            )
+            steps.append(node)
         node = following
     return _Walk(node, chain, movements, _expression(steps, chain))
 

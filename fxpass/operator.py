@@ -18,6 +18,9 @@ import dataclasses
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor
+from torch._C._autograd import (  # type: ignore[reportMissingImports]
+    _get_current_graph_task_keep_graph as _keep_graph,
+)
 
 from fxpass import aten, schedule
 from fxpass.aten import Inputs, Outputs
@@ -132,11 +135,12 @@ def _scale(inputs: Inputs, spec: Spec) -> Tensor:
     if spec.target == "probabilities":
         rows = inputs.target.new_full((), inputs.target.shape[0])
     else:
-        valid = inputs.target != spec.ignore_index
+        target = inputs.target.long()  # uint8 cannot hold -100
+        valid = target != spec.ignore_index
         if inputs.class_weight is None:
             rows = valid.sum()
         else:
-            picked = torch.where(valid, inputs.target, 0).long()
+            picked = torch.where(valid, target, 0)
             row_weight = inputs.class_weight.to(compute_dtype(inputs.x.dtype))[picked]
             rows = torch.where(valid, row_weight, 0).sum()
     return rows.to(compute_dtype(inputs.x.dtype)).reciprocal()
@@ -151,13 +155,13 @@ _library.define("scale_gradient(Tensor gradient, Tensor factor, bool may_reuse) 
 def _scale_gradient(gradient: Tensor, factor: Tensor, may_reuse: bool) -> Tensor:
     """``gradient * factor``, in the memory of ``gradient`` where nobody can read that again.
 
-    A weight's gradient is the largest tensor left, and a second one of its size would double the
-    peak. The operator that saved it is its only owner, so unless the user retains the graph for
-    another backward, its memory ends here anyway. While a CUDA graph is recorded that cannot be
-    known: the record may be replayed under another answer.
+    A weight's gradient is the largest tensor left, and a second one of its size would be the peak.
+    The operator that saved it is its only owner, so unless the user retains the graph for another
+    backward, its memory ends here anyway. While a CUDA graph is recorded that cannot be known: the
+    record may be replayed under another answer.
     """
     capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
-    if may_reuse and not capturing and not torch._C._autograd._get_current_graph_task_keep_graph():
+    if may_reuse and not capturing and not _keep_graph():
         return gradient.mul_(factor).detach()
     return gradient * factor
 
@@ -210,10 +214,10 @@ def _check_range(inputs: Inputs, spec: Spec) -> None:
     """Class indices; on devices other than the CPU without waiting for the answer."""
     if spec.target == "probabilities":
         return
-    target, v = inputs.target, inputs.weight.shape[0]
+    target, v = inputs.target.long(), inputs.weight.shape[0]
     wrong = (target != spec.ignore_index) & ((target < 0) | (target >= v))
     if target.device.type != "cpu":
-        torch._assert_async(~wrong.any())
+        torch.ops.aten._assert_async(~wrong.any())
     elif wrong.any():
         raise IndexError(
             f"Target {target[wrong][0].item()} is out of bounds: there are {v} classes and "
@@ -297,8 +301,9 @@ def _backward(ctx, grad: Tensor | None, *_):
         grads = linear_cross_entropy_backward(grad, *saved, ctx.spec.text())
     else:
         scale, *grads = saved
-        factor = grad * scale
-        may_reuse = not functorch_config.donated_buffer  # else the compiler reuses it itself
+        factor = scale * grad
+        # A compiler that donates buffers to itself may give this one away after its last use.
+        may_reuse = not functorch_config.donated_buffer
         grads = [torch.ops.fxpass.scale_gradient(g, factor, may_reuse) for g in grads]
     named = zip(_DIFFERENTIABLE.values(), grads, ctx.dtypes, strict=True)
     wanted = [g.to(dtype) if name in ctx.spec.gradients else None for name, g, dtype in named]

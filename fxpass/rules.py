@@ -25,7 +25,7 @@ Target = Any  # a function, or a method's name
 REQUIRED = object()
 
 LINEARS: dict[Target, Mapping[str, Any]] = {
-    torch._C._nn.linear: {"x": REQUIRED, "weight": REQUIRED, "bias": None},
+    F.linear: {"x": REQUIRED, "weight": REQUIRED, "bias": None},
 }
 
 LOSSES: dict[Target, Mapping[str, Any]] = {
@@ -66,7 +66,7 @@ _ADD, _SUB = (lambda a, b: a + b), (lambda a, b: a - b)
 _MUL, _DIV = (lambda a, b: a * b), (lambda a, b: a / b)
 
 # Functions of one logit and of numbers; each is given its operands in order as expressions.
-POINTWISE: dict[Target, Callable[..., Expr]] = {
+POINTWISE: dict[Target, Callable[..., Any]] = {
     operator.add: _ADD,
     torch.add: _ADD,
     "add": _ADD,
@@ -147,20 +147,19 @@ MOVEMENTS: dict[Target, Movement] = {
 
 # ---------------------------------------------------------------- nodes that write
 
-_IN_PLACE_OPERATORS = {
-    getattr(operator, name)
-    for name in (
-        *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
-        *("iand", "ior", "ixor", "ilshift", "irshift", "setitem", "delitem"),
-    )
-}
+_IN_PLACE = (
+    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
+    *("iand", "ior", "ixor", "ilshift", "irshift", "setitem", "delitem"),
+)
+_IN_PLACE_OPERATORS = {getattr(operator, name) for name in _IN_PLACE}
+_IN_PLACE_METHODS = {f"__{name}__" for name in _IN_PLACE}
 
 
 def writes(node: Node) -> bool:
     """Whether a node may change one of its tensor arguments in place."""
     if node.op == "call_method":
         name = str(node.target)
-        return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        return name in _IN_PLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
     if node.op != "call_function":
         return node.op == "call_module"
     if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):

@@ -1,0 +1,231 @@
+"""The command line: ``fxpass demo``, ``fxpass doctor``, ``fxpass explain``.
+
+In: arguments. Out: text on standard output, errors on standard error, and an exit status that
+``fxpass --help`` explains. Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import fxpass
+
+EXIT_CODES = """\
+exit status: 0 all is well, 1 the command found something wrong, 2 it was used wrongly"""
+
+EXPLAIN = """\
+Imports FILE, calls FUNCTION once and prints what fusedce does to it: which losses are fused, which
+are not and why, and every cast that is put in. FUNCTION may also be a module (torch.nn.Module).
+
+If FUNCTION has required parameters, define FUNCTION_inputs() in the same file; it takes nothing
+and returns a tuple of positional or a dict of keyword arguments:
+
+    def loss(x, weight, target):
+        return F.cross_entropy(F.linear(x, weight), target)
+
+    def loss_inputs():
+        return torch.randn(8, 16), torch.randn(100, 16), torch.zeros(8, dtype=torch.long)"""
+
+DEMO = """\
+Trains a small GPT on the sources of Python's standard library, a vocabulary of 50,304 tokens, once
+with each provider, in a process of its own: same seed, same data. Compares time, memory and the
+loss curves; the model knows nothing of fxpass. Takes minutes on a CPU and needs no network."""
+
+DOCTOR = """\
+Prints versions, devices with what they compute natively, compilers, the settings in force and
+which implementation of the fused loss each device gets; then what is wrong and what to do."""
+
+
+class UsageError(Exception):
+    """The command cannot start; the message is one line for the user."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: those of the process by default.
+
+    Returns:
+        The exit status.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except UsageError as error:
+        print(f"fxpass: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "fxpass",
+        description='What torch.compile(model, backend="fusedce") does on this machine.',
+        epilog=EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"fxpass {fxpass.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add(commands, "doctor", _doctor, "check the machine and the settings", DOCTOR)
+    explain = _add(commands, "explain", _explain, "show what is fused in a function", EXPLAIN)
+    explain.add_argument("target", metavar="FILE:FUNCTION", help="for example train.py:loss")
+    return parser
+
+
+def _add(
+    commands: Any, name: str, command: Callable[..., int], summary: str, description: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=command)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    demo = _add(commands, "demo", _demo, "train a GPT with and without fusedce, compare", DEMO)
+    providers = ("eager", "inductor", "fusedce")
+    demo.add_argument("--device", help="cpu, cuda or cuda:INDEX (default: cuda if there is one)")
+    demo.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of autocast, parameters stay float32; float16 with a GradScaler; very slow on a CPU "
+        "without it, see fxpass doctor (default: float32, on a GPU that has it bfloat16)",
+    )
+    demo.add_argument(
+        "--providers", nargs="+", choices=providers, default=providers, metavar="PROVIDER",
+        help="what to compare: eager, inductor, fusedce (default: all three)",
+    )  # fmt: skip
+    demo.add_argument(
+        "--picture", type=Path, default=Path("fxpass-demo.png"), metavar="PATH",
+        help="where the curves are drawn if matplotlib is installed (default: %(default)s)",
+    )  # fmt: skip
+    sizes = (
+        ("--steps", _at_least(3), 30, "training steps; two of them warm up (default: %(default)s)"),
+        ("--batch", _at_least(1), None, "sequences per step (default: 4, on a GPU 16)"),
+        ("--seq", _at_least(1), 256, "tokens per sequence (default: %(default)s)"),
+        ("--layers", _at_least(1), 4, "blocks of the model (default: %(default)s)"),
+        ("--heads", _at_least(1), 6, "attention heads, 32 wide each (default: %(default)s)"),
+    )
+    for name, read, default, text in sizes:
+        demo.add_argument(name, type=read, default=default, metavar="N", help=text)
+
+
+def _at_least(minimum: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {minimum} on")
+        return int(text)
+
+    return read
+
+
+# ---------------------------------------------------------------- commands
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from fxpass import demo
+
+    _check_settings()
+    device = demo.default_device() if options.device is None else options.device
+    problem = demo.device_problem(device)
+    if problem:
+        raise UsageError(problem)
+    choices = demo.Options(
+        providers=tuple(dict.fromkeys(options.providers)),
+        device=device,
+        dtype=options.dtype or demo.default_dtype(device),
+        steps=options.steps,
+        batch=options.batch or demo.default_batch(device),
+        seq=options.seq,
+        layers=options.layers,
+        heads=options.heads,
+        picture=options.picture,
+    )
+    return demo.run(choices)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from fxpass import doctor
+
+    return doctor.run()
+
+
+def _explain(options: argparse.Namespace) -> int:
+    _check_settings()
+    path, colon, name = options.target.rpartition(":")
+    if not colon or not path or not name.isidentifier():
+        raise UsageError(f"{options.target!r} is not of the form FILE:FUNCTION")
+    module = _import_file(Path(path))
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UsageError(f"{path} has no function {name}")
+    args, kwargs = _inputs(module, name, function)
+    print(fxpass.explain(function, *args, **kwargs))
+    return 0
+
+
+def _check_settings() -> None:
+    from fxpass.settings import Settings
+
+    try:
+        Settings.read()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # as `python FILE` has it: its neighbours can be imported, and it can be found by its name
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _inputs(
+    module: ModuleType, name: str, function: Callable[..., Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Positional and keyword arguments for a call of ``function``."""
+    make = getattr(module, f"{name}_inputs", None)
+    if make is not None:
+        inputs = make()
+        if isinstance(inputs, dict):
+            return (), inputs
+        if isinstance(inputs, (tuple, list)):
+            return inputs, {}
+        kind = type(inputs).__name__
+        raise UsageError(f"{name}_inputs() has to return a tuple or a dict, not {kind}")
+    # torch.nn.Module.__call__ takes anything; what a module needs is what its forward needs
+    signature = inspect.signature(getattr(function, "forward", function))
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = signature.parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    if required:
+        raise UsageError(
+            f"{name} needs {', '.join(required)}: define {name}_inputs() that returns them "
+            "(see fxpass explain --help)"
+        )
+    return (), {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

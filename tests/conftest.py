@@ -1,0 +1,45 @@
+"""What every test gets: a clean compiler, uninitialised memory that shows, one device."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+
+# Compile caches of this run alone: what another revision of the operator left must not be tested.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxpass-tests-")
+atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+# cuBLAS wants this before it is deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+
+# Without a GPU the kernels run in Triton's interpreter, which has to be chosen before triton is
+# imported and then holds for the process. (Compiling them for GPUs has a process of its own.)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+from torch._dynamo.utils import counters
+
+for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
+    del os.environ[variable]  # a setting of the caller's shell must not decide what is tested
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where kernels run: the GPU if there is one, else the CPU (through the interpreter)."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _clean_compiler():
+    """No compiled code, counters or random state from another test; torch.empty holds nan."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

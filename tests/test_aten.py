@@ -1,0 +1,176 @@
+"""The ATen chunks, through the operator: loss and every gradient against float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics import assert_close, loss_and_gradients
+from torch import Tensor
+
+from fxpass import aten, expression
+from fxpass.operator import linear_cross_entropy
+from fxpass.spec import Spec
+
+SOFTCAP = expression.parse("30*tanh(z/30)")
+TRANSFORMS = {
+    expression.Z: lambda z: z,
+    SOFTCAP: lambda z: 30 * torch.tanh(z / 30),
+    expression.parse("z/4"): lambda z: z / 4,
+}
+
+
+def programs(
+    spec: Spec, target: Tensor, class_weight: Tensor | None
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The fused operator and the program it stands for, both of (x, weight[, bias])."""
+
+    def fused(x, weight, bias=None):
+        return linear_cross_entropy(x, weight, bias, target, class_weight, None, spec.text())[0]
+
+    def plain(x, weight, bias=None):
+        z = TRANSFORMS[spec.logits](F.linear(x, weight, bias))
+        soft = spec.target == "probabilities"
+        return F.cross_entropy(
+            z,
+            target.to(z.dtype) if soft else target,
+            None if class_weight is None else class_weight.to(z.dtype),
+            reduction=spec.reduction,
+            ignore_index=spec.ignore_index,
+            label_smoothing=spec.label_smoothing,
+        )
+
+    return fused, plain
+
+
+def check(
+    spec: Spec,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, int, int] = (7, 5, 11),
+    bias: bool = False,
+    weighted: bool = False,
+    scale: float = 1.0,
+    target: Tensor | None = None,
+) -> None:
+    n, d, v = shape
+    tensors = [(torch.randn(n, d) * scale).to(dtype), torch.randn(v, d).to(dtype)]
+    tensors += [torch.randn(v).to(dtype)] if bias else []
+    if target is None:
+        if spec.target == "probabilities":
+            target = torch.randn(n, v).softmax(1)
+        else:
+            target = torch.randint(v, (n,))
+            target[1::3] = spec.ignore_index
+    class_weight = torch.rand(v) if weighted else None
+    upstream = torch.arange(1.0, n + 1) if spec.reduction == "none" else None
+    fused, plain = programs(spec, target, class_weight)
+    wide = torch.float32 if dtype == torch.float16 else dtype  # eager has no fp16 loss on CPUs
+    exact = loss_and_gradients(plain, tensors, torch.float64, upstream)
+    eager = loss_and_gradients(plain, tensors, wide, upstream)
+    assert_close(loss_and_gradients(fused, tensors, None, upstream), eager, exact, dtype)
+
+
+def gradients(bias: bool) -> tuple[str, ...]:
+    return ("x", "weight", "bias") if bias else ("x", "weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_every_combination_of_features(target, reduction, dtype):
+    for smoothing, weighted, bias, logits in itertools.product(
+        (0.0, 0.1), (False, True), (False, True), TRANSFORMS
+    ):
+        spec = Spec(reduction, target, -100, smoothing, logits, gradients(bias))
+        check(spec, dtype, bias=bias, weighted=weighted)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 11), (1, 1, 2), (3, 7, 1), (300, 3, 13)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_sizes(shape, reduction):
+    check(Spec(reduction, gradients=gradients(False)), shape=shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("logits", list(TRANSFORMS), ids=str)
+def test_huge_logits(dtype, logits):
+    check(Spec(logits=logits, gradients=gradients(False)), dtype, scale=1e4)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_every_row_ignored(reduction, weighted, smoothing):
+    """Mean gives nan and zero gradients, as eager does."""
+    spec = Spec(reduction, "indices", -1, smoothing, gradients=gradients(False))
+    check(spec, weighted=weighted, target=torch.full((7,), -1))
+
+
+def test_classes_wider_than_a_tile(monkeypatch):
+    """Low precision weights are up-cast a few classes at a time."""
+    monkeypatch.setattr(aten, "_CLASSES_PER_TILE", 4)
+    check(Spec(gradients=gradients(True)), torch.bfloat16, bias=True)
+
+
+def test_a_padded_class_with_a_bias_of_minus_infinity():
+    x, weight = torch.randn(4, 3), torch.randn(5, 3)
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, float("-inf")])
+    target = torch.tensor([0, 1, 2, 3])
+    fused, plain = programs(Spec(gradients=("x", "weight", "bias")), target, None)
+    exact = loss_and_gradients(plain, [x, weight, bias], torch.float64)
+    eager = loss_and_gradients(plain, [x, weight, bias])
+    assert_close(loss_and_gradients(fused, [x, weight, bias]), eager, exact, torch.float32)
+
+
+def test_uint8_targets_do_not_wrap_around():
+    """-100 is 156 modulo 256, and 156 is a class like any other."""
+    x, weight = torch.randn(2, 5), torch.randn(200, 5)
+    target = torch.tensor([156, 3], dtype=torch.uint8)
+    fused, plain = programs(Spec(gradients=gradients(False)), target, None)
+    torch.testing.assert_close(fused(x, weight), plain(x, weight))
+
+
+def test_strided_inputs():
+    x, weight = torch.randn(5, 14)[:, ::2].t(), torch.randn(5, 22)[:, ::2].t()  # [7, 5], [11, 5]
+    target = torch.randint(11, (14,))[::2]
+    fused, plain = programs(Spec(gradients=gradients(False)), target, None)
+    exact = loss_and_gradients(plain, [x, weight], torch.float64)
+    eager = loss_and_gradients(plain, [x, weight])
+    assert_close(loss_and_gradients(fused, [x, weight]), eager, exact, torch.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 100])
+def test_chunks_do_not_change_the_answer(rows):
+    inputs = aten.Inputs(torch.randn(7, 5), torch.randn(11, 5), torch.randn(11), torch.arange(7))
+    spec = Spec(gradients=("x", "weight", "bias"))
+    whole, parts = aten.run(inputs, spec, 7), aten.run(inputs, spec, rows)
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_logits_that_exist_are_used_and_left_alone():
+    x, weight, target = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
+    spec = Spec(logits=SOFTCAP, gradients=("x", "weight"))
+    logits = F.linear(x, weight)
+    kept = logits.clone()
+    got = aten.run(aten.Inputs(x, weight, None, target, logits=logits), spec, 3)
+    want = aten.run(aten.Inputs(x, weight, None, target), spec, 3)
+    assert torch.equal(logits, kept)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    # other logits give another loss: they are what is read
+    other = aten.run(
+        aten.Inputs(x, weight, None, target, logits=logits + x[:, :1] * weight[:, 0]), spec, 3
+    )
+    assert not torch.allclose(other.loss, want.loss)
+
+
+def test_only_the_gradients_that_are_asked_for():
+    inputs = aten.Inputs(torch.randn(7, 5), torch.randn(11, 5), None, torch.arange(7))
+    out = aten.run(inputs, Spec(gradients=("x",)), 3)
+    assert out.x is not None
+    assert out.weight is None
+    assert out.bias is None

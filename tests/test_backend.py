@@ -1,0 +1,309 @@
+"""The backend as users meet it: by name, with settings, under every mode of torch.compile."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+from fxpass.inner import compile_inner
+
+V = 50
+
+
+class Model(nn.Module):
+    """A head over a small body; plain PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, V, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Mean loss of ``x`` [B, S, 8] against ``labels`` [B, S]."""
+        logits = self.head(self.body(x).tanh())
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+
+def batch(b: int = 2, s: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(b, s, 8), torch.randint(V, (b, s))
+
+
+def compiled(fn, inner: str = "aot_eager", **kwargs):
+    options = {"fusedce.inner": inner, **kwargs.pop("options", {})}
+    return torch.compile(fn, backend="fusedce", options=options, **kwargs)
+
+
+def gradients(model, loss) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def assert_same(model, a, b) -> None:
+    """Two losses and their gradients agree to f32's rounding."""
+    torch.testing.assert_close(a, b)
+    for x, y in zip(gradients(model, a), gradients(model, b), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``code`` in a fresh process."""
+    full = {**os.environ, **env}
+    full.pop("TRITON_INTERPRET", None)
+    return subprocess.run([sys.executable, "-c", code], env=full, capture_output=True, text=True)
+
+
+PROGRAM = f"""
+import json, torch, torch.nn.functional as F
+torch.manual_seed(0)
+x = torch.randn(2, 5, 8, requires_grad=True)
+w = torch.randn({V}, 8, requires_grad=True)
+t = torch.randint({V}, (2, 5))
+def f(x, w):
+    return F.cross_entropy(F.linear(x, w).view(-1, {V}), t.view(-1))
+def result(backend):
+    x.grad = w.grad = None
+    loss = torch.compile(f, backend=backend)(x, w)
+    loss.backward()
+    return [loss.item(), x.grad.sum().item(), w.grad.norm().item()]
+"""
+
+
+# ---------------------------------------------------------------- by name
+
+
+def test_found_by_name_without_an_import(tmp_path):
+    """The second process hits the compile caches of the first, and is right."""
+    code = PROGRAM + (
+        "import sys; assert not any(m.startswith('fxpass') for m in sys.modules)\n"
+        "assert 'fusedce' in torch._dynamo.list_backends()\n"
+        "out = {'fused': result('fusedce')}\n"
+        "c = torch._dynamo.utils.counters\n"
+        "out['matched'] = c['fusedce']['matched']\n"
+        "out['hits'] = c['aot_autograd']['autograd_cache_hit']\n"
+        "torch._dynamo.reset()\n"
+        "print(json.dumps(out | {'eager': result('eager')}))"
+    )
+    answers = []
+    for _ in range(2):
+        done = python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    for answer in answers:
+        assert answer["matched"] == 1
+        assert answer["fused"] == pytest.approx(answer["eager"], rel=1e-5)
+    assert [a["hits"] for a in answers] == [0, 1]
+    assert answers[0]["fused"] == answers[1]["fused"]
+
+
+def test_switched_off_it_is_the_inner_backend_bit_for_bit(tmp_path):
+    code = PROGRAM + (
+        "print(json.dumps([result('fusedce'), torch._dynamo.utils.counters['fusedce'],"
+        " (torch._dynamo.reset(), result('inductor'))[1]]))"
+    )
+    done = python(code, FUSEDCE="0", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    fused, counted, inductor = json.loads(done.stdout)
+    assert fused == inductor
+    assert counted == {}
+
+
+def test_without_a_compiler_the_user_is_told_what_to_do(tmp_path):
+    code = PROGRAM + "result('fusedce')"
+    done = python(code, CXX=str(tmp_path / "none"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.returncode != 0
+    assert "apt-get install g++" in done.stderr
+    assert "FUSEDCE_INNER=aot_eager" in done.stderr
+    done = python(code, CXX=str(tmp_path / "none"), FUSEDCE_INNER="aot_eager")
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fusedce.nonsense": 1}, "fusedce.nonsense"),
+        ({"fusedce.inner": "nobody"}, "nobody"),
+        ({"fusedce.strategy": "fast"}, "auto, chunked"),
+    ],
+)
+def test_a_wrong_option_says_so(options, message):
+    model = Model()
+    with pytest.raises(Exception, match=message) as caught:
+        torch.compile(model, backend="fusedce", options=options)(*batch())
+    cause = getattr(caught.value, "inner_exception", caught.value)
+    assert isinstance(cause, ValueError)
+
+
+def test_other_options_and_mode_reach_the_inner_backend():
+    seen = {}
+
+    @torch._dynamo.register_backend(name="fxpass_test_spy")
+    def spy(gm, inputs, **kwargs):
+        seen.update(kwargs)
+        return gm.forward
+
+    options = {"fusedce.inner": "fxpass_test_spy", "max_autotune": True}
+    torch.compile(Model(), backend="fusedce", options=options)(*batch())
+    assert seen == {"options": {"max_autotune": True}}
+    torch._dynamo.reset()
+    seen.clear()
+    os.environ["FUSEDCE_INNER"] = "fxpass_test_spy"
+    try:
+        torch.compile(Model(), backend="fusedce", mode="max-autotune")(*batch())
+    finally:
+        del os.environ["FUSEDCE_INNER"]
+    assert seen == {"mode": "max-autotune"}
+    assert counters["fusedce"]["matched"] == 2
+
+
+def test_an_option_that_inductor_does_not_know_is_inductors_own_error():
+    with pytest.raises(Exception, match="Unexpected optimization option"):
+        compile_inner("inductor", torch.fx.symbolic_trace(Model().body), [], None, {"nothing": 1})
+
+
+# ---------------------------------------------------------------- modes of compiling
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_a_training_step(inner):
+    model, inputs = Model(), batch()
+    assert_same(model, compiled(model, inner, fullgraph=True)(*inputs), model(*inputs))
+    assert counters["fusedce"]["matched"] == 1
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_varying_batch_and_length_compile_at_most_twice(dynamic):
+    model = Model()
+    step = compiled(model, fullgraph=True, dynamic=dynamic)
+    for b, s in [(2, 5), (3, 7), (4, 6), (7, 2), (5, 9)]:
+        inputs = batch(b, s)
+        assert_same(model, step(*inputs), model(*inputs))
+    assert counters["stats"]["unique_graphs"] <= 2
+    assert counters["fusedce"]["matched"] == counters["stats"]["unique_graphs"]
+    assert counters["fusedce"]["rejected"] == 0
+
+
+def test_dynamic_through_inductor():
+    model = Model()
+    step = compiled(model, "inductor", fullgraph=True, dynamic=True)
+    for b, s in [(2, 5), (3, 7), (4, 6)]:
+        inputs = batch(b, s)
+        assert_same(model, step(*inputs), model(*inputs))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_evaluation_without_gradients():
+    model, inputs = Model(), batch()
+    with torch.no_grad():
+        loss = compiled(model)(*inputs)
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, model(*inputs).detach())
+    assert counters["fusedce"]["matched"] == 1
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_loss_inside_a_checkpoint(inner):
+    model, inputs = Model(), batch()
+
+    def step(x, labels):
+        return checkpoint(model, x, labels, use_reentrant=False)
+
+    assert_same(model, compiled(step, inner)(*inputs), step(*inputs))
+    assert counters["fusedce"]["matched"] == 1
+
+
+def test_gradient_accumulation():
+    model = Model()
+    step = compiled(model)
+    sums = []
+    for run in (step, model):
+        torch.manual_seed(1)
+        model.zero_grad()
+        for _ in range(3):
+            (run(*batch()) / 3).backward()
+        sums.append([p.grad.clone() for p in model.parameters()])
+    for a, b in zip(*sums, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_a_retained_graph(inner):
+    model, inputs = Model(), batch()
+    step = compiled(model, inner)
+    eager = gradients(model, model(*inputs))
+    for _ in range(2):  # once with a backward that is compiled now, once with the one from before
+        loss = step(*inputs)
+        model.zero_grad()
+        for times in (1, 2, 3):
+            loss.backward(retain_graph=times < 3)
+            for p, b in zip(model.parameters(), eager, strict=True):
+                torch.testing.assert_close(p.grad, times * b)
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"), [("eager", "no second derivative"), ("aot_eager", "double backward")]
+)
+def test_a_second_derivative_is_refused(inner, message):
+    model, inputs = Model(), batch()
+    loss = compiled(model, inner)(*inputs)
+    with pytest.raises(RuntimeError, match=message):
+        (grad,) = torch.autograd.grad(loss, model.body.weight, create_graph=True)
+        grad.sum().backward()
+
+
+def test_a_frozen_head_and_frozen_hidden_states():
+    model, inputs = Model(), batch()
+    for frozen in (model.head, model.body):
+        torch._dynamo.reset()
+        model.requires_grad_(True)
+        frozen.requires_grad_(False)
+        want = [p for p in model.parameters() if p.requires_grad]
+        fused = torch.autograd.grad(compiled(model)(*inputs), want)
+        for a, b in zip(fused, torch.autograd.grad(model(*inputs), want), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("region", ["ambient", "inside"])
+def test_autocast_gives_f32_parameters_f32_gradients(region):
+    model, inputs = Model(), batch()
+
+    def inside(x, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x, labels)
+
+    fn = inside if region == "inside" else model
+    losses = []
+    for run in (compiled(fn), fn):
+        with torch.autocast("cpu", torch.bfloat16, enabled=region == "ambient"):
+            losses.append(run(*inputs))
+    assert counters["fusedce"]["casts"] == 1  # the body's output is bf16 already
+    assert losses[0].dtype == losses[1].dtype == torch.float32
+    fused, eager = (gradients(model, loss) for loss in losses)
+    for a, b in zip(fused, eager, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=1e-3)
+
+
+def test_a_target_out_of_range_is_an_error():
+    model, (x, labels) = Model(), batch()
+    labels[0, 0] = V
+    with pytest.raises(IndexError, match=f"Target {V} is out of bounds"):
+        compiled(model)(x, labels)
+
+
+def test_wrong_shapes_are_an_error():
+    model, (x, _) = Model(), batch()
+    with pytest.raises(Exception, match="batch_size"):
+        compiled(model)(x, torch.zeros(3, 5, dtype=torch.int64))

@@ -1,0 +1,86 @@
+"""FUSEDCE_DUMP: what is written for each graph."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxpass import dump
+from fxpass.report import explain
+from fxpass.triton_source import Kernel
+
+INPUTS = (torch.ones(4, 8), torch.ones(10, 8, requires_grad=True), torch.zeros(4).long())
+
+
+def loss(x, w, target):
+    return F.cross_entropy(F.linear(x, w), target)
+
+
+def summed(x, w, target):
+    return F.cross_entropy(F.linear(x, w), target, reduction="sum")
+
+
+def no_loss(x, w, target):
+    return F.linear(x, w).sum()
+
+
+def compiled(fn, **options):
+    options = {f"fusedce.{name}": value for name, value in options.items()}
+    return torch.compile(fn, backend="fusedce", options={"fusedce.inner": "eager", **options})
+
+
+@pytest.mark.parametrize("by_environment", [True, False])
+def test_a_graph_before_and_after_and_its_kernels(by_environment, tmp_path, monkeypatch):
+    folder = tmp_path / "made" / "here"  # neither exists
+    if by_environment:
+        monkeypatch.setenv("FUSEDCE_DUMP", str(folder))
+    compiled(loss, **({} if by_environment else {"dump": folder}))(*INPUTS)
+    monkeypatch.delenv("FUSEDCE_DUMP", raising=False)
+    report = explain(loss, *INPUTS)
+    (before,) = folder.glob(f"graph_{os.getpid()}_*_before.txt")
+    after = before.with_name(before.name.replace("before", "after"))
+    assert before.read_text() == report.before[0] + "\n"
+    assert after.read_text() == report.after[0] + "\n"
+    assert "linear_cross_entropy" in after.read_text()
+    (kernel,) = report.kernels
+    assert (folder / f"{kernel.name}.py").read_text() == kernel.source
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_two_graphs_give_two_pairs(tmp_path):
+    compiled(loss, dump=tmp_path)(*INPUTS)
+    compiled(summed, dump=tmp_path)(*INPUTS)
+    befores = sorted(tmp_path.glob("*_before.txt"))
+    assert ["reduction='sum'" in path.read_text() for path in befores] == [False, True]
+    afters = sorted(tmp_path.glob("*_after.txt"))
+    assert ["reduction=sum" in path.read_text() for path in afters] == [False, True]
+    assert [a.name.replace("after", "before") for a in afters] == [b.name for b in befores]
+
+
+def test_a_graph_without_a_match_is_written_as_it_stays(tmp_path):
+    compiled(no_loss, dump=tmp_path)(*INPUTS)
+    after, before = sorted(tmp_path.iterdir())
+    assert before.name.endswith("_before.txt")
+    assert after.read_text() == before.read_text() == explain(no_loss, *INPUTS).before[0] + "\n"
+
+
+def test_nothing_is_written_without_the_setting(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compiled(loss)(*INPUTS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_write_numbers_the_graphs_of_a_process(tmp_path):
+    for _ in range(2):
+        dump.write(str(tmp_path), "before", "after", [Kernel("k1", "1\n"), Kernel("k2", "2\n")])
+    assert (tmp_path / "k1.py").read_text() == "1\n"
+    assert (tmp_path / "k2.py").read_text() == "2\n"
+    graphs = sorted(path.stem.split("_")[1:] for path in tmp_path.glob("*.txt"))
+    assert [pid for pid, *_ in graphs] == [str(os.getpid())] * 4
+    first, second = sorted({int(number) for _, number, _ in graphs})
+    assert second == first + 1
+    assert {path.read_text() for path in tmp_path.glob("*_before.txt")} == {"before\n"}
+    assert {path.read_text() for path in tmp_path.glob("*_after.txt")} == {"after\n"}

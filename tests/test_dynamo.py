@@ -1,0 +1,107 @@
+"""Log-once methods between the linear and the loss do not break the graph; other calls still do."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+
+import pytest
+import torch
+import torch._dynamo.config as config
+import torch.nn.functional as F
+
+from fxpass import backend
+from fxpass.dynamo import trace_through_log_once
+from fxpass.report import explain
+
+NAME = next(n for n in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(config, n))
+INPUTS = (torch.ones(4, 8), torch.ones(10, 8, requires_grad=True), torch.zeros(4).long())
+log = logging.getLogger("a_library")
+
+# Dynamo itself looks at the .grad of logits that enter a graph
+NON_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@functools.lru_cache(None)  # as libraries write it
+def say_once(self, *args):
+    self.warning(*args)
+
+
+def say(self, *args):
+    self.warning(*args)
+
+
+@pytest.fixture(autouse=True)
+def _hung_on_the_logger(monkeypatch):
+    """Two methods on every logger and nothing known to Dynamo; as it was afterwards."""
+    monkeypatch.setattr(logging.Logger, "say_once", say_once, raising=False)
+    monkeypatch.setattr(logging.Logger, "say", say, raising=False)
+    with config.patch({NAME: set()}):
+        yield
+    say_once.cache_clear()
+
+
+def cached(x, w, target):
+    logits = F.linear(x, w)
+    log.say_once("only once")
+    return F.cross_entropy(logits, target)
+
+
+def ordinary(x, w, target):
+    logits = F.linear(x, w)
+    log.warning("every time")
+    return F.cross_entropy(logits, target)
+
+
+def test_a_cached_method_is_stepped_over():
+    trace_through_log_once()
+    assert say_once in getattr(config, NAME)
+    report = explain(cached, *INPUTS)
+    assert (report.graphs, len(report.matches)) == (1, 1)
+
+
+@NON_LEAF
+def test_without_it_the_graph_breaks():
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    torch.compile(cached, backend=backend)(*INPUTS)
+    assert len(graphs) == 2
+
+
+@NON_LEAF
+def test_ordinary_logging_still_breaks_the_graph(caplog):
+    report = explain(ordinary, *INPUTS)
+    assert (report.graphs, len(report.matches), len(report.rejections)) == (2, 0, 1)
+    assert "graph break" in report.rejections[0].reason
+    assert [record.getMessage() for record in caplog.records].count("every time") == 1
+
+
+def test_only_cached_methods_are_added():
+    trace_through_log_once()
+    added = getattr(config, NAME)
+    assert say_once in added
+    ordinary_methods = {say, logging.Logger.warning, logging.Logger.info, logging.Logger.error}
+    assert not added & ordinary_methods
+
+
+def test_it_adds_to_what_the_user_chose_and_may_be_called_twice():
+    setattr(config, NAME, {logging.Logger.debug})
+    trace_through_log_once()
+    once = set(getattr(config, NAME))
+    trace_through_log_once()
+    assert getattr(config, NAME) == once
+    assert {logging.Logger.debug, say_once} <= once
+
+
+def test_the_backend_calls_it_before_it_is_first_used(monkeypatch):
+    importlib.reload(backend)
+    assert say_once in getattr(config, NAME)
+    setattr(config, NAME, set())
+    monkeypatch.setenv("FUSEDCE", "0")
+    importlib.reload(backend)
+    assert getattr(config, NAME) == set()

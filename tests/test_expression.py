@@ -1,0 +1,237 @@
+"""Expressions: the text form both ways, what it refuses, exact numbers, slopes and values."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import sympy
+import torch
+
+from fxpass.expression import FUNCTIONS, Z, derivative, evaluate, exact, parse, text
+
+Z_VALUES = torch.tensor([-40.0, -2.5, -1e-3, 0.0, 1e-7, 0.3, 1.0, 29.0], dtype=torch.float64)
+
+# the text of an expression → the same function in torch
+PROGRAMS = {
+    "z": lambda z: z,
+    "-z": lambda z: -z,
+    "z/3": lambda z: z / 3,
+    "-2*z/3": lambda z: -2 * z / 3,
+    "0.1*z": lambda z: 0.1 * z,
+    "z-2.5": lambda z: z - 2.5,
+    "1e-05*z+1e+20": lambda z: 1e-5 * z + 1e20,
+    "30*tanh(z/30)": lambda z: 30 * torch.tanh(z / 30),
+    "tanh(z)/2+0.5": lambda z: torch.sigmoid(2 * z),
+    "0.5*tanh(0.5*z)+0.5": lambda z: torch.tanh(z / 2) / 2 + 0.5,
+    "z**2+z": lambda z: z * z + z,
+    "z*tanh(z)": lambda z: z * torch.tanh(z),
+    "tanh(tanh(z)+1)": lambda z: torch.tanh(torch.tanh(z) + 1),
+    "(z**2+1)**(-2)": lambda z: 1 / (z * z + 1) ** 2,
+    "(z**2+1)**0.5": lambda z: (z * z + 1).sqrt(),
+    "2*(z+1)*tanh(z)": lambda z: 2 * (z + 1) * torch.tanh(z),
+    "-(z+1)*tanh(z)": lambda z: -(z + 1) * torch.tanh(z),
+    "z*2**0.5": lambda z: z * math.sqrt(2),
+    "z-z+3": lambda z: torch.full_like(z, 3),
+}
+
+
+def grown(rng: random.Random, depth: int) -> str:
+    """A random sentence of the grammar without infinite values: no divisor is ever zero."""
+    if depth == 0:
+        number = rng.choice([0.1, 1e-5, 2.5, 30.0, 1e20, rng.uniform(-9, 9), rng.randint(1, 50)])
+        return rng.choice(["z", "z", repr(number)])
+    a, b = (grown(rng, rng.randrange(depth)) for _ in range(2))
+    return rng.choice(
+        [
+            f"({a})+({b})",
+            f"({a})-({b})",
+            f"({a})*({b})",
+            f"({a})/(({b})**2+1)",
+            f"(({a})**2+1)**-{rng.randint(1, 3)}",
+            f"({a})**{rng.randint(2, 4)}",
+            f"-({a})",
+            f"{rng.choice(list(FUNCTIONS))}({a})",
+        ]
+    )
+
+
+# ---------------------------------------------------------------- text form
+
+
+@pytest.mark.parametrize(
+    "source", [*PROGRAMS, "((z+1)**3)**0.5", "((z-1)**0.5)**3", "(1/3)**0.5*z", "z**(1/3)"]
+)
+def test_text_is_read_back_as_the_same_expression(source):
+    expr = parse(source)
+    assert parse(text(expr)) == expr
+    assert text(parse(text(expr))) == text(expr)
+    assert " " not in text(expr)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_text_of_a_random_expression_is_read_back(seed):
+    rng = random.Random(seed)
+    for _ in range(30):
+        source = grown(rng, rng.randint(1, 4))
+        expr = parse(source)
+        assert parse(text(expr)) == expr, source
+        slope = derivative(expr)
+        assert parse(text(slope)) == slope, source
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("30 * tanh(z / 30.0)", "30*tanh(z/30)"),
+        ("z * 0.1", "0.1*z"),
+        ("z / 10", "z/10"),  # a tenth is no double; 0.1 is another number
+        ("2*z/3 - 1/3", "2*z/3-1/3"),
+        ("-z - 1", "-z-1"),
+        ("1e20*z", "100000000000000000000*z"),
+        ("-(0.5)*z", "-0.5*z"),
+        ("1/(z+1)**2", "(z+1)**(-2)"),
+        ("(-0.25)**2*z", "0.0625*z"),
+    ],
+)
+def test_text_is_short_and_canonical(source, expected):
+    assert text(parse(source)) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("", " ", "z z", "z +", "(z", "z\0", "1..2", "z; z", "x = z", "import os"),  # no grammar
+        *("x", "Z", "tanh", "tanh(tanh)", "exp(z)", "sympy", "__builtins__"),  # names
+        *("z.real", "tanh.__class__", "().__class__", "z.tanh()"),  # attributes
+        *("__import__('os').getpid()", "eval('z')", "open('x')", "z(1)", "tanh(z)(z)"),  # calls
+        *("tanh()", "tanh(z, z)", "tanh(x=z)", "tanh(*z)", "tanh(z, **z)"),
+        *("'z'", "b'z'", "f'{z}'", "1j*z", "True", "None", "..."),  # constants
+        *("lambda: z", "(lambda z: z)(1)", "[z]", "(z,)", "{z}", "{}", "z[0]", "[z for z in z]"),
+        *("z if z else 1", "z < 1", "z and z", "not z", "(y := z)", "await z", "yield z"),
+        *("+z", "~z", "z//2", "z%2", "z@z", "z<<1", "z|1", "z^2"),  # operators
+    ],
+)
+def test_what_is_not_in_the_grammar_is_refused(source):
+    with pytest.raises(ValueError, match="not a logit transform"):
+        parse(source)
+
+
+def test_nothing_that_is_refused_is_evaluated(tmp_path):
+    file = tmp_path / "evaluated"
+    for source in (f"open({str(file)!r}, 'w')", f"z + open({str(file)!r}, 'w').write(z)"):
+        with pytest.raises(ValueError, match="not a logit transform"):
+            parse(source)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("1e999", "z*1e999", "-1e999*z", "tanh(z/1e999)"),  # an infinite literal
+        *("1e200*1e200*z", "z+1e200*1e200", "10**400*z", "10**400+z", "10**400"),  # none a double
+        *("1/0", "z/0", "0/0", "0*z/0", "0**-1", "(-1)**0.5", "(-1)**0.5*z", "tanh((-1)**0.5)"),
+        *("10**99999", "9" * 5000),
+        *("2**z", "z**z", "z**tanh(z)"),  # neither torch nor Triton code is generated for these
+    ],
+    ids=lambda source: source[:20],
+)
+def test_what_no_finite_double_can_hold_is_refused(source):
+    with pytest.raises(ValueError):  # noqa: PT011 -- the message depends on where it shows
+        parse(source)
+
+
+@pytest.mark.parametrize("source", ["-" * 20000 + "z", "+".join(["z"] * 20000), "(" * 500 + "z"])
+def test_text_that_is_too_deep_to_read_is_refused(source):
+    with pytest.raises(ValueError, match="not a logit transform"):
+        parse(source)
+
+
+@pytest.mark.parametrize(
+    "expr",
+    [
+        sympy.exp(Z),
+        sympy.Abs(Z),
+        sympy.I * Z,
+        sympy.pi * Z,
+        sympy.zoo,
+        sympy.nan,
+        sympy.Integer(10) ** 400 * Z,  # what the matcher meets in z * 1e200 * 1e200
+        sympy.Integer(10) ** 400 + Z,
+    ],
+    ids=lambda expr: str(expr)[:20],
+)
+def test_an_expression_without_a_text_form_is_a_value_error(expr):
+    with pytest.raises(ValueError):  # noqa: PT011 -- the message depends on the expression
+        text(expr)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, 0.1, 1 / 3, 30.0, -2.5, 5e-324, 1.7976931348623157e308, 3, 2**70]
+)
+def test_exact_is_the_double_itself(value):
+    number = exact(value)
+    assert Fraction(number.p, number.q) == Fraction(value)
+    assert parse(text(number)) == number
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_exact_refuses_what_is_not_finite(value):
+    with pytest.raises(ValueError, match=f"finite constants, got {value}"):
+        exact(value)
+
+
+def test_products_of_doubles_lose_nothing():
+    product = exact(0.1) * exact(0.2) * exact(0.3) * Z
+    coefficient = parse(text(product)).as_coeff_Mul()[0]
+    assert Fraction(int(coefficient.p), int(coefficient.q)) == (
+        Fraction(0.1) * Fraction(0.2) * Fraction(0.3)
+    )
+
+
+# ---------------------------------------------------------------- value and derivative
+
+
+@pytest.mark.parametrize("source", PROGRAMS)
+def test_value_is_that_of_torch_and_of_sympy(source):
+    expr = parse(source)
+    got = evaluate(expr, Z_VALUES)
+    torch.testing.assert_close(got, PROGRAMS[source](Z_VALUES), rtol=1e-13, atol=1e-15)
+    points = [sympy.Rational(Fraction(z)) for z in Z_VALUES.tolist()]
+    precise = [float(expr.subs(Z, z).evalf(40)) for z in points]
+    precise = torch.tensor(precise, dtype=torch.float64)
+    torch.testing.assert_close(got, precise, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("source", PROGRAMS)
+def test_derivative_is_that_of_autograd(source):
+    z = Z_VALUES.clone().requires_grad_()
+    # 0 * z ties a constant to z; every program is finite at these points
+    (expected,) = torch.autograd.grad((PROGRAMS[source](z) + 0 * z).sum(), z)
+    got = evaluate(derivative(parse(source)), Z_VALUES)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("source", PROGRAMS)
+def test_evaluate_reads_only(source, dtype):
+    storage = torch.linspace(-2, 2, 12, dtype=dtype).view(3, 4)
+    z, before = storage.t(), storage.clone()
+    for expr in (parse(source), derivative(parse(source))):
+        out = evaluate(expr, z)
+        assert (out.shape, out.dtype) == (z.shape, z.dtype)
+        assert (out is z) == (expr == Z)
+        if out is not z:
+            out.fill_(7)  # the caller owns it: it may not share memory with z
+        assert torch.equal(storage, before)
+
+
+def test_derivatives_that_the_kernels_use():
+    assert derivative(Z) == 1
+    assert text(derivative(parse("30*tanh(z/30)"))) == "1-tanh(z/30)**2"
+    assert text(derivative(parse("z/4-1"))) == "0.25"

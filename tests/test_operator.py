@@ -1,0 +1,202 @@
+"""The operator as an operator: schema, fake, autograd, its gradients' life, bad input."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.library import opcheck
+
+from fxpass import schedule
+from fxpass.operator import linear_cross_entropy, linear_cross_entropy_backward
+from fxpass.spec import Spec
+
+N, D, V = 6, 4, 9
+
+
+def arguments(spec: Spec, dtype=torch.float32, bias=True, weighted=True, logits=False):
+    """Arguments of the operator; those that the spec names require gradients."""
+    x, weight = torch.randn(N, D, dtype=dtype), torch.randn(V, D, dtype=dtype)
+    b = torch.randn(V, dtype=dtype) if bias else None
+    z = F.linear(x, weight, b) if logits else None
+    for name, tensor in (("x", x), ("weight", weight), ("bias", b)):
+        if tensor is not None:
+            tensor.requires_grad_(name in spec.gradients)
+    soft = spec.target == "probabilities"
+    target = torch.rand(N, V).softmax(1) if soft else torch.randint(V, (N,))
+    return x, weight, b, target, torch.rand(V) if weighted else None, z, spec.text()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_opcheck(reduction, target):
+    for gradients, full in itertools.product([(), ("x",), ("x", "weight", "bias")], [False, True]):
+        bias = full or "bias" in gradients
+        spec = Spec(reduction, target, label_smoothing=0.1, gradients=gradients)
+        args = arguments(spec, bias=bias, weighted=full, logits=full)
+        opcheck(torch.ops.fxpass.linear_cross_entropy.default, args)
+
+
+def test_opcheck_of_what_backward_calls():
+    spec = Spec("none", gradients=("x", "weight", "bias"))
+    args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(spec)]
+    opcheck(torch.ops.fxpass.linear_cross_entropy_backward.default, (torch.rand(N), *args))
+    opcheck(torch.ops.fxpass.scale_gradient.default, (torch.randn(V, D), torch.tensor(2.0), True))
+
+
+def training(**changes):
+    """(loss, x, weight) of a fresh training loss."""
+    spec = Spec(**{"gradients": ("x", "weight"), **changes})
+    torch.manual_seed(0)
+    x, weight, *rest = arguments(spec, bias=False, weighted=False)
+    return linear_cross_entropy(x, weight, *rest)[0], x, weight
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_retained_graph_gives_the_same_gradient_again(reduction):
+    loss, _, weight = training(reduction=reduction)
+    upstream = torch.ones_like(loss)
+    loss.backward(upstream, retain_graph=True)
+    first = weight.grad.clone()
+    weight.grad = None
+    loss.backward(3 * upstream, retain_graph=True)
+    torch.testing.assert_close(weight.grad, 3 * first)
+    weight.grad = None
+    loss.backward(upstream)
+    assert torch.equal(weight.grad, first)
+
+
+@torch._functorch.config.patch(donated_buffer=False)
+def test_the_last_backward_allocates_no_second_weight_gradient():
+    x, weight, *rest = arguments(Spec(gradients=("x", "weight")), bias=False, weighted=False)
+    loss, _, _, saved, _ = linear_cross_entropy(x, weight, *rest)
+    (kept,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    assert kept.data_ptr() != saved.data_ptr()
+    (last,) = torch.autograd.grad(loss, weight)
+    assert last.data_ptr() == saved.data_ptr()
+    assert torch.equal(kept, last)
+
+
+def test_accumulating_twice():
+    loss, x, weight = training()
+    loss.backward()
+    once = weight.grad.clone()
+    for t in (x, weight):
+        assert t.grad is not None
+    args = (x, weight, None, torch.randint(V, (N,), generator=torch.Generator()), None, None)
+    second = linear_cross_entropy(*args, Spec(gradients=("x", "weight")).text())[0]
+    (alone,) = torch.autograd.grad(second, weight, retain_graph=True)
+    second.backward()
+    torch.testing.assert_close(weight.grad, once + alone)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_second_derivative_is_refused(reduction):
+    loss, x, _ = training(reduction=reduction)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss.sum(), x, create_graph=True)
+
+
+def test_a_gradient_that_the_spec_does_not_name_is_refused():
+    args = list(arguments(Spec(gradients=("x", "weight"))))
+    args[-1] = Spec(gradients=("x",)).text()
+    with pytest.raises(RuntimeError, match="weight requires a gradient"):
+        linear_cross_entropy(*args)
+
+
+def test_the_same_bits_every_time():
+    (a, _, w1), (b, _, w2) = training(), training()
+    a.backward()
+    b.backward()
+    assert torch.equal(a, b)
+    assert torch.equal(w1.grad, w2.grad)
+
+
+def test_ambient_autocast_changes_nothing_in_here():
+    args = arguments(Spec())
+    plain = linear_cross_entropy(*args)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(linear_cross_entropy(*args)[0], plain)
+
+
+def test_fp16_gradients_survive_a_large_scale_and_many_rows():
+    """Unnormalised in the buffers: dividing by N first would round most of them to zero."""
+    n, d, v = 512, 8, 2000
+    x, weight = torch.randn(n, d), torch.randn(v, d)
+    target = torch.randint(v, (n,))
+    half = [t.half().requires_grad_() for t in (x, weight)]
+    wide = [t.detach().double().requires_grad_() for t in half]
+    spec = Spec(gradients=("x", "weight")).text()
+    scale = 2.0**12
+    (linear_cross_entropy(*half, None, target, None, None, spec)[0] * scale).backward()
+    (F.cross_entropy(F.linear(*wide), target) * scale).backward()
+    for got, exact in zip(half, wide, strict=True):
+        error = (got.grad.double() - exact.grad).norm() / exact.grad.norm()
+        assert error < 1e-3
+        # what fp16 can hold at this scale is there; nothing more was lost
+        assert (got.grad == 0).sum() <= (exact.grad.half() == 0).sum() * 1.01
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def bad(**changes):
+    spec = changes.pop("spec", Spec())
+    names = ("x", "weight", "bias", "target", "class_weight", "logits")
+    args = dict(zip(names, arguments(spec, logits=True), strict=False)) | changes
+    return lambda: linear_cross_entropy(*args.values(), spec.text())
+
+
+PROBABILITIES = Spec(target="probabilities")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (bad(x=torch.randn(N, D + 1)), ValueError, r"weight \[V, D\], got \[6, 5\] and \[9, 4\]"),
+        (bad(x=torch.randn(2, N, D)), ValueError, r"x \[N, D\]"),
+        (bad(x=torch.ones(N, D, dtype=torch.int64)), ValueError, "floating-point"),
+        (bad(x=torch.randn(N, D).bfloat16()), ValueError, "one floating-point dtype"),
+        (bad(bias=torch.randn(V + 1)), ValueError, r"bias \[9\]"),
+        (bad(class_weight=torch.randn(1, V)), ValueError, r"class_weight \[9\]"),
+        (bad(logits=torch.randn(N, V + 1)), ValueError, r"logits \[6, 9\]"),
+        (bad(target=torch.zeros(N + 1).long()), ValueError, r"class indices \[6\]"),
+        (bad(target=torch.zeros(N, dtype=torch.int32)), ValueError, "int64 class indices"),
+        (bad(target=torch.rand(N), spec=PROBABILITIES), ValueError, r"probabilities \[6, 9\]"),
+        (
+            bad(target=torch.ones(N, V).long(), spec=PROBABILITIES),
+            ValueError,
+            "floating-point prob",
+        ),
+        (bad(target=torch.full((N,), V)), IndexError, "Target 9 is out of bounds"),
+        (bad(target=torch.full((N,), -1)), IndexError, "Target -1 is out of bounds"),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_no_rows_give_nan_as_in_eager():
+    empty = torch.randn(0, D), torch.randn(V, D), None, torch.zeros(0).long(), None, None
+    assert linear_cross_entropy(*empty, Spec().text())[0].isnan()
+    assert linear_cross_entropy(*empty, Spec("sum").text())[0] == 0
+    assert linear_cross_entropy(*empty, Spec("none").text())[0].shape == (0,)
+
+
+def test_a_budget_bounds_the_chunk():
+    spec = Spec(memory_mb=1)
+    plan = schedule.plan(4096, 64, 32000, torch.float32, torch.device("cpu"), spec)
+    assert plan.rows * 32000 * 4 <= 2**20 < (plan.rows + 1) * 32000 * 4
+
+
+def test_backward_of_rows_scales_each_row():
+    spec = Spec("none", gradients=("x",))
+    args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(spec)]
+    scale = torch.tensor([0.0, 1.0, 2.0, 0.0, 5.0, 1e-6])
+    ones = linear_cross_entropy_backward(torch.ones(N), *args)[0]
+    torch.testing.assert_close(
+        linear_cross_entropy_backward(scale, *args)[0], ones * scale[:, None]
+    )

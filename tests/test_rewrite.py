@@ -1,0 +1,130 @@
+"""The graph before and after, one whole example of each kind of rewrite."""
+
+from __future__ import annotations
+
+import expecttest
+import torch
+import torch.nn.functional as F
+
+from fxpass import testing
+
+V = 10
+
+
+def shifted(x, weight, labels):
+    logits = F.linear(x, weight).float()
+    logits = 30 * torch.tanh(logits / 30)
+    return F.cross_entropy(
+        logits[..., :-1, :].contiguous().view(-1, V), labels[..., 1:].contiguous().view(-1)
+    )
+
+
+def with_logits(x, weight, labels):
+    logits = F.linear(x, weight)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def inputs():
+    x = torch.randn(2, 4, 6, requires_grad=True)
+    return x, torch.randn(V, 6, requires_grad=True), torch.randint(V, (2, 4))
+
+
+class TestGraphs(expecttest.TestCase):
+    maxDiff = None
+
+    def test_shift_softcap_and_autocast(self):
+        """Row movements go to the hidden states, casts are visible, the chain is gone."""
+        with torch.autocast("cpu", torch.bfloat16):
+            after = testing.rewritten(shifted, *inputs())
+        self.assertExpectedInline(
+            after,
+            """\
+%l_x_: f32[2, 4, 6] = input
+%l_weight_: f32[10, 6] = input
+%l_labels_: i64[2, 4] = input
+%getitem_1: i64[2, 3] = operator.getitem(%l_labels_, (..., 1:))
+%contiguous_1: i64[2, 3] = contiguous(%getitem_1)
+%view_1: i64[6] = view(%contiguous_1, -1)
+%to: bf16[2, 4, 6] = to(%l_x_, torch.bfloat16)
+%to_1: bf16[10, 6] = to(%l_weight_, torch.bfloat16)
+%getitem_2: bf16[2, 3, 6] = operator.getitem(%to, (..., :-1, :))
+%reshape: bf16[6, 6] = reshape(%getitem_2, -1, 6)
+%linear_cross_entropy = fxpass.linear_cross_entropy(%reshape, %to_1, None, %view_1, None, None, 'v1 reduction=mean logits=30*tanh(z/30) gradients=x,weight')
+%fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
+return (%fused_loss,)""",
+        )
+
+    def test_logits_kept(self):
+        """The linear stays for the output, and the loss is taken from its logits."""
+        self.assertExpectedInline(
+            testing.rewritten(with_logits, *inputs()),
+            """\
+%l_x_: f32[2, 4, 6] = input
+%l_weight_: f32[10, 6] = input
+%l_labels_: i64[2, 4] = input
+%logits: f32[2, 4, 10] = linear(%l_x_, %l_weight_)
+%flatten_1: i64[8] = flatten(%l_labels_)
+%flatten_2: f32[8, 6] = flatten(%l_x_, 0, 1)
+%detach: f32[2, 4, 10] = detach(%logits)
+%flatten_3: f32[8, 10] = flatten(%detach, 0, 1)
+%linear_cross_entropy = fxpass.linear_cross_entropy(%flatten_2, %l_weight_, None, %flatten_1, None, %flatten_3, 'v1 reduction=mean gradients=x,weight')
+%fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
+return (%fused_loss, %logits)""",
+        )
+
+    def test_a_loss_in_low_precision_keeps_its_dtype(self):
+        x, weight, labels = inputs()
+
+        def program(x, weight):
+            return F.cross_entropy(F.linear(x, weight).view(-1, V), labels.view(-1))
+
+        after = testing.rewritten(program, x.detach().bfloat16(), weight.detach().bfloat16())
+        self.assertExpectedInline(
+            after,
+            """\
+%l_x_: bf16[2, 4, 6] = input
+%l_weight_: bf16[10, 6] = input
+%l_labels_: i64[2, 4] = input
+%view_1: i64[8] = view(%l_labels_, -1)
+%reshape: bf16[8, 6] = reshape(%l_x_, -1, 6)
+%linear_cross_entropy = fxpass.linear_cross_entropy(%reshape, %l_weight_, None, %view_1, None, None, 'v1 reduction=mean')
+%fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
+%to: bf16[] = to(%fused_loss, torch.bfloat16)
+return (%to,)""",
+        )
+
+    def test_nothing_to_match_leaves_the_graph_alone(self):
+        def program(x, weight, labels):
+            return F.linear(x, weight).sum() + F.nll_loss(x.view(8, 6), labels.view(-1) % 6)
+
+        args = inputs()
+        before = testing.original(program, *args)
+        torch._dynamo.reset()
+        self.assertEqual(before, testing.rewritten(program, *args))
+
+
+def test_new_nodes_carry_the_users_line():
+    graphs = []
+    from fxpass.settings import Settings
+    from fxpass.transform import transform
+
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.compile(shifted, backend=lambda gm, _: graphs.append(gm) or gm)(*inputs())
+    transform(graphs[0], Settings())
+    new = [n for n in graphs[0].graph.nodes if n.target in ("to", "reshape") or "fused" in n.name]
+    assert len(new) == 4
+    assert all("test_rewrite.py" in n.meta["stack_trace"] for n in new)
+    assert all("example_value" in n.meta for n in new)
+
+
+def test_an_unused_loss_beside_it_is_untouched():
+    """Only the chain of the match is erased."""
+
+    def program(x, weight, labels):
+        logits = F.linear(x, weight)
+        other = F.linear(x, weight * 2)
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1)) + other.logsumexp(-1).mean()
+
+    after = testing.rewritten(program, *inputs())
+    assert after.count("= linear(") == 1
+    assert "cross_entropy(%reshape" in after

@@ -1,0 +1,103 @@
+"""What users' own tests call."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxpass import testing
+from fxpass.report import Report, explain
+
+INPUTS = (torch.ones(2, 3, 4), torch.ones(6, 4, requires_grad=True), torch.zeros(4).long())
+
+
+def shifted(h, w, labels):
+    logits = F.linear(h, w).float()
+    return F.cross_entropy(30 * torch.tanh(logits[:, :-1].reshape(-1, 6) / 30), labels)
+
+
+def two(h, w, labels):
+    return shifted(h, w, labels) + shifted(h, w, labels)
+
+
+def with_exp(h, w, labels):
+    return F.cross_entropy(F.linear(h, w).exp()[:, 1:].flatten(0, 1), labels)
+
+
+def in_two_graphs(h, w, labels):
+    h = h + 1
+    torch._dynamo.graph_break()
+    return shifted(h, w, labels)
+
+
+@pytest.mark.parametrize(("fn", "losses"), [(shifted, 1), (two, 2), (with_exp, 0)])
+def test_assert_fused_returns_the_report(fn, losses):
+    report = testing.assert_fused(fn, *INPUTS, losses=losses)
+    assert isinstance(report, Report)
+    assert len(report.matches) == losses
+
+
+@pytest.mark.parametrize(("fn", "losses"), [(with_exp, 1), (two, 1), (shifted, 2), (shifted, 0)])
+def test_assert_fused_fails_with_the_report(fn, losses):
+    report = explain(fn, *INPUTS)
+    with pytest.raises(AssertionError) as caught:
+        testing.assert_fused(fn, *INPUTS, losses=losses)
+    assert str(caught.value) == f"expected {losses} fused losses\n{report}"
+
+
+def test_a_miss_says_why():
+    with pytest.raises(AssertionError, match=r"%exp \(exp\) between the linear and the loss"):
+        testing.assert_fused(with_exp, *INPUTS)
+
+
+def test_one_loss_is_expected_where_nothing_is_said():
+    with pytest.raises(AssertionError, match="expected 1 fused losses"):
+        testing.assert_fused(two, *INPUTS)
+
+
+def test_keywords_reach_the_function():
+    h, w, labels = INPUTS
+    testing.assert_fused(shifted, h, labels=labels, w=w)
+    assert testing.rewritten(shifted, h, labels=labels, w=w)
+
+
+def test_the_texts_of_two_graphs_are_apart():
+    first, second = testing.original(in_two_graphs, *INPUTS).split("\n\n")
+    assert ("cross_entropy" in first, "cross_entropy" in second) == (False, True)
+    assert testing.rewritten(in_two_graphs, *INPUTS).split("\n\n")[0] == first
+
+
+class TestGraphs(expecttest.TestCase):
+    def test_before(self):
+        self.assertExpectedInline(
+            testing.original(shifted, *INPUTS),
+            """\
+%l_h_: f32[2, 3, 4] = input
+%l_w_: f32[6, 4] = input
+%l_labels_: i64[4] = input
+%linear: f32[2, 3, 6] = linear(%l_h_, %l_w_)
+%logits: f32[2, 3, 6] = float(%linear)
+%getitem: f32[2, 2, 6] = operator.getitem(%logits, (:, :-1))
+%reshape: f32[4, 6] = reshape(%getitem, -1, 6)
+%truediv: f32[4, 6] = operator.truediv(%reshape, 30)
+%tanh: f32[4, 6] = tanh(%truediv)
+%mul: f32[4, 6] = operator.mul(30, %tanh)
+%cross_entropy: f32[] = cross_entropy(%mul, %l_labels_)
+return (%cross_entropy,)""",
+        )
+
+    def test_after(self):
+        self.assertExpectedInline(
+            testing.rewritten(shifted, *INPUTS),
+            """\
+%l_h_: f32[2, 3, 4] = input
+%l_w_: f32[6, 4] = input
+%l_labels_: i64[4] = input
+%getitem_1: f32[2, 2, 4] = operator.getitem(%l_h_, (:, :-1))
+%reshape_1: f32[4, 4] = reshape(%getitem_1, -1, 4)
+%linear_cross_entropy = fxpass.linear_cross_entropy(%reshape_1, %l_w_, None, %l_labels_, None, None, 'v1 reduction=mean logits=30*tanh(z/30) gradients=weight')
+%fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
+return (%fused_loss,)""",
+        )
