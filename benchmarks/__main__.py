@@ -102,23 +102,23 @@ def table(rows: list[Row]) -> str:
     """A markdown table; ratios are to inductor, round by round."""
     base = next((r for r in rows if r.name == "inductor" and r.seconds), None)
     lines = [
-        "| provider | ms (median) | min–max | time / inductor | extra peak MiB | / inductor |",
+        "| provider | ms (median) | min-max | time / inductor | extra peak MiB | / inductor |",
         "|---|---|---|---|---|---|",
     ]
     for row in rows:
         if not row.seconds:
-            lines.append(f"| {row.name} | – | – | – | – | {row.failure} |")
+            lines.append(f"| {row.name} | - | - | - | - | {row.failure} |")
             continue
         ms = [1e3 * s for s in row.seconds]
-        speed = space = "–"
+        speed = space = "-"
         if base:
             pairs = zip(row.seconds, base.seconds, strict=True)
             speed = f"{statistics.median(a / b for a, b in pairs):.2f}"
             if row.extra_bytes is not None and base.extra_bytes:
                 space = f"{row.extra_bytes / base.extra_bytes:.2f}"
-        size = "–" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.0f}"
+        size = "-" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:.0f}"
         lines.append(
-            f"| {row.name} | {statistics.median(ms):.0f} | {min(ms):.0f}–{max(ms):.0f} | {speed} "
+            f"| {row.name} | {statistics.median(ms):.0f} | {min(ms):.0f}-{max(ms):.0f} | {speed} "
             f"| {size} | {space} |"
         )
     return "\n".join(lines)

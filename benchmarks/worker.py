@@ -106,9 +106,8 @@ def main() -> None:
                 torch.accelerator.synchronize()
             answer = {"seconds": time.perf_counter() - begin}
             if command == "measure":
-                peak = memory.peak()
-                known = peak is not None and memory.rest is not None
-                answer = {"bytes": peak - memory.rest if known else None}
+                peak, rest = memory.peak(), memory.rest
+                answer = {"bytes": None if peak is None or rest is None else peak - rest}
             tensors[0].grad = tensors[1].grad = None
         print(json.dumps(answer), file=results, flush=True)
 

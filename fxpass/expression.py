@@ -61,7 +61,10 @@ def derivative(expr: Expr) -> Expr:
 
 
 def text(expr: Expr) -> str:
-    """One line without spaces; :func:`parse` gives the same expression back."""
+    """One line without spaces; :func:`parse` gives the same expression back.
+
+    ``ValueError`` for an expression that is no logit transform.
+    """
     return _text(expr, level=0)
 
 
@@ -83,8 +86,11 @@ def _text(expr: Any, level: int) -> str:
         out = _product(expr)
         return f"({out})" if level > _PRODUCT or (level == _PRODUCT and out[0] == "-") else out
     if isinstance(expr, sympy.Pow):
-        base, exponent = expr.as_base_exp()
-        return f"{_text(base, _POWER)}**{_text(exponent, _POWER)}"
+        base, exponent = expr.base, expr.exp
+        if not isinstance(exponent, sympy.Rational):
+            raise ValueError(f"a logit transform may not have {exponent} as an exponent: {expr}")
+        out = f"{_text(base, _POWER)}**{_text(exponent, _POWER)}"
+        return f"({out})" if level == _POWER else out
     name = type(expr).__name__
     if name in FUNCTIONS:
         return f"{name}({_text(expr.args[0], _SUM)})"
@@ -108,7 +114,12 @@ def _product(expr: sympy.Mul) -> str:
 
 
 def _fraction(number: Any) -> Fraction:
-    return Fraction(int(number.p), int(number.q))
+    fraction = Fraction(int(number.p), int(number.q))
+    try:
+        float(fraction)
+    except OverflowError as error:
+        raise ValueError("a logit transform has a constant that no double can hold") from error
+    return fraction
 
 
 def _is_double(number: Fraction) -> bool:
@@ -121,6 +132,10 @@ def _number(number: Fraction, level: int) -> str:
     return f"({out})" if level > _SUM and not out.replace(".", "").isdigit() else out
 
 
+# Products of a few doubles' exact rationals stay far below; more is no logit transform.
+_MAX_BITS = 8192
+
+
 def parse(source: str) -> Expr:
     """The expression of a text form.
 
@@ -129,16 +144,18 @@ def parse(source: str) -> Expr:
     """
     try:
         tree = ast.parse(source, mode="eval")
-    except SyntaxError as error:
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: deep nesting
         raise ValueError(f"not a logit transform: {source!r}") from error
-    return _read(tree.body, source)
+    expr = _read(tree.body, source)
+    text(expr)  # what cannot be written (infinities, roots of -1) is no transform either
+    return expr
 
 
 def _read(node: ast.expr, source: str) -> Expr:
     match node:
         case ast.Constant(value=bool()):
             pass
-        case ast.Constant(value=int() as value):
+        case ast.Constant(value=int() as value) if value.bit_length() <= _MAX_BITS:
             return sympy.Integer(value)
         case ast.Constant(value=float() as value):
             return exact(value)

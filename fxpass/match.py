@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from sympy import Expr
 from torch import Tensor
@@ -320,7 +319,7 @@ def _expression(steps: list[Node], chain: list[Node]) -> Expr:
     return expr
 
 
-def _constant(node: Node, argument: Any) -> sympy.Rational:
+def _constant(node: Node, argument: Any) -> Expr:
     if isinstance(argument, bool) or not isinstance(argument, int | float):
         raise _MatchError(
             node, f"%{node.name} ({_name(node)}) has an operand that is not a number: {argument}"

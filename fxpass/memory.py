@@ -1,7 +1,7 @@
-"""Peak memory, measured from outside the program: by the operating system or by the GPU's allocator.
+"""Peak memory, as the operating system or the GPU's allocator counts it.
 
-In: a device. Out: a :class:`Memory`; call :meth:`Memory.start` once everything that should not count
-is allocated, then :meth:`Memory.peak`.
+In: a device. Out: a :class:`Memory`; call :meth:`Memory.start` once everything that should not
+count is allocated, then :meth:`Memory.peak`.
 """
 
 from __future__ import annotations

@@ -295,12 +295,12 @@ def _backward(ctx, grad: Tensor | None, *_):
         )
     if grad is None:
         return (None,) * 7
-    tensors = iter(ctx.saved_tensors)
-    saved = [next(tensors) if present else None for present in ctx.present]
     if ctx.spec.reduction == "none":
-        grads = linear_cross_entropy_backward(grad, *saved, ctx.spec.text())
+        tensors = iter(ctx.saved_tensors)
+        operands = [next(tensors) if present else None for present in ctx.present]
+        grads = linear_cross_entropy_backward(grad, *operands, ctx.spec.text())
     else:
-        scale, *grads = saved
+        scale, *grads = ctx.saved_tensors
         factor = scale * grad
         # A compiler that donates buffers to itself may give this one away after its last use.
         may_reuse = not functorch_config.donated_buffer

@@ -95,7 +95,10 @@ class Spec:
             if not equals or field is None or name in values or not field.form.fullmatch(value):
                 raise ValueError(f"not a spec: {text!r} (at {word!r})")
             values[name] = field.read(value)
-        return Spec(**values)
+        spec = Spec(**values)
+        if spec.text() != text:  # one computation, one text, one cache key
+            raise ValueError(f"not a spec: {text!r} (it is written {spec.text()!r})")
+        return spec
 
 
 @dataclass(frozen=True)

@@ -159,11 +159,13 @@ def two_losses(x, weight, labels):
     return first + F.cross_entropy(last(F.linear(x * first, weight)), labels.view(-1))
 
 
-@pytest.mark.parametrize(
-    "program",
-    [old_shift, old_shift_by_position, new_shift, sum_over_items, module, positional]
-    + [class_weights, probabilities, rowwise, two_losses],
-)
+PROGRAMS = [
+    *(old_shift, old_shift_by_position, new_shift, sum_over_items, module, positional),
+    *(class_weights, probabilities, rowwise, two_losses),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_loss_that_fuses(program):
     x, weight, labels = inputs()
     report = fxpass.explain(program, x, weight, labels)
