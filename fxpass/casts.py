@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
+from fxpass.region import Region
 from fxpass.source import source_line
 
 log = logging.getLogger(__name__)
@@ -73,11 +74,15 @@ def common_dtype(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
     return low[0] if low else torch.promote_types(x, weight)
 
 
-def autocast_dtype(graph: Graph, site: Node, device: torch.device) -> torch.dtype | None:
+def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dtype | None:
     """The dtype of the autocast in force at ``site``, in the graph or around it; None if off."""
-    enabled = torch.is_autocast_enabled(device.type)
-    stack = [torch.get_autocast_dtype(device.type) if enabled else None]
-    for node in graph.nodes:
+    if region.outer is not None and region.call is not None:
+        ambient = autocast_dtype(region.outer, region.call, device)
+    else:
+        enabled = torch.is_autocast_enabled(device.type)
+        ambient = torch.get_autocast_dtype(device.type) if enabled else None
+    stack = [ambient]
+    for node in region.module.graph.nodes:
         if node is site:
             break
         if node.target is torch.amp.autocast_mode._enter_autocast:

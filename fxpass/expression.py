@@ -173,12 +173,20 @@ def _read(node: ast.expr, source: str) -> Expr:
     )
 
 
+def _power(base: Any, exponent: Any) -> Expr:
+    if isinstance(base, sympy.Rational) and isinstance(exponent, sympy.Rational):
+        bits = max(int(base.p).bit_length(), int(base.q).bit_length())
+        if bits * abs(exponent) > _MAX_BITS:
+            raise ValueError(f"not a logit transform: {base}**{exponent} is too large")
+    return base**exponent
+
+
 _OPERATORS: dict[type[ast.operator], Callable[[Expr, Expr], Expr]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
     ast.Mult: lambda a, b: a * b,
     ast.Div: lambda a, b: a / b,
-    ast.Pow: lambda a, b: a**b,
+    ast.Pow: _power,
 }
 
 

@@ -9,7 +9,8 @@ In: a callable and arguments. Out: a :class:`Report` whose ``str()`` a user can 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Args:
         fn: a function or module, compiled already or not.
         args, kwargs: what it is called with; the call really happens, so its side effects do too.
+            As with ``torch._dynamo.explain``, all compiled code is dropped and compiled again when
+            it is next called.
 
     Returns:
         The report over all graphs; settings are read from the environment. With ``FUSEDCE=0`` it
@@ -92,8 +95,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         after.append(graph_text(gm))
         return gm.forward
 
-    original = getattr(fn, "_torchdynamo_orig_callable", getattr(fn, "_orig_mod", fn))
-    torch.compile(original, backend=backend)(*args, **kwargs)
+    torch._dynamo.reset()
+    try:
+        with _not_compiled_in_place(fn):
+            torch.compile(fn, backend=backend)(*args, **kwargs)
+    finally:
+        # what was traced here must not be run later, nor count towards the recompile limit
+        torch._dynamo.reset()
     matches = tuple(m for o in outcomes for m in o.matches)
     return Report(
         graphs=len(outcomes),
@@ -105,3 +113,16 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         before=tuple(before),
         after=tuple(after),
     )
+
+
+@contextmanager
+def _not_compiled_in_place(fn: Any) -> Iterator[None]:
+    """``module.compile()`` hangs the compiled call on the module, where it hides the original."""
+    if not isinstance(fn, torch.nn.Module) or getattr(fn, "_compiled_call_impl", None) is None:
+        yield
+        return
+    compiled, fn._compiled_call_impl = fn._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        fn._compiled_call_impl = compiled

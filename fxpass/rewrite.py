@@ -1,6 +1,6 @@
 """Carries out a match: the linear, its loss and what stands between become one operator call.
 
-In: a graph and a :class:`fxpass.match.Match`. Out: the casts that were put in; the graph is changed
+In: a region and a :class:`fxpass.match.Match`. Out: the casts that were put in. The graph changes
 in place: row movements are replayed on the hidden states, and the nodes that lost their last user
 are erased::
 
@@ -20,19 +20,20 @@ from torch.fx import Graph, Node
 from fxpass import rules
 from fxpass.casts import Cast, MixedDtypeError, autocast_dtype, cast, common_dtype, short
 from fxpass.match import Match, value
+from fxpass.region import Region
 from fxpass.schedule import compute_dtype
 from fxpass.settings import Settings
 from fxpass.source import source_line
 
 
-def rewrite(graph: Graph, match: Match, settings: Settings) -> list[Cast]:
-    """Replaces the match in ``graph``.
+def rewrite(region: Region, match: Match, settings: Settings) -> list[Cast]:
+    """Replaces the match in the graph of ``region``.
 
     Raises:
         MixedDtypeError: the linear's operands differ outside autocast and the setting is ``error``.
     """
-    linear, loss = match.linear, match.loss
-    dtype = _linear_dtype(graph, match, settings)
+    graph, linear, loss = region.module.graph, match.linear, match.loss
+    dtype = _linear_dtype(region, match, settings)
     with graph.inserting_before(loss):
         casts, operands = [], []
         for operand in (match.x, match.weight, match.bias):
@@ -64,10 +65,10 @@ def rewrite(graph: Graph, match: Match, settings: Settings) -> list[Cast]:
     return casts
 
 
-def _linear_dtype(graph: Graph, match: Match, settings: Settings) -> torch.dtype:
+def _linear_dtype(region: Region, match: Match, settings: Settings) -> torch.dtype:
     """The dtype that the linear computes in."""
     x, weight = value(match.x), value(match.weight)
-    if x.dtype == weight.dtype or autocast_dtype(graph, match.linear, x.device) is not None:
+    if x.dtype == weight.dtype or autocast_dtype(region, match.linear, x.device) is not None:
         return value(match.linear).dtype
     if settings.mixed_dtypes == "error":
         raise MixedDtypeError(

@@ -87,7 +87,7 @@ class Setting:
         """``value`` as the setting's own type; ``source`` is the name the user wrote."""
         try:
             return self.read(value)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{source}={value!r} is not allowed; use {self.allowed}") from error
 
 
@@ -118,7 +118,10 @@ def _backend(value: Any) -> str:
 
 
 def _path(value: Any) -> str:
-    return os.fspath(value)
+    path = os.fspath(value)
+    if not isinstance(path, str):
+        raise TypeError(path)
+    return path
 
 
 # field of Settings = name of the option -> how it is set

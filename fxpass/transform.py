@@ -7,10 +7,8 @@ which nothing matches is left as it was.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
@@ -18,14 +16,12 @@ from fxpass import dump
 from fxpass.casts import Cast
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection, find
+from fxpass.region import regions
 from fxpass.rewrite import rewrite
 from fxpass.settings import Settings
 from fxpass.triton_source import Kernel, kernels_of
 
 log = logging.getLogger(__name__)
-
-# Calls whose body is an ordinary part of the program, only computed again in backward.
-_CHECKPOINTS = {torch.ops.higher_order.tag_activation_checkpoint}
 
 
 @dataclass(frozen=True)
@@ -49,15 +45,15 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     matches: list[Match] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
-    for module in _regions(gm):
-        for found in find(module.graph, settings):
+    for region in regions(gm):
+        for found in find(region.module.graph, settings):
             if isinstance(found, Rejection):
                 rejections.append(found)
             else:
-                casts += rewrite(module.graph, found, settings)
+                casts += rewrite(region, found, settings)
                 matches.append(found)
         if matches:
-            module.recompile()
+            region.module.recompile()
     for name, records in (("matched", matches), ("rejected", rejections), ("casts", casts)):
         counters["fusedce"][name] += len(records)
         for record in records:
@@ -66,10 +62,3 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     if settings.dump:
         dump.write(settings.dump, before, graph_text(gm), kernels)
     return Outcome(tuple(matches), tuple(rejections), tuple(casts), tuple(kernels))
-
-
-def _regions(gm: GraphModule) -> Iterator[GraphModule]:
-    yield gm
-    for node in gm.graph.nodes:
-        if node.target in _CHECKPOINTS:
-            yield from _regions(getattr(gm, node.args[0].target))

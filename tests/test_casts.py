@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from fxpass.casts import Cast, MixedDtypeError, autocast_dtype, cast, common_dtype
+from fxpass.region import Region
 from fxpass.report import explain
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -206,7 +207,7 @@ def test_autocast_dtype(fn, expected, ambient):
     with around:
         gm = captured(fn, *inputs()[:2])
         (site,) = gm.graph.find_nodes(op="call_function", target=torch._C._nn.linear)
-        got = autocast_dtype(gm.graph, site, CPU)
+        got = autocast_dtype(Region(gm), site, CPU)
         default = torch.get_autocast_dtype("cpu")
     assert got == {"ambient": ambient, "default": default}.get(expected, expected)
     # and that is what the linear really computes in
@@ -219,7 +220,8 @@ def test_autocast_is_that_of_the_operands_device(kind, expected):
     enter = torch.amp.autocast_mode._enter_autocast
     graph.call_function(enter, ("cuda", F16, True, None))
     site = graph.placeholder("site")
-    assert autocast_dtype(graph, site, torch.device(kind)) == expected
+    region = Region(GraphModule(torch.nn.Module(), graph))
+    assert autocast_dtype(region, site, torch.device(kind)) == expected
 
 
 # ---------------------------------------------------------------- unlike dtypes
