@@ -22,6 +22,10 @@ from fxpass import expression
 from fxpass.schedule import compute_dtype
 from fxpass.spec import Spec
 
+# Bytes of logits that are worked on at a time between two GEMMs: about half a dozen passes go over
+# them, which should all but the first find them in a core's cache.
+_CACHED_BYTES = 1 << 20
+
 # Classes that are up-cast at a time where the weight is narrower than the compute dtype.
 _CLASSES_PER_TILE = 8192
 
@@ -66,8 +70,9 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     for start in range(0, n, rows):
         part = slice(start, min(start + rows, n))
         x_rows = x[part].to(dtype)
-        z = _logits(inputs, x_rows, part, buffer[: part.stop - start])
-        loss[part], g = _loss_and_gradient(inputs, spec, part, z)
+        g = _logits(inputs, x_rows, part, buffer[: part.stop - start])
+        for few in _blocks(part, v * dtype.itemsize):
+            loss[few] = _to_gradient(inputs, spec, few, g[few.start - start : few.stop - start])
         if "bias" in grads:
             grads["bias"] += g.sum(0)
         for classes, tile in _weight_tiles(weight, dtype):
@@ -99,10 +104,14 @@ def _logits(inputs: Inputs, x_rows: Tensor, part: slice, out: Tensor) -> Tensor:
     return out if inputs.bias is None else out.add_(inputs.bias)
 
 
-def _loss_and_gradient(
-    inputs: Inputs, spec: Spec, part: slice, logits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Loss ``[rows]`` and its gradient ``[rows, V]`` at the linear's output; overwrites ``logits``.
+def _blocks(part: slice, row_bytes: int) -> Iterator[slice]:
+    """The rows of ``part``, a few at a time."""
+    step = max(1, _CACHED_BYTES // row_bytes)
+    return (slice(i, min(i + step, part.stop)) for i in range(part.start, part.stop, step))
+
+
+def _to_gradient(inputs: Inputs, spec: Spec, part: slice, logits: Tensor) -> Tensor:
+    """Returns the loss ``[rows]`` and turns ``logits`` ``[rows, V]`` into its gradient.
 
     The maximum is subtracted before anything is added up, so that huge logits lose nothing:
     loss = Q * log(sum(exp(z - m))) - sum(q * (z - m)).
@@ -115,16 +124,17 @@ def _loss_and_gradient(
     # where() and not a product: an ignored row may hold an infinite loss
     loss = torch.where(target.valid, target.mass * total.log() - target.dot, 0)
     if not spec.gradients:
-        return loss, z
+        return loss
     scale = target.valid.to(z.dtype)
     if inputs.row_scale is not None:
         scale = torch.where(target.valid, inputs.row_scale[part].to(z.dtype), 0)
     g = z.mul_((scale * target.mass / total).unsqueeze(1))
     target.subtract_from(g, scale)
     slope = expression.derivative(spec.logits)
-    if slope.is_number:
-        return loss, g if slope == 1 else g.mul_(float(slope))
-    return loss, g.mul_(expression.evaluate(slope, logits))
+    if g is not logits:
+        factor = float(slope) if slope.is_number else expression.evaluate(slope, logits)
+        logits.copy_(g.mul_(factor))
+    return loss
 
 
 class _Target(NamedTuple):

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
-import torch._functorch.config as functorch_config
 from torch.fx import GraphModule
 
-from fxpass.dynamo import trace_through_log_once
+from fxpass.dynamo import keep_saved_buffers, trace_through_log_once
 from fxpass.inner import compile_inner
 from fxpass.settings import PREFIX, Settings
 from fxpass.transform import transform
@@ -26,6 +24,7 @@ log = logging.getLogger(__name__)
 # torch.compile loads this module when it looks the backend up, which is before anything is traced.
 if Settings.read().enabled:
     trace_through_log_once()
+    keep_saved_buffers()
 
 
 def fusedce(
@@ -50,11 +49,8 @@ def fusedce(
     """
     settings = Settings.read(options)
     rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
-    if not settings.enabled:
+    if settings.enabled:
+        transform(gm, settings)
+    else:
         log.info("switched off: the graph goes to %s unchanged", settings.inner)
-        return compile_inner(settings.inner, gm, example_inputs, mode, rest)
-    fused = bool(transform(gm, settings).matches)
-    # Buffers that a backward graph donates to itself are gone after one backward, and
-    # retain_graph=True raises. The operator reuses the one large buffer itself, and knows when not.
-    with functorch_config.patch(donated_buffer=False) if fused else nullcontext():
-        return compile_inner(settings.inner, gm, example_inputs, mode, rest)
+    return compile_inner(settings.inner, gm, example_inputs, mode, rest)

@@ -1,10 +1,16 @@
-"""What Dynamo has to be told before it traces: log-once helpers are no reason to break the graph.
+"""What torch has to be told before it compiles; both settings hold for the whole process.
 
-Libraries hang methods such as ``warning_once`` on ``logging.Logger``, cached so that each message
-appears once in a process. Dynamo breaks the graph at every logging call, and one such call between
-the linear and its loss puts the two into different graphs, where nothing can fuse them (GPT-2 in
-transformers is one). :func:`trace_through_log_once` has Dynamo step over the cached ones; ordinary
-logging calls still break the graph, since stepping over them would lose lines a user wants.
+Log-once helpers are no reason to break the graph. Libraries hang methods such as ``warning_once``
+on ``logging.Logger``, cached so that each message appears once in a process. Dynamo breaks the
+graph at every logging call, and one such call between the linear and its loss puts the two into
+different graphs, where nothing can fuse them (GPT-2 in transformers is one).
+:func:`trace_through_log_once` has Dynamo step over the cached ones; ordinary logging calls still
+break the graph, since stepping over them would lose lines a user wants.
+
+Buffers that a backward graph donates to itself are gone after one backward, and a second one
+raises (``retain_graph=True``). :func:`keep_saved_buffers` turns that off: the operator reuses the
+one large buffer itself, and knows when it must not. AOTAutograd asks again at run time, so a
+setting for the time of compiling only would not do.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import functools
 import logging
 
 import torch._dynamo.config as config
+import torch._functorch.config as functorch_config
 
 _CACHED = type(functools.lru_cache(lambda: None))
 
@@ -28,3 +35,8 @@ def trace_through_log_once() -> None:
     name = name if hasattr(config, name) else "ignore_logger_methods"
     cached = {method for method in vars(logging.Logger).values() if isinstance(method, _CACHED)}
     setattr(config, name, {*getattr(config, name), *cached})
+
+
+def keep_saved_buffers() -> None:
+    """Turns donated buffers off. Idempotent."""
+    functorch_config.donated_buffer = False

@@ -65,15 +65,10 @@ def plan(n: int, d: int, v: int, dtype: torch.dtype, device: torch.device, spec:
     lowering, reason = lowering_for(device, dtype)
     rows = ROWS.get(device.type, ROWS["cpu"])
     if spec.memory_mb:
-        rows = spec.memory_mb * MIB // max(1, _scratch_per_row(v, dtype, lowering, spec))
+        rows = spec.memory_mb * MIB // max(1, _scratch_per_row(v, dtype, lowering))
     return Plan(lowering, reason, max(1, min(rows, n)))
 
 
-def _scratch_per_row(v: int, dtype: torch.dtype, lowering: str, spec: Spec) -> int:
+def _scratch_per_row(v: int, dtype: torch.dtype, lowering: str) -> int:
     """Bytes that one row of a chunk takes while it is worked on."""
-    if lowering == "triton":
-        return v * dtype.itemsize
-    transformed = spec.logits.is_Symbol is not True
-    probabilities = spec.target == "probabilities"
-    # the chunk; its transformed copy and one temporary; one temporary for the targets
-    return v * compute_dtype(dtype).itemsize * (1 + 2 * transformed + probabilities)
+    return v * (dtype if lowering == "triton" else compute_dtype(dtype)).itemsize

@@ -115,7 +115,7 @@ def test_the_whole_model_with_logits_returned():
 
 def test_gradient_checkpointing_and_num_items_in_batch():
     model, inputs = build("LlamaForCausalLM"), batch()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     model.train()
 
     def step(input_ids, labels):

@@ -34,7 +34,7 @@ KERNELS = {  # spec, class weights, row scale, dtype of the logits, types that d
     "fp16": ("gradients=x", False, True, "fp16", {}),
     "fp32, uint8": ("gradients=x", False, False, "fp32", {"target": "*u8"}),
     "soft-cap": (SOFTCAP, False, False, "bf16", {}),
-    "everything": (SOFTCAP + " label_smoothing=0.1 ignore_index=-1", True, True, "fp16", {}),
+    "everything": ("ignore_index=-1 label_smoothing=0.1 " + SOFTCAP, True, True, "fp16", {}),
     "probabilities": ("target=probabilities label_smoothing=0.1 gradients=x", True, False, "bf16",
                       {"target": "*bf16"}),
 }
