@@ -60,12 +60,8 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     dtype = compute_dtype(x.dtype)
     n, v = x.shape[0], weight.shape[0]
     loss = x.new_empty(n, dtype=dtype)
-    grads = {
-        "x": x.new_zeros(x.shape, dtype=dtype),
-        "weight": weight.new_zeros(weight.shape, dtype=dtype),
-        "bias": x.new_zeros(v, dtype=dtype),
-    }
-    grads = {name: grad for name, grad in grads.items() if name in spec.gradients}
+    shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
+    grads = {name: x.new_zeros(shapes[name], dtype=dtype) for name in spec.gradients}
     buffer = x.new_empty((min(rows, n), v), dtype=dtype)
     for start in range(0, n, rows):
         part = slice(start, min(start + rows, n))

@@ -4,7 +4,7 @@ In: sizes, dtype, device and the user's budget. Out: a :class:`Plan`. Sizes are 
 when the operator runs, so one compiled graph serves every batch size::
 
     >>> plan(2048, 512, 32000, torch.float32, torch.device("cpu"), Spec()).rows
-    256
+    262
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ MIB = 1 << 20
 # gradient once, so few rows make that traffic dominate the GEMMs; many rows make the chunk as large
 # as the logits that are to be avoided. GPUs reach the GEMMs' full rate only with larger chunks.
 ROWS = {"cpu": 256, "cuda": 4096}
+# Few classes make small rows; a chunk below this size would only be more calls.
+CHUNK_BYTES = 32 * MIB
 
 
 class Plan(NamedTuple):
@@ -63,12 +65,8 @@ def plan(n: int, d: int, v: int, dtype: torch.dtype, device: torch.device, spec:
     ``spec.memory_mb`` bounds the scratch in MiB, gradients excluded; at least one row is taken.
     """
     lowering, reason = lowering_for(device, dtype)
-    rows = ROWS.get(device.type, ROWS["cpu"])
+    row_bytes = max(1, v) * (dtype if lowering == "triton" else compute_dtype(dtype)).itemsize
+    rows = max(ROWS.get(device.type, ROWS["cpu"]), CHUNK_BYTES // row_bytes)
     if spec.memory_mb:
-        rows = spec.memory_mb * MIB // max(1, _scratch_per_row(v, dtype, lowering))
+        rows = spec.memory_mb * MIB // row_bytes
     return Plan(lowering, reason, max(1, min(rows, n)))
-
-
-def _scratch_per_row(v: int, dtype: torch.dtype, lowering: str) -> int:
-    """Bytes that one row of a chunk takes while it is worked on."""
-    return v * (dtype if lowering == "triton" else compute_dtype(dtype)).itemsize

@@ -174,3 +174,12 @@ def test_only_the_gradients_that_are_asked_for():
     assert out.x is not None
     assert out.weight is None
     assert out.bias is None
+
+
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_blocks_of_rows_do_not_change_the_answer(monkeypatch, target):
+    """Between two GEMMs, a few rows at a time; a row may be larger than a block."""
+    for size in (1, 100, 1 << 20):
+        monkeypatch.setattr(aten, "_CACHED_BYTES", size)
+        spec = Spec("mean", target, -100, 0.1, SOFTCAP, gradients(True))
+        check(spec, bias=True, weighted=True)
