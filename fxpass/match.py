@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from sympy import Expr
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Graph, Node
 
-from fxpass import expression, rules
+from fxpass import effects, expression, rules
 from fxpass.operator import INDEX_DTYPES
 from fxpass.settings import Settings
-from fxpass.source import source_line
+from fxpass.source import call_name, source_line
 from fxpass.spec import GRADIENTS, Spec
 
 
@@ -112,12 +113,15 @@ class _MatchError(Exception):
 
 def _match(loss: Node, order: dict[Node, int], settings: Settings) -> Match:
     args = rules.arguments(loss, rules.LOSSES[loss.target])
+    _check_whole(loss)
     _check_loss(loss, args)
     walk = _walk(loss, args["input"])
     linear = rules.arguments(walk.linear, rules.LINEARS[walk.linear.target])
     operands = [linear["x"], linear["weight"], linear["bias"]]
     _check_operands(walk, operands)
-    _check_between(walk, loss, operands, order)
+    read = [node for node in (*operands, *walk.chain) if node is not None]
+    if found := effects.hazard(order, walk.linear, loss, read):
+        raise _MatchError(*found)
     keep = _is_kept(walk, loss)
     value_out = value(args["input"])
     match = Match(
@@ -230,10 +234,11 @@ def _walk(loss: Node, start: Any) -> _Walk:
         if node.target in rules.LINEARS:
             break
         if rules.writes(node):
-            raise _MatchError(node, f"%{node.name} ({_name(node)}) changes a tensor in place")
+            raise _MatchError(node, f"%{node.name} ({call_name(node)}) changes a tensor in place")
         if node.target not in _BETWEEN:
             raise _MatchError(
-                node, f"%{node.name} ({_name(node)}) between the linear and the loss is not known"
+                node,
+                f"%{node.name} ({call_name(node)}) between the linear and the loss is not known",
             )
         following = _next(node)
         if node.target in rules.CASTS:
@@ -257,8 +262,8 @@ def _next(node: Node) -> Node:
         names = ", ".join(f"%{n.name}" for n in nodes)
         raise _MatchError(
             node,
-            f"%{node.name} ({_name(node)}) combines the logits with another tensor ({names}); only "
-            "functions of one logit and of numbers are fused",
+            f"%{node.name} ({call_name(node)}) combines the logits with another tensor ({names}); "
+            "only functions of one logit and of numbers are fused",
         )
     return tensors[0]
 
@@ -267,6 +272,8 @@ def _check_whole(node: Node) -> None:
     example = value(node)
     if not example.is_floating_point():
         raise _MatchError(node, f"%{node.name} is {example.dtype}, not floating point")
+    if is_functorch_wrapped_tensor(example):
+        raise _MatchError(node, f"%{node.name} is inside a torch.func transform (vmap, grad, ...)")
     plain = (torch._subclasses.FakeTensor, torch.nn.Parameter)
     if not (type(example) is Tensor or isinstance(example, plain)):
         raise _MatchError(node, f"%{node.name} is a {type(example).__name__}, not a plain tensor")
@@ -296,10 +303,10 @@ def _check_movement(node: Node) -> None:
     before, after = value(node.all_input_nodes[0]), value(node)
     # one class dimension, last, whole, before and after: then rows moved and nothing else did
     if before.dtype != after.dtype or after.dim() == 0 or before.shape[-1] != after.shape[-1]:
-        raise _MatchError(node, f"%{node.name} ({_name(node)}) changes the class dimension")
+        raise _MatchError(node, f"%{node.name} ({call_name(node)}) changes the class dimension")
     replay = rules.MOVEMENTS[node.target](node, before.shape, after.shape[-1])
     if isinstance(replay, str):
-        raise _MatchError(node, f"%{node.name} ({_name(node)}): {replay}")
+        raise _MatchError(node, f"%{node.name} ({call_name(node)}): {replay}")
 
 
 def _expression(steps: list[Node], chain: list[Node]) -> Expr:
@@ -307,7 +314,7 @@ def _expression(steps: list[Node], chain: list[Node]) -> Expr:
     expr: Expr = expression.Z
     for node in reversed(steps):
         if node.kwargs:
-            raise _MatchError(node, f"%{node.name} ({_name(node)}) has keyword arguments")
+            raise _MatchError(node, f"%{node.name} ({call_name(node)}) has keyword arguments")
         operands = [expr if a in chain else _constant(node, a) for a in node.args]
         expr = rules.POINTWISE[node.target](*operands)
     if expression.Z not in expr.free_symbols:
@@ -322,16 +329,13 @@ def _expression(steps: list[Node], chain: list[Node]) -> Expr:
 def _constant(node: Node, argument: Any) -> Expr:
     if isinstance(argument, bool) or not isinstance(argument, int | float):
         raise _MatchError(
-            node, f"%{node.name} ({_name(node)}) has an operand that is not a number: {argument}"
+            node,
+            f"%{node.name} ({call_name(node)}) has an operand that is not a number: {argument}",
         )
     try:
         return expression.exact(argument)
     except ValueError as error:
         raise _MatchError(node, str(error)) from error
-
-
-def _name(node: Node) -> str:
-    return str(getattr(node.target, "__name__", node.target))
 
 
 # ---------------------------------------------------------------- what the rewrite must not change
@@ -348,36 +352,6 @@ def _check_operands(walk: _Walk, operands: list[Any]) -> None:
         raise _MatchError(walk.linear, f"the linear's weight has shape {list(shape)}, not [V, D]")
 
 
-def _check_between(
-    walk: _Walk, loss: Node, operands: list[Node | None], order: dict[Node, int]
-) -> None:
-    """The linear moves down to the loss: nothing on the way may change what it reads."""
-    read = {_storage(n) for n in (*operands, *walk.chain) if n is not None}
-    for node, position in order.items():
-        if not order[walk.linear] < position < order[loss]:
-            continue
-        if node.target is torch._C._set_grad_enabled:
-            raise _MatchError(
-                node, "gradients are switched on or off between the linear and the loss"
-            )
-        if rules.writes(node):
-            for operand in _tensors(node):
-                if _storage(operand) in read:
-                    raise _MatchError(
-                        node,
-                        f"%{node.name} ({_name(node)}) may change %{operand.name} in place between "
-                        "the linear and the loss",
-                    )
-
-
-def _tensors(node: Node) -> Iterator[Node]:
-    return (n for n in node.all_input_nodes if isinstance(n.meta.get("example_value"), Tensor))
-
-
-def _storage(node: Node) -> int:
-    return value(node).untyped_storage()._cdata
-
-
 def _is_kept(walk: _Walk, loss: Node) -> bool:
     """Whether the logits leave the graph; ``_MatchError`` if anything else in it reads them."""
     keep = False
@@ -390,7 +364,7 @@ def _is_kept(walk: _Walk, loss: Node) -> bool:
                 verb = "changed in place" if rules.writes(user) else "also read"
                 raise _MatchError(
                     user,
-                    f"the logits %{node.name} are {verb} by %{user.name} ({_name(user)}, "
+                    f"the logits %{node.name} are {verb} by %{user.name} ({call_name(user)}, "
                     f"{source_line(user)}), so they have to exist",
                 )
             keep = True

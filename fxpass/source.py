@@ -22,6 +22,11 @@ def source_line(node: Node) -> str:
     return f"{_short(file)}:{line} {code.strip()}".rstrip()
 
 
+def call_name(node: Node) -> str:
+    """The function or method that a node calls, as the user wrote it."""
+    return str(getattr(node.target, "__name__", node.target))
+
+
 def _short(file: str) -> str:
     """Relative to the package folder for installed code, else to the working directory."""
     _, installed, inside = file.rpartition("site-packages" + os.sep)

@@ -343,6 +343,39 @@ def test_gradients_switched_off_in_between():
     assert "switched on or off" in reason_of(program, *inputs())
 
 
+def per_example(x, weight, labels):
+    def loss(x, labels):
+        return F.cross_entropy(F.linear(x, weight), labels)
+
+    return torch.func.vmap(loss)(x, labels)
+
+
+def functional_gradient(x, weight, labels):
+    def loss(weight):
+        return F.cross_entropy(last(F.linear(x, weight)), labels.view(-1))
+
+    return torch.func.grad(loss)(weight)
+
+
+@pytest.mark.parametrize("program", [per_example, functional_gradient])
+def test_a_loss_inside_a_functional_transform(program):
+    x, weight, labels = (t.detach() for t in inputs())
+    assert "torch.func transform" in reason_of(program, x, weight, labels)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+    torch.testing.assert_close(fused(x, weight, labels), program(x, weight, labels))
+
+
+def test_a_write_to_what_cannot_be_compared():
+    """Inside vmap a tensor shows no storage, so it counts as an alias."""
+
+    def program(x, weight, labels, other):
+        logits = F.linear(x, weight)
+        doubled = torch.func.vmap(lambda row: row.clone().mul_(2))(other)
+        return F.cross_entropy(last(logits), labels.view(-1)) * doubled.sum()
+
+    assert "in place between" in reason_of(program, *inputs(), torch.ones(3, 3))
+
+
 def test_integer_hidden_states():
     def program(x, weight, labels):
         return F.cross_entropy(last(F.linear(x, weight)).float(), labels.view(-1))
