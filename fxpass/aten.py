@@ -22,8 +22,8 @@ from fxpass import expression
 from fxpass.schedule import compute_dtype
 from fxpass.spec import Spec
 
-# Bytes of logits that are worked on at a time between two GEMMs: about half a dozen passes go over
-# them, which should all but the first find them in a core's cache.
+# Bytes of logits that are worked on at a time between two GEMMs, so that the copies which a logit
+# transform or class probabilities need are small beside the chunk.
 _CACHED_BYTES = 1 << 20
 
 # Classes that are up-cast at a time where the weight is narrower than the compute dtype.
