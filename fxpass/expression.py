@@ -12,49 +12,50 @@ output), its exact derivative, its value on tensors, and a text form that round-
     '1-tanh(z/30)**2'
 
 Constants are entered as the exact rational of the double the user wrote: sympy's own Floats would
-lose digits when they are combined.
+lose digits when they are combined. The functions are those of :mod:`fxpass.functions`.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import sympy
 import torch
 from sympy import Expr
 
-Z = sympy.Symbol("z", real=True)
+from fxpass.functions import FUNCTIONS, Where, exact, where
 
-
-class Function(NamedTuple):
-    """One function that may stand in an expression: its sympy class and its torch equivalent."""
-
-    symbolic: Callable[[Expr], Expr]
-    tensor: Callable[[torch.Tensor], torch.Tensor]
-
-
-FUNCTIONS: dict[str, Function] = {
-    "tanh": Function(sympy.tanh, torch.tanh),
-}
-
-
-def exact(value: float) -> Expr:
-    """The rational that equals the double ``value``; ``ValueError`` for inf and nan."""
-    if not math.isfinite(value):
-        raise ValueError(f"a logit transform needs finite constants, got {value}")
-    fraction = Fraction(value)
-    return sympy.Rational(fraction.numerator, fraction.denominator)
+# Not declared real: sympy would then write sqrt(z**2) as another function than the user did.
+Z = sympy.Symbol("z")
 
 
 @functools.cache
 def derivative(expr: Expr) -> Expr:
-    """d expr / dz, exactly."""
-    return sympy.diff(expr, Z)
+    """d expr / dz, exactly.
+
+    A slope that is zero by a branch stays zero however large the other factors are: as in
+    autograd, whose masks are applied to the gradient and not multiplied with it.
+    """
+    return _masked(sympy.diff(expr, Z))
+
+
+def _masked(expr: Any) -> Any:
+    """``expr`` with its products with a :class:`Where` that may be zero moved into the branches."""
+    if not expr.has(Where):
+        return expr
+    expr = expr.func(*map(_masked, expr.args))
+    if not isinstance(expr, sympy.Mul):
+        return expr
+    for i, mask in enumerate(expr.args):
+        if isinstance(mask, Where) and 0 in mask.args[2:]:
+            x, y, *branches = mask.args
+            number, rest = sympy.Mul(*expr.args[:i], *expr.args[i + 1 :]).as_coeff_Mul()
+            return number * mask.func(x, y, *(_masked(rest * branch) for branch in branches))
+    return expr
 
 
 # ---------------------------------------------------------------- text form
@@ -91,9 +92,13 @@ def _text(expr: Any, level: int) -> str:
             raise ValueError(f"a logit transform may not have {exponent} as an exponent: {expr}")
         out = f"{_text(base, _POWER)}**{_text(exponent, _POWER)}"
         return f"({out})" if level == _POWER else out
+    if isinstance(expr, Where):
+        x, y, a, b = (_text(operand, _SUM) for operand in expr.args)
+        first = f"{y}{expr.mirrored}{x}" if expr.args[0].is_number else f"{x}{expr.symbol}{y}"
+        return f"where({first},{a},{b})"
     name = type(expr).__name__
-    if name in FUNCTIONS:
-        return f"{name}({_text(expr.args[0], _SUM)})"
+    if name in FUNCTIONS and FUNCTIONS[name].symbolic is type(expr):
+        return f"{name}({','.join(_text(operand, _SUM) for operand in expr.args)})"
     raise ValueError(f"a logit transform may not contain {name}: {expr}")
 
 
@@ -165,11 +170,19 @@ def _read(node: ast.expr, source: str) -> Expr:
             return -_read(operand, source)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_read(left, source), _read(right, source))
-        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
-            return FUNCTIONS[name].symbolic(_read(argument, source))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            if len(args) == FUNCTIONS[name].arity:
+                return FUNCTIONS[name].symbolic(*(_read(arg, source) for arg in args))
+        case ast.Call(
+            func=ast.Name(id="where"),
+            args=[ast.Compare(left=left, ops=[op], comparators=[right]), *branches],
+            keywords=[],
+        ) if type(op) in _COMPARISONS and len(branches) == 2:
+            x, y, a, b = (_read(operand, source) for operand in (left, right, *branches))
+            return where(x, _COMPARISONS[type(op)], y, a, b)
     raise ValueError(
         f"not a logit transform: {source!r} (allowed: numbers, z, + - * / **, "
-        f"{', '.join(FUNCTIONS)})"
+        f"{', '.join(FUNCTIONS)}, where(x<y,a,b))"
     )
 
 
@@ -189,6 +202,8 @@ _OPERATORS: dict[type[ast.operator], Callable[[Expr, Expr], Expr]] = {
     ast.Pow: _power,
 }
 
+_COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
+
 
 # ---------------------------------------------------------------- value on tensors
 
@@ -200,7 +215,7 @@ def evaluate(expr: Any, z: torch.Tensor) -> torch.Tensor:
     """
     if expr == Z:
         return z
-    if isinstance(expr, sympy.Rational):
+    if expr.is_number:
         return torch.full_like(z, float(expr))
     if isinstance(expr, sympy.Add | sympy.Mul):
         joined = torch.Tensor.add_ if isinstance(expr, sympy.Add) else torch.Tensor.mul_
@@ -216,4 +231,19 @@ def evaluate(expr: Any, z: torch.Tensor) -> torch.Tensor:
     if isinstance(expr, sympy.Pow):
         base, exponent = expr.as_base_exp()
         return evaluate(base, z).pow(float(exponent))
-    return FUNCTIONS[type(expr).__name__].tensor(evaluate(expr.args[0], z))
+    operands = [_operand(operand, z) for operand in expr.args]
+    if not isinstance(expr, Where):
+        return FUNCTIONS[type(expr).__name__].tensor(*operands)
+    condition = expr.holds(*operands[:2])
+    return torch.where(condition, *(_scalar(a, z) for a in operands[2:]))
+
+
+def _operand(expr: Any, z: torch.Tensor) -> torch.Tensor | float:
+    return float(expr) if expr.is_number else evaluate(expr, z)
+
+
+def _scalar(operand: torch.Tensor | float, z: torch.Tensor) -> torch.Tensor:
+    """A tensor as it is, a number in the dtype of ``z``."""
+    if isinstance(operand, torch.Tensor):
+        return operand
+    return torch.full((), operand, dtype=z.dtype, device=z.device)

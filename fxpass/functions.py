@@ -1,0 +1,161 @@
+"""The functions that may stand in a logit transform: what sympy knows of each, and its torch form.
+
+sympy's own functions rewrite themselves as mathematics allows: ``log(exp(z))`` becomes ``z`` and
+``exp(z) * exp(1)`` becomes ``exp(z + 1)``, which overflow elsewhere than the user's program. So all
+but tanh are classes of our own that know their slope and otherwise stay as they are written::
+
+    >>> sympy.diff(FUNCTIONS["softplus"].symbolic(sympy.Symbol("z")))
+    sigmoid(z)
+
+A function with two branches is a :class:`Where`. Its slope is that of the branch that is taken, so
+the slope at a boundary is the one that PyTorch has, once the comparison is the one that it makes.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+import torch.nn.functional as F
+from sympy import Expr
+from torch import Tensor
+
+
+def exact(value: float) -> Expr:
+    """The rational that equals the double ``value``; ``ValueError`` for inf and nan."""
+    if not math.isfinite(value):
+        raise ValueError(f"a logit transform needs finite constants, got {value}")
+    fraction = Fraction(value)
+    return sympy.Rational(fraction.numerator, fraction.denominator)
+
+
+class Function(NamedTuple):
+    """One function that may stand in an expression: its sympy class and its torch equivalent.
+
+    ``tensor`` is given tensors that it may not write to, and returns a new one; the second operand
+    of a function of two may be a float.
+    """
+
+    symbolic: Any
+    tensor: Callable[..., Tensor]
+    arity: int = 1
+
+
+# ---------------------------------------------------------------- branches
+
+
+class Where(sympy.Function):
+    """``a`` where ``x`` compares with ``y`` as the subclass says, else (and for nan) ``b``."""
+
+    nargs = 4
+    symbol, mirrored = "", ""
+    holds: Callable[[Any, Any], Any]  # of numbers and of tensors
+
+    @classmethod
+    def eval(cls, *args: Any) -> Any:
+        x, y, a, b = args
+        if a == b:
+            return a
+        if x.is_number and y.is_number:
+            return a if cls.holds(float(x), float(y)) else b
+        return None
+
+    def _eval_derivative(self, s: Any) -> Expr:
+        x, y, a, b = self.args
+        return self.func(x, y, sympy.diff(a, s), sympy.diff(b, s))
+
+
+class Less(Where):
+    """``where(x<y,a,b)``."""
+
+    symbol, mirrored = "<", ">"
+    holds = staticmethod(operator.lt)
+
+
+class AtMost(Where):
+    """``where(x<=y,a,b)``."""
+
+    symbol, mirrored = "<=", ">="
+    holds = staticmethod(operator.le)
+
+
+def where(x: Any, comparison: str, y: Any, a: Any, b: Any) -> Expr:
+    """``a`` where ``x`` compares with ``y``, else ``b``; the comparison is one of ``< <= > >=``."""
+    cls: Any = Less if comparison in ("<", ">") else AtMost
+    return cls(x, y, a, b) if comparison in ("<", "<=") else cls(y, x, a, b)
+
+
+# ---------------------------------------------------------------- functions
+
+
+def _unary(name: str, tensor: Callable[[Tensor], Tensor], slope: Callable[[Any], Any]) -> Function:
+    """A function with the given slope; of a number it is a number."""
+
+    def evaluate(cls: Any, x: Any) -> Expr | None:
+        if not x.is_number:
+            return None
+        return exact(tensor(torch.tensor(float(x), dtype=torch.float64)).item())
+
+    def fdiff(self: Any, argindex: int = 1) -> Any:
+        return slope(self.args[0])
+
+    members = {"eval": classmethod(evaluate), "fdiff": fdiff, "nargs": 1, "__module__": __name__}
+    return Function(type(sympy.Function)(name, (sympy.Function,), members), tensor)
+
+
+def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) -> Function:
+    """maximum or minimum of two, with the slope of the first where they are equal, as in clamp."""
+
+    def evaluate(cls: Any, x: Any, y: Any) -> Expr | None:
+        return slope(x, y, x, y) if x.is_number and y.is_number else None
+
+    def derivative(self: Any, s: Any) -> Any:
+        x, y = self.args
+        return slope(x, y, sympy.diff(x, s), sympy.diff(y, s))
+
+    members = {"eval": classmethod(evaluate), "_eval_derivative": derivative, "nargs": 2}
+    members["__module__"] = __name__
+    return Function(type(sympy.Function)(name, (sympy.Function,), members), tensor, arity=2)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return F.logsigmoid(-x).neg_()  # log(1 + exp(x)) would overflow
+
+
+def call(name: str, *operands: Any) -> Expr:
+    """The function of that name in :data:`FUNCTIONS`, of expressions."""
+    return FUNCTIONS[name].symbolic(*operands)
+
+
+_TABLE = (
+    _unary("exp", torch.exp, lambda x: call("exp", x)),
+    _unary("expm1", torch.expm1, lambda x: call("exp", x)),
+    _unary("exp2", torch.exp2, lambda x: exact(math.log(2)) * call("exp2", x)),
+    _unary("log", torch.log, lambda x: 1 / x),
+    _unary("log1p", torch.log1p, lambda x: 1 / (1 + x)),
+    _unary("sqrt", torch.sqrt, lambda x: 1 / (2 * call("sqrt", x))),
+    _unary("sigmoid", torch.sigmoid, lambda x: call("sigmoid", x) * (1 - call("sigmoid", x))),
+    _unary("softplus", _softplus, lambda x: call("sigmoid", x)),
+    _unary("erf", torch.erf, lambda x: exact(2 / math.sqrt(math.pi)) * call("exp", -(x**2))),
+    _unary("abs", torch.abs, lambda x: call("sign", x)),
+    _unary("sign", torch.sign, lambda x: sympy.Integer(0)),
+    _unary("sin", torch.sin, lambda x: call("cos", x)),
+    _unary("cos", torch.cos, lambda x: -call("sin", x)),
+    _unary("atan", torch.atan, lambda x: 1 / (1 + x**2)),
+    _unary("sinh", torch.sinh, lambda x: call("cosh", x)),
+    _unary("cosh", torch.cosh, lambda x: call("sinh", x)),
+    _unary("asinh", torch.asinh, lambda x: 1 / call("sqrt", 1 + x**2)),
+    _bound("maximum", torch.clamp_min, lambda x, y, a, b: where(x, "<", y, b, a)),
+    _bound("minimum", torch.clamp_max, lambda x, y, a, b: where(x, ">", y, b, a)),
+)
+
+# Functions by the name that they have in text forms and in generated Triton.
+FUNCTIONS: dict[str, Function] = {
+    "tanh": Function(sympy.tanh, torch.tanh),
+    **{function.symbolic.__name__: function for function in _TABLE},
+}
