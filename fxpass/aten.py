@@ -1,13 +1,18 @@
 """The fused loss in ATen, chunk by chunk: its meaning, the oracle of the kernels, the CPU path.
 
 In: :class:`Inputs` and a spec. Out: :class:`Outputs`: the per-row losses and the gradients of
-``sum(row_scale * row_loss)``, unnormalised, in f32 (f64 for f64). At most ``rows`` rows of logits
-exist at any time.
+``sum(row_scale * row_loss + lse_scale * row_lse)``, unnormalised, in f32 (f64 for f64). At most
+``rows`` rows of logits exist at any time.
 
 With z the transformed logits, q the (weighted, smoothed) target distribution and Q = sum(q), one
 row's loss and gradient are, for class indices and class probabilities alike,
 
     loss = Q * logsumexp(z) - sum(q * z)        d loss / dz = Q * softmax(z) - q
+    lse  = logsumexp(z)                         d lse  / dz = softmax(z)
+
+so that one pass adds up both gradients: (row_scale * Q + lse_scale) * softmax(z) - row_scale * q.
+Without a target q is 0 and Q is 1: the loss is the lse. An ignored row has a loss and a row_scale
+of 0, and its lse like any other.
 """
 
 from __future__ import annotations
@@ -32,23 +37,25 @@ _CLASSES_PER_TILE = 8192
 
 class Inputs(NamedTuple):
     """The tensors of one fused loss: x ``[N, D]``, weight ``[V, D]``, bias ``[V]`` or none, target
-    ``[N]`` int64 or ``[N, V]``, class_weight ``[V]`` or none, logits ``[N, V]`` where they exist
-    already, row_scale ``[N]`` or none (all ones)."""
+    ``[N]`` int64, ``[N, V]`` or none, class_weight ``[V]`` or none, logits ``[N, V]`` where they
+    exist already, row_scale ``[N]`` or none (all ones), lse_scale ``[N]`` or none (all zeros)."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    target: Tensor
+    target: Tensor | None
     class_weight: Tensor | None = None
     logits: Tensor | None = None
     row_scale: Tensor | None = None
+    lse_scale: Tensor | None = None
 
 
 class Outputs(NamedTuple):
-    """loss ``[N]``, and the gradients that the spec asks for, shaped as their operands; all in the
-    compute dtype."""
+    """loss ``[N]``, and what the spec asks for: lse ``[N]`` and gradients, shaped as their
+    operands; all in the compute dtype."""
 
     loss: Tensor
+    lse: Tensor | None
     x: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
@@ -60,6 +67,7 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     dtype = compute_dtype(x.dtype)
     n, v = x.shape[0], weight.shape[0]
     loss = x.new_empty(n, dtype=dtype)
+    lse = torch.empty_like(loss) if spec.lse else None
     shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
     grads = {name: x.new_zeros(shapes[name], dtype=dtype) for name in spec.gradients}
     buffer = x.new_empty((min(rows, n), v), dtype=dtype)
@@ -68,7 +76,10 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
         x_rows = x[part].to(dtype)
         g = _logits(inputs, x_rows, part, buffer[: part.stop - start])
         for few in _blocks(part, v * dtype.itemsize):
-            loss[few] = _to_gradient(inputs, spec, few, g[few.start - start : few.stop - start])
+            some = g[few.start - start : few.stop - start]
+            loss[few], row_lse = _to_gradient(inputs, spec, few, some)
+            if lse is not None:
+                lse[few] = row_lse
         if "bias" in grads:
             grads["bias"] += g.sum(0)
         for classes, tile in _weight_tiles(weight, dtype):
@@ -76,7 +87,7 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
                 grads["x"][part].addmm_(g[:, classes], tile)
             if "weight" in grads:
                 grads["weight"][classes].addmm_(g[:, classes].t(), x_rows)
-    return Outputs(loss, grads.get("x"), grads.get("weight"), grads.get("bias"))
+    return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
 
 
 def _weight_tiles(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -106,31 +117,45 @@ def _blocks(part: slice, row_bytes: int) -> Iterator[slice]:
     return (slice(i, min(i + step, part.stop)) for i in range(part.start, part.stop, step))
 
 
-def _to_gradient(inputs: Inputs, spec: Spec, part: slice, logits: Tensor) -> Tensor:
-    """Returns the loss ``[rows]`` and turns ``logits`` ``[rows, V]`` into its gradient.
+def _to_gradient(inputs: Inputs, spec: Spec, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns loss and lse ``[rows]``, and turns ``logits`` ``[rows, V]`` into their gradient.
 
     The maximum is subtracted before anything is added up, so that huge logits lose nothing:
     loss = Q * log(sum(exp(z - m))) - sum(q * (z - m)).
     """
     z = expression.evaluate(spec.logits, logits)
-    z.sub_(z.amax(1, keepdim=True))
-    of = _probabilities if spec.target == "probabilities" else _indices
-    target = of(inputs, spec, part, z)
+    # clamped: where every logit is -inf, subtracting that would make the lse nan
+    highest = z.amax(1).clamp_(min=torch.finfo(z.dtype).min)
+    z.sub_(highest.unsqueeze(1))
+    target = _TARGETS[spec.target](inputs, spec, part, z)
     total = z.exp_().sum(1)
+    log_total = total.log()
+    lse = highest + log_total
     # where() and not a product: an ignored row may hold an infinite loss
-    loss = torch.where(target.valid, target.mass * total.log() - target.dot, 0)
+    loss = torch.where(target.valid, target.mass * log_total - target.dot, 0)
+    loss = lse if spec.target == "none" else loss
     if not spec.gradients:
-        return loss
+        return loss, lse
     scale = target.valid.to(z.dtype)
     if inputs.row_scale is not None:
         scale = torch.where(target.valid, inputs.row_scale[part].to(z.dtype), 0)
-    g = z.mul_((scale * target.mass / total).unsqueeze(1))
+    share = scale * target.mass
+    if inputs.lse_scale is not None:
+        share += inputs.lse_scale[part].to(z.dtype)
+    g = z.mul_((share / total).unsqueeze(1))
     target.subtract_from(g, scale)
     slope = expression.derivative(spec.logits)
     if g is not logits:
         factor = float(slope) if slope.is_number else expression.evaluate(slope, logits)
         logits.copy_(g.mul_(factor))
-    return loss
+    return loss, lse
+
+
+def is_valid(target: Tensor, spec: Spec) -> Tensor:
+    """Which class indices ``[rows]`` int64 count: a mask of the same shape."""
+    if spec.ignore_index is None:
+        return torch.ones_like(target, dtype=torch.bool)
+    return target != spec.ignore_index
 
 
 class _Target(NamedTuple):
@@ -144,8 +169,9 @@ class _Target(NamedTuple):
 
 def _indices(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Target:
     """q = (1 - s) * w[t] * onehot(t) + s / V * w, with smoothing s and class weights w."""
+    assert inputs.target is not None
     target, w = inputs.target[part].long(), inputs.class_weight  # uint8 cannot hold -100
-    valid = target != spec.ignore_index
+    valid = is_valid(target, spec)
     picked = torch.where(valid, target, 0)
     sharp = torch.full_like(z[:, 0], 1 - spec.label_smoothing)
     if w is not None:
@@ -168,6 +194,7 @@ def _indices(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Target:
 
 def _probabilities(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Target:
     """q = w * ((1 - s) * p + s / V), with the given probabilities p."""
+    assert inputs.target is not None
     q = inputs.target[part].to(z.dtype) * (1 - spec.label_smoothing)
     q += spec.label_smoothing / z.shape[1]
     if inputs.class_weight is not None:
@@ -179,3 +206,12 @@ def _probabilities(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Targe
         (q * z).sum(1),
         lambda g, scale: g.addcmul_(q, scale.unsqueeze(1), value=-1),
     )
+
+
+def _none(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Target:
+    """q = 0, and Q = 1 all the same."""
+    one = torch.ones_like(z[:, 0])
+    return _Target(one.bool(), one, torch.zeros_like(one), lambda g, scale: None)
+
+
+_TARGETS = {"indices": _indices, "probabilities": _probabilities, "none": _none}

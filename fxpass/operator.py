@@ -1,14 +1,17 @@
 """``fxpass::linear_cross_entropy``: the one operator that a rewritten graph calls.
 
-In: the tensors of :class:`fxpass.aten.Inputs` and a spec's text. Out: ``(loss, scale, x_grad,
-weight_grad, bias_grad)``, of which the graph uses the first. For ``mean`` and ``sum`` the gradients
-are computed in forward, one chunk of logits at a time, and kept *unnormalised* in f32; backward
-multiplies them by ``scale`` times the incoming gradient. Dividing by the number of rows before
-anything is rounded would push most of an fp16 gradient below its smallest number. For ``none``
-forward computes the losses only, and backward the gradients, from chunks computed again::
+In: the tensors of :class:`fxpass.aten.Inputs` and a spec's text. Out: ``(loss, lse, scale, x_grad,
+weight_grad, bias_grad)``, of which the graph uses the first two. For ``mean`` and ``sum`` the
+gradients are computed in forward, one chunk of logits at a time, and kept *unnormalised* in f32;
+backward multiplies them by ``scale`` times the incoming gradient. Dividing by the number of rows
+before anything is rounded would push most of an fp16 gradient below its smallest number. For
+``none``, and for a loss with its lse, each row has an incoming gradient of its own: forward
+computes no gradients, and backward all of them, from chunks computed again::
 
     >>> x, w, t = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
-    >>> loss, *_ = linear_cross_entropy(x, w, None, t, None, None, "v1 reduction=mean")
+    >>> spec = "v2 reduction=mean lse=true"
+    >>> loss, lse, *_ = linear_cross_entropy(x, w, None, t, None, None, spec)
+    >>> loss_with_z_loss = loss + 1e-4 * (lse**2).mean()
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from fxpass.spec import Spec
 
 NAME = "fxpass::linear_cross_entropy"
 
-_Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _Three = tuple[Tensor, Tensor, Tensor]
 
 INDEX_DTYPES = (torch.int64, torch.uint8)  # what F.cross_entropy takes as class indices
@@ -40,71 +43,88 @@ def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    target: Tensor,
+    target: Tensor | None,
     class_weight: Tensor | None,
     logits: Tensor | None,
     spec: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Cross-entropy of ``x @ weight.T + bias`` without the logits.
 
     Args:
         x: ``[N, D]`` floating point.
         weight: ``[V, D]``, dtype of x.
         bias: ``[V]``, dtype of x, or None.
-        target: class indices ``[N]`` (int64 or uint8) or class probabilities ``[N, V]``.
-        class_weight: ``[V]`` floating point, or None.
+        target: class indices ``[N]`` (int64 or uint8) or class probabilities ``[N, V]``; None
+            where the spec says ``target=none``: the row loss is then the log-sum-exp.
+        class_weight: ``[V]`` floating point, or None; None without a target.
         logits: ``[N, V]``, the linear's output where the graph holds it anyway, else None; carries
             no gradient.
         spec: the text of a :class:`fxpass.spec.Spec`.
 
     Returns:
         loss: f32 (f64 for f64 operands), a scalar, or ``[N]`` for ``none``.
-        scale: scalar by which the gradients that follow have to be multiplied.
+        lse: ``[N]`` in the dtype of the loss, where the spec says ``lse=true`` (else of size 0):
+            the log-sum-exp of the transformed logits of every row, ignored ones too.
+        scale: scalar by which the loss's incoming gradient has to be multiplied.
         x_grad, weight_grad, bias_grad: unnormalised gradients in the dtype of the loss, shaped as
-            their operands; of size 0 where ``spec.gradients`` does not name them, or for ``none``.
+            their operands; of size 0 where ``spec.gradients`` does not name them, and where
+            backward computes them (``spec.gradients_in_backward``).
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together.
         IndexError: a class index outside ``[0, V)`` that is not ``ignore_index`` (on CPU; on GPUs
             a device-side assertion, as in PyTorch's own loss).
+
+    ``lse`` is for the z-loss of https://arxiv.org/abs/2204.02311, ``loss + c * (lse**2).mean()``.
     """
     s = Spec.parse(spec)
     inputs = Inputs(x, weight, bias, target, class_weight, logits)
     _check(inputs, s)
     _check_range(inputs, s)
+    out = _lower(inputs, dataclasses.replace(s, gradients=()) if s.gradients_in_backward else s)
+    lse = out.loss.new_empty(0) if out.lse is None else out.lse
     if s.reduction == "none":
-        out = _lower(inputs, dataclasses.replace(s, gradients=()))
-        return out.loss, out.loss.new_ones(()), *_gradients(out, inputs)
-    out = _lower(inputs, s)
+        return out.loss, lse, out.loss.new_ones(()), *_gradients(out, inputs)
     scale = _scale(inputs, s).to(out.loss.dtype)
     # A product and not a division: without valid rows mean is 0 * inf = nan, as in PyTorch.
     loss = out.loss.sum() * scale
     # ... while the gradients of no rows are zeros and stay so.
-    return loss, torch.where(scale.isinf(), 0, scale), *_gradients(out, inputs)
+    return loss, lse, torch.where(scale.isinf(), 0, scale), *_gradients(out, inputs)
 
 
 @torch.library.custom_op(NAME + "_backward", mutates_args=())
 def linear_cross_entropy_backward(
-    row_scale: Tensor,
+    row_scale: Tensor | None,
+    lse_scale: Tensor | None,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    target: Tensor,
+    target: Tensor | None,
     class_weight: Tensor | None,
     logits: Tensor | None,
     spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``sum(row_scale * row losses)``, for reduction ``none``.
+    """Gradients of ``sum(row_scale * row losses + lse_scale * lse)``, for what forward left out.
 
     Args:
-        row_scale: ``[N]``, the gradient that arrives at each row's loss.
+        row_scale: ``[N]``, the gradient that arrives at each row's loss; None for zeros.
+        lse_scale: ``[N]``, the gradient that arrives at each row's lse; None for zeros.
         x, weight, bias, target, class_weight, logits, spec: as in :func:`linear_cross_entropy`.
 
     Returns:
         x_grad, weight_grad, bias_grad in the dtype of the loss; of size 0 where not asked for.
     """
-    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale)
-    return _gradients(_lower(inputs, Spec.parse(spec)), inputs)
+    # a lowering's spec says which outputs it writes, its inputs which gradients arrived
+    s = dataclasses.replace(Spec.parse(spec), lse=False)
+    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
+    if row_scale is None:
+        # The lse alone is the loss of rows without a target; what stands there costs nothing.
+        s = dataclasses.replace(s, **_NO_TARGET)
+        inputs = Inputs(x, weight, bias, None, None, logits, lse_scale)
+    return _gradients(_lower(inputs, s), inputs)
+
+
+_NO_TARGET = {"target": "none", "ignore_index": -100, "label_smoothing": 0.0}
 
 
 def _lower(inputs: Inputs, spec: Spec) -> Outputs:
@@ -132,11 +152,11 @@ def _scale(inputs: Inputs, spec: Spec) -> Tensor:
     """What multiplies the sum of the row losses: 1, or one over the (weighted) number of rows."""
     if spec.reduction == "sum":
         return inputs.x.new_ones((), dtype=compute_dtype(inputs.x.dtype))
-    if spec.target == "probabilities":
-        rows = inputs.target.new_full((), inputs.target.shape[0])
+    if inputs.target is None or spec.target == "probabilities":
+        rows = inputs.x.new_full((), inputs.x.shape[0], dtype=torch.int64)
     else:
         target = inputs.target.long()  # uint8 cannot hold -100
-        valid = target != spec.ignore_index
+        valid = aten.is_valid(target, spec)
         if inputs.class_weight is None:
             rows = valid.sum()
         else:
@@ -194,7 +214,15 @@ def _check(inputs: Inputs, spec: Spec) -> None:
     logits = inputs.logits
     if logits is not None and (logits.dim() != 2 or logits.shape[0] != n or logits.shape[1] != v):
         raise ValueError(f"{NAME} needs logits [{n}, {v}], got {_shapes(logits)}")
-    if spec.target == "probabilities":
+    if (target is None) != (spec.target == "none"):
+        raise ValueError(
+            f"{NAME} needs a target unless its spec says target=none, and none then; got "
+            f"{'None' if target is None else _shapes(target)} for target={spec.target}"
+        )
+    if target is None:
+        if inputs.class_weight is not None:
+            raise ValueError(f"{NAME} has no use for class_weight without a target")
+    elif spec.target == "probabilities":
         if target.dim() != 2 or target.shape[0] != n or target.shape[1] != v:
             raise ValueError(f"{NAME} needs probabilities [{n}, {v}], got {_shapes(target)}")
         if not target.is_floating_point():
@@ -212,10 +240,10 @@ def _shapes(*tensors: Tensor) -> str:
 
 def _check_range(inputs: Inputs, spec: Spec) -> None:
     """Class indices; on devices other than the CPU without waiting for the answer."""
-    if spec.target == "probabilities":
+    if inputs.target is None or spec.target == "probabilities":
         return
     target, v = inputs.target.long(), inputs.weight.shape[0]
-    wrong = (target != spec.ignore_index) & ((target < 0) | (target >= v))
+    wrong = aten.is_valid(target, spec) & ((target < 0) | (target >= v))
     if target.device.type != "cpu":
         torch.ops.aten._assert_async(~wrong.any())
     elif wrong.any():
@@ -243,19 +271,20 @@ def _fake_gradients(inputs: Inputs, wanted: tuple[str, ...]) -> _Three:
 
 
 @linear_cross_entropy.register_fake
-def _(x, weight, bias, target, class_weight, logits, spec: str) -> _Five:
+def _(x, weight, bias, target, class_weight, logits, spec: str) -> _Six:
     s = Spec.parse(spec)
     inputs = Inputs(x, weight, bias, target, class_weight, logits)
     _check(inputs, s)
-    rowwise = s.reduction == "none"
     scalar = x.new_empty((), dtype=compute_dtype(x.dtype))
-    loss = scalar.new_empty(x.shape[0]) if rowwise else scalar
-    return loss, scalar.new_empty(()), *_fake_gradients(inputs, () if rowwise else s.gradients)
+    loss = scalar.new_empty(x.shape[0]) if s.reduction == "none" else scalar
+    lse = scalar.new_empty(x.shape[0] if s.lse else 0)
+    computed = () if s.gradients_in_backward else s.gradients
+    return loss, lse, scalar.new_empty(()), *_fake_gradients(inputs, computed)
 
 
 @linear_cross_entropy_backward.register_fake
-def _(row_scale, x, weight, bias, target, class_weight, logits, spec: str) -> _Three:
-    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale)
+def _(row_scale, lse_scale, x, weight, bias, target, class_weight, logits, spec: str) -> _Three:
+    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
     return _fake_gradients(inputs, Spec.parse(spec).gradients)
 
 
@@ -279,32 +308,33 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # else backward makes zeros as large as the weight
     ctx.spec = spec
     ctx.dtypes = [None if t is None else t.dtype for t in tensors[:3]]
-    _, *saved = output
-    ctx.mark_non_differentiable(*saved)
-    if spec.reduction == "none":
-        saved = tensors
+    _, lse, scale, *grads = output
+    ctx.mark_non_differentiable(scale, *grads, *([] if spec.lse else [lse]))
+    saved = tensors if spec.gradients_in_backward else grads
     ctx.present = [t is not None for t in saved]
-    ctx.save_for_backward(*(t for t in saved if t is not None))
+    ctx.save_for_backward(scale, *(t for t in saved if t is not None))
 
 
-def _backward(ctx, grad: Tensor | None, *_):
+def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{NAME} has no second derivative (create_graph=True): its gradients were computed in "
-            "forward. Set FUSEDCE=0 for this model"
+            f"{NAME} has no second derivative (create_graph=True): its gradients are not computed "
+            "from differentiable operators. Set FUSEDCE=0 for this model"
         )
-    if grad is None:
+    if grad is None and lse_grad is None:
         return (None,) * 7
-    if ctx.spec.reduction == "none":
-        tensors = iter(ctx.saved_tensors)
+    scale, *saved = ctx.saved_tensors
+    factor = None if grad is None else grad * scale
+    if ctx.spec.gradients_in_backward:
+        tensors = iter(saved)
         operands = [next(tensors) if present else None for present in ctx.present]
-        grads = linear_cross_entropy_backward(grad, *operands, ctx.spec.text())
+        rows = saved[0].shape[:1]
+        row_scale = None if factor is None else factor.expand(rows)
+        grads = linear_cross_entropy_backward(row_scale, lse_grad, *operands, ctx.spec.text())
     else:
-        scale, *grads = ctx.saved_tensors
-        factor = scale * grad
         # A compiler that donates buffers to itself may give this one away after its last use.
         may_reuse = not functorch_config.donated_buffer
-        grads = [torch.ops.fxpass.scale_gradient(g, factor, may_reuse) for g in grads]
+        grads = [torch.ops.fxpass.scale_gradient(g, factor, may_reuse) for g in saved]
     named = zip(_DIFFERENTIABLE.values(), grads, ctx.dtypes, strict=True)
     wanted = [g.to(dtype) if name in ctx.spec.gradients else None for name, g, dtype in named]
     return *wanted, None, None, None, None

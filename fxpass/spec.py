@@ -5,8 +5,8 @@ in its text form, and is the key of everything that is cached. Shapes, strides, 
 presence of a bias or of class weights are not in it: the tensors carry them::
 
     >>> Spec(reduction="sum", label_smoothing=0.1).text()
-    'v1 reduction=sum label_smoothing=0.1'
-    >>> Spec.parse('v1 reduction=sum label_smoothing=0.1').label_smoothing
+    'v2 reduction=sum label_smoothing=0.1'
+    >>> Spec.parse('v2 reduction=sum label_smoothing=0.1').label_smoothing
     0.1
 """
 
@@ -26,10 +26,10 @@ from fxpass import expression
 # Bumped whenever the operator's outputs or their meaning change. It stands in every compiled
 # graph, so that a compile cache written by another version of fxpass misses instead of pairing an
 # old backward with a new forward.
-REVISION = "v1"
+REVISION = "v2"
 
 REDUCTIONS = ("none", "mean", "sum")
-TARGETS = ("indices", "probabilities")
+TARGETS = ("indices", "probabilities", "none")
 GRADIENTS = ("x", "weight", "bias")
 STRATEGIES = ("auto", "chunked")
 
@@ -40,21 +40,25 @@ class Spec:
 
     Attributes:
         reduction: ``none``, ``mean`` or ``sum``, as in ``F.cross_entropy``.
-        target: class ``indices`` (int64 ``[N]``) or class ``probabilities`` (float ``[N, V]``).
-        ignore_index: rows with this class index contribute nothing. Not used by probabilities.
+        target: class ``indices`` (int64 ``[N]``), class ``probabilities`` (float ``[N, V]``), or
+            ``none``: the row loss is then the log-sum-exp of the row's logits.
+        ignore_index: rows with this class index contribute nothing to the loss; None ignores no
+            row. Not used by other targets.
         label_smoothing: in [0, 1].
         logits: the logit that enters the loss, as an expression in the linear's output ``z``.
         gradients: which of ``x``, ``weight``, ``bias`` need a gradient.
+        lse: whether the log-sum-exp of every row's logits is an output beside the loss.
         strategy: ``auto`` or the name of a lowering strategy.
         memory_mb: scratch budget in MiB; 0 leaves it to the schedule.
     """
 
     reduction: str = "mean"
     target: str = "indices"
-    ignore_index: int = -100
+    ignore_index: int | None = -100
     label_smoothing: float = 0.0
     logits: Expr = expression.Z
     gradients: tuple[str, ...] = ()
+    lse: bool = False
     strategy: str = "auto"
     memory_mb: int = 0
 
@@ -68,6 +72,15 @@ class Spec:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
         if self.memory_mb < 0:
             raise ValueError(f"memory_mb must not be negative, got {self.memory_mb}")
+        for name in ("ignore_index", "label_smoothing"):
+            value, default = getattr(self, name), getattr(Spec, name)
+            if self.target == "none" and value != default:
+                raise ValueError(f"without a target {name} must be {default}, got {value}")
+
+    @property
+    def gradients_in_backward(self) -> bool:
+        """Whether they have to wait for what arrives at each row; else forward computes them."""
+        return self.reduction == "none" or self.lse
 
     def text(self) -> str:
         """One line; fields at their defaults are left out, except the reduction."""
@@ -110,16 +123,22 @@ class _Field:
     write: Callable[[Any], str] = str
 
 
+def _lower(value: object) -> str:
+    return str(value).lower()
+
+
 _WORD = re.compile(r"[a-z]+")
 _FLOAT = re.compile(r"[0-9.e+-]+")
 _INTEGER = re.compile(r"-?[0-9]+")
+_INDEX = re.compile(r"-?[0-9]+|none")
 _FIELDS = {
     "reduction": _Field(_WORD, str),
     "target": _Field(_WORD, str),
-    "ignore_index": _Field(_INTEGER, int),
+    "ignore_index": _Field(_INDEX, lambda v: None if v == "none" else int(v), _lower),
     "label_smoothing": _Field(_FLOAT, float, repr),
-    "logits": _Field(re.compile(r"[a-z0-9.+*/()-]+"), expression.parse, expression.text),
+    "logits": _Field(re.compile(r"[a-z0-9_.,+*/()<>=-]+"), expression.parse, expression.text),
     "gradients": _Field(re.compile(r"[a-z,]+"), lambda v: tuple(v.split(",")), ",".join),
+    "lse": _Field(re.compile("true"), bool, _lower),
     "strategy": _Field(_WORD, str),
     "memory_mb": _Field(_INTEGER, int),
 }

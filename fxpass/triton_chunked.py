@@ -6,7 +6,7 @@ that all chunks share; the kernel of :mod:`fxpass.triton_source` turns them in p
 losses and gradient; two more GEMMs add that to the f32 gradients of x and of the weight::
 
     >>> x, w, t = torch.randn(4, 8, device="cuda"), torch.randn(10, 8, device="cuda"), ...
-    >>> loss, x_grad, *_ = run(Inputs(x, w, None, t), Spec(gradients=("x",)), rows=4096)
+    >>> loss, _, x_grad, *_ = run(Inputs(x, w, None, t), Spec(gradients=("x",)), rows=4096)
 
 Nothing waits for the GPU, and nothing is added up in an order that varies.
 """
@@ -27,21 +27,22 @@ from fxpass import triton_source
 from fxpass.aten import Inputs, Outputs
 from fxpass.spec import Spec
 from fxpass.triton_source import Kernel
+from fxpass.triton_units import in_units
 
 # Classes that are up-cast at a time where low-precision operands cannot add to an f32 result.
 _CLASSES_PER_TILE = 8192
 
 
 def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
-    """Losses and gradients of ``sum(row_scale * loss)``, unnormalised, ``rows`` rows at a time.
+    """Losses and gradients of ``sum(row_scale * loss + lse_scale * lse)``, ``rows`` rows at a time.
 
     Args:
         inputs: x, weight, bias and logits in bf16, f16 or f32, with any strides.
-        spec: ``gradients`` says which of them are computed.
+        spec: ``lse`` and ``gradients`` say which of them are computed.
         rows: at least 1; the scratch is one ``[rows, V]`` buffer in the dtype of x.
 
     Returns:
-        loss ``[N]`` and the gradients, all f32.
+        loss and lse ``[N]`` and the unnormalised gradients, all f32.
     """
     with _on(inputs.x.device):
         return _run(inputs, spec, rows)
@@ -55,19 +56,19 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     x, weight = inputs.x, inputs.weight
     n, v = x.shape[0], weight.shape[0]
-    class_weight, class_unit = _in_units(inputs.class_weight)
-    row_scale, row_unit = _in_units(inputs.row_scale if spec.gradients else None)
-    inputs = inputs._replace(class_weight=class_weight, row_scale=row_scale)
+    inputs, units = in_units(inputs, spec)
     factor = triton_source.gradient_factor(spec)
     loss = x.new_empty(n, dtype=torch.float32)
+    lse = torch.empty_like(loss) if spec.lse else None
     shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
     grads = {name: x.new_zeros(shapes[name], dtype=torch.float32) for name in spec.gradients}
-    kernel = triton_source.generate(spec, class_weight is not None, row_scale is not None)
+    scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
+    kernel = triton_source.generate(spec, *(scale is not None for scale in scales))
     buffer = None if _readable(inputs, spec) else _buffer(x, min(rows, n), v)
     for start in range(0, n, rows):
         part = slice(start, min(start + rows, n))
         chunk = _logits(inputs, part, buffer)
-        _launch(kernel, inputs, spec, part, chunk, loss)
+        _launch(kernel, inputs, spec, part, chunk, loss, lse)
         if "bias" in grads:
             grads["bias"].add_(chunk.sum(0, dtype=torch.float32), alpha=factor)
         for classes in _tiles(x, v):
@@ -76,27 +77,12 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
                 _add_product(grads["x"][part], g, weight[classes], factor)
             if "weight" in grads:
                 _add_product(grads["weight"][classes], g.t(), x[part], factor)
-    if class_unit is not None:
-        loss.mul_(class_unit)
-    for unit in (class_unit, row_unit):
-        if unit is not None:
-            for grad in grads.values():
-                grad.mul_(unit)
-    return Outputs(loss, grads.get("x"), grads.get("weight"), grads.get("bias"))
-
-
-def _in_units(coefficients: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Coefficients of any magnitude as f32 numbers of at most 4, and their unit, a power of two.
-
-    They multiply gradients that may be stored in fp16, which ends at 65504.
-    """
-    if coefficients is None or not coefficients.numel():
-        return coefficients, None
-    coefficients = coefficients.float().contiguous()
-    # clamped to f32's normal powers: frexp gives inf and nan no particular exponent
-    exponent = torch.frexp(coefficients.abs().amax()).exponent.clamp(-125, 127) - 1
-    unit = torch.ldexp(coefficients.new_ones(()), exponent)
-    return coefficients / unit, unit
+    if units.loss is not None:
+        loss.mul_(units.loss)
+    if units.gradients is not None:
+        for grad in grads.values():
+            grad.mul_(units.gradients)
+    return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
 
 
 # ---------------------------------------------------------------- the chunk of logits
@@ -133,10 +119,15 @@ def _logits(inputs: Inputs, part: slice, buffer: Tensor | None) -> Tensor:
 
 
 def _launch(
-    kernel: Kernel, inputs: Inputs, spec: Spec, part: slice, chunk: Tensor, loss: Tensor
+    kernel: Kernel,
+    inputs: Inputs,
+    spec: Spec,
+    part: slice,
+    chunk: Tensor,
+    loss: Tensor,
+    lse: Tensor | None,
 ) -> None:
-    """Row losses to ``loss[part]``; overwrites ``chunk`` with its gradient where there is one."""
-    target = inputs.target[part]
+    """Writes ``loss[part]`` and ``lse[part]``; ``chunk`` becomes its gradient, if it has one."""
     rows, v = chunk.shape
     arguments: dict[str, Tensor | int] = {
         "logits": chunk,
@@ -144,14 +135,16 @@ def _launch(
         "stride": chunk.stride(0),
         "V": v,
     }
-    if spec.target == "probabilities":
-        target = target if target.stride(1) == 1 else target.contiguous()
-        arguments["target_stride"] = target.stride(0)
-    arguments["target"] = target.contiguous() if spec.target == "indices" else target
+    if inputs.target is not None:
+        target = inputs.target[part]
+        target = target if target.stride(-1) == 1 else target.contiguous()
+        arguments["target"] = target
+        if spec.target == "probabilities":
+            arguments["target_stride"] = target.stride(0)
     if inputs.class_weight is not None:
         arguments["class_weight"] = inputs.class_weight
-    if inputs.row_scale is not None:
-        arguments["row_scale"] = inputs.row_scale[part]
+    per_row = {"row_scale": inputs.row_scale, "lse_scale": inputs.lse_scale, "lse": lse}
+    arguments |= {name: tensor[part] for name, tensor in per_row.items() if tensor is not None}
     load(kernel)[(rows,)](**arguments, **_launch_options(v, chunk.dtype))
 
 

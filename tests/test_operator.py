@@ -42,7 +42,7 @@ def test_opcheck(reduction, target):
 def test_opcheck_of_what_backward_calls():
     spec = Spec("none", gradients=("x", "weight", "bias"))
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(spec)]
-    opcheck(torch.ops.fxpass.linear_cross_entropy_backward.default, (torch.rand(N), *args))
+    opcheck(torch.ops.fxpass.linear_cross_entropy_backward.default, (torch.rand(N), None, *args))
     opcheck(torch.ops.fxpass.scale_gradient.default, (torch.randn(V, D), torch.tensor(2.0), True))
 
 
@@ -71,7 +71,7 @@ def test_a_retained_graph_gives_the_same_gradient_again(reduction):
 @torch._functorch.config.patch(donated_buffer=False)
 def test_the_last_backward_allocates_no_second_weight_gradient():
     x, weight, *rest = arguments(Spec(gradients=("x", "weight")), bias=False, weighted=False)
-    loss, _, _, saved, _ = linear_cross_entropy(x, weight, *rest)
+    loss, _, _, _, saved, _ = linear_cross_entropy(x, weight, *rest)
     (kept,) = torch.autograd.grad(loss, weight, retain_graph=True)
     assert kept.data_ptr() != saved.data_ptr()
     (last,) = torch.autograd.grad(loss, weight)
@@ -196,7 +196,7 @@ def test_backward_of_rows_scales_each_row():
     spec = Spec("none", gradients=("x",))
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(spec)]
     scale = torch.tensor([0.0, 1.0, 2.0, 0.0, 5.0, 1e-6])
-    ones = linear_cross_entropy_backward(torch.ones(N), *args)[0]
+    ones = linear_cross_entropy_backward(torch.ones(N), None, *args)[0]
     torch.testing.assert_close(
-        linear_cross_entropy_backward(scale, *args)[0], ones * scale[:, None]
+        linear_cross_entropy_backward(scale, None, *args)[0], ones * scale[:, None]
     )

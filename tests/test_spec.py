@@ -12,11 +12,12 @@ from fxpass.spec import REVISION, STRATEGIES, Spec
 # for every field, values that are not its default
 OTHER_VALUES = {
     "reduction": ["none", "sum"],
-    "target": ["probabilities"],
-    "ignore_index": [-1, 0, 5, 2**62, -(2**62)],
+    "target": ["none", "probabilities"],
+    "ignore_index": [None, -1, 0, 5, 2**62, -(2**62)],
     "label_smoothing": [0.1, 1 / 3, 1e-7, 1.0],
-    "logits": [expression.parse("30*tanh(z/30)"), expression.parse("-z/3+0.1")],
+    "logits": [expression.parse(s) for s in ("30*tanh(z/30)", "where(z<=0,1,z)", "-z/3+0.1")],
     "gradients": [("x",), ("weight",), ("x", "weight", "bias")],
+    "lse": [True],
     "strategy": ["chunked"],
     "memory_mb": [1, 4096],
 }
@@ -48,7 +49,7 @@ def test_defaults_are_left_out_and_the_order_is_fixed():
     assert Spec.parse(Spec().text()) == Spec()
     assert Spec(**dict(reversed(ALL.items()))).text() == (
         f"{REVISION} reduction=sum target=probabilities ignore_index=-4611686018427387904 "
-        "label_smoothing=1.0 logits=0.1-z/3 gradients=x,weight,bias strategy=chunked "
+        "label_smoothing=1.0 logits=0.1-z/3 gradients=x,weight,bias lse=true strategy=chunked "
         "memory_mb=4096"
     )
 
@@ -57,7 +58,7 @@ def test_defaults_are_left_out_and_the_order_is_fixed():
     ("name", "value", "message"),
     [
         ("reduction", "max", "reduction must be one of none, mean, sum; got 'max'"),
-        ("target", "classes", "target must be one of indices, probabilities; got 'classes'"),
+        ("target", "classes", "target must be one of indices, probabilities, none; got 'classes'"),
         ("strategy", "full", f"strategy must be one of {', '.join(STRATEGIES)}; got 'full'"),
         ("gradients", ("x", "lse"), "gradients must be one of x, weight, bias; got 'lse'"),
         ("label_smoothing", -0.1, r"label_smoothing must be in \[0, 1\], got -0.1"),
@@ -71,13 +72,29 @@ def test_a_bad_value_is_named(name, value, message):
         Spec(**{name: value})
 
 
+@pytest.mark.parametrize(("name", "value"), [("ignore_index", None), ("label_smoothing", 0.1)])
+def test_what_needs_a_target(name, value):
+    with pytest.raises(ValueError, match=f"without a target {name} must be .*, got {value}"):
+        Spec(target="none", **{name: value})
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_gradients_wait_for_backward_where_rows_have_their_own(reduction, lse):
+    spec = Spec(reduction, lse=lse)
+    assert spec.gradients_in_backward == (lse or reduction == "none")
+
+
 @pytest.mark.parametrize(
     "words",
     [
         *("reduction=MEAN", "reduction=", "reduction", "target=indices2", "strategy=a b"),
         *("ignore_index=1.5", "ignore_index=+1", "ignore_index= 1", "ignore_index=x"),
+        *("ignore_index=None", "ignore_index=-none", "lse=True", "lse=1", "lse=false", "lse="),
+        *("target=none ignore_index=0", "target=none label_smoothing=0.1", "target=None"),
         *("label_smoothing=nan", "label_smoothing=inf", "label_smoothing=1e", "label_smoothing=2"),
-        *("logits=Z", "logits=z,z", "logits='z'", "logits=z.real", "logits=exp(z)", "logits="),
+        *("logits=Z", "logits=z,z", "logits='z'", "logits=z.real", "logits=gamma(z)", "logits="),
+        *("logits=z<0", "logits=z=0", "logits=tanh(z"),
         *("gradients=", "gradients=X", "gradients=x,,weight", "gradients=x;weight"),
         *("memory_mb=-1", "memory_mb=1e3", "memory_mb=", "memory_mb=" + "9" * 5000),
         *("colour=red", "_FIELDS=1", "__class__=x", "text=x", "=mean", ""),  # no field of a spec

@@ -3,92 +3,17 @@
 Runs on the GPU where there is one, else in Triton's interpreter.
 """
 
+import dataclasses
+
 import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from numerics import assert_close
+from lowerings import DTYPES, GRADIENTS, TRANSFORMS, check, problem
 
 from fxpass import aten, expression, triton_chunked, triton_expression, triton_source
 from fxpass.aten import Inputs
 from fxpass.spec import Spec
-
-GRADIENTS = ("x", "weight", "bias")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-TRANSFORMS = {
-    "z": lambda z: z,
-    "0.0625*z": lambda z: 0.0625 * z,
-    "30*tanh(z/30)": lambda z: 30 * torch.tanh(z / 30),
-    "2*tanh(z)": lambda z: 2 * torch.tanh(z),
-    "-0.0625*z**2+0.25*z": lambda z: z / 4 - z * z / 16,
-}
-
-
-def problem(
-    device,
-    dtype=torch.float32,
-    n=7,
-    d=5,
-    v=37,
-    bias=True,
-    probabilities=False,
-    weighted=False,
-    row_scaled=False,
-    size=1.0,
-):
-    """Inputs of a fused loss; logits are of the given size."""
-    generator = torch.Generator().manual_seed(n * d + v)
-
-    def randn(*shape):
-        return torch.randn(shape, generator=generator)
-
-    target = torch.randint(0, v, (n,), generator=generator)
-    inputs = Inputs(
-        x=(size * randn(n, d)).to(dtype),
-        weight=randn(v, d).to(dtype),
-        bias=randn(v).to(dtype) if bias else None,
-        target=randn(n, v).softmax(1) if probabilities else target,
-        class_weight=randn(v).exp() if weighted else None,
-        row_scale=randn(n) if row_scaled else None,
-    )
-    return Inputs(*(None if t is None else t.to(device) for t in inputs))
-
-
-def autograd(inputs, spec, dtype):
-    """Row losses and gradients by PyTorch in ``dtype``; the loss itself at least in f32."""
-    operands = [
-        None if t is None else t.detach().to(dtype).requires_grad_()
-        for t in (inputs.x, inputs.weight, inputs.bias)
-    ]
-    at_least_f32 = torch.promote_types(dtype, torch.float32)
-    z = TRANSFORMS[expression.text(spec.logits)](F.linear(*operands).to(at_least_f32))
-    probabilities = inputs.target.is_floating_point()
-    loss = F.cross_entropy(
-        z,
-        inputs.target.to(at_least_f32) if probabilities else inputs.target,
-        None if inputs.class_weight is None else inputs.class_weight.to(at_least_f32),
-        ignore_index=spec.ignore_index,
-        label_smoothing=spec.label_smoothing,
-        reduction="none",
-    )
-    total = loss.sum() if inputs.row_scale is None else loss @ inputs.row_scale.to(at_least_f32)
-    total.backward()
-    return loss.detach(), *(None if t is None else t.grad for t in operands)
-
-
-def check(inputs, spec, rows=3):
-    """Loss and gradients against float64, nothing that was not asked for, operands unharmed."""
-    before = [None if t is None else t.clone() for t in inputs]
-    out = triton_chunked.run(inputs, spec, rows)
-    for tensor, copy in zip(inputs, before, strict=True):
-        assert tensor is None or torch.equal(tensor, copy)
-    exact, eager = autograd(inputs, spec, torch.float64), autograd(inputs, spec, inputs.x.dtype)
-    asked_for = [0, *(1 + GRADIENTS.index(name) for name in spec.gradients)]
-    assert [i for i, tensor in enumerate(out) if tensor is not None] == asked_for
-    assert all(out[i].dtype == torch.float32 for i in asked_for)
-    assert_close(*([some[i] for i in asked_for] for some in (out, eager, exact)), inputs.x.dtype)
-    return out
 
 
 @pytest.fixture
@@ -108,8 +33,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
 def test_targets(device, target, weighted, smoothing, dtype):
-    probabilities = target == "probabilities"
-    inputs = problem(device, dtype, probabilities=probabilities, weighted=weighted, row_scaled=True)
+    inputs = problem(device, dtype, target=target, weighted=weighted, row_scaled=True)
     check(inputs, Spec(gradients=GRADIENTS, target=target, label_smoothing=smoothing))
 
 
@@ -132,6 +56,70 @@ def test_everything_together(device):
     inputs = problem(device, weighted=True, row_scaled=True)
     inputs.target[2] = 4
     check(inputs, spec)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_loss_and_lse(device, target, weighted, smoothing, dtype):
+    """Rows that only the loss, only the lse, both and neither give a gradient; ignored ones too."""
+    inputs = problem(
+        device, dtype, n=10, target=target, weighted=weighted, row_scaled=True, lse_scaled=True
+    )
+    inputs.row_scale[[0, 2]] = 0
+    inputs.lse_scale[[1, 2]] = 0
+    if target == "indices":
+        inputs.target[[4, 7]] = 3
+    ignore_index = 3 if target == "indices" else -100
+    spec = Spec("sum", target, ignore_index, smoothing, gradients=GRADIENTS, lse=True)
+    out = check(inputs, spec)
+    assert not out.x[2].any()
+    if target == "indices":
+        assert not out.loss[[4, 7]].any()
+        assert out.lse[[4, 7]].all()
+        assert out.x[[4, 7]].any(1).all()
+    # neither output needs the other one to be there
+    without = triton_chunked.run(inputs, dataclasses.replace(spec, lse=False), rows=3)
+    assert without.lse is None
+    assert all(torch.equal(a, b) for a, b in zip(out[2:], without[2:], strict=True))
+    forward = triton_chunked.run(inputs, dataclasses.replace(spec, gradients=()), rows=3)
+    assert torch.equal(forward.loss, out.loss)
+    assert torch.equal(forward.lse, out.lse)
+    # the gradient of a loss alone is that of all its rows
+    check(inputs._replace(row_scale=None), spec)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("logits", TRANSFORMS)
+def test_transforms_with_the_lse(device, logits, dtype):
+    spec = Spec(gradients=GRADIENTS, logits=expression.parse(logits), lse=True)
+    inputs = problem(device, dtype, size=2.0, row_scaled=True, lse_scaled=True)
+    inputs.target[3] = -100
+    check(inputs, spec)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("logits", TRANSFORMS)
+@pytest.mark.parametrize("row_scaled", [False, True])
+def test_no_target(device, row_scaled, logits, dtype):
+    inputs = problem(device, dtype, target="none", row_scaled=row_scaled, size=2.0)
+    spec = Spec(target="none", gradients=GRADIENTS, logits=expression.parse(logits), lse=True)
+    out = check(inputs, spec)
+    assert torch.equal(out.loss, out.lse)
+
+
+@pytest.mark.parametrize("spec", [Spec(target="none"), Spec(ignore_index=None), Spec(lse=True)])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 1, 37), (7, 5, 1), (0, 5, 37)])
+def test_sizes_of_what_else_there_is(device, shape, spec):
+    n, d, v = shape
+    spec = dataclasses.replace(spec, gradients=GRADIENTS)
+    target, lse = ("none" if spec.target == "none" else "indices"), spec.lse
+    inputs = problem(device, n=n, d=d, v=v, target=target, row_scaled=lse, lse_scaled=lse)
+    check(inputs, spec, rows=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -157,7 +145,7 @@ def test_sizes(device, shape, rows):
 def test_no_rows(device):
     out = triton_chunked.run(problem(device, n=0), Spec(gradients=GRADIENTS), rows=1)
     assert out.loss.shape == (0,)
-    assert [float(grad.abs().sum()) for grad in out[1:]] == [0.0, 0.0, 0.0]
+    assert [float(grad.abs().sum()) for grad in out[2:]] == [0.0, 0.0, 0.0]
 
 
 def test_no_bias(device):
@@ -176,6 +164,15 @@ def test_ignored_rows(device, ignored, ignore_index):
     out = check(inputs, Spec(gradients=GRADIENTS, ignore_index=ignore_index))
     assert not out.loss[list(ignored)].any()
     assert not out.x[list(ignored)].any()
+
+
+@pytest.mark.parametrize("gradients", [(), GRADIENTS])
+def test_no_row_is_ignored_without_an_ignore_index(device, gradients):
+    inputs = problem(device)
+    spec = Spec(gradients=gradients, ignore_index=None)
+    ours = check(inputs, spec)
+    other = triton_chunked.run(inputs, dataclasses.replace(spec, ignore_index=-100), rows=3)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(ours, other, strict=True))
 
 
 def test_uint8_targets_reach_class_156(device):
@@ -206,7 +203,7 @@ def test_non_contiguous(device):
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "expanded"])
 def test_non_contiguous_probabilities(device, layout):
-    inputs = problem(device, probabilities=True)
+    inputs = problem(device, target="probabilities")
     p = inputs.target
     strided = {
         "rows": torch.cat([p, p], 1)[:, :37],
@@ -241,7 +238,7 @@ def test_given_logits_are_used(device, layout, gradients):
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
 def test_huge_logits(device, target, smoothing):
     """A row of logits near 3e4 that differ by ones: the maximum has to go before sums are taken."""
-    inputs = problem(device, probabilities=target == "probabilities", bias=False)
+    inputs = problem(device, target=target, bias=False)
     logits = torch.full_like(inputs.x @ inputs.weight.t(), 3e4) + torch.randn(37, device=device)
     spec = Spec(target=target, label_smoothing=smoothing)
     want = F.cross_entropy(
@@ -269,75 +266,28 @@ ODD_ROWS = {
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize("row", ODD_ROWS)
-@pytest.mark.parametrize("target", [0, 20, "probabilities"])
+@pytest.mark.parametrize("target", [0, 20, "probabilities", "none"])
 @pytest.mark.parametrize(("smoothing", "logits"), [(0.0, "z"), (0.1, "z"), (0.1, "30*tanh(z/30)")])
 def test_odd_rows_as_in_aten(device, row, target, smoothing, logits):
-    inputs = problem(device, n=1, probabilities=target == "probabilities")
-    if target != "probabilities":
+    index = isinstance(target, int)
+    inputs = problem(device, n=1, target="indices" if index else target, lse_scaled=True)
+    if index:
         inputs.target[0] = target
     inputs = inputs._replace(logits=torch.tensor([ODD_ROWS[row]], device=device))
     spec = Spec(
         gradients=GRADIENTS,
-        target="indices" if target != "probabilities" else target,
-        label_smoothing=smoothing,
+        lse=True,
+        target="indices" if index else target,
+        label_smoothing=0.0 if target == "none" else smoothing,
         logits=expression.parse(logits),
     )
     ours, want = triton_chunked.run(inputs, spec, 1), aten.run(inputs, spec, 1)
     torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def test_fp16_keeps_small_probabilities(device):
-    """One class takes it all; the others' probabilities, 1e-7, have one bit in fp16."""
-    inputs = problem(device, torch.float16, n=4)
-    logits = torch.randn(4, 37, device=device, dtype=torch.float16)
-    logits[:, 0] = 16
-    inputs = inputs._replace(logits=logits, target=torch.zeros_like(inputs.target))
-    grad = triton_chunked.run(inputs, Spec(gradients=("bias",)), rows=4).bias
-    want = logits.double().softmax(1).sum(0)
-    assert ((grad - want)[1:].abs() <= 2**-11 * want[1:]).all()  # half a unit in fp16's last place
-
-
-def test_many_rows_of_one_class_do_not_overflow_fp16(device):
-    inputs = problem(device, torch.float16, n=80, v=5, size=0.1)
-    inputs.target.zero_()  # 80 gradients of nearly -1, times the gain, are beyond 65504
-    check(inputs, Spec(gradients=GRADIENTS), rows=80)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("exponent", [-100, 100])
-@pytest.mark.parametrize("which", ["class_weight", "row_scale"])
-def test_row_coefficients_of_any_magnitude(device, which, exponent, dtype):
-    inputs = problem(device, dtype, weighted=True, row_scaled=True)
-    scaled = inputs._replace(**{which: getattr(inputs, which) * 2.0**exponent})
-    spec = Spec(gradients=GRADIENTS, label_smoothing=0.1)
-    ours, plain = (triton_chunked.run(i, spec, rows=3) for i in (scaled, inputs))
-    for grad, of_plain in zip(ours[1:], plain[1:], strict=True):
-        assert torch.equal(grad, of_plain * 2.0**exponent)
-    factor = 2.0**exponent if which == "class_weight" else 1
-    assert torch.equal(ours.loss, plain.loss * factor)
-
-
-@pytest.mark.parametrize("which", ["class_weight", "row_scale"])
-def test_row_coefficients_of_zero(device, which):
-    inputs = problem(device, weighted=True, row_scaled=True)
-    check(inputs._replace(**{which: getattr(inputs, which) * 0}), Spec(gradients=GRADIENTS))
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
-@pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_overflow_of_the_loss_scale_is_seen(device, value):
-    """GradScaler looks for gradients that are not finite."""
-    inputs = problem(device, torch.float16, row_scaled=True)
-    inputs.row_scale[3] = value
-    out = triton_chunked.run(inputs, Spec(gradients=GRADIENTS), rows=3)
-    assert not out.x[3].isfinite().any()
-    assert out.x[4].isfinite().all()
-    assert not out.weight.isfinite().any()
-
-
 def test_same_bits_every_time(device):
-    inputs = problem(device, torch.bfloat16, weighted=True, row_scaled=True)
-    spec = Spec(gradients=GRADIENTS, label_smoothing=0.1)
+    inputs = problem(device, torch.bfloat16, weighted=True, row_scaled=True, lse_scaled=True)
+    spec = Spec(gradients=GRADIENTS, label_smoothing=0.1, lse=True)
     first, second = (triton_chunked.run(inputs, spec, rows=3) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

@@ -24,23 +24,27 @@ from fxpass.spec import Spec
 from fxpass.triton_source import generate
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TYPES = dict(target="*i64", class_weight="*fp32", row_scale="*fp32", loss="*fp32", stride="i32",
-             target_stride="i32", V="i32", BLOCK_V="constexpr")
+TYPES = dict(target="*i64", class_weight="*fp32", row_scale="*fp32", lse_scale="*fp32", loss="*fp32",
+             lse="*fp32", stride="i32", target_stride="i32", V="i32", BLOCK_V="constexpr")
 ALIGNED = ("logits", "class_weight", "stride", "target_stride", "V")
 SOFTCAP = "logits=30*tanh(z/30) gradients=x"
-KERNELS = {  # spec, class weights, row scale, dtype of the logits, types that differ
-    "forward": ("", False, False, "bf16", {}),
-    "plain": ("gradients=x", False, False, "bf16", {}),
-    "fp16": ("gradients=x", False, True, "fp16", {}),
-    "fp32, uint8": ("gradients=x", False, False, "fp32", {"target": "*u8"}),
-    "soft-cap": (SOFTCAP, False, False, "bf16", {}),
-    "everything": ("ignore_index=-1 label_smoothing=0.1 " + SOFTCAP, True, True, "fp16", {}),
-    "probabilities": ("target=probabilities label_smoothing=0.1 gradients=x", True, False, "bf16",
+KERNELS = {  # spec, class weights, scales of loss and lse, dtype of the logits, types that differ
+    "forward": ("", False, (), "bf16", {}),
+    "plain": ("gradients=x", False, (), "bf16", {}),
+    "fp16": ("gradients=x", False, (True,), "fp16", {}),
+    "fp32, uint8": ("gradients=x", False, (), "fp32", {"target": "*u8"}),
+    "soft-cap": (SOFTCAP, False, (), "bf16", {}),
+    "everything": ("ignore_index=-1 label_smoothing=0.1 " + SOFTCAP, True, (True,), "fp16", {}),
+    "probabilities": ("target=probabilities label_smoothing=0.1 gradients=x", True, (), "bf16",
                       {"target": "*bf16"}),
+    "loss and lse": ("lse=true", False, (), "bf16", {}),
+    "backward of both": ("label_smoothing=0.1 " + SOFTCAP, True, (True, True), "fp16", {}),
+    "no target": ("target=none gradients=x", False, (), "bf16", {}),
+    "backward of no target": ("target=none " + SOFTCAP, False, (True,), "fp16", {}),
 }
 
-def compiled(target, words, weighted, row_scaled, dtype, types):
-    kernel = generate(Spec.parse(f"v1 reduction=sum {words}".strip()), weighted, row_scaled)
+def compiled(target, words, weighted, scales, dtype, types):
+    kernel = generate(Spec.parse(f"v2 reduction=sum {words}".strip()), weighted, *scales)
     function = triton_chunked.load(kernel)
     types = {**TYPES, "logits": "*" + dtype, **types}
     options = triton_chunked._launch_options(128256, DTYPES[dtype])
@@ -75,5 +79,5 @@ def test_kernels_compile(tmp_path):
     if process.returncode:
         pytest.fail(process.stderr)
     sizes = json.loads(process.stdout)
-    assert len(sizes) == 7 * len(TARGETS)
+    assert len(sizes) == 11 * len(TARGETS)
     assert min(sizes.values()) > 1000

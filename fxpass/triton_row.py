@@ -1,0 +1,266 @@
+"""What a kernel does with its row of logits: the text between its signature and its end.
+
+In: the features of a spec. Out: lines of Triton. One program works on one row. The first pass takes
+the running maximum and the sums that the loss needs; the second, where gradients are asked for,
+overwrites the logits with their gradient. With z, q and Q as in :mod:`fxpass.aten`, they compute
+
+    loss = Q * log(sum(exp(z - m))) - sum(q * (z - m))      m = max(z)
+    lse  = m + log(sum(exp(z - m)))
+    gradient = GAIN * ((row_scale * Q + lse_scale) * softmax(z) - row_scale * q) * unit slope
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sympy import Expr
+
+from fxpass import triton_expression
+from fxpass.expression import Z
+from fxpass.spec import Spec
+
+# fp16 holds nothing below 6e-8 and little below 6e-5, while most of a softmax over a vocabulary is
+# smaller than that. Gradients are stored this many times larger, in every dtype; a power of two
+# costs bf16 and f32 nothing. The rest of fp16's range, a factor of 64, is left to probabilities
+# that sum to more than one, to row coefficients up to 2 and to slopes.
+GAIN = 1024.0
+
+
+class Features(NamedTuple):
+    """What shapes the text."""
+
+    target: str
+    ignore_index: int | None
+    smoothing: float
+    weighted: bool
+    row_scaled: bool
+    lse_scaled: bool
+    gradient: bool
+    lse: bool
+    logits: Expr
+
+    @staticmethod
+    def of(spec: Spec, weighted: bool, row_scaled: bool, lse_scaled: bool) -> Features:
+        gradient = bool(spec.gradients)
+        return Features(
+            target=spec.target,
+            ignore_index=spec.ignore_index,
+            smoothing=spec.label_smoothing,
+            weighted=weighted,
+            row_scaled=row_scaled and gradient,
+            lse_scaled=lse_scaled and gradient,
+            gradient=gradient,
+            lse=spec.lse,
+            logits=spec.logits,
+        )
+
+    @property
+    def indices(self) -> bool:
+        return self.target == "indices"
+
+    @property
+    def probabilities(self) -> bool:
+        return self.target == "probabilities"
+
+    @property
+    def dense(self) -> bool:
+        """Whether q has more than one entry, so that sum(q * z) runs over the whole row."""
+        return self.probabilities or bool(self.smoothing)
+
+    @property
+    def every_row(self) -> bool:
+        """Whether an ignored row has work to do as well."""
+        return self.lse or self.lse_scaled
+
+    @property
+    def transformed(self) -> bool:
+        return self.logits != Z
+
+
+def body(f: Features) -> list[str]:
+    """The lines after the signature."""
+    return [
+        "row = tl.program_id(0).to(tl.int64)",
+        "logits += row * stride",
+        *(_target_of_row(f) if f.indices else []),
+        *["target += row * target_stride"] * f.probabilities,
+        *_first_pass(f),
+        *_loss(f),
+        *(_second_pass(f) if f.gradient else []),
+    ]
+
+
+def _target_of_row(f: Features) -> list[str]:
+    z_t = "tl.load(logits + t).to(tl.float32)"
+    return [
+        "t = tl.load(target + row).to(tl.int64)",
+        *([] if f.ignore_index is None else _ignored(f)),
+        "t = t.to(tl.int32)",
+        # The reductions of the first pass are barriers: no warp overwrites this logit in the
+        # second pass before every warp has read it here.
+        f"z_t = transform({z_t})" if f.transformed else f"z_t = {z_t}",
+    ]
+
+
+def _ignored(f: Features) -> list[str]:
+    if f.every_row:
+        return [f"ignored = t == {f.ignore_index}  # ignore_index", "t = tl.where(ignored, 0, t)"]
+    zeros = [
+        "for start in range(0, V, BLOCK_V):",
+        "    cols = start + tl.arange(0, BLOCK_V)",
+        "    tl.store(logits + cols, 0.0, mask=cols < V)",
+    ]
+    return [
+        f"if t == {f.ignore_index}:  # ignore_index",
+        "    tl.store(loss + row, 0.0)",
+        *(indent(zeros) if f.gradient else []),
+        "    return",
+    ]
+
+
+def _first_pass(f: Features) -> list[str]:
+    dot = _dot(f)
+    zeros = ["s", *["dot"] * f.dense, *["mass"] * any("mass" in line for line in dot)]
+    q = "q" if f.probabilities else "w" if f.weighted else "1"
+    sums = "s = sum(exp(z - m))" + f", dot = sum({q} * (z - m))" * f.dense
+    return [
+        "",
+        f"# m = max(z), {sums}; while they grow, m is the maximum so far",
+        # not -inf: exp(-inf - -inf) is nan
+        "lowest = tl.full((), -3.4028234663852886e38, tl.float32)",
+        "m = lowest",
+        *(f"{name} = tl.full((), 0.0, tl.float32)" for name in zeros),
+        "for start in range(0, V, BLOCK_V):",
+        *indent(
+            [
+                *_block_of_logits(f, slope=False),
+                "higher = tl.maximum(m, tl.max(z, 0))",
+                "s = s * tl.exp(m - higher) + tl.sum(tl.exp(z - higher), 0)",
+                *dot,
+                "m = higher",
+            ]
+        ),
+    ]
+
+
+def _dot(f: Features) -> list[str]:
+    """One block's part of sum(q * (z - m)), where q has more than one entry, and of sum(q)."""
+    if not f.dense:
+        return []
+    # Clamped: from the first m it may overflow to -inf, and no mass times that is nan.
+    shift = "shift = tl.maximum(m - higher, lowest)"
+    if f.indices and not f.weighted:
+        # every class weighs 1, so the classes before this block weigh `start`
+        return [shift, "dot += start * shift + tl.sum(tl.where(inside, z - higher, 0.0), 0)"]
+    q = "w" if f.indices else "q"
+    return [
+        shift,
+        *_row_of_targets(f),
+        f"dot += mass * shift + tl.sum({q} * tl.where(inside, z - higher, 0.0), 0)",
+        f"mass += tl.sum({q}, 0)",
+    ]
+
+
+def _block_of_logits(f: Features, slope: bool) -> list[str]:
+    out = ["cols = start + tl.arange(0, BLOCK_V)", "inside = cols < V"]
+    if not f.transformed:
+        load = 'tl.load(logits + cols, mask=inside, other=-float("inf"))'
+        return [*out, f"z = {load}.to(tl.float32)"]
+    called = "z, slope = transform_and_slope(raw)" if slope else "z = transform(raw)"
+    return [
+        *out,
+        "raw = tl.load(logits + cols, mask=inside, other=0.0).to(tl.float32)",
+        called,
+        'z = tl.where(inside, z, -float("inf"))',
+    ]
+
+
+def _row_of_targets(f: Features) -> list[str]:
+    """One block of class weights ``w`` or of the target distribution ``q``; 0 outside."""
+    weights = "tl.load(class_weight + cols, mask=inside, other=0.0)"
+    if f.indices:
+        return [f"w = {weights}"]
+    out = ["q = tl.load(target + cols, mask=inside, other=0.0).to(tl.float32)"]
+    if f.smoothing:
+        out.append(f"q = tl.where(inside, {1 - f.smoothing!r} * q + {f.smoothing!r} / V, 0.0)")
+    if f.weighted:
+        out.append(f"q *= {weights}")
+    return out
+
+
+def _loss(f: Features) -> list[str]:
+    lse = ["tl.store(lse + row, m + tl.log(s))"] * f.lse
+    if f.target == "none":
+        return ["tl.store(loss + row, m + tl.log(s))", *lse]
+    if f.probabilities:
+        return ["tl.store(loss + row, mass * tl.log(s) - dot)", *lse]
+    out = []
+    sharp = [repr(1 - f.smoothing)] * bool(f.smoothing)
+    sharp += ["tl.load(class_weight + t)"] * f.weighted
+    if sharp:
+        out.append(f"sharp = {' * '.join(sharp)}")
+    if f.smoothing:
+        out.append(f"smooth = {f.smoothing!r} / V")
+    if f.smoothing and f.weighted:
+        out.append("mass = sharp + smooth * mass")
+    loss = f"{_times(_mass(f))}tl.log(s) - {_times(_sharp(f))}(z_t - m)"
+    loss += " - smooth * dot" * bool(f.smoothing)
+    if f.every_row and f.ignore_index is not None:
+        loss = f"tl.where(ignored, 0.0, {loss})"
+    return [*out, f"tl.store(loss + row, {loss})", *lse]
+
+
+def _second_pass(f: Features) -> list[str]:
+    g = ["g = share * tl.exp(z - m)"]
+    if f.probabilities:
+        g = [*_row_of_targets(f), f"{g[0]} - unit * q"]
+    elif f.smoothing and f.weighted:
+        g = [*_row_of_targets(f), f"{g[0]} - smooth * w"]
+    elif f.smoothing:
+        g = [f"{g[0]} - smooth"]
+    if f.indices:
+        g[-1] += f" - tl.where(cols == t, {_times(_sharp(f))}unit, 0.0)"
+    varying = not triton_expression.unit_slope(f.logits)[1].is_number
+    row_scale = " * tl.load(row_scale + row)" * f.row_scaled
+    share = f"{_times(_mass(f))}unit"
+    if f.lse_scaled:
+        share = f"({share} + {GAIN!r} * tl.load(lse_scale + row))"
+    return [
+        "",
+        "# the logits become their gradient; fp16 would lose what is below 6e-8, hence the unit",
+        f"unit = {GAIN!r}{row_scale}",
+        f"share = {share} / s",
+        *["smooth *= unit"] * (f.indices and bool(f.smoothing)),
+        "for start in range(0, V, BLOCK_V):",
+        *indent(
+            [
+                *_block_of_logits(f, slope=varying),
+                *g,
+                *["g *= slope"] * varying,
+                "tl.store(logits + cols, g, mask=inside)",
+            ]
+        ),
+    ]
+
+
+def _mass(f: Features) -> str:
+    """Q = sum(q), as a name; empty where it is one."""
+    if f.probabilities:
+        return "mass"
+    if f.weighted:
+        return "mass" if f.smoothing else "sharp"
+    return ""
+
+
+def _sharp(f: Features) -> str:
+    """What q has at the target class beyond smoothing, as a name; empty where it is one."""
+    return "sharp" if f.smoothing or f.weighted else ""
+
+
+def _times(name: str) -> str:
+    return f"{name} * " if name else ""
+
+
+def indent(lines: list[str]) -> list[str]:
+    """The lines one level deeper."""
+    return [f"    {line}" if line else "" for line in lines]
