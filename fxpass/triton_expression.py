@@ -17,7 +17,9 @@ from typing import Any
 import sympy
 from sympy import Expr
 
-from fxpass import expression
+from fxpass import expression, triton_functions
+from fxpass.functions import FUNCTIONS as _FUNCTIONS
+from fxpass.functions import AtMost, Less, Where
 
 
 def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
@@ -25,13 +27,26 @@ def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
 
     The constant is applied in f32 after the GEMMs: an fp16 gradient would over- or underflow.
     """
-    slope = expression.derivative(logits)
-    if slope.is_number:
-        return slope, sympy.Integer(1)
-    factor, rest = slope.as_coeff_Mul()
+    return _in_units(expression.derivative(logits))
+
+
+def _in_units(expr: Any) -> tuple[Any, Any]:
+    if expr.is_number:
+        return expr, sympy.Integer(1)
+    factor, rest = expr.as_coeff_Mul()
     if isinstance(rest, sympy.Add):
-        largest = max(abs(c) for c in rest.as_coefficients_dict().values())
-        factor, rest = factor * largest, rest / largest
+        terms = [_in_units(term) for term in rest.args]
+        largest = max(abs(coefficient) for coefficient, _ in terms)
+        return factor * largest, sympy.Add(*(c / largest * term for c, term in terms))
+    if isinstance(rest, Where):
+        x, y, *branches = rest.args
+        units = [_in_units(branch) for branch in branches]
+        largest = max(abs(coefficient) for coefficient, _ in units)
+        return factor * largest, rest.func(x, y, *(c / largest * unit for c, unit in units))
+    if isinstance(rest, sympy.Mul):
+        units = [_in_units(part) if isinstance(part, Where) else (1, part) for part in rest.args]
+        coefficients, parts = zip(*units, strict=True)
+        return sympy.Mul(factor, *coefficients), sympy.Mul(*parts)
     return factor, rest
 
 
@@ -43,37 +58,30 @@ def functions(logits: Expr, slope: bool) -> list[str]:
         slope: whether to add ``transform_and_slope``, which returns both. It is left out where the
             unit slope is a constant.
     """
-    out = [_function("transform", [logits])]
+    values = [logits]
+    out = [_function("transform", values)]
     unit = unit_slope(logits)[1]
     if slope and not unit.is_number:
-        out.append(_function("transform_and_slope", [logits, unit]))
-    used = {type(e) for e in sympy.preorder_traversal([logits, unit])}
-    return [source for cls, source in FUNCTIONS.items() if cls in used] + out
+        values = [logits, unit]
+        out.append(_function("transform_and_slope", values))
+    used = {type(e) for e in sympy.preorder_traversal(values)} & FUNCTIONS.keys()
+    return triton_functions.with_callees(cls.__name__ for cls in used) + out
 
 
 def _function(name: str, values: list[Expr]) -> str:
     """A function of the raw logit ``z``; what its values have in common is computed once."""
-    shared, results = sympy.cse(values, symbols=sympy.numbered_symbols("u"))
+    # What is raised to a power is written several times; asked for as well, it is shared.
+    powers = [p for value in values for p in value.atoms(sympy.Pow) if p.exp.is_Integer]
+    bases = sorted({p.base for p in powers if not p.base.is_Atom}, key=sympy.default_sort_key)
+    shared, results = sympy.cse([*values, *bases], symbols=sympy.numbered_symbols("u"))
     lines = [f"{symbol} = {_text(value)}" for symbol, value in shared]
-    lines.append(f"return {', '.join(_text(result) for result in results)}")
+    lines.append(f"return {', '.join(_text(result) for result in list(results)[: len(values)])}")
     return "\n".join(["@triton.jit", f"def {name}(z):", *(f"    {line}" for line in lines)])
 
 
-# sympy function → the Triton function of that name; libdevice does not run in the interpreter.
-FUNCTIONS: dict[type, str] = {
-    sympy.tanh: '''\
-@triton.jit
-def tanh(x):
-    """Within 2 ulp of the f32 nearest to tanh(x); the polynomial is Cephes' tanhf."""
-    x2 = x * x
-    p = -5.70498872745e-3
-    p = p * x2 + 2.06390887954e-2
-    p = p * x2 - 5.37397155531e-2
-    p = p * x2 + 1.33314422036e-1
-    p = p * x2 - 3.33332819422e-1
-    e = tl.exp(-2.0 * tl.abs(x))
-    large = 1.0 - 2.0 * e / (1.0 + e)
-    return tl.where(tl.abs(x) < 0.625, x + x * x2 * p, tl.where(x < 0.0, -large, large))''',
+# sympy function → the Triton function of that name
+FUNCTIONS: dict[Any, str] = {
+    function.symbolic: triton_functions.SOURCES[name] for name, function in _FUNCTIONS.items()
 }
 
 _SUM, _PRODUCT, _ATOM = 0, 1, 2
@@ -124,8 +132,13 @@ def _power(expr: sympy.Pow) -> tuple[str, int]:
 
 
 def _call(expr: Expr) -> tuple[str, int]:
-    (argument,) = expr.args
-    return f"{type(expr).__name__}({_text(argument)})", _ATOM
+    return f"{type(expr).__name__}({', '.join(map(_text, expr.args))})", _ATOM
+
+
+def _where(expr: Where) -> tuple[str, int]:
+    x, y, a, b = map(_text, expr.args)
+    first = f"{y} {expr.mirrored} {x}" if expr.args[0].is_number else f"{x} {expr.symbol} {y}"
+    return f"tl.where({first}, {a}, {b})", _ATOM
 
 
 _WRITERS: dict[type, Callable[[Any], tuple[str, int]]] = {
@@ -133,5 +146,7 @@ _WRITERS: dict[type, Callable[[Any], tuple[str, int]]] = {
     sympy.Add: _sum,
     sympy.Mul: _product,
     sympy.Pow: _power,
+    Less: _where,
+    AtMost: _where,
     **dict.fromkeys(FUNCTIONS, _call),
 }
