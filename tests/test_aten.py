@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -23,25 +24,50 @@ TRANSFORMS = {
 }
 
 
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda rows: rows,
+    "mean": torch.mean,
+    "sum": torch.sum,
+}
+
+
 def programs(
-    spec: Spec, target: Tensor, class_weight: Tensor | None
+    spec: Spec,
+    target: Tensor | None,
+    class_weight: Tensor | None,
+    z_loss: float = 0.0,
+    keep: bool = False,
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The fused operator and the program it stands for, both of (x, weight[, bias])."""
+    """The fused operator and the program it stands for, both of (x, weight[, bias]).
+
+    With ``lse=true`` in the spec, ``z_loss * lse**2`` is added; a factor of 0 leaves it out.
+    """
+    reduce = REDUCE[spec.reduction]
+
+    def with_z_loss(loss, lse):
+        return loss + reduce(z_loss * lse**2) if z_loss else loss
 
     def fused(x, weight, bias=None):
-        return linear_cross_entropy(x, weight, bias, target, class_weight, None, spec.text())[0]
+        logits = F.linear(x, weight, bias).detach() if keep else None
+        args = (x, weight, bias, target, class_weight, logits, spec.text())
+        loss, lse, *_ = linear_cross_entropy(*args)
+        return with_z_loss(loss, lse)
 
     def plain(x, weight, bias=None):
         z = TRANSFORMS[spec.logits](F.linear(x, weight, bias))
+        lse = z.logsumexp(1)
+        if target is None:
+            return with_z_loss(reduce(lse), lse)
         soft = spec.target == "probabilities"
-        return F.cross_entropy(
+        loss = F.cross_entropy(
             z,
             target.to(z.dtype) if soft else target,
             None if class_weight is None else class_weight.to(z.dtype),
             reduction=spec.reduction,
-            ignore_index=spec.ignore_index,
+            ignore_index=-100 if spec.ignore_index is None else spec.ignore_index,
             label_smoothing=spec.label_smoothing,
         )
+        return with_z_loss(loss, lse)
 
     return fused, plain
 
@@ -54,19 +80,21 @@ def check(
     weighted: bool = False,
     scale: float = 1.0,
     target: Tensor | None = None,
+    z_loss: float = 0.0,
+    keep: bool = False,
 ) -> None:
     n, d, v = shape
     tensors = [(torch.randn(n, d) * scale).to(dtype), torch.randn(v, d).to(dtype)]
     tensors += [torch.randn(v).to(dtype)] if bias else []
-    if target is None:
-        if spec.target == "probabilities":
-            target = torch.randn(n, v).softmax(1)
-        else:
-            target = torch.randint(v, (n,))
+    if spec.target == "probabilities":
+        target = torch.randn(n, v).softmax(1)
+    elif spec.target == "indices" and target is None:
+        target = torch.randint(v, (n,))
+        if spec.ignore_index is not None:
             target[1::3] = spec.ignore_index
     class_weight = torch.rand(v) if weighted else None
     upstream = torch.arange(1.0, n + 1) if spec.reduction == "none" else None
-    fused, plain = programs(spec, target, class_weight)
+    fused, plain = programs(spec, target, class_weight, z_loss, keep)
     wide = torch.float32 if dtype == torch.float16 else dtype  # eager has no fp16 loss on CPUs
     exact = loss_and_gradients(plain, tensors, torch.float64, upstream)
     eager = loss_and_gradients(plain, tensors, wide, upstream)
@@ -88,6 +116,77 @@ def test_every_combination_of_features(target, reduction, dtype):
         check(spec, dtype, bias=bias, weighted=weighted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_a_z_loss_beside_every_combination_of_features(target, reduction, dtype):
+    for smoothing, weighted, bias, logits in itertools.product(
+        (0.0, 0.1), (False, True), (False, True), TRANSFORMS
+    ):
+        spec = Spec(reduction, target, -100, smoothing, logits, gradients(bias), lse=True)
+        check(spec, dtype, bias=bias, weighted=weighted, z_loss=1e-2, keep=weighted)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4, 1.0, 1e4])
+def test_z_losses_of_any_weight(z_loss, reduction):
+    """Of weight 0: nothing reads the lse, and no gradient arrives there."""
+    for weighted in (False, True):
+        spec = Spec(reduction, label_smoothing=0.1, gradients=gradients(True), lse=True)
+        check(spec, bias=True, weighted=weighted, z_loss=z_loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_no_target(lse, reduction, dtype):
+    for bias, logits in itertools.product((False, True), TRANSFORMS):
+        spec = Spec(reduction, "none", logits=logits, gradients=gradients(bias), lse=lse)
+        check(spec, dtype, bias=bias, z_loss=0.1 * lse, keep=bias)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_no_row_is_ignored_without_an_ignore_index(lse, reduction, weighted):
+    spec = Spec(reduction, ignore_index=None, gradients=gradients(True), lse=lse)
+    check(spec, bias=True, weighted=weighted, z_loss=0.1 * lse)
+
+
+NEW = [Spec(lse=True), Spec(target="none"), Spec(ignore_index=None)]
+
+
+@pytest.mark.parametrize("spec", NEW)
+@pytest.mark.parametrize("shape", [(0, 5, 11), (1, 1, 1), (7, 1, 11), (7, 5, 1), (300, 3, 13)])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_sizes_of_what_else_there_is(reduction, shape, spec):
+    spec = dataclasses.replace(spec, reduction=reduction, gradients=gradients(True))
+    check(spec, shape=shape, bias=True, z_loss=0.1 * spec.lse)
+
+
+@pytest.mark.parametrize("spec", NEW)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_logits_of_what_else_there_is(dtype, reduction, spec):
+    for logits in TRANSFORMS:
+        spec = dataclasses.replace(
+            spec, reduction=reduction, logits=logits, gradients=gradients(False)
+        )
+        check(spec, dtype, scale=1e4, z_loss=1e-6 * spec.lse)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
+def test_the_lse_of_rows_that_are_not_finite(value):
+    """A row without any class has an lse of -inf, as in eager; an infinite one shows as nan."""
+    logits = torch.randn(3, 11)
+    logits[1] = value
+    x, weight = torch.randn(3, 5), torch.randn(11, 5)
+    out = aten.run(aten.Inputs(x, weight, None, None, logits=logits), Spec(target="none"), 3)
+    want = logits.logsumexp(1)
+    want[1] = want[1] if value < 0 else torch.nan
+    torch.testing.assert_close(out.loss, want, equal_nan=True)
+
+
 @pytest.mark.parametrize("shape", [(1, 5, 11), (1, 1, 2), (3, 7, 1), (300, 3, 13)])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_sizes(shape, reduction):
@@ -104,9 +203,11 @@ def test_huge_logits(dtype, logits):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_every_row_ignored(reduction, weighted, smoothing):
-    """Mean gives nan and zero gradients, as eager does."""
+    """Mean gives nan and zero gradients, as eager does; a z-loss does not ignore them."""
     spec = Spec(reduction, "indices", -1, smoothing, gradients=gradients(False))
     check(spec, weighted=weighted, target=torch.full((7,), -1))
+    spec = dataclasses.replace(spec, lse=True)
+    check(spec, weighted=weighted, target=torch.full((7,), -1), z_loss=0.1)
 
 
 def test_classes_wider_than_a_tile(monkeypatch):
@@ -144,8 +245,15 @@ def test_strided_inputs():
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 100])
 def test_chunks_do_not_change_the_answer(rows):
-    inputs = aten.Inputs(torch.randn(7, 5), torch.randn(11, 5), torch.randn(11), torch.arange(7))
-    spec = Spec(gradients=("x", "weight", "bias"))
+    inputs = aten.Inputs(
+        torch.randn(7, 5),
+        torch.randn(11, 5),
+        torch.randn(11),
+        torch.arange(7),
+        row_scale=torch.randn(7),
+        lse_scale=torch.randn(7),
+    )
+    spec = Spec(gradients=("x", "weight", "bias"), lse=True)
     whole, parts = aten.run(inputs, spec, 7), aten.run(inputs, spec, rows)
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b)
@@ -174,6 +282,7 @@ def test_only_the_gradients_that_are_asked_for():
     assert out.x is not None
     assert out.weight is None
     assert out.bias is None
+    assert out.lse is None
 
 
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
@@ -181,5 +290,5 @@ def test_blocks_of_rows_do_not_change_the_answer(monkeypatch, target):
     """Between two GEMMs, a few rows at a time; a row may be larger than a block."""
     for size in (1, 100, 1 << 20):
         monkeypatch.setattr(aten, "_CACHED_BYTES", size)
-        spec = Spec("mean", target, -100, 0.1, SOFTCAP, gradients(True))
-        check(spec, bias=True, weighted=True)
+        spec = Spec("mean", target, -100, 0.1, SOFTCAP, gradients(True), lse=True)
+        check(spec, bias=True, weighted=True, z_loss=0.1)

@@ -24,17 +24,24 @@ def arguments(spec: Spec, dtype=torch.float32, bias=True, weighted=True, logits=
     for name, tensor in (("x", x), ("weight", weight), ("bias", b)):
         if tensor is not None:
             tensor.requires_grad_(name in spec.gradients)
-    soft = spec.target == "probabilities"
-    target = torch.rand(N, V).softmax(1) if soft else torch.randint(V, (N,))
+    targets = {
+        "indices": lambda: torch.randint(V, (N,)),
+        "probabilities": lambda: torch.rand(N, V).softmax(1),
+        "none": lambda: None,
+    }
+    target = targets[spec.target]()
+    weighted = weighted and target is not None
     return x, weight, b, target, torch.rand(V) if weighted else None, z, spec.text()
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("target", ["indices", "probabilities"])
-def test_opcheck(reduction, target):
+@pytest.mark.parametrize("target", ["indices", "probabilities", "none"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_opcheck(reduction, target, lse):
+    smoothing = 0.0 if target == "none" else 0.1
     for gradients, full in itertools.product([(), ("x",), ("x", "weight", "bias")], [False, True]):
         bias = full or "bias" in gradients
-        spec = Spec(reduction, target, label_smoothing=0.1, gradients=gradients)
+        spec = Spec(reduction, target, -100, smoothing, gradients=gradients, lse=lse)
         args = arguments(spec, bias=bias, weighted=full, logits=full)
         opcheck(torch.ops.fxpass.linear_cross_entropy.default, args)
 
@@ -42,7 +49,9 @@ def test_opcheck(reduction, target):
 def test_opcheck_of_what_backward_calls():
     spec = Spec("none", gradients=("x", "weight", "bias"))
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(spec)]
-    opcheck(torch.ops.fxpass.linear_cross_entropy_backward.default, (torch.rand(N), None, *args))
+    for scales in itertools.product([torch.rand(N), None], [torch.rand(N), None]):
+        if scales != (None, None):
+            opcheck(torch.ops.fxpass.linear_cross_entropy_backward.default, (*scales, *args))
     opcheck(torch.ops.fxpass.scale_gradient.default, (torch.randn(V, D), torch.tensor(2.0), True))
 
 
@@ -90,6 +99,74 @@ def test_accumulating_twice():
     (alone,) = torch.autograd.grad(second, weight, retain_graph=True)
     second.backward()
     torch.testing.assert_close(weight.grad, once + alone)
+
+
+def z_loss_training(spec):
+    """(loss, lse, leaves) of the operator, and of the program that it stands for in float64."""
+    torch.manual_seed(0)
+    x, weight, _, target, *rest = arguments(spec, bias=False, weighted=False)
+    target[2] = -100
+    loss, lse, *_ = linear_cross_entropy(x, weight, None, target, *rest)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    z = F.linear(*wide)
+    exact = F.cross_entropy(z, target, reduction=spec.reduction), z.logsumexp(1)
+    return (loss, lse, [x, weight]), (*exact, wide)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("read", ["loss", "lse", "both"])
+def test_each_of_loss_and_lse_may_be_read_alone(reduction, read):
+    spec = Spec(reduction, gradients=("x", "weight"), lse=True)
+    for loss, lse, leaves in (ours := z_loss_training(spec)):
+        total = lse.square().mean() if read != "loss" else 0.0
+        total = total + loss.sum() if read != "lse" else total
+        total.backward()
+        assert all(leaf.grad is not None for leaf in leaves)
+    for got, want in zip(ours[0][2], ours[1][2], strict=True):
+        torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_retained_graph_of_loss_and_lse(reduction):
+    (loss, lse, (_, weight)), _ = z_loss_training(Spec(reduction, gradients=("weight",), lse=True))
+    total = loss.sum() + 0.1 * lse.square().mean()
+    (first,) = torch.autograd.grad(total, weight, retain_graph=True)
+    (again,) = torch.autograd.grad(total, weight, retain_graph=True)
+    assert torch.equal(first, again)
+    (of_lse,) = torch.autograd.grad(lse.sum(), weight, retain_graph=True)
+    (of_loss,) = torch.autograd.grad(loss.sum(), weight, retain_graph=True)
+    (of_both,) = torch.autograd.grad(loss.sum() + lse.sum(), weight)
+    torch.testing.assert_close(of_both, of_lse + of_loss)
+
+
+def test_an_lse_that_was_not_asked_for():
+    lse = linear_cross_entropy(*arguments(Spec(gradients=("x",))))[1]
+    assert lse.shape == (0,)
+    assert not lse.requires_grad
+
+
+@pytest.mark.parametrize("target", ["indices", "none"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_loss_and_lse_in_a_compiled_graph(dynamic, target):
+    spec = Spec("mean", target, gradients=("x", "weight"), lse=True)
+    x, weight, _, target, *rest = arguments(spec, bias=False, weighted=False)
+
+    def step(x, weight):
+        loss, lse, *_ = linear_cross_entropy(x, weight, None, target, *rest)
+        return loss + 0.1 * (lse**2).mean()
+
+    compiled = torch.compile(step, backend="aot_eager", dynamic=dynamic, fullgraph=True)
+    loss, want = compiled(x, weight), step(x, weight)
+    assert torch.equal(loss, want)
+    ours, theirs = (torch.autograd.grad(t, (x, weight)) for t in (loss, want))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_a_second_derivative_of_the_lse_is_refused(reduction):
+    (_, lse, (x, _)), _ = z_loss_training(Spec(reduction, gradients=("x", "weight"), lse=True))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(lse.sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
@@ -150,6 +227,8 @@ def bad(**changes):
 
 
 PROBABILITIES = Spec(target="probabilities")
+NO_TARGET = Spec(target="none")
+EVERY_ROW = Spec(ignore_index=None)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +251,11 @@ PROBABILITIES = Spec(target="probabilities")
         ),
         (bad(target=torch.full((N,), V)), IndexError, "Target 9 is out of bounds"),
         (bad(target=torch.full((N,), -1)), IndexError, "Target -1 is out of bounds"),
+        (bad(target=torch.full((N,), -100), spec=EVERY_ROW), IndexError, "Target -100 is out of"),
+        (bad(target=None), ValueError, "needs a target unless .* got None for target=indices"),
+        (bad(target=None, spec=PROBABILITIES), ValueError, "got None for target=probabilities"),
+        (bad(target=torch.zeros(N).long(), spec=NO_TARGET), ValueError, r"got \[6\] for .*none"),
+        (bad(class_weight=torch.rand(V), spec=NO_TARGET), ValueError, "no use for class_weight"),
     ],
 )
 def test_bad_input(call, error, message):
@@ -184,6 +268,9 @@ def test_no_rows_give_nan_as_in_eager():
     assert linear_cross_entropy(*empty, Spec().text())[0].isnan()
     assert linear_cross_entropy(*empty, Spec("sum").text())[0] == 0
     assert linear_cross_entropy(*empty, Spec("none").text())[0].shape == (0,)
+    without = (*empty[:3], None, *empty[4:])
+    assert linear_cross_entropy(*without, Spec("mean", "none").text())[0].isnan()
+    assert linear_cross_entropy(*without, Spec("sum", "none").text())[0] == 0
 
 
 def test_a_budget_bounds_the_chunk():
