@@ -150,8 +150,8 @@ _TABLE = (
     _unary("sinh", torch.sinh, lambda x: call("cosh", x)),
     _unary("cosh", torch.cosh, lambda x: call("sinh", x)),
     _unary("asinh", torch.asinh, lambda x: 1 / call("sqrt", 1 + x**2)),
-    _bound("maximum", torch.clamp_min, lambda x, y, a, b: where(x, "<", y, b, a)),
-    _bound("minimum", torch.clamp_max, lambda x, y, a, b: where(x, ">", y, b, a)),
+    _bound("maximum", torch.clamp_min, lambda x, y, a, b: where(x, ">=", y, a, b)),
+    _bound("minimum", torch.clamp_max, lambda x, y, a, b: where(x, "<=", y, a, b)),
 )
 
 # Functions by the name that they have in text forms and in generated Triton.

@@ -75,14 +75,8 @@ def _div(x: Any, y: Any, rounding_mode: Any) -> Expr:
 
 
 def _clamp(x: Any, low: Any, high: Any) -> Expr:
-    low, high = _bound("min", low, -math.inf), _bound("max", high, math.inf)
-    x = x if low is None else call("maximum", x, low)
-    return x if high is None else call("minimum", x, high)
-
-
-def _bound(name: str, bound: Any, absent: float) -> Any:
-    infinite = isinstance(bound, float) and bound == absent
-    return None if bound is None or infinite else _number(name, bound)
+    x = x if low is None else call("maximum", x, _number("min", low))
+    return x if high is None else call("minimum", x, _number("max", high))
 
 
 def _number(name: str, value: Any) -> Any:

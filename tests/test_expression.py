@@ -35,6 +35,18 @@ PROGRAMS = {
     "-(z+1)*tanh(z)": lambda z: -(z + 1) * torch.tanh(z),
     "z*2**0.5": lambda z: z * math.sqrt(2),
     "z-z+3": lambda z: torch.full_like(z, 3),
+    "2*exp(z/9)": lambda z: 2 * torch.exp(z / 9),
+    "log(exp(z)+1)": lambda z: torch.log(torch.exp(z) + 1),
+    "z*sigmoid(1.7*z)": lambda z: z * torch.sigmoid(1.7 * z),
+    "sign(z)*log1p(abs(z))": lambda z: z.sign() * torch.log1p(z.abs()),
+    "1/sqrt(z**2+1)": lambda z: (z * z + 1).rsqrt(),
+    "minimum(maximum(z/2,-5),5)": lambda z: torch.clamp(z / 2, -5, 5),
+    "tanh(maximum(z,0.3)-z)": lambda z: torch.tanh(torch.clamp(z, min=0.3) - z),
+    "where(z<=0,0.01*z,z)": lambda z: torch.where(z <= 0, 0.01 * z, z),
+    "where(z>1,-1,where(z<-2,tanh(z),2))": lambda z: torch.where(
+        z > 1, -1.0, torch.where(z < -2, torch.tanh(z), 2.0)
+    ),
+    "where(z**2>=z,exp(z),1)*z": lambda z: torch.where(z**2 >= z, z.exp(), 1.0) * z,
 }
 
 
@@ -99,6 +111,17 @@ def test_text_of_a_random_expression_is_read_back(seed):
         ("-(0.5)*z", "-0.5*z"),
         ("1/(z+1)**2", "(z+1)**(-2)"),
         ("(-0.25)**2*z", "0.0625*z"),
+        ("where(2 > z, z, 1)", "where(z<2,z,1)"),
+        ("where(2<=z, z, 1)", "where(z>=2,z,1)"),
+        ("where(z<2, exp(z), exp(z))", "exp(z)"),
+        ("where(2>1, z, 1)", "z"),
+        ("exp(0)*z", "z"),
+        ("maximum(3, 1)*z", "3*z"),
+        # as mathematics says they are z and 1, but what overflows has to overflow
+        ("log(exp(z))", "log(exp(z))"),
+        ("exp(z)*exp(-z)", "exp(z)*exp(-z)"),
+        ("(z**2)**0.5", "(z**2)**0.5"),
+        ("sqrt(z)**2", "sqrt(z)**2"),
     ],
 )
 def test_text_is_short_and_canonical(source, expected):
@@ -116,6 +139,9 @@ def test_text_is_short_and_canonical(source, expected):
         *("'z'", "b'z'", "f'{z}'", "1j*z", "True", "None", "..."),  # constants
         *("lambda: z", "(lambda z: z)(1)", "[z]", "(z,)", "{z}", "{}", "z[0]", "[z for z in z]"),
         *("z if z else 1", "z < 1", "z and z", "not z", "(y := z)", "await z", "yield z"),
+        *("exp(z, 1)", "maximum(z)", "maximum(z, 1, 2)", "maximum(z, y=1)"),
+        *("where(z, 1, 2)", "where(z<1, z)", "where(0<z<1, z, 1)", "where(z==1, z, 1)"),
+        *("where(z<1, z, 1, 2)", "where(z<1, x, 1)", "where(*z)", "where", "where(z<1, z, b=1)"),
         *("+z", "~z", "z//2", "z%2", "z@z", "z<<1", "z|1", "z^2"),  # operators
     ],
 )
@@ -139,6 +165,7 @@ def test_nothing_that_is_refused_is_evaluated(tmp_path):
         *("1e200*1e200*z", "z+1e200*1e200", "10**400*z", "10**400+z", "10**400"),  # none a double
         *("1/0", "z/0", "0/0", "0*z/0", "0**-1", "(-1)**0.5", "(-1)**0.5*z", "tanh((-1)**0.5)"),
         *("9**9**9", "10**99999", "9" * 5000),
+        *("log(0)*z", "log(-1)", "sqrt(-2)+z", "exp(1e5)", "exp(z/0)", "where(z<1e999,z,1)"),
         *("2**z", "z**z", "z**tanh(z)"),  # neither torch nor Triton code is generated for these
     ],
     ids=lambda source: source[:20],
@@ -157,7 +184,8 @@ def test_text_that_is_too_deep_to_read_is_refused(source):
 @pytest.mark.parametrize(
     "expr",
     [
-        sympy.exp(Z),
+        sympy.exp(Z),  # sympy's own, not the one of fxpass.functions
+        sympy.log(Z),
         sympy.Abs(Z),
         sympy.I * Z,
         sympy.pi * Z,
@@ -240,3 +268,36 @@ def test_derivatives_that_the_kernels_use():
     assert derivative(Z) == 1
     assert text(derivative(parse("30*tanh(z/30)"))) == "1-tanh(z/30)**2"
     assert text(derivative(parse("z/4-1"))) == "0.25"
+
+
+@pytest.mark.parametrize(
+    ("source", "slope"),
+    [
+        ("maximum(z,2)", "where(z>=2,1,0)"),
+        ("minimum(z,2)", "where(z<=2,1,0)"),
+        ("where(z>0,3*z,0)", "where(z>0,3,0)"),
+        ("2*log(where(z<=0,0,z))", "2*where(z<=0,0,where(z<=0,0,z)**(-1))"),
+        ("exp(maximum(minimum(z,9),-9))", None),
+    ],
+)
+def test_slopes_of_branches(source, slope):
+    got = derivative(parse(source))
+    assert slope is None or text(got) == slope
+    assert parse(text(got)) == got
+
+
+@pytest.mark.parametrize(
+    ("source", "program"),
+    [
+        ("log(where(z<=0,0,z))", lambda z: torch.log(torch.relu(z))),
+        ("sqrt(where(z<=0,0,z))", lambda z: torch.sqrt(torch.relu(z))),
+        ("z**3/maximum(z,0)", lambda z: z**3 / torch.clamp(z, min=0)),
+        # autograd multiplies the other way round here, and gets nan at 800
+        ("exp(minimum(exp(z),3))", lambda z: torch.where(z < 1, z, -torch.inf).exp().exp()),
+    ],
+)
+def test_a_branch_that_is_flat_hides_an_infinite_slope(source, program):
+    z = torch.tensor([-9.0, -0.0, 0.0, 1.5, 800.0], dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(program(z).sum(), z)
+    got = evaluate(derivative(parse(source)), z.detach())
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=0, equal_nan=True)
