@@ -49,7 +49,7 @@ ARGUMENTS = {
 
 # Zero, the corners of every row, tiny, large, where f32 and f64 exponentials end, infinities, nan.
 POSITIVE = [0.0, 0.25, 0.3, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 5.0, 6.0, 7.0, 10.0, 12.0, 20.0]
-POSITIVE += [1e-300, 1e-30, 1e-8, 1e-4, 20.00001, 40.0, 88.8, 100.0, 700.0, 1e4, 1e30, math.inf]
+POSITIVE += [1e-300, 1e-30, 1e-8, 1e-4, 20.00001, 40.0, 89.5, 100.0, 700.0, 1e4, 1e30, math.inf]
 POINTS = torch.tensor([*POSITIVE, *(-p for p in POSITIVE), math.nan], dtype=torch.float64)
 
 
