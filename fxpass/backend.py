@@ -49,8 +49,8 @@ def fusedce(
     """
     settings = Settings.read(options)
     rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
-    if settings.enabled:
-        transform(gm, settings)
-    else:
+    if not settings.enabled:
         log.info("switched off: the graph goes to %s unchanged", settings.inner)
-    return compile_inner(settings.inner, gm, example_inputs, mode, rest)
+        return compile_inner(settings.inner, gm, example_inputs, mode, rest)
+    outcome = transform(gm, settings)
+    return outcome.restore(compile_inner(settings.inner, gm, example_inputs, mode, rest))

@@ -22,6 +22,7 @@ from fxpass.dynamo import trace_through_log_once
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection
 from fxpass.settings import Settings
+from fxpass.source import source_of
 from fxpass.transform import transform
 from fxpass.triton_source import Kernel
 
@@ -32,6 +33,8 @@ class Report:
 
     Attributes:
         graphs: the number of graphs that Dynamo made; more than one means graph breaks.
+        breaks: where and why Dynamo ended a graph before the function did; what stands before and
+            after a break cannot be fused with each other.
         matches: the losses that were fused.
         rejections: the losses that were not, each with its reason.
         casts: every cast that was put in, with the user's line.
@@ -41,6 +44,7 @@ class Report:
     """
 
     graphs: int
+    breaks: tuple[str, ...]
     matches: tuple[Match, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
@@ -54,7 +58,9 @@ class Report:
             f"{_count(self.graphs, 'graph')}, {_count(len(self.matches), 'loss', 'losses')} fused, "
             f"{len(self.rejections)} not fused, {_count(len(self.casts), 'cast')}"
         ]
-        lines += [f"  {record}" for record in (*self.matches, *self.rejections, *self.casts)]
+        records = (*self.matches, *self.rejections, *self.casts)
+        lines += [f"  {record}" for record in records]
+        lines += [f"  graph break: {place}" for place in self.breaks]
         if self.logits_bytes:
             lines.append(f"  logits never allocated: {self.logits_bytes / 2**20:.1f} MiB a copy")
         if not self.matches and not self.rejections:
@@ -87,13 +93,15 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     settings = Settings.read()
     trace_through_log_once()
-    outcomes, before, after = [], [], []
+    outcomes, before, after, breaks = [], [], [], []
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         before.append(graph_text(gm))
-        outcomes.append(transform(gm, settings))
+        breaks.extend(_break_after(gm))
+        outcome = transform(gm, settings)
+        outcomes.append(outcome)
         after.append(graph_text(gm))
-        return gm.forward
+        return outcome.restore(gm.forward)
 
     torch._dynamo.reset()
     try:
@@ -105,14 +113,26 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     matches = tuple(m for o in outcomes for m in o.matches)
     return Report(
         graphs=len(outcomes),
+        breaks=tuple(breaks),
         matches=matches,
         rejections=tuple(r for o in outcomes for r in o.rejections),
         casts=tuple(c for o in outcomes for c in o.casts),
         kernels=tuple({k: None for o in outcomes for k in o.kernels}),
-        logits_bytes=sum(m.logits_bytes for m in matches if not m.keep),
+        logits_bytes=sum(m.logits_bytes for m in matches if m.logits != "keep"),
         before=tuple(before),
         after=tuple(after),
     )
+
+
+def _break_after(gm: GraphModule) -> list[str]:
+    """The graph break that ended a graph, as ``file:line code: reason``; none at its natural end."""
+    ended = getattr(gm, "compile_subgraph_reason", None)
+    if ended is None or not ended.graph_break:
+        return []
+    where = source_of(ended.user_stack[-1]) if ended.user_stack else "somewhere"
+    lines = [line.strip() for line in ended.reason.splitlines() if line.strip()]
+    said = " ".join(line for line in lines[:2] if not line.startswith("Hint"))
+    return [f"{where}: {said}"]
 
 
 @contextmanager

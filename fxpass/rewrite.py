@@ -1,29 +1,32 @@
 """Carries out a match: the linear, its loss and what stands between become one operator call.
 
 In: a region and a :class:`fxpass.match.Match`. Out: the casts that were put in. The graph changes
-in place: row movements are replayed on the hidden states, and the nodes that lost their last user
-are erased::
+in place: row movements are replayed on the hidden states, biases and factors join the linear's
+operands, and :func:`erase` takes away what has no user any more::
 
     %logits = linear(%h, %w)                     %x = reshape(%h, -1, 64)
-    %flat = view(%logits, -1, 32000)      ->     %out = linear_cross_entropy(%x, %w, ..., 'v1 ...')
+    %flat = view(%logits, -1, 32000)      ->     %out = linear_cross_entropy(%x, %w, ..., 'v2 ...')
     %loss = cross_entropy(%flat, %labels)        %loss = getitem(%out, 0)
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-from fxpass import rules
 from fxpass.casts import Cast, MixedDtypeError, autocast_dtype, cast, common_dtype, short
-from fxpass.match import Match, value
+from fxpass.losses import Loss
+from fxpass.match import Match
 from fxpass.region import Region
+from fxpass.rules import value
 from fxpass.schedule import compute_dtype
 from fxpass.settings import Settings
 from fxpass.source import source_line
+from fxpass.walk import Affine, Bias, Move, Scale
 
 
 def rewrite(region: Region, match: Match, settings: Settings) -> list[Cast]:
@@ -32,76 +35,213 @@ def rewrite(region: Region, match: Match, settings: Settings) -> list[Cast]:
     Raises:
         MixedDtypeError: the linear's operands differ outside autocast and the setting is ``error``.
     """
-    graph, linear, loss = region.module.graph, match.linear, match.loss
-    dtype = _linear_dtype(region, match, settings)
-    with graph.inserting_before(loss):
-        casts, operands = [], []
-        for operand in (match.x, match.weight, match.bias):
-            node = operand
-            if operand is not None:
-                node, made = cast(graph, operand, dtype, linear)
-                casts += [made] if made else []
-            operands.append(node)
-        operands[0] = _replay(graph, operands[0], match, loss)
-        logits = None
-        if match.keep:
-            logits = _replay(graph, _detach(graph, linear), match, loss)
-        out = graph.call_function(
-            torch.ops.fxpass.linear_cross_entropy.default,
-            (*operands, match.target, match.class_weight, logits, match.spec.text()),
-            name="linear_cross_entropy",
-        )
-        out.meta["stack_trace"] = loss.meta.get("stack_trace")
-        new = graph.call_function(operator.getitem, (out, 0), name="fused_loss")
-        new.meta = dict(loss.meta)
-        if compute_dtype(dtype) != value(loss).dtype:
-            new.meta["example_value"] = value(loss).to(compute_dtype(dtype))
-            new, _ = cast(graph, new, value(loss).dtype, loss)
-    loss.replace_all_uses_with(new)
-    graph.erase_node(loss)
-    for node in reversed(match.chain):
-        if not node.users:
-            graph.erase_node(node)
-    return casts
+    with region.module.graph.inserting_before(match.loss.node):
+        edit = _Edit(region.module.graph, match)
+        edit.cast_operands(linear_dtype(region, match.walk.linear, settings))
+        edit.fold()
+        edit.replace()
+    return edit.casts
 
 
-def _linear_dtype(region: Region, match: Match, settings: Settings) -> torch.dtype:
-    """The dtype that the linear computes in."""
-    x, weight = value(match.x), value(match.weight)
-    if x.dtype == weight.dtype or autocast_dtype(region, match.linear, x.device) is not None:
-        return value(match.linear).dtype
+def erase(matches: Iterable[Match]) -> None:
+    """Takes out the nodes of rewritten matches that nobody reads any more."""
+    for match in matches:
+        loss = match.loss
+        lse = () if match.lse is None else (match.lse.node,)
+        for node in (loss.node, *lse, *loss.inner, *reversed(match.walk.chain)):
+            if not node.users and not node._erased:
+                node.graph.erase_node(node)
+
+
+def linear_dtype(region: Region, linear: Any, settings: Settings) -> torch.dtype:
+    """The dtype that a linear computes in.
+
+    Raises:
+        MixedDtypeError: see :func:`rewrite`.
+    """
+    x, weight = value(linear.x), value(linear.weight)
+    if x.dtype == weight.dtype or autocast_dtype(region, linear.node, x.device) is not None:
+        return value(linear.node).dtype
     if settings.mixed_dtypes == "error":
         raise MixedDtypeError(
             f"linear of {short(x.dtype)} hidden states and a {short(weight.dtype)} weight outside "
-            f"autocast, at {source_line(match.linear)}: cast one of them, or let fxpass do it with "
+            f"autocast, at {source_line(linear.node)}: cast one of them, or let fxpass do it with "
             "FUSEDCE_MIXED_DTYPES=cast"
         )
     return common_dtype(x.dtype, weight.dtype)
 
 
-def _detach(graph: Graph, node: Node) -> Node:
-    """The logits that exist anyway; their gradient goes through the operator's x and weight."""
-    return _call(graph, node, "call_method", "detach", node)
+class _Edit:
+    """The operands of one operator call, as they are built up in the graph."""
 
+    def __init__(self, graph: Graph, match: Match) -> None:
+        self.graph, self.match, self.site = graph, match, match.loss.node
+        self.casts: list[Cast] = []
+        self.base: Node | None = None
 
-def _replay(graph: Graph, node: Node, match: Match, like: Node) -> Node:
-    """The match's row movements, done to ``node`` instead of to the logits."""
-    size = int(value(node).shape[-1])
-    for movement in match.movements:
-        before = value(movement.all_input_nodes[0])
-        replay = rules.MOVEMENTS[movement.target](movement, before.shape, size)
+    def cast_operands(self, dtype: torch.dtype) -> None:
+        """x, weight ``[V, D]`` and bias in the dtype that the linear computes in."""
+        linear = self.match.walk.linear
+        self.dtype = dtype
+        self.x = self._cast(linear.x)
+        self.weight = self._cast(linear.weight)
+        self.bias = None if linear.bias is None else self._cast(linear.bias)
+        if linear.transposed:
+            self.weight = self._method("t", self.weight)
+
+    def fold(self) -> None:
+        """Does the steps of the walk to the operands, and to the logits where they are kept."""
+        if self.match.logits == "keep":
+            # they exist anyway; their gradient goes through the operator's x and weight
+            self.base = self._method("detach", self.match.walk.base)
+        at = self.match.walk.chain.index(self.match.walk.base)
+        before = set(self.match.walk.chain[: at + 1])
+        for step in self.match.walk.steps:
+            if isinstance(step, Move):
+                self._move(step, to_base=step.node not in before)
+            elif isinstance(step, Affine):
+                self._affine(step)
+            elif isinstance(step, Scale):
+                self._scale("div" if step.divide else "mul", step.operand)
+            else:
+                self._add_bias(step)
+        self.x = self._rows(self.x)
+        if self.base is not None:
+            self.base = self._rows(self.base)
+
+    def replace(self) -> None:
+        """Puts in the operator call and gives its results to the users of the old nodes."""
+        match, loss = self.match, self.match.loss
+        target = self._target(loss)
+        out = self.graph.call_function(
+            torch.ops.fxpass.linear_cross_entropy.default,
+            (
+                self.x,
+                self.weight,
+                self.bias,
+                target,
+                loss.class_weight,
+                self.base,
+                match.spec.text(),
+            ),
+            name="linear_cross_entropy",
+        )
+        out.meta["stack_trace"] = loss.node.meta.get("stack_trace")
+        self._hand_over(out, 0, loss, "fused_loss", scalar=match.spec.reduction != "none")
+        if match.lse is not None:
+            self._hand_over(out, 1, match.lse, "fused_lse", scalar=False)
+
+    # ------------------------------------------------------------ steps
+
+    def _move(self, step: Move, to_base: bool) -> None:
+        replay, classes = step.moved.replay, step.moved.classes
+        if classes is not None:
+            self.weight = self._function(operator.getitem, self.weight, classes)
+            if self.bias is not None:
+                self.bias = self._function(operator.getitem, self.bias, classes)
         if replay is not None:
-            op, target, args = replay
-            node = _call(graph, like, op, target, node, *args)
-    return node
+            op, target, args = replay(int(value(self.match.walk.linear.x).shape[-1]))
+            self.x = self._call(op, target, self.x, *args)
+        if to_base and self.base is not None:
+            # the node itself, on the logits
+            self.base = self._again(step.node, self.base)
 
+    def _affine(self, step: Affine) -> None:
+        factor, shift = float(step.factor), float(step.shift)
+        if factor != 1:
+            self.x = self._method("mul", self.x, factor)
+            if self.bias is not None:
+                self.bias = self._method("mul", self.bias, factor)
+        if shift:
+            if self.bias is None:
+                v = int(value(self.weight).shape[0])
+                self.bias = self._method("new_zeros", self.weight, v)
+            self.bias = self._method("add", self.bias, shift)
 
-def _call(graph: Graph, like: Node, op: str, target: Any, *args: Any) -> Node:
-    """A new node with its example value and the stack trace of ``like``."""
-    node = graph.create_node(op, target, args)
-    node.meta["stack_trace"] = like.meta.get("stack_trace")
-    examples = torch.fx.map_arg(args, lambda n: n.meta["example_value"])
-    function = getattr(torch.Tensor, target) if op == "call_method" else target
-    with torch.no_grad():
-        node.meta["example_value"] = function(*examples)
-    return node
+    def _scale(self, name: str, factor: Node) -> None:
+        # not cast before: one factor for all logits would be wrong for all of them alike
+        self.x, _ = cast(self.graph, self._method(name, self.x, factor), self.dtype, self.site)
+        if self.bias is not None:  # then the factor is one number
+            self.bias = self._method(name, self.bias, self._method("reshape", factor, ()))
+
+    def _add_bias(self, step: Bias) -> None:
+        bias = self._cast(step.operand)
+        if value(bias).dim() != 1:
+            bias = self._method("reshape", bias, -1)
+        if self.bias is not None:
+            self.bias = self._method("add" if step.sign > 0 else "sub", self.bias, bias)
+        else:
+            self.bias = bias if step.sign > 0 else self._method("neg", bias)
+
+    # ------------------------------------------------------------ to rows and back
+
+    def _rows(self, node: Node) -> Node:
+        """``[..., D, ...]`` as ``[N, D]``."""
+        dim, rank = self.match.loss.dim, value(node).dim()
+        if node is self.x:
+            self.shaped = node
+        if rank == 1:
+            return self._method("unsqueeze", node, 0)
+        if dim != rank - 1:
+            node = self._method("movedim", node, dim, -1)
+        return node if rank == 2 else self._method("flatten", node, 0, -2)
+
+    def _target(self, loss: Loss) -> Node | None:
+        target = loss.target
+        if target is None:
+            return None
+        rank = value(target).dim()
+        if loss.probabilities:
+            if rank == 1:
+                return self._method("unsqueeze", target, 0)
+            if loss.dim != rank - 1:
+                target = self._method("movedim", target, loss.dim, -1)
+            return target if rank == 2 else self._method("flatten", target, 0, -2)
+        return target if rank == 1 else self._method("flatten", target)
+
+    def _hand_over(self, out: Node, position: int, loss: Loss, name: str, scalar: bool) -> None:
+        """Gives one output of the operator, in its old shape and dtype, to the users of a loss."""
+        old = loss.node
+        new = self.graph.call_function(operator.getitem, (out, position), name=name)
+        new.meta["stack_trace"] = old.meta.get("stack_trace")
+        flat = value(self.x).new_empty(() if scalar else value(self.x).shape[:1])
+        new.meta["example_value"] = flat.to(compute_dtype(self.dtype))
+        if not scalar and value(self.shaped).dim() != 2:
+            like = self._method("select", self.shaped, loss.dim, 0)
+            new = self._method("view_as", new, like)
+        if loss.keepdim:
+            new = self._method("unsqueeze", new, loss.dim)
+        if loss.negative:
+            new = self._method("neg", new)
+        new, _ = cast(self.graph, new, value(old).dtype, old)
+        new.meta["example_value"] = old.meta["example_value"]
+        old.replace_all_uses_with(new)
+
+    # ------------------------------------------------------------ nodes
+
+    def _cast(self, operand: Node) -> Node:
+        node, made = cast(self.graph, operand, self.dtype, self.match.walk.linear.node)
+        self.casts += [made] if made else []
+        return node
+
+    def _method(self, name: str, *args: Any) -> Node:
+        return self._call("call_method", name, *args)
+
+    def _function(self, function: Any, *args: Any) -> Node:
+        return self._call("call_function", function, *args)
+
+    def _call(self, op: str, target: Any, *args: Any) -> Node:
+        """A new node with its example value and the stack trace of the loss."""
+        node = self.graph.create_node(op, target, args)
+        node.meta["stack_trace"] = self.site.meta.get("stack_trace")
+        examples = torch.fx.map_arg(args, lambda n: n.meta["example_value"])
+        function = getattr(torch.Tensor, target) if op == "call_method" else target
+        with torch.no_grad():
+            node.meta["example_value"] = function(*examples)
+        return node
+
+    def _again(self, node: Node, on: Node) -> Node:
+        """A copy of a movement that moves ``on``."""
+        new = self.graph.create_node(node.op, node.target, (on, *node.args[1:]), dict(node.kwargs))
+        new.meta = dict(node.meta)
+        return new

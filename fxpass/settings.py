@@ -28,7 +28,7 @@ class Settings:
 
     enabled: bool = True
     inner: str = "inductor"
-    logits: str = "keep"
+    logits: str = "auto"
     mixed_dtypes: str = "cast"
     strategy: str = "auto"
     memory_mb: int = 0
@@ -136,7 +136,9 @@ TABLE: dict[str, Setting] = {
         "the backend that compiles the rewritten graph",
     ),
     "logits": Setting(
-        "FUSEDCE_LOGITS", *_one_of("keep"), "what a graph output that holds the logits becomes"
+        "FUSEDCE_LOGITS",
+        *_one_of("auto", "defer", "keep", "drop"),
+        "what a graph output that holds the logits becomes; auto: defer with gradients, else keep",
     ),
     "mixed_dtypes": Setting(
         "FUSEDCE_MIXED_DTYPES",

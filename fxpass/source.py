@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from traceback import FrameSummary
 
 from torch.fx import Node
 
@@ -20,6 +21,11 @@ def source_line(node: Node) -> str:
         return f"%{node.name}"
     file, line, code = frames[-1]
     return f"{_short(file)}:{line} {code.strip()}".rstrip()
+
+
+def source_of(frame: FrameSummary) -> str:
+    """The same for a frame of a stack."""
+    return f"{_short(frame.filename)}:{frame.lineno} {(frame.line or '').strip()}".rstrip()
 
 
 def call_name(node: Node) -> str:

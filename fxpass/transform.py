@@ -7,7 +7,9 @@ which nothing matches is left as it was.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
@@ -16,8 +18,9 @@ from fxpass import dump
 from fxpass.casts import Cast
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection, find
+from fxpass.outputs import Outputs
 from fxpass.region import regions
-from fxpass.rewrite import rewrite
+from fxpass.rewrite import erase, rewrite
 from fxpass.settings import Settings
 from fxpass.triton_source import Kernel, kernels_of
 
@@ -26,13 +29,25 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was done to one graph: matches, rejections and casts, in the order of the graph, and
-    the Triton kernels that the matches run on a GPU."""
+    """What was done to one graph.
+
+    Attributes:
+        matches, rejections, casts: in the order of the graph.
+        kernels: the Triton kernels that the matches run on a GPU.
+        outputs: the graph's outputs that were deferred, one list per region.
+    """
 
     matches: tuple[Match, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
     kernels: tuple[Kernel, ...]
+    outputs: tuple[Outputs, ...]
+
+    def restore(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph as a function with the outputs that Dynamo expects."""
+        for outputs in self.outputs:
+            compiled = outputs.restore(compiled)
+        return compiled
 
 
 def transform(gm: GraphModule, settings: Settings) -> Outcome:
@@ -45,20 +60,28 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     matches: list[Match] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
+    outputs: list[Outputs] = []
     for region in regions(gm):
-        for found in find(region.module.graph, settings):
-            if isinstance(found, Rejection):
-                rejections.append(found)
-            else:
-                casts += rewrite(region, found, settings)
-                matches.append(found)
-        if matches:
-            region.module.recompile()
+        found = find(region, settings)
+        rejections += found.rejections
+        if not found.matches:
+            continue
+        # first: the recipes are copies of what the rewrite takes out
+        leaving = Outputs(region, found.deferred, settings)
+        for match in found.matches:
+            casts += rewrite(region, match, settings)
+        leaving.apply(region.module)
+        erase(found.matches)
+        matches += found.matches
+        outputs.append(leaving)
+        region.module.recompile()
     for name, records in (("matched", matches), ("rejected", rejections), ("casts", casts)):
         counters["fusedce"][name] += len(records)
         for record in records:
             log.info("%s", record)
-    kernels = {k: None for m in matches for k in kernels_of(m.spec, m.class_weight is not None)}
+    kernels = {
+        k: None for m in matches for k in kernels_of(m.spec, m.loss.class_weight is not None)
+    }
     if settings.dump:
         dump.write(settings.dump, before, graph_text(gm), kernels)
-    return Outcome(tuple(matches), tuple(rejections), tuple(casts), tuple(kernels))
+    return Outcome(tuple(matches), tuple(rejections), tuple(casts), tuple(kernels), tuple(outputs))

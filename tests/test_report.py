@@ -28,7 +28,7 @@ def fused(x, w, target):
 
 
 def rejected(x, w, target):
-    return F.cross_entropy(F.linear(x, w).exp(), target)
+    return F.cross_entropy(F.linear(x, w).cumsum(-1), target)
 
 
 def loss_less(x, w, target):
@@ -55,7 +55,9 @@ def kept(x, w, target):
 def several(x, w, target):
     logits = F.linear(x, w) * 2
     first = F.cross_entropy(F.linear(x, w), target)
-    return first + F.cross_entropy(logits, target) + F.cross_entropy(F.linear(x, w).exp(), target)
+    return (
+        first + F.cross_entropy(logits, target) + F.cross_entropy(F.linear(x, w).cumsum(-1), target)
+    )
 
 
 def under_autocast(x, w, target):
@@ -103,6 +105,15 @@ def test_counts(fn, expected):
     head = str(report).splitlines()[0]
     assert [int(word) for word in head.split() if word.isdigit()] == list(expected)
     assert ("nothing to fuse" in str(report)) == (fn is loss_less)
+    assert len(report.breaks) == report.graphs - 1
+
+
+@NON_LEAF
+def test_a_graph_break_between_head_and_loss_is_located():
+    report = str(explain(broken, *inputs()))
+    number = broken.__code__.co_firstlineno + 2
+    assert "the linear is in another graph" in report
+    assert f"graph break: tests/test_report.py:{number} torch._dynamo.graph_break()" in report
 
 
 def test_it_is_what_the_package_exports():
@@ -139,7 +150,7 @@ def test_a_module(make, ran):
         model(x, target)
     report = explain(model, x, target=target)
     assert counts(report) == (1, 1, 0, 0)
-    assert report.matches[0].bias is not None
+    assert report.matches[0].walk.linear.bias is not None
     # and the module is what it was
     torch.testing.assert_close(model(x, target), F.cross_entropy(model.head(x), target))
 
@@ -211,7 +222,7 @@ def test_casts_name_operand_dtypes_and_line():
         (fused, 7, torch.bfloat16, 7 * 10 * 2),
         (under_autocast, 4, torch.float32, 4 * 10 * 2),
         (several, 4, torch.float32, 2 * 4 * 10 * 4),
-        (kept, 4, torch.float32, 0),  # they are allocated
+        (kept, 4, torch.float32, 160),  # deferred
         (rejected, 4, torch.float32, 0),
         (loss_less, 4, torch.float32, 0),
     ],
@@ -252,7 +263,7 @@ import torch.nn.functional as F
 
 def step(x, w, t):
     loss = F.cross_entropy(F.linear(x.bfloat16(), w), t)
-    return loss + F.cross_entropy(F.linear(x, w).exp(), t)
+    return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), t)
 """
 
 
@@ -269,7 +280,7 @@ def test_text(tmp_path, monkeypatch):
         """\
 1 graph, 1 loss fused, 1 not fused, 1 cast
   fused: train.py:4 loss = F.cross_entropy(F.linear(x.bfloat16(), w), t): logits [4, 10], v2 reduction=mean gradients=weight
-  not fused: train.py:5 return loss + F.cross_entropy(F.linear(x, w).exp(), t): %exp (exp) between the linear and the loss is not known
+  not fused: train.py:5 return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), t): %cumsum (cumsum) between the linear and the loss is not known
   cast: %l_w_ float32 -> bfloat16: train.py:4 loss = F.cross_entropy(F.linear(x.bfloat16(), w), t)
   logits never allocated: 0.0 MiB a copy""",
     )

@@ -24,6 +24,11 @@ def with_logits(x, weight, labels):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
+def with_largest(x, weight, labels):
+    logits = F.linear(x, weight)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits.argmax(-1)
+
+
 def inputs():
     x = torch.randn(2, 4, 6, requires_grad=True)
     return x, torch.randn(V, 6, requires_grad=True), torch.randint(V, (2, 4))
@@ -47,29 +52,45 @@ class TestGraphs(expecttest.TestCase):
 %view_1: i64[6] = view(%contiguous_1, -1)
 %to: bf16[2, 4, 6] = to(%l_x_, torch.bfloat16)
 %to_1: bf16[10, 6] = to(%l_weight_, torch.bfloat16)
-%getitem_2: bf16[2, 3, 6] = operator.getitem(%to, (..., :-1, :))
+%getitem_2: bf16[2, 3, 6] = operator.getitem(%to, (:, :-1, :))
 %reshape: bf16[6, 6] = reshape(%getitem_2, -1, 6)
 %linear_cross_entropy = fxpass.linear_cross_entropy(%reshape, %to_1, None, %view_1, None, None, 'v2 reduction=mean logits=30*tanh(z/30) gradients=x,weight')
 %fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
 return (%fused_loss,)""",
         )
 
-    def test_logits_kept(self):
-        """The linear stays for the output, and the loss is taken from its logits."""
+    def test_logits_deferred(self):
+        """The output leaves the graph; what it can be computed from are inputs already."""
         self.assertExpectedInline(
             testing.rewritten(with_logits, *inputs()),
             """\
 %l_x_: f32[2, 4, 6] = input
 %l_weight_: f32[10, 6] = input
 %l_labels_: i64[2, 4] = input
-%logits: f32[2, 4, 10] = linear(%l_x_, %l_weight_)
 %flatten_1: i64[8] = flatten(%l_labels_)
 %flatten_2: f32[8, 6] = flatten(%l_x_, 0, 1)
+%linear_cross_entropy = fxpass.linear_cross_entropy(%flatten_2, %l_weight_, None, %flatten_1, None, None, 'v2 reduction=mean gradients=x,weight')
+%fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
+return (%fused_loss,)""",
+        )
+
+    def test_logits_kept(self):
+        """The linear stays for its other reader, and the loss is taken from its logits."""
+        self.assertExpectedInline(
+            testing.rewritten(with_largest, *inputs()),
+            """\
+%l_x_: f32[2, 4, 6] = input
+%l_weight_: f32[10, 6] = input
+%l_labels_: i64[2, 4] = input
+%logits: f32[2, 4, 10] = linear(%l_x_, %l_weight_)
+%flatten_1: i64[8] = flatten(%l_labels_)
 %detach: f32[2, 4, 10] = detach(%logits)
+%flatten_2: f32[8, 6] = flatten(%l_x_, 0, 1)
 %flatten_3: f32[8, 10] = flatten(%detach, 0, 1)
 %linear_cross_entropy = fxpass.linear_cross_entropy(%flatten_2, %l_weight_, None, %flatten_1, None, %flatten_3, 'v2 reduction=mean gradients=x,weight')
 %fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
-return (%fused_loss, %logits)""",
+%argmax: i64[2, 4] = argmax(%logits, -1)
+return (%fused_loss, %argmax)""",
         )
 
     def test_a_loss_in_low_precision_keeps_its_dtype(self):
@@ -123,7 +144,7 @@ def test_an_unused_loss_beside_it_is_untouched():
     def program(x, weight, labels):
         logits = F.linear(x, weight)
         other = F.linear(x, weight * 2)
-        return F.cross_entropy(logits.view(-1, V), labels.view(-1)) + other.logsumexp(-1).mean()
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1)) + other.amax(-1).mean()
 
     after = testing.rewritten(program, *inputs())
     assert after.count("= linear(") == 1

@@ -28,9 +28,9 @@ CASES = {
         refused_options=[None, 1, [], print],
     ),
     "logits": SimpleNamespace(
-        accepted=[("keep", "keep")],
+        accepted=[(mode, mode) for mode in ("auto", "defer", "keep", "drop")],
         options=[],
-        refused=["drop", "KEEP"],
+        refused=["delete", "KEEP"],
         refused_options=[None, True, []],
     ),
     "mixed_dtypes": SimpleNamespace(

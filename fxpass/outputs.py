@@ -1,0 +1,147 @@
+"""Logits that leave the graph: as recipes and what they are computed from, in place of themselves.
+
+In: a graph and the outputs that are to be deferred. Out: the graph returns, instead of each, the
+tensors that it can be computed from (hidden states; weights that are inputs are not even returned),
+and :meth:`Outputs.restore` makes of the compiled graph a function that returns what the graph did::
+
+    return (%loss, %logits)    ->    return (%loss, %hidden)      logits = defer(recipe, hidden, w)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fxpass import deferred
+from fxpass.linears import LINEARS, linear_of
+from fxpass.movements import MOVEMENTS
+from fxpass.region import Region
+from fxpass.rewrite import linear_dtype
+from fxpass.rules import is_tensor, value
+from fxpass.settings import Settings
+from fxpass.source import source_line
+
+
+@dataclass(frozen=True)
+class _Deferral:
+    """The recipe of one output, and the nodes that it is given."""
+
+    recipe: deferred.Recipe
+    inputs: tuple[Node, ...]
+
+
+class _Place(NamedTuple):
+    """One output of the original graph: where its value is among the new outputs, or a recipe and
+    where each of its inputs is: ``(is an input of the graph, position)``."""
+
+    position: int = -1
+    recipe: deferred.Recipe | None = None
+    sources: tuple[tuple[bool, int], ...] = ()
+
+
+class Outputs:
+    """The outputs of one graph that are deferred; made before the rewrite, from whole chains."""
+
+    def __init__(
+        self, region: Region, between: Mapping[Node, Sequence[Node]], settings: Settings
+    ) -> None:
+        """
+        Args:
+            region: the graph that returns them.
+            between: each deferred output, with the nodes that compute it from the linears on.
+            settings: as for the rewrite.
+        """
+        self._drop = settings.logits == "drop"
+        self._deferrals = {
+            output: _deferral(region, output, nodes, settings) for output, nodes in between.items()
+        }
+        self._places: list[_Place] = []
+
+    def apply(self, gm: GraphModule) -> None:
+        """Takes the deferred outputs out of the graph, and puts in what they need."""
+        if not self._deferrals:
+            return
+        output = gm.graph.output_node()
+        old: list[Any] = list(cast(Any, output.args[0]))
+        inputs = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        needed = dict.fromkeys(n for d in self._deferrals.values() for n in d.inputs)
+        kept = dict.fromkeys(n for n in old if n not in self._deferrals)
+        new = list(kept | dict.fromkeys(n for n in needed if n not in inputs))
+        output.args = (tuple(new),)
+        results = {n: i for i, n in enumerate(new)}
+        for node in old:
+            deferral = self._deferrals.get(node)
+            if deferral is None:
+                self._places.append(_Place(results[node]))
+            else:
+                sources = tuple(
+                    (True, inputs[n]) if n in inputs else (False, results[n])
+                    for n in deferral.inputs
+                )
+                self._places.append(_Place(-1, deferral.recipe, sources))
+
+    def restore(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """``compiled`` with the outputs that the graph had before :meth:`apply`."""
+        if not self._deferrals:
+            return compiled
+        places = tuple(self._places)  # the compiled function holds no node of the graph
+        make = deferred.drop if self._drop else deferred.defer
+
+        def run(*args: Any) -> tuple[Any, ...]:
+            results = compiled(*args)
+            made: dict[deferred.Recipe, Tensor] = {}
+            out: list[Any] = []
+            for position, recipe, sources in places:
+                if recipe is None:
+                    out.append(results[position])
+                    continue
+                if recipe not in made:  # the graph may return one value twice
+                    given = [args[i] if is_input else results[i] for is_input, i in sources]
+                    made[recipe] = make(recipe, given)
+                out.append(made[recipe])
+            return tuple(out)
+
+        return run
+
+
+def _deferral(region: Region, output: Node, nodes: Sequence[Node], settings: Settings) -> _Deferral:
+    """The recipe of one output: its nodes in a graph of their own, with their casts written out."""
+    inside = set(nodes)
+    given = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+    graph = Graph()
+    copies = {node: graph.placeholder(node.name) for node in given}
+    for node in nodes:
+        linear = linear_of(node) if node.target in LINEARS else None
+        here = dict(copies)
+        if linear is not None:
+            dtype = linear_dtype(region, linear, settings)
+            for operand in node.all_input_nodes:
+                if value(operand).dtype != dtype:
+                    here[operand] = graph.call_method("to", (copies[operand], dtype))
+        copies[node] = graph.node_copy(node, here.__getitem__)
+        copies[node].meta = {}
+    graph.output(copies[output])
+    recipe = deferred.Recipe(
+        GraphModule({}, graph), _row_inputs(nodes, tuple(given)), source_line(nodes[0])
+    )
+    return _Deferral(recipe, tuple(given))
+
+
+def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:
+    """The inputs that carry rows, if each row of the output comes from one row of each of them."""
+    if any(node.target in MOVEMENTS for node in nodes):
+        return ()
+    linears = [linear_of(node) for node in nodes if node.target in LINEARS]
+    rows = {linear.x for linear in linears if linear is not None}
+    shape = value(nodes[-1]).shape[:-1]
+    others = [n for n in given if n not in rows and is_tensor(n)]
+    operands = {n for linear in linears if linear is not None for n in (linear.weight, linear.bias)}
+    if not all(value(x).shape[:-1] == shape for x in rows):
+        return ()
+    if not all(n in operands or value(n).numel() == value(n).shape[-1:].numel() for n in others):
+        return ()  # perhaps a factor per row
+    return tuple(i for i, n in enumerate(given) if n in rows)

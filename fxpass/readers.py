@@ -1,0 +1,129 @@
+"""Who reads the logits beside the losses: do they have to exist, or may they leave lazily.
+
+In: a region and its matches. Out: for each match ``never``, ``keep``, ``defer`` or ``drop``, and
+the outputs of the graph that are deferred, with the nodes that compute them. An output can be deferred
+if nothing but casts, movements and pointwise functions lies between it and the linears::
+
+    %logits = linear(%h, %w);  %float = float(%logits);  return (%loss, %float)
+
+    deferred = {%float: (%logits, %float)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from fxpass.linears import LINEARS
+from fxpass.losses import LOG_SOFTMAXES
+from fxpass.movements import MOVEMENTS
+from fxpass.pointwise import IN_PLACE, POINTWISE
+from fxpass.region import Region
+from fxpass.rules import CASTS, METADATA, NoMatch, is_tensor, value, writes
+from fxpass.settings import Settings
+from fxpass.source import call_name, source_line
+
+if TYPE_CHECKING:
+    from fxpass.match import Match
+
+_COMPUTABLE = CASTS | LINEARS.keys() | MOVEMENTS.keys() | POINTWISE.keys() | IN_PLACE.keys()
+
+
+class Readers:
+    """The answer for all matches of one region together; see the module."""
+
+    def __init__(self, region: Region, matches: list[Match], settings: Settings) -> None:
+        self._mode = _mode(region, matches, settings)
+        self._inside = {n for m in matches for n in (*m.walk.chain, *m.loss.inner, m.loss.node)}
+        self._losses = {m.loss.node for m in matches}
+        self._roots = self._losses | {n for m in matches for n in m.loss.inner}
+        self._below = {m.walk.linear.node: self._reached(m.walk.linear.node) for m in matches}
+        computed = set().union(*self._below.values()) if matches else set()
+        output = region.module.graph.output_node()
+        self.deferred: dict[Node, tuple[Node, ...]] = {}
+        if self._mode != "keep":
+            for node in dict.fromkeys(output.all_input_nodes):
+                nodes = _between(node, computed) if node in computed else None
+                if nodes is not None:
+                    self.deferred[node] = nodes
+        while needed := {n for node in self.deferred if (n := self._needed_with(node)) is not None}:
+            self.deferred = {k: v for k, v in self.deferred.items() if k not in needed}
+
+    def logits(self, match: Match) -> str:
+        """What becomes of the logits of one match."""
+        linear = match.walk.linear.node
+        if self._reader(linear) is not None:
+            return "keep"
+        return self._mode if any(linear in nodes for nodes in self.deferred.values()) else "never"
+
+    def check_inner(self, match: Match) -> None:
+        """``NoMatch`` if somebody reads the probabilities between the logits and the loss."""
+        chain = match.walk.chain
+        start = next((i for i, n in enumerate(chain) if n.target in LOG_SOFTMAXES), len(chain))
+        inner = [node for node in match.loss.inner if node not in self._losses]
+        for node in (*chain[start:], *inner):
+            for user in node.users:
+                if user not in self._inside and user.target not in METADATA:
+                    raise NoMatch(
+                        user,
+                        f"%{node.name} ({call_name(node)}) is also read by %{user.name} "
+                        f"({call_name(user)}, {source_line(user)}), so it has to exist",
+                    )
+
+    def _reached(self, linear: Node) -> set[Node]:
+        """The linear and everything computed from it other than through a loss."""
+        reached, todo = {linear}, [linear]
+        while todo:
+            for user in todo.pop().users:
+                ends = user in self._roots or user.target in METADATA or user.op == "output"
+                if user not in reached and not ends:
+                    reached.add(user)
+                    todo.append(user)
+        return reached
+
+    def _reader(self, linear: Node) -> Node | None:
+        """A node for which the logits have to exist."""
+        lazy = {n for nodes in self.deferred.values() for n in nodes}
+        allowed = self._inside | lazy
+        for node in self._below[linear]:
+            if node not in allowed:
+                continue  # its own reader has been found before it
+            for user in node.users:
+                if user in allowed or user.target in METADATA:
+                    continue
+                if user.op != "output" or node not in self.deferred:
+                    return user
+        return None
+
+    def _needed_with(self, output: Node) -> Node | None:
+        """``output`` if one of the linears it is computed from has a reader now."""
+        linears = [n for n in self.deferred[output] if n in self._below]
+        return output if any(self._reader(linear) is not None for linear in linears) else None
+
+
+def _mode(region: Region, matches: Iterable[Match], settings: Settings) -> str:
+    if region.outer is not None:
+        return "keep"  # what leaves a checkpointed region goes on inside the graph
+    if settings.logits != "auto":
+        return settings.logits
+    return "defer" if any(m.spec.gradients for m in matches) else "keep"
+
+
+def _between(output: Node, computed: set[Node]) -> tuple[Node, ...] | None:
+    """The nodes from the linears to an output in the graph's order; None if it is no such value."""
+    found, todo = {output}, [output]
+    while todo:
+        node = todo.pop()
+        if node.target not in _COMPUTABLE or not is_tensor(node):
+            return None
+        if not value(node).is_floating_point():
+            return None
+        if writes(node) and node.target not in IN_PLACE:
+            return None
+        for operand in node.all_input_nodes:
+            if operand in computed and operand not in found:
+                found.add(operand)
+                todo.append(operand)
+    return tuple(sorted(found))

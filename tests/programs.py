@@ -1,0 +1,53 @@
+"""What the tests of the matcher share: small programs, and how they are judged."""
+
+from __future__ import annotations
+
+import torch
+from numerics import assert_close, loss_and_gradients
+
+import fxpass
+from fxpass.match import Match
+
+B, S, D, V = 2, 4, 6, 10
+
+
+def inputs(dtype=torch.float32):
+    """x [B, S, D] and weight [V, D] with gradients, labels [B, S]."""
+    x = torch.randn(B, S, D, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, D, dtype=dtype, requires_grad=True)
+    return x, weight, torch.randint(V, (B, S))
+
+
+def match_of(fn, *args) -> Match:
+    """The only loss, which must be fused."""
+    report = fxpass.explain(fn, *args)
+    assert not report.rejections, str(report)
+    (match,) = report.matches
+    return match
+
+
+def reason_of(fn, *args) -> str:
+    """The reason of the only loss, which must not be fused."""
+    report = fxpass.explain(fn, *args)
+    assert not report.matches, str(report)
+    (rejection,) = report.rejections
+    return str(rejection)
+
+
+def check(program, labels, *tensors, **options) -> None:
+    """The fused program computes what eager computes."""
+
+    def run(*tensors):
+        return program(*tensors, labels)
+
+    torch._dynamo.reset()
+    chosen = {f"fusedce.{k}": v for k, v in options.items()} | {"fusedce.inner": "eager"}
+    fused = torch.compile(run, backend="fusedce", options=chosen)
+    exact = loss_and_gradients(run, tensors, torch.float64)
+    eager = loss_and_gradients(run, tensors)
+    assert_close(loss_and_gradients(fused, tensors), eager, exact, tensors[0].dtype)
+
+
+def last(z):
+    """[..., V] -> [N, V]"""
+    return z.view(-1, z.shape[-1])
