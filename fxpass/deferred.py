@@ -281,18 +281,27 @@ def _layout(recipe: Recipe, inputs: Sequence[Any]) -> tuple[Tensor, torch.device
     if key not in known:
         if len(known) > 256:  # dynamic shapes
             known.clear()
-        with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-            fakes = [
-                torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=a.device)
-                if isinstance(a, Tensor)
-                else a
-                for a in inputs
-            ]
-            out = recipe.graph(*fakes)
+        try:  # ten times as fast as fake tensors
+            with quiet():
+                out = recipe.graph(*(_stand_in(a, "meta") for a in inputs))
+            first = next(a for a in inputs if isinstance(a, Tensor))
+            device = first.device
+        except (RuntimeError, NotImplementedError):  # the graph speaks of devices
+            with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+                out = recipe.graph(*(_stand_in(a) for a in inputs))
+            device = out.device
         with quiet():
-            like = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
-        known[key] = like, out.device
+            known[key] = (
+                torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta"),
+                device,
+            )
     return known[key]
+
+
+def _stand_in(a: Any, device: str | None = None) -> Any:
+    if not isinstance(a, Tensor):
+        return a
+    return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device or a.device)
 
 
 def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """What keeps deferred logits right when an optimizer is about to change their parameters.
 
 In: everything that is deferred, when the ``step`` of any optimizer is called, also of one that
-holds other tensors than the model (master weights). Out: the same, but independent of the parameters::
+holds other tensors than the model (master weights). Out: the same, independent of parameters::
 
     out = model(**batch)  # out.logits is deferred, and alive during the step
     out.loss.backward()
@@ -32,13 +32,13 @@ def watch_optimizers() -> None:
     global _hook
     with _hook_lock:
         if _hook is None:
-            _hook = register_optimizer_step_pre_hook(_before_step)
+            # A compiled step has a graph break here; torch's own steps have one anyway.
+            hook: Any = torch.compiler.disable(_before_step)
+            _hook = register_optimizer_step_pre_hook(hook)
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    # A compiled step is not seen; the logits then raise when they are used.
-    if not torch.compiler.is_compiling():
-        settle()
+    settle()
 
 
 def settle() -> None:
@@ -56,7 +56,8 @@ def settle() -> None:
     clones = sum(_nbytes(group[0][1].tensor) for group in helds.values())
     logits = sum(_nbytes(b.like) for b in {id(p.buffer): p.buffer for p in parts}.values())
     if clones > logits:
-        for part in parts:
+        # the logits before their casts, which can then be taken from them
+        for part in sorted(parts, key=lambda p: len(p.buffer.steps) + len(p.path)):
             with suppress(StaleLogitsError):  # it is raised for whoever uses them, if anybody does
                 part.read()
         return

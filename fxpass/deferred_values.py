@@ -68,7 +68,7 @@ class Origin:
     def run(self, steps: Sequence[Step]) -> Tensor:
         """The logits after ``steps``; row steps are taken on the inputs."""
         with quiet():
-            lead, rest = split(steps)
+            lead, rest = split(steps) if self.recipe.rows else ([], steps)
             inputs = self.take()
             for i in self.recipe.rows:
                 for step in lead:
