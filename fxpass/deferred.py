@@ -119,6 +119,7 @@ class DeferredLogits(Tensor):
             dtype=like.dtype,
             device=device or like.device,
         )
+        torch._C._set_throw_on_mutable_data_ptr(self)  # C++ that asks gets an error and no nullptr
         self._part = part
         return self
 
@@ -218,7 +219,9 @@ class DeferredLogits(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         part = self._part
         if part.value is not None:
-            return repr(self._plain(alias=False))
+            if self.grad_fn is None:
+                return repr(self._plain(alias=False))
+            return repr(part.value)[:-1] + f", grad_fn=<{type(self.grad_fn).__name__}>)"
         source = "" if part.origin is None else f", of `{part.origin.recipe.source}`"
         dtype = str(self.dtype).removeprefix("torch.")
         return (

@@ -303,7 +303,8 @@ def test_python_protocols():
     assert float(p.logits.detach()[0, 0, 3]) == float(p.eager.detach()[0, 0, 3])
     assert p.logits.tolist() == p.eager.tolist()
     assert bool((p.logits == p.eager).all())
-    assert repr(p.logits.detach()) == repr(p.eager.detach())
+    assert repr(p.logits.detach()) == repr(p.eager.detach())  # computed by now, so shown
+    assert repr(p.logits).endswith("grad_fn=<_AttachBackward>)")
     torch.testing.assert_close(p.logits, p.eager)
     torch.testing.assert_close(p.eager, p.logits)
     assert p.logits.sum().item() == p.eager.sum().item()
@@ -326,6 +327,8 @@ def test_numpy_and_other_ways_to_the_memory():
     assert logits.data_ptr() == p.logits.data_ptr() == logits.untyped_storage().data_ptr()
     assert logits[:, 1].data_ptr() == logits.data_ptr() + V * 4
     same(torch.from_dlpack(logits), eager)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(pair().logits.detach())  # C++ that asks for memory
     logits.numpy()[0] = 7  # memory is shared, as in eager
     assert (p.logits[0] == 7).all()
 
