@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 import torch
 from torch.fx import Node
 
-from fxpass.rules import METADATA, is_tensor, writes
+from fxpass.rules import is_tensor, reads_values, writes
 from fxpass.source import call_name, source_line
 
 
@@ -53,7 +53,7 @@ def _second_reader(writer: Node, own: Collection[Node]) -> tuple[Node, str] | No
     before = [n for n in aliases if _comes_before(n, writer)]
     for alias in before:
         for user in alias.users:
-            if user not in own and user.target not in METADATA:
+            if user not in own and reads_values(user, alias):
                 return writer, (
                     f"%{writer.name} ({call_name(writer)}) changes %{alias.name} in place, which "
                     f"is also read by %{user.name} ({source_line(user)})"

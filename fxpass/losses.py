@@ -248,10 +248,12 @@ def _difference(node: Node) -> Loss | None:
 
 def _without_dim(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """The node before its dimension of one was taken away, and what took it."""
-    if node.target in ("squeeze", torch.squeeze, "select", torch.select, operator.getitem):
-        before = moved_operand(node)
-        if value(before).numel() == value(node).numel():
-            return before, (node,)
+    before: Any = node.args[0] if node.args else None
+    taken = ("squeeze", torch.squeeze, "select", torch.select, operator.getitem)
+    if node.target not in taken or not isinstance(before, Node) or not is_tensor(before):
+        return node, ()
+    if value(before).numel() == value(node).numel():
+        return before, (node,)
     return node, ()
 
 

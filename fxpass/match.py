@@ -122,8 +122,8 @@ def find(region: Region, settings: Settings) -> Found:
 def _match(loss: Loss, order: dict[Node, int], settings: Settings) -> Match:
     way = walk(loss)
     check_operands(way)
-    read = [n for n in (*way.operands, *way.chain, loss.target, loss.class_weight) if n is not None]
     own = {node for node in way.chain if node is not way.linear.node}
+    read = (*way.operands, *way.chain)  # the target is read by the loss, where it stays
     found = effects.hazard(order, way.linear.node, loss.node, read, own)
     if found:
         raise NoMatch(*found)
@@ -210,20 +210,23 @@ def _settle(
     while True:
         readers = Readers(region, [m for m in found if isinstance(m, Match)], settings)
         settled = [_settled(m, readers) if isinstance(m, Match) else m for m in found]
-        rejected = sum(isinstance(m, Rejection) for m in settled)
-        if rejected == sum(isinstance(m, Rejection) for m in found):
-            return settled, readers
-        # what a rejected loss reads has to exist: ask again
-        found = [s if isinstance(s, Rejection) else m for s, m in zip(settled, found, strict=True)]
+        if sum(isinstance(m, Match) for m in settled) == sum(isinstance(m, Match) for m in found):
+            return [m for m in settled if m is not None], readers
+        # what a loss reads that is not fused has to exist: ask again
+        pairs = zip(settled, found, strict=True)
+        found = [m if isinstance(s, Match) else s for s, m in pairs if s is not None]
 
 
-def _settled(match: Match, readers: Readers) -> Match | Rejection:
+def _settled(match: Match, readers: Readers) -> Match | Rejection | None:
+    """None for what is not worth it: a log-sum-exp of logits that exist, of a router perhaps."""
     loss = match.loss
     try:
         readers.check_inner(match)
         logits = readers.logits(match)
         if logits != "keep":
             return replace(match, logits=logits)
+        if loss.speculative:
+            return None
         # the same loss, read from a node that nothing writes to any more
         way = walk(loss, written_base=True)
         spec = replace(match.spec, logits=way.expr)

@@ -20,7 +20,6 @@ from torch.fx import Node
 
 from fxpass.rules import REQUIRED, NoMatch, Target, arguments, is_tensor, value
 
-
 Replay = Callable[[int], tuple[str, Target, tuple[Any, ...]]]
 
 

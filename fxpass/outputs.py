@@ -89,7 +89,8 @@ class Outputs:
         if not self._deferrals:
             return compiled
         places = tuple(self._places)  # the compiled function holds no node of the graph
-        make = deferred.drop if self._drop else deferred.defer
+        # typed as anything: torch.compiler.disable hides the signatures
+        make: Any = deferred.drop if self._drop else deferred.defer
 
         def run(*args: Any) -> tuple[Any, ...]:
             results = compiled(*args)

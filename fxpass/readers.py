@@ -1,8 +1,8 @@
 """Who reads the logits beside the losses: do they have to exist, or may they leave lazily.
 
 In: a region and its matches. Out: for each match ``never``, ``keep``, ``defer`` or ``drop``, and
-the outputs of the graph that are deferred, with the nodes that compute them. An output can be deferred
-if nothing but casts, movements and pointwise functions lies between it and the linears::
+the outputs of the graph that are deferred, with the nodes that compute them. An output can be
+deferred if nothing but casts, movements and pointwise functions lies between it and the linears::
 
     %logits = linear(%h, %w);  %float = float(%logits);  return (%loss, %float)
 
@@ -21,14 +21,17 @@ from fxpass.losses import LOG_SOFTMAXES
 from fxpass.movements import MOVEMENTS
 from fxpass.pointwise import IN_PLACE, POINTWISE
 from fxpass.region import Region
-from fxpass.rules import CASTS, METADATA, NoMatch, is_tensor, value, writes
+from fxpass.rules import CASTS, NoMatch, is_tensor, reads_values, value, writes
 from fxpass.settings import Settings
 from fxpass.source import call_name, source_line
+from fxpass.walk import STACKS
 
 if TYPE_CHECKING:
     from fxpass.match import Match
 
-_COMPUTABLE = CASTS | LINEARS.keys() | MOVEMENTS.keys() | POINTWISE.keys() | IN_PLACE.keys()
+_COMPUTABLE = (
+    CASTS | STACKS | LINEARS.keys() | MOVEMENTS.keys() | POINTWISE.keys() | IN_PLACE.keys()
+)
 
 
 class Readers:
@@ -65,7 +68,7 @@ class Readers:
         inner = [node for node in match.loss.inner if node not in self._losses]
         for node in (*chain[start:], *inner):
             for user in node.users:
-                if user not in self._inside and user.target not in METADATA:
+                if user not in self._inside and reads_values(user, node):
                     raise NoMatch(
                         user,
                         f"%{node.name} ({call_name(node)}) is also read by %{user.name} "
@@ -76,8 +79,9 @@ class Readers:
         """The linear and everything computed from it other than through a loss."""
         reached, todo = {linear}, [linear]
         while todo:
-            for user in todo.pop().users:
-                ends = user in self._roots or user.target in METADATA or user.op == "output"
+            node = todo.pop()
+            for user in node.users:
+                ends = user in self._roots or user.op == "output" or not reads_values(user, node)
                 if user not in reached and not ends:
                     reached.add(user)
                     todo.append(user)
@@ -91,7 +95,7 @@ class Readers:
             if node not in allowed:
                 continue  # its own reader has been found before it
             for user in node.users:
-                if user in allowed or user.target in METADATA:
+                if user in allowed or not reads_values(user, node):
                     continue
                 if user.op != "output" or node not in self.deferred:
                     return user

@@ -125,7 +125,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
 
 def _break_after(gm: GraphModule) -> list[str]:
-    """The graph break that ended a graph, as ``file:line code: reason``; none at its natural end."""
+    """The graph break that ended a graph, as ``file:line code: reason``, if one did."""
     ended = getattr(gm, "compile_subgraph_reason", None)
     if ended is None or not ended.graph_break:
         return []

@@ -26,7 +26,7 @@ from fxpass.rules import value
 from fxpass.schedule import compute_dtype
 from fxpass.settings import Settings
 from fxpass.source import source_line
-from fxpass.walk import Affine, Bias, Move, Scale
+from fxpass.steps import Affine, Bias, Move, Scale, Stack
 
 
 def rewrite(region: Region, match: Match, settings: Settings) -> list[Cast]:
@@ -99,6 +99,10 @@ class _Edit:
         for step in self.match.walk.steps:
             if isinstance(step, Move):
                 self._move(step, to_base=step.node not in before)
+            elif isinstance(step, Stack):
+                self.x = self._repeated(step, self.x)
+                if self.base is not None and step.node not in before:
+                    self.base = self._repeated(step, self.base)
             elif isinstance(step, Affine):
                 self._affine(step)
             elif isinstance(step, Scale):
@@ -145,6 +149,12 @@ class _Edit:
         if to_base and self.base is not None:
             # the node itself, on the logits
             self.base = self._again(step.node, self.base)
+
+    def _repeated(self, step: Stack, node: Node) -> Node:
+        node = self._method("unsqueeze", node, step.dim)
+        sizes = [-1] * value(node).dim()
+        sizes[step.dim] = step.count
+        return self._method("expand", node, *sizes)
 
     def _affine(self, step: Affine) -> None:
         factor, shift = float(step.factor), float(step.shift)

@@ -62,6 +62,18 @@ METADATA: set[Target] = {
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
 }
 
+# Read of their second operand its sizes, its dtype or its device, and not its values.
+_LIKE: set[Target] = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
+
+
+def reads_values(user: Node, node: Node) -> bool:
+    """Whether ``user`` reads what is in ``node``, and not only its sizes or its dtype."""
+    if user.target in METADATA:
+        return False
+    first = user.args[0] if user.args else None
+    return not (user.target in _LIKE and first is not node)
+
+
 # ---------------------------------------------------------------- nodes that write
 
 _IN_PLACE = (

@@ -27,43 +27,9 @@ from fxpass.linears import Linear, linear_of
 from fxpass.losses import LOG_SOFTMAXES, Loss, log_softmax_dim
 from fxpass.movements import MOVEMENTS, Moved, moved, moved_operand
 from fxpass.pointwise import IN_PLACE, POINTWISE
-from fxpass.rules import CASTS, NoMatch, Target, is_tensor, value, writes
+from fxpass.rules import CASTS, REQUIRED, NoMatch, Target, arguments, is_tensor, value, writes
 from fxpass.source import call_name
-
-
-@dataclass(frozen=True)
-class Move:
-    """Rows move, or some of the classes stay: to be replayed on the hidden states."""
-
-    node: Node
-    moved: Moved
-
-
-@dataclass(frozen=True)
-class Bias:
-    """``[V]`` numbers (of any shape that holds one row) are added to the logits; sign is ±1."""
-
-    operand: Node
-    sign: int
-
-
-@dataclass(frozen=True)
-class Scale:
-    """The logits are multiplied or divided by a number per row, or by one number in a tensor."""
-
-    operand: Node
-    divide: bool
-
-
-@dataclass(frozen=True)
-class Affine:
-    """The logits become ``factor * z + shift``, numbers of the graph."""
-
-    factor: Expr
-    shift: Expr
-
-
-Step = Move | Bias | Scale | Affine
+from fxpass.steps import Affine, Bias, Move, Scale, Stack, Step
 
 
 @dataclass(frozen=True)
@@ -133,7 +99,7 @@ def walk(loss: Loss, *, written_base: bool = False) -> Walk:
             break
         if node.op not in ("call_function", "call_method"):
             raise NoMatch(node, _not_computed_here(node))
-        link = _link(node, dim)
+        link = _stacked(node, dim, links) if node.target in STACKS else _link(node, dim)
         if link.kind == "log_softmax":
             if normalised:
                 raise NoMatch(node, f"%{node.name} is a second log-softmax on the way")
@@ -159,12 +125,13 @@ class _Link:
     """A node, its kind, the node before it and the position of the class dimension there."""
 
     node: Node
-    kind: str  # cast, log_softmax, move, pointwise, tensor
+    kind: str  # cast, log_softmax, move, stack, pointwise, tensor
     before: Node
     dim: int
     in_place: bool = False
     moved: Moved | None = None
     function: Target = None
+    stacked: int = 0
 
 
 def _link(node: Node, dim: int) -> _Link:
@@ -190,6 +157,37 @@ def _link(node: Node, dim: int) -> _Link:
     before = tensors[0] if len(tensors) == 1 else _main_operand(node, function, tensors)
     kind = "pointwise" if len(tensors) == 1 else "tensor"
     return _Link(node, kind, before, dim, in_place=in_place, function=function)
+
+
+def _stacked(node: Node, dim: int, after: list[_Link]) -> _Link:
+    """A stack of which what comes after it, latest first, takes the logits of one linear."""
+    given = arguments(node, {"tensors": REQUIRED, "dim": 0})
+    tensors, new = given["tensors"], given["dim"] % value(node).dim()
+    if not isinstance(tensors, tuple | list) or new == dim:
+        raise NoMatch(node, f"%{node.name} (stack) stacks other than the rows of logits")
+    # follow the number of each tensor through what comes after
+    shape = [hint(size) for size in value(node).shape]
+    shape[dim] = 1
+    numbers = torch.arange(len(tensors)).view(-1, *[1] * (len(shape) - 1)).movedim(0, new)
+    numbers = numbers.expand(shape)
+    for link in reversed(after):
+        if link.moved is not None and link.moved.replay is not None:
+            op, target, args = link.moved.replay(1)
+            args = torch.fx.map_arg(args, lambda n: hint(n.meta["example_value"]))
+            function = getattr(torch.Tensor, target) if op == "call_method" else target
+            numbers = function(numbers, *args)
+    chosen = numbers.unique().tolist()
+    if len(chosen) != 1:
+        raise NoMatch(node, f"%{node.name} (stack) gives the loss the logits of several linears")
+    return _Link(node, "stack", tensors[chosen[0]], dim - (new < dim), stacked=new)
+
+
+def hint(size: Any) -> Any:
+    """A size as a number: what it was when the graph was traced, where it may vary."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+STACKS: set[Target] = {torch.stack}
 
 
 def _first(node: Node) -> Node:
@@ -282,6 +280,8 @@ def _fold(
     for i, link in enumerate(links):
         if link.moved is not None:
             steps.append(Move(link.node, link.moved))
+        elif link.kind == "stack":
+            steps.append(Stack(link.node, link.stacked, len(link.node.all_input_nodes)))
         elif link.kind == "pointwise":
             expr = _apply(link, expr)
         elif link.kind == "tensor":

@@ -115,6 +115,52 @@ def test_several_losses_over_one_head():
     check(program, labels, x, weight)
 
 
+def test_a_log_sum_exp_of_logits_that_exist():
+    """A router's z-loss: nothing would be saved."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        chosen = z.topk(2, -1).values.softmax(-1)
+        return z.logsumexp(-1).square().mean() + chosen.square().sum()
+
+    report = fxpass.explain(program, *inputs())
+    assert not report.matches, str(report)
+    assert not report.rejections, str(report)
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_several_heads_stacked(returned):
+    """One loss for each, as models of several codebooks have it."""
+
+    def program(x, weight, other, labels):
+        logits = torch.stack([F.linear(x, weight), F.linear(x, other)], dim=1)[:, :, -3:]
+        losses = [
+            F.cross_entropy(last(logits[:, k].contiguous()), labels[:, 1:].reshape(-1) // (k + 1))
+            for k in range(2)
+        ]
+        return (losses[0] + losses[1], logits) if returned else losses[0] + losses[1]
+
+    x, weight, labels = inputs()
+    other = torch.randn(V, 6, requires_grad=True)
+    report = fxpass.explain(program, x, weight, other, labels)
+    expected = "defer" if returned else "never"
+    assert [m.logits for m in report.matches] == [expected, expected]
+    if not returned:
+        check(program, labels, x, weight, other)
+        return
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    ours, theirs = fused(x, weight, other, labels), program(x, weight, other, labels)
+    torch.testing.assert_close(list(ours), list(theirs))
+
+
+def test_heads_stacked_and_read_together():
+    def program(x, weight, labels):
+        logits = torch.stack([F.linear(x, weight), F.linear(x * 2, weight)])
+        return F.cross_entropy(last(logits.contiguous()), labels.view(-1).repeat(2))
+
+    assert "of several linears" in reason_of(program, *inputs())
+
+
 def test_a_module_of_linear_and_loss():
     module = nn.LinearCrossEntropyLoss(6, V, bias=True, label_smoothing=0.1)
     x, _, labels = inputs()
@@ -140,6 +186,7 @@ SILENT = {
     "logsumexp over rows": lambda z, t: z.logsumexp(1).sum(),
     "logsumexp over all": lambda z, t: z.logsumexp((0, 1, 2)),
     "logsumexp of no linear": lambda z, t: z.softmax(-1).logsumexp(-1).sum(),
+    "a difference of halves": lambda z, t: (lambda a, b: (a.exp() - b).sum())(*z.chunk(2, -1)),
     "a difference of others": lambda z, t: (z.logsumexp(-1) - z.amax(-1)).sum() * z.sum(),
 }  # fmt: skip
 

@@ -21,6 +21,7 @@ PROGRAMS = {
     "nothing else": (lambda z, loss: loss, "never"),
     "a shape": (lambda z, loss: (loss, z.shape), "never"),
     "zeros like them": (lambda z, loss: (loss, torch.zeros_like(z)), "never"),
+    "their dtype": (lambda z, loss: (loss, torch.ones(2, dtype=torch.int64).to(z)), "never"),
     "themselves": (lambda z, loss: (loss, z), "defer"),
     "twice": (lambda z, loss: (z, loss, z), "defer"),
     "in f32": (lambda z, loss: (loss, z.float()), "defer"),

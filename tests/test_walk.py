@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from programs import B, D, S, V, check, inputs, last, match_of, reason_of
 
 from fxpass.expression import text
-from fxpass.walk import Affine, Bias, Scale
+from fxpass.steps import Affine, Bias, Scale
 
 # z [B, S, V], a vector [V], one number as a tensor, a number per row [B, S, 1] -> logits
 ACCEPTED = {
