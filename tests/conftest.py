@@ -10,6 +10,8 @@ import tempfile
 # Compile caches of this run alone: what another revision of the operator left must not be tested.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxpass-tests-")
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+# Nothing is downloaded, and no telemetry sent (TRL would).
+os.environ["HF_HUB_OFFLINE"] = "1"
 # cuBLAS wants this before it is deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
