@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coverage_table import outcome, table
+from benchmarks.coverage_table import FORMS, FUSED, kind, outcome, table
 
 Row = dict[str, Any]
 
@@ -45,7 +45,7 @@ def main() -> None:
         rows[row["name"]] = row
         with args.rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        outcomes = ", ".join(outcome(row, form) for form in ("loss", "model"))
+        outcomes = ", ".join(outcome(row, form) for form in FORMS)
         print(f"{done}/{len(names)} {row['name']}: {outcomes}", flush=True)
     if args.table:
         args.table.write_text(table(rows, args.inner))
@@ -67,7 +67,7 @@ def wanted(rows: dict[str, Row], only: str, failed: bool) -> list[str]:
         return [
             name
             for name in classes()
-            if name not in rows or any(outcome(rows[name], f) != "fused" for f in ("loss", "model"))
+            if name not in rows or any(kind(outcome(rows[name], f)) != FUSED for f in FORMS)
         ]
     return [name for name in classes() if name not in rows]
 

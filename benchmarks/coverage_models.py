@@ -168,6 +168,9 @@ def batches(model: Any) -> Iterator[dict[str, Any]]:
     if "decoder_input_ids" in accepted:
         yield {**batch, "decoder_input_ids": labels.clamp(min=1)}
     yield {"input_ids": ids, "labels": labels}
+    if "pixel_values" in accepted:
+        yield {**batch, "pixel_values": _pixels(model)}
+        yield {"labels": labels, "pixel_values": _pixels(model)}
 
 
 def _pixels(model: Any, *shape: int) -> Tensor:
@@ -191,8 +194,9 @@ def double(batch: dict[str, Any]) -> dict[str, Any]:
 
 def _with_image(model: Any, ids: Tensor, *shape: int) -> dict[str, Any]:
     """Pixels, and image tokens at the beginning of each row."""
-    ids = ids.clone()
-    ids[:, : model.config.num_query_tokens] = model.config.image_token_id
+    ids, config = ids.clone(), model.config
+    token = config.video_token_id if shape else config.image_token_id
+    ids[:, : config.num_query_tokens] = token
     return {"input_ids": ids, "pixel_values": _pixels(model, *shape)}
 
 

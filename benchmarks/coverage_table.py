@@ -47,6 +47,8 @@ def outcome(row: Row, form: str) -> str:
         return "not fused: " + "; ".join(dict.fromkeys(result["rejected"]))
     if len(result["matched"]) < len(row["chains"]):
         return f"not fused: {len(result['matched'])} of {len(row['chains'])} losses"
+    if result.get("apart"):
+        return f"{FUSED}, equal to Dynamo's graph, which is not equal to eager: {result['apart']}"
     return FUSED
 
 

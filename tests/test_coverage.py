@@ -105,7 +105,7 @@ def test_the_logits_have_the_classes_that_chains_call_v():
 
 
 def row(name, **form):
-    result = {"matched": ["fused"], "rejected": [], "wrong": "", "errors": [], **form}
+    result = {"matched": ["fused"], "rejected": [], "wrong": "", "apart": "", "errors": [], **form}
     chain = {
         "steps": ["linear(mul:f32[2, 4], param:f32[8, 4], None):f32[2, 8]", ".float(_):f32[2, 8]"],
         "loss": "cross_entropy(_, input:i64[2]):f32[]",
