@@ -64,7 +64,9 @@ def results(program, tensors):
 @pytest.mark.parametrize("name", OPS)
 def test_samples(name):
     op, fused, expected = OPS[name], 0, 0
-    for sample in op.sample_inputs("cpu", torch.float32, requires_grad=True):
+    samples = list(op.sample_inputs("cpu", torch.float32, requires_grad=True))
+    # options= breaks the graph, so that there is nothing to fuse: a few show that it still runs
+    for sample in samples[::6] if "chunked" in name else samples:
         program, tensors, fuses = program_of(op, sample)
         torch._dynamo.reset()
         counters.clear()

@@ -1,0 +1,48 @@
+"""A training step of a whole model that returns its logits, in a process of its own.
+
+``python llama_step.py BACKEND`` prints the process's peak memory during one step, in bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fxpass.memory import memory_of
+
+VOCABULARY, ROWS, HIDDEN = 64000, 2048, 128
+
+
+def main(backend: str) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=2 * HIDDEN,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(VOCABULARY, (4, ROWS // 4))
+    compiled = torch.compile(model, backend=backend)
+
+    def step() -> torch.Tensor:
+        out = compiled(input_ids=tokens, labels=tokens)
+        out.loss.backward()
+        optimizer.step()  # while the logits are alive
+        optimizer.zero_grad()
+        return out.logits
+
+    step()  # compiles
+    memory = memory_of(torch.device("cpu"))
+    memory.start()
+    step()
+    print(memory.peak())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
