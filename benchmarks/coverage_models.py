@@ -11,6 +11,7 @@ with every size shrunk by the rules below, and keyword arguments that give it a 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -86,7 +87,8 @@ def config_of(name: str) -> Any:
 
 
 def _tiny(kind: Any, given: dict[str, Any], override: dict[str, Any], tokens: _Tokens) -> dict:
-    override = {**OVERRIDES.get(kind.model_type, {}), **override}
+    # copies, since configurations change the dictionaries that they are given
+    override = copy.deepcopy({**OVERRIDES.get(kind.model_type, {}), **override})
     defaults = {
         f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default  # type: ignore[misc]
         for f in dataclasses.fields(kind)
@@ -129,11 +131,18 @@ def _shrink(name: str, value: Any, tokens: _Tokens) -> Any:
 
 
 def build(name: str) -> Any:
-    """The model in f32 with random weights, in training mode, without any dropout."""
+    """The model in f32 with random weights, in training mode, without any dropout.
+
+    Raises:
+        ValueError: the class takes no labels. Or whatever it raises itself.
+    """
+    kind = getattr(transformers, name)
+    if "labels" not in inspect.signature(kind.forward).parameters:
+        raise ValueError("it takes no labels")
     torch.manual_seed(0)
     config = config_of(name)
     config._attn_implementation = "eager"
-    model = getattr(transformers, name)(config)
+    model = kind(config)
     for module in model.modules():
         if "Dropout" in type(module).__name__ and hasattr(module, "p"):
             module.p = 0.0
@@ -213,7 +222,10 @@ def _codebooks(model: Any, ids: Tensor) -> dict[str, Any]:
 INPUTS: dict[str, Callable[[Any, Tensor], dict[str, Any]]] = {
     "Blip2ForConditionalGeneration": _with_image,
     "GitForCausalLM": lambda m, ids: {"pixel_values": _pixels(m)},
-    "IdeficsForVisionText2Text": lambda m, ids: {"pixel_values": _pixels(m, 1)},
+    "IdeficsForVisionText2Text": lambda m, ids: {
+        "pixel_values": _pixels(m, 1),
+        "image_attention_mask": torch.ones(BATCH, TOKENS, 1),
+    },
     "InstructBlipForConditionalGeneration": lambda m, ids: {
         **_with_image(m, ids),
         "qformer_input_ids": ids,

@@ -48,16 +48,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": 131, "pad_token_id": 1, "mask_token_id": 3},  # all None by default
     "esmc": {"vocab_size": 131},  # 64 would not hold the tokens
     "fast_vlm": _TIMM,
-    "gemma3n": _TIMM,
     "gemma3n_text": {"num_kv_shared_layers": 0},  # no layer is left to share from
-    "gemma4_assistant": {
-        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-    },
     "glm46v_text": {"rope_parameters": _MROPE},
     "glm4v_text": {"rope_parameters": _MROPE},
     "glm4v_moe_text": {"rope_parameters": _MROPE_HALF},
     "glm5_next_text": {**_LINEAR_AND_FULL, "num_key_value_heads": 4, "index_topk": 16},
-    "glm_ocr_text": {"rope_parameters": _MROPE_HALF},
+    "glm_ocr_text": {"rope_parameters": _MROPE},
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "granite4_vision": {
         **{"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [0, 0, 0, 0]},

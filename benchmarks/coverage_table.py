@@ -47,6 +47,8 @@ def outcome(row: Row, form: str) -> str:
         return "not fused: " + "; ".join(dict.fromkeys(result["rejected"]))
     if len(result["matched"]) < len(row["chains"]):
         return f"not fused: {len(result['matched'])} of {len(row['chains'])} losses"
+    if any("(logits kept" in match for match in result["matched"]):
+        return f"{FUSED}, with logits kept: something else in the graph reads them"
     if result.get("apart"):
         return f"{FUSED}, equal to Dynamo's graph, which is not equal to eager: {result['apart']}"
     return FUSED
@@ -113,8 +115,8 @@ logits are then used in the forward and the backward pass. Both are compared wit
 the logits and the gradient of every parameter. Models of images or sound get text only, unless they
 cannot do without.
 
-Written by `python -m benchmarks.coverage` on the CPU with {versions} and the inner backend
-`{inner}`, {datetime.date.today()}."""
+Written by `python -m benchmarks.coverage`, {datetime.date.today()}: CPU, {versions},
+inner backend `{inner}`."""
 
 
 def _totals(rows: list[Row]) -> str:

@@ -181,25 +181,23 @@ def _trace(subject: Subject, inner: str) -> Row:
         return call
 
     forms: Row = {}
-    traced = []
+    first: list[_Graph] = []
     for form in FORMS:
         wrong, apart = _compare(subject, form, model_in(form)), ""
         # is it Dynamo?
         if wrong and (apart := _compare(subject, form, model_in(PLAIN))):
             wrong = _compare(subject, form, model_in(form), model_in(PLAIN))
-        traced.append(len(graphs))
-        if traced[0] != traced[-1]:
-            wrong = wrong or f"traced again: {traced[-1]} graphs instead of {traced[0]}"
-        found = [record for graph in graphs for record in graph.found[form]]
+        first = first or list(graphs)  # where a guard fails later, graphs are traced again
+        found = [record for graph in first for record in graph.found[form]]
         matched = [str(r) for r in found if type(r).__name__ == "Match"]
         rejected = [r.reason for r in found if type(r).__name__ == "Rejection"]
         errors = [r for r in found if isinstance(r, str)]
         forms[form] = {"matched": matched, "rejected": rejected, "errors": errors}
         forms[form] |= {"wrong": wrong, "apart": apart}
     return {
-        "graphs": len(graphs),
-        "breaks": [graph.broken for graph in graphs],
-        "chains": [dataclasses.asdict(chain) for graph in graphs for chain in graph.chains],
+        "graphs": len(first),
+        "breaks": [graph.broken for graph in first],
+        "chains": [dataclasses.asdict(chain) for graph in first for chain in graph.chains],
         "forms": forms,
     }
 
@@ -256,6 +254,7 @@ def _keep_loss(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., 
     if not kept:
         return _as_it_is
     output.args = (tuple(values[i] for i in kept),)
+    _erase_unused(gm.graph, values)
     gm.recompile()
 
     def fill(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,6 +267,18 @@ def _keep_loss(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., 
         return call
 
     return fill
+
+
+def _erase_unused(graph: torch.fx.Graph, nodes: list[Any]) -> None:
+    """What only led to an output that is gone, as Dynamo does; never what changes a tensor."""
+    nodes = [node for node in nodes if isinstance(node, torch.fx.Node)]
+    while nodes:
+        node = nodes.pop()
+        writes = _target(node).endswith("_") or _target(node) in ("setitem", "iadd", "imul")
+        if node in graph.nodes and not (node.users or writes or node.op == "placeholder"):
+            before = node.all_input_nodes
+            graph.erase_node(node)
+            nodes += before
 
 
 def _target(node: torch.fx.Node) -> str:

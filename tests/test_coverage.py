@@ -50,7 +50,7 @@ def test_the_form_of_the_loss_is_what_a_step_gives():
 
 def test_a_class_without_a_loss_says_so():
     row = coverage_worker.examine("PI0ForConditionalGeneration")
-    assert outcome(row, "loss").startswith("not run (run): TypeError")
+    assert outcome(row, "loss").startswith("not run (build): ValueError: it takes no labels")
 
 
 def off(out, factor):
@@ -64,6 +64,17 @@ def test_wrong_numbers_are_found(form, factor):
     subject = coverage_worker._subject(build("LlamaForCausalLM"))
     wrong = coverage_worker._compare(subject, form, lambda **k: off(subject.model(**k), factor))
     assert bool(wrong) == (factor != 1.0)
+
+
+def test_without_its_other_outputs_a_graph_keeps_what_writes():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    kept = graph.call_function(torch.sum, (x,))
+    graph.call_method("add_", (x, 1))
+    read = graph.call_function(torch.exp, (graph.call_function(torch.sin, (x,)),))
+    graph.output((kept,))
+    coverage_worker._erase_unused(graph, [kept, read, None])
+    assert [node.name for node in graph.nodes] == ["x", "sum_1", "add_", "output"]
 
 
 def test_a_linear_in_another_graph_is_a_graph_break():
@@ -123,6 +134,10 @@ def row(name, **form):
         ({"matched": [], "rejected": ["why", "why"]}, "not fused: why"),
         ({"wrong": "loss is off"}, "wrong: loss is off"),
         ({"errors": ["ValueError"]}, "error: ValueError"),
+        (
+            {"matched": ["fused: a.py:1 (logits kept: why)"]},
+            "fused, with logits kept: something else in the graph reads them",
+        ),
     ],
 )
 def test_outcomes(form, text):
