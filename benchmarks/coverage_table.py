@@ -19,7 +19,7 @@ FUSED = "fused"
 NOT_RUN = "not run"
 # first words of an outcome → what it is called in the totals
 KINDS = {
-    FUSED: "fused, loss and every gradient equal to eager's",
+    FUSED: "fused, and equal to eager as defined above",
     "not fused": "not fused, with a reason",
     "graph break": "linear and loss in different graphs (Dynamo broke the graph between them)",
     "no loss": "no cross-entropy in any graph",
@@ -86,7 +86,7 @@ def table(rows: dict[str, Row], inner: str) -> str:
     losses = [chain for row in done for chain in row["chains"]]
     parts = [
         "# Coverage",
-        _about(inner),
+        _about(list(rows.values()), inner),
         "## Totals",
         _totals(list(rows.values())),
         "## Chains",
@@ -102,21 +102,41 @@ def table(rows: dict[str, Row], inner: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _about(inner: str) -> str:
-    versions = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers")
+def _about(rows: list[Row], inner: str) -> str:
+    packages = [p for p in ("torch", "transformers", "scipy") if _version(p)]
+    versions = ", ".join(f"{name} {_version(name)}" for name in packages)
+    states = Counter(row.get("fxpass", "not recorded") for row in rows)
+    count = ", ".join(f"{state} ({number})" for state, number in states.most_common())
+    several = (
+        "The rows are from **several states of fxpass**: what fused in one was not run again in "
+        "the next, so this does not show that any single one does it all. "
+        if len(states) > 1 or "not recorded" in states
+        else ""
     )
     return f"""\
 What fxpass does with transformers' own classes: every class of the causal-LM, masked-LM,
 sequence-to-sequence-LM and image-text-to-text mappings, made from a tiny configuration with random
-f32 weights, in training mode with dropout at 0. *Loss only* is the graph of a step that returns
-nothing but the loss; *whole model* is `torch.compile(model, backend="fusedce")(**batch)`, whose
-logits are then used in the forward and the backward pass. Both are compared with eager: the loss,
-the logits and the gradient of every parameter. Models of images or sound get text only, unless they
-cannot do without.
+f32 weights, in training mode with dropout at 0. Models of images or sound get text only, unless
+they cannot do without.
+
+Each model is traced once, by a backend of the benchmark that hands the graph to `fusedce`. *Whole
+model* is that graph as it is, as in `torch.compile(model, backend="fusedce")(**batch)`; its logits
+are then used in the forward and the backward pass. *Loss only* is the same graph with its other
+outputs taken out, in place of a step that returns nothing but the loss; it was not traced from one.
+
+Equal means: the loss, the logits and the gradient of every parameter are within 1e-5 of eager's
+(relative, in the Frobenius norm), or else within twice eager's own error against float64 plus 2e-6.
+A gradient smaller than a thousandth of the largest is measured against that thousandth.
 
 Written by `python -m benchmarks.coverage`, {datetime.date.today()}: CPU, {versions},
-inner backend `{inner}`."""
+inner backend `{inner}`. {several}States of fxpass (a hash of its source) and rows: {count}."""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _totals(rows: list[Row]) -> str:

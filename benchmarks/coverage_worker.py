@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import logging
 import random
 import re
@@ -24,6 +25,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ import transformers
 from torch import Tensor
 from torch.fx import GraphModule
 
+import fxpass
 from benchmarks.coverage_chain import Chain, chains
 from benchmarks.coverage_models import batches, build, double, vocabulary
 from benchmarks.worker import FLOOR
@@ -45,13 +48,17 @@ CLOSE = 1e-5  # relative, in the Frobenius norm
 SCALE = 1e-3
 
 Row = dict[str, Any]
+# which source was run: rows that are put together may be from several
+STATE = hashlib.sha256(
+    b"".join(file.read_bytes() for file in sorted(Path(fxpass.__file__).parent.glob("*.py")))
+).hexdigest()[:8]
 Values = dict[str, Tensor]
 
 
 def examine(name: str, inner: str = "eager") -> Row:
     """All that the table says about one class; never raises for what the class or fxpass does."""
     warnings.simplefilter("ignore")
-    row: Row = {"name": name, "stage": "build"}
+    row: Row = {"name": name, "stage": "build", "fxpass": STATE}
     try:
         model = build(name)
         row |= {"stage": "run", "parameters": sum(p.numel() for p in model.parameters())}

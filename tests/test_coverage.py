@@ -154,6 +154,13 @@ def test_the_table_counts_and_lists():
     assert "- B: took too long" in text
 
 
+def test_the_table_says_when_its_rows_are_not_of_one_source():
+    one, other = {**row("A"), "fxpass": "aa"}, {**row("B"), "fxpass": "bb"}
+    assert "several states" not in table({"A": one}, "eager")
+    assert "several states" in table({"A": one, "B": other}, "eager")
+    assert "several states" in table({"A": row("A")}, "eager")
+
+
 def test_rows_are_kept_and_run_again_on_demand(tmp_path):
     file = tmp_path / "rows.jsonl"
     assert coverage.read(file) == {}
