@@ -53,4 +53,5 @@ def fusedce(
         log.info("switched off: the graph goes to %s unchanged", settings.inner)
         return compile_inner(settings.inner, gm, example_inputs, mode, rest)
     outcome = transform(gm, settings)
-    return outcome.restore(compile_inner(settings.inner, gm, example_inputs, mode, rest))
+    compiled = compile_inner(settings.inner, gm, example_inputs, mode, rest, settings.mixed_dtypes)
+    return outcome.restore(compiled)

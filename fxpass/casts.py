@@ -1,28 +1,34 @@
 """Explicit casts: the dtypes that autocast would have used, written into the graph.
 
-In: a match. Out: ``.to`` nodes in front of the operands whose dtype differs from the one that the
-original linear computed in, and a :class:`Cast` for each, for the log and the report. The operator
-is not on autocast's list, so without them it would meet bf16 hidden states and f32 weights.
+In: a graph, Dynamo's or AOTAutograd's. Out: a :class:`Cast` for each cast that was put in. An
+operation of :mod:`fxpass.cast_rules` whose operands are of unlike dtypes, and which no autocast
+covers, would raise when it runs. It gets visible casts instead::
+
+    %y: bf16 = matmul(%h, %w)     ->     %to: bf16 = to(%w, bfloat16)
+                                         %y: bf16 = matmul(%h, %to)
+
+The result has the dtype that the graph was traced with, so that whatever comes after it means what
+it meant before. A graph without such a node is not touched.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 
+from fxpass.autocast import autocast_dtype, covers
+from fxpass.cast_rules import Rule, rule_of
+from fxpass.dtypes import agreed, short
 from fxpass.region import Region
-from fxpass.source import source_line
+from fxpass.source import call_name, source_line
 
 log = logging.getLogger(__name__)
-
-LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-
-class MixedDtypeError(RuntimeError):
-    """Operands of unlike dtypes outside autocast, under ``FUSEDCE_MIXED_DTYPES=error``."""
 
 
 @dataclass(frozen=True)
@@ -35,60 +41,183 @@ class Cast:
     source: str
 
     def __str__(self) -> str:
-        return f"cast: %{self.operand} {short(self.old)} -> {short(self.new)}: {self.source}"
+        change = f"%{self.operand} {short(self.old)} -> {short(self.new)}"
+        return f"cast: {change}: {self.source}"
 
 
-def short(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` as ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
+# What was logged in this process: a graph that is compiled again has the same casts again.
+_logged: set[Cast] = set()
+
+
+def note(casts: Sequence[Cast]) -> None:
+    """Counts casts and logs them: at INFO the first time, at DEBUG when they come again."""
+    counters["fusedce"]["casts"] += len(casts)
+    for made in casts:
+        log.log(logging.DEBUG if made in _logged else logging.INFO, "%s", made)
+        _logged.add(made)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How a kind of graph writes a cast.
+
+    Attributes:
+        key: of ``node.meta``, where example values are.
+        cast: makes the node in a graph: graph, operand, dtype.
+    """
+
+    key: str
+    cast: Callable[[Graph, Node, torch.dtype], Node]
+
+    def make(self, graph: Graph, operand: Node, dtype: torch.dtype, site: Node) -> Node:
+        """``operand`` in ``dtype``, at the graph's insertion point, with the meta of ``site``."""
+        node = self.cast(graph, operand, dtype)
+        # AOT's partitioner wants what it noted on the site: forward or backward, recompute or not
+        node.meta = {k: v for k, v in site.meta.items() if k != "tensor_meta"}
+        node.meta[self.key] = operand.meta[self.key].to(dtype)
+        return node
+
+
+DYNAMO = Dialect("example_value", lambda graph, x, dtype: graph.call_method("to", (x, dtype)))
+AOT = Dialect(
+    "val",
+    lambda graph, x, dtype: graph.call_function(
+        torch.ops.prims.convert_element_type.default, (x, dtype)
+    ),
+)
 
 
 def cast(graph: Graph, operand: Node, dtype: torch.dtype, site: Node) -> tuple[Node, Cast | None]:
-    """``operand`` in ``dtype``, for use at the graph's insertion point.
+    """``operand`` of a Dynamo graph in ``dtype``, for use at the graph's insertion point.
 
     Returns the operand itself and no record where it has the dtype already; else a visible ``.to``
     node with the stack trace of ``site``, whose gradient comes back in the operand's own dtype.
     """
-    example = operand.meta["example_value"]
-    if example.dtype == dtype:
+    old = operand.meta[DYNAMO.key].dtype
+    if old == dtype:
         return operand, None
-    node = graph.call_method("to", (operand, dtype))
-    node.meta["example_value"] = example.to(dtype)
-    node.meta["stack_trace"] = site.meta.get("stack_trace")
-    return node, Cast(operand.name, example.dtype, dtype, source_line(site))
+    node = DYNAMO.make(graph, operand, dtype, site)
+    return node, Cast(operand.name, old, dtype, source_line(site))
 
 
-def common_dtype(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
-    """The dtype for operands that no autocast has made alike.
+def cast_region(region: Region, mixed_dtypes: str) -> list[Cast]:
+    """Puts casts into one region of a Dynamo graph.
 
-    One low precision and one wider dtype give the low precision, as under autocast; float16 with
-    bfloat16 gives float32, since neither holds the other.
+    Raises:
+        MixedDtypeError: see :func:`fxpass.dtypes.agreed`.
     """
-    low = [dtype for dtype in (x, weight) if dtype in LOW_PRECISION]
-    if len(set(low)) == 2:
-        log.warning(
-            "float16 meets bfloat16: computed in float32. A weight was probably read with the "
-            "wrong dtype, and then its values are wrong too: check how it was loaded"
-        )
-        return torch.float32
-    return low[0] if low else torch.promote_types(x, weight)
+
+    def autocast(node: Node, rule: Rule, device: torch.device) -> bool:
+        in_force = autocast_dtype(region, node, device) is not None
+        return in_force and covers(rule.overload(node), device)
+
+    casts = _cast_graph(region.module.graph, DYNAMO, autocast, mixed_dtypes)
+    if casts:
+        region.module.recompile()
+    return casts
 
 
-def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dtype | None:
-    """The dtype of the autocast in force at ``site``, in the graph or around it; None if off."""
-    if region.outer is not None and region.call is not None:
-        ambient = autocast_dtype(region.outer, region.call, device)
-    else:
-        enabled = torch.is_autocast_enabled(device.type)
-        ambient = torch.get_autocast_dtype(device.type) if enabled else None
-    stack = [ambient]
-    for node in region.module.graph.nodes:
-        if node is site:
-            break
-        if node.target is torch.amp.autocast_mode._enter_autocast:
-            kind, dtype, on, _ = node.args
-            chosen = (dtype or torch.get_autocast_dtype(device.type)) if on else None
-            stack.append(chosen if kind == device.type else stack[-1])
-        elif node.target is torch.amp.autocast_mode._exit_autocast:
-            stack.pop()
-    return stack[-1]
+def cast_aot_graph(graph: Graph, mixed_dtypes: str) -> list[Cast]:
+    """The same for a joint, forward or backward graph of AOTAutograd, where autocast is no more.
+
+    Raises:
+        MixedDtypeError: see :func:`fxpass.dtypes.agreed`.
+    """
+    return _cast_graph(graph, AOT, lambda node, rule, device: False, mixed_dtypes)
+
+
+def _cast_graph(
+    graph: Graph,
+    dialect: Dialect,
+    autocast: Callable[[Node, Rule, torch.device], bool],
+    mixed_dtypes: str,
+) -> list[Cast]:
+    casts: list[Cast] = []
+    for node in list(graph.nodes):
+        rule = rule_of(node)
+        if rule is None:
+            continue
+        operands = rule.operands(node, dialect.key)
+        examples = [operand.meta[dialect.key] for operand in operands.values()]
+        dtypes = {example.dtype for example in examples}
+        if len(dtypes) < 2 or autocast(node, rule, examples[0].device):
+            continue
+        site = _Site(graph, dialect, node, operands)
+        written = rule.written(node)
+        if written is not None:
+            dtypes.add(site.dtype_of(written))
+        dtype = agreed(dtypes, mixed_dtypes, f"{call_name(node)}, at {source_line(node)}")
+        if dtype is None:
+            continue
+        if written is None:
+            casts += site.cast_operands(dtype)
+            site.cast_results(dtype)
+        elif site.dtype_of(written) == torch.float32:
+            # an accumulator is not rounded to what is added to it
+            casts += site.cast_operands(torch.float32)
+        else:
+            if site.dtype_of(written) != dtype:
+                site.write_by_copy(written, dtype)
+            casts += site.cast_operands(dtype)
+    return casts
+
+
+class _Site:
+    """One call with operands of unlike dtypes."""
+
+    def __init__(
+        self, graph: Graph, dialect: Dialect, node: Node, operands: dict[int | str, Node]
+    ) -> None:
+        self.graph, self.dialect = graph, dialect
+        self.node, self.operands = node, operands
+
+    def dtype_of(self, node: Node) -> torch.dtype:
+        return node.meta[self.dialect.key].dtype
+
+    def write_by_copy(self, written: Node, dtype: torch.dtype) -> None:
+        """Computes a new tensor in ``dtype`` and copies it to ``written``, which cannot hold it."""
+        node = self.node
+        with self.graph.inserting_before(node):
+            if node.kwargs.get("out") is written:
+                kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
+                fresh = self.graph.create_node(node.op, node.target, node.args, kwargs)
+            else:
+                name = call_name(node).removesuffix("_")
+                fresh = self.graph.create_node("call_method", name, node.args, dict(node.kwargs))
+            fresh.meta = dict(node.meta)
+            fresh.meta[self.dialect.key] = node.meta[self.dialect.key].to(dtype)
+            copied = self.graph.call_method("copy_", (written, fresh))
+            copied.meta = dict(node.meta)
+        node.replace_all_uses_with(copied)
+        self.graph.erase_node(node)
+        self.node = fresh
+
+    def cast_operands(self, dtype: torch.dtype) -> list[Cast]:
+        """Every operand in ``dtype``."""
+        casts = []
+        with self.graph.inserting_before(self.node):
+            for slot, operand in self.operands.items():
+                if self.dtype_of(operand) == dtype:
+                    continue
+                new = self.dialect.make(self.graph, operand, dtype, self.node)
+                if isinstance(slot, int):
+                    self.node.update_arg(slot, new)
+                else:
+                    self.node.update_kwarg(slot, new)
+                record = Cast(operand.name, self.dtype_of(operand), dtype, source_line(self.node))
+                casts.append(record)
+        return casts
+
+    def cast_results(self, dtype: torch.dtype) -> None:
+        """What is computed in ``dtype`` now, in the dtype that whoever reads it counts on."""
+        example = self.node.meta[self.dialect.key]
+        parts = [user for user in self.node.users if user.target is operator.getitem]
+        for result in [self.node] if isinstance(example, torch.Tensor) else parts:
+            traced = result.meta[self.dialect.key]
+            if not traced.is_floating_point() or traced.dtype == dtype:
+                continue
+            with self.graph.inserting_after(result):
+                back = self.dialect.cast(self.graph, result, traced.dtype)
+            back.meta = dict(result.meta)
+            result.meta[self.dialect.key] = traced.to(dtype)
+            result.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user != back)

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+
+from fxpass import aot
+from fxpass.casts import note
 
 log = logging.getLogger(__name__)
 
@@ -21,13 +25,23 @@ def compile_inner(
     example_inputs: list[Any],
     mode: str | None,
     options: Mapping[str, Any],
+    mixed_dtypes: str | None = None,
 ) -> Callable[..., Any]:
-    """Compiles ``gm`` with the backend ``name``, exactly as ``torch.compile`` would."""
+    """Compiles ``gm`` with the backend ``name``, as ``torch.compile`` would.
+
+    Args:
+        name, gm, example_inputs, mode, options: as ``torch.compile`` gives them to the backend.
+        mixed_dtypes: the setting, for casts in the graphs that the backend makes of this one; None
+            leaves them alone.
+    """
     if name != "inductor":
         given = {"mode": mode, "options": dict(options)}
         backend = torch._dynamo.lookup_backend(name)
-        return backend(gm, example_inputs, **{k: v for k, v in given.items() if v})
+        with aot.casting(mixed_dtypes, note) if mixed_dtypes else nullcontext():
+            return backend(gm, example_inputs, **{k: v for k, v in given.items() if v})
     _warn_without_compiler(example_inputs)
+    if mixed_dtypes:
+        options = aot.inductor_options(options, mixed_dtypes, note)
     # The class that torch.compile itself uses: mode and options mean the same here.
     backend: Any = torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None)
     return backend(gm, example_inputs)

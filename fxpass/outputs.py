@@ -19,10 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxpass import deferred
 from fxpass.linears import LINEARS, linear_of
 from fxpass.movements import MOVEMENTS
-from fxpass.region import Region
-from fxpass.rewrite import linear_dtype
-from fxpass.rules import is_tensor, value
-from fxpass.settings import Settings
+from fxpass.rules import CASTS, is_tensor, value
 from fxpass.source import source_line
 
 
@@ -46,19 +43,14 @@ class _Place(NamedTuple):
 class Outputs:
     """The outputs of one graph that are deferred; made before the rewrite, from whole chains."""
 
-    def __init__(
-        self, region: Region, between: Mapping[Node, Sequence[Node]], settings: Settings
-    ) -> None:
+    def __init__(self, between: Mapping[Node, Sequence[Node]], *, drop: bool) -> None:
         """
         Args:
-            region: the graph that returns them.
             between: each deferred output, with the nodes that compute it from the linears on.
-            settings: as for the rewrite.
+            drop: whether placeholders are returned that cannot be used.
         """
-        self._drop = settings.logits == "drop"
-        self._deferrals = {
-            output: _deferral(region, output, nodes, settings) for output, nodes in between.items()
-        }
+        self._drop = drop
+        self._deferrals = {output: _deferral(output, nodes) for output, nodes in between.items()}
         self._places: list[_Place] = []
 
     def apply(self, gm: GraphModule) -> None:
@@ -109,8 +101,9 @@ class Outputs:
         return run
 
 
-def _deferral(region: Region, output: Node, nodes: Sequence[Node], settings: Settings) -> _Deferral:
+def _deferral(output: Node, nodes: Sequence[Node]) -> _Deferral:
     """The recipe of one output: its nodes in a graph of their own, with their casts written out."""
+    nodes = [*_weight_casts(nodes), *nodes]
     inside = set(nodes)
     given = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     graph = Graph()
@@ -119,7 +112,7 @@ def _deferral(region: Region, output: Node, nodes: Sequence[Node], settings: Set
         linear = linear_of(node) if node.target in LINEARS else None
         here = dict(copies)
         if linear is not None:
-            dtype = linear_dtype(region, linear, settings)
+            dtype = value(node).dtype
             for operand in node.all_input_nodes:
                 if value(operand).dtype != dtype:
                     here[operand] = graph.call_method("to", (copies[operand], dtype))
@@ -130,6 +123,17 @@ def _deferral(region: Region, output: Node, nodes: Sequence[Node], settings: Set
         GraphModule({}, graph), _row_inputs(nodes, tuple(given)), source_line(nodes[0])
     )
     return _Deferral(recipe, tuple(given))
+
+
+def _weight_casts(nodes: Sequence[Node]) -> list[Node]:
+    """Casts of inputs to the dtype of a linear's weight: done in the recipe, no copy is kept."""
+    linears = [linear_of(node) for node in nodes if node.target in LINEARS]
+    weights = [n for linear in linears if linear for n in (linear.weight, linear.bias) if n]
+    return [
+        weight
+        for weight in dict.fromkeys(weights)
+        if weight.target in CASTS and [n.op for n in weight.all_input_nodes] == ["placeholder"]
+    ]
 
 
 def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:

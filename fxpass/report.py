@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxpass.casts import Cast
+from fxpass.aot import trace
+from fxpass.casts import Cast, note
 from fxpass.dynamo import trace_through_log_once
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection
@@ -94,6 +95,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     settings = Settings.read()
     trace_through_log_once()
     outcomes, before, after, breaks = [], [], [], []
+    later: list[Cast] = []
 
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         before.append(graph_text(gm))
@@ -101,7 +103,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         outcome = transform(gm, settings)
         outcomes.append(outcome)
         after.append(graph_text(gm))
-        return outcome.restore(gm.forward)
+        if settings.inner == "eager":
+            return outcome.restore(gm.forward)
+        return outcome.restore(trace(gm, example_inputs, settings.mixed_dtypes, record))
+
+    def record(found: list[Cast]) -> None:
+        note(found)
+        later.extend(found)
 
     torch._dynamo.reset()
     try:
@@ -116,7 +124,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         breaks=tuple(breaks),
         matches=matches,
         rejections=tuple(r for o in outcomes for r in o.rejections),
-        casts=tuple(c for o in outcomes for c in o.casts),
+        casts=(*(c for o in outcomes for c in o.casts), *later),
         kernels=tuple({k: None for o in outcomes for k in o.kernels}),
         logits_bytes=sum(m.logits_bytes for m in matches if m.logits != "keep"),
         before=tuple(before),

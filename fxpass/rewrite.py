@@ -18,26 +18,20 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from fxpass.casts import Cast, MixedDtypeError, autocast_dtype, cast, common_dtype, short
+from fxpass.casts import Cast, cast
 from fxpass.losses import Loss
 from fxpass.match import Match
 from fxpass.region import Region
 from fxpass.rules import value
 from fxpass.schedule import compute_dtype
-from fxpass.settings import Settings
-from fxpass.source import source_line
 from fxpass.steps import Affine, Bias, Move, Scale, Stack
 
 
-def rewrite(region: Region, match: Match, settings: Settings) -> list[Cast]:
-    """Replaces the match in the graph of ``region``.
-
-    Raises:
-        MixedDtypeError: the linear's operands differ outside autocast and the setting is ``error``.
-    """
+def rewrite(region: Region, match: Match) -> list[Cast]:
+    """Replaces the match in the graph of ``region``; returns the casts that autocast used to do."""
     with region.module.graph.inserting_before(match.loss.node):
         edit = _Edit(region.module.graph, match)
-        edit.cast_operands(linear_dtype(region, match.walk.linear, settings))
+        edit.cast_operands()
         edit.fold()
         edit.replace()
     return edit.casts
@@ -53,24 +47,6 @@ def erase(matches: Iterable[Match]) -> None:
                 node.graph.erase_node(node)
 
 
-def linear_dtype(region: Region, linear: Any, settings: Settings) -> torch.dtype:
-    """The dtype that a linear computes in.
-
-    Raises:
-        MixedDtypeError: see :func:`rewrite`.
-    """
-    x, weight = value(linear.x), value(linear.weight)
-    if x.dtype == weight.dtype or autocast_dtype(region, linear.node, x.device) is not None:
-        return value(linear.node).dtype
-    if settings.mixed_dtypes == "error":
-        raise MixedDtypeError(
-            f"linear of {short(x.dtype)} hidden states and a {short(weight.dtype)} weight outside "
-            f"autocast, at {source_line(linear.node)}: cast one of them, or let fxpass do it with "
-            "FUSEDCE_MIXED_DTYPES=cast"
-        )
-    return common_dtype(x.dtype, weight.dtype)
-
-
 class _Edit:
     """The operands of one operator call, as they are built up in the graph."""
 
@@ -79,10 +55,10 @@ class _Edit:
         self.casts: list[Cast] = []
         self.base: Node | None = None
 
-    def cast_operands(self, dtype: torch.dtype) -> None:
+    def cast_operands(self) -> None:
         """x, weight ``[V, D]`` and bias in the dtype that the linear computes in."""
         linear = self.match.walk.linear
-        self.dtype = dtype
+        self.dtype = value(linear.node).dtype
         self.x = self._cast(linear.x)
         self.weight = self._cast(linear.weight)
         self.bias = None if linear.bias is None else self._cast(linear.bias)

@@ -1,7 +1,7 @@
 """All rewrites of one Dynamo graph, in order, with their log lines and counters.
 
 In: a Dynamo graph and settings. Out: an :class:`Outcome`; the graph is changed in place. A graph in
-which nothing matches is left as it was.
+which nothing matches and no dtypes are mixed is left as it was.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from fxpass import dump
-from fxpass.casts import Cast
+from fxpass.casts import Cast, cast_region, note
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection, find
 from fxpass.outputs import Outputs
@@ -51,10 +51,10 @@ class Outcome:
 
 
 def transform(gm: GraphModule, settings: Settings) -> Outcome:
-    """Rewrites every match in ``gm`` and in its checkpointed regions.
+    """Casts in ``gm`` and every graph nested in it, then rewrites every match in its plain ones.
 
     Raises:
-        MixedDtypeError: see :func:`fxpass.rewrite.rewrite`.
+        MixedDtypeError: see :func:`fxpass.dtypes.agreed`.
     """
     before = graph_text(gm) if settings.dump else ""
     matches: list[Match] = []
@@ -62,23 +62,27 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     casts: list[Cast] = []
     outputs: list[Outputs] = []
     for region in regions(gm):
+        casts += cast_region(region, settings.mixed_dtypes)
+        if not region.plain:
+            continue
         found = find(region, settings)
         rejections += found.rejections
         if not found.matches:
             continue
         # first: the recipes are copies of what the rewrite takes out
-        leaving = Outputs(region, found.deferred, settings)
+        leaving = Outputs(found.deferred, drop=settings.logits == "drop")
         for match in found.matches:
-            casts += rewrite(region, match, settings)
+            casts += rewrite(region, match)
         leaving.apply(region.module)
         erase(found.matches)
         matches += found.matches
         outputs.append(leaving)
         region.module.recompile()
-    for name, records in (("matched", matches), ("rejected", rejections), ("casts", casts)):
+    for name, records in (("matched", matches), ("rejected", rejections)):
         counters["fusedce"][name] += len(records)
         for record in records:
             log.info("%s", record)
+    note(casts)
     kernels = {
         k: None for m in matches for k in kernels_of(m.spec, m.loss.class_weight is not None)
     }

@@ -1,0 +1,103 @@
+"""Casts in AOTAutograd's graphs: what only they show, the inside of a composite operation perhaps.
+
+In: the setting, and who is told of the casts. Out: options with which Inductor, a context in which
+any other backend on AOTAutograd, and a backend of our own for ``explain``, compile graphs that went
+through :func:`fxpass.casts.cast_aot_graph` first. That sees the joint graph, before it is split
+into a forward and a backward graph, and the graph of a program without gradients (not with the
+context: AOTAutograd has no such place for it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, GraphModule
+
+from fxpass import autocast, cast_rules, dtypes
+from fxpass import casts as cast_pass
+from fxpass.casts import Cast, cast_aot_graph
+
+Record = Callable[[list[Cast]], None]
+
+_SOURCES = tuple(module.__file__ or "" for module in (autocast, cast_rules, cast_pass, dtypes))
+
+
+class CastPass(CustomGraphPass):
+    """The pass as Inductor takes it: named in its caches' keys, and before the user's own passes.
+
+    Args:
+        mixed_dtypes: the setting, ``cast`` or ``error``.
+        record: is given the casts of each graph.
+        then: the user's own passes for the joint graph.
+    """
+
+    def __init__(
+        self, mixed_dtypes: str, record: Record, then: tuple[Callable[[Graph], None], ...] = ()
+    ) -> None:
+        self._mixed_dtypes, self._record, self._then = mixed_dtypes, record, then
+
+    def __call__(self, graph: Graph) -> None:
+        self._record(cast_aot_graph(graph, self._mixed_dtypes))
+        for theirs in self._then:
+            theirs(graph)
+
+    def uuid(self) -> Any:
+        """What a compiled graph depends on: this pass, the setting, and the user's passes."""
+        theirs = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._then]
+        if not all(theirs):
+            return None  # not to be cached, as without us
+        return (get_hash_for_files(_SOURCES, extra=self._mixed_dtypes), *theirs)
+
+
+def inductor_options(
+    options: Mapping[str, Any], mixed_dtypes: str, record: Record
+) -> dict[str, Any]:
+    """Inductor's options with the pass in them."""
+    name = "joint_custom_pre_pass"
+    theirs = options.get(name, getattr(inductor_config, name))
+    passes = theirs if isinstance(theirs, list | tuple) else [theirs] if theirs else []
+    return {**options, name: CastPass(mixed_dtypes, record, tuple(passes))}
+
+
+def casting(mixed_dtypes: str, record: Record) -> AbstractContextManager[None]:
+    """A context for any other backend: the joint graphs that AOTAutograd makes in it are cast."""
+    then = functorch_config.joint_custom_pass
+
+    def joint_pass(joint: GraphModule, inputs: Any) -> GraphModule:
+        joint = _cast(joint, mixed_dtypes, record)
+        return then(joint, inputs) if callable(then) else joint
+
+    return functorch_config.patch(joint_custom_pass=joint_pass)
+
+
+def trace(
+    gm: GraphModule, example_inputs: list[Any], mixed_dtypes: str, record: Record
+) -> Callable[..., Any]:
+    """AOTAutograd's graphs with their casts, compiled by nobody."""
+
+    def forward(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
+        return make_boxed_func(graph.forward)
+
+    def inference(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
+        return forward(_cast(graph, mixed_dtypes, record), inputs)
+
+    backend = aot_autograd(
+        fw_compiler=forward, inference_compiler=inference, keep_inference_input_mutations=True
+    )
+    with casting(mixed_dtypes, record):
+        return backend(gm, example_inputs)
+
+
+def _cast(graph: GraphModule, mixed_dtypes: str, record: Record) -> GraphModule:
+    found = cast_aot_graph(graph.graph, mixed_dtypes)
+    if found:
+        graph.recompile()
+    record(found)
+    return graph
