@@ -28,6 +28,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 from torch._dynamo.utils import counters
 
+from fxpass import casts
+
 for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
     del os.environ[variable]  # a setting of the caller's shell must not decide what is tested
 
@@ -40,9 +42,10 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _clean_compiler():
-    """No compiled code, counters or random state from another test; torch.empty holds nan."""
+    """No compiled code, counters, log or random state from another test; torch.empty holds nan."""
     torch._dynamo.reset()
     counters.clear()
+    casts._logged.clear()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

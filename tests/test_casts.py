@@ -16,7 +16,6 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
-from fxpass import casts
 from fxpass.aot import casting
 from fxpass.casts import Cast, cast, cast_aot_graph, cast_region
 from fxpass.dtypes import MixedDtypeError
@@ -25,11 +24,6 @@ from fxpass.report import explain
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 EAGER = {"fusedce.inner": "eager"}
-
-
-@pytest.fixture(autouse=True)
-def _log_again(monkeypatch):
-    monkeypatch.setattr(casts, "_logged", set())
 
 
 def tensor(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
