@@ -1,36 +1,53 @@
 """``fxpass doctor``: what this machine can do, which settings are in force, and what is wrong.
 
 In: the :class:`fxpass.doctor_probe.Machine` that the probes read, which is plain data. Out:
-:func:`findings` judges it, :func:`text` prints it; both are pure functions.
+:func:`findings` judges it by the rules here and in ``doctor_rules``, :func:`text` prints it; both
+are pure functions.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
-from fxpass.doctor_probe import Device, Lowering, Machine, Setting, Tools, probe
+from fxpass import doctor_rules
+from fxpass.doctor_capability import arch_text, memory_text, native, native_cpu
+from fxpass.doctor_devices import SELECTING, Accelerators, Cpu, Device
+from fxpass.doctor_probe import Lowering, Machine, Setting, Tools, probe
+from fxpass.doctor_rules import LEVELS, Finding
 
 SUPPORTED_TORCH = ((2, 11), (2, 15))
-GIB = 2**30
 
-# AMD chips with matrix instructions for both bf16 and fp16: CDNA from gfx908 on, RDNA from 3 on.
-_HIP_MATRIX = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
-
-
-class Finding(NamedTuple):
-    """One judgement; a ``problem`` makes fxpass unusable, a ``warning`` does not."""
-
-    level: str
-    text: str
+# (types of device, the field of Tools that Inductor needs there, what is so without it, advice)
+_NEEDED = (
+    (
+        ("cpu",),
+        "cxx",
+        "there is no C++ compiler",
+        "install g++ or clang (for example apt-get install g++), or name yours in CXX; or set "
+        "FUSEDCE_INNER=aot_eager, which needs none",
+    ),
+    (("cuda",), "triton", "triton is not installed", "pip install triton"),
+    (
+        ("cuda",),
+        "cc",
+        "Triton needs a C compiler",
+        "install gcc or clang (for example apt-get install gcc), or name yours in CC",
+    ),
+    (
+        ("cpu", "cuda"),
+        "python_header",
+        "Python.h is missing",
+        "install Python's headers (for example apt-get install python3-dev)",
+    ),
+)
 
 
 def run() -> int:
     """Probes, prints, judges.
 
     Returns:
-        1 if there is a problem, else 0.
+        1 if there is a problem, else 0: warnings and notes do not count.
     """
     machine = probe()
     print(text(machine))
@@ -40,125 +57,58 @@ def run() -> int:
 # ---------------------------------------------------------------- judging
 
 
-def native(device: Device) -> tuple[str, str]:
-    """How the device multiplies matrices of bf16 and of fp16, in a few words each."""
-    if device.kind == "hip":
-        word = "matrix units" if device.arch.startswith(_HIP_MATRIX) else "emulated"
-        return word, word
-    if device.capability is None:
-        return "unknown", "unknown"
-    bf16 = "tensor cores" if device.capability >= (8, 0) else "emulated"
-    return bf16, _cuda_fp16(device.capability)
-
-
-def _cuda_fp16(capability: tuple[int, int]) -> str:
-    if capability >= (7, 0):
-        return "tensor cores"
-    if capability == (6, 1):
-        return "native but slow"  # 1/64 of the float32 rate
-    return "native" if capability >= (5, 3) else "emulated"
-
-
 def findings(machine: Machine) -> list[Finding]:
     """What is wrong, the worst first, each with what to do."""
-    found = [*_version_findings(machine.versions["torch"])]
-    if machine.settings_error:
-        found.append(Finding("problem", machine.settings_error))
-    kinds = ["cpu", *("cuda" for d in machine.devices[:1] if d.kind in ("cuda", "hip"))]
-    for kind in kinds:
-        problem = inductor_problem(machine.tools, kind)
-        if problem:
-            found.append(Finding("warning", f"Inductor cannot compile for {kind}: {problem}"))
-    found += device_findings(machine.devices, machine.default_index, dict(machine.environ))
-    return found
+    found = [finding for rule in RULES for finding in rule(machine)]
+    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
 
 
-def _version_findings(version: str) -> Iterator[Finding]:
+def _torch_version(machine: Machine) -> Iterator[Finding]:
+    version = machine.versions["torch"]
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = (int(numbers[1]), int(numbers[2])) if numbers else None
     lowest, highest = SUPPORTED_TORCH
     if release is None or not lowest <= release <= highest:
         yield Finding(
             "problem",
-            "torch {} is not supported: install {}.{} to {}.{}".format(version, *lowest, *highest),
+            f"torch {version} is not supported",
+            "install {}.{} to {}.{}".format(*lowest, *highest),
         )
+
+
+def _settings(machine: Machine) -> Iterator[Finding]:
+    if machine.settings_error:
+        yield Finding("problem", machine.settings_error, "correct or unset the variable")
+
+
+def _inductor(machine: Machine) -> Iterator[Finding]:
+    on_gpu = any(device.kind in ("cuda", "hip") for device in machine.accelerators.devices)
+    for kind in ("cpu", "cuda") if on_gpu else ("cpu",):
+        for lacking, advice in _lacking(machine.tools, kind):
+            yield Finding("warning", f"Inductor cannot compile for {kind}: {lacking}", advice)
+
+
+def _devices(machine: Machine) -> Iterator[Finding]:
+    yield from doctor_rules.findings(machine.accelerators, machine.cpu)
+
+
+RULES: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
+    _torch_version,
+    _settings,
+    _inductor,
+    _devices,
+)
 
 
 def inductor_problem(tools: Tools, device_type: str) -> str:
-    """Why Inductor cannot compile for a type of device, and what to install; empty if it can."""
-    if device_type == "cpu" and not tools.cxx:
-        return (
-            "there is no C++ compiler. Install g++ or clang (for example apt-get install g++), or "
-            "name yours in CXX; or set FUSEDCE_INNER=aot_eager, which needs none"
-        )
-    if device_type == "cuda" and not tools.triton:
-        return "triton is not installed (pip install triton)"
-    if device_type == "cuda" and not tools.cc:
-        return (
-            "Triton needs a C compiler. Install gcc or clang (for example apt-get install gcc), or "
-            "name yours in CC"
-        )
-    if device_type in ("cpu", "cuda") and not tools.python_header:
-        return (
-            "Python.h is missing. Install Python's headers (for example apt-get install "
-            "python3-dev)"
-        )
-    return ""
+    """Why Inductor cannot compile for a type of device, and what to do; empty if it can."""
+    return "; ".join(f"{lacking}: {advice}" for lacking, advice in _lacking(tools, device_type))
 
 
-def device_findings(
-    devices: Sequence[Device], default_index: int, environ: dict[str, str]
-) -> list[Finding]:
-    """Warns if the default of several unlike devices is the weaker one.
-
-    Args:
-        environ: ``CUDA_VISIBLE_DEVICES``, ``HIP_VISIBLE_DEVICES``, ``CUDA_DEVICE_ORDER`` if set.
-    """
-    default = next((d for d in devices if d.index == default_index), None)
-    if default is None:
-        return []
-    stronger = [device for device in devices if _stronger(device, default)]
-    if not stronger:
-        return []
-    best = stronger[0]
-    for device in stronger[1:]:
-        if _stronger(device, best):
-            best = device
-    hip = best.kind == "hip"
-    variable = "HIP_VISIBLE_DEVICES" if hip else "CUDA_VISIBLE_DEVICES"
-    advice = (
-        f"set {variable}={_visible_name(best.index, environ.get(variable, ''))} before Python "
-        f"starts, or call torch.cuda.set_device({best.index}) first"
-    )
-    if not hip and "CUDA_DEVICE_ORDER" not in environ:
-        advice += "; CUDA_DEVICE_ORDER=PCI_BUS_ID makes the numbers those of nvidia-smi"
-    return [
-        Finding(
-            "warning",
-            f"{default.label} ({default.name}) is the default, but {best.label} ({best.name}) is "
-            f"stronger: {advice}",
-        )
-    ]
-
-
-def _visible_name(index: int, visible: str) -> str:
-    """The name of torch's device ``index`` in a variable that may hold a selection already."""
-    chosen = [name.strip() for name in visible.split(",") if name.strip()]
-    return chosen[index] if index < len(chosen) else str(index)
-
-
-def _stronger(left: Device, right: Device) -> bool:
-    """Whether ``left`` is better in something that counts here and worse in nothing."""
-    # two of one name are alike, though one may have less memory left, for ECC or a display
-    if left.kind != right.kind or left.name == right.name:
-        return False
-    a, b = _strength(left), _strength(right)
-    return a != b and all(x >= y for x, y in zip(a, b, strict=True))
-
-
-def _strength(device: Device) -> tuple[int, ...]:
-    ranks = ("emulated", "unknown", "native but slow", "native", "matrix units", "tensor cores")
-    return (*map(ranks.index, native(device)), device.processors, device.memory_bytes)
+def _lacking(tools: Tools, device_type: str) -> Iterator[tuple[str, str]]:
+    for types, field, lacking, advice in _NEEDED:
+        if device_type in types and not getattr(tools, field):
+            yield lacking, advice
 
 
 # ---------------------------------------------------------------- printing
@@ -168,15 +118,18 @@ def text(machine: Machine) -> str:
     """The whole report."""
     sections = (
         ("versions", _version_rows(machine.versions)),
-        ("devices", _device_rows(machine)),
+        ("devices", _device_rows(machine.accelerators, machine.cpu)),
+        ("which devices", _selection_rows(machine.accelerators)),
         ("compilers", _tool_rows(machine.tools)),
         ("fused loss", _lowering_rows(machine.lowerings)),
         ("settings", _setting_rows(machine.settings)),
     )
     blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections if rows]
     found = findings(machine)
-    lines = [f"{finding.level}: {finding.text}" for finding in found]
-    return "\n\n".join([*blocks, "\n".join(lines) or "no problems found"])
+    lines = [f"{finding.level}: {finding.text}\n  do: {finding.advice}" for finding in found]
+    if all(finding.level == "note" for finding in found):
+        lines.append("no problems found")
+    return "\n\n".join([*blocks, "\n".join(lines)])
 
 
 def _version_rows(versions: dict[str, str]) -> list[tuple[str, ...]]:
@@ -187,21 +140,43 @@ def _version_rows(versions: dict[str, str]) -> list[tuple[str, ...]]:
     ]
 
 
-def _device_rows(machine: Machine) -> list[tuple[str, ...]]:
-    rows = []
-    for device in machine.devices:
-        bf16, fp16 = native(device)
-        capability = "sm_{}{}".format(*device.capability) if device.capability else device.arch
-        memory = f"{device.memory_bytes / GIB:.1f} GiB" if device.memory_bytes else ""
-        default = "default" if device.index == machine.default_index else ""
-        rows.append(
-            (device.label, device.name, capability, f"bf16 {bf16}", f"fp16 {fp16}", memory, default)
-        )
-    cpu = machine.cpu
-    bf16, fp16 = (f"native ({units})" if units else "emulated" for units in (cpu.bf16, cpu.fp16))
-    default = "" if machine.devices else "default"
-    rows.append(("cpu", cpu.name, cpu.vectors, f"bf16 {bf16}", f"fp16 {fp16}", "", default))
-    return rows + [(name, value, "", "", "", "", "") for name, value in machine.environ]
+def _device_rows(accelerators: Accelerators, cpu: Cpu) -> list[tuple[str, ...]]:
+    """Torch's devices, the cards that it does not see, the CPU."""
+    used = accelerators.used
+    rows, seen = [], []
+    for device in accelerators.devices:
+        card = accelerators.card(device)
+        seen.append(card)
+        place = f"nvidia-smi {card.index}" if card else ""
+        rows.append((*_device_cells(device.label, device), place, "used" if device == used else ""))
+    for card in accelerators.cards:
+        # a device that is not among the cards (a slice of one, say) may be any of them
+        if card not in seen and None not in seen:
+            rows.append((*_device_cells("-", card), f"nvidia-smi {card.index}", "not visible"))
+    bf16, fp16 = native_cpu(cpu)
+    words = (f"bf16 {bf16}", f"fp16 {fp16}", "", "", "")
+    rows.append(("cpu", cpu.name, cpu.vectors, *words, "" if used else "used"))
+    return rows
+
+
+def _device_cells(label: str, device: Device) -> tuple[str, ...]:
+    bf16, fp16 = native(device)
+    memory = memory_text(device.memory_bytes) if device.memory_bytes else ""
+    free = f"{memory_text(device.free_bytes)} free" if device.free_bytes is not None else ""
+    return label, device.name, arch_text(device), f"bf16 {bf16}", f"fp16 {fp16}", memory, free
+
+
+def _selection_rows(accelerators: Accelerators) -> list[tuple[str, ...]]:
+    """The variables that are set, and those that could be, if there is something to choose from."""
+    environ = dict(accelerators.environ)
+    if accelerators.devices or accelerators.cards:
+        order = ("CUDA_DEVICE_ORDER",) if accelerators.build == "cuda" else ()
+        names = (*SELECTING.get(accelerators.build, ())[:1], *order, "LOCAL_RANK")
+        environ = {**dict.fromkeys(names, "not set"), **environ}
+    rows = [(name, value or "(empty)") for name, value in environ.items()]
+    if accelerators.build == "cuda" and accelerators.cards_error:
+        rows.append(("nvidia-smi", f"{accelerators.cards_error}; its numbers are unknown"))
+    return rows
 
 
 def _tool_rows(tools: Tools) -> list[tuple[str, ...]]:

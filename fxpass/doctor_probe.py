@@ -10,58 +10,18 @@ import platform
 import shutil
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from fxpass.doctor_devices import Accelerators, Cpu, Device, read_accelerators, read_cpu
 from fxpass.schedule import lowering_for
 from fxpass.settings import TABLE, Settings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# flags of torch.cpu.get_capabilities, x86 and ARM, with what to call them
-_CPU_BF16 = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512", "sve_bf16": "SVE", "bf16": "NEON"}
-_CPU_FP16 = {"amx_fp16": "AMX", "avx512_fp16": "AVX-512", "fp16_arith": "NEON"}
-
-
-@dataclass(frozen=True)
-class Device:
-    """One accelerator.
-
-    Attributes:
-        kind: ``cuda``, ``hip``, or torch's name of another accelerator.
-        index: as torch counts.
-        memory_bytes: total; 0 if unknown.
-        capability: of a CUDA device, for example (8, 6).
-        arch: of a HIP device, for example ``gfx942``.
-        processors: streaming multiprocessors or compute units; 0 if unknown.
-    """
-
-    kind: str
-    index: int
-    name: str
-    memory_bytes: int = 0
-    capability: tuple[int, int] | None = None
-    arch: str = ""
-    processors: int = 0
-
-    @property
-    def label(self) -> str:
-        """As torch writes it: HIP devices are called cuda there."""
-        return f"{'cuda' if self.kind == 'hip' else self.kind}:{self.index}"
-
-
-@dataclass(frozen=True)
-class Cpu:
-    """The processor; ``vectors`` is the instruction set that torch's own kernels use."""
-
-    name: str
-    vectors: str
-    bf16: str
-    fp16: str
 
 
 @dataclass(frozen=True)
@@ -105,17 +65,13 @@ class Machine:
 
     Attributes:
         versions: package name to version; empty if it is not installed.
-        default_index: the accelerator that torch uses if nothing says otherwise.
-        environ: the variables that choose and order devices, those that are set.
         settings_error: why the settings cannot be read; empty if they can.
     """
 
     versions: dict[str, str]
     cpu: Cpu
     tools: Tools
-    devices: tuple[Device, ...] = ()
-    default_index: int = 0
-    environ: tuple[tuple[str, str], ...] = ()
+    accelerators: Accelerators = field(default_factory=Accelerators)
     settings: tuple[Setting, ...] = ()
     settings_error: str = ""
     lowerings: tuple[Lowering, ...] = ()
@@ -124,21 +80,18 @@ class Machine:
 def probe() -> Machine:
     """Reads the machine. Starts the accelerator's driver if there is one."""
     settings, error = _probe_settings()
-    devices, default_index = _probe_devices()
-    variables = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+    accelerators = read_accelerators()
     return Machine(
         versions={
             "python": platform.python_version(),
             **{name: _version(name) for name in ("torch", "triton", "sympy", "fxpass")},
         },
-        cpu=_probe_cpu(),
+        cpu=read_cpu(),
         tools=probe_tools(),
-        devices=devices,
-        default_index=default_index,
-        environ=tuple((v, os.environ[v]) for v in variables if os.environ.get(v)),
+        accelerators=accelerators,
         settings=settings,
         settings_error=error,
-        lowerings=tuple(_probe_lowerings(devices)),
+        lowerings=tuple(_probe_lowerings(accelerators.devices)),
     )
 
 
@@ -163,41 +116,6 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _probe_cpu() -> Cpu:
-    has = torch.cpu.get_capabilities()
-
-    def units(flags: dict[str, str]) -> str:
-        return ", ".join(name for flag, name in flags.items() if has.get(flag))
-
-    name = str(has.get("cpu_name") or platform.processor() or platform.machine())
-    vectors = torch.backends.cpu.get_cpu_capability()
-    return Cpu(name, vectors, units(_CPU_BF16), units(_CPU_FP16))
-
-
-def _probe_devices() -> tuple[tuple[Device, ...], int]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return (), 0
-    count = torch.accelerator.device_count()
-    devices = tuple(_probe_device(accelerator.type, index) for index in range(count))
-    return devices, torch.accelerator.current_device_index()
-
-
-def _probe_device(kind: str, index: int) -> Device:
-    properties_of = getattr(torch.get_device_module(kind), "get_device_properties", None)
-    properties = properties_of(index) if properties_of is not None else None
-    name = getattr(properties, "name", kind)
-    memory = getattr(properties, "total_memory", 0)
-    if kind != "cuda" or properties is None:
-        return Device(kind, index, name, memory)
-    processors = properties.multi_processor_count
-    if torch.version.hip:
-        arch = properties.gcnArchName.partition(":")[0]
-        return Device("hip", index, name, memory, arch=arch, processors=processors)
-    capability = (properties.major, properties.minor)
-    return Device(kind, index, name, memory, capability=capability, processors=processors)
 
 
 def _probe_settings() -> tuple[tuple[Setting, ...], str]:

@@ -1,109 +1,176 @@
+"""``fxpass doctor``: the report, word for word, and what it exits with."""
+
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import expecttest
 import pytest
+import torch
 
-from fxpass import doctor
-from fxpass.doctor import GIB
-from fxpass.doctor_probe import Cpu, Device, Lowering, Machine, Setting, Tools, probe_tools
+from fxpass import doctor, doctor_rules, schedule
+from fxpass.doctor_devices import VARIABLES, Accelerators, Cpu, Device
+from fxpass.doctor_probe import Lowering, Machine, Setting, Tools, probe_tools
 
+ROOT = Path(__file__).parent.parent
+GIB = 2**30
 TOOLS = Tools(cxx="g++", cc="gcc", python_header="/usr/include/Python.h", triton="3.7.1")
+CPU = Cpu("a processor", "AVX512", bf16="AMX", fp16="AMX", onednn=("bf16", "fp16"))
 MACHINE = Machine(
     versions={"python": "3.12.1", "torch": "2.13.0+cu126", "triton": "", "fxpass": "0.1.0"},
-    cpu=Cpu("a processor", "AVX2", bf16="", fp16=""),
+    cpu=CPU,
     tools=TOOLS,
 )
-SMALL = Device("cuda", 0, "GTX 1650", 4 * GIB, (7, 5), processors=14)
-LARGE = Device("cuda", 1, "RTX 3090", 24 * GIB, (8, 6), processors=82)
 
-
-def at(device: Device, index: int) -> Device:
-    return dataclasses.replace(device, index=index)
-
-
-@pytest.mark.parametrize(
-    ("device", "bf16", "fp16"),
-    [
-        (Device("cuda", 0, "", capability=(5, 2)), "emulated", "emulated"),
-        (Device("cuda", 0, "", capability=(5, 3)), "emulated", "native"),
-        (Device("cuda", 0, "", capability=(6, 0)), "emulated", "native"),
-        (Device("cuda", 0, "", capability=(6, 1)), "emulated", "native but slow"),
-        (Device("cuda", 0, "", capability=(7, 0)), "emulated", "tensor cores"),
-        (Device("cuda", 0, "", capability=(7, 5)), "emulated", "tensor cores"),
-        (Device("cuda", 0, "", capability=(8, 0)), "tensor cores", "tensor cores"),
-        (Device("cuda", 0, "", capability=(12, 0)), "tensor cores", "tensor cores"),
-        (Device("hip", 0, "", arch="gfx90a"), "matrix units", "matrix units"),
-        (Device("hip", 0, "", arch="gfx942"), "matrix units", "matrix units"),
-        (Device("hip", 0, "", arch="gfx950"), "matrix units", "matrix units"),
-        (Device("hip", 0, "", arch="gfx1030"), "emulated", "emulated"),
-        (Device("xpu", 0, ""), "unknown", "unknown"),
-    ],
+T4 = Device("cuda", 0, "Tesla T4", 15 * GIB, 14 * GIB, (7, 5), "", 40, "GPU-t4")
+A100 = Device("cuda", 1, "NVIDIA A100", 40 * GIB, 39 * GIB, (8, 0), "", 108, "GPU-a100")
+TWO = dataclasses.replace(
+    MACHINE,
+    versions={"python": "3.12.1", "torch": "2.13.0+cu126", "triton": "3.7.1", "fxpass": "0.1.0"},
+    accelerators=Accelerators(
+        "cuda",
+        ("sm_75", "sm_80"),
+        (T4, A100),
+        cards=(T4, A100),
+        environ={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+    ),
+    settings=(Setting("FUSEDCE_STRATEGY", "chunked", True, "how"),),
+    lowerings=(
+        Lowering("cuda:0", "float32", "triton", "kernels"),
+        Lowering("cuda:0", "bfloat16", "triton", "kernels"),
+        Lowering("cuda:0", "float64", "aten", "too wide"),
+    ),
 )
-def test_native_matrix_dtypes(device: Device, bf16: str, fp16: str) -> None:
-    assert doctor.native(device) == (bf16, fp16)
 
 
-def test_a_weaker_default_is_a_warning_that_says_what_to_do() -> None:
-    (finding,) = doctor.device_findings([SMALL, LARGE], 0, {})
-    assert finding.level == "warning"
-    assert finding.text == (
-        "cuda:0 (GTX 1650) is the default, but cuda:1 (RTX 3090) is stronger: set "
-        "CUDA_VISIBLE_DEVICES=1 before Python starts, or call torch.cuda.set_device(1) first; "
-        "CUDA_DEVICE_ORDER=PCI_BUS_ID makes the numbers those of nvidia-smi"
-    )
+class TestReport(expecttest.TestCase):
+    maxDiff = None
+
+    def test_two_unlike_gpus(self):
+        self.assertExpectedInline(
+            doctor.text(TWO),
+            """\
+versions
+  python  3.12.1
+  torch   2.13.0+cu126  fxpass supports 2.11 to 2.15
+  triton  3.7.1
+  fxpass  0.1.0
+
+devices
+  cuda:0  Tesla T4     sm_75   bf16 emulated      fp16 tensor cores  15.0 GiB  14.0 GiB free  nvidia-smi 0  used
+  cuda:1  NVIDIA A100  sm_80   bf16 tensor cores  fp16 tensor cores  40.0 GiB  39.0 GiB free  nvidia-smi 1
+  cpu     a processor  AVX512  bf16 native (AMX)  fp16 native (AMX)
+
+which devices
+  CUDA_VISIBLE_DEVICES  not set
+  CUDA_DEVICE_ORDER     PCI_BUS_ID
+  LOCAL_RANK            not set
+
+compilers
+  C++       g++                    for Inductor's code on the CPU
+  C         gcc                    for Triton's kernel launchers, on a GPU
+  Python.h  /usr/include/Python.h  for both
+
+fused loss
+  cuda:0  triton  float32, bfloat16  kernels
+  cuda:0  aten    float64            too wide
+
+settings
+  FUSEDCE_STRATEGY  chunked  environment  how
+
+warning: cuda:0 (Tesla T4) is the default, and cuda:1 (NVIDIA A100) is stronger: bf16 tensor cores against emulated, 108 processors against 40 processors, 40.0 GiB against 15.0 GiB
+  do: set CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1 before Python starts, or call torch.cuda.set_device(1) first
+warning: bf16 is emulated on cuda:0 (Tesla T4), though torch.cuda.is_bf16_supported() is True
+  do: train in fp16 there: torch.autocast(dtype=torch.float16) with torch.amp.GradScaler""",
+        )
+
+    def test_no_gpu(self):
+        self.assertExpectedInline(
+            doctor.text(MACHINE),
+            """\
+versions
+  python  3.12.1
+  torch   2.13.0+cu126   fxpass supports 2.11 to 2.15
+  triton  not installed
+  fxpass  0.1.0
+
+devices
+  cpu  a processor  AVX512  bf16 native (AMX)  fp16 native (AMX)  used
+
+compilers
+  C++       g++                    for Inductor's code on the CPU
+  C         gcc                    for Triton's kernel launchers, on a GPU
+  Python.h  /usr/include/Python.h  for both
+
+no problems found""",
+        )
+
+    def test_a_hidden_gpu_and_no_compiler(self):
+        accelerators = Accelerators(
+            "cuda", cards=(T4,), environ={"CUDA_VISIBLE_DEVICES": ""}, said=("not used",)
+        )
+        tools = dataclasses.replace(TOOLS, cxx="")
+        machine = dataclasses.replace(MACHINE, accelerators=accelerators, tools=tools)
+        self.assertExpectedInline(
+            doctor.text(machine),
+            """\
+versions
+  python  3.12.1
+  torch   2.13.0+cu126   fxpass supports 2.11 to 2.15
+  triton  not installed
+  fxpass  0.1.0
+
+devices
+  -    Tesla T4     sm_75   bf16 emulated      fp16 tensor cores  15.0 GiB  14.0 GiB free  nvidia-smi 0  not visible
+  cpu  a processor  AVX512  bf16 native (AMX)  fp16 native (AMX)                                         used
+
+which devices
+  CUDA_VISIBLE_DEVICES  (empty)
+  CUDA_DEVICE_ORDER     not set
+  LOCAL_RANK            not set
+
+compilers
+  C++       not found              for Inductor's code on the CPU
+  C         gcc                    for Triton's kernel launchers, on a GPU
+  Python.h  /usr/include/Python.h  for both
+
+warning: Inductor cannot compile for cpu: there is no C++ compiler
+  do: install g++ or clang (for example apt-get install g++), or name yours in CXX; or set FUSEDCE_INNER=aot_eager, which needs none
+warning: CUDA_VISIBLE_DEVICES= hides every device: 1 device (Tesla T4)
+  do: unset CUDA_VISIBLE_DEVICES, or set it to indices or UUIDs that nvidia-smi -L lists""",
+        )
 
 
-def test_the_strongest_of_several_is_advised() -> None:
-    middle = Device("cuda", 1, "RTX 3060", 12 * GIB, (8, 6), processors=28)
-    (finding,) = doctor.device_findings([SMALL, middle, at(LARGE, 2)], 0, {})
-    assert "cuda:2 (RTX 3090) is stronger" in finding.text
+def test_without_nvidia_smi_the_report_says_what_is_unknown() -> None:
+    devices = tuple(dataclasses.replace(device, free_bytes=None) for device in (T4, A100))
+    accelerators = Accelerators("cuda", devices=devices, cards_error="not found")
+    report = doctor.text(dataclasses.replace(MACHINE, accelerators=accelerators))
+    assert "  nvidia-smi            not found; its numbers are unknown\n" in report
+    assert "free" not in report
+    assert "nvidia-smi 0" not in report
 
 
-def test_an_older_but_larger_card_can_be_the_stronger_one() -> None:
-    t4 = Device("cuda", 0, "T4", 16 * GIB, (7, 5), processors=40)
-    v100 = Device("cuda", 1, "V100", 32 * GIB, (7, 0), processors=80)
-    (finding,) = doctor.device_findings([t4, v100], 0, {})
-    assert "cuda:1 (V100) is stronger" in finding.text
+def test_the_readme_shows_the_report_of_two_unlike_gpus() -> None:
+    report = doctor.text(TWO)
+    devices = report[report.index("devices\n") : report.index("\n\ncompilers")]
+    findings = report[report.rindex("\n\n") + 2 :]
+    assert f"```\n{devices}\n\n{findings}\n```\n" in (ROOT / "README.md").read_text()
 
 
-def test_advice_respects_a_selection_that_is_in_force() -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "3,2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    (finding,) = doctor.device_findings([SMALL, LARGE], 0, environ)
-    assert "set CUDA_VISIBLE_DEVICES=2 before" in finding.text
-    assert "torch.cuda.set_device(1)" in finding.text
-    assert "nvidia-smi" not in finding.text
+def test_the_worst_comes_first() -> None:
+    machine = dataclasses.replace(TWO, versions={"torch": "2.0"}, cpu=CPU)
+    order = Accelerators("cuda", devices=(A100, T4), environ={"CUDA_VISIBLE_DEVICES": "1,0"})
+    machine = dataclasses.replace(machine, accelerators=order)
+    levels = [finding.level for finding in doctor.findings(machine)]
+    assert levels == ["problem", "warning", "warning", "warning", "note"]
 
 
-def test_advice_for_hip() -> None:
-    mi210 = Device("hip", 0, "MI210", 64 * GIB, arch="gfx90a", processors=104)
-    mi300 = Device("hip", 1, "MI300X", 192 * GIB, arch="gfx942", processors=304)
-    (finding,) = doctor.device_findings([mi210, mi300], 0, {})
-    assert "HIP_VISIBLE_DEVICES=1" in finding.text
-    assert "CUDA_DEVICE_ORDER" not in finding.text
-
-
-@pytest.mark.parametrize(
-    ("devices", "default"),
-    [
-        ([], 0),
-        ([SMALL], 0),
-        ([SMALL, LARGE], 1),  # the stronger one is the default already
-        ([at(LARGE, 0), at(SMALL, 1)], 0),
-        # one of two cards of a kind has less memory left
-        ([dataclasses.replace(LARGE, index=0, memory_bytes=23 * GIB), LARGE], 0),
-        # each is better in something
-        (
-            [
-                Device("cuda", 0, "P40", 24 * GIB, (6, 1), processors=30),
-                Device("cuda", 1, "A2", 16 * GIB, (8, 6), processors=10),
-            ],
-            0,
-        ),
-    ],
-)
-def test_no_warning(devices: list[Device], default: int) -> None:
-    assert doctor.device_findings(devices, default, {}) == []
+# ---------------------------------------------------------------- other rules
 
 
 @pytest.mark.parametrize(
@@ -126,8 +193,8 @@ def test_supported_torch(version: str, supported: bool) -> None:
 @pytest.mark.parametrize(
     ("missing", "device_type", "words"),
     [
-        ("cxx", "cpu", "Install g++"),
-        ("cc", "cuda", "Install gcc"),
+        ("cxx", "cpu", "install g++"),
+        ("cc", "cuda", "install gcc"),
         ("triton", "cuda", "pip install triton"),
         ("python_header", "cpu", "Python.h"),
         ("python_header", "cuda", "Python.h"),
@@ -143,7 +210,15 @@ def test_a_missing_compiler_is_a_warning_because_aot_eager_remains() -> None:
     machine = dataclasses.replace(MACHINE, tools=dataclasses.replace(TOOLS, cxx=""))
     (finding,) = doctor.findings(machine)
     assert finding.level == "warning"
-    assert "FUSEDCE_INNER=aot_eager" in finding.text
+    assert "FUSEDCE_INNER=aot_eager" in finding.advice
+
+
+def test_what_a_gpu_needs_is_asked_for_where_there_is_one() -> None:
+    tools = dataclasses.replace(TOOLS, triton="")
+    machine = dataclasses.replace(MACHINE, tools=tools)
+    assert doctor.findings(machine) == []
+    machine = dataclasses.replace(machine, accelerators=Accelerators("cuda", devices=(A100,)))
+    assert [finding.advice for finding in doctor.findings(machine)] == ["pip install triton"]
 
 
 def test_the_compiler_is_the_one_that_inductor_would_use() -> None:
@@ -153,34 +228,57 @@ def test_the_compiler_is_the_one_that_inductor_would_use() -> None:
         assert probe_tools().cxx == ""
 
 
-def test_text_of_two_unlike_devices() -> None:
-    machine = dataclasses.replace(
-        MACHINE,
-        devices=(SMALL, LARGE),
-        settings=(Setting("FUSEDCE_STRATEGY", "chunked", True, "how"),),
-        lowerings=(
-            Lowering("cuda:0", "float32", "triton", "kernels"),
-            Lowering("cuda:0", "bfloat16", "triton", "kernels"),
-            Lowering("cuda:0", "float64", "aten", "too wide"),
-        ),
+# ---------------------------------------------------------------- what the rules say of other code
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 2), (7, 5), (8, 0), (12, 0)])
+def test_devices_without_kernels_are_those_of_the_schedule(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schedule, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    lowering, _ = schedule.lowering_for(torch.device("cuda:0"), torch.bfloat16)
+    device = Device("cuda", 0, "a card", capability=capability)
+    found = list(doctor_rules.old(Accelerators("cuda", devices=(device,)), CPU))
+    assert bool(found) == (lowering == "aten")
+
+
+@pytest.mark.parametrize("capability", [(6, 1), (7, 0)])
+def test_devices_without_inductor_are_those_of_inductor(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.device_interface import CudaInterface
+
+    properties = SimpleNamespace(major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    device = Device("cuda", 0, "a card", capability=capability)
+    (finding,) = doctor_rules.old(Accelerators("cuda", devices=(device,)), CPU)
+    assert ("Inductor" in finding.text) == (not CudaInterface.is_triton_capable())
+
+
+# ---------------------------------------------------------------- this machine
+
+
+def test_doctor_as_a_user_runs_it() -> None:
+    environ = {k: v for k, v in os.environ.items() if k not in VARIABLES}
+    ran = subprocess.run(
+        [sys.executable, "-m", "fxpass", "doctor"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environ,
+        timeout=300,
     )
-    lines = [" ".join(line.split()) for line in doctor.text(machine).splitlines()]
-    assert "cuda:0 GTX 1650 sm_75 bf16 emulated fp16 tensor cores 4.0 GiB default" in lines
-    assert "cuda:1 RTX 3090 sm_86 bf16 tensor cores fp16 tensor cores 24.0 GiB" in lines
-    assert "torch 2.13.0+cu126 fxpass supports 2.11 to 2.15" in lines
-    assert "triton not installed" in lines
-    assert "FUSEDCE_STRATEGY chunked environment how" in lines
-    assert "cuda:0 triton float32, bfloat16 kernels" in lines
-    assert "cuda:0 aten float64 too wide" in lines
-    assert lines[-1].startswith("warning: cuda:0")
-
-
-def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.run() == 0
-    output = capsys.readouterr().out
-    for word in ("python", "torch", "FUSEDCE_MIXED_DTYPES", "cpu", "bf16"):
-        assert word in output
-    assert "problem:" not in output
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "problem:" not in ran.stdout
+    assert f"torch   {torch.__version__}" in ran.stdout
+    assert "FUSEDCE_MIXED_DTYPES" in ran.stdout
+    (used,) = (line for line in ran.stdout.splitlines() if line.endswith("  used"))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    assert used.split()[0] == (f"{accelerator}:0" if accelerator else "cpu")
 
 
 def test_a_bad_setting_is_a_problem_and_not_a_traceback(
