@@ -40,21 +40,36 @@ class Cast:
     new: torch.dtype
     source: str
 
-    def __str__(self) -> str:
-        change = f"%{self.operand} {short(self.old)} -> {short(self.new)}"
-        return f"cast: {change}: {self.source}"
 
+def cast_lines(casts: Sequence[Cast]) -> list[str]:
+    """Casts as text, one line for each place of the user's program and pair of dtypes."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for made in casts:
+        change = f"{short(made.old)} -> {short(made.new)}"
+        places.setdefault((change, made.source), []).append(f"%{made.operand}")
+    return [
+        f"cast: {_some(operands)} {change}: {source}"
+        for (change, source), operands in places.items()
+    ]
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+_SHOWN = 3  # an encoder layer has twelve parameters
 
 # What was logged in this process: a graph that is compiled again has the same casts again.
-_logged: set[Cast] = set()
+_logged: set[str] = set()
 
 
 def note(casts: Sequence[Cast]) -> None:
     """Counts casts and logs them: at INFO the first time, at DEBUG when they come again."""
     counters["fusedce"]["casts"] += len(casts)
-    for made in casts:
-        log.log(logging.DEBUG if made in _logged else logging.INFO, "%s", made)
-        _logged.add(made)
+    for line in cast_lines(casts):
+        log.log(logging.DEBUG if line in _logged else logging.INFO, "%s", line)
+        _logged.add(line)
 
 
 @dataclass(frozen=True)

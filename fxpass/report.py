@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule
 
 from fxpass.aot import trace
-from fxpass.casts import Cast, note
+from fxpass.casts import Cast, cast_lines, note
 from fxpass.dynamo import trace_through_log_once
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection
@@ -59,7 +59,7 @@ class Report:
             f"{_count(self.graphs, 'graph')}, {_count(len(self.matches), 'loss', 'losses')} fused, "
             f"{len(self.rejections)} not fused, {_count(len(self.casts), 'cast')}"
         ]
-        records = (*self.matches, *self.rejections, *self.casts)
+        records = (*self.matches, *self.rejections, *cast_lines(self.casts))
         lines += [f"  {record}" for record in records]
         lines += [f"  graph break: {place}" for place in self.breaks]
         if self.logits_bytes:

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from fxpass.aot import casting
-from fxpass.casts import Cast, cast, cast_aot_graph, cast_region
+from fxpass.casts import Cast, cast, cast_aot_graph, cast_lines, cast_region
 from fxpass.dtypes import MixedDtypeError
 from fxpass.region import Region
 from fxpass.report import explain
@@ -81,9 +81,15 @@ def test_another_operand_gets_a_visible_cast(old, new):
     assert record == Cast("weight", old, new, "train.py:7 loss = model(x)")
 
 
-def test_a_cast_in_words():
-    shown = str(Cast("l_w_", F32, BF16, "train.py:7 loss = model(x)"))
-    assert shown == "cast: %l_w_ float32 -> bfloat16: train.py:7 loss = model(x)"
+def test_casts_in_words_are_a_line_for_each_place():
+    here, there = "train.py:7 loss = model(x)", "train.py:8 y = x @ w"
+    made = [Cast(name, F32, BF16, here) for name in "abcde"]
+    made += [Cast("x", F32, BF16, there), Cast("w", F16, F32, there), Cast("v", F32, BF16, there)]
+    assert cast_lines(made) == [
+        f"cast: %a, %b, %c and 2 more float32 -> bfloat16: {here}",
+        f"cast: %x, %v float32 -> bfloat16: {there}",
+        f"cast: %w float16 -> float32: {there}",
+    ]
 
 
 # ---------------------------------------------------------------- every operation that arrives

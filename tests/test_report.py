@@ -212,7 +212,7 @@ def test_casts_name_operand_dtypes_and_line():
         ("l_x_", torch.float32, torch.bfloat16),
         ("l_w_", torch.float32, torch.bfloat16),
     ]
-    assert f"cast: %l_w_ float32 -> bfloat16: {line}" in str(report)
+    assert f"cast: %l_x_, %l_w_ float32 -> bfloat16: {line}" in str(report)
 
 
 @pytest.mark.parametrize(
