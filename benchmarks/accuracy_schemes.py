@@ -9,15 +9,15 @@ is the same with ``accum_dtype=torch.float32``; ``liger_scheme_sum`` with ``redu
 division of the loss, as Liger's patched models have it where a Trainer tells them the number of
 tokens. ``liger`` is the real one, for who has ``liger-kernel`` installed. Without a GPU that needs
 ``TRITON_INTERPRET=1`` and takes about 0.1 s for a row of 32,000 classes, so the scheme was compared
-with it at a small size, with Liger 0.8.5, on a CPU::
+with it, Liger 0.8.5 on a CPU, at a small size (``tests/test_accuracy_liger.py``)::
 
     TRITON_INTERPRET=1 python -m benchmarks.accuracy --n 64 --v 12288 --dtypes float16 \\
         --providers eager liger liger_scheme fusedce
 
-There dX of the two is the same but for 0.4 % of its elements, which differ by fp16's last digit. On
-a CPU Liger rounds each chunk's part of dW before adding it up, where on a GPU it adds in f32 and
-rounds the sum; the scheme does as on a GPU. With that one line changed, dW is the same but for
-0.03 % of its elements. (bf16 cannot be compared so: the interpreter cuts digits off.)
+There more than 99 % of the elements of dX and dW are the same fp16 in both. On a CPU Liger rounds
+each chunk's part of dW before adding it up, where on a GPU it adds in f32 and rounds the sum; the
+scheme does as on a GPU, which is a little more accurate. (bf16 cannot be compared so: the
+interpreter cuts digits off instead of rounding.)
 """
 
 from __future__ import annotations
