@@ -34,7 +34,7 @@ def loss_and_gradients(
     model.zero_grad()
     device = next(iter(batch.values())).device.type
     with torch.autocast(device, autocast, enabled=autocast is not None):
-        out = (call or model)(**batch)
+        out = (model if call is None else call)(**batch)
     loss = getattr(out, "loss", out)
     (loss if scaler is None else scaler.scale(loss)).backward()
     factor = 1.0 if scaler is None else 1 / scaler.get_scale()
