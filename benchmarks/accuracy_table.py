@@ -93,17 +93,18 @@ Hidden states and logits are normally distributed with variance 1, targets unifo
 - GradScaler is `torch.amp.GradScaler("cpu", init_scale={SCALE:.0f})`: the loss is scaled, the
   gradients are unscaled by `unscale_`. That refuses fp16 gradients, so without autocast the
   leaves are f32 and the program casts them.
-- *{EXACT}*: float64's loss as f32 and its gradients as the named dtype (scaled, if there is a
-  scaler), rounded once: what a gradient of that dtype can be at best, and the share of zeros that
-  it must have. An f32 leaf may get a better one, if nothing rounds on the way.
+- *{EXACT}*: float64's loss as f32, and its gradients (scaled, if there is a scaler) as the
+  named dtype, rounded once: what a gradient of that dtype can be at best, and the share of zeros
+  that it must have. A gradient that arrives at an f32 leaf may be better where nothing rounds it on
+  the way: fusedce's is f32, and Inductor does not round f32 to the dtype of autocast and back.
 - Zeros are the share of exact zeros in dX and dW.
 - *Liger's scheme* is what Liger 0.8.5 rounds, and when, in plain PyTorch (the kernels need a GPU);
   `benchmarks/accuracy_schemes.py` says how it was compared with Liger itself. Liger's patched
   models use `reduction="sum"` under a Trainer that passes the number of tokens, else "mean".
 - core's operator does not know of autocast: it computes in f32 there.
 
-Written by `{command}`, {datetime.date.today()}: CPU ({cpu}),
-torch {torch.__version__}."""
+Written by `{command}`, {datetime.date.today()}:
+CPU ({cpu}), torch {torch.__version__}."""
 
 
 def _ratios(rows: Rows) -> str:
@@ -116,7 +117,7 @@ def _ratios(rows: Rows) -> str:
         lines.append(f"| {setting} | {' | '.join(cells)} |")
     found = worse(rows)
     verdict = (
-        f"fusedce is nowhere worse than eager: every error is at most {FACTOR} times the larger "
+        f"fusedce is nowhere worse than eager: every error is at most {FACTOR} times the larger\n"
         "of eager's and of rounding alone, plus one unit in the last place of f32."
     )
     return "\n".join(lines) + "\n\n" + ("\n".join(f"- {line}" for line in found) or verdict)
