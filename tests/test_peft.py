@@ -164,7 +164,7 @@ def test_gradient_checkpointing(use_reentrant, form):
 
 @NON_LEAF
 def test_gradient_checkpointing_of_frozen_embeddings():
-    """A hook makes them need one, as the Trainer does: Dynamo breaks the graph there."""
+    """A hook makes them need one, as transformers makes them: Dynamo breaks the graph there."""
     model = checkpointed(use_reentrant=True)
     model.enable_input_require_grads()
     check(model, base_in_place, BF16, casts=2)
