@@ -44,7 +44,7 @@ MATMULS = (torch.matmul, operator.matmul, operator.imatmul, aten.matmul.default)
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d)
 
 
-@pytest.mark.parametrize("target", [*LINEARS, *CONVOLUTIONS, aten.convolution.default], ids=str)
+@pytest.mark.parametrize("target", [*LINEARS, *CONVOLUTIONS, aten.convolution.default])
 def test_input_weight_and_bias(target):
     assert slots(call(target, "x", "w", "b")) == {0: "x", 1: "w", 2: "b"}
     assert slots(call(target, "x", weight="w")) == {0: "x", "weight": "w"}
@@ -132,7 +132,7 @@ def test_other_nodes_have_no_rule(node):
     assert rule_of(node) is None
 
 
-@pytest.mark.parametrize("target", RULES, ids=str)
+@pytest.mark.parametrize("target", RULES)
 def test_the_operands_of_every_row_are_tensors_of_its_schema(target):
     rule = RULES[target]
     name, _, overload = rule.name.removeprefix("aten::").partition(".")

@@ -38,7 +38,7 @@ def test_what_autocast_does_not_leave_behind_is_left_to_pytorch(other, dtype, mi
     assert agreed({other, dtype}, mixed_dtypes, WHERE) is None
 
 
-@pytest.mark.parametrize("dtypes", [{BF16, F32}, {F16, BF16}], ids=str)
+@pytest.mark.parametrize("dtypes", [{BF16, F32}, {F16, BF16}])
 def test_the_error_says_what_where_and_what_to_do(dtypes):
     with pytest.raises(MixedDtypeError) as caught:
         agreed(dtypes, "error", WHERE)
