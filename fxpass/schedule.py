@@ -8,15 +8,15 @@ so one compiled graph serves every batch size::
     >>> plan(2048, 512, 32000, torch.float32, torch.device("cpu"), Spec()).rows
     256
 
-What costs how much is :mod:`fxpass.cost`, how fast a device is :mod:`fxpass.rates`.
+What costs how much is :mod:`fxpass.cost`, how fast a device is :mod:`fxpass.rates`, and what fits
+into the budget :mod:`fxpass.fit`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from fxpass import cost, rates
 from fxpass.cost import MIB, Work
 from fxpass.expression import Z
+from fxpass.fit import fit
 from fxpass.spec import Spec
 
 # ---------------------------------------------------------------- which lowering
@@ -100,15 +101,6 @@ class Plan(NamedTuple):
     reason: str
 
 
-# Rows and classes come in multiples of what GEMM kernels work on at a time.
-ALIGNMENT = {"cuda": 64}
-CPU_ALIGNMENT = 16
-# Up-cast classes beyond this many make no product faster.
-MOST_CLASSES = 8192
-# Less scratch is taken where the model says that it costs no more time than this.
-SLACK = 1.03
-
-
 def plan(n: int, d: int, v: int, dtype: torch.dtype, device: torch.device, spec: Spec) -> Plan:
     """The plan for one run over x ``[n, d]`` and weight ``[v, d]`` of ``dtype`` on ``device``.
 
@@ -165,79 +157,23 @@ def work_of(
     )
 
 
-def fit(
-    lowering: str, strategy: str, work: Work, allowed: int, device_type: str
-) -> tuple[int, int]:
-    """Rows and classes at a time: the least scratch that is about as fast as the fastest within
-    ``allowed`` bytes, by the model at a typical device's rates; the smallest where none fits."""
-    typical = rates.nominal(device_type)
-    found = []
-    for rows, classes in _candidates(lowering, strategy, work, allowed, device_type):
-        taken = cost.scratch(lowering, strategy, work, rows, classes)
-        seconds = cost.seconds(lowering, strategy, work, rows, classes, typical)
-        found.append((taken, seconds, rows, classes))
-    inside = [each for each in found if each[0] <= allowed]
-    if not inside:
-        return min(found)[2:]
-    limit = SLACK * min(each[1] for each in inside)
-    return min(each for each in inside if each[1] <= limit)[2:]
-
-
-def _candidates(
-    lowering: str, strategy: str, work: Work, allowed: int, device_type: str
-) -> Iterator[tuple[int, int]]:
-    """Pairs that fill the budget, or half of it, or a quarter ...
-
-    Scratch is affine in the rows and in the classes, and more of either never takes longer, so for
-    every number of the one the best of the other is what the budget leaves for it.
-    """
-    align = ALIGNMENT.get(device_type, CPU_ALIGNMENT)
-
-    def least(rows: int, classes: int) -> int:
-        return cost.scratch(lowering, strategy, work, rows, classes)
-
-    def most_rows(classes: int, size: int) -> int:
-        fixed = least(0, classes)
-        return _aligned((size - fixed) // max(1, least(1, classes) - fixed), work.n, align)
-
-    def most_classes(rows: int, size: int) -> int:
-        fixed = least(rows, 0)
-        return _aligned((size - fixed) // max(1, least(rows, 1) - fixed), work.v, align)
-
-    for size in (allowed >> shift for shift in range(5)):
-        if strategy == "chunked":
-            most = min(work.v, MOST_CLASSES)
-            for classes in {most >> shift or 1 for shift in range(0, 14, 2 if work.up else 14)}:
-                yield most_rows(classes, size), classes
-        elif lowering == "triton":
-            yield work.n, most_classes(work.n, size)
-        else:
-            for blocks in (1, 2, 4, 8, 16, 64, 256):
-                rows = _aligned(-(-work.n // blocks), work.n, align, up=True)
-                yield rows, most_classes(rows, size)
-    yield (work.n if (lowering, strategy) == ("triton", "tiled") else 1), 1
-
-
-def _aligned(most: int, total: int, align: int, up: bool = False) -> int:
-    """Equal parts of ``total``, each at most ``most`` (at least 1), in multiples of ``align`` where
-    that many fit: the last part is then not much smaller than the others."""
-    if up:
-        return min(total, -(-most // align) * align)
-    if most >= total:
-        return total
-    if most < align:
-        return max(1, most)
-    most -= most % align
-    part = -(-total // -(-total // most))
-    return -(-part // align) * align
-
-
 # ---------------------------------------------------------------- which strategy
+
+STRATEGIES = ("chunked", "tiled")
+
+# Time that saving memory is worth, by kind of device: where the fastest strategy needs more than
+# its budget beside the outputs (the f32 gradients that ``chunked`` keeps for operands of half the
+# width), the strategy that needs the least is taken as long as it is no slower than this. On GPUs
+# the f32 gradients are the price of the speed; a smaller budget asks for less.
+MEMORY_IS_WORTH = {"cpu": 1.5}
+# The model is not more exact than this: what is as fast is judged by its memory.
+AS_FAST = 1.05
 
 
 class Prediction(NamedTuple):
     """What a strategy is expected to cost: seconds of forward and backward, the larger scratch of
-    the two, and bytes of gradients that are kept in a wider dtype than their operand's."""
+    the two, bytes of gradients that are kept in a wider dtype than their operand's; and the rows
+    and classes at a time of its last run."""
 
     strategy: str
     seconds: float
@@ -252,18 +188,8 @@ class Prediction(NamedTuple):
         return self.scratch + self.wider
 
     def __str__(self) -> str:
-        return f"{duration(self.seconds)}, {size(self.scratch)} of scratch" + (
-            f", {size(self.wider)} of f32 gradients" if self.wider else ""
-        )
-
-
-# Time that saving memory is worth, by kind of device: where the fastest strategy needs more than
-# its budget beside the outputs (the f32 gradients that ``chunked`` keeps for operands of half the
-# width), the strategy that needs the least is taken as long as it is no slower than this. On GPUs
-# the f32 gradients are the price of the speed; a smaller budget asks for less.
-MEMORY_IS_WORTH = {"cpu": 1.5}
-# The model is not more exact than this: what is as fast is judged by its memory.
-AS_FAST = 1.05
+        wider = f", {size(self.wider)} of f32 gradients" if self.wider else ""
+        return f"{duration(self.seconds)}, {size(self.scratch)} of scratch{wider}"
 
 
 @dataclass(frozen=True)
@@ -290,27 +216,46 @@ class Choice:
     symbolic: bool = False
     kept: bool = False
 
+    @property
+    def allowed(self) -> int:
+        """The budget in bytes."""
+        return budget(self.v, self.dtype, self.device, self.spec.memory_mb)
+
     def predictions(self) -> tuple[Prediction, ...]:
-        """What each strategy that is possible would cost, the chosen one first."""
-        names = STRATEGIES if not self.kept else ("chunked",)
+        """What each strategy that is possible would cost, the chosen one first; on a CPU this
+        measures its rates if nobody has yet."""
+        rated = rates.device_rates(self.device, self.dtype)
+        names = ("chunked",) if self.kept else STRATEGIES
         ordered = sorted(names, key=lambda name: name != self.strategy)
-        return tuple(predict(self, name) for name in ordered)
+        return tuple(self.predict(name, rated) for name in ordered)
+
+    def predict(self, strategy: str, rated: cost.Rates) -> Prediction:
+        """Time and memory of all runs of ``strategy`` on a device of some rates."""
+        lowering, _ = lowering_for(self.device, self.dtype)
+        seconds, scratch, shape = 0.0, 0, (0, 0)
+        for gradients in runs(strategy, self.spec):
+            work = work_of(
+                self.n, self.d, self.v, self.dtype, lowering, self.spec, gradients, self.kept
+            )
+            shape = fit(lowering, strategy, work, self.allowed, self.device.type)
+            scratch = max(scratch, cost.scratch(lowering, strategy, work, *shape))
+            seconds += cost.seconds(lowering, strategy, work, *shape, rated)
+        wider = 0
+        compute = compute_dtype(self.dtype)
+        if strategy == "chunked" and compute != self.dtype:
+            elements = {"x": self.n * self.d, "weight": self.v * self.d, "bias": self.v}
+            wider = compute.itemsize * sum(elements[name] for name in self.spec.gradients)
+        return Prediction(strategy, seconds, scratch, wider, *shape)
 
     def __str__(self) -> str:
-        """One line, as ``explain`` prints it; measures the CPU's rates if nobody has yet."""
+        """One line, as ``explain`` prints it."""
         best, *others = self.predictions()
-        n = f"{'about ' if self.symbolic else ''}{self.n}"
-        at_a_time = {
-            "chunked": f"{best.rows} of {n} rows at a time",
-            "tiled": f"{best.classes} of {self.v} classes at a time",
-        }
-        text = f"strategy: {best.strategy}, {at_a_time[best.strategy]}: {best}"
+        at_a_time = f"{best.rows} rows" if best.strategy == "chunked" else f"{best.classes} classes"
+        text = f"strategy: {best.strategy}, {at_a_time} at a time: {best}"
         if others:
             text += f" ({'; '.join(f'{other.strategy}: {other}' for other in others)})"
-        return f"{text}; {self.reason}"
-
-
-STRATEGIES = ("chunked", "tiled")
+        traced = f"; for {self.n} rows, as traced" if self.symbolic else ""
+        return f"{text}; {self.reason}{traced}"
 
 
 def choose(
@@ -333,77 +278,39 @@ def choose(
         spec: what is computed; its ``strategy`` is not read.
         setting: ``auto``, ``chunked`` or ``tiled``.
         kept: whether the logits exist in the graph anyway.
+
+    The fastest is chosen, by the model at the device's rates, of those that keep the budget. What
+    is nearly as fast is judged by its memory (``AS_FAST``), and so is what is slower by no more
+    than saving the f32 gradients is worth (``MEMORY_IS_WORTH``).
     """
     symbolic = isinstance(n, torch.SymInt)
     rows = (n.node.hint or 1) if isinstance(n, torch.SymInt) else n
-
-    def chosen(strategy: str, reason: str) -> Choice:
-        return Choice(strategy, reason, rows, d, v, dtype, device, spec, symbolic, kept)
-
+    chunked = Choice(
+        "chunked", "the logits exist anyway", rows, d, v, dtype, device, spec, symbolic, kept
+    )
     if kept:
-        return chosen("chunked", "the logits exist anyway")
+        return chunked
     if setting != "auto":
-        return chosen(setting, "as set")
-    allowed = budget(v, dtype, device, spec.memory_mb)
-    chunked = plan_of("chunked", rows, d, v, dtype, device, spec)
-    if chunked.rows >= rows and chunked.scratch + chunked.wider <= allowed:
+        return replace(chunked, strategy=setting, reason="as set")
+    plain = chunked.predict("chunked", rates.nominal(device.type))
+    if plain.rows >= rows and plain.extra <= chunked.allowed:
         # nothing is repeated, and no rate has to be known
-        return chosen("chunked", "one chunk is within the budget")
-    possible = chosen("chunked", "").predictions()
-    fastest = min(possible, key=lambda p: p.seconds)
-    if fastest.extra > allowed:
-        worth = MEMORY_IS_WORTH.get(device.type, AS_FAST)
+        return replace(chunked, reason="one chunk is within the budget")
+    possible = chunked.predictions()
+    inside = [p for p in possible if p.scratch <= chunked.allowed]
+    if not inside:
+        least = min(possible, key=lambda p: p.scratch)
+        return replace(chunked, strategy=least.strategy, reason="nothing is within the budget")
+    fastest = min(inside, key=lambda p: p.seconds)
+    over = fastest.extra > chunked.allowed
+    worth = MEMORY_IS_WORTH.get(device.type, AS_FAST) if over else AS_FAST
+    near = [p for p in inside if p.seconds <= worth * fastest.seconds]
+    best = min(near, key=lambda p: p.extra)
+    if best != fastest:
         reason = f"the least memory within {worth:g} times the fastest"
     else:
-        worth, reason = AS_FAST, "the fastest"
-    near = [p for p in possible if p.seconds <= worth * fastest.seconds]
-    best = min(near, key=lambda p: p.extra)
-    return chosen(best.strategy, "the fastest" if best == fastest else reason)
-
-
-def predict(choice: Choice, strategy: str) -> Prediction:
-    """What ``strategy`` would cost; on a CPU measures its rates if nobody has yet."""
-    rated = rates.device_rates(choice.device, choice.dtype)
-    return plan_of(
-        strategy,
-        choice.n,
-        choice.d,
-        choice.v,
-        choice.dtype,
-        choice.device,
-        choice.spec,
-        rated,
-        choice.kept,
-    )
-
-
-def plan_of(
-    strategy: str,
-    n: int,
-    d: int,
-    v: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    spec: Spec,
-    rated: cost.Rates | None = None,
-    kept: bool = False,
-) -> Prediction:
-    """Time and memory of all runs of a strategy; no time without rates."""
-    lowering, _ = lowering_for(device, dtype)
-    allowed = budget(v, dtype, device, spec.memory_mb)
-    seconds, scratch, shape = 0.0, 0, (0, 0)
-    for gradients in runs(strategy, spec):
-        work = work_of(n, d, v, dtype, lowering, spec, gradients, kept)
-        shape = fit(lowering, strategy, work, allowed, device.type)
-        scratch = max(scratch, cost.scratch(lowering, strategy, work, *shape))
-        if rated is not None:
-            seconds += cost.seconds(lowering, strategy, work, *shape, rated)
-    wider = 0
-    compute = compute_dtype(dtype)
-    if strategy == "chunked" and compute != dtype:
-        elements = {"x": n * d, "weight": v * d, "bias": v}
-        wider = compute.itemsize * sum(elements[name] for name in spec.gradients)
-    return Prediction(strategy, seconds, scratch, wider, *shape)
+        reason = "the fastest" + ("" if inside == [*possible] else " within the budget")
+    return replace(chunked, strategy=best.strategy, reason=reason)
 
 
 def runs(strategy: str, spec: Spec) -> tuple[tuple[str, ...], ...]:
