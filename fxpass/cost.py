@@ -117,7 +117,7 @@ def _aten_chunked() -> Cost:
         logits + upcast + N * V / E + gx * x + gw * w + gb * N * V * a / B + calls,
         a * R * V
         + up * a * (R * D + C * D)
-        + temporaries * Max(BLOCK_BYTES, a * V)
+        + temporaries * Min(a * R * V, Max(BLOCK_BYTES, a * V))
         + ROW_ELEMENTS * a * N,
     )
 

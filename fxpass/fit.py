@@ -34,7 +34,7 @@ def fit(
 ) -> tuple[int, int]:
     """Rows and classes at a time: the least scratch that is about as fast as the fastest within
     ``allowed`` bytes; the smallest possible where none fits."""
-    # Batches of varying length share what was found for one that is slightly longer.
+    # batches of varying length share what was found for one that is slightly longer
     step = 1 << max(0, work.n.bit_length() - 5)
     longer = work._replace(n=-(-work.n // step) * step)
     rows, classes = _fit(lowering, strategy, longer, allowed, device_type)
@@ -64,7 +64,7 @@ def _candidates(
 ) -> Iterator[tuple[int, int]]:
     """Pairs of rows and classes that fill the budget, or half of it, or a quarter ...
 
-    Scratch is affine in the rows and in the classes, and more of either never takes longer, so for
+    Scratch is piecewise affine in the rows and affine in the classes, and more of either never takes longer, so for
     every number of the one the best of the other is what the budget leaves for it.
     """
     align = ALIGNMENT.get(device_type, CPU_ALIGNMENT)
@@ -74,10 +74,12 @@ def _candidates(
 
     for within in (allowed >> shift for shift in range(5)):
         if strategy == "chunked":
-            most = min(work.v, MOST_CLASSES)  # up-cast at a time
-            for classes in {max(1, most >> shift) for shift in _SHIFTS[: 1 + 5 * work.up]}:
-                fixed = taken(0, classes)
-                yield _left(within - fixed, taken(1, classes) - fixed, work.n, align), classes
+            up_cast = min(work.v, MOST_CLASSES)
+            for classes in {max(1, up_cast >> shift) for shift in _SHIFTS[: 1 + 5 * work.up]}:
+                for at in (1, work.n):  # few rows hold no whole block of temporaries
+                    each = taken(at + 1, classes) - taken(at, classes)
+                    most = at + (within - taken(at, classes)) // each
+                    yield _floor(most, work.n, align), classes
         else:
             for blocks in _BLOCKS if lowering == "aten" else (1,):
                 rows = _parts(work.n, blocks, align)
@@ -94,14 +96,18 @@ def _left(left: int, each: int, total: int, align: int) -> int:
     return _aligned(left // each, total, align) if each else total
 
 
+def _floor(most: int, total: int, align: int) -> int:
+    """At most ``most`` (at least 1) of ``total``, in multiples of ``align`` where one fits."""
+    if most >= total:
+        return total
+    return most - most % align if most >= align else max(1, most)
+
+
 def _aligned(most: int, total: int, align: int) -> int:
     """Equal parts of ``total``, each at most ``most`` (at least 1), in multiples of ``align`` where
     that many fit: the last part is then not much smaller than the others."""
-    if most >= total:
-        return total
-    if most < align:
-        return max(1, most)
-    return _parts(total, -(-total // (most - most % align)), align)
+    most = _floor(most, total, align)
+    return most if most == total or most < align else _parts(total, -(-total // most), align)
 
 
 def _parts(total: int, parts: int, align: int) -> int:
