@@ -64,8 +64,8 @@ def _candidates(
 ) -> Iterator[tuple[int, int]]:
     """Pairs of rows and classes that fill the budget, or half of it, or a quarter ...
 
-    Scratch is piecewise affine in the rows and affine in the classes, and more of either never takes longer, so for
-    every number of the one the best of the other is what the budget leaves for it.
+    Scratch is affine in the classes, and in the rows in two pieces; more of either never takes
+    longer. So for every number of the one the best of the other is what the budget leaves.
     """
     align = ALIGNMENT.get(device_type, CPU_ALIGNMENT)
 

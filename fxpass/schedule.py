@@ -324,7 +324,9 @@ def runs(strategy: str, spec: Spec) -> tuple[tuple[str, ...], ...]:
 
 def size(number: int) -> str:
     """Bytes in MiB or GiB."""
-    return f"{number / MIB:.0f} MiB" if number < 1024 * MIB else f"{number / MIB / 1024:.2f} GiB"
+    if number >= 1024 * MIB:
+        return f"{number / MIB / 1024:.2f} GiB"
+    return f"{number / MIB:.{0 if number >= 10 * MIB else 1}f} MiB"
 
 
 def duration(seconds: float) -> str:
