@@ -1,17 +1,20 @@
-"""DeepSpeed engines that train on ranks of gloo, in processes of their own.
+"""DeepSpeed engines that train on two ranks of gloo, in processes of their own.
 
-``python deepspeed_worker.py FOLDER`` trains all ``GROUPS`` and writes a file for each rank of each,
-``FOLDER/GROUP-RANK.json``: case, then run, then what :func:`train` returns. Processes of their own,
-since a process is one rank, and since ZeRO-3 replaces ``torch.nn.functional.linear`` for good.
+``python deepspeed_worker.py FOLDER`` starts two ranks, which train ``STAGES`` together; then each is
+the only rank of a world of its own and trains half of what is left, for which one rank will do.
+Writes ``FOLDER/GROUP-RANK.json``: case, then run, then what :func:`train` returns. Processes of
+their own, since a process is one rank, and since ZeRO-3 replaces ``torch.nn.functional.linear``.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -20,14 +23,19 @@ from typing import Any
 import deepspeed
 import tiny
 import torch
+import torch._inductor.compile_fx
 import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
-from deepspeed_cases import BATCH, DTYPES, GROUPS, Case, head_of
+from deepspeed.utils import safe_get_full_grad
+from deepspeed_cases import ALONE, BATCH, DTYPES, STAGES, Case, head_of
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.multiprocessing.spawn import start_processes
 
+import fxpass.backend  # noqa: F401, as Inductor: once, before the ranks are forked
+
 STEPS, LENGTH, RATE = 6, 12, 1.0
+SECONDS = 180  # a rank that is not done by then says where it is, and ends
 
 # What is compiled, and under which settings; None is not compiled.
 RUNS: dict[str, dict[str, str] | None] = {
@@ -47,16 +55,16 @@ def batches(rank: int) -> Iterator[Tensor]:
         yield (start + torch.arange(LENGTH)) % tiny.WORDS + len(tiny.SPECIAL)
 
 
-def train(case: Case, run: str, rank: int, logits: dict[str, Tensor]) -> dict[str, Any]:
+def train(case: Case, run: str, rank: int, seen: dict[str, Tensor]) -> dict[str, Any]:
     """Trains for ``STEPS`` steps, or to the first exception.
 
-    The last step's logits are read after the weights have been changed, and put into ``logits``.
+    Puts into ``seen``: the first step's gradients, whole and by name; ``logits``: the last step's,
+    read after the weights have been changed; ``after``: what they are with those weights.
 
     Returns:
         ``losses``; ``failure``: the exception as text, or None; ``matched``; ``graphs``; ``said``:
         what fxpass logged; ``head``: shape and dtype of the head's weight between the steps;
-        ``returned``: the type of the returned logits. Of the runs of a case, ``logits_off`` says how
-        far the fused ones are off, and ``logits_moved`` how far the last step moved the right ones.
+        ``returned``: the type of the returned logits.
     """
     torch._dynamo.reset()
     counters.clear()
@@ -83,14 +91,16 @@ def train(case: Case, run: str, rank: int, logits: dict[str, Tensor]) -> dict[st
                 out = engine(input_ids=ids, labels=ids)
                 loss, returned = out if isinstance(out, tuple) else (out.loss, out.logits)
                 engine.backward(loss)
+                if not losses:
+                    seen.update(gradients(engine.module))
                 engine.step()
                 losses.append(loss.item())
                 between = [list(head.shape), str(head.dtype)]
-            logits[run] = returned.detach().double()
+            seen["logits"] = returned.detach().double()
             if settings is None:
                 with torch.no_grad():
                     out = engine(input_ids=given[-1], labels=given[-1])
-                logits["after"] = out[1].double()
+                seen["after"] = out[1].double()
         except Exception as error:
             failure = str(error)
     engine.destroy()
@@ -148,41 +158,53 @@ def environment(settings: dict[str, str]) -> Iterator[None]:
             del os.environ[name]
 
 
-def relative(logits: Tensor, right: Tensor) -> float:
-    return float((logits - right).abs().max() / right.abs().max())
+def gradients(model: Any) -> dict[str, Tensor]:
+    """What the ranks hold together, of every parameter that is trained."""
+    whole: Any = safe_get_full_grad
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    return {name: whole(p).double() for name, p in trained}
 
 
-def rank_of_group(rank: int, group: str, folder: str) -> None:
-    """What each process does."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    ranks, cases = GROUPS[group]
+def relative(values: Tensor, right: Tensor) -> float:
+    return float((values - right).abs().max() / right.abs().max())
+
+
+def compare(seen: dict[str, dict[str, Tensor]]) -> dict[str, float]:
+    """How far the fused logits and gradients are off, and how far the last step ``moved`` logits."""
+    fused, right = seen["fused"], seen["eager" if "logits" in seen["eager"] else "by hand"]
+    off = {name: relative(fused[name], right[name]) for name in fused}
+    return {"moved": relative(right["after"], right["logits"]), **off}
+
+
+def train_group(name: str, cases: Sequence[Case], rank: int, ranks: int, folder: Path) -> None:
+    """Trains in a world of ``ranks``."""
     deepspeed.init_distributed(
         "gloo",
         auto_mpi_discovery=False,
-        init_method=f"file://{folder}/{group}",
+        init_method=f"file://{folder}/{name}",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(minutes=5),
+        timeout=timedelta(seconds=SECONDS),
         verbose=False,
     )
     linear = F.linear
     results: dict[str, Any] = {}
     for case in cases:
-        logits: dict[str, Tensor] = {}
-        runs = results[case.name] = {}
+        seen: dict[str, dict[str, Tensor]] = {run: {} for run in case.runs}
+        results[case.name] = {}
         for run in case.runs:
             F.linear = linear  # ZeRO-3 has replaced it
-            with case.around():
-                runs[run] = train(case, run, rank, logits)
-        oracle = "eager" if "eager" in logits else "by hand"
-        if oracle in logits and "fused" in logits:
-            runs["fused"]["logits_off"] = relative(logits["fused"], logits[oracle])
-            runs[oracle]["logits_moved"] = relative(logits["after"], logits[oracle])
-    Path(folder, f"{group}-{rank}.json").write_text(json.dumps(results))
+            results[case.name][run] = train(case, run, rank, seen[run])
+        if "logits" in seen["fused"]:
+            results[case.name]["compared"] = compare(seen)
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(results))
+    deepspeed.comm.destroy_process_group()
 
 
-def prepare_process() -> None:
-    """What the ranks inherit: settings, and whatever a first compilation takes seconds to import."""
+def run_rank(rank: int, folder: Path) -> None:
+    """What each process does."""
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     # It would be built by g++, which takes a minute or more, and be used in inference only.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -191,13 +213,12 @@ def prepare_process() -> None:
     accelerator.is_fp16_supported = lambda self: True
     # ZeRO-3's hooks are compiled anew for every module, until Dynamo has had enough of it
     torch._dynamo.config.recompile_limit = 1
-    options: Any = {"fusedce.inner": "aot_eager"}
-    ids = next(batches(0))
-    llama = torch.compile(tiny.llama(), backend="fusedce", options=options)
-    llama(input_ids=ids, labels=ids).loss.backward()
+    train_group("stages", STAGES, rank, 2, folder)
+    name, cases = ALONE[rank]
+    train_group(name, cases, 0, 1, folder)
 
 
 if __name__ == "__main__":
-    prepare_process()
-    for name, (count, _) in GROUPS.items():
-        start_processes(rank_of_group, (name, sys.argv[1]), nprocs=count, start_method="fork")
+    # What is imported is shared; forked after a computation, threads and locks would be, too.
+    assert threading.active_count() == 1
+    start_processes(run_rank, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

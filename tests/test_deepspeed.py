@@ -24,107 +24,99 @@ MISMATCH = (
 )
 RTOL = {**tiny.RTOL, torch.float16: 2**-11}  # what one logit is off, as for bfloat16
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-Records = dict[str, dict[str, Any]]  # case, then run, then what deepspeed_worker.train returned
+Runs = dict[str, dict[str, Any]]  # what deepspeed_worker.train returned, and what it compared
 
 
 def test_engines(tmp_path):
-    program = [sys.executable, str(Path(__file__).with_name("deepspeed_worker.py")), str(tmp_path)]
-    # a process that has seen a GPU cannot be forked
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",  # a process that has seen a GPU cannot be forked
+        "OMP_NUM_THREADS": "1",  # nor one with threads
+    }
     if sys.platform == "linux":
         # else gloo asks for the machine's name, which a container may not know
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-5000:]
+    program = [sys.executable, str(Path(__file__).with_name("deepspeed_worker.py")), str(tmp_path)]
+    # a rank that hangs has said where it does, and ended, before this time is over
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-8000:]
     first, second = (records(tmp_path, "stages", rank) for rank in range(2))
     assert first["0"]["eager"]["losses"] != second["0"]["eager"]["losses"], "the same data"
     for rank in (first, second):
         check_stages(rank)
-        check_old_zeropp(rank)
     check_mixed(records(tmp_path, "mixed", 0))
     check_partitioned(records(tmp_path, "partitioned", 0))
 
 
-def records(folder: Path, group: str, rank: int) -> Records:
+def records(folder: Path, group: str, rank: int) -> dict[str, Runs]:
+    """The runs of each case."""
     return json.loads((folder / f"{group}-{rank}.json").read_text())
 
 
-def check_stages(results: Records) -> None:
+def check_stages(results: dict[str, Runs]) -> None:
     """Every stage and dtype is fused and trains like eager, with the logits of before the step."""
-    cases = [name for name in results if "zero++" not in name]
-    assert len(cases) == 6
-    for case in cases:
+    assert [case[0] for case in results] == ["0", "1", "2", "3"]
+    for case, runs in results.items():
         stage, _, precision = case.partition(" ")
         dtype = DTYPES.get(precision, torch.float32)
-        fused = results[case]["fused"]
-        assert (fused["matched"], fused["rejected"], fused["casts"]) == (1, 0, 0)
-        assert fused["head"][1] == str(dtype)
+        fused = runs["fused"]
+        assert (fused["matched"], fused["rejected"], fused["casts"]) == (1, 0, 0), case
+        assert fused["head"][1] == str(dtype), case
         if stage == "3":
             assert fused["head"][0] == [0]  # it is there only while its module runs
         else:
-            assert fused["returned"] == "DeferredLogits"
-            assert fused["graphs"] == 1
-        assert_trains_like(fused, results[case]["eager"], dtype)
+            assert fused["returned"] == "DeferredLogits", case
+            assert fused["graphs"] == 1, case
+        assert_trains_like(runs, "eager", dtype, case)
 
 
-def check_mixed(results: Records) -> None:
+def check_mixed(results: dict[str, Runs]) -> None:
     """float16 hidden states and a bfloat16 head: eager raises, the backend trains and warns."""
-    assert set(results) == {"0", "1", "1 fp16", "2", "3"}
+    assert set(results) == {"0", "1", "2", "3"}
     for case, runs in results.items():
         fused = runs["fused"]
-        assert runs["eager"]["failure"] in MISMATCH
+        assert runs["eager"]["failure"] in MISMATCH, case
         # Llama's head has no bias; in stage 3 it is DeepSpeed's autograd.Function and its backward
         expected = {"1": (1, 0, 2), "3": (0, 1, 4)}.get(case, (1, 0, 3))
-        assert (fused["matched"], fused["rejected"], fused["casts"]) == expected
-        assert fused["head"][1] == "torch.bfloat16"
-        assert_warned(fused)
-        assert_trains_like(fused, runs["by hand"], torch.float16)
+        assert (fused["matched"], fused["rejected"], fused["casts"]) == expected, case
+        assert fused["head"][1] == "torch.bfloat16", case
+        assert any("probably read with the wrong dtype" in line for line in fused["said"]), case
+        assert_trains_like(runs, "by hand", torch.float16, case)
     off, error = results["2"]["off"], results["2"]["error"]
     assert off["failure"] in MISMATCH
-    assert not off["losses"]
     assert "operands of bfloat16 and float16 meet outside autocast" in error["failure"]
     assert "F.linear(hidden, self.weight, self.bias)" in error["failure"]
-    assert not error["losses"]
+    assert off["losses"] == error["losses"] == []
 
 
-def check_old_zeropp(results: Records) -> None:
-    """Where the pair came from: it trains now, and the weights are wrong, as the warning says."""
-    eager, fused = (results["zero++ before 0.19.6"][run] for run in ("eager", "fused"))
-    assert eager["failure"] in MISMATCH
-    assert (fused["matched"], fused["casts"]) == (1, 3)
-    assert fused["failure"] is None
-    assert_warned(fused)
-    assert fused["losses"][0] > 2 * results["3 bf16"]["eager"]["losses"][0]
-
-
-def check_partitioned(results: Records) -> None:
+def check_partitioned(results: dict[str, Runs]) -> None:
     """ZeRO-3 where its hooks stand between the head and the loss, and where they do not run."""
-    llama = results["llama"]
-    assert (llama["fused"]["matched"], llama["fused"]["rejected"]) == (0, 1)
-    assert "graph break" in "".join(llama["fused"]["said"])
-    assert llama["fused"]["head"] == [[0], "torch.bfloat16"]
-    assert_trains_like(llama["fused"], llama["eager"], torch.bfloat16)
+    llama = results["llama"]["fused"]
+    assert (llama["matched"], llama["rejected"]) == (0, 1)
+    assert "graph break" in "".join(llama["said"])
+    assert llama["head"] == [[0], "torch.bfloat16"]
+    assert_trains_like(results["llama"], "eager", torch.bfloat16, "llama")
 
     # Dynamo's own error, with any backend: it sees the partitioned weight
     direct = results["direct"]
     assert direct["eager"]["failure"] is None
     assert "size mismatch, got input (48x32), vec (0)" in direct["fused"]["failure"]
 
-    registered = results["registered"]
-    assert registered["fused"]["matched"] == 1
-    assert registered["fused"]["head"] == [[0], "torch.float32"]
-    assert_trains_like(registered["fused"], registered["eager"], torch.float32)
+    registered = results["registered"]["fused"]
+    assert registered["matched"] == 1
+    assert registered["head"] == [[0], "torch.float32"]
+    assert_trains_like(results["registered"], "eager", torch.float32, "registered")
 
 
-def assert_trains_like(fused: dict[str, Any], oracle: dict[str, Any], dtype: torch.dtype) -> None:
-    """The same losses, to the dtype's rounding, and the logits of before the last step."""
-    assert oracle["failure"] is None
-    assert fused["failure"] is None
-    assert oracle["losses"][-1] < 0.95 * oracle["losses"][0], "nothing was learned"
-    assert fused["losses"] == pytest.approx(oracle["losses"], rel=RTOL[dtype])
-    assert oracle["logits_moved"] > 0.2, "the last step left the logits as they were"
-    assert fused["logits_off"] < 10 * RTOL[dtype]
-
-
-def assert_warned(record: dict[str, Any]) -> None:
-    assert any("probably read with the wrong dtype" in line for line in record["said"])
+def assert_trains_like(runs: Runs, oracle: str, dtype: torch.dtype, case: str) -> None:
+    """To the dtype's rounding: losses, first gradients, and logits of before the last step."""
+    fused, right, compared = runs["fused"], runs[oracle], dict(runs["compared"])
+    assert right["failure"] is None, case
+    assert fused["failure"] is None, case
+    assert right["losses"][-1] < 0.95 * right["losses"][0], f"{case}: nothing was learned"
+    assert fused["losses"] == pytest.approx(right["losses"], rel=RTOL[dtype]), case
+    assert compared.pop("moved") > 0.2, f"{case}: the last step left the logits as they were"
+    assert len(compared) > 2, case  # the logits, and gradients by name
+    for name, off in compared.items():
+        assert off < 10 * RTOL[dtype], f"{case}: {name}"
