@@ -35,7 +35,7 @@ from torch.multiprocessing.spawn import start_processes
 import fxpass.backend  # noqa: F401, as Inductor: once, before the ranks are forked
 
 STEPS, LENGTH, RATE = 6, 12, 1.0
-SECONDS = 180  # a rank that is not done by then says where it is, and ends
+SECONDS = 360  # a rank that is not done by then says where it is, and ends; it takes 30 if alone
 
 # What is compiled, and under which settings; None is not compiled.
 RUNS: dict[str, dict[str, str] | None] = {
