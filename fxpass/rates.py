@@ -46,7 +46,7 @@ def nominal(device_type: str) -> Rates:
 
 def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """The rates of one device for operands of ``dtype``; the same in every process."""
-    if device.type == "cuda":
+    if device.type == "cuda" and properties_of(device) is not None:
         return _gpu_rates(device, dtype)
     if device.type == "cpu":
         return _cpu_rates(dtype)
@@ -106,8 +106,14 @@ ATTAINABLE, ATTAINABLE_MEMORY = 0.75, 0.85
 
 
 @functools.cache
+def properties_of(device: torch.device) -> Any:
+    """What the driver tells of a GPU; None where there is none, only tensors without data."""
+    return torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
+
+
+@functools.cache
 def _gpu(device: torch.device) -> Gpu:
-    properties = torch.cuda.get_device_properties(device)
+    properties = properties_of(device)
     for gpu in GPUS:
         if re.search(rf"\b(?:{gpu.name})\b", properties.name):
             return gpu
