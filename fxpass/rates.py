@@ -193,16 +193,21 @@ def _kept(path: Path) -> dict[str, float] | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(_measure(), file)
-        if path.exists() and _read(path) is None:
+            own = Path(file.name)
+            try:
+                json.dump(_measure(), file)
+            except RuntimeError:
+                own.unlink()
+                raise
+        if _read(path) is None:  # damaged, or still missing
             path.unlink(missing_ok=True)
         try:
-            os.link(file.name, path)  # whoever is first decides for all
-            os.unlink(file.name)
+            os.link(own, path)  # whoever is first decides for all
         except FileExistsError:
-            os.unlink(file.name)
+            pass
         except OSError:  # a file system without links
-            os.replace(file.name, path)
+            own.replace(path)
+        own.unlink(missing_ok=True)
     except (OSError, RuntimeError):
         return None
     return _read(path)
