@@ -22,7 +22,6 @@ from fxpass.casts import Cast, cast_lines, note
 from fxpass.dynamo import trace_through_log_once
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection
-from fxpass.schedule import Choice
 from fxpass.settings import Settings
 from fxpass.source import source_of
 from fxpass.transform import transform
@@ -62,9 +61,8 @@ class Report:
         ]
         for match in self.matches:
             lines.append(f"  {match}")
-            choice: Choice | None = getattr(match, "choice", None)
-            if choice is not None:
-                lines.append(f"    {choice}")
+            if match.choice is not None:
+                lines.append(f"    {match.choice}")
         lines += [f"  {record}" for record in (*self.rejections, *cast_lines(self.casts))]
         lines += [f"  graph break: {place}" for place in self.breaks]
         if self.logits_bytes:

@@ -44,7 +44,7 @@ KERNELS = {  # spec, class weights, scales of loss and lse, dtype of the logits,
 }
 
 def compiled(target, words, weighted, scales, dtype, types):
-    kernel = generate(Spec.parse(f"v2 reduction=sum {words}".strip()), weighted, *scales)
+    kernel = generate(Spec.parse(f"v3 reduction=sum {words}".strip()), weighted, *scales)
     function = triton_chunked.load(kernel)
     types = {**TYPES, "logits": "*" + dtype, **types}
     options = triton_chunked._launch_options(128256, DTYPES[dtype])
