@@ -9,7 +9,8 @@ an upper bound of the scratch. ``COSTS`` is the model; print it to read it::
 Symbols: ``N`` rows, ``D`` hidden size, ``V`` classes; ``R`` rows and ``C`` classes at a time; ``e``
 bytes of an operand's element, ``a`` of one that is computed with. 1 or 0: ``gx gw gb`` gradients of
 x, weight, bias; ``kept`` logits that exist already; ``up`` operands that have to be copied to the
-compute dtype before they are multiplied. The rates are those of :class:`Rates`.
+compute dtype before they are multiplied; ``temporaries`` blocks of logits that the target and the
+logit transform need, and ``P`` processors of the device. The rates are those of :class:`Rates`.
 
 A product costs what is larger, its arithmetic or its traffic, and runs at ``k / (k + H)`` of the
 full rate where one of its sides is only ``k`` long. Everything else is added up: it runs before or
@@ -29,9 +30,11 @@ MIB = 1 << 20
 
 # Bytes of logits that the ATen lowering works on at a time between two products.
 BLOCK_BYTES = 2 * MIB
-# Parts of the classes that the tiled kernel's forward may be split into, and bytes of each row's
-# partial result.
-SPLITS, PARTIAL_BYTES = 16, 16
+# The tiled kernel's forward: its smallest tiles, how many of them run beside each other, and what
+# a row holds for each part of the classes that a program of its own passes over.
+TILE_ROWS, TILE_CLASSES, GROUP, PARTIAL_BYTES = 128, 64, 8, 20
+# ... and the most that its backward takes to round a tile of the weight's gradient once.
+ROUNDED_BYTES = 32 * MIB
 # Per row: counts, scales and picked logits that lowerings hold, in elements of the compute dtype.
 ROW_ELEMENTS = 16
 
@@ -50,6 +53,7 @@ class Work(NamedTuple):
     kept: int = 0
     up: int = 0
     temporaries: int = 1
+    processors: int = 1
 
 
 class Rates(NamedTuple):
@@ -83,11 +87,11 @@ def _symbols(names: str) -> tuple[Any, ...]:
     return sympy.symbols(names, nonnegative=True)
 
 
-WORK = _symbols("N D V e a gx gw gb kept up temporaries")
+WORK = _symbols("N D V e a gx gw gb kept up temporaries P")
 TILE = _symbols("R C")
 RATES = _symbols("F B E L H S")
 
-N, D, V, e, a, gx, gw, gb, kept, up, temporaries = WORK
+N, D, V, e, a, gx, gw, gb, kept, up, temporaries, P = WORK
 R, C = TILE
 F, B, E, L, H, S = RATES
 
@@ -151,21 +155,27 @@ def _triton_chunked() -> Cost:
     calls = L * chunks * (4 + 4 * up * tiles)
     return Cost(
         logits + in_place + upcast + gx * x + gw * w + gb * N * V * e / B + calls,
-        e * R * 16 * ceiling(V / 16) + up * a * (R * C + C * D + R * D) + ROW_ELEMENTS * a * N,
+        e * R * 16 * ceiling(V / 16)
+        + up * a * (R * C + C * D + R * D)
+        + ROW_ELEMENTS * a * N
+        + 4 * a * V,
     )
 
 
 def _triton_tiled() -> Cost:
     tiles = ceiling(V / C)
+    splits = Min(ceiling(V / TILE_CLASSES), 8 * ceiling(P / Min(GROUP, ceiling(N / TILE_ROWS))))
     generated = _product(_flops, N * V * e * _any, share=S) + N * V / E
     x = _product(_flops, (D * V + N * V) * e, N, C) + 2 * a * N * D * tiles / B
     w = _product(_flops, (N * D * tiles + N * V) * e, N, C)
     return Cost(
         generated + gx * x + gw * w + gb * N * V * e / B + L * (2 + _any * tiles * 4),
-        _any * e * N * C
-        + _narrow * a * N * D * gx
-        + SPLITS * PARTIAL_BYTES * N * (1 - _any)
-        + ROW_ELEMENTS * a * N,
+        _any * e * N * 16 * ceiling(C / 16)
+        + _narrow * a * (N * D * gx + gw * Min(D * C, ROUNDED_BYTES / a))
+        + up * a * (N * C + C * D + N * D)
+        + (1 - _any) * PARTIAL_BYTES * N * splits
+        + ROW_ELEMENTS * a * N
+        + 4 * a * V,
     )
 
 

@@ -75,7 +75,7 @@ def _candidates(
     for within in (allowed >> shift for shift in range(5)):
         if strategy == "chunked":
             up_cast = min(work.v, MOST_CLASSES)
-            for classes in {max(1, up_cast >> shift) for shift in _SHIFTS[: 1 + 5 * work.up]}:
+            for classes in {max(1, up_cast >> shift) for shift in _SHIFTS[: 1 + 7 * work.up]}:
                 for at in (1, work.n):  # few rows hold no whole block of temporaries
                     each = taken(at + 1, classes) - taken(at, classes)
                     most = at + (within - taken(at, classes)) // each
@@ -87,7 +87,7 @@ def _candidates(
                 yield rows, _left(within - fixed, taken(rows, 1) - fixed, work.v, align)
 
 
-_SHIFTS = (0, 2, 4, 6, 8, 13)
+_SHIFTS = (0, 1, 2, 3, 4, 6, 8, 13)
 _BLOCKS = (1, 2, 4, 8, 16, 64, 256)
 
 

@@ -46,7 +46,7 @@ def nominal(device_type: str) -> Rates:
 
 def device_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """The rates of one device for operands of ``dtype``; the same in every process."""
-    if device.type == "cuda":
+    if device.type == "cuda" and properties_of(device) is not None:
         return _gpu_rates(device, dtype)
     if device.type == "cpu":
         return _cpu_rates(dtype)
@@ -106,8 +106,14 @@ ATTAINABLE, ATTAINABLE_MEMORY = 0.75, 0.85
 
 
 @functools.cache
+def properties_of(device: torch.device) -> Any:
+    """What the driver tells of a GPU; None where there is none, only tensors without data."""
+    return torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
+
+
+@functools.cache
 def _gpu(device: torch.device) -> Gpu:
-    properties = torch.cuda.get_device_properties(device)
+    properties = properties_of(device)
     for gpu in GPUS:
         if re.search(rf"\b(?:{gpu.name})\b", properties.name):
             return gpu
@@ -187,16 +193,21 @@ def _kept(path: Path) -> dict[str, float] | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(_measure(), file)
-        if path.exists() and _read(path) is None:
+            own = Path(file.name)
+            try:
+                json.dump(_measure(), file)
+            except RuntimeError:
+                own.unlink()
+                raise
+        if _read(path) is None:  # damaged, or still missing
             path.unlink(missing_ok=True)
         try:
-            os.link(file.name, path)  # whoever is first decides for all
-            os.unlink(file.name)
+            os.link(own, path)  # whoever is first decides for all
         except FileExistsError:
-            os.unlink(file.name)
+            pass
         except OSError:  # a file system without links
-            os.replace(file.name, path)
+            own.replace(path)
+        own.unlink(missing_ok=True)
     except (OSError, RuntimeError):
         return None
     return _read(path)

@@ -76,15 +76,11 @@ def budget(v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> 
         return memory_mb * MIB
     if device.type == "cuda":
         low, high = GPU_BUDGET
-        return max(low, min(high, int(_total_memory(device) * GPU_SHARE)))
+        total = getattr(rates.properties_of(device), "total_memory", 0)
+        return max(low, min(high, int(total * GPU_SHARE)))
     low, high = CPU_BUDGET
     row = v * compute_dtype(dtype).itemsize
     return max(low, min(high, CPU_ROWS * row + 8 * MIB))
-
-
-@functools.cache
-def _total_memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).total_memory
 
 
 # ---------------------------------------------------------------- rows and classes
@@ -122,7 +118,7 @@ def _plan(
     reason: str,
 ) -> Plan:
     strategy = "tiled" if spec.strategy == "tiled" else "chunked"
-    work = work_of(n, d, v, dtype, lowering, spec, spec.gradients)
+    work = work_of(n, d, v, dtype, device, lowering, spec, spec.gradients)
     allowed = budget(v, dtype, device, spec.memory_mb)
     rows, classes = fit(lowering, strategy, work, allowed, device.type)
     taken = cost.scratch(lowering, strategy, work, rows, classes)
@@ -136,6 +132,7 @@ def work_of(
     d: int,
     v: int,
     dtype: torch.dtype,
+    device: torch.device,
     lowering: str,
     spec: Spec,
     gradients: tuple[str, ...],
@@ -154,6 +151,9 @@ def work_of(
         kept=int(kept),
         up=int(copied and dtype != compute),
         temporaries=1 + (spec.logits != Z) + 2 * (spec.target == "probabilities"),
+        processors=getattr(rates.properties_of(device), "multi_processor_count", 1)
+        if lowering == "triton"
+        else 1,
     )
 
 
@@ -232,11 +232,10 @@ class Choice:
     def predict(self, strategy: str, rated: cost.Rates) -> Prediction:
         """Time and memory of all runs of ``strategy`` on a device of some rates."""
         lowering, _ = lowering_for(self.device, self.dtype)
+        sizes = self.n, self.d, self.v, self.dtype, self.device
         seconds, scratch, shape = 0.0, 0, (0, 0)
         for gradients in runs(strategy, self.spec):
-            work = work_of(
-                self.n, self.d, self.v, self.dtype, lowering, self.spec, gradients, self.kept
-            )
+            work = work_of(*sizes, lowering, self.spec, gradients, self.kept)
             shape = fit(lowering, strategy, work, self.allowed, self.device.type)
             scratch = max(scratch, cost.scratch(lowering, strategy, work, *shape))
             seconds += cost.seconds(lowering, strategy, work, *shape, rated)
