@@ -204,6 +204,7 @@ def _main(target: str, folder: Path) -> None:
     from triton import knobs
 
     knobs.nvidia.dump_ptxas_log = True
+    knobs.compilation.always_compile = True  # what comes from a cache leaves no log
     work = {label: Unit(**fields) for label, fields in json.load(sys.stdin).items()}
     found = {label: _compile(unit, target, folder) for label, unit in work.items()}
     print(json.dumps(found))
