@@ -1,8 +1,8 @@
 """The fused loss in ATen: what goes in, what comes out, and the arithmetic of a tile of logits.
 
 In: a tile of logits ``[rows, classes]``. Out: the sums that losses are made of, and the tile's
-gradient. :mod:`fxpass.aten_chunked` and :mod:`fxpass.aten_tiled` say which tiles there are and when;
-together they are the loss's meaning, the oracle of the kernels, and what runs on CPUs.
+gradient. :mod:`fxpass.aten_chunked` and :mod:`fxpass.aten_tiled` say which tiles there are, and
+when; together they are the loss's meaning, the oracle of the kernels, and what runs on CPUs.
 
 With z the transformed logits, q the (weighted, smoothed) target distribution and Q = sum(q), one
 row's loss and gradient are, for class indices and class probabilities alike,

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fxpass import aten, expression
+from fxpass import aten, cost, expression
 from fxpass.aten import Inputs, Outputs, Target, slices
 from fxpass.schedule import compute_dtype
 from fxpass.spec import Spec
 
-# Bytes of logits that are worked on at a time between two GEMMs: what stays in a core's cache
+# Bytes of logits that are worked on at a time between two GEMMs: what stays in the cores' caches
 # during the passes over it, and what the copies of a logit transform are limited to.
-_CACHED_BYTES = 1 << 20
+_CACHED_BYTES = cost.BLOCK_BYTES
 
 # Classes that are up-cast at a time where the weight is narrower than the compute dtype.
 CLASSES = 8192

@@ -4,7 +4,7 @@ In: sizes, a strategy's rows and classes, and a device's :class:`Rates`. Out: pr
 an upper bound of the scratch. ``COSTS`` is the model; print it to read it::
 
     >>> COSTS["aten", "chunked"].scratch
-    16*N*a + R*V*a + R*D*a*up + C*D*a*up + temporaries*Max(1048576, V*a)
+    16*N*a + R*V*a + a*up*(C*D + D*R) + temporaries*Min(R*V*a, Max(2097152, V*a))
 
 Symbols: ``N`` rows, ``D`` hidden size, ``V`` classes; ``R`` rows and ``C`` classes at a time; ``e``
 bytes of an operand's element, ``a`` of one that is computed with. 1 or 0: ``gx gw gb`` gradients of
@@ -29,7 +29,7 @@ from sympy import Expr, Max, Min, ceiling
 MIB = 1 << 20
 
 # Bytes of logits that the ATen lowering works on at a time between two products.
-BLOCK_BYTES = MIB
+BLOCK_BYTES = 2 * MIB
 # The tiled kernel's forward: its smallest tiles, how many of them run beside each other, and what
 # a row holds for each part of the classes that a program of its own passes over.
 TILE_ROWS, TILE_CLASSES, GROUP, PARTIAL_BYTES = 128, 64, 8, 20

@@ -5,9 +5,9 @@ weight_grad, bias_grad)``, of which the graph uses the first two. For ``mean`` a
 gradients are computed in forward, one chunk of logits at a time, and kept *unnormalised* in f32;
 backward multiplies them by ``scale`` times the incoming gradient. Dividing by the number of rows
 before anything is rounded would push most of an fp16 gradient below its smallest number. For
-``none``, and for a loss with its lse, each row has an incoming gradient of its own, and the strategy
-``tiled`` keeps nothing as large as the weight from forward to backward: there forward computes no
-gradients, and backward all of them, final, from logits computed again::
+``none``, and for a loss with its lse, each row has an incoming gradient of its own, and the
+strategy ``tiled`` keeps nothing as large as the weight from forward to backward: there forward
+computes no gradients, and backward all of them, final, from logits computed again::
 
     >>> x, w, t = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
     >>> spec = "v3 reduction=mean lse=true"
@@ -18,6 +18,7 @@ gradients, and backward all of them, final, from logits computed again::
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -345,8 +346,8 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
     factor = None if grad is None else grad * scale
     if ctx.spec.gradients_in_backward:
         tensors = iter(saved)
-        operands = [next(tensors) if present else None for present in ctx.present]
-        x = operands[1]
+        operands: list[Any] = [next(tensors) if present else None for present in ctx.present]
+        _, x, *_ = operands
         row_scale = None if factor is None else factor.expand(x.shape[:1])
         grads = linear_cross_entropy_backward(row_scale, lse_grad, *operands, ctx.spec.text())
     else:

@@ -8,14 +8,21 @@ losses and gradient; two more GEMMs add that to the f32 gradients of x and of th
     >>> x, w, t = torch.randn(4, 8, device="cuda"), torch.randn(10, 8, device="cuda"), ...
     >>> loss, _, x_grad, *_ = run(Inputs(x, w, None, t), Spec(gradients=("x",)), rows=4096)
 
-Nothing waits for the GPU, and nothing is added up in an order that varies.
+Nothing waits for the GPU, and nothing is added up in an order that varies. So a CUDA graph can
+record it, once a first run has compiled the kernel and chosen its blocks (:mod:`fxpass.tuning`).
+
+The GEMMs, as PyTorch 2.11 to 2.13 has them (``aten/src/ATen/native/cuda/Blas.cpp``): ``addmm`` with
+``out_dtype`` takes an ``out`` that is also what it adds to, and copies nothing then; it is
+``cublasGemmEx`` with 16-bit operands, an f32 result and ``beta``, so each chunk is added to the f32
+gradient inside the GEMM. The views ``[:, :V]`` of the padded chunk are leading dimensions to it, no
+copies: whatever V is, rows start at multiples of 16 elements, for loads and GEMMs alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +30,7 @@ import triton
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
-from fxpass import triton_source
+from fxpass import triton_source, tuning
 from fxpass.aten import Inputs, Outputs
 from fxpass.spec import Spec
 from fxpass.triton_source import Kernel
@@ -31,6 +38,8 @@ from fxpass.triton_units import in_units
 
 # Classes that are up-cast at a time where low-precision operands cannot add to an f32 result.
 _CLASSES_PER_TILE = 8192
+# Chunks begin at multiples of this: what the GEMMs' own tiles have in rows.
+_ROW_MULTIPLE = 128
 
 
 def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
@@ -39,7 +48,8 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     Args:
         inputs: x, weight, bias and logits in bf16, f16 or f32, with any strides.
         spec: ``lse`` and ``gradients`` say which of them are computed.
-        rows: at least 1; the scratch is one ``[rows, V]`` buffer in the dtype of x.
+        rows: at least 1, and no chunk has more; the scratch is one ``[rows, V]`` buffer in the
+            dtype of x.
 
     Returns:
         loss and lse ``[N]`` and the unnormalised gradients, all f32.
@@ -61,22 +71,23 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     loss = x.new_empty(n, dtype=torch.float32)
     lse = torch.empty_like(loss) if spec.lse else None
     shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
-    grads = {name: x.new_zeros(shapes[name], dtype=torch.float32) for name in spec.gradients}
-    scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
-    kernel = triton_source.generate(spec, *(scale is not None for scale in scales))
-    buffer = None if _readable(inputs, spec) else _buffer(x, min(rows, n), v)
-    for start in range(0, n, rows):
-        part = slice(start, min(start + rows, n))
+    # the first chunk overwrites what is large
+    new = {name: x.new_empty if n and name != "bias" else x.new_zeros for name in spec.gradients}
+    grads = {name: new[name](shapes[name], dtype=torch.float32) for name in spec.gradients}
+    parts = chunks(n, rows)
+    buffer = None if _readable(inputs, spec) else _buffer(x, max(map(_size, parts), default=0), v)
+    options = _options(inputs, spec, parts[0], buffer, loss, lse) if parts else {}
+    for part in parts:
         chunk = _logits(inputs, part, buffer)
-        _launch(kernel, inputs, spec, part, chunk, loss, lse)
+        _launch(options, inputs, spec, part, chunk, loss, lse)
         if "bias" in grads:
             grads["bias"].add_(chunk.sum(0, dtype=torch.float32), alpha=factor)
         for classes in _tiles(x, v):
             g = chunk[:, classes]
             if "x" in grads:
-                _add_product(grads["x"][part], g, weight[classes], factor)
+                _product(grads["x"][part], g, weight[classes], factor, add=classes.start > 0)
             if "weight" in grads:
-                _add_product(grads["weight"][classes], g.t(), x[part], factor)
+                _product(grads["weight"][classes], g.t(), x[part], factor, add=part.start > 0)
     if units.loss is not None:
         loss.mul_(units.loss)
     if units.gradients is not None:
@@ -86,6 +97,24 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
 
 
 # ---------------------------------------------------------------- the chunk of logits
+
+
+def chunks(n: int, rows: int) -> list[slice]:
+    """``n`` rows in as few chunks of at most ``rows`` as there can be, none of them a small rest.
+
+    >>> chunks(4100, 4096)
+    [slice(0, 2176, None), slice(2176, 4100, None)]
+    """
+    if not n:
+        return []
+    fewest = -(-n // rows)
+    even = -(-n // fewest)
+    rows = min(rows, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+    return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
+
+
+def _size(part: slice) -> int:
+    return part.stop - part.start
 
 
 def _readable(inputs: Inputs, spec: Spec) -> bool:
@@ -118,8 +147,37 @@ def _logits(inputs: Inputs, part: slice, buffer: Tensor | None) -> Tensor:
 # ---------------------------------------------------------------- the kernel
 
 
+def _options(
+    inputs: Inputs,
+    spec: Spec,
+    part: slice,
+    buffer: Tensor | None,
+    loss: Tensor,
+    lse: Tensor | None,
+) -> Mapping[str, int]:
+    """The launch options that are fastest for the first chunk, and then hold for all of them.
+
+    They are tried on whatever the buffer holds before its first GEMM, so that nothing more has to
+    be allocated; the losses that this leaves are overwritten when the chunk's turn comes.
+    """
+    chunk = _logits(inputs, part, None) if buffer is None else buffer[: _size(part)]
+    return tuning.best(
+        _kernel(inputs, spec).name,
+        chunk.device,
+        chunk.dtype,
+        tuple(chunk.shape),
+        _candidates(chunk.shape[1], chunk.dtype),
+        lambda options: _launch(options, inputs, spec, part, chunk, loss, lse),
+    )
+
+
+def _kernel(inputs: Inputs, spec: Spec, whole_row: bool = False) -> Kernel:
+    scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
+    return triton_source.generate(spec, *(scale is not None for scale in scales), whole_row)
+
+
 def _launch(
-    kernel: Kernel,
+    options: Mapping[str, int],
     inputs: Inputs,
     spec: Spec,
     part: slice,
@@ -145,7 +203,8 @@ def _launch(
         arguments["class_weight"] = inputs.class_weight
     per_row = {"row_scale": inputs.row_scale, "lse_scale": inputs.lse_scale, "lse": lse}
     arguments |= {name: tensor[part] for name, tensor in per_row.items() if tensor is not None}
-    load(kernel)[(rows,)](**arguments, **_launch_options(v, chunk.dtype))
+    kernel = _kernel(inputs, spec, whole_row=options["BLOCK_V"] >= v)
+    load(kernel)[(rows,)](**arguments, **options)
 
 
 @functools.cache
@@ -164,12 +223,37 @@ def _launch_options(v: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BLOCK_V": block, "num_warps": max(1, min(16, block // 512))}
 
 
+# Bytes of a row that one block holds, and its warps: more work for a thread, or smaller programs.
+_BLOCKS = ((1 << 14, 8), (1 << 13, 8), (1 << 12, 4))
+# Bytes of a row that 1024 threads hold in registers beside its exponentials.
+_LARGEST_ROW = 1 << 16
+
+
+def _candidates(v: int, dtype: torch.dtype) -> list[dict[str, int]]:
+    """The default and a few other launch options, a whole row where that is more than it takes."""
+    default = _launch_options(v, dtype)
+    whole = 1 << (v - 1).bit_length()
+    blocks = [(size // dtype.itemsize, warps) for size, warps in _BLOCKS]
+    others = [(block, warps) for block, warps in blocks if block <= whole]
+    if default["BLOCK_V"] < whole <= _LARGEST_ROW // dtype.itemsize:
+        others.append((whole, 16 if torch.version.hip else 32))
+    return [default, *({"BLOCK_V": block, "num_warps": warps} for block, warps in others)]
+
+
 # ---------------------------------------------------------------- gradients
 
 
 def _mixed_gemm(x: Tensor) -> bool:
     """Whether products of two ``x.dtype`` operands can be added to an f32 result directly."""
-    return x.dtype == torch.float32 or (x.is_cuda and torch.version.hip is None)
+    if x.dtype == torch.float32:
+        return True
+    if not x.is_cuda:
+        return False
+    if torch.version.hip:  # rocBLAS and hipBLASLt can, Composable Kernel cannot
+        return torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Ck
+    if x.dtype == torch.float16:  # refused while fp16 sums are allowed
+        return not torch.backends.cuda.matmul.allow_fp16_accumulation
+    return torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def _tiles(x: Tensor, v: int) -> Iterator[slice]:
@@ -179,9 +263,10 @@ def _tiles(x: Tensor, v: int) -> Iterator[slice]:
         yield slice(start, start + step)
 
 
-def _add_product(out: Tensor, a: Tensor, b: Tensor, factor: float) -> None:
-    """``out += factor * a @ b`` with ``out`` f32, added up in f32."""
+def _product(out: Tensor, a: Tensor, b: Tensor, factor: float, add: bool) -> None:
+    """``out = factor * a @ b``, or ``out +=``, with ``out`` f32 and the sum taken in f32."""
+    beta = int(add)  # 0: what is there is not read, nan or not
     if a.dtype != torch.float32 and _mixed_gemm(a):
-        torch.addmm(out, a, b, out_dtype=torch.float32, alpha=factor, out=out)
+        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=factor, out=out)
     else:
-        out.addmm_(a.float(), b.float(), alpha=factor)
+        out.addmm_(a.float(), b.float(), beta=beta, alpha=factor)

@@ -2,7 +2,8 @@
 
 In: the features of a spec. Out: lines of Triton. One program works on one row. The first pass takes
 the running maximum and the sums that the loss needs; the second, where gradients are asked for,
-overwrites the logits with their gradient. With z, q and Q as in :mod:`fxpass.aten`, they compute
+overwrites the logits with their gradient. A row that fits into one block is read once and stays in
+registers in between. With z, q and Q as in :mod:`fxpass.aten`, they compute
 
     loss = Q * log(sum(exp(z - m))) - sum(q * (z - m))      m = max(z)
     lse  = m + log(sum(exp(z - m)))
@@ -38,9 +39,12 @@ class Features(NamedTuple):
     gradient: bool
     lse: bool
     logits: Expr
+    whole_row: bool
 
     @staticmethod
-    def of(spec: Spec, weighted: bool, row_scaled: bool, lse_scaled: bool) -> Features:
+    def of(
+        spec: Spec, weighted: bool, row_scaled: bool, lse_scaled: bool, whole_row: bool
+    ) -> Features:
         gradient = bool(spec.gradients)
         return Features(
             target=spec.target,
@@ -52,6 +56,7 @@ class Features(NamedTuple):
             gradient=gradient,
             lse=spec.lse,
             logits=spec.logits,
+            whole_row=whole_row,
         )
 
     @property
@@ -76,6 +81,16 @@ class Features(NamedTuple):
     def transformed(self) -> bool:
         return self.logits != Z
 
+    @property
+    def varying(self) -> bool:
+        """Whether the gradient of a logit has a slope that differs from class to class."""
+        return self.gradient and not triton_expression.unit_slope(self.logits)[1].is_number
+
+    @property
+    def columns(self) -> str:
+        """The classes of one block."""
+        return "tl.arange(0, BLOCK_V)" if self.whole_row else "start + tl.arange(0, BLOCK_V)"
+
 
 def body(f: Features) -> list[str]:
     """The lines after the signature."""
@@ -84,7 +99,7 @@ def body(f: Features) -> list[str]:
         "logits += row * stride",
         *(_target_of_row(f) if f.indices else []),
         *["target += row * target_stride"] * f.probabilities,
-        *_first_pass(f),
+        *(_only_pass(f) if f.whole_row else _first_pass(f)),
         *_loss(f),
         *(_second_pass(f) if f.gradient else []),
     ]
@@ -96,8 +111,8 @@ def _target_of_row(f: Features) -> list[str]:
         "t = tl.load(target + row).to(tl.int64)",
         *([] if f.ignore_index is None else _ignored(f)),
         "t = t.to(tl.int32)",
-        # The reductions of the first pass are barriers: no warp overwrites this logit in the
-        # second pass before every warp has read it here.
+        # The reductions of the first pass are barriers: no warp overwrites this logit afterwards
+        # before every warp has read it here.
         f"z_t = transform({z_t})" if f.transformed else f"z_t = {z_t}",
     ]
 
@@ -105,29 +120,56 @@ def _target_of_row(f: Features) -> list[str]:
 def _ignored(f: Features) -> list[str]:
     if f.every_row:
         return [f"ignored = t == {f.ignore_index}  # ignore_index", "t = tl.where(ignored, 0, t)"]
-    zeros = [
-        "for start in range(0, V, BLOCK_V):",
-        "    cols = start + tl.arange(0, BLOCK_V)",
-        "    tl.store(logits + cols, 0.0, mask=cols < V)",
-    ]
+    zeros = [f"cols = {f.columns}", "tl.store(logits + cols, 0.0, mask=cols < V)"]
     return [
         f"if t == {f.ignore_index}:  # ignore_index",
         "    tl.store(loss + row, 0.0)",
-        *(indent(zeros) if f.gradient else []),
+        *(indent(_every_block(f, zeros)) if f.gradient else []),
         "    return",
+    ]
+
+
+def _every_block(f: Features, lines: list[str]) -> list[str]:
+    """What is done with one block, done with the row."""
+    return lines if f.whole_row else ["for start in range(0, V, BLOCK_V):", *indent(lines)]
+
+
+# not -inf: exp(-inf - -inf) is nan
+_LOWEST = "lowest = tl.full((), -3.4028234663852886e38, tl.float32)"
+
+
+def _sums(f: Features) -> str:
+    q = "q" if f.probabilities else "w" if f.weighted else "1"
+    return "s = sum(exp(z - m))" + f", dot = sum({q} * (z - m))" * f.dense
+
+
+def _only_pass(f: Features) -> list[str]:
+    """Where one block holds the row; the gradient has what it needs in registers afterwards."""
+    q = "q * " if f.probabilities else "w * " if f.weighted else ""
+    dot = [
+        *(_row_of_targets(f) if q else []),
+        f"dot = tl.sum({q}tl.where(inside, z - m, 0.0), 0)",
+        *([f"mass = tl.sum({q[0]}, 0)"] if q else []),
+    ]
+    return [
+        "",
+        f"# m = max(z), {_sums(f)}",
+        _LOWEST,
+        *_block_of_logits(f, slope=f.varying),
+        "m = tl.maximum(lowest, tl.max(z, 0))",
+        "e = tl.exp(z - m)",
+        "s = tl.sum(e, 0)",
+        *(dot if f.dense else []),
     ]
 
 
 def _first_pass(f: Features) -> list[str]:
     dot = _dot(f)
     zeros = ["s", *["dot"] * f.dense, *["mass"] * any("mass" in line for line in dot)]
-    q = "q" if f.probabilities else "w" if f.weighted else "1"
-    sums = "s = sum(exp(z - m))" + f", dot = sum({q} * (z - m))" * f.dense
     return [
         "",
-        f"# m = max(z), {sums}; while they grow, m is the maximum so far",
-        # not -inf: exp(-inf - -inf) is nan
-        "lowest = tl.full((), -3.4028234663852886e38, tl.float32)",
+        f"# m = max(z), {_sums(f)}; while they grow, m is the maximum so far",
+        _LOWEST,
         "m = lowest",
         *(f"{name} = tl.full((), 0.0, tl.float32)" for name in zeros),
         "for start in range(0, V, BLOCK_V):",
@@ -162,7 +204,7 @@ def _dot(f: Features) -> list[str]:
 
 
 def _block_of_logits(f: Features, slope: bool) -> list[str]:
-    out = ["cols = start + tl.arange(0, BLOCK_V)", "inside = cols < V"]
+    out = [f"cols = {f.columns}", "inside = cols < V"]
     if not f.transformed:
         load = 'tl.load(logits + cols, mask=inside, other=-float("inf"))'
         return [*out, f"z = {load}.to(tl.float32)"]
@@ -211,16 +253,16 @@ def _loss(f: Features) -> list[str]:
 
 
 def _second_pass(f: Features) -> list[str]:
-    g = ["g = share * tl.exp(z - m)"]
+    g = "g = share * e" if f.whole_row else "g = share * tl.exp(z - m)"
     if f.probabilities:
-        g = [*_row_of_targets(f), f"{g[0]} - unit * q"]
-    elif f.smoothing and f.weighted:
-        g = [*_row_of_targets(f), f"{g[0]} - smooth * w"]
+        g += " - unit * q"
     elif f.smoothing:
-        g = [f"{g[0]} - smooth"]
+        g += " - smooth * w" if f.weighted else " - smooth"
     if f.indices:
-        g[-1] += f" - tl.where(cols == t, {_times(_sharp(f))}unit, 0.0)"
-    varying = not triton_expression.unit_slope(f.logits)[1].is_number
+        g += f" - tl.where(cols == t, {_times(_sharp(f))}unit, 0.0)"
+    loads = [] if f.whole_row else _block_of_logits(f, slope=f.varying)
+    if not f.whole_row and (f.probabilities or (f.smoothing and f.weighted)):
+        loads += _row_of_targets(f)
     row_scale = " * tl.load(row_scale + row)" * f.row_scaled
     share = f"{_times(_mass(f))}unit"
     if f.lse_scaled:
@@ -231,14 +273,14 @@ def _second_pass(f: Features) -> list[str]:
         f"unit = {GAIN!r}{row_scale}",
         f"share = {share} / s",
         *["smooth *= unit"] * (f.indices and bool(f.smoothing)),
-        "for start in range(0, V, BLOCK_V):",
-        *indent(
+        *_every_block(
+            f,
             [
-                *_block_of_logits(f, slope=varying),
-                *g,
-                *["g *= slope"] * varying,
+                *loads,
+                g,
+                *["g *= slope"] * f.varying,
                 "tl.store(logits + cols, g, mask=inside)",
-            ]
+            ],
         ),
     ]
 

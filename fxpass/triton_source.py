@@ -33,24 +33,32 @@ class Kernel:
     source: str
 
 
-def kernels_of(spec: Spec, weighted: bool) -> tuple[Kernel, ...]:
+def kernels_of(spec: Spec, weighted: bool, whole_row: bool = False) -> tuple[Kernel, ...]:
     """The kernels that one fused loss runs, in order.
 
     Args:
         spec: as the operator gets it. Where backward computes the gradients, it has a kernel of its
             own (for the case that every output gets a gradient); else one kernel does both.
         weighted: whether there are class weights.
+        whole_row: whether a block holds a row, :func:`generate`.
     """
     if spec.gradients_in_backward and spec.gradients:
         forward = dataclasses.replace(spec, gradients=())
         backward = dataclasses.replace(spec, lse=False)
-        return generate(forward, weighted), generate(backward, weighted, True, spec.lse)
-    return (generate(spec, weighted),)
+        return (
+            generate(forward, weighted, whole_row=whole_row),
+            generate(backward, weighted, True, spec.lse, whole_row),
+        )
+    return (generate(spec, weighted, whole_row=whole_row),)
 
 
 @functools.cache
 def generate(
-    spec: Spec, weighted: bool, row_scaled: bool = False, lse_scaled: bool = False
+    spec: Spec,
+    weighted: bool,
+    row_scaled: bool = False,
+    lse_scaled: bool = False,
+    whole_row: bool = False,
 ) -> Kernel:
     """The kernel for one spec.
 
@@ -67,12 +75,13 @@ def generate(
         loss: ``[rows]`` f32, written.
         lse: ``[rows]`` f32, written, if the spec asks for it.
         stride, target_stride: elements from row to row; the latter for probabilities only.
-        V, BLOCK_V: the classes, and how many a program holds at a time (a power of two).
+        V, BLOCK_V: the classes, and how many a program holds at a time (a power of two); with
+            ``whole_row`` all of them, and then each logit is read once.
 
     The name is a hash of the text, so it is the same in every process, and specs that differ in
     nothing the kernel sees share one.
     """
-    features = Features.of(spec, weighted, row_scaled, lse_scaled)
+    features = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row)
     body = _module(features)
     name = f"linear_cross_entropy_{hashlib.sha256(body.encode()).hexdigest()[:8]}"
     return Kernel(name, body.replace(_NAME, name))

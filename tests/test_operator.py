@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-from fxpass import schedule
 from fxpass.operator import linear_cross_entropy, linear_cross_entropy_backward
 from fxpass.spec import Spec
 

@@ -1,83 +1,138 @@
-"""Generated kernels taken to machine code for GPUs that need not be there.
+"""Generated kernels taken to machine code for GPUs that need not be there, and what they take.
 
-Triton brings its assemblers along. One process compiles everything, without TRITON_INTERPRET:
-that variable decides at import what ``triton.jit`` makes of a function.
+Read from the compiled kernels and kept in ``compiled_rows.md``, at the default launch options.
 """
 
-import json
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
-
-TARGETS = ("sm_75", "sm_80", "sm_90", "sm_100", "gfx942")
-
-SCRIPT = """
-import json
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compiled import TARGETS, Resources, Unit, _read, _write, compare, resources
+
 from fxpass import triton_chunked
 from fxpass.spec import Spec
 from fxpass.triton_source import generate
 
+GOLDEN = Path(__file__).parent / "compiled_rows.md"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TYPES = dict(target="*i64", class_weight="*fp32", row_scale="*fp32", lse_scale="*fp32", loss="*fp32",
-             lse="*fp32", stride="i32", target_stride="i32", V="i32", BLOCK_V="constexpr")
+TYPES = {
+    "target": "*i64",
+    "class_weight": "*fp32",
+    "row_scale": "*fp32",
+    "lse_scale": "*fp32",
+    "loss": "*fp32",
+    "lse": "*fp32",
+    "stride": "i32",
+    "target_stride": "i32",
+    "V": "i32",
+}
 ALIGNED = ("logits", "class_weight", "stride", "target_stride", "V")
+CLASSES, FEW_CLASSES = 128256, 8192
+
+PLAIN = "gradients=x"
 SOFTCAP = "logits=30*tanh(z/30) gradients=x"
-KERNELS = {  # spec, class weights, scales of loss and lse, dtype of the logits, types that differ
-    "forward": ("", False, (), "bf16", {}),
-    "plain": ("gradients=x", False, (), "bf16", {}),
-    "fp16": ("gradients=x", False, (True,), "fp16", {}),
-    "fp32, uint8": ("gradients=x", False, (), "fp32", {"target": "*u8"}),
-    "soft-cap": (SOFTCAP, False, (), "bf16", {}),
-    "everything": ("ignore_index=-1 label_smoothing=0.1 " + SOFTCAP, True, (True,), "fp16", {}),
-    "probabilities": ("target=probabilities label_smoothing=0.1 gradients=x", True, (), "bf16",
-                      {"target": "*bf16"}),
-    "loss and lse": ("lse=true", False, (), "bf16", {}),
-    "backward of both": ("label_smoothing=0.1 " + SOFTCAP, True, (True, True), "fp16", {}),
-    "no target": ("target=none gradients=x", False, (), "bf16", {}),
-    "backward of no target": ("target=none " + SOFTCAP, False, (True,), "fp16", {}),
+EVERYTHING = f"ignore_index=-1 label_smoothing=0.1 {SOFTCAP}"
+PROBABILITIES = "target=probabilities label_smoothing=0.1 gradients=x"
+# label: spec, class weights, scales of loss and lse, classes, dtypes of the logits
+KERNELS = {
+    "forward": ("", False, (), CLASSES, ("bf16",)),
+    "plain": (PLAIN, False, (), CLASSES, ("bf16", "fp16", "fp32")),
+    "plain, whole rows": (PLAIN, False, (), FEW_CLASSES, ("bf16", "fp32")),
+    "soft-cap": (SOFTCAP, False, (), CLASSES, ("bf16", "fp32")),
+    "everything": (EVERYTHING, True, (True,), CLASSES, ("fp16", "fp32")),
+    "everything, whole rows": (EVERYTHING, True, (True,), FEW_CLASSES, ("bf16",)),
+    "probabilities": (PROBABILITIES, True, (), CLASSES, ("bf16",)),
+    "probabilities, whole rows": (PROBABILITIES, True, (), FEW_CLASSES, ("bf16",)),
+    "loss and lse": ("lse=true", False, (), CLASSES, ("bf16",)),
+    "backward of both": (f"label_smoothing=0.1 {SOFTCAP}", True, (True, True), CLASSES, ("fp16",)),
+    "no target": (f"target=none {PLAIN}", False, (), CLASSES, ("bf16",)),
+    "backward of no target": (f"target=none {SOFTCAP}", False, (True,), CLASSES, ("fp16",)),
 }
 
-def compiled(target, words, weighted, scales, dtype, types):
-    kernel = generate(Spec.parse(f"v3 reduction=sum {words}".strip()), weighted, *scales)
-    function = triton_chunked.load(kernel)
-    types = {**TYPES, "logits": "*" + dtype, **types}
-    options = triton_chunked._launch_options(128256, DTYPES[dtype])
-    names = function.arg_names
-    source = ASTSource(
-        fn=function,
-        signature={name: types[name] for name in names},
-        constexprs={"BLOCK_V": options.pop("BLOCK_V")},
-        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in ALIGNED},
+
+def unit(words, weighted, scales, classes, dtype, options=None):
+    """One launch of the kernel of a spec."""
+    options = options or triton_chunked._launch_options(classes, DTYPES[dtype])
+    spec = Spec.parse(f"{Spec(reduction='sum').text()} {words}".strip())
+    names = (*scales, *[False] * (2 - len(scales)))
+    kernel = generate(spec, weighted, *names, whole_row=options["BLOCK_V"] >= classes)
+    target = "*u8" if dtype == "fp32" and words == PLAIN else TYPES["target"]
+    if spec.target == "probabilities":
+        target = f"*{dtype}"
+    return Unit(
+        kernel.source,
+        kernel.name,
+        {**TYPES, "logits": f"*{dtype}", "target": target},
+        {"BLOCK_V": options["BLOCK_V"]},
+        {"num_warps": options["num_warps"]},
+        ALIGNED,
     )
-    return triton.compile(source, target=target, options=options)
-
-sizes = {}
-for name in %(targets)r:
-    hip = name.startswith("gfx")
-    target = GPUTarget("hip", name, 64) if hip else GPUTarget("cuda", int(name[3:]), 32)
-    for label, kernel in KERNELS.items():
-        out = compiled(target, *kernel)
-        sizes[f"{name} {label}"] = len(out.asm["hsaco" if hip else "cubin"])
-print(json.dumps(sizes))
-"""
 
 
-def test_kernels_compile(tmp_path):
-    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    process = subprocess.run(
-        [sys.executable, "-c", SCRIPT % {"targets": TARGETS}],
-        env={**environ, "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    if process.returncode:
-        pytest.fail(process.stderr)
-    sizes = json.loads(process.stdout)
-    assert len(sizes) == 11 * len(TARGETS)
-    assert min(sizes.values()) > 1000
+def units():
+    """One for each row of the table."""
+    return {
+        f"{label}, {dtype}": unit(*kernel, dtype)
+        for label, (*kernel, dtypes) in KERNELS.items()
+        for dtype in dtypes
+    }
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_row_kernels(target):
+    compare(GOLDEN, target, resources(units(), target))
+
+
+# ---------------------------------------------------------------- the table can fail
+
+
+def test_a_spill_is_found():
+    """A hundred and more values in each of 32 threads, all of which are needed to the end."""
+    large = unit(PLAIN, False, (), 8192, "fp32", {"BLOCK_V": 1 << 13, "num_warps": 1})
+    found = resources({"large": large}, "sm_80")
+    assert found["large"].spills
+    with pytest.raises(AssertionError, match="sm_80 spills"):
+        compare(GOLDEN, "sm_80", found)
+
+
+def test_what_does_not_compile_says_why():
+    wrong = Unit("import triton\n\n@triton.jit\ndef f(x):\n    x + nothing\n", "f", {"x": "i32"})
+    with pytest.raises(AssertionError, match="nothing is not defined"):
+        resources({"wrong": wrong}, "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (Resources(33, 0, 64), "is old"),
+        (Resources(32, 0, 16), "is old"),
+        (Resources(32, 4, 64), "spills"),
+        (Resources(32, 0, 1 << 20), "of shared memory"),
+    ],
+)
+def test_compare(tmp_path, monkeypatch, found, message):
+    path = tmp_path / "table.md"
+    monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
+    compare(path, "sm_90", {"a": Resources(32, 0, 64), "b": Resources(1, 0, 0)})
+    compare(path, "gfx942", {"a": Resources(40, 0, 16)})
+    assert path.read_text().splitlines()[3:] == [
+        "| kernel | sm_90 | gfx942 |",
+        "| --- | --- | --- |",
+        "| a | 32, 64 B | 40, 16 B |",
+        "| b | 1, 0 B |  |",
+    ]
+    monkeypatch.delenv("EXPECTTEST_ACCEPT")
+    compare(path, "sm_90", {"a": Resources(32, 0, 64), "b": Resources(1, 0, 0)})
+    with pytest.raises(AssertionError, match=message):
+        compare(path, "sm_90", {"a": found, "b": Resources(1, 0, 0)})
+    with pytest.raises(AssertionError, match="is old"):
+        compare(path, "sm_90", {"a": Resources(32, 0, 64)})
+
+
+def test_numbers_of_another_triton_are_not_compared(tmp_path):
+    path = tmp_path / "table.md"
+    path.write_text(_write("1.0", {"sm_90": {"a": "32, 64 B"}}))
+    assert _read(path.read_text()) == ("1.0", {"sm_90": {"a": "32, 64 B"}})
+    compare(path, "sm_90", {"a": Resources(33, 0, 64)})
+    with pytest.raises(AssertionError, match="spills"):
+        compare(path, "sm_90", {"a": Resources(33, 8, 64)})
