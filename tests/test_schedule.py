@@ -324,11 +324,11 @@ def test_frozen_weights_have_no_f32_gradient(typical_cpu):
 
 def test_text(typical_cpu):
     one = choose(2048, 512, 32000, F32, CPU, Spec(gradients=BOTH), "auto")
-    expecttest.assert_expected_inline(str(one), """""")
+    expecttest.assert_expected_inline(str(one), """strategy: chunked, 304 rows at a time: 2.3 s, 37 MiB of scratch (tiled: 3.1 s, 4.9 MiB of scratch); the fastest""")
     two = choose(2048, 512, 32000, BF16, CPU, Spec(gradients=BOTH), "auto")
-    expecttest.assert_expected_inline(str(two), """""")
+    expecttest.assert_expected_inline(str(two), """strategy: tiled, 1200 classes at a time: 3.2 s, 20 MiB of scratch (chunked: 2.6 s, 38 MiB of scratch, 66 MiB of f32 gradients); the least memory within 1.5 times the fastest""")
     kept = choose(2048, 512, 32000, F32, CPU, Spec(), "auto", kept=True)
-    expecttest.assert_expected_inline(str(kept), """""")
+    expecttest.assert_expected_inline(str(kept), """strategy: chunked, 16 rows at a time: 220 ms, 2.1 MiB of scratch; the logits exist anyway""")
 
 
 def test_a_symbolic_number_of_rows_is_chosen_for_its_hint(typical_cpu):
