@@ -10,7 +10,7 @@ import pytest
 import sympy
 
 from fxpass import cost
-from fxpass.cost import COSTS, MIB, RATES, TILE, WORK, Rates, Work
+from fxpass.cost import COSTS, RATES, TILE, WORK, Rates, Work
 from fxpass.rates import NOMINAL
 
 N, D, V = 4096, 512, 32768
@@ -144,29 +144,34 @@ def test_the_model_has_no_other_symbols(key):
     ("key", "work", "tile", "expected"),
     [
         # a chunk of f32 logits, a block of temporaries, 64 bytes a row
-        (("aten", "chunked"), work(), (256, V), 256 * V * 4 + MIB + 64 * N),
+        (
+            ("aten", "chunked"),
+            work(temporaries=1),
+            (256, V),
+            256 * V * 4 + cost.BLOCK_BYTES + 64 * N,
+        ),
         # ... one row is more than a block
         (
             ("aten", "chunked"),
-            work(8, 8)._replace(v=2**18),
+            work(8, 8, temporaries=1)._replace(v=2**19),
             (2, 1),
-            3 * 2**18 * 8 + 128 * N,
+            3 * 2**19 * 8 + 128 * N,
         ),
         # ... nor does one chunk need more temporaries than it has rows
         (("aten", "chunked"), work(temporaries=2), (1, V), 3 * V * 4 + 64 * N),
         # ... and the f32 copies of its rows of x and of some classes of the weight
         (
             ("aten", "chunked"),
-            work(2, 4, 1, temporaries=0),
+            work(2, 4, 1, gb=1),
             (16, 1024),
-            16 * V * 4 + 16 * D * 4 + 1024 * D * 4 + 64 * N,
+            16 * V * 4 + 2 * 16 * D * 4 + 3 * 1024 * D * 4 + 2 * V * 4 + 64 * N,
         ),
-        (("aten", "tiled"), work(), (512, 1024), 512 * 1024 * 4 + MIB + 64 * N),
+        (("aten", "tiled"), work(temporaries=2), (512, 1024), 3 * 512 * 1024 * 4 + 64 * N),
         (
             ("aten", "tiled"),
             work(2, 4, 1, **TRAINING),
             (512, 1024),
-            512 * 1024 * 4 + MIB + 64 * N + 512 * D * 4 + 2 * 1024 * D * 4 + N * D * 4,
+            512 * 1024 * 4 + 64 * N + (2 * 512 + 3 * 1024 + N) * D * 4 + 3 * V * 4,
         ),
         # rows are padded to 16 elements
         (
@@ -192,9 +197,9 @@ def test_scratch(key, work, tile, expected):
 def test_it_can_be_read():
     expecttest.assert_expected_inline(
         str(COSTS["aten", "chunked"].scratch),
-        """16*N*a + R*V*a + a*up*(C*D + D*R) + temporaries*Min(R*V*a, Max(1048576, V*a))""",
+        """16*N*a + R*V*a + V*a*(gb + up) + a*up*(3*C*D + 2*D*R) + temporaries*Min(R*V*a, Max(2097152, V*a))""",
     )
     expecttest.assert_expected_inline(
         str(COSTS["aten", "tiled"].scratch),
-        """C*R*a*temporaries + 16*N*a + a*up*(C*D*(gw + 1) + D*N*gx + D*R) + 1048576""",
+        """C*R*a*(temporaries + 1) + 16*N*a + V*a*(2*gb + up) + a*up*(C*D*(gw + 2) + D*N*gx + 2*D*R)""",
     )
