@@ -61,6 +61,7 @@ def run(inputs: Inputs, spec: Spec, rows: int, classes: int = CLASSES) -> Output
                 grads["x"][part].addmm_(g[:, some_classes], tile, beta=more)
             if "weight" in grads:
                 grads["weight"][some_classes].addmm_(g[:, some_classes].t(), x_rows, beta=kept)
+        del tile  # not beside the next chunk's
         if "x" in grads:
             grads["x"][part].mul_(each.unsqueeze(1))
     return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))

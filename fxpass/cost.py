@@ -4,7 +4,7 @@ In: sizes, a strategy's rows and classes, and a device's :class:`Rates`. Out: pr
 an upper bound of the scratch. ``COSTS`` is the model; print it to read it::
 
     >>> COSTS["triton", "chunked"].scratch
-    16*N*a + 16*R*e*ceiling(V/16) + 4*V*a + a*up*(C*D + C*R + D*R)
+    32*N*a + 16*R*e*ceiling(V/16) + 4*V*a + a*up*(C*D + C*R + D*R)
 
 Symbols: ``N`` rows, ``D`` hidden size, ``V`` classes; ``R`` rows and ``C`` classes at a time; ``e``
 bytes of an operand's element, ``a`` of one that is computed with. 1 or 0: ``gx gw gb`` gradients of
@@ -37,7 +37,7 @@ TILE_ROWS, TILE_CLASSES, GROUP, PARTIAL_BYTES = 128, 64, 8, 20
 # ... and the most that its backward takes to round a tile of the weight's gradient once.
 ROUNDED_BYTES = 32 * MIB
 # Per row: counts, scales and picked logits that lowerings hold, in elements of the compute dtype.
-ROW_ELEMENTS = 16
+ROW_ELEMENTS = 32
 
 
 class Work(NamedTuple):
@@ -123,7 +123,7 @@ def _aten_chunked() -> Cost:
         logits + upcast + N * V / E + gx * x + gw * w + gb * N * V * a / B + calls,
         a * R * V
         + temporaries * Min(a * R * V, Max(BLOCK_BYTES, a * V))
-        + up * a * (2 * R * D + 3 * C * D)
+        + up * a * (2 * R * D + 2 * C * D)
         + a * V * (up + gb)
         + ROW_ELEMENTS * a * N,
     )
