@@ -4,7 +4,7 @@ In: sizes, a strategy's rows and classes, and a device's :class:`Rates`. Out: pr
 an upper bound of the scratch. ``COSTS`` is the model; print it to read it::
 
     >>> COSTS["triton", "chunked"].scratch
-    32*N*a + 16*R*e*ceiling(V/16) + 4*V*a + a*up*(C*D + C*R + D*R)
+    16*N*a + 16*R*e*ceiling(V/16) + 4*V*a + a*up*(C*D + C*R + D*R)
 
 Symbols: ``N`` rows, ``D`` hidden size, ``V`` classes; ``R`` rows and ``C`` classes at a time; ``e``
 bytes of an operand's element, ``a`` of one that is computed with. 1 or 0: ``gx gw gb`` gradients of
@@ -37,7 +37,7 @@ TILE_ROWS, TILE_CLASSES, GROUP, PARTIAL_BYTES = 128, 64, 8, 20
 # ... and the most that its backward takes to round a tile of the weight's gradient once.
 ROUNDED_BYTES = 32 * MIB
 # Per row: counts, scales and picked logits that lowerings hold, in elements of the compute dtype.
-ROW_ELEMENTS = 32
+ROW_ELEMENTS, GPU_ROW_ELEMENTS = 32, 16
 
 
 class Work(NamedTuple):
@@ -163,7 +163,7 @@ def _triton_chunked() -> Cost:
         logits + in_place + upcast + gx * x + gw * w + gb * N * V * e / B + calls,
         e * R * 16 * ceiling(V / 16)
         + up * a * (R * C + C * D + R * D)
-        + ROW_ELEMENTS * a * N
+        + GPU_ROW_ELEMENTS * a * N
         + 4 * a * V,
     )
 
@@ -180,7 +180,7 @@ def _triton_tiled() -> Cost:
         + _narrow * a * (N * D * gx + gw * Min(D * C, ROUNDED_BYTES / a))
         + up * a * (N * C + C * D + N * D)
         + (1 - _any) * PARTIAL_BYTES * N * splits
-        + ROW_ELEMENTS * a * N
+        + GPU_ROW_ELEMENTS * a * N
         + 4 * a * V,
     )
 

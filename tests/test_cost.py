@@ -178,16 +178,16 @@ def test_the_model_has_no_other_symbols(key):
             ("triton", "chunked"),
             work(2, 4)._replace(v=50257),
             (1024, 1),
-            1024 * 50272 * 2 + 128 * N + 16 * 50257,
+            1024 * 50272 * 2 + 64 * N + 16 * 50257,
         ),
-        (("triton", "tiled"), work(2, 4, processors=132), (N, V), N * (17 * 8 * 20 + 128) + 16 * V),
+        (("triton", "tiled"), work(2, 4, processors=132), (N, V), N * (17 * 8 * 20 + 64) + 16 * V),
         (
             ("triton", "tiled"),
             work(2, 4, **TRAINING),
             (N, 1024),
-            N * 1024 * 2 + N * D * 4 + 1024 * D * 4 + 128 * N + 16 * V,
+            N * 1024 * 2 + N * D * 4 + 1024 * D * 4 + 64 * N + 16 * V,
         ),
-        (("triton", "tiled"), work(gx=1), (N, 1024), N * 1024 * 4 + 128 * N + 16 * V),
+        (("triton", "tiled"), work(gx=1), (N, 1024), N * 1024 * 4 + 64 * N + 16 * V),
     ],
 )
 def test_scratch(key, work, tile, expected):
