@@ -75,8 +75,9 @@ def _panel(panel: Any, result: Result) -> None:
     for row, size, time in points(result):
         color, mark = STYLE.get(row.name, ("#999999", "."))
         panel.scatter(size, time, color=color, marker=mark, s=60, zorder=3)
-        panel.annotate(
-            row.name, (size, time), textcoords="offset points", xytext=(6, 4), fontsize=8
+        side, offset = ("right", (-7, -10)) if row.name == "fusedce" else ("left", (7, 4))
+        panel.annotate(  # fusedce is where the strategy is that it chose: on the other side
+            row.name, (size, time), textcoords="offset points", xytext=offset, ha=side, fontsize=8
         )
     bare = result.row(BARE)
     if bare and bare.median:
@@ -86,6 +87,10 @@ def _panel(panel: Any, result: Result) -> None:
             textcoords="offset points", xytext=(0, 3), fontsize=8, color="#666666",
         )  # fmt: skip
     panel.set(xscale="log", yscale="log", xlabel="extra peak memory (MiB)", ylabel="time (ms)")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("{x:g}" if axis is panel.xaxis else "")
+        axis.set_tick_params(which="both", labelsize=7)
     panel.margins(0.2)
     title = f"{result.head + ': ' if result.head else ''}{result.case}"
     panel.set_title(title, fontsize=8)

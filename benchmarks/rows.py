@@ -101,9 +101,7 @@ class Result:
         parts = []
         if others:
             fastest = min(others, key=lambda r: r.median or math.inf)
-            parts.append(
-                f"{row.times(fastest):.2f} x the time of {fastest.name} (the fastest other)"
-            )
+            parts.append(f"{row.times(fastest):.2f} x {fastest.name}'s time, the fastest other")
         for name in ("inductor", "core"):
             other = self.row(name)
             if other and other.extra_bytes and row.extra_bytes is not None:
