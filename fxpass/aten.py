@@ -1,8 +1,8 @@
-"""The fused loss in ATen, chunk by chunk: its meaning, the oracle of the kernels, the CPU path.
+"""The fused loss in ATen: what goes in, what comes out, and the arithmetic of a tile of logits.
 
-In: :class:`Inputs` and a spec. Out: :class:`Outputs`: the per-row losses and the gradients of
-``sum(row_scale * row_loss + lse_scale * row_lse)``, unnormalised, in f32 (f64 for f64). At most
-``rows`` rows of logits exist at any time.
+In: a tile of logits ``[rows, classes]``. Out: the sums that losses are made of, and the tile's
+gradient. :mod:`fxpass.aten_chunked` and :mod:`fxpass.aten_tiled` say which tiles there are, and
+when; together they are the loss's meaning, the oracle of the kernels, and what runs on CPUs.
 
 With z the transformed logits, q the (weighted, smoothed) target distribution and Q = sum(q), one
 row's loss and gradient are, for class indices and class probabilities alike,
@@ -17,7 +17,6 @@ of 0, and its lse like any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,18 +26,12 @@ from fxpass import expression
 from fxpass.schedule import compute_dtype
 from fxpass.spec import Spec
 
-# Bytes of logits that are worked on at a time between two GEMMs, so that the copies which a logit
-# transform or class probabilities need are small beside the chunk.
-_CACHED_BYTES = 1 << 20
-
-# Classes that are up-cast at a time where the weight is narrower than the compute dtype.
-_CLASSES_PER_TILE = 8192
-
 
 class Inputs(NamedTuple):
     """The tensors of one fused loss: x ``[N, D]``, weight ``[V, D]``, bias ``[V]`` or none, target
     ``[N]`` int64, ``[N, V]`` or none, class_weight ``[V]`` or none, logits ``[N, V]`` where they
-    exist already, row_scale ``[N]`` or none (all ones), lse_scale ``[N]`` or none (all zeros)."""
+    exist already, row_scale ``[N]`` or none (all ones), lse_scale ``[N]`` or none (all zeros), lse
+    ``[N]`` in the compute dtype where an earlier pass has returned it."""
 
     x: Tensor
     weight: Tensor
@@ -48,107 +41,19 @@ class Inputs(NamedTuple):
     logits: Tensor | None = None
     row_scale: Tensor | None = None
     lse_scale: Tensor | None = None
+    lse: Tensor | None = None
 
 
 class Outputs(NamedTuple):
-    """loss ``[N]``, and what the spec asks for: lse ``[N]`` and gradients, shaped as their
-    operands; all in the compute dtype."""
+    """What the spec asks for: loss ``[N]`` and lse ``[N]`` in the compute dtype, and gradients,
+    shaped as their operands; in the compute dtype where they are unnormalised, in the operands'
+    own where they are final."""
 
-    loss: Tensor
-    lse: Tensor | None
-    x: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-
-def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
-    """Losses and unnormalised gradients, ``rows`` rows at a time. Reads only, deterministic."""
-    x, weight = inputs.x, inputs.weight
-    dtype = compute_dtype(x.dtype)
-    n, v = x.shape[0], weight.shape[0]
-    loss = x.new_empty(n, dtype=dtype)
-    lse = torch.empty_like(loss) if spec.lse else None
-    shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
-    grads = {name: x.new_zeros(shapes[name], dtype=dtype) for name in spec.gradients}
-    buffer = x.new_empty((min(rows, n), v), dtype=dtype)
-    for start in range(0, n, rows):
-        part = slice(start, min(start + rows, n))
-        x_rows = x[part].to(dtype)
-        g = _logits(inputs, x_rows, part, buffer[: part.stop - start])
-        for few in _blocks(part, v * dtype.itemsize):
-            some = g[few.start - start : few.stop - start]
-            loss[few], row_lse = _to_gradient(inputs, spec, few, some)
-            if lse is not None:
-                lse[few] = row_lse
-        if "bias" in grads:
-            grads["bias"] += g.sum(0)
-        for classes, tile in _weight_tiles(weight, dtype):
-            if "x" in grads:
-                grads["x"][part].addmm_(g[:, classes], tile)
-            if "weight" in grads:
-                grads["weight"][classes].addmm_(g[:, classes].t(), x_rows)
-    return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
-
-
-def _weight_tiles(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The weight in the compute dtype, some classes at a time; the whole where no copy is needed.
-
-    CPUs without bf16 or fp16 matrix instructions multiply those dtypes two to a hundred times
-    slower than f32, and an f32 product is the more accurate one.
-    """
-    step = weight.shape[0] if weight.dtype == dtype else _CLASSES_PER_TILE
-    for start in range(0, weight.shape[0], max(1, step)):
-        classes = slice(start, start + step)
-        yield classes, weight[classes].to(dtype)
-
-
-def _logits(inputs: Inputs, x_rows: Tensor, part: slice, out: Tensor) -> Tensor:
-    """The linear's output for some rows, written to ``out`` ``[rows, V]``."""
-    if inputs.logits is not None:
-        return out.copy_(inputs.logits[part])
-    for classes, tile in _weight_tiles(inputs.weight, out.dtype):
-        torch.mm(x_rows, tile.t(), out=out[:, classes])
-    return out if inputs.bias is None else out.add_(inputs.bias)
-
-
-def _blocks(part: slice, row_bytes: int) -> Iterator[slice]:
-    """The rows of ``part``, a few at a time."""
-    step = max(1, _CACHED_BYTES // row_bytes)
-    return (slice(i, min(i + step, part.stop)) for i in range(part.start, part.stop, step))
-
-
-def _to_gradient(inputs: Inputs, spec: Spec, part: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns loss and lse ``[rows]``, and turns ``logits`` ``[rows, V]`` into their gradient.
-
-    The maximum is subtracted before anything is added up, so that huge logits lose nothing:
-    loss = Q * log(sum(exp(z - m))) - sum(q * (z - m)).
-    """
-    z = expression.evaluate(spec.logits, logits)
-    # clamped: where every logit is -inf, subtracting that would make the lse nan
-    highest = z.amax(1).clamp_(min=torch.finfo(z.dtype).min)
-    z.sub_(highest.unsqueeze(1))
-    target = _TARGETS[spec.target](inputs, spec, part, z)
-    total = z.exp_().sum(1)
-    log_total = total.log()
-    lse = highest + log_total
-    # where() and not a product: an ignored row may hold an infinite loss
-    loss = torch.where(target.valid, target.mass * log_total - target.dot, 0)
-    loss = lse if spec.target == "none" else loss
-    if not spec.gradients:
-        return loss, lse
-    scale = target.valid.to(z.dtype)
-    if inputs.row_scale is not None:
-        scale = torch.where(target.valid, inputs.row_scale[part].to(z.dtype), 0)
-    share = scale * target.mass
-    if inputs.lse_scale is not None:
-        share += inputs.lse_scale[part].to(z.dtype)
-    g = z.mul_((share / total).unsqueeze(1))
-    target.subtract_from(g, scale)
-    slope = expression.derivative(spec.logits)
-    if g is not logits:
-        factor = float(slope) if slope.is_number else expression.evaluate(slope, logits)
-        logits.copy_(g.mul_(factor))
-    return loss, lse
+    loss: Tensor | None = None
+    lse: Tensor | None = None
+    x: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
 
 
 def is_valid(target: Tensor, spec: Spec) -> Tensor:
@@ -158,60 +63,192 @@ def is_valid(target: Tensor, spec: Spec) -> Tensor:
     return target != spec.ignore_index
 
 
-class _Target(NamedTuple):
-    """The target distributions q of some rows, as the sums that loss and gradient need."""
-
-    valid: Tensor  # [rows] bool
-    mass: Tensor  # [rows]: Q = sum(q)
-    dot: Tensor  # [rows]: sum(q * z)
-    subtract_from: Callable[[Tensor, Tensor], object]  # (g, scale): g -= scale * q
+# ---------------------------------------------------------------- targets
 
 
-def _indices(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Target:
+class Target:
+    """The target distributions q of all rows: what a tile needs of them. This one is ``none``: q
+    is 0, and Q is 1 all the same."""
+
+    def __init__(self, inputs: Inputs, spec: Spec) -> None:
+        n, self.classes = inputs.x.shape[0], inputs.weight.shape[0]
+        self.dtype = compute_dtype(inputs.x.dtype)
+        self.smoothing = spec.label_smoothing
+        self.valid = inputs.x.new_ones(n, dtype=torch.bool)
+        w = inputs.class_weight
+        self.weight = None if w is None else w.to(self.dtype)
+
+    def sums(self, z: Tensor, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
+        """The tile's parts of sum(q * z) and of Q, ``[rows]`` each; z ``[rows, classes]``."""
+        del rows
+        return torch.zeros_like(z[:, 0]), torch.full_like(z[:, 0], float(classes.start == 0))
+
+    def mass(self, rows: slice, step: int) -> Tensor:
+        """Q ``[rows]``; looks at ``step`` classes at a time where it has to add them up."""
+        del step
+        return torch.ones_like(self.valid[rows], dtype=self.dtype)
+
+    def subtract_from(self, g: Tensor, scale: Tensor, rows: slice, classes: slice) -> None:
+        """``g -= scale * q`` for one tile, in place; scale ``[rows]``."""
+
+
+class _Indices(Target):
     """q = (1 - s) * w[t] * onehot(t) + s / V * w, with smoothing s and class weights w."""
-    assert inputs.target is not None
-    target, w = inputs.target[part].long(), inputs.class_weight  # uint8 cannot hold -100
-    valid = is_valid(target, spec)
-    picked = torch.where(valid, target, 0)
-    sharp = torch.full_like(z[:, 0], 1 - spec.label_smoothing)
-    if w is not None:
-        w = w.to(z.dtype)
-        sharp.mul_(w[picked])
-    columns = picked.unsqueeze(1)
-    mass, dot = sharp, sharp * z.gather(1, columns).squeeze(1)
-    smooth = spec.label_smoothing / z.shape[1]
-    if smooth:
-        mass = sharp + smooth * (z.shape[1] if w is None else w.sum())
-        dot = dot + smooth * (z.sum(1) if w is None else z.mv(w))
 
-    def subtract_from(g: Tensor, scale: Tensor) -> None:
-        g.scatter_add_(1, columns, (-scale * sharp).unsqueeze(1))
-        if smooth:
-            g.sub_((smooth * scale).unsqueeze(1) * (1 if w is None else w))
+    def __init__(self, inputs: Inputs, spec: Spec) -> None:
+        super().__init__(inputs, spec)
+        assert inputs.target is not None
+        target = inputs.target.long()  # uint8 cannot hold -100
+        self.valid = is_valid(target, spec)
+        self.picked = torch.where(self.valid, target, 0)
+        self.sharp = torch.full_like(self.picked, 1 - self.smoothing, dtype=self.dtype)
+        if self.weight is not None:
+            self.sharp.mul_(self.weight[self.picked])
+        self.smooth = self.smoothing / self.classes
 
-    return _Target(valid, mass, dot, subtract_from)
+    def _in_tile(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
+        """The target's column in the tile, and q's peak there: 0 where it is in another tile."""
+        column, sharp = self.picked[rows] - classes.start, self.sharp[rows]
+        width = classes.stop - classes.start
+        if width != self.classes:
+            inside = (column >= 0) & (column < width)
+            column, sharp = torch.where(inside, column, 0), torch.where(inside, sharp, 0)
+        return column.unsqueeze(1), sharp
+
+    def sums(self, z: Tensor, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
+        column, mass = self._in_tile(rows, classes)
+        # where() and not a product alone: outside of the target's tile this may be 0 * -inf
+        dot = torch.where(mass == 0, 0, mass * z.gather(1, column).squeeze(1))
+        if self.smooth:
+            w = self.weight
+            dot = dot + self.smooth * (z.sum(1) if w is None else z.mv(w[classes]))
+            mass = mass + self.smooth * (z.shape[1] if w is None else w[classes].sum())
+        return dot, mass
+
+    def mass(self, rows: slice, step: int) -> Tensor:
+        if not self.smooth:
+            return self.sharp[rows]
+        total = self.classes if self.weight is None else self.weight.sum()
+        return self.sharp[rows] + self.smooth * total
+
+    def subtract_from(self, g: Tensor, scale: Tensor, rows: slice, classes: slice) -> None:
+        column, sharp = self._in_tile(rows, classes)
+        g.scatter_add_(1, column, (-scale * sharp).unsqueeze(1))
+        if self.smooth:
+            w = 1 if self.weight is None else self.weight[classes]
+            g.sub_((self.smooth * scale).unsqueeze(1) * w)
 
 
-def _probabilities(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Target:
+class _Probabilities(Target):
     """q = w * ((1 - s) * p + s / V), with the given probabilities p."""
-    assert inputs.target is not None
-    q = inputs.target[part].to(z.dtype) * (1 - spec.label_smoothing)
-    q += spec.label_smoothing / z.shape[1]
-    if inputs.class_weight is not None:
-        q *= inputs.class_weight.to(z.dtype)
-    valid = torch.ones_like(z[:, 0], dtype=torch.bool)
-    return _Target(
-        valid,
-        q.sum(1),
-        (q * z).sum(1),
-        lambda g, scale: g.addcmul_(q, scale.unsqueeze(1), value=-1),
+
+    def __init__(self, inputs: Inputs, spec: Spec) -> None:
+        super().__init__(inputs, spec)
+        assert inputs.target is not None
+        self.given = inputs.target
+
+    def _q(self, rows: slice, classes: slice) -> Tensor:
+        q = self.given[rows, classes].to(self.dtype) * (1 - self.smoothing)
+        q += self.smoothing / self.classes
+        if self.weight is not None:
+            q *= self.weight[classes]
+        return q
+
+    def sums(self, z: Tensor, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
+        q = self._q(rows, classes)
+        mass = q.sum(1)
+        return q.mul_(z).sum(1), mass
+
+    def mass(self, rows: slice, step: int) -> Tensor:
+        total = torch.zeros_like(self.valid[rows], dtype=self.dtype)
+        for classes in slices(0, self.classes, step):
+            total += self._q(rows, classes).sum(1)
+        return total
+
+    def subtract_from(self, g: Tensor, scale: Tensor, rows: slice, classes: slice) -> None:
+        g.addcmul_(self._q(rows, classes), scale.unsqueeze(1), value=-1)
+
+
+_TARGETS = {"indices": _Indices, "probabilities": _Probabilities, "none": Target}
+
+
+def target_of(inputs: Inputs, spec: Spec) -> Target:
+    """The targets of all rows."""
+    return _TARGETS[spec.target](inputs, spec)
+
+
+# ---------------------------------------------------------------- losses
+
+
+class Sums(NamedTuple):
+    """What one row's loss is made of, over the classes seen so far; ``[rows]`` each."""
+
+    highest: Tensor  # m = max(z)
+    total: Tensor  # sum(exp(z - m))
+    dot: Tensor  # sum(q * (z - m))
+    mass: Tensor  # Q so far
+
+
+def add_tile(sums: Sums | None, z: Tensor, target: Target, rows: slice, classes: slice) -> Sums:
+    """The sums with one more tile; ``z`` ``[rows, classes]`` becomes ``exp(z - m)``.
+
+    The maximum is subtracted before anything is added up, so that huge logits lose nothing.
+    """
+    lowest = torch.finfo(z.dtype).min
+    # clamped: where every logit is -inf, subtracting that would make the lse nan
+    highest = z.amax(1).clamp_(min=lowest)
+    if sums is not None:
+        torch.maximum(highest, sums.highest, out=highest)
+    z.sub_(highest.unsqueeze(1))
+    dot, mass = target.sums(z, rows, classes)
+    total = z.exp_().sum(1)
+    if sums is None:
+        return Sums(highest, total, dot, mass)
+    # Clamped: from the lowest it may overflow to -inf, and no mass times that is nan.
+    shift = (sums.highest - highest).clamp_(min=lowest)
+    return Sums(
+        highest,
+        total.add_(shift.exp().mul_(sums.total)),
+        dot + sums.dot + sums.mass * shift,
+        mass + sums.mass,
     )
 
 
-def _none(inputs: Inputs, spec: Spec, part: slice, z: Tensor) -> _Target:
-    """q = 0, and Q = 1 all the same."""
-    one = torch.ones_like(z[:, 0])
-    return _Target(one.bool(), one, torch.zeros_like(one), lambda g, scale: None)
+def losses(sums: Sums, target: Target, rows: slice, spec: Spec) -> tuple[Tensor, Tensor]:
+    """loss and lse ``[rows]`` of the sums over all classes."""
+    log_total = sums.total.log()
+    lse = sums.highest + log_total
+    if spec.target == "none":
+        return lse, lse
+    # where() and not a product: an ignored row may hold an infinite loss
+    return torch.where(target.valid[rows], sums.mass * log_total - sums.dot, 0), lse
 
 
-_TARGETS = {"indices": _indices, "probabilities": _probabilities, "none": _none}
+# ---------------------------------------------------------------- gradients
+
+
+def coefficients(
+    inputs: Inputs, target: Target, mass: Tensor, rows: slice
+) -> tuple[Tensor, Tensor]:
+    """What multiplies q and what multiplies the softmax, ``[rows]`` each; mass is Q."""
+    scale = target.valid[rows].to(mass.dtype)
+    if inputs.row_scale is not None:
+        scale = torch.where(target.valid[rows], inputs.row_scale[rows].to(mass.dtype), 0)
+    share = scale * mass
+    if inputs.lse_scale is not None:
+        share += inputs.lse_scale[rows].to(mass.dtype)
+    return scale, share
+
+
+def to_logits(spec: Spec, g: Tensor, raw: Tensor) -> None:
+    """Writes to ``raw``, the linear's output, the gradient that ``g`` is of the transformed one."""
+    if g is raw:
+        return
+    slope = expression.derivative(spec.logits)
+    raw.copy_(g.mul_(float(slope) if slope.is_number else expression.evaluate(slope, raw)))
+
+
+def slices(start: int, stop: int, step: int) -> list[slice]:
+    """``[start, stop)``, ``step`` (at least 1) at a time."""
+    step = max(1, step)
+    return [slice(i, min(i + step, stop)) for i in range(start, stop, step)]

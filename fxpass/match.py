@@ -19,6 +19,7 @@ from fxpass.losses import Loss, loss_of
 from fxpass.readers import Readers
 from fxpass.region import Region
 from fxpass.rules import NoMatch, value
+from fxpass.schedule import Choice, choose, lowering_for
 from fxpass.settings import Settings
 from fxpass.source import source_line
 from fxpass.spec import GRADIENTS, Spec
@@ -56,6 +57,7 @@ class Match:
         spec: what is computed.
         shape: rows and classes; rows may be symbolic.
         source: the user's line of the loss.
+        choice: of the strategy; None as long as it is not decided.
     """
 
     loss: Loss
@@ -65,6 +67,7 @@ class Match:
     spec: Spec
     shape: tuple[int | torch.SymInt, int]
     source: str
+    choice: Choice | None = None
 
     @property
     def logits_bytes(self) -> int:
@@ -113,7 +116,7 @@ def find(region: Region, settings: Settings) -> Found:
     found, readers = _settle(region, _without_parts(found), settings)
     found = _with_lse(found, order)
     return Found(
-        tuple(m for m in found if isinstance(m, Match)),
+        tuple(_scheduled(m, settings) for m in found if isinstance(m, Match)),
         tuple(m for m in found if isinstance(m, Rejection)),
         readers.deferred,
     )
@@ -167,7 +170,6 @@ def _spec(loss: Loss, way: Walk, settings: Settings) -> Spec:
             label_smoothing=loss.label_smoothing,
             logits=way.expr,
             gradients=_gradients(loss, way),
-            strategy=settings.strategy,
             memory_mb=settings.memory_mb,
         )
     except ValueError as error:
@@ -261,3 +263,30 @@ def _joinable(loss: Loss, lse: Loss, order: dict[Node, int]) -> bool:
     """Whether nobody reads the log-sum-exp before the loss, where both will be computed."""
     own = {loss.node, *loss.inner}
     return all(order[user] > order[loss.node] for user in lse.node.users if user not in own)
+
+
+# ---------------------------------------------------------------- the strategy
+
+
+def _scheduled(match: Match, settings: Settings) -> Match:
+    """With the strategy, which a compiled graph cannot choose any more: it decides whether the
+    gradients are computed in forward or in backward."""
+    linear = match.walk.linear
+    logits, hidden = value(linear.node), value(linear.x)
+    setting = settings.strategy
+    can_filter = lowering_for(logits.device, logits.dtype)[0] == "triton" and match.logits != "keep"
+    filtered = settings.gradient_filter and can_filter and bool(match.spec.gradients)
+    if filtered and setting == "auto":
+        setting = "tiled"
+    choice = choose(
+        *(match.shape[0], int(hidden.shape[-1]), match.shape[1], logits.dtype, logits.device),
+        match.spec,
+        setting,
+        kept=match.logits == "keep",
+    )
+    spec = replace(
+        match.spec,
+        strategy=choice.strategy,
+        gradient_filter=filtered and choice.strategy == "tiled",
+    )
+    return replace(match, spec=spec, choice=choice)

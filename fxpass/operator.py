@@ -5,11 +5,12 @@ weight_grad, bias_grad)``, of which the graph uses the first two. For ``mean`` a
 gradients are computed in forward, one chunk of logits at a time, and kept *unnormalised* in f32;
 backward multiplies them by ``scale`` times the incoming gradient. Dividing by the number of rows
 before anything is rounded would push most of an fp16 gradient below its smallest number. For
-``none``, and for a loss with its lse, each row has an incoming gradient of its own: forward
-computes no gradients, and backward all of them, from chunks computed again::
+``none``, and for a loss with its lse, each row has an incoming gradient of its own, and the
+strategy ``tiled`` keeps nothing as large as the weight from forward to backward: there forward
+computes no gradients, and backward all of them, final, from logits computed again::
 
     >>> x, w, t = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
-    >>> spec = "v2 reduction=mean lse=true"
+    >>> spec = "v3 reduction=mean lse=true"
     >>> loss, lse, *_ = linear_cross_entropy(x, w, None, t, None, None, spec)
     >>> loss_with_z_loss = loss + 1e-4 * (lse**2).mean()
 """
@@ -17,6 +18,7 @@ computes no gradients, and backward all of them, from chunks computed again::
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -25,8 +27,9 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
     _get_current_graph_task_keep_graph as _keep_graph,
 )
 
-from fxpass import aten, schedule
+from fxpass import aten, ignored
 from fxpass.aten import Inputs, Outputs
+from fxpass.lowering import lower
 from fxpass.schedule import compute_dtype
 from fxpass.spec import Spec
 
@@ -63,8 +66,9 @@ def linear_cross_entropy(
 
     Returns:
         loss: f32 (f64 for f64 operands), a scalar, or ``[N]`` for ``none``.
-        lse: ``[N]`` in the dtype of the loss, where the spec says ``lse=true`` (else of size 0):
-            the log-sum-exp of the transformed logits of every row, ignored ones too.
+        lse: ``[N]`` in the dtype of the loss, where the spec says ``lse=true``: the log-sum-exp of
+            the transformed logits of every row, ignored ones too; ``[N]`` also for ``tiled``, with
+            any value where a row is ignored; else of size 0.
         scale: scalar by which the loss's incoming gradient has to be multiplied.
         x_grad, weight_grad, bias_grad: unnormalised gradients in the dtype of the loss, shaped as
             their operands; of size 0 where ``spec.gradients`` does not name them, and where
@@ -82,20 +86,24 @@ def linear_cross_entropy(
     _check(inputs, s)
     _check_range(inputs, s)
     out = _lower(inputs, dataclasses.replace(s, gradients=()) if s.gradients_in_backward else s)
+    assert out.loss is not None
+    dtype = out.loss.dtype
     lse = out.loss.new_empty(0) if out.lse is None else out.lse
+    grads = _gradients(out, inputs, (dtype, dtype, dtype))
     if s.reduction == "none":
-        return out.loss, lse, out.loss.new_ones(()), *_gradients(out, inputs)
-    scale = _scale(inputs, s).to(out.loss.dtype)
+        return out.loss, lse, out.loss.new_ones(()), *grads
+    scale = _scale(inputs, s).to(dtype)
     # A product and not a division: without valid rows mean is 0 * inf = nan, as in PyTorch.
     loss = out.loss.sum() * scale
     # ... while the gradients of no rows are zeros and stay so.
-    return loss, lse, torch.where(scale.isinf(), 0, scale), *_gradients(out, inputs)
+    return loss, lse, torch.where(scale.isinf(), 0, scale), *grads
 
 
 @torch.library.custom_op(NAME + "_backward", mutates_args=())
 def linear_cross_entropy_backward(
     row_scale: Tensor | None,
     lse_scale: Tensor | None,
+    lse: Tensor | None,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -109,43 +117,48 @@ def linear_cross_entropy_backward(
     Args:
         row_scale: ``[N]``, the gradient that arrives at each row's loss; None for zeros.
         lse_scale: ``[N]``, the gradient that arrives at each row's lse; None for zeros.
+        lse: ``[N]``, what forward returned, for the strategy ``tiled``; else None.
         x, weight, bias, target, class_weight, logits, spec: as in :func:`linear_cross_entropy`.
 
     Returns:
-        x_grad, weight_grad, bias_grad in the dtype of the loss; of size 0 where not asked for.
+        x_grad, weight_grad, bias_grad in the dtypes of their operands; of size 0 where not asked
+        for.
     """
     # a lowering's spec says which outputs it writes, its inputs which gradients arrived
     s = dataclasses.replace(Spec.parse(spec), lse=False)
-    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
+    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale, lse)
     if row_scale is None:
         # The lse alone is the loss of rows without a target; what stands there costs nothing.
         s = dataclasses.replace(s, **_NO_TARGET)
-        inputs = Inputs(x, weight, bias, None, None, logits, lse_scale)
-    return _gradients(_lower(inputs, s), inputs)
+        inputs = Inputs(x, weight, bias, None, None, logits, lse_scale, None, lse)
+    return _gradients(_lower(inputs, s), inputs, _operand_dtypes(inputs))
 
 
 _NO_TARGET = {"target": "none", "ignore_index": -100, "label_smoothing": 0.0}
 
 
 def _lower(inputs: Inputs, spec: Spec) -> Outputs:
-    n, d, v = *inputs.x.shape, inputs.weight.shape[0]
-    plan = schedule.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec)
     # The graph's dtypes are final: an ambient autocast must not change them again in here.
     with torch.no_grad(), torch.amp.autocast(inputs.x.device.type, enabled=False):
-        if plan.lowering == "triton":
-            from fxpass import triton_chunked  # imports triton, which not every platform has
+        index = ignored.counted_rows(inputs, spec)
+        if index is None:
+            return lower(inputs, spec)
+        out = lower(ignored.select(inputs, index), spec)
+        return ignored.restore(out, index, inputs.x.shape[0])
 
-            return triton_chunked.run(inputs, spec, plan.rows)
-        return aten.run(inputs, spec, plan.rows)
 
-
-def _gradients(out: Outputs, inputs: Inputs) -> _Three:
-    empty = inputs.x.new_empty
-    dtype = out.loss.dtype
+def _gradients(out: Outputs, inputs: Inputs, dtypes: tuple[torch.dtype, ...]) -> _Three:
     x, weight, bias = (
-        empty(0, dtype=dtype) if grad is None else grad for grad in (out.x, out.weight, out.bias)
+        inputs.x.new_empty(0, dtype=dtype) if grad is None else grad.to(dtype)
+        for grad, dtype in zip((out.x, out.weight, out.bias), dtypes, strict=True)
     )
     return x, weight, bias
+
+
+def _operand_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
+    """Those of x, weight and bias; x's where there is no bias."""
+    operands = (inputs.x, inputs.weight, inputs.bias)
+    return tuple(inputs.x.dtype if t is None else t.dtype for t in operands)
 
 
 def _scale(inputs: Inputs, spec: Spec) -> Tensor:
@@ -256,8 +269,9 @@ def _check_range(inputs: Inputs, spec: Spec) -> None:
 # ---------------------------------------------------------------- shapes for the compiler
 
 
-def _fake_gradients(inputs: Inputs, wanted: tuple[str, ...]) -> _Three:
-    dtype = compute_dtype(inputs.x.dtype)
+def _fake_gradients(
+    inputs: Inputs, wanted: tuple[str, ...], dtypes: tuple[torch.dtype, ...]
+) -> _Three:
     shapes = {
         "x": inputs.x.shape,
         "weight": inputs.weight.shape,
@@ -265,7 +279,7 @@ def _fake_gradients(inputs: Inputs, wanted: tuple[str, ...]) -> _Three:
     }
     x, weight, bias = (
         inputs.x.new_empty(shape if name in wanted else (0,), dtype=dtype)
-        for name, shape in shapes.items()
+        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
     )
     return x, weight, bias
 
@@ -277,15 +291,18 @@ def _(x, weight, bias, target, class_weight, logits, spec: str) -> _Six:
     _check(inputs, s)
     scalar = x.new_empty((), dtype=compute_dtype(x.dtype))
     loss = scalar.new_empty(x.shape[0]) if s.reduction == "none" else scalar
-    lse = scalar.new_empty(x.shape[0] if s.lse else 0)
+    lse = scalar.new_empty(x.shape[0] if s.returns_lse else 0)
     computed = () if s.gradients_in_backward else s.gradients
-    return loss, lse, scalar.new_empty(()), *_fake_gradients(inputs, computed)
+    grads = _fake_gradients(inputs, computed, (scalar.dtype,) * 3)
+    return loss, lse, scalar.new_empty(()), *grads
 
 
 @linear_cross_entropy_backward.register_fake
-def _(row_scale, lse_scale, x, weight, bias, target, class_weight, logits, spec: str) -> _Three:
-    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
-    return _fake_gradients(inputs, Spec.parse(spec).gradients)
+def _(
+    row_scale, lse_scale, lse, x, weight, bias, target, class_weight, logits, spec: str
+) -> _Three:
+    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale, lse)
+    return _fake_gradients(inputs, Spec.parse(spec).gradients, _operand_dtypes(inputs))
 
 
 # ---------------------------------------------------------------- autograd
@@ -310,7 +327,9 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.dtypes = [None if t is None else t.dtype for t in tensors[:3]]
     _, lse, scale, *grads = output
     ctx.mark_non_differentiable(scale, *grads, *([] if spec.lse else [lse]))
-    saved = tensors if spec.gradients_in_backward else grads
+    saved = grads
+    if spec.gradients_in_backward:
+        saved = [lse if spec.strategy == "tiled" else None, *tensors]
     ctx.present = [t is not None for t in saved]
     ctx.save_for_backward(scale, *(t for t in saved if t is not None))
 
@@ -327,9 +346,9 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
     factor = None if grad is None else grad * scale
     if ctx.spec.gradients_in_backward:
         tensors = iter(saved)
-        operands = [next(tensors) if present else None for present in ctx.present]
-        rows = saved[0].shape[:1]
-        row_scale = None if factor is None else factor.expand(rows)
+        operands: list[Any] = [next(tensors) if present else None for present in ctx.present]
+        _, x, *_ = operands
+        row_scale = None if factor is None else factor.expand(x.shape[:1])
         grads = linear_cross_entropy_backward(row_scale, lse_grad, *operands, ctx.spec.text())
     else:
         # A compiler that donates buffers to itself may give this one away after its last use.

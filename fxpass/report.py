@@ -59,8 +59,11 @@ class Report:
             f"{_count(self.graphs, 'graph')}, {_count(len(self.matches), 'loss', 'losses')} fused, "
             f"{len(self.rejections)} not fused, {_count(len(self.casts), 'cast')}"
         ]
-        records = (*self.matches, *self.rejections, *cast_lines(self.casts))
-        lines += [f"  {record}" for record in records]
+        for match in self.matches:
+            lines.append(f"  {match}")
+            if match.choice is not None:
+                lines.append(f"    {match.choice}")
+        lines += [f"  {record}" for record in (*self.rejections, *cast_lines(self.casts))]
         lines += [f"  graph break: {place}" for place in self.breaks]
         if self.logits_bytes:
             lines.append(f"  logits never allocated: {self.logits_bytes / 2**20:.1f} MiB a copy")

@@ -31,6 +31,7 @@ class Settings:
     logits: str = "auto"
     mixed_dtypes: str = "cast"
     strategy: str = "auto"
+    gradient_filter: bool = False
     memory_mb: int = 0
     min_logits_mb: float = 0.0
     dump: str = ""
@@ -146,7 +147,13 @@ TABLE: dict[str, Setting] = {
         "operands of unlike dtypes that autocast left behind: cast them, or raise",
     ),
     "strategy": Setting(
-        "FUSEDCE_STRATEGY", *_one_of(*STRATEGIES), "how the fused loss is computed"
+        "FUSEDCE_STRATEGY", *_one_of("auto", *STRATEGIES), "how the fused loss is computed"
+    ),
+    "gradient_filter": Setting(
+        "FUSEDCE_GRADIENT_FILTER",
+        "0 or 1",
+        _toggle,
+        "1 leaves out blocks of the logits' gradient below its dtype's resolution (tiled, on GPUs)",
     ),
     "memory_mb": Setting(
         "FUSEDCE_MEMORY_MB",

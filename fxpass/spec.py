@@ -5,8 +5,8 @@ in its text form, and is the key of everything that is cached. Shapes, strides, 
 presence of a bias or of class weights are not in it: the tensors carry them::
 
     >>> Spec(reduction="sum", label_smoothing=0.1).text()
-    'v2 reduction=sum label_smoothing=0.1'
-    >>> Spec.parse('v2 reduction=sum label_smoothing=0.1').label_smoothing
+    'v3 reduction=sum label_smoothing=0.1'
+    >>> Spec.parse('v3 reduction=sum label_smoothing=0.1').label_smoothing
     0.1
 """
 
@@ -26,12 +26,12 @@ from fxpass import expression
 # Bumped whenever the operator's outputs or their meaning change. It stands in every compiled
 # graph, so that a compile cache written by another version of fxpass misses instead of pairing an
 # old backward with a new forward.
-REVISION = "v2"
+REVISION = "v3"
 
 REDUCTIONS = ("none", "mean", "sum")
 TARGETS = ("indices", "probabilities", "none")
 GRADIENTS = ("x", "weight", "bias")
-STRATEGIES = ("auto", "chunked")
+STRATEGIES = ("chunked", "tiled")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,10 @@ class Spec:
         logits: the logit that enters the loss, as an expression in the linear's output ``z``.
         gradients: which of ``x``, ``weight``, ``bias`` need a gradient.
         lse: whether the log-sum-exp of every row's logits is an output beside the loss.
-        strategy: ``auto`` or the name of a lowering strategy.
+        strategy: ``chunked`` (rows at a time, gradients in forward) or ``tiled`` (classes at a
+            time, gradients in backward from logits computed again).
+        gradient_filter: leave out blocks of the logits' gradient that are below its dtype's
+            resolution; only ``tiled`` on a GPU does.
         memory_mb: scratch budget in MiB; 0 leaves it to the schedule.
     """
 
@@ -59,7 +62,8 @@ class Spec:
     logits: Expr = expression.Z
     gradients: tuple[str, ...] = ()
     lse: bool = False
-    strategy: str = "auto"
+    strategy: str = "chunked"
+    gradient_filter: bool = False
     memory_mb: int = 0
 
     def __post_init__(self) -> None:
@@ -80,7 +84,12 @@ class Spec:
     @property
     def gradients_in_backward(self) -> bool:
         """Whether they have to wait for what arrives at each row; else forward computes them."""
-        return self.reduction == "none" or self.lse
+        return self.reduction == "none" or self.lse or self.strategy == "tiled"
+
+    @property
+    def returns_lse(self) -> bool:
+        """Whether the operator returns the log-sum-exp: a user reads it, or its own backward."""
+        return self.lse or self.strategy == "tiled"
 
     def text(self) -> str:
         """One line; fields at their defaults are left out, except the reduction."""
@@ -140,6 +149,7 @@ _FIELDS = {
     "gradients": _Field(re.compile(r"[a-z,]+"), lambda v: tuple(v.split(",")), ",".join),
     "lse": _Field(re.compile("true"), bool, _lower),
     "strategy": _Field(_WORD, str),
+    "gradient_filter": _Field(re.compile("true"), bool, _lower),
     "memory_mb": _Field(_INTEGER, int),
 }
 

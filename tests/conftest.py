@@ -28,7 +28,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 from torch._dynamo.utils import counters
 
-from fxpass import casts
+from fxpass import casts, rates
 
 for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
     del os.environ[variable]  # a setting of the caller's shell must not decide what is tested
@@ -38,6 +38,12 @@ for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
 def device() -> torch.device:
     """Where kernels run: the GPU if there is one, else the CPU (through the interpreter)."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _typical_device(monkeypatch):
+    """Strategies are chosen for a typical device and not for this one, which is not measured."""
+    monkeypatch.setattr(rates, "device_rates", lambda device, _: rates.nominal(device.type))
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The ATen chunks, through the operator: loss and every gradient against float64."""
+"""Both ATen strategies, through the operator: loss and every gradient against float64."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from numerics import assert_close, loss_and_gradients
 from torch import Tensor
 
-from fxpass import aten, expression
+from fxpass import aten, aten_chunked, aten_tiled, expression, ignored, schedule
 from fxpass.operator import linear_cross_entropy
 from fxpass.spec import Spec
 
+STRATEGY = "chunked"
 SOFTCAP = expression.parse("30*tanh(z/30)")
 TRANSFORMS = {
     expression.Z: lambda z: z,
@@ -31,6 +32,19 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.fixture(params=["chunked", "tiled"], autouse=True)
+def strategy(request, monkeypatch) -> str:
+    """What :func:`programs` runs: chunks of 3 rows, or tiles of 3 rows and 4 classes."""
+
+    def few(n, d, v, dtype, device, spec):
+        return schedule.Plan("aten", spec.strategy, 3, 4, "a test")
+
+    monkeypatch.setattr(schedule, "plan", few)
+    monkeypatch.setitem(globals(), "STRATEGY", request.param)
+    monkeypatch.setattr(ignored, "_WORTH_IT", 1.0)  # the sums over rows that count are looked at
+    return request.param
+
+
 def programs(
     spec: Spec,
     target: Tensor | None,
@@ -42,6 +56,7 @@ def programs(
 
     With ``lse=true`` in the spec, ``z_loss * lse**2`` is added; a factor of 0 leaves it out.
     """
+    spec = dataclasses.replace(spec, strategy=STRATEGY)
     reduce = REDUCE[spec.reduction]
 
     def with_z_loss(loss, lse):
@@ -181,7 +196,9 @@ def test_the_lse_of_rows_that_are_not_finite(value):
     logits = torch.randn(3, 11)
     logits[1] = value
     x, weight = torch.randn(3, 5), torch.randn(11, 5)
-    out = aten.run(aten.Inputs(x, weight, None, None, logits=logits), Spec(target="none"), 3)
+    out = aten_chunked.run(
+        aten.Inputs(x, weight, None, None, logits=logits), Spec(target="none"), 3
+    )
     want = logits.logsumexp(1)
     want[1] = want[1] if value < 0 else torch.nan
     torch.testing.assert_close(out.loss, want, equal_nan=True)
@@ -208,12 +225,6 @@ def test_every_row_ignored(reduction, weighted, smoothing):
     check(spec, weighted=weighted, target=torch.full((7,), -1))
     spec = dataclasses.replace(spec, lse=True)
     check(spec, weighted=weighted, target=torch.full((7,), -1), z_loss=0.1)
-
-
-def test_classes_wider_than_a_tile(monkeypatch):
-    """Low precision weights are up-cast a few classes at a time."""
-    monkeypatch.setattr(aten, "_CLASSES_PER_TILE", 4)
-    check(Spec(gradients=gradients(True)), torch.bfloat16, bias=True)
 
 
 def test_a_padded_class_with_a_bias_of_minus_infinity():
@@ -254,7 +265,7 @@ def test_chunks_do_not_change_the_answer(rows):
         lse_scale=torch.randn(7),
     )
     spec = Spec(gradients=("x", "weight", "bias"), lse=True)
-    whole, parts = aten.run(inputs, spec, 7), aten.run(inputs, spec, rows)
+    whole, parts = aten_chunked.run(inputs, spec, 7), aten_chunked.run(inputs, spec, rows)
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -264,13 +275,13 @@ def test_logits_that_exist_are_used_and_left_alone():
     spec = Spec(logits=SOFTCAP, gradients=("x", "weight"))
     logits = F.linear(x, weight)
     kept = logits.clone()
-    got = aten.run(aten.Inputs(x, weight, None, target, logits=logits), spec, 3)
-    want = aten.run(aten.Inputs(x, weight, None, target), spec, 3)
+    got = aten_chunked.run(aten.Inputs(x, weight, None, target, logits=logits), spec, 3)
+    want = aten_chunked.run(aten.Inputs(x, weight, None, target), spec, 3)
     assert torch.equal(logits, kept)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     # other logits give another loss: they are what is read
-    other = aten.run(
+    other = aten_chunked.run(
         aten.Inputs(x, weight, None, target, logits=logits + x[:, :1] * weight[:, 0]), spec, 3
     )
     assert not torch.allclose(other.loss, want.loss)
@@ -278,7 +289,7 @@ def test_logits_that_exist_are_used_and_left_alone():
 
 def test_only_the_gradients_that_are_asked_for():
     inputs = aten.Inputs(torch.randn(7, 5), torch.randn(11, 5), None, torch.arange(7))
-    out = aten.run(inputs, Spec(gradients=("x",)), 3)
+    out = aten_chunked.run(inputs, Spec(gradients=("x",)), 3)
     assert out.x is not None
     assert out.weight is None
     assert out.bias is None
@@ -289,6 +300,53 @@ def test_only_the_gradients_that_are_asked_for():
 def test_blocks_of_rows_do_not_change_the_answer(monkeypatch, target):
     """Between two GEMMs, a few rows at a time; a row may be larger than a block."""
     for size in (1, 100, 1 << 20):
-        monkeypatch.setattr(aten, "_CACHED_BYTES", size)
+        monkeypatch.setattr(aten_chunked, "_CACHED_BYTES", size)
         spec = Spec("mean", target, -100, 0.1, SOFTCAP, gradients(True), lse=True)
         check(spec, bias=True, weighted=True, z_loss=0.1)
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (2, 3), (7, 4), (100, 11), (3, 100)])
+def test_tiles_do_not_change_the_answer(tile):
+    inputs = aten.Inputs(
+        torch.randn(7, 5),
+        torch.randn(11, 5),
+        torch.randn(11),
+        torch.randn(7, 11).softmax(1),
+        class_weight=torch.rand(11),
+        row_scale=torch.randn(7),
+        lse_scale=torch.randn(7),
+    )
+    spec = Spec(target="probabilities", label_smoothing=0.1, logits=SOFTCAP, lse=True)
+    training = dataclasses.replace(spec, gradients=("x", "weight", "bias"))
+    whole, forward = aten_chunked.run(inputs, training, 7), aten_tiled.run(inputs, spec, *tile)
+    backward = aten_tiled.run(inputs._replace(lse=forward.lse), training, *tile)
+    for a, b in zip(whole, (*forward[:2], *backward[2:]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_tiled_rounds_each_gradient_once():
+    """To the operand's dtype, whatever multiplies it: no wider gradient is kept for backward."""
+    tensors = [torch.randn(7, 5).bfloat16(), torch.randn(11, 5).bfloat16()]
+    inputs = aten.Inputs(*tensors, None, torch.arange(7), row_scale=torch.full((7,), 0.3))
+    spec = Spec(gradients=("x", "weight"))
+    forward = aten_tiled.run(inputs, dataclasses.replace(spec, gradients=()), 3, 4)
+    out = aten_tiled.run(inputs._replace(lse=forward.lse), spec, 3, 4)
+    whole = aten_chunked.run(inputs, spec, 7)
+    for rounded, wide in ((out.x, whole.x), (out.weight, whole.weight)):
+        assert rounded.dtype == torch.bfloat16
+        assert torch.equal(rounded, wide.bfloat16())
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_ignored_rows_are_not_multiplied(monkeypatch, reduction, kept):
+    """The lowering sees the rows that count; the others' losses and gradients are zeros."""
+    monkeypatch.setattr(ignored, "_WORTH_IT", 1 / 16)
+    seen = []
+    plan = schedule.plan
+    monkeypatch.setattr(schedule, "plan", lambda n, *rest: seen.append(n) or plan(n, *rest))
+    target = torch.full((7,), -100)
+    target[2 : 2 + kept] = torch.tensor([4, 0, 9][:kept])
+    spec = Spec(reduction, gradients=gradients(True))
+    check(spec, bias=True, weighted=True, target=target)
+    assert set(seen) == {kept}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
-from fxpass import schedule
 from fxpass.operator import linear_cross_entropy, linear_cross_entropy_backward
 from fxpass.spec import Spec
 
@@ -37,21 +37,25 @@ def arguments(spec: Spec, dtype=torch.float32, bias=True, weighted=True, logits=
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("target", ["indices", "probabilities", "none"])
 @pytest.mark.parametrize("lse", [False, True])
-def test_opcheck(reduction, target, lse):
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_opcheck(reduction, target, lse, strategy):
     smoothing = 0.0 if target == "none" else 0.1
     for gradients, full in itertools.product([(), ("x",), ("x", "weight", "bias")], [False, True]):
         bias = full or "bias" in gradients
         spec = Spec(reduction, target, -100, smoothing, gradients=gradients, lse=lse)
+        spec = dataclasses.replace(spec, strategy=strategy)
         args = arguments(spec, bias=bias, weighted=full, logits=full)
         opcheck(torch.ops.fxpass.linear_cross_entropy.default, args)
 
 
-def test_opcheck_of_what_backward_calls():
-    spec = Spec("none", gradients=("x", "weight", "bias"))
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_opcheck_of_what_backward_calls(strategy):
+    spec = Spec("none", gradients=("x", "weight", "bias"), strategy=strategy)
+    lse = torch.zeros(N) if strategy == "tiled" else None
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(spec)]
     for scales in itertools.product([torch.rand(N), None], [torch.rand(N), None]):
         if scales != (None, None):
-            opcheck(torch.ops.fxpass.linear_cross_entropy_backward.default, (*scales, *args))
+            opcheck(torch.ops.fxpass.linear_cross_entropy_backward.default, (*scales, lse, *args))
     opcheck(torch.ops.fxpass.scale_gradient.default, (torch.randn(V, D), torch.tensor(2.0), True))
 
 
@@ -64,8 +68,9 @@ def training(**changes):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_a_retained_graph_gives_the_same_gradient_again(reduction):
-    loss, _, weight = training(reduction=reduction)
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_a_retained_graph_gives_the_same_gradient_again(reduction, strategy):
+    loss, _, weight = training(reduction=reduction, strategy=strategy)
     upstream = torch.ones_like(loss)
     loss.backward(upstream, retain_graph=True)
     first = weight.grad.clone()
@@ -273,17 +278,13 @@ def test_no_rows_give_nan_as_in_eager():
     assert linear_cross_entropy(*without, Spec("sum", "none").text())[0] == 0
 
 
-def test_a_budget_bounds_the_chunk():
-    spec = Spec(memory_mb=1)
-    plan = schedule.plan(4096, 64, 32000, torch.float32, torch.device("cpu"), spec)
-    assert plan.rows * 32000 * 4 <= 2**20 < (plan.rows + 1) * 32000 * 4
-
-
-def test_backward_of_rows_scales_each_row():
-    spec = Spec("none", gradients=("x",))
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_backward_of_rows_scales_each_row(strategy):
+    spec = Spec("none", gradients=("x",), strategy=strategy)
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(spec)]
+    lse = linear_cross_entropy(*args)[1] if strategy == "tiled" else None
     scale = torch.tensor([0.0, 1.0, 2.0, 0.0, 5.0, 1e-6])
-    ones = linear_cross_entropy_backward(torch.ones(N), None, *args)[0]
+    ones = linear_cross_entropy_backward(torch.ones(N), None, lse, *args)[0]
     torch.testing.assert_close(
-        linear_cross_entropy_backward(scale, None, *args)[0], ones * scale[:, None]
+        linear_cross_entropy_backward(scale, None, lse, *args)[0], ones * scale[:, None]
     )

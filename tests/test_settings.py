@@ -40,10 +40,16 @@ CASES = {
         refused_options=[None, False, []],
     ),
     "strategy": SimpleNamespace(
-        accepted=[("chunked", "chunked"), ("auto", "auto")],
+        accepted=[("chunked", "chunked"), ("tiled", "tiled"), ("auto", "auto")],
         options=[],
         refused=["full", "auto "],
         refused_options=[None, 1, {}],
+    ),
+    "gradient_filter": SimpleNamespace(
+        accepted=[("1", True), ("0", False)],
+        options=[(True, True), (0, False)],
+        refused=["yes", "true"],
+        refused_options=[None, "on", []],
     ),
     "memory_mb": SimpleNamespace(
         accepted=[("512", 512), ("0", 0)],
@@ -180,4 +186,4 @@ def test_a_bad_option_reaches_the_user_of_torch_compile():
     )
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         compiled(torch.ones(2))
-    assert "fusedce.strategy='full' is not allowed; use auto, chunked" in str(caught.value)
+    assert "fusedce.strategy='full' is not allowed; use auto, chunked, tiled" in str(caught.value)

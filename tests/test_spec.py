@@ -18,7 +18,8 @@ OTHER_VALUES = {
     "logits": [expression.parse(s) for s in ("30*tanh(z/30)", "where(z<=0,1,z)", "-z/3+0.1")],
     "gradients": [("x",), ("weight",), ("x", "weight", "bias")],
     "lse": [True],
-    "strategy": ["chunked"],
+    "strategy": ["tiled"],
+    "gradient_filter": [True],
     "memory_mb": [1, 4096],
 }
 CASES = [(name, value) for name, values in OTHER_VALUES.items() for value in values]
@@ -27,7 +28,7 @@ ALL = {name: values[-1] for name, values in OTHER_VALUES.items()}
 
 def test_every_field_has_cases():
     assert [*OTHER_VALUES] == [field.name for field in dataclasses.fields(Spec)]
-    assert set(OTHER_VALUES["strategy"]) == set(STRATEGIES) - {"auto"}
+    assert set(OTHER_VALUES["strategy"]) == set(STRATEGIES) - {Spec().strategy}
 
 
 @pytest.mark.parametrize(("name", "value"), CASES)
@@ -49,8 +50,8 @@ def test_defaults_are_left_out_and_the_order_is_fixed():
     assert Spec.parse(Spec().text()) == Spec()
     assert Spec(**dict(reversed(ALL.items()))).text() == (
         f"{REVISION} reduction=sum target=probabilities ignore_index=-4611686018427387904 "
-        "label_smoothing=1.0 logits=0.1-z/3 gradients=x,weight,bias lse=true strategy=chunked "
-        "memory_mb=4096"
+        "label_smoothing=1.0 logits=0.1-z/3 gradients=x,weight,bias lse=true strategy=tiled "
+        "gradient_filter=true memory_mb=4096"
     )
 
 

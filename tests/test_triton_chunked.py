@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lowerings import DTYPES, GRADIENTS, TRANSFORMS, check, problem
 
-from fxpass import aten, expression, triton_chunked, triton_expression, triton_source
+from fxpass import aten_chunked, expression, triton_chunked, triton_expression, triton_source
 from fxpass.aten import Inputs
 from fxpass.spec import Spec
 
@@ -253,7 +253,7 @@ def test_given_logits_are_used(device, layout, gradients):
     }[layout]
     copy = given.clone()
     out = triton_chunked.run(inputs._replace(logits=given), Spec(gradients=gradients), rows=3)
-    want = aten.run(inputs._replace(logits=copy), Spec(gradients=gradients), rows=3)
+    want = aten_chunked.run(inputs._replace(logits=copy), Spec(gradients=gradients), rows=3)
     torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
     assert torch.equal(given, copy)
 
@@ -320,7 +320,7 @@ def odd_row_as_in_aten(device, row, target, smoothing, logits):
         label_smoothing=0.0 if target == "none" else smoothing,
         logits=expression.parse(logits),
     )
-    ours, want = triton_chunked.run(inputs, spec, 1), aten.run(inputs, spec, 1)
+    ours, want = triton_chunked.run(inputs, spec, 1), aten_chunked.run(inputs, spec, 1)
     torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 

@@ -1,0 +1,92 @@
+"""What is measured: one provider, one shape, one dtype, with or without a backward.
+
+A :class:`Case` travels to a worker's process as JSON and makes the same tensors there for every
+provider::
+
+    >>> x, weight, target = Case("eager", 8, 4, 16, "float32", "cpu", True).tensors()
+    >>> x.shape, weight.shape, target.shape
+    (torch.Size([8, 4]), torch.Size([16, 4]), torch.Size([8]))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# What rounding may add where eager happens to be exact, by mantissa bits: a few units in the last
+# place of the dtype that the gradients are returned in.
+FLOOR = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
+# Distinct rows of the step that is compared with float64: a bare few, so that the exact answer is
+# cheap. The step has all of the case's rows, which repeat these.
+CHECKED_ROWS = 128
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """x ``[n, d]`` and weight ``[v, d]`` of one dtype on one device.
+
+    Attributes:
+        provider: a name in :data:`benchmarks.providers.PROVIDERS`.
+        backward: the gradients of x and weight are computed too; else ``torch.no_grad``.
+        softcap: logits z become ``softcap * tanh(z / softcap)``; 0 leaves them alone.
+    """
+
+    provider: str
+    n: int
+    d: int
+    v: int
+    dtype: str
+    device: str
+    backward: bool
+    softcap: float = 0.0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of x and weight."""
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients that every provider has to return: those of x and weight."""
+        return (self.n + self.v) * self.d * self.itemsize if self.backward else 0
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the bare GEMMs: three with the gradients, one without."""
+        return (6 if self.backward else 2) * self.n * self.d * self.v
+
+    def tensors(self, distinct: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x ``[n, d]``, weight ``[v, d]``, target int64 ``[n]``; the same for every provider.
+
+        Args:
+            distinct: how many rows differ; the others repeat them in their order. All by default.
+        """
+        x, target = self.rows(distinct)
+        generator = torch.Generator().manual_seed(SEED + 1)
+        weight = torch.empty(self.v, self.d, dtype=getattr(torch, self.dtype))
+        for part in weight.split(1 << 14):  # all of it in f32 would exist beside the narrow one
+            part.copy_(torch.randn(part.shape, generator=generator) * self.d**-0.5)
+        return x, weight.to(self.device).requires_grad_(self.backward), target
+
+    def rows(self, distinct: int | None = None) -> tuple[Tensor, Tensor]:
+        """x and target of :meth:`tensors`."""
+        rows = self.n if distinct is None else min(distinct, self.n)
+        generator = torch.Generator().manual_seed(SEED)
+        x = torch.randn(rows, self.d, generator=generator).to(getattr(torch, self.dtype))
+        target = torch.randint(self.v, (rows,), generator=generator)
+        order = torch.arange(self.n) % rows
+        x, target = (t[order].to(self.device) for t in (x, target))
+        return x.requires_grad_(self.backward), target
+
+    def __str__(self) -> str:
+        cap = f", soft-cap {self.softcap:g}" if self.softcap else ""
+        mode = "training" if self.backward else "evaluation"
+        return f"N={self.n} D={self.d} V={self.v}{cap}, {self.dtype}, {mode}"
+
+    def to(self, provider: str) -> Case:
+        """The same for another provider."""
+        return dataclasses.replace(self, provider=provider)

@@ -1,0 +1,94 @@
+"""The fused loss in ATen, ``chunked``: some rows of logits at a time, gradients along with them.
+
+In: :class:`fxpass.aten.Inputs` and a spec. Out: :class:`fxpass.aten.Outputs`: the per-row losses
+and the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``, unnormalised, in f32 (f64
+for f64). 6·N·D·V operations; at most ``rows`` rows of logits exist at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fxpass import aten, cost, expression
+from fxpass.aten import Inputs, Outputs, Target, slices
+from fxpass.schedule import compute_dtype
+from fxpass.spec import Spec
+
+# Bytes of logits that are worked on at a time between two GEMMs: what stays in the cores' caches
+# during the passes over it, and what the copies of a logit transform are limited to.
+_CACHED_BYTES = cost.BLOCK_BYTES
+
+# Classes that are up-cast at a time where the weight is narrower than the compute dtype.
+CLASSES = 8192
+
+
+def run(inputs: Inputs, spec: Spec, rows: int, classes: int = CLASSES) -> Outputs:
+    """Losses and unnormalised gradients, ``rows`` rows at a time. Reads only, deterministic."""
+    x, weight = inputs.x, inputs.weight
+    dtype = compute_dtype(x.dtype)
+    n, v = x.shape[0], weight.shape[0]
+    loss = x.new_empty(n, dtype=dtype)
+    lse = torch.empty_like(loss) if spec.lse else None
+    shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
+    # no rows, no first chunk that writes them
+    new = x.new_empty if n else x.new_zeros
+    grads = {name: new(shapes[name], dtype=dtype) for name in spec.gradients}
+    buffer = x.new_empty((min(rows, n), v), dtype=dtype)
+    target = aten.target_of(inputs, spec)
+    for part in slices(0, n, rows):
+        x_rows = x[part].to(dtype)
+        g = _logits(inputs, x_rows, part, buffer[: part.stop - part.start], classes)
+        for few in slices(part.start, part.stop, _CACHED_BYTES // (v * dtype.itemsize)):
+            some = g[few.start - part.start : few.stop - part.start]
+            loss[few], row_lse = _to_gradient(inputs, spec, target, few, some)
+            if lse is not None:
+                lse[few] = row_lse
+        kept = float(part.start > 0)  # the first chunk overwrites what is not there yet
+        if "bias" in grads:
+            grads["bias"].mul_(kept).add_(g.sum(0)) if kept else torch.sum(g, 0, out=grads["bias"])
+        for some_classes, tile in weight_tiles(weight, dtype, classes):
+            if "x" in grads:
+                more = float(some_classes.start > 0)
+                grads["x"][part].addmm_(g[:, some_classes], tile, beta=more)
+            if "weight" in grads:
+                grads["weight"][some_classes].addmm_(g[:, some_classes].t(), x_rows, beta=kept)
+    return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
+
+
+def weight_tiles(weight: Tensor, dtype: torch.dtype, step: int) -> Iterator[tuple[slice, Tensor]]:
+    """The weight in the compute dtype, some classes at a time; the whole where no copy is needed.
+
+    CPUs without bf16 or fp16 matrix instructions multiply those dtypes two to a hundred times
+    slower than f32, and an f32 product is the more accurate one.
+    """
+    step = weight.shape[0] if weight.dtype == dtype else step
+    for classes in slices(0, weight.shape[0], step):
+        yield classes, weight[classes].to(dtype)
+
+
+def _logits(inputs: Inputs, x_rows: Tensor, part: slice, out: Tensor, step: int) -> Tensor:
+    """The linear's output for some rows, written to ``out`` ``[rows, V]``."""
+    if inputs.logits is not None:
+        return out.copy_(inputs.logits[part])
+    for classes, tile in weight_tiles(inputs.weight, out.dtype, step):
+        torch.mm(x_rows, tile.t(), out=out[:, classes])
+    return out if inputs.bias is None else out.add_(inputs.bias)
+
+
+def _to_gradient(
+    inputs: Inputs, spec: Spec, target: Target, rows: slice, logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns loss and lse ``[rows]``, and turns ``logits`` ``[rows, V]`` into their gradient."""
+    z = expression.evaluate(spec.logits, logits)
+    every = slice(0, logits.shape[1])
+    sums = aten.add_tile(None, z, target, rows, every)
+    loss, lse = aten.losses(sums, target, rows, spec)
+    if spec.gradients:
+        scale, share = aten.coefficients(inputs, target, sums.mass, rows)
+        z.mul_((share / sums.total).unsqueeze(1))
+        target.subtract_from(z, scale, rows, every)
+        aten.to_logits(spec, z, logits)
+    return loss, lse

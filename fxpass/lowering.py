@@ -1,0 +1,49 @@
+"""From a plan to the code that runs it.
+
+In: :class:`fxpass.aten.Inputs` and a spec. Out: :class:`fxpass.aten.Outputs`, from the lowering and
+the strategy that the schedule has chosen for these sizes on this device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fxpass import aten_chunked, aten_tiled, schedule
+from fxpass.aten import Inputs, Outputs
+from fxpass.schedule import Plan
+from fxpass.spec import Spec
+
+
+def lower(inputs: Inputs, spec: Spec) -> Outputs:
+    """Runs one fused loss, or its backward."""
+    n, d, v = *inputs.x.shape, inputs.weight.shape[0]
+    plan = schedule.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec)
+    return LOWERINGS[plan.lowering, plan.strategy](inputs, spec, plan)
+
+
+def _aten_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+    return aten_chunked.run(inputs, spec, plan.rows, plan.classes)
+
+
+def _aten_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+    return aten_tiled.run(inputs, spec, plan.rows, plan.classes)
+
+
+def _triton_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+    from fxpass import triton_chunked  # imports triton, which not every platform has
+
+    return triton_chunked.run(inputs, spec, plan.rows)
+
+
+def _triton_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+    from fxpass import triton_tiled
+
+    return triton_tiled.run(inputs, spec, plan)
+
+
+LOWERINGS: dict[tuple[str, str], Callable[[Inputs, Spec, Plan], Outputs]] = {
+    ("aten", "chunked"): _aten_chunked,
+    ("aten", "tiled"): _aten_tiled,
+    ("triton", "chunked"): _triton_chunked,
+    ("triton", "tiled"): _triton_tiled,
+}
