@@ -3,6 +3,10 @@
 In: :class:`fxpass.aten.Inputs` and a spec. Out: :class:`fxpass.aten.Outputs`: the per-row losses
 and the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``, unnormalised, in f32 (f64
 for f64). 6·N·D·V operations; at most ``rows`` rows of logits exist at any time.
+
+What a row's softmax and its gradient have in common, 1 / sum(exp(z - m)) and the row's scale, is
+not multiplied into the ``[rows, V]`` of its gradient but into the ``[rows, D]`` beside it: into x
+before the product that is the weight's gradient, and into x's gradient after its product.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ def run(inputs: Inputs, spec: Spec, rows: int, classes: int = CLASSES) -> Output
     x, weight = inputs.x, inputs.weight
     dtype = compute_dtype(x.dtype)
     n, v = x.shape[0], weight.shape[0]
-    loss = x.new_empty(n, dtype=dtype)
+    loss, factor = (x.new_empty(n, dtype=dtype) for _ in range(2))
     lse = torch.empty_like(loss) if spec.lse else None
     shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
     # no rows, no first chunk that writes them
@@ -43,18 +47,23 @@ def run(inputs: Inputs, spec: Spec, rows: int, classes: int = CLASSES) -> Output
         g = _logits(inputs, x_rows, part, buffer[: part.stop - part.start], classes)
         for few in slices(part.start, part.stop, _CACHED_BYTES // (v * dtype.itemsize)):
             some = g[few.start - part.start : few.stop - part.start]
-            loss[few], row_lse = _to_gradient(inputs, spec, target, few, some)
+            loss[few], row_lse, factor[few] = _to_gradient(inputs, spec, target, few, some)
             if lse is not None:
                 lse[few] = row_lse
         kept = float(part.start > 0)  # the first chunk overwrites what is not there yet
+        each = factor[part]
+        x_rows = x_rows * each.unsqueeze(1)
         if "bias" in grads:
-            grads["bias"].mul_(kept).add_(g.sum(0)) if kept else torch.sum(g, 0, out=grads["bias"])
+            grads["bias"].addmv_(g.t(), each, beta=kept)
         for some_classes, tile in weight_tiles(weight, dtype, classes):
             if "x" in grads:
                 more = float(some_classes.start > 0)
                 grads["x"][part].addmm_(g[:, some_classes], tile, beta=more)
             if "weight" in grads:
                 grads["weight"][some_classes].addmm_(g[:, some_classes].t(), x_rows, beta=kept)
+        del tile  # not beside the next chunk's
+        if "x" in grads:
+            grads["x"][part].mul_(each.unsqueeze(1))
     return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
 
 
@@ -80,15 +89,26 @@ def _logits(inputs: Inputs, x_rows: Tensor, part: slice, out: Tensor, step: int)
 
 def _to_gradient(
     inputs: Inputs, spec: Spec, target: Target, rows: slice, logits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Returns loss and lse ``[rows]``, and turns ``logits`` ``[rows, V]`` into their gradient."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turns ``logits`` ``[rows, V]`` into their gradient but for one factor a row.
+
+    Returns:
+        loss, lse and that factor, ``[rows]`` each.
+    """
     z = expression.evaluate(spec.logits, logits)
     every = slice(0, logits.shape[1])
     sums = aten.add_tile(None, z, target, rows, every)
     loss, lse = aten.losses(sums, target, rows, spec)
-    if spec.gradients:
-        scale, share = aten.coefficients(inputs, target, sums.mass, rows)
-        z.mul_((share / sums.total).unsqueeze(1))
+    if not spec.gradients:
+        return loss, lse, sums.total
+    scale, share = aten.coefficients(inputs, target, sums.mass, rows)
+    factor = share / sums.total
+    if inputs.lse_scale is None:
+        # 0 for rows that do not count
+        target.subtract_from(z, torch.where(factor == 0, 0, scale / factor), rows, every)
+    else:  # the gradient of the lse may leave nothing of the softmax, but all of q
+        z.mul_(factor.unsqueeze(1))
         target.subtract_from(z, scale, rows, every)
-        aten.to_logits(spec, z, logits)
-    return loss, lse
+        factor.fill_(1)
+    aten.to_logits(spec, z, logits)
+    return loss, lse, factor

@@ -3,14 +3,15 @@
 In: sizes, a strategy's rows and classes, and a device's :class:`Rates`. Out: predicted seconds and
 an upper bound of the scratch. ``COSTS`` is the model; print it to read it::
 
-    >>> COSTS["aten", "chunked"].scratch
-    16*N*a + R*V*a + a*up*(C*D + D*R) + temporaries*Min(R*V*a, Max(2097152, V*a))
+    >>> COSTS["triton", "chunked"].scratch
+    32*N*a + 16*R*e*ceiling(V/16) + 4*V*a + a*up*(C*D + C*R + D*R)
 
 Symbols: ``N`` rows, ``D`` hidden size, ``V`` classes; ``R`` rows and ``C`` classes at a time; ``e``
 bytes of an operand's element, ``a`` of one that is computed with. 1 or 0: ``gx gw gb`` gradients of
 x, weight, bias; ``kept`` logits that exist already; ``up`` operands that have to be copied to the
-compute dtype before they are multiplied; ``temporaries`` blocks of logits that the target and the
-logit transform need, and ``P`` processors of the device. The rates are those of :class:`Rates`.
+compute dtype before they are multiplied; ``temporaries`` copies of a block of logits that the
+target and the logit transform need, and ``P`` processors of the device. The rates are those of
+:class:`Rates`.
 
 A product costs what is larger, its arithmetic or its traffic, and runs at ``k / (k + H)`` of the
 full rate where one of its sides is only ``k`` long. Everything else is added up: it runs before or
@@ -36,7 +37,7 @@ TILE_ROWS, TILE_CLASSES, GROUP, PARTIAL_BYTES = 128, 64, 8, 20
 # ... and the most that its backward takes to round a tile of the weight's gradient once.
 ROUNDED_BYTES = 32 * MIB
 # Per row: counts, scales and picked logits that lowerings hold, in elements of the compute dtype.
-ROW_ELEMENTS = 16
+ROW_ELEMENTS = 32
 
 
 class Work(NamedTuple):
@@ -52,7 +53,7 @@ class Work(NamedTuple):
     gb: int = 0
     kept: int = 0
     up: int = 0
-    temporaries: int = 1
+    temporaries: int = 0
     processors: int = 1
 
 
@@ -108,20 +109,22 @@ def _product(flops: Any, traffic: Any, *sides: Any, share: Any = 1) -> Expr:
     return Max(flops / rate, traffic / B)
 
 
+# In both, a loop's next up-cast copy is made before its last one ends.
 def _aten_chunked() -> Cost:
     chunks, tiles = ceiling(N / R), ceiling(V / C)
     weight = chunks * D * V
     logits = _product(_flops * (1 - kept), (1 - kept) * weight * a + N * V * (a + kept * e), R)
     x = _product(_flops, (weight + N * V) * a, R) + 2 * a * N * D * (1 + up * (tiles - 1)) / B
-    # the whole f32 gradient of the weight is read and written for every chunk
-    w = _product(_flops, N * V * a, R) + 2 * a * weight / B
+    # the whole f32 gradient of the weight is written for the first chunk, then read and written
+    w = _product(_flops, N * V * a, R) + a * (2 * weight - D * V) / B
     upcast = up * (e + a) * weight * (1 - kept + gx) / B
     calls = L * chunks * (8 + 4 * up * tiles)
     return Cost(
         logits + upcast + N * V / E + gx * x + gw * w + gb * N * V * a / B + calls,
         a * R * V
-        + up * a * (R * D + C * D)
         + temporaries * Min(a * R * V, Max(BLOCK_BYTES, a * V))
+        + up * a * (2 * R * D + 2 * C * D)
+        + a * V * (up + gb)
         + ROW_ELEMENTS * a * N,
     )
 
@@ -129,17 +132,20 @@ def _aten_chunked() -> Cost:
 def _aten_tiled() -> Cost:
     blocks, tiles = ceiling(N / R), ceiling(V / C)
     weight, hidden = blocks * D * V, tiles * N * D
-    again = 1 + (tiles - 1) * Min(1, blocks - 1)  # one block's x is kept for all tiles
     logits = _product(_flops, (weight + hidden + N * V) * a, R, C)
     x = _product(_flops, (weight + N * V) * a, R, C) + 2 * a * hidden / B
-    w = _product(_flops, (hidden + N * V) * a, R, C) + (2 * a * weight + up * e * D * V) / B
-    upcast = up * (e + a) * (D * V + N * D * again) / B
+    w = (
+        _product(_flops, (hidden + N * V) * a, R, C)
+        + (a * (2 * weight - D * V) + up * e * D * V) / B
+    )
+    # forward goes through the classes for each block of rows, backward the other way round
+    upcast = up * (e + a) * (_any * (D * V + hidden) + (1 - _any) * (weight + N * D)) / B
     calls = L * blocks * tiles * 12
     return Cost(
         logits + upcast + N * V / E + gx * x + gw * w + gb * N * V * a / B + calls,
-        temporaries * a * R * C
-        + BLOCK_BYTES
-        + up * a * (R * D + C * D * (1 + gw) + N * D * gx)
+        (1 + temporaries) * a * R * C
+        + up * a * (2 * R * D + (2 + gw) * C * D + gx * N * D)
+        + a * V * (up + 2 * gb)
         + ROW_ELEMENTS * a * N,
     )
 

@@ -87,7 +87,7 @@ def _candidates(
                 yield rows, _left(within - fixed, taken(rows, 1) - fixed, work.v, align)
 
 
-_SHIFTS = (0, 1, 2, 3, 4, 6, 8, 13)
+_SHIFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 13)
 _BLOCKS = (1, 2, 4, 8, 16, 64, 256)
 
 

@@ -21,6 +21,12 @@ def lower(inputs: Inputs, spec: Spec) -> Outputs:
     return LOWERINGS[plan.lowering, plan.strategy](inputs, spec, plan)
 
 
+def keeps_range(inputs: Inputs) -> bool:
+    """Whether every number between loss and gradients has at least the range of f32. Triton's
+    kernels store the gradient of the logits in the dtype of x."""
+    return schedule.lowering_for(inputs.x.device, inputs.x.dtype)[0] == "aten"
+
+
 def _aten_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
     return aten_chunked.run(inputs, spec, plan.rows, plan.classes)
 

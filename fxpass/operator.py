@@ -2,9 +2,10 @@
 
 In: the tensors of :class:`fxpass.aten.Inputs` and a spec's text. Out: ``(loss, lse, scale, x_grad,
 weight_grad, bias_grad)``, of which the graph uses the first two. For ``mean`` and ``sum`` the
-gradients are computed in forward, one chunk of logits at a time, and kept *unnormalised* in f32;
-backward multiplies them by ``scale`` times the incoming gradient. Dividing by the number of rows
-before anything is rounded would push most of an fp16 gradient below its smallest number. For
+gradients are computed in forward, one chunk of logits at a time, and kept in f32; backward
+multiplies them by ``scale`` times the incoming gradient. ``scale`` is the 1 / N of ``mean`` where
+anything is rounded to x's dtype on the way: it would push most of an fp16 gradient below the
+smallest number. Where all is f32 it is 1, and backward often has nothing to multiply. For
 ``none``, and for a loss with its lse, each row has an incoming gradient of its own, and the
 strategy ``tiled`` keeps nothing as large as the weight from forward to backward: there forward
 computes no gradients, and backward all of them, final, from logits computed again::
@@ -29,7 +30,7 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
 
 from fxpass import aten, ignored
 from fxpass.aten import Inputs, Outputs
-from fxpass.lowering import lower
+from fxpass.lowering import keeps_range, lower
 from fxpass.schedule import compute_dtype
 from fxpass.spec import Spec
 
@@ -85,18 +86,22 @@ def linear_cross_entropy(
     inputs = Inputs(x, weight, bias, target, class_weight, logits)
     _check(inputs, s)
     _check_range(inputs, s)
-    out = _lower(inputs, dataclasses.replace(s, gradients=()) if s.gradients_in_backward else s)
+    now = dataclasses.replace(s, gradients=()) if s.gradients_in_backward else s
+    one = x.new_ones((), dtype=compute_dtype(x.dtype))
+    scale = one if s.reduction == "none" else _scale(inputs, s)
+    # the gradients of no rows are zeros and stay so
+    left = torch.where(scale.isinf(), 0, scale)
+    if now.gradients and keeps_range(inputs):
+        # one pass less over the gradients, as long as backward has nothing else to multiply by
+        inputs, left = inputs._replace(row_scale=left.expand(x.shape[0])), one
+    out = _lower(inputs, now)
     assert out.loss is not None
-    dtype = out.loss.dtype
     lse = out.loss.new_empty(0) if out.lse is None else out.lse
-    grads = _gradients(out, inputs, (dtype, dtype, dtype))
+    grads = _gradients(out, inputs, (one.dtype,) * 3)
     if s.reduction == "none":
-        return out.loss, lse, out.loss.new_ones(()), *grads
-    scale = _scale(inputs, s).to(dtype)
+        return out.loss, lse, left, *grads
     # A product and not a division: without valid rows mean is 0 * inf = nan, as in PyTorch.
-    loss = out.loss.sum() * scale
-    # ... while the gradients of no rows are zeros and stay so.
-    return loss, lse, torch.where(scale.isinf(), 0, scale), *grads
+    return out.loss.sum() * scale, lse, left, *grads
 
 
 @torch.library.custom_op(NAME + "_backward", mutates_args=())
@@ -194,9 +199,11 @@ def _scale_gradient(gradient: Tensor, factor: Tensor, may_reuse: bool) -> Tensor
     record may be replayed under another answer.
     """
     capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
-    if may_reuse and not capturing and not _keep_graph():
-        return gradient.mul_(factor).detach()
-    return gradient * factor
+    if not may_reuse or capturing or _keep_graph():
+        return gradient * factor
+    if gradient.device.type == "cpu" and factor == 1:  # elsewhere one would have to wait for it
+        return gradient.detach()
+    return gradient.mul_(factor).detach()
 
 
 _library.impl("scale_gradient", _scale_gradient, "CompositeExplicitAutograd")

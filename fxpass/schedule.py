@@ -17,11 +17,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import sympy
 import torch
 
-from fxpass import cost, rates
+from fxpass import cost, expression, rates
 from fxpass.cost import MIB, Work
 from fxpass.expression import Z
 from fxpass.fit import fit
@@ -150,11 +151,39 @@ def work_of(
         *(int(name in gradients) for name in ("x", "weight", "bias")),
         kept=int(kept),
         up=int(copied and dtype != compute),
-        temporaries=1 + (spec.logits != Z) + 2 * (spec.target == "probabilities"),
+        temporaries=_temporaries(spec, bool(gradients)),
         processors=getattr(rates.properties_of(device), "multi_processor_count", 1)
         if lowering == "triton"
         else 1,
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def _temporaries(spec: Spec, gradients: bool) -> int:
+    """Copies of a block of logits that exist beside it: of the target, of the logit transform."""
+    dense = 2 if spec.target == "probabilities" else int(spec.label_smoothing > 0)
+    if spec.logits == Z:
+        return dense
+    value = _copies(spec.logits)
+    slope = _copies(expression.derivative(spec.logits)) if gradients else 0
+    # beside the value: of the next block, or while the gradient is taken
+    return 1 + max(value, slope, dense)
+
+
+def _copies(expr: Any) -> int:
+    """Copies of z that :func:`fxpass.expression.evaluate` holds at most, its result included."""
+    if expr == Z:
+        return 0
+    if expr.is_number:
+        return 1
+    joined = isinstance(expr, sympy.Add | sympy.Mul)
+    held, most = 0, 1
+    for operand in expr.args:
+        if operand.is_number:
+            continue
+        most = max(most, held + _copies(operand))
+        held = 1 if joined else held + (operand != Z)
+    return most if joined else max(most, held + 1 + isinstance(expr, expression.Where))
 
 
 # ---------------------------------------------------------------- which strategy

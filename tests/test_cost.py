@@ -10,7 +10,7 @@ import pytest
 import sympy
 
 from fxpass import cost
-from fxpass.cost import COSTS, MIB, RATES, TILE, WORK, Rates, Work
+from fxpass.cost import COSTS, RATES, TILE, WORK, Rates, Work
 from fxpass.rates import NOMINAL
 
 N, D, V = 4096, 512, 32768
@@ -143,46 +143,51 @@ def test_the_model_has_no_other_symbols(key):
 @pytest.mark.parametrize(
     ("key", "work", "tile", "expected"),
     [
-        # a chunk of f32 logits, a block of temporaries, 64 bytes a row
-        (("aten", "chunked"), work(), (256, V), 256 * V * 4 + MIB + 64 * N),
+        # a chunk of f32 logits, a block of temporaries, 128 bytes a row
+        (
+            ("aten", "chunked"),
+            work(temporaries=1),
+            (256, V),
+            256 * V * 4 + cost.BLOCK_BYTES + 128 * N,
+        ),
         # ... one row is more than a block
         (
             ("aten", "chunked"),
-            work(8, 8)._replace(v=2**18),
+            work(8, 8, temporaries=1)._replace(v=2**19),
             (2, 1),
-            3 * 2**18 * 8 + 128 * N,
+            3 * 2**19 * 8 + 256 * N,
         ),
         # ... nor does one chunk need more temporaries than it has rows
-        (("aten", "chunked"), work(temporaries=2), (1, V), 3 * V * 4 + 64 * N),
+        (("aten", "chunked"), work(temporaries=2), (1, V), 3 * V * 4 + 128 * N),
         # ... and the f32 copies of its rows of x and of some classes of the weight
         (
             ("aten", "chunked"),
-            work(2, 4, 1, temporaries=0),
+            work(2, 4, 1, gb=1),
             (16, 1024),
-            16 * V * 4 + 16 * D * 4 + 1024 * D * 4 + 64 * N,
+            16 * V * 4 + 2 * 16 * D * 4 + 2 * 1024 * D * 4 + 2 * V * 4 + 128 * N,
         ),
-        (("aten", "tiled"), work(), (512, 1024), 512 * 1024 * 4 + MIB + 64 * N),
+        (("aten", "tiled"), work(temporaries=2), (512, 1024), 3 * 512 * 1024 * 4 + 128 * N),
         (
             ("aten", "tiled"),
             work(2, 4, 1, **TRAINING),
             (512, 1024),
-            512 * 1024 * 4 + MIB + 64 * N + 512 * D * 4 + 2 * 1024 * D * 4 + N * D * 4,
+            512 * 1024 * 4 + 128 * N + (2 * 512 + 3 * 1024 + N) * D * 4 + 3 * V * 4,
         ),
         # rows are padded to 16 elements
         (
             ("triton", "chunked"),
             work(2, 4)._replace(v=50257),
             (1024, 1),
-            1024 * 50272 * 2 + 64 * N + 16 * 50257,
+            1024 * 50272 * 2 + 128 * N + 16 * 50257,
         ),
-        (("triton", "tiled"), work(2, 4, processors=132), (N, V), N * (17 * 8 * 20 + 64) + 16 * V),
+        (("triton", "tiled"), work(2, 4, processors=132), (N, V), N * (17 * 8 * 20 + 128) + 16 * V),
         (
             ("triton", "tiled"),
             work(2, 4, **TRAINING),
             (N, 1024),
-            N * 1024 * 2 + N * D * 4 + 1024 * D * 4 + 64 * N + 16 * V,
+            N * 1024 * 2 + N * D * 4 + 1024 * D * 4 + 128 * N + 16 * V,
         ),
-        (("triton", "tiled"), work(gx=1), (N, 1024), N * 1024 * 4 + 64 * N + 16 * V),
+        (("triton", "tiled"), work(gx=1), (N, 1024), N * 1024 * 4 + 128 * N + 16 * V),
     ],
 )
 def test_scratch(key, work, tile, expected):
@@ -192,9 +197,9 @@ def test_scratch(key, work, tile, expected):
 def test_it_can_be_read():
     expecttest.assert_expected_inline(
         str(COSTS["aten", "chunked"].scratch),
-        """16*N*a + R*V*a + a*up*(C*D + D*R) + temporaries*Min(R*V*a, Max(1048576, V*a))""",
+        """32*N*a + R*V*a + V*a*(gb + up) + a*up*(2*C*D + 2*D*R) + temporaries*Min(R*V*a, Max(2097152, V*a))""",
     )
     expecttest.assert_expected_inline(
         str(COSTS["aten", "tiled"].scratch),
-        """C*R*a*temporaries + 16*N*a + a*up*(C*D*(gw + 1) + D*N*gx + D*R) + 1048576""",
+        """C*R*a*(temporaries + 1) + 32*N*a + V*a*(2*gb + up) + a*up*(C*D*(gw + 2) + D*N*gx + 2*D*R)""",
     )

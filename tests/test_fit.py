@@ -93,7 +93,8 @@ def test_no_tile_is_faster(kind, gradients, n, d, v, allowed):
         if cost.scratch("aten", "tiled", one, rows, classes) <= allowed
     )
     found = seconds(*fit("aten", "tiled", one, allowed, "cpu"))
-    assert found <= best * CPU_SLACK * 1.05
+    # only powers of two of the blocks of rows are tried
+    assert found <= best * CPU_SLACK * 1.15
 
 
 @pytest.mark.parametrize("n", [4096, 4097, 5000, 8191, 30000])

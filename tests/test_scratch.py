@@ -1,0 +1,80 @@
+"""The budget is kept: what the ATen strategies allocate, to the byte, against the model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from allocations import Allocations
+
+from fxpass import cost, expression, schedule
+from fxpass.aten import Inputs
+from fxpass.lowering import lower
+from fxpass.spec import Spec
+
+N, D, V = 130, 24, 6011
+CPU = torch.device("cpu")
+ALL = ("x", "weight", "bias")
+SOFTCAP = expression.parse("30*tanh(z/30)")
+SPECS = {
+    "forward": Spec(),
+    "training": Spec(gradients=ALL),
+    "frozen": Spec(gradients=("x",)),
+    "smoothed": Spec(label_smoothing=0.1, gradients=ALL),
+    "soft-cap": Spec(logits=SOFTCAP, gradients=ALL),
+    "soft-cap forward": Spec(logits=SOFTCAP),
+    "scaled": Spec(logits=expression.parse("2*z"), gradients=ALL),
+    "gated": Spec(logits=expression.parse("2*z*tanh(z)+3*sigmoid(z)"), gradients=ALL),
+    "probabilities": Spec(target="probabilities", gradients=ALL),
+    "capped probabilities": Spec(target="probabilities", logits=SOFTCAP, gradients=ALL),
+    "none": Spec(target="none", lse=True, gradients=ALL),
+}
+
+
+def inputs(spec: Spec, dtype: torch.dtype) -> Inputs:
+    target = {
+        "none": None,
+        "indices": torch.arange(N),
+        "probabilities": torch.full((1, V), 1 / V, dtype=dtype).expand(N, V),
+    }[spec.target]
+    return Inputs(
+        x=torch.randn(N, D, dtype=dtype),
+        weight=torch.randn(V, D, dtype=dtype),
+        bias=torch.randn(V, dtype=dtype),
+        target=target,
+        class_weight=None if target is None else torch.ones(V, dtype=dtype),
+        row_scale=torch.ones(N) if spec.gradients else None,
+        lse=torch.zeros(N) if spec.strategy == "tiled" and spec.gradients else None,
+    )
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_mb", [1, 6])
+@pytest.mark.parametrize("name", SPECS)
+def test_the_budget_is_kept(name, memory_mb, dtype, strategy):
+    spec = dataclasses.replace(SPECS[name], strategy=strategy, memory_mb=memory_mb)
+    plan = schedule.plan(N, D, V, dtype, CPU, spec)
+    assert "over its budget" not in plan.reason
+    given = inputs(spec, dtype)
+    with torch.no_grad(), Allocations() as allocated:
+        out = lower(given, spec)
+    taken = allocated.peak(out)
+    work = schedule.work_of(N, D, V, dtype, CPU, "aten", spec, spec.gradients)
+    predicted = cost.scratch("aten", strategy, work, plan.rows, plan.classes)
+    assert predicted / 5 < taken <= predicted <= memory_mb * cost.MIB
+
+
+def test_it_counts_what_lives_at_the_same_time():
+    x = torch.zeros(1000)
+    with Allocations() as allocated:
+        y = x + 1  # 4000 bytes
+        z = y[:10].view(2, 5)  # a view
+        y = y * 2  # 4000 more
+        del z
+        out = x[5:].add_(1), y + 1
+        del y
+        x.clone().clone()
+    assert allocated.peak([]) == 12000
+    assert allocated.peak(out) == 8000
