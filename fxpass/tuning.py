@@ -43,8 +43,9 @@ log = logging.getLogger(__name__)
 _WORTH_A_CHANGE = 0.97
 _ROUNDS, _LAUNCHES = 5, 4
 
-_Key = tuple[str, torch.device, torch.dtype, tuple[int, ...], tuple[tuple, ...]]
-_chosen: dict[_Key, Candidate] = {}
+_Kernel = tuple[str, torch.device, torch.dtype, tuple[tuple, ...]]
+_chosen: dict[tuple[_Kernel, tuple[int, ...]], Candidate] = {}
+_latest: dict[_Kernel, Candidate] = {}
 _one_at_a_time = threading.Lock()
 
 
@@ -67,7 +68,8 @@ def best(
         candidates: options by name, the default first.
         launch: runs the kernel with one of them, any number of times. What it writes must be
             scratch, or be written again before it is read. Not called while a CUDA graph is being
-            recorded.
+            recorded: then what was chosen last for this kernel holds, whatever the sizes, since
+            that one has been compiled and loaded.
         clock: times a launch; by default a GPU's events, and no clock on other devices.
 
     Returns:
@@ -79,30 +81,31 @@ def best(
         return default
     buckets = tuple((size - 1).bit_length() if size > 0 else 0 for size in sizes)
     options = tuple(tuple(candidate.items()) for candidate in candidates)
-    key = kernel, device, dtype, buckets, options
-    if key in _chosen:
-        return _chosen[key]
-    clock = clock or _clock_of(device)
-    if clock is None:
-        return default
-    with _one_at_a_time:
-        if key not in _chosen:
-            facts = {
-                "kernel": kernel,
-                **_facts(device),
-                "dtype": str(dtype).removeprefix("torch."),
-                "sizes": [1 << bucket for bucket in buckets],
-                "candidates": [dict(candidate) for candidate in candidates],
-            }
-            choice = _read(facts)
-            if choice is None:
-                if _capturing(device):  # launches would be recorded, and their time is not known
+    same = kernel, device, dtype, options
+    key = same, buckets
+    if key not in _chosen:
+        clock = clock or _clock_of(device)
+        if clock is None:
+            return default
+        if _capturing(device):  # launches would be recorded, and nothing may be compiled or loaded
+            return _latest.get(same, default)
+        with _one_at_a_time:
+            if key not in _chosen:
+                facts = {
+                    "kernel": kernel,
+                    **_facts(device),
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "sizes": [1 << bucket for bucket in buckets],
+                    "candidates": [dict(candidate) for candidate in candidates],
+                }
+                choice = _read(facts)
+                if choice is None:
+                    choice = _fastest(facts, candidates, launch, clock)
+                if choice is None:
                     return default
-                choice = _fastest(facts, candidates, launch, clock)
-            if choice is None:
-                return default
-            _chosen[key] = candidates[choice]
-        return _chosen[key]
+                _chosen[key] = candidates[choice]
+    _latest[same] = _chosen[key]
+    return _chosen[key]
 
 
 def directory() -> Path:

@@ -91,6 +91,34 @@ def test_loss_and_lse(device, target, weighted, smoothing, dtype):
     check(inputs._replace(row_scale=None), spec)
 
 
+WHOLE_ROWS = {
+    "smoothing": (Spec(label_smoothing=0.1), False),
+    "class weights": (Spec(label_smoothing=0.1), True),
+    "sharp class weights": (Spec(), True),
+    "probabilities": (Spec(target="probabilities"), False),
+    "smooth probabilities": (Spec(target="probabilities", label_smoothing=0.1), True),
+    "soft-cap": (Spec(label_smoothing=0.1, logits=expression.parse("30*tanh(z/30)")), True),
+    "no target": (Spec(target="none", logits=expression.parse("0.0625*z")), False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("name", WHOLE_ROWS)
+def test_whole_rows(device, name, lse, dtype):
+    """One block holds all 37 classes, so that each logit is read once."""
+    spec, weighted = WHOLE_ROWS[name]
+    kernel = triton_source.generate(spec, weighted, whole_row=True)
+    assert "for start in" not in kernel.source
+    spec = dataclasses.replace(spec, lse=lse, gradients=GRADIENTS)
+    inputs = problem(
+        device, dtype, target=spec.target, weighted=weighted, row_scaled=True, lse_scaled=lse
+    )
+    if spec.target == "indices":
+        inputs.target[3] = -100
+    check(inputs, spec)
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logits", TRANSFORMS)
@@ -263,12 +291,23 @@ ODD_ROWS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize("row", ODD_ROWS)
+@pytest.mark.parametrize("target", [0, "probabilities"])
+def test_odd_rows_that_are_whole(device, row, target):
+    odd_row_as_in_aten(device, row, target, 0.1, "z")
+
+
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize("row", ODD_ROWS)
 @pytest.mark.parametrize("target", [0, 20, "probabilities", "none"])
 @pytest.mark.parametrize(("smoothing", "logits"), [(0.0, "z"), (0.1, "z"), (0.1, "30*tanh(z/30)")])
 def test_odd_rows_as_in_aten(device, row, target, smoothing, logits):
+    odd_row_as_in_aten(device, row, target, smoothing, logits)
+
+
+def odd_row_as_in_aten(device, row, target, smoothing, logits):
     index = isinstance(target, int)
     inputs = problem(device, n=1, target="indices" if index else target, lse_scaled=True)
     if index:

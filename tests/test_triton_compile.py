@@ -27,7 +27,7 @@ TYPES = {
     "V": "i32",
 }
 ALIGNED = ("logits", "class_weight", "stride", "target_stride", "V")
-CLASSES, FEW_CLASSES = 128256, 8192
+CLASSES, FEW_CLASSES = 128256, 4096
 
 PLAIN = "gradients=x"
 SOFTCAP = "logits=30*tanh(z/30) gradients=x"

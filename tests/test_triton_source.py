@@ -229,6 +229,37 @@ def test_gradient_factor(logits, factor):
     assert gradient_factor(spec) == factor / triton_source.GAIN
 
 
+WITH_ROWS = {
+    "plain": Spec(gradients=("x",)),
+    "everything": EVERYTHING,
+    "probabilities": Spec(target="probabilities", label_smoothing=0.1, gradients=("x",)),
+}
+
+
+@pytest.mark.parametrize("name", WITH_ROWS)
+def test_whole_rows_are_read_once(name):
+    """Logits, targets and class weights alike, where several blocks read them twice."""
+    blocks, whole = (
+        generate(WITH_ROWS[name], weighted=name != "plain", whole_row=whole_row).source
+        for whole_row in (False, True)
+    )
+    assert "for start in" in blocks
+    assert "for " not in whole.split("def linear")[1].replace("for fp16", "")
+    for tensor in ("logits", "target", "class_weight"):
+        load = f"tl.load({tensor} + cols"
+        assert blocks.count(load) == 2 * whole.count(load)
+    assert whole.count("tl.load(logits + cols") == 1
+    assert "tl.exp(z - m)" in whole
+    assert whole.count("tl.exp(z - m)") == 1
+
+
+def test_kernels_of_whole_rows():
+    forward, backward = kernels_of(EVERYTHING, weighted=True, whole_row=True)
+    assert backward == generate(EVERYTHING, weighted=True, row_scaled=True, whole_row=True)
+    assert "for start in" not in forward.source + backward.source
+    assert kernels_of(Spec(), False, whole_row=True) == (generate(Spec(), False, whole_row=True),)
+
+
 # ---------------------------------------------------------------- expressions
 
 EXPRESSIONS = [

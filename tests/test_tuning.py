@@ -21,6 +21,7 @@ TIMES = {64: 3.0, 32: 1.0, 16: 2.0}
 @pytest.fixture(autouse=True)
 def _nothing_chosen(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "_chosen", {})
+    monkeypatch.setattr(tuning, "_latest", {})
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.use_deterministic_algorithms(False)
 
@@ -45,6 +46,7 @@ def best(clock, kernel="k", dtype=torch.float32, sizes=(5, 100), candidates=CAND
 
 def forget():
     tuning._chosen.clear()
+    tuning._latest.clear()
 
 
 def files():
@@ -135,18 +137,24 @@ def test_deterministic_algorithms_take_the_default():
 
 
 def test_nothing_is_timed_while_a_cuda_graph_is_recorded(monkeypatch):
+    """Nor is anything read that another process has chosen: it would have to be compiled."""
+    capturing = True
     device = torch.device("cuda", 0)
     monkeypatch.setattr(tuning, "_facts", lambda device: {"device": "a GPU"})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     clock = Clock(TIMES)
     assert best(clock, device=device) is CANDIDATES[0]
     assert clock.launched == files() == []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    capturing = False
     assert best(clock, device=device) is CANDIDATES[1]
-    # what was chosen before may be recorded
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert len(clock.launched) == 3
+    capturing = True
+    assert best(clock, device=device) is CANDIDATES[1]
+    # other sizes: what has run is there, the default may not be
+    assert best(clock, device=device, sizes=(5000, 100)) is CANDIDATES[1]
+    assert best(clock, device=device, kernel="other") is CANDIDATES[0]
     forget()
-    assert best(clock, device=device) is CANDIDATES[1]
+    assert best(clock, device=device) is CANDIDATES[0]
     assert len(clock.launched) == 3
 
 
