@@ -22,6 +22,7 @@ from fxpass.casts import Cast, cast_lines, note
 from fxpass.dynamo import trace_through_log_once
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection
+from fxpass.schedule import Choice
 from fxpass.settings import Settings
 from fxpass.source import source_of
 from fxpass.transform import transform
@@ -59,8 +60,12 @@ class Report:
             f"{_count(self.graphs, 'graph')}, {_count(len(self.matches), 'loss', 'losses')} fused, "
             f"{len(self.rejections)} not fused, {_count(len(self.casts), 'cast')}"
         ]
-        records = (*self.matches, *self.rejections, *cast_lines(self.casts))
-        lines += [f"  {record}" for record in records]
+        for match in self.matches:
+            lines.append(f"  {match}")
+            choice: Choice | None = getattr(match, "choice", None)
+            if choice is not None:
+                lines.append(f"    {choice}")
+        lines += [f"  {record}" for record in (*self.rejections, *cast_lines(self.casts))]
         lines += [f"  graph break: {place}" for place in self.breaks]
         if self.logits_bytes:
             lines.append(f"  logits never allocated: {self.logits_bytes / 2**20:.1f} MiB a copy")
