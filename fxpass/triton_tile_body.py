@@ -1,12 +1,12 @@
-"""What the kernels of tiles have in common: the order of the programs, a tile of logits, its loss.
+"""What the kernels of tiles do: the order of their programs, a tile of logits, its loss or gradient.
 
-In: the features of a spec and those of a GEMM. Out: lines of Triton. A tile of logits is the product
-of ``BLOCK_N`` rows of x and ``BLOCK_V`` rows of the weight, added up in f32 registers over blocks of
-``BLOCK_D``::
+In: the features of a spec and those of a GEMM. Out: lines of Triton. A tile of logits is the
+product of ``BLOCK_N`` rows of x and ``BLOCK_V`` rows of the weight, added up in f32 registers over
+blocks of ``BLOCK_D``::
 
     >>> lines = logits(Features.of(Spec(), False, False, False), Gemm())
     >>> lines[0], lines[-1]
-    ('acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)', '    acc = tl.dot(a, b, acc)')
+    ('acc = tl.full((BLOCK_N, BLOCK_V), 0.0, tl.float32)', '    acc = tl.dot(a, b, acc)')
 
 Operands come through tensor descriptors, which the hardware reads tiles with (TMA), or through
 pointers, which take every stride and every GPU. Addresses are 64 bits wide: rows are counted in
@@ -54,7 +54,7 @@ def grouped(others: str, other: str) -> list[str]:
         "program = tl.program_id(0)",
         f"group = program // (GROUP_N * {others})",
         f"place = program % (GROUP_N * {others})",
-        "blocks = tl.minimum(tl.cdiv(N, BLOCK_N) - group * GROUP_N, GROUP_N)",
+        "blocks = tl.minimum((N + BLOCK_N - 1) // BLOCK_N - group * GROUP_N, GROUP_N)",
         "row_block = group * GROUP_N + place % blocks",
         f"{other} = place // blocks",
         "rows = row_block.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)",
@@ -99,7 +99,7 @@ def logits(f: Features, gemm: Gemm, start: str = "start") -> list[str]:
         steps = "tl.range(0, D, BLOCK_D, warp_specialize=True)"
     return [
         *tile,
-        "acc = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)",
+        "acc = tl.full((BLOCK_N, BLOCK_V), 0.0, tl.float32)",
         f"for d in {steps}:",
         *indent([*"\n".join(loads).split("\n"), f"acc = {dot('a', 'b', gemm)}"]),
         *bias(gemm),
@@ -146,6 +146,8 @@ def _ignored(f: Features) -> list[str]:
 
 # ---------------------------------------------------------------- forward
 
+PARTIALS = {"maxima", "sums", "picks", "dots", "masses"}
+
 
 def partials(f: Features) -> list[str]:
     """What one split of the classes says about a row, in the order of the parameters."""
@@ -171,7 +173,7 @@ def forward(f: Features, gemm: Gemm) -> list[str]:
         # not -inf: exp(-inf - -inf) is nan
         "lowest = tl.full((BLOCK_N,), -3.4028234663852886e38, tl.float32)",
         "m = lowest",
-        *(f"{name} = tl.zeros((BLOCK_N,), tl.float32)" for name in zeros),
+        *(f"{name} = tl.full((BLOCK_N,), 0.0, tl.float32)" for name in zeros),
         "first = split * per_split",
         "for start in range(first, tl.minimum(first + per_split, V), BLOCK_V):",
         *indent(

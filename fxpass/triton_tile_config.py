@@ -93,21 +93,24 @@ def specializes_warps(target: str) -> bool:
     return target in ("sm_100", "sm_103")
 
 
+# Of a row's classes, unless few rows keep a device busy: each split has partial sums of its own.
+MAX_SPLITS = 16
+
+
 def per_split(n: int, v: int, config: Config, processors: int) -> int:
     """How many classes one program passes over, a multiple of BLOCK_V.
 
-    A device works off programs in waves of ``processors``. The splits are as few as keep it busy,
-    but enough that a wave shares GROUP_N blocks of rows, and among them the number that leaves the
-    least of the last wave idle. A function of sizes, so a device adds up in the same order again.
+    A device works off programs in waves of ``processors``. There are enough splits that a wave
+    shares GROUP_N blocks of rows, and between that and 16 the number that leaves the least of the
+    last wave idle. A function of sizes, so a device adds up in the same order every time.
     """
     row_blocks, class_blocks = -(-n // config.BLOCK_N), -(-v // config.BLOCK_V)
-    fewest = -(-processors // min(row_blocks, config.GROUP_N))
+    fewest = max(1, processors // min(row_blocks, config.GROUP_N))
 
     def steps(blocks: int) -> int:
         """Tiles that one after the other take: waves times the tiles of a program."""
         return -(-row_blocks * -(-class_blocks // blocks) // processors) * blocks
 
     most = max(1, class_blocks // fewest)
-    least = max(1, class_blocks // (4 * fewest))
-    blocks = min(range(most, least - 1, -1), key=steps)
-    return blocks * config.BLOCK_V
+    least = max(1, -(-class_blocks // max(MAX_SPLITS, fewest)))
+    return min(range(most, least - 1, -1), key=steps, default=least) * config.BLOCK_V

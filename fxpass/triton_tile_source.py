@@ -27,8 +27,8 @@ from fxpass.triton_source import Kernel
 from fxpass.triton_tile_body import Gemm
 
 # Sizes that change from batch to batch: one compiled kernel has to serve all of them.
-_DYNAMIC = ("N", "splits", "per_split", "class_blocks")
-_CONSTEXPR = ("BLOCK_N", "BLOCK_V", "BLOCK_D", "GROUP_N", "SPLITS")
+_DYNAMIC = ("N", "splits", "per_split", "class_blocks", "order_stride")
+_CONSTEXPR = ("BLOCK_N", "BLOCK_V", "BLOCK_D", "BLOCK_I", "BLOCK_J", "GROUP_N", "SPLITS")
 
 
 @functools.cache

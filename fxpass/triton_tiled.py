@@ -15,13 +15,21 @@ GPU, and nothing is added up in an order that varies.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
-import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fxpass import triton_source, triton_tile_config, triton_tile_source
+from fxpass import (
+    triton_source,
+    triton_tile_body,
+    triton_tile_config,
+    triton_tile_filter,
+    triton_tile_source,
+    tuning,
+)
 from fxpass.aten import Inputs, Outputs
 from fxpass.spec import Spec
 from fxpass.triton_chunked import _add_product, _buffer, _launch_options, _on, _tiles, load
@@ -33,7 +41,7 @@ from fxpass.triton_units import in_units
 # Of a weight's gradient that is rounded by a second pass, what is held in f32 at a time.
 _F32_BYTES = 32 << 20
 
-_Arguments = dict[str, "Tensor | int | float"]
+_Arguments = dict[str, Any]  # tensors, descriptors of tensors and numbers
 
 
 class Plan(Protocol):
@@ -72,16 +80,23 @@ def _forward(inputs: Inputs, spec: Spec) -> Outputs:
     lse = torch.empty_like(loss)
     if not n:
         return Outputs(loss, lse, None, None, None)
-    gemm, config, arguments = _product(inputs, spec)
-    per_split = triton_tile_config.per_split(n, v, config, _processors(inputs.x.device))
-    splits = -(-v // per_split)
-    arguments |= {"per_split": per_split, "splits": splits, "loss": loss, "lse": lse}
-    for name in ("maxima", "sums", "picks", "dots", "masses"):
-        arguments[name] = loss.new_empty((n, splits))
+    logits = _Logits(inputs)
     weighted = inputs.class_weight is not None
-    kernel = triton_tile_source.forward(spec, weighted, gemm)
-    _launch(kernel, -(-n // config.BLOCK_N) * splits, arguments, config.options)
-    arguments["SPLITS"] = 1 << (splits - 1).bit_length()
+    kernel = triton_tile_source.forward(spec, weighted, logits.gemm)
+    names = triton_tile_body.PARTIALS & set(load(kernel).arg_names)
+
+    def sums(config: Config) -> _Arguments:
+        """Partial sums, written to new tensors, and how the classes are split."""
+        per_split = triton_tile_config.per_split(n, v, config, _processors(loss.device))
+        splits = -(-v // per_split)
+        out: _Arguments = {"per_split": per_split, "splits": splits}
+        out |= {name: loss.new_empty((n, splits)) for name in names}
+        logits.launch(kernel, config, splits, out)
+        return out
+
+    parts = sums(logits.config(kernel, sums))
+    parts |= {"loss": loss, "lse": lse, "SPLITS": 1 << (int(parts["splits"]) - 1).bit_length()}
+    arguments = logits.arguments | parts
     _launch(triton_tile_source.merge(spec, weighted), n, arguments, {"num_warps": 1})
     return Outputs(loss, lse, None, None, None)
 
@@ -90,43 +105,61 @@ def _forward(inputs: Inputs, spec: Spec) -> Outputs:
 
 
 def _backward(inputs: Inputs, spec: Spec, classes: int) -> Outputs:
-    n, v = inputs.x.shape[0], inputs.weight.shape[0]
+    x = inputs.x
+    n, v = x.shape[0], inputs.weight.shape[0]
     unit = None
-    if inputs.x.dtype == torch.float16:
+    if x.dtype == torch.float16:
         # of bf16 and f32 any scale can be stored: no unit, and no pass that multiplies by it
         inputs, (_, unit) = in_units(inputs, spec)
     gradients = _Gradients(inputs, spec, unit)
     if not n:
         return gradients.outputs()
-    gemm, config, arguments = _product(inputs, spec)
-    weighted = inputs.class_weight is not None
+    logits = _Logits(inputs)
     if spec.target == "probabilities":
-        arguments["row_mass"] = inputs.x.new_empty(n, dtype=torch.float32)
-        options = _launch_options(v, torch.float32)
-        kernel = triton_tile_source.mass(spec, weighted)
-        _launch(
-            kernel,
-            n,
-            arguments | {"BLOCK_V": options["BLOCK_V"]},
-            {"num_warps": options["num_warps"]},
-        )
-    classes = max(1, classes // config.BLOCK_V) * config.BLOCK_V
-    g = _buffer(inputs.x, n, min(classes, v))
-    arguments |= {"g": g, "g_stride": g.stride(0)}
-    kernel = triton_tile_source.backward(
-        spec,
-        weighted,
-        inputs.row_scale is not None,
-        inputs.lse_scale is not None,
-        gemm,
-    )
-    for first in range(0, v, classes):
-        tile = slice(first, min(first + classes, v))
-        blocks = -(-(tile.stop - first) // config.BLOCK_V)
-        arguments |= {"first": first, "class_blocks": blocks}
-        _launch(kernel, -(-n // config.BLOCK_N) * blocks, arguments, config.options)
-        gradients.add(g[:, : tile.stop - first], tile)
+        logits.arguments["row_mass"] = _row_mass(logits, spec)
+    widest = max(config.BLOCK_V for config in logits.configs)
+    classes = max(1, classes // widest) * widest
+    g = _buffer(x, n, min(classes, v))
+    scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
+    present = [scale is not None for scale in scales]
+    kernel = triton_tile_source.backward(spec, *present, logits.gemm, spec.gradient_filter)
+
+    def to_gradient(config: Config, tile: slice) -> Tensor:
+        """Writes the gradient of some classes' logits to g, and which of its tiles count."""
+        blocks = -(-(tile.stop - tile.start) // config.BLOCK_V)
+        flags = x.new_empty((-(-n // config.BLOCK_N), blocks), dtype=torch.int32)
+        out: _Arguments = {"g": g, "g_stride": g.stride(0), "first": tile.start}
+        out |= {
+            "class_blocks": blocks,
+            "flags": flags,
+            "resolution": triton_tile_filter.resolution(x.dtype),
+        }
+        logits.launch(kernel, config, blocks, out)
+        return flags
+
+    first = slice(0, min(classes, v))
+    config = logits.config(kernel, lambda config: to_gradient(config, first))
+    for start in range(0, v, classes):
+        tile = slice(start, min(start + classes, v))
+        flags = to_gradient(config, tile)
+        if spec.gradient_filter:
+            gradients.add_kept(g[:, : tile.stop - start], tile, flags, config, logits.gemm)
+        else:
+            gradients.add(g[:, : tile.stop - start], tile)
     return gradients.outputs()
+
+
+def _row_mass(logits: _Logits, spec: Spec) -> Tensor:
+    """The sum of each row's target distribution, ``[N]`` f32."""
+    target = logits.inputs.target
+    assert target is not None
+    n, v = target.shape
+    out = target.new_empty(n, dtype=torch.float32)
+    options = _launch_options(v, torch.float32)
+    arguments = logits.arguments | {"row_mass": out, "BLOCK_V": options["BLOCK_V"]}
+    kernel = triton_tile_source.mass(spec, logits.inputs.class_weight is not None)
+    _launch(kernel, n, arguments, {"num_warps": options["num_warps"]})
+    return out
 
 
 class _Gradients:
@@ -158,6 +191,30 @@ class _Gradients:
         if "weight" in grads:
             self._round_product(grads["weight"][classes], g.t())
 
+    def add_kept(
+        self, g: Tensor, classes: slice, flags: Tensor, config: Config, gemm: Gemm
+    ) -> None:
+        """The same, of those tiles of ``g`` whose flag is set; all of them in the bias."""
+        grads, x, weight = self._grads, self._x, self._weight[classes]
+        if "bias" in grads:
+            total = g.sum(0, dtype=torch.float32).mul_(self._factor)
+            grads["bias"][classes] = total if self._unit is None else total.mul_(self._unit)
+        if not g.is_cuda:
+            g, x, weight = g.float(), x.float(), weight.float()
+        sizes = (config.BLOCK_N, config.BLOCK_V)
+        arguments: _Arguments = {"factor": self._factor, "BLOCK_D": config.BLOCK_D}
+        options = {"num_warps": config.num_warps, "num_stages": 2}
+        if "x" in grads:
+            kernel = triton_tile_filter.product(False, False, gemm.precision)
+            more = _kept_product(g, weight, grads["x"], flags, sizes)
+            _launch(kernel, _programs(more, config), arguments | more, options)
+        if "weight" in grads:
+            scaled = self._unit is not None
+            arguments |= {} if self._unit is None else {"unit": self._unit}
+            kernel = triton_tile_filter.product(True, scaled, gemm.precision)
+            more = _kept_product(g.t(), x, grads["weight"][classes], flags.t(), sizes[::-1])
+            _launch(kernel, _programs(more, config), arguments | more, options)
+
     def _round_product(self, out: Tensor, g: Tensor) -> None:
         """``out = factor * unit * g @ x``, rounded once to the dtype of ``out``.
 
@@ -186,25 +243,68 @@ class _Gradients:
 # ---------------------------------------------------------------- kernels
 
 
-def _product(inputs: Inputs, spec: Spec) -> tuple[Gemm, Config, _Arguments]:
-    """How the logits are multiplied, and the arguments that forward and backward share."""
-    x, weight, bias = inputs.x, inputs.weight, inputs.bias
-    if not x.is_cuda:
-        # the interpreter multiplies bf16 wrongly
-        x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
-    x, weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-    target = triton_tile_config.target_of(x.device)
-    config = triton_tile_config.configs_for(target, x.dtype)[0]
-    gemm = Gemm(biased=bias is not None, precision=_precision(x.dtype, target))
-    arguments: _Arguments = {"x": x, "weight": weight, **config.sizes}
-    arguments |= {"x_stride": x.stride(0), "weight_stride": weight.stride(0)}
-    arguments |= {"N": x.shape[0], "D": x.shape[1], "V": weight.shape[0]}
-    if bias is not None:
-        arguments["bias"] = bias.contiguous()
-    return gemm, config, arguments | _per_row(inputs, spec)
+class _Logits:
+    """How the logits of some inputs are multiplied, and the arguments that kernels share."""
+
+    def __init__(self, inputs: Inputs):
+        self.inputs = inputs
+        x, weight, bias = inputs.x, inputs.weight, inputs.bias
+        if not x.is_cuda:
+            # the interpreter multiplies bf16 wrongly
+            x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+        self.x, self.weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+        target = triton_tile_config.target_of(x.device)
+        self.configs = triton_tile_config.configs_for(target, x.dtype)
+        described = triton_tile_config.has_descriptors(target)
+        described = described and _describable(self.x) and _describable(self.weight)
+        self.gemm = Gemm(
+            biased=bias is not None,
+            precision=_precision(x.dtype, target),
+            described=described,
+            warp_specialized=described and triton_tile_config.specializes_warps(target),
+        )
+        self.arguments: _Arguments = {
+            "x_stride": self.x.stride(0),
+            "weight_stride": self.weight.stride(0),
+            "N": x.shape[0],
+            "D": x.shape[1],
+            "V": weight.shape[0],
+            **_beside(inputs),
+        }
+        if bias is not None:
+            self.arguments["bias"] = bias.contiguous()
+
+    def config(self, kernel: Kernel, launch: Callable[[Config], object]) -> Config:
+        """The configuration with which a kernel is fastest; timed once, see the tuning module."""
+        n, d, v = (int(self.arguments[size]) for size in ("N", "D", "V"))
+        chosen = tuning.best(
+            kernel.name,
+            self.x.device,
+            self.x.dtype,
+            (n, d, v),
+            [config._asdict() for config in self.configs],
+            lambda candidate: launch(Config(**candidate)),
+        )
+        return Config(**chosen)
+
+    def launch(self, kernel: Kernel, config: Config, others: int, more: _Arguments) -> None:
+        """Runs a kernel over blocks of rows and ``others`` splits or blocks of classes."""
+        x, weight = self.x, self.weight
+        if self.gemm.described:
+            x = TensorDescriptor.from_tensor(x, [config.BLOCK_N, config.BLOCK_D])
+            weight = TensorDescriptor.from_tensor(weight, [config.BLOCK_V, config.BLOCK_D])
+        programs = -(-len(self.x) // config.BLOCK_N) * others
+        arguments = self.arguments | config.sizes | more | {"x": x, "weight": weight}
+        _launch(kernel, programs, arguments, config.options)
 
 
-def _per_row(inputs: Inputs, spec: Spec) -> _Arguments:
+def _describable(t: Tensor) -> bool:
+    """Whether a tensor descriptor can hold a matrix: its rows start at multiples of 16 bytes."""
+    aligned = t.data_ptr() % 16 == 0 and t.stride(0) * t.itemsize % 16 == 0
+    return aligned and t.stride(0) >= t.shape[1] > 0
+
+
+def _beside(inputs: Inputs) -> _Arguments:
     """What is read beside x, weight and bias."""
     out: _Arguments = {}
     scales = {
@@ -221,6 +321,27 @@ def _per_row(inputs: Inputs, spec: Spec) -> _Arguments:
         target = target if target.stride(-1) == 1 else target.contiguous()
         out |= {"target": target, "target_stride": target.stride(0)}
     return out
+
+
+def _kept_product(
+    a: Tensor, b: Tensor, out: Tensor, flags: Tensor, blocks: tuple[int, int]
+) -> _Arguments:
+    """The arguments of a product over the tiles of ``a`` ``[I, J]`` whose flag is set."""
+    order, counts = triton_tile_filter.kept(flags)
+    b = b if b.stride(1) == 1 else b.contiguous()
+    return {
+        **{"a": a, "b": b, "out": out, "order": order, "counts": counts},
+        **{"a_row": a.stride(0), "a_col": a.stride(1), "b_stride": b.stride(0)},
+        **{"out_stride": out.stride(0), "order_stride": order.stride(0)},
+        **{"I": a.shape[0], "J": a.shape[1], "D": b.shape[1]},
+        **{"BLOCK_I": blocks[0], "BLOCK_J": blocks[1]},
+    }
+
+
+def _programs(arguments: _Arguments, config: Config) -> int:
+    counts, d = arguments["counts"], arguments["D"]
+    assert isinstance(counts, Tensor)
+    return len(counts) * -(-int(d) // config.BLOCK_D)
 
 
 def _precision(dtype: torch.dtype, target: str) -> str:
