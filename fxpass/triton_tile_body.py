@@ -1,4 +1,4 @@
-"""What the kernels of tiles do: the order of their programs, a tile of logits, its loss or gradient.
+"""What the kernels of tiles do: the order of their programs, a tile of logits, loss or gradient.
 
 In: the features of a spec and those of a GEMM. Out: lines of Triton. A tile of logits is the
 product of ``BLOCK_N`` rows of x and ``BLOCK_V`` rows of the weight, added up in f32 registers over

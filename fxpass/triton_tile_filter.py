@@ -8,10 +8,10 @@ their order, so the same bits come out every time::
     >>> resolution(torch.bfloat16) == 2**-12
     True
 
-Cut Cross-Entropy (https://arxiv.org/abs/2411.09009) does so by default. Its threshold is
-taken over: 1/32 of the dtype's spacing at 1. Softmax sums to one, so an entry below that is hardly seen beside
-what it is added to; but a tile is dropped whole and a vocabulary has many tiles, so what is lost is
-bounded by the probability in dropped tiles, and where a distribution is flat by all of it.
+Cut Cross-Entropy (https://arxiv.org/abs/2411.09009) does so by default. Its threshold is taken
+over: 1/32 of the dtype's spacing at 1. Softmax sums to one, so an entry below that is hardly seen
+beside what it is added to. But a tile is dropped whole, and a vocabulary has many tiles: what is
+lost is bounded by the probability in dropped tiles, where a distribution is flat by all of it.
 """
 
 from __future__ import annotations
