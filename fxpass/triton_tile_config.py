@@ -39,14 +39,15 @@ class Config(NamedTuple):
 # Two 16-bit operands of a stage take 2 * BLOCK_D * (BLOCK_N + BLOCK_V) bytes of shared memory:
 # 64 KiB of it have sm_75 and gfx942, 99 KiB sm_86, sm_89 and sm_120, 163 KiB sm_80, 227 KiB sm_90.
 _16_BIT = {
-    "sm_75": (Config(64, 128, 32, 8, 4, 2), Config(128, 64, 32, 8, 4, 2)),
+    "sm_75": (Config(64, 64, 16, 8, 8, 2), Config(32, 64, 16, 8, 4, 2)),  # as f32, see below
     "sm_80": (Config(128, 128, 32, 8, 8, 4), Config(128, 128, 64, 8, 8, 3)),
     "sm_86": (Config(128, 128, 32, 8, 8, 3), Config(64, 128, 32, 8, 4, 4)),
     "sm_90": (Config(128, 128, 64, 16, 8, 4), Config(128, 256, 64, 16, 8, 3)),
-    "sm_100": (Config(128, 128, 64, 16, 8, 4), Config(128, 256, 64, 16, 8, 3)),
+    "sm_100": (Config(128, 64, 64, 16, 8, 4), Config(128, 128, 64, 16, 8, 4)),
     "gfx942": (Config(128, 128, 32, 8, 8, 2), Config(128, 128, 64, 8, 8, 2)),
 }
-# f32 products without TF32 run on the ordinary units, one operation at a time: registers bound them
+# f32 products without TF32 run on the ordinary units, one operation at a time, bound by registers.
+# So do 16-bit ones on sm_75, whose tensor cores Triton no longer uses.
 _32_BIT = {
     "sm_75": (Config(64, 64, 16, 8, 8, 2), Config(64, 32, 32, 8, 4, 2)),
     "sm_80": (Config(64, 64, 32, 8, 8, 3), Config(128, 64, 16, 8, 8, 3)),

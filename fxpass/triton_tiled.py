@@ -201,18 +201,18 @@ class _Gradients:
             grads["bias"][classes] = total if self._unit is None else total.mul_(self._unit)
         if not g.is_cuda:
             g, x, weight = g.float(), x.float(), weight.float()
-        sizes = (config.BLOCK_N, config.BLOCK_V)
         arguments: _Arguments = {"factor": self._factor, "BLOCK_D": config.BLOCK_D}
         options = {"num_warps": config.num_warps, "num_stages": 2}
         if "x" in grads:
             kernel = triton_tile_filter.product(False, False, gemm.precision)
-            more = _kept_product(g, weight, grads["x"], flags, sizes)
+            more = _kept_product(g, weight, grads["x"], flags, (config.BLOCK_N, config.BLOCK_V))
             _launch(kernel, _programs(more, config), arguments | more, options)
         if "weight" in grads:
             scaled = self._unit is not None
             arguments |= {} if self._unit is None else {"unit": self._unit}
             kernel = triton_tile_filter.product(True, scaled, gemm.precision)
-            more = _kept_product(g.t(), x, grads["weight"][classes], flags.t(), sizes[::-1])
+            out, blocks = grads["weight"][classes], (config.BLOCK_V, config.BLOCK_N)
+            more = _kept_product(g.t(), x, out, flags.t(), blocks)
             _launch(kernel, _programs(more, config), arguments | more, options)
 
     def _round_product(self, out: Tensor, g: Tensor) -> None:

@@ -39,7 +39,7 @@ EVERYTHING = Spec(label_smoothing=0.1, logits=expression.parse("30*tanh(z/30)"))
 
 
 def gemm_of(target, dtype, biased=False):
-    precision = ("ieee" if target == "sm_75" else "tf32") if dtype == "fp32" else ""
+    precision = "ieee" if dtype == "fp32" else ""
     return Gemm(biased, precision, has_descriptors(target), specializes_warps(target))
 
 
