@@ -1,0 +1,432 @@
+"""The tiled Triton lowering against float64 autograd, forward and backward.
+
+Runs on the GPU where there is one, else in Triton's interpreter.
+"""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lowerings import DTYPES, GRADIENTS, TRANSFORMS, autograd, problem
+from numerics import FLOOR, assert_close, error
+
+from fxpass import aten, expression, triton_tile_config, triton_tile_filter, triton_tiled
+from fxpass.aten import Inputs
+from fxpass.spec import Spec
+from fxpass.triton_tile_config import Config
+
+PLAN = SimpleNamespace(classes=20)
+SMALL = Config(BLOCK_N=16, BLOCK_V=16, BLOCK_D=16, GROUP_N=2, num_warps=1, num_stages=1)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    """Several splits of several tiles, and more than one group of more than one block of rows."""
+    interpreted = SMALL._replace(BLOCK_N=8, BLOCK_V=16, BLOCK_D=8)
+    small = SMALL if torch.cuda.is_available() else interpreted
+    monkeypatch.setattr(triton_tile_config, "configs_for", lambda target, dtype: (small,))
+    monkeypatch.setattr(triton_tiled, "_processors", lambda device: 3)
+    # several passes over what is rounded behind an f32 result
+    monkeypatch.setattr(triton_tiled, "_F32_BYTES", 4 * 5 * 12)
+
+
+def both(inputs, spec, plan=PLAN):
+    """Forward's outputs and then backward's gradients, as the operator asks for them."""
+    out = triton_tiled.run(inputs, dataclasses.replace(spec, gradients=()), plan)
+    assert out.loss.dtype == out.lse.dtype == torch.float32
+    assert out[2:] == (None, None, None)
+    if not spec.gradients:
+        return out
+    grads = triton_tiled.run(inputs._replace(lse=out.lse), spec, plan)
+    assert grads.loss.shape == (0,)
+    assert grads.lse is None
+    return out._replace(x=grads.x, weight=grads.weight, bias=grads.bias)
+
+
+def check(inputs, spec, plan=PLAN):
+    """Loss, lse and gradients against float64, nothing not asked for, operands unharmed."""
+    before = [None if t is None else t.clone() for t in inputs]
+    out = both(inputs, spec, plan)
+    for tensor, copy in zip(inputs, before, strict=True):
+        assert tensor is None or torch.equal(tensor, copy)
+    dtype = inputs.x.dtype
+    exact, eager = autograd(inputs, spec, torch.float64), autograd(inputs, spec, dtype)
+    wanted = [0, 1, *(2 + GRADIENTS.index(name) for name in spec.gradients)]
+    assert [i for i, tensor in enumerate(out) if tensor is not None] == wanted
+    assert all(out[i].dtype == dtype for i in wanted[2:])
+    assert_close(*([some[i] for i in wanted] for some in (out, eager, exact)), dtype)
+    return out
+
+
+# ---------------------------------------------------------------- the meaning
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_targets(device, target, weighted, smoothing, dtype):
+    """Rows that only the loss, only the lse, both and neither give a gradient; ignored ones too."""
+    inputs = problem(
+        device, dtype, n=10, target=target, weighted=weighted, row_scaled=True, lse_scaled=True
+    )
+    inputs.row_scale[[0, 2]] = 0
+    inputs.lse_scale[[1, 2]] = 0
+    if target == "indices":
+        inputs.target[[4, 7]] = 3
+    spec = Spec("sum", target, 3 if target == "indices" else -100, smoothing, gradients=GRADIENTS)
+    out = check(inputs, spec)
+    assert not out.x[2].any()
+    if target == "indices":
+        assert not out.loss[[4, 7]].any()
+        assert out.lse[[4, 7]].all()
+        assert out.x[[4, 7]].any(1).all()
+    if dtype == torch.float32:  # no scale is one
+        check(inputs._replace(row_scale=None), spec)
+        without = check(inputs._replace(row_scale=None, lse_scale=None), spec)
+        assert target == "probabilities" or not without.x[[4, 7]].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("logits", TRANSFORMS)
+def test_transforms(device, logits, dtype):
+    spec = Spec(gradients=GRADIENTS, logits=expression.parse(logits), label_smoothing=0.1)
+    inputs = problem(device, dtype, size=2.0, row_scaled=True, lse_scaled=True)
+    inputs.target[3] = -100
+    check(inputs, spec)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("row_scaled", [False, True])
+def test_no_target(device, row_scaled, dtype):
+    inputs = problem(device, dtype, target="none", row_scaled=row_scaled, size=2.0)
+    for logits in ("z", "30*tanh(z/30)"):
+        spec = Spec(target="none", gradients=GRADIENTS, logits=expression.parse(logits))
+        out = check(inputs, spec)
+        assert torch.equal(out.loss, out.lse)
+
+
+@pytest.mark.parametrize("gradients", [("x",), ("weight",), ("bias",), ("x", "weight")])
+def test_only_what_is_asked_for(device, gradients):
+    check(problem(device), Spec(gradients=gradients))
+
+
+@pytest.mark.parametrize("classes", [1, 16, 1 << 20])
+@pytest.mark.parametrize("shape", [(1, 5, 37), (7, 1, 37), (7, 5, 1), (9, 8, 16), (17, 9, 50)])
+def test_sizes(device, shape, classes):
+    n, d, v = shape
+    plan = SimpleNamespace(classes=classes)
+    check(problem(device, n=n, d=d, v=v, row_scaled=True), Spec(gradients=GRADIENTS), plan)
+
+
+def test_no_rows(device):
+    out = both(problem(device, n=0), Spec(gradients=GRADIENTS))
+    assert out.loss.shape == out.lse.shape == (0,)
+    assert [float(grad.abs().sum()) for grad in out[2:]] == [0.0, 0.0, 0.0]
+    assert [len(grad) for grad in out[2:]] == [0, 37, 37]
+
+
+def test_no_bias(device):
+    assert check(problem(device, bias=False), Spec(gradients=("x", "weight"))).bias is None
+
+
+# ---------------------------------------------------------------- class indices
+
+
+@pytest.mark.parametrize("ignored", [[0], [1, 2, 6], range(7)])
+@pytest.mark.parametrize("ignore_index", [-100, 3, 1 << 40])
+def test_ignored_rows(device, ignored, ignore_index):
+    inputs = problem(device, row_scaled=True)
+    inputs.target[list(ignored)] = ignore_index
+    out = check(inputs, Spec(gradients=GRADIENTS, ignore_index=ignore_index))
+    assert not out.loss[list(ignored)].any()
+    assert not out.x[list(ignored)].any()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+def test_what_an_ignored_row_holds_does_not_matter(device):
+    inputs = problem(device)
+    spec = Spec(gradients=("x", "bias"))
+    inputs.target[4] = -100
+    want = both(inputs, spec)
+    inputs.x[4] = torch.nan
+    out = both(inputs, spec)
+    assert torch.equal(out.loss, want.loss)
+    assert torch.equal(out.x, want.x)
+    assert torch.equal(out.bias, want.bias)
+
+
+def test_no_row_is_ignored_without_an_ignore_index(device):
+    inputs = problem(device)
+    for row_scaled in (False, True):
+        inputs = inputs._replace(row_scale=torch.ones(7, device=device) if row_scaled else None)
+        spec = Spec(gradients=GRADIENTS, ignore_index=None)
+        ours, other = check(inputs, spec), both(inputs, dataclasses.replace(spec, ignore_index=-1))
+        assert all(torch.equal(a, b) for a, b in zip(ours, other, strict=True))
+
+
+def test_uint8_targets_reach_class_156(device):
+    # -100 as uint8 is 156
+    inputs = problem(device, v=200)
+    inputs.target[:] = torch.tensor([156, 0, 199, 1, 156, 2, 3])
+    out = check(inputs._replace(target=inputs.target.to(torch.uint8)), Spec(gradients=GRADIENTS))
+    assert out.loss.all()
+
+
+# ---------------------------------------------------------------- layouts
+
+
+def test_non_contiguous(device):
+    inputs = problem(device, n=14, d=10, v=74, weighted=True, row_scaled=True)
+    strided = Inputs(
+        x=inputs.x.t().contiguous().t()[::2, ::2],
+        weight=inputs.weight[::2, ::2],
+        bias=inputs.bias[::2],
+        target=(inputs.target // 2)[::2],
+        class_weight=inputs.class_weight[::2],
+        row_scale=inputs.row_scale[::2],
+    )
+    check(strided, Spec(gradients=GRADIENTS, label_smoothing=0.1))
+    check(strided._replace(row_scale=inputs.row_scale[:1].expand(7)), Spec(gradients=GRADIENTS))
+    rows = strided._replace(x=inputs.x[::2, :5], weight=inputs.weight[::2, 5:])
+    check(rows, Spec(gradients=GRADIENTS))
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "expanded"])
+def test_non_contiguous_probabilities(device, layout):
+    inputs = problem(device, target="probabilities")
+    p = inputs.target
+    strided = {
+        "rows": torch.cat([p, p], 1)[:, :37],
+        "columns": p.t().contiguous().t(),
+        "expanded": p[:1].expand(7, 37),
+    }[layout]
+    check(inputs._replace(target=strided), Spec(gradients=GRADIENTS, target="probabilities"))
+
+
+def test_given_logits_are_not_read(device):
+    inputs = problem(device)
+    logits = torch.full((7, 37), 1e9, device=device)
+    check(inputs._replace(logits=logits), Spec(gradients=GRADIENTS))
+
+
+# ---------------------------------------------------------------- numbers at the edge
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_huge_logits(device, target, smoothing):
+    """A row of logits near 3e4 that differ by ones: the maximum has to go before sums are taken."""
+    inputs = problem(device, target=target)
+    inputs = inputs._replace(bias=inputs.bias + 3e4)
+    spec = Spec(target=target, label_smoothing=smoothing, gradients=GRADIENTS)
+    check(inputs, spec)
+
+
+ODD_ROWS = {
+    "padded classes": [*range(30), *[-torch.inf] * 7],
+    "a whole split masked": [*[-torch.inf] * 24, *range(13)],
+    "masked by the lowest number": [*[torch.finfo(torch.float32).min] * 20, *range(17)],
+    "masked beside a huge one": [*[torch.finfo(torch.float32).min] * 20, *[3e38] * 17],
+    "all masked": [-torch.inf] * 37,
+    "infinite": [*range(36), torch.inf],
+    "nan": [*range(36), torch.nan],
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize("row", ODD_ROWS)
+@pytest.mark.parametrize("target", [0, 20, "probabilities", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_odd_rows_as_in_aten(device, row, target, smoothing):
+    """Logits that a bias makes: x is 0, so the gradients of x and the weight are no test.
+
+    The lse alone cannot tell 1e38 from 17 times exp(1e38): nor can backward then.
+    """
+    index = isinstance(target, int)
+    inputs = problem(device, n=1, target="indices" if index else target, lse_scaled=True)
+    if index:
+        inputs.target[0] = target
+    bias = torch.tensor(ODD_ROWS[row], device=device)
+    inputs = inputs._replace(x=torch.zeros_like(inputs.x), bias=bias)
+    spec = Spec(
+        gradients=() if "huge" in row else ("bias",),
+        lse=True,
+        target="indices" if index else target,
+        label_smoothing=0.0 if target == "none" else smoothing,
+    )
+    ours, want = both(inputs, spec), aten.run(inputs, spec, 1)
+    torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("scale", [65536.0, 2.0**-20])
+def test_scales_of_fp16(device, scale):
+    """What a gradient scaler sends, divided by the rows: nothing over- or underflows."""
+    inputs = problem(device, torch.float16, n=12, weighted=True)
+    scales = torch.full((12,), scale / 12, device=device)
+    spec = Spec(gradients=GRADIENTS, label_smoothing=0.1)
+    for weights in (None, inputs.class_weight, inputs.class_weight * 2.0**12):
+        scaled = inputs._replace(row_scale=scales, class_weight=weights)
+        out, exact = both(scaled, spec), autograd(scaled, spec, torch.float64)
+        for got, true in zip(out[2:], exact[2:], strict=True):
+            rounded = true.half()  # infinite where the answer is: the scaler then looks for less
+            assert torch.equal(got.isinf(), rounded.isinf())
+            finite, small = rounded.isfinite(), 2.0**-24 * true.numel() ** 0.5
+            off = (got.double() - true)[finite].norm()
+            assert off <= FLOOR[torch.float16] * true[finite].norm() + small
+
+
+def test_weight_gradient_is_rounded_once(device):
+    """As near to float64 as one rounding, however many tiles there are."""
+    inputs = problem(device, torch.bfloat16, n=64, d=16, v=40, row_scaled=True)
+    out = both(inputs, Spec(gradients=GRADIENTS))
+    exact = autograd(inputs, Spec(gradients=GRADIENTS), torch.float64)
+    for got, true in zip(out[2:], exact[2:], strict=True):
+        once = error(true.bfloat16(), true)
+        assert error(got, true) < 2.5 * once  # the logits' gradient is rounded as well
+
+
+def test_same_bits_every_time(device):
+    inputs = problem(device, torch.bfloat16, weighted=True, row_scaled=True, lse_scaled=True)
+    spec = Spec(gradients=GRADIENTS, label_smoothing=0.1)
+    first, second = (both(inputs, spec) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_loss_as_in_cross_entropy(device):
+    inputs = problem(device)
+    want = F.cross_entropy(F.linear(*inputs[:3]), inputs.target, reduction="none")
+    torch.testing.assert_close(both(inputs, Spec()).loss, want)
+
+
+# ---------------------------------------------------------------- tensor descriptors
+
+
+@pytest.fixture
+def described(monkeypatch, device):
+    """As on GPUs whose hardware reads tiles; the interpreter does it too."""
+    if device.type == "cpu":
+        monkeypatch.setattr(triton_tile_config, "has_descriptors", lambda target: True)
+    elif not triton_tile_config.has_descriptors(triton_tile_config.target_of(device)):
+        pytest.fail("this GPU has no tensor descriptors: deselect these tests")
+
+
+@pytest.mark.usefixtures("described")
+@pytest.mark.parametrize("shape", [(17, 20, 37), (1, 8, 16)])
+def test_descriptors(device, shape):
+    n, d, v = shape
+    inputs = problem(device, n=n, d=d, v=v, row_scaled=True, lse_scaled=True)
+    assert triton_tiled._Logits(inputs).gemm.described
+    check(inputs, Spec(gradients=GRADIENTS, label_smoothing=0.1))
+
+
+@pytest.mark.usefixtures("described")
+def test_pointers_where_rows_are_not_aligned(device):
+    aligned = problem(device, n=6, d=20, v=37)
+    for name, t in (
+        ("x", aligned.x[:, 1:17]),  # starts at 4 bytes
+        ("x", aligned.x[:1].expand(6, 20)),  # one row, many times
+        ("weight", aligned.weight[:, :19].contiguous()),  # 76 bytes a row
+    ):
+        inputs = aligned._replace(**{name: t})
+        d = t.shape[1]
+        inputs = inputs._replace(x=inputs.x[:, :d], weight=inputs.weight[:, :d])
+        assert not triton_tiled._Logits(inputs).gemm.described
+        check(inputs, Spec(gradients=GRADIENTS))
+
+
+# ---------------------------------------------------------------- the gradient filter
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    """The flags of every tile of classes that a run looks at."""
+    seen = []
+
+    def kept(flags):
+        seen.append(flags.clone())
+        return original(flags)
+
+    original = triton_tile_filter.kept
+    monkeypatch.setattr(triton_tile_filter, "kept", kept)
+    return seen
+
+
+FILTERED = Spec(gradients=GRADIENTS, gradient_filter=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_filter_keeps_what_is_large(device, dtype, flags, monkeypatch):
+    """A flat distribution: nothing is dropped, and the bits are those of no threshold at all."""
+    inputs = problem(device, dtype, n=18, v=45, row_scaled=True)
+    inputs = inputs._replace(row_scale=inputs.row_scale * 2.0**-10)  # 1/N must not count
+    out = check(inputs, FILTERED)
+    assert all(flag.all() for flag in flags)
+    assert len(flags) == 6  # twice for each of three tiles of classes
+    monkeypatch.setattr(triton_tile_filter, "resolution", lambda dtype: 0.0)
+    everything = both(inputs, FILTERED)
+    assert all(torch.equal(a, b) for a, b in zip(out, everything, strict=True))
+
+
+def peaked(device, dtype):
+    """Rows whose probability is at a few classes: of three blocks of classes one has them all."""
+    inputs = problem(device, dtype, n=20, d=16, v=45, row_scaled=True)
+    bias = torch.full_like(inputs.bias, -15)
+    bias[16:32] = 0
+    target = inputs.target % 16 + 16
+    target[3] = 40  # one row's target is elsewhere
+    return inputs._replace(bias=bias, target=target, x=inputs.x / 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_filter_drops_what_is_small(device, dtype, flags):
+    """The error is that of what is dropped: at most the resolution for each entry."""
+    inputs = peaked(device, dtype)
+    out, plain = (
+        both(inputs, FILTERED),
+        both(inputs, dataclasses.replace(FILTERED, gradient_filter=False)),
+    )
+    exact = autograd(inputs, FILTERED, torch.float64)
+    kept = torch.cat(flags[::2], 1)
+    if dtype == torch.float32:  # whose resolution is 4e-9: exp(-15) is above it
+        assert kept.all()
+    else:
+        # the blocks of 8 rows and 16 classes that hold a probability above 2**-12, or a target
+        assert kept.tolist() == [[0, 1, 1], [0, 1, 0], [0, 1, 0]]
+        assert not out.weight[:16].any()
+        assert plain.weight[:16].any()
+    resolution = triton_tile_filter.resolution(dtype)
+    scale = inputs.row_scale.abs().double()
+    most_x = resolution * scale[:, None] * inputs.weight.double().abs().sum(0)
+    most_weight = resolution * (scale @ inputs.x.double().abs())
+    bounds = (most_x, most_weight.expand(45, 16))
+    assert torch.equal(out.bias, plain.bias)
+    for got, whole, true, bound in zip(out[2:4], plain[2:4], exact[2:4], bounds, strict=True):
+        rounding = 2 * (whole.double() - true).norm() + FLOOR[dtype] * true.norm()
+        assert (got.double() - true).norm() <= bound.norm() + rounding
+        assert (got.double() - whole).norm() <= bound.norm() + FLOOR[dtype] * whole.norm()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+def test_filter_keeps_nan(device, flags):
+    inputs = peaked(device, torch.bfloat16)
+    inputs.bias[2] = torch.nan
+    out = both(inputs, FILTERED)
+    assert all(flag.all() for flag in flags)
+    assert out.x.isnan().all()
+
+
+def test_filter_with_nothing_to_keep(device, flags):
+    """Rows that nothing arrives at: no tile is kept, and what is written is zero."""
+    inputs = problem(device, torch.float16, n=9, row_scaled=True)
+    out = both(inputs._replace(row_scale=torch.zeros_like(inputs.row_scale)), FILTERED)
+    assert not any(flag.any() for flag in flags)
+    assert not any(grad.any() for grad in out[2:])
+
+
+def test_filter_gives_the_same_bits_every_time(device):
+    inputs = peaked(device, torch.bfloat16)
+    first, second = (both(inputs, FILTERED) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
