@@ -154,7 +154,7 @@ def _features(
     spec: Spec, weighted: bool, row_scaled: bool = False, lse_scaled: bool = False
 ) -> Features:
     # with the lse, always: backward needs it, and no row ends early
-    f = Features.of(spec, weighted, row_scaled, lse_scaled)
+    f = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row=False)
     return f._replace(lse=not f.gradient)
 
 

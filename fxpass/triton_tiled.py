@@ -32,7 +32,7 @@ from fxpass import (
 )
 from fxpass.aten import Inputs, Outputs
 from fxpass.spec import Spec
-from fxpass.triton_chunked import _add_product, _buffer, _launch_options, _on, _tiles, load
+from fxpass.triton_chunked import _product, _buffer, _launch_options, _on, _tiles, load
 from fxpass.triton_source import Kernel
 from fxpass.triton_tile_body import Gemm
 from fxpass.triton_tile_config import Config
@@ -184,7 +184,7 @@ class _Gradients:
         grads, weight = self._grads, self._weight[classes]
         if "x" in grads:
             for some in _tiles(g, g.shape[1]):
-                _add_product(grads["x"], g[:, some], weight[some], self._factor)
+                _product(grads["x"], g[:, some], weight[some], self._factor, add=True)
         if "bias" in grads:
             total = g.sum(0, dtype=torch.float32).mul_(self._factor)
             grads["bias"][classes] = total if self._unit is None else total.mul_(self._unit)
@@ -229,7 +229,7 @@ class _Gradients:
         for start in range(0, len(out), step):
             some = slice(start, start + step)
             exact = torch.zeros_like(out[some], dtype=torch.float32)
-            _add_product(exact, g[some], self._x, self._factor)
+            _product(exact, g[some], self._x, self._factor, add=True)
             out[some] = exact if self._unit is None else exact.mul_(self._unit)
 
     def outputs(self) -> Outputs:
