@@ -32,7 +32,7 @@ from fxpass import (
 )
 from fxpass.aten import Inputs, Outputs
 from fxpass.spec import Spec
-from fxpass.triton_chunked import _product, _buffer, _launch_options, _on, _tiles, load
+from fxpass.triton_chunked import _buffer, _launch_options, _on, _product, _tiles, load
 from fxpass.triton_source import Kernel
 from fxpass.triton_tile_body import Gemm
 from fxpass.triton_tile_config import Config
