@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     """The tensors of one fused loss: x ``[N, D]``, weight ``[V, D]``, bias ``[V]`` or none, target
     ``[N]`` int64, ``[N, V]`` or none, class_weight ``[V]`` or none, logits ``[N, V]`` where they
     exist already, row_scale ``[N]`` or none (all ones), lse_scale ``[N]`` or none (all zeros), lse
-    ``[N]`` in the compute dtype where an earlier pass has returned it."""
+    and lse_rest ``[N]`` in the compute dtype where an earlier pass has returned them."""
 
     x: Tensor
     weight: Tensor
@@ -42,18 +42,20 @@ class Inputs(NamedTuple):
     row_scale: Tensor | None = None
     lse_scale: Tensor | None = None
     lse: Tensor | None = None
+    lse_rest: Tensor | None = None
 
 
 class Outputs(NamedTuple):
     """What the spec asks for: loss ``[N]`` and lse ``[N]`` in the compute dtype, and gradients,
     shaped as their operands; in the compute dtype where they are unnormalised, in the operands'
-    own where they are final."""
+    own where they are final. lse_rest ``[N]``, for ``tiled``, is what rounding took from lse."""
 
     loss: Tensor | None = None
     lse: Tensor | None = None
     x: Tensor | None = None
     weight: Tensor | None = None
     bias: Tensor | None = None
+    lse_rest: Tensor | None = None
 
 
 def is_valid(target: Tensor, spec: Spec) -> Tensor:
@@ -212,6 +214,13 @@ def add_tile(sums: Sums | None, z: Tensor, target: Target, rows: slice, classes:
         dot + sums.dot + sums.mass * shift,
         mass + sums.mass,
     )
+
+
+def rest_of(lse: Tensor, sums: Sums) -> Tensor:
+    """What ``lse`` ``[rows]`` lacks of the logarithm of the sum of exp(z): where z is large, what
+    was rounded away is a relative error of every softmax that is computed from it."""
+    rest = sums.total.log() - (lse - sums.highest)
+    return torch.where(lse.isfinite(), rest, 0)
 
 
 def losses(sums: Sums, target: Target, rows: slice, spec: Spec) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,6 @@ before the product that is the weight's gradient, and into x's gradient after it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -55,35 +53,34 @@ def run(inputs: Inputs, spec: Spec, rows: int, classes: int = CLASSES) -> Output
         x_rows = x_rows * each.unsqueeze(1)
         if "bias" in grads:
             grads["bias"].addmv_(g.t(), each, beta=kept)
-        for some_classes, tile in weight_tiles(weight, dtype, classes):
+        for some_classes in tiles(weight, dtype, classes):
+            some = g[:, some_classes]
             if "x" in grads:
                 more = float(some_classes.start > 0)
-                grads["x"][part].addmm_(g[:, some_classes], tile, beta=more)
+                grads["x"][part].addmm_(some, weight[some_classes].to(dtype), beta=more)
             if "weight" in grads:
-                grads["weight"][some_classes].addmm_(g[:, some_classes].t(), x_rows, beta=kept)
-        del tile  # not beside the next chunk's
+                grads["weight"][some_classes].addmm_(some.t(), x_rows, beta=kept)
         if "x" in grads:
             grads["x"][part].mul_(each.unsqueeze(1))
     return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
 
 
-def weight_tiles(weight: Tensor, dtype: torch.dtype, step: int) -> Iterator[tuple[slice, Tensor]]:
-    """The weight in the compute dtype, some classes at a time; the whole where no copy is needed.
+def tiles(weight: Tensor, dtype: torch.dtype, step: int) -> list[slice]:
+    """Classes that are up-cast to the compute dtype at a time; all where no copy is needed.
 
     CPUs without bf16 or fp16 matrix instructions multiply those dtypes two to a hundred times
     slower than f32, and an f32 product is the more accurate one.
     """
-    step = weight.shape[0] if weight.dtype == dtype else step
-    for classes in slices(0, weight.shape[0], step):
-        yield classes, weight[classes].to(dtype)
+    v = weight.shape[0]
+    return slices(0, v, v if weight.dtype == dtype else step)
 
 
 def _logits(inputs: Inputs, x_rows: Tensor, part: slice, out: Tensor, step: int) -> Tensor:
     """The linear's output for some rows, written to ``out`` ``[rows, V]``."""
     if inputs.logits is not None:
         return out.copy_(inputs.logits[part])
-    for classes, tile in weight_tiles(inputs.weight, out.dtype, step):
-        torch.mm(x_rows, tile.t(), out=out[:, classes])
+    for classes in tiles(inputs.weight, out.dtype, step):
+        torch.mm(x_rows, inputs.weight[classes].to(out.dtype).t(), out=out[:, classes])
     return out if inputs.bias is None else out.add_(inputs.bias)
 
 

@@ -27,7 +27,7 @@ def run(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
 def _forward(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
     x, weight = inputs.x, inputs.weight
     dtype = compute_dtype(x.dtype)
-    loss, lse = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(2))
+    loss, lse, rest = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(3))
     buffer = x.new_empty(rows * classes, dtype=dtype)
     target = aten.target_of(inputs, spec)
     for part in slices(0, x.shape[0], rows):
@@ -39,12 +39,14 @@ def _forward(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
             sums = aten.add_tile(sums, z, target, part, some)
         assert sums is not None, "there is at least one class"
         loss[part], lse[part] = aten.losses(sums, target, part, spec)
-    return Outputs(loss, lse)
+        rest[part] = aten.rest_of(lse[part], sums)
+    return Outputs(loss, lse, lse_rest=rest)
 
 
 def _backward(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
-    x, weight, lse = inputs.x, inputs.weight, inputs.lse
+    x, weight, lse, rest = inputs.x, inputs.weight, inputs.lse, inputs.lse_rest
     assert lse is not None, "backward of a tiled loss gets the lse that forward returned"
+    assert rest is not None
     dtype = compute_dtype(x.dtype)
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
     # the weight's gradient is written tile by tile, the others are added up over them
@@ -57,6 +59,11 @@ def _backward(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
     target = aten.target_of(inputs, spec)
     parts = slices(0, x.shape[0], rows)
     scales = [aten.coefficients(inputs, target, target.mass(part, classes), part) for part in parts]
+    # exp(z - lse) lacks the factor exp(-rest)
+    scales = [
+        (scale, share * rest[part].neg().exp())
+        for part, (scale, share) in zip(parts, scales, strict=True)
+    ]
     for some in slices(0, weight.shape[0], classes):
         tile = weight[some].to(dtype)
         for part, (scale, share) in zip(parts, scales, strict=True):

@@ -39,7 +39,7 @@ def select(inputs: Inputs, index: Tensor) -> Inputs:
     """The inputs of the rows ``index``."""
     per_row = {
         name: tensor[index]
-        for name in ("x", "target", "row_scale", "lse")
+        for name in ("x", "target", "row_scale", "lse", "lse_rest")
         if (tensor := getattr(inputs, name)) is not None
     }
     return inputs._replace(**per_row)
@@ -49,7 +49,7 @@ def restore(out: Outputs, index: Tensor, n: int) -> Outputs:
     """The outputs for all ``n`` rows: zeros where a row was left out."""
     per_row = {
         name: tensor.new_zeros((n, *tensor.shape[1:])).index_copy_(0, index, tensor)
-        for name in ("loss", "lse", "x")
+        for name in ("loss", "lse", "lse_rest", "x")
         if (tensor := getattr(out, name)) is not None
     }
     return out._replace(**per_row)

@@ -1,8 +1,8 @@
 """``fxpass::linear_cross_entropy``: the one operator that a rewritten graph calls.
 
 In: the tensors of :class:`fxpass.aten.Inputs` and a spec's text. Out: ``(loss, lse, scale, x_grad,
-weight_grad, bias_grad)``, of which the graph uses the first two. For ``mean`` and ``sum`` the
-gradients are computed in forward, one chunk of logits at a time, and kept in f32; backward
+weight_grad, bias_grad, lse_rest)``, of which the graph uses the first two. For ``mean`` and ``sum``
+the gradients are computed in forward, one chunk of logits at a time, and kept in f32; backward
 multiplies them by ``scale`` times the incoming gradient. ``scale`` is the 1 / N of ``mean`` where
 anything is rounded to x's dtype on the way: it would push most of an fp16 gradient below the
 smallest number. Where all is f32 it is 1, and backward often has nothing to multiply. For
@@ -36,7 +36,7 @@ from fxpass.spec import Spec
 
 NAME = "fxpass::linear_cross_entropy"
 
-_Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+_Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _Three = tuple[Tensor, Tensor, Tensor]
 
 INDEX_DTYPES = (torch.int64, torch.uint8)  # what F.cross_entropy takes as class indices
@@ -51,7 +51,7 @@ def linear_cross_entropy(
     class_weight: Tensor | None,
     logits: Tensor | None,
     spec: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Cross-entropy of ``x @ weight.T + bias`` without the logits.
 
     Args:
@@ -74,6 +74,7 @@ def linear_cross_entropy(
         x_grad, weight_grad, bias_grad: unnormalised gradients in the dtype of the loss, shaped as
             their operands; of size 0 where ``spec.gradients`` does not name them, and where
             backward computes them (``spec.gradients_in_backward``).
+        lse_rest: ``[N]`` for ``tiled``, else of size 0: what rounding took from lse.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together.
@@ -96,12 +97,12 @@ def linear_cross_entropy(
         inputs, left = inputs._replace(row_scale=left.expand(x.shape[0])), one
     out = _lower(inputs, now)
     assert out.loss is not None
-    lse = out.loss.new_empty(0) if out.lse is None else out.lse
+    lse, rest = (out.loss.new_empty(0) if t is None else t for t in (out.lse, out.lse_rest))
     grads = _gradients(out, inputs, (one.dtype,) * 3)
     if s.reduction == "none":
-        return out.loss, lse, left, *grads
+        return out.loss, lse, left, *grads, rest
     # A product and not a division: without valid rows mean is 0 * inf = nan, as in PyTorch.
-    return out.loss.sum() * scale, lse, left, *grads
+    return out.loss.sum() * scale, lse, left, *grads, rest
 
 
 @torch.library.custom_op(NAME + "_backward", mutates_args=())
@@ -109,6 +110,7 @@ def linear_cross_entropy_backward(
     row_scale: Tensor | None,
     lse_scale: Tensor | None,
     lse: Tensor | None,
+    lse_rest: Tensor | None,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -122,7 +124,7 @@ def linear_cross_entropy_backward(
     Args:
         row_scale: ``[N]``, the gradient that arrives at each row's loss; None for zeros.
         lse_scale: ``[N]``, the gradient that arrives at each row's lse; None for zeros.
-        lse: ``[N]``, what forward returned, for the strategy ``tiled``; else None.
+        lse, lse_rest: ``[N]``, what forward returned, for the strategy ``tiled``; else None.
         x, weight, bias, target, class_weight, logits, spec: as in :func:`linear_cross_entropy`.
 
     Returns:
@@ -131,11 +133,14 @@ def linear_cross_entropy_backward(
     """
     # a lowering's spec says which outputs it writes, its inputs which gradients arrived
     s = dataclasses.replace(Spec.parse(spec), lse=False)
-    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale, lse)
+    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
+    inputs = inputs._replace(lse=lse, lse_rest=lse_rest)
     if row_scale is None:
         # The lse alone is the loss of rows without a target; what stands there costs nothing.
         s = dataclasses.replace(s, **_NO_TARGET)
-        inputs = Inputs(x, weight, bias, None, None, logits, lse_scale, None, lse)
+        inputs = inputs._replace(
+            target=None, class_weight=None, row_scale=lse_scale, lse_scale=None
+        )
     return _gradients(_lower(inputs, s), inputs, _operand_dtypes(inputs))
 
 
@@ -292,7 +297,7 @@ def _fake_gradients(
 
 
 @linear_cross_entropy.register_fake
-def _(x, weight, bias, target, class_weight, logits, spec: str) -> _Six:
+def _(x, weight, bias, target, class_weight, logits, spec: str) -> _Seven:
     s = Spec.parse(spec)
     inputs = Inputs(x, weight, bias, target, class_weight, logits)
     _check(inputs, s)
@@ -301,14 +306,15 @@ def _(x, weight, bias, target, class_weight, logits, spec: str) -> _Six:
     lse = scalar.new_empty(x.shape[0] if s.returns_lse else 0)
     computed = () if s.gradients_in_backward else s.gradients
     grads = _fake_gradients(inputs, computed, (scalar.dtype,) * 3)
-    return loss, lse, scalar.new_empty(()), *grads
+    rest = scalar.new_empty(x.shape[0] if s.strategy == "tiled" else 0)
+    return loss, lse, scalar.new_empty(()), *grads, rest
 
 
 @linear_cross_entropy_backward.register_fake
 def _(
-    row_scale, lse_scale, lse, x, weight, bias, target, class_weight, logits, spec: str
+    row_scale, lse_scale, lse, lse_rest, x, weight, bias, target, class_weight, logits, spec: str
 ) -> _Three:
-    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale, lse)
+    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
     return _fake_gradients(inputs, Spec.parse(spec).gradients, _operand_dtypes(inputs))
 
 
@@ -332,11 +338,11 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # else backward makes zeros as large as the weight
     ctx.spec = spec
     ctx.dtypes = [None if t is None else t.dtype for t in tensors[:3]]
-    _, lse, scale, *grads = output
-    ctx.mark_non_differentiable(scale, *grads, *([] if spec.lse else [lse]))
+    _, lse, scale, *grads, rest = output
+    ctx.mark_non_differentiable(scale, *grads, rest, *([] if spec.lse else [lse]))
     saved = grads
     if spec.gradients_in_backward:
-        saved = [lse if spec.strategy == "tiled" else None, *tensors]
+        saved = [*((lse, rest) if spec.strategy == "tiled" else (None, None)), *tensors]
     ctx.present = [t is not None for t in saved]
     ctx.save_for_backward(scale, *(t for t in saved if t is not None))
 
@@ -354,7 +360,7 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
     if ctx.spec.gradients_in_backward:
         tensors = iter(saved)
         operands: list[Any] = [next(tensors) if present else None for present in ctx.present]
-        _, x, *_ = operands
+        _, _, x, *_ = operands
         row_scale = None if factor is None else factor.expand(x.shape[:1])
         grads = linear_cross_entropy_backward(row_scale, lse_grad, *operands, ctx.spec.text())
     else:

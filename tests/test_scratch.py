@@ -46,6 +46,7 @@ def inputs(spec: Spec, dtype: torch.dtype) -> Inputs:
         class_weight=None if target is None else torch.ones(V, dtype=dtype),
         row_scale=torch.ones(N) if spec.gradients else None,
         lse=torch.zeros(N) if spec.strategy == "tiled" and spec.gradients else None,
+        lse_rest=torch.zeros(N) if spec.strategy == "tiled" and spec.gradients else None,
     )
 
 
