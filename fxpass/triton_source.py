@@ -59,6 +59,7 @@ def generate(
     row_scaled: bool = False,
     lse_scaled: bool = False,
     whole_row: bool = False,
+    padded: bool = False,
 ) -> Kernel:
     """The kernel for one spec.
 
@@ -76,12 +77,13 @@ def generate(
         lse: ``[rows]`` f32, written, if the spec asks for it.
         stride, target_stride: elements from row to row; the latter for probabilities only.
         V, BLOCK_V: the classes, and how many a program holds at a time (a power of two); with
-            ``whole_row`` all of them, and then each logit is read once.
+            ``whole_row`` all of them, and then each logit is read once. With ``padded`` the
+            columns from V to the next multiple of 16 are scratch.
 
     The name is a hash of the text, so it is the same in every process, and specs that differ in
     nothing the kernel sees share one.
     """
-    features = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row)
+    features = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row, padded)
     body = _module(features)
     name = f"linear_cross_entropy_{hashlib.sha256(body.encode()).hexdigest()[:8]}"
     return Kernel(name, body.replace(_NAME, name))
