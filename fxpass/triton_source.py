@@ -33,23 +33,25 @@ class Kernel:
     source: str
 
 
-def kernels_of(spec: Spec, weighted: bool, whole_row: bool = False) -> tuple[Kernel, ...]:
+def kernels_of(
+    spec: Spec, weighted: bool, whole_row: bool = False, padded: bool = False
+) -> tuple[Kernel, ...]:
     """The kernels that one fused loss runs, in order.
 
     Args:
         spec: as the operator gets it. Where backward computes the gradients, it has a kernel of its
             own (for the case that every output gets a gradient); else one kernel does both.
         weighted: whether there are class weights.
-        whole_row: whether a block holds a row, :func:`generate`.
+        whole_row, padded: :func:`generate`; by default as for many classes, a multiple of 16.
     """
     if spec.gradients_in_backward and spec.gradients:
         forward = dataclasses.replace(spec, gradients=())
         backward = dataclasses.replace(spec, lse=False)
         return (
-            generate(forward, weighted, whole_row=whole_row),
-            generate(backward, weighted, True, spec.lse, whole_row),
+            generate(forward, weighted, False, False, whole_row, padded),
+            generate(backward, weighted, True, spec.lse, whole_row, padded),
         )
-    return (generate(spec, weighted, whole_row=whole_row),)
+    return (generate(spec, weighted, False, False, whole_row, padded),)
 
 
 @functools.cache
