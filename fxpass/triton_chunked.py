@@ -173,7 +173,10 @@ def _options(
 
 def _kernel(inputs: Inputs, spec: Spec, whole_row: bool = False) -> Kernel:
     scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
-    return triton_source.generate(spec, *(scale is not None for scale in scales), whole_row)
+    present = (scale is not None for scale in scales)
+    # a mask that ends in the middle of a vector would make every load one of a single element
+    padded = inputs.weight.shape[0] % 16 != 0 and not _readable(inputs, spec)
+    return triton_source.generate(spec, *present, whole_row, padded)
 
 
 def _launch(

@@ -40,10 +40,16 @@ class Features(NamedTuple):
     lse: bool
     logits: Expr
     whole_row: bool
+    padded: bool
 
     @staticmethod
     def of(
-        spec: Spec, weighted: bool, row_scaled: bool, lse_scaled: bool, whole_row: bool
+        spec: Spec,
+        weighted: bool,
+        row_scaled: bool,
+        lse_scaled: bool,
+        whole_row: bool,
+        padded: bool,
     ) -> Features:
         gradient = bool(spec.gradients)
         return Features(
@@ -57,6 +63,7 @@ class Features(NamedTuple):
             lse=spec.lse,
             logits=spec.logits,
             whole_row=whole_row,
+            padded=padded,
         )
 
     @property
@@ -87,6 +94,11 @@ class Features(NamedTuple):
         return self.gradient and not triton_expression.unit_slope(self.logits)[1].is_number
 
     @property
+    def room(self) -> str:
+        """Which columns of a block may be read and written: vector loads want whole vectors."""
+        return "cols < padded" if self.padded else "inside"
+
+    @property
     def columns(self) -> str:
         """The classes of one block."""
         return "tl.arange(0, BLOCK_V)" if self.whole_row else "start + tl.arange(0, BLOCK_V)"
@@ -97,6 +109,7 @@ def body(f: Features) -> list[str]:
     return [
         "row = tl.program_id(0).to(tl.int64)",
         "logits += row * stride",
+        *["padded = (V + 15) // 16 * 16  # what lies behind the classes is scratch"] * f.padded,
         *(_target_of_row(f) if f.indices else []),
         *["target += row * target_stride"] * f.probabilities,
         *(_only_pass(f) if f.whole_row else _first_pass(f)),
@@ -120,7 +133,8 @@ def _target_of_row(f: Features) -> list[str]:
 def _ignored(f: Features) -> list[str]:
     if f.every_row:
         return [f"ignored = t == {f.ignore_index}  # ignore_index", "t = tl.where(ignored, 0, t)"]
-    zeros = [f"cols = {f.columns}", "tl.store(logits + cols, 0.0, mask=cols < V)"]
+    room = "cols < padded" if f.padded else "cols < V"
+    zeros = [f"cols = {f.columns}", f"tl.store(logits + cols, 0.0, mask={room})"]
     return [
         f"if t == {f.ignore_index}:  # ignore_index",
         "    tl.store(loss + row, 0.0)",
@@ -206,12 +220,13 @@ def _dot(f: Features) -> list[str]:
 def _block_of_logits(f: Features, slope: bool) -> list[str]:
     out = [f"cols = {f.columns}", "inside = cols < V"]
     if not f.transformed:
-        load = 'tl.load(logits + cols, mask=inside, other=-float("inf"))'
-        return [*out, f"z = {load}.to(tl.float32)"]
+        load = f'tl.load(logits + cols, mask={f.room}, other=-float("inf"))'
+        cut = ['z = tl.where(inside, z, -float("inf"))'] * f.padded
+        return [*out, f"z = {load}.to(tl.float32)", *cut]
     called = "z, slope = transform_and_slope(raw)" if slope else "z = transform(raw)"
     return [
         *out,
-        "raw = tl.load(logits + cols, mask=inside, other=0.0).to(tl.float32)",
+        f"raw = tl.load(logits + cols, mask={f.room}, other=0.0).to(tl.float32)",
         called,
         'z = tl.where(inside, z, -float("inf"))',
     ]
@@ -279,7 +294,7 @@ def _second_pass(f: Features) -> list[str]:
                 *loads,
                 g,
                 *["g *= slope"] * f.varying,
-                "tl.store(logits + cols, g, mask=inside)",
+                f"tl.store(logits + cols, g, mask={f.room})",
             ],
         ),
     ]

@@ -33,23 +33,25 @@ class Kernel:
     source: str
 
 
-def kernels_of(spec: Spec, weighted: bool, whole_row: bool = False) -> tuple[Kernel, ...]:
+def kernels_of(
+    spec: Spec, weighted: bool, whole_row: bool = False, padded: bool = False
+) -> tuple[Kernel, ...]:
     """The kernels that one fused loss runs, in order.
 
     Args:
         spec: as the operator gets it. Where backward computes the gradients, it has a kernel of its
             own (for the case that every output gets a gradient); else one kernel does both.
         weighted: whether there are class weights.
-        whole_row: whether a block holds a row, :func:`generate`.
+        whole_row, padded: :func:`generate`; by default as for many classes, a multiple of 16.
     """
     if spec.gradients_in_backward and spec.gradients:
         forward = dataclasses.replace(spec, gradients=())
         backward = dataclasses.replace(spec, lse=False)
         return (
-            generate(forward, weighted, whole_row=whole_row),
-            generate(backward, weighted, True, spec.lse, whole_row),
+            generate(forward, weighted, False, False, whole_row, padded),
+            generate(backward, weighted, True, spec.lse, whole_row, padded),
         )
-    return (generate(spec, weighted, whole_row=whole_row),)
+    return (generate(spec, weighted, False, False, whole_row, padded),)
 
 
 @functools.cache
@@ -59,6 +61,7 @@ def generate(
     row_scaled: bool = False,
     lse_scaled: bool = False,
     whole_row: bool = False,
+    padded: bool = False,
 ) -> Kernel:
     """The kernel for one spec.
 
@@ -76,12 +79,13 @@ def generate(
         lse: ``[rows]`` f32, written, if the spec asks for it.
         stride, target_stride: elements from row to row; the latter for probabilities only.
         V, BLOCK_V: the classes, and how many a program holds at a time (a power of two); with
-            ``whole_row`` all of them, and then each logit is read once.
+            ``whole_row`` all of them, and then each logit is read once. With ``padded`` the
+            columns from V to the next multiple of 16 are scratch.
 
     The name is a hash of the text, so it is the same in every process, and specs that differ in
     nothing the kernel sees share one.
     """
-    features = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row)
+    features = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row, padded)
     body = _module(features)
     name = f"linear_cross_entropy_{hashlib.sha256(body.encode()).hexdigest()[:8]}"
     return Kernel(name, body.replace(_NAME, name))

@@ -27,7 +27,7 @@ TYPES = {
     "V": "i32",
 }
 ALIGNED = ("logits", "class_weight", "stride", "target_stride", "V")
-CLASSES, FEW_CLASSES = 128256, 4096
+CLASSES, FEW_CLASSES, ODD_CLASSES = 128256, 4096, 50257
 
 PLAIN = "gradients=x"
 SOFTCAP = "logits=30*tanh(z/30) gradients=x"
@@ -38,6 +38,7 @@ KERNELS = {
     "forward": ("", False, (), CLASSES, ("bf16",)),
     "plain": (PLAIN, False, (), CLASSES, ("bf16", "fp16", "fp32")),
     "plain, whole rows": (PLAIN, False, (), FEW_CLASSES, ("bf16", "fp32")),
+    "plain, odd classes": (PLAIN, False, (), ODD_CLASSES, ("bf16",)),
     "soft-cap": (SOFTCAP, False, (), CLASSES, ("bf16", "fp32")),
     "everything": (EVERYTHING, True, (True,), CLASSES, ("fp16", "fp32")),
     "everything, whole rows": (EVERYTHING, True, (True,), FEW_CLASSES, ("bf16",)),
@@ -55,7 +56,8 @@ def unit(words, weighted, scales, classes, dtype, options=None):
     options = options or triton_chunked._launch_options(classes, DTYPES[dtype])
     spec = Spec.parse(f"{Spec(reduction='sum').text()} {words}".strip())
     names = (*scales, *[False] * (2 - len(scales)))
-    kernel = generate(spec, weighted, *names, whole_row=options["BLOCK_V"] >= classes)
+    whole_row, padded = options["BLOCK_V"] >= classes, classes % 16 != 0
+    kernel = generate(spec, weighted, *names, whole_row, padded)
     target = "*u8" if dtype == "fp32" and words == PLAIN else TYPES["target"]
     if spec.target == "probabilities":
         target = f"*{dtype}"
@@ -65,7 +67,7 @@ def unit(words, weighted, scales, classes, dtype, options=None):
         {**TYPES, "logits": f"*{dtype}", "target": target},
         {"BLOCK_V": options["BLOCK_V"]},
         {"num_warps": options["num_warps"]},
-        ALIGNED,
+        tuple(name for name in ALIGNED if name != "V" or not padded),
     )
 
 

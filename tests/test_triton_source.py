@@ -253,11 +253,29 @@ def test_whole_rows_are_read_once(name):
     assert whole.count("tl.exp(z - m)") == 1
 
 
+@pytest.mark.parametrize("name", WITH_ROWS)
+@pytest.mark.parametrize("whole_row", [False, True])
+def test_padded_rows_are_read_and_written_in_whole_vectors(name, whole_row):
+    """A mask that ends at any class would make each load and store one of a single logit."""
+    spec = WITH_ROWS[name]
+    plain, padded = (
+        generate(spec, weighted=True, whole_row=whole_row, padded=padded).source
+        for padded in (False, True)
+    )
+    assert "padded" not in plain
+    of_logits = [line for line in padded.splitlines() if "(logits + cols" in line]
+    assert of_logits
+    assert all("mask=cols < padded" in line for line in of_logits)
+    others = [line for line in padded.splitlines() if "mask=" in line and line not in of_logits]
+    assert all("mask=inside" in line for line in others)
+
+
 def test_kernels_of_whole_rows():
     forward, backward = kernels_of(EVERYTHING, weighted=True, whole_row=True)
     assert backward == generate(EVERYTHING, weighted=True, row_scaled=True, whole_row=True)
     assert "for start in" not in forward.source + backward.source
-    assert kernels_of(Spec(), False, whole_row=True) == (generate(Spec(), False, whole_row=True),)
+    (only,) = kernels_of(Spec(), weighted=False, whole_row=True, padded=True)
+    assert only == generate(Spec(), weighted=False, whole_row=True, padded=True)
 
 
 # ---------------------------------------------------------------- expressions
