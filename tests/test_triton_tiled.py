@@ -286,14 +286,16 @@ def test_scales_of_fp16(device, scale):
             assert off <= FLOOR[torch.float16] * true[finite].norm() + small
 
 
-def test_weight_gradient_is_rounded_once(device):
-    """As near to float64 as one rounding, however many tiles there are."""
-    inputs = problem(device, torch.bfloat16, n=64, d=16, v=40, row_scaled=True)
-    out = both(inputs, Spec(gradients=GRADIENTS))
-    exact = autograd(inputs, Spec(gradients=GRADIENTS), torch.float64)
-    for got, true in zip(out[2:], exact[2:], strict=True):
-        once = error(true.bfloat16(), true)
-        assert error(got, true) < 2.5 * once  # the logits' gradient is rounded as well
+def test_gradients_are_rounded_once_however_many_tiles_there_are(device):
+    inputs = problem(device, torch.bfloat16, n=24, d=16, v=90, row_scaled=True)
+    many, one = (
+        both(inputs, Spec(gradients=GRADIENTS), SimpleNamespace(classes=classes))
+        for classes in (16, 1 << 20)
+    )
+    assert torch.equal(many.weight, one.weight)
+    assert torch.equal(many.bias, one.bias)
+    # in f32 the order of a sum hardly shows behind one rounding; six roundings are off by 2e-3
+    assert error(many.x, one.x) < 2e-4
 
 
 def test_same_bits_every_time(device):
