@@ -218,11 +218,19 @@ def test_given_logits_are_not_read(device):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
 def test_huge_logits(device, target, smoothing):
-    """A row of logits near 3e4 that differ by ones: the maximum has to go before sums are taken."""
+    """A row of logits near 3e4 that differ by ones: the maximum has to go before sums are taken.
+
+    Backward has only the lse, rounded to f32: its probabilities are off by up to half the spacing
+    of f32 there, which is 2**-9 at 3e4 (and 2**-19 at 30), beside what eager's are.
+    """
     inputs = problem(device, target=target)
     inputs = inputs._replace(bias=inputs.bias + 3e4)
     spec = Spec(target=target, label_smoothing=smoothing, gradients=GRADIENTS)
-    check(inputs, spec)
+    out = both(inputs, spec)
+    exact, eager = (autograd(inputs, spec, dtype) for dtype in (torch.float64, torch.float32))
+    assert_close(out[:2], eager[:2], exact[:2], torch.float32)
+    for got, theirs, true in zip(out[2:], eager[2:], exact[2:], strict=True):
+        assert error(got, true) <= 2 * error(theirs, true) + 2.0**-10
 
 
 ODD_ROWS = {
@@ -278,14 +286,16 @@ def test_scales_of_fp16(device, scale):
             assert off <= FLOOR[torch.float16] * true[finite].norm() + small
 
 
-def test_weight_gradient_is_rounded_once(device):
-    """As near to float64 as one rounding, however many tiles there are."""
-    inputs = problem(device, torch.bfloat16, n=64, d=16, v=40, row_scaled=True)
-    out = both(inputs, Spec(gradients=GRADIENTS))
-    exact = autograd(inputs, Spec(gradients=GRADIENTS), torch.float64)
-    for got, true in zip(out[2:], exact[2:], strict=True):
-        once = error(true.bfloat16(), true)
-        assert error(got, true) < 2.5 * once  # the logits' gradient is rounded as well
+def test_gradients_are_rounded_once_however_many_tiles_there_are(device):
+    inputs = problem(device, torch.bfloat16, n=24, d=16, v=90, row_scaled=True)
+    many, one = (
+        both(inputs, Spec(gradients=GRADIENTS), SimpleNamespace(classes=classes))
+        for classes in (16, 1 << 20)
+    )
+    assert torch.equal(many.weight, one.weight)
+    assert torch.equal(many.bias, one.bias)
+    # in f32 the order of a sum hardly shows behind one rounding; six roundings are off by 2e-3
+    assert error(many.x, one.x) < 2e-4
 
 
 def test_same_bits_every_time(device):
