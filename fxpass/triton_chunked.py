@@ -54,11 +54,11 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     Returns:
         loss and lse ``[N]`` and the unnormalised gradients, all f32.
     """
-    with _on(inputs.x.device):
+    with on_device(inputs.x.device):
         return _run(inputs, spec, rows)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device, which need not be the one of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -75,19 +75,21 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     new = {name: x.new_empty if n and name != "bias" else x.new_zeros for name in spec.gradients}
     grads = {name: new[name](shapes[name], dtype=torch.float32) for name in spec.gradients}
     parts = chunks(n, rows)
-    buffer = None if _readable(inputs, spec) else _buffer(x, max(map(_size, parts), default=0), v)
+    buffer = (
+        None if _readable(inputs, spec) else padded_buffer(x, max(map(_size, parts), default=0), v)
+    )
     options = _options(inputs, spec, parts[0], buffer, loss, lse) if parts else {}
     for part in parts:
         chunk = _logits(inputs, part, buffer)
         _launch(options, inputs, spec, part, chunk, loss, lse)
         if "bias" in grads:
             grads["bias"].add_(chunk.sum(0, dtype=torch.float32), alpha=factor)
-        for classes in _tiles(x, v):
+        for classes in class_tiles(x, v):
             g = chunk[:, classes]
             if "x" in grads:
-                _product(grads["x"][part], g, weight[classes], factor, add=classes.start > 0)
+                product(grads["x"][part], g, weight[classes], factor, add=classes.start > 0)
             if "weight" in grads:
-                _product(grads["weight"][classes], g.t(), x[part], factor, add=part.start > 0)
+                product(grads["weight"][classes], g.t(), x[part], factor, add=part.start > 0)
     if units.loss is not None:
         loss.mul_(units.loss)
     if units.gradients is not None:
@@ -122,7 +124,7 @@ def _readable(inputs: Inputs, spec: Spec) -> bool:
     return inputs.logits is not None and not spec.gradients and inputs.logits.stride(1) == 1
 
 
-def _buffer(x: Tensor, rows: int, v: int) -> Tensor:
+def padded_buffer(x: Tensor, rows: int, v: int) -> Tensor:
     """``[rows, v]``, each row at a multiple of 16 elements, as vector loads and GEMMs want it."""
     return x.new_empty((rows, -(-v // 16) * 16))[:, :v]
 
@@ -220,7 +222,7 @@ def load(kernel: Kernel) -> triton.JITFunction:
     return getattr(PyCodeCache.load(kernel.source), kernel.name)
 
 
-def _launch_options(v: int, dtype: torch.dtype) -> dict[str, int]:
+def row_options(v: int, dtype: torch.dtype) -> dict[str, int]:
     """Blocks of up to 16 KiB of a row, 16 elements a thread: enough loads in flight, no spills."""
     block = min(1 << (v - 1).bit_length(), (1 << 14) // dtype.itemsize)
     return {"BLOCK_V": block, "num_warps": max(1, min(16, block // 512))}
@@ -234,7 +236,7 @@ _LARGEST_ROW = 1 << 16
 
 def _candidates(v: int, dtype: torch.dtype) -> list[dict[str, int]]:
     """The default and a few other launch options, a whole row where that is more than it takes."""
-    default = _launch_options(v, dtype)
+    default = row_options(v, dtype)
     whole = 1 << (v - 1).bit_length()
     blocks = [(size // dtype.itemsize, warps) for size, warps in _BLOCKS]
     others = [(block, warps) for block, warps in blocks if block <= whole]
@@ -259,14 +261,14 @@ def _mixed_gemm(x: Tensor) -> bool:
     return torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-def _tiles(x: Tensor, v: int) -> Iterator[slice]:
+def class_tiles(x: Tensor, v: int) -> Iterator[slice]:
     """All classes at once, or few enough that their f32 copies stay small."""
     step = v if _mixed_gemm(x) else _CLASSES_PER_TILE
     for start in range(0, v, step):
         yield slice(start, start + step)
 
 
-def _product(out: Tensor, a: Tensor, b: Tensor, factor: float, add: bool) -> None:
+def product(out: Tensor, a: Tensor, b: Tensor, factor: float, add: bool) -> None:
     """``out = factor * a @ b``, or ``out +=``, with ``out`` f32 and the sum taken in f32."""
     beta = int(add)  # 0: what is there is not read, nan or not
     if a.dtype != torch.float32 and _mixed_gemm(a):

@@ -113,7 +113,7 @@ def body(f: Features) -> list[str]:
         *(_target_of_row(f) if f.indices else []),
         *["target += row * target_stride"] * f.probabilities,
         *(_only_pass(f) if f.whole_row else _first_pass(f)),
-        *_loss(f),
+        *loss_lines(f),
         *(_second_pass(f) if f.gradient else []),
     ]
 
@@ -161,7 +161,7 @@ def _only_pass(f: Features) -> list[str]:
     """Where one block holds the row; the gradient has what it needs in registers afterwards."""
     q = "q * " if f.probabilities else "w * " if f.weighted else ""
     dot = [
-        *(_row_of_targets(f) if q else []),
+        *(target_lines(f) if q else []),
         f"dot = tl.sum({q}tl.where(inside, z - m, 0.0), 0)",
         *([f"mass = tl.sum({q[0]}, 0)"] if q else []),
     ]
@@ -211,7 +211,7 @@ def _dot(f: Features) -> list[str]:
     q = "w" if f.indices else "q"
     return [
         shift,
-        *_row_of_targets(f),
+        *target_lines(f),
         f"dot += mass * shift + tl.sum({q} * tl.where(inside, z - higher, 0.0), 0)",
         f"mass += tl.sum({q}, 0)",
     ]
@@ -232,7 +232,7 @@ def _block_of_logits(f: Features, slope: bool) -> list[str]:
     ]
 
 
-def _row_of_targets(f: Features) -> list[str]:
+def target_lines(f: Features) -> list[str]:
     """One block of class weights ``w`` or of the target distribution ``q``; 0 outside."""
     weights = "tl.load(class_weight + cols, mask=inside, other=0.0)"
     if f.indices:
@@ -245,7 +245,7 @@ def _row_of_targets(f: Features) -> list[str]:
     return out
 
 
-def _loss(f: Features) -> list[str]:
+def loss_lines(f: Features) -> list[str]:
     lse = ["tl.store(lse + row, m + tl.log(s))"] * f.lse
     if f.target == "none":
         return ["tl.store(loss + row, m + tl.log(s))", *lse]
@@ -260,7 +260,7 @@ def _loss(f: Features) -> list[str]:
         out.append(f"smooth = {f.smoothing!r} / V")
     if f.smoothing and f.weighted:
         out.append("mass = sharp + smooth * mass")
-    loss = f"{_times(_mass(f))}tl.log(s) - {_times(_sharp(f))}(z_t - m)"
+    loss = f"{times(mass_name(f))}tl.log(s) - {times(sharp_name(f))}(z_t - m)"
     loss += " - smooth * dot" * bool(f.smoothing)
     if f.every_row and f.ignore_index is not None:
         loss = f"tl.where(ignored, 0.0, {loss})"
@@ -274,12 +274,12 @@ def _second_pass(f: Features) -> list[str]:
     elif f.smoothing:
         g += " - smooth * w" if f.weighted else " - smooth"
     if f.indices:
-        g += f" - tl.where(cols == t, {_times(_sharp(f))}unit, 0.0)"
+        g += f" - tl.where(cols == t, {times(sharp_name(f))}unit, 0.0)"
     loads = [] if f.whole_row else _block_of_logits(f, slope=f.varying)
     if not f.whole_row and (f.probabilities or (f.smoothing and f.weighted)):
-        loads += _row_of_targets(f)
+        loads += target_lines(f)
     row_scale = " * tl.load(row_scale + row)" * f.row_scaled
-    share = f"{_times(_mass(f))}unit"
+    share = f"{times(mass_name(f))}unit"
     if f.lse_scaled:
         share = f"({share} + {GAIN!r} * tl.load(lse_scale + row))"
     return [
@@ -300,7 +300,7 @@ def _second_pass(f: Features) -> list[str]:
     ]
 
 
-def _mass(f: Features) -> str:
+def mass_name(f: Features) -> str:
     """Q = sum(q), as a name; empty where it is one."""
     if f.probabilities:
         return "mass"
@@ -309,12 +309,12 @@ def _mass(f: Features) -> str:
     return ""
 
 
-def _sharp(f: Features) -> str:
+def sharp_name(f: Features) -> str:
     """What q has at the target class beyond smoothing, as a name; empty where it is one."""
     return "sharp" if f.smoothing or f.weighted else ""
 
 
-def _times(name: str) -> str:
+def times(name: str) -> str:
     return f"{name} * " if name else ""
 
 

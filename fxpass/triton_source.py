@@ -105,7 +105,7 @@ _NAME = "linear_cross_entropy_NAME"
 
 def _module(f: Features) -> str:
     parts = [
-        _docstring(f),
+        docstring(f),
         "import triton\nimport triton.language as tl",
         *_functions(f),
         _kernel(f),
@@ -119,7 +119,7 @@ def _functions(f: Features) -> list[str]:
     return triton_expression.functions(f.logits, slope=f.gradient)
 
 
-def _docstring(f: Features) -> str:
+def docstring(f: Features) -> str:
     facts = ["no target" if f.target == "none" else f"class {f.target}"]
     if f.indices and f.ignore_index is not None:
         facts.append(f"ignore_index {f.ignore_index}")

@@ -246,7 +246,14 @@ def merge(f: Features) -> list[str]:
             ),
             *_ignored(f),
         ]
-    return [*out, *triton_row._loss(f)]
+    return [
+        *out,
+        *triton_row.loss_lines(f),
+        # what rounding takes from the lse, which is all that backward knows of the sum
+        "log_s = tl.log(s)",
+        "missing = log_s - ((m + log_s) - m)",
+        "tl.store(lse_rest + row, tl.where(missing == missing, missing, 0.0))",
+    ]
 
 
 def mass(f: Features) -> list[str]:
@@ -256,7 +263,7 @@ def mass(f: Features) -> list[str]:
         "target += row * target_stride",
         "mass = tl.full((), 0.0, tl.float32)",
         "for start in range(0, V, BLOCK_V):",
-        *indent([*columns("start"), *triton_row._row_of_targets(f), "mass += tl.sum(q, 0)"]),
+        *indent([*columns("start"), *triton_row.target_lines(f), "mass += tl.sum(q, 0)"]),
         "tl.store(row_mass + row, mass)",
     ]
 
@@ -302,14 +309,11 @@ def _coefficients(f: Features) -> list[str]:
         out.append("mass = sharp + smooth * tl.load(class_mass)")
     if f.probabilities:
         out.append(f"mass = {scale.format('row_mass')}")
-    share = f"{triton_row._times(triton_row._mass(f))}unit"
+    share = f"{triton_row.times(triton_row.mass_name(f))}unit"
     if f.lse_scaled:
-        share += f" + {gain} * {scale.format('lse_scale')}"
-    per_row = f.row_scaled or f.lse_scaled or "tl." in unit or bool(triton_row._mass(f))
-    out.append(f"share = {share}")
-    if not per_row:  # one number for all rows
-        out[-1] = f"share = tl.full((BLOCK_N,), {gain}, tl.float32)"
-    return out
+        share = f"({share} + {gain} * {scale.format('lse_scale')})"
+    # exp(z - lse) lacks what rounding took from the lse
+    return [*out, f"share = {share} * tl.exp(-{scale.format('lse_rest')})"]
 
 
 def _gradient(f: Features) -> list[str]:
@@ -330,7 +334,7 @@ def _gradient(f: Features) -> list[str]:
     else:
         out.append(g)
     if f.indices:
-        sharp = triton_row._sharp(f)
+        sharp = triton_row.sharp_name(f)
         picked = f"({sharp} * unit)" if sharp else "unit"
         picked = picked if _unit_is_number(f) and not f.weighted else f"{picked}[:, None]"
         out.append(f"gradient -= tl.where(cols[None, :] == t[:, None], {picked}, 0.0)")
@@ -351,7 +355,7 @@ def slope_varies(f: Features) -> bool:
 
 def _flag(f: Features) -> list[str]:
     """Whether a tile has anything that its dtype resolves beside its rows' coefficients."""
-    of_q = f"{triton_row._times(triton_row._mass(f))}unit"
+    of_q = f"{triton_row.times(triton_row.mass_name(f))}unit"
     scale = "tl.abs(share)"
     if f.lse_scaled:
         scale = f"tl.maximum({scale}, tl.abs({of_q}))" if f.target != "none" else scale

@@ -11,9 +11,6 @@ arrives, so that no f32 gradient of the weight is kept::
 
 Logits that the graph holds already are not read: they are computed again. Nothing waits for the
 GPU, and nothing is added up in an order that varies.
-
-The lse is f32, so backward's probabilities are off by up to half the spacing of f32 at the lse:
-1e-6 where logits are near 30, less than bf16 resolves below 3e4.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from fxpass import (
 )
 from fxpass.aten import Inputs, Outputs
 from fxpass.spec import Spec
-from fxpass.triton_chunked import _buffer, _launch_options, _on, _product, _tiles, load
+from fxpass.triton_chunked import class_tiles, load, on_device, padded_buffer, product, row_options
 from fxpass.triton_source import Kernel
 from fxpass.triton_tile_body import Gemm
 from fxpass.triton_tile_config import Config
@@ -70,7 +67,7 @@ def run(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
         Forward: loss and lse ``[N]`` f32. Backward: an empty loss, and the gradients in the dtypes
         of their operands, each rounded once.
     """
-    with _on(inputs.x.device):
+    with on_device(inputs.x.device):
         return _backward(inputs, spec, plan.classes) if spec.gradients else _forward(inputs, spec)
 
 
@@ -80,9 +77,9 @@ def run(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
 def _forward(inputs: Inputs, spec: Spec) -> Outputs:
     n, v = inputs.x.shape[0], inputs.weight.shape[0]
     loss = inputs.x.new_empty(n, dtype=torch.float32)
-    lse = torch.empty_like(loss)
+    lse, rest = torch.empty_like(loss), torch.empty_like(loss)
     if not n:
-        return Outputs(loss, lse, None, None, None)
+        return Outputs(loss, lse, lse_rest=rest)
     logits = _Logits(inputs)
     weighted = inputs.class_weight is not None
     kernel = triton_tile_source.forward(spec, weighted, logits.gemm)
@@ -98,10 +95,11 @@ def _forward(inputs: Inputs, spec: Spec) -> Outputs:
         return out
 
     parts = sums(logits.config(kernel, sums))
-    parts |= {"loss": loss, "lse": lse, "SPLITS": 1 << (int(parts["splits"]) - 1).bit_length()}
+    parts |= {"loss": loss, "lse": lse, "lse_rest": rest}
+    parts |= {"SPLITS": 1 << (int(parts["splits"]) - 1).bit_length()}
     arguments = logits.arguments | parts
     _launch(triton_tile_source.merge(spec, weighted), n, arguments, {"num_warps": 1})
-    return Outputs(loss, lse, None, None, None)
+    return Outputs(loss, lse, lse_rest=rest)
 
 
 # ---------------------------------------------------------------- backward
@@ -122,7 +120,7 @@ def _backward(inputs: Inputs, spec: Spec, classes: int) -> Outputs:
         logits.arguments["row_mass"] = _row_mass(logits, spec)
     widest = max(config.BLOCK_V for config in logits.configs)
     classes = max(1, classes // widest) * widest
-    g = _buffer(x, n, min(classes, v))
+    g = padded_buffer(x, n, min(classes, v))
     scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
     present = [scale is not None for scale in scales]
     kernel = triton_tile_source.backward(spec, *present, logits.gemm, spec.gradient_filter)
@@ -158,7 +156,7 @@ def _row_mass(logits: _Logits, spec: Spec) -> Tensor:
     assert target is not None
     n, v = target.shape
     out = target.new_empty(n, dtype=torch.float32)
-    options = _launch_options(v, torch.float32)
+    options = row_options(v, torch.float32)
     arguments = logits.arguments | {"row_mass": out, "BLOCK_V": options["BLOCK_V"]}
     kernel = triton_tile_source.mass(spec, logits.inputs.class_weight is not None)
     _launch(kernel, n, arguments, {"num_warps": options["num_warps"]})
@@ -186,8 +184,8 @@ class _Gradients:
         """``g`` ``[N, classes]``: the gradient of some classes' logits, in its unit."""
         grads, weight = self._grads, self._weight[classes]
         if "x" in grads:
-            for some in _tiles(g, g.shape[1]):
-                _product(grads["x"], g[:, some], weight[some], self._factor, add=True)
+            for some in class_tiles(g, g.shape[1]):
+                product(grads["x"], g[:, some], weight[some], self._factor, add=True)
         if "bias" in grads:
             total = g.sum(0, dtype=torch.float32).mul_(self._factor)
             grads["bias"][classes] = total if self._unit is None else total.mul_(self._unit)
@@ -232,7 +230,7 @@ class _Gradients:
         for start in range(0, len(out), step):
             some = slice(start, start + step)
             exact = torch.zeros_like(out[some], dtype=torch.float32)
-            _product(exact, g[some], self._x, self._factor, add=True)
+            product(exact, g[some], self._x, self._factor, add=True)
             out[some] = exact if self._unit is None else exact.mul_(self._unit)
 
     def outputs(self) -> Outputs:
@@ -315,6 +313,7 @@ def _beside(inputs: Inputs) -> _Arguments:
         "row_scale": inputs.row_scale,
         "lse_scale": inputs.lse_scale,
         "lse": inputs.lse,
+        "lse_rest": inputs.lse_rest,
     }
     out |= {k: t.float().contiguous() for k, t in scales.items() if t is not None}
     if inputs.class_weight is not None:

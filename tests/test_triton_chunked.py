@@ -20,7 +20,7 @@ from fxpass.spec import Spec
 def small_blocks(monkeypatch):
     """Several blocks in a row of a few classes, and several tiles of the weight."""
     options = {"BLOCK_V": 16, "num_warps": 1}
-    monkeypatch.setattr(triton_chunked, "_launch_options", lambda v, dtype: options)
+    monkeypatch.setattr(triton_chunked, "row_options", lambda v, dtype: options)
     monkeypatch.setattr(triton_chunked, "_CLASSES_PER_TILE", 16)
 
 
@@ -152,7 +152,7 @@ def test_sizes_of_what_else_there_is(device, shape, spec):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_more_classes_than_one_block_holds(device, dtype):
-    v = triton_chunked._launch_options(1 << 20, dtype)["BLOCK_V"] + 5
+    v = triton_chunked.row_options(1 << 20, dtype)["BLOCK_V"] + 5
     check(problem(device, dtype, n=3, v=v), Spec(gradients=GRADIENTS), rows=2)
 
 

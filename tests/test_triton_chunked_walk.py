@@ -82,13 +82,13 @@ def test_chunks_are_few_and_none_is_too_large(n, rows):
 
 
 def test_the_buffer_is_no_larger_than_the_chunks(device, monkeypatch):
-    rows, original = [], triton_chunked._buffer
+    rows, original = [], triton_chunked.padded_buffer
 
     def buffer(x, n, v):
         rows.append(n)
         return original(x, n, v)
 
-    monkeypatch.setattr(triton_chunked, "_buffer", buffer)
+    monkeypatch.setattr(triton_chunked, "padded_buffer", buffer)
     triton_chunked.run(problem(device, n=7), Spec(gradients=GRADIENTS), rows=4096)
     triton_chunked.run(problem(device, n=7), Spec(gradients=GRADIENTS), rows=3)
     assert rows == [7, 3]
@@ -99,7 +99,7 @@ def test_the_buffer_is_no_larger_than_the_chunks(device, monkeypatch):
 def test_candidates(v, dtype):
     """The default first, no block twice as large as the row, no more threads than there can be."""
     candidates = triton_chunked._candidates(v, dtype)
-    assert candidates[0] == triton_chunked._launch_options(v, dtype)
+    assert candidates[0] == triton_chunked.row_options(v, dtype)
     assert len(candidates) <= 5
     for options in candidates:
         assert options["BLOCK_V"] < 2 * v

@@ -53,7 +53,7 @@ KERNELS = {
 
 def unit(words, weighted, scales, classes, dtype, options=None):
     """One launch of the kernel of a spec."""
-    options = options or triton_chunked._launch_options(classes, DTYPES[dtype])
+    options = options or triton_chunked.row_options(classes, DTYPES[dtype])
     spec = Spec.parse(f"{Spec(reduction='sum').text()} {words}".strip())
     names = (*scales, *[False] * (2 - len(scales)))
     whole_row, padded = options["BLOCK_V"] >= classes, classes % 16 != 0

@@ -19,7 +19,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TABLE = Path(__file__).with_name("compiled_tiles.md")
 
 F32_POINTERS = (
-    *("class_weight", "class_mass", "row_scale", "lse_scale", "lse", "loss", "row_mass", "unit"),
+    *("class_weight", "class_mass", "row_scale", "lse_scale", "lse", "lse_rest", "loss"),
+    *("row_mass", "unit"),
     *("maxima", "sums", "picks", "dots", "masses"),
 )
 TYPES = {

@@ -103,7 +103,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["class_blocks", "N"])
-def linear_cross_entropy_backward_b6043378(
+def linear_cross_entropy_backward_81d713e6(
     x,
     weight,
     x_stride,
@@ -111,6 +111,7 @@ def linear_cross_entropy_backward_b6043378(
     target,
     row_scale,
     lse,
+    lse_rest,
     g,
     g_stride,
     first,
@@ -150,7 +151,7 @@ def linear_cross_entropy_backward_b6043378(
     t = tl.where(ignored, 0, t)
     t = t.to(tl.int32)
     unit = tl.where(ignored, 0.0, 1024.0 * tl.load(row_scale + rows, mask=row_inside, other=0.0))
-    share = unit
+    share = unit * tl.exp(-tl.load(lse_rest + rows, mask=row_inside, other=0.0))
     lse_of_row = tl.load(lse + rows, mask=row_inside, other=float("inf"))
     gradient = share[:, None] * tl.exp(acc - lse_of_row[:, None])
     gradient -= tl.where(cols[None, :] == t[:, None], unit[:, None], 0.0)
