@@ -64,6 +64,7 @@ class Gpu(NamedTuple):
     tf32: float
     f32: float
     memory: float
+    generated: float = math.inf  # what Triton's tl.dot is limited to: 3.7 has no mma.sync for sm_75
 
 
 # Without sparsity. Sources: NVIDIA's data sheets of T4, A10, A100, L4, L40S, H100, H200 and HGX
@@ -80,7 +81,7 @@ GPUS = (
     Gpu(r"L40S", 362, 183, 91.6, 0.864),
     Gpu(r"L4", 121, 60, 30.3, 0.300),
     Gpu(r"A10", 125, 62.5, 31.2, 0.600),
-    Gpu(r"T4", 65, 8.1, 8.1, 0.320),
+    Gpu(r"T4", 65, 8.1, 8.1, 0.320, generated=8.1),
     Gpu(r"RTX 5090", 209.5, 104.8, 104.8, 1.792),
     Gpu(r"RTX 4090", 165.2, 82.6, 82.6, 1.008),
     Gpu(r"RTX 3090", 71, 35.6, 35.6, 0.936),
@@ -145,6 +146,7 @@ def _gpu_rates(device: torch.device, dtype: torch.dtype) -> Rates:
         flops=peak * 1e12 * ATTAINABLE,
         bandwidth=gpu.memory * 1e12 * ATTAINABLE_MEMORY,
         elements=gpu.f32 * 1e12 / 16,  # an exponential and some ten more instructions
+        share=min(nominal("cuda").share, gpu.generated / peak),
     )
 
 

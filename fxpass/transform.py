@@ -14,7 +14,7 @@ from typing import Any
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
-from fxpass import dump
+from fxpass import dump, triton_source, triton_tile_source
 from fxpass.casts import Cast, cast_region, note
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection, find
@@ -22,7 +22,8 @@ from fxpass.outputs import Outputs
 from fxpass.region import regions
 from fxpass.rewrite import erase, rewrite
 from fxpass.settings import Settings
-from fxpass.triton_source import Kernel, kernels_of
+from fxpass.steps import Bias
+from fxpass.triton_source import Kernel
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +84,17 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         for record in records:
             log.info("%s", record)
     note(casts)
-    kernels = {
-        k: None for m in matches for k in kernels_of(m.spec, m.loss.class_weight is not None)
-    }
+    kernels = {k: None for m in matches for k in _kernels(m)}
     if settings.dump:
         dump.write(settings.dump, before, graph_text(gm), kernels)
     return Outcome(tuple(matches), tuple(rejections), tuple(casts), tuple(kernels), tuple(outputs))
+
+
+def _kernels(match: Match) -> tuple[Kernel, ...]:
+    """The Triton kernels that a match runs on a GPU."""
+    weighted = match.loss.class_weight is not None
+    if match.spec.strategy == "tiled":
+        way = match.walk
+        biased = way.linear.bias is not None or any(isinstance(s, Bias) for s in way.steps)
+        return triton_tile_source.kernels_of(match.spec, weighted, biased)
+    return triton_source.kernels_of(match.spec, weighted, padded=match.shape[1] % 16 != 0)

@@ -31,6 +31,23 @@ _DYNAMIC = ("N", "splits", "per_split", "class_blocks", "order_stride")
 _CONSTEXPR = ("BLOCK_N", "BLOCK_V", "BLOCK_D", "BLOCK_I", "BLOCK_J", "GROUP_N", "SPLITS")
 
 
+def kernels_of(spec: Spec, weighted: bool, biased: bool) -> tuple[Kernel, ...]:
+    """The kernels that one fused loss runs, in order, with operands that are read by pointers.
+
+    Args:
+        spec: as the operator gets it; with gradients, backward's for the case that every output
+            gets one.
+        weighted, biased: whether there are class weights, and a bias.
+    """
+    gemm = Gemm(biased=biased)
+    kernels = [forward(spec, weighted, gemm), merge(spec, weighted)]
+    if spec.gradients:
+        kernels += [mass(spec, weighted)] * (spec.target == "probabilities")
+        flags = (weighted, True, spec.lse)
+        kernels.append(backward(spec, *flags, gemm, spec.gradient_filter))
+    return tuple(kernels)
+
+
 @functools.cache
 def forward(spec: Spec, weighted: bool, gemm: Gemm) -> Kernel:
     """Partial sums over the logits of each row.

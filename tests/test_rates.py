@@ -70,6 +70,13 @@ def test_a_gpu_of_the_table(name, half, memory, monkeypatch):
     assert device_rates(CUDA, F64).flops < device_rates(CUDA, F32).flops < found.flops
 
 
+def test_a_generated_product_on_turing_has_no_tensor_cores(monkeypatch):
+    has_gpu(monkeypatch, "Tesla T4")
+    assert device_rates(CUDA, F16).share == pytest.approx(8.1 / 65)
+    has_gpu(monkeypatch, "NVIDIA L4")
+    assert device_rates(CUDA, F16).share == rates.nominal("cuda").share
+
+
 def test_every_row_of_the_table_is_plausible():
     for gpu in rates.GPUS:
         assert gpu.half >= gpu.tf32 >= gpu.f32 > gpu.memory > 0.2

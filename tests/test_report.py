@@ -292,3 +292,19 @@ def test_text_without_a_loss():
         "1 graph, 0 losses fused, 0 not fused, 0 casts",
         "  no cross-entropy in any graph: nothing to fuse",
     ]
+
+
+@pytest.mark.parametrize("setting", ["chunked", "tiled"])
+def test_the_kernels_are_those_of_the_strategy(monkeypatch, setting):
+    monkeypatch.setenv("FUSEDCE_STRATEGY", setting)
+    x, w, t = inputs()
+    report = explain(
+        lambda x, w, t: F.cross_entropy(F.linear(x, w), t, label_smoothing=0.1), x, w, t
+    )
+    (match,) = report.matches
+    assert match.spec.strategy == match.choice.strategy == setting
+    stages = [
+        k.name.removeprefix("linear_cross_entropy_").rpartition("_")[0] for k in report.kernels
+    ]
+    assert stages == {"chunked": [""], "tiled": ["forward", "merge", "backward"]}[setting]
+    assert f"strategy: {setting}, " in str(report)
