@@ -34,7 +34,7 @@ from fxpass.cost import MIB, Rates
 # Plans are made with these, so that chunks, and with them the order of every sum, are the same on
 # every machine; and they stand in where nothing can be measured.
 NOMINAL = {
-    "cpu": Rates(flops=1e11, bandwidth=1e10, elements=4e8, call=5e-6, half=8, share=1),
+    "cpu": Rates(flops=1e11, bandwidth=1e10, elements=4e8, call=5e-6, half=24, share=1),
     "cuda": Rates(flops=7e14, bandwidth=4e12, elements=4e12, call=5e-6, half=64, share=0.75),
 }
 

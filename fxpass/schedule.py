@@ -64,8 +64,8 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 # A GPU's share for scratch without a setting: 1 GiB holds 4096 rows of Llama-3's logits in bf16.
 GPU_SHARE, GPU_BUDGET = 1 / 64, (256 * MIB, 1024 * MIB)
-# A CPU's: some hundred rows of logits are enough for its GEMMs.
-CPU_ROWS, CPU_BUDGET = 256, (40 * MIB, 128 * MIB)
+# A CPU's: some hundred rows of logits are enough for its GEMMs; in f64 twice as many bytes.
+CPU_ROWS, CPU_BUDGET = 256, (36 * MIB, 128 * MIB)
 
 
 def budget(v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> int:
@@ -81,7 +81,7 @@ def budget(v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> 
         return max(low, min(high, int(total * GPU_SHARE)))
     low, high = CPU_BUDGET
     row = v * compute_dtype(dtype).itemsize
-    return max(low, min(high, CPU_ROWS * row + 8 * MIB))
+    return max(low, min(high * row // (4 * max(1, v)), CPU_ROWS * row + 4 * MIB))
 
 
 # ---------------------------------------------------------------- rows and classes
