@@ -284,9 +284,8 @@ def _scheduled(match: Match, settings: Settings) -> Match:
         setting,
         kept=match.logits == "keep",
     )
-    spec = replace(
-        match.spec,
-        strategy=choice.strategy,
-        gradient_filter=filtered and choice.strategy == "tiled",
-    )
+    if settings.gradient_filter and not filtered:
+        why = "nothing is filtered: that takes gradients and the tiled kernels of a GPU"
+        choice = replace(choice, reason=f"{choice.reason}; {why}")
+    spec = replace(match.spec, strategy=choice.strategy, gradient_filter=filtered)
     return replace(match, spec=spec, choice=choice)

@@ -47,7 +47,8 @@ class Settings:
             environ: the environment, ``os.environ`` by default.
 
         Raises:
-            ValueError: an unknown name or a value that is not allowed; names both.
+            ValueError: an unknown name or a value that is not allowed, or two that contradict each
+                other; names both.
         """
         environ = os.environ if environ is None else environ
         values = {}
@@ -72,7 +73,13 @@ class Settings:
                     f"{', '.join(PREFIX + name for name in TABLE)}"
                 )
             values[key.removeprefix(PREFIX)] = row.convert(key, value)
-        return Settings(**values)
+        settings = Settings(**values)
+        if settings.gradient_filter and settings.strategy == "chunked":
+            raise ValueError(
+                "FUSEDCE_GRADIENT_FILTER=1 (fusedce.gradient_filter) does nothing for "
+                "FUSEDCE_STRATEGY=chunked (fusedce.strategy); use tiled or auto"
+            )
+        return settings
 
 
 @dataclass(frozen=True)
