@@ -75,7 +75,7 @@ def check(inputs, spec, plan=PLAN):
 # ---------------------------------------------------------------- the meaning
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
@@ -254,8 +254,7 @@ ODD_ROWS = {
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize("row", ODD_ROWS)
 @pytest.mark.parametrize("target", [0, 20, "probabilities", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_odd_rows_as_in_aten(device, row, target, smoothing):
+def test_odd_rows_as_in_aten(device, row, target):
     """Logits that a bias makes: x is 0, so the gradients of x and the weight are no test."""
     index = isinstance(target, int)
     inputs = problem(device, n=1, target="indices" if index else target, lse_scaled=True)
@@ -267,7 +266,7 @@ def test_odd_rows_as_in_aten(device, row, target, smoothing):
         gradients=("bias",),
         lse=True,
         target="indices" if index else target,
-        label_smoothing=0.0 if target == "none" else smoothing,
+        label_smoothing=0.0 if target in (0, "none") else 0.1,
     )
     ours, want = both(inputs, spec), aten_chunked.run(inputs, spec, 1)[:5]
     torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5, equal_nan=True)
