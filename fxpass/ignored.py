@@ -7,6 +7,8 @@ half of a batch, and each ignored row would cost as many operations as any other
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -46,10 +48,14 @@ def select(inputs: Inputs, index: Tensor) -> Inputs:
 
 
 def restore(out: Outputs, index: Tensor, n: int) -> Outputs:
-    """The outputs for all ``n`` rows: zeros where a row was left out."""
+    """The outputs for all ``n`` rows: zeros where a row was left out, and an infinite lse.
+
+    That makes its softmax 0 in a backward which looks at all rows, as one that is captured in a
+    CUDA graph does.
+    """
     per_row = {
-        name: tensor.new_zeros((n, *tensor.shape[1:])).index_copy_(0, index, tensor)
-        for name in ("loss", "lse", "lse_rest", "x")
+        name: tensor.new_full((n, *tensor.shape[1:]), left_out).index_copy_(0, index, tensor)
+        for name, left_out in {"loss": 0.0, "lse": math.inf, "lse_rest": 0.0, "x": 0.0}.items()
         if (tensor := getattr(out, name)) is not None
     }
     return out._replace(**per_row)

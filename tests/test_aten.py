@@ -365,3 +365,21 @@ def test_large_logits_that_differ_by_little(target, smoothing):
     exact = loss_and_gradients(plain, [x, weight, bias], torch.float64)
     eager = loss_and_gradients(plain, [x, weight, bias])
     assert_close(loss_and_gradients(fused, [x, weight, bias]), eager, exact, torch.float32)
+
+
+@pytest.mark.parametrize("forward", [0.0, 1.0])
+def test_ignored_rows_are_left_out_of_one_pass_only(monkeypatch, forward):
+    """Backward may look at rows that forward did not, and the other way round."""
+    x, weight = torch.randn(7, 5) * 40, torch.randn(11, 5)
+    target = torch.tensor([3, -100, -100, 0, -100, 7, -100])
+    spec = Spec("none", gradients=gradients(False))
+    fused, plain = programs(spec, target, None)
+    grads = []
+    for program in (fused, plain):
+        operands = [t.clone().requires_grad_() for t in (x, weight)]
+        monkeypatch.setattr(ignored, "_WORTH_IT", forward)
+        loss = program(*operands)
+        monkeypatch.setattr(ignored, "_WORTH_IT", 1.0 - forward)
+        grads.append(torch.autograd.grad(loss.sum(), operands))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)
