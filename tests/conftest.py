@@ -34,6 +34,14 @@ for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
     del os.environ[variable]  # a setting of the caller's shell must not decide what is tested
 
 
+def pytest_collection_modifyitems(config, items):
+    """Tests marked ``gpu`` are for machines that have one."""
+    if not torch.cuda.is_available():
+        without = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]
+
+
 @pytest.fixture
 def device() -> torch.device:
     """Where kernels run: the GPU if there is one, else the CPU (through the interpreter)."""

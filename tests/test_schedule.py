@@ -78,7 +78,7 @@ def test_a_gpu_runs_aten_where_triton_cannot(installed, dtype, reason, monkeypat
 def test_an_old_gpu_runs_aten(capability, lowering, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(schedule, "has_triton", lambda: True)
-    monkeypatch.setattr(schedule, "_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "V100")
     assert lowering_for(CUDA, BF16)[0] == lowering
 

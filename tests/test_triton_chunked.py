@@ -83,7 +83,7 @@ def test_loss_and_lse(device, target, weighted, smoothing, dtype):
     # neither output needs the other one to be there
     without = triton_chunked.run(inputs, dataclasses.replace(spec, lse=False), rows=3)
     assert without.lse is None
-    assert all(torch.equal(a, b) for a, b in zip(out[2:], without[2:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(out[2:5], without[2:5], strict=True))
     forward = triton_chunked.run(inputs, dataclasses.replace(spec, gradients=()), rows=3)
     assert torch.equal(forward.loss, out.loss)
     assert torch.equal(forward.lse, out.lse)
@@ -173,7 +173,7 @@ def test_sizes(device, shape, rows):
 def test_no_rows(device):
     out = triton_chunked.run(problem(device, n=0), Spec(gradients=GRADIENTS), rows=1)
     assert out.loss.shape == (0,)
-    assert [float(grad.abs().sum()) for grad in out[2:]] == [0.0, 0.0, 0.0]
+    assert [float(grad.abs().sum()) for grad in out[2:5]] == [0.0, 0.0, 0.0]
 
 
 def test_no_bias(device):
@@ -328,7 +328,7 @@ def test_same_bits_every_time(device):
     inputs = problem(device, torch.bfloat16, weighted=True, row_scaled=True, lse_scaled=True)
     spec = Spec(gradients=GRADIENTS, label_smoothing=0.1, lse=True)
     first, second = (triton_chunked.run(inputs, spec, rows=3) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first[:5], second[:5], strict=True))
 
 
 # ---------------------------------------------------------------- tanh, loading

@@ -176,8 +176,8 @@ def test_nothing_waits_for_the_gpu(monkeypatch, target, reduction):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = Inputs(*(None if t is None else mode.from_tensor(t) for t in inputs))
         out = triton_chunked.run(fake, spec, rows=3)
-        assert [t.shape for t in out[2:]] == [(7, 5), (37, 5), (37,)]
-        assert {t.dtype for t in out} == {torch.float32}
+        assert [t.shape for t in out[2:5]] == [(7, 5), (37, 5), (37,)]
+        assert {t.dtype for t in out[:5]} == {torch.float32}
         with pytest.raises(DataDependentOutputException):
             fake.x.sum().item()
 

@@ -36,7 +36,7 @@ def test_row_coefficients_of_any_magnitude(device, which, exponent, dtype):
     scaled = inputs._replace(**{which: getattr(inputs, which) * 2.0**exponent})
     spec = Spec(gradients=GRADIENTS, label_smoothing=0.1)
     ours, plain = (triton_chunked.run(i, spec, rows=3) for i in (scaled, inputs))
-    for grad, of_plain in zip(ours[2:], plain[2:], strict=True):
+    for grad, of_plain in zip(ours[2:5], plain[2:5], strict=True):
         assert torch.equal(grad, of_plain * 2.0**exponent)
     factor = 2.0**exponent if which == "class_weight" else 1
     assert torch.equal(ours.loss, plain.loss * factor)
@@ -63,7 +63,7 @@ def test_both_scales_of_any_magnitude(device, which, exponent, dtype):
     inputs = both_scales(device, dtype)
     plain = triton_chunked.run(inputs, LSE, rows=3)
     ours = triton_chunked.run(scaled(inputs, exponent, which, "lse_scale"), LSE, rows=3)
-    for grad, of_plain in zip(ours[2:], plain[2:], strict=True):
+    for grad, of_plain in zip(ours[2:5], plain[2:5], strict=True):
         assert torch.equal(grad, of_plain * 2.0**exponent)
 
 
@@ -77,7 +77,7 @@ def test_the_larger_of_two_scales_is_kept_whole(device, exponent, dtype):
     zero = inputs._replace(**{small: getattr(inputs, small) * 0})
     alone = triton_chunked.run(scaled(zero, exponent, "lse_scale"), LSE, rows=3)
     assert getattr(zero, large).all()
-    for grad, of_alone in zip(ours[2:], alone[2:], strict=True):
+    for grad, of_alone in zip(ours[2:5], alone[2:5], strict=True):
         assert (grad - of_alone).norm() <= 1e-6 * of_alone.norm()
         assert of_alone.any()
 
@@ -92,7 +92,7 @@ def test_a_usual_z_loss_keeps_its_digits(device, dtype):
         triton_chunked.run(inputs._replace(**{name: getattr(inputs, name) * 0}), LSE, rows=3)
         for name in ("row_scale", "lse_scale")
     ]
-    for grad, of_lse, of_loss in zip(whole[2:], parts[0][2:], parts[1][2:], strict=True):
+    for grad, of_lse, of_loss in zip(whole[2:5], parts[0][2:5], parts[1][2:5], strict=True):
         rounding = 2 * torch.finfo(dtype).eps * (of_loss.norm() + of_lse.norm())
         assert (grad - of_loss - of_lse).norm() <= rounding
 
@@ -116,7 +116,7 @@ def test_an_lse_scale_of_zero(device):
     inputs = problem(device, row_scaled=True)
     zeros = inputs._replace(lse_scale=torch.zeros_like(inputs.row_scale))
     ours, want = (triton_chunked.run(i, Spec(gradients=GRADIENTS), 3) for i in (zeros, inputs))
-    assert all(torch.equal(a, b) for a, b in zip(ours[2:], want[2:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours[2:5], want[2:5], strict=True))
 
 
 @pytest.mark.parametrize("target", ["indices", "none"])
@@ -129,7 +129,7 @@ def test_the_dtype_of_new_tensors_does_not_matter(device, target):
         ours = triton_chunked.run(inputs, spec, 3)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(ours, want, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours[:5], want[:5], strict=True))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
