@@ -1,4 +1,4 @@
-"""How fast a device is: from the vendor's data sheet for GPUs, measured once for a CPU.
+"""How fast a device is: from a table for GPUs, measured once for a CPU.
 
 In: a device and a dtype. Out: :class:`fxpass.cost.Rates`::
 
@@ -67,9 +67,8 @@ class Gpu(NamedTuple):
     generated: float = math.inf  # what Triton's tl.dot is limited to: 3.7 has no mma.sync for sm_75
 
 
-# Without sparsity. Sources: NVIDIA's data sheets of T4, A10, A100, L4, L40S, H100, H200 and HGX
-# B200 and its whitepapers "Ampere GA102", "Ada GPU Architecture" and "RTX Blackwell"; AMD's data
-# sheets of the Instinct MI250X (one of its two devices), MI300X and MI325X.
+# Without sparsity, as published for these cards; not checked line by line against the vendors' own
+# data sheets, and only ever used to compare strategies. MI250X is one of its two devices.
 GPUS = (
     Gpu(r"B200", 2250, 1125, 75, 7.7),
     Gpu(r"H200|GH200", 989.4, 494.7, 66.9, 4.8),
