@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fxpass import expression
 from fxpass.schedule import compute_dtype
-from fxpass.spec import Spec
+from fxpass.spec import ELSEWHERE, Spec
 
 
 class Inputs(NamedTuple):
@@ -76,6 +76,7 @@ class Target:
         n, self.classes = inputs.x.shape[0], inputs.weight.shape[0]
         self.dtype = compute_dtype(inputs.x.dtype)
         self.smoothing = spec.label_smoothing
+        self.all_classes = spec.shard_of or self.classes
         self.valid = inputs.x.new_ones(n, dtype=torch.bool)
         w = inputs.class_weight
         self.weight = None if w is None else w.to(self.dtype)
@@ -95,18 +96,22 @@ class Target:
 
 
 class _Indices(Target):
-    """q = (1 - s) * w[t] * onehot(t) + s / V * w, with smoothing s and class weights w."""
+    """q = (1 - s) * w[t] * onehot(t) + s / V * w, with smoothing s and class weights w. In a shard
+    of the classes V is the number of all of them, and t may be a class of another shard."""
 
     def __init__(self, inputs: Inputs, spec: Spec) -> None:
         super().__init__(inputs, spec)
         assert inputs.target is not None
         target = inputs.target.long()  # uint8 cannot hold -100
         self.valid = is_valid(target, spec)
-        self.picked = torch.where(self.valid, target, 0)
+        here = self.valid & (target != ELSEWHERE) if spec.shard_of else self.valid
+        self.picked = torch.where(here, target, 0)
         self.sharp = torch.full_like(self.picked, 1 - self.smoothing, dtype=self.dtype)
         if self.weight is not None:
             self.sharp.mul_(self.weight[self.picked])
-        self.smooth = self.smoothing / self.classes
+        if spec.shard_of:
+            self.sharp.mul_(here)
+        self.smooth = self.smoothing / self.all_classes
 
     def _in_tile(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
         """The target's column in the tile, and q's peak there: 0 where it is in another tile."""
@@ -151,7 +156,7 @@ class _Probabilities(Target):
 
     def _q(self, rows: slice, classes: slice) -> Tensor:
         q = self.given[rows, classes].to(self.dtype) * (1 - self.smoothing)
-        q += self.smoothing / self.classes
+        q += self.smoothing / self.all_classes
         if self.weight is not None:
             q *= self.weight[classes]
         return q

@@ -32,7 +32,7 @@ from fxpass import aten, ignored
 from fxpass.aten import Inputs, Outputs
 from fxpass.lowering import keeps_range, lower
 from fxpass.schedule import compute_dtype
-from fxpass.spec import Spec
+from fxpass.spec import ELSEWHERE, Spec
 
 NAME = "fxpass::linear_cross_entropy"
 
@@ -150,11 +150,23 @@ _NO_TARGET = {"target": "none", "ignore_index": -100, "label_smoothing": 0.0}
 def _lower(inputs: Inputs, spec: Spec) -> Outputs:
     # The graph's dtypes are final: an ambient autocast must not change them again in here.
     with torch.no_grad(), torch.amp.autocast(inputs.x.device.type, enabled=False):
+        if not inputs.weight.shape[0]:
+            return _of_no_classes(inputs, spec)
         index = ignored.counted_rows(inputs, spec)
         if index is None:
             return lower(inputs, spec)
         out = lower(ignored.select(inputs, index), spec)
         return ignored.restore(out, index, inputs.x.shape[0])
+
+
+def _of_no_classes(inputs: Inputs, spec: Spec) -> Outputs:
+    """The outputs of a shard without classes, which adds nothing to any row."""
+    zeros = inputs.x.new_zeros(inputs.x.shape[0], dtype=compute_dtype(inputs.x.dtype))
+    shapes = {"x": inputs.x.shape, "weight": inputs.weight.shape, "bias": (0,)}
+    grads = {name: zeros.new_zeros(shapes[name]) for name in spec.gradients}
+    lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
+    rest = zeros if spec.strategy == "tiled" else None
+    return Outputs(zeros, lowest, **grads, lse_rest=rest)
 
 
 def _gradients(out: Outputs, inputs: Inputs, dtypes: tuple[torch.dtype, ...]) -> _Three:
@@ -239,6 +251,8 @@ def _check(inputs: Inputs, spec: Spec) -> None:
     logits = inputs.logits
     if logits is not None and (logits.dim() != 2 or logits.shape[0] != n or logits.shape[1] != v):
         raise ValueError(f"{NAME} needs logits [{n}, {v}], got {_shapes(logits)}")
+    if spec.shard_of and spec.ignore_index == ELSEWHERE:
+        raise ValueError(f"{NAME}: class index {ELSEWHERE} of a shard is a class of another shard")
     if (target is None) != (spec.target == "none"):
         raise ValueError(
             f"{NAME} needs a target unless its spec says target=none, and none then; got "
@@ -268,12 +282,14 @@ def _check_range(inputs: Inputs, spec: Spec) -> None:
     if inputs.target is None or spec.target == "probabilities":
         return
     target, v = inputs.target.long(), inputs.weight.shape[0]
-    wrong = aten.is_valid(target, spec) & ((target < 0) | (target >= v))
+    lowest = ELSEWHERE if spec.shard_of else 0
+    wrong = aten.is_valid(target, spec) & ((target < lowest) | (target >= v))
     if target.device.type != "cpu":
         torch.ops.aten._assert_async(~wrong.any())
     elif wrong.any():
         raise IndexError(
-            f"Target {target[wrong][0].item()} is out of bounds: there are {v} classes and "
+            f"Target {target[wrong][0].item()} is out of bounds: there are "
+            f"{spec.shard_of or v} classes and "
             f"ignore_index is {spec.ignore_index}"
         )
 

@@ -33,6 +33,9 @@ TARGETS = ("indices", "probabilities", "none")
 GRADIENTS = ("x", "weight", "bias")
 STRATEGIES = ("chunked", "tiled")
 
+# Class indices in a shard: of a class in another one, and of an ignored row.
+ELSEWHERE, IGNORED = -1, -100
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -50,6 +53,8 @@ class Spec:
         lse: whether the log-sum-exp of every row's logits is an output beside the loss.
         strategy: ``chunked`` (rows at a time, gradients in forward) or ``tiled`` (classes at a
             time, gradients in backward from logits computed again).
+        shard_of: where the weight holds some of the classes only, the number of all of them; 0:
+            it holds all. A class index of -1 is then that of a class in another shard.
         gradient_filter: leave out blocks of the logits' gradient that are below its dtype's
             resolution; only ``tiled`` on a GPU does.
         memory_mb: scratch budget in MiB; 0 leaves it to the schedule.
@@ -62,6 +67,7 @@ class Spec:
     logits: Expr = expression.Z
     gradients: tuple[str, ...] = ()
     lse: bool = False
+    shard_of: int = 0
     strategy: str = "chunked"
     gradient_filter: bool = False
     memory_mb: int = 0
@@ -76,6 +82,8 @@ class Spec:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
         if self.memory_mb < 0:
             raise ValueError(f"memory_mb must not be negative, got {self.memory_mb}")
+        if self.shard_of < 0:
+            raise ValueError(f"shard_of must not be negative, got {self.shard_of}")
         for name in ("ignore_index", "label_smoothing"):
             value, default = getattr(self, name), getattr(Spec, name)
             if self.target == "none" and value != default:
@@ -90,6 +98,12 @@ class Spec:
     def returns_lse(self) -> bool:
         """Whether the operator returns the log-sum-exp: a user reads it, or its own backward."""
         return self.lse or self.strategy == "tiled"
+
+    def of_shard(self) -> Spec:
+        """What each rank's operator computes for this loss over the shards of all ranks."""
+        ignored = IGNORED if self.target == "indices" and self.ignore_index is not None else None
+        ignore_index = self.ignore_index if self.target == "none" else ignored
+        return dataclasses.replace(self, reduction="none", lse=True, ignore_index=ignore_index)
 
     def text(self) -> str:
         """One line; fields at their defaults are left out, except the reduction."""
@@ -148,6 +162,7 @@ _FIELDS = {
     "logits": _Field(re.compile(r"[a-z0-9_.,+*/()<>=-]+"), expression.parse, expression.text),
     "gradients": _Field(re.compile(r"[a-z,]+"), lambda v: tuple(v.split(",")), ",".join),
     "lse": _Field(re.compile("true"), bool, _lower),
+    "shard_of": _Field(_INTEGER, int),
     "strategy": _Field(_WORD, str),
     "gradient_filter": _Field(re.compile("true"), bool, _lower),
     "memory_mb": _Field(_INTEGER, int),

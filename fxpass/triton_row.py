@@ -18,7 +18,7 @@ from sympy import Expr
 
 from fxpass import triton_expression
 from fxpass.expression import Z
-from fxpass.spec import Spec
+from fxpass.spec import ELSEWHERE, Spec
 
 # fp16 holds nothing below 6e-8 and little below 6e-5, while most of a softmax over a vocabulary is
 # smaller than that. Gradients are stored this many times larger, in every dtype; a power of two
@@ -32,6 +32,7 @@ class Features(NamedTuple):
 
     target: str
     ignore_index: int | None
+    shard_of: int
     smoothing: float
     weighted: bool
     row_scaled: bool
@@ -55,6 +56,7 @@ class Features(NamedTuple):
         return Features(
             target=spec.target,
             ignore_index=spec.ignore_index,
+            shard_of=spec.shard_of,
             smoothing=spec.label_smoothing,
             weighted=weighted,
             row_scaled=row_scaled and gradient,
@@ -78,6 +80,16 @@ class Features(NamedTuple):
     def dense(self) -> bool:
         """Whether q has more than one entry, so that sum(q * z) runs over the whole row."""
         return self.probabilities or bool(self.smoothing)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a target class may be in another shard."""
+        return self.indices and bool(self.shard_of)
+
+    @property
+    def all_classes(self) -> str:
+        """The number of classes that smoothing is spread over."""
+        return str(self.shard_of or "V")
 
     @property
     def every_row(self) -> bool:
@@ -124,10 +136,19 @@ def _target_of_row(f: Features) -> list[str]:
         "t = tl.load(target + row).to(tl.int64)",
         *([] if f.ignore_index is None else _ignored(f)),
         "t = t.to(tl.int32)",
+        *elsewhere(f),
         # The reductions of the first pass are barriers: no warp overwrites this logit afterwards
         # before every warp has read it here.
         f"z_t = transform({z_t})" if f.transformed else f"z_t = {z_t}",
+        *["z_t = tl.where(away, 0.0, z_t)"] * f.sharded,
     ]
+
+
+def elsewhere(f: Features) -> list[str]:
+    """Which target classes are in another shard; what is read for them is not used."""
+    if not f.sharded:
+        return []
+    return [f"away = t == {ELSEWHERE}  # in another shard", "t = tl.where(away, 0, t)"]
 
 
 def _ignored(f: Features) -> list[str]:
@@ -239,7 +260,8 @@ def target_lines(f: Features) -> list[str]:
         return [f"w = {weights}"]
     out = ["q = tl.load(target + cols, mask=inside, other=0.0).to(tl.float32)"]
     if f.smoothing:
-        out.append(f"q = tl.where(inside, {1 - f.smoothing!r} * q + {f.smoothing!r} / V, 0.0)")
+        smooth = f"{f.smoothing!r} / {f.all_classes}"
+        out.append(f"q = tl.where(inside, {1 - f.smoothing!r} * q + {smooth}, 0.0)")
     if f.weighted:
         out.append(f"q *= {weights}")
     return out
@@ -254,17 +276,23 @@ def loss_lines(f: Features) -> list[str]:
     out = []
     sharp = [repr(1 - f.smoothing)] * bool(f.smoothing)
     sharp += ["tl.load(class_weight + t)"] * f.weighted
-    if sharp:
-        out.append(f"sharp = {' * '.join(sharp)}")
+    out += sharp_lines(f, sharp)
     if f.smoothing:
-        out.append(f"smooth = {f.smoothing!r} / V")
-    if f.smoothing and f.weighted:
-        out.append("mass = sharp + smooth * mass")
+        out.append(f"smooth = {f.smoothing!r} / {f.all_classes}")
+    if f.smoothing and (f.weighted or f.sharded):
+        out.append(f"mass = sharp + smooth * {'mass' if f.weighted else 'V'}")
     loss = f"{times(mass_name(f))}tl.log(s) - {times(sharp_name(f))}(z_t - m)"
     loss += " - smooth * dot" * bool(f.smoothing)
     if f.every_row and f.ignore_index is not None:
         loss = f"tl.where(ignored, 0.0, {loss})"
     return [*out, f"tl.store(loss + row, {loss})", *lse]
+
+
+def sharp_lines(f: Features, factors: list[str]) -> list[str]:
+    """``sharp``, the product of ``factors``: what q has at the target class beyond smoothing."""
+    if f.sharded:
+        return [f"sharp = tl.where(away, 0.0, {' * '.join(factors) or '1.0'})"]
+    return [f"sharp = {' * '.join(factors)}"] if factors else []
 
 
 def _second_pass(f: Features) -> list[str]:
@@ -304,14 +332,14 @@ def mass_name(f: Features) -> str:
     """Q = sum(q), as a name; empty where it is one."""
     if f.probabilities:
         return "mass"
-    if f.weighted:
+    if f.weighted or f.sharded:
         return "mass" if f.smoothing else "sharp"
     return ""
 
 
 def sharp_name(f: Features) -> str:
     """What q has at the target class beyond smoothing, as a name; empty where it is one."""
-    return "sharp" if f.smoothing or f.weighted else ""
+    return "sharp" if f.smoothing or f.weighted or f.sharded else ""
 
 
 def times(name: str) -> str:

@@ -123,6 +123,8 @@ def docstring(f: Features) -> str:
     facts = ["no target" if f.target == "none" else f"class {f.target}"]
     if f.indices and f.ignore_index is not None:
         facts.append(f"ignore_index {f.ignore_index}")
+    if f.sharded:
+        facts.append(f"a shard of {f.shard_of} classes")
     if f.smoothing:
         facts.append(f"label smoothing {f.smoothing!r}")
     if f.weighted:

@@ -122,7 +122,7 @@ def targets(f: Features) -> list[str]:
     at = "target + rows[:, None] * target_stride + cols[None, :]"
     out = [f"q = tl.load({at}, mask={mask}, other=0.0).to(tl.float32)"]
     if f.smoothing:
-        smoothed = f"{1 - f.smoothing!r} * q + {f.smoothing!r} / V"
+        smoothed = f"{1 - f.smoothing!r} * q + {f.smoothing!r} / {f.all_classes}"
         out.append(f"q = tl.where(inside[None, :], {smoothed}, 0.0)")
     if f.weighted:
         out.append(f"q *= {weights}[None, :]")
@@ -135,6 +135,7 @@ def classes(f: Features) -> list[str]:
         "t = tl.load(target + rows, mask=row_inside, other=0).to(tl.int64)",
         *_ignored(f),
         "t = t.to(tl.int32)",
+        *triton_row.elsewhere(f),
     ]
 
 
@@ -242,9 +243,10 @@ def merge(f: Features) -> list[str]:
             "z_t = tl.sum(tl.load(picks + part, mask=inside, other=0.0), 0)",
             *(
                 ["t = tl.load(target + row).to(tl.int64)"]
-                * (f.ignore_index is not None or f.weighted)
+                * (f.ignore_index is not None or f.weighted or f.sharded)
             ),
             *_ignored(f),
+            *triton_row.elsewhere(f),
         ]
     return [
         *out,
@@ -301,12 +303,11 @@ def _coefficients(f: Features) -> list[str]:
     out.append(f"unit = {unit}")
     sharp = [repr(1 - f.smoothing)] * bool(f.smoothing and f.indices)
     sharp += ["tl.load(class_weight + t)"] * (f.weighted and f.indices)
-    if sharp:
-        out.append(f"sharp = {' * '.join(sharp)}")
+    out += triton_row.sharp_lines(f, sharp)
     if f.smoothing and f.indices:
-        out.append(f"smooth = {f.smoothing!r} / V")
-    if f.smoothing and f.indices and f.weighted:
-        out.append("mass = sharp + smooth * tl.load(class_mass)")
+        out.append(f"smooth = {f.smoothing!r} / {f.all_classes}")
+    if f.smoothing and f.indices and (f.weighted or f.sharded):
+        out.append(f"mass = sharp + smooth * {'tl.load(class_mass)' if f.weighted else 'V'}")
     if f.probabilities:
         out.append(f"mass = {scale.format('row_mass')}")
     share = f"{triton_row.times(triton_row.mass_name(f))}unit"
@@ -336,7 +337,8 @@ def _gradient(f: Features) -> list[str]:
     if f.indices:
         sharp = triton_row.sharp_name(f)
         picked = f"({sharp} * unit)" if sharp else "unit"
-        picked = picked if _unit_is_number(f) and not f.weighted else f"{picked}[:, None]"
+        by_row = f.weighted or f.sharded
+        picked = picked if _unit_is_number(f) and not by_row else f"{picked}[:, None]"
         out.append(f"gradient -= tl.where(cols[None, :] == t[:, None], {picked}, 0.0)")
     if f.indices and f.ignore_index is not None and not f.lse_scaled:
         # and not by its coefficients alone: 0 * nan is nan, and padding may hold anything

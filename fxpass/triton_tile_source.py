@@ -90,7 +90,7 @@ def merge(spec: Spec, weighted: bool) -> Kernel:
     on. The grid is N programs.
     """
     f = _features(dataclasses.replace(spec, gradients=()), weighted)
-    needs_target = f.indices and (f.ignore_index is not None or f.weighted)
+    needs_target = f.indices and (f.ignore_index is not None or f.weighted or f.sharded)
     sizes = ["V"] * bool(f.smoothing and f.indices) + ["splits"]
     sizes += ["per_split"] * (f.dense and not triton_tile_body.varies(f)) + ["SPLITS"]
     parameters = [

@@ -33,8 +33,11 @@ import fxpass.backend  # noqa: F401, as Inductor: once, before the ranks are for
 SECONDS = 240
 
 
+_known: dict[Any, Any] = {}  # what a call returned or raised: a rank that hangs does so once
+
+
 def run(module: str, world: int, *arguments: str, seconds: int = SECONDS) -> list[Any]:
-    """What ``main`` of a module in this folder returned on each of ``world`` ranks.
+    """What ``main`` of a module in this folder returned on each of ``world`` ranks; started once.
 
     Args:
         module: its name.
@@ -45,6 +48,18 @@ def run(module: str, world: int, *arguments: str, seconds: int = SECONDS) -> lis
     Raises:
         AssertionError: a rank failed; with the end of what the ranks wrote.
     """
+    key = (module, world, *arguments)
+    if key not in _known:
+        try:
+            _known[key] = _started(module, world, *arguments, seconds=seconds)
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            _known[key] = AssertionError(str(error))
+    if isinstance(_known[key], AssertionError):
+        raise _known[key]
+    return _known[key]
+
+
+def _started(module: str, world: int, *arguments: str, seconds: int) -> list[Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not _gpus(world):
         environment["CUDA_VISIBLE_DEVICES"] = ""
