@@ -21,6 +21,7 @@ from fxpass.region import Region
 from fxpass.rules import NoMatch, value
 from fxpass.schedule import Choice, choose, lowering_for
 from fxpass.settings import Settings
+from fxpass.sharding import Sharding, check_kept, sharding_of
 from fxpass.source import source_line
 from fxpass.spec import GRADIENTS, Spec
 from fxpass.walk import Walk, check_operands, walk
@@ -57,6 +58,7 @@ class Match:
         spec: what is computed.
         shape: rows and classes; rows may be symbolic.
         source: the user's line of the loss.
+        sharding: on which ranks its classes and rows lie; None for one rank.
         choice: of the strategy; None as long as it is not decided.
     """
 
@@ -67,6 +69,7 @@ class Match:
     spec: Spec
     shape: tuple[int | torch.SymInt, int]
     source: str
+    sharding: Sharding | None = None
     choice: Choice | None = None
 
     @property
@@ -83,8 +86,9 @@ class Match:
             "defer": " (logits deferred: computed when they are first used)",
             "drop": " (logits dropped: their values cannot be used)",
         }
+        ranks = f" ({self.sharding})" if self.sharding and str(self.sharding) else ""
         return (
-            f"fused: {self.source}: logits [{n}, {v}], {self.spec.text()}"
+            f"fused: {self.source}: logits [{n}, {v}]{ranks}, {self.spec.text()}"
             f"{left.get(self.logits, '')}"
         )
 
@@ -125,6 +129,7 @@ def find(region: Region, settings: Settings) -> Found:
 def _match(loss: Loss, order: dict[Node, int], settings: Settings) -> Match:
     way = walk(loss)
     check_operands(way)
+    sharding = sharding_of(loss, way)
     own = {node for node in way.chain if node is not way.linear.node}
     read = (*way.operands, *way.chain)  # the target is read by the loss, where it stays
     found = effects.hazard(order, way.linear.node, loss.node, read, own)
@@ -137,9 +142,10 @@ def _match(loss: Loss, order: dict[Node, int], settings: Settings) -> Match:
         walk=way,
         lse=None,
         logits="never",
-        spec=_spec(loss, way, settings),
+        spec=_spec(loss, way, settings, sharding),
         shape=(_rows(logits, loss.dim), v),
         source=source_line(loss.node),
+        sharding=sharding,
     )
     if match.logits_bytes < settings.min_logits_mb * 2**20:
         raise NoMatch(
@@ -157,7 +163,7 @@ def _rows(logits: torch.Tensor, dim: int) -> int | torch.SymInt:
     return rows
 
 
-def _spec(loss: Loss, way: Walk, settings: Settings) -> Spec:
+def _spec(loss: Loss, way: Walk, settings: Settings, sharding: Sharding | None) -> Spec:
     try:
         return Spec(
             reduction=loss.reduction,
@@ -170,6 +176,7 @@ def _spec(loss: Loss, way: Walk, settings: Settings) -> Spec:
             label_smoothing=loss.label_smoothing,
             logits=way.expr,
             gradients=_gradients(loss, way),
+            shard_of=sharding.classes if sharding is not None and sharding.group else 0,
             memory_mb=settings.memory_mb,
         )
     except ValueError as error:
@@ -231,6 +238,8 @@ def _settled(match: Match, readers: Readers) -> Match | Rejection | None:
             return None
         # the same loss, read from a node that nothing writes to any more
         way = walk(loss, written_base=True)
+        if match.sharding is not None:
+            check_kept(way, match.sharding)
         spec = replace(match.spec, logits=way.expr)
         return replace(match, logits="keep", walk=way, spec=spec)
     except NoMatch as no:
@@ -271,16 +280,21 @@ def _joinable(loss: Loss, lse: Loss, order: dict[Node, int]) -> bool:
 def _scheduled(match: Match, settings: Settings) -> Match:
     """With the strategy, which a compiled graph cannot choose any more: it decides whether the
     gradients are computed in forward or in backward."""
-    linear = match.walk.linear
+    linear, sharding = match.walk.linear, match.sharding
     logits, hidden = value(linear.node), value(linear.x)
+    n, v = match.shape
+    run = match.spec
+    if sharding is not None:  # what this rank's operator call does
+        n, v = n // sharding.rows, sharding.count
+        run = run.of_shard() if run.shard_of else run
     setting = settings.strategy
     can_filter = lowering_for(logits.device, logits.dtype)[0] == "triton" and match.logits != "keep"
     filtered = settings.gradient_filter and can_filter and bool(match.spec.gradients)
     if filtered and setting == "auto":
         setting = "tiled"
     choice = choose(
-        *(match.shape[0], int(hidden.shape[-1]), match.shape[1], logits.dtype, logits.device),
-        match.spec,
+        *(n, int(hidden.shape[-1]), max(1, v), logits.dtype, logits.device),
+        run,
         setting,
         kept=match.logits == "keep",
     )

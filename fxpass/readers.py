@@ -19,6 +19,7 @@ from torch.fx import Node
 from fxpass.linears import LINEARS
 from fxpass.losses import LOG_SOFTMAXES
 from fxpass.movements import MOVEMENTS
+from fxpass.placements import is_dtensor
 from fxpass.pointwise import IN_PLACE, POINTWISE
 from fxpass.region import Region
 from fxpass.rules import CASTS, NoMatch, is_tensor, reads_values, value, writes
@@ -122,8 +123,8 @@ def _between(output: Node, computed: set[Node]) -> tuple[Node, ...] | None:
         node = todo.pop()
         if node.target not in _COMPUTABLE or not is_tensor(node):
             return None
-        if not value(node).is_floating_point():
-            return None
+        if not value(node).is_floating_point() or is_dtensor(value(node)):
+            return None  # computing a DTensor later may take all ranks
         if writes(node) and node.target not in IN_PLACE:
             return None
         for operand in node.all_input_nodes:

@@ -21,10 +21,11 @@ from torch.fx import Graph, Node
 from fxpass.casts import Cast, cast
 from fxpass.losses import Loss
 from fxpass.match import Match
+from fxpass.placements import is_dtensor, placements_of
 from fxpass.region import Region
 from fxpass.rules import value
 from fxpass.schedule import compute_dtype
-from fxpass.steps import Affine, Bias, Move, Scale, Stack
+from fxpass.steps import Affine, Bias, Local, Move, Scale, Stack
 
 
 def rewrite(region: Region, match: Match) -> list[Cast]:
@@ -64,12 +65,25 @@ class _Edit:
         self.bias = None if linear.bias is None else self._cast(linear.bias)
         if linear.transposed:
             self.weight = self._method("t", self.weight)
+        self.whole_weight = self.weight  # a DTensor where it is sharded
+        sharding = self.match.sharding
+        if sharding is not None and sharding.weight is not None:
+            assert sharding.x is not None
+            self.x = self._placed(self.x, sharding.x)
+            if not sharding.rows_move:
+                self._x_to_local()  # all rows are here: they move like any other tensor's
+            self.weight = self._to_local(self.weight, self._weight_gradient())
+            self.bias = None if self.bias is None else self._classes_here(self.bias)
 
     def fold(self) -> None:
         """Does the steps of the walk to the operands, and to the logits where they are kept."""
         if self.match.logits == "keep":
             # they exist anyway; their gradient goes through the operator's x and weight
             self.base = self._method("detach", self.match.walk.base)
+            if is_dtensor(value(self.base)):
+                assert self.match.sharding is not None
+                held = self.match.sharding.logits(value(self.base).dim() - 1)
+                self.base = self._method("to_local", self._placed(self.base, held))
         at = self.match.walk.chain.index(self.match.walk.base)
         before = set(self.match.walk.chain[: at + 1])
         for step in self.match.walk.steps:
@@ -79,6 +93,8 @@ class _Edit:
                 self.x = self._repeated(step, self.x)
                 if self.base is not None and step.node not in before:
                     self.base = self._repeated(step, self.base)
+            elif isinstance(step, Local):
+                self._x_to_local()
             elif isinstance(step, Affine):
                 self._affine(step)
             elif isinstance(step, Scale):
@@ -86,25 +102,26 @@ class _Edit:
             else:
                 self._add_bias(step)
         self.x = self._rows(self.x)
+        self._x_to_local()
         if self.base is not None:
             self.base = self._rows(self.base)
 
     def replace(self) -> None:
         """Puts in the operator call and gives its results to the users of the old nodes."""
         match, loss = self.match, self.match.loss
-        target = self._target(loss)
+        target, class_weight = self._target(loss), loss.class_weight
+        function: Any = torch.ops.fxpass.linear_cross_entropy.default
+        more: tuple[Any, ...] = ()
+        sharding = match.sharding
+        if sharding is not None:
+            from fxpass import vocab_parallel  # not every PyTorch has torch.distributed
+
+            function = vocab_parallel.linear_cross_entropy
+            more = (sharding.first, sharding.group, sharding.row_groups)
+            target, class_weight = self._with_rows(target), self._whole(class_weight)
+        operands = (self.x, self.weight, self.bias, target, class_weight, self.base)
         out = self.graph.call_function(
-            torch.ops.fxpass.linear_cross_entropy.default,
-            (
-                self.x,
-                self.weight,
-                self.bias,
-                target,
-                loss.class_weight,
-                self.base,
-                match.spec.text(),
-            ),
-            name="linear_cross_entropy",
+            function, (*operands, match.spec.text(), *more), name="linear_cross_entropy"
         )
         out.meta["stack_trace"] = loss.node.meta.get("stack_trace")
         self._hand_over(out, 0, loss, "fused_loss", scalar=match.spec.reduction != "none")
@@ -123,8 +140,7 @@ class _Edit:
             op, target, args = replay(int(value(self.match.walk.linear.x).shape[-1]))
             self.x = self._call(op, target, self.x, *args)
         if to_base and self.base is not None:
-            # the node itself, on the logits
-            self.base = self._again(step.node, self.base)
+            self.base = self._again(step, self.base)
 
     def _repeated(self, step: Stack, node: Node) -> Node:
         node = self._method("unsqueeze", node, step.dim)
@@ -151,13 +167,67 @@ class _Edit:
             self.bias = self._method(name, self.bias, self._method("reshape", factor, ()))
 
     def _add_bias(self, step: Bias) -> None:
-        bias = self._cast(step.operand)
+        bias = self._classes_here(self._cast(step.operand))
         if value(bias).dim() != 1:
             bias = self._method("reshape", bias, -1)
         if self.bias is not None:
             self.bias = self._method("add" if step.sign > 0 else "sub", self.bias, bias)
         else:
             self.bias = bias if step.sign > 0 else self._method("neg", bias)
+
+    # ------------------------------------------------------------ to this rank's part
+
+    def _x_to_local(self) -> None:
+        """x as a plain tensor, where it is none yet; over the group of the classes each rank has
+        a part of its gradient."""
+        if is_dtensor(value(self.x)):
+            assert self.match.sharding is not None
+            placements = placements_of(value(self.x))
+            gradient = self.match.sharding.partial_where("classes", placements)
+            self.x = self._to_local(self.x, gradient)
+
+    def _weight_gradient(self) -> Any:
+        """Of weight and bias each rank computes the gradient from its rows."""
+        sharding = self.match.sharding
+        assert sharding is not None
+        assert sharding.weight is not None
+        return sharding.partial_where("rows", sharding.weight)
+
+    def _classes_here(self, bias: Node) -> Node:
+        """This rank's part of ``[V]`` numbers."""
+        sharding = self.match.sharding
+        if sharding is None:
+            return bias
+        if value(bias).dim() != 1:
+            bias = self._method("reshape", bias, -1)
+        if is_dtensor(value(bias)):
+            assert sharding.weight is not None
+            return self._to_local(self._placed(bias, sharding.weight), self._weight_gradient())
+        if int(value(bias).shape[0]) == sharding.count:
+            return bias
+        return self._method("narrow", bias, 0, sharding.first, sharding.count)
+
+    def _with_rows(self, target: Node | None) -> Node | None:
+        """This rank's rows of the target, of which it has all classes."""
+        if target is None or not is_dtensor(value(target)):
+            return target
+        sharding = self.match.sharding
+        assert sharding is not None
+        return self._method("to_local", self._placed(target, sharding.rows_only(0)))
+
+    def _whole(self, tensor: Node | None) -> Node | None:
+        if tensor is None or not is_dtensor(value(tensor)):
+            return tensor
+        return self._method("full_tensor", tensor)
+
+    def _placed(self, node: Node, placements: Any) -> Node:
+        """A DTensor with other placements."""
+        if placements_of(value(node)) == tuple(placements):
+            return node
+        return self._method("redistribute", node, placements=tuple(placements))
+
+    def _to_local(self, node: Node, gradient: Any) -> Node:
+        return self._method("to_local", node, grad_placements=tuple(gradient))
 
     # ------------------------------------------------------------ to rows and back
 
@@ -200,8 +270,20 @@ class _Edit:
         if loss.negative:
             new = self._method("neg", new)
         new, _ = cast(self.graph, new, value(old).dtype, old)
+        if is_dtensor(value(old)):
+            new = self._as_dtensor(new, old, scalar)
         new.meta["example_value"] = old.meta["example_value"]
         old.replace_all_uses_with(new)
+
+    def _as_dtensor(self, new: Node, old: Node, scalar: bool) -> Node:
+        """The loss as the DTensor that it was."""
+        from fxpass import sharding as of_dtensors
+
+        sharding = self.match.sharding
+        assert sharding is not None
+        held = sharding.sums() if scalar else sharding.rows_only(0)
+        new = self._function(of_dtensors.as_dtensor, new, self.whole_weight, tuple(held))
+        return self._placed(new, placements_of(value(old)))
 
     # ------------------------------------------------------------ nodes
 
@@ -210,24 +292,30 @@ class _Edit:
         self.casts += [made] if made else []
         return node
 
-    def _method(self, name: str, *args: Any) -> Node:
-        return self._call("call_method", name, *args)
+    def _method(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        return self._call("call_method", name, *args, **kwargs)
 
     def _function(self, function: Any, *args: Any) -> Node:
         return self._call("call_function", function, *args)
 
-    def _call(self, op: str, target: Any, *args: Any) -> Node:
+    def _call(self, op: str, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A new node with its example value and the stack trace of the loss."""
-        node = self.graph.create_node(op, target, args)
+        node = self.graph.create_node(op, target, args, kwargs)
         node.meta["stack_trace"] = self.site.meta.get("stack_trace")
         examples = torch.fx.map_arg(args, lambda n: n.meta["example_value"])
-        function = getattr(torch.Tensor, target) if op == "call_method" else target
+        function = getattr(type(examples[0]), target) if op == "call_method" else target
         with torch.no_grad():
-            node.meta["example_value"] = function(*examples)
+            node.meta["example_value"] = function(*examples, **kwargs)
         return node
 
-    def _again(self, node: Node, on: Node) -> Node:
-        """A copy of a movement that moves ``on``."""
+    def _again(self, step: Move, on: Node) -> Node:
+        """A movement's node again, on the logits ``on``; they may be of this rank's classes."""
+        node = step.node
+        if self.match.sharding is not None:
+            if step.moved.replay is None:
+                return on
+            op, target, args = step.moved.replay(self.match.sharding.count)
+            return self._call(op, target, on, *args)
         new = self.graph.create_node(node.op, node.target, (on, *node.args[1:]), dict(node.kwargs))
         new.meta = dict(node.meta)
         return new

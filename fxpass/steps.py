@@ -58,4 +58,11 @@ class Affine:
     shift: Expr
 
 
-Step = Move | Stack | Bias | Scale | Affine
+@dataclass(frozen=True)
+class Local:
+    """DTensors end: from here on each rank has its own part of the logits, as a plain tensor."""
+
+    node: Node
+
+
+Step = Move | Stack | Bias | Scale | Affine | Local

@@ -93,8 +93,10 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
 def _kernels(match: Match) -> tuple[Kernel, ...]:
     """The Triton kernels that a match runs on a GPU."""
     weighted = match.loss.class_weight is not None
-    if match.spec.strategy == "tiled":
+    spec = match.spec.of_shard() if match.spec.shard_of else match.spec
+    if spec.strategy == "tiled":
         way = match.walk
         biased = way.linear.bias is not None or any(isinstance(s, Bias) for s in way.steps)
-        return triton_tile_source.kernels_of(match.spec, weighted, biased)
-    return triton_source.kernels_of(match.spec, weighted, padded=match.shape[1] % 16 != 0)
+        return triton_tile_source.kernels_of(spec, weighted, biased)
+    classes = match.sharding.count if match.sharding else match.shape[1]
+    return triton_source.kernels_of(spec, weighted, padded=classes % 16 != 0)

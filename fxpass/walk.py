@@ -26,10 +26,11 @@ from fxpass import expression
 from fxpass.linears import Linear, linear_of
 from fxpass.losses import LOG_SOFTMAXES, Loss, log_softmax_dim
 from fxpass.movements import MOVEMENTS, Moved, moved, moved_operand
+from fxpass.placements import TO_LOCAL, is_dtensor, placement_name
 from fxpass.pointwise import IN_PLACE, POINTWISE
 from fxpass.rules import CASTS, REQUIRED, NoMatch, Target, arguments, is_tensor, value, writes
 from fxpass.source import call_name
-from fxpass.steps import Affine, Bias, Move, Scale, Stack, Step
+from fxpass.steps import Affine, Bias, Local, Move, Scale, Stack, Step
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class _Link:
     """A node, its kind, the node before it and the position of the class dimension there."""
 
     node: Node
-    kind: str  # cast, log_softmax, move, stack, pointwise, tensor
+    kind: str  # cast, log_softmax, placement, move, stack, pointwise, tensor
     before: Node
     dim: int
     in_place: bool = False
@@ -139,6 +140,8 @@ def _link(node: Node, dim: int) -> _Link:
         if log_softmax_dim(node) != dim:
             raise NoMatch(node, f"%{node.name} (log_softmax) is over another dimension")
         return _Link(node, "log_softmax", _first(node), dim)
+    if placement_name(node.target):
+        return _Link(node, "placement", _first(node), dim)
     if node.target in CASTS:
         _check_cast(node)
         return _Link(node, "cast", _first(node), dim)
@@ -245,12 +248,12 @@ def _check_plain(node: Node) -> None:
     if is_functorch_wrapped_tensor(example):
         raise NoMatch(node, f"%{node.name} is inside a torch.func transform (vmap, grad, ...)")
     plain = (torch._subclasses.FakeTensor, torch.nn.Parameter)
-    if not (type(example) is torch.Tensor or isinstance(example, plain)):
+    if not (type(example) is torch.Tensor or isinstance(example, plain) or is_dtensor(example)):
         raise NoMatch(node, f"%{node.name} is a {type(example).__name__}, not a plain tensor")
 
 
 def check_operands(found: Walk) -> None:
-    """``NoMatch`` if one of the walk's operands is no plain floating-point tensor."""
+    """``NoMatch`` if one of the walk's operands is no floating-point tensor, plain or sharded."""
     linear = found.linear
     for operand in (linear.x, linear.weight, linear.bias):
         if operand is not None:
@@ -282,6 +285,9 @@ def _fold(
             steps.append(Move(link.node, link.moved))
         elif link.kind == "stack":
             steps.append(Stack(link.node, link.stacked, len(link.node.all_input_nodes)))
+        elif link.kind == "placement":
+            if placement_name(link.node.target) in TO_LOCAL:
+                steps.append(Local(link.node))
         elif link.kind == "pointwise":
             expr = _apply(link, expr)
         elif link.kind == "tensor":
