@@ -287,9 +287,9 @@ def _check_range(inputs: Inputs, spec: Spec) -> None:
     if target.device.type != "cpu":
         torch.ops.aten._assert_async(~wrong.any())
     elif wrong.any():
+        which = "of a row" if spec.shard_of else target[wrong][0].item()
         raise IndexError(
-            f"Target {target[wrong][0].item()} is out of bounds: there are "
-            f"{spec.shard_of or v} classes and "
+            f"Target {which} is out of bounds: there are {spec.shard_of or v} classes and "
             f"ignore_index is {spec.ignore_index}"
         )
 

@@ -99,7 +99,7 @@ def _rows(operands: Operands, spec: Spec, first: int, group: str) -> tuple[Tenso
     """Each row's loss and lse over all classes, ``[N]``."""
     shard = _Shard(operands, spec, first)
     loss, lse, *_ = torch.ops.fxpass.linear_cross_entropy(*shard.operands, shard.spec.text())
-    highest = _reduce(lse.detach(), "max", group)
+    highest = all_reduce(lse.detach(), "max", group)
     total = (lse - highest).exp()
     if spec.target == "none":
         lse = highest + _Sum.apply(total, group).log()
@@ -176,16 +176,23 @@ def _count(operands: Operands, spec: Spec, row_groups: tuple[str, ...]) -> Tenso
         )
         count = rows.to(dtype).sum()
     for group in row_groups:
-        count = _reduce(count, "sum", group)
+        count = all_reduce(count, "sum", group)
     return count
 
 
 # ---------------------------------------------------------------- collectives
 
 
-def _reduce(tensor: Tensor, op: str, group: str) -> Tensor:
-    out: Any = funcol.all_reduce(tensor, op, cast(Any, group))
-    return out.wait() if isinstance(out, funcol.AsyncCollectiveTensor) else out
+def all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
+    """``sum`` or ``max`` over the ranks of the group of that name; carries no gradient."""
+    return waited(funcol.all_reduce(tensor, op, cast(Any, group)))
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """What a functional collective returned, as a plain tensor."""
+    if isinstance(tensor, funcol.AsyncCollectiveTensor):
+        return cast(Tensor, tensor.wait())
+    return tensor
 
 
 class _Sum(torch.autograd.Function):
@@ -194,7 +201,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Any:
-        return _reduce(tensor, "sum", group)
+        return all_reduce(tensor, "sum", group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,0 +1,221 @@
+"""The fused loss of a sharded head, called by name: for programs whose graphs do not show it.
+
+In: hidden states, this rank's classes of the head, targets. Out: the loss over all classes, on
+every rank of the group. Where head and loss stand in one graph of DTensors the backend finds them
+by itself; where they do not (a graph break between them, a hand-written parallel head, no compiler
+at all) this computes the same, in eager or inside of ``torch.compile``::
+
+    from fxpass.distributed import linear_cross_entropy
+
+    loss = linear_cross_entropy(hidden, head.weight, labels, group=tensor_parallel_group)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+
+from fxpass import expression, vocab_parallel
+from fxpass.placements import is_dtensor, placements_of
+from fxpass.schedule import choose
+from fxpass.settings import Settings
+from fxpass.spec import Spec
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["linear_cross_entropy"]
+
+_NAME = "fxpass.distributed.linear_cross_entropy"
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    logits: str = "z",
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    classes: int | None = None,
+    sequence_dim: int | None = None,
+) -> Tensor:
+    """Cross-entropy of ``input @ linear_weight.T + linear_bias``, classes sharded over ranks.
+
+    The names are those of ``torch.nn.functional.linear_cross_entropy``. The ranks exchange three
+    numbers a row, and in backward the gradient of ``input``. Under autocast the operands are cast
+    to its dtype. The settings ``FUSEDCE_STRATEGY`` and ``FUSEDCE_MEMORY_MB`` hold.
+
+    Args:
+        input: ``[..., D]`` hidden states, floating point: the same on all ranks, or this rank's
+            part of them along ``sequence_dim``. The gradient is whole again.
+        linear_weight: ``[V_r, D]``, this rank's classes, in the order of the ranks and dealt out
+            as ``torch.chunk`` does: all ranks have as many but the last ones. Or a DTensor
+            ``[V, D]`` that is sharded over its classes, which brings its own group.
+        target: ``[...]`` int64 class indices among all classes, or ``[..., V]`` probabilities; the
+            same on all ranks, for all rows.
+        linear_bias: ``[V_r]``, placed as ``linear_weight``.
+        weight: ``[V]`` class weights, of all classes.
+        reduction: ``none``, ``mean`` or ``sum``.
+        ignore_index: rows with this class index do not count.
+        label_smoothing: in [0, 1].
+        logits: the logit that enters the loss, as an expression in the linear's output ``z``:
+            ``30*tanh(z/30)`` is a soft-cap.
+        group: the ranks that share the classes; the whole world by default.
+        classes: V, all classes; by default V_r on each of the ranks.
+        sequence_dim: the dimension of ``input`` along which each rank holds a part of equal size.
+
+    Returns:
+        The loss, f32 (f64 for f64 operands), the same on all ranks: a scalar, or ``[...]`` for
+        ``none``.
+
+    Raises:
+        ValueError: operands that do not fit together; the message says which.
+        IndexError: a class index that is not in ``[0, V)`` and not ``ignore_index`` (on CPU; on
+            GPUs a device-side assertion).
+    """
+    shard = _shard_of(linear_weight, group, classes)
+    options = (reduction, ignore_index, label_smoothing, logits, sequence_dim)
+    tensors = (input, linear_weight, linear_bias, target, weight)
+    return _fused(*tensors, *shard, *options)
+
+
+class _Shard(NamedTuple):
+    first: int
+    classes: int
+    group: str
+
+
+def _shard_of(weight: Tensor, group: Any, classes: int | None) -> _Shard:
+    """Which classes are here, and with whom they are shared."""
+    if is_dtensor(weight):
+        return _of_dtensor(weight)
+    if group is None:
+        group = dist.group.WORLD
+    if group is None:
+        raise ValueError(
+            f"{_NAME} needs a process group: call torch.distributed.init_process_group, or pass one"
+        )
+    if not isinstance(group, dist.ProcessGroup):
+        group = group.get_group()
+    ranks, rank, count = group.size(), group.rank(), weight.shape[0]
+    total = count * ranks if classes is None else classes
+    step = -(-total // ranks)
+    first = min(rank * step, total)
+    here = min(total, first + step) - first
+    if here != count:
+        raise ValueError(
+            f"{_NAME}: rank {rank} of {ranks} holds {count} of {total} classes, and should hold "
+            f"{here}: classes are dealt out as torch.chunk does. If the number of all classes is "
+            "not that of one rank times the ranks, pass classes="
+        )
+    return _Shard(first, total, group.group_name)
+
+
+def _of_dtensor(weight: Any) -> _Shard:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements = placements_of(weight)
+    over = [i for i, p in enumerate(placements) if not p.is_replicate()]
+    if len(over) != 1 or not placements[over[0]].is_shard(0):
+        raise ValueError(
+            f"{_NAME}: linear_weight is placed {list(placements)}; it has to be sharded over its "
+            "classes, Shard(0), along one dimension of its mesh"
+        )
+    mesh = weight.device_mesh
+    _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
+    return _Shard(int(offset[0]), int(weight.shape[0]), mesh.get_group(over[0]).group_name)
+
+
+@torch.compiler.allow_in_graph
+def _fused(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    first: int,
+    classes: int,
+    group: str,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    logits: str,
+    sequence_dim: int | None,
+) -> Tensor:
+    """The loss; one node of a Dynamo graph, through which AOTAutograd traces."""
+    x = _whole_rows(x, group, sequence_dim)
+    weight, bias = _local(weight), None if bias is None else _local(bias)
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    probabilities = target.is_floating_point()
+    rows = target.shape[:-1] if probabilities else target.shape
+    if rows != x.shape[:-1] or x.dim() < 2:
+        raise ValueError(
+            f"{_NAME} needs input [..., D] and target [...] or [..., V] of the same rows, got "
+            f"{list(x.shape)}{'' if sequence_dim is None else ' from all ranks'} and "
+            f"{list(target.shape)}"
+        )
+    leaves = {"x": x, "weight": weight, "bias": bias}
+    needed = [k for k, t in leaves.items() if t is not None and t.requires_grad]
+    settings = Settings.read()
+    spec = Spec(
+        reduction=reduction,
+        target="probabilities" if probabilities else "indices",
+        ignore_index=None if probabilities else ignore_index,
+        label_smoothing=label_smoothing,
+        logits=expression.parse(logits),
+        gradients=tuple(needed) if torch.is_grad_enabled() else (),
+        shard_of=classes,
+        memory_mb=settings.memory_mb,
+    )
+    x = x.flatten(0, -2)
+    sizes = (x.shape[0], x.shape[1], max(1, weight.shape[0]))
+    choice = choose(*sizes, x.dtype, x.device, spec.of_shard(), settings.strategy)
+    spec = dataclasses.replace(spec, strategy=choice.strategy)
+    target = target.flatten(0, -2) if probabilities else target.flatten()
+    loss, _ = vocab_parallel.linear_cross_entropy(
+        x, weight, bias, target, class_weight, None, spec.text(), first, group
+    )
+    return loss if reduction != "none" else loss.view(rows)
+
+
+def _whole_rows(x: Tensor, group: str, sequence_dim: int | None) -> Tensor:
+    """All rows, on all ranks; their gradient is the sum of what each rank finds."""
+    if is_dtensor(x):
+        if sequence_dim is not None:
+            raise ValueError(
+                f"{_NAME}: a DTensor says itself where it lies; leave out sequence_dim"
+            )
+        return _SumGradient.apply(cast(Any, x).full_tensor(), group)
+    if sequence_dim is None:
+        return _SumGradient.apply(x, group)
+    gathered = funcol.all_gather_tensor_autograd(x, sequence_dim, cast(Any, group))
+    return vocab_parallel.waited(gathered)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
+
+
+class _SumGradient(torch.autograd.Function):
+    """The same tensor; its gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: str) -> Any:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return vocab_parallel.all_reduce(grad, "sum", ctx.group), None
