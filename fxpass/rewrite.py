@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from fxpass.casts import Cast, cast
@@ -48,6 +50,13 @@ def erase(matches: Iterable[Match]) -> None:
                 node.graph.erase_node(node)
 
 
+def _fake_mode_of(example: Any) -> AbstractContextManager[Any]:
+    """The mode of a DTensor's part: moving it about makes tensors of indices, which have to be
+    fake too. Other examples bring their mode along."""
+    part = example.to_local() if is_dtensor(example) else None
+    return part.fake_mode if isinstance(part, FakeTensor) else nullcontext()
+
+
 class _Edit:
     """The operands of one operator call, as they are built up in the graph."""
 
@@ -67,6 +76,8 @@ class _Edit:
             self.weight = self._method("t", self.weight)
         self.whole_weight = self.weight  # a DTensor where it is sharded
         sharding = self.match.sharding
+        # how DTensors of this rank's rows lie
+        self.held = () if sharding is None else sharding.rows_only(0)
         if sharding is not None and sharding.weight is not None:
             assert sharding.x is not None
             self.x = self._placed(self.x, sharding.x)
@@ -102,7 +113,6 @@ class _Edit:
             else:
                 self._add_bias(step)
         self.x = self._rows(self.x)
-        self._x_to_local()
         if self.base is not None:
             self.base = self._rows(self.base)
 
@@ -119,6 +129,7 @@ class _Edit:
             function = vocab_parallel.linear_cross_entropy
             more = (sharding.first, sharding.group, sharding.row_groups)
             target, class_weight = self._with_rows(target), self._whole(class_weight)
+            self._x_to_local()
         operands = (self.x, self.weight, self.bias, target, class_weight, self.base)
         out = self.graph.call_function(
             function, (*operands, match.spec.text(), *more), name="linear_cross_entropy"
@@ -208,12 +219,17 @@ class _Edit:
         return self._method("narrow", bias, 0, sharding.first, sharding.count)
 
     def _with_rows(self, target: Node | None) -> Node | None:
-        """This rank's rows of the target, of which it has all classes."""
+        """This rank's rows of the target, of which it has all classes. A flattened batch of
+        sharded sequences is dealt out in stripes: both may be, or neither."""
+        if is_dtensor(value(self.x)):
+            self.held = placements_of(value(self.x))
+            if target is None or placements_of(value(target)) != self.held:
+                assert self.match.sharding is not None
+                self.held = self.match.sharding.rows_only(0)
+                self.x = self._placed(self.x, self.held)
         if target is None or not is_dtensor(value(target)):
             return target
-        sharding = self.match.sharding
-        assert sharding is not None
-        return self._method("to_local", self._placed(target, sharding.rows_only(0)))
+        return self._method("to_local", self._placed(target, self.held))
 
     def _whole(self, tensor: Node | None) -> Node | None:
         if tensor is None or not is_dtensor(value(tensor)):
@@ -281,9 +297,9 @@ class _Edit:
 
         sharding = self.match.sharding
         assert sharding is not None
-        held = sharding.sums() if scalar else sharding.rows_only(0)
+        held = sharding.sums() if scalar else self.held
         new = self._function(of_dtensors.as_dtensor, new, self.whole_weight, tuple(held))
-        return self._placed(new, placements_of(value(old)))
+        return self._placed(new, sharding.loss_placements(placements_of(value(old))))
 
     # ------------------------------------------------------------ nodes
 
@@ -304,7 +320,7 @@ class _Edit:
         node.meta["stack_trace"] = self.site.meta.get("stack_trace")
         examples = torch.fx.map_arg(args, lambda n: n.meta["example_value"])
         function = getattr(type(examples[0]), target) if op == "call_method" else target
-        with torch.no_grad():
+        with torch.no_grad(), _fake_mode_of(examples[0]):
             node.meta["example_value"] = function(*examples, **kwargs)
         return node
 

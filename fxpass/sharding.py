@@ -90,6 +90,17 @@ class Sharding:
         """Placements of a sum over the rows, of which each rank has added up its own."""
         return self.partial_where("rows", self.rows_only(0))
 
+    def loss_placements(self, old: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Where the loss goes on, given where it was. The average of the ranks' means, which is
+        what PyTorch makes of rows that are sharded, is not the mean where their counts differ."""
+        from torch.distributed.tensor.placement_types import Replicate
+
+        sums = self.sums()
+        return tuple(
+            Replicate() if p.is_partial() and p != of_sum else p
+            for p, of_sum in zip(old, sums, strict=True)
+        )
+
     def __str__(self) -> str:
         parts = []
         if self.group is not None:

@@ -1,0 +1,275 @@
+"""What each rank trains for test_sharding.py: models with a sharded head, compiled with the backend.
+
+Every case is one step of a small model whose head is made parallel by PyTorch's own styles. Its
+parameters are the same on all ranks before that, so one process can compute what is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+B, S, D = 2, 6, 8  # a sequence has to be as long on 2 ranks as on 3
+
+
+class Model(nn.Module):
+    """A body and a head; ``loss`` is given its logits ``[B, S, V]`` and the labels ``[B, S]``."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any], v: int, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(D, D)
+        self.lm_head = nn.Linear(D, v, bias=bias)
+        self.loss = loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.loss(self.lm_head(self.body(x).tanh() * 4), labels)
+
+
+def rows(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    return z.flatten(0, 1), t.flatten()
+
+
+def mean(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(*rows(z, t))
+
+
+def none(z: Tensor, t: Tensor) -> Tensor:
+    return (F.cross_entropy(*rows(z, t), reduction="none") ** 2).mean()
+
+
+def summed(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(z.float().view(-1, z.shape[-1]), t.view(-1), reduction="sum") / 7
+
+
+def softcap(z: Tensor, t: Tensor) -> Tensor:
+    z = (z.float() / 5).tanh() * 5
+    return F.cross_entropy(z.view(-1, z.shape[-1]), t.view(-1))
+
+
+def shifted(z: Tensor, t: Tensor) -> Tensor:
+    z = z[:, :-1, :].contiguous()
+    return F.cross_entropy(z.view(-1, z.shape[-1]), t[:, 1:].reshape(-1), ignore_index=3)
+
+
+def smoothed(z: Tensor, t: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2, z.shape[-1])
+    return F.cross_entropy(*rows(z, t), weight, label_smoothing=0.1)
+
+
+def biased(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(*rows(z + torch.linspace(-1, 1, z.shape[-1]), t))
+
+
+def with_logits(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    return mean(z, t), z
+
+
+def z_loss(z: Tensor, t: Tensor) -> Tensor:
+    flat, target = rows(z, t)
+    return F.cross_entropy(flat, target) + 1e-2 * (flat.logsumexp(-1) ** 2).mean()
+
+
+def narrow(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(*rows(z[..., :10], t.clamp(max=9)))
+
+
+def of_own_classes(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(*rows(z, t.clamp(max=z.shape[-1] - 1)))
+
+
+SHARDED = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+GATHERED = ColwiseParallel(output_layouts=Replicate())
+FROM_SEQUENCE = ColwiseParallel(
+    input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Attributes:
+        loss: of its logits.
+        style: of its head.
+        v: classes.
+        bias: whether the head has one.
+        parallel: whether the loss stands in ``loss_parallel``.
+        inner: the backend behind.
+        autocast: whether it runs in bf16.
+        frozen: parameters that are not trained.
+        settings: of the backend.
+    """
+
+    loss: Callable[[Tensor, Tensor], Any]
+    style: Any = SHARDED
+    v: int = 13
+    bias: bool = False
+    parallel: bool = True
+    inner: str = "eager"
+    autocast: bool = False
+    frozen: tuple[str, ...] = ()
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def model(self) -> Model:
+        model = Model(self.loss, self.v, self.bias)
+        for name in self.frozen:
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(1)
+        x = torch.randn((B, S, D), generator=random)
+        return x, torch.randint(self.v, (B, S), generator=random)
+
+
+FUSED = {
+    "loss_parallel": Case(mean, inner="aot_eager"),
+    "loss_parallel, Inductor": Case(summed, inner="inductor"),
+    "per row": Case(none),
+    "sum": Case(summed, bias=True),
+    "ignored": Case(shifted),
+    "softcap": Case(softcap, bias=True),
+    "z-loss": Case(z_loss),
+    "gathered": Case(mean, GATHERED, parallel=False, inner="aot_eager"),
+    "gathered, Inductor": Case(smoothed, GATHERED, parallel=False, inner="inductor", bias=True),
+    "gathered, shifted": Case(shifted, GATHERED, parallel=False),
+    "gathered, then a bias": Case(biased, GATHERED, parallel=False),
+    "sequence": Case(mean, FROM_SEQUENCE, inner="aot_eager"),
+    "bf16": Case(summed, autocast=True, inner="aot_eager"),
+    "frozen head": Case(mean, frozen=("lm_head.weight",)),
+    "frozen body": Case(mean, frozen=("body.weight", "body.bias")),
+    "tiled": Case(mean, settings={"fusedce.strategy": "tiled"}, bias=True),
+    "logits returned": Case(with_logits, bias=True),
+    "gathered logits returned": Case(with_logits, GATHERED, parallel=False),
+}
+LEFT = {
+    "hidden sharded": Case(
+        mean, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()), parallel=False
+    ),
+    "own classes": Case(of_own_classes, ColwiseParallel(), v=12, parallel=False),
+    "some classes": Case(narrow, GATHERED, parallel=False),
+}
+
+
+@contextlib.contextmanager
+def log_of_fxpass() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fxpass")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def result(out: Any, model: nn.Module, said: list[str]) -> dict[str, Any]:
+    """After backward: what came out and every gradient, put together from all ranks."""
+    loss, *logits = out if isinstance(out, tuple) else (out,)
+    seen = {"loss": whole(loss.detach())}
+    if logits:
+        seen["logits"] = whole(logits[0].detach())
+    seen |= {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    placed = {n: str(getattr(p.grad, "placements", "")) for n, p in model.named_parameters()}
+    return {
+        "values": seen,
+        "placed": placed,
+        "type": type(loss).__name__,
+        "said": said,
+        **{name: counters["fusedce"][name] for name in ("matched", "rejected")},
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+
+
+def step(case: Case, mesh: DeviceMesh, fused: bool) -> dict[str, Any]:
+    """One step on the ranks of ``mesh``."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = case.model()
+    parallelize_module(model, mesh, {"lm_head": case.style})
+    x, labels = case.data()
+    if case.style is FROM_SEQUENCE:
+        x = x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+    run: Any = model
+    if fused:
+        options = {"fusedce.inner": case.inner, **case.settings}
+        run = torch.compile(model, backend="fusedce", options=options)
+    parallel = loss_parallel() if case.parallel else contextlib.nullcontext()
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.autocast)
+    with log_of_fxpass() as said, parallel:
+        with autocast:
+            out = run(x, labels)
+        (out[0] if isinstance(out, tuple) else out).backward()
+    if case.style is FROM_SEQUENCE:  # its body saw some of the rows
+        for p in model.body.parameters():
+            torch.distributed.all_reduce(p.grad)
+    return result(out, model, said)
+
+
+# ---------------------------------------------------------------- rows that are sharded
+
+
+def data_with_ignored() -> tuple[Tensor, Tensor]:
+    """The ranks have different numbers of rows that count."""
+    x, labels = Case(mean).data()
+    labels[0, :2] = -100
+    return x, labels
+
+
+def rows_as_dtensors(mesh: DeviceMesh, reduction: str, dim: int) -> dict[str, Any]:
+    """A replicated head, and hidden states and labels sharded along ``dim``, all DTensors."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = Model(lambda z, t: F.cross_entropy(*rows(z, t), reduction=reduction), 13, True)
+    distribute_module(model, mesh)
+    placements: list[Placement] = [Shard(dim)] * mesh.ndim
+    x, labels = (distribute_tensor(t, mesh, placements) for t in data_with_ignored())
+    with log_of_fxpass() as said:
+        run = torch.compile(model, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+        out = run(x, labels)
+        out.backward()
+    return result(out, model, said)
+
+
+def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
+    del rank
+    mesh = init_device_mesh(device.type, (world,))
+    out: dict[str, Any] = {}
+    for name, case in {**FUSED, **LEFT}.items():
+        try:
+            out[name] = step(case, mesh, fused=True)
+        except Exception as error:
+            raise RuntimeError(f"in case {name!r}") from error
+    for reduction in ("mean", "sum"):
+        out[f"rows, {reduction}"] = rows_as_dtensors(mesh, reduction, 0 if world == 2 else 1)
+    return out
