@@ -263,6 +263,12 @@ def _make(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
     if any(isinstance(a, Tensor) and is_traceable_wrapper_subclass(a) for a in inputs):
         with torch._C._DisableAutocast():
             return recipe.graph(*inputs)
+    if any(isinstance(a, FakeTensor) for a in inputs):
+        # DDP's graph splitting runs each part once, when it is compiled, to learn what the next one
+        # gets: this type, since that part has to ask for the values when it runs
+        with quiet():
+            part = values.computed(recipe.graph(*inputs))
+        return _Attach.apply(part, part.like.device, *inputs)  # type: ignore[return-value]
     watch_optimizers()
     like, device = _layout(recipe, inputs)
     part = values.root(recipe, inputs, like, dropped)
