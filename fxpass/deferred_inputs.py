@@ -28,9 +28,9 @@ class StaleLogitsError(RuntimeError):
         super().__init__(
             f"the logits of `{source}` were deferred, and one of their inputs, a "
             f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}, "
-            f"{what} before they were used. Use the logits earlier (with FSDP, which frees gathered "
-            "weights: before backward()), keep a copy of them earlier (logits.clone()), or have them "
-            "computed with the loss (FUSEDCE_LOGITS=keep)"
+            f"{what} before they were used. Use the logits earlier (with FSDP, which frees "
+            "gathered weights: before backward()), keep a copy of them earlier (logits.clone()), "
+            "or have them computed with the loss (FUSEDCE_LOGITS=keep)"
         )
 
 

@@ -27,11 +27,8 @@ import torch
 from parallel import Network, next_id_loss, outputs, relative, seeded
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-Mesh = Any
-BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 class HeadAndLoss(nn.Module):
@@ -68,7 +65,7 @@ class OneFrame(Network):
         return next_id_loss(logits, labels), logits
 
 
-def blocks_and_root(model: Any, mesh: Mesh, policy: MixedPrecisionPolicy) -> None:
+def blocks_and_root(model: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """The usual way. The root's group holds the embedding and the head."""
     inside = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype)
     for block in model.model.layers if hasattr(model, "model") else model.body.blocks:
@@ -76,13 +73,13 @@ def blocks_and_root(model: Any, mesh: Mesh, policy: MixedPrecisionPolicy) -> Non
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def head_apart(model: Any, mesh: Mesh, policy: MixedPrecisionPolicy) -> None:
+def head_apart(model: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """The head has a group of its own; its weight is freed after its ``forward``."""
     fully_shard(model.lm_head, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     blocks_and_root(model, mesh, policy)
 
 
-def checkpointed(model: Any, mesh: Mesh, policy: MixedPrecisionPolicy) -> None:
+def checkpointed(model: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """The blocks' forward is computed again in backward, where their weights are gathered again."""
     for name, block in model.body.blocks.named_children():
         model.body.blocks.register_module(name, checkpoint_wrapper(block))
@@ -103,7 +100,7 @@ class Case:
 
     name: str
     model: Callable[[], nn.Module] = Network
-    shard: Callable[[Any, Mesh, MixedPrecisionPolicy], None] = blocks_and_root
+    shard: Callable[[Any, DeviceMesh, MixedPrecisionPolicy], None] = blocks_and_root
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()  # noqa: RUF009, it is frozen
     how: str = "after"
     autocast: bool = False
@@ -120,8 +117,8 @@ def squared_lse(logits: Tensor) -> Tensor:
     return 0.01 * logits.float().logsumexp(-1).square().mean()
 
 
-TOGETHER = [
-    Case("mixed", policy=MixedPrecisionPolicy(**BF16, output_dtype=torch.float32)),
+OF_TWO = [
+    Case("mixed", policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)),
     Case("autocast", autocast=True),
     Case("tied and accumulated", lambda: Network(tied=True), how="before", parts=2),
     Case("checkpointed, loss of logits", shard=checkpointed, more=squared_lse),
@@ -130,22 +127,28 @@ TOGETHER = [
     Case("one frame", OneFrame),
     Case("llama", tiny.llama, how="method"),
 ]
-UNEVEN = [Case("uneven", policy=MixedPrecisionPolicy(**BF16))]  # 201 rows of 256 on three
+OF_THREE = [
+    Case("uneven", policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+]  # of 201 rows and of 32 and 64
 
 
-def main(rank: int, world: int, device: torch.device, what: str) -> dict[str, Any]:
-    """What every case became, by name, and with two ranks also what became of logits."""
-    mesh = init_device_mesh(device.type, (world,))
-    if what == "uneven":
-        return {case.name: trained(case, mesh, rank, world, device) for case in UNEVEN}
-    results: dict[str, Any] = {c.name: trained(c, mesh, rank, world, device) for c in TOGETHER}
-    results["switched off"] = switched_off(mesh, rank, device)
-    results["logits"] = Logits(mesh, rank, device).outcomes()
+def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
+    """What every case became, by name, and what became of logits. The third rank waits for the last
+    case, which is the only one for all."""
+    results: dict[str, Any] = {}
+    pair = DeviceMesh(device.type, [0, 1])
+    if rank < 2:
+        for case in OF_TWO:
+            results[case.name] = trained(case, pair, rank, 2, device)
+        results["switched off"] = switched_off(pair, rank, device)
+        results["logits"] = Logits(pair, rank, device).outcomes()
+    for case in OF_THREE:
+        results[case.name] = trained(case, DeviceMesh(device.type, [0, 1, 2]), rank, world, device)
     return results
 
 
 def course(
-    case: Case, mesh: Mesh | None, given: list[Tensor], settings: dict[str, Any] | None
+    case: Case, mesh: DeviceMesh | None, given: list[Tensor], settings: dict[str, Any] | None
 ) -> parallel.Course:
     """Trains.
 
@@ -193,7 +196,9 @@ def fused(inner: str, **options: str) -> dict[str, Any]:
     return {"backend": "fusedce", "options": {"fusedce.inner": inner, **options}}
 
 
-def trained(case: Case, mesh: Mesh, rank: int, world: int, device: torch.device) -> dict[str, Any]:
+def trained(
+    case: Case, mesh: DeviceMesh, rank: int, world: int, device: torch.device
+) -> dict[str, Any]:
     given = parallel.batches(range(rank, rank + 1), device)
     alone = None
     if case.dtype is torch.float32:
@@ -203,7 +208,7 @@ def trained(case: Case, mesh: Mesh, rank: int, world: int, device: torch.device)
     return parallel.compare(course(case, mesh, given, fused(case.inner)), eager, alone)
 
 
-def switched_off(mesh: Mesh, rank: int, device: torch.device) -> bool:
+def switched_off(mesh: DeviceMesh, rank: int, device: torch.device) -> bool:
     """Whether the course is the inner backend's own, to the bit."""
     case = Case("switched off")
     given = parallel.batches(range(rank, rank + 1), device)
@@ -218,7 +223,7 @@ class Logits:
     from those with the weights of that time; of an error, its text.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, device: torch.device) -> None:
+    def __init__(self, mesh: DeviceMesh, rank: int, device: torch.device) -> None:
         torch._dynamo.reset()
         self.rank = rank
         self.model: Any = seeded(Network).to(device)

@@ -202,7 +202,9 @@ def compare(got: Course, right: Course, alone: Course | None) -> dict[str, Any]:
     """
     off = {f"{n} against eager": relative(g, right.gradients[n]) for n, g in got.gradients.items()}
     if alone is not None:
-        off |= {f"{n} against one": relative(g, alone.gradients[n]) for n, g in got.gradients.items()}
+        off |= {
+            f"{n} against one": relative(g, alone.gradients[n]) for n, g in got.gradients.items()
+        }
     if isinstance(got.logits, Tensor) and isinstance(right.logits, Tensor):
         off["logits"] = relative(got.logits, right.logits)
     return {
@@ -249,7 +251,9 @@ def assert_trains_like_eager(of_ranks: list[dict[str, Any]], rtol: float, case: 
     """
     first = of_ranks[0]
     assert len({tuple(rank["losses"]) for rank in of_ranks}) == len(of_ranks), f"{case}: same data"
-    mean = [sum(losses) / len(losses) for losses in zip(*(r["losses"] for r in of_ranks), strict=True)]
+    mean = [
+        sum(losses) / len(losses) for losses in zip(*(r["losses"] for r in of_ranks), strict=True)
+    ]
     assert mean[-1] < 0.97 * mean[0], f"{case}: nothing was learned"
     if first["alone"] is not None:
         assert_close(mean, first["alone"], rtol, case)

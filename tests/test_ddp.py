@@ -13,9 +13,8 @@ import tiny
 import torch
 
 RTOL = tiny.RTOL[torch.float32]
-# Graphs that the inner backend got. Without a cut one; else the embedding, two linears of the block,
-# and the head with the loss.
-PARTS = {"one graph": 1, "dynamic": 2 * 4, "two heads": 5, "next part": 5}
+# Graphs that the inner backend got: the embedding, two linears of a block, and the head with the loss.
+PARTS = {"outside": 2, "one graph": 1, "dynamic": 2 * 4, "two heads": 5, "next part": 5}
 
 
 def test_two_ranks():

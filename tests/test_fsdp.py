@@ -1,7 +1,6 @@
 """FSDP2 on real process groups: what is fused, equality with eager, logits that outlive weights.
 
-What the ranks do is in ``fsdp_cases.py``. One test for each number of ranks, since what costs is to
-start them.
+What the ranks do is in ``fsdp_cases.py``. One test, since what costs is to start them.
 """
 
 from __future__ import annotations
@@ -22,16 +21,14 @@ ADVICE = (
 BF16 = {"mixed", "autocast", "uneven"}
 
 
-def test_two_ranks():
-    of_ranks = ranks.run("fsdp_cases", 2, "together")
-    assert all(rank.pop("switched off") for rank in of_ranks)
-    for logits in [rank.pop("logits") for rank in of_ranks]:
-        check_logits(logits)
-    check_courses(of_ranks)
-
-
 def test_three_ranks():
-    check_courses(ranks.run("fsdp_cases", 3, "uneven"))
+    """Two of them train together, most of the time."""
+    *two, third = ranks.run("fsdp_cases", 3)
+    assert all(rank.pop("switched off") for rank in two)
+    for logits in [rank.pop("logits") for rank in two]:
+        check_logits(logits)
+    check_courses([{"uneven": rank.pop("uneven")} for rank in (*two, third)])
+    check_courses(two)
 
 
 def check_courses(of_ranks: list[dict[str, Any]]) -> None:
@@ -75,7 +72,7 @@ def check_logits(found: dict[str, Any]) -> None:
     assert_stale(other_rows, FREED)
     right, moved = found.pop("not_resharded")
     assert right < exact
-    assert moved > 0.2
+    assert moved > 0.1
     assert found.pop("kept") < exact
     assert not found
 
