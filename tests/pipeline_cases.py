@@ -112,7 +112,7 @@ def main(rank: int, world: int, device: torch.device) -> dict[str, dict[str, Any
 def run(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
-    options = {"fusedce.inner": case.inner}
+    options: dict[str, Any] = {"fusedce.inner": case.inner}
     module = stages(case)[rank].to(device)
     ids, labels = (t.to(device) for t in batch(case))
     module.compile(backend="fusedce", options=options)
@@ -127,7 +127,7 @@ def run(case: Case, rank: int, device: torch.device) -> dict[str, Any]:
     if rank == 0:
         schedule.step(ids)
     else:
-        given = {"labels": labels} if case.ends == "loss" else {}
+        given: dict[str, Any] = {"labels": labels} if case.ends == "loss" else {}
         # a stage's losses cannot be put together again as what it returns
         schedule.step(target=labels, losses=losses, return_outputs=case.ends != "loss", **given)
     return {

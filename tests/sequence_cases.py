@@ -66,7 +66,7 @@ def count_meanwhile(logits: Tensor, labels: Tensor) -> Tensor:
     that cannot be traced to its end, already where this one is called: between linear and loss."""
     loss = total(logits, labels)
     count = (labels != IGNORED).sum()
-    work = dist.all_reduce(count, async_op=True)
+    work: Any = dist.all_reduce(count, async_op=True)
     work.wait()
     return loss / count
 
@@ -200,8 +200,8 @@ def attention(gathers: bool) -> Callable[..., tuple[Tensor, None]]:
         before = query.shape[2] * (dist.get_rank() if gathers else 0)
         if gathers:
             key, value = gathered(key, 2), gathered(value, 2)
-        rows = torch.arange(query.shape[2]) + before
-        later = torch.arange(key.shape[2]) > rows.unsqueeze(1)
+        rows = torch.arange(query.shape[2], device=query.device) + before
+        later = torch.arange(key.shape[2], device=query.device) > rows.unsqueeze(1)
         scores = (query @ key.transpose(2, 3) * scaling).masked_fill(later, -torch.inf)
         return (scores.softmax(-1) @ value).transpose(1, 2), None
 
