@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import numerics
 import pytest
@@ -71,13 +72,14 @@ def scaled_logits_moved(x, weight, labels):
 PAIRS = [(CPU, FIRST), (FIRST, CPU), (FIRST, SECOND)]
 
 
-def outcome_of(program, x_device, weight_device, monkeypatch) -> Outcome:
+def outcome_of(program, devices, monkeypatch) -> Outcome:
     """What becomes of the graph of a program, which is traced and not run.
 
     (Without gradients: autograd knows no GPU where torch was built without.)
     """
     monkeypatch.setattr(rates, "properties_of", lambda device: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    x_device, weight_device = devices
     with FakeTensorMode():
         x, weight = torch.randn(N, D, device=x_device), torch.randn(V, D, device=weight_device)
         labels = torch.randint(V, (N,), device=x_device)
@@ -100,7 +102,7 @@ def outcome_of(program, x_device, weight_device, monkeypatch) -> Outcome:
 )
 def test_a_head_on_another_device(program, devices, monkeypatch):
     """What the linear reads may be moved: the loss is computed where the linear is."""
-    outcome = outcome_of(program, *devices, monkeypatch)
+    outcome = outcome_of(program, devices, monkeypatch)
     (match,) = outcome.matches
     assert not outcome.rejections
     assert match.choice is not None
@@ -111,7 +113,7 @@ def test_a_head_on_another_device(program, devices, monkeypatch):
 @pytest.mark.parametrize("program", [logits_moved, logits_moved_and_cast, scaled_logits_moved])
 def test_logits_that_move(program, devices, monkeypatch):
     """They would have to exist."""
-    outcome = outcome_of(program, *devices, monkeypatch)
+    outcome = outcome_of(program, devices, monkeypatch)
     assert not outcome.matches
     (rejection,) = outcome.rejections
     x_device, weight_device = devices
@@ -156,8 +158,13 @@ class OnSecond(Tensor):
     """Says that it is on the second GPU, and so does all that is made of it; the data is on the
     CPU. (Tensors without data do not get far where torch was not built for GPUs.)"""
 
-    device = SECOND
-    is_cuda = True
+    device: Any = SECOND
+    is_cuda: Any = True
+
+
+def on_second(inputs: Inputs) -> Inputs:
+    moved: Any = (None if t is None else t.as_subclass(OnSecond) for t in inputs)
+    return Inputs(*moved)
 
 
 A100 = SimpleNamespace(
@@ -165,7 +172,7 @@ A100 = SimpleNamespace(
 )
 
 
-def only_the_second(device: torch.device) -> None:
+def only_the_second(device: object) -> None:
     assert device == SECOND, f"{device} was asked about"
 
 
@@ -194,8 +201,7 @@ def driver(monkeypatch):
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
 def test_everything_happens_on_the_device_of_the_tensors(strategy, target, dtype, driver):
     """Launches with it current, scratch and results, and what is asked of a device."""
-    made = problem(CPU, dtype, target=target, weighted=True, row_scaled=True)
-    inputs = Inputs(*(None if t is None else t.as_subclass(OnSecond) for t in made))
+    inputs = on_second(problem(CPU, dtype, target=target, weighted=True, row_scaled=True))
     if strategy == "tiled":
         out = lowering.lower(inputs, Spec(target=target, strategy=strategy))
         assert out.lse is not None
@@ -257,11 +263,12 @@ def dispatched(model, device_map, folder, **options):
     )
 
 
-def check_device_map(model, device_map, trained, folder, **counted) -> None:
+def check_device_map(model, case: str, folder, **counted) -> None:
     """Losses and gradients are eager's, of the parameters that have any in eager with such hooks.
 
     What is on the disk is read for each use, and has none.
     """
+    device_map, trained = MAPS[case]
     ids, labels = torch.randint(V, (2, 4, 6))
     hooked = dispatched(model, device_map, folder, main_device="cpu")
     fused = torch.compile(hooked, backend="fusedce", options={"fusedce.inner": "eager"})
@@ -291,14 +298,14 @@ _GRAD = "ignore:The .grad attribute of a Tensor that is not a leaf"
 @pytest.mark.parametrize("case", MAPS)
 def test_head_and_loss_in_one_module_of_a_device_map(case, tmp_path):
     """The hooks, at which Dynamo ends graphs, are around that module."""
-    check_device_map(Network(whole=True), *MAPS[case], tmp_path, matched=1, rejected=0)
+    check_device_map(Network(whole=True), case, tmp_path, matched=1, rejected=0)
 
 
 @pytest.mark.filterwarnings(_GRAD)
 def test_a_head_that_is_a_module_of_a_device_map(tmp_path, caplog):
     """Its hooks stand between it and the loss: not fused, and the reason says what that is."""
     caplog.set_level("INFO", logger="fxpass")
-    check_device_map(Network(whole=False), *MAPS["head on disk"], tmp_path, matched=0, rejected=1)
+    check_device_map(Network(whole=False), "head on disk", tmp_path, matched=0, rejected=1)
     assert "or there was a graph break between them" in caplog.text
 
 
@@ -359,7 +366,7 @@ def test_a_device_map_of_two_gpus(tmp_path):
     model = Network(whole=True)
     ids, labels = torch.randint(V, (2, 4, 6), device=FIRST)
     exact = copy.deepcopy(model).double()(ids.cpu(), labels.cpu())
-    hooked = dispatched(model, {"embed": 0, "tail": 1}, tmp_path)
+    hooked: Any = dispatched(model, {"embed": 0, "tail": 1}, tmp_path)
     loss = torch.compile(hooked, backend="fusedce")(ids, labels)
     loss.backward()
     assert counters["fusedce"]["matched"] == 1
