@@ -77,7 +77,7 @@ class Case:
 CASES = [
     Case("gpipe", ScheduleGPipe, "hidden"),
     Case("1f1b", Schedule1F1B, "hidden", inner="aot_eager"),
-    Case("zero bubble", ScheduleInterleavedZeroBubble, "hidden"),
+    Case("zero bubble", ScheduleInterleavedZeroBubble, "hidden", per_token=True),
     Case("zero bubble aot", ScheduleInterleavedZeroBubble, "hidden", inner="aot_eager"),
     Case("tokens", Schedule1F1B, "hidden", per_token=True),
     Case("gpipe labels", ScheduleGPipe, "loss"),
