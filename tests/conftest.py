@@ -35,9 +35,15 @@ for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked ``gpu`` are for machines that have one."""
-    if not torch.cuda.is_available():
-        without = [item for item in items if item.get_closest_marker("gpu")]
+    """Tests marked ``gpu`` are for machines that have one, ``gpus`` for those that have two."""
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    needed = {"gpu": 1, "gpus": 2}
+    without = [
+        item
+        for item in items
+        if any(there < count and item.get_closest_marker(name) for name, count in needed.items())
+    ]
+    if without:
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
 

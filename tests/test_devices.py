@@ -1,0 +1,376 @@
+"""Several devices in one process: the head on another one than the hidden states, or than the
+current one.
+
+Without GPUs three things can be shown. Graphs of models on two GPUs are traced with tensors that
+have a device and no data. The kernels' launches are taken down, with the device that was current:
+of the driver, only which device that is, is simulated. And accelerate's real hooks, which move what
+a module reads, run with the CPU and the disk as devices.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numerics
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate import dispatch_model
+from lowerings import GRADIENTS, problem
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxpass import lowering, rates, schedule, triton_chunked, triton_tiled
+from fxpass.aten import Inputs
+from fxpass.settings import Settings
+from fxpass.spec import Spec
+from fxpass.transform import Outcome, transform
+
+N, D, V = 24, 16, 50
+FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
+CPU = torch.device("cpu")
+BF16, F32 = torch.bfloat16, torch.float32
+
+# ---------------------------------------------------------------- graphs on two devices
+
+# x [N, D] and labels [N] on one device, weight [V, D] on another -> the loss
+
+
+def hidden_moved(x, weight, labels):
+    return F.cross_entropy(F.linear(x.to(weight.device), weight), labels.to(weight.device))
+
+
+def loss_moved_back(x, weight, labels):
+    return hidden_moved(x, weight, labels).to(x.device)
+
+
+def hidden_moved_and_cast(x, weight, labels):
+    logits = F.linear(x.to(weight.device, torch.float32), weight).float()
+    return F.cross_entropy(logits, labels.to(logits.device))
+
+
+def weight_moved(x, weight, labels):
+    return F.cross_entropy(F.linear(x, weight.to(x.device)), labels)
+
+
+def logits_moved(x, weight, labels):
+    return F.cross_entropy(F.linear(x.to(weight.device), weight).to(x.device), labels)
+
+
+def logits_moved_and_cast(x, weight, labels):
+    logits = F.linear(x.to(weight.device), weight)
+    return F.cross_entropy(logits.to(x.device, torch.float32), labels)
+
+
+def scaled_logits_moved(x, weight, labels):
+    return F.cross_entropy((F.linear(x.to(weight), weight) / 2).to(labels.device) * 3, labels)
+
+
+PAIRS = [(CPU, FIRST), (FIRST, CPU), (FIRST, SECOND)]
+
+
+def outcome_of(program, devices, monkeypatch) -> Outcome:
+    """What becomes of the graph of a program, which is traced and not run.
+
+    (Without gradients: autograd knows no GPU where torch was built without.)
+    """
+    monkeypatch.setattr(rates, "properties_of", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    x_device, weight_device = devices
+    with FakeTensorMode():
+        x, weight = torch.randn(N, D, device=x_device), torch.randn(V, D, device=weight_device)
+        labels = torch.randint(V, (N,), device=x_device)
+    outcomes = []
+
+    def backend(gm, example_inputs):
+        (output,) = (node for node in gm.graph.nodes if node.op == "output")
+        values = [node.meta["example_value"] for node in output.all_input_nodes]
+        outcomes.append(transform(gm, Settings.read()))
+        return lambda *inputs: values
+
+    torch.compile(program, backend=backend, fullgraph=True)(x, weight, labels)
+    (outcome,) = outcomes
+    return outcome
+
+
+@pytest.mark.parametrize("devices", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+@pytest.mark.parametrize(
+    "program", [hidden_moved, loss_moved_back, hidden_moved_and_cast, weight_moved]
+)
+def test_a_head_on_another_device(program, devices, monkeypatch):
+    """What the linear reads may be moved: the loss is computed where the linear is."""
+    outcome = outcome_of(program, devices, monkeypatch)
+    (match,) = outcome.matches
+    assert not outcome.rejections
+    assert match.choice is not None
+    assert match.choice.device == devices[program is not weight_moved]
+
+
+@pytest.mark.parametrize("devices", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
+@pytest.mark.parametrize("program", [logits_moved, logits_moved_and_cast, scaled_logits_moved])
+def test_logits_that_move(program, devices, monkeypatch):
+    """They would have to exist."""
+    outcome = outcome_of(program, devices, monkeypatch)
+    assert not outcome.matches
+    (rejection,) = outcome.rejections
+    x_device, weight_device = devices
+    assert f"moves the logits from {weight_device} to {x_device}" in rejection.reason
+
+
+# ---------------------------------------------------------------- launches
+
+
+class Driver:
+    """Which device is current, and what is launched meanwhile."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.current = 0
+        self.launched: list[tuple[int, set[torch.device]]] = []
+        monkeypatch.setattr(torch.cuda, "_exchange_device", self.exchange)
+        monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", self.exchange)
+        load = triton_chunked.load
+        for module in (triton_chunked, triton_tiled):
+            monkeypatch.setattr(module, "load", lambda kernel: Launched(self, load(kernel)))
+
+    def exchange(self, device: int) -> int:
+        before, self.current = self.current, device if device >= 0 else self.current
+        return before
+
+    def launch(self, arguments: list[object]) -> None:
+        devices = {a.device for a in arguments if isinstance(a, Tensor)}
+        self.launched.append((self.current, devices))
+
+
+class Launched:
+    """Stands for a kernel: takes down that it was launched."""
+
+    def __init__(self, driver: Driver, kernel) -> None:
+        self.driver, self.arg_names = driver, kernel.arg_names
+
+    def __getitem__(self, grid):
+        return lambda **arguments: self.driver.launch(list(arguments.values()))
+
+
+class OnSecond(Tensor):
+    """Says that it is on the second GPU, and so does all that is made of it; the data is on the
+    CPU. (Tensors without data do not get far where torch was not built for GPUs.)"""
+
+    device: Any = SECOND
+    is_cuda: Any = True
+
+
+def on_second(inputs: Inputs) -> Inputs:
+    moved: Any = (None if t is None else t.as_subclass(OnSecond) for t in inputs)
+    return Inputs(*moved)
+
+
+A100 = SimpleNamespace(
+    name="NVIDIA A100", major=8, minor=0, multi_processor_count=108, total_memory=80 << 30
+)
+
+
+def only_the_second(device: object) -> None:
+    assert device == SECOND, f"{device} was asked about"
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """The first device is current and old; whoever asks about it is wrong."""
+
+    def capability(device=None):
+        only_the_second(device)
+        return 8, 0
+
+    def properties(device=None):
+        only_the_second(device)
+        return A100
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(rates, "properties_of", properties)
+    monkeypatch.setattr(triton_chunked, "_mixed_gemm", lambda x: False)  # not on CPUs
+    return Driver(monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_everything_happens_on_the_device_of_the_tensors(strategy, target, dtype, driver):
+    """Launches with it current, scratch and results, and what is asked of a device."""
+    inputs = on_second(problem(CPU, dtype, target=target, weighted=True, row_scaled=True))
+    if strategy == "tiled":
+        out = lowering.lower(inputs, Spec(target=target, strategy=strategy))
+        assert out.lse is not None
+        inputs = inputs._replace(lse=out.lse, lse_rest=out.lse_rest)
+    spec = Spec(target=target, strategy=strategy, gradients=GRADIENTS)
+    out = lowering.lower(inputs, spec)
+    assert {t.device for t in out if t is not None} == {SECOND}
+    assert driver.launched
+    assert driver.launched == [(1, {SECOND})] * len(driver.launched)
+    assert driver.current == 0
+
+
+def test_the_lowering_is_that_of_the_device(monkeypatch):
+    """An old GPU beside a new one: each does what it can."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(schedule, "has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    capabilities = {FIRST: (7, 0), SECOND: (9, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    sizes = N, D, V, BF16
+    assert schedule.plan(*sizes, FIRST, Spec()).lowering == "aten"
+    assert schedule.plan(*sizes, SECOND, Spec()).lowering == "triton"
+    assert "GPU 0 is older than sm_75" in schedule.plan(*sizes, FIRST, Spec()).reason
+
+
+# ---------------------------------------------------------------- accelerate's device maps
+
+
+class Tail(nn.Module):
+    """The last linear and the loss in one module: hidden states [B, S, D] to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(V, D))
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(hidden, self.weight).view(-1, V), labels.view(-1))
+
+
+class Network(nn.Module):
+    """``whole``: whether the last linear and the loss are in one module."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(V, D)
+        self.tail = Tail() if whole else nn.Linear(D, V)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        if isinstance(self.tail, Tail):
+            return self.tail(hidden, labels)
+        return F.cross_entropy(self.tail(hidden).view(-1, V), labels.view(-1))
+
+
+def dispatched(model, device_map, folder, **options):
+    """With hooks on the modules, as ``from_pretrained(device_map=...)`` makes them."""
+    return dispatch_model(
+        copy.deepcopy(model), device_map, offload_dir=str(folder), force_hooks=True, **options
+    )
+
+
+def check_device_map(model, case: str, folder, **counted) -> None:
+    """Losses and gradients are eager's, of the parameters that have any in eager with such hooks.
+
+    What is on the disk is read for each use, and has none.
+    """
+    device_map, trained = MAPS[case]
+    ids, labels = torch.randint(V, (2, 4, 6))
+    hooked = dispatched(model, device_map, folder, main_device="cpu")
+    fused = torch.compile(hooked, backend="fusedce", options={"fusedce.inner": "eager"})
+    programs = [(fused, hooked), (model, model)]
+    programs.append((copy.deepcopy(model).double(),) * 2)
+    values = []
+    for program, module in programs:
+        loss = program(ids, labels)
+        loss.backward()
+        parameters = dict(module.named_parameters())
+        values.append([loss, *(parameters[name].grad for name in trained)])
+    got, eager, exact = values
+    numerics.assert_close(got, eager, exact, F32)
+    assert [n for n, p in hooked.named_parameters() if p.grad is not None] == trained
+    assert {name: counters["fusedce"][name] for name in counted} == counted
+
+
+MAPS = {
+    "cpu": ({"": "cpu"}, ["embed.weight", "tail.weight"]),
+    "body on disk": ({"embed": "disk", "tail": "cpu"}, ["tail.weight"]),
+    "head on disk": ({"embed": "cpu", "tail": "disk"}, ["embed.weight"]),
+}
+# Dynamo looks at it in tensors that enter a graph, and hides the warning, but not where it is raised
+_GRAD = "ignore:The .grad attribute of a Tensor that is not a leaf"
+
+
+@pytest.mark.filterwarnings(_GRAD)
+@pytest.mark.parametrize("case", MAPS)
+def test_head_and_loss_in_one_module_of_a_device_map(case, tmp_path):
+    """The hooks, at which Dynamo ends graphs, are around that module."""
+    check_device_map(Network(whole=True), case, tmp_path, matched=1, rejected=0)
+
+
+@pytest.mark.filterwarnings(_GRAD)
+def test_a_head_that_is_a_module_of_a_device_map(tmp_path, caplog):
+    """Its hooks stand between it and the loss: not fused, and the reason says what that is."""
+    caplog.set_level("INFO", logger="fxpass")
+    check_device_map(Network(whole=False), "head on disk", tmp_path, matched=0, rejected=1)
+    assert "or there was a graph break between them" in caplog.text
+
+
+# ---------------------------------------------------------------- two GPUs
+
+
+def two_gpus(body, head):
+    """A program whose linear and loss are on ``head``, and its tensors; the labels are on both."""
+    x = torch.randn(300, 64, device=body, dtype=BF16)
+    weight = torch.randn(1000, 64, device=head, dtype=BF16)
+    labels = torch.randint(1000, (300,), device=body)
+    labels[::7] = -100
+
+    def program(x, weight):
+        return hidden_moved(torch.tanh(x), weight, labels)
+
+    return program, (x, weight)
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("current", [0, 1])
+def test_two_gpus(current, inner, strategy):
+    """Body and head apart, whichever is current: losses, gradients and where they are."""
+    program, tensors = two_gpus(FIRST, SECOND)
+    options = {"fusedce.inner": inner, "fusedce.strategy": strategy}
+    with torch.cuda.device(current):
+        fused = torch.compile(program, backend="fusedce", options=options)
+        got = numerics.loss_and_gradients(fused, tensors)
+        assert torch.cuda.current_device() == current
+    assert [t.device for t in got] == [SECOND, FIRST, SECOND]
+    assert counters["fusedce"]["matched"] == 1
+    eager = numerics.loss_and_gradients(program, tensors)
+    exact = numerics.loss_and_gradients(program, tensors, torch.float64)
+    numerics.assert_close(got, eager, exact, BF16)
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_two_gpus_have_the_same_bits(strategy):
+    """One after the other in one process: kernels and choices of the one are not the other's."""
+    found = []
+    for device in (FIRST, SECOND):
+        torch.manual_seed(0)
+        program, tensors = two_gpus(device, device)
+        options = {"fusedce.inner": "eager", "fusedce.strategy": strategy}
+        fused = torch.compile(program, backend="fusedce", options=options)
+        found.append(numerics.loss_and_gradients(fused, tensors))
+    if torch.cuda.get_device_name(FIRST) == torch.cuda.get_device_name(SECOND):
+        for one, other in zip(*found, strict=True):
+            assert one.device == FIRST
+            assert torch.equal(one, other.to(FIRST))
+
+
+@pytest.mark.gpus
+def test_a_device_map_of_two_gpus(tmp_path):
+    model = Network(whole=True)
+    ids, labels = torch.randint(V, (2, 4, 6), device=FIRST)
+    exact = copy.deepcopy(model).double()(ids.cpu(), labels.cpu())
+    hooked: Any = dispatched(model, {"embed": 0, "tail": 1}, tmp_path)
+    loss = torch.compile(hooked, backend="fusedce")(ids, labels)
+    loss.backward()
+    assert counters["fusedce"]["matched"] == 1
+    assert hooked.tail.weight.grad.device == SECOND
+    eager = model(ids.cpu(), labels.cpu())
+    numerics.assert_close([loss.cpu()], [eager], [exact], F32)

@@ -1,0 +1,46 @@
+"""Pipeline parallelism: ``torch.distributed.pipelining``, the loss of the last stage fused.
+
+Two ranks of gloo; the cases are ``pipeline_cases.py``. Micro-batches' losses and the gradients of
+both stages are those of one process. Zero-bubble schedules go backward twice, for the gradient of
+the hidden states and later for the weights'.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ranks
+import torch
+from numerics import assert_close
+from pipeline_cases import CASES, Case, alone
+
+# How many losses are fused, how many are not, and how many graphs the last stage's rank has.
+EXPECTED = {"hidden": (1, 0, 2), "loss": (1, 0, 1), "logits": (0, 1, 2)}
+
+
+def test_two_ranks():
+    first, last = ranks.run("pipeline_cases", world=2)
+    for case in CASES:
+        check_values(case, first[case.name], last[case.name])
+        assert counts(first[case.name]) == (0, 0, 1), case.name
+        assert counts(last[case.name]) == EXPECTED[case.ends], case.name
+
+
+def check_values(case: Case, first: dict[str, Any], last: dict[str, Any]) -> None:
+    """What both stages computed is what one process does."""
+    found = {f"first.{name}": gradient for name, gradient in first["gradients"].items()}
+    found |= {f"last.{name}": gradient for name, gradient in last["gradients"].items()}
+    losses, gradients = alone(case, double=False)
+    exact_losses, exact = alone(case, double=True)
+    assert set(found) == set(exact), case.name
+    assert len(exact) == 6
+    got = [*last["losses"], *(found[name] for name in exact)]
+    eager = [*losses, *(gradients[name] for name in exact)]
+    try:
+        assert_close(got, eager, [*exact_losses, *exact.values()], torch.float32)
+    except AssertionError as wrong:
+        raise AssertionError(f"{case.name}: {wrong}") from wrong
+
+
+def counts(rank: dict[str, Any]) -> tuple[int, int, int]:
+    return rank["matched"], rank["rejected"], rank["graphs"]
