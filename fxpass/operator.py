@@ -31,7 +31,7 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
 from fxpass import aten, ignored
 from fxpass.aten import Inputs, Outputs
 from fxpass.lowering import keeps_range, lower
-from fxpass.schedule import compute_dtype
+from fxpass.schedule import compute_dtype, on_device
 from fxpass.spec import ELSEWHERE, Spec
 
 NAME = "fxpass::linear_cross_entropy"
@@ -149,7 +149,8 @@ _NO_TARGET = {"target": "none", "ignore_index": -100, "label_smoothing": 0.0}
 
 def _lower(inputs: Inputs, spec: Spec) -> Outputs:
     # The graph's dtypes are final: an ambient autocast must not change them again in here.
-    with torch.no_grad(), torch.amp.autocast(inputs.x.device.type, enabled=False):
+    final = torch.amp.autocast(inputs.x.device.type, enabled=False)
+    with on_device(inputs.x.device), torch.no_grad(), final:
         if not inputs.weight.shape[0]:
             return _of_no_classes(inputs, spec)
         index = ignored.counted_rows(inputs, spec)
@@ -215,7 +216,8 @@ def _scale_gradient(gradient: Tensor, factor: Tensor, may_reuse: bool) -> Tensor
     backward, its memory ends here anyway. While a CUDA graph is recorded that cannot be known: the
     record may be replayed under another answer.
     """
-    capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
+    with on_device(gradient.device):
+        capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
     if not may_reuse or capturing or _keep_graph():
         return gradient * factor
     if gradient.device.type == "cpu" and factor == 1:  # elsewhere one would have to wait for it
@@ -235,7 +237,11 @@ def _(gradient: Tensor, factor: Tensor, may_reuse: bool) -> Tensor:
 
 
 def _check(inputs: Inputs, spec: Spec) -> None:
-    """Shapes and dtypes; called with real and with fake tensors."""
+    """Shapes, dtypes and devices; called with real and with fake tensors."""
+    given = {name: t for name, t in inputs._asdict().items() if isinstance(t, Tensor)}
+    if any(t.device != inputs.x.device for t in given.values()):
+        places = ", ".join(f"{name} on {t.device}" for name, t in given.items())
+        raise ValueError(f"{NAME} needs tensors of one device, got {places}")
     x, weight, target = inputs.x, inputs.weight, inputs.target
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"{NAME} needs x [N, D] and weight [V, D], got {_shapes(x, weight)}")

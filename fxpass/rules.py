@@ -52,7 +52,10 @@ def is_tensor(argument: Any) -> bool:
 # ---------------------------------------------------------------- spellings that need no reading
 
 # Judged by the dtypes and devices of the example values; the arguments do not matter.
-CASTS: set[Target] = {"to", "float", "half", "bfloat16", "double", "type", "type_as"}
+CASTS: set[Target] = {
+    *("to", "float", "half", "bfloat16", "double", "type", "type_as"),
+    *("cpu", "cuda"),
+}
 
 # Read a tensor's sizes and not its values.
 METADATA: set[Target] = {

@@ -14,6 +14,7 @@ into the budget :mod:`fxpass.fit`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from dataclasses import dataclass, replace
@@ -53,6 +54,12 @@ def lowering_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     if torch.version.cuda and torch.cuda.get_device_capability(device) < (7, 5):
         return "aten", f"{torch.cuda.get_device_name(device)} is older than sm_75"
     return "triton", "generated Triton kernel over row chunks"
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU the current device: Triton launches on that, and what is asked about a stream is
+    asked about that one's. It need not be the one of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 # ---------------------------------------------------------------- the budget

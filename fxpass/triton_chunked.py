@@ -20,7 +20,6 @@ copies: whatever V is, rows start at multiples of 16 elements, for loads and GEM
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 
@@ -32,6 +31,7 @@ from torch._inductor.codecache import PyCodeCache
 
 from fxpass import triton_source, tuning
 from fxpass.aten import Inputs, Outputs
+from fxpass.schedule import on_device
 from fxpass.spec import Spec
 from fxpass.triton_source import Kernel
 from fxpass.triton_units import in_units
@@ -56,11 +56,6 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     """
     with on_device(inputs.x.device):
         return _run(inputs, spec, rows)
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the one of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:

@@ -31,8 +31,9 @@ from fxpass import (
     tuning,
 )
 from fxpass.aten import Inputs, Outputs
+from fxpass.schedule import on_device
 from fxpass.spec import Spec
-from fxpass.triton_chunked import class_tiles, load, on_device, padded_buffer, product, row_options
+from fxpass.triton_chunked import class_tiles, load, padded_buffer, product, row_options
 from fxpass.triton_source import Kernel
 from fxpass.triton_tile_body import Gemm
 from fxpass.triton_tile_config import Config

@@ -234,7 +234,11 @@ def _combines(node: Node) -> str:
 def _check_cast(node: Node) -> None:
     old, new = value(_first(node)), value(node)
     if old.device != new.device:
-        raise NoMatch(node, f"%{node.name} moves the logits from {old.device} to {new.device}")
+        raise NoMatch(
+            node,
+            f"%{node.name} moves the logits from {old.device} to {new.device}; move the labels to "
+            f"{old.device} instead, and the loss afterwards",
+        )
     if new.dtype == torch.float64 and old.dtype != torch.float64:
         raise NoMatch(
             node, f"%{node.name} casts {old.dtype} logits to float64; the fused loss is f32"
@@ -261,6 +265,13 @@ def check_operands(found: Walk) -> None:
 
 
 def _not_computed_here(node: Node) -> str:
+    ended = getattr(node.graph.owning_module, "compile_subgraph_reason", None)
+    if node.op == "placeholder" and getattr(ended, "reason", "").startswith("DDPOptimizer"):
+        return (
+            f"its logits enter the graph as %{node.name}: DistributedDataParallel's splitting put "
+            "the linear into another part; compute each loss right after its head, or set "
+            "torch._dynamo.config.optimize_ddp = False"
+        )
     if node.op == "placeholder":
         return (
             f"its logits enter the graph as %{node.name}: the linear is in another graph, or there "

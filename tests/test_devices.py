@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpass import lowering, rates, schedule, triton_chunked, triton_tiled
+from fxpass import lowering, operator, rates, schedule, triton_chunked, triton_tiled
 from fxpass.aten import Inputs
 from fxpass.settings import Settings
 from fxpass.spec import Spec
@@ -63,6 +63,10 @@ def logits_moved(x, weight, labels):
 def logits_moved_and_cast(x, weight, labels):
     logits = F.linear(x.to(weight.device), weight)
     return F.cross_entropy(logits.to(x.device, torch.float32), labels)
+
+
+def logits_on_the_cpu(x, weight, labels):
+    return F.cross_entropy(F.linear(x.to(weight.device), weight).cpu(), labels.cpu())
 
 
 def scaled_logits_moved(x, weight, labels):
@@ -118,6 +122,20 @@ def test_logits_that_move(program, devices, monkeypatch):
     (rejection,) = outcome.rejections
     x_device, weight_device = devices
     assert f"moves the logits from {weight_device} to {x_device}" in rejection.reason
+
+
+@pytest.mark.parametrize(("weight_device", "matched"), [(FIRST, 0), (CPU, 1)], ids=str)
+def test_logits_on_the_cpu(weight_device, matched, monkeypatch):
+    outcome = outcome_of(logits_on_the_cpu, (weight_device, weight_device), monkeypatch)
+    assert len(outcome.matches) == matched  # from the CPU to the CPU is no way
+    for rejection in outcome.rejections:
+        assert "from cuda:0 to cpu; move the labels to cuda:0 instead" in rejection.reason
+
+
+def test_the_operator_wants_one_device():
+    made = problem(CPU, F32, bias=False)
+    with pytest.raises(ValueError, match="x on cpu, weight on cuda:1, target on cpu"):
+        operator._check(made._replace(weight=made.weight.as_subclass(OnSecond)), Spec())
 
 
 # ---------------------------------------------------------------- launches
@@ -212,6 +230,26 @@ def test_everything_happens_on_the_device_of_the_tensors(strategy, target, dtype
     assert driver.launched
     assert driver.launched == [(1, {SECOND})] * len(driver.launched)
     assert driver.current == 0
+
+
+def test_it_is_the_stream_of_the_tensors_that_may_be_recorded(driver, monkeypatch):
+    """A CUDA graph: nothing is waited for then, nor written to what may be read again."""
+    asked = []
+
+    def capturing() -> bool:
+        asked.append(driver.current)
+        return driver.current == 1
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    inputs = on_second(problem(CPU, F32))
+    assert inputs.target is not None
+    inputs.target.fill_(-100)  # would be left out
+    operator._lower(inputs, Spec())
+    assert driver.launched
+    gradient, two = (torch.full((), n).as_subclass(OnSecond) for n in (3.0, 2.0))
+    assert operator._scale_gradient(gradient, two, may_reuse=True) == 6
+    assert gradient == 3
+    assert asked == [1, 1]
 
 
 def test_the_lowering_is_that_of_the_device(monkeypatch):
