@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from numerics import assert_close
 from sharding_cases import FUSED, LEFT, Model, data_with_ignored, rows
 
+WORLD = 3
+
 
 def train(model, x, labels, dtype, autocast=False):
     """Loss (and logits) and gradients of a model on one rank, by name."""
@@ -35,14 +37,13 @@ def check(results, reference, dtype):
         assert_close(*([some[key] for key in exact] for some in (values, eager, exact)), dtype)
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_as_in_one_process(name, world):
+def test_fused_as_in_one_process(name):
     case = FUSED[name]
-    results = [rank[name] for rank in ranks.run("sharding_cases", world)]
+    results = [rank[name] for rank in ranks.run("sharding_cases", WORLD)]
     for rank in results:
         assert (rank["matched"], rank["rejected"], rank["graphs"]) == (1, 0, 1), rank["said"]
-        assert f"(classes sharded over {world} ranks)" in rank["said"][0]
+        assert f"(classes sharded over {WORLD} ranks)" in rank["said"][0]
         assert ("(logits kept" in rank["said"][0]) == ("returned" in name)
     dtype = torch.bfloat16 if case.autocast else torch.float32
 
@@ -56,14 +57,13 @@ def test_fused_as_in_one_process(name, world):
     assert {rank["placed"]["lm_head.weight"] for rank in results} == {lies}
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_rows_of_other_ranks_count(reduction, world):
+def test_rows_of_other_ranks_count(reduction):
     """Rows sharded over ranks, of which not all count: the mean is over all of them."""
-    results = [rank[f"rows, {reduction}"] for rank in ranks.run("sharding_cases", world)]
+    results = [rank[f"rows, {reduction}"] for rank in ranks.run("sharding_cases", WORLD)]
     for rank in results:
         assert rank["matched"] == 1
-        assert f"(rows over {world})" in rank["said"][0]
+        assert f"(rows over {WORLD})" in rank["said"][0]
 
     @functools.cache
     def reference(dtype):
@@ -82,6 +82,6 @@ REASONS = {
 
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_left_alone(name):
-    for rank in ranks.run("sharding_cases", 2):
+    for rank in ranks.run("sharding_cases", WORLD):
         assert (rank[name]["matched"], rank[name]["rejected"]) == (0, 1)
         assert REASONS[name] in rank[name]["said"][0]
