@@ -293,9 +293,10 @@ def _check_range(inputs: Inputs, spec: Spec) -> None:
     if target.device.type != "cpu":
         torch.ops.aten._assert_async(~wrong.any())
     elif wrong.any():
-        which = "of a row" if spec.shard_of else target[wrong][0].item()
+        # a shard's indices are not those that the user gave
+        which = "A target" if spec.shard_of else f"Target {target[wrong][0].item()}"
         raise IndexError(
-            f"Target {which} is out of bounds: there are {spec.shard_of or v} classes and "
+            f"{which} is out of bounds: there are {spec.shard_of or v} classes and "
             f"ignore_index is {spec.ignore_index}"
         )
 

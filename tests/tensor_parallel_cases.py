@@ -1,0 +1,86 @@
+"""What each rank trains for test_tensor_parallel.py: a Llama under transformers' own plan, and a
+head that is sharded over classes while FSDP2 shards it over rows' ranks as well."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+import torch.distributed as dist
+from sharding_cases import ColwiseParallel, Model, Shard, log_of_fxpass, mean, result, whole
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+from transformers import LlamaForCausalLM
+from transformers.distributed import DistributedConfig
+
+import fxpass.backend  # noqa: F401
+
+INNER = {"fusedce.inner": "aot_eager"}
+
+
+def ids() -> Tensor:
+    """Two sequences that count upward."""
+    return torch.tensor([[5], [90]]) + torch.arange(12)
+
+
+def llama(world: int) -> dict[str, Any]:
+    """A training step, and the loss without gradients, of a Llama that transformers has sharded."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny.llama().save_pretrained(folder)
+        config = DistributedConfig(tp_size=world)
+        model = LlamaForCausalLM.from_pretrained(Path(folder), distributed_config=config)
+    out: dict[str, Any] = {}
+    for name, settings in {"defaults": {}, "dropped": {"fusedce.logits": "drop"}}.items():
+        torch._dynamo.reset()
+        counters.clear()
+        run: Any = torch.compile(model, backend="fusedce", options={**INNER, **settings})
+        with log_of_fxpass() as said:
+            loss = run(input_ids=ids(), labels=ids()).loss
+            loss.backward()
+        out[name] = result(loss, model, said)
+        model.zero_grad()
+    torch._dynamo.reset()
+    counters.clear()
+    run = torch.compile(model, backend="fusedce", options=INNER)
+    with log_of_fxpass() as said, torch.no_grad():
+        loss = run(input_ids=ids(), labels=ids()).loss
+    out["evaluation"] = {
+        "loss": whole(loss),
+        "said": said,
+        "matched": counters["fusedce"]["matched"],
+    }
+    return out
+
+
+def two_dimensions(rank: int, device: torch.device) -> dict[str, Any]:
+    """Ranks 0, 1 and 2, 3 have one batch each; ranks 0, 2 and 1, 3 have the same classes."""
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("data", "classes"))
+    model = Model(mean, 13, bias=True)
+    style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh["classes"], {"lm_head": style})
+    fully_shard(model, mesh=mesh["data"])
+    x, labels = (t[rank // 2 :: 2] for t in batch())
+    counters.clear()
+    with log_of_fxpass() as said, loss_parallel():
+        model.compile(backend="fusedce", options=INNER)
+        out = model(x, labels)
+        out.backward()
+    seen = result(out, model, said)
+    dist.all_reduce(seen["values"]["loss"])
+    seen["values"]["loss"] /= dist.get_world_size()
+    return seen
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(2)
+    return torch.randn((4, 6, 8), generator=random), torch.randint(13, (4, 6), generator=random)
+
+
+def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
+    return two_dimensions(rank, device) if world == 4 else llama(world)

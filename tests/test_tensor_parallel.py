@@ -1,0 +1,58 @@
+"""Whole models whose heads others have sharded: transformers' plans, and FSDP2 on top."""
+
+from __future__ import annotations
+
+import functools
+
+import ranks
+import tiny
+import torch
+from numerics import assert_close
+from sharding_cases import Model, mean
+from tensor_parallel_cases import batch, ids
+
+
+def gradients(model, loss):
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in model.named_parameters()}
+
+
+@functools.cache
+def llama(dtype):
+    model = tiny.llama().to(dtype)
+    return gradients(model, model(input_ids=ids(), labels=ids()).loss)
+
+
+def test_llama_under_the_plan_of_transformers():
+    """Its plan gathers the logits; with them dropped nothing is gathered any more."""
+    for rank in ranks.run("tensor_parallel_cases", 2):
+        for name in ("defaults", "dropped"):
+            run = rank[name]
+            assert (run["matched"], run["rejected"]) == (1, 0), run["said"]
+            assert "(classes sharded over 2 ranks)" in run["said"][-1]
+            values = run["values"]
+            assert values.keys() == llama(torch.float32).keys()
+            keys = [*values]
+            assert_close(
+                [values[k] for k in keys],
+                *([llama(dtype)[k] for k in keys] for dtype in (torch.float32, torch.float64)),
+                torch.float32,
+            )
+        assert rank["evaluation"]["matched"] == 1, rank["evaluation"]["said"]
+        torch.testing.assert_close(rank["evaluation"]["loss"], llama(torch.float32)["loss"])
+
+
+def test_classes_and_data_along_two_dimensions():
+    """FSDP2 over a tensor-parallel head: the mean over both batches, and its gradients."""
+
+    def reference(dtype):
+        x, labels = batch()
+        model = Model(mean, 13, bias=True).to(dtype)
+        return gradients(model, model(x.to(dtype), labels))
+
+    exact, eager = reference(torch.float64), reference(torch.float32)
+    for rank in ranks.run("tensor_parallel_cases", 4):
+        assert (rank["matched"], rank["rejected"]) == (1, 0), rank["said"]
+        assert "(classes sharded over 2 ranks)" in rank["said"][0]
+        values = rank["values"]
+        assert_close(*([s[k] for k in exact] for s in (values, eager, exact)), torch.float32)
