@@ -166,8 +166,9 @@ def _of_no_classes(inputs: Inputs, spec: Spec) -> Outputs:
     shapes = {"x": inputs.x.shape, "weight": inputs.weight.shape, "bias": (0,)}
     grads = {name: zeros.new_zeros(shapes[name]) for name in spec.gradients}
     lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
-    rest = zeros if spec.strategy == "tiled" else None
-    return Outputs(zeros, lowest, **grads, lse_rest=rest)
+    # no two outputs of an operator may be one tensor
+    rest = zeros.clone() if spec.strategy == "tiled" else None
+    return Outputs(zeros, lowest if spec.returns_lse else None, **grads, lse_rest=rest)
 
 
 def _gradients(out: Outputs, inputs: Inputs, dtypes: tuple[torch.dtype, ...]) -> _Three:
