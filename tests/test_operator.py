@@ -345,9 +345,9 @@ IN_SHARD = Spec(shard_of=20)
         (
             bad(target=torch.full((N,), -2), spec=IN_SHARD),
             IndexError,
-            "Target -2 .* are 20 classes",
+            "of a row is out .* are 20 classes",
         ),
-        (bad(target=torch.full((N,), V), spec=IN_SHARD), IndexError, "Target 9 is out of bounds"),
+        (bad(target=torch.full((N,), V), spec=IN_SHARD), IndexError, "of a row is out of bounds"),
         (bad(spec=Spec(ignore_index=-1, shard_of=20)), ValueError, "-1 .* class of another shard"),
         (bad(target=None), ValueError, "needs a target unless .* got None for target=indices"),
         (bad(target=None, spec=PROBABILITIES), ValueError, "got None for target=probabilities"),
