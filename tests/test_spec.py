@@ -165,6 +165,11 @@ def test_of_shard(whole, shard):
     assert spec.gradients_in_backward
 
 
+def test_a_shard_ignores_no_row_where_the_lse_is_read():
+    """An ignored row has one too; its target is a class elsewhere, on every rank."""
+    assert Spec(lse=True, shard_of=12).of_shard().ignore_index is None
+
+
 def test_specs_are_keys():
     twin = Spec(**{**ALL, "logits": expression.parse("0.1-z/3")})
     assert {Spec(**ALL): 1}[twin] == 1
