@@ -221,6 +221,14 @@ def add_tile(sums: Sums | None, z: Tensor, target: Target, rows: slice, classes:
     )
 
 
+def of_all(sums: Sums, spec: Spec) -> Sums:
+    """The sums over all classes that are here. A shard may hold none but impossible ones (padding
+    of the vocabulary, say); its lse is then the lowest number, and nothing of it is nan."""
+    if not spec.shard_of:
+        return sums
+    return sums._replace(total=torch.where(sums.total == 0, 1, sums.total))
+
+
 def rest_of(lse: Tensor, sums: Sums) -> Tensor:
     """What ``lse`` ``[rows]`` lacks of the logarithm of the sum of exp(z): where z is large, what
     was rounded away is a relative error of every softmax that is computed from it."""

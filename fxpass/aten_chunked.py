@@ -94,7 +94,7 @@ def _to_gradient(
     """
     z = expression.evaluate(spec.logits, logits)
     every = slice(0, logits.shape[1])
-    sums = aten.add_tile(None, z, target, rows, every)
+    sums = aten.of_all(aten.add_tile(None, z, target, rows, every), spec)
     loss, lse = aten.losses(sums, target, rows, spec)
     if not spec.gradients:
         return loss, lse, sums.total

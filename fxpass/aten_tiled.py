@@ -38,6 +38,7 @@ def _forward(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
             z = expression.evaluate(spec.logits, logits)
             sums = aten.add_tile(sums, z, target, part, some)
         assert sums is not None, "there is at least one class"
+        sums = aten.of_all(sums, spec)
         loss[part], lse[part] = aten.losses(sums, target, part, spec)
         rest[part] = aten.rest_of(lse[part], sums)
     return Outputs(loss, lse, lse_rest=rest)

@@ -59,7 +59,8 @@ def linear_cross_entropy(
         weight: ``[V, D]``, dtype of x.
         bias: ``[V]``, dtype of x, or None.
         target: class indices ``[N]`` (int64 or uint8) or class probabilities ``[N, V]``; None
-            where the spec says ``target=none``: the row loss is then the log-sum-exp.
+            where the spec says ``target=none``: the row loss is then the log-sum-exp. In a shard
+            (``shard_of``) an index of -1 is that of a class in another one.
         class_weight: ``[V]`` floating point, or None; None without a target.
         logits: ``[N, V]``, the linear's output where the graph holds it anyway, else None; carries
             no gradient.
@@ -69,7 +70,7 @@ def linear_cross_entropy(
         loss: f32 (f64 for f64 operands), a scalar, or ``[N]`` for ``none``.
         lse: ``[N]`` in the dtype of the loss, where the spec says ``lse=true``: the log-sum-exp of
             the transformed logits of every row, ignored ones too; ``[N]`` also for ``tiled``, with
-            any value where a row is ignored; else of size 0.
+            any value where a row is ignored, as in a shard of the classes; else of size 0.
         scale: scalar by which the loss's incoming gradient has to be multiplied.
         x_grad, weight_grad, bias_grad: unnormalised gradients in the dtype of the loss, shaped as
             their operands; of size 0 where ``spec.gradients`` does not name them, and where
@@ -166,8 +167,9 @@ def _of_no_classes(inputs: Inputs, spec: Spec) -> Outputs:
     shapes = {"x": inputs.x.shape, "weight": inputs.weight.shape, "bias": (0,)}
     grads = {name: zeros.new_zeros(shapes[name]) for name in spec.gradients}
     lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
-    rest = zeros if spec.strategy == "tiled" else None
-    return Outputs(zeros, lowest, **grads, lse_rest=rest)
+    # no two outputs of an operator may be one tensor
+    rest = zeros.clone() if spec.strategy == "tiled" else None
+    return Outputs(zeros, lowest if spec.returns_lse else None, **grads, lse_rest=rest)
 
 
 def _gradients(out: Outputs, inputs: Inputs, dtypes: tuple[torch.dtype, ...]) -> _Three:

@@ -100,8 +100,13 @@ class Spec:
         return self.lse or self.strategy == "tiled"
 
     def of_shard(self) -> Spec:
-        """What each rank's operator computes for this loss over the shards of all ranks."""
-        ignored = IGNORED if self.target == "indices" and self.ignore_index is not None else None
+        """What each rank's operator computes for this loss over the shards of all ranks.
+
+        Where the lse is read, that of an ignored row has to be right too: no row is ignored there,
+        and the class of one that is, is ``ELSEWHERE`` on every rank.
+        """
+        leaves_out = self.target == "indices" and self.ignore_index is not None and not self.lse
+        ignored = IGNORED if leaves_out else None
         ignore_index = self.ignore_index if self.target == "none" else ignored
         return dataclasses.replace(self, reduction="none", lse=True, ignore_index=ignore_index)
 

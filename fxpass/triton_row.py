@@ -268,6 +268,13 @@ def target_lines(f: Features) -> list[str]:
 
 
 def loss_lines(f: Features) -> list[str]:
+    """The loss of a row, given its sums."""
+    # an lse at the lowest number, and nothing that is nan
+    possible = ["s = tl.where(s == 0.0, 1.0, s)  # no class is possible in this shard"]
+    return possible * bool(f.shard_of) + _loss_lines(f)
+
+
+def _loss_lines(f: Features) -> list[str]:
     lse = ["tl.store(lse + row, m + tl.log(s))"] * f.lse
     if f.target == "none":
         return ["tl.store(loss + row, m + tl.log(s))", *lse]

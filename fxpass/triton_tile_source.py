@@ -91,7 +91,8 @@ def merge(spec: Spec, weighted: bool) -> Kernel:
     """
     f = _features(dataclasses.replace(spec, gradients=()), weighted)
     needs_target = f.indices and (f.ignore_index is not None or f.weighted or f.sharded)
-    sizes = ["V"] * bool(f.smoothing and f.indices) + ["splits"]
+    needs_v = f.indices and bool(f.smoothing) and not (f.sharded and f.weighted)
+    sizes = ["V"] * needs_v + ["splits"]
     sizes += ["per_split"] * (f.dense and not triton_tile_body.varies(f)) + ["SPLITS"]
     parameters = [
         *triton_tile_body.partials(f),

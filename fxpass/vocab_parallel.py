@@ -148,7 +148,7 @@ class _Shard:
             self.mass = torch.where(valid, sharp * inside + here_smooth, 0)
             # a class that there is not anywhere is refused by the operator
             local = torch.where(inside, index - first, torch.where(known, ELSEWHERE, _NOWHERE))
-            target = torch.where(valid, local, IGNORED)
+            target = torch.where(valid, local, ELSEWHERE if spec.lse else IGNORED)
         elif spec.target == "probabilities":
             assert target is not None
             target = target[:, here]

@@ -68,7 +68,9 @@ def autograd(inputs, spec, dtype):
     z = TRANSFORMS[expression.text(spec.logits)](F.linear(*operands).to(at_least_f32))
     lse = z.logsumexp(1)
     loss = lse
-    if inputs.target is not None:
+    if spec.shard_of and inputs.target is not None:
+        loss = _in_shard(z, lse, inputs, spec)
+    elif inputs.target is not None:
         loss = F.cross_entropy(
             z,
             inputs.target.to(at_least_f32) if spec.target == "probabilities" else inputs.target,
@@ -82,6 +84,22 @@ def autograd(inputs, spec, dtype):
         total = total + lse @ inputs.lse_scale.to(at_least_f32)
     total.backward()
     return loss.detach(), lse.detach(), *(None if t is None else t.grad for t in operands)
+
+
+def _in_shard(z, lse, inputs, spec):
+    """Row losses where the classes are some of ``spec.shard_of``: Q * lse - sum(q * z), Q = sum(q),
+    with a distribution q that has its peak in another shard where the target is -1."""
+    s, target = spec.label_smoothing, inputs.target
+    w = 1 if inputs.class_weight is None else inputs.class_weight.to(z.dtype)
+    if spec.target == "probabilities":
+        peak, counts = target.to(z.dtype), True
+    else:
+        peak = target.unsqueeze(1) == torch.arange(z.shape[1], device=z.device)
+        ignored = -100 if spec.ignore_index is None else spec.ignore_index
+        counts = (target != ignored).unsqueeze(1)
+    q = w * ((1 - s) * peak + s / spec.shard_of) * counts
+    # where() and not a product: a class may be impossible, and 0 * -inf is nan
+    return q.sum(1) * lse - torch.where(q == 0, 0, q * z).sum(1)
 
 
 def check(inputs, spec, rows=3):

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch.library import opcheck
 
+from fxpass import ignored, operator
 from fxpass.operator import linear_cross_entropy, linear_cross_entropy_backward
-from fxpass.spec import Spec
+from fxpass.spec import ELSEWHERE, IGNORED, Spec
 
 N, D, V = 6, 4, 9
 
@@ -225,6 +226,85 @@ def test_fp16_gradients_survive_a_large_scale_and_many_rows():
         assert (got.grad == 0).sum() <= (exact.grad.half() == 0).sum() * 1.01
 
 
+# ---------------------------------------------------------------- shards of the classes
+
+
+def in_shard(strategy, **changes):
+    """Arguments of a shard's loss: rows with a target here, elsewhere, and ignored."""
+    whole = Spec(gradients=("x", "weight", "bias"), strategy=strategy, shard_of=20, **changes)
+    args = arguments(whole.of_shard())
+    if args[3] is not None and args[3].dtype == torch.int64:
+        args[3][:4] = torch.tensor([ELSEWHERE, ELSEWHERE, IGNORED, IGNORED])
+    return args
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_opcheck_of_a_shard(strategy):
+    args = in_shard(strategy, label_smoothing=0.1)
+    opcheck(torch.ops.fxpass.linear_cross_entropy.default, args)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "lse"), [("chunked", True), ("chunked", False), ("tiled", True)]
+)
+def test_opcheck_of_a_shard_without_classes(lse, strategy):
+    x, weight, bias, target, _, _, text = in_shard(strategy)
+    spec = dataclasses.replace(Spec.parse(text), lse=lse)
+    weight, bias = (t.detach()[:0].requires_grad_() for t in (weight, bias))
+    args = (x, weight, bias, target.clamp(max=ELSEWHERE), None, None, spec.text())
+    opcheck(torch.ops.fxpass.linear_cross_entropy.default, args)
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_shard_without_classes_adds_nothing(dtype, strategy):
+    *_, text = in_shard(strategy, label_smoothing=0.1)
+    x, weight, bias = (torch.randn(s, dtype=dtype) for s in ((N, D), (0, D), (0,)))
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    target = torch.tensor([ELSEWHERE] * 4 + [IGNORED] * 2)
+    loss, lse, *_ = linear_cross_entropy(*leaves, target, torch.rand(0), None, text)
+    assert loss.dtype == lse.dtype == torch.promote_types(dtype, torch.float32)
+    assert loss.tolist() == [0.0] * N
+    assert lse.tolist() == [torch.finfo(lse.dtype).min] * N
+    (loss + lse * torch.randn(N)).sum().backward()
+    for leaf in leaves:
+        assert leaf.grad.shape == leaf.shape
+        assert leaf.grad.dtype == dtype
+        assert not leaf.grad.any()
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+@pytest.mark.parametrize("read", ["loss", "lse", "both"])
+def test_rows_that_a_shard_ignores_are_left_out(monkeypatch, read, strategy):
+    """Forward and backward see the other rows, and the answer is the same as with all of them."""
+    x, weight, bias, *rest = in_shard(strategy, label_smoothing=0.1)
+    counted = torch.tensor([0, 1, 4, 5])
+    of_loss, of_lse = torch.randn(N), torch.zeros(N).index_copy_(0, counted, torch.randn(4))
+    seen, lower = [], operator.lower
+    monkeypatch.setattr(operator, "lower", lambda i, s: seen.append(len(i.x)) or lower(i, s))
+
+    def answer():
+        leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
+        loss, lse, *_ = linear_cross_entropy(*leaves, *rest)
+        total = (loss @ of_loss) * (read != "lse") + (lse @ of_lse) * (read != "loss")
+        return loss, lse[counted], *torch.autograd.grad(total, leaves)
+
+    fewer = answer()
+    monkeypatch.setattr(ignored, "_WORTH_IT", 1.0)
+    for ours, whole in zip(fewer, answer(), strict=True):
+        torch.testing.assert_close(ours, whole)
+    assert seen == [4, 4, N, N]
+    assert not fewer[0][2:4].any()
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_an_ignored_row_of_a_shard_has_the_largest_lse(strategy):
+    """It has to be finite, and its softmax 0: other ranks' shards subtract theirs from it."""
+    lse = linear_cross_entropy(*in_shard(strategy))[1]
+    assert lse[2:4].tolist() == [torch.finfo(torch.float32).max] * 2
+    assert (lse[[0, 1, 4, 5]].abs() < 100).all()
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -238,6 +318,7 @@ def bad(**changes):
 PROBABILITIES = Spec(target="probabilities")
 NO_TARGET = Spec(target="none")
 EVERY_ROW = Spec(ignore_index=None)
+IN_SHARD = Spec(shard_of=20)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +342,13 @@ EVERY_ROW = Spec(ignore_index=None)
         (bad(target=torch.full((N,), V)), IndexError, "Target 9 is out of bounds"),
         (bad(target=torch.full((N,), -1)), IndexError, "Target -1 is out of bounds"),
         (bad(target=torch.full((N,), -100), spec=EVERY_ROW), IndexError, "Target -100 is out of"),
+        (
+            bad(target=torch.full((N,), -2), spec=IN_SHARD),
+            IndexError,
+            "of a row is out .* are 20 classes",
+        ),
+        (bad(target=torch.full((N,), V), spec=IN_SHARD), IndexError, "of a row is out of bounds"),
+        (bad(spec=Spec(ignore_index=-1, shard_of=20)), ValueError, "-1 .* class of another shard"),
         (bad(target=None), ValueError, "needs a target unless .* got None for target=indices"),
         (bad(target=None, spec=PROBABILITIES), ValueError, "got None for target=probabilities"),
         (bad(target=torch.zeros(N).long(), spec=NO_TARGET), ValueError, r"got \[6\] for .*none"),

@@ -18,6 +18,7 @@ OTHER_VALUES = {
     "logits": [expression.parse(s) for s in ("30*tanh(z/30)", "where(z<=0,1,z)", "-z/3+0.1")],
     "gradients": [("x",), ("weight",), ("x", "weight", "bias")],
     "lse": [True],
+    "shard_of": [1, 128256],
     "strategy": ["tiled"],
     "gradient_filter": [True],
     "memory_mb": [1, 4096],
@@ -50,8 +51,8 @@ def test_defaults_are_left_out_and_the_order_is_fixed():
     assert Spec.parse(Spec().text()) == Spec()
     assert Spec(**dict(reversed(ALL.items()))).text() == (
         f"{REVISION} reduction=sum target=probabilities ignore_index=-4611686018427387904 "
-        "label_smoothing=1.0 logits=0.1-z/3 gradients=x,weight,bias lse=true strategy=tiled "
-        "gradient_filter=true memory_mb=4096"
+        "label_smoothing=1.0 logits=0.1-z/3 gradients=x,weight,bias lse=true shard_of=128256 "
+        "strategy=tiled gradient_filter=true memory_mb=4096"
     )
 
 
@@ -66,6 +67,7 @@ def test_defaults_are_left_out_and_the_order_is_fixed():
         ("label_smoothing", 1.5, r"label_smoothing must be in \[0, 1\], got 1.5"),
         ("label_smoothing", float("nan"), r"label_smoothing must be in \[0, 1\], got nan"),
         ("memory_mb", -1, "memory_mb must not be negative, got -1"),
+        ("shard_of", -1, "shard_of must not be negative, got -1"),
     ],
 )
 def test_a_bad_value_is_named(name, value, message):
@@ -98,6 +100,7 @@ def test_gradients_wait_for_backward_where_rows_have_their_own(reduction, lse):
         *("logits=z<0", "logits=z=0", "logits=tanh(z"),
         *("gradients=", "gradients=X", "gradients=x,,weight", "gradients=x;weight"),
         *("memory_mb=-1", "memory_mb=1e3", "memory_mb=", "memory_mb=" + "9" * 5000),
+        *("shard_of=-1", "shard_of=1e3", "shard_of=", "shard_of=0", "shard_of=all"),
         *("colour=red", "_FIELDS=1", "__class__=x", "text=x", "=mean", ""),  # no field of a spec
         *("target=indices target=indices", "memory_mb=1 memory_mb=2"),  # one of them twice
         *("reduction=sum", " memory_mb=1", "memory_mb=1 ", "memory_mb=1\n"),
@@ -139,6 +142,32 @@ def test_another_revision_says_what_to_do(source):
     with pytest.raises(ValueError, match="clear the compile cache") as caught:
         Spec.parse(source)
     assert f"another version of fxpass ({found!r}, this is {REVISION!r})" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("whole", "shard"),
+    [
+        ("reduction=mean", "reduction=none"),
+        ("reduction=sum ignore_index=-1", "reduction=none"),
+        ("reduction=none ignore_index=none", "reduction=none ignore_index=none"),
+        (
+            "reduction=mean target=probabilities ignore_index=5",
+            "reduction=none target=probabilities ignore_index=none",
+        ),
+        ("reduction=mean target=none", "reduction=none target=none"),
+    ],
+)
+def test_of_shard(whole, shard):
+    """Every rank returns rows and their lses, and an ignored row has a target of its own."""
+    rest = "shard_of=12 strategy=tiled memory_mb=3"
+    spec = Spec.parse(f"{REVISION} {whole} gradients=x {rest}").of_shard()
+    assert spec.text() == f"{REVISION} {shard} gradients=x lse=true {rest}"
+    assert spec.gradients_in_backward
+
+
+def test_a_shard_ignores_no_row_where_the_lse_is_read():
+    """An ignored row has one too; its target is a class elsewhere, on every rank."""
+    assert Spec(lse=True, shard_of=12).of_shard().ignore_index is None
 
 
 def test_specs_are_keys():

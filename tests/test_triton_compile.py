@@ -33,6 +33,7 @@ PLAIN = "gradients=x"
 SOFTCAP = "logits=30*tanh(z/30) gradients=x"
 EVERYTHING = f"ignore_index=-1 label_smoothing=0.1 {SOFTCAP}"
 PROBABILITIES = "target=probabilities label_smoothing=0.1 gradients=x"
+SHARD = f"label_smoothing=0.1 gradients=x shard_of={CLASSES}"
 # label: spec, class weights, scales of loss and lse, classes, dtypes of the logits
 KERNELS = {
     "forward": ("", False, (), CLASSES, ("bf16",)),
@@ -46,6 +47,7 @@ KERNELS = {
     "probabilities, whole rows": (PROBABILITIES, True, (), FEW_CLASSES, ("bf16",)),
     "loss and lse": ("lse=true", False, (), CLASSES, ("bf16",)),
     "backward of both": (f"label_smoothing=0.1 {SOFTCAP}", True, (True, True), CLASSES, ("fp16",)),
+    "shard": (SHARD, True, (True, True), CLASSES // 8, ("bf16",)),
     "no target": (f"target=none {PLAIN}", False, (), CLASSES, ("bf16",)),
     "backward of no target": (f"target=none {SOFTCAP}", False, (True,), CLASSES, ("fp16",)),
 }

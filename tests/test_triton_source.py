@@ -1,5 +1,7 @@
 """The text of the generated kernels: what is there, what is absent, what the expressions say."""
 
+import dataclasses
+import difflib
 import math
 import os
 import subprocess
@@ -157,6 +159,8 @@ def linear_cross_entropy_6cb90001(
         (["ignore", "if "], Spec(ignore_index=None), Spec()),
         (['"target"', "target,", "z_t", "if "], Spec(target="none", gradients=("x",)), Spec()),
         (["target_stride"], EVERYTHING, Spec(target="probabilities")),
+        (["away", "shard", "s == 0.0"], Spec(gradients=("x",)), Spec(shard_of=9)),
+        (["away", "t =="], Spec(target="none", shard_of=9), Spec(shard_of=9)),
     ],
 )
 def test_absent_features_leave_no_text(words, absent_from, present_in):
@@ -165,6 +169,52 @@ def test_absent_features_leave_no_text(words, absent_from, present_in):
     scales = {"row_scaled": True, "lse_scaled": present_in is None}
     with_it = generate(present_in or absent_from, weighted=True, **scales).source
     assert [word for word in words if word not in with_it] == []
+
+
+def test_what_a_shard_of_the_classes_adds():
+    """And nothing beside it; smoothing is spread over all classes, not over those that are here."""
+    spec = Spec(gradients=("x",), label_smoothing=0.1)
+    whole, shard = (
+        generate(s, weighted=False, row_scaled=True, lse_scaled=True).source.splitlines()
+        for s in (spec, dataclasses.replace(spec, shard_of=100))
+    )
+    changed = [line for line in difflib.ndiff(whole, shard) if line[0] in "+-"]
+    assert_expected_inline(
+        "\n".join(changed),
+        """\
+- class indices; ignore_index -100; label smoothing 0.1; gradient of the log-sum-exp.
++ class indices; ignore_index -100; a shard of 100 classes; label smoothing 0.1; gradient of the
++ log-sum-exp.
+- def linear_cross_entropy_3cfbd015(
++ def linear_cross_entropy_170523fc(
++     away = t == -1  # in another shard
++     t = tl.where(away, 0, t)
++     z_t = tl.where(away, 0.0, z_t)
+-     sharp = 0.9
++     s = tl.where(s == 0.0, 1.0, s)  # no class is possible in this shard
++     sharp = tl.where(away, 0.0, 0.9)
+-     smooth = 0.1 / V
++     smooth = 0.1 / 100
++     mass = sharp + smooth * V
+-     tl.store(loss + row, tl.where(ignored, 0.0, tl.log(s) - sharp * (z_t - m) - smooth * dot))
++     tl.store(loss + row, tl.where(ignored, 0.0, mass * tl.log(s) - sharp * (z_t - m) - smooth * dot))
+-     share = (unit + 1024.0 * tl.load(lse_scale + row)) / s
++     share = (mass * unit + 1024.0 * tl.load(lse_scale + row)) / s""",
+    )
+
+
+@pytest.mark.parametrize("target", ["probabilities", "none"])
+def test_a_shard_without_class_indices(target):
+    """Only where nothing is possible is it different; smoothing is spread over all classes."""
+    spec = Spec(target=target, label_smoothing=0.1 * (target == "probabilities"))
+    whole, shard = (
+        generate(s, weighted=False).source.splitlines()
+        for s in (spec, dataclasses.replace(spec, shard_of=100))
+    )
+    added = [line.strip() for line in shard if line not in whole and "def " not in line]
+    smooth = ["q = tl.where(inside, 0.9 * q + 0.1 / 100, 0.0)"] * bool(spec.label_smoothing)
+    possible = "s = tl.where(s == 0.0, 1.0, s)  # no class is possible in this shard"
+    assert added == [*smooth, possible]
 
 
 def test_forward_only_writes_nothing_but_the_loss():

@@ -36,6 +36,7 @@ ALIGNED = (
     *("a_row", "b_stride", "out_stride"),
 )
 PLAIN = Spec()
+SHARD = Spec(label_smoothing=0.1, shard_of=128256)
 EVERYTHING = Spec(label_smoothing=0.1, logits=expression.parse("30*tanh(z/30)"))
 
 
@@ -67,6 +68,7 @@ def units(target):
     blocks = {"a_col": 1, "BLOCK_I": config[low].BLOCK_N, "BLOCK_J": config[low].BLOCK_V}
     options = {"num_warps": config[low].num_warps, "num_stages": 2}
     source = triton_tile_source
+    merge = unit(source.merge(SHARD, True), low, config[low], SPLITS=16)
     product = unit(triton_tile_filter.product(True, True, ""), low, config[low], **blocks)
     return {
         f"forward, {low}": unit(source.forward(PLAIN, False, gemm[low]), low, config[low]),
@@ -81,6 +83,10 @@ def units(target):
             source.backward(PLAIN, False, True, False, gemm["fp32"]), "fp32", config["fp32"]
         ),
         f"product, {low}": Unit(**{**vars(product), "options": options}),
+        f"backward, shard, {low}": unit(
+            source.backward(SHARD, *flags, gemm[low]), low, config[low]
+        ),
+        "merge, shard": Unit(**{**vars(merge), "options": {"num_warps": 1}}),
     }
 
 

@@ -1,6 +1,7 @@
 """The text of the kernels of tiles: what is there, what is absent, who shares a name."""
 
 import dataclasses
+import difflib
 import os
 import subprocess
 import sys
@@ -193,12 +194,61 @@ PLAIN = {"spec": Spec(), "weighted": False, "scaled": False, "gemm": Gemm(), "fi
         (["target_stride", "row_mass"], {"spec": SMOOTH}, {"spec": PROBABILITIES}),
         (["x_stride", "weight_stride", "depth"], {"gemm": Gemm(described=True)}, PLAIN),
         (["flags", "resolution"], {}, {}),
+        (["away", "shard"], {}, {"spec": Spec(shard_of=9)}),
     ],
 )
 def test_absent_features_leave_no_text(words, absent_from, present_in):
     without, with_it = everything(**PLAIN | absent_from), everything(**present_in)
     assert [word for word in words if word in without] == []
     assert [word for word in words if word not in with_it] == []
+
+
+def code(kernel):
+    """Lines of a kernel's code, without its name."""
+    _, _, text = kernel.source.partition("import triton\n")
+    return text.replace(kernel.name, "kernel").splitlines()
+
+
+def test_what_a_shard_of_the_classes_adds():
+    """And nothing beside it: forward finds no target's logit where the class is elsewhere."""
+    whole = Spec(gradients=("x",))
+    shard, gemm = dataclasses.replace(whole, shard_of=100), Gemm()
+    assert code(forward(shard, False, gemm)) == code(forward(whole, False, gemm))
+    smooth = [dataclasses.replace(s, label_smoothing=0.1) for s in (whole, shard)]
+    forwards = [code(forward(s, True, gemm)) for s in smooth]
+    assert forwards[0] == forwards[1]
+    of_whole = [*code(merge(whole, False)), *code(backward(whole, False, True, True, gemm))]
+    of_shard = [*code(merge(shard, False)), *code(backward(shard, False, True, True, gemm))]
+    changed = [line for line in difflib.ndiff(of_whole, of_shard) if line[0] in "+-"]
+    assert_expected_inline(
+        "\n".join(changed),
+        """\
++     away = t == -1  # in another shard
++     t = tl.where(away, 0, t)
++     s = tl.where(s == 0.0, 1.0, s)  # no class is possible in this shard
++     sharp = tl.where(away, 0.0, 1.0)
+-     tl.store(loss + row, tl.where(ignored, 0.0, tl.log(s) - (z_t - m)))
++     tl.store(loss + row, tl.where(ignored, 0.0, sharp * tl.log(s) - sharp * (z_t - m)))
++     away = t == -1  # in another shard
++     t = tl.where(away, 0, t)
++     sharp = tl.where(away, 0.0, 1.0)
+-     share = (unit + 1024.0 * tl.load(lse_scale + rows, mask=row_inside, other=0.0)) * tl.exp(-tl.load(lse_rest + rows, mask=row_inside, other=0.0))
++     share = (sharp * unit + 1024.0 * tl.load(lse_scale + rows, mask=row_inside, other=0.0)) * tl.exp(-tl.load(lse_rest + rows, mask=row_inside, other=0.0))
+-     gradient -= tl.where(cols[None, :] == t[:, None], unit[:, None], 0.0)
++     gradient -= tl.where(cols[None, :] == t[:, None], (sharp * unit)[:, None], 0.0)""",
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_smoothing_in_a_shard_is_spread_over_all_classes(weighted):
+    spec = Spec(label_smoothing=0.1, shard_of=100)
+    for kernel in (merge(spec, weighted), backward(spec, weighted, True, True, Gemm())):
+        assert "smooth = 0.1 / 100" in kernel.source
+        assert "/ V" not in kernel.source
+    assert ("    V," in merge(spec, weighted).source) != weighted  # else a parameter for nothing
+    soft = dataclasses.replace(spec, target="probabilities")
+    for kernel in (forward(soft, False, Gemm()), mass(soft, False)):
+        assert "0.9 * q + 0.1 / 100" in kernel.source
 
 
 def test_forward_has_no_gradient_and_backward_no_loss():

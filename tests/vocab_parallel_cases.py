@@ -28,6 +28,7 @@ class Case:
         bias, weighted: whether there are a bias and class weights.
         dtype: of x, weight and bias.
         ignored: whether some rows have ``spec.ignore_index`` as their target.
+        padding: how many classes, the last ones, a bias makes impossible.
     """
 
     spec: Spec
@@ -36,6 +37,7 @@ class Case:
     weighted: bool = False
     dtype: torch.dtype = torch.float32
     ignored: bool = False
+    padding: int = 0
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The whole problem, the same on every rank."""
@@ -46,14 +48,18 @@ class Case:
 
         index = torch.randint(self.v, (N,), generator=random)
         index[0], index[1] = 0, self.v - 1
+        index.clamp_(max=self.v - 1 - self.padding)
         if self.ignored:
             assert self.spec.ignore_index is not None
             index[2:4] = self.spec.ignore_index
         targets = {"indices": index, "probabilities": randn(N, self.v).softmax(1), "none": None}
+        bias = randn(self.v).to(self.dtype) if self.bias else None
+        if bias is not None and self.padding:
+            bias[-self.padding :] = -torch.inf
         return {
             "x": (3 * randn(N, D)).to(self.dtype),
             "weight": randn(self.v, D).to(self.dtype),
-            "bias": randn(self.v).to(self.dtype) if self.bias else None,
+            "bias": bias,
             "target": targets[self.spec.target],
             "class_weight": randn(self.v).exp() if self.weighted else None,
         }
@@ -66,6 +72,8 @@ CASES = {
     "uneven": Case(Spec(), v=13),
     "a rank without classes": Case(Spec(label_smoothing=0.1), v=1, bias=True),
     "bias": Case(Spec(), v=13, bias=True),
+    "a rank of padding": Case(Spec(), bias=True, padding=7),
+    "a rank of padding, tiled": Case(Spec(strategy="tiled"), bias=True, padding=7),
     "ignored": Case(Spec(), ignored=True),
     "ignored 0": Case(Spec(ignore_index=0), ignored=True),
     "ignored -1": Case(Spec(ignore_index=-1, label_smoothing=0.1), ignored=True, v=13),
@@ -82,6 +90,8 @@ CASES = {
         Spec(target="probabilities", label_smoothing=0.1), weighted=True
     ),
     "z-loss": Case(Spec(lse=True), v=13),
+    "z-loss, ignored": Case(Spec(lse=True, label_smoothing=0.1), v=13, ignored=True),
+    "z-loss, ignored, tiled": Case(Spec(lse=True, strategy="tiled"), v=13, ignored=True),
     "lse": Case(Spec(target="none", reduction="none"), v=13),
     "tiled": Case(Spec(strategy="tiled", label_smoothing=0.1), v=13, weighted=True, ignored=True),
     "bfloat16": Case(Spec(), v=13, dtype=torch.bfloat16),
