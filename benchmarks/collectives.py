@@ -67,7 +67,7 @@ class _Counted(dist.ProcessGroup):
     """The world, with a list of what went through."""
 
     def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue], torch's stub lacks it
         self.calls: list[Call] = []
         self.inner: Any = dist.group.WORLD
 

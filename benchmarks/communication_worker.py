@@ -155,7 +155,7 @@ def _measure(
     parallelize_module(head, mesh, {"lm_head": plan})
     step: Any = head
     if program.backend is not None:
-        options = {"fusedce.inner": job.inner} if program.backend == "fusedce" else None
+        options: Any = {"fusedce.inner": job.inner} if program.backend == "fusedce" else None
         step = torch.compile(head, backend=program.backend, options=options)
     h = x.detach().unflatten(0, (job.batch, job.seq))
     here = slice(None)
@@ -170,6 +170,7 @@ def _measure(
         calls.clear()
         loss.backward()
         backward = calls.copy()
+    assert h.grad is not None
     dx = DTensor.from_local(h.grad, mesh, [Shard(1) if apart else Replicate()], run_check=False)
     dw: Any = head.lm_head.weight.grad
     if isinstance(loss, DTensor):
@@ -256,7 +257,9 @@ def run(job: Job) -> tuple[list[list[Step]], dict[str, float]]:
 
 def _step(found: dict[str, Any]) -> Step:
     step = Step(**found)
-    step.forward, step.backward = ([Call(*c) for c in part] for part in (step.forward, step.backward))
+    step.forward, step.backward = (
+        [Call(*c) for c in part] for part in (step.forward, step.backward)
+    )
     return step
 
 
@@ -270,8 +273,9 @@ def wrong(step: Step, eager: dict[str, float], dtype: str) -> str:
 
 
 if __name__ == "__main__":
-    found = json.loads(sys.argv[1])
-    job = Job(**{key: tuple(v) if isinstance(v, list) else v for key, v in found.items()})
+    found: dict[str, Any] = json.loads(sys.argv[1])
+    found |= {key: tuple(v) for key, v in found.items() if isinstance(v, list)}
+    job = Job(**found)
     # a process that has seen a GPU cannot be forked
     alone = threading.active_count() == 1 and not torch.cuda.is_initialized()
     start_processes(
