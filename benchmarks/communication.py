@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 import time
 from collections import Counter
@@ -226,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     text = sys.argv[1:] if argv is None else argv
-    command = " ".join(["python -m benchmarks.communication", *text])
+    command = shlex.join(["python", "-m", "benchmarks.communication", *text])
     kind = "NCCL" if device == "cuda" else "gloo"
     where = f"{kind} on one machine; {heading(about(device))}"
     rows = []
