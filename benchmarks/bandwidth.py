@@ -1,0 +1,212 @@
+"""``python -m benchmarks.bandwidth``: what a sharded head exchanges, and what that should cost.
+
+A model, nothing here is measured: formulas for the bytes that each rank sends, which
+``benchmarks.communication`` checks against what ranks really send, and a prediction of the time of
+a training step of the head and its loss, forward and backward, from rates that are assumed::
+
+    python -m benchmarks.bandwidth
+    python -m benchmarks.bandwidth --head qwen3-8b --n 16384 --across 4e11
+    >>> sympy.factor(sent(HEADS["fusedce"].loss))
+    6*N*a*(W - 1)/W
+
+Symbols: ``N`` rows, ``D`` hidden size, ``V`` classes, ``W`` ranks; ``e`` bytes of an element of
+hidden states and logits, ``a`` of a number per row that the loss is computed from (f32: 4).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import sympy
+from sympy import Expr, Piecewise, ceiling, log
+
+from benchmarks import heads
+from benchmarks.collectives import RING
+from benchmarks.table import MIB
+
+RANKS = (1, 2, 4, 8, 16, 32, 64)
+
+
+class Exchange(NamedTuple):
+    """One collective of a step.
+
+    Attributes:
+        backward: in which pass.
+        op: a key of :data:`benchmarks.collectives.RING`.
+        nbytes: of the whole: of what is reduced, gathered or scattered.
+    """
+
+    backward: bool
+    op: str
+    nbytes: Expr
+
+
+class Head(NamedTuple):
+    """A way to compute a sharded head and its loss.
+
+    Attributes:
+        loss: what it exchanges, but for the hidden states and their gradient.
+        products: GEMMs of a step, each of 2·N·D·V / W operations; by more ranks than one.
+        passes: how often elements of logits are read or written by a rank, in units of N·V, beside
+            what the GEMMs do: the least that there can be, not what somebody's code takes.
+    """
+
+    loss: tuple[Exchange, ...]
+    products: int
+    passes: Expr
+
+
+class Assumed(NamedTuple):
+    """Rates of a machine that nobody has measured; the fields are symbols of the model.
+
+    Attributes:
+        flops: operations a second of a GEMM: 70 % of the 989e12 of an H100's or H200's bf16.
+        memory: bytes a second, an H100's.
+        within: bytes a second that a rank sends to ranks of its node, NVLink of an H100.
+        across: ... where there are more ranks than in a node: one 400 Gb/s adapter for each GPU.
+        latency: seconds of a collective, for each doubling of the ranks.
+        node: ranks of a node.
+    """
+
+    flops: float = 0.7 * 989e12
+    memory: float = 3.35e12
+    within: float = 450e9
+    across: float = 50e9
+    latency: float = 10e-6
+    node: int = 8
+
+
+N, D, V, W, e, a = SIZES = sympy.symbols("N D V W e a", positive=True)
+RATES = sympy.symbols("flops memory within across latency node", positive=True)
+_flops, _memory, _within, _across, _latency, _node = RATES
+
+_row = Exchange(False, "all_reduce", a * N)
+HEADS = {
+    # maximum; then sum of exponentials and loss in one. Backward computes the logits again.
+    "fusedce": Head((_row, Exchange(False, "all_reduce", 2 * a * N)), 4, 3 / W),
+    # maximum, sum of exponentials, the target's logarithm
+    "loss_parallel": Head((_row,) * 3, 3, 3 / W),
+    # every rank reads all logits, and of their gradient needs its own part
+    "gathered logits": Head((Exchange(False, "all_gather", e * N * V),), 3, 1 + 2 / W),
+}
+_states = e * N * D
+# how the hidden states lie -> what every such head exchanges of them and their gradient
+HIDDEN = {
+    "replicated": (Exchange(True, "all_reduce", _states),),
+    "sequence-sharded": (
+        Exchange(False, "all_gather", _states),
+        Exchange(True, "reduce_scatter", _states),
+    ),
+}
+
+
+def sent(exchanges: Sequence[Exchange]) -> Expr:
+    """Bytes that each rank sends, by rings."""
+    return sum((RING[x.op] * (W - 1) / W * x.nbytes for x in exchanges), sympy.Integer(0))
+
+
+def seconds(name: str) -> Expr:
+    """Of a step of a head with replicated hidden states; one thing after the other."""
+    head = HEADS[name]
+    exchanges = (*head.loss, *HIDDEN["replicated"])
+    # on one rank fusedce computes gradients in forward, and no logits twice
+    products = Piecewise((3, sympy.Eq(W, 1)), (head.products, True))
+    bandwidth = Piecewise((_within, _node >= W), (_across, True))
+    return (
+        products * 2 * N * D * V / W / _flops
+        + head.passes * e * N * V / _memory
+        + sent(exchanges) / bandwidth
+        + len(exchanges) * _latency * ceiling(log(W, 2))
+    )
+
+
+class Sizes(NamedTuple):
+    """A head's sizes; the fields are symbols of the model, in its order, but for the ranks."""
+
+    n: int
+    d: int
+    v: int
+    element: int = 2
+    number: int = 4
+
+    def at(self, ranks: int) -> tuple[int, ...]:
+        """With a number of ranks: the values of ``SIZES``."""
+        return (self.n, self.d, self.v, ranks, self.element, self.number)
+
+
+def predicted(name: str, sizes: Sizes, ranks: int, assumed: Assumed) -> float:
+    """Seconds of a step."""
+    known = zip((*SIZES, *RATES), (*sizes.at(ranks), *assumed), strict=True)
+    return float(
+        seconds(name).subs(dict(known))
+    )  # exact: a logarithm of floats would be rounded up
+
+
+def whole(exchange: Exchange, sizes: Sizes, ranks: int) -> int:
+    """Bytes of what is reduced, gathered or scattered."""
+    return int(exchange.nbytes.subs(dict(zip(SIZES, sizes.at(ranks), strict=True))))
+
+
+def per_rank(exchanges: Sequence[Exchange], sizes: Sizes, ranks: int) -> float:
+    """Bytes that each rank sends."""
+    return float(sent(exchanges).subs(dict(zip(SIZES, sizes.at(ranks), strict=True))))
+
+
+def table(sizes: Sizes, assumed: Assumed, ranks: Sequence[int] = RANKS) -> str:
+    """Predicted bytes and times as markdown."""
+    lines = [
+        "| ranks | hidden states' gradient, MiB | "
+        + " | ".join(f"{name}: loss MiB | ms | speed-up" for name in HEADS)
+        + " |",
+        "|" + "---:|" * (2 + 3 * len(HEADS)),
+    ]
+    for w in ranks:
+        cells = [str(w), f"{per_rank(HIDDEN['replicated'], sizes, w) / MIB:,.1f}"]
+        for name, head in HEADS.items():
+            now, alone = (predicted(name, sizes, k, assumed) for k in (w, 1))
+            nbytes = per_rank(head.loss, sizes, w) / MIB
+            cells += [f"{nbytes:,.2f}", f"{now * 1e3:.2f}", f"{alone / now:.1f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def assumptions(assumed: Assumed) -> str:
+    """What the prediction takes for granted, in words."""
+    return (
+        f"GEMMs at {assumed.flops / 1e12:,.0f} TFLOP/s, memory at {assumed.memory / 1e12:g} TB/s; "
+        f"each rank sends at {assumed.within / 1e9:g} GB/s among up to {assumed.node} ranks and at "
+        f"{assumed.across / 1e9:g} GB/s among more; a collective takes "
+        f"{assumed.latency * 1e6:g} µs for each doubling of the ranks beside that; nothing overlaps"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line and prints."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.bandwidth",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add: Any = parser.add_argument
+    add("--head", choices=heads.HEADS, default="llama-3-8b", help="whose sizes")
+    add("--n", type=int, default=8192, help="rows (tokens)")
+    add("--ranks", type=int, nargs="+", default=list(RANKS))
+    for field, default in Assumed()._asdict().items():
+        add(f"--{field}", type=type(default), default=default, help="assumed; default: %(default)g")
+    args = parser.parse_args(argv)
+    if min(args.ranks) < 1:
+        parser.error("--ranks: at least 1")
+    head = heads.HEADS[args.head]
+    assumed = Assumed(*(getattr(args, field) for field in Assumed._fields))
+    print(
+        f"Predicted, not measured: {args.head} (D={head.d}, V={head.v}), N={args.n}, bf16, a step "
+        f"of the head and its loss, bytes sent by each rank.\n{assumptions(assumed)}.\n\n"
+        f"{table(Sizes(args.n, head.d, head.v), assumed, args.ranks)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
