@@ -3,11 +3,8 @@ head that is sharded over classes while FSDP2 shards it over rows' ranks as well
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 import torch.distributed as dist
 from sharding_cases import ColwiseParallel, Model, Shard, log_of_fxpass, mean, result, whole
@@ -29,12 +26,10 @@ def ids() -> Tensor:
     return torch.tensor([[5], [90]]) + torch.arange(12)
 
 
-def llama(world: int) -> dict[str, Any]:
+def llama(world: int, folder: str) -> dict[str, Any]:
     """A training step, and the loss without gradients, of a Llama that transformers has sharded."""
-    with tempfile.TemporaryDirectory() as folder:
-        tiny.llama().save_pretrained(folder)
-        config = DistributedConfig(tp_size=world)
-        model = LlamaForCausalLM.from_pretrained(Path(folder), distributed_config=config)
+    config = DistributedConfig(tp_size=world)
+    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
     out: dict[str, Any] = {}
     for name, settings in {"defaults": {}, "dropped": {"fusedce.logits": "drop"}}.items():
         torch._dynamo.reset()
@@ -82,5 +77,6 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn((4, 6, 8), generator=random), torch.randint(13, (4, 6), generator=random)
 
 
-def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
-    return two_dimensions(rank, device) if world == 4 else llama(world)
+def main(rank: int, world: int, device: torch.device, *folder: str) -> dict[str, Any]:
+    """``folder`` holds a Llama; without one it is about the mesh of two dimensions."""
+    return llama(world, *folder) if folder else two_dimensions(rank, device)

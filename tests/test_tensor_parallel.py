@@ -23,9 +23,10 @@ def llama(dtype):
     return gradients(model, model(input_ids=ids(), labels=ids()).loss)
 
 
-def test_llama_under_the_plan_of_transformers():
+def test_llama_under_the_plan_of_transformers(tmp_path):
     """Its plan gathers the logits; with them dropped nothing is gathered any more."""
-    for rank in ranks.run("tensor_parallel_cases", 2):
+    tiny.llama().save_pretrained(tmp_path)
+    for rank in ranks.run("tensor_parallel_cases", 2, str(tmp_path)):
         for name in ("defaults", "dropped"):
             run = rank[name]
             assert (run["matched"], run["rejected"]) == (1, 0), run["said"]
