@@ -24,6 +24,7 @@ from fxpass import expression, vocab_parallel
 from fxpass.placements import is_dtensor, placements_of
 from fxpass.schedule import choose
 from fxpass.settings import Settings
+from fxpass.sharding import compiled_for_all_ranks
 from fxpass.spec import Spec
 
 if TYPE_CHECKING:
@@ -97,6 +98,11 @@ class _Shard(NamedTuple):
 
 def _shard_of(weight: Tensor, group: Any, classes: int | None) -> _Shard:
     """Which classes are here, and with whom they are shared."""
+    if compiled_for_all_ranks():
+        raise ValueError(
+            f"{_NAME}: which classes a rank has is written into what it compiles; set "
+            "torch.distributed.config.compile_on_one_rank = False"
+        )
     if is_dtensor(weight):
         return _of_dtensor(weight)
     if group is None:

@@ -74,9 +74,11 @@ class Match:
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes of one copy of the logits in the linear's output dtype; 0 if not known."""
+        """Bytes of one copy of this rank's logits in the linear's output dtype; 0 if not known."""
         n, v = self.shape
         rows = n if isinstance(n, int) else n.node.hint or 0
+        if self.sharding is not None:
+            rows, v = rows // self.sharding.rows, self.sharding.count
         return rows * v * value(self.walk.linear.node).dtype.itemsize
 
     def __str__(self) -> str:

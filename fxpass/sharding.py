@@ -121,6 +121,12 @@ def sharding_of(loss: Loss, way: Walk) -> Sharding | None:
     examples = [value(n) for n in (*way.chain, *operands)]
     if not any(map(is_dtensor, examples)):
         return None
+    if compiled_for_all_ranks():
+        raise NoMatch(
+            loss.node,
+            "one rank compiles for all (compile_on_one_rank), and which classes a rank has is "
+            "written into the graph",
+        )
     found = _of_weight(way) if is_dtensor(value(linear.weight)) else _of_local_linear(way)
     _check_chain(way, found)
     _check_steps(way, found)
@@ -215,6 +221,14 @@ def _make(
         dims=dims,
         local=False,
     )
+
+
+def compiled_for_all_ranks() -> bool:
+    """Whether a graph must not hold what differs from rank to rank."""
+    import torch.distributed
+
+    config = getattr(torch.distributed, "config", None)
+    return bool(getattr(config, "compile_on_one_rank", False))
 
 
 def group_name(mesh: Any, dim: int) -> str:

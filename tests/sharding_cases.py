@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -97,6 +98,18 @@ def narrow(z: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(*rows(z[..., :10], t.clamp(max=9)))
 
 
+def of_full_tensor(z: Tensor, t: Tensor) -> Tensor:
+    return mean(z.full_tensor(), t)  # type: ignore[attr-defined]
+
+
+def scaled(z: Tensor, t: Tensor) -> Tensor:
+    return mean(z * torch.linspace(1, 2, S).unsqueeze(-1), t)
+
+
+def of_own_rows(z: Tensor, t: Tensor) -> Tensor:
+    return mean(z, t[:, : z.shape[1]])
+
+
 def of_own_classes(z: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(*rows(z, t.clamp(max=z.shape[-1] - 1)))
 
@@ -122,6 +135,7 @@ class Case:
         autocast: whether it runs in bf16.
         frozen: parameters that are not trained.
         settings: of the backend.
+        on_one_rank: whether one rank is to compile for all.
     """
 
     loss: Callable[[Tensor, Tensor], Any]
@@ -133,6 +147,7 @@ class Case:
     autocast: bool = False
     frozen: tuple[str, ...] = ()
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    on_one_rank: bool = False
 
     def model(self) -> Model:
         model = Model(self.loss, self.v, self.bias)
@@ -165,13 +180,17 @@ FUSED = {
     "tiled": Case(mean, settings={"fusedce.strategy": "tiled"}, bias=True),
     "logits returned": Case(with_logits, bias=True),
     "gathered logits returned": Case(with_logits, GATHERED, parallel=False),
+    "full tensor": Case(of_full_tensor, parallel=False),
 }
 LEFT = {
     "hidden sharded": Case(
         mean, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()), parallel=False
     ),
     "own classes": Case(of_own_classes, ColwiseParallel(), v=12, parallel=False),
+    "own rows": Case(of_own_rows, ColwiseParallel(output_layouts=Shard(1)), parallel=False),
+    "scaled": Case(scaled, GATHERED, parallel=False),
     "some classes": Case(narrow, GATHERED, parallel=False),
+    "compiled on one rank": Case(mean, v=12, inner="aot_eager", on_one_rank=True),
 }
 
 
@@ -223,6 +242,7 @@ def step(case: Case, mesh: DeviceMesh, fused: bool) -> dict[str, Any]:
     run: Any = model
     if fused:
         options = {"fusedce.inner": case.inner, **case.settings}
+        dist.config.compile_on_one_rank = case.on_one_rank
         run = torch.compile(model, backend="fusedce", options=options)
     parallel = loss_parallel() if case.parallel else contextlib.nullcontext()
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.autocast)
@@ -232,7 +252,7 @@ def step(case: Case, mesh: DeviceMesh, fused: bool) -> dict[str, Any]:
         (out[0] if isinstance(out, tuple) else out).backward()
     if case.style is FROM_SEQUENCE:  # its body saw some of the rows
         for p in model.body.parameters():
-            torch.distributed.all_reduce(p.grad)
+            dist.all_reduce(p.grad)
     return result(out, model, said)
 
 

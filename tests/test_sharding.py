@@ -76,7 +76,10 @@ def test_rows_of_other_ranks_count(reduction):
 REASONS = {
     "hidden sharded": "the head's weight is placed [S(1)]",
     "own classes": "leaves each rank its own part of the logits",
+    "own rows": "leaves each rank its own part of the logits, [S(1)]",
+    "scaled": "sharded logits are multiplied by a tensor",
     "some classes": "takes some of the classes of sharded ones",
+    "compiled on one rank": "one rank compiles for all (compile_on_one_rank)",
 }
 
 
