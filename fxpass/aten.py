@@ -110,7 +110,7 @@ class _Indices(Target):
         if self.weight is not None:
             self.sharp.mul_(self.weight[self.picked])
         if spec.shard_of:
-            self.sharp.mul_(here)
+            self.sharp.masked_fill_(~here, 0)  # no product: a class weight may be inf
         self.smooth = self.smoothing / self.all_classes
 
     def _in_tile(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:

@@ -97,13 +97,16 @@ CASES = {
 }
 
 
-def run(case: Case, rank: int, world: int) -> dict[str, Tensor]:
+def run(case: Case, rank: int, world: int, device: torch.device) -> dict[str, Tensor]:
     """Loss and whole gradients."""
-    x, weight, target, bias = case.tensors()
+    x, weight, target, bias = (None if t is None else t.to(device) for t in case.tensors())
+    assert x is not None
+    assert weight is not None
+    assert target is not None
     here = shard(case.v, rank, world)
     dim = case.options.get("sequence_dim")
     if case.dtensors:
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = init_device_mesh(device.type, (world,))
         x = distribute_tensor(x, mesh, [Replicate()])
         weight = distribute_tensor(weight, mesh, [Shard(0)])
         bias = None if bias is None else distribute_tensor(bias, mesh, [Shard(0)])
@@ -111,7 +114,9 @@ def run(case: Case, rank: int, world: int) -> dict[str, Tensor]:
         x = x if dim is None else x.chunk(world, dim)[rank]
         weight, bias = weight[here], None if bias is None else bias[here]
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
-    options = {k: v for k, v in case.options.items() if not (k == "classes" and case.dtensors)}
+    options = dict(case.options)
+    if "weight" in options:
+        options["weight"] = options["weight"].to(device)
 
     def call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return linear_cross_entropy(x * 1, weight, target, linear_bias=bias, **options)
@@ -119,7 +124,7 @@ def run(case: Case, rank: int, world: int) -> dict[str, Tensor]:
     if case.backend is not None:
         torch._dynamo.reset()
         call = torch.compile(call, backend=case.backend, fullgraph=True)
-    with torch.autocast("cpu", enabled=case.autocast):
+    with torch.autocast(device.type, torch.bfloat16, enabled=case.autocast):
         loss = call(*leaves)  # type: ignore[arg-type]
     loss.square().sum().backward()
     out = found(loss, *leaves)
@@ -128,7 +133,8 @@ def run(case: Case, rank: int, world: int) -> dict[str, Tensor]:
             out[name] = gathered(out[name], case.v, world, 0)
     if dim is not None:
         out["x"] = gathered(out["x"], S, world, dim)
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in out.items()}
+    whole = {k: t.full_tensor() if isinstance(t, DTensor) else t for k, t in out.items()}
+    return {name: t.cpu() for name, t in whole.items()}
 
 
 def gathered(part: Tensor, size: int, world: int, dim: int) -> Tensor:
@@ -136,12 +142,11 @@ def gathered(part: Tensor, size: int, world: int, dim: int) -> Tensor:
     if isinstance(part, DTensor):
         return part
     parts: list[Any] = [None] * world
-    dist.all_gather_object(parts, part)
+    dist.all_gather_object(parts, part.cpu())
     whole = torch.cat(parts, dim)
     assert whole.shape[dim] == size
     return whole
 
 
 def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
-    del device
-    return {name: run(case, rank, world) for name, case in CASES.items()}
+    return {name: run(case, rank, world, device) for name, case in CASES.items()}

@@ -77,12 +77,12 @@ def shifted(z: Tensor, t: Tensor) -> Tensor:
 
 
 def smoothed(z: Tensor, t: Tensor) -> Tensor:
-    weight = torch.linspace(0.5, 2, z.shape[-1]).to(z.dtype)
+    weight = torch.linspace(0.5, 2, z.shape[-1], device=z.device).to(z.dtype)
     return F.cross_entropy(*rows(z, t), weight, label_smoothing=0.1)
 
 
 def biased(z: Tensor, t: Tensor) -> Tensor:
-    return F.cross_entropy(*rows(z + torch.linspace(-1, 1, z.shape[-1]), t))
+    return F.cross_entropy(*rows(z + torch.linspace(-1, 1, z.shape[-1], device=z.device), t))
 
 
 def with_logits(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ def of_full_tensor(z: Tensor, t: Tensor) -> Tensor:
 
 
 def scaled(z: Tensor, t: Tensor) -> Tensor:
-    return mean(z * torch.linspace(1, 2, S).unsqueeze(-1), t)
+    return mean(z * torch.linspace(1, 2, S, device=z.device).unsqueeze(-1), t)
 
 
 def of_own_rows(z: Tensor, t: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def result(out: Any, model: nn.Module, said: list[str]) -> dict[str, Any]:
     seen |= {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
     placed = {n: str(getattr(p.grad, "placements", "")) for n, p in model.named_parameters()}
     return {
-        "values": seen,
+        "values": {name: t.cpu() for name, t in seen.items()},
         "placed": placed,
         "type": type(loss).__name__,
         "said": said,
@@ -234,9 +234,10 @@ def step(case: Case, mesh: DeviceMesh, fused: bool) -> dict[str, Any]:
     """One step on the ranks of ``mesh``."""
     torch._dynamo.reset()
     counters.clear()
-    model = case.model()
+    device = mesh.device_type
+    model = case.model().to(device)
     parallelize_module(model, mesh, {"lm_head": case.style})
-    x, labels = case.data()
+    x, labels = (t.to(device) for t in case.data())
     if case.style is FROM_SEQUENCE:
         x = x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
     run: Any = model
@@ -245,7 +246,7 @@ def step(case: Case, mesh: DeviceMesh, fused: bool) -> dict[str, Any]:
         dist.config.compile_on_one_rank = case.on_one_rank
         run = torch.compile(model, backend="fusedce", options=options)
     parallel = loss_parallel() if case.parallel else contextlib.nullcontext()
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.autocast)
+    autocast = torch.autocast(device, torch.bfloat16, enabled=case.autocast)
     with log_of_fxpass() as said, parallel:
         with autocast:
             out = run(x, labels)
@@ -271,9 +272,11 @@ def rows_as_dtensors(mesh: DeviceMesh, reduction: str) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     model = Model(lambda z, t: F.cross_entropy(*rows(z, t), reduction=reduction), 13, True)
-    distribute_module(model, mesh)
+    distribute_module(model.to(mesh.device_type), mesh)
     placements: list[Placement] = [Shard(1)] * mesh.ndim
-    x, labels = (distribute_tensor(t, mesh, placements) for t in data_with_ignored())
+    x, labels = (
+        distribute_tensor(t.to(mesh.device_type), mesh, placements) for t in data_with_ignored()
+    )
     with log_of_fxpass() as said:
         run = torch.compile(model, backend="fusedce", options={"fusedce.inner": "aot_eager"})
         out = run(x, labels)

@@ -30,13 +30,14 @@ def llama(world: int, folder: str) -> dict[str, Any]:
     """A training step, and the loss without gradients, of a Llama that transformers has sharded."""
     config = DistributedConfig(tp_size=world)
     model = LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
+    given = ids().to(model.device)
     out: dict[str, Any] = {}
     for name, settings in {"defaults": {}, "dropped": {"fusedce.logits": "drop"}}.items():
         torch._dynamo.reset()
         counters.clear()
         run: Any = torch.compile(model, backend="fusedce", options={**INNER, **settings})
         with log_of_fxpass() as said:
-            loss = run(input_ids=ids(), labels=ids()).loss
+            loss = run(input_ids=given, labels=given).loss
             loss.backward()
         out[name] = result(loss, model, said)
         model.zero_grad()
@@ -44,9 +45,9 @@ def llama(world: int, folder: str) -> dict[str, Any]:
     counters.clear()
     run = torch.compile(model, backend="fusedce", options=INNER)
     with log_of_fxpass() as said, torch.no_grad():
-        loss = run(input_ids=ids(), labels=ids()).loss
+        loss = run(input_ids=given, labels=given).loss
     out["evaluation"] = {
-        "loss": whole(loss),
+        "loss": whole(loss).cpu(),
         "said": said,
         "matched": counters["fusedce"]["matched"],
     }
@@ -56,19 +57,20 @@ def llama(world: int, folder: str) -> dict[str, Any]:
 def two_dimensions(rank: int, device: torch.device) -> dict[str, Any]:
     """Ranks 0, 1 and 2, 3 have one batch each; ranks 0, 2 and 1, 3 have the same classes."""
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("data", "classes"))
-    model = Model(mean, 13, bias=True)
+    model = Model(mean, 13, bias=True).to(device)
     style = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh["classes"], {"lm_head": style})
     fully_shard(model, mesh=mesh["data"])
-    x, labels = (t[rank // 2 :: 2] for t in batch())
+    x, labels = (t[rank // 2 :: 2].to(device) for t in batch())
     counters.clear()
     with log_of_fxpass() as said, loss_parallel():
         model.compile(backend="fusedce", options=INNER)
         out = model(x, labels)
         out.backward()
     seen = result(out, model, said)
-    dist.all_reduce(seen["values"]["loss"])
-    seen["values"]["loss"] /= dist.get_world_size()
+    total = seen["values"]["loss"].to(device)
+    dist.all_reduce(total)
+    seen["values"]["loss"] = total.cpu() / dist.get_world_size()
     return seen
 
 

@@ -318,7 +318,7 @@ def bad(**changes):
 PROBABILITIES = Spec(target="probabilities")
 NO_TARGET = Spec(target="none")
 EVERY_ROW = Spec(ignore_index=None)
-IN_SHARD = Spec(shard_of=20)
+IN_SHARD = Spec(reduction="none", shard_of=20)
 
 
 @pytest.mark.parametrize(
@@ -345,10 +345,15 @@ IN_SHARD = Spec(shard_of=20)
         (
             bad(target=torch.full((N,), -2), spec=IN_SHARD),
             IndexError,
-            "of a row is out .* are 20 classes",
+            "A target is out .* are 20 classes",
         ),
-        (bad(target=torch.full((N,), V), spec=IN_SHARD), IndexError, "of a row is out of bounds"),
-        (bad(spec=Spec(ignore_index=-1, shard_of=20)), ValueError, "-1 .* class of another shard"),
+        (bad(target=torch.full((N,), V), spec=IN_SHARD), IndexError, "A target is out of bounds"),
+        (
+            bad(spec=dataclasses.replace(IN_SHARD, ignore_index=-1)),
+            ValueError,
+            "-1 .* class of another shard",
+        ),
+        (bad(spec=Spec(shard_of=20)), ValueError, "a shard knows no mean"),
         (bad(target=None), ValueError, "needs a target unless .* got None for target=indices"),
         (bad(target=None, spec=PROBABILITIES), ValueError, "got None for target=probabilities"),
         (bad(target=torch.zeros(N).long(), spec=NO_TARGET), ValueError, r"got \[6\] for .*none"),

@@ -107,9 +107,9 @@ def shard(v: int, rank: int, world: int) -> slice:
     return slice(min(rank * step, v), min((rank + 1) * step, v))
 
 
-def run(case: Case, rank: int, world: int) -> dict[str, Any]:
+def run(case: Case, rank: int, world: int, device: torch.device) -> dict[str, Any]:
     """Loss, and the gradients of the whole operands."""
-    whole = case.tensors()
+    whole = {k: None if t is None else t.to(device) for k, t in case.tensors().items()}
     here = shard(case.v, rank, world)
     x, weight, bias = (
         None if (t := whole[name]) is None else t[slice(None) if name == "x" else here]
@@ -128,7 +128,7 @@ def run(case: Case, rank: int, world: int) -> dict[str, Any]:
         dist.group.WORLD.group_name,  # type: ignore[union-attr]
     )
     total = loss if lse is None else loss + 1e-2 * (lse**2).mean()
-    (total.sum() if loss.dim() == 0 else (total * weights(N)).sum()).backward()
+    (total.sum() if loss.dim() == 0 else (total * weights(N).to(device)).sum()).backward()
     out: dict[str, Any] = {"loss": total.detach()}
     x_grad = leaves[0].grad  # type: ignore[union-attr]
     dist.all_reduce(x_grad)
@@ -136,7 +136,7 @@ def run(case: Case, rank: int, world: int) -> dict[str, Any]:
     for name, leaf in zip(GRADIENTS[1:], leaves[1:], strict=True):
         if leaf is not None:
             out[name] = leaf.grad
-    return out
+    return {name: t.cpu() for name, t in out.items()}
 
 
 def weights(n: int) -> Tensor:
@@ -145,11 +145,10 @@ def weights(n: int) -> Tensor:
 
 
 def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
-    del device
     out = {}
     for name, case in CASES.items():
         try:
-            out[name] = run(case, rank, world)
+            out[name] = run(case, rank, world, device)
         except Exception as error:
             raise RuntimeError(f"in case {name!r}") from error
     return out
