@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.compile_fx
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-import fxpass.backend  # noqa: F401, as Inductor: once, before the ranks are forked
+import fxpass.backend  # noqa: F401, once, before the ranks are forked
 
 SECONDS = 400  # far more than any of them takes, unless the machine has other work
 

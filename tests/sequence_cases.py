@@ -217,7 +217,7 @@ class Case:
 
     Attributes:
         spelling: a key of ``SPELLINGS``; None is a Llama.
-        inner: the inner backend; ``inductor`` on the first rank, ``aot_eager`` on the others.
+        inner: the inner backend.
         averaged: whether loss and gradients are to be averaged over ranks, and not added up.
         balanced: whether ``context_parallel`` splits the batch, so that each rank has an early and
             a late piece of it.
@@ -288,9 +288,7 @@ def run(case: Case, rank: int, world: int, device: torch.device) -> dict[str, An
         eager = train(case, batch)
         torch._dynamo.reset()
         counters.clear()
-        # once is enough for what takes long
-        inner = "aot_eager" if rank and case.inner == "inductor" else case.inner
-        options = {"fusedce.inner": inner, "fusedce.dump": folder}
+        options = {"fusedce.inner": case.inner, "fusedce.dump": folder}
         fused = train(case, batch, backend="fusedce", options=options)
         traced = train(case, batch, backend="eager") if case.spelling is loss_in_place else eager
         graphs = [path.read_text() for path in sorted(Path(folder).glob("*_after.txt"))]

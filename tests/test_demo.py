@@ -241,8 +241,9 @@ def test_the_demo_as_a_user_runs_it(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        # a second compilation by Inductor would double the time and test nothing more
-        env={**os.environ, "FUSEDCE_INNER": "aot_eager"},
+        # Without a C++ compiler: two compilations by Inductor take minutes, and whoever runs the
+        # demo itself sees them.
+        env={**os.environ, "FUSEDCE_INNER": "aot_eager", "CXX": "no-such-compiler"},
         timeout=600,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -255,9 +256,8 @@ def test_the_demo_as_a_user_runs_it(tmp_path: Path) -> None:
     # every class but the unknown token's has a word, unless Python is trimmed
     full = int(distinct[1].replace(",", "")) == demo.CLASSES - 1
     assert full == ("padding" not in ran.stdout)
-    assert ran.stdout.count("agrees with eager") == 4
-    providers = ["eager", "fusedce"]
-    if "Inductor cannot run here" not in ran.stdout:
-        providers.insert(1, "inductor")
-    assert re.findall(r"^(\w+) +[\d,]+ ms", ran.stdout, re.MULTILINE) == providers
+    assert ran.stdout.count("agrees with eager") == 2
+    assert "Inductor cannot run here" in ran.stdout
+    rows = re.findall(r"^(\w+) +[\d,]+ ms", ran.stdout, re.MULTILINE)
+    assert rows == ["eager", "fusedce"]
     assert (tmp_path / "fxpass-demo.png").exists() == (find_spec("matplotlib") is not None)
