@@ -92,7 +92,8 @@ def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
 def drop(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
     """Like :func:`defer`, but any use of values or gradients raises RuntimeError.
 
-    Shape, dtype, strides and device answer; the inputs are not kept.
+    Shape, dtype, strides and device answer; the inputs are not kept. DTensors among them count as
+    the tensors that they are as a whole.
     """
     return _make(recipe, inputs, dropped=True)
 
@@ -260,7 +261,8 @@ class _Attach(torch.autograd.Function):
 
 
 def _make(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
-    if any(isinstance(a, Tensor) and is_traceable_wrapper_subclass(a) for a in inputs):
+    wrapped = any(isinstance(a, Tensor) and is_traceable_wrapper_subclass(a) for a in inputs)
+    if wrapped and not dropped:
         with torch._C._DisableAutocast():
             return recipe.graph(*inputs)
     if any(isinstance(a, FakeTensor) for a in inputs):

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from fxpass import deferred
 from fxpass.linears import LINEARS, linear_of
 from fxpass.movements import MOVEMENTS
+from fxpass.placements import is_dtensor, placement_name
 from fxpass.rules import CASTS, is_tensor, value
 from fxpass.source import source_line
 
@@ -63,7 +64,7 @@ class Outputs:
         needed = dict.fromkeys(n for d in self._deferrals.values() for n in d.inputs)
         kept = dict.fromkeys(n for n in old if n not in self._deferrals)
         new = list(kept | dict.fromkeys(n for n in needed if n not in inputs))
-        output.args = (tuple(new),)
+        output.args = (tuple(n if n in kept else _shape_of(n, output) for n in new),)
         results = {n: i for i, n in enumerate(new)}
         for node in old:
             deferral = self._deferrals.get(node)
@@ -101,6 +102,17 @@ class Outputs:
         return run
 
 
+def _shape_of(node: Node, output: Node) -> Node:
+    """What a recipe is given of a node that is no output by itself: it, or of a DTensor, whose
+    logits are dropped, no more than its shape: nothing that a gradient could come to."""
+    if not is_tensor(node) or not is_dtensor(value(node)):
+        return node
+    with node.graph.inserting_before(output):
+        detached = node.graph.call_method("detach", (node,))
+    detached.meta["example_value"] = value(node).detach()
+    return detached
+
+
 def _deferral(output: Node, nodes: Sequence[Node]) -> _Deferral:
     """The recipe of one output: its nodes in a graph of their own, with their casts written out."""
     nodes = [*_weight_casts(nodes), *nodes]
@@ -111,6 +123,10 @@ def _deferral(output: Node, nodes: Sequence[Node]) -> _Deferral:
     for node in nodes:
         linear = linear_of(node) if node.target in LINEARS else None
         here = dict(copies)
+        if placement_name(node.target):
+            # only where logits are dropped: nothing but the shape is asked for
+            copies[node] = copies[node.all_input_nodes[0]]
+            continue
         if linear is not None:
             dtype = value(node).dtype
             for operand in node.all_input_nodes:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from torch.fx import Node
+
 from fxpass.rules import Target
 
 FROM_LOCAL = ("from_local", "prim_from_local")
@@ -30,6 +32,17 @@ def is_dtensor(example: object) -> bool:
     """Whether a value is a DTensor. Does not import them: who has one has done so."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(example, module.DTensor)
+
+
+def is_gathered(node: Node) -> bool:
+    """Whether a placement leaves the shape of a DTensor as it was: one that moves it, or the last
+    one, if after it every rank has all of the tensor."""
+    name = placement_name(node.target).removeprefix("prim_")
+    if name != "to_local":
+        return name in ("redistribute", "full_tensor")
+    (operand,) = node.all_input_nodes[:1]
+    example = operand.meta["example_value"]
+    return is_dtensor(example) and all(p.is_replicate() for p in placements_of(example))
 
 
 def placements_of(example: Any) -> tuple[Any, ...]:

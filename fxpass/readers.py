@@ -19,7 +19,7 @@ from torch.fx import Node
 from fxpass.linears import LINEARS
 from fxpass.losses import LOG_SOFTMAXES
 from fxpass.movements import MOVEMENTS
-from fxpass.placements import is_dtensor
+from fxpass.placements import is_dtensor, is_gathered
 from fxpass.pointwise import IN_PLACE, POINTWISE
 from fxpass.region import Region
 from fxpass.rules import CASTS, NoMatch, is_tensor, reads_values, value, writes
@@ -49,7 +49,8 @@ class Readers:
         self.deferred: dict[Node, tuple[Node, ...]] = {}
         if self._mode != "keep":
             for node in dict.fromkeys(output.all_input_nodes):
-                nodes = _between(node, computed) if node in computed else None
+                drop = self._mode == "drop"
+                nodes = _between(node, computed, drop) if node in computed else None
                 if nodes is not None:
                     self.deferred[node] = nodes
         while needed := {n for node in self.deferred if (n := self._needed_with(node)) is not None}:
@@ -116,15 +117,21 @@ def _mode(region: Region, matches: Iterable[Match], settings: Settings) -> str:
     return "defer" if any(m.spec.gradients for m in matches) else "keep"
 
 
-def _between(output: Node, computed: set[Node]) -> tuple[Node, ...] | None:
-    """The nodes from the linears to an output in the graph's order; None if it is no such value."""
+def _between(output: Node, computed: set[Node], drop: bool) -> tuple[Node, ...] | None:
+    """The nodes from the linears to an output in the graph's order; None if it is no such value.
+
+    Computing DTensors later may take all ranks, so they are not deferred. Dropped they can be where
+    they come to all of their value on every rank, since nothing is computed then.
+    """
     found, todo = {output}, [output]
     while todo:
         node = todo.pop()
-        if node.target not in _COMPUTABLE or not is_tensor(node):
+        if not is_tensor(node) or not value(node).is_floating_point():
             return None
-        if not value(node).is_floating_point() or is_dtensor(value(node)):
-            return None  # computing a DTensor later may take all ranks
+        if is_dtensor(value(node)) and (not drop or node is output):
+            return None
+        if node.target not in _COMPUTABLE and not (drop and is_gathered(node)):
+            return None
         if writes(node) and node.target not in IN_PLACE:
             return None
         for operand in node.all_input_nodes:

@@ -3,6 +3,9 @@ head that is sharded over classes while FSDP2 shards it over rows' ranks as well
 
 from __future__ import annotations
 
+import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +38,16 @@ def llama(world: int, folder: str) -> dict[str, Any]:
     for name, settings in {"defaults": {}, "dropped": {"fusedce.logits": "drop"}}.items():
         torch._dynamo.reset()
         counters.clear()
-        run: Any = torch.compile(model, backend="fusedce", options={**INNER, **settings})
-        with log_of_fxpass() as said:
-            loss = run(input_ids=given, labels=given).loss
-            loss.backward()
-        out[name] = result(loss, model, said)
+        with tempfile.TemporaryDirectory() as dumps, log_of_fxpass() as said:
+            options = {**INNER, **settings, "fusedce.dump": dumps}
+            run: Any = torch.compile(model, backend="fusedce", options=options)
+            answer = run(input_ids=given, labels=given)
+            answer.loss.backward()
+            graphs = "".join(path.read_text() for path in Path(dumps).rglob("*after*"))
+        out[name] = result(answer.loss, model, said)
+        out[name]["logits"] = list(answer.logits.shape)
+        assert "linear_cross_entropy" in graphs
+        out[name]["gathers"] = re.search(r"= linear\(.*lm_head", graphs) is not None
         model.zero_grad()
     torch._dynamo.reset()
     counters.clear()

@@ -31,6 +31,9 @@ def test_llama_under_the_plan_of_transformers(tmp_path):
             run = rank[name]
             assert (run["matched"], run["rejected"]) == (1, 0), run["said"]
             assert "(classes sharded over 2 ranks)" in run["said"][-1]
+            assert f"(logits {'kept' if name == 'defaults' else 'dropped'}" in run["said"][-1]
+            assert run["gathers"] == (name == "defaults")
+            assert run["logits"] == [2, 12, tiny.V]
             values = run["values"]
             assert values.keys() == llama(torch.float32).keys()
             keys = [*values]
