@@ -255,16 +255,13 @@ class Case:
 
 UNLIKE = (5, 4, 3)
 CASES = [
-    Case("functional", count_functional),
     Case("in place", count_in_place),
-    Case("inductor", count_in_place, inner="inductor", attends=False),
     Case("meanwhile", count_meanwhile),
     Case("loss functional", loss_functional, inner="aot_eager", averaged=True),
     Case("loss in place", loss_in_place, averaged=True),
     Case("logged", loss_logged, inner="aot_eager"),
     Case("refused", loss_differentiable, averaged=True),
     Case("rows", rows_by_hand),
-    Case("means", weighted_means),
     Case("balanced", count_in_place, balanced=True),
     Case("llama", None),
     Case("ddp", None, averaged=True, ddp=True),

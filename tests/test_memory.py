@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,25 +15,27 @@ from benchmarks.worker import Case
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_extra_peak_memory_is_at_most_a_third_of_inductors():
-    """N=2048, D=512, V=32000 in f32, forward and backward, gradients included."""
-    cases = [
-        Case(provider, 2048, 512, 32000, "float32", "cpu", True)
-        for provider in ("inductor", "fusedce")
-    ]
-    inductor, fused = measure(cases, rounds=0)
-    assert not inductor.failure
+    """N=2048, D=512, V=32000 in f32, forward and backward, gradients included. Inductor holds the
+    logits once and the gradients (``python -m benchmarks`` measures 319 MiB)."""
+    n, d, v = 2048, 512, 32000
+    (fused,) = measure([Case("fusedce", n, d, v, "float32", "cpu", True)], rounds=0)
     assert not fused.failure
-    assert inductor.extra_bytes
     assert fused.extra_bytes
-    assert fused.extra_bytes <= inductor.extra_bytes / 3
+    assert fused.extra_bytes <= 4 * (n * v + v * d + n * d) / 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_a_whole_model_that_returns_its_logits():
-    """V=64000, 2048 rows, hidden 128, AdamW: the whole process's peak during a training step."""
+    """V=64000, 2048 rows, hidden 128, AdamW: the whole process's peak during a training step.
+
+    Without Inductor, which takes minutes: its own peak is 2238 MiB where aot_eager's is 3217, so
+    this is 0.45 of Inductor's.
+    """
 
     def peak(backend: str) -> int:
         program = [sys.executable, str(Path(__file__).with_name("llama_step.py")), backend]
-        return int(subprocess.run(program, check=True, capture_output=True, text=True).stdout)
+        environment = {**os.environ, "FUSEDCE_INNER": "aot_eager"}
+        done = subprocess.run(program, check=True, capture_output=True, text=True, env=environment)
+        return int(done.stdout)
 
-    assert peak("fusedce") <= 0.45 * peak("inductor")
+    assert peak("fusedce") <= 0.31 * peak("aot_eager")
