@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from parallel import said_by_fxpass
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -194,20 +194,6 @@ LEFT = {
 }
 
 
-@contextlib.contextmanager
-def log_of_fxpass() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fxpass")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-
-
 def whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -247,7 +233,7 @@ def step(case: Case, mesh: DeviceMesh, fused: bool) -> dict[str, Any]:
         run = torch.compile(model, backend="fusedce", options=options)
     parallel = loss_parallel() if case.parallel else contextlib.nullcontext()
     autocast = torch.autocast(device, torch.bfloat16, enabled=case.autocast)
-    with log_of_fxpass() as said, parallel:
+    with said_by_fxpass() as said, parallel:
         with autocast:
             out = run(x, labels)
         (out[0] if isinstance(out, tuple) else out).backward()
@@ -278,7 +264,7 @@ def rows_as_dtensors(mesh: DeviceMesh, reduction: str) -> dict[str, Any]:
     x, labels = (
         distribute_tensor(t.to(mesh.device_type), mesh, placements) for t in data_with_ignored()
     )
-    with log_of_fxpass() as said:
+    with said_by_fxpass() as said:
         run = torch.compile(model, backend="fusedce", options={"fusedce.inner": "aot_eager"})
         out = run(x, labels)
         out.backward()

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sharding_cases import ColwiseParallel, Model, Shard, log_of_fxpass, mean, result, whole
+from parallel import said_by_fxpass
+from sharding_cases import ColwiseParallel, Model, Shard, mean, result, whole
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,7 +39,7 @@ def llama(world: int, folder: str) -> dict[str, Any]:
     for name, settings in {"defaults": {}, "dropped": {"fusedce.logits": "drop"}}.items():
         torch._dynamo.reset()
         counters.clear()
-        with tempfile.TemporaryDirectory() as dumps, log_of_fxpass() as said:
+        with tempfile.TemporaryDirectory() as dumps, said_by_fxpass() as said:
             options = {**INNER, **settings, "fusedce.dump": dumps}
             run: Any = torch.compile(model, backend="fusedce", options=options)
             answer = run(input_ids=given, labels=given)
@@ -52,7 +53,7 @@ def llama(world: int, folder: str) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     run = torch.compile(model, backend="fusedce", options=INNER)
-    with log_of_fxpass() as said, torch.no_grad():
+    with said_by_fxpass() as said, torch.no_grad():
         loss = run(input_ids=given, labels=given).loss
     out["evaluation"] = {
         "loss": whole(loss).cpu(),
@@ -71,7 +72,7 @@ def two_dimensions(rank: int, device: torch.device) -> dict[str, Any]:
     fully_shard(model, mesh=mesh["data"])
     x, labels = (t[rank // 2 :: 2].to(device) for t in batch())
     counters.clear()
-    with log_of_fxpass() as said, loss_parallel():
+    with said_by_fxpass() as said, loss_parallel():
         model.compile(backend="fusedce", options=INNER)
         out = model(x, labels)
         out.backward()
