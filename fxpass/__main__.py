@@ -114,7 +114,7 @@ def _add_demo(commands: Any) -> None:
         help="where the curves are drawn if matplotlib is installed (default: %(default)s)",
     )  # fmt: skip
     sizes = (
-        ("--steps", _at_least(3), 12, "training steps; two of them warm up (default: %(default)s)"),
+        ("--steps", _at_least(3), 10, "training steps; two of them warm up (default: %(default)s)"),
         ("--batch", _at_least(1), None, "sequences per step (default: 4, on a GPU 16)"),
         ("--seq", _at_least(1), 256, "tokens per sequence (default: %(default)s)"),
         ("--layers", _at_least(1), 4, "blocks of the model (default: %(default)s)"),

@@ -93,7 +93,7 @@ class Case:
 
 
 CASES = [
-    Case("outside", lambda: LargeHead(blocks=0), outside=True, inner="inductor"),
+    Case("outside", lambda: LargeHead(blocks=0), outside=True),
     Case("one graph", outside=True, split=False),
     Case("static", ddp={"static_graph": True}),
     Case("unused", UnusedParameter, ddp={"find_unused_parameters": True}),

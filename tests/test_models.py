@@ -91,14 +91,6 @@ def test_under_autocast(name):
     check(name, True, "aot_eager")
 
 
-@pytest.mark.parametrize(
-    ("name", "autocast"),
-    [("Gemma2ForCausalLM", True)],
-)
-def test_through_inductor(name, autocast):
-    check(name, autocast, "inductor")
-
-
 def test_the_whole_model_with_logits_returned():
     """torch.compile(model): the logits are an output, right, and computed once."""
     model, inputs = build("LlamaForCausalLM"), batch()
