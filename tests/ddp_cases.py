@@ -17,7 +17,6 @@ from typing import Any
 
 import parallel
 import torch
-import torch._inductor.config
 from parallel import Network, next_id_loss, seeded
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -79,7 +78,6 @@ class Case:
         split: ``optimize_ddp``.
         longer: by how much sequences grow at each step, which makes shapes dynamic.
         parts: of how many batches the gradients are summed.
-        inner: the inner backend.
     """
 
     name: str
@@ -89,7 +87,6 @@ class Case:
     split: bool = True
     longer: int = 0
     parts: int = 1
-    inner: str = "aot_eager"
 
 
 CASES = [
@@ -107,13 +104,12 @@ CASES = [
 def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
     """What every case became, by name."""
     results: dict[str, Any] = {}
-    torch._inductor.config.compile_threads = 1  # else each rank starts processes that compile
     for case in CASES:
         given = parallel.batches(range(rank, rank + 1), device, case.longer)
         everyone = parallel.batches(range(world), device, case.longer)
         alone = course(case, everyone, None, ddp=False)
         eager = course(case, given, None)
-        settings = {"backend": "fusedce", "options": {"fusedce.inner": case.inner}}
+        settings = {"backend": "fusedce", "options": {"fusedce.inner": "aot_eager"}}
         results[case.name] = parallel.compare(course(case, given, settings), eager, alone)
     case = Case("switched off")
     given = parallel.batches(range(rank, rank + 1), device)
