@@ -45,7 +45,6 @@ class Sharding:
         x, weight: where these have to lie: as now, but for x no part of the classes' group. None
             where they are plain tensors.
         dims: for each dimension of the mesh ``classes``, ``rows`` or nothing.
-        local: whether the loss is that of plain tensors, on every rank its own.
 
     ``x`` and ``weight`` are placements, one for each dimension of the mesh.
     """
@@ -60,7 +59,6 @@ class Sharding:
     x: tuple[Placement, ...] | None
     weight: tuple[Placement, ...] | None
     dims: tuple[str, ...]
-    local: bool
 
     @property
     def rows_move(self) -> bool:
@@ -219,7 +217,6 @@ def _make(
         x=x,
         weight=weight,
         dims=dims,
-        local=False,
     )
 
 
@@ -287,10 +284,10 @@ def _check_steps(way: Walk, found: Sharding) -> None:
 
 
 def _of_loss(loss: Loss, found: Sharding) -> Sharding:
-    """The same, knowing whether the loss is one of DTensors."""
+    """The same for the loss of DTensors, or of each rank's own rows."""
     local = not is_dtensor(value(loss.logits))
     if local:
-        found = replace(found, local=True, row_groups=())
+        found = replace(found, row_groups=())  # the mean of each rank's own rows
     elif found.weight is None:
         raise NoMatch(loss.node, "it is the loss of a DTensor, whose linear is of plain tensors")
     for operand in (loss.target, loss.class_weight):
