@@ -108,9 +108,17 @@ def test_candidates(v, dtype):
     assert bool(whole) == (v * dtype.itemsize <= 1 << 16)
 
 
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # NumPy's, of that memory
 def test_blocks_are_tuned_in_the_buffer(device, monkeypatch):
-    """Whatever is tried leaves nothing behind, and what is chosen runs."""
+    """Whatever is tried on uninitialised memory leaves nothing behind, and what is chosen runs."""
     tried, launched = [], []
+
+    def buffer(*args):
+        """As new memory may be."""
+        buffer = padded_buffer(*args)
+        buffer.normal_(std=1e38)
+        buffer[:, ::4], buffer[:, 1::4] = float("inf"), float("nan")
+        return buffer
 
     def clock(launch):
         launch()
@@ -121,7 +129,8 @@ def test_blocks_are_tuned_in_the_buffer(device, monkeypatch):
         launched.append(options)
         original(options, *args)
 
-    original = triton_chunked._launch
+    original, padded_buffer = triton_chunked._launch, triton_chunked.padded_buffer
+    monkeypatch.setattr(triton_chunked, "padded_buffer", buffer)
     candidates = [{"BLOCK_V": block, "num_warps": 1} for block in (64, 16, 32)]
     monkeypatch.setattr(triton_chunked, "_candidates", lambda v, dtype: candidates)
     monkeypatch.setattr(triton_chunked, "_launch", launch)
