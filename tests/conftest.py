@@ -12,6 +12,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxpass-tests-")
 atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 # Nothing is downloaded, and no telemetry sent (TRL would).
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Inductor compiles two programs to try the vector units with, eight seconds in each new cache.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # cuBLAS wants this before it is deterministic.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
