@@ -22,10 +22,10 @@ from torch import Tensor
 
 from fxpass import expression, vocab_parallel
 from fxpass.placements import is_dtensor, placements_of
-from fxpass.schedule import choose
 from fxpass.settings import Settings
 from fxpass.sharding import compiled_for_all_ranks
 from fxpass.spec import Spec
+from fxpass.strategy import choose
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -188,10 +188,11 @@ def _fused(
     x = x.flatten(0, -2)
     sizes = (x.shape[0], x.shape[1], max(1, weight.shape[0]))
     choice = choose(*sizes, x.dtype, x.device, spec.of_shard(), settings.strategy)
-    spec = dataclasses.replace(spec, strategy=choice.strategy)
+    spec = dataclasses.replace(spec, strategy=choice.strategy, memory_mb=choice.spec.memory_mb)
     target = target.flatten(0, -2) if probabilities else target.flatten()
+    operands = (x, weight, bias, target, class_weight, None)
     loss, _ = vocab_parallel.linear_cross_entropy(
-        x, weight, bias, target, class_weight, None, spec.text(), first, group
+        *operands, spec.text(), first, group, save_logits=choice.saved
     )
     return loss if reduction != "none" else loss.view(rows)
 

@@ -17,7 +17,8 @@ from fxpass.spec import Spec
 def lower(inputs: Inputs, spec: Spec) -> Outputs:
     """Runs one fused loss, or its backward."""
     n, d, v = *inputs.x.shape, inputs.weight.shape[0]
-    plan = schedule.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec)
+    kept = inputs.logits is not None
+    plan = schedule.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec, kept)
     return LOWERINGS[plan.lowering, plan.strategy](inputs, spec, plan)
 
 

@@ -19,11 +19,12 @@ from fxpass.losses import Loss, loss_of
 from fxpass.readers import Readers
 from fxpass.region import Region
 from fxpass.rules import NoMatch, value
-from fxpass.schedule import Choice, choose, lowering_for
+from fxpass.schedule import lowering_for
 from fxpass.settings import Settings
 from fxpass.sharding import Sharding, check_kept, sharding_of
 from fxpass.source import source_line
 from fxpass.spec import GRADIENTS, Spec
+from fxpass.strategy import Choice, choose
 from fxpass.walk import Walk, check_operands, walk
 
 
@@ -303,5 +304,10 @@ def _scheduled(match: Match, settings: Settings) -> Match:
     if settings.gradient_filter and not filtered:
         why = "nothing is filtered: that takes gradients and the tiled kernels of a GPU"
         choice = replace(choice, reason=f"{choice.reason}; {why}")
-    spec = replace(match.spec, strategy=choice.strategy, gradient_filter=filtered)
+    spec = replace(
+        match.spec,
+        strategy=choice.strategy,
+        gradient_filter=filtered,
+        memory_mb=choice.spec.memory_mb,
+    )
     return replace(match, spec=spec, choice=choice)

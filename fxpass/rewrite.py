@@ -128,6 +128,8 @@ class _Edit:
 
             function = vocab_parallel.linear_cross_entropy
             more = (sharding.first, sharding.group, sharding.row_groups)
+            if match.choice is not None and match.choice.saved:
+                more = (*more, True)
             target, class_weight = self._with_rows(target), self._whole(class_weight)
             self._x_to_local()
         operands = (self.x, self.weight, self.bias, target, class_weight, self.base)

@@ -1,15 +1,15 @@
-"""Which lowering and strategy run one fused loss, and with how many rows and classes at a time.
+"""Which lowering runs one fused loss, and with how many rows and classes at a time.
 
-In: sizes, dtype, device and the user's budget. Out: :func:`choose`, when a graph is rewritten: a
-:class:`Choice` between the strategies, by predicted time and memory; and :func:`plan`, when the
-operator runs: a :class:`Plan` within the budget. Sizes are plain integers when the operator runs,
-so one compiled graph serves every batch size::
+In: sizes, dtype, device, the strategy and the user's budget, when the operator runs. Out: a
+:class:`Plan` within the budget. Sizes are plain integers then, so one compiled graph serves every
+batch size::
 
     >>> plan(2048, 512, 32000, torch.float32, torch.device("cpu"), Spec()).rows
     256
 
-What costs how much is :mod:`fxpass.cost`, how fast a device is :mod:`fxpass.rates`, and what fits
-into the budget :mod:`fxpass.fit`.
+The strategy is chosen before, when a graph is rewritten: :mod:`fxpass.strategy`. What costs how
+much is :mod:`fxpass.cost`, how fast a device is :mod:`fxpass.rates`, and what fits into the budget
+:mod:`fxpass.fit`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import sympy
@@ -100,13 +99,22 @@ class Plan(NamedTuple):
     reason: str
 
 
-def plan(n: int, d: int, v: int, dtype: torch.dtype, device: torch.device, spec: Spec) -> Plan:
+def plan(
+    n: int,
+    d: int,
+    v: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    spec: Spec,
+    kept: bool = False,
+) -> Plan:
     """The plan for one run over x ``[n, d]`` and weight ``[v, d]`` of ``dtype`` on ``device``.
 
-    ``spec.gradients`` are those that this run computes. The scratch stays within ``spec.memory_mb``
-    MiB (0: see :func:`budget`) as long as that is enough for one row; else the reason says so.
+    ``spec.gradients`` are those that this run computes; ``kept`` says that the logits exist. The
+    scratch stays within ``spec.memory_mb`` MiB (0: see :func:`budget`) as long as that is enough
+    for one row; else the reason says so.
     """
-    return _plan(n, d, v, dtype, device, spec, *lowering_for(device, dtype))
+    return _plan(n, d, v, dtype, device, spec, kept, *lowering_for(device, dtype))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -117,11 +125,12 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
     spec: Spec,
+    kept: bool,
     lowering: str,
     reason: str,
 ) -> Plan:
     strategy = "tiled" if spec.strategy == "tiled" else "chunked"
-    work = work_of(n, d, v, dtype, device, lowering, spec, spec.gradients)
+    work = work_of(n, d, v, dtype, device, lowering, spec, spec.gradients, kept)
     allowed = budget(v, dtype, device, spec.memory_mb)
     rows, classes = fit(lowering, strategy, work, allowed, device.type)
     taken = cost.scratch(lowering, strategy, work, rows, classes)
@@ -186,167 +195,6 @@ def _copies(expr: Any) -> int:
         most = max(most, held + _copies(operand))
         held = 1 if joined else held + (operand != Z)
     return most if joined else max(most, held + 1 + isinstance(expr, expression.Where))
-
-
-# ---------------------------------------------------------------- which strategy
-
-STRATEGIES = ("chunked", "tiled")
-
-# Time that saving memory is worth, by kind of device: where the fastest strategy needs more than
-# its budget beside the outputs (the f32 gradients that ``chunked`` keeps for operands of half the
-# width), the strategy that needs the least is taken as long as it is no slower than this. On GPUs
-# the f32 gradients are the price of the speed; a smaller budget asks for less.
-MEMORY_IS_WORTH = {"cpu": 1.5}
-# The model is not more exact than this: what is as fast is judged by its memory.
-AS_FAST = 1.05
-
-
-class Prediction(NamedTuple):
-    """What a strategy is expected to cost: seconds of forward and backward, the larger scratch of
-    the two, bytes of gradients that are kept in a wider dtype than their operand's; and the rows
-    and classes at a time of its last run."""
-
-    strategy: str
-    seconds: float
-    scratch: int
-    wider: int
-    rows: int
-    classes: int
-
-    @property
-    def extra(self) -> int:
-        """Bytes beside the outputs."""
-        return self.scratch + self.wider
-
-    def __str__(self) -> str:
-        wider = f", {size(self.wider)} of f32 gradients" if self.wider else ""
-        return f"{duration(self.seconds)}, {size(self.scratch)} of scratch{wider}"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The strategy of one fused loss, and what it was chosen by.
-
-    Attributes:
-        strategy: ``chunked`` or ``tiled``.
-        reason: why, in a few words.
-        n, d, v, dtype, device, spec: what it was chosen for; ``n`` is the hint where the number of
-            rows is symbolic.
-        symbolic: whether it is.
-        kept: whether the logits exist anyway.
-    """
-
-    strategy: str
-    reason: str
-    n: int
-    d: int
-    v: int
-    dtype: torch.dtype
-    device: torch.device
-    spec: Spec
-    symbolic: bool = False
-    kept: bool = False
-
-    @property
-    def allowed(self) -> int:
-        """The budget in bytes."""
-        return budget(self.v, self.dtype, self.device, self.spec.memory_mb)
-
-    def predictions(self) -> tuple[Prediction, ...]:
-        """What each strategy that is possible would cost, the chosen one first; on a CPU this
-        measures its rates if nobody has yet."""
-        rated = rates.device_rates(self.device, self.dtype)
-        names = ("chunked",) if self.kept else STRATEGIES
-        ordered = sorted(names, key=lambda name: name != self.strategy)
-        return tuple(self.predict(name, rated) for name in ordered)
-
-    def predict(self, strategy: str, rated: cost.Rates) -> Prediction:
-        """Time and memory of all runs of ``strategy`` on a device of some rates."""
-        lowering, _ = lowering_for(self.device, self.dtype)
-        sizes = self.n, self.d, self.v, self.dtype, self.device
-        seconds, scratch, shape = 0.0, 0, (0, 0)
-        for gradients in runs(strategy, self.spec):
-            work = work_of(*sizes, lowering, self.spec, gradients, self.kept)
-            shape = fit(lowering, strategy, work, self.allowed, self.device.type)
-            scratch = max(scratch, cost.scratch(lowering, strategy, work, *shape))
-            seconds += cost.seconds(lowering, strategy, work, *shape, rated)
-        wider = 0
-        compute = compute_dtype(self.dtype)
-        if strategy == "chunked" and compute != self.dtype:
-            elements = {"x": self.n * self.d, "weight": self.v * self.d, "bias": self.v}
-            wider = compute.itemsize * sum(elements[name] for name in self.spec.gradients)
-        return Prediction(strategy, seconds, scratch, wider, *shape)
-
-    def __str__(self) -> str:
-        """One line, as ``explain`` prints it."""
-        best, *others = self.predictions()
-        at_a_time = f"{best.rows} rows" if best.strategy == "chunked" else f"{best.classes} classes"
-        text = f"strategy: {best.strategy}, {at_a_time} at a time: {best}"
-        if others:
-            text += f" ({'; '.join(f'{other.strategy}: {other}' for other in others)})"
-        traced = f"; for {self.n} rows, as traced" if self.symbolic else ""
-        return f"{text}; {self.reason}{traced}"
-
-
-def choose(
-    n: int | torch.SymInt,
-    d: int,
-    v: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    spec: Spec,
-    setting: str,
-    kept: bool = False,
-) -> Choice:
-    """The strategy for x ``[n, d]`` and weight ``[v, d]``, when a graph is rewritten.
-
-    Args:
-        n: rows; the hint decides where they are symbolic.
-        d, v: hidden size and classes.
-        dtype: of x and weight, as they are multiplied.
-        device: where they are.
-        spec: what is computed; its ``strategy`` is not read.
-        setting: ``auto``, ``chunked`` or ``tiled``.
-        kept: whether the logits exist in the graph anyway.
-
-    The fastest is chosen, by the model at the device's rates, of those that keep the budget. What
-    is nearly as fast is judged by its memory (``AS_FAST``), and so is what is slower by no more
-    than saving the f32 gradients is worth (``MEMORY_IS_WORTH``).
-    """
-    symbolic = isinstance(n, torch.SymInt)
-    rows = (n.node.hint or 1) if isinstance(n, torch.SymInt) else n
-    chunked = Choice(
-        "chunked", "the logits exist anyway", rows, d, v, dtype, device, spec, symbolic, kept
-    )
-    if kept:
-        return chunked
-    if setting != "auto":
-        return replace(chunked, strategy=setting, reason="as set")
-    plain = chunked.predict("chunked", rates.nominal(device.type))
-    if plain.rows >= rows and plain.extra <= chunked.allowed:
-        # nothing is repeated, and no rate has to be known
-        return replace(chunked, reason="one chunk is within the budget")
-    possible = chunked.predictions()
-    inside = [p for p in possible if p.scratch <= chunked.allowed]
-    if not inside:
-        least = min(possible, key=lambda p: p.scratch)
-        return replace(chunked, strategy=least.strategy, reason="nothing is within the budget")
-    fastest = min(inside, key=lambda p: p.seconds)
-    over = fastest.extra > chunked.allowed
-    worth = MEMORY_IS_WORTH.get(device.type, AS_FAST) if over else AS_FAST
-    near = [p for p in inside if p.seconds <= worth * fastest.seconds]
-    best = min(near, key=lambda p: p.extra)
-    if best != fastest:
-        reason = f"the least memory within {worth:g} times the fastest"
-    else:
-        reason = "the fastest" + ("" if inside == [*possible] else " within the budget")
-    return replace(chunked, strategy=best.strategy, reason=reason)
-
-
-def runs(strategy: str, spec: Spec) -> tuple[tuple[str, ...], ...]:
-    """The gradients that forward computes and, where they have to wait, those of backward."""
-    waits = strategy == "tiled" or spec.reduction == "none" or spec.lse
-    return ((), spec.gradients) if waits and spec.gradients else (spec.gradients,)
 
 
 # ---------------------------------------------------------------- as text

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from torch import Tensor
 
 from fxpass import operator as _operator  # noqa: F401, registers the operator
@@ -53,6 +54,7 @@ def linear_cross_entropy(
     first: int,
     group: str | None,
     row_groups: tuple[str, ...] = (),
+    save_logits: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Cross-entropy over the classes of all ranks of ``group``.
 
@@ -69,6 +71,8 @@ def linear_cross_entropy(
         first: this rank's first class.
         group: name of the process group that the classes are sharded over; None: all are here.
         row_groups: names of groups that the rows are sharded over: ``mean`` is over all of them.
+        save_logits: whether ``[N, V_r]`` logits, in the dtype of x, are computed once and kept
+            until backward, which computes them again otherwise.
 
     Returns:
         loss: f32 (f64 for f64 operands), ``[N]`` for ``none``, else this rank's part of a scalar:
@@ -80,6 +84,8 @@ def linear_cross_entropy(
             GPUs a device-side assertion).
     """
     s = Spec.parse(spec)
+    if save_logits:
+        logits = _logits(x, weight, bias)
     operands = Operands(x, weight, bias, target, class_weight, logits)
     if group is None:
         by_all = s.reduction == "mean" and bool(row_groups)
@@ -93,6 +99,13 @@ def linear_cross_entropy(
     if s.reduction == "mean":
         loss = loss / _count(operands, s, row_groups)
     return loss, lse if s.lse else None
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The linear's output; gradients go through the operator's x, weight and bias."""
+    # the operands' dtypes are final: an ambient autocast must not change them again
+    with torch.no_grad(), torch.amp.autocast(x.device.type, enabled=False):
+        return F.linear(x, weight, bias)
 
 
 def _rows(operands: Operands, spec: Spec, first: int, group: str) -> tuple[Tensor, Tensor]:

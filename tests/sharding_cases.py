@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -178,6 +180,7 @@ FUSED = {
     "frozen head": Case(mean, frozen=("lm_head.weight",)),
     "frozen body": Case(mean, frozen=("body.weight", "body.bias")),
     "tiled": Case(mean, settings={"fusedce.strategy": "tiled"}, bias=True),
+    "chunked": Case(mean, settings={"fusedce.strategy": "chunked"}, bias=True),
     "logits returned": Case(with_logits, bias=True),
     "gathered logits returned": Case(with_logits, GATHERED, parallel=False),
     "full tensor": Case(of_full_tensor, parallel=False),
@@ -216,7 +219,7 @@ def result(out: Any, model: nn.Module, said: list[str]) -> dict[str, Any]:
     }
 
 
-def step(case: Case, mesh: DeviceMesh, fused: bool) -> dict[str, Any]:
+def step(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
     """One step on the ranks of ``mesh``."""
     torch._dynamo.reset()
     counters.clear()
@@ -226,22 +229,22 @@ def step(case: Case, mesh: DeviceMesh, fused: bool) -> dict[str, Any]:
     x, labels = (t.to(device) for t in case.data())
     if case.style is FROM_SEQUENCE:
         x = x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
-    run: Any = model
-    if fused:
-        options = {"fusedce.inner": case.inner, **case.settings}
-        dist.config.compile_on_one_rank = case.on_one_rank
-        run = torch.compile(model, backend="fusedce", options=options)
     parallel = loss_parallel() if case.parallel else contextlib.nullcontext()
     autocast = torch.autocast(device, torch.bfloat16, enabled=case.autocast)
-    with said_by_fxpass() as said, parallel:
+    dist.config.compile_on_one_rank = case.on_one_rank
+    with tempfile.TemporaryDirectory() as dumps, said_by_fxpass() as said, parallel:
+        options = {"fusedce.inner": case.inner, "fusedce.dump": dumps, **case.settings}
+        run: Any = torch.compile(model, backend="fusedce", options=options)
         with autocast:
             out = run(x, labels)
         (out[0] if isinstance(out, tuple) else out).backward()
+        graphs = "".join(path.read_text() for path in Path(dumps).rglob("*after*"))
     dist.config.compile_on_one_rank = False
     if case.style is FROM_SEQUENCE:  # its body saw some of the rows
         for p in model.body.parameters():
             dist.all_reduce(p.grad)
-    return result(out, model, said)
+    # the operator's call ends with whether backward gets the logits of forward
+    return result(out, model, said) | {"saves": ", (), True)" in graphs}
 
 
 # ---------------------------------------------------------------- rows that are sharded
@@ -277,7 +280,7 @@ def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, case in {**FUSED, **LEFT}.items():
         try:
-            out[name] = step(case, mesh, fused=True)
+            out[name] = step(case, mesh)
         except Exception as error:
             raise RuntimeError(f"in case {name!r}") from error
     for reduction in ("mean", "sum"):

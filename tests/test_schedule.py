@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -12,11 +13,12 @@ import pytest
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fxpass import cost, expression, rates, schedule
+from fxpass import cost, expression, rates, schedule, strategy
 from fxpass.cost import MIB
 from fxpass.rates import NOMINAL
-from fxpass.schedule import CPU_BUDGET, GPU_BUDGET, budget, choose, lowering_for, plan
+from fxpass.schedule import CPU_BUDGET, GPU_BUDGET, budget, lowering_for, plan
 from fxpass.spec import Spec
+from fxpass.strategy import choose
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
@@ -41,7 +43,8 @@ def h200(monkeypatch):
         name="NVIDIA H200", total_memory=139 * GIB, multi_processor_count=132, major=9, minor=0
     )
     monkeypatch.setattr(rates, "properties_of", lambda _: described)
-    monkeypatch.setattr(schedule, "lowering_for", lambda *_: ("triton", "because"))
+    for module in (schedule, strategy):
+        monkeypatch.setattr(module, "lowering_for", lambda *_: ("triton", "because"))
     rates._gpu.cache_clear()
     yield
     rates._gpu.cache_clear()
@@ -223,7 +226,7 @@ def test_an_h200_takes_chunks(head, n, gradients, h200):
 
 
 @pytest.mark.parametrize(
-    ("n", "memory_mb", "gradients", "strategy"),
+    ("n", "memory_mb", "gradients", "expected"),
     [
         (8192, 256, BOTH, "chunked"),  # dW's traffic costs less than computing logits again
         (8192, 256, (), "chunked"),
@@ -232,10 +235,10 @@ def test_an_h200_takes_chunks(head, n, gradients, h200):
         (8192, 32, BOTH, "chunked"),  # tiled needs an f32 dX, which is over that budget
     ],
 )
-def test_an_h200_with_a_small_budget(n, memory_mb, gradients, strategy, h200):
+def test_an_h200_with_a_small_budget(n, memory_mb, gradients, expected, h200):
     spec = Spec(gradients=gradients, memory_mb=memory_mb)
     got = choose(n, 4096, 128256, BF16, CUDA, spec, "auto")
-    assert got.strategy == strategy
+    assert got.strategy == expected
     assert got.predictions()[0].scratch <= memory_mb * MIB
 
 
@@ -245,7 +248,7 @@ CPU_CASES = [(2048, 512, 32000), (1024, 1024, 128256), (2048, 768, 50257), (8192
 
 @pytest.mark.parametrize(("n", "d", "v"), CPU_CASES)
 @pytest.mark.parametrize(
-    ("dtype", "spec", "strategy"),
+    ("dtype", "spec", "expected"),
     [
         (F32, Spec(gradients=BOTH), "chunked"),  # 6 against 8 times N·D·V
         (F64, Spec(gradients=BOTH), "chunked"),
@@ -257,9 +260,9 @@ CPU_CASES = [(2048, 512, 32000), (1024, 1024, 128256), (2048, 768, 50257), (8192
         (F32, Spec(lse=True, gradients=BOTH), "tiled"),
     ],
 )
-def test_a_cpu_chooses(n, d, v, dtype, spec, strategy, typical_cpu):
+def test_a_cpu_chooses(n, d, v, dtype, spec, expected, typical_cpu):
     got = choose(n, d, v, dtype, CPU, spec, "auto")
-    assert got.strategy == strategy
+    assert got.strategy == expected
     assert got.predictions()[0].scratch <= budget(v, dtype, CPU, 0)
 
 
@@ -309,6 +312,61 @@ def test_a_setting_decides(setting, monkeypatch):
         assert (got.strategy, got.reason) == (setting, "as set")
 
 
+# an eighth of Llama-3-8B's classes
+SHARD = Spec(gradients=BOTH, shard_of=128256).of_shard()
+
+
+@pytest.mark.parametrize(
+    ("n", "memory_mb", "saved", "left"),
+    [
+        (1024, 0, True, 0),
+        (4096, 0, True, 0),
+        (16384, 0, True, 0),
+        (32768, 0, False, 0),
+        (32768, 3000, True, 3000),
+        (1024, 256, True, 256),
+        (8192, 256, False, 256),
+    ],
+)
+def test_a_shards_logits_are_saved_within_half_of_the_budget(n, memory_mb, saved, left, h200):
+    spec = dataclasses.replace(SHARD, memory_mb=memory_mb)
+    got = choose(n, 4096, 16032, BF16, CUDA, spec, "auto")
+    assert (got.saved, got.spec.memory_mb) == (saved, left)
+    best, *others = got.predictions()
+    assert best.scratch <= budget(16032, BF16, CUDA, memory_mb)
+    assert bool(others) != saved
+    # a product less than to compute them again
+    again = dataclasses.replace(got, saved=False).predict("chunked", NOMINAL["cuda"])
+    if saved:
+        now = got.predict("chunked", NOMINAL["cuda"])
+        assert 0.7 * again.seconds < now.seconds < 0.85 * again.seconds
+
+
+def test_what_saved_logits_leave_of_the_budget(h200):
+    """Alone the operator would take more than what 511 MiB of logits leave of 1024."""
+    got = choose(25434, 2048, 10546, BF16, CUDA, SHARD, "auto")
+    assert (got.saved, got.spec.memory_mb) == (True, 512)
+    assert 512 * MIB < got.predictions()[0].scratch < 1024 * MIB
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spec", "setting", "saved"),
+    [
+        (F32, SHARD, "auto", True),
+        (F64, SHARD, "auto", True),
+        (F32, SHARD, "chunked", False),
+        (F32, SHARD, "tiled", False),
+        (F32, dataclasses.replace(SHARD, gradients=()), "auto", False),
+        (F32, Spec(reduction="none", gradients=BOTH), "auto", False),
+        (BF16, SHARD, "auto", False),  # products of bf16 are slow there, and up-cast
+    ],
+)
+def test_whose_logits_are_saved_on_a_cpu(dtype, spec, setting, saved, typical_cpu):
+    got = choose(100, 64, 1000, dtype, CPU, spec, setting)
+    assert got.saved == saved
+    assert got.strategy == ("tiled" if setting == "tiled" else "chunked")
+
+
 def test_where_nothing_is_within_the_budget(typical_cpu):
     got = choose(20000, 512, 10**6, F32, CPU, Spec(memory_mb=1, gradients=BOTH), "auto")
     assert (got.strategy, got.reason) == ("tiled", "nothing is within the budget")
@@ -333,6 +391,11 @@ def test_text(typical_cpu):
         str(two),
         """strategy: tiled, 2672 classes at a time: 3.2 s, 34 MiB of scratch (chunked: 2.7 s, 35 MiB of scratch, 66 MiB of f32 gradients); the least memory within 1.5 times the fastest""",
     )
+    shard = choose(512, 512, 4000, F32, CPU, SHARD, "auto")
+    expecttest.assert_expected_inline(
+        str(shard),
+        """strategy: chunked, 512 rows at a time: 79 ms, 16 MiB of scratch; a shard's logits are saved for backward""",
+    )
     kept = choose(2048, 512, 32000, F32, CPU, Spec(), "auto", kept=True)
     expecttest.assert_expected_inline(
         str(kept),
@@ -353,8 +416,8 @@ def test_a_symbolic_number_of_rows_is_chosen_for_its_hint(typical_cpu):
 
 PROGRAM = """
 import torch
-from fxpass.schedule import choose
 from fxpass.spec import Spec
+from fxpass.strategy import choose
 torch.set_num_threads({threads})
 spec = Spec(gradients=("x", "weight"))
 for dtype in (torch.float32, torch.bfloat16):

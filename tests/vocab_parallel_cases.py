@@ -29,6 +29,7 @@ class Case:
         dtype: of x, weight and bias.
         ignored: whether some rows have ``spec.ignore_index`` as their target.
         padding: how many classes, the last ones, a bias makes impossible.
+        saved: whether backward gets the logits of forward.
     """
 
     spec: Spec
@@ -38,6 +39,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     ignored: bool = False
     padding: int = 0
+    saved: bool = False
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The whole problem, the same on every rank."""
@@ -94,6 +96,17 @@ CASES = {
     "z-loss, ignored, tiled": Case(Spec(lse=True, strategy="tiled"), v=13, ignored=True),
     "lse": Case(Spec(target="none", reduction="none"), v=13),
     "tiled": Case(Spec(strategy="tiled", label_smoothing=0.1), v=13, weighted=True, ignored=True),
+    "saved": Case(Spec(), v=13, bias=True, saved=True),
+    "saved, sum": Case(Spec(reduction="sum", logits=SOFTCAP), v=13, bias=True, saved=True),
+    "saved, none": Case(Spec(reduction="none"), ignored=True, saved=True),
+    "saved, a rank without classes": Case(Spec(), v=1, saved=True),
+    "saved, weighted, smoothed, ignored": Case(
+        Spec(label_smoothing=0.2), v=13, weighted=True, ignored=True, saved=True
+    ),
+    "saved, probabilities": Case(Spec(target="probabilities"), v=13, saved=True),
+    "saved, z-loss, ignored": Case(Spec(lse=True), v=13, ignored=True, saved=True),
+    "saved, bfloat16": Case(Spec(), v=13, dtype=torch.bfloat16, saved=True),
+    "saved, float16": Case(Spec(), v=13, bias=True, dtype=torch.float16, saved=True),
     "bfloat16": Case(Spec(), v=13, dtype=torch.bfloat16),
     "bfloat16, tiled": Case(Spec(strategy="tiled"), v=13, dtype=torch.bfloat16),
     "float16": Case(Spec(), v=13, bias=True, dtype=torch.float16),
@@ -126,6 +139,7 @@ def run(case: Case, rank: int, world: int, device: torch.device) -> dict[str, An
         spec.text(),
         here.start,
         dist.group.WORLD.group_name,  # type: ignore[union-attr]
+        save_logits=case.saved,
     )
     total = loss if lse is None else loss + 1e-2 * (lse**2).mean()
     (total.sum() if loss.dim() == 0 else (total * weights(N).to(device)).sum()).backward()
