@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import sympy
-from sympy import Expr, Piecewise, ceiling, log
+from sympy import Eq, Expr, Piecewise, ceiling, log
 
 from benchmarks import heads
 from benchmarks.collectives import RING
@@ -49,13 +49,13 @@ class Head(NamedTuple):
 
     Attributes:
         loss: what it exchanges, but for the hidden states and their gradient.
-        products: GEMMs of a step, each of 2·N·D·V / W operations; by more ranks than one.
+        products: GEMMs of a step, each of 2·N·D·V / W operations.
         passes: how often elements of logits are read or written by a rank, in units of N·V, beside
             what the GEMMs do: the least that there can be, not what somebody's code takes.
     """
 
     loss: tuple[Exchange, ...]
-    products: int
+    products: Expr
     passes: Expr
 
 
@@ -69,6 +69,7 @@ class Assumed(NamedTuple):
         across: ... where there are more ranks than in a node: one 400 Gb/s adapter for each GPU.
         latency: seconds of a collective, for each doubling of the ranks.
         node: ranks of a node.
+        budget: bytes of scratch that fusedce may take.
     """
 
     flops: float = 0.7 * 989e12
@@ -77,20 +78,27 @@ class Assumed(NamedTuple):
     across: float = 50e9
     latency: float = 10e-6
     node: int = 8
+    budget: float = 1024.0 * MIB
 
 
 N, D, V, W, e, a = SIZES = sympy.symbols("N D V W e a", positive=True)
-RATES = sympy.symbols("flops memory within across latency node", positive=True)
-_flops, _memory, _within, _across, _latency, _node = RATES
+RATES = sympy.symbols("flops memory within across latency node budget", positive=True)
+_flops, _memory, _within, _across, _latency, _node, _budget = RATES
 
+_three = sympy.Integer(3)
 _row = Exchange(False, "all_reduce", a * N)
 HEADS = {
-    # maximum; then sum of exponentials and loss in one. Backward computes the logits again.
-    "fusedce": Head((_row, Exchange(False, "all_reduce", 2 * a * N)), 4, 3 / W),
+    # maximum; then sum of exponentials and loss in one. On one rank fusedce computes gradients in
+    # forward; among more backward computes the logits again, unless half of the budget holds them.
+    "fusedce": Head(
+        (_row, Exchange(False, "all_reduce", 2 * a * N)),
+        Piecewise((3, Eq(W, 1) | (2 * e * N * V / W <= _budget)), (4, True)),
+        3 / W,
+    ),
     # maximum, sum of exponentials, the target's logarithm
-    "loss_parallel": Head((_row,) * 3, 3, 3 / W),
+    "loss_parallel": Head((_row,) * 3, _three, 3 / W),
     # every rank reads all logits, and of their gradient needs its own part
-    "gathered logits": Head((Exchange(False, "all_gather", e * N * V),), 3, 1 + 2 / W),
+    "gathered logits": Head((Exchange(False, "all_gather", e * N * V),), _three, 1 + 2 / W),
 }
 _states = e * N * D
 # how the hidden states lie -> what every such head exchanges of them and their gradient
@@ -112,11 +120,9 @@ def seconds(name: str) -> Expr:
     """Of a step of a head with replicated hidden states; one thing after the other."""
     head = HEADS[name]
     exchanges = (*head.loss, *HIDDEN["replicated"])
-    # on one rank fusedce computes gradients in forward, and no logits twice
-    products = Piecewise((3, sympy.Eq(W, 1)), (head.products, True))
     bandwidth = Piecewise((_within, _node >= W), (_across, True))
     return (
-        products * 2 * N * D * V / W / _flops
+        head.products * 2 * N * D * V / W / _flops
         + head.passes * e * N * V / _memory
         + sent(exchanges) / bandwidth
         + len(exchanges) * _latency * ceiling(log(W, 2))
@@ -179,7 +185,8 @@ def assumptions(assumed: Assumed) -> str:
         f"GEMMs at {assumed.flops / 1e12:,.0f} TFLOP/s, memory at {assumed.memory / 1e12:g} TB/s; "
         f"each rank sends at {assumed.within / 1e9:g} GB/s among up to {assumed.node} ranks and at "
         f"{assumed.across / 1e9:g} GB/s among more; a collective takes "
-        f"{assumed.latency * 1e6:g} µs for each doubling of the ranks beside that; nothing overlaps"
+        f"{assumed.latency * 1e6:g} µs for each doubling of the ranks beside that; "
+        f"fusedce's budget is {assumed.budget / MIB:,.0f} MiB; nothing overlaps"
     )
 
 

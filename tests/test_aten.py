@@ -36,7 +36,7 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 def strategy(request, monkeypatch) -> str:
     """What :func:`programs` runs: chunks of 3 rows, or tiles of 3 rows and 4 classes."""
 
-    def few(n, d, v, dtype, device, spec):
+    def few(n, d, v, dtype, device, spec, kept):
         return schedule.Plan("aten", spec.strategy, 3, 4, "a test")
 
     monkeypatch.setattr(schedule, "plan", few)

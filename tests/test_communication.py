@@ -243,8 +243,12 @@ def test_a_step_on_64_ranks():
     n, d, v = LLAMA[:3]
     assumed = Assumed(flops=1e15, memory=1e12, within=1e11, across=1e10, latency=1e-5, node=8)
     nbytes = 63 / 64 * (2 * 12 * n + 2 * 2 * n * d)
-    expected = 8 * n * d * v / 64 / 1e15 + 6 * n * v / 64 / 1e12 + nbytes / 1e10 + 3 * 6 * 1e-5
-    assert predicted("fusedce", LLAMA, 64, assumed) == pytest.approx(expected)
+    others = 6 * n * v / 64 / 1e12 + nbytes / 1e10 + 3 * 6 * 1e-5
+    logits = 2 * n * v / 64
+    for budget, products in ((2 * logits, 3), (2 * logits - 1, 4)):
+        expected = products * 2 * n * d * v / 64 / 1e15 + others
+        got = predicted("fusedce", LLAMA, 64, assumed._replace(budget=budget))
+        assert got == pytest.approx(expected)
 
 
 def test_links_within_a_node_are_used_as_long_as_it_has_the_ranks():
