@@ -13,6 +13,7 @@ from numerics import assert_close, loss_and_gradients
 from torch import Tensor
 
 from fxpass import aten, aten_chunked, aten_tiled, expression, ignored, schedule
+from fxpass.lowering import lower
 from fxpass.operator import linear_cross_entropy
 from fxpass.spec import Spec
 
@@ -352,6 +353,16 @@ def test_ignored_rows_are_not_multiplied(monkeypatch, reduction, kept):
     spec = Spec(reduction, gradients=gradients(True))
     check(spec, bias=True, weighted=True, target=target)
     assert set(seen) == {kept}
+
+
+@pytest.mark.parametrize("exist", [False, True])
+def test_the_plan_knows_whether_the_logits_exist(monkeypatch, exist):
+    seen = []
+    plan = schedule.plan
+    monkeypatch.setattr(schedule, "plan", lambda *args: seen.append(args[-1]) or plan(*args))
+    x, weight, target = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
+    lower(aten.Inputs(x, weight, None, target, logits=x @ weight.t() if exist else None), Spec())
+    assert seen == [exist]
 
 
 @pytest.mark.parametrize("target", ["indices", "probabilities"])

@@ -209,6 +209,16 @@ def test_a_gpus_chunks(head, n, memory_mb, h200):
         assert got.rows == min(n, 4096)  # a gibibyte, of the 1.25 that issue 5 allows
 
 
+@pytest.mark.parametrize("gradients", [BOTH, ()])
+def test_logits_that_exist_are_planned_as_predicted(gradients, typical_cpu):
+    spec = Spec(gradients=gradients)
+    (predicted,) = choose(2048, 512, 32000, F32, CPU, spec, "auto", kept=True).predictions()
+    kept = plan(2048, 512, 32000, F32, CPU, spec, kept=True)
+    assert (kept.rows, kept.classes) == (predicted.rows, predicted.classes)
+    # no product whose rate more rows would raise: a few are enough to read them
+    assert (kept.rows < plan(2048, 512, 32000, F32, CPU, spec).rows) == (not gradients)
+
+
 # ---------------------------------------------------------------- choices
 
 
