@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from fxpass.checks import INDEX_DTYPES
 from fxpass.movements import MOVEMENTS, moved_operand
-from fxpass.operator import INDEX_DTYPES
 from fxpass.rules import CASTS, REQUIRED, NoMatch, Target, arguments, is_tensor, value
 
 

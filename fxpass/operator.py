@@ -30,16 +30,13 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
 
 from fxpass import aten, ignored
 from fxpass.aten import Inputs, Outputs
+from fxpass.checks import NAME, check_class_indices, check_inputs
 from fxpass.lowering import keeps_range, lower
 from fxpass.schedule import compute_dtype, on_device
-from fxpass.spec import ELSEWHERE, Spec
-
-NAME = "fxpass::linear_cross_entropy"
+from fxpass.spec import Spec
 
 _Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _Three = tuple[Tensor, Tensor, Tensor]
-
-INDEX_DTYPES = (torch.int64, torch.uint8)  # what F.cross_entropy takes as class indices
 
 
 @torch.library.custom_op(NAME, mutates_args=())
@@ -86,8 +83,8 @@ def linear_cross_entropy(
     """
     s = Spec.parse(spec)
     inputs = Inputs(x, weight, bias, target, class_weight, logits)
-    _check(inputs, s)
-    _check_range(inputs, s)
+    check_inputs(inputs, s)
+    check_class_indices(inputs, s)
     now = dataclasses.replace(s, gradients=()) if s.gradients_in_backward else s
     one = x.new_ones((), dtype=compute_dtype(x.dtype))
     scale = one if s.reduction == "none" else _scale(inputs, s)
@@ -235,76 +232,6 @@ def _(gradient: Tensor, factor: Tensor, may_reuse: bool) -> Tensor:
     return torch.empty_like(gradient)
 
 
-# ---------------------------------------------------------------- bad input
-
-
-def _check(inputs: Inputs, spec: Spec) -> None:
-    """Shapes, dtypes and devices; called with real and with fake tensors."""
-    given = {name: t for name, t in inputs._asdict().items() if isinstance(t, Tensor)}
-    if any(t.device != inputs.x.device for t in given.values()):
-        places = ", ".join(f"{name} on {t.device}" for name, t in given.items())
-        raise ValueError(f"{NAME} needs tensors of one device, got {places}")
-    x, weight, target = inputs.x, inputs.weight, inputs.target
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"{NAME} needs x [N, D] and weight [V, D], got {_shapes(x, weight)}")
-    if not x.is_floating_point() or x.dtype != weight.dtype:
-        raise ValueError(
-            f"{NAME} needs x and weight of one floating-point dtype, got {x.dtype} and "
-            f"{weight.dtype}: cast one of them"
-        )
-    n, v = x.shape[0], weight.shape[0]
-    for name, vector in (("bias", inputs.bias), ("class_weight", inputs.class_weight)):
-        if vector is not None and (vector.dim() != 1 or vector.shape[0] != v):
-            raise ValueError(f"{NAME} needs {name} [{v}], got {_shapes(vector)}")
-    logits = inputs.logits
-    if logits is not None and (logits.dim() != 2 or logits.shape[0] != n or logits.shape[1] != v):
-        raise ValueError(f"{NAME} needs logits [{n}, {v}], got {_shapes(logits)}")
-    if spec.shard_of and spec.reduction != "none":
-        raise ValueError(f"{NAME}: a shard knows no {spec.reduction} over all classes")
-    if spec.shard_of and spec.ignore_index == ELSEWHERE:
-        raise ValueError(f"{NAME}: class index {ELSEWHERE} of a shard is a class of another shard")
-    if (target is None) != (spec.target == "none"):
-        raise ValueError(
-            f"{NAME} needs a target unless its spec says target=none, and none then; got "
-            f"{'None' if target is None else _shapes(target)} for target={spec.target}"
-        )
-    if target is None:
-        if inputs.class_weight is not None:
-            raise ValueError(f"{NAME} has no use for class_weight without a target")
-    elif spec.target == "probabilities":
-        if target.dim() != 2 or target.shape[0] != n or target.shape[1] != v:
-            raise ValueError(f"{NAME} needs probabilities [{n}, {v}], got {_shapes(target)}")
-        if not target.is_floating_point():
-            raise ValueError(f"{NAME} needs floating-point probabilities, got {target.dtype}")
-    else:
-        if target.dim() != 1 or target.shape[0] != n:
-            raise ValueError(f"{NAME} needs class indices [{n}], got {_shapes(target)}")
-        if target.dtype not in INDEX_DTYPES:
-            raise ValueError(f"{NAME} needs int64 class indices, got {target.dtype}")
-
-
-def _shapes(*tensors: Tensor) -> str:
-    return " and ".join(str(list(t.shape)) for t in tensors)
-
-
-def _check_range(inputs: Inputs, spec: Spec) -> None:
-    """Class indices; on devices other than the CPU without waiting for the answer."""
-    if inputs.target is None or spec.target == "probabilities":
-        return
-    target, v = inputs.target.long(), inputs.weight.shape[0]
-    lowest = ELSEWHERE if spec.shard_of else 0
-    wrong = aten.is_valid(target, spec) & ((target < lowest) | (target >= v))
-    if target.device.type != "cpu":
-        torch.ops.aten._assert_async(~wrong.any())
-    elif wrong.any():
-        # a shard's indices are not those that the user gave
-        which = "A target" if spec.shard_of else f"Target {target[wrong][0].item()}"
-        raise IndexError(
-            f"{which} is out of bounds: there are {spec.shard_of or v} classes and "
-            f"ignore_index is {spec.ignore_index}"
-        )
-
-
 # ---------------------------------------------------------------- shapes for the compiler
 
 
@@ -327,7 +254,7 @@ def _fake_gradients(
 def _(x, weight, bias, target, class_weight, logits, spec: str) -> _Seven:
     s = Spec.parse(spec)
     inputs = Inputs(x, weight, bias, target, class_weight, logits)
-    _check(inputs, s)
+    check_inputs(inputs, s)
     scalar = x.new_empty((), dtype=compute_dtype(x.dtype))
     loss = scalar.new_empty(x.shape[0]) if s.reduction == "none" else scalar
     lse = scalar.new_empty(x.shape[0] if s.returns_lse else 0)

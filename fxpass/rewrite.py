@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
+from fxpass import operator as _operator  # noqa: F401, registers the operator
 from fxpass.casts import Cast, cast
 from fxpass.losses import Loss
 from fxpass.match import Match

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpass import lowering, operator, rates, schedule, triton_chunked, triton_tiled
+from fxpass import checks, lowering, operator, rates, schedule, triton_chunked, triton_tiled
 from fxpass.aten import Inputs
 from fxpass.settings import Settings
 from fxpass.spec import Spec
@@ -135,7 +135,7 @@ def test_logits_on_the_cpu(weight_device, matched, monkeypatch):
 def test_the_operator_wants_one_device():
     made = problem(CPU, F32, bias=False)
     with pytest.raises(ValueError, match="x on cpu, weight on cuda:1, target on cpu"):
-        operator._check(made._replace(weight=made.weight.as_subclass(OnSecond)), Spec())
+        checks.check_inputs(made._replace(weight=made.weight.as_subclass(OnSecond)), Spec())
 
 
 # ---------------------------------------------------------------- launches
