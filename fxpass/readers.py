@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from fxpass.linears import LINEARS
+from fxpass.links import STACKS
 from fxpass.losses import LOG_SOFTMAXES
 from fxpass.movements import MOVEMENTS
 from fxpass.placements import is_dtensor, is_gathered
@@ -25,7 +26,6 @@ from fxpass.region import Region
 from fxpass.rules import CASTS, NoMatch, is_tensor, reads_values, value, writes
 from fxpass.settings import Settings
 from fxpass.source import call_name, source_line
-from fxpass.walk import STACKS
 
 if TYPE_CHECKING:
     from fxpass.match import Match
