@@ -126,7 +126,7 @@ def compiled(inner: str):
 
 
 def test_every_loop_computes_what_eager_does(tmp_path):
-    ours = run(tmp_path, compiled("aot_eager"))  # through Inductor: tests/test_casts.py
+    ours = run(tmp_path, compiled("aot_eager"))  # through Inductor: tests/test_casts_operations.py
     assert counters["fusedce"]["matched"] == 3  # each loop has a graph of its own
     assert counters["fusedce"]["rejected"] == 0
     eager = run(tmp_path, None)
