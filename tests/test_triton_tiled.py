@@ -3,73 +3,26 @@
 Runs on the GPU where there is one, else in Triton's interpreter.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lowerings import DTYPES, GRADIENTS, TRANSFORMS, autograd, problem
-from numerics import FLOOR, assert_close, error
+from numerics import FLOOR, error
+from tiled_runs import both, check, small_blocks
 
-from fxpass import (
-    aten,
-    aten_chunked,
-    expression,
-    triton_tile_config,
-    triton_tile_filter,
-    triton_tiled,
-)
+from fxpass import aten_chunked, expression, triton_tile_config, triton_tiled
 from fxpass.aten import Inputs
 from fxpass.spec import Spec
-from fxpass.triton_tile_config import Config
-
-PLAN = SimpleNamespace(classes=20)
-SMALL = Config(BLOCK_N=16, BLOCK_V=16, BLOCK_D=16, GROUP_N=2, num_warps=1, num_stages=1)
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
-    """Several splits of several tiles, and more than one group of more than one block of rows."""
-    interpreted = SMALL._replace(BLOCK_N=8, BLOCK_V=16, BLOCK_D=8)
-    small = SMALL if torch.cuda.is_available() else interpreted
-    monkeypatch.setattr(triton_tile_config, "configs_for", lambda target, dtype: (small,))
-    monkeypatch.setattr(triton_tiled, "_processors", lambda device: 3)
-    # several passes over what is rounded behind an f32 result
-    monkeypatch.setattr(triton_tiled, "_F32_BYTES", 4 * 5 * 12)
-
-
-Outputs = namedtuple("Outputs", aten.Outputs._fields[:5])
-
-
-def both(inputs, spec, plan=PLAN):
-    """Forward's outputs and then backward's gradients, as the operator asks for them."""
-    out = triton_tiled.run(inputs, dataclasses.replace(spec, gradients=()), plan)
-    assert out.loss.dtype == out.lse.dtype == torch.float32
-    assert out[2:5] == (None, None, None)
-    assert out.lse_rest.isfinite().all()
-    if not spec.gradients:
-        return Outputs(*out[:5])
-    grads = triton_tiled.run(inputs._replace(lse=out.lse, lse_rest=out.lse_rest), spec, plan)
-    assert grads.loss.shape == (0,)
-    assert grads.lse is None
-    return Outputs(out.loss, out.lse, *grads[2:5])
-
-
-def check(inputs, spec, plan=PLAN):
-    """Loss, lse and gradients against float64, nothing not asked for, operands unharmed."""
-    before = [None if t is None else t.clone() for t in inputs]
-    out = both(inputs, spec, plan)
-    for tensor, copy in zip(inputs, before, strict=True):
-        assert tensor is None or torch.equal(tensor, copy)
-    dtype = inputs.x.dtype
-    exact, eager = autograd(inputs, spec, torch.float64), autograd(inputs, spec, dtype)
-    wanted = [0, 1, *(2 + GRADIENTS.index(name) for name in spec.gradients)]
-    assert [i for i, tensor in enumerate(out) if tensor is not None] == wanted
-    assert all(out[i].dtype == dtype for i in wanted[2:])
-    assert_close(*([some[i] for i in wanted] for some in (out, eager, exact)), dtype)
-    return out
+    small_blocks(monkeypatch)
 
 
 # ---------------------------------------------------------------- the meaning
@@ -348,98 +301,3 @@ def test_pointers_where_rows_are_not_aligned(device):
         inputs = inputs._replace(x=inputs.x[:, :d], weight=inputs.weight[:, :d])
         assert not triton_tiled._Logits(inputs).gemm.described
         check(inputs, Spec(gradients=GRADIENTS))
-
-
-# ---------------------------------------------------------------- the gradient filter
-
-
-@pytest.fixture
-def flags(monkeypatch):
-    """The flags of every tile of classes that a run looks at."""
-    seen = []
-
-    def kept(flags):
-        seen.append(flags.clone())
-        return original(flags)
-
-    original = triton_tile_filter.kept
-    monkeypatch.setattr(triton_tile_filter, "kept", kept)
-    return seen
-
-
-FILTERED = Spec(gradients=GRADIENTS, gradient_filter=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_filter_keeps_what_is_large(device, dtype, flags, monkeypatch):
-    """A flat distribution: nothing is dropped, and the bits are those of no threshold at all."""
-    inputs = problem(device, dtype, n=18, v=45, row_scaled=True)
-    inputs = inputs._replace(row_scale=inputs.row_scale * 2.0**-10)  # 1/N must not count
-    out = check(inputs, FILTERED)
-    assert all(flag.all() for flag in flags)
-    assert len(flags) == 6  # twice for each of three tiles of classes
-    monkeypatch.setattr(triton_tile_filter, "resolution", lambda dtype: 0.0)
-    everything = both(inputs, FILTERED)
-    assert all(torch.equal(a, b) for a, b in zip(out, everything, strict=True))
-
-
-def peaked(device, dtype):
-    """Rows whose probability is at a few classes: of three blocks of classes one has them all."""
-    inputs = problem(device, dtype, n=20, d=16, v=45, row_scaled=True)
-    bias = torch.full_like(inputs.bias, -15)
-    bias[16:32] = 0
-    target = inputs.target % 16 + 16
-    target[3] = 40  # one row's target is elsewhere
-    return inputs._replace(bias=bias, target=target, x=inputs.x / 8)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_filter_drops_what_is_small(device, dtype, flags):
-    """The error is that of what is dropped: at most the resolution for each entry."""
-    inputs = peaked(device, dtype)
-    out, plain = (
-        both(inputs, FILTERED),
-        both(inputs, dataclasses.replace(FILTERED, gradient_filter=False)),
-    )
-    exact = autograd(inputs, FILTERED, torch.float64)
-    kept = torch.cat(flags[::2], 1)
-    if dtype == torch.float32:  # whose resolution is 4e-9: exp(-15) is above it
-        assert kept.all()
-    else:
-        # the blocks of 8 rows and 16 classes that hold a probability above 2**-12, or a target
-        assert kept.tolist() == [[0, 1, 1], [0, 1, 0], [0, 1, 0]]
-        assert not out.weight[:16].any()
-        assert plain.weight[:16].any()
-    resolution = triton_tile_filter.resolution(dtype)
-    scale = inputs.row_scale.abs().double()
-    most_x = resolution * scale[:, None] * inputs.weight.double().abs().sum(0)
-    most_weight = resolution * (scale @ inputs.x.double().abs())
-    bounds = (most_x, most_weight.expand(45, 16))
-    assert torch.equal(out.bias, plain.bias)
-    for got, whole, true, bound in zip(out[2:4], plain[2:4], exact[2:4], bounds, strict=True):
-        rounding = 2 * (whole.double() - true).norm() + FLOOR[dtype] * true.norm()
-        assert (got.double() - true).norm() <= bound.norm() + rounding
-        assert (got.double() - whole).norm() <= bound.norm() + FLOOR[dtype] * whole.norm()
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
-def test_filter_keeps_nan(device, flags):
-    inputs = peaked(device, torch.bfloat16)
-    inputs.bias[2] = torch.nan
-    out = both(inputs, FILTERED)
-    assert all(flag.all() for flag in flags)
-    assert out.x.isnan().all()
-
-
-def test_filter_with_nothing_to_keep(device, flags):
-    """Rows that nothing arrives at: no tile is kept, and what is written is zero."""
-    inputs = problem(device, torch.float16, n=9, row_scaled=True)
-    out = both(inputs._replace(row_scale=torch.zeros_like(inputs.row_scale)), FILTERED)
-    assert not any(flag.any() for flag in flags)
-    assert not any(grad.any() for grad in out[2:])
-
-
-def test_filter_gives_the_same_bits_every_time(device):
-    inputs = peaked(device, torch.bfloat16)
-    first, second = (both(inputs, FILTERED) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
