@@ -29,12 +29,15 @@ def _forward(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
     dtype = compute_dtype(x.dtype)
     loss, lse, rest = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(3))
     buffer = x.new_empty(rows * classes, dtype=dtype)
+    # written again and again: new copies would leave holes of unlike sizes between them
+    x_copy, weight_copy = _room(x, rows, dtype), _room(weight, classes, dtype)
     target = aten.target_of(inputs, spec)
     for part in slices(0, x.shape[0], rows):
-        x_rows = x[part].to(dtype)
+        x_rows = _up_cast(x[part], x_copy)
         sums = None
         for some in slices(0, weight.shape[0], classes):
-            logits = _logits(inputs, x_rows, part, weight[some].to(dtype), some, buffer)
+            tile = _up_cast(weight[some], weight_copy)
+            logits = _logits(inputs, x_rows, part, tile, some, buffer)
             z = expression.evaluate(spec.logits, logits)
             sums = aten.add_tile(sums, z, target, part, some)
         assert sums is not None, "there is at least one class"
@@ -87,6 +90,18 @@ def _backward(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
         grads[name].to(x.dtype) if name in grads else None for name in ("x", "weight", "bias")
     )
     return Outputs(None, None, x_grad, weight_grad, bias_grad)
+
+
+def _room(operand: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
+    """Where some rows of an operand are up-cast to: ``[rows, D]``; None if they need not be."""
+    if operand.dtype == dtype:
+        return None
+    return operand.new_empty((rows, operand.shape[1]), dtype=dtype)
+
+
+def _up_cast(rows: Tensor, room: Tensor | None) -> Tensor:
+    """Some rows of an operand in the compute dtype: themselves, or their copy in the room."""
+    return rows if room is None else room[: rows.shape[0]].copy_(rows)
 
 
 def _logits(

@@ -109,7 +109,8 @@ def _product(flops: Any, traffic: Any, *sides: Any, share: Any = 1) -> Expr:
     return Max(flops / rate, traffic / B)
 
 
-# In both, a loop's next up-cast copy is made before its last one ends.
+# In both, a loop's next up-cast copy is made before its last one ends; a forward that is tiled
+# keeps one place for each.
 def _aten_chunked() -> Cost:
     chunks, tiles = ceiling(N / R), ceiling(V / C)
     weight = chunks * D * V
@@ -144,7 +145,7 @@ def _aten_tiled() -> Cost:
     return Cost(
         logits + upcast + N * V / E + gx * x + gw * w + gb * N * V * a / B + calls,
         (1 + temporaries) * a * R * C
-        + up * a * (2 * R * D + (2 + gw) * C * D + gx * N * D)
+        + up * a * ((1 + _any) * (R + C) * D + gw * C * D + gx * N * D)
         + a * V * (up + 2 * gb)
         + ROW_ELEMENTS * a * N,
     )

@@ -8,7 +8,7 @@ import pytest
 
 from fxpass import cost
 from fxpass.cost import COSTS, MIB, Work
-from fxpass.fit import ALIGNMENT, CPU_ALIGNMENT, CPU_SLACK, SLACK, fit
+from fxpass.fit import ALIGNMENT, CPU_ALIGNMENT, CPU_SLACK, SLACK, TILE_SLACK, fit
 from fxpass.rates import NOMINAL
 
 # e, a, up and the device: f32 and bf16 on a CPU, bf16 on NVIDIA's and on AMD's GPUs
@@ -95,6 +95,33 @@ def test_no_tile_is_faster(kind, gradients, n, d, v, allowed):
     found = seconds(*fit("aten", "tiled", one, allowed, "cpu"))
     # only powers of two of the blocks of rows are tried
     assert found <= best * CPU_SLACK * 1.15
+
+
+@pytest.mark.parametrize(("n", "d", "v"), [(2048, 512, 32000), (1024, 1024, 128256)])
+@pytest.mark.parametrize("kind", ["aten-f32", "aten-bf16"])
+@pytest.mark.parametrize("allowed", [36 * MIB, 128 * MIB, 1024 * MIB])
+def test_a_tile_without_gradients_is_no_larger_for_a_larger_budget(kind, n, d, v, allowed):
+    one = work(kind, n, d, v)
+    rows, classes = fit("aten", "tiled", one, allowed, "cpu")
+    # f32: no more than a chunk of logits as large as x; bf16: three times that with the f32 copies
+    x = n * d * 4
+    assert cost.scratch("aten", "tiled", one, rows, classes) <= x * (1 if one.e == 4 else 3)
+    # and as fast as a tile of everything, but for the slack
+    fastest = cost.seconds("aten", "tiled", one, n, v, NOMINAL["cpu"])
+    assert cost.seconds("aten", "tiled", one, rows, classes, NOMINAL["cpu"]) <= 1.05 * fastest
+
+
+def test_only_a_tile_without_gradients_is_looked_for_in_small_steps():
+    """On CPUs; what others get are their budgets, halved again and again."""
+    one = work("aten-f32", 2048, 512, 32000)
+
+    def seconds(rows: int, classes: int) -> float:
+        return cost.seconds("aten", "tiled", one, rows, classes, NOMINAL["cpu"])
+
+    on_cpu, on_gpu = (fit("aten", "tiled", one, 64 * MIB, kind) for kind in ("cpu", "cuda"))
+    assert seconds(*on_gpu) < seconds(*on_cpu)
+    assert seconds(*on_cpu) <= TILE_SLACK * 1.01 * seconds(2048, 8000)
+    assert cost.scratch("aten", "tiled", one, *on_cpu) < cost.scratch("aten", "tiled", one, *on_gpu)
 
 
 @pytest.mark.parametrize("n", [4096, 4097, 5000, 8191, 30000])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from allocations import Allocations
 
-from fxpass import cost, expression, schedule
+from fxpass import aten_tiled, cost, expression, schedule
 from fxpass.aten import Inputs
 from fxpass.lowering import lower
 from fxpass.spec import Spec
@@ -65,6 +65,30 @@ def test_the_budget_is_kept(name, memory_mb, dtype, strategy):
     work = schedule.work_of(N, D, V, dtype, CPU, "aten", spec, spec.gradients)
     predicted = cost.scratch("aten", strategy, work, plan.rows, plan.classes)
     assert predicted / 5 < taken <= predicted <= memory_mb * cost.MIB
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(128, 16), (16, 128), (100, 100)])
+def test_forward_of_tiles_up_casts_to_one_place(rows, classes):
+    """Wide operands, whose copies are most of it, and a last block and tile that are smaller."""
+    n, d, v = 260, 512, 300
+    spec = Spec(strategy="tiled")
+    x, weight = (torch.randn(size, d, dtype=torch.bfloat16) for size in (n, v))
+    given = Inputs(x, weight, None, torch.arange(n))
+    with torch.no_grad(), Allocations() as allocated:
+        out = aten_tiled.run(given, spec, rows, classes)
+    work = schedule.work_of(n, d, v, torch.bfloat16, CPU, "aten", spec, ())
+    copies = (rows + classes) * d * 4
+    assert copies < allocated.peak(out) <= cost.scratch("aten", "tiled", work, rows, classes)
+    assert allocated.peak(out) < 1.5 * copies
+
+
+@pytest.mark.parametrize(("n", "d", "v"), [(2048, 512, 32000), (1024, 1024, 128256)])
+def test_evaluation_takes_no_more_than_core(n, d, v):
+    """``F.linear_cross_entropy(options=...)`` has chunks of f32 logits that are as large as x."""
+    spec = Spec(strategy="tiled")
+    plan = schedule.plan(n, d, v, torch.float32, CPU, spec)
+    work = schedule.work_of(n, d, v, torch.float32, CPU, "aten", spec, ())
+    assert cost.scratch("aten", "tiled", work, plan.rows, plan.classes) <= n * d * 4
 
 
 def test_it_counts_what_lives_at_the_same_time():
