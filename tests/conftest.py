@@ -6,6 +6,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from types import SimpleNamespace
 
 # Compile caches of this run alone: what another revision of the operator left must not be tested.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxpass-tests-")
@@ -30,7 +31,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 from torch._dynamo.utils import counters
 
-from fxpass import casts, rates
+from fxpass import casts, rates, schedule, strategy
 
 for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
     del os.environ[variable]  # a setting of the caller's shell must not decide what is tested
@@ -60,6 +61,26 @@ def device() -> torch.device:
 def _typical_device(monkeypatch):
     """Strategies are chosen for a typical device and not for this one, which is not measured."""
     monkeypatch.setattr(rates, "device_rates", lambda device, _: rates.nominal(device.type))
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """One H200, as the driver describes it."""
+    described = SimpleNamespace(
+        name="NVIDIA H200", total_memory=139 << 30, multi_processor_count=132, major=9, minor=0
+    )
+    monkeypatch.setattr(rates, "properties_of", lambda _: described)
+    for module in (schedule, strategy):
+        monkeypatch.setattr(module, "lowering_for", lambda *_: ("triton", "because"))
+    rates._gpu.cache_clear()
+    yield
+    rates._gpu.cache_clear()
+
+
+@pytest.fixture
+def typical_cpu(monkeypatch):
+    """No texts and choices of this machine's own rates."""
+    monkeypatch.setattr(rates, "_cpu_rates", lambda _: rates.NOMINAL["cpu"])
 
 
 @pytest.fixture(autouse=True)
