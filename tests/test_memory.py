@@ -28,14 +28,10 @@ def test_extra_peak_memory_is_at_most_a_third_of_inductors():
 def test_a_whole_model_that_returns_its_logits():
     """V=64000, 2048 rows, hidden 128, AdamW: the whole process's peak during a training step.
 
-    Without Inductor, which takes minutes: its own peak is 2238 MiB where aot_eager's is 3217, so
-    this is 0.45 of Inductor's.
+    Inductor's is 2238 MiB and takes minutes to find out, so it is not run here. One copy of the
+    logits, 500 MiB, would be over the bound.
     """
-
-    def peak(backend: str) -> int:
-        program = [sys.executable, str(Path(__file__).with_name("llama_step.py")), backend]
-        environment = {**os.environ, "FUSEDCE_INNER": "aot_eager"}
-        done = subprocess.run(program, check=True, capture_output=True, text=True, env=environment)
-        return int(done.stdout)
-
-    assert peak("fusedce") <= 0.31 * peak("aot_eager")
+    program = [sys.executable, str(Path(__file__).with_name("llama_step.py")), "fusedce"]
+    environment = {**os.environ, "FUSEDCE_INNER": "aot_eager"}
+    done = subprocess.run(program, check=True, capture_output=True, text=True, env=environment)
+    assert int(done.stdout) <= 0.45 * (2238 << 20)
