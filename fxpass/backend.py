@@ -14,7 +14,11 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxpass.dynamo import keep_saved_buffers, trace_through_log_once
+from fxpass.dynamo import (
+    describe_encoder_layers,
+    keep_saved_buffers,
+    trace_through_log_once,
+)
 from fxpass.inner import compile_inner
 from fxpass.settings import PREFIX, Settings
 from fxpass.transform import transform
@@ -25,6 +29,7 @@ log = logging.getLogger(__name__)
 if Settings.read().enabled:
     trace_through_log_once()
     keep_saved_buffers()
+    describe_encoder_layers()
 
 
 def fusedce(

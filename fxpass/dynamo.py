@@ -1,4 +1,4 @@
-"""What torch has to be told before it compiles; both settings hold for the whole process.
+"""What torch has to be told before it compiles; all of it holds for the whole process.
 
 Log-once helpers are no reason to break the graph. Libraries hang methods such as ``warning_once``
 on ``logging.Logger``, cached so that each message appears once in a process. Dynamo breaks the
@@ -11,13 +11,19 @@ Buffers that a backward graph donates to itself are gone after one backward, and
 raises (``retain_graph=True``). :func:`keep_saved_buffers` turns that off: the operator reuses the
 one large buffer itself, and knows when it must not. AOTAutograd asks again at run time, so a
 setting for the time of compiling only would not do.
+
+An encoder layer in evaluation is one operation, which autocast does not cover. torch 2.11 finds the
+shape of its result by running it, which raises for bfloat16 activations with float32 parameters
+before any backend sees the graph. :func:`describe_encoder_layers` gives it what later releases have.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
+import torch
 import torch._dynamo.config as config
 import torch._functorch.config as functorch_config
 
@@ -40,3 +46,19 @@ def trace_through_log_once() -> None:
 def keep_saved_buffers() -> None:
     """Turns donated buffers off. Idempotent."""
     functorch_config.donated_buffer = False
+
+
+def describe_encoder_layers() -> None:
+    """Says that an encoder layer's result is like its input, where torch does not. Idempotent."""
+    name = "_transformer_encoder_layer_fwd"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
+        _library().impl(name, _like_the_input, "Meta")
+
+
+@functools.cache
+def _library() -> torch.library.Library:
+    return torch.library.Library("aten", "IMPL")  # what it holds is gone with it
+
+
+def _like_the_input(src: torch.Tensor, *parameters: Any) -> torch.Tensor:
+    return torch.empty_like(src)

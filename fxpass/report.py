@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 
 from fxpass.aot import trace
 from fxpass.casts import Cast, cast_lines, note
-from fxpass.dynamo import trace_through_log_once
+from fxpass.dynamo import describe_encoder_layers, trace_through_log_once
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection
 from fxpass.settings import Settings
@@ -97,6 +97,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     settings = Settings.read()
     trace_through_log_once()
+    describe_encoder_layers()
     outcomes, before, after, breaks = [], [], [], []
     later: list[Cast] = []
 
