@@ -14,7 +14,7 @@ setting for the time of compiling only would not do.
 
 An encoder layer in evaluation is one operation, which autocast does not cover. torch 2.11 finds the
 shape of its result by running it, which raises for bfloat16 activations with float32 parameters
-before any backend sees the graph. :func:`describe_encoder_layers` gives it what later releases have.
+before any backend sees the graph. :func:`describe_encoder_layers` gives it what later ones have.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from fxpass.casts import Cast, cast_region, note
 from fxpass.graphtext import graph_text
 from fxpass.match import Match, Rejection, find
 from fxpass.outputs import Outputs
-from fxpass.region import regions
+from fxpass.region import regions, return_once
 from fxpass.rewrite import erase, rewrite
 from fxpass.settings import Settings
 from fxpass.steps import Bias
@@ -63,6 +63,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     casts: list[Cast] = []
     outputs: list[Outputs] = []
     for region in regions(gm):
+        return_once(region)
         casts += cast_region(region, settings.mixed_dtypes)
         if not region.plain:
             continue
