@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 
@@ -260,31 +259,24 @@ def test_a_retained_graph(inner):
                 torch.testing.assert_close(p.grad, times * b)
 
 
-def second_derivative(model, run, inputs) -> str:
-    """What is said of it."""
+# torch 2.11 raises only where the backward graph reads a parameter; else its gradients have no graph
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        ("eager", "no second derivative"),
+        ("aot_eager", "double backward|element 0 of tensors does not require grad"),
+    ],
+)
+def test_a_second_derivative_is_refused(inner, message):
+    model, inputs = Model(), batch()
+    loss = compiled(model, inner)(*inputs)
 
     def penalty():
-        (grad,) = torch.autograd.grad(run(*inputs), model.body.weight, create_graph=True)
+        (grad,) = torch.autograd.grad(loss, model.body.weight, create_graph=True)
         grad.sum().backward()
 
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError, match=message):
         penalty()
-    return str(caught.value)
-
-
-def test_a_second_derivative_is_refused():
-    model, inputs = Model(), batch()
-    assert "no second derivative" in second_derivative(model, compiled(model, "eager"), inputs)
-
-
-def test_a_second_derivative_is_refused_as_by_the_inner_backend():
-    model, inputs = Model(), batch()
-    ours = second_derivative(model, compiled(model, "aot_eager"), inputs)
-    torch._dynamo.reset()
-    theirs = second_derivative(model, torch.compile(model, backend="aot_eager"), inputs)
-    assert ours == theirs
-    # torch 2.11 has the gradient of any AOTAutograd backend without a graph of its own
-    assert re.search("double backward|does not require grad", ours)
 
 
 def test_a_frozen_head_and_frozen_hidden_states():
