@@ -35,7 +35,7 @@ def about(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "fxpass": fxpass.__version__,
         "commit": _commit(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES},
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "seed": SEED,
@@ -72,7 +72,11 @@ def capability(device: str) -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of a package, None where it is not installed; torch's with what it was built for (+cu130),
+    which its metadata do not always have."""
+    if package == "torch":
+        return str(torch.__version__)
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -20,13 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-LOSSES = {
-    F.cross_entropy: "cross_entropy",
-    F.nll_loss: "nll_loss",
-    F.linear_cross_entropy: "linear_cross_entropy",
-    F.kl_div: "kl_div",
-    F.ctc_loss: "ctc_loss",
-}
+_LOSSES = ("cross_entropy", "nll_loss", "linear_cross_entropy", "kl_div", "ctc_loss")
+# torch 2.11 has no linear_cross_entropy
+LOSSES = {getattr(F, name): name for name in _LOSSES if hasattr(F, name)}
 LINEARS = {
     F.linear: "linear",
     torch.matmul: "matmul",

@@ -7,10 +7,11 @@ a line for every class.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import re
 from collections import Counter
 from typing import Any
+
+from benchmarks.about import version
 
 Row = dict[str, Any]
 
@@ -103,8 +104,8 @@ def table(rows: dict[str, Row], inner: str) -> str:
 
 
 def _about(rows: list[Row], inner: str) -> str:
-    packages = [p for p in ("torch", "transformers", "scipy") if _version(p)]
-    versions = ", ".join(f"{name} {_version(name)}" for name in packages)
+    installed = {name: version(name) for name in ("torch", "transformers", "scipy")}
+    versions = ", ".join(f"{name} {number}" for name, number in installed.items() if number)
     states = Counter(row.get("fxpass", "not recorded") for row in rows)
     count = ", ".join(f"{state} ({number})" for state, number in states.most_common())
     several = (
@@ -130,13 +131,6 @@ A gradient smaller than a thousandth of the largest is measured against that tho
 
 Written by `python -m benchmarks.coverage`, {datetime.date.today()}: CPU, {versions},
 inner backend `{inner}`. {several}States of fxpass (a hash of its source) and rows: {count}."""
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _totals(rows: list[Row]) -> str:

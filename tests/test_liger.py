@@ -235,6 +235,15 @@ def test_an_f32_head_on_bf16_hidden_states(device):
     assert_close(fused, eager, true, BF16)
 
 
+CORES_LOSS = pytest.mark.skipif(
+    not hasattr(F, "linear_cross_entropy"), reason="torch 2.11 has no F.linear_cross_entropy"
+)
+CORES_OPTIONS = pytest.mark.skipif(
+    not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch 2.11 has no options of it"
+)
+
+
+@CORES_LOSS
 @pytest.mark.parametrize("weight", [F32, BF16])
 def test_cores_loss_under_autocast(weight):
     """F.linear_cross_entropy: a linear and a cross-entropy, which autocast sees."""
@@ -257,6 +266,7 @@ def test_cores_loss_under_autocast(weight):
     assert_close(fused, eager, numerics.loss_and_gradients(without, (x, w), torch.float64), BF16)
 
 
+@CORES_OPTIONS
 @pytest.mark.parametrize(("x", "weight"), [(BF16, F32), (F32, BF16), (torch.float16, BF16)])
 def test_cores_chunked_loss_is_not_on_autocasts_list(x, weight):
     """Why ``options=`` is to be left out: the operator behind it meets what autocast should cast."""
