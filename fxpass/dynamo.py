@@ -30,6 +30,14 @@ import torch._functorch.config as functorch_config
 _CACHED = type(functools.lru_cache(lambda: None))
 
 
+class _Functions(set[Any]):
+    """Functions. A copy has their names: torch 2.11 writes a copy of its settings to a log whenever
+    it compiles, and complains of each function there that it is neither to be sorted nor JSON."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> set[str]:
+        return {getattr(function, "__qualname__", repr(function)) for function in self}
+
+
 def trace_through_log_once() -> None:
     """Adds the cached methods of ``logging.Logger`` to those that Dynamo steps over.
 
@@ -40,7 +48,7 @@ def trace_through_log_once() -> None:
     name = "ignore_logging_functions"
     name = name if hasattr(config, name) else "ignore_logger_methods"
     cached = {method for method in vars(logging.Logger).values() if isinstance(method, _CACHED)}
-    setattr(config, name, {*getattr(config, name), *cached})
+    setattr(config, name, _Functions({*getattr(config, name), *cached}))
 
 
 def keep_saved_buffers() -> None:

@@ -1,6 +1,7 @@
 """A training step of a whole model that returns its logits, in a process of its own.
 
-``python llama_step.py BACKEND`` prints the process's peak memory during one step, in bytes.
+``python llama_step.py BACKEND`` prints the process's peak memory during one step, and what it held
+when everything was imported, in bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ VOCABULARY, ROWS, HIDDEN = 64000, 2048, 128
 
 
 def main(backend: str) -> None:
+    memory = memory_of(torch.device("cpu"))
+    memory.start()
+    imported = memory.rest
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -38,10 +42,9 @@ def main(backend: str) -> None:
         return out.logits
 
     step()  # compiles
-    memory = memory_of(torch.device("cpu"))
     memory.start()
     step()
-    print(memory.peak())
+    print(memory.peak(), imported)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
+import json
 import logging
 
 import pytest
@@ -96,6 +98,16 @@ def test_it_adds_to_what_the_user_chose_and_may_be_called_twice():
     trace_through_log_once()
     assert getattr(config, NAME) == once
     assert {logging.Logger.debug, say_once} <= once
+
+
+def test_torch_can_log_its_settings():
+    """torch 2.11 logs an error with a traceback for each graph where it cannot."""
+    config_of = torch._dynamo.utils._get_dynamo_config_for_logging
+    setattr(config, NAME, {logging.Logger.debug, logging.Logger.info})
+    trace_through_log_once()
+    assert json.loads(config_of())
+    assert copy.deepcopy(getattr(config, NAME)) >= {"Logger.debug", "Logger.info", "say_once"}
+    assert {logging.Logger.debug, say_once} <= getattr(config, NAME)
 
 
 def test_the_backend_calls_it_before_it_is_first_used(monkeypatch):

@@ -28,10 +28,12 @@ def test_extra_peak_memory_is_at_most_a_third_of_inductors():
 def test_a_whole_model_that_returns_its_logits():
     """V=64000, 2048 rows, hidden 128, AdamW: the whole process's peak during a training step.
 
-    Inductor's is 2238 MiB and takes minutes to find out, so it is not run here. One copy of the
-    logits, 500 MiB, would be over the bound.
+    Inductor's is 2238 MiB and takes minutes to find out, so it is not run here. That was torch
+    2.13.0 for CPUs, of which 406 MiB are there when all is imported; builds for CUDA bring more
+    (2.11.0: 655 MiB). One copy of the logits, 500 MiB, would be over the bound.
     """
     program = [sys.executable, str(Path(__file__).with_name("llama_step.py")), "fusedce"]
     environment = {**os.environ, "FUSEDCE_INNER": "aot_eager"}
     done = subprocess.run(program, check=True, capture_output=True, text=True, env=environment)
-    assert int(done.stdout) <= 0.45 * (2238 << 20)
+    peak, imported = map(int, done.stdout.split())
+    assert peak - imported <= 0.45 * (2238 << 20) - (406 << 20)
