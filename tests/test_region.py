@@ -100,7 +100,7 @@ def twice(x, w):
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_the_gradients_of_what_an_autograd_function_wrote_in_place(inner):
-    """On torch 2.11 they are zero in every other backend; the inner one alone says so or is right."""
+    """On torch 2.11 they are zero in every other backend."""
     x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 6, requires_grad=True)
     expected = torch.autograd.grad(twice(x, w), (x, w))
     options = {"fusedce.inner": inner}
@@ -114,44 +114,34 @@ def outputs_of(gm) -> list:
     return list(getattr(gm, node.args[0].target).graph.output_node().args[0][0])
 
 
-def test_a_tensor_is_returned_once():
+def more_outputs() -> tuple:
+    """A graph as torch 2.11 has it, with an argument and twice the result among the outputs, and
+    the last gradient in the backward body."""
     gm = captured(twice, torch.randn(4, 8, requires_grad=True), torch.randn(8, 6))
     own, *others = outputs_of(gm)
-    # as torch 2.11 has it: two more names of one tensor, which nobody reads
     (node,) = [n for n in gm.graph.nodes if "autograd_function_apply" in str(n.target)]
     forward, backward = (getattr(gm, argument.target) for argument in node.args[:2])
     returns = forward.graph.output_node()
-    kept = returns.args[0][1]
-    unlike = next(n for n in forward.graph.nodes if n.op == "placeholder")
-    returns.args = (((own, *others, unlike, own, own), kept),)
-    first = next(iter(backward.graph.nodes))
-    with backward.graph.inserting_after(first):
-        for name in ("unused_a", "unused_b", "unused_c"):
-            backward.graph.placeholder(name)
-    (whole, *_) = regions(gm)
-    return_once(whole)
-    found = outputs_of(gm)
-    assert (found[0], found[-3:]) == (own, [unlike, None, None])
-    return_once(whole)
-    assert outputs_of(gm) == found
+    argument = next(n for n in forward.graph.nodes if n.op == "placeholder")
+    returns.args = (((own, *others, argument, own, own), returns.args[0][1]),)
+    last = backward.graph.find_nodes(op="placeholder")[len(others)]
+    for name in ("unused_a", "unused_b", "unused_c"):
+        with backward.graph.inserting_after(last):
+            last = backward.graph.placeholder(name)
+    return gm, own, argument, last
 
 
-def test_what_is_read_is_returned_twice():
-    class Both(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = x * 2
-            return y, y.view(-1)
+def test_a_tensor_is_returned_once():
+    gm, own, argument, _ = more_outputs()
+    for _ in range(2):
+        return_once(next(iter(regions(gm))))
+        found = outputs_of(gm)
+        assert (found[0], found[-3:]) == (own, [argument, None, None])
 
-        @staticmethod
-        def backward(ctx, g, h):
-            return 2 * (g + h.view_as(g))
 
-    def program(x):
-        y, flat = Both.apply(x)
-        return y.sum() + flat.square().sum()
-
-    gm = captured(program, torch.randn(4, 8, requires_grad=True))
-    before = outputs_of(gm)
+def test_what_backward_reads_is_returned_twice():
+    gm, own, argument, gradient = more_outputs()
+    with gradient.graph.inserting_after(gradient):
+        gradient.graph.call_method("neg", (gradient,))
     return_once(next(iter(regions(gm))))
-    assert outputs_of(gm)[:2] == before[:2]
+    assert outputs_of(gm)[-3:] == [argument, None, own]
