@@ -22,7 +22,7 @@ def compiled(fn, **options):
 
 
 class _CapturedError(Exception):
-    """Ends a compilation: what was captured is not to be run."""
+    """Ends a run: what was captured is not to be run."""
 
 
 def captured(fn, *args) -> GraphModule:
@@ -31,8 +31,11 @@ def captured(fn, *args) -> GraphModule:
 
     def backend(gm, example_inputs):
         graphs.append(gm)
+        return stop  # a backend that raises here has its graph emptied, by torch 2.15
+
+    def stop(*args):
         raise _CapturedError
 
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="_CapturedError"):
+    with pytest.raises(_CapturedError):
         torch.compile(fn, backend=backend)(*args)
     return graphs[0]
