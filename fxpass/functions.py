@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from sympy import Expr
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
 def exact(value: float) -> Expr:
@@ -109,7 +110,7 @@ def _unary(name: str, tensor: Callable[[Tensor], Tensor], slope: Callable[[Any],
 
 
 def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) -> Function:
-    """maximum or minimum of two, with the slope of the first where they are equal, as in clamp."""
+    """maximum or minimum of two, with the slope that clamp has where they are equal."""
 
     def evaluate(cls: Any, x: Any, y: Any) -> Expr | None:
         return slope(x, y, x, y) if x.is_number and y.is_number else None
@@ -123,6 +124,14 @@ def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) 
     return Function(type(sympy.Function)(name, (sympy.Function,), members), tensor, arity=2)
 
 
+def _slope_at_a_bound() -> float:
+    """The slope of clamp where its argument equals a bound: 1 up to torch 2.14, 0 in 2.15."""
+    # whoever imports this may be inside of any of them
+    with unset_fake_temporarily(), torch.inference_mode(False), torch.enable_grad():
+        z = torch.zeros((), device="cpu", requires_grad=True)
+        return torch.autograd.grad(z.clamp_min(0), z)[0].item()
+
+
 def _softplus(x: Tensor) -> Tensor:
     return F.logsigmoid(-x).neg_()  # log(1 + exp(x)) would overflow
 
@@ -131,6 +140,9 @@ def call(name: str, *operands: Any) -> Expr:
     """The function of that name in :data:`FUNCTIONS`, of expressions."""
     return FUNCTIONS[name].symbolic(*operands)
 
+
+# what compares with a bound and passes its slope on
+ABOVE, BELOW = (">=", "<=") if _slope_at_a_bound() else (">", "<")
 
 _TABLE = (
     _unary("exp", torch.exp, lambda x: call("exp", x)),
@@ -150,8 +162,8 @@ _TABLE = (
     _unary("sinh", torch.sinh, lambda x: call("cosh", x)),
     _unary("cosh", torch.cosh, lambda x: call("sinh", x)),
     _unary("asinh", torch.asinh, lambda x: 1 / call("sqrt", 1 + x**2)),
-    _bound("maximum", torch.clamp_min, lambda x, y, a, b: where(x, ">=", y, a, b)),
-    _bound("minimum", torch.clamp_max, lambda x, y, a, b: where(x, "<=", y, a, b)),
+    _bound("maximum", torch.clamp_min, lambda x, y, a, b: where(x, ABOVE, y, a, b)),
+    _bound("minimum", torch.clamp_max, lambda x, y, a, b: where(x, BELOW, y, a, b)),
 )
 
 # Functions by the name that they have in text forms and in generated Triton.

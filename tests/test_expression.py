@@ -11,6 +11,7 @@ import sympy
 import torch
 
 from fxpass.expression import FUNCTIONS, Z, derivative, evaluate, exact, parse, text
+from fxpass.functions import ABOVE, BELOW
 
 Z_VALUES = torch.tensor([-40.0, -2.5, -1e-3, 0.0, 1e-7, 0.3, 1.0, 29.0], dtype=torch.float64)
 
@@ -273,8 +274,8 @@ def test_derivatives_that_the_kernels_use():
 @pytest.mark.parametrize(
     ("source", "slope"),
     [
-        ("maximum(z,2)", "where(z>=2,1,0)"),
-        ("minimum(z,2)", "where(z<=2,1,0)"),
+        ("maximum(z,2)", f"where(z{ABOVE}2,1,0)"),
+        ("minimum(z,2)", f"where(z{BELOW}2,1,0)"),
         ("where(z>0,3*z,0)", "where(z>0,3,0)"),
         ("2*log(where(z<=0,0,z))", "2*where(z<=0,0,where(z<=0,0,z)**(-1))"),
         ("exp(maximum(minimum(z,9),-9))", None),
