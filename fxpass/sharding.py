@@ -222,10 +222,17 @@ def _make(
 
 def compiled_for_all_ranks() -> bool:
     """Whether a graph must not hold what differs from rank to rank."""
+    return bool(getattr(one_rank_settings(), "compile_on_one_rank", False))
+
+
+def one_rank_settings() -> Any:
+    """The module whose ``compile_on_one_rank`` says so; None where torch has no distributed."""
     import torch.distributed
 
-    config = getattr(torch.distributed, "config", None)
-    return bool(getattr(config, "compile_on_one_rank", False))
+    # from torch 2.15 on; there it warns in its old place
+    if hasattr(torch.compiler.config, "compile_on_one_rank"):
+        return torch.compiler.config
+    return getattr(torch.distributed, "config", None)
 
 
 def group_name(mesh: Any, dim: int) -> str:

@@ -35,6 +35,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from fxpass.sharding import one_rank_settings
+
 B, S, D = 2, 6, 8  # a sequence has to be as long on 2 ranks as on 3
 
 
@@ -231,7 +233,7 @@ def step(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
         x = x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
     parallel = loss_parallel() if case.parallel else contextlib.nullcontext()
     autocast = torch.autocast(device, torch.bfloat16, enabled=case.autocast)
-    dist.config.compile_on_one_rank = case.on_one_rank
+    one_rank_settings().compile_on_one_rank = case.on_one_rank
     with tempfile.TemporaryDirectory() as dumps, said_by_fxpass() as said, parallel:
         options = {"fusedce.inner": case.inner, "fusedce.dump": dumps, **case.settings}
         run: Any = torch.compile(model, backend="fusedce", options=options)
@@ -239,7 +241,7 @@ def step(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
             out = run(x, labels)
         (out[0] if isinstance(out, tuple) else out).backward()
         graphs = "".join(path.read_text() for path in Path(dumps).rglob("*after*"))
-    dist.config.compile_on_one_rank = False
+    one_rank_settings().compile_on_one_rank = False
     if case.style is FROM_SEQUENCE:  # its body saw some of the rows
         for p in model.body.parameters():
             dist.all_reduce(p.grad)
