@@ -125,7 +125,7 @@ def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) 
 
 
 def _slope_at_a_bound() -> float:
-    """The slope of clamp where its argument equals a bound: 1 up to torch 2.14, 0 in 2.15."""
+    """The slope of clamp where its argument equals a bound: 1 up to torch 2.13, 0 from 2.14 on."""
     # whoever imports this may be inside of any of them
     with unset_fake_temporarily(), torch.inference_mode(False), torch.enable_grad():
         z = torch.zeros((), device="cpu", requires_grad=True)
