@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
-from fxpass.rules import REQUIRED, NoMatch, Target, arguments, is_tensor, value
+from fxpass.rules import REQUIRED, NoMatch, Target, arguments, attribute_of, is_tensor, value
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,8 @@ def _swaps(node: Node) -> bool:
         return False
     if target in ("t", torch.t):
         return True
-    if target is getattr:
-        return args[0] in ("T", "mT")
+    if name := attribute_of(node):
+        return name in ("T", "mT")
     if target in ("transpose", torch.transpose, "swapaxes", torch.swapaxes):
         return {int(d) % 2 for d in args} == {0, 1}
     if target in ("permute", torch.permute):

@@ -18,7 +18,16 @@ import torch
 from torch import Size, Tensor
 from torch.fx import Node
 
-from fxpass.rules import REQUIRED, NoMatch, Target, arguments, is_tensor, value
+from fxpass.rules import (
+    ATTRIBUTES,
+    REQUIRED,
+    NoMatch,
+    Target,
+    arguments,
+    attribute_of,
+    is_tensor,
+    value,
+)
 
 Replay = Callable[[int], tuple[str, Target, tuple[Any, ...]]]
 
@@ -146,8 +155,9 @@ def _transposed(node: Node, shape: Size, dim: int) -> Moved:
 
 
 def _attribute(node: Node, shape: Size, dim: int) -> Moved:
-    if node.args[1] not in ("T", "mT") or (len(shape) > 2 and node.args[1] == "T"):
-        raise NoMatch(node, f"%{node.name} reads .{node.args[1]} of the logits")
+    name = attribute_of(node)
+    if name not in ("T", "mT") or (len(shape) > 2 and name == "T"):
+        raise NoMatch(node, f"%{node.name} reads .{name} of the logits")
     return _transposed(node, shape, dim)
 
 
@@ -272,7 +282,7 @@ MOVEMENTS: dict[Target, Movement] = {
     torch.movedim: _movedim,
     "t": _transposed,
     torch.t: _transposed,
-    getattr: _attribute,
+    **dict.fromkeys((getattr, *ATTRIBUTES), _attribute),
     "unsqueeze": _unsqueeze,
     torch.unsqueeze: _unsqueeze,
     "squeeze": _squeeze,

@@ -49,6 +49,20 @@ def is_tensor(argument: Any) -> bool:
     return isinstance(argument, Node) and isinstance(argument.meta.get("example_value"), Tensor)
 
 
+# A tensor's attribute that is an operation: a call of getattr, and from torch 2.15 on one of these.
+ATTRIBUTES: dict[Target, str] = {
+    torch.ops.aten.numpy_T: "T",
+    torch.ops.aten.mT: "mT",
+    torch.ops.aten.matrix_H: "H",
+    torch.ops.aten.mH: "mH",
+}
+
+
+def attribute_of(node: Node) -> str:
+    """The attribute of a tensor that a node reads; empty where it does something else."""
+    return str(node.args[1]) if node.target is getattr else ATTRIBUTES.get(node.target, "")
+
+
 # ---------------------------------------------------------------- spellings that need no reading
 
 # Judged by the dtypes and devices of the example values; the arguments do not matter.
