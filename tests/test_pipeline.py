@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import ranks
 import torch
-from numerics import assert_close
-from pipeline_cases import CASES, Case, alone
+import torch.nn.functional as F
+from numerics import FLOOR, assert_close, error
+from pipeline_cases import CASES, Case, alone, functions_outlive_outputs
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 # How many losses are fused, how many are not, and how many graphs the last stage's rank has.
 EXPECTED = {"hidden": (1, 0, 2), "loss": (1, 0, 1), "logits": (0, 1, 2)}
@@ -44,3 +47,24 @@ def check_values(case: Case, first: dict[str, Any], last: dict[str, Any]) -> Non
 
 def counts(rank: dict[str, Any]) -> tuple[int, int, int]:
     return rank["matched"], rank["rejected"], rank["graphs"]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "fusedce"])
+def test_zero_bubble_is_for_what_torch_can_take_apart(backend):
+    """The two halves of backward, without a schedule: a rank that fails would stop the others."""
+    head, hidden = torch.nn.Linear(4, 9, bias=False), torch.randn(5, 4, requires_grad=True)
+    options = {"fusedce.inner": "eager"} if backend == "fusedce" else None
+
+    @torch.compile(backend=backend, options=options)
+    def loss_of(hidden):
+        return F.cross_entropy(head(hidden), torch.arange(5))
+
+    _, groups = stage_backward_input([loss_of(hidden)], None, [hidden], iter([head.weight]))
+    if functions_outlive_outputs():
+        stage_backward_weight(iter([head.weight]), groups)
+        (exact,) = torch.autograd.grad(F.cross_entropy(head(hidden), torch.arange(5)), head.weight)
+        assert head.weight.grad is not None
+        assert error(head.weight.grad, exact) < 4 * FLOOR[torch.float32]
+    else:
+        with pytest.raises(RuntimeError, match="_input_metadata"):
+            stage_backward_weight(iter([head.weight]), groups)
