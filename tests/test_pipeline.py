@@ -25,8 +25,14 @@ def test_two_ranks():
     first, last = ranks.run("pipeline_cases", world=2)
     for case in CASES:
         check_values(case, first[case.name], last[case.name])
-        assert counts(first[case.name]) == (0, 0, 1), case.name
-        assert counts(last[case.name]) == EXPECTED[case.ends], case.name
+        # torch 2.11 finds out a stage's shapes by a run without gradients, which is one more graph
+        matched, rejected, graphs = counts(first[case.name])
+        assert (matched, rejected) == (0, 0), case.name
+        tried = graphs - 1
+        assert tried in (0, 1), case.name
+        matched, rejected, graphs = EXPECTED[case.ends]
+        expected = (matched + tried * (case.ends == "loss"), rejected, graphs + tried)
+        assert counts(last[case.name]) == expected, case.name
 
 
 def check_values(case: Case, first: dict[str, Any], last: dict[str, Any]) -> None:
