@@ -7,8 +7,8 @@ together; ``redistribute`` moves its parts, ``from_local`` makes one of each ran
     placement_name(%redistribute) == "redistribute"        placement_name(%view) == ""
 
 Dynamo of torch 2.11 makes them functions of its own, one for each call, that hold whatever is no
-tensor: FX can write placements as arguments in later versions only. So does :class:`Placing` for the
-nodes that we put in.
+tensor: FX can write placements as arguments in later versions only. Nodes that we put in call a
+:class:`Placing` for the same reason.
 """
 
 from __future__ import annotations
