@@ -59,18 +59,19 @@ def counts(rank: dict[str, Any]) -> tuple[int, int, int]:
 def test_zero_bubble_is_for_what_torch_can_take_apart(backend):
     """The two halves of backward, without a schedule: a rank that fails would stop the others."""
     head, hidden = torch.nn.Linear(4, 9, bias=False), torch.randn(5, 4, requires_grad=True)
-    options = {"fusedce.inner": "eager"} if backend == "fusedce" else None
+    options: Any = {"fusedce.inner": "eager"} if backend == "fusedce" else None
+    weight: Any = head.weight
 
     @torch.compile(backend=backend, options=options)
     def loss_of(hidden):
         return F.cross_entropy(head(hidden), torch.arange(5))
 
-    _, groups = stage_backward_input([loss_of(hidden)], None, [hidden], iter([head.weight]))
+    _, groups = stage_backward_input([loss_of(hidden)], None, [hidden], iter([weight]))
     if functions_outlive_outputs():
-        stage_backward_weight(iter([head.weight]), groups)
+        stage_backward_weight(iter([weight]), groups)
         (exact,) = torch.autograd.grad(F.cross_entropy(head(hidden), torch.arange(5)), head.weight)
         assert head.weight.grad is not None
         assert error(head.weight.grad, exact) < 4 * FLOOR[torch.float32]
     else:
         with pytest.raises(RuntimeError, match="_input_metadata"):
-            stage_backward_weight(iter([head.weight]), groups)
+            stage_backward_weight(iter([weight]), groups)
