@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -267,8 +268,9 @@ def _make(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
             return recipe.graph(*inputs)
     if any(isinstance(a, FakeTensor) for a in inputs):
         # DDP's graph splitting runs each part once, when it is compiled, to learn what the next one
-        # gets: this type, since that part has to ask for the values when it runs
-        with quiet():
+        # gets: this type, since that part has to ask for the values when it runs. Without Python's
+        # dispatcher a linear of torch 2.11 makes numbers of symbolic sizes
+        with quiet(), enable_python_dispatcher():
             part = values.computed(recipe.graph(*inputs))
         return _Attach.apply(part, part.like.device, *inputs)  # type: ignore[return-value]
     watch_optimizers()

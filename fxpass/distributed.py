@@ -113,23 +113,19 @@ def _shard_of(weight: Tensor, group: Any, classes: int | None) -> _Shard:
         )
     if not isinstance(group, dist.ProcessGroup):
         group = group.get_group()
-    ranks, rank, count = group.size(), group.rank(), weight.shape[0]
+    ranks, count = group.size(), weight.shape[0]
     total = count * ranks if classes is None else classes
-    step = -(-total // ranks)
-    first = min(rank * step, total)
-    here = min(total, first + step) - first
+    first, here = _dealt(total, group)
     if here != count:
         raise ValueError(
-            f"{_NAME}: rank {rank} of {ranks} holds {count} of {total} classes, and should hold "
-            f"{here}: classes are dealt out as torch.chunk does. If the number of all classes is "
-            "not that of one rank times the ranks, pass classes="
+            f"{_NAME}: rank {group.rank()} of {ranks} holds {count} of {total} classes, and should "
+            f"hold {here}: classes are dealt out as torch.chunk does. If the number of all classes "
+            "is not that of one rank times the ranks, pass classes="
         )
     return _Shard(first, total, group.group_name)
 
 
 def _of_dtensor(weight: Any) -> _Shard:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     placements = placements_of(weight)
     over = [i for i, p in enumerate(placements) if not p.is_replicate()]
     if len(over) != 1 or not placements[over[0]].is_shard(0):
@@ -137,9 +133,17 @@ def _of_dtensor(weight: Any) -> _Shard:
             f"{_NAME}: linear_weight is placed {list(placements)}; it has to be sharded over its "
             "classes, Shard(0), along one dimension of its mesh"
         )
-    mesh = weight.device_mesh
-    _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
-    return _Shard(int(offset[0]), int(weight.shape[0]), mesh.get_group(over[0]).group_name)
+    # not by what DTensor has for it, which Dynamo of torch 2.11 cannot trace
+    group = weight.device_mesh.get_group(over[0])
+    classes = int(weight.shape[0])
+    return _Shard(_dealt(classes, group)[0], classes, group.group_name)
+
+
+def _dealt(classes: int, group: dist.ProcessGroup) -> tuple[int, int]:
+    """This rank's first class, and how many it has, as ``torch.chunk`` deals them out."""
+    step = -(-classes // group.size())
+    first = min(group.rank() * step, classes)
+    return first, min(classes, first + step) - first
 
 
 @torch.compiler.allow_in_graph

@@ -38,7 +38,8 @@ def _line(node: Node) -> str:
     call = {"placeholder": "input", "get_attr": str(node.target)}.get(node.op)
     if call is None:
         given = [_argument(a) for a in node.args]
-        given += [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+        options = {**getattr(node.target, "keywords", {}), **node.kwargs}
+        given += [f"{k}={_argument(v)}" for k, v in options.items()]
         call = f"{_target(node.target)}({', '.join(given)})"
     return f"%{node.name}{_type(node.meta.get('example_value'))} = {call}"
 

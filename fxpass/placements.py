@@ -5,20 +5,27 @@ together; ``redistribute`` moves its parts, ``from_local`` makes one of each ran
 ``to_local`` gives each rank its own part again::
 
     placement_name(%redistribute) == "redistribute"        placement_name(%view) == ""
+
+Dynamo of torch 2.11 makes them functions of its own, one for each call, that hold whatever is no
+tensor: FX can write placements as arguments in later versions only. Nodes that we put in call a
+:class:`Placing` for the same reason.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 from torch.fx import Node
 
-from fxpass.rules import Target
+from fxpass.rules import NoMatch, Target
 
-FROM_LOCAL = ("from_local", "prim_from_local")
-TO_LOCAL = ("to_local", "full_tensor", "prim_to_local", "prim_full_tensor")
-# Methods, and functions by name: some versions of Dynamo wrap them in functions of their own.
+FROM_LOCAL = ("from_local", "prim from_local")
+TO_LOCAL = ("to_local", "full_tensor", "prim_to_local")
+# Methods, and functions by name; "prim" in those of Dynamo's own.
 PLACEMENTS = {"redistribute", "prim_redistribute", *FROM_LOCAL, *TO_LOCAL}
 
 
@@ -26,6 +33,35 @@ def placement_name(target: Target) -> str:
     """The name of a node's target if it is one of ``PLACEMENTS``, else an empty string."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name if name in PLACEMENTS else ""
+
+
+def options_of(node: Node) -> Mapping[str, Any]:
+    """The keyword arguments of a node with a ``placement_name``.
+
+    Raises:
+        NoMatch: nothing says what they are.
+    """
+    if not placement_name(node.target).startswith("prim"):
+        return node.kwargs
+    if isinstance(node.target, FunctionType):
+        held = zip(node.target.__code__.co_freevars, node.target.__closure__ or (), strict=True)
+        options = {name: cell.cell_contents for name, cell in held}.get("kwargs_as_value")
+        if isinstance(options, dict):
+            return {**options, **node.kwargs}
+    raise NoMatch(node, f"%{node.name} does not show its arguments")
+
+
+class Placing(functools.partial[Any]):
+    """What a node calls that moves parts of a DTensor: ``function`` with placements.
+
+    Its keyword arguments are placements, the others are those of the node. A node's text and
+    ``placement_name`` call it by the name of the function.
+    """
+
+    def __init__(self, function: Callable[..., Any], **placements: Any) -> None:
+        del placements  # partial keeps them
+        self.__name__ = self.__qualname__ = function.__name__
+        self.__module__ = __name__
 
 
 def is_dtensor(example: object) -> bool:

@@ -24,7 +24,7 @@ from fxpass import operator as _operator  # noqa: F401, registers the operator
 from fxpass.casts import Cast, cast
 from fxpass.losses import Loss
 from fxpass.match import Match
-from fxpass.placements import is_dtensor, placements_of
+from fxpass.placements import Placing, is_dtensor, placements_of
 from fxpass.region import Region
 from fxpass.rules import value
 from fxpass.schedule import compute_dtype
@@ -243,10 +243,12 @@ class _Edit:
         """A DTensor with other placements."""
         if placements_of(value(node)) == tuple(placements):
             return node
-        return self._method("redistribute", node, placements=tuple(placements))
+        move: Any = type(value(node)).redistribute  # type: ignore[attr-defined]
+        return self._function(Placing(move, placements=tuple(placements)), node)
 
     def _to_local(self, node: Node, gradient: Any) -> Node:
-        return self._method("to_local", node, grad_placements=tuple(gradient))
+        take: Any = type(value(node)).to_local  # type: ignore[attr-defined]
+        return self._function(Placing(take, grad_placements=tuple(gradient)), node)
 
     # ------------------------------------------------------------ to rows and back
 
@@ -301,7 +303,8 @@ class _Edit:
         sharding = self.match.sharding
         assert sharding is not None
         held = sharding.sums() if scalar else self.held
-        new = self._function(of_dtensors.as_dtensor, new, self.whole_weight, tuple(held))
+        become = Placing(of_dtensors.as_dtensor, placements=tuple(held))
+        new = self._function(become, new, self.whole_weight)
         return self._placed(new, sharding.loss_placements(placements_of(value(old))))
 
     # ------------------------------------------------------------ nodes

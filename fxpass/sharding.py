@@ -22,7 +22,14 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxpass.losses import Loss
-from fxpass.placements import FROM_LOCAL, TO_LOCAL, is_dtensor, placement_name, placements_of
+from fxpass.placements import (
+    FROM_LOCAL,
+    TO_LOCAL,
+    is_dtensor,
+    options_of,
+    placement_name,
+    placements_of,
+)
 from fxpass.rules import NoMatch, is_tensor, value
 from fxpass.source import call_name
 from fxpass.steps import Bias, Move, Scale
@@ -254,14 +261,16 @@ def _check_chain(way: Walk, found: Sharding) -> None:
             raise NoMatch(node, f"%{node.name} is placed {_names(placements)}")
     for node in way.chain:
         name = placement_name(node.target)
+        if name not in (*FROM_LOCAL, *TO_LOCAL):
+            continue
+        grads = options_of(node).get("grad_placements") or ()
+        if any(p.is_partial() for p in grads):
+            raise NoMatch(node, f"%{node.name} ({name}) has partial gradients")
         if name not in TO_LOCAL:
             continue
         before = value(_operand(node))
         if not is_dtensor(before):
             raise NoMatch(node, f"%{node.name} ({name}) is not of a DTensor")
-        grads = node.kwargs.get("grad_placements") or ()
-        if any(p.is_partial() for p in grads):  # type: ignore[union-attr]
-            raise NoMatch(node, f"%{node.name} ({name}) has partial gradients")
         whole = "full_tensor" in name
         for kind, p in zip(found.dims, placements_of(before), strict=True):
             if kind == "classes" and not whole and not p.is_replicate():
@@ -352,7 +361,7 @@ def _names(placements: Sequence[Placement]) -> str:
 # ---------------------------------------------------------------- in the rewritten graph
 
 
-def as_dtensor(tensor: Tensor, like: Tensor, placements: tuple[Placement, ...]) -> Tensor:
+def as_dtensor(tensor: Tensor, like: Tensor, *, placements: tuple[Placement, ...]) -> Tensor:
     """Each rank's ``tensor`` as its part of a DTensor, on the mesh of another one."""
     from torch.distributed.tensor import DTensor
 

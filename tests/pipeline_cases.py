@@ -74,11 +74,36 @@ class Case:
     per_token: bool = False
 
 
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return 2 * grad
+
+
+def functions_outlive_outputs() -> bool:
+    """Whether backward can start at an ``autograd.Function`` whose output was detached, as schedules
+    with a zero bubble do. In torch 2.11 it cannot: they are not for what AOTAutograd compiles."""
+    out: Any = _Doubled.apply(torch.ones(1, requires_grad=True))
+    node = out.grad_fn
+    out.detach_()
+    try:
+        return bool(node._input_metadata)
+    except RuntimeError:
+        return False
+
+
+ZERO_BUBBLES = [
+    Case("zero bubble", ScheduleInterleavedZeroBubble, "hidden", per_token=True),
+    Case("zero bubble aot", ScheduleInterleavedZeroBubble, "hidden", inner="aot_eager"),
+]
 CASES = [
     Case("gpipe", ScheduleGPipe, "hidden"),
     Case("1f1b", Schedule1F1B, "hidden", inner="aot_eager"),
-    Case("zero bubble", ScheduleInterleavedZeroBubble, "hidden", per_token=True),
-    Case("zero bubble aot", ScheduleInterleavedZeroBubble, "hidden", inner="aot_eager"),
+    *(ZERO_BUBBLES if functions_outlive_outputs() else []),
     Case("tokens", Schedule1F1B, "hidden", per_token=True),
     Case("gpipe labels", ScheduleGPipe, "loss"),
     Case("1f1b labels", Schedule1F1B, "loss"),

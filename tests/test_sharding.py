@@ -9,7 +9,7 @@ import ranks
 import torch
 import torch.nn.functional as F
 from numerics import assert_close
-from sharding_cases import FUSED, LEFT, Model, data_with_ignored, rows
+from sharding_cases import FUSED, LEFT, ROWS, Model, data_with_ignored, rows
 
 WORLD = 2
 
@@ -60,10 +60,16 @@ def test_fused_as_in_one_process(name):
     assert {rank["placed"]["lm_head.weight"] for rank in results} == {lies}
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_rows_of_other_ranks_count(reduction):
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_other_ranks_count(name):
     """Rows sharded over ranks, of which not all count: the mean is over all of them."""
-    results = [rank[f"rows, {reduction}"] for rank in ranks.run("sharding_cases", WORLD)]
+    reduction, dim = ROWS[name]
+    results = [rank[f"rows, {name}"] for rank in ranks.run("sharding_cases", WORLD)]
+    if dim == 1 and any("refused" in rank for rank in results):
+        for rank in results:
+            for said in rank["refused"]:
+                assert "Attempted to flatten multiple dimensions, with dimension 1" in said
+        return
     for rank in results:
         assert rank["matched"] == 1
         assert f"(rows over {WORLD})" in rank["said"][0]
