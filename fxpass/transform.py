@@ -1,7 +1,8 @@
 """All rewrites of one Dynamo graph, in order, with their log lines and counters.
 
 In: a Dynamo graph and settings. Out: an :class:`Outcome`; the graph is changed in place. A graph in
-which nothing matches and no dtypes are mixed is left as it was.
+which nothing matches and no dtypes are mixed is left as it was, but for what torch 2.11 gets wrong
+in it (:func:`fxpass.region.return_once`).
 """
 
 from __future__ import annotations
