@@ -60,6 +60,12 @@ def test_fused_as_in_one_process(name):
     assert {rank["placed"]["lm_head.weight"] for rank in results} == {lies}
 
 
+NO_SHARDED_SEQUENCES = (
+    "Attempted to flatten multiple dimensions, with dimension 1",  # torch 2.11
+    "DTensorSpec doesn't allow specify shard_order",  # 2.15, when it compiles
+)
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_of_other_ranks_count(name):
     """Rows sharded over ranks, of which not all count: the mean is over all of them."""
@@ -68,7 +74,7 @@ def test_rows_of_other_ranks_count(name):
     if dim == 1 and any("refused" in rank for rank in results):
         for rank in results:
             for said in rank["refused"]:
-                assert "Attempted to flatten multiple dimensions, with dimension 1" in said
+                assert any(reason in said for reason in NO_SHARDED_SEQUENCES)
         return
     for rank in results:
         assert rank["matched"] == 1
