@@ -63,13 +63,15 @@ def check_values(case: Case, each: list[Results]) -> None:
 
 
 def check_zeros_of_torch(each: list[Results]) -> None:
-    """Where torch does not refuse: its gradients are wrong, and are no other when fused."""
+    """Where torch does not refuse, its gradients are zero: the collective is an autograd.Function
+    that returns what it wrote to. fxpass's are those of eager."""
     for rank in each:
-        losses = [rank[run][0] for run in ("eager", "traced", "fused")]
-        assert all(error(loss, losses[0]) < 4 * FLOOR[F32] for loss in losses)
-        assert all(gradient.norm() > 0 for gradient in rank["eager"][1:])
-        for run in ("traced", "fused"):
-            assert not any(gradient.any() for gradient in rank[run][1:]), run
+        loss = rank["eager"][0]
+        assert error(rank["traced"][0], loss) < 4 * FLOOR[F32]
+        assert not any(gradient.any() for gradient in rank["traced"][1:])
+        for fused, eager in zip(rank["fused"], rank["eager"], strict=True):
+            assert eager.norm() > 0
+            assert error(fused, eager) < 4 * FLOOR[F32]
 
 
 def added(each: list[Results], run: str, count: int) -> list[Tensor]:
