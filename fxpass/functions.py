@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from sympy import Expr
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 
 def exact(value: float) -> Expr:
@@ -124,14 +123,6 @@ def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) 
     return Function(type(sympy.Function)(name, (sympy.Function,), members), tensor, arity=2)
 
 
-def _slope_at_a_bound() -> float:
-    """The slope of clamp where its argument equals a bound: 1 up to torch 2.13, 0 from 2.14 on."""
-    # whoever imports this may be inside of any of them
-    with unset_fake_temporarily(), torch.inference_mode(False), torch.enable_grad():
-        z = torch.zeros((), device="cpu", requires_grad=True)
-        return torch.autograd.grad(z.clamp_min(0), z)[0].item()
-
-
 def _softplus(x: Tensor) -> Tensor:
     return F.logsigmoid(-x).neg_()  # log(1 + exp(x)) would overflow
 
@@ -141,8 +132,9 @@ def call(name: str, *operands: Any) -> Expr:
     return FUNCTIONS[name].symbolic(*operands)
 
 
-# what compares with a bound and passes its slope on
-ABOVE, BELOW = (">=", "<=") if _slope_at_a_bound() else (">", "<")
+# Where clamp passes a gradient: at the bound as well up to torch 2.13, and not in later ones.
+# Asking autograd here would start its threads, and whoever imports this could no longer fork.
+ABOVE, BELOW = (">", "<") if torch.__version__ >= "2.14.0a0" else (">=", "<=")
 
 _TABLE = (
     _unary("exp", torch.exp, lambda x: call("exp", x)),
