@@ -327,8 +327,9 @@ def test_a_patched_model_that_is_compiled_stays_right(device):
     both = loss_and_gradients(model, inputs, autocast=BF16)
     assert_close(both, eager, true, BF16)
     assert counters["fusedce"] == {"matched": 0, "rejected": 0, "casts": 0}
-    (reason,) = counters["graph_break"]
-    assert "liger_fused_linear_cross_entropy" in reason or ".item()" in reason
+    reasons = list(counters["graph_break"])  # torch 2.15 names two
+    assert reasons
+    assert all("liger_fused_linear" in reason or ".item()" in reason for reason in reasons)
     model.eval()
     with torch.no_grad(), torch.autocast(device.type, BF16):
         assert_close([model(**inputs).loss], eager[:1], true[:1], BF16)
