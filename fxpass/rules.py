@@ -49,7 +49,7 @@ def is_tensor(argument: Any) -> bool:
     return isinstance(argument, Node) and isinstance(argument.meta.get("example_value"), Tensor)
 
 
-# A tensor's attribute that is an operation: a call of getattr, and from torch 2.15 on one of these.
+# A tensor's attribute that is an operation: a call of getattr, and from torch 2.14 on one of these.
 ATTRIBUTES: dict[Target, str] = {
     torch.ops.aten.numpy_T: "T",
     torch.ops.aten.mT: "mT",

@@ -236,7 +236,7 @@ def one_rank_settings() -> Any:
     """The module whose ``compile_on_one_rank`` says so; None where torch has no distributed."""
     import torch.distributed
 
-    # from torch 2.15 on; there it warns in its old place
+    # from torch 2.14 on; there it warns in its old place
     if hasattr(torch.compiler.config, "compile_on_one_rank"):
         return torch.compiler.config
     return getattr(torch.distributed, "config", None)
