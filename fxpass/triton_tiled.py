@@ -65,8 +65,8 @@ def run(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
         plan: ``classes`` bounds the scratch of backward, ``[N, classes]`` in the dtype of x.
 
     Returns:
-        Forward: loss and lse ``[N]`` f32. Backward: an empty loss, and the gradients in the dtypes
-        of their operands, each rounded once.
+        Forward: loss and lse ``[N]`` f32. Backward: the gradients in the dtypes of their operands,
+        each rounded once.
     """
     with on_device(inputs.x.device):
         return _backward(inputs, spec, plan.classes) if spec.gradients else _forward(inputs, spec)
@@ -238,8 +238,7 @@ class _Gradients:
         x = self._grads.get("x")
         if x is not None:
             x = (x if self._unit is None else x.mul_(self._unit)).to(self._x.dtype)
-        loss = self._x.new_empty(0, dtype=torch.float32)
-        return Outputs(loss, None, x, self._grads.get("weight"), self._grads.get("bias"))
+        return Outputs(None, None, x, self._grads.get("weight"), self._grads.get("bias"))
 
 
 # ---------------------------------------------------------------- kernels

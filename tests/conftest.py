@@ -77,6 +77,19 @@ def h200(monkeypatch):
     rates._gpu.cache_clear()
 
 
+@pytest.fixture(params=["aten", "triton"])
+def lowering(request, device, monkeypatch):
+    """Each lowering in turn, on tensors of a device that it runs on (Triton's interpreter: any)."""
+    if request.param == "triton" and device.type == "cpu":
+        other = ("triton", "for the test")
+        wide = ("aten", "the Triton kernels compute in f32")
+        monkeypatch.setattr(
+            schedule, "lowering_for", lambda _, dtype: wide if dtype == torch.float64 else other
+        )
+    with device if request.param == "triton" else torch.device("cpu"):
+        yield request.param
+
+
 @pytest.fixture
 def typical_cpu(monkeypatch):
     """No texts and choices of this machine's own rates."""
