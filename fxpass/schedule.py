@@ -50,8 +50,9 @@ def lowering_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
         return "aten", "triton is not installed"
     if dtype == torch.float64:
         return "aten", "the Triton kernels compute in f32"
-    if torch.version.cuda and torch.cuda.get_device_capability(device) < (7, 5):
-        return "aten", f"{torch.cuda.get_device_name(device)} is older than sm_75"
+    gpu = rates.properties_of(device)
+    if torch.version.cuda and gpu is not None and (gpu.major, gpu.minor) < (7, 5):
+        return "aten", f"{gpu.name} is older than sm_75"
     return "triton", "generated Triton kernel over row chunks"
 
 

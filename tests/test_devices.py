@@ -79,7 +79,6 @@ def outcome_of(program, devices, monkeypatch) -> Outcome:
     (Without gradients: autograd knows no GPU where torch was built without.)
     """
     monkeypatch.setattr(rates, "properties_of", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     x_device, weight_device = devices
     with FakeTensorMode():
         x, weight = torch.randn(N, D, device=x_device), torch.randn(V, D, device=weight_device)
@@ -253,9 +252,11 @@ def test_the_lowering_is_that_of_the_device(monkeypatch):
     """An old GPU beside a new one: each does what it can."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(schedule, "has_triton", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
-    capabilities = {FIRST: (7, 0), SECOND: (9, 0)}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    cards = {
+        FIRST: SimpleNamespace(name="GPU 0", major=7, minor=0),
+        SECOND: SimpleNamespace(name="GPU 1", major=9, minor=0),
+    }
+    monkeypatch.setattr(rates, "properties_of", cards.get)
     sizes = N, D, V, BF16
     assert schedule.plan(*sizes, FIRST, Spec()).lowering == "aten"
     assert schedule.plan(*sizes, SECOND, Spec()).lowering == "triton"

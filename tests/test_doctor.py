@@ -13,7 +13,7 @@ import expecttest
 import pytest
 import torch
 
-from fxpass import doctor, doctor_rules, schedule
+from fxpass import doctor, doctor_rules, rates, schedule
 from fxpass.doctor_devices import VARIABLES, Accelerators, Cpu, Device
 from fxpass.doctor_probe import Lowering, Machine, Setting, Tools, probe_tools
 
@@ -237,8 +237,8 @@ def test_devices_without_kernels_are_those_of_the_schedule(
 ) -> None:
     monkeypatch.setattr(schedule, "has_triton", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    card = SimpleNamespace(name="a card", major=capability[0], minor=capability[1])
+    monkeypatch.setattr(rates, "properties_of", lambda device: card)
     lowering, _ = schedule.lowering_for(torch.device("cuda:0"), torch.bfloat16)
     device = Device("cuda", 0, "a card", capability=capability)
     found = list(doctor_rules.old(Accelerators("cuda", devices=(device,)), CPU))

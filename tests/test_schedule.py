@@ -41,9 +41,18 @@ def test_a_gpu_runs_aten_where_triton_cannot(installed, dtype, reason, monkeypat
 def test_an_old_gpu_runs_aten(capability, lowering, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(schedule, "has_triton", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "V100")
+    card = SimpleNamespace(name="a card", major=capability[0], minor=capability[1])
+    monkeypatch.setattr(rates, "properties_of", lambda _: card)
     assert lowering_for(CUDA, BF16)[0] == lowering
+
+
+def test_a_gpu_that_is_not_there_is_new(monkeypatch):
+    """Tensors without data may be of a CUDA build's device on a machine that has none."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(rates, "properties_of", rates.properties_of.__wrapped__)
+    monkeypatch.setattr(schedule, "has_triton", lambda: True)
+    assert lowering_for(CUDA, BF16)[0] == "triton"
 
 
 def test_the_device_of_the_tests(device):
