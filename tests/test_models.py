@@ -59,7 +59,7 @@ def step_of(model):
 def run(model, step, inputs, autocast: bool) -> list[torch.Tensor]:
     """The loss and every parameter's gradient."""
     model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast(inputs["labels"].device.type, torch.bfloat16, enabled=autocast):
         loss = step(**inputs)
     loss.backward()
     grads = [p.grad for p in model.parameters()]
@@ -67,12 +67,11 @@ def run(model, step, inputs, autocast: bool) -> list[torch.Tensor]:
     return [loss.detach(), *(g.clone() for g in grads)]
 
 
-def check(name: str, autocast: bool, inner: str) -> None:
+def check(name: str, autocast: bool, **settings: str) -> None:
     model, inputs = build(name), batch()
     eager = run(model, step_of(model), inputs, autocast)
-    compiled = torch.compile(
-        step_of(model), backend="fusedce", options={"fusedce.inner": inner}, fullgraph=True
-    )
+    options = {"fusedce.inner": "aot_eager", **settings}
+    compiled = torch.compile(step_of(model), backend="fusedce", options=options, fullgraph=True)
     fused = run(model, compiled, inputs, autocast)
     assert counters["fusedce"] == {"matched": 1, "rejected": 0, "casts": 2 if autocast else 0}
     assert [g.dtype for g in fused] == [g.dtype for g in eager]
@@ -83,12 +82,19 @@ def check(name: str, autocast: bool, inner: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients(name):
-    check(name, False, "aot_eager")
+    check(name, autocast=False)
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GraniteForCausalLM", "GPT2LMHeadModel"])
 def test_under_autocast(name):
-    check(name, True, "aot_eager")
+    check(name, autocast=True)
+
+
+@pytest.mark.usefixtures("lowering")
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_with_each_lowering(strategy):
+    """The prompt's rows are left out, and the logits are divided."""
+    check("GraniteForCausalLM", autocast=False, **{"fusedce.strategy": strategy})
 
 
 def test_the_whole_model_with_logits_returned():
