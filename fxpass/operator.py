@@ -204,17 +204,26 @@ def _scale(inputs: Inputs, spec: Spec) -> Tensor:
 # ---------------------------------------------------------------- the end of backward
 
 _library = torch.library.Library("fxpass", "FRAGMENT")
-_library.define("scale_gradient(Tensor gradient, Tensor factor, bool may_reuse) -> Tensor")
+_library.define(
+    "scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype, bool may_reuse) -> Tensor"
+)
+# Elements that a CPU multiplies before it rounds them, while they are in its cache.
+_ROUNDED_AT_A_TIME = 1 << 16
 
 
-def _scale_gradient(gradient: Tensor, factor: Tensor, may_reuse: bool) -> Tensor:
-    """``gradient * factor``, in the memory of ``gradient`` where nobody can read that again.
+def _scale_gradient(
+    gradient: Tensor, factor: Tensor, dtype: torch.dtype, may_reuse: bool
+) -> Tensor:
+    """``gradient * factor`` in a dtype; where that is the gradient's own, in its memory, unless
+    somebody can read that again.
 
     A weight's gradient is the largest tensor left, and a second one of its size would be the peak.
     The operator that saved it is its only owner, so unless the user retains the graph for another
     backward, its memory ends here anyway. While a CUDA graph is recorded that cannot be known: the
     record may be replayed under another answer.
     """
+    if gradient.dtype != dtype:
+        return _scaled_and_rounded(gradient, factor, dtype)
     with on_device(gradient.device):
         capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
     if not may_reuse or capturing or _keep_graph():
@@ -224,12 +233,26 @@ def _scale_gradient(gradient: Tensor, factor: Tensor, may_reuse: bool) -> Tensor
     return gradient.mul_(factor).detach()
 
 
+def _scaled_and_rounded(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """One pass over what is as large as the weight: it is read once, and written once in ``dtype``.
+
+    GPUs round what they have multiplied before they write it. CPUs would write all of it first.
+    """
+    out = torch.empty_like(gradient, dtype=dtype)
+    rows = len(gradient)
+    if gradient.device.type == "cpu":
+        rows = max(1, _ROUNDED_AT_A_TIME // max(1, gradient[:1].numel()))
+    for some, rounded in zip(gradient.split(rows), out.split(rows), strict=True):
+        torch.mul(some, factor, out=rounded)
+    return out
+
+
 _library.impl("scale_gradient", _scale_gradient, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("fxpass::scale_gradient", lib=_library)
-def _(gradient: Tensor, factor: Tensor, may_reuse: bool) -> Tensor:
-    return torch.empty_like(gradient)
+def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype, may_reuse: bool) -> Tensor:
+    return torch.empty_like(gradient, dtype=dtype)
 
 
 # ---------------------------------------------------------------- shapes for the compiler
@@ -320,9 +343,12 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
     else:
         # A compiler that donates buffers to itself may give this one away after its last use.
         may_reuse = not functorch_config.donated_buffer
-        grads = [torch.ops.fxpass.scale_gradient(g, factor, may_reuse) for g in saved]
-    named = zip(_DIFFERENTIABLE.values(), grads, ctx.dtypes, strict=True)
-    wanted = [g.to(dtype) if name in ctx.spec.gradients else None for name, g, dtype in named]
+        grads = [
+            torch.ops.fxpass.scale_gradient(g, factor, dtype or g.dtype, may_reuse)
+            for g, dtype in zip(saved, ctx.dtypes, strict=True)
+        ]
+    named = zip(_DIFFERENTIABLE.values(), grads, strict=True)
+    wanted = [g if name in ctx.spec.gradients else None for name, g in named]
     return *wanted, None, None, None, None
 
 

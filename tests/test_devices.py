@@ -243,7 +243,7 @@ def test_it_is_the_stream_of_the_tensors_that_may_be_recorded(driver, monkeypatc
     operator._lower(inputs, Spec())
     assert driver.launched
     gradient, two = (torch.full((), n).as_subclass(OnSecond) for n in (3.0, 2.0))
-    assert operator._scale_gradient(gradient, two, may_reuse=True) == 6
+    assert operator._scale_gradient(gradient, two, torch.float32, may_reuse=True) == 6
     assert gradient == 3
     assert asked == [1, 1]
 

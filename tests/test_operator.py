@@ -68,7 +68,9 @@ def test_opcheck_of_what_backward_calls(strategy):
     for scales in itertools.product([torch.rand(N), None], [torch.rand(N), None]):
         if scales != (None, None):
             opcheck(torch.ops.fxpass.linear_cross_entropy_backward.default, (*scales, *lse, *args))
-    opcheck(torch.ops.fxpass.scale_gradient.default, (torch.randn(V, D), torch.tensor(2.0), True))
+    gradient, two = torch.randn(V, D), torch.tensor(2.0)
+    for dtype in (torch.float32, torch.bfloat16):
+        opcheck(torch.ops.fxpass.scale_gradient.default, (gradient, two, dtype, True))
 
 
 def training(**changes):
@@ -103,6 +105,17 @@ def test_the_last_backward_allocates_no_second_weight_gradient():
     (last,) = torch.autograd.grad(loss, weight)
     assert last.data_ptr() == saved.data_ptr()
     assert torch.equal(kept, last)
+
+
+@pytest.mark.parametrize("size", [(7,), (0, 3), (1000, 3), (3, 1000)], ids=str)
+def test_a_gradient_is_rounded_once_and_by_parts(size, monkeypatch):
+    """An operand of 16 bits: what is kept in f32 until backward is read once."""
+    monkeypatch.setattr(operator, "_ROUNDED_AT_A_TIME", 100)
+    gradient, factor = torch.randn(size), torch.tensor(1 / 3)
+    kept = gradient.clone()
+    got = torch.ops.fxpass.scale_gradient(gradient, factor, torch.bfloat16, True)
+    assert torch.equal(got, (kept * factor).bfloat16())
+    assert torch.equal(gradient, kept)
 
 
 def test_accumulating_twice():
