@@ -125,7 +125,7 @@ OF_TWO = [
     Case("head with loss", WithHeadAndLoss, shard=head_apart),
     Case("head apart", shard=head_apart),
     Case("one frame", OneFrame),
-    Case("llama", tiny.llama, how="method"),
+    Case("llama", tiny.llama, how="method", inner="eager"),
 ]
 OF_THREE = [
     Case("uneven", policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
