@@ -121,9 +121,14 @@ class Choice:
             scratch += self.logits
         wider = 0
         compute = compute_dtype(self.dtype)
-        if strategy == "chunked" and compute != self.dtype:
+        if strategy == "chunked":
             elements = {"x": self.n * self.d, "weight": self.v * self.d, "bias": self.v}
-            wider = compute.itemsize * sum(elements[name] for name in self.spec.gradients)
+            total = sum(elements[name] for name in self.spec.gradients)
+            if compute != self.dtype:
+                wider = compute.itemsize * total
+            if wider or lowering == "triton":
+                # the last thing that backward does: they are scaled, in the dtype that is wanted
+                seconds += (compute.itemsize + self.dtype.itemsize) * total / rated.bandwidth
         return Prediction(strategy, seconds, scratch, wider, *shape)
 
     def __str__(self) -> str:
