@@ -60,7 +60,7 @@ def run(module: str, world: int, *arguments: str, seconds: int = SECONDS) -> lis
 
 def _started(module: str, world: int, *arguments: str, seconds: int) -> list[Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not _gpus(world):
+    if not on_gpus(world):
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if sys.platform == "linux":
         # else gloo asks for the machine's name, which a container may not know
@@ -74,7 +74,8 @@ def _started(module: str, world: int, *arguments: str, seconds: int) -> list[Any
         return [torch.load(Path(folder, str(rank)), weights_only=False) for rank in range(world)]
 
 
-def _gpus(world: int) -> bool:
+def on_gpus(world: int) -> bool:
+    """Whether each rank has one of its own."""
     return torch.cuda.device_count() >= world
 
 
@@ -83,7 +84,7 @@ def _run_rank(
 ) -> None:
     faulthandler.dump_traceback_later(seconds, exit=True)
     torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if _gpus(world) else torch.device("cpu")
+    device = torch.device("cuda", rank) if on_gpus(world) else torch.device("cpu")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     if device.type == "cuda":
         torch.cuda.set_device(device)
