@@ -11,7 +11,7 @@ strategy ``tiled`` keeps nothing as large as the weight from forward to backward
 computes no gradients, and backward all of them, final, from logits computed again::
 
     >>> x, w, t = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
-    >>> spec = "v3 reduction=mean lse=true"
+    >>> spec = "v4 reduction=mean lse=true"
     >>> loss, lse, *_ = linear_cross_entropy(x, w, None, t, None, None, spec)
     >>> loss_with_z_loss = loss + 1e-4 * (lse**2).mean()
 """

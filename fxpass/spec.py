@@ -5,8 +5,8 @@ in its text form, and is the key of everything that is cached. Shapes, strides, 
 presence of a bias or of class weights are not in it: the tensors carry them::
 
     >>> Spec(reduction="sum", label_smoothing=0.1).text()
-    'v3 reduction=sum label_smoothing=0.1'
-    >>> Spec.parse('v3 reduction=sum label_smoothing=0.1').label_smoothing
+    'v4 reduction=sum label_smoothing=0.1'
+    >>> Spec.parse('v4 reduction=sum label_smoothing=0.1').label_smoothing
     0.1
 """
 
@@ -23,10 +23,10 @@ from sympy import Expr
 
 from fxpass import expression
 
-# Bumped whenever the operator's outputs or their meaning change. It stands in every compiled
-# graph, so that a compile cache written by another version of fxpass misses instead of pairing an
-# old backward with a new forward.
-REVISION = "v3"
+# Bumped whenever the operator's outputs or their meaning change, or the arguments of what its
+# backward calls. It stands in every compiled graph, so that a compile cache written by another
+# version of fxpass misses instead of pairing an old backward with a new forward.
+REVISION = "v4"
 
 REDUCTIONS = ("none", "mean", "sum")
 TARGETS = ("indices", "probabilities", "none")

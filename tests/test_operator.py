@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fxpass import ignored, operator
 from fxpass.operator import linear_cross_entropy, linear_cross_entropy_backward
-from fxpass.spec import ELSEWHERE, IGNORED, Spec
+from fxpass.spec import ELSEWHERE, IGNORED, REVISION, Spec
 
 pytestmark = [
     pytest.mark.usefixtures("lowering"),
@@ -38,6 +39,22 @@ def arguments(spec: Spec, dtype=torch.float32, bias=True, weighted=True, logits=
     target = targets[spec.target]()
     weighted = weighted and target is not None
     return x, weight, b, target, torch.rand(V) if weighted else None, z, spec.text()
+
+
+def test_the_operators_of_this_revision():
+    """Graphs in compile caches call them like this: another schema needs another revision."""
+    names = ("", "_backward")
+    operators = [getattr(torch.ops.fxpass, f"linear_cross_entropy{name}") for name in names]
+    operators.append(torch.ops.fxpass.scale_gradient)
+    schemas = [REVISION, *(str(operator.default._schema) for operator in operators)]
+    expecttest.assert_expected_inline(
+        "\n".join(schemas),
+        """\
+v4
+fxpass::linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? class_weight, Tensor? logits, str spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+fxpass::linear_cross_entropy_backward(Tensor? row_scale, Tensor? lse_scale, Tensor? lse, Tensor? lse_rest, Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? class_weight, Tensor? logits, str spec) -> (Tensor, Tensor, Tensor)
+fxpass::scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype, bool may_reuse) -> Tensor""",
+    )
 
 
 def opcheck(operator, args, lowering: str) -> None:
