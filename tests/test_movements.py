@@ -17,6 +17,7 @@ ACCEPTED = {
     "torch.transpose": lambda z, t: (torch.transpose(z, -1, 1), t),
     "swapaxes": lambda z, t: (z.swapaxes(1, 2), t),
     "mT": lambda z, t: (z.mT, t),
+    "mT, as Dynamo of torch 2.14 writes it": lambda z, t: (torch.ops.aten.mT(z), t),
     "permute": lambda z, t: (z.permute(0, 2, 1), t),
     "permute, another order": lambda z, t: (z.permute((1, 2, 0)), t.T),
     "movedim": lambda z, t: (z.movedim(-1, 1), t),
@@ -93,6 +94,9 @@ REJECTED = {
         rejected(lambda z: z.transpose(1, 2).reshape(B * S, V)), "changes the class dimension"),
     "rows as classes": (
         rejected(lambda z: z[0].t(), lambda t: t.new_zeros(V)), "not the linear's"),
+    "a conjugate": (rejected(lambda z: z.mH, lambda t: t), "reads .mH of the logits"),
+    "a conjugate, as Dynamo of torch 2.14 writes it": (
+        rejected(lambda z: torch.ops.aten.mH(z), lambda t: t), "reads .mH of the logits"),
     "classes by a tensor": (
         rejected(lambda z: last(z)[:, torch.arange(V)]), "selects one class"),
     "classes by index_select": (
