@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fxpass import aten
 from fxpass.aten import Inputs
+from fxpass.devices import compute_dtype
 from fxpass.spec import ELSEWHERE, Spec
 
 NAME = "fxpass::linear_cross_entropy"
@@ -38,6 +39,12 @@ def check_inputs(inputs: Inputs, spec: Spec) -> None:
         raise ValueError(
             f"{NAME} needs x and weight of one floating-point dtype, got {x.dtype} and "
             f"{weight.dtype}: cast one of them"
+        )
+    bias = inputs.bias
+    if bias is not None and bias.dtype not in (x.dtype, compute_dtype(x.dtype)):
+        raise ValueError(
+            f"{NAME} needs a bias of x's dtype {x.dtype} or of {compute_dtype(x.dtype)}, in which "
+            f"it is added; got {bias.dtype}"
         )
     n, v = x.shape[0], weight.shape[0]
     for name, vector in (("bias", inputs.bias), ("class_weight", inputs.class_weight)):

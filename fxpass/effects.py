@@ -1,73 +1,80 @@
-"""What happens between two nodes that could make moving the first one down to the second wrong.
+"""What could make it wrong to compute some nodes of a graph later than where they stand.
 
-In: a graph's order, the two nodes, and the nodes whose values are read. Out: the first hazard, as a
-node and a reason, or None.
+In: the nodes, and the one at which their meaning is computed instead. Out: the first hazard, as a
+node and a reason, or None::
+
+    %z = linear(%h, %w);  %h.add_(1);  %loss = cross_entropy(%z, %t)    ->    %h.add_ changes %h
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
-import torch
 from torch.fx import Node
 
-from fxpass.rules import is_tensor, reads_values, writes
+from fxpass.calls import storage, written
+from fxpass.rules import is_tensor, reads_values
 from fxpass.source import call_name, source_line
 
+Hazard = tuple[Node, str]
 
-def hazard(
-    order: dict[Node, int], first: Node, last: Node, read: Iterable[Node], own: Collection[Node]
-) -> tuple[Node, str] | None:
-    """The first node between ``first`` and ``last`` that may write what ``read`` holds, or that
-    switches gradients on or off.
 
-    ``own`` are the nodes on the way from ``first`` to ``last``. Such a node may write to the one
-    before it, if nobody else reads that memory: then it is as good as a node that returns a new
-    tensor.
+def hazard(pattern: Collection[Node], last: Node) -> Hazard | None:
+    """The first reason why ``pattern`` cannot be computed at ``last`` with the same result.
+
+    Args:
+        pattern: nodes of one graph that are carried out anew at ``last``; all that they read from
+            each other is computed anew as well, all else is read there.
+        last: a node behind all of them, which may be one of them, or the graph's output.
+
+    A node outside of the pattern must not write what the pattern reads or holds, from the first
+    node that reads or makes it on. A node of the pattern may write to another one's memory (``z +=
+    1``), as long as nobody outside reads that memory under an older name.
     """
-    storages = {_storage(node) for node in read if is_tensor(node)}
-    for node, position in order.items():
-        if not order[first] < position < order[last]:
-            continue
-        if node.target is torch._C._set_grad_enabled:
-            return node, "gradients are switched on or off between the linear and the loss"
-        if not writes(node):
-            continue
-        if node in own:
-            if found := _second_reader(node, {first, last, *own}):
+    inside = set(pattern)
+    nodes = [node for node in last.graph.nodes if node in inside]
+    first: dict[int | None, Node] = {}  # memory -> the node from which on it has to stay
+    for node in nodes:
+        for held in (*node.all_input_nodes, node):
+            if is_tensor(held):
+                first.setdefault(storage(held), node)
+    ends = last.op == "output"
+    when = "before the end of the graph" if ends else "between the linear and the loss"
+    node = nodes[0]
+    while node is not last:
+        if node in inside:
+            found = _seen_from_outside(node, inside)
+            if found:
                 return found
-            continue
-        for operand in node.all_input_nodes:
-            if is_tensor(operand) and _storage(operand) in (None, *storages):
-                return node, (
-                    f"%{node.name} ({call_name(node)}) may change %{operand.name} in place between "
-                    "the linear and the loss"
-                )
+        else:
+            for operand in written(node):
+                at = storage(operand)
+                if at is None or (at in first and first[at] < node):
+                    call = f"%{node.name} ({call_name(node)})"
+                    return node, f"{call} may change %{operand.name} in place {when}"
+        node = node.next
     return None
 
 
-def _second_reader(writer: Node, own: Collection[Node]) -> tuple[Node, str] | None:
-    """Somebody who may see what ``writer``, a node on the way, writes to its operand."""
-    written = {_storage(n) for n in writer.all_input_nodes if is_tensor(n)}
-    aliases = [n for n in own if is_tensor(n) and n.op != "placeholder" and _storage(n) in written]
-    before = [n for n in aliases if _comes_before(n, writer)]
-    for alias in before:
-        for user in alias.users:
-            if user not in own and reads_values(user, alias):
-                return writer, (
-                    f"%{writer.name} ({call_name(writer)}) changes %{alias.name} in place, which "
-                    f"is also read by %{user.name} ({source_line(user)})"
-                )
-    return None
+def leaves(node: Node) -> bool:
+    """Whether somebody outside of the graph holds a node's memory, and may write to it later."""
+    ends = (*node.graph.find_nodes(op="placeholder"), *node.graph.output_node().all_input_nodes)
+    return storage(node) in {None, *(storage(n) for n in ends if is_tensor(n))}
 
 
-def _comes_before(a: Node, b: Node) -> bool:
-    return a < b
-
-
-def _storage(node: Node) -> int | None:
-    """What aliases share; None if it cannot be known (tensors inside torch.func transforms)."""
-    try:
-        return node.meta["example_value"].untyped_storage()._cdata
-    except NotImplementedError:
+def _seen_from_outside(writer: Node, pattern: Collection[Node]) -> Hazard | None:
+    """Somebody who may see what ``writer``, a node of the pattern, writes to its operand."""
+    changed = {storage(n) for n in written(writer)}
+    if not changed:
         return None
+    for alias in (n for n in writer.graph.nodes if n < writer and is_tensor(n)):
+        if storage(alias) not in changed:
+            continue
+        reader = next((u for u in alias.users if u not in pattern and reads_values(u, alias)), None)
+        if reader is not None or alias.op in ("placeholder", "get_attr"):
+            seen = f"also read by %{reader.name} ({source_line(reader)})" if reader else "an input"
+            return writer, (
+                f"%{writer.name} ({call_name(writer)}) changes %{alias.name} in place, which is "
+                f"{seen}"
+            )
+    return None

@@ -15,8 +15,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fxpass.rules import REQUIRED, NoMatch, Target, arguments, attribute_of, is_tensor, value
+from fxpass.calls import arguments
+from fxpass.rules import REQUIRED, NoMatch, Target, attribute_of, is_tensor, value
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,13 @@ def _linear(node: Node) -> Linear:
 
 
 def _matmul(node: Node) -> Linear:
-    x, weight = [*node.args, *node.kwargs.values()][:2]
-    return _product(node, x, weight, None)
+    given = arguments(node, {"input": REQUIRED, "other": REQUIRED})
+    return _product(node, given["input"], given["other"], None)
+
+
+def _mm(node: Node) -> Linear:
+    given = arguments(node, {"input": REQUIRED, "mat2": REQUIRED})
+    return _product(node, given["input"], given["mat2"], None)
 
 
 def _addmm(node: Node) -> Linear:
@@ -71,7 +78,9 @@ def _addmm(node: Node) -> Linear:
 
 
 def _einsum(node: Node) -> Linear:
-    equation, *operands = node.args
+    equation, *operands = node.args or ("",)
+    if node.kwargs:
+        raise NoMatch(node, f"%{node.name} (einsum) has keyword arguments")
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = list(operands[0])
     try:
@@ -82,8 +91,15 @@ def _einsum(node: Node) -> Linear:
     if len(operands) == 2 and len(weight) != 2:
         x, weight, operands = weight, x, operands[::-1]
     for v, d, transposed in ((weight[:1], weight[1:], False), (weight[1:], weight[:1], True)):
-        if len(weight) == 2 and x.endswith(d) and x == x[:-1] + d and out == x[:-1] + v:
-            return _make(node, operands[0], operands[1], None, transposed)
+        letters = x + v
+        if len(weight) != 2 or len(set(letters)) < len(letters):
+            continue  # a repeated letter takes a diagonal
+        if x.endswith(d) and out == x[:-1] + v:
+            found = _make(node, operands[0], operands[1], None, transposed)
+            if statically_known_true(
+                value(found.x).shape[-1] == value(found.weight).shape[transposed - 1]
+            ):
+                return found  # einsum would stretch a dimension of one
     raise NoMatch(node, f"%{node.name}: einsum {equation!r} is not [..., D], [V, D] -> [..., V]")
 
 
@@ -103,12 +119,12 @@ def _swaps(node: Node) -> bool:
         return True
     if name := attribute_of(node):
         return name in ("T", "mT")
-    if target in ("transpose", torch.transpose, "swapaxes", torch.swapaxes):
-        return {int(d) % 2 for d in args} == {0, 1}
-    if target in ("permute", torch.permute):
-        order = args[0] if len(args) == 1 and isinstance(args[0], tuple | list) else args
-        return [int(d) % 2 for d in order] == [1, 0]
-    return False
+    if target in ("permute", torch.permute) and len(args) == 1:
+        args = tuple(args[0]) if isinstance(args[0], tuple | list) else args
+    elif target not in ("transpose", torch.transpose, "swapaxes", torch.swapaxes, "permute"):
+        return False
+    dims = [d % 2 for d in args if isinstance(d, int)]
+    return dims == [1, 0] or (dims == [0, 1] and target not in ("permute", torch.permute))
 
 
 def _make(node: Node, x: Any, weight: Any, bias: Any, transposed: bool) -> Linear:
@@ -116,7 +132,7 @@ def _make(node: Node, x: Any, weight: Any, bias: Any, transposed: bool) -> Linea
         if not is_tensor(operand) and not (name == "bias" and operand is None):
             raise NoMatch(node, f"the linear's operand {operand!r} is not a tensor of the graph")
     shape = value(weight).shape
-    if len(shape) != 2 or not all(isinstance(s, int) for s in shape):
+    if len(shape) != 2:
         raise NoMatch(node, f"the linear's weight has shape {list(shape)}, not [V, D]")
     return Linear(node, x, weight, bias, transposed, value(node).dim() - 1)
 
@@ -127,8 +143,8 @@ LINEARS: dict[Target, Callable[[Node], Linear]] = {
     torch.matmul: _matmul,
     "matmul": _matmul,
     "__matmul__": _matmul,
-    torch.mm: _matmul,
-    "mm": _matmul,
+    torch.mm: _mm,
+    "mm": _mm,
     torch.addmm: _addmm,
     "addmm": _addmm,
     torch.einsum: _einsum,

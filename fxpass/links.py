@@ -10,6 +10,7 @@ that it becomes::
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 
 from fxpass import expression
+from fxpass.calls import arguments, first_operand, written
 from fxpass.losses import LOG_SOFTMAXES, log_softmax_dim
-from fxpass.movements import MOVEMENTS, Moved, moved, moved_operand
+from fxpass.movements import MOVEMENTS, Moved, moved
 from fxpass.placements import is_dtensor, placement_name
 from fxpass.pointwise import IN_PLACE, POINTWISE
-from fxpass.rules import CASTS, REQUIRED, NoMatch, Target, arguments, is_tensor, value, writes
+from fxpass.rules import CASTS, REQUIRED, NoMatch, Target, is_tensor, value
 from fxpass.source import call_name
 from fxpass.steps import Affine, Bias, Scale, Step
 
@@ -44,7 +46,7 @@ class Link:
         in_place: whether it writes to ``before``; of the kinds that compute.
         moved: how it moves rows, for ``move``.
         function: its key in ``POINTWISE``, out of place; of the kinds that compute.
-        stacked: position of the new dimension, for ``stack``.
+        stacked: position of the new dimension and its size, for ``stack``.
     """
 
     node: Node
@@ -54,7 +56,7 @@ class Link:
     in_place: bool = False
     moved: Moved | None = None
     function: Target = None
-    stacked: int = 0
+    stacked: tuple[int, int] = (0, 0)
 
 
 def link_of(node: Node, dim: int, after: list[Link]) -> Link:
@@ -73,68 +75,82 @@ def link_of(node: Node, dim: int, after: list[Link]) -> Link:
     if node.target in LOG_SOFTMAXES:
         if log_softmax_dim(node) != dim:
             raise NoMatch(node, f"%{node.name} (log_softmax) is over another dimension")
-        return Link(node, "log_softmax", _first(node), dim)
+        return Link(node, "log_softmax", first_operand(node), dim)
     if placement_name(node.target):
-        return Link(node, "placement", _first(node), dim)
+        return Link(node, "placement", first_operand(node), dim)
     if node.target in CASTS:
         _check_cast(node)
-        return Link(node, "cast", _first(node), dim)
+        return Link(node, "cast", first_operand(node), dim)
     if node.target in MOVEMENTS:
         step = moved(node, dim)
-        return Link(node, "move", moved_operand(node), step.dim, moved=step)
-    in_place = node.target in IN_PLACE or bool(node.kwargs.get("inplace"))
+        return Link(node, "move", first_operand(node), step.dim, moved=step)
     function = IN_PLACE.get(node.target, node.target)
+    changed = written(node)
     if function not in POINTWISE:
-        if writes(node):
+        if changed:
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) changes a tensor in place")
         raise NoMatch(
             node, f"%{node.name} ({call_name(node)}) between the linear and the loss is not known"
         )
     tensors = [n for n in node.all_input_nodes if is_tensor(n)]
     before = tensors[0] if len(tensors) == 1 else _main_operand(node, function, tensors)
+    if changed not in ([], [before]):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to another tensor")
     kind = "pointwise" if len(tensors) == 1 else "tensor"
-    return Link(node, kind, before, dim, in_place=in_place, function=function)
+    return Link(node, kind, before, dim, in_place=bool(changed), function=function)
 
 
 def _stacked(node: Node, dim: int, after: list[Link]) -> Link:
-    """A stack of which what comes after it, latest first, takes the logits of one linear."""
+    """A stack of heads: the link to the head whose logits the links behind it, ``after``, pick."""
     given = arguments(node, {"tensors": REQUIRED, "dim": 0})
     tensors, new = given["tensors"], given["dim"] % value(node).dim()
     if not isinstance(tensors, tuple | list) or new == dim:
         raise NoMatch(node, f"%{node.name} (stack) stacks other than the rows of logits")
-    # follow the number of each tensor through what comes after
-    shape = [_hint(size) for size in value(node).shape]
-    shape[dim] = 1
-    numbers = torch.arange(len(tensors)).view(-1, *[1] * (len(shape) - 1)).movedim(0, new)
-    numbers = numbers.expand(shape)
+    at = new
     for link in reversed(after):
-        if link.moved is not None and link.moved.replay is not None:
-            op, target, args = link.moved.replay(1)
-            args = torch.fx.map_arg(args, lambda n: _hint(n.meta["example_value"]))
-            function = getattr(torch.Tensor, target) if op == "call_method" else target
-            numbers = function(numbers, *args)
-    chosen = numbers.unique().tolist()
-    if len(chosen) != 1:
-        raise NoMatch(node, f"%{node.name} (stack) gives the loss the logits of several linears")
-    return Link(node, "stack", tensors[chosen[0]], dim - (new < dim), stacked=new)
+        if link.moved is None or link.moved.replay is None:
+            continue
+        found = _picked(link, at)
+        if found is None:
+            break
+        picked, at = found
+        if picked is not None:
+            head = tensors[picked % len(tensors)]
+            return Link(node, "stack", head, dim - (new < dim), stacked=(new, len(tensors)))
+    raise NoMatch(
+        node, f"%{node.name} (stack) gives the loss the logits of several linears, as far as known"
+    )
 
 
-def _hint(size: Any) -> Any:
-    """A size as a number: what it was when the graph was traced, where it may vary."""
-    return size if isinstance(size, int) else int(size.node.hint)
-
-
-def _first(node: Node) -> Node:
-    before = node.args[0] if node.args else node.kwargs.get("input")
-    if not is_tensor(before):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not of a tensor of the graph")
-    assert isinstance(before, Node)
-    return before
+def _picked(link: Link, at: int) -> tuple[int | None, int] | None:
+    """What a movement does to dimension ``at`` of its input: the number that it picks there, and
+    the dimension's position in its output; None where that is not known when the graph is traced.
+    """
+    assert link.moved is not None
+    assert link.moved.replay is not None
+    _, target, args = link.moved.replay(0)
+    if target == "select":
+        where, number = args
+        if where == at:
+            return (number, 0) if isinstance(number, int) else None
+        return None, at - (where < at)
+    if target is not operator.getitem:
+        return None
+    before = after = 0
+    for entry in args[0]:
+        if before == at and entry is not None:
+            whole = isinstance(entry, slice) and entry == slice(None)
+            return (entry, 0) if type(entry) is int else (None, after) if whole else None
+        if isinstance(entry, Node):
+            return None
+        before += entry is not None
+        after += entry is None or isinstance(entry, slice)
+    return None, after
 
 
 def _main_operand(node: Node, function: Target, tensors: list[Node]) -> Node:
     """The logits among several tensor operands."""
-    if _operation(function) is None or node.kwargs or len(node.args) != 2:
+    if _operation(function) is None:
         raise NoMatch(node, _combines(node))
     shape = value(node).shape
     whole = [n for n in tensors if value(n).shape == shape]
@@ -145,13 +161,15 @@ def _main_operand(node: Node, function: Target, tensors: list[Node]) -> Node:
 
 
 def _check_cast(node: Node) -> None:
-    old, new = value(_first(node)), value(node)
+    old, new = value(first_operand(node)), value(node)
     if old.device != new.device:
         raise NoMatch(
             node,
             f"%{node.name} moves the logits from {old.device} to {new.device}; move the labels to "
             f"{old.device} instead, and the loss afterwards",
         )
+    if new.dtype.itemsize < 2:
+        raise NoMatch(node, f"%{node.name} rounds the logits to {new.dtype}")
     if new.dtype == torch.float64 and old.dtype != torch.float64:
         raise NoMatch(
             node, f"%{node.name} casts {old.dtype} logits to float64; the fused loss is f32"
@@ -180,20 +198,9 @@ def apply_pointwise(link: Link, expr: Expr) -> Expr:
         NoMatch: an argument that is no number, or that its row in ``POINTWISE`` does not know.
     """
     node, row = link.node, POINTWISE[link.function]
-    given: dict[str, Any] = dict(zip(row.signature, node.args, strict=False))
-    if len(node.args) > len(row.signature):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has arguments that are not known")
-    for name, argument in node.kwargs.items():
-        if name == "inplace":
-            continue
-        if name not in row.signature:
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {name}=, which is not known")
-        given[name] = argument
+    given = arguments(node, row.signature)
     try:
-        operands = [
-            _operand(node, given.get(name, default), link.before, expr)
-            for name, default in row.signature.items()
-        ]
+        operands = [_operand(node, argument, link.before, expr) for argument in given.values()]
         return row.value(*operands)
     except ValueError as error:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
@@ -219,23 +226,27 @@ def tensor_steps(link: Link) -> list[Step]:
         NoMatch: it is neither.
     """
     node, operation = link.node, _operation(link.function)
-    left, right = node.args
+    left, right, *options = arguments(node, POINTWISE[link.function].signature).values()
+    plain = {"alpha": 1, "rounding_mode": None, "inplace": False, "out": None}
+    names = list(POINTWISE[link.function].signature)[2:]
+    if any(option != plain[name] for name, option in zip(names, options, strict=True)):
+        raise NoMatch(node, _combines(node))
     other = right if left is link.before else left
     if not isinstance(other, Node) or left is right:
         raise NoMatch(node, _combines(node))
     from_end = value(node).dim() - link.dim  # the class dimension, counted from the end
     shape = list(value(other).shape)
-    v = value(node).shape[link.dim]
+    v, dtype = value(node).shape[link.dim], value(node).dtype
     classes = shape[-from_end] if len(shape) >= from_end else 1
     if operation in ("add", "sub"):
         rows = [s for i, s in enumerate(shape) if len(shape) - i != from_end]
         if classes != v or any(s != 1 for s in rows):
             raise NoMatch(node, _combines(node))
         if operation == "add":
-            return [Bias(other, 1)]
+            return [Bias(other, 1, dtype)]
         if other is right:
-            return [Bias(other, -1)]
-        return [Affine(sympy.Integer(-1), sympy.Integer(0)), Bias(other, 1)]
+            return [Bias(other, -1, dtype)]
+        return [Affine(sympy.Integer(-1), sympy.Integer(0)), Bias(other, 1, dtype)]
     if classes != 1 or (operation == "div" and other is left):
         raise NoMatch(node, _combines(node))
     return [Scale(other, operation == "div")]

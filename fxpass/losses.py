@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from fxpass.calls import arguments, first_operand
 from fxpass.checks import INDEX_DTYPES
-from fxpass.movements import MOVEMENTS, moved_operand
-from fxpass.rules import CASTS, REQUIRED, NoMatch, Target, arguments, is_tensor, value
+from fxpass.movements import MOVEMENTS
+from fxpass.rules import CASTS, REQUIRED, NoMatch, Target, is_tensor, value
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,15 @@ class Loss:
         logits: the node whose way back leads to the linear.
         dim: position of the class dimension in ``logits``.
         inner: further nodes of the spelling, between the logits and ``node``.
+        counted: nodes whose value is part of the spelling, and of nobody's business beside it.
         target: class indices, class probabilities, or None for a log-sum-exp.
         class_weight: ``[V]`` or None.
         probabilities: whether the target holds class probabilities.
         log_softmax: whether the way back must pass a log-softmax.
         negative: whether the node's value is minus the loss.
         keepdim: whether the node's value has a class dimension of one.
+        wraps: which indices count round the classes, as the program's own indexing has it:
+            ``negative`` ones from the last class, or ``all``; empty where none do.
         speculative: whether the node is a loss only if its way back leads to a linear: then
             nothing is said about it otherwise.
     """
@@ -47,6 +51,7 @@ class Loss:
     dim: int
     target: Node | None
     inner: tuple[Node, ...] = ()
+    counted: tuple[Node, ...] = ()
     class_weight: Node | None = None
     reduction: str = "none"
     ignore_index: int | None = None
@@ -55,6 +60,7 @@ class Loss:
     log_softmax: bool = False
     negative: bool = False
     keepdim: bool = False
+    wraps: str = ""
     speculative: bool = False
 
 
@@ -155,12 +161,18 @@ def _picked(node: Node) -> tuple[Node, int, Node] | None:
         return None
     if not is_tensor(source) or not is_tensor(index) or not isinstance(dim, int):
         return None
+    if value(index).dtype != torch.int64 or given.get("sparse_grad"):
+        return None
     shape, taken = list(value(source).shape), list(value(index).shape)
     if not shape or len(shape) != len(taken):
         return None
     dim %= len(shape)
     one_each = taken == [*shape[:dim], 1, *shape[dim + 1 :]]
     return (source, dim, index) if one_each else None
+
+
+def _wraps(node: Node) -> str:
+    return "all" if node.target in (torch.take_along_dim, "take_along_dim") else ""
 
 
 def _gather(node: Node) -> Loss | None:
@@ -171,7 +183,16 @@ def _gather(node: Node) -> Loss | None:
     source, dim, index = picked
     if source.target in LOG_SOFTMAXES and log_softmax_dim(source) != dim:
         return None
-    return Loss(node, source, dim, index, log_softmax=True, negative=True, keepdim=True)
+    return Loss(
+        node,
+        source,
+        dim,
+        index,
+        log_softmax=True,
+        negative=True,
+        keepdim=True,
+        wraps=_wraps(node),
+    )
 
 
 def _getitem(node: Node) -> Loss | None:
@@ -183,12 +204,22 @@ def _getitem(node: Node) -> Loss | None:
     shape = value(source).shape if is_tensor(source) else ()
     if len(shape) != 2 or rows.target is not torch.arange or value(picked).dim() != 1:
         return None
-    whole = len(rows.args) == 1 or (len(rows.args) == 2 and rows.args[0] == 0)
-    if not whole or value(rows).shape[0] != shape[0] or value(picked).shape[0] != shape[0]:
+    given = arguments(rows, _ARANGE)
+    if given["start"] != 0 or given["step"] != 1 or value(rows).dtype != torch.int64:
         return None
-    if value(picked).dtype not in INDEX_DTYPES or not _has_log_softmax(source):
+    if value(rows).shape[0] != shape[0] or value(picked).shape[0] != shape[0]:
         return None
-    return Loss(node, source, 1, picked, log_softmax=True, negative=True)
+    if value(picked).dtype != torch.int64 or not _has_log_softmax(source):
+        return None
+    return Loss(
+        node, source, 1, picked, counted=(rows,), log_softmax=True, negative=True, wraps="negative"
+    )
+
+
+_ARANGE = {
+    **{"start": 0, "end": REQUIRED, "step": 1, "dtype": None, "device": None},
+    **{"layout": None, "pin_memory": None, "requires_grad": False},
+}
 
 
 def _has_log_softmax(node: Any) -> bool:
@@ -197,7 +228,7 @@ def _has_log_softmax(node: Any) -> bool:
             return True
         if node.target not in CASTS and node.target not in MOVEMENTS:
             return False
-        node = node.args[0] if node.args else None
+        node = first_operand(node)
     return False
 
 
@@ -222,8 +253,16 @@ def _logsumexp(node: Node) -> Loss | None:
 
 def _difference(node: Node) -> Loss | None:
     """``logsumexp(z) - gather(z)``, the row losses, or the other way round."""
-    args: Any = node.args
-    if len(args) != 2 or node.kwargs or not all(map(is_tensor, args)):
+    try:
+        return _lse_minus_picked(node)
+    except NoMatch:
+        return None  # of all subtractions few are a loss
+
+
+def _lse_minus_picked(node: Node) -> Loss | None:
+    given = arguments(node, {"input": REQUIRED, "other": REQUIRED, "alpha": 1})
+    args = given["input"], given["other"]
+    if given["alpha"] != 1 or not all(map(is_tensor, args)):
         return None
     for a, b, negative in ((*args, False), (*reversed(args), True)):
         lse = _logsumexp(a) if a.target in (torch.logsumexp, "logsumexp") else None
@@ -242,16 +281,20 @@ def _difference(node: Node) -> Loss | None:
             inner=inner,
             negative=negative,
             keepdim=lse.keepdim,
+            wraps=_wraps(pick),
         )
     return None
 
 
 def _without_dim(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """The node before its dimension of one was taken away, and what took it."""
-    before: Any = node.args[0] if node.args else None
-    taken = ("squeeze", torch.squeeze, "select", torch.select, operator.getitem)
-    if node.target not in taken or not isinstance(before, Node) or not is_tensor(before):
+    if node.target not in ("squeeze", torch.squeeze, "select", torch.select, operator.getitem):
         return node, ()
+    before = first_operand(node)
+    if node.target is operator.getitem:
+        index: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if not all(i in (slice(None), Ellipsis) or isinstance(i, int) for i in index):
+            return node, ()  # the rows may be in another order
     if value(before).numel() == value(node).numel():
         return before, (node,)
     return node, ()
@@ -278,10 +321,8 @@ LOSSES: dict[Target, Callable[[Node], Loss | None]] = {
 def log_softmax_dim(node: Node) -> int:
     """The dimension that a log-softmax node normalises."""
     given = arguments(node, {"input": REQUIRED, "dim": None, "_stacklevel": 3, "dtype": None})
-    if node.target is not F.log_softmax and len(node.args) > 2:
-        given["dtype"] = node.args[2]
     if not isinstance(given["dim"], int):
         raise NoMatch(node, f"%{node.name} (log_softmax) has no dim=")
-    if given["dtype"] == torch.float64 != value(moved_operand(node)).dtype:
+    if given["dtype"] == torch.float64 != value(first_operand(node)).dtype:
         raise NoMatch(node, f"%{node.name} casts logits to float64; the fused loss is f32")
     return given["dim"] % value(node).dim()

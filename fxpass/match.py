@@ -9,23 +9,28 @@ not changed.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from fxpass import effects
+from fxpass.choice import Choice, choose
+from fxpass.devices import lowering_for
 from fxpass.losses import Loss, loss_of
+from fxpass.modes import Mode, check_modes, modes_of
 from fxpass.readers import Readers
 from fxpass.region import Region
-from fxpass.rules import NoMatch, value
-from fxpass.schedule import lowering_for
+from fxpass.rules import NoMatch, hint, is_tensor, value
 from fxpass.settings import Settings
 from fxpass.sharding import Sharding, check_kept, sharding_of
 from fxpass.source import source_line
 from fxpass.spec import GRADIENTS, Spec
-from fxpass.strategy import Choice, choose
+from fxpass.steps import Stack
 from fxpass.walk import Walk, check_operands, walk
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,10 +62,14 @@ class Match:
         logits: ``never`` allocated; ``keep``: they exist in the graph and the loss is taken from
             them; ``defer`` or ``drop``: they leave the graph, and what leaves it instead.
         spec: what is computed.
-        shape: rows and classes; rows may be symbolic.
+        shape: rows and classes; both may be symbolic.
         source: the user's line of the loss.
         sharding: on which ranks its classes and rows lie; None for one rank.
         choice: of the strategy; None as long as it is not decided.
+        detached: whether no gradient goes through it although its operands need some.
+        changed: whether the graph writes to its operands later: then backward must not read them.
+        recomputed: whether the operator computes the logits although they are kept: backward would
+            need them, and they leave the graph, so that the user may have written to them by then.
     """
 
     loss: Loss
@@ -68,16 +77,18 @@ class Match:
     lse: Loss | None
     logits: str
     spec: Spec
-    shape: tuple[int | torch.SymInt, int]
+    shape: tuple[int | torch.SymInt, int | torch.SymInt]
     source: str
     sharding: Sharding | None = None
     choice: Choice | None = None
+    detached: bool = False
+    changed: bool = False
+    recomputed: bool = False
 
     @property
     def logits_bytes(self) -> int:
         """Bytes of one copy of this rank's logits in the linear's output dtype; 0 if not known."""
-        n, v = self.shape
-        rows = n if isinstance(n, int) else n.node.hint or 0
+        rows, v = map(hint, self.shape)
         if self.sharding is not None:
             rows, v = rows // self.sharding.rows, self.sharding.count
         return rows * v * value(self.walk.linear.node).dtype.itemsize
@@ -109,52 +120,66 @@ class Found:
 def find(region: Region, settings: Settings) -> Found:
     """One answer per loss."""
     nodes = region.module.graph.nodes
-    order = {node: i for i, node in enumerate(nodes)}
+    modes = modes_of(region.module.graph)
     found: list[Match | Rejection] = []
     for node in nodes:
         loss = None
         try:
             loss = loss_of(node)
             if loss is not None:
-                found.append(_match(loss, order, settings))
+                found.append(_match(loss, modes, settings))
         except NoMatch as no:
             if loss is None or not loss.speculative:
                 found.append(Rejection(no.node, no.reason, source_line(node)))
-    found, readers = _settle(region, _without_parts(found), settings)
-    found = _with_lse(found, order)
+        except Exception as error:
+            # nothing has been changed yet: a program that nobody foresaw runs as it is
+            log.warning("%s: reading the graph failed", source_line(node), exc_info=True)
+            reason = f"fxpass failed to read it, please report this: {error!r}"
+            found.append(Rejection(node, reason, source_line(node)))
+    found = _with_whole_stacks(_without_parts(found))
+    found, readers = _settle(region, found, settings)
+    found = _with_lse(found)
     return Found(
-        tuple(_scheduled(m, settings) for m in found if isinstance(m, Match)),
+        tuple(_scheduled(m, settings, _others(m, found)) for m in found if isinstance(m, Match)),
         tuple(m for m in found if isinstance(m, Rejection)),
         readers.deferred,
     )
 
 
-def _match(loss: Loss, order: dict[Node, int], settings: Settings) -> Match:
+def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:
     way = walk(loss)
     check_operands(way)
     sharding = sharding_of(loss, way)
-    own = {node for node in way.chain if node is not way.linear.node}
-    read = (*way.operands, *way.chain)  # the target is read by the loss, where it stays
-    found = effects.hazard(order, way.linear.node, loss.node, read, own)
-    if found:
+    pattern = {*way.chain, *loss.inner, *loss.counted, loss.node}
+    if found := effects.hazard(pattern, loss.node):
         raise NoMatch(*found)
+    check_modes(loss, way, modes)
     logits = value(loss.logits)
-    v = int(logits.shape[loss.dim])
+    v = logits.shape[loss.dim]
+    spec = _spec(loss, way, settings, sharding)
+    changed = effects.hazard(pattern, loss.node.graph.output_node()) if spec.gradients else None
+    if changed and (spec.reduction == "none" or sharding is not None):
+        node, reason = changed
+        raise NoMatch(node, f"{reason}, and the gradients are computed from it in backward")
     match = Match(
         loss=loss,
         walk=way,
         lse=None,
         logits="never",
-        spec=_spec(loss, way, settings, sharding),
+        spec=spec,
         shape=(_rows(logits, loss.dim), v),
         source=source_line(loss.node),
         sharding=sharding,
+        detached=modes[loss.node].grad
+        and not value(loss.node).requires_grad
+        and any(value(n).requires_grad for n in way.operands if is_tensor(n)),
+        changed=changed is not None,
     )
     if match.logits_bytes < settings.min_logits_mb * 2**20:
         raise NoMatch(
             loss.node,
             f"its logits take {match.logits_bytes / 2**20:.1f} MiB, fewer than "
-            f"FUSEDCE_MIN_LOGITS_MB={settings.min_logits_mb:g}",
+            f"FUSEDCE_MIN_LOGITS_MB={settings.min_logits_mb:g} (0 fuses all)",
         )
     return match
 
@@ -189,11 +214,9 @@ def _spec(loss: Loss, way: Walk, settings: Settings, sharding: Sharding | None) 
 def _gradients(loss: Loss, way: Walk) -> tuple[str, ...]:
     if not value(loss.node).requires_grad:
         return ()
-    return tuple(name for name in GRADIENTS if any(map(_differs, way.read_by(name))))
-
-
-def _differs(node: Node) -> bool:
-    return value(node).requires_grad
+    return tuple(
+        name for name in GRADIENTS if any(value(n).requires_grad for n in way.read_by(name))
+    )
 
 
 def _without_parts(found: list[Match | Rejection]) -> list[Match | Rejection]:
@@ -210,6 +233,26 @@ def _without_parts(found: list[Match | Rejection]) -> list[Match | Rejection]:
             and all(user in owners or user in inner for user in m.loss.node.users)
         )
     ]
+
+
+def _with_whole_stacks(found: list[Match | Rejection]) -> list[Match | Rejection]:
+    """With rejections where a stack holds a head that no match is of: its gradient is zeros then,
+    and would be none without the stack."""
+    while True:
+        taken = {n for m in found if isinstance(m, Match) for n in m.walk.chain}
+        kept = [_with_whole_stack(m, taken) if isinstance(m, Match) else m for m in found]
+        if kept == found:
+            return found
+        found = kept
+
+
+def _with_whole_stack(match: Match, taken: set[Node]) -> Match | Rejection:
+    for stack in (s.node for s in match.walk.steps if isinstance(s, Stack)):
+        for head in stack.all_input_nodes:
+            if head not in taken and match.spec.gradients and value(head).requires_grad:
+                reason = f"%{stack.name} (stack) holds a head of no fused loss, %{head.name}"
+                return Rejection(head, reason, match.source)
+    return match
 
 
 # ---------------------------------------------------------------- who else needs the logits
@@ -252,7 +295,7 @@ def _settled(match: Match, readers: Readers) -> Match | Rejection | None:
 # ---------------------------------------------------------------- z-loss
 
 
-def _with_lse(found: list[Match | Rejection], order: dict[Node, int]) -> list[Match | Rejection]:
+def _with_lse(found: list[Match | Rejection]) -> list[Match | Rejection]:
     """Losses joined with a log-sum-exp of the same logits: one pass over them computes both."""
     out = list(found)
     for lse in [m for m in found if isinstance(m, Match) and m.loss.target is None]:
@@ -260,7 +303,9 @@ def _with_lse(found: list[Match | Rejection], order: dict[Node, int]) -> list[Ma
             if not isinstance(match, Match) or match.loss.target is None or match.lse is not None:
                 continue
             same = match.loss.logits is lse.loss.logits and match.loss.dim == lse.loss.dim
-            if same and not match.loss.log_softmax and _joinable(match.loss, lse.loss, order):
+            same = same and not match.changed
+            same = same and bool(match.spec.gradients) == bool(lse.spec.gradients)
+            if same and not match.loss.log_softmax and _joinable(match.loss, lse.loss):
                 gradients = tuple(
                     g for g in GRADIENTS if g in match.spec.gradients or g in lse.spec.gradients
                 )
@@ -271,21 +316,46 @@ def _with_lse(found: list[Match | Rejection], order: dict[Node, int]) -> list[Ma
     return out
 
 
-def _joinable(loss: Loss, lse: Loss, order: dict[Node, int]) -> bool:
+def _joinable(loss: Loss, lse: Loss) -> bool:
     """Whether nobody reads the log-sum-exp before the loss, where both will be computed."""
     own = {loss.node, *loss.inner}
-    return all(order[user] > order[loss.node] for user in lse.node.users if user not in own)
+    return all(user > loss.node for user in lse.node.users if user not in own)
 
 
 # ---------------------------------------------------------------- the strategy
 
 
-def _scheduled(match: Match, settings: Settings) -> Match:
+def _others(match: Match, found: list[Match | Rejection]) -> tuple[int | torch.SymInt, ...]:
+    """Rows of the other matches over the same weight, each of which would keep a gradient of it."""
+    weight = _stored(match.walk.linear.weight)
+    return tuple(
+        m.shape[0]
+        for m in found
+        if isinstance(m, Match)
+        and m is not match
+        and "weight" in m.spec.gradients
+        and _stored(m.walk.linear.weight) is weight
+    )
+
+
+def _stored(node: Node) -> Node:
+    """The tensor that a node is a cast, a transpose or another view of all of."""
+    while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
+        (source,) = node.all_input_nodes
+        if not is_tensor(source) or value(source).numel() != value(node).numel():
+            break
+        node = source
+    return node
+
+
+def _scheduled(
+    match: Match, settings: Settings, others: tuple[int | torch.SymInt, ...] = ()
+) -> Match:
     """With the strategy, which a compiled graph cannot choose any more: it decides whether the
     gradients are computed in forward or in backward."""
     linear, sharding = match.walk.linear, match.sharding
     logits, hidden = value(linear.node), value(linear.x)
-    n, v = match.shape
+    n, v = match.shape[0], hint(match.shape[1])
     run = match.spec
     if sharding is not None:  # what this rank's operator call does
         n, v = n // sharding.rows, sharding.count
@@ -295,11 +365,14 @@ def _scheduled(match: Match, settings: Settings) -> Match:
     filtered = settings.gradient_filter and can_filter and bool(match.spec.gradients)
     if filtered and setting == "auto":
         setting = "tiled"
+    if match.changed:
+        setting = "chunked"
     choice = choose(
-        *(n, int(hidden.shape[-1]), max(1, v), logits.dtype, logits.device),
+        *(n, hint(hidden.shape[-1]), max(1, v), logits.dtype, logits.device),
         run,
         setting,
         kept=match.logits == "keep",
+        others=others,
     )
     if settings.gradient_filter and not filtered:
         why = "nothing is filtered: that takes gradients and the tiled kernels of a GPU"
@@ -310,4 +383,10 @@ def _scheduled(match: Match, settings: Settings) -> Match:
         gradient_filter=filtered,
         memory_mb=choice.spec.memory_mb,
     )
-    return replace(match, spec=spec, choice=choice)
+    match = replace(match, spec=spec, choice=choice)
+    waits = spec.gradients and spec.gradients_in_backward
+    if match.logits == "keep" and waits and sharding is None and effects.leaves(match.walk.base):
+        way = walk(match.loss)
+        spec = replace(spec, logits=way.expr)
+        match = replace(match, walk=way, spec=spec, recomputed=True)
+    return match

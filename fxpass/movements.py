@@ -10,7 +10,7 @@ another size, in the same way. That call is done to the hidden states, so that n
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,10 @@ import torch
 from torch import Size, Tensor
 from torch.fx import Node
 
-from fxpass.rules import (
-    ATTRIBUTES,
-    REQUIRED,
-    NoMatch,
-    Target,
-    arguments,
-    attribute_of,
-    is_tensor,
-    value,
-)
+from fxpass.calls import arguments, first_operand
+from fxpass.rules import ATTRIBUTES, REQUIRED, NoMatch, Target, attribute_of, is_tensor, value
 
-Replay = Callable[[int], tuple[str, Target, tuple[Any, ...]]]
+Replay = Callable[[Any], tuple[str, Target, tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
@@ -38,9 +30,9 @@ class Moved:
 
     Attributes:
         dim: position of the class dimension in the node's input.
-        replay: given the size of the class dimension of another tensor, the call ``(op, target,
-            args)`` that moves its rows alike, its own first argument left out; None where nothing
-            has to be done.
+        replay: given the size of the class dimension of another tensor, an int or a node, the call
+            ``(op, target, args)`` that moves its rows alike, its own first argument left out; None
+            where nothing has to be done.
         classes: which classes are left, where the node selects some; else None.
     """
 
@@ -55,23 +47,7 @@ Movement = Callable[[Node, Size, int], Moved]
 
 def moved(node: Node, dim: int) -> Moved:
     """What the movement ``node`` does; ``NoMatch`` where it does more than move rows."""
-    return MOVEMENTS[node.target](node, value(moved_operand(node)).shape, dim)
-
-
-def moved_operand(node: Node) -> Node:
-    """The tensor whose rows a movement moves."""
-    operand = node.args[0] if node.args else node.kwargs.get("input")
-    if not isinstance(operand, Node) or not isinstance(operand.meta.get("example_value"), Tensor):
-        raise NoMatch(node, f"%{node.name} does not move a tensor of the graph")
-    return operand
-
-
-def _same_call(node: Node, dim: int) -> Moved:
-    args = node.args[1:]
-    op = node.op
-    if node.kwargs:
-        raise NoMatch(node, f"%{node.name} has keyword arguments")
-    return Moved(dim, lambda size: (op, node.target, args))
+    return MOVEMENTS[node.target](node, value(first_operand(node)).shape, dim)
 
 
 def _nothing(node: Node, shape: Size, dim: int) -> Moved:
@@ -83,15 +59,22 @@ def _nothing(node: Node, shape: Size, dim: int) -> Moved:
 
 def _reshape(node: Node, shape: Size, dim: int) -> Moved:
     """view, reshape: the class dimension and what follows it stay, the rows change shape."""
-    new: Any = node.args[1:] or (node.kwargs.get("shape") or node.kwargs.get("size") or (),)
-    if len(new) == 1 and isinstance(new[0], tuple | list):
-        new = tuple(new[0])
-    if not new or not all(isinstance(n, int | Node) for n in new):
-        raise NoMatch(node, f"%{node.name}: its arguments are not a shape")
+    given = arguments(node, {"input": REQUIRED, "size": None, "shape": None})
+    new = given["size"] if given["shape"] is None else given["shape"]
     before = _kept_from(node, shape, dim)
+    if isinstance(new, Node) and isinstance(new.meta.get("example_value"), tuple):
+        return Moved(before, lambda size: ("call_function", reshape_rows, (new, dim, size)))
+    new = tuple(new) if isinstance(new, tuple | list) else (new,)
+    if not all(isinstance(n, int | Node) for n in new):
+        raise NoMatch(node, f"%{node.name}: its arguments are not a shape")
     return Moved(
         before, lambda size: ("call_method", "reshape", (*new[:dim], size, *new[dim + 1 :]))
     )
+
+
+def reshape_rows(x: Tensor, shape: Sequence[int], dim: int, size: int) -> Tensor:
+    """``x`` in a shape that the program computes as a whole, with ``size`` as its size ``dim``."""
+    return x.reshape(*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _flatten(node: Node, shape: Size, dim: int) -> Moved:
@@ -126,15 +109,22 @@ def _kept_from(node: Node, shape: Size, dim: int) -> int:
 
 def _transpose(node: Node, shape: Size, dim: int) -> Moved:
     given = arguments(node, {"input": REQUIRED, "dim0": REQUIRED, "dim1": REQUIRED})
-    a, b = given["dim0"] % len(shape), given["dim1"] % len(shape)
+    return _swapped(shape, dim, given["dim0"], given["dim1"])
+
+
+def _swapped(shape: Size, dim: int, a: int, b: int) -> Moved:
+    a, b = a % len(shape), b % len(shape)
     return Moved({a: b, b: a}.get(dim, dim), lambda size: ("call_method", "transpose", (a, b)))
 
 
+def _swapaxes(node: Node, shape: Size, dim: int) -> Moved:
+    given = arguments(node, {"input": REQUIRED, "axis0": REQUIRED, "axis1": REQUIRED})
+    return _swapped(shape, dim, given["axis0"], given["axis1"])
+
+
 def _permute(node: Node, shape: Size, dim: int) -> Moved:
-    dims: Any = node.args[1:] or (node.kwargs.get("dims", ()),)
-    if len(dims) == 1 and isinstance(dims[0], tuple | list):
-        dims = tuple(dims[0])
-    order = tuple(d % len(shape) for d in dims)
+    dims = arguments(node, {"input": REQUIRED, "dims": REQUIRED})["dims"]
+    order = tuple(d % len(shape) for d in (dims if isinstance(dims, tuple | list) else (dims,)))
     return Moved(order[dim], lambda size: ("call_method", "permute", order))
 
 
@@ -150,8 +140,7 @@ def _movedim(node: Node, shape: Size, dim: int) -> Moved:
 
 def _transposed(node: Node, shape: Size, dim: int) -> Moved:
     last = len(shape) - 1
-    swapped = {last: last - 1, last - 1: last}.get(dim, dim) if last else dim
-    return Moved(swapped, lambda size: ("call_method", "transpose", (max(last - 1, 0), last)))
+    return _swapped(shape, dim, max(last - 1, 0), last)
 
 
 def _attribute(node: Node, shape: Size, dim: int) -> Moved:
@@ -195,9 +184,12 @@ def _select(node: Node, shape: Size, dim: int) -> Moved:
 
 
 def _narrow(node: Node, shape: Size, dim: int) -> Moved:
-    if arguments(node, {"input": REQUIRED, "dim": REQUIRED})["dim"] % len(shape) == dim:
+    wanted: dict[str, Any] = dict.fromkeys(("input", "dim", "start", "length"), REQUIRED)
+    _, along, *where = arguments(node, wanted).values()
+    if along % len(shape) == dim:
         raise NoMatch(node, f"%{node.name} selects classes")
-    return _same_call(node, dim)
+    args = (along % len(shape), *where)
+    return Moved(dim, lambda size: ("call_method", "narrow", args))
 
 
 def _getitem(node: Node, shape: Size, dim: int) -> Moved:
@@ -246,7 +238,10 @@ def _check_index(node: Node, index: tuple[Any, ...]) -> None:
 
 def _some(entry: slice, size: Any) -> slice | None:
     """The classes of a slice; None for all of them."""
-    if any(isinstance(part, Node) for part in (entry.start, entry.stop, entry.step)):
+    if entry == slice(None):
+        return None
+    parts = (entry.start, entry.stop, entry.step)
+    if not isinstance(size, int) or any(isinstance(part, Node) for part in parts):
         return entry
     return None if entry.indices(int(size)) == (0, int(size), 1) else entry
 
@@ -272,8 +267,8 @@ MOVEMENTS: dict[Target, Movement] = {
     torch.clone: _nothing,
     "transpose": _transpose,
     torch.transpose: _transpose,
-    "swapaxes": _transpose,
-    torch.swapaxes: _transpose,
+    "swapaxes": _swapaxes,
+    torch.swapaxes: _swapaxes,
     "swapdims": _transpose,
     torch.swapdims: _transpose,
     "permute": _permute,

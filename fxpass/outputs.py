@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -20,7 +21,7 @@ from fxpass import deferred
 from fxpass.linears import LINEARS, linear_of
 from fxpass.movements import MOVEMENTS
 from fxpass.placements import is_dtensor, placement_name
-from fxpass.rules import CASTS, is_tensor, value
+from fxpass.rules import is_tensor, value
 from fxpass.source import source_line
 
 
@@ -30,15 +31,18 @@ class _Deferral:
 
     recipe: deferred.Recipe
     inputs: tuple[Node, ...]
+    requires_grad: bool
 
 
 class _Place(NamedTuple):
     """One output of the original graph: where its value is among the new outputs, or a recipe and
-    where each of its inputs is: ``(is an input of the graph, position)``."""
+    where each of its inputs is: ``(is an input of the graph, position)``, and whether gradients
+    reach them."""
 
     position: int = -1
     recipe: deferred.Recipe | None = None
     sources: tuple[tuple[bool, int], ...] = ()
+    requires_grad: bool = False
 
 
 class Outputs:
@@ -75,7 +79,7 @@ class Outputs:
                     (True, inputs[n]) if n in inputs else (False, results[n])
                     for n in deferral.inputs
                 )
-                self._places.append(_Place(-1, deferral.recipe, sources))
+                self._places.append(_Place(-1, deferral.recipe, sources, deferral.requires_grad))
 
     def restore(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """``compiled`` with the outputs that the graph had before :meth:`apply`."""
@@ -89,13 +93,14 @@ class Outputs:
             results = compiled(*args)
             made: dict[deferred.Recipe, Tensor] = {}
             out: list[Any] = []
-            for position, recipe, sources in places:
+            for position, recipe, sources, requires_grad in places:
                 if recipe is None:
                     out.append(results[position])
                     continue
                 if recipe not in made:  # the graph may return one value twice
                     given = [args[i] if is_input else results[i] for is_input, i in sources]
-                    made[recipe] = make(recipe, given)
+                    with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
+                        made[recipe] = make(recipe, given)
                 out.append(made[recipe])
             return tuple(out)
 
@@ -115,7 +120,6 @@ def _shape_of(node: Node, output: Node) -> Node:
 
 def _deferral(output: Node, nodes: Sequence[Node]) -> _Deferral:
     """The recipe of one output: its nodes in a graph of their own, with their casts written out."""
-    nodes = [*_weight_casts(nodes), *nodes]
     inside = set(nodes)
     given = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
     graph = Graph()
@@ -135,21 +139,11 @@ def _deferral(output: Node, nodes: Sequence[Node]) -> _Deferral:
         copies[node] = graph.node_copy(node, here.__getitem__)
         copies[node].meta = {}
     graph.output(copies[output])
+    head = next(node for node in nodes if node.target in LINEARS)
     recipe = deferred.Recipe(
-        GraphModule({}, graph), _row_inputs(nodes, tuple(given)), source_line(nodes[0])
+        GraphModule({}, graph), _row_inputs(nodes, tuple(given)), source_line(head)
     )
-    return _Deferral(recipe, tuple(given))
-
-
-def _weight_casts(nodes: Sequence[Node]) -> list[Node]:
-    """Casts of inputs to the dtype of a linear's weight: done in the recipe, no copy is kept."""
-    linears = [linear_of(node) for node in nodes if node.target in LINEARS]
-    weights = [n for linear in linears if linear for n in (linear.weight, linear.bias) if n]
-    return [
-        weight
-        for weight in dict.fromkeys(weights)
-        if weight.target in CASTS and [n.op for n in weight.all_input_nodes] == ["placeholder"]
-    ]
+    return _Deferral(recipe, tuple(given), value(output).requires_grad)
 
 
 def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:

@@ -30,10 +30,7 @@ import torch.nn.functional as F
 from sympy import Expr
 
 from fxpass.functions import call, exact, where
-
-Target = Any  # a function, or a method's name
-
-REQUIRED: Any = object()  # the default of a parameter that has none
+from fxpass.rules import REQUIRED, Target
 
 
 @dataclass(frozen=True)

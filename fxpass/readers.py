@@ -2,7 +2,8 @@
 
 In: a region and its matches. Out: for each match ``never``, ``keep``, ``defer`` or ``drop``, and
 the outputs of the graph that are deferred, with the nodes that compute them. An output can be
-deferred if nothing but casts, movements and pointwise functions lies between it and the linears::
+deferred if nothing but casts, movements and pointwise functions lies between it and the linears,
+and if computing all of it at the end of the graph gives the same::
 
     %logits = linear(%h, %w);  %float = float(%logits);  return (%loss, %float)
 
@@ -16,14 +17,16 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from fxpass.linears import LINEARS
+from fxpass import effects
+from fxpass.calls import storage, written
+from fxpass.linears import LINEARS, linear_of
 from fxpass.links import STACKS
 from fxpass.losses import LOG_SOFTMAXES
 from fxpass.movements import MOVEMENTS
 from fxpass.placements import is_dtensor, is_gathered
 from fxpass.pointwise import IN_PLACE, POINTWISE
 from fxpass.region import Region
-from fxpass.rules import CASTS, NoMatch, is_tensor, reads_values, value, writes
+from fxpass.rules import CASTS, NoMatch, is_tensor, reads_values, value
 from fxpass.settings import Settings
 from fxpass.source import call_name, source_line
 
@@ -48,11 +51,12 @@ class Readers:
         output = region.module.graph.output_node()
         self.deferred: dict[Node, tuple[Node, ...]] = {}
         if self._mode != "keep":
-            for node in dict.fromkeys(output.all_input_nodes):
-                drop = self._mode == "drop"
-                nodes = _between(node, computed, drop) if node in computed else None
-                if nodes is not None:
-                    self.deferred[node] = nodes
+            drop = self._mode == "drop"
+            for node in output.all_input_nodes:
+                nodes = _between(node, computed, drop) if node in computed else ()
+                if nodes and (drop or _computable_at(output, node, nodes)):
+                    casts = [n for n in _weight_casts(nodes) if drop or _movable(n, output)]
+                    self.deferred[node] = tuple(sorted((*casts, *nodes)))
         while needed := {n for node in self.deferred if (n := self._needed_with(node)) is not None}:
             self.deferred = {k: v for k, v in self.deferred.items() if k not in needed}
 
@@ -117,8 +121,8 @@ def _mode(region: Region, matches: Iterable[Match], settings: Settings) -> str:
     return "defer" if any(m.spec.gradients for m in matches) else "keep"
 
 
-def _between(output: Node, computed: set[Node], drop: bool) -> tuple[Node, ...] | None:
-    """The nodes from the linears to an output in the graph's order; None if it is no such value.
+def _between(output: Node, computed: set[Node], drop: bool) -> tuple[Node, ...]:
+    """The nodes from the linears to an output in the graph's order; none if it is no such value.
 
     Computing DTensors later may take all ranks, so they are not deferred. Dropped they can be where
     they come to all of their value on every rank, since nothing is computed then.
@@ -127,15 +131,62 @@ def _between(output: Node, computed: set[Node], drop: bool) -> tuple[Node, ...] 
     while todo:
         node = todo.pop()
         if not is_tensor(node) or not value(node).is_floating_point():
-            return None
+            return ()
         if is_dtensor(value(node)) and (not drop or node is output):
-            return None
+            return ()
         if node.target not in _COMPUTABLE and not (drop and is_gathered(node)):
-            return None
-        if writes(node) and node.target not in IN_PLACE:
-            return None
+            return ()
+        changed = written(node)
+        if changed and (node.target not in IN_PLACE or not computed.issuperset(changed)):
+            return ()
         for operand in node.all_input_nodes:
             if operand in computed and operand not in found:
                 found.add(operand)
                 todo.append(operand)
     return tuple(sorted(found))
+
+
+# ---------------------------------------------------------------- computed later, is it the same?
+
+
+def _computable_at(end: Node, output: Node, nodes: tuple[Node, ...]) -> bool:
+    """Whether ``nodes``, computed at the graph's end without autocast, give what ``output`` has,
+    its gradients included."""
+    memory = storage(output)
+    if any(storage(n) == memory for n in end.all_input_nodes if is_tensor(n) and n is not output):
+        return False  # writes to one of the two outputs change the other one
+    return (
+        memory is not None
+        and effects.hazard(nodes, end) is None
+        and all(_has_dtype_of_an_operand(node) for node in nodes)
+        and (not value(output).requires_grad or all(map(_passes_gradients_on, nodes)))
+    )
+
+
+def _has_dtype_of_an_operand(node: Node) -> bool:
+    """Not so where autocast up-casts a pointwise function, which is written nowhere."""
+    if node.target in CASTS or node.target in LINEARS:
+        return True
+    return value(node).dtype in {value(n).dtype for n in node.all_input_nodes if is_tensor(n)}
+
+
+def _passes_gradients_on(node: Node) -> bool:
+    """Not so under ``no_grad``."""
+    needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
+    return value(node).requires_grad or not needs
+
+
+def _weight_casts(nodes: Iterable[Node]) -> list[Node]:
+    """Casts of inputs to the dtype of a linear's weight: computed later they need no memory."""
+    linears = [linear_of(node) for node in nodes if node.target in LINEARS]
+    weights = [n for linear in linears if linear for n in (linear.weight, linear.bias) if n]
+    return [
+        weight
+        for weight in dict.fromkeys(weights)
+        if weight.target in CASTS and [n.op for n in weight.all_input_nodes] == ["placeholder"]
+    ]
+
+
+def _movable(cast: Node, end: Node) -> bool:
+    """Whether a cast of an input gives the same at the graph's end."""
+    return effects.hazard((cast,), end) is None

@@ -1,16 +1,15 @@
-"""What the matcher's tables share: how a call is read, and the spellings that need no reading.
+"""What the matcher's tables share: example values, and the spellings that need no reading.
 
 A graph may hold the same meaning as a function (``torch.tanh``), an operator (``operator.mul``) or
 a method (the string ``"view"``); each is a key of a table. A new spelling is a new row and a test.
 What is in no table is unknown, and an unknown node between a linear and a loss means: no rewrite.
-The tables: :mod:`fxpass.linears`, :mod:`fxpass.losses`, :mod:`fxpass.movements`,
-:mod:`fxpass.pointwise`, and here the casts and whatever reads no values.
+How a call's arguments are read: :mod:`fxpass.calls`. The tables: :mod:`fxpass.linears`,
+:mod:`fxpass.losses`, :mod:`fxpass.movements`, :mod:`fxpass.pointwise`, and here the casts and
+whatever reads no values.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.fx import Node
 
 Target = Any  # a function, or a method's name
 
-REQUIRED = object()  # in a signature: a parameter without a default
+REQUIRED: Any = object()  # in a signature: a parameter without a default
 
 
 class NoMatch(Exception):  # noqa: N818
@@ -30,18 +29,17 @@ class NoMatch(Exception):  # noqa: N818
         self.node, self.reason = node, reason
 
 
-def arguments(node: Node, signature: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, positional and keyword forms alike, defaults filled in."""
-    given = dict(zip(signature, node.args, strict=False)) | dict(node.kwargs)
-    return {name: given.get(name, default) for name, default in signature.items()}
-
-
 def value(node: Node) -> Tensor:
     """The example tensor of a node: its shape, dtype, device and whether it needs a gradient."""
     example = node.meta.get("example_value")
     if not isinstance(example, Tensor):
         raise NoMatch(node, f"%{node.name} is not a tensor whose shape and dtype are known")
     return example
+
+
+def hint(size: Any) -> int:
+    """A size as a number: what it was when the graph was traced, where it may vary."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def is_tensor(argument: Any) -> bool:
@@ -89,32 +87,3 @@ def reads_values(user: Node, node: Node) -> bool:
         return False
     first = user.args[0] if user.args else None
     return not (user.target in _LIKE and first is not node)
-
-
-# ---------------------------------------------------------------- nodes that write
-
-_IN_PLACE = (
-    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
-    *("iand", "ior", "ixor", "ilshift", "irshift", "setitem", "delitem"),
-)
-_IN_PLACE_OPERATORS = {getattr(operator, name) for name in _IN_PLACE}
-_IN_PLACE_METHODS = {f"__{name}__" for name in _IN_PLACE}
-
-
-def writes(node: Node) -> bool:
-    """Whether a node may change one of its tensor arguments in place."""
-    if node.op == "call_method":
-        name = str(node.target)
-        return name in _IN_PLACE_METHODS or (name.endswith("_") and not name.endswith("__"))
-    if node.op != "call_function":
-        return node.op == "call_module"
-    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
-        return True
-    if node.target in _IN_PLACE_OPERATORS:
-        return True
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    name = getattr(node.target, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")

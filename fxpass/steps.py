@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from sympy import Expr
 from torch.fx import Node
 
@@ -36,10 +37,12 @@ class Stack:
 
 @dataclass(frozen=True)
 class Bias:
-    """``[V]`` numbers (of any shape that holds one row) are added to the logits; sign is ±1."""
+    """``[V]`` numbers (of any shape that holds one row) are added to the logits in ``dtype``; sign
+    is ±1."""
 
     operand: Node
     sign: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)

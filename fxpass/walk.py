@@ -144,16 +144,15 @@ def _not_computed_here(node: Node) -> str:
 def _fold(
     linear: Linear, chain: list[Node], links: list[Link], dim: int, written_base: bool
 ) -> Walk:
-    last = max((i for i, link in enumerate(links) if link.kind == "tensor"), default=-1)
-    if written_base:
-        last = max((i for i, link in enumerate(links) if link.in_place), default=last)
+    ends = [link.kind == "tensor" or (written_base and link.in_place) for link in links]
+    last = max((i for i, end in enumerate(ends) if end), default=-1)
     steps: list[Step] = []
     expr: Expr = expression.Z
     for i, link in enumerate(links):
         if link.moved is not None:
             steps.append(Move(link.node, link.moved))
         elif link.kind == "stack":
-            steps.append(Stack(link.node, link.stacked, len(link.node.all_input_nodes)))
+            steps.append(Stack(link.node, *link.stacked))
         elif link.kind == "placement":
             if placement_name(link.node.target) in TO_LOCAL:
                 steps.append(Local(link.node))
@@ -192,10 +191,11 @@ def _affine(node: Node, expr: Expr) -> list[Step]:
     if expr == expression.Z:
         return []
     factor = sympy.diff(expr, expression.Z)
-    if not factor.is_Rational or factor == 0:
+    shift = sympy.expand(expr - factor * expression.Z)
+    if not factor.is_Rational or factor == 0 or not shift.is_Rational:
         raise NoMatch(
             node,
             f"%{node.name} ({call_name(node)}) comes after a function of the logits that is not "
             "linear, and cannot be done to the hidden states instead",
         )
-    return [Affine(factor, sympy.expand(expr - factor * expression.Z))]
+    return [Affine(factor, shift)]

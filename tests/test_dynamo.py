@@ -1,4 +1,5 @@
-"""Log-once methods between the linear and the loss do not break the graph; other calls still do."""
+"""What torch is told before it compiles: log-once methods between the linear and the loss do not
+break the graph, other calls still do; and the backend is found from any thread."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ import functools
 import importlib
 import json
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -60,6 +64,24 @@ def test_a_cached_method_is_stepped_over():
     trace_through_log_once()
     assert say_once in getattr(config, NAME)
     report = explain(cached, *INPUTS)
+    assert (report.graphs, len(report.matches)) == (1, 1)
+
+
+def test_a_method_of_a_library_that_is_imported_later(monkeypatch):
+    trace_through_log_once()
+
+    @functools.lru_cache(maxsize=4)
+    def say_later(self, *args):
+        self.warning(*args)
+
+    monkeypatch.setattr(logging.Logger, "say_later", say_later, raising=False)
+
+    def program(x, w, target):
+        logits = F.linear(x, w)
+        log.say_later("later")
+        return F.cross_entropy(logits, target)
+
+    report = explain(program, *INPUTS)
     assert (report.graphs, len(report.matches)) == (1, 1)
 
 
@@ -117,3 +139,61 @@ def test_the_backend_calls_it_before_it_is_first_used(monkeypatch):
     monkeypatch.setenv("FUSEDCE", "0")
     importlib.reload(backend)
     assert getattr(config, NAME) == set()
+
+
+# ---------------------------------------------------------------- found from any thread
+
+# Eight threads look the backend up, as often as asked, each time as if for the first time.
+LOOKED_UP = """
+import sys, threading, time, torch
+from importlib.abc import MetaPathFinder
+from torch._dynamo.backends import registry
+
+class Slow(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.startswith("fxpass"):
+            time.sleep(float(sys.argv[2]))
+
+def look_up():
+    start.wait()
+    try:
+        found.append(torch.compile(lambda x: x, backend="fusedce"))
+    except BaseException as error:
+        raised.append(error)
+
+sys.meta_path.insert(0, Slow())
+sys.setswitchinterval(1e-5)
+entry_point = registry._BACKENDS.get("fusedce")
+if sys.argv[3] == "discovered":
+    torch._dynamo.list_backends()
+    entry_point = registry._BACKENDS["fusedce"]
+found, raised, start = [], [], threading.Barrier(8)
+for _ in range(int(sys.argv[1])):
+    for name in [name for name in sys.modules if name.startswith("fxpass")]:
+        del sys.modules[name]
+    registry._COMPILER_FNS = {k: v for k, v in registry._COMPILER_FNS.items() if k != "fusedce"}
+    if entry_point:
+        registry._BACKENDS["fusedce"] = entry_point
+    threads = [threading.Thread(target=look_up) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+assert not raised, (len(raised), raised[0])
+assert "fusedce" in torch._dynamo.list_backends()
+assert not {"fxpass.transform", "fxpass.operator", "fxpass.inner"} & set(sys.modules)
+print(len(found))
+"""
+
+
+@pytest.mark.parametrize(
+    ("times", "seconds", "torch_has", "enabled"),
+    [(200, 0.0, "discovered", "1"), (5, 0.05, "discovered", "0"), (1, 0.05, "nothing", "1")],
+)
+def test_several_threads_look_it_up_at_once(times, seconds, torch_has, enabled):
+    code = [sys.executable, "-c", LOOKED_UP, str(times), str(seconds), torch_has]
+    environ = {**os.environ, "FUSEDCE": enabled}
+    environ.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(code, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 8 * times

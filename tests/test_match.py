@@ -267,13 +267,97 @@ def test_a_change_of_another_tensor_is_no_hindrance():
     match_of(program, *inputs())
 
 
-def test_gradients_switched_off_in_between():
-    def program(x, weight, labels):
+def linear_under_no_grad(x, weight, labels):
+    with torch.no_grad():
+        logits = F.linear(x, weight)
+    return F.cross_entropy(last(logits), labels.view(-1)) + x.sum() + weight.sum()
+
+
+def loss_under_no_grad(x, weight, labels):
+    logits = F.linear(x, weight)
+    with torch.no_grad():
+        loss = F.cross_entropy(last(logits), labels.view(-1))
+    return loss + x.sum() + weight.sum()
+
+
+def teacher_in_between(x, weight, labels):
+    logits = F.linear(x, weight)
+    with torch.no_grad():
+        teacher = F.linear(x.detach().flip(0), weight).mean()
+    return F.cross_entropy(last(logits), labels.view(-1)) * teacher
+
+
+def both_under_no_grad(x, weight, labels):
+    with torch.no_grad():
+        loss = F.cross_entropy(last(F.linear(x, weight)), labels.view(-1))
+    return loss * x.sum() * weight.sum()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [linear_under_no_grad, loss_under_no_grad, teacher_in_between, both_under_no_grad],
+)
+def test_gradients_switched_off_and_on(program):
+    """What counts is whether anything on the way loses its gradient, not who switches between."""
+    x, weight, labels = inputs()
+    match_of(program, x, weight, labels)
+    check(program, labels, x, weight)
+
+
+def test_gradients_switched_off_on_the_way():
+    def program(x, weight, bias, labels):
         with torch.no_grad():
+            logits = F.linear(x, weight)
+        return F.cross_entropy(last(logits + bias), labels.view(-1))
+
+    x, weight, labels = inputs()
+    bias = torch.zeros(V, requires_grad=True)
+    assert "gradients are switched off at %logits" in reason_of(program, x, weight, bias, labels)
+
+
+def test_a_view_that_is_taken_under_no_grad():
+    """It says that it needs a gradient, and passes none on."""
+
+    def program(x, weight, labels):
+        logits = F.linear(x, weight)
+        with torch.no_grad():
+            logits = logits.flatten(0, -2)
+        return F.cross_entropy(logits, labels.view(-1))
+
+    x, weight, labels = inputs()
+    assert "gradients are switched off" in reason_of(program, x, weight, labels)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    fused(x, weight, labels).backward()
+    assert x.grad is None
+
+
+def test_inference_mode_at_the_linear_only():
+    def program(x, weight, labels):
+        with torch.inference_mode():
             logits = F.linear(x, weight)
         return F.cross_entropy(last(logits), labels.view(-1))
 
-    assert "switched on or off" in reason_of(program, *inputs())
+    args = inputs()
+    assert "inference mode" in reason_of(program, *args)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    torch.testing.assert_close(fused(*args), program(*args))
+
+
+def test_inference_mode_that_is_switched_off():
+    """Which switches gradients on, whatever they were."""
+
+    def program(x, weight, labels):
+        logits = F.linear(x, weight)
+        with torch.inference_mode(False):
+            return F.cross_entropy(last(logits), labels.view(-1))
+
+    args = inputs()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+            loss, expected = fused(*args), program(*args)
+        torch.testing.assert_close(loss, expected)
+        assert loss.requires_grad == expected.requires_grad
 
 
 def per_example(x, weight, labels):

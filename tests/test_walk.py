@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import B, D, S, V, check, inputs, last, match_of, reason_of
+from programs import B, D, S, V, check, inputs, last, match_of, reason_of, report_of
 
 from fxpass.expression import text
 from fxpass.steps import Affine, Bias, Scale
@@ -131,10 +131,14 @@ def test_rejected(case):
 
 
 def test_a_factor_that_the_loss_depends_on_twice():
+    """The second loss is computed from what the first one became: none is computed twice."""
+
     def program(x, weight, number, labels):
         first = F.cross_entropy(last(F.linear(x, weight) * number), labels.view(-1))
         return first + F.cross_entropy(last(F.linear(x, weight) * first), labels.view(-1))
 
     labels, x, weight, _, number, _ = tensors()
     check(program, labels, x, weight, number)
+    (after,) = report_of(program, x, weight, number, labels).after
+    assert " cross_entropy(" not in after
     assert D != V
