@@ -23,15 +23,16 @@ import torch
 from torch import Tensor
 
 from fxpass import expression
-from fxpass.schedule import compute_dtype
+from fxpass.devices import compute_dtype
 from fxpass.spec import ELSEWHERE, Spec
 
 
 class Inputs(NamedTuple):
-    """The tensors of one fused loss: x ``[N, D]``, weight ``[V, D]``, bias ``[V]`` or none, target
-    ``[N]`` int64, ``[N, V]`` or none, class_weight ``[V]`` or none, logits ``[N, V]`` where they
-    exist already, row_scale ``[N]`` or none (all ones), lse_scale ``[N]`` or none (all zeros), lse
-    and lse_rest ``[N]`` in the compute dtype where an earlier pass has returned them."""
+    """The tensors of one fused loss: x ``[N, D]``, weight ``[V, D]``, bias ``[V]`` or none (f32
+    beside narrower operands is added in f32), target ``[N]`` int64, ``[N, V]`` or none,
+    class_weight ``[V]`` or none, logits ``[N, V]`` where they exist already, row_scale ``[N]`` or
+    none (all ones), lse_scale ``[N]`` or none (all zeros), lse and lse_rest ``[N]`` in the compute
+    dtype where an earlier pass has returned them."""
 
     x: Tensor
     weight: Tensor
@@ -47,8 +48,8 @@ class Inputs(NamedTuple):
 
 class Outputs(NamedTuple):
     """What the spec asks for: loss ``[N]`` and lse ``[N]`` in the compute dtype, and gradients,
-    shaped as their operands; in the compute dtype where they are unnormalised, in the operands'
-    own where they are final. lse_rest ``[N]``, for ``tiled``, is what rounding took from lse."""
+    shaped as their operands, in their operands' dtype or the compute dtype.
+    lse_rest ``[N]``, for ``tiled``, is what rounding took from lse."""
 
     loss: Tensor | None = None
     lse: Tensor | None = None

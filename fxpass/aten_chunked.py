@@ -1,12 +1,16 @@
 """The fused loss in ATen, ``chunked``: some rows of logits at a time, gradients along with them.
 
 In: :class:`fxpass.aten.Inputs` and a spec. Out: :class:`fxpass.aten.Outputs`: the per-row losses
-and the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``, unnormalised, in f32 (f64
-for f64). 6·N·D·V operations; at most ``rows`` rows of logits exist at any time.
+and the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``. 6·N·D·V operations; at
+most ``rows`` rows of logits exist at any time, in the operands' dtype as eager has them (fp16's in
+f32: their gradient may leave fp16's range). Softmax and sums are taken in f32 (f64 for f64), a
+block at a time that stays in the caches.
 
 What a row's softmax and its gradient have in common, 1 / sum(exp(z - m)) and the row's scale, is
 not multiplied into the ``[rows, V]`` of its gradient but into the ``[rows, D]`` beside it: into x
-before the product that is the weight's gradient, and into x's gradient after its product.
+before the product that is the weight's gradient, and into x's gradient after its product. Where
+16 bits hold the gradient, the former is multiplied in: most of a row's gradient is the target's
+p - 1, which 16 bits hold best near -1.
 """
 
 from __future__ import annotations
@@ -14,80 +18,150 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpass import aten, cost, expression
+from fxpass import aten, expression
 from fxpass.aten import Inputs, Outputs, Target, slices
-from fxpass.schedule import compute_dtype
+from fxpass.aten_gemm import Rows, add_product, linear, split_bias
+from fxpass.devices import compute_dtype, gradient_dtype, multiplied_in
 from fxpass.spec import Spec
 
-# Bytes of logits that are worked on at a time between two GEMMs: what stays in the cores' caches
-# during the passes over it, and what the copies of a logit transform are limited to.
-_CACHED_BYTES = cost.BLOCK_BYTES
-
-# Classes that are up-cast at a time where the weight is narrower than the compute dtype.
-CLASSES = 8192
+# Classes that are multiplied at a time where they or their gradient have to be copied; rows that
+# are worked on between two products.
+CLASSES, BLOCK = 8192, 64
 
 
-def run(inputs: Inputs, spec: Spec, rows: int, classes: int = CLASSES) -> Outputs:
-    """Losses and unnormalised gradients, ``rows`` rows at a time. Reads only, deterministic."""
+def run(
+    inputs: Inputs,
+    spec: Spec,
+    rows: int,
+    classes: int = CLASSES,
+    block: int = BLOCK,
+    multiplied: torch.dtype | None = None,
+) -> Outputs:
+    """Losses and gradients, ``rows`` rows at a time, ``block`` of them between two products. Reads
+    only, deterministic.
+
+    Gradients are in their operand's dtype where one chunk is all; those that several chunks, or
+    for x several tiles of ``classes``, are added up in are f32, and fp16's always (f64 for f64).
+    ``multiplied`` is the dtype of the products, by default the one that is fastest.
+    """
     x, weight = inputs.x, inputs.weight
     dtype = compute_dtype(x.dtype)
+    multiplied = multiplied or multiplied_in(x.dtype, x.device)
     n, v = x.shape[0], weight.shape[0]
+    rows = min(rows, n)
     loss, factor = (x.new_empty(n, dtype=dtype) for _ in range(2))
     lse = torch.empty_like(loss) if spec.lse else None
-    shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
     # no rows, no first chunk that writes them
     new = x.new_empty if n else x.new_zeros
-    grads = {name: new(shapes[name], dtype=dtype) for name in spec.gradients}
-    buffer = x.new_empty((min(rows, n), v), dtype=dtype)
+    final = gradient_dtype(x.dtype) if rows == n else dtype
+    shapes = {"x": (x.shape, dtype), "weight": (weight.shape, final), "bias": ((v,), dtype)}
+    grads = {k: new(shapes[k][0], dtype=shapes[k][1]) for k in spec.gradients}
+    whole = x.dtype == multiplied and ("weight" not in grads or final == multiplied)
+    tiles = slices(0, v, v if whole else classes)
+    chunks = _Chunks(inputs, rows, tiles, min(block, rows), multiplied)
+    x_rows, weight_rows = Rows(x, rows, multiplied), chunks.weight
     target = aten.target_of(inputs, spec)
     for part in slices(0, n, rows):
-        x_rows = x[part].to(dtype)
-        g = _logits(inputs, x_rows, part, buffer[: part.stop - part.start], classes)
-        for few in slices(part.start, part.stop, _CACHED_BYTES // (v * dtype.itemsize)):
-            some = g[few.start - part.start : few.stop - part.start]
-            loss[few], row_lse, factor[few] = _to_gradient(inputs, spec, target, few, some)
+        chunk = chunks.logits(part, x_rows[part])
+        for few in chunks.blocks(part):
+            some = chunks.block(few, part)
+            loss[few], row_lse, factor[few] = _to_gradient(
+                inputs, spec, target, few, some, chunks.narrow
+            )
             if lse is not None:
                 lse[few] = row_lse
-        kept = float(part.start > 0)  # the first chunk overwrites what is not there yet
-        each = factor[part]
-        x_rows = x_rows * each.unsqueeze(1)
-        if "bias" in grads:
-            grads["bias"].addmv_(g.t(), each, beta=kept)
-        for some_classes in tiles(weight, dtype, classes):
-            some = g[:, some_classes]
+            if "bias" in grads:
+                # the first block overwrites what is not there yet
+                grads["bias"].addmv_(some.t(), factor[few], beta=float(few.start > 0))
+            if grads:
+                chunks.keep(few, part, some)
+        each = factor[part].unsqueeze(1)
+        scaled = (x[part] * each).to(multiplied) if "weight" in grads else x[part]
+        for place in tiles:
+            g = chunks.multiplied(chunk[:, place])
             if "x" in grads:
-                more = float(some_classes.start > 0)
-                grads["x"][part].addmm_(some, weight[some_classes].to(dtype), beta=more)
+                add_product(grads["x"][part], g, weight_rows[place], add=place.start > 0)
             if "weight" in grads:
-                grads["weight"][some_classes].addmm_(some.t(), x_rows, beta=kept)
+                add_product(grads["weight"][place], g.t(), scaled, add=part.start > 0)
         if "x" in grads:
-            grads["x"][part].mul_(each.unsqueeze(1))
+            grads["x"][part].mul_(each)
     return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
 
 
-def tiles(weight: Tensor, dtype: torch.dtype, step: int) -> list[slice]:
-    """Classes that are up-cast to the compute dtype at a time; all where no copy is needed.
+class _Chunks:
+    """One chunk of logits, in the operands' dtype, and its blocks in the compute dtype."""
 
-    CPUs without bf16 or fp16 matrix instructions multiply those dtypes two to a hundred times
-    slower than f32, and an f32 product is the more accurate one.
-    """
-    v = weight.shape[0]
-    return slices(0, v, v if weight.dtype == dtype else step)
+    def __init__(
+        self,
+        inputs: Inputs,
+        rows: int,
+        tiles: list[slice],
+        block: int,
+        multiplied: torch.dtype,
+    ) -> None:
+        self.inputs, self.tiles = inputs, tiles
+        x, v = inputs.x, inputs.weight.shape[0]
+        self.dtype = compute_dtype(x.dtype)
+        stored = gradient_dtype(x.dtype)
+        self.buffer = x.new_empty((rows, v), dtype=stored)
+        widest = max((t.stop - t.start for t in tiles), default=0)
+        self.weight = Rows(inputs.weight, widest, multiplied)
+        self.tile = None if stored == multiplied else x.new_empty(rows * widest, dtype=multiplied)
+        self.few = block
+        self.narrow = stored != self.dtype
+        self.room = None
+        if self.narrow:
+            self.room = x.new_empty((block, v), dtype=self.dtype)
+        self.early, self.late = split_bias(inputs.bias, stored)
+        if inputs.logits is not None:
+            self.late = None  # given logits hold it
 
+    def logits(self, part: slice, x_rows: Tensor) -> Tensor:
+        """The chunk ``[rows, V]``: the linear's output for some rows, unless it is given."""
+        out = self.buffer[: part.stop - part.start]
+        if self.inputs.logits is not None:
+            return out
+        for place in self.tiles:
+            bias = None if self.early is None else self.early[place]
+            tile, weight = out[:, place], self.weight[place]
+            if self.tile is None:
+                linear(x_rows, weight, bias, tile)
+                continue
+            wide = torch.mm(x_rows, weight.t(), out=self.tile[: tile.numel()].view(tile.shape))
+            tile.copy_(wide if bias is None else wide.add_(bias))
+        return out
 
-def _logits(inputs: Inputs, x_rows: Tensor, part: slice, out: Tensor, step: int) -> Tensor:
-    """The linear's output for some rows, written to ``out`` ``[rows, V]``."""
-    if inputs.logits is not None:
-        return out.copy_(inputs.logits[part])
-    for classes in tiles(inputs.weight, out.dtype, step):
-        torch.mm(x_rows, inputs.weight[classes].to(out.dtype).t(), out=out[:, classes])
-    return out if inputs.bias is None else out.add_(inputs.bias)
+    def multiplied(self, gradient: Tensor) -> Tensor:
+        """The gradient of a tile of logits in the dtype of the products."""
+        if self.tile is None:
+            return gradient
+        return self.tile[: gradient.numel()].view(gradient.shape).copy_(gradient)
+
+    def blocks(self, part: slice) -> list[slice]:
+        """Rows that are worked on at a time between two products."""
+        return slices(part.start, part.stop, self.few)
+
+    def block(self, few: slice, part: slice) -> Tensor:
+        """Some rows of logits in the compute dtype ``[few, V]``, to be overwritten."""
+        given = self.inputs.logits
+        place = self.buffer[few.start - part.start : few.stop - part.start]
+        source = place if given is None else given[few]
+        out = place if self.room is None else self.room[: few.stop - few.start]
+        if source is not out:
+            out.copy_(source)
+        return out if self.late is None else out.add_(self.late)
+
+    def keep(self, few: slice, part: slice, gradient: Tensor) -> None:
+        """Puts the gradient of some rows in the place of their logits."""
+        if self.narrow:
+            self.buffer[few.start - part.start : few.stop - part.start] = gradient
 
 
 def _to_gradient(
-    inputs: Inputs, spec: Spec, target: Target, rows: slice, logits: Tensor
+    inputs: Inputs, spec: Spec, target: Target, rows: slice, logits: Tensor, normalised: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns ``logits`` ``[rows, V]`` into their gradient but for one factor a row.
+    """Turns ``logits`` ``[rows, V]`` into their gradient but for one factor a row, which holds the
+    sum of the exponentials unless they are ``normalised``.
 
     Returns:
         loss, lse and that factor, ``[rows]`` each.
@@ -101,6 +175,9 @@ def _to_gradient(
     scale, share = aten.coefficients(inputs, target, sums.mass, rows)
     factor = share / sums.total
     if inputs.lse_scale is None:
+        if normalised:
+            z.div_(sums.total.unsqueeze(1))
+            factor = share
         # 0 for rows that do not count
         target.subtract_from(z, torch.where(factor == 0, 0, scale / factor), rows, every)
     else:  # the gradient of the lse may leave nothing of the softmax, but all of q

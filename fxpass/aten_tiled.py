@@ -14,30 +14,35 @@ from torch import Tensor
 
 from fxpass import aten, expression
 from fxpass.aten import Inputs, Outputs, slices
-from fxpass.schedule import compute_dtype
+from fxpass.aten_gemm import Rows, add_product, linear, split_bias
+from fxpass.devices import compute_dtype, multiplied_in
 from fxpass.spec import Spec
 
 
-def run(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
-    """Forward where the spec names no gradients, else backward; tiles are ``[rows, classes]``."""
-    pass_ = _backward if spec.gradients else _forward
-    return pass_(inputs, spec, min(rows, inputs.x.shape[0]), min(classes, inputs.weight.shape[0]))
+def run(
+    inputs: Inputs,
+    spec: Spec,
+    rows: int,
+    classes: int,
+    multiplied: torch.dtype | None = None,
+) -> Outputs:
+    """Forward where the spec names no gradients, else backward; tiles are ``[rows, classes]``, and
+    ``multiplied`` is the dtype of the products, by default the one that is fastest."""
+    rows, classes = min(rows, inputs.x.shape[0]), min(classes, inputs.weight.shape[0])
+    multiplied = multiplied or multiplied_in(inputs.x.dtype, inputs.x.device)
+    tiles = _Tiles(inputs, rows, classes, multiplied)
+    return _backward(inputs, spec, tiles) if spec.gradients else _forward(inputs, spec, tiles)
 
 
-def _forward(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
-    x, weight = inputs.x, inputs.weight
-    dtype = compute_dtype(x.dtype)
-    loss, lse, rest = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(3))
-    buffer = x.new_empty(rows * classes, dtype=dtype)
-    # written again and again: new copies would leave holes of unlike sizes between them
-    x_copy, weight_copy = _room(x, rows, dtype), _room(weight, classes, dtype)
+def _forward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Outputs:
+    x = inputs.x
+    loss, lse, rest = (x.new_empty(x.shape[0], dtype=tiles.dtype) for _ in range(3))
     target = aten.target_of(inputs, spec)
-    for part in slices(0, x.shape[0], rows):
-        x_rows = _up_cast(x[part], x_copy)
+    for part in tiles.parts:
+        x_rows = tiles.x[part]
         sums = None
-        for some in slices(0, weight.shape[0], classes):
-            tile = _up_cast(weight[some], weight_copy)
-            logits = _logits(inputs, x_rows, part, tile, some, buffer)
+        for some in tiles.classes:
+            logits = tiles.logits(x_rows, tiles.weight[some], part, some)
             z = expression.evaluate(spec.logits, logits)
             sums = aten.add_tile(sums, z, target, part, some)
         assert sums is not None, "there is at least one class"
@@ -47,70 +52,87 @@ def _forward(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
     return Outputs(loss, lse, lse_rest=rest)
 
 
-def _backward(inputs: Inputs, spec: Spec, rows: int, classes: int) -> Outputs:
+def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Outputs:
     x, weight, lse, rest = inputs.x, inputs.weight, inputs.lse, inputs.lse_rest
     assert lse is not None, "backward of a tiled loss gets the lse that forward returned"
     assert rest is not None
-    dtype = compute_dtype(x.dtype)
+    dtype, parts = tiles.dtype, tiles.parts
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
     # the weight's gradient is written tile by tile, the others are added up over them
     dtypes = {"x": dtype, "weight": weight.dtype, "bias": dtype}
     grads = {name: x.new_zeros(shapes[name], dtype=dtypes[name]) for name in spec.gradients}
-    buffer = x.new_empty(rows * classes, dtype=dtype)
     sums = None
-    if "weight" in grads and weight.dtype != dtype:
-        sums = x.new_empty((classes, x.shape[1]), dtype=dtype)
+    if "weight" in grads and weight.dtype != dtype and len(parts) > 1:
+        sums = x.new_empty((tiles.widest, x.shape[1]), dtype=dtype)
     target = aten.target_of(inputs, spec)
-    parts = slices(0, x.shape[0], rows)
-    scales = [aten.coefficients(inputs, target, target.mass(part, classes), part) for part in parts]
+    scales = [
+        aten.coefficients(inputs, target, target.mass(part, tiles.widest), part) for part in parts
+    ]
     # exp(z - lse) lacks the factor exp(-rest)
     scales = [
         (scale, share * rest[part].neg().exp())
         for part, (scale, share) in zip(parts, scales, strict=True)
     ]
-    for some in slices(0, weight.shape[0], classes):
-        tile = weight[some].to(dtype)
+    for some in tiles.classes:
+        w = tiles.weight[some]
         for part, (scale, share) in zip(parts, scales, strict=True):
-            x_rows = x[part].to(dtype)
-            logits = _logits(inputs, x_rows, part, tile, some, buffer)
+            x_rows = tiles.x[part]
+            logits = tiles.logits(x_rows, w, part, some)
             g = expression.evaluate(spec.logits, logits)
             g.sub_(lse[part].unsqueeze(1)).exp_().mul_(share.unsqueeze(1))
             target.subtract_from(g, scale, part, some)
             aten.to_logits(spec, g, logits)
-            if "x" in grads:
-                grads["x"][part].addmm_(logits, tile)
             if "bias" in grads:
                 grads["bias"][some] += logits.sum(0)
+            g = tiles.multiplied(logits)
+            if "x" in grads:
+                add_product(grads["x"][part], g, w, add=True)
             if "weight" in grads:
-                out = grads["weight"][some] if sums is None else sums[: len(tile)]
-                out.addmm_(logits.t(), x_rows, beta=float(part.start > 0))
+                out = grads["weight"][some] if sums is None else sums[: len(w)]
+                add_product(out, g.t(), x_rows, add=part.start > 0)
         if sums is not None and parts:
-            grads["weight"][some] = sums[: len(tile)]
+            grads["weight"][some] = sums[: some.stop - some.start]
+    own = {"x": x, "weight": weight, "bias": x if inputs.bias is None else inputs.bias}
     x_grad, weight_grad, bias_grad = (
-        grads[name].to(x.dtype) if name in grads else None for name in ("x", "weight", "bias")
+        grads[name].to(operand.dtype) if name in grads else None for name, operand in own.items()
     )
     return Outputs(None, None, x_grad, weight_grad, bias_grad)
 
 
-def _room(operand: Tensor, rows: int, dtype: torch.dtype) -> Tensor | None:
-    """Where some rows of an operand are up-cast to: ``[rows, D]``; None if they need not be."""
-    if operand.dtype == dtype:
-        return None
-    return operand.new_empty((rows, operand.shape[1]), dtype=dtype)
+class _Tiles:
+    """Tiles of logits in the compute dtype, and the operands and gradients of their products."""
 
+    def __init__(self, inputs: Inputs, rows: int, classes: int, multiplied: torch.dtype) -> None:
+        x, weight = inputs.x, inputs.weight
+        self._inputs = inputs
+        self.dtype = compute_dtype(x.dtype)
+        self.widest = classes
+        self.parts = slices(0, x.shape[0], rows)
+        self.classes = slices(0, weight.shape[0], classes)
+        self.x, self.weight = Rows(x, rows, multiplied), Rows(weight, classes, multiplied)
+        self._wide = x.new_empty(rows * classes, dtype=self.dtype)
+        self._narrow = None
+        if multiplied != self.dtype:
+            self._narrow = x.new_empty(rows * classes, dtype=multiplied)
+        # products in f32 are not rounded before the bias is added
+        self._early, self._late = split_bias(inputs.bias, multiplied)
 
-def _up_cast(rows: Tensor, room: Tensor | None) -> Tensor:
-    """Some rows of an operand in the compute dtype: themselves, or their copy in the room."""
-    return rows if room is None else room[: rows.shape[0]].copy_(rows)
+    def logits(self, x_rows: Tensor, weight: Tensor, rows: slice, classes: slice) -> Tensor:
+        """The linear's output for some rows and classes, to be overwritten; one tile exists."""
+        shape = (x_rows.shape[0], weight.shape[0])
+        out = self._wide[: shape[0] * shape[1]].view(shape)
+        if self._inputs.logits is not None:
+            return out.copy_(self._inputs.logits[rows, classes])
+        early, late = (None if b is None else b[classes] for b in (self._early, self._late))
+        if self._narrow is None:
+            torch.mm(x_rows, weight.t(), out=out)
+            late = early if late is None else late
+        else:
+            out.copy_(linear(x_rows, weight, early, self._narrow[: out.numel()].view(shape)))
+        return out if late is None else out.add_(late)
 
-
-def _logits(
-    inputs: Inputs, x_rows: Tensor, rows: slice, tile: Tensor, classes: slice, buffer: Tensor
-) -> Tensor:
-    """The linear's output for some rows and classes, in the buffer."""
-    shape = (x_rows.shape[0], tile.shape[0])
-    out = buffer[: shape[0] * shape[1]].view(shape)
-    if inputs.logits is not None:
-        return out.copy_(inputs.logits[rows, classes])
-    torch.mm(x_rows, tile.t(), out=out)
-    return out if inputs.bias is None else out.add_(inputs.bias[classes])
+    def multiplied(self, gradient: Tensor) -> Tensor:
+        """The gradient of a tile in the dtype of the products."""
+        if self._narrow is None:
+            return gradient
+        return self._narrow[: gradient.numel()].view(gradient.shape).copy_(gradient)

@@ -21,11 +21,11 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
 from fxpass import expression, vocab_parallel
+from fxpass.choice import choose
 from fxpass.placements import is_dtensor, placements_of
 from fxpass.settings import Settings
 from fxpass.sharding import compiled_for_all_ranks
 from fxpass.spec import Spec
-from fxpass.strategy import choose
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,16 +1,16 @@
 """From a plan to the code that runs it.
 
 In: :class:`fxpass.aten.Inputs` and a spec. Out: :class:`fxpass.aten.Outputs`, from the lowering and
-the strategy that the schedule has chosen for these sizes on this device.
+the strategy that the plan has for these sizes on this device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from fxpass import aten_chunked, aten_tiled, schedule
+from fxpass import aten_chunked, aten_in_place, aten_tiled, plan
 from fxpass.aten import Inputs, Outputs
-from fxpass.schedule import Plan
+from fxpass.plan import Plan
 from fxpass.spec import Spec
 
 
@@ -18,18 +18,14 @@ def lower(inputs: Inputs, spec: Spec) -> Outputs:
     """Runs one fused loss, or its backward."""
     n, d, v = *inputs.x.shape, inputs.weight.shape[0]
     kept = inputs.logits is not None
-    plan = schedule.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec, kept)
-    return LOWERINGS[plan.lowering, plan.strategy](inputs, spec, plan)
-
-
-def keeps_range(inputs: Inputs) -> bool:
-    """Whether every number between loss and gradients has at least the range of f32. Triton's
-    kernels store the gradient of the logits in the dtype of x."""
-    return schedule.lowering_for(inputs.x.device, inputs.x.dtype)[0] == "aten"
+    found = plan.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec, kept)
+    return LOWERINGS[found.lowering, found.strategy](inputs, spec, found)
 
 
 def _aten_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
-    return aten_chunked.run(inputs, spec, plan.rows, plan.classes)
+    if plan.in_place:
+        return aten_in_place.run(inputs, spec, plan.classes)
+    return aten_chunked.run(inputs, spec, plan.rows, plan.classes, plan.block)
 
 
 def _aten_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:

@@ -2,16 +2,17 @@
 
 In: the tensors of :class:`fxpass.aten.Inputs` and a spec's text. Out: ``(loss, lse, scale, x_grad,
 weight_grad, bias_grad, lse_rest)``, of which the graph uses the first two. For ``mean`` and ``sum``
-the gradients are computed in forward, one chunk of logits at a time, and kept in f32; backward
-multiplies them by ``scale`` times the incoming gradient. ``scale`` is the 1 / N of ``mean`` where
-anything is rounded to x's dtype on the way: it would push most of an fp16 gradient below the
-smallest number. Where all is f32 it is 1, and backward often has nothing to multiply. For
+the gradients are computed in forward, one chunk of logits at a time, and kept; backward
+multiplies them by ``scale`` times the incoming gradient. They are in their operand's dtype and
+final but for that gradient, ``scale`` is 1, and backward often has nothing to multiply. Only those
+of fp16 operands are kept in f32 and unnormalised, and ``scale`` is the 1 / N of ``mean``: it would
+push most of an fp16 gradient below the smallest number. For
 ``none``, and for a loss with its lse, each row has an incoming gradient of its own, and the
 strategy ``tiled`` keeps nothing as large as the weight from forward to backward: there forward
 computes no gradients, and backward all of them, final, from logits computed again::
 
     >>> x, w, t = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
-    >>> spec = "v4 reduction=mean lse=true"
+    >>> spec = "v5 reduction=mean lse=true"
     >>> loss, lse, *_ = linear_cross_entropy(x, w, None, t, None, None, spec)
     >>> loss_with_z_loss = loss + 1e-4 * (lse**2).mean()
 """
@@ -22,7 +23,6 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch._C._autograd import (  # type: ignore[reportMissingImports]
     _get_current_graph_task_keep_graph as _keep_graph,
@@ -31,8 +31,8 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
 from fxpass import aten, ignored
 from fxpass.aten import Inputs, Outputs
 from fxpass.checks import NAME, check_class_indices, check_inputs
-from fxpass.lowering import keeps_range, lower
-from fxpass.schedule import compute_dtype, on_device
+from fxpass.devices import compute_dtype, gradient_dtype, on_device
+from fxpass.lowering import lower
 from fxpass.spec import Spec
 
 _Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -54,7 +54,8 @@ def linear_cross_entropy(
     Args:
         x: ``[N, D]`` floating point.
         weight: ``[V, D]``, dtype of x.
-        bias: ``[V]``, dtype of x, or None.
+        bias: ``[V]``, dtype of x, or None; or in the dtype of the loss beside narrower operands: it
+            is then added to the up-cast logits, and nothing of it is rounded. Given logits hold it.
         target: class indices ``[N]`` (int64 or uint8) or class probabilities ``[N, V]``; None
             where the spec says ``target=none``: the row loss is then the log-sum-exp. In a shard
             (``shard_of``) an index of -1 is that of a class in another one.
@@ -69,9 +70,10 @@ def linear_cross_entropy(
             the transformed logits of every row, ignored ones too; ``[N]`` also for ``tiled``, with
             any value where a row is ignored, as in a shard of the classes; else of size 0.
         scale: scalar by which the loss's incoming gradient has to be multiplied.
-        x_grad, weight_grad, bias_grad: unnormalised gradients in the dtype of the loss, shaped as
-            their operands; of size 0 where ``spec.gradients`` does not name them, and where
-            backward computes them (``spec.gradients_in_backward``).
+        x_grad, weight_grad, bias_grad: gradients to be multiplied by that, shaped as their
+            operands and in their dtypes, but f32 for fp16 operands; of size 0 where
+            ``spec.gradients`` does not name them, and where backward computes them
+            (``spec.gradients_in_backward``).
         lse_rest: ``[N]`` for ``tiled``, else of size 0: what rounding took from lse.
 
     Raises:
@@ -87,16 +89,19 @@ def linear_cross_entropy(
     check_class_indices(inputs, s)
     now = dataclasses.replace(s, gradients=()) if s.gradients_in_backward else s
     one = x.new_ones((), dtype=compute_dtype(x.dtype))
-    scale = one if s.reduction == "none" else _scale(inputs, s)
-    # the gradients of no rows are zeros and stay so
-    left = torch.where(scale.isinf(), 0, scale)
-    if now.gradients and keeps_range(inputs):
-        # one pass less over the gradients, as long as backward has nothing else to multiply by
-        inputs, left = inputs._replace(row_scale=left.expand(x.shape[0])), one
+    scale = left = one
+    if s.reduction == "mean":
+        rows, weights = _counted(inputs, s)
+        scale = weights.to(one.dtype).reciprocal()
+        # the gradients of no rows are zeros and stay so; those of weights that cancel do not exist
+        left = torch.where(rows == 0, 0, scale)
+        if now.gradients and gradient_dtype(x.dtype) == x.dtype:
+            # one pass less over the gradients, as long as backward has nothing to multiply by
+            inputs, left = inputs._replace(row_scale=left.expand(x.shape[0])), one
     out = _lower(inputs, now)
     assert out.loss is not None
     lse, rest = (out.loss.new_empty(0) if t is None else t for t in (out.lse, out.lse_rest))
-    grads = _gradients(out, inputs, (one.dtype,) * 3)
+    grads = _gradients(out, inputs, _gradient_dtypes(inputs))
     if s.reduction == "none":
         return out.loss, lse, left, *grads, rest
     # A product and not a division: without valid rows mean is 0 * inf = nan, as in PyTorch.
@@ -183,76 +188,23 @@ def _operand_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
     return tuple(inputs.x.dtype if t is None else t.dtype for t in operands)
 
 
-def _scale(inputs: Inputs, spec: Spec) -> Tensor:
-    """What multiplies the sum of the row losses: 1, or one over the (weighted) number of rows."""
-    if spec.reduction == "sum":
-        return inputs.x.new_ones((), dtype=compute_dtype(inputs.x.dtype))
+def _gradient_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
+    """Those of the gradients that forward returns: no narrower than what it computes them in."""
+    return tuple(map(gradient_dtype, _operand_dtypes(inputs)))
+
+
+def _counted(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The number of rows that count, and what ``mean`` divides by: that, or their weights' sum."""
     if inputs.target is None or spec.target == "probabilities":
         rows = inputs.x.new_full((), inputs.x.shape[0], dtype=torch.int64)
-    else:
-        target = inputs.target.long()  # uint8 cannot hold -100
-        valid = aten.is_valid(target, spec)
-        if inputs.class_weight is None:
-            rows = valid.sum()
-        else:
-            picked = torch.where(valid, target, 0)
-            row_weight = inputs.class_weight.to(compute_dtype(inputs.x.dtype))[picked]
-            rows = torch.where(valid, row_weight, 0).sum()
-    return rows.to(compute_dtype(inputs.x.dtype)).reciprocal()
-
-
-# ---------------------------------------------------------------- the end of backward
-
-_library = torch.library.Library("fxpass", "FRAGMENT")
-_library.define(
-    "scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype, bool may_reuse) -> Tensor"
-)
-# Elements that a CPU multiplies before it rounds them, while they are in its cache.
-_ROUNDED_AT_A_TIME = 1 << 16
-
-
-def _scale_gradient(
-    gradient: Tensor, factor: Tensor, dtype: torch.dtype, may_reuse: bool
-) -> Tensor:
-    """``gradient * factor`` in a dtype; where that is the gradient's own, in its memory, unless
-    somebody can read that again.
-
-    A weight's gradient is the largest tensor left, and a second one of its size would be the peak.
-    The operator that saved it is its only owner, so unless the user retains the graph for another
-    backward, its memory ends here anyway. While a CUDA graph is recorded that cannot be known: the
-    record may be replayed under another answer.
-    """
-    if gradient.dtype != dtype:
-        return _scaled_and_rounded(gradient, factor, dtype)
-    with on_device(gradient.device):
-        capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
-    if not may_reuse or capturing or _keep_graph():
-        return gradient * factor
-    if gradient.device.type == "cpu" and factor == 1:  # elsewhere one would have to wait for it
-        return gradient.detach()
-    return gradient.mul_(factor).detach()
-
-
-def _scaled_and_rounded(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """One pass over what is as large as the weight: it is read once, and written once in ``dtype``.
-
-    GPUs round what they have multiplied before they write it. CPUs would write all of it first.
-    """
-    out = torch.empty_like(gradient, dtype=dtype)
-    rows = len(gradient)
-    if gradient.device.type == "cpu":
-        rows = max(1, _ROUNDED_AT_A_TIME // max(1, gradient[:1].numel()))
-    for some, rounded in zip(gradient.split(rows), out.split(rows), strict=True):
-        torch.mul(some, factor, out=rounded)
-    return out
-
-
-_library.impl("scale_gradient", _scale_gradient, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("fxpass::scale_gradient", lib=_library)
-def _(gradient: Tensor, factor: Tensor, dtype: torch.dtype, may_reuse: bool) -> Tensor:
-    return torch.empty_like(gradient, dtype=dtype)
+        return rows, rows
+    target = inputs.target.long()  # uint8 cannot hold -100
+    valid = aten.is_valid(target, spec)
+    rows = valid.sum()
+    if inputs.class_weight is None:
+        return rows, rows
+    weight = inputs.class_weight.to(compute_dtype(inputs.x.dtype))
+    return rows, torch.where(valid, weight[torch.where(valid, target, 0)], 0).sum()
 
 
 # ---------------------------------------------------------------- shapes for the compiler
@@ -282,7 +234,7 @@ def _(x, weight, bias, target, class_weight, logits, spec: str) -> _Seven:
     loss = scalar.new_empty(x.shape[0]) if s.reduction == "none" else scalar
     lse = scalar.new_empty(x.shape[0] if s.returns_lse else 0)
     computed = () if s.gradients_in_backward else s.gradients
-    grads = _fake_gradients(inputs, computed, (scalar.dtype,) * 3)
+    grads = _fake_gradients(inputs, computed, _gradient_dtypes(inputs))
     rest = scalar.new_empty(x.shape[0] if s.strategy == "tiled" else 0)
     return loss, lse, scalar.new_empty(()), *grads, rest
 
@@ -334,22 +286,51 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
         return (None,) * 7
     scale, *saved = ctx.saved_tensors
     factor = None if grad is None else grad * scale
+    wanted = [name in ctx.spec.gradients for name in _DIFFERENTIABLE.values()]
     if ctx.spec.gradients_in_backward:
         tensors = iter(saved)
         operands: list[Any] = [next(tensors) if present else None for present in ctx.present]
         _, _, x, *_ = operands
         row_scale = None if factor is None else factor.expand(x.shape[:1])
         grads = linear_cross_entropy_backward(row_scale, lse_grad, *operands, ctx.spec.text())
+        grads = [g if needed else None for g, needed in zip(grads, wanted, strict=True)]
     else:
-        # A compiler that donates buffers to itself may give this one away after its last use.
-        may_reuse = not functorch_config.donated_buffer
-        grads = [
-            torch.ops.fxpass.scale_gradient(g, factor, dtype or g.dtype, may_reuse)
-            for g, dtype in zip(saved, ctx.dtypes, strict=True)
-        ]
-    named = zip(_DIFFERENTIABLE.values(), grads, strict=True)
-    wanted = [g if name in ctx.spec.gradients else None for name, g in named]
-    return *wanted, None, None, None, None
+        assert factor is not None  # a loss with its lse has its gradients in backward
+        parts = zip(saved, ctx.dtypes, wanted, strict=True)
+        grads = [_scaled(g, factor, dtype) if needed else None for g, dtype, needed in parts]
+    return *grads, None, None, None, None
+
+
+# Elements that a CPU multiplies before it rounds them, while they are in its cache.
+_ROUNDED_AT_A_TIME = 1 << 16
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * factor`` in ``dtype``, of a gradient that forward saved.
+
+    A weight's gradient is the largest tensor left, and a second tensor of its size would be the
+    peak. In a graph that is traced this is plain arithmetic: a compiler knows who else reads the
+    saved gradient (two equal losses share one), and writes into its memory where it may. When it
+    runs, the operator that saved the gradient is its only owner, so that its memory can be taken
+    unless the graph is retained for another backward. A CUDA graph that is being recorded may be
+    replayed under another answer to that.
+    """
+    if type(gradient) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return (gradient.to(factor.dtype) * factor).to(dtype)
+    on_cpu = gradient.device.type == "cpu"
+    with on_device(gradient.device):
+        capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
+    last = gradient.dtype == dtype and not capturing and not _keep_graph()
+    if last and on_cpu and factor == 1:  # elsewhere one would have to wait for it
+        return gradient.detach()
+    out = gradient.detach() if last else torch.empty_like(gradient, dtype=dtype)
+    rows = len(gradient)
+    if on_cpu and dtype != factor.dtype:
+        # a CPU would write all that it multiplies before it rounds it
+        rows = max(1, _ROUNDED_AT_A_TIME // max(1, gradient[:1].numel()))
+    for some, rounded in zip(gradient.split(rows), out.split(rows), strict=True):
+        torch.mul(some.to(factor.dtype), factor, out=rounded)
+    return out
 
 
 linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)

@@ -33,7 +33,8 @@ class Settings:
     strategy: str = "auto"
     gradient_filter: bool = False
     memory_mb: int = 0
-    min_logits_mb: float = 0.0
+    # below, nothing is saved that scratch does not take, and a call more costs time
+    min_logits_mb: float = 32.0
     dump: str = ""
 
     @staticmethod

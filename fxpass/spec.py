@@ -5,8 +5,8 @@ in its text form, and is the key of everything that is cached. Shapes, strides, 
 presence of a bias or of class weights are not in it: the tensors carry them::
 
     >>> Spec(reduction="sum", label_smoothing=0.1).text()
-    'v4 reduction=sum label_smoothing=0.1'
-    >>> Spec.parse('v4 reduction=sum label_smoothing=0.1').label_smoothing
+    'v5 reduction=sum label_smoothing=0.1'
+    >>> Spec.parse('v5 reduction=sum label_smoothing=0.1').label_smoothing
     0.1
 """
 
@@ -26,7 +26,7 @@ from fxpass import expression
 # Bumped whenever the operator's outputs or their meaning change, or the arguments of what its
 # backward calls. It stands in every compiled graph, so that a compile cache written by another
 # version of fxpass misses instead of pairing an old backward with a new forward.
-REVISION = "v4"
+REVISION = "v5"
 
 REDUCTIONS = ("none", "mean", "sum")
 TARGETS = ("indices", "probabilities", "none")
@@ -57,7 +57,7 @@ class Spec:
             it holds all. A class index of -1 is then that of a class in another shard.
         gradient_filter: leave out blocks of the logits' gradient that are below its dtype's
             resolution; only ``tiled`` on a GPU does.
-        memory_mb: scratch budget in MiB; 0 leaves it to the schedule.
+        memory_mb: scratch budget in MiB; 0 leaves it to the plan.
     """
 
     reduction: str = "mean"

@@ -31,7 +31,7 @@ from torch._inductor.codecache import PyCodeCache
 
 from fxpass import triton_source, tuning
 from fxpass.aten import Inputs, Outputs
-from fxpass.schedule import on_device
+from fxpass.devices import gradient_dtype, on_device
 from fxpass.spec import Spec
 from fxpass.triton_source import Kernel
 from fxpass.triton_units import in_units
@@ -46,13 +46,15 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     """Losses and gradients of ``sum(row_scale * loss + lse_scale * lse)``, ``rows`` rows at a time.
 
     Args:
-        inputs: x, weight, bias and logits in bf16, f16 or f32, with any strides.
+        inputs: x, weight, bias and logits in bf16, f16 or f32, with any strides; a bias may be
+            f32 beside narrower operands, and is then added in f32.
         spec: ``lse`` and ``gradients`` say which of them are computed.
         rows: at least 1, and no chunk has more; the scratch is one ``[rows, V]`` buffer in the
             dtype of x.
 
     Returns:
-        loss and lse ``[N]`` and the unnormalised gradients, all f32.
+        loss and lse ``[N]`` in f32, and the gradients: those of bf16 weights in bf16 where one
+            chunk is all, else f32.
     """
     with on_device(inputs.x.device):
         return _run(inputs, spec, rows)
@@ -68,8 +70,11 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
     # the first chunk overwrites what is large
     new = {name: x.new_empty if n and name != "bias" else x.new_zeros for name in spec.gradients}
-    grads = {name: new[name](shapes[name], dtype=torch.float32) for name in spec.gradients}
     parts = chunks(n, rows)
+    # straight from the GEMM where nothing is added to it
+    final = gradient_dtype(x.dtype) if len(parts) == 1 else torch.float32
+    dtypes = {"x": torch.float32, "weight": final, "bias": torch.float32}
+    grads = {name: new[name](shapes[name], dtype=dtypes[name]) for name in spec.gradients}
     buffer = (
         None if _readable(inputs, spec) else padded_buffer(x, max(map(_size, parts), default=0), v)
     )
@@ -130,7 +135,8 @@ def _logits(inputs: Inputs, part: slice, buffer: Tensor | None) -> Tensor:
         logits = inputs.logits[part]
         return logits if buffer is None else buffer[: len(logits)].copy_(logits)
     assert buffer is not None
-    x, weight, bias = inputs.x[part], inputs.weight, inputs.bias
+    x, weight = inputs.x[part], inputs.weight
+    bias = inputs.bias if _wide_bias(inputs) is None else None
     out = buffer[: len(x)]
     if not x.is_cuda:
         # CPUs multiply fp16 up to a hundred times slower than f32; rounded once, as on a GPU
@@ -173,7 +179,16 @@ def _kernel(inputs: Inputs, spec: Spec, whole_row: bool = False) -> Kernel:
     present = (scale is not None for scale in scales)
     # a mask that ends in the middle of a vector would make every load one of a single element
     padded = inputs.weight.shape[0] % 16 != 0 and not _readable(inputs, spec)
-    return triton_source.generate(spec, *present, whole_row, padded)
+    return triton_source.generate(spec, *present, whole_row, padded, _wide_bias(inputs) is not None)
+
+
+def _wide_bias(inputs: Inputs) -> Tensor | None:
+    """The bias that the kernel adds: one that is wider than the logits, to whose dtype the GEMM
+    would round the sum. Given logits hold theirs already."""
+    bias = inputs.bias
+    if bias is None or inputs.logits is not None or bias.dtype == inputs.x.dtype:
+        return None
+    return bias.contiguous()
 
 
 def _launch(
@@ -199,6 +214,8 @@ def _launch(
         arguments["target"] = target
         if spec.target == "probabilities":
             arguments["target_stride"] = target.stride(0)
+    if (bias := _wide_bias(inputs)) is not None:
+        arguments["bias"] = bias
     if inputs.class_weight is not None:
         arguments["class_weight"] = inputs.class_weight
     per_row = {"row_scale": inputs.row_scale, "lse_scale": inputs.lse_scale, "lse": lse}
@@ -264,9 +281,16 @@ def class_tiles(x: Tensor, v: int) -> Iterator[slice]:
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, factor: float, add: bool) -> None:
-    """``out = factor * a @ b``, or ``out +=``, with ``out`` f32 and the sum taken in f32."""
+    """``out = factor * a @ b``, or ``out +=``, with the sum taken in f32 and ``out`` f32, or as
+    ``a`` where nothing is added."""
     beta = int(add)  # 0: what is there is not read, nan or not
-    if a.dtype != torch.float32 and _mixed_gemm(a):
+    if out.dtype != torch.float32:
+        assert not add, "16 bits would be rounded with each sum"
+        if out.is_cuda:
+            torch.addmm(out, a, b, beta=0, alpha=factor, out=out)
+        else:
+            out.copy_((a.float() @ b.float()).mul_(factor))
+    elif a.dtype != torch.float32 and _mixed_gemm(a):
         torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=factor, out=out)
     else:
         out.addmm_(a.float(), b.float(), beta=beta, alpha=factor)

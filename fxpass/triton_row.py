@@ -42,6 +42,7 @@ class Features(NamedTuple):
     logits: Expr
     whole_row: bool
     padded: bool
+    biased: bool = False
 
     @staticmethod
     def of(
@@ -51,6 +52,7 @@ class Features(NamedTuple):
         lse_scaled: bool,
         whole_row: bool,
         padded: bool,
+        biased: bool = False,
     ) -> Features:
         gradient = bool(spec.gradients)
         return Features(
@@ -66,6 +68,7 @@ class Features(NamedTuple):
             logits=spec.logits,
             whole_row=whole_row,
             padded=padded,
+            biased=biased,
         )
 
     @property
@@ -131,7 +134,7 @@ def body(f: Features) -> list[str]:
 
 
 def _target_of_row(f: Features) -> list[str]:
-    z_t = "tl.load(logits + t).to(tl.float32)"
+    z_t = "tl.load(logits + t).to(tl.float32)" + " + tl.load(bias + t)" * f.biased
     return [
         "t = tl.load(target + row).to(tl.int64)",
         *([] if f.ignore_index is None else _ignored(f)),
@@ -240,14 +243,16 @@ def _dot(f: Features) -> list[str]:
 
 def _block_of_logits(f: Features, slope: bool) -> list[str]:
     out = [f"cols = {f.columns}", "inside = cols < V"]
+    # an f32 bias beside logits of 16 bits: the sum is not rounded to theirs
+    shift = " + tl.load(bias + cols, mask=inside, other=0.0)" * f.biased
     if not f.transformed:
         load = f'tl.load(logits + cols, mask={f.room}, other=-float("inf"))'
         cut = ['z = tl.where(inside, z, -float("inf"))'] * f.padded
-        return [*out, f"z = {load}.to(tl.float32)", *cut]
+        return [*out, f"z = {load}.to(tl.float32){shift}", *cut]
     called = "z, slope = transform_and_slope(raw)" if slope else "z = transform(raw)"
     return [
         *out,
-        f"raw = tl.load(logits + cols, mask={f.room}, other=0.0).to(tl.float32)",
+        f"raw = tl.load(logits + cols, mask={f.room}, other=0.0).to(tl.float32){shift}",
         called,
         'z = tl.where(inside, z, -float("inf"))',
     ]

@@ -34,7 +34,11 @@ class Kernel:
 
 
 def kernels_of(
-    spec: Spec, weighted: bool, whole_row: bool = False, padded: bool = False
+    spec: Spec,
+    weighted: bool,
+    whole_row: bool = False,
+    padded: bool = False,
+    biased: bool = False,
 ) -> tuple[Kernel, ...]:
     """The kernels that one fused loss runs, in order.
 
@@ -42,16 +46,17 @@ def kernels_of(
         spec: as the operator gets it. Where backward computes the gradients, it has a kernel of its
             own (for the case that every output gets a gradient); else one kernel does both.
         weighted: whether there are class weights.
-        whole_row, padded: :func:`generate`; by default as for many classes, a multiple of 16.
+        whole_row, padded, biased: :func:`generate`; by default as for many classes, a multiple of
+            16, and no bias in f32.
     """
     if spec.gradients_in_backward and spec.gradients:
         forward = dataclasses.replace(spec, gradients=())
         backward = dataclasses.replace(spec, lse=False)
         return (
-            generate(forward, weighted, False, False, whole_row, padded),
-            generate(backward, weighted, True, spec.lse, whole_row, padded),
+            generate(forward, weighted, False, False, whole_row, padded, biased),
+            generate(backward, weighted, True, spec.lse, whole_row, padded, biased),
         )
-    return (generate(spec, weighted, False, False, whole_row, padded),)
+    return (generate(spec, weighted, False, False, whole_row, padded, biased),)
 
 
 @functools.cache
@@ -62,6 +67,7 @@ def generate(
     lse_scaled: bool = False,
     whole_row: bool = False,
     padded: bool = False,
+    biased: bool = False,
 ) -> Kernel:
     """The kernel for one spec.
 
@@ -71,6 +77,7 @@ def generate(
             overwritten with its gradient where the spec asks for any.
         target: class indices ``[rows]`` or class probabilities ``[rows, V]``, contiguous in V; not
             there for ``target=none``.
+        bias: ``[V]`` f32, if ``biased``: added to the logits in f32.
         class_weight: ``[V]`` f32, if ``weighted``.
         row_scale: ``[rows]`` f32, if ``row_scaled`` and the spec asks for gradients.
         lse_scale: ``[rows]`` f32, if ``lse_scaled`` and the spec asks for gradients; row_scale has
@@ -85,7 +92,7 @@ def generate(
     The name is a hash of the text, so it is the same in every process, and specs that differ in
     nothing the kernel sees share one.
     """
-    features = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row, padded)
+    features = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row, padded, biased)
     body = _module(features)
     name = f"linear_cross_entropy_{hashlib.sha256(body.encode()).hexdigest()[:8]}"
     return Kernel(name, body.replace(_NAME, name))
@@ -129,6 +136,8 @@ def docstring(f: Features) -> str:
         facts.append(f"label smoothing {f.smoothing!r}")
     if f.weighted:
         facts.append("class weights")
+    if f.biased:
+        facts.append("a bias in f32")
     if f.transformed:
         facts.append(f"logits {expression.text(f.logits)}")
     if f.lse:
@@ -151,6 +160,7 @@ def _kernel(f: Features) -> str:
     unaligned = ["target"] * f.indices + per_row
     parameters = [
         "logits",
+        *["bias"] * f.biased,
         *["target"] * (f.target != "none"),
         *["class_weight"] * f.weighted,
         *per_row,

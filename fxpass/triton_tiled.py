@@ -31,7 +31,7 @@ from fxpass import (
     tuning,
 )
 from fxpass.aten import Inputs, Outputs
-from fxpass.schedule import on_device
+from fxpass.devices import on_device
 from fxpass.spec import Spec
 from fxpass.triton_chunked import class_tiles, load, padded_buffer, product, row_options
 from fxpass.triton_source import Kernel
@@ -46,7 +46,7 @@ _Arguments = dict[str, Any]  # tensors, descriptors of tensors and numbers
 
 
 class Plan(Protocol):
-    """What is read of :class:`fxpass.schedule.Plan`."""
+    """What is read of :class:`fxpass.plan.Plan`."""
 
     @property
     def classes(self) -> int:
@@ -177,7 +177,10 @@ class _Gradients:
         shapes = {"weight": inputs.weight.shape, "bias": inputs.weight.shape[:1]}
         # each tile is written, unless there are no rows and no tiles
         new = inputs.weight.new_empty if len(inputs.x) else inputs.weight.new_zeros
-        self._grads = {k: new(shapes[k]) for k in spec.gradients if k != "x"}
+        bias = inputs.weight if inputs.bias is None else inputs.bias
+        dtypes = {"weight": inputs.weight.dtype, "bias": bias.dtype}
+        grads = (k for k in shapes if k in spec.gradients)
+        self._grads = {k: new(shapes[k], dtype=dtypes[k]) for k in grads}
         if "x" in spec.gradients:
             self._grads["x"] = inputs.x.new_zeros(inputs.x.shape, dtype=torch.float32)
 

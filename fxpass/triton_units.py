@@ -24,12 +24,13 @@ from fxpass.spec import Spec
 class Units(NamedTuple):
     """What the kernel's losses and gradients have to be multiplied by; None is one."""
 
-    loss: Tensor | None
-    gradients: Tensor | None
+    loss: Tensor | None = None
+    gradients: Tensor | None = None
 
 
 def in_units(inputs: Inputs, spec: Spec) -> tuple[Inputs, Units]:
-    """The inputs with small coefficients, and the units that this leaves to be multiplied by.
+    """The inputs with small coefficients, and the units that this leaves to be multiplied by; bf16
+    and f32 hold gradients of any size, so their coefficients are only made f32.
 
     Class weights and the scales of the rows multiply gradients that may be stored in fp16, which
     ends at 65504 and has few bits below 6e-5. So the kernel gets them as f32 numbers below 2, times
@@ -42,6 +43,11 @@ def in_units(inputs: Inputs, spec: Spec) -> tuple[Inputs, Units]:
         row_scale, lse_scale = inputs.row_scale, inputs.lse_scale
     if lse_scale is not None:
         row_scale = _of_counted_rows(inputs, spec, row_scale)
+    if inputs.x.dtype != torch.float16:
+        scales = {"row_scale": row_scale, "lse_scale": lse_scale}
+        given = scales | {"class_weight": inputs.class_weight}
+        plain = {k: None if t is None else t.float().contiguous() for k, t in given.items()}
+        return inputs._replace(**plain), Units()
     class_weight, of_classes = _scaled(inputs.class_weight)
     row_scale, of_rows = _scaled(row_scale)
     lse_scale, of_lse = _scaled(lse_scale)

@@ -13,7 +13,7 @@ Autograd takes these few ``[N]`` tensors back to the gradients of loss_r and lse
 the operator's own backward wants. There nothing is exchanged but the gradient of x, by whoever gave
 the same x to all ranks::
 
-    loss, _ = linear_cross_entropy(x, w, None, t, None, None, "v4 reduction=mean shard_of=9", 0, g)
+    loss, _ = linear_cross_entropy(x, w, None, t, None, None, "v5 reduction=mean shard_of=9", 0, g)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fxpass import operator as _operator  # noqa: F401, registers the operator
 from fxpass.aten import is_valid
-from fxpass.schedule import compute_dtype
+from fxpass.devices import compute_dtype
 from fxpass.spec import ELSEWHERE, IGNORED, Spec
 
 

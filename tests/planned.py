@@ -1,10 +1,10 @@
-"""Devices, dtypes and heads that the tests of schedule and strategy plan for."""
+"""Devices, dtypes and heads that the tests of plans and choices are about."""
 
 from __future__ import annotations
 
 import torch
 
-from fxpass.cost import MIB
+from fxpass.plan import MIB
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64

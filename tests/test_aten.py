@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from numerics import assert_close, loss_and_gradients
 from torch import Tensor
 
-from fxpass import aten, aten_chunked, aten_tiled, expression, ignored, schedule
+from fxpass import aten, aten_chunked, aten_tiled, expression, ignored
+from fxpass import plan as plans
 from fxpass.lowering import lower
 from fxpass.operator import linear_cross_entropy
 from fxpass.spec import Spec
@@ -38,9 +39,9 @@ def strategy(request, monkeypatch) -> str:
     """What :func:`programs` runs: chunks of 3 rows, or tiles of 3 rows and 4 classes."""
 
     def few(n, d, v, dtype, device, spec, kept):
-        return schedule.Plan("aten", spec.strategy, 3, 4, "a test")
+        return plans.Plan("aten", spec.strategy, 3, 4, "a test")
 
-    monkeypatch.setattr(schedule, "plan", few)
+    monkeypatch.setattr(plans, "plan", few)
     monkeypatch.setitem(globals(), "STRATEGY", request.param)
     monkeypatch.setattr(ignored, "_WORTH_IT", 1.0)  # the sums over rows that count are looked at
     return request.param
@@ -299,9 +300,10 @@ def test_only_the_gradients_that_are_asked_for():
 
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
 def test_blocks_of_rows_do_not_change_the_answer(monkeypatch, target):
-    """Between two GEMMs, a few rows at a time; a row may be larger than a block."""
-    for size in (1, 100, 1 << 20):
-        monkeypatch.setattr(aten_chunked, "_CACHED_BYTES", size)
+    """Between two GEMMs, a few rows at a time."""
+    for block in (1, 2, 100):
+        few = plans.Plan("aten", "chunked", 3, 4, "a test", block)
+        monkeypatch.setattr(plans, "plan", lambda *_, few=few: few)
         spec = Spec("mean", target, -100, 0.1, SOFTCAP, gradients(True), lse=True)
         check(spec, bias=True, weighted=True, z_loss=0.1)
 
@@ -328,13 +330,19 @@ def test_tiles_do_not_change_the_answer(tile):
 
 
 def test_tiled_rounds_each_gradient_once():
-    """To the operand's dtype, whatever multiplies it: no wider gradient is kept for backward."""
+    """To the operand's dtype, where all is multiplied in f32."""
     tensors = [torch.randn(7, 5).bfloat16(), torch.randn(11, 5).bfloat16()]
-    inputs = aten.Inputs(*tensors, None, torch.arange(7), row_scale=torch.full((7,), 0.3))
     spec = Spec(gradients=("x", "weight"))
-    forward = aten_tiled.run(inputs, dataclasses.replace(spec, gradients=()), 3, 4)
-    out = aten_tiled.run(inputs._replace(lse=forward.lse, lse_rest=forward.lse_rest), spec, 3, 4)
-    whole = aten_chunked.run(inputs, spec, 7)
+
+    def answer(dtype):
+        x, weight = (t.to(dtype) for t in tensors)
+        inputs = aten.Inputs(x, weight, None, torch.arange(7), row_scale=torch.full((7,), 0.3))
+        forward = dataclasses.replace(spec, gradients=())
+        _, lse, *_, rest = aten_tiled.run(inputs, forward, 3, 4, torch.float32)
+        inputs = inputs._replace(lse=lse, lse_rest=rest)
+        return aten_tiled.run(inputs, spec, 3, 4, torch.float32)
+
+    out, whole = answer(torch.bfloat16), answer(torch.float32)
     for rounded, wide in ((out.x, whole.x), (out.weight, whole.weight)):
         assert rounded.dtype == torch.bfloat16
         assert torch.equal(rounded, wide.bfloat16())
@@ -346,8 +354,8 @@ def test_ignored_rows_are_not_multiplied(monkeypatch, reduction, kept):
     """The lowering sees the rows that count; the others' losses and gradients are zeros."""
     monkeypatch.setattr(ignored, "_WORTH_IT", 1 / 16)
     seen = []
-    plan = schedule.plan
-    monkeypatch.setattr(schedule, "plan", lambda n, *rest: seen.append(n) or plan(n, *rest))
+    plan = plans.plan
+    monkeypatch.setattr(plans, "plan", lambda n, *rest: seen.append(n) or plan(n, *rest))
     target = torch.full((7,), -100)
     target[2 : 2 + kept] = torch.tensor([4, 0, 9][:kept])
     spec = Spec(reduction, gradients=gradients(True))
@@ -358,8 +366,8 @@ def test_ignored_rows_are_not_multiplied(monkeypatch, reduction, kept):
 @pytest.mark.parametrize("exist", [False, True])
 def test_the_plan_knows_whether_the_logits_exist(monkeypatch, exist):
     seen = []
-    plan = schedule.plan
-    monkeypatch.setattr(schedule, "plan", lambda *args: seen.append(args[-1]) or plan(*args))
+    plan = plans.plan
+    monkeypatch.setattr(plans, "plan", lambda *args: seen.append(args[-1]) or plan(*args))
     x, weight, target = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
     lower(aten.Inputs(x, weight, None, target, logits=x @ weight.t() if exist else None), Spec())
     assert seen == [exist]

@@ -45,15 +45,13 @@ def test_the_operators_of_this_revision():
     """Graphs in compile caches call them like this: another schema needs another revision."""
     names = ("", "_backward")
     operators = [getattr(torch.ops.fxpass, f"linear_cross_entropy{name}") for name in names]
-    operators.append(torch.ops.fxpass.scale_gradient)
     schemas = [REVISION, *(str(operator.default._schema) for operator in operators)]
     expecttest.assert_expected_inline(
         "\n".join(schemas),
         """\
-v4
+v5
 fxpass::linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? class_weight, Tensor? logits, str spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
-fxpass::linear_cross_entropy_backward(Tensor? row_scale, Tensor? lse_scale, Tensor? lse, Tensor? lse_rest, Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? class_weight, Tensor? logits, str spec) -> (Tensor, Tensor, Tensor)
-fxpass::scale_gradient(Tensor gradient, Tensor factor, ScalarType dtype, bool may_reuse) -> Tensor""",
+fxpass::linear_cross_entropy_backward(Tensor? row_scale, Tensor? lse_scale, Tensor? lse, Tensor? lse_rest, Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? class_weight, Tensor? logits, str spec) -> (Tensor, Tensor, Tensor)""",
     )
 
 
@@ -91,9 +89,6 @@ def test_opcheck_of_what_backward_calls(strategy, lowering):
         if scales != (None, None):
             backward = torch.ops.fxpass.linear_cross_entropy_backward.default
             opcheck(backward, (*scales, *lse, *args), lowering)
-    gradient, two = torch.randn(V, D), torch.tensor(2.0)
-    for dtype in (torch.float32, torch.bfloat16):
-        opcheck(torch.ops.fxpass.scale_gradient.default, (gradient, two, dtype, True), lowering)
 
 
 def training(**changes):
@@ -119,7 +114,6 @@ def test_a_retained_graph_gives_the_same_gradient_again(reduction, strategy):
     assert torch.equal(weight.grad, first)
 
 
-@torch._functorch.config.patch(donated_buffer=False)
 def test_the_last_backward_allocates_no_second_weight_gradient():
     x, weight, *rest = arguments(Spec(gradients=("x", "weight")), bias=False, weighted=False)
     loss, _, _, _, saved, *_ = linear_cross_entropy(x, weight, *rest)
@@ -136,7 +130,7 @@ def test_a_gradient_is_rounded_once_and_by_parts(size, monkeypatch):
     monkeypatch.setattr(operator, "_ROUNDED_AT_A_TIME", 100)
     gradient, factor = torch.randn(size), torch.tensor(1 / 3)
     kept = gradient.clone()
-    got = torch.ops.fxpass.scale_gradient(gradient, factor, torch.bfloat16, True)
+    got = operator._scaled(gradient, factor, torch.bfloat16)
     assert torch.equal(got, (kept * factor).bfloat16())
     assert torch.equal(gradient, kept)
 

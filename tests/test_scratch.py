@@ -1,4 +1,4 @@
-"""The budget is kept: what the ATen strategies allocate, to the byte, against the model."""
+"""The budget is kept: what the ATen strategies allocate, to the byte, against the plan."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from allocations import Allocations
 
-from fxpass import aten_tiled, cost, expression, schedule
+from fxpass import aten_tiled, expression
 from fxpass.aten import Inputs
 from fxpass.lowering import lower
+from fxpass.plan import MIB, plan
 from fxpass.spec import Spec
 
 N, D, V = 130, 24, 6011
@@ -56,15 +57,15 @@ def inputs(spec: Spec, dtype: torch.dtype) -> Inputs:
 @pytest.mark.parametrize("name", SPECS)
 def test_the_budget_is_kept(name, memory_mb, dtype, strategy):
     spec = dataclasses.replace(SPECS[name], strategy=strategy, memory_mb=memory_mb)
-    plan = schedule.plan(N, D, V, dtype, CPU, spec)
-    assert "over its budget" not in plan.reason
+    found = plan(N, D, V, dtype, CPU, spec)
+    assert "over its budget" not in found.reason
     given = inputs(spec, dtype)
     with torch.no_grad(), Allocations() as allocated:
         out = lower(given, spec)
     taken = allocated.peak(out)
-    work = schedule.work_of(N, D, V, dtype, CPU, "aten", spec, spec.gradients)
-    predicted = cost.scratch("aten", strategy, work, plan.rows, plan.classes)
-    assert predicted / 5 < taken <= predicted <= memory_mb * cost.MIB
+    of_rows = (128 + 4 * D) * N  # counts, losses and scales; x's gradient in f32
+    assert found.scratch / 8 < taken <= found.scratch + found.sums + of_rows
+    assert found.scratch <= memory_mb * MIB
 
 
 @pytest.mark.parametrize(("rows", "classes"), [(128, 16), (16, 128), (100, 100)])
@@ -75,20 +76,35 @@ def test_forward_of_tiles_up_casts_to_one_place(rows, classes):
     x, weight = (torch.randn(size, d, dtype=torch.bfloat16) for size in (n, v))
     given = Inputs(x, weight, None, torch.arange(n))
     with torch.no_grad(), Allocations() as allocated:
-        out = aten_tiled.run(given, spec, rows, classes)
-    work = schedule.work_of(n, d, v, torch.bfloat16, CPU, "aten", spec, ())
+        out = aten_tiled.run(given, spec, rows, classes, torch.float32)
     copies = (rows + classes) * d * 4
-    assert copies < allocated.peak(out) <= cost.scratch("aten", "tiled", work, rows, classes)
-    assert allocated.peak(out) < 1.5 * copies
+    assert copies < allocated.peak(out) < 1.5 * copies
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("n", "d", "v"), [(2048, 512, 32000), (1024, 1024, 128256)])
-def test_evaluation_takes_no_more_than_core(n, d, v):
-    """``F.linear_cross_entropy(options=...)`` has chunks of f32 logits that are as large as x."""
-    spec = Spec(strategy="tiled")
-    plan = schedule.plan(n, d, v, torch.float32, CPU, spec)
-    work = schedule.work_of(n, d, v, torch.float32, CPU, "aten", spec, ())
-    assert cost.scratch("aten", "tiled", work, plan.rows, plan.classes) <= n * d * 4
+def test_evaluation_takes_a_tile(n, d, v, dtype):
+    found = plan(n, d, v, dtype, CPU, Spec(strategy="tiled"))
+    assert found.scratch <= 24 * MIB
+    assert found.rows == n  # the weight is read once
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_in_the_weights_gradient(dtype):
+    """Rows as many as the hidden size: beside the gradients there is a tile."""
+    n, d, v = 600, 600, 15000
+    spec = Spec(gradients=("x", "weight"))
+    found = plan(n, d, v, dtype, CPU, spec)
+    assert found.in_place
+    given = Inputs(
+        torch.randn(n, d, dtype=dtype),
+        torch.randn(v, d, dtype=dtype),
+        None,
+        torch.zeros(n, dtype=torch.int64),
+    )
+    with torch.no_grad(), Allocations() as allocated:
+        out = lower(given, spec)
+    assert allocated.peak(out) <= found.scratch + (128 + 4 * d) * n
 
 
 def test_it_counts_what_lives_at_the_same_time():

@@ -95,6 +95,7 @@ def test_accepted_in_the_environment(name, entry, monkeypatch):
     raw, value = entry
     expected = dataclasses.replace(Settings(), **{name: value})
     assert Settings.read(environ={TABLE[name].variable: raw}) == expected
+    monkeypatch.delenv("FUSEDCE_MIN_LOGITS_MB")
     monkeypatch.setenv(TABLE[name].variable, raw)
     assert Settings.read() == expected
     assert type(getattr(Settings.read(), name)) is type(value)

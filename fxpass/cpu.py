@@ -1,0 +1,59 @@
+"""In which dtype this CPU multiplies 16-bit operands: their own, or f32.
+
+In: a dtype. Out: the dtype of the products, and why in one line::
+
+    >>> multiplied_in(torch.float32)
+    (torch.float32, 'its own')
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+# Where oneDNN's limit (ONEDNN_MAX_CPU_ISA) ends before the bf16 instructions, none are used.
+_HAS_BF16 = ("DEFAULT", "ALL", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10")
+_HAS_AMX = ("DEFAULT", "ALL", "AVX512_CORE_AMX", "AVX10_1_512_AMX", "AVX10_2")
+
+
+def multiplied_in(dtype: torch.dtype) -> tuple[torch.dtype, str]:
+    """The dtype in which the ATen lowering multiplies operands of ``dtype`` on this CPU."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT"
+    if not torch.backends.mkldnn.is_available():
+        limit = "no oneDNN"
+    return decide(dtype, _capabilities(), limit.upper())
+
+
+def decide(dtype: torch.dtype, cpu: Mapping[str, Any], limit: str) -> tuple[torch.dtype, str]:
+    """The decision, for what torch says about a CPU and the limit that oneDNN is given.
+
+    bf16 is multiplied as it is where AMX, AVX512-BF16 or ARM's instructions make that the
+    faster way.
+
+    AVX512-BF16 alone does on AMD (Zen 4 and later: twice the rate of f32). Intel's processors
+    issue VDPBF16PS at no more than half the rate of f32's FMA (81 beside 150 GFLOP/s a core of a
+    Xeon without AMX, products of 1024 x 1024 x 8000), so an up-cast costs less there. fp16 is
+    always multiplied in f32: AVX512-FP16 gains nothing in oneDNN (146 GFLOP/s on that core), and
+    sums over many rows may leave fp16's range.
+    """
+    if dtype in (torch.float32, torch.float64):
+        return dtype, "its own"
+    if dtype == torch.bfloat16:
+        if cpu.get("amx_bf16") and limit.startswith(_HAS_AMX):
+            return dtype, "AMX multiplies bf16"
+        if cpu.get("avx512_bf16") and limit.startswith(_HAS_BF16):
+            if "Intel" not in cpu.get("cpu_name", ""):
+                return dtype, "AVX512-BF16 multiplies bf16"
+            return torch.float32, "AVX512-BF16 is slower than f32 on Intel's processors without AMX"
+        if cpu.get("architecture") == "aarch64" and cpu.get("bf16"):
+            return dtype, "ARM's BFMMLA multiplies bf16"
+    return torch.float32, f"nothing multiplies {str(dtype).removeprefix('torch.')} faster"
+
+
+@functools.cache
+def _capabilities() -> Mapping[str, Any]:
+    return torch.cpu.get_capabilities()
