@@ -14,7 +14,6 @@ tensors. An optimizer step is preceded by whatever keeps the values right.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,16 +23,17 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import (
     FakeTensor,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass import deferred_values as values
 from fxpass.deferred_inputs import StaleLogitsError, quiet
+from fxpass.deferred_layout import layout
 from fxpass.deferred_optimizers import watch_optimizers
 from fxpass.deferred_values import Part, Recipe, Step
 
@@ -220,10 +220,14 @@ class DeferredLogits(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         part = self._part
-        if part.value is not None:
-            if self.grad_fn is None:
+        if not part.pending:
+            try:
+                function = self.grad_fn
+            except RuntimeError:  # a view that somebody wrote to in another mode
+                return repr(part.read())[:-1] + ", grad_fn=<Invalid>)"
+            if function is None:
                 return repr(self._plain(alias=False))
-            return repr(part.value)[:-1] + f", grad_fn=<{type(self.grad_fn).__name__}>)"
+            return repr(part.read())[:-1] + f", grad_fn=<{type(function).__name__}>)"
         source = "" if part.origin is None else f", of `{part.origin.recipe.source}`"
         dtype = str(self.dtype).removeprefix("torch.")
         return (
@@ -274,47 +278,10 @@ def _make(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
             part = values.computed(recipe.graph(*inputs))
         return _Attach.apply(part, part.like.device, *inputs)  # type: ignore[return-value]
     watch_optimizers()
-    like, device = _layout(recipe, inputs)
+    like, device = layout(recipe, inputs)
     part = values.root(recipe, inputs, like, dropped)
     result: Any = _Attach.apply(part, device, *inputs)
     return result
-
-
-_layouts: weakref.WeakKeyDictionary[Recipe, dict[Any, tuple[Tensor, torch.device]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _layout(recipe: Recipe, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
-    """Layout on the meta device, and device, of what the recipe will return."""
-    key = tuple(
-        (a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in inputs
-    )
-    known = _layouts.setdefault(recipe, {})
-    if key not in known:
-        if len(known) > 256:  # dynamic shapes
-            known.clear()
-        try:  # ten times as fast as fake tensors
-            with quiet():
-                out = recipe.graph(*(_stand_in(a, "meta") for a in inputs))
-            first = next(a for a in inputs if isinstance(a, Tensor))
-            device = first.device
-        except (RuntimeError, NotImplementedError):  # the graph speaks of devices
-            with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-                out = recipe.graph(*(_stand_in(a) for a in inputs))
-            device = out.device
-        with quiet():
-            known[key] = (
-                torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta"),
-                device,
-            )
-    return known[key]
-
-
-def _stand_in(a: Any, device: str | None = None) -> Any:
-    if not isinstance(a, Tensor):
-        return a
-    return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device or a.device)
 
 
 def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -324,7 +291,9 @@ def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict
         return NotImplemented  # a graph is being traced, which had better return plain tensors
     if func in VIEWS:
         step = Step.of(func, args, kwargs, part.like)
-        return DeferredLogits(part.view(step), device=t.device)
+        # what a normal tensor's view is, in inference mode as well
+        with torch.inference_mode(torch.is_inference_mode_enabled() and t.is_inference()):
+            return DeferredLogits(part.view(step), device=t.device)
     if not part.pending:
         return NotImplemented
     if func is aten._to_copy.default and _only_dtype(t, kwargs):
@@ -349,11 +318,10 @@ def _only_dtype(t: Tensor, kwargs: dict[str, Any]) -> bool:
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``func`` on the values. Writes reach the values, aliases are real aliases of them."""
+    if func is aten.detach_.default:
+        return args[0]  # in inference mode, without autograd
     if torch.Tag.inplace_view in func.tags:
-        raise RuntimeError(
-            f"{func} would change the shape of deferred logits in place; work on logits.clone(), "
-            "or have the logits computed with the loss (FUSEDCE_LOGITS=keep)"
-        )
+        raise _reshaped(func)
     schema = func._schema
     silent = func.namespace == "c10d"  # writes to its arguments, and does not declare it
     by_name = {argument.name: argument for argument in schema.arguments}
@@ -374,6 +342,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 if isinstance(plain, FakeTensor):  # the compiler could not see what else it changes
                     raise UnsupportedFakeTensorException("deferred logits are written to in place")
                 written[id(plain)] = t
+                if not silent and isinstance(value, (list, tuple)) and not t.is_inference():
+                    increment_version(t)  # autograd does not, for tensors in lists
             return plain
 
         return pytree.tree_map_only(DeferredLogits, one, value)
@@ -383,12 +353,14 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*plain_args, **plain_kwargs)
     for t in written.values():
         if t._part.own().shape != t.shape:
-            raise RuntimeError(f"{func} changed the shape of deferred logits; see FUSEDCE_LOGITS")
+            raise _reshaped(func)
 
     def rewrap(t: Tensor) -> Tensor:
         if id(t) in written:
             return written[id(t)]
-        part = read.get(t.untyped_storage()._cdata) if read else None
+        if not torch._C._has_storage(t):  # sparse ones and oneDNN's have none, and copy
+            return t
+        part = read.get(t.untyped_storage()._cdata)
         if part is None:
             return t
         # The operation returned an alias and did not declare it.
@@ -398,3 +370,10 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return t.detach()
 
     return pytree.tree_map_only(Tensor, rewrap, result)
+
+
+def _reshaped(func: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{func} changes the shape of deferred logits in place; work on logits.clone(), "
+        "or have the logits computed with the loss (FUSEDCE_LOGITS=keep)"
+    )

@@ -9,6 +9,7 @@ In: tensors that a computation will read later. Out: the same values then, or an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WORD = 8  # bytes that one addition of a fingerprint covers
 BLOCK = 256  # words that are summed to one number
+# Words whose products exist at a time: what a core's cache holds, and enough to fill a GPU. So many
+# are one core's work for PyTorch. Several cores would wait for each other hundreds of times, which
+# beside another busy process costs more than few of them gain.
+PER_CORE, PER_GPU = 2**15 - BLOCK, 2**21
+FEW_CORES = 4
 
 
 class StaleLogitsError(RuntimeError):
@@ -93,24 +99,52 @@ class Held:
 def fingerprint(t: Tensor) -> Tensor:
     """A digest of the bits of ``t``: a small tensor on its device, equal if the bits are.
 
-    Sums of 64-bit words over blocks of 2 KiB, exact modulo 2⁶⁴, one pass over the memory and no
-    synchronisation. A change goes unseen if it permutes the words of a block, or by a chance of
-    2⁻⁶⁴. Vectors are copied: their digest is exact.
+    In each block of 2 KiB both halves of every 64-bit word are multiplied by random odd factors of
+    their own, and added up modulo 2⁶⁴ (multilinear hashing). One pass over the memory, temporaries
+    of a few MiB, no synchronisation. A change of one half is always seen, of several except by a
+    chance of 2⁻⁶⁴ where the lowest bits of a half change, of 2⁻³² where nothing but highest bits
+    does; for each block again. Short vectors are copied: their digest is exact.
     """
     if t.is_complex():
         t = torch.view_as_real(t)
     bits = t.detach().view(torch.uint8 if t.dtype is torch.bool else INTEGERS[t.element_size()])
-    if bits.dim() <= 1:
+    if bits.dim() <= 1 and bits.numel() <= BLOCK:
         return bits.clone()
     bits = bits.permute(sorted(range(bits.dim()), key=bits.stride, reverse=True))
     size = bits.element_size()
     if not bits.is_contiguous() or bits.storage_offset() * size % WORD:
-        return bits.sum(-1, dtype=torch.int64)  # [..., size of the densest dimension] → [...]
-    flat = bits.view(-1)
+        return _sums(bits)
+    flat = bits.reshape(-1)
     in_block = BLOCK * WORD // size
     whole = flat.numel() // in_block * in_block
-    sums = flat[:whole].view(torch.int64).view(-1, BLOCK).sum(-1)  # packed: 4 bfloat16 a word
-    return torch.cat([sums, flat[whole:].long()])
+    return torch.cat([_sums(flat[:whole].view(torch.int64).view(-1, BLOCK)), flat[whole:].long()])
+
+
+def _sums(bits: Tensor) -> Tensor:
+    """Weighted sums of integers over their last dimension, flat."""
+    cores = torch.get_num_threads()
+    most = PER_CORE * (cores if cores > FEW_CORES else 1) if bits.is_cpu else PER_GPU
+    if bits.numel() > most and len(bits) > 1:
+        step = max(1, len(bits) * most // bits.numel())
+        return torch.cat([_sums(part) for part in bits.split(step)])
+    if bits.numel() > most and bits.dim() > 1:
+        return _sums(bits[0])
+    words = bits.long()
+    low, high = _factors(bits.shape[-1], bits.device)
+    # the high half has a factor of its own: that of the whole word pushes it out of the sum
+    products = words >> 32
+    products *= high
+    products.addcmul_(words, low)
+    return products.sum(-1).view(-1)
+
+
+@functools.lru_cache(64)
+def _factors(count: int, device: torch.device) -> Tensor:
+    """Two rows of random odd 64-bit integers, the same each time."""
+    with quiet():
+        generator = torch.Generator().manual_seed(0)
+        random = torch.randint(-(2**63), 2**63 - 1, (2, count), generator=generator)
+        return (random | 1).to(device)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from deferred_pairs import B, D, S, V, check, pair, recipe_of, same
+from deferred_pairs import B, D, S, V, check, exact, pair, recipe_of, same
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -82,8 +82,7 @@ def test_casts_and_views_stay_lazy(name, rows):
     assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
     assert got.storage_offset() == want.storage_offset()
     assert p.runs == []
-    # rows alone go through another kernel than all of them
-    check(p, LAZY[name], exact=not rows or name in ("float", "detach", "view"))
+    check(p, LAZY[name])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +102,7 @@ def test_casts_and_views_stay_lazy(name, rows):
 def test_only_the_rows_that_are_used_are_computed(fn, rows):
     p = pair()
     same(fn(p.logits).argmax(-1), fn(p.eager).argmax(-1))
-    same(fn(p.logits).clone(), fn(p.eager).clone(), exact=False)
+    same(fn(p.logits).clone(), fn(p.eager).clone())
     assert p.runs[0] == (*rows, D)
 
 
@@ -127,7 +126,7 @@ def test_computed_once():
 def test_many_rows_one_by_one_become_one_run():
     p = pair(seq=40)
     for i in range(40):
-        same(p.logits[0, i].max(), p.eager[0, i].max(), exact=False)
+        same(p.logits[0, i].max(), p.eager[0, i].max())
     assert len(p.runs) == deferred_values.CUTS + 1
     assert p.runs[-1] == (B, 40, D)
 
@@ -176,26 +175,33 @@ OPS = {
     "checkpoint": lambda t: checkpoint(lambda a: a.exp().sum(-1), t, use_reentrant=False),
     "reentrant": lambda t: checkpoint(lambda a: a.exp().sum(-1), t, use_reentrant=True),
     "vmap": lambda t: torch.vmap(lambda a: a.sum(-1))(t),
+    "sparse": lambda t: t.to_sparse().to_dense(),
+    "sparse of rows": lambda t: t[:, 1].to_sparse().to_dense(),
+    "onednn": lambda t: t.to_mkldnn().to_dense(),
+    "jagged": lambda t: (
+        torch.nested.as_nested_tensor([t[0], t[1, :3]], layout=torch.jagged).values().clone()
+    ),
+    "list": lambda t: torch.stack(torch._foreach_mul([t[0], t[1]], 2)),
+    "copied": lambda t: torch.zeros(B, S, V).copy_(t),
 }
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_operations_and_their_gradients(name):
-    exact = name not in ("shifted", "last", "split of rows", "expand", "cat", "contiguous")
-    check(pair(), OPS[name], exact)
+    check(pair(), OPS[name], bits=False)
     if name == "reentrant":
         return  # warns where nothing requires a gradient
     with torch.no_grad():
         p = pair()
         assert not p.logits.requires_grad
-        check(p, OPS[name], exact)
+        check(p, OPS[name], bits=False)
     with torch.inference_mode():
-        check(pair(), OPS[name], exact)
+        check(pair(), OPS[name], bits=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_gradients_have_the_dtypes_of_the_inputs(dtype):
-    check(pair(dtype), lambda t: t.float().logsumexp(-1))
+    check(pair(dtype), lambda t: t.float().logsumexp(-1), bits=False)
 
 
 def test_explicit_dtypes_hold_under_autocast():
@@ -203,7 +209,7 @@ def test_explicit_dtypes_hold_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         same(p.logits * 1, p.eager)  # would be wrong in the third digit
         grads = torch.autograd.grad(p.logits.sum(), p.lazy_inputs)
-    same(grads, torch.autograd.grad(p.eager.sum(), p.eager_inputs))
+    same(grads, torch.autograd.grad(p.eager.sum(), p.eager_inputs), bits=False)
 
 
 def test_logits_made_in_inference_mode_are_used_outside_and_the_other_way_round():
@@ -212,7 +218,11 @@ def test_logits_made_in_inference_mode_are_used_outside_and_the_other_way_round(
     same(inside.logits * 1, inside.eager)
     p = pair()
     with torch.inference_mode():
-        same(p.logits.sum(), p.eager.sum())
+        same(p.logits.sum(), p.eager.sum(), bits=False)
+        same(p.logits.detach() * 1, p.eager.detach())
+        row, lazy_row = p.eager[:, -1], p.logits[:, -1]
+    assert lazy_row.is_inference() == row.is_inference()
+    same(lazy_row * 1, row)
     p.logits.mul_(2)  # the values are no inference tensors
     p.eager.mul_(2)
     check(p, lambda t: t * 3)
@@ -230,7 +240,17 @@ def test_python_protocols():
     assert repr(p.logits).endswith("grad_fn=<_AttachBackward>)")
     torch.testing.assert_close(p.logits, p.eager)
     torch.testing.assert_close(p.eager, p.logits)
-    assert p.logits.sum().item() == p.eager.sum().item()
+    assert p.logits.amax().item() == p.eager.amax().item()
+
+
+def test_a_view_that_was_written_to_in_another_mode_is_shown():
+    p = pair()
+    with torch.no_grad():
+        view = p.logits[0]
+    p.logits.zero_()
+    with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+        _ = view.grad_fn
+    assert repr(view).endswith("grad_fn=<Invalid>)")
 
 
 def test_numpy_and_other_ways_to_the_memory():
@@ -257,6 +277,9 @@ def test_numpy_and_other_ways_to_the_memory():
 
 
 def test_copies():
+    with torch.inference_mode():
+        p = pair()
+        same(p.logits.detach_() * 1, p.eager)  # reaches the dispatcher there
     p = pair()
     for t in (p.logits, p.logits.detach(), p.logits[:, 1]):
         buffer = io.BytesIO()
@@ -265,8 +288,8 @@ def test_copies():
         loaded = torch.load(buffer, weights_only=True)["logits"]
         assert type(loaded) is type(pickle.loads(pickle.dumps(t))) is Tensor
         assert loaded.requires_grad == t.requires_grad
-        same(loaded, t * 1, exact=False)
-        same(pickle.loads(pickle.dumps(t)), t * 1, exact=False)
+        same(loaded, t * 1)
+        same(pickle.loads(pickle.dumps(t)), t * 1)
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(p.logits)
     detached = p.logits.detach()
@@ -287,7 +310,7 @@ def test_backward_of_the_logits_themselves():
     p.logits.backward(grad)
     p.eager.backward(grad)
     for mine, theirs in zip(p.lazy_inputs, p.eager_inputs, strict=True):
-        same(mine.grad, theirs.grad)
+        same(mine.grad, theirs.grad, bits=False)
 
 
 def test_autograd_grad_and_hooks():
@@ -297,13 +320,13 @@ def test_autograd_grad_and_hooks():
         t.retain_grad()
         t.register_hook(lambda g: seen.append(g) or g * 2)
         t[:, 1:].exp().sum().backward()
-    same(seen[0], seen[1])
-    same(p.logits.grad, p.eager.grad)
-    same(p.weight.grad, p.eager_inputs[1].grad)
+    same(seen[0], seen[1], bits=False)
+    same(p.logits.grad, p.eager.grad, bits=False)
+    same(p.weight.grad, p.eager_inputs[1].grad, bits=False)
     p = pair()
     got = torch.autograd.grad(p.logits.exp().sum(), [p.logits, *p.lazy_inputs])
     want = torch.autograd.grad(p.eager.exp().sum(), [p.eager, *p.eager_inputs])
-    same(got, want)
+    same(got, want, bits=False)
 
 
 def test_backward_twice_and_frozen_weights():
@@ -311,7 +334,7 @@ def test_backward_twice_and_frozen_weights():
     for _ in range(2):
         p.logits.sum().backward(retain_graph=True)
         p.eager.sum().backward(retain_graph=True)
-    same(p.weight.grad, p.eager_inputs[1].grad)
+    same(p.weight.grad, p.eager_inputs[1].grad, bits=False)
     recipe, _ = recipe_of()
     x = torch.randn(3, D, requires_grad=True)
     frozen = deferred.defer(recipe, (x, torch.randn(V, D), torch.randn(V)))
@@ -333,12 +356,12 @@ def test_logits_without_gradient_may_start_one():
     for t in (p.logits, p.eager):
         t.requires_grad_()
         t[:, 1].exp().sum().backward()
-    same(p.logits.grad, p.eager.grad, exact=False)
+    same(p.logits.grad, p.eager.grad, bits=False)
 
 
 def test_graph_inputs_that_are_numbers():
     recipe, _ = recipe_of(lambda x, weight, n: F.linear(x, weight) * n)
-    x, weight = torch.randn(3, D), torch.randn(V, D, requires_grad=True)
+    x, weight = exact(3, D), exact(V, D).requires_grad_()
     logits = deferred.defer(recipe, (x, weight, 3))
     same(logits * 1, F.linear(x, weight) * 3)
     logits.sum().backward()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from allocations import Allocations
 from deferred_pairs import B, D, S, V, check, head, pair, recipe_of, same
 from torch import Tensor
 
 from fxpass import deferred, deferred_values
 from fxpass.deferred import DeferredLogits, StaleLogitsError
-from fxpass.deferred_inputs import fingerprint
+from fxpass.deferred_inputs import PER_CORE, fingerprint
 
 # ---- writes --------------------------------------------------------------------------------------
 
@@ -44,12 +45,24 @@ def test_writes_are_seen_by_every_alias_and_no_copy(name):
                 cast.detach()[0].sum()
             WRITES[name](t)
             results.append([t * 1, alias * 1, last * 1, row * 1, cast * 1])
-        same(*results, exact=not touched)
+        same(*results)
         if results[1][0].requires_grad and name not in ("copy_",):
             finite = [torch.where(r[0].isfinite(), r[0], 0).sum() for r in results]
             got = torch.autograd.grad(finite[0], p.lazy_inputs)
             want = torch.autograd.grad(finite[1], p.eager_inputs)
-            same(got, want, exact=False)
+            same(got, want, bits=False)
+
+
+@pytest.mark.parametrize("write", [torch._foreach_zero_, lambda t: torch._foreach_mul_(t, 2)])
+def test_writes_to_lists_are_counted_for_autograd(write):
+    p = pair()
+    for t in (p.logits, p.eager):
+        squares = t.square()  # saves the logits
+        with torch.no_grad():
+            write([t[0], t[1]])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            squares.sum().backward()
+    same(p.logits.detach() * 1, p.eager.detach())
 
 
 def test_out_argument():
@@ -173,6 +186,68 @@ def test_fingerprints(dtype, layout, columns):
     assert before.numel() <= max(t.numel() // 8 + 8 * 256, 130)
 
 
+def flip_signs(t):
+    t[3, [1, 5]] *= -1
+    t[7, [0, 2, 4, 6]] *= -1
+
+
+def exchange(t):
+    t[4, [2, 3]] = t[4, [3, 2]]
+
+
+def exchange_words(t):
+    t[4, :16] = t[4, :16].roll(8)
+
+
+def exchange_rows(t):
+    t[[1, 2]] = t[[2, 1]]
+
+
+def shift_an_amount(t):
+    t[5, 2] += 1
+    t[5, 9] -= 1
+
+
+def shift_bits(t):
+    words = t.view(torch.int64)
+    words[2, 1] += 2**52
+    words[2, 3] -= 2**52
+
+
+CHANGES = {
+    "all signs": lambda t: t.neg_(),
+    "some signs": flip_signs,
+    "two neighbours": exchange,
+    "two words": exchange_words,
+    "two rows": exchange_rows,
+    "an amount": shift_an_amount,
+    "bits": shift_bits,
+    "the order": lambda t: t.copy_(t.flip(1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_that_cancel_in_a_sum_change_the_fingerprint(change, dtype):
+    """Whole blocks, packed into words or strided; many are summed in several parts."""
+    for rows, layout in ((128, lambda t: t), (128, lambda t: t[:, :48]), (2**15, lambda t: t)):
+        t = torch.randint(1, 100, (rows, 64)).to(dtype)
+        before = fingerprint(layout(t))
+        CHANGES[change](t)
+        assert not torch.equal(before, fingerprint(layout(t)))
+
+
+@pytest.mark.parametrize("layout", [lambda t: t, lambda t: t[:, 1:], lambda t: t[None, :, :-1]])
+def test_a_fingerprint_takes_little_memory(layout):
+    weight = layout(torch.zeros(2**13, 1024, dtype=torch.bfloat16))  # 16 MiB
+    fingerprint(weight)
+    with Allocations() as allocations:
+        mark = fingerprint(weight)
+    scratch = 4 * 8 * PER_CORE * torch.get_num_threads()
+    assert allocations.peak([mark]) <= scratch + 2 * mark.nbytes
+    assert mark.nbytes <= weight.nbytes / 200
+
+
 # ---- optimizers ----------------------------------------------------------------------------------
 
 
@@ -207,8 +282,8 @@ def test_an_optimizer_step_changes_nothing(fused):
     assert p.runs == runs == []
     assert held_memory(p.logits) is held_memory(second) is held_memory(cast)
     same(cast * 1, p.eager.double())
-    same(last * 1, p.eager[:, -1], exact=False)
-    check(p, lambda t: t.exp())
+    same(last * 1, p.eager[:, -1])
+    check(p, lambda t: t.exp(), bits=False)
 
 
 def test_small_logits_are_computed_before_an_optimizer_step():
@@ -232,13 +307,15 @@ def test_two_optimizer_steps_and_logits_of_each():
         kept[-1][:, 0].sum().backward()
         optimizer.step()
     for got, want in zip(kept, wanted, strict=True):
-        same(got.detach() * 1, want)
+        same(got.detach() * 1, want, bits=False)
 
 
 def test_logits_that_are_not_alive_cost_nothing_at_a_step():
+    before = set(deferred_values.pending())  # a failed test may hold logits in its traceback
     p = pair(seq=40)
+    assert set(deferred_values.pending()) > before
     p.logits = None
-    assert not [q for q in deferred_values.pending() if q.like.shape == (B, 40, V)]
+    assert set(deferred_values.pending()) <= before
 
 
 def test_a_changed_weight_does_not_break_the_optimizer():
