@@ -3,19 +3,20 @@
 In: the setting, and who is told of the casts. Out: options with which Inductor, a context in which
 any other backend on AOTAutograd, and a backend of our own for ``explain``, compile graphs that went
 through :func:`fxpass.casts.cast_aot_graph` first. That sees the joint graph, before it is split
-into a forward and a backward graph, and the graph of a program without gradients (not with the
-context: AOTAutograd has no such place for it).
+into a forward and a backward graph, and the graph of a program without gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule
@@ -53,7 +54,10 @@ class CastPass(CustomGraphPass):
         theirs = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._then]
         if not all(theirs):
             return None  # not to be cached, as without us
-        return (get_hash_for_files(_SOURCES, extra=self._mixed_dtypes), *theirs)
+        # torch leaves this setting out of its key, and a backward that overwrites what it was given
+        # must not be taken from the cache for a graph that is retained
+        settings = f"{self._mixed_dtypes} donated_buffer={functorch_config.donated_buffer}"
+        return (get_hash_for_files(_SOURCES, extra=settings), *theirs)
 
 
 def inductor_options(
@@ -66,15 +70,39 @@ def inductor_options(
     return {**options, name: CastPass(mixed_dtypes, record, tuple(passes))}
 
 
-def casting(mixed_dtypes: str, record: Record) -> AbstractContextManager[None]:
-    """A context for any other backend: the joint graphs that AOTAutograd makes in it are cast."""
+@contextmanager
+def casting(mixed_dtypes: str, record: Record) -> Iterator[None]:
+    """A context for any other backend: the graphs that AOTAutograd makes in it are cast.
+
+    AOTAutograd has a place for passes over joint graphs. It has none for the graph of a program
+    without gradients, so that the function which traces those is wrapped, for this thread.
+    """
     then = functorch_config.joint_custom_pass
 
     def joint_pass(joint: GraphModule, inputs: Any) -> GraphModule:
         joint = _cast(joint, mixed_dtypes, record)
         return then(joint, inputs) if callable(then) else joint
 
-    return functorch_config.patch(joint_custom_pass=joint_pass)
+    with _one_at_a_time, functorch_config.patch(joint_custom_pass=joint_pass):
+        aot: Any = graph_compile
+        trace, thread = aot.aot_dispatch_base_graph, threading.get_ident()
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            graph, *rest = trace(*args, **kwargs)
+            if threading.get_ident() == thread:
+                _cast(graph, mixed_dtypes, record)
+            return graph, *rest
+
+        aot.aot_dispatch_base_graph = traced
+        try:
+            yield
+        finally:
+            aot.aot_dispatch_base_graph = trace
+
+
+# Wrappers that do not come off in the order in which they were put on would stay. Reentrant: a
+# backend may compile with another one.
+_one_at_a_time = threading.RLock()
 
 
 def trace(
@@ -82,15 +110,10 @@ def trace(
 ) -> Callable[..., Any]:
     """AOTAutograd's graphs with their casts, compiled by nobody."""
 
-    def forward(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
+    def compiler(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
         return make_boxed_func(graph.forward)
 
-    def inference(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
-        return forward(_cast(graph, mixed_dtypes, record), inputs)
-
-    backend = aot_autograd(
-        fw_compiler=forward, inference_compiler=inference, keep_inference_input_mutations=True
-    )
+    backend = aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)
     with casting(mixed_dtypes, record):
         return backend(gm, example_inputs)
 

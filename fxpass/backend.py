@@ -4,6 +4,9 @@ In: what Dynamo gives a backend. Out: what the inner backend returns. Found by n
 entry-point group ``torch_dynamo_backends``, so a user imports nothing::
 
     torch.compile(model, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+
+``torch.compile`` imports this module when it looks the backend up, before anything is traced. What
+rewrites a graph is imported with the first graph, under the lock with which Dynamo compiles.
 """
 
 from __future__ import annotations
@@ -14,22 +17,10 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxpass.dynamo import (
-    describe_encoder_layers,
-    keep_saved_buffers,
-    trace_through_log_once,
-)
-from fxpass.inner import compile_inner
+from fxpass.dynamo import describe_encoder_layers, register_in_any_thread, trace_through_log_once
 from fxpass.settings import PREFIX, Settings
-from fxpass.transform import transform
 
 log = logging.getLogger(__name__)
-
-# torch.compile loads this module when it looks the backend up, which is before anything is traced.
-if Settings.read().enabled:
-    trace_through_log_once()
-    keep_saved_buffers()
-    describe_encoder_layers()
 
 
 def fusedce(
@@ -52,6 +43,9 @@ def fusedce(
         ValueError: a setting that does not exist or a value that is not allowed.
         MixedDtypeError: with ``fusedce.mixed_dtypes=error``, a mismatch outside autocast.
     """
+    from fxpass.inner import compile_inner
+    from fxpass.transform import transform
+
     settings = Settings.read(options)
     rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
     if not settings.enabled:
@@ -60,3 +54,9 @@ def fusedce(
     outcome = transform(gm, settings)
     compiled = compile_inner(settings.inner, gm, example_inputs, mode, rest, settings.mixed_dtypes)
     return outcome.restore(compiled)
+
+
+register_in_any_thread("fusedce", fusedce)
+if Settings.read().enabled:
+    trace_through_log_once()
+    describe_encoder_layers()

@@ -11,6 +11,7 @@ low-precision inputs; both are no rows here. A new row needs a test that eager r
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,13 @@ class Rule:
                     found[slot] = given
                     break
         return found
+
+    def factors(self, operands: Mapping[int | str, Node]) -> list[int | str]:
+        """Of the places of operands those of what is multiplied, and not added to a product."""
+        adds = self.name.removeprefix("aten::").startswith(("add", "baddbmm"))
+        addends = {"bias", *(p for p, name in self.slots.items() if name == "bias")}
+        addends |= {0, "self", "input"} if adds else set()
+        return [slot for slot in operands if slot not in addends]
 
     def written(self, node: Node) -> Node | None:
         """The tensor that the call writes to: that of an in-place form, or of ``out=``."""

@@ -164,6 +164,9 @@ def _cast_graph(
         dtype = agreed(dtypes, mixed_dtypes, f"{call_name(node)}, at {source_line(node)}")
         if dtype is None:
             continue
+        factors = {operands[slot].meta[dialect.key].dtype for slot in rule.factors(operands)}
+        if factors == {torch.float32}:
+            dtype = torch.float32  # what is added does not lower the precision of a product
         if written is None:
             casts += site.cast_operands(dtype)
             site.cast_results(dtype)

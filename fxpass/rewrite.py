@@ -20,14 +20,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
+from fxpass import effects
 from fxpass import operator as _operator  # noqa: F401, registers the operator
+from fxpass.calls import first_operand
 from fxpass.casts import Cast, cast
+from fxpass.devices import compute_dtype
 from fxpass.losses import Loss
 from fxpass.match import Match
 from fxpass.placements import Placing, is_dtensor, placements_of
 from fxpass.region import Region
 from fxpass.rules import value
-from fxpass.schedule import compute_dtype
 from fxpass.steps import Affine, Bias, Local, Move, Scale, Stack
 
 
@@ -89,7 +91,7 @@ class _Edit:
 
     def fold(self) -> None:
         """Does the steps of the walk to the operands, and to the logits where they are kept."""
-        if self.match.logits == "keep":
+        if self.match.logits == "keep" and not self.match.recomputed:
             # they exist anyway; their gradient goes through the operator's x and weight
             self.base = self._method("detach", self.match.walk.base)
             if is_dtensor(value(self.base)):
@@ -119,11 +121,18 @@ class _Edit:
 
     def replace(self) -> None:
         """Puts in the operator call and gives its results to the users of the old nodes."""
-        match, loss = self.match, self.match.loss
+        match, loss, sharding = self.match, self.match.loss, self.match.sharding
         target, class_weight = self._target(loss), loss.class_weight
+        if match.detached:
+            self.x, self.weight = (
+                self._method("detach", self.x),
+                self._method("detach", self.weight),
+            )
+            self.bias = None if self.bias is None else self._method("detach", self.bias)
+        if sharding is None and match.spec.gradients and match.spec.gradients_in_backward:
+            self._hold_for_backward()
         function: Any = torch.ops.fxpass.linear_cross_entropy.default
         more: tuple[Any, ...] = ()
-        sharding = match.sharding
         if sharding is not None:
             from fxpass import vocab_parallel  # not every PyTorch has torch.distributed
 
@@ -142,6 +151,14 @@ class _Edit:
         if match.lse is not None:
             self._hand_over(out, 1, match.lse, "fused_lse", scalar=False)
 
+    def _hold_for_backward(self) -> None:
+        """Copies of what a linear and its loss would not keep for backward, where somebody outside
+        of the graph may write to it until then: the bias, and x beside a frozen weight."""
+        if self.bias is not None and effects.leaves(self.bias):
+            self.bias = self._method("clone", self.bias)
+        if "weight" not in self.match.spec.gradients and effects.leaves(self.x):
+            self.x = self._method("clone", self.x)
+
     # ------------------------------------------------------------ steps
 
     def _move(self, step: Move, to_base: bool) -> None:
@@ -151,7 +168,7 @@ class _Edit:
             if self.bias is not None:
                 self.bias = self._function(operator.getitem, self.bias, classes)
         if replay is not None:
-            op, target, args = replay(int(value(self.match.walk.linear.x).shape[-1]))
+            op, target, args = replay(self._size(self.match.walk.linear.x, -1))
             self.x = self._call(op, target, self.x, *args)
         if to_base and self.base is not None:
             self.base = self._again(step, self.base)
@@ -168,11 +185,12 @@ class _Edit:
             self.x = self._method("mul", self.x, factor)
             if self.bias is not None:
                 self.bias = self._method("mul", self.bias, factor)
-        if shift:
+        if shift:  # added as exactly as to the logits, which small biases of 16 bits would not hold
+            dtype = compute_dtype(self.dtype)
             if self.bias is None:
-                v = int(value(self.weight).shape[0])
-                self.bias = self._method("new_zeros", self.weight, v)
-            self.bias = self._method("add", self.bias, shift)
+                v = self._size(self.weight, 0)
+                self.bias = self._method("new_zeros", self.weight, v, dtype=dtype)
+            self.bias = self._method("add", self._method("to", self.bias, dtype), shift)
 
     def _scale(self, name: str, factor: Node) -> None:
         # not cast before: one factor for all logits would be wrong for all of them alike
@@ -181,7 +199,12 @@ class _Edit:
             self.bias = self._method(name, self.bias, self._method("reshape", factor, ()))
 
     def _add_bias(self, step: Bias) -> None:
-        bias = self._classes_here(self._cast(step.operand))
+        # what is added to logits that were up-cast before is not rounded to their old dtype
+        wider = step.dtype.itemsize > self.dtype.itemsize
+        dtype = compute_dtype(self.dtype) if wider else self.dtype
+        bias, made = cast(self.graph, step.operand, dtype, self.site)
+        self.casts += [made] if made else []
+        bias = self._classes_here(bias)
         if value(bias).dim() != 1:
             bias = self._method("reshape", bias, -1)
         if self.bias is not None:
@@ -267,6 +290,14 @@ class _Edit:
         target = loss.target
         if target is None:
             return None
+        if loss.wraps:
+            sharding = self.match.sharding
+            v = self._size(self.weight, 0) if sharding is None else sharding.classes
+            if loss.wraps == "all":
+                target = self._method("remainder", target, v)
+            else:
+                negative, added = self._method("lt", target, 0), self._method("add", target, v)
+                target = self._function(torch.where, negative, added, target)
         rank = value(target).dim()
         if loss.probabilities:
             if rank == 1:
@@ -314,6 +345,11 @@ class _Edit:
         self.casts += [made] if made else []
         return node
 
+    def _size(self, tensor: Node, dim: int) -> int | Node:
+        """One size of a tensor, as a node where it is symbolic."""
+        size = value(tensor).shape[dim]
+        return size if isinstance(size, int) else self._method("size", tensor, dim)
+
     def _method(self, name: str, *args: Any, **kwargs: Any) -> Node:
         return self._call("call_method", name, *args, **kwargs)
 
@@ -338,6 +374,13 @@ class _Edit:
                 return on
             op, target, args = step.moved.replay(self.match.sharding.count)
             return self._call(op, target, on, *args)
-        new = self.graph.create_node(node.op, node.target, (on, *node.args[1:]), dict(node.kwargs))
+        moved = first_operand(node)
+        args, kwargs = torch.fx.map_arg(
+            (node.args, dict(node.kwargs)), lambda n: on if n is moved else n
+        )
+        target = node.target
+        if target == "view":  # of what was copied on the way; it may be none of what is read here
+            target, args, kwargs = "reshape", (*args, *kwargs.values()), {}
+        new = self.graph.create_node(node.op, target, args, kwargs)
         new.meta = dict(node.meta)
         return new

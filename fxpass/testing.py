@@ -1,6 +1,7 @@
 """For users' own tests: what a function's graph looks like before and after the rewrite.
 
-The text is stable (no paths, no addresses), so it can be an ``expecttest`` snapshot::
+Tests have tiny models, so losses of any size are fused here, unless ``FUSEDCE_MIN_LOGITS_MB`` is
+set. The text is stable (no paths, no addresses), so it can be an ``expecttest`` snapshot::
 
     class TestModel(expecttest.TestCase):
         def test_loss_is_fused(self):
@@ -9,22 +10,24 @@ The text is stable (no paths, no addresses), so it can be an ``expecttest`` snap
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
-from fxpass.report import Report, explain
+from fxpass.report import Report, explain_with
+from fxpass.settings import Settings
 
 __all__ = ["assert_fused", "original", "rewritten"]
 
 
 def original(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The graphs of ``fn(*args, **kwargs)`` as Dynamo made them, one line per node."""
-    return "\n\n".join(explain(fn, *args, **kwargs).before)
+    return "\n\n".join(_explain(fn, *args, **kwargs).before)
 
 
 def rewritten(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """The graphs of ``fn(*args, **kwargs)`` after the rewrite, one line per node."""
-    return "\n\n".join(explain(fn, *args, **kwargs).after)
+    return "\n\n".join(_explain(fn, *args, **kwargs).after)
 
 
 def assert_fused(fn: Callable[..., Any], *args: Any, losses: int = 1, **kwargs: Any) -> Report:
@@ -32,7 +35,12 @@ def assert_fused(fn: Callable[..., Any], *args: Any, losses: int = 1, **kwargs: 
 
     Returns the report. The ``AssertionError`` of a miss holds every rejection with its reason.
     """
-    report = explain(fn, *args, **kwargs)
+    report = _explain(fn, *args, **kwargs)
     if len(report.matches) != losses:
         raise AssertionError(f"expected {losses} fused losses\n{report}")
     return report
+
+
+def _explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    settings = Settings.read(environ={"FUSEDCE_MIN_LOGITS_MB": "0", **os.environ})
+    return explain_with(settings, fn, *args, **kwargs)

@@ -7,21 +7,23 @@ in it (:func:`fxpass.region.return_once`).
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo.utils import counters
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from fxpass import dump, triton_source, triton_tile_source
 from fxpass.casts import Cast, cast_region, note
 from fxpass.graphtext import graph_text
-from fxpass.match import Match, Rejection, find
+from fxpass.match import Found, Match, Rejection, find
 from fxpass.outputs import Outputs
-from fxpass.region import regions, return_once
+from fxpass.region import Region, regions, return_once
 from fxpass.rewrite import erase, rewrite
+from fxpass.rules import hint
 from fxpass.settings import Settings
 from fxpass.steps import Bias
 from fxpass.triton_source import Kernel
@@ -72,15 +74,19 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         rejections += found.rejections
         if not found.matches:
             continue
-        # first: the recipes are copies of what the rewrite takes out
-        leaving = Outputs(found.deferred, drop=settings.logits == "drop")
-        for match in found.matches:
-            casts += rewrite(region, match)
-        leaving.apply(region.module)
-        erase(found.matches)
+        untouched = _copy(region.module.graph)
+        try:
+            leaving, cast = _carry_out(region, found, settings)
+        except Exception as error:
+            # a program that nobody foresaw runs as it is
+            log.warning("%s: the rewrite failed", found.matches[0].source, exc_info=True)
+            region.module.graph = untouched
+            reason = f"fxpass failed to rewrite the graph, please report this: {error!r}"
+            rejections += [Rejection(m.loss.node, reason, m.source) for m in found.matches]
+            continue
+        casts += cast
         matches += found.matches
         outputs.append(leaving)
-        region.module.recompile()
     for name, records in (("matched", matches), ("rejected", rejections)):
         counters["fusedce"][name] += len(records)
         for record in records:
@@ -92,6 +98,27 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     return Outcome(tuple(matches), tuple(rejections), tuple(casts), tuple(kernels), tuple(outputs))
 
 
+def _copy(graph: Graph) -> Graph:
+    """A copy of a graph, with what Dynamo has noted on its nodes."""
+    copied = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, copied.nodes, strict=True):
+        if (source := getattr(old, "_dynamo_source", None)) is not None:
+            new._dynamo_source = source
+    return copied
+
+
+def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Outputs, list[Cast]]:
+    """Rewrites all matches of a region."""
+    # first: the recipes are copies of what the rewrite takes out
+    leaving = Outputs(found.deferred, drop=settings.logits == "drop")
+    # the last one first: its operands may be what an earlier loss becomes
+    cast = [rewrite(region, match) for match in reversed(found.matches)]
+    leaving.apply(region.module)
+    erase(found.matches)
+    region.module.recompile()
+    return leaving, [made for of_match in reversed(cast) for made in of_match]
+
+
 def _kernels(match: Match) -> tuple[Kernel, ...]:
     """The Triton kernels that a match runs on a GPU."""
     weighted = match.loss.class_weight is not None
@@ -100,5 +127,5 @@ def _kernels(match: Match) -> tuple[Kernel, ...]:
         way = match.walk
         biased = way.linear.bias is not None or any(isinstance(s, Bias) for s in way.steps)
         return triton_tile_source.kernels_of(spec, weighted, biased)
-    classes = match.sharding.count if match.sharding else match.shape[1]
+    classes = match.sharding.count if match.sharding else hint(match.shape[1])
     return triton_source.kernels_of(spec, weighted, padded=classes % 16 != 0)

@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+import fxpass
 from fxpass.inner import compile_inner
 
 V = 50
@@ -246,6 +247,7 @@ def test_gradient_accumulation():
 
 
 @pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@torch._functorch.config.patch(donated_buffer=False)  # as torch says when a graph is retained
 def test_a_retained_graph(inner):
     model, inputs = Model(), batch()
     step = compiled(model, inner)
@@ -257,6 +259,60 @@ def test_a_retained_graph(inner):
             loss.backward(retain_graph=times < 3)
             for p, b in zip(model.parameters(), eager, strict=True):
                 torch.testing.assert_close(p.grad, times * b)
+
+
+def retained(step) -> str:
+    """How two backwards of a step end whose graph is retained."""
+    model, inputs = Model(), batch()
+    loss = step(model)(*inputs)
+    try:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@torch._inductor.config.patch(fx_graph_cache=False)  # torch leaves the setting out of its keys
+@torch._functorch.config.patch(enable_autograd_cache=False)
+def test_a_retained_graph_is_refused_where_the_inner_backend_refuses_it(inner):
+    """Buffers that a backward graph donates to itself; torch says how to keep them."""
+    alone = retained(lambda model: torch.compile(model, backend=inner))
+    torch._dynamo.reset()
+    assert retained(lambda model: compiled(model, inner)) == alone
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_two_equal_losses(inner):
+    """AOTAutograd computes them once: their backwards read the same saved gradients."""
+    torch.manual_seed(0)
+    x, w = torch.randn(16, 8, requires_grad=True), torch.randn(V, 8, requires_grad=True)
+    t = torch.randint(V, (16,))
+
+    def program(x, w):
+        first, second = (F.cross_entropy(F.linear(x, w), t) for _ in range(2))
+        return 2 * first + 3 * second
+
+    got = torch.autograd.grad(compiled(program, inner)(x, w), (x, w))
+    assert counters["fusedce"]["matched"] == 2
+    for a, b in zip(got, torch.autograd.grad(program(x, w), (x, w)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_buffers_stay_donated(tmp_path):
+    """Compiling changes no setting of AOTAutograd, and the head's gradient is scaled in place."""
+    code = PROGRAM + (
+        "from torch._functorch import config\n"
+        "from torch._inductor.utils import run_and_get_code\n"
+        "before = config.save_config_portable()\n"
+        "_, (_, backward) = run_and_get_code(result, 'fusedce')\n"
+        "assert config.save_config_portable() == before\n"
+        "print(backward.split('def call(')[1].count('empty_strided'))"
+    )
+    done = python(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0"]
 
 
 # torch 2.11 raises only where the backward graph reads a parameter; else its gradients have no graph
@@ -323,3 +379,24 @@ def test_wrong_shapes_are_an_error():
     model, (x, _) = Model(), batch()
     with pytest.raises(Exception, match="batch_size"):
         compiled(model)(x, torch.zeros(3, 5, dtype=torch.int64))
+
+
+def test_a_failure_of_the_rewrite_leaves_the_program_as_it_was(monkeypatch, caplog):
+    """No program is known that makes the rewrite fail, so one of its steps is made to."""
+
+    def fail(matches):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("fxpass.transform.erase", fail)
+    x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(10, 6, requires_grad=True)
+    labels = torch.randint(10, (4,))
+
+    def program(x, weight, labels):
+        logits = F.linear(x, weight) / 2
+        return F.cross_entropy(logits, labels), logits.square()
+
+    report = fxpass.explain(program, x, weight, labels)
+    assert "failed to rewrite the graph, please report this" in str(report)
+    assert report.before == report.after
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+    torch.testing.assert_close(fused(x, weight, labels), program(x, weight, labels))

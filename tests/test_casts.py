@@ -306,3 +306,17 @@ def test_the_branches_of_a_cond():
         expected = (x * sign) @ (w if sign > 0 else w + 1).bfloat16()
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert len(explain(program, x, w).casts) == 2
+
+
+@pytest.mark.parametrize("call", ["linear", "addmm"])
+def test_a_bias_in_low_precision_beside_a_product_in_f32(call):
+    """Eager runs it for hidden states that are not contiguous, in f32."""
+
+    def program(h, weight, bias):
+        if call == "linear":
+            return F.linear(h.transpose(0, 1), weight, bias)
+        return torch.addmm(bias, h[0], weight.t())
+
+    h, weight, bias = tensor(4, 8, 3), tensor(6, 3), tensor(6, dtype=BF16)
+    exact = program(h, weight, bias.float())
+    torch.testing.assert_close(compiled(program)(h, weight, bias), exact, rtol=1e-5, atol=1e-5)
