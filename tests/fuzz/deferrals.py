@@ -1,0 +1,83 @@
+"""Random uses of deferred logits: views, casts, reads, writes, optimizers' steps.
+
+In: a seed. Out: a :class:`Case` whose fused function defers what its body computes.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+from . import afterwards, grammar
+from .case import Case, Statement
+from .generate import afterwards_of, optimizer_step
+from .scope import Scope
+
+HEADS = (
+    "F.linear(x, w)",
+    "F.linear(x, w, b)",
+    "30 * torch.tanh(F.linear(x, w) / 30)",
+    "F.linear(x, w, b) * 0.5",
+    "F.linear(x, w).float()",
+    "x @ w.t()",
+    "torch.tanh(x @ w.t() + b)",
+)
+DTYPES = ("", "", "", ".bfloat16()", ".double()")
+INPUTS = ("x", "w", "b", "t")
+
+
+def deferral(seed: str) -> Case | None:
+    """One use of deferred logits."""
+    rng = random.Random(seed)
+    dtype, trains = rng.choice(DTYPES), rng.random() < 0.8
+    grad = ".requires_grad_()" if trains else ""
+    inputs = tuple(
+        (name, _filled(grammar.INPUTS[name], {"dtype": dtype, "bias_dtype": dtype, "grad": grad}))
+        for name in INPUTS
+    )
+    rows = rng.choice(((0,), (0,), ()))
+    graph = "torch.fx.symbolic_trace(lambda x, w, b: program(x, w, b, None)[0])"
+    fused = (
+        Statement(f"recipe = Recipe({graph}, {rows}, 'z = self.lm_head(x)')"),
+        Statement("z = defer(recipe, (x, w, b))"),
+    )
+    body = (Statement(f"z = {rng.choice(HEADS)}"),)
+    arguments = ", ".join(INPUTS)
+    made = [f"{arguments} = inputs()"]
+    if rng.random() < 0.6:
+        made.append("x = x * 1")
+    if rng.random() < 0.1:
+        made.append("w = w * 1")
+    mode = (
+        () if rng.random() < 0.85 else (rng.choice(("torch.no_grad()", "torch.inference_mode()")),)
+    )
+    session = [*map(Statement, made), Statement(f"z, = program({arguments})", mode)]
+    case = Case(inputs, body, ("z",), tuple(session), INPUTS, seed=rng.randrange(1000), fused=fused)
+    env: dict[str, Any] = {}
+    exec(case.source(), env)
+    scope = Scope(rng, env | {"seen": lambda value: None, "returned": ["z"]})
+    if not all(map(scope.run, session)):
+        return None
+    backward = False
+    for _ in range(rng.randint(2, 9)):
+        if trains and not backward and rng.random() < 0.2:
+            statement = scope.attempt(
+                rng.choice(("backward(z)", "backward(z)", "backward(z.sum(-1))"))
+            )
+            backward = statement is not None
+            session += [statement] if statement else []
+        elif trains and rng.random() < 0.2:
+            given = [] if backward else [scope.attempt("w.grad = torch.ones_like(w)")]
+            session += [s for s in given if s is not None]
+            session += optimizer_step(scope, rng)
+        else:
+            session += afterwards_of(scope, rng, ["x", "w", "b"], afterwards.USES)
+    kept = tuple(n for n in (*INPUTS, "z", "g") if n in scope.env)
+    return replace(case, session=tuple(session), kept=kept)
+
+
+def _filled(expression: str, holes: dict[str, str]) -> str:
+    for hole, value in holes.items():
+        expression = expression.replace(f"{{{hole}}}", value)
+    return expression

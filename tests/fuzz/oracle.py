@@ -1,0 +1,361 @@
+"""What a program does, in eager and fused, and whether that is the same.
+
+In: a case. Out: a :class:`Verdict`. Values are compared as tests/numerics.py does, against the same
+program in float64: an answer may be twice as wrong as eager's. What a program's own rounding does
+to it is found by running it on inputs that differ by a rounding; a case is judged by that only
+where the fused answer is not eager's to the last few bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from fxpass import plan
+from fxpass.deferred_inputs import StaleLogitsError
+from tests.numerics import FLOOR
+
+from .case import Case
+
+FUSED, INNER, CHECKED = "fused", "inner", "checked"
+SPREAD = 8  # runs on inputs that differ by a rounding
+ALLOWED = 4  # times what these runs are off
+
+# The same program in float64: every cast is one to float64, and autocast is off.
+_WIDE = (
+    (r"\.(float|half|bfloat16)\(\)", ".double()"),
+    (r"torch\.(float32|bfloat16|float16)\b", "torch.float64"),
+    (r'torch\.autocast\("cpu",[^)]*\)', "contextlib.nullcontext()"),
+    (r"^import torch$", "import contextlib\n\nimport torch"),
+)
+# Writes that no version counter sees. Where they reach what backward needs, eager computes what
+# nobody meant, and no particular gradient is right.
+_UNSEEN = re.compile(r"\.data\b|numpy\(|inference_mode")
+# Dynamo remembers by file and line which sizes varied: each program is a file of its own.
+_numbers = itertools.count()
+_DRAWS = re.compile(r"torch\.rand(n?)\(([^()]*)\)")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One thing that a run shows: a tensor, with what is known of it besides its values."""
+
+    label: str
+    value: Tensor
+    requires_grad: bool
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return self.value.dtype, tuple(self.value.shape), self.requires_grad
+
+
+@dataclass
+class Run:
+    """What one run of a session shows, up to its end or to the error that it raised."""
+
+    records: list[Record] = field(default_factory=list)
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a case.
+
+    Attributes:
+        kind: ``ok``, ``invalid`` (eager raises, or the inner backend alone is wrong too), or how
+            the fused program fails: ``raises``, ``stale``, ``kind`` or ``value``.
+        what: one line.
+    """
+
+    kind: str
+    what: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind not in ("ok", "invalid")
+
+
+def judge(case: Case) -> Verdict:
+    """Compares the fused program with eager."""
+    eager = run(case)
+    error = eager.error
+    if error is None and _UNSEEN.search(case.source()):
+        error = run(case, CHECKED).error
+    if error is not None:
+        return Verdict("invalid", _line(error))
+    fused = run(case, FUSED)
+    verdict = compare(case, eager, fused)
+    if verdict.failed:  # is it the compiler's own doing?
+        inner = run(case, INNER)
+        if compare(case, eager, inner).failed:
+            return Verdict("invalid", f"the inner backend alone: {verdict.what}")
+    return verdict
+
+
+# ---------------------------------------------------------------- running
+
+
+def run(
+    case: Case, how: str = "", wide: bool = False, disturb: Callable[[Tensor], None] | None = None
+) -> Run:
+    """Runs a session.
+
+    Args:
+        how: ``fused``, ``inner`` for the inner backend alone, ``checked`` for eager that raises
+            where backward reads what was changed since; else eager.
+        wide: in float64.
+        disturb: what is done to every input that holds floating-point numbers.
+    """
+    out = Run()
+    env: dict[str, Any] = {}
+    leaves: list[tuple[str, Tensor]] = []
+    source = _wide(case.source()) if wide else case.source()
+    try:
+        exec(compile(source, f"<program {next(_numbers)}>", "exec"), env)
+    except SyntaxError as error:
+        return Run(error=error)
+    program, make = env["program"], env["inputs"]
+
+    checks: Any = contextlib.nullcontext()
+
+    def inputs(n: int = 2) -> tuple[Any, ...]:
+        state = torch.get_rng_state()
+        made = make(n)
+        torch.set_rng_state(state)
+        for (name, _), value in zip(case.inputs, made, strict=True):
+            if isinstance(value, Tensor):
+                leaves.append((name, value))
+                if disturb and value.is_floating_point():
+                    disturb(value)
+        return made
+
+    def seen(value: Any) -> None:
+        out.records.append(_record(f"seen({len(out.records)})", value))
+
+    if how == CHECKED:
+        checks = torch.autograd.graph.saved_tensors_hooks(_saved, _unchanged)
+    elif how == FUSED and case.fused:
+        program, checks = env["fused"], _lowered(case.lowering)
+    elif how and not case.fused:
+        options = case.options | {"fusedce.enabled": how == FUSED}
+        program = torch.compile(program, backend="fusedce", options=options, dynamic=case.dynamic)
+    torch.manual_seed(0)
+    with _quiet(), checks, _device_of(case):
+        try:
+            kept = env["session"](program, inputs, seen)
+            out.records += [_record(n, v) for n, v in zip(case.kept, kept, strict=True)]
+        except Exception as error:
+            out.error = error.with_traceback(None)
+        out.records.append(_record("the random state", torch.get_rng_state()))
+        out.records.append(_record("the grad mode", torch.is_grad_enabled()))
+        for name, leaf in leaves:
+            out.records.append(_record(f"{name} afterwards", leaf))
+            if leaf.grad is not None:
+                out.records.append(_record(f"{name}.grad", leaf.grad))
+    return out
+
+
+def _wide(source: str) -> str:
+    """The same program in float64. What is drawn is drawn as before."""
+    for pattern, replacement in _WIDE:
+        source = re.sub(pattern, replacement, source, flags=re.MULTILINE)
+    source = _DRAWS.sub(r"torch.rand\1(\2).double()", source)
+    return source
+
+
+def _record(label: str, value: Any) -> Record:
+    if not isinstance(value, Tensor):
+        return Record(label, torch.tensor(value, device="cpu"), False)
+    # a copy of deferred logits is a plain tensor
+    return Record(label, value.detach().clone().cpu(), value.requires_grad)
+
+
+def _lowered(name: str) -> Any:
+    """Makes a lowering run on the CPU; in float64 there is ATen only."""
+    known = plan.lowering_for
+
+    def lowering_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+        wide = dtype == torch.float64
+        return known(device, dtype) if wide or not name else (name, "for the fuzzer")
+
+    return mock.patch.object(plan, "lowering_for", lowering_for)
+
+
+def _device_of(case: Case) -> Any:
+    """Triton's kernels run in its interpreter, on the CPU, or on a GPU."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return contextlib.nullcontext() if interpreted or not case.lowering else torch.device("cuda")
+
+
+def _saved(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    return tensor, tensor.detach().clone()
+
+
+def _unchanged(saved: tuple[Tensor, Tensor]) -> Tensor:
+    tensor, copy = saved
+    if not torch.equal(tensor.nan_to_num(0.5), copy.nan_to_num(0.5)):
+        raise RuntimeError("backward reads what was changed without a trace")
+    return tensor
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        with torch.enable_grad():  # a program may switch it, and leave it so
+            yield
+
+
+# ---------------------------------------------------------------- comparing
+
+
+def compare(case: Case, eager: Run, fused: Run) -> Verdict:
+    """What is different."""
+    if fused.error is not None and _is_stale(case, fused.error):
+        if not case.may_be_stale:
+            return Verdict("stale", _line(fused.error))
+    elif fused.error is not None:
+        return Verdict("raises", _line(fused.error))
+    stopped = fused.error is not None
+    pairs = list(_pairs(eager, fused, stopped))
+    if not stopped and len(eager.records) != len(fused.records):
+        return Verdict("kind", f"{_labels(fused)} for {_labels(eager)}")
+    for theirs, ours in pairs:
+        if theirs.label != ours.label:
+            return Verdict("kind", f"{ours.label} for {theirs.label}")
+        if theirs.kind != ours.kind:
+            return Verdict("kind", f"{theirs.label}: {ours.kind} for {theirs.kind}")
+    if all(_equal(theirs, ours) for theirs, ours in pairs):
+        return Verdict("ok")
+    return _judge_values(case, eager, fused, stopped)
+
+
+def _is_stale(case: Case, error: Exception) -> bool:
+    """Whether an error says that an input was changed since."""
+    # autograd's own: a backward that computes logits again needs inputs that eager's does not
+    if case.may_be_stale and "modified by an inplace operation" in str(error):
+        return True
+    # Dynamo wraps what reading an argument raises
+    return StaleLogitsError.__name__ in f"{type(error).__name__}: {error}"
+
+
+def _pairs(eager: Run, fused: Run, stopped: bool) -> Iterator[tuple[Record, Record]]:
+    for theirs, ours in zip(eager.records, fused.records, strict=False):
+        if stopped and not ours.label.startswith("seen"):
+            return
+        yield theirs, ours
+
+
+def _labels(run: Run) -> str:
+    return ", ".join(record.label for record in run.records)
+
+
+def _equal(theirs: Record, ours: Record) -> bool:
+    """Equal but for the last bits of 32 or 64."""
+    a, b = theirs.value, ours.value
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    if a.dtype not in (torch.float32, torch.float64):
+        return torch.equal(a.double().nan_to_num(1e39), b.double().nan_to_num(1e39))
+    return _error(b, a) <= FLOOR[a.dtype]
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    """Relative error; inf where what is not finite is elsewhere, or another."""
+    got, exact = got.double(), exact.double()
+    odd = ~exact.isfinite()
+    if not torch.equal(odd, ~got.isfinite()):
+        return float("inf")
+    if not torch.equal(got[odd].nan_to_num(1e39), exact[odd].nan_to_num(1e39)):
+        return float("inf")
+    got, exact = got.masked_fill(odd, 0), exact.masked_fill(odd, 0)
+    norm = exact.norm()
+    return float((got - exact).norm() / norm) if norm > 0 else float(got.norm())
+
+
+def _judge_values(case: Case, eager: Run, fused: Run, stopped: bool) -> Verdict:
+    exact = run(case, wide=True)
+    reference = exact if _fits(exact, eager) else eager
+    near = [run(case, disturb=_Rounding(i)) for i in range(SPREAD)]
+    near = [r for r in near if _fits(r, eager)]
+    for i, (theirs, ours) in enumerate(_pairs(eager, fused, stopped)):
+        if _equal(theirs, ours):
+            continue
+        true = reference.records[i].value
+        if not theirs.value.is_floating_point():
+            # an argmax, say: rounding may decide, and then it does so in eager too
+            if any(not torch.equal(r.records[i].value, theirs.value) for r in (*near, reference)):
+                continue
+            return Verdict("value", f"{theirs.label}: {_short(ours)} for {_short(theirs)}")
+        off = [_error(r.records[i].value, true) for r in (eager, *near)]
+        bound = ALLOWED * max(off) + 2 * FLOOR.get(theirs.value.dtype, 0.25)
+        if reference is eager:
+            bound += 4 * FLOOR[_coarsest(case)]
+        got = _error(ours.value, true)
+        if not got <= bound and not all(map(_odd, off)):
+            return Verdict(
+                "value",
+                f"{theirs.label}: error {got:.1e}, allowed {bound:.1e}: {_short(ours)} for "
+                f"{_short(theirs)}",
+            )
+    return Verdict("ok")
+
+
+def _odd(error: float) -> bool:
+    return not error < 1e3
+
+
+def _fits(run: Run, eager: Run) -> bool:
+    shapes = [[tuple(r.value.shape) for r in one.records] for one in (run, eager)]
+    return run.error is None and shapes[0] == shapes[1]
+
+
+def _coarsest(case: Case) -> torch.dtype:
+    text = case.source()
+    for name, dtype in (("bfloat16", torch.bfloat16), ("half", torch.float16)):
+        if name in text:
+            return dtype
+    return torch.float32
+
+
+@dataclass
+class _Rounding:
+    """Changes a tensor by about one rounding."""
+
+    seed: int
+
+    def __call__(self, tensor: Tensor) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        with torch.no_grad():
+            noise = torch.rand(
+                tensor.shape, generator=generator, dtype=torch.float64, device="cpu"
+            ).to(tensor.device)
+            changed = tensor.double() * (1 + (2 * noise - 1) * torch.finfo(tensor.dtype).eps)
+            tensor.copy_(changed.to(tensor.dtype))
+
+
+def _short(record: Record) -> str:
+    values = record.value.flatten()[:4].tolist()
+    more = ", ..." if record.value.numel() > 4 else ""
+    return "[" + ", ".join(f"{v:.6g}" for v in values) + more + "]"
+
+
+def _line(error: BaseException) -> str:
+    text = str(error).strip()
+    inner = re.search(r"raised:\n(.*)", text)
+    line = inner[1] if inner else (text.splitlines() or [""])[0]
+    return f"{type(error).__name__}: {line[:200]}"
+
+
+__all__ = ["FUSED", "INNER", "Record", "Run", "Verdict", "compare", "judge", "run"]

@@ -1,0 +1,157 @@
+"""Random specs of the operator: the program that each stands for, and the operator's call.
+
+In: a seed. Out: a :class:`Case` whose body is plain PyTorch and whose fused function calls
+``fxpass::linear_cross_entropy`` with a random :class:`fxpass.spec.Spec`, in one of the lowerings.
+"""
+
+from __future__ import annotations
+
+import random
+
+from fxpass import expression
+from fxpass.spec import GRADIENTS, Spec
+
+from .case import Case, Statement
+
+SIZES = {"n": (0, 1, 2, 5, 7, 13), "d": (1, 1, 3, 8), "v": (1, 2, 5, 17, 37)}
+DTYPES = ("", "", ".bfloat16()", ".half()", ".double()")
+
+# A transform of the logits, as the spec says it and as PyTorch does.
+TRANSFORMS = (
+    ("30*tanh(z/30)", "30 * torch.tanh(z / 30)"),
+    ("2*tanh(z)", "2 * torch.tanh(z)"),
+    ("0.0625*z", "0.0625 * z"),
+    ("-z", "-z"),
+    ("z/3+1", "z / 3 + 1"),
+    ("z**2/4", "z**2 / 4"),
+    ("0.125*z**3", "0.125 * z**3"),
+    ("sigmoid(z)", "torch.sigmoid(z)"),
+    ("softplus(z)", "F.softplus(z, threshold=1e9)"),
+    ("erf(z)", "torch.erf(z)"),
+    ("abs(z)", "z.abs()"),
+    ("sin(z)", "torch.sin(z)"),
+    ("cos(z)", "torch.cos(z)"),
+    ("atan(z)", "torch.atan(z)"),
+    ("asinh(z)", "torch.asinh(z)"),
+    ("sinh(z/4)", "torch.sinh(z / 4)"),
+    ("cosh(z/4)", "torch.cosh(z / 4)"),
+    ("exp(z/4)", "torch.exp(z / 4)"),
+    ("exp2(z/4)", "torch.exp2(z / 4)"),
+    ("expm1(z/4)", "torch.expm1(z / 4)"),
+    ("log(z**2+1)", "torch.log(z**2 + 1)"),
+    ("log1p(z**2)", "torch.log1p(z**2)"),
+    ("sqrt(z**2+1)", "torch.sqrt(z**2 + 1)"),
+    ("1/(z**2+1)", "1 / (z**2 + 1)"),
+    ("maximum(z,-0.5)", "z.clamp_min(-0.5)"),
+    ("minimum(maximum(z,-1),1)", "z.clamp(-1, 1)"),
+    ("where(z<=0,0,z)", "F.relu(z)"),
+    ("where(z>0,z,0.01*z)", "F.leaky_relu(z)"),
+    ("z*sigmoid(z)", "F.silu(z)"),
+    ("z*tanh(softplus(z))", "F.mish(z)"),
+)
+
+
+def spec(seed: str) -> Case:
+    """One spec with its operands."""
+    rng = random.Random(seed)
+    n, d, v = (rng.choice(sizes) for sizes in SIZES.values())
+    dtype, bias = rng.choice(DTYPES), rng.random() < 0.5
+    target = rng.choice(("indices", "indices", "probabilities", "none"))
+    named = tuple(g for g in GRADIENTS if rng.random() < 0.7 and (bias or g != "bias"))
+    transforms = rng.sample(TRANSFORMS, rng.choice((0, 0, 1, 1, 2)))
+    logits = expression.Z
+    for text, _ in transforms:
+        logits = expression.parse(text).subs(expression.Z, logits)
+    weighted = target != "none" and rng.random() < 0.3
+    ignore_index = rng.choice((-100, -100, 0, None)) if target == "indices" else -100
+    chosen = Spec(
+        reduction=rng.choice(("none", "mean", "sum")),
+        target=target,
+        ignore_index=ignore_index,
+        label_smoothing=rng.choice((0.0, 0.0, 0.1, 1.0)) if target != "none" else 0.0,
+        logits=expression.parse(expression.text(logits)),
+        gradients=named,
+        lse=rng.random() < 0.3,
+        strategy=rng.choice(("chunked", "tiled")),
+        memory_mb=rng.choice((0, 0, 1)),
+    )
+    holes = {"n": n, "d": d, "v": v, "dtype": dtype}
+    inputs = [
+        ("x", _operand(rng, "x", "n", "d", named).format(**holes)),
+        ("w", _operand(rng, "weight", "v", "d", named).format(**holes)),
+        ("b", _operand(rng, "bias", "v", "", named).format(**holes) if bias else "None"),
+        ("t", _target(rng, chosen, n, v)),
+        (
+            "cw",
+            rng.choice((f"torch.rand({v})", f"torch.rand({2 * v})[::2]")) if weighted else "None",
+        ),
+    ]
+    kept = "F.linear(x, w, b).detach()" if rng.random() < 0.2 else "None"
+    outputs = ("loss", "lse") if chosen.lse else ("loss",)
+    call = f"linear_cross_entropy(x, w, b, t, cw, {kept}, {chosen.text()!r})"
+    return Case(
+        tuple(inputs),
+        tuple(map(Statement, _meaning(chosen, [torch for _, torch in transforms], dtype))),
+        outputs,
+        _session(rng, outputs, bool(named)),
+        ("x", "w", *(["b"] if bias else []), *outputs),
+        seed=rng.randrange(1000),
+        fused=(Statement(f"loss, lse, *_ = {call}"),),
+        lowering=rng.choice(("", "", "triton")),
+        fixed=True,
+    )
+
+
+def _operand(rng: random.Random, name: str, rows: str, columns: str, named: tuple[str, ...]) -> str:
+    """An operand of random strides."""
+    shape = f"{{{rows}}}, {{{columns}}}" if columns else f"{{{rows}}}"
+    forms = [f"torch.randn({shape})"] * 3
+    if columns:
+        forms += [
+            f"torch.randn({{{columns}}}, {{{rows}}}).T",
+            f"torch.randn({{{rows}}}, 2, {{{columns}}})[:, 1]",
+        ]
+    form = rng.choice(forms)
+    return f"{form}{{dtype}}" + (".requires_grad_()" if name in named else "")
+
+
+def _target(rng: random.Random, spec: Spec, n: int, v: int) -> str:
+    if spec.target == "none":
+        return "None"
+    if spec.target == "probabilities":
+        return f"torch.randn({n}, {v}).softmax(1)"
+    labels = f"torch.randint({v}, ({n},))"
+    if spec.ignore_index == -100 and n:
+        share = rng.choice(("0.0", "0.3", "0.3", "2.0"))
+        return f"{labels}.masked_fill(torch.rand({n}) < {share}, -100)"
+    return rng.choice((labels, f"torch.randint({v}, ({n}, 2))[:, 0]"))
+
+
+def _meaning(spec: Spec, transforms: list[str], dtype: str) -> list[str]:
+    cast = "" if dtype == ".double()" else ".float()"
+    body = [f"z = F.linear(x, w, b){cast}", *(f"z = {text}" for text in transforms)]
+    body.append("lse = z.logsumexp(1)")
+    if spec.target == "none":
+        reduced = {"none": "lse + 0", "mean": "lse.mean()", "sum": "lse.sum()"}
+        return [*body, f"loss = {reduced[spec.reduction]}"]
+    if spec.ignore_index is not None and spec.target == "indices":
+        ignored = f", ignore_index={spec.ignore_index}"
+    else:
+        ignored = ", ignore_index=-1" if spec.target == "indices" else ""
+    target = "t.to(z.dtype)" if spec.target == "probabilities" else "t"
+    return [
+        *body,
+        f"loss = F.cross_entropy(z, {target}, None if cw is None else cw.to(z.dtype){ignored}, "
+        f"reduction={spec.reduction!r}, label_smoothing={spec.label_smoothing})",
+    ]
+
+
+def _session(rng: random.Random, outputs: tuple[str, ...], trains: bool) -> tuple[Statement, ...]:
+    names = ", ".join(outputs) + "," * (len(outputs) == 1)
+    out = ["x, w, b, t, cw = inputs()", f"{names} = program(x, w, b, t, cw)"]
+    if trains:
+        some = [name for name in outputs if rng.random() < 0.8] or outputs[:1]
+        if rng.random() < 0.2:
+            out.append(f"({some[0]} * 3).sum().backward(retain_graph=True)")
+        out.append(f"backward({', '.join(some)})")
+    return tuple(map(Statement, out))

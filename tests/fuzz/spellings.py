@@ -1,0 +1,199 @@
+"""Every way to write a call: from signatures, not by hand.
+
+In: a key of one of the matcher's tables. Out: its signatures as torch itself knows them, and from
+values for their parameters the calls, by position, by keyword and by keyword in another order::
+
+    >>> list(calls(torch.clamp_min, {"input": "z", "min": "0"}))
+    ['torch.clamp_min(z, 0)', 'torch.clamp_min(z, min=0)', 'torch.clamp_min(input=z, min=0)',
+     'torch.clamp_min(min=0, input=z)']
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.fx.operator_schemas import get_signature_for_torch_op
+
+from fxpass.pointwise import IN_PLACE, POINTWISE
+
+PLACES = {"torch": torch, "F": F, "torch.special": torch.special, "operator": operator}
+
+
+class Parameter(NamedTuple):
+    """One parameter of a call: its name, whether it must be given, and how it may be."""
+
+    name: str
+    required: bool
+    by_position: bool = True
+    by_keyword: bool = True
+
+
+def spelled(target: Any) -> str:
+    """How a target is written: ``F.relu``, or ``.relu`` for a method."""
+    if isinstance(target, str):
+        return f".{target}"
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return f"torch.ops.{target}"
+    name = target.__name__
+    for place, module in PLACES.items():
+        for candidate in (name, name.removeprefix("special_"), f"{name}_"):
+            if getattr(module, candidate, None) is target:
+                return f"{place}.{candidate}"
+    for module in (torch, F):  # hidden names, of boolean dispatch for example
+        for candidate in dir(module):
+            if getattr(module, candidate) is target:
+                return f"{'F' if module is F else 'torch'}.{candidate}"
+    return str(target)
+
+
+def signatures(target: Any) -> list[tuple[Parameter, ...]]:
+    """The parameters of each overload of a target; of a method, the tensor is the first one."""
+    if isinstance(target, str):
+        found = [_of_schema(schema) for schema in _schemas(target)]
+        return found or _inspected(getattr(torch.Tensor, target)) or [_REFLECTED]
+    known = get_signature_for_torch_op(target) or []
+    return [*map(_of_python, known), *_inspected(target)]
+
+
+# __radd__ and its like have no signature that one could ask for
+_REFLECTED = (Parameter("self", True), Parameter("other", True, by_keyword=False))
+
+
+def _inspected(function: Any) -> list[tuple[Parameter, ...]]:
+    try:
+        return [_of_python(inspect.signature(function))]
+    except (TypeError, ValueError):  # not written in Python
+        return []
+
+
+def _of_python(signature: inspect.Signature) -> tuple[Parameter, ...]:
+    kinds = inspect.Parameter
+    return tuple(
+        Parameter(
+            p.name,
+            p.default is kinds.empty,
+            p.kind is not kinds.KEYWORD_ONLY,
+            p.kind is not kinds.POSITIONAL_ONLY,
+        )
+        for p in signature.parameters.values()
+        if p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+    )
+
+
+def _schemas(method: str) -> list[torch.FunctionSchema]:
+    packet = getattr(torch.ops.aten, method, None)
+    names = packet.overloads() if packet is not None else ()
+    return [getattr(packet, name)._schema for name in names]
+
+
+def _of_schema(schema: torch.FunctionSchema) -> tuple[Parameter, ...]:
+    return tuple(
+        Parameter(a.name, not a.has_default_value(), not a.kwarg_only, i > 0)
+        for i, a in enumerate(schema.arguments)
+        if not a.is_out
+    )
+
+
+def calls(target: Any, values: Mapping[str, str], first: str = "z") -> Iterator[str]:
+    """The calls of a target on the logits ``first`` with every parameter that has a value here.
+
+    Args:
+        target: a function, or a method's name.
+        values: what stands for each parameter; the first parameter of a signature is ``first``
+            whatever its name.
+    """
+    seen = set()
+    for signature in signatures(target):
+        if not signature:
+            continue
+        tensor, *rest = signature
+        given = [p for p in rest if p.name in values]
+        if any(p.required and p.name not in values for p in rest):
+            continue
+        for some in _selections(given):
+            for call in _ways(spelled(target), tensor, some, values, first):
+                if call not in seen:
+                    seen.add(call)
+                    yield call
+
+
+def _selections(given: Sequence[Parameter]) -> list[list[Parameter]]:
+    """Only what has to be given, and everything."""
+    return [[p for p in given if p.required], list(given)]
+
+
+def _ways(
+    name: str, tensor: Parameter, some: list[Parameter], values: Mapping[str, str], first: str
+) -> Iterator[str]:
+    method = name.startswith(".")
+
+    def call(positional: Sequence[str], keywords: Sequence[str], tensor_first: bool = True) -> str:
+        positional = [first, *positional] if tensor_first and not method else positional
+        inside = ", ".join((*positional, *keywords))
+        return f"{first}{name}({inside})" if method else f"{name}({inside})"
+
+    def keyword(p: Parameter) -> str:
+        return f"{p.name}={values[p.name]}"
+
+    leading = []
+    for p in some:
+        if not p.by_position:
+            break
+        leading.append(p)
+    after = some[len(leading) :]
+    yield call([values[p.name] for p in leading], [keyword(p) for p in after])
+    if not all(p.by_keyword for p in some):
+        return
+    named = [keyword(p) for p in some]
+    yield call([], named)
+    yield call([], named[::-1])
+    if leading:
+        yield call([values[leading[0].name]], [keyword(p) for p in some[1:]][::-1])
+    if not method and tensor.by_keyword:
+        yield call([], [f"{tensor.name}={first}", *named], tensor_first=False)
+        yield call([], [*named[::-1], f"{tensor.name}={first}"], tensor_first=False)
+
+
+# What the parameters besides the logits may be; the same for whatever has that name.
+NUMBERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("other", "b", "y"), ("2.0", "0.5", "-3")),
+    "alpha": ("1", "2"),
+    "exponent": ("2", "3", "0.5"),
+    "beta": ("1", "2.0"),
+    "threshold": ("0.5", "20.0"),
+    "value": ("0.25",),
+    "min": ("-1.0", "-0.5"),
+    "max": ("0.5", "2"),
+    "min_val": ("-1.0", "-2.0"),
+    "max_val": ("1.0", "1.5"),
+    "negative_slope": ("0.1", "0.01"),
+    "approximate": ('"none"', '"tanh"'),
+    "lambd": ("0.5", "0.1"),
+    "scale": ("1.5",),
+    "input_scale": ("1.0",),
+    "inplace": ("True", "False"),
+    "rounding_mode": ("None",),
+}
+
+
+def pointwise_calls(target: Any, first: str = "z") -> Iterator[str]:
+    """Calls of a row of ``POINTWISE`` or ``IN_PLACE``: every way with the first of the numbers, the
+    plainest ways with the others."""
+    seen = set()
+    for i in range(max(map(len, NUMBERS.values()))):
+        numbers = {name: options[i % len(options)] for name, options in NUMBERS.items()}
+        for call in islice(calls(target, numbers, first), 2 if i else None):
+            if call not in seen:
+                seen.add(call)
+                yield call
+
+
+def all_pointwise_calls() -> list[str]:
+    """Those of every row, with the logits as the hole ``{z}``."""
+    return sorted({c for t in (*POINTWISE, *IN_PLACE) for c in pointwise_calls(t, "{z}")})
