@@ -34,7 +34,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.multiprocessing.spawn import start_processes
 
-import fxpass.backend  # noqa: F401, as Inductor: once, before the ranks are forked
+import fxpass.inner  # as Inductor: once, before the ranks are forked
+import fxpass.transform  # noqa: F401
 from benchmarks import reference
 from benchmarks.case import FLOOR, Case
 from benchmarks.collectives import Call, counted
@@ -155,7 +156,8 @@ def _measure(
     parallelize_module(head, mesh, {"lm_head": plan})
     step: Any = head
     if program.backend is not None:
-        options: Any = {"fusedce.inner": job.inner} if program.backend == "fusedce" else None
+        options: Any = {"fusedce.inner": job.inner, "fusedce.min_logits_mb": 0}
+        options = options if program.backend == "fusedce" else None
         step = torch.compile(head, backend=program.backend, options=options)
     h = x.detach().unflatten(0, (job.batch, job.seq))
     here = slice(None)

@@ -33,6 +33,12 @@ HEADS = {
     "cpu-32k": Head(512, 32000),
     "cpu-128k": Head(1024, 128256),
     "tiny": Head(64, 4000),
+    # classifiers, whose logits are small
+    "classes-10": Head(64, 10),
+    "classes-16": Head(64, 16),
+    "classes-100": Head(256, 100),
+    "classes-1000": Head(256, 1000),
+    "classes-8k": Head(512, 8192),
 }
 ROWS = (1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -73,6 +79,16 @@ SUITES = {
     "quick": Suite({"tiny": (256,)}, ("float32",), _BOTH, rounds=3, seconds=1),
     "cpu": Suite(
         {"cpu-32k": (2048,), "cpu-128k": (1024,)}, ("float32", "bfloat16"), _BOTH, 5, seconds=12
+    ),
+    "small": Suite(
+        {
+            "classes-10": (32,),
+            "classes-16": (65536, 1_000_000),
+            "classes-100": (256, 4096),
+            "classes-1000": (256, 4096, 16384),
+            "classes-8k": (1024, 2048),
+        },
+        *(("float32", "bfloat16"), _BOTH, 21, 5),
     ),
     "gpu": Suite(dict.fromkeys(_NAMED, ROWS), ("bfloat16",), _BOTH, rounds=7, seconds=20),
 }

@@ -107,7 +107,7 @@ def run(options: Options) -> int:
 
 def _runnable(options: Options) -> tuple[tuple[str, ...], dict[str, str]]:
     """The providers that can run here, and the environment for their processes."""
-    environ = dict(os.environ)
+    environ = {"FUSEDCE_MIN_LOGITS_MB": "0", **os.environ}  # it has something to show at any size
     problem = doctor.inductor_problem(probe_tools(), torch.device(options.device).type)
     if not problem:
         return options.providers, environ

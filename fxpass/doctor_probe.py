@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from fxpass.devices import lowering_for
 from fxpass.doctor_devices import Accelerators, Cpu, Device, read_accelerators, read_cpu
-from fxpass.schedule import lowering_for
 from fxpass.settings import TABLE, Settings
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -23,7 +23,7 @@ from fxpass.doctor_devices import Accelerators, Cpu, Device
 # A problem makes fxpass unusable here, a warning does not; a note is how the hardware is.
 LEVELS = ("problem", "warning", "note")
 
-KERNELS_FROM = (7, 5)  # as schedule.lowering_for has it
+KERNELS_FROM = (7, 5)  # as devices.lowering_for has it
 INDUCTOR_FROM = (7, 0)  # below, Inductor raises GPUTooOldForTriton
 
 

@@ -31,10 +31,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 from torch._dynamo.utils import counters
 
-from fxpass import casts, rates, schedule, strategy
+from fxpass import casts, choice, devices, plan
 
 for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
     del os.environ[variable]  # a setting of the caller's shell must not decide what is tested
+os.environ["FUSEDCE_MIN_LOGITS_MB"] = "0"  # the models of tests are tiny
 
 
 def pytest_collection_modifyitems(config, items):
@@ -57,24 +58,16 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(autouse=True)
-def _typical_device(monkeypatch):
-    """Strategies are chosen for a typical device and not for this one, which is not measured."""
-    monkeypatch.setattr(rates, "device_rates", lambda device, _: rates.nominal(device.type))
-
-
 @pytest.fixture
 def h200(monkeypatch):
     """One H200, as the driver describes it."""
     described = SimpleNamespace(
         name="NVIDIA H200", total_memory=139 << 30, multi_processor_count=132, major=9, minor=0
     )
-    monkeypatch.setattr(rates, "properties_of", lambda _: described)
-    for module in (schedule, strategy):
+    for module in (devices, plan):
+        monkeypatch.setattr(module, "properties_of", lambda _: described)
+    for module in (choice, plan):
         monkeypatch.setattr(module, "lowering_for", lambda *_: ("triton", "because"))
-    rates._gpu.cache_clear()
-    yield
-    rates._gpu.cache_clear()
 
 
 @pytest.fixture(params=["aten", "triton"])
@@ -84,16 +77,10 @@ def lowering(request, device, monkeypatch):
         other = ("triton", "for the test")
         wide = ("aten", "the Triton kernels compute in f32")
         monkeypatch.setattr(
-            schedule, "lowering_for", lambda _, dtype: wide if dtype == torch.float64 else other
+            plan, "lowering_for", lambda _, dtype: wide if dtype == torch.float64 else other
         )
     with device if request.param == "triton" else torch.device("cpu"):
         yield request.param
-
-
-@pytest.fixture
-def typical_cpu(monkeypatch):
-    """No texts and choices of this machine's own rates."""
-    monkeypatch.setattr(rates, "_cpu_rates", lambda _: rates.NOMINAL["cpu"])
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,8 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-import fxpass.backend  # noqa: F401
+import fxpass.inner
+import fxpass.transform  # noqa: F401
 
 INNER = {"fusedce.inner": "aot_eager"}
 

@@ -13,7 +13,7 @@ import expecttest
 import pytest
 import torch
 
-from fxpass import doctor, doctor_rules, rates, schedule
+from fxpass import devices, doctor, doctor_rules
 from fxpass.doctor_devices import VARIABLES, Accelerators, Cpu, Device
 from fxpass.doctor_probe import Lowering, Machine, Setting, Tools, probe_tools
 
@@ -232,14 +232,14 @@ def test_the_compiler_is_the_one_that_inductor_would_use() -> None:
 
 
 @pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 2), (7, 5), (8, 0), (12, 0)])
-def test_devices_without_kernels_are_those_of_the_schedule(
+def test_devices_without_kernels_are_those_of_the_lowerings(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schedule, "has_triton", lambda: True)
+    monkeypatch.setattr(devices, "has_triton", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     card = SimpleNamespace(name="a card", major=capability[0], minor=capability[1])
-    monkeypatch.setattr(rates, "properties_of", lambda device: card)
-    lowering, _ = schedule.lowering_for(torch.device("cuda:0"), torch.bfloat16)
+    monkeypatch.setattr(devices, "properties_of", lambda device: card)
+    lowering, _ = devices.lowering_for(torch.device("cuda:0"), torch.bfloat16)
     device = Device("cuda", 0, "a card", capability=capability)
     found = list(doctor_rules.old(Accelerators("cuda", devices=(device,)), CPU))
     assert bool(found) == (lowering == "aten")
