@@ -10,6 +10,10 @@ import torch
 from torch import Tensor
 
 
+# Elements that are widened at a time, while they are in the caches.
+_ADDED_AT_A_TIME = 1 << 18
+
+
 class Rows:
     """Rows of an operand in the dtype that they are multiplied in: themselves, or copies in one
     place. (New copies would leave holes of unlike sizes between them.)"""
@@ -27,13 +31,21 @@ class Rows:
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
     """``out = a @ b``, or ``out +=``; what is there is not read where nothing is added."""
-    if add:
-        # a sum of 16-bit products is wider than they are
-        out.addmm_(a, b) if out.dtype == a.dtype else out.add_(a @ b)
+    if add and out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif add:  # a sum of 16-bit products is wider than they are
+        _add(out, a @ b)
     elif out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     else:
         out.copy_(a @ b)
+
+
+def _add(out: Tensor, narrow: Tensor) -> None:
+    """``out += narrow``, some rows at a time: torch widens a whole operand before it adds it."""
+    rows = max(1, _ADDED_AT_A_TIME // max(1, out.shape[1]))
+    for some, more in zip(out.split(rows), narrow.split(rows), strict=True):
+        some.add_(more)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def default_dtype(device: str) -> str:
 
 def default_batch(device: str) -> int:
     """Sequences per step."""
-    return 4 if torch.device(device).type == "cpu" else 16
+    return 8 if torch.device(device).type == "cpu" else 16
 
 
 def run(options: Options) -> int:
