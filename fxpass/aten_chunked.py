@@ -8,9 +8,8 @@ block at a time that stays in the caches.
 
 What a row's softmax and its gradient have in common, 1 / sum(exp(z - m)) and the row's scale, is
 not multiplied into the ``[rows, V]`` of its gradient but into the ``[rows, D]`` beside it: into x
-before the product that is the weight's gradient, and into x's gradient after its product. Where
-16 bits hold the gradient, the former is multiplied in: most of a row's gradient is the target's
-p - 1, which 16 bits hold best near -1.
+before the product that is the weight's gradient, and into x's gradient after its product. bf16,
+which has f32's range, is rounded from f32 in any case, and both are multiplied in before.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ def run(
     """Losses and gradients, ``rows`` rows at a time, ``block`` of them between two products. Reads
     only, deterministic.
 
-    Gradients are in their operand's dtype where one chunk is all; those that several chunks, or
-    for x several tiles of ``classes``, are added up in are f32, and fp16's always (f64 for f64).
-    ``multiplied`` is the dtype of the products, by default the one that is fastest.
+    Gradients are in their operand's dtype; those of the weight that several chunks are added up in,
+    the bias's, and fp16's always are f32 (f64 for f64). ``multiplied`` is the dtype of the products,
+    by default the one that is fastest.
     """
     x, weight = inputs.x, inputs.weight
     dtype = compute_dtype(x.dtype)
@@ -53,20 +52,25 @@ def run(
     lse = torch.empty_like(loss) if spec.lse else None
     # no rows, no first chunk that writes them
     new = x.new_empty if n else x.new_zeros
-    final = gradient_dtype(x.dtype) if rows == n else dtype
-    shapes = {"x": (x.shape, dtype), "weight": (weight.shape, final), "bias": ((v,), dtype)}
+    own = gradient_dtype(x.dtype)
+    final = own if rows == n else dtype
+    shapes = {"x": (x.shape, own), "weight": (weight.shape, final), "bias": ((v,), dtype)}
     grads = {k: new(shapes[k][0], dtype=shapes[k][1]) for k in spec.gradients}
     whole = x.dtype == multiplied and ("weight" not in grads or final == multiplied)
     tiles = slices(0, v, v if whole else classes)
     chunks = _Chunks(inputs, rows, tiles, min(block, rows), multiplied)
     x_rows, weight_rows = Rows(x, rows, multiplied), chunks.weight
+    copied = x.dtype != multiplied
+    x_sums = None
+    if "x" in grads and own != multiplied:
+        x_sums = x.new_empty((rows, x.shape[1]), dtype=multiplied)
     target = aten.target_of(inputs, spec)
     for part in slices(0, n, rows):
         chunk = chunks.logits(part, x_rows[part])
         for few in chunks.blocks(part):
             some = chunks.block(few, part)
             loss[few], row_lse, factor[few] = _to_gradient(
-                inputs, spec, target, few, some, chunks.narrow
+                inputs, spec, target, few, some, scaled=chunks.narrow
             )
             if lse is not None:
                 lse[few] = row_lse
@@ -75,16 +79,20 @@ def run(
                 grads["bias"].addmv_(some.t(), factor[few], beta=float(few.start > 0))
             if grads:
                 chunks.keep(few, part, some)
-        each = factor[part].unsqueeze(1)
-        scaled = (x[part] * each).to(multiplied) if "weight" in grads else x[part]
+        each = None if chunks.narrow else factor[part].unsqueeze(1)
+        scaled = x_rows[part] if each is None else (x[part] * each).to(multiplied)
+        x_grad = grads.get("x", x)[part]
+        sums = x_grad if x_sums is None else x_sums[: x_grad.shape[0]]
+        if "x" in grads and not copied:
+            torch.mm(chunk, weight, out=sums)
         for place in tiles:
             g = chunks.multiplied(chunk[:, place])
-            if "x" in grads:
-                add_product(grads["x"][part], g, weight_rows[place], add=place.start > 0)
+            if "x" in grads and copied:
+                add_product(sums, g, weight_rows[place], add=place.start > 0)
             if "weight" in grads:
                 add_product(grads["weight"][place], g.t(), scaled, add=part.start > 0)
         if "x" in grads:
-            grads["x"][part].mul_(each)
+            x_grad.copy_(sums if each is None else sums.mul_(each))
     return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
 
 
@@ -158,10 +166,10 @@ class _Chunks:
 
 
 def _to_gradient(
-    inputs: Inputs, spec: Spec, target: Target, rows: slice, logits: Tensor, normalised: bool
+    inputs: Inputs, spec: Spec, target: Target, rows: slice, logits: Tensor, scaled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns ``logits`` ``[rows, V]`` into their gradient but for one factor a row, which holds the
-    sum of the exponentials unless they are ``normalised``.
+    """Turns ``logits`` ``[rows, V]`` into their gradient, but for one factor a row unless they are
+    to be ``scaled``.
 
     Returns:
         loss, lse and that factor, ``[rows]`` each.
@@ -174,15 +182,12 @@ def _to_gradient(
         return loss, lse, sums.total
     scale, share = aten.coefficients(inputs, target, sums.mass, rows)
     factor = share / sums.total
-    if inputs.lse_scale is None:
-        if normalised:
-            z.div_(sums.total.unsqueeze(1))
-            factor = share
-        # 0 for rows that do not count
-        target.subtract_from(z, torch.where(factor == 0, 0, scale / factor), rows, every)
-    else:  # the gradient of the lse may leave nothing of the softmax, but all of q
+    # the gradient of the lse may leave nothing of the softmax, but all of q
+    if scaled or inputs.lse_scale is not None:
         z.mul_(factor.unsqueeze(1))
         target.subtract_from(z, scale, rows, every)
         factor.fill_(1)
+    else:  # 0 for rows that do not count
+        target.subtract_from(z, torch.where(factor == 0, 0, scale / factor), rows, every)
     aten.to_logits(spec, z, logits)
     return loss, lse, factor

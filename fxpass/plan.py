@@ -202,7 +202,8 @@ def _aten_chunked(w: _Work, allowed: int) -> Plan:
     # a block in f32, if they are narrower, and what the loss needs beside it
     copies, vectors = w.temporaries + (not wide), w.vectors(allowed)
     block = min(w.n, max(1, min(CACHED, allowed // (4 * max(1, copies))) // (w.a * w.v)))
-    row = w.g * w.v + (w.a + 2 * w.m * (copied or not wide)) * w.d
+    # of x copies that are multiplied or scaled, and, unless it is rounded at once, its gradient
+    row = w.g * w.v + w.m * (copied + wide + (copied and not wide)) * w.d
     blocks = block * w.a * w.v * copies
     left = allowed - share - blocks - vectors
     rows = w.rows(left // row, row, LEAST_ROWS, ALIGNMENT["aten"])
