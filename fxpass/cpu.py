@@ -34,11 +34,11 @@ def decide(dtype: torch.dtype, cpu: Mapping[str, Any], limit: str) -> tuple[torc
     bf16 is multiplied as it is where AMX, AVX512-BF16 or ARM's instructions make that the
     faster way.
 
-    AVX512-BF16 alone does on AMD (Zen 4 and later: twice the rate of f32). Intel's processors
-    issue VDPBF16PS at no more than half the rate of f32's FMA (81 beside 150 GFLOP/s a core of a
-    Xeon without AMX, products of 1024 x 1024 x 8000), so an up-cast costs less there. fp16 is
-    always multiplied in f32: AVX512-FP16 gains nothing in oneDNN (146 GFLOP/s on that core), and
-    sums over many rows may leave fp16's range.
+    Products of bf16 beside f32, in GFLOP/s: 360 beside 135 on two cores of an AMD EPYC with
+    AVX512-BF16; 81 beside 150 on one core of an Intel Xeon that has it without AMX, where an
+    up-cast costs less. AMX and ARM are taken at their makers' word. fp16 is always multiplied in
+    f32: AVX512-FP16 gains nothing in oneDNN (146 GFLOP/s on that Xeon's core), and sums over many
+    rows may leave fp16's range.
     """
     if dtype in (torch.float32, torch.float64):
         return dtype, "its own"

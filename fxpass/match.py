@@ -32,6 +32,9 @@ from fxpass.walk import Walk, check_operands, walk
 
 log = logging.getLogger(__name__)
 
+# With fewer, the target, sums and gradients of a row are as long as its logits.
+LEAST_CLASSES = 256
+
 
 @dataclass(frozen=True)
 class Rejection:
@@ -175,13 +178,19 @@ def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:
         and any(value(n).requires_grad for n in way.operands if is_tensor(n)),
         changed=changed is not None,
     )
-    if match.logits_bytes < settings.min_logits_mb * 2**20:
-        raise NoMatch(
-            loss.node,
-            f"its logits take {match.logits_bytes / 2**20:.1f} MiB, fewer than "
-            f"FUSEDCE_MIN_LOGITS_MB={settings.min_logits_mb:g} (0 fuses all)",
-        )
+    if reason := _gains_nothing(match, settings.min_logits_mb):
+        raise NoMatch(loss.node, f"{reason} (FUSEDCE_MIN_LOGITS_MB=0 fuses all)")
     return match
+
+
+def _gains_nothing(match: Match, least: float) -> str | None:
+    """Why a loss costs more fused than it saves, unless ``least`` (MiB of logits) is 0."""
+    classes = hint(match.shape[1])
+    if match.logits_bytes < least * 2**20:
+        return f"its logits take {match.logits_bytes / 2**20:.1f} MiB, fewer than {least:g}"
+    if least and classes < LEAST_CLASSES:
+        return f"rows of {classes} logits are hardly longer than what is kept of each row"
+    return None
 
 
 def _rows(logits: torch.Tensor, dim: int) -> int | torch.SymInt:

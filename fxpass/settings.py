@@ -34,7 +34,7 @@ class Settings:
     gradient_filter: bool = False
     memory_mb: int = 0
     # below, nothing is saved that scratch does not take, and a call more costs time
-    min_logits_mb: float = 32.0
+    min_logits_mb: float = 64.0
     dump: str = ""
 
     @staticmethod
@@ -173,7 +173,7 @@ TABLE: dict[str, Setting] = {
         "FUSEDCE_MIN_LOGITS_MB",
         "a size in MiB, 0 to fuse all",
         _size,
-        "a loss with smaller logits is left alone",
+        "a loss with smaller logits, or unless 0 with few classes, is left alone",
     ),
     "dump": Setting(
         "FUSEDCE_DUMP",

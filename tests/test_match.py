@@ -421,5 +421,7 @@ def test_logits_too_small_to_matter():
     program = loss_of(last)
     torch.compile(program, backend=lambda gm, _: graphs.append(gm) or gm)(x, weight, labels)
     outcome = transform(graphs[0], Settings(min_logits_mb=1))
-    assert "FUSEDCE_MIN_LOGITS_MB=1" in outcome.rejections[0].reason
-    assert len(transform(graphs[0], Settings(min_logits_mb=1e-4)).matches) == 1
+    assert "MiB, fewer than 1 (FUSEDCE_MIN_LOGITS_MB=0" in outcome.rejections[0].reason
+    outcome = transform(graphs[0], Settings(min_logits_mb=1e-4))
+    assert "logits are hardly longer" in outcome.rejections[0].reason
+    assert len(transform(graphs[0], Settings(min_logits_mb=0)).matches) == 1
