@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.multiprocessing.spawn import start_processes
 
-import fxpass.inner  # as Inductor: once, before the ranks are forked
-import fxpass.transform  # noqa: F401
+import fxpass.rewrite.inner  # as Inductor: once, before the ranks are forked
+import fxpass.rewrite.transform  # noqa: F401
 from benchmarks import reference
 from benchmarks.case import FLOOR, Case
 from benchmarks.collectives import Call, counted

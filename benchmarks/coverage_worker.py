@@ -51,7 +51,7 @@ SCALE = 1e-3
 Row = dict[str, Any]
 # which source was run: rows that are put together may be from several
 STATE = hashlib.sha256(
-    b"".join(file.read_bytes() for file in sorted(Path(fxpass.__file__).parent.glob("*.py")))
+    b"".join(file.read_bytes() for file in sorted(Path(fxpass.__file__).parent.rglob("*.py")))
 ).hexdigest()[:8]
 Values = dict[str, Tensor]
 

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.parity_cases import PROGRAMS, Sizes
 from benchmarks.worker import serve
-from fxpass.memory import memory_of
+from fxpass.cli.memory import memory_of
 
 
 @dataclass(frozen=True)

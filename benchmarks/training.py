@@ -31,7 +31,7 @@ from benchmarks.process import Worker, WorkerError
 from benchmarks.table import MIB
 from benchmarks.training_worker import Job
 from benchmarks.worker import job as as_argument
-from fxpass.demo_report import TOLERANCE, max_difference
+from fxpass.cli.demo_report import TOLERANCE, max_difference
 
 WORKER = "benchmarks.training_worker"
 PROVIDERS = ("eager", "inductor", "fusedce")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.case import SEED
 from benchmarks.worker import serve
-from fxpass.memory import memory_of
+from fxpass.cli.memory import memory_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks import reference
 from benchmarks.case import CHECKED_ROWS, FLOOR, Case
 from benchmarks.providers import BARE, PROVIDERS, Loss
-from fxpass.memory import memory_of
+from fxpass.cli.memory import memory_of
 
 __all__ = ["FLOOR", "Case", "Session", "errors", "job", "run_step", "serve"]
 

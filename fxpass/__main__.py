@@ -137,7 +137,7 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from fxpass import demo
+    from fxpass.cli import demo
 
     _check_settings()
     device = demo.default_device() if options.device is None else options.device
@@ -159,7 +159,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from fxpass import doctor
+    from fxpass.cli import doctor
 
     return doctor.run()
 

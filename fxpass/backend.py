@@ -17,7 +17,11 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from fxpass.dynamo import describe_encoder_layers, register_in_any_thread, trace_through_log_once
+from fxpass.rewrite.dynamo import (
+    describe_encoder_layers,
+    register_in_any_thread,
+    trace_through_log_once,
+)
 from fxpass.settings import PREFIX, Settings
 
 log = logging.getLogger(__name__)
@@ -43,8 +47,8 @@ def fusedce(
         ValueError: a setting that does not exist or a value that is not allowed.
         MixedDtypeError: with ``fusedce.mixed_dtypes=error``, a mismatch outside autocast.
     """
-    from fxpass.inner import compile_inner
-    from fxpass.transform import transform
+    from fxpass.rewrite.inner import compile_inner
+    from fxpass.rewrite.transform import transform
 
     settings = Settings.read(options)
     rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}

@@ -20,12 +20,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-from fxpass import expression, vocab_parallel
-from fxpass.choice import choose
-from fxpass.placements import is_dtensor, placements_of
+from fxpass.graph.placements import is_dtensor, placements_of
+from fxpass.match.sharding import compiled_for_all_ranks
+from fxpass.op import vocab_parallel
+from fxpass.plan.choice import choose
 from fxpass.settings import Settings
-from fxpass.sharding import compiled_for_all_ranks
-from fxpass.spec import Spec
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from fxpass.aot import trace
-from fxpass.casts import Cast, cast_lines, note
-from fxpass.dynamo import describe_encoder_layers, trace_through_log_once
-from fxpass.graphtext import graph_text
-from fxpass.match import Match, Rejection
+from fxpass.casts.aot import trace
+from fxpass.casts.casts import Cast, cast_lines, note
+from fxpass.graph.source import source_of
+from fxpass.graph.text import graph_text
+from fxpass.kernels.source import Kernel
+from fxpass.match.match import Match, Rejection
+from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
+from fxpass.rewrite.transform import transform
 from fxpass.settings import Settings
-from fxpass.source import source_of
-from fxpass.transform import transform
-from fxpass.triton_source import Kernel
 
 
 @dataclass(frozen=True)

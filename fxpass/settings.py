@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fxpass.spec import STRATEGIES
+from fxpass.spec.spec import STRATEGIES
 
 PREFIX = "fusedce."
 

@@ -31,7 +31,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 from torch._dynamo.utils import counters
 
-from fxpass import casts, choice, devices, plan
+from fxpass.casts import casts
+from fxpass.plan import choice, devices, plan
 
 for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
     del os.environ[variable]  # a setting of the caller's shell must not decide what is tested

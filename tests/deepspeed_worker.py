@@ -32,8 +32,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.multiprocessing.spawn import start_processes
 
-import fxpass.inner  # as Inductor: once, before the ranks are forked
-import fxpass.transform  # noqa: F401
+import fxpass.rewrite.inner  # as Inductor: once, before the ranks are forked
+import fxpass.rewrite.transform  # noqa: F401
 
 STEPS, LENGTH, RATE = 6, 12, 1.0
 SECONDS = 360  # a rank that is not done by then says where it is, and ends; it takes 30 if alone

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass import deferred
-from fxpass.deferred import DeferredLogits, Recipe
+from fxpass.deferred import tensor as deferred
+from fxpass.deferred.tensor import DeferredLogits, Recipe
 
 B, S, D, V = 2, 5, 8, 16
 

@@ -11,7 +11,7 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fxpass.memory import memory_of
+from fxpass.cli.memory import memory_of
 
 VOCABULARY, ROWS, HIDDEN = 64000, 2048, 128
 

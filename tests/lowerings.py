@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from numerics import assert_close
 
-from fxpass import expression, triton_chunked
-from fxpass.aten import Inputs
+from fxpass.aten.common import Inputs
+from fxpass.kernels import chunked as triton_chunked
+from fxpass.spec import expression
 
 GRADIENTS = ("x", "weight", "bias")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

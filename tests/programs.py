@@ -9,7 +9,7 @@ import torch
 from numerics import assert_close, loss_and_gradients
 
 import fxpass
-from fxpass.match import Match
+from fxpass.match.match import Match
 
 B, S, D, V = 2, 4, 6, 10
 

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-import fxpass.inner  # once, before the ranks are forked
-import fxpass.transform  # noqa: F401
+import fxpass.rewrite.inner  # once, before the ranks are forked
+import fxpass.rewrite.transform  # noqa: F401
 
 SECONDS = 400  # far more than any of them takes, unless the machine has other work
 

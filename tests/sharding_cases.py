@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fxpass.sharding import one_rank_settings
+from fxpass.match.sharding import one_rank_settings
 
 B, S, D = 2, 6, 8  # a sequence has to be as long on 2 ranks as on 3
 

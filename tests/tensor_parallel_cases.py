@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
-import fxpass.inner
-import fxpass.transform  # noqa: F401
+import fxpass.rewrite.inner
+import fxpass.rewrite.transform  # noqa: F401
 
 INNER = {"fusedce.inner": "aot_eager"}
 

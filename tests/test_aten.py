@@ -12,11 +12,15 @@ import torch.nn.functional as F
 from numerics import assert_close, loss_and_gradients
 from torch import Tensor
 
-from fxpass import aten, aten_chunked, aten_tiled, expression, ignored
-from fxpass import plan as plans
-from fxpass.lowering import lower
-from fxpass.operator import linear_cross_entropy
-from fxpass.spec import Spec
+from fxpass.aten import chunked as aten_chunked
+from fxpass.aten import common as aten
+from fxpass.aten import tiled as aten_tiled
+from fxpass.op import ignored
+from fxpass.op.lowering import lower
+from fxpass.op.operator import linear_cross_entropy
+from fxpass.plan import plan as plans
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 STRATEGY = "chunked"
 SOFTCAP = expression.parse("30*tanh(z/30)")

@@ -1,6 +1,6 @@
 """16-bit operands in ATen: multiplied as they are or in f32, in every way that losses are run.
 
-Which of the two a CPU takes is :mod:`fxpass.cpu`'s decision; here both are held to eager's own
+Which of the two a CPU takes is :mod:`fxpass.plan.cpu`'s decision; here both are held to eager's own
 error, wherever the tests run.
 """
 
@@ -13,8 +13,12 @@ import torch
 from lowerings import GRADIENTS, TRANSFORMS, autograd, problem
 from numerics import assert_close
 
-from fxpass import aten_chunked, aten_in_place, aten_tiled, cpu, expression
-from fxpass.spec import Spec
+from fxpass.aten import chunked as aten_chunked
+from fxpass.aten import in_place as aten_in_place
+from fxpass.aten import tiled as aten_tiled
+from fxpass.plan import cpu
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 

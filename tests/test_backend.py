@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fxpass
-from fxpass.inner import compile_inner
+from fxpass.rewrite.inner import compile_inner
 
 V = 50
 
@@ -387,7 +387,7 @@ def test_a_failure_of_the_rewrite_leaves_the_program_as_it_was(monkeypatch, capl
     def fail(matches):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("fxpass.transform.erase", fail)
+    monkeypatch.setattr("fxpass.rewrite.transform.erase", fail)
     x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(10, 6, requires_grad=True)
     labels = torch.randint(10, (4,))
 

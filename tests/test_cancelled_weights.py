@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpass.operator import linear_cross_entropy
-from fxpass.spec import Spec
+from fxpass.op.operator import linear_cross_entropy
+from fxpass.spec.spec import Spec
 
 N, D, V = 6, 8, 11
 

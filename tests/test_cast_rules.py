@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from fxpass.cast_rules import RULES, rule_of
+from fxpass.casts.rules import RULES, rule_of
 
 aten = torch.ops.aten
 F32, BF16 = torch.float32, torch.bfloat16

@@ -12,10 +12,10 @@ from numerics import assert_close, error
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
-from fxpass.casts import Cast, cast, cast_lines, cast_region
-from fxpass.dtypes import MixedDtypeError
-from fxpass.region import Region
+from fxpass.casts.casts import Cast, cast, cast_lines, cast_region
+from fxpass.graph.region import Region
 from fxpass.report import explain
+from fxpass.spec.dtypes import MixedDtypeError
 
 # ---------------------------------------------------------------- one cast
 
@@ -126,7 +126,7 @@ def test_counted_each_time_and_logged_once(caplog):
         torch._dynamo.reset()
         compiled(mixed)(*args)
         assert torch._dynamo.utils.counters["fusedce"]["casts"] == times
-    (line,) = [r.getMessage() for r in caplog.records if r.name == "fxpass.casts"]
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "fxpass.casts.casts"]
     assert line.startswith("cast: %l_w_ float32 -> bfloat16: ")
     assert "test_casts.py" in line
 

@@ -13,8 +13,8 @@ from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.fx import GraphModule
 
-from fxpass.aot import casting
-from fxpass.casts import cast_aot_graph
+from fxpass.casts.aot import casting
+from fxpass.casts.casts import cast_aot_graph
 from fxpass.report import explain
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from mixed_dtypes import BF16, F16, F32, SAID, captured, compiled, tensor
 from torch.fx import Graph, GraphModule
 
-from fxpass.casts import cast_region
-from fxpass.region import Region
+from fxpass.casts.casts import cast_region
+from fxpass.graph.region import Region
 
 # ---------------------------------------------------------------- every operation that arrives
 

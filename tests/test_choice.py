@@ -10,10 +10,10 @@ import torch
 from planned import BF16, BOTH, CPU, CUDA, F32, F64
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fxpass.choice import choose
-from fxpass.devices import multiplied_in
-from fxpass.plan import MIB
-from fxpass.spec import Spec
+from fxpass.plan.choice import choose
+from fxpass.plan.devices import multiplied_in
+from fxpass.plan.plan import MIB
+from fxpass.spec.spec import Spec
 
 F16 = torch.float16
 # of the README's and the shapes, and two more

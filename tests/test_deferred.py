@@ -16,8 +16,9 @@ from deferred_pairs import B, D, S, V, check, exact, pair, recipe_of, same
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fxpass import deferred, deferred_values
-from fxpass.deferred import DeferredLogits
+from fxpass.deferred import tensor as deferred
+from fxpass.deferred import values as deferred_values
+from fxpass.deferred.tensor import DeferredLogits
 
 # ---- laziness ------------------------------------------------------------------------------------
 

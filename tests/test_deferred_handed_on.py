@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from fxpass import deferred
+from fxpass.deferred import tensor as deferred
 
 # ---- lifetime ------------------------------------------------------------------------------------
 

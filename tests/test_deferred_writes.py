@@ -9,9 +9,10 @@ from allocations import Allocations
 from deferred_pairs import B, D, S, V, check, head, pair, recipe_of, same
 from torch import Tensor
 
-from fxpass import deferred, deferred_values
-from fxpass.deferred import DeferredLogits, StaleLogitsError
-from fxpass.deferred_inputs import PER_CORE, fingerprint
+from fxpass.deferred import tensor as deferred
+from fxpass.deferred import values as deferred_values
+from fxpass.deferred.inputs import PER_CORE, fingerprint
+from fxpass.deferred.tensor import DeferredLogits, StaleLogitsError
 
 # ---- writes --------------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxpass import demo, demo_report, demo_worker
-from fxpass.demo_data import Corpus, read_corpus
-from fxpass.demo_worker import Job, Result
+from fxpass.cli import demo, demo_report, demo_worker
+from fxpass.cli.demo_data import Corpus, read_corpus
+from fxpass.cli.demo_worker import Job, Result
 
 MIB = 2**20
 

@@ -20,11 +20,14 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpass import checks, lowering, operator, plan, triton_chunked, triton_tiled
-from fxpass.aten import Inputs
+from fxpass.aten.common import Inputs
+from fxpass.kernels import chunked as triton_chunked
+from fxpass.kernels import tiled as triton_tiled
+from fxpass.op import checks, lowering, operator
+from fxpass.plan import plan
+from fxpass.rewrite.transform import Outcome, transform
 from fxpass.settings import Settings
-from fxpass.spec import Spec
-from fxpass.transform import Outcome, transform
+from fxpass.spec.spec import Spec
 
 N, D, V = 24, 16, 50
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -78,7 +81,7 @@ def outcome_of(program, devices, monkeypatch) -> Outcome:
 
     (Without gradients: autograd knows no GPU where torch was built without.)
     """
-    monkeypatch.setattr("fxpass.devices.properties_of", lambda device: None)
+    monkeypatch.setattr("fxpass.plan.devices.properties_of", lambda device: None)
     x_device, weight_device = devices
     with FakeTensorMode():
         x, weight = torch.randn(N, D, device=x_device), torch.randn(V, D, device=weight_device)
@@ -205,7 +208,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr("fxpass.devices.properties_of", properties)
+    monkeypatch.setattr("fxpass.plan.devices.properties_of", properties)
     monkeypatch.setattr(triton_chunked, "_mixed_gemm", lambda x: False)  # not on CPUs
     return Driver(monkeypatch)
 
@@ -248,12 +251,12 @@ def test_it_is_the_stream_of_the_tensors_that_may_be_recorded(driver, monkeypatc
 def test_the_lowering_is_that_of_the_device(monkeypatch):
     """An old GPU beside a new one: each does what it can."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("fxpass.devices.has_triton", lambda: True)
+    monkeypatch.setattr("fxpass.plan.devices.has_triton", lambda: True)
     cards = {
         FIRST: SimpleNamespace(name="GPU 0", major=7, minor=0),
         SECOND: SimpleNamespace(name="GPU 1", major=9, minor=0),
     }
-    monkeypatch.setattr("fxpass.devices.properties_of", cards.get)
+    monkeypatch.setattr("fxpass.plan.devices.properties_of", cards.get)
     sizes = N, D, V, BF16
     assert plan.plan(*sizes, FIRST, Spec()).lowering == "aten"
     assert plan.plan(*sizes, SECOND, Spec()).lowering == "triton"

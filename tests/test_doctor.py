@@ -13,9 +13,10 @@ import expecttest
 import pytest
 import torch
 
-from fxpass import devices, doctor, doctor_rules
-from fxpass.doctor_devices import VARIABLES, Accelerators, Cpu, Device
-from fxpass.doctor_probe import Lowering, Machine, Setting, Tools, probe_tools
+from fxpass.cli import doctor, doctor_rules
+from fxpass.cli.doctor_devices import VARIABLES, Accelerators, Cpu, Device
+from fxpass.cli.doctor_probe import Lowering, Machine, Setting, Tools, probe_tools
+from fxpass.plan import devices
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fxpass.doctor_capability import RANKS, compared, has_code, native, native_cpu, stronger
-from fxpass.doctor_devices import Cpu, Device
+from fxpass.cli.doctor_capability import RANKS, compared, has_code, native, native_cpu, stronger
+from fxpass.cli.doctor_devices import Cpu, Device
 
 GIB = 2**30
 

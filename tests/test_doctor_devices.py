@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxpass import doctor_devices
-from fxpass.doctor_devices import VARIABLES, Accelerators, Device, read_accelerators, read_cpu
+from fxpass.cli import doctor_devices
+from fxpass.cli.doctor_devices import VARIABLES, Accelerators, Device, read_accelerators, read_cpu
 
 GIB = 2**30
 UUID_T4 = "11111111-2222-3333-4444-555555555555"

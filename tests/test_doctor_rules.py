@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fxpass import doctor_rules as rules
-from fxpass.doctor_devices import Accelerators, Cpu, Device
-from fxpass.doctor_rules import DEVICE_RULES
+from fxpass.cli import doctor_rules as rules
+from fxpass.cli.doctor_devices import Accelerators, Cpu, Device
+from fxpass.cli.doctor_rules import DEVICE_RULES
 
 GIB = 2**30
 CPU = Cpu("a processor", "AVX2", bf16="", fp16="")

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpass import dump
+from fxpass.kernels.source import Kernel
 from fxpass.report import explain
-from fxpass.triton_source import Kernel
+from fxpass.rewrite import dump
 
 INPUTS = (torch.ones(4, 8), torch.ones(10, 8, requires_grad=True), torch.zeros(4).long())
 

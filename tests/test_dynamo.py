@@ -18,8 +18,8 @@ import torch._dynamo.config as config
 import torch.nn.functional as F
 
 from fxpass import backend
-from fxpass.dynamo import trace_through_log_once
 from fxpass.report import explain
+from fxpass.rewrite.dynamo import trace_through_log_once
 
 NAME = next(n for n in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(config, n))
 INPUTS = (torch.ones(4, 8), torch.ones(10, 8, requires_grad=True), torch.zeros(4).long())
@@ -181,7 +181,7 @@ for _ in range(int(sys.argv[1])):
         thread.join()
 assert not raised, (len(raised), raised[0])
 assert "fusedce" in torch._dynamo.list_backends()
-assert not {"fxpass.transform", "fxpass.operator", "fxpass.inner"} & set(sys.modules)
+assert not {"fxpass.rewrite.transform", "fxpass.op.operator", "fxpass.rewrite.inner"} & set(sys.modules)
 print(len(found))
 """
 

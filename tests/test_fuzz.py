@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fxpass import plan
+from fxpass.plan import plan
 from tests.fuzz.campaign import KINDS, campaign, draw
 from tests.fuzz.case import Statement
 from tests.fuzz.minimise import minimise

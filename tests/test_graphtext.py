@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from fxpass.graphtext import graph_text
+from fxpass.graph.text import graph_text
 
 
 def captured(fn, *args) -> str:

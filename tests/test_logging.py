@@ -91,7 +91,7 @@ def test_the_lines_are_one_info_record_each(caplog):
     caplog.set_level(logging.INFO, logger="fxpass")
     torch.compile(mixture, backend="fusedce", options=OPTIONS)(*INPUTS)
     records = [r for r in caplog.records if r.name.startswith("fxpass")]
-    names = ["fxpass.transform"] * 2 + ["fxpass.casts"]
+    names = ["fxpass.rewrite.transform"] * 2 + ["fxpass.casts.casts"]
     assert [(r.levelname, r.name) for r in records] == [("INFO", name) for name in names]
     kinds = [r.getMessage().split(":")[0] for r in records]
     assert kinds == ["fused", "not fused", "cast"]

@@ -11,9 +11,9 @@ from programs import B, D, S, V, check, inputs, last, match_of, reason_of
 from torch import nn
 
 import fxpass
-from fxpass.expression import text
+from fxpass.rewrite.transform import transform
 from fxpass.settings import Settings
-from fxpass.transform import transform
+from fxpass.spec.expression import text
 
 # what stands between linear and loss -> the logits that enter the loss, as an expression
 CHAINS = {

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from programs import B, D, S, V, check, inputs, last, match_of, reason_of
 
-from fxpass.movements import MOVEMENTS
+from fxpass.match.movements import MOVEMENTS
 
 ROWS = torch.tensor([3, 0, 5])
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpass import ignored, operator
-from fxpass.operator import linear_cross_entropy, linear_cross_entropy_backward
-from fxpass.spec import ELSEWHERE, IGNORED, REVISION, Spec
+from fxpass.op import ignored, operator
+from fxpass.op.operator import linear_cross_entropy, linear_cross_entropy_backward
+from fxpass.spec.spec import ELSEWHERE, IGNORED, REVISION, Spec
 
 pytestmark = [
     pytest.mark.usefixtures("lowering"),

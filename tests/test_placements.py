@@ -7,9 +7,9 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.fx import Graph, GraphModule
 
-from fxpass.graphtext import graph_text
-from fxpass.placements import PLACEMENTS, Placing, is_dtensor, options_of, placement_name
-from fxpass.rules import NoMatch
+from fxpass.graph.nodes import NoMatch
+from fxpass.graph.placements import PLACEMENTS, Placing, is_dtensor, options_of, placement_name
+from fxpass.graph.text import graph_text
 
 
 def test_spellings():

@@ -9,11 +9,12 @@ import pytest
 import torch
 from planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
 
-from fxpass import devices, expression
-from fxpass import plan as plans
-from fxpass.devices import lowering_for
-from fxpass.plan import BLOCK, CPU_BUDGET, GPU_BUDGET, MIB, budget, plan
-from fxpass.spec import Spec
+from fxpass.plan import devices
+from fxpass.plan import plan as plans
+from fxpass.plan.devices import lowering_for
+from fxpass.plan.plan import BLOCK, CPU_BUDGET, GPU_BUDGET, MIB, budget, plan
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 F16 = torch.float16
 SOFTCAP = expression.parse("30*tanh(z/30)")

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from numerics import assert_close
 
-from fxpass.expression import Z, derivative, evaluate, exact, parse, text
-from fxpass.pointwise import IN_PLACE, POINTWISE, REQUIRED
+from fxpass.match.pointwise import IN_PLACE, POINTWISE, REQUIRED
+from fxpass.spec.expression import Z, derivative, evaluate, exact, parse, text
 
 # Arguments after the logits of the rows that need some, or have several cases; by name.
 NUMBER = [((2.5,), {})]

@@ -9,7 +9,7 @@ from programs import V, inputs, last, reason_of
 from torch.utils.checkpoint import checkpoint
 
 import fxpass
-from fxpass.deferred import DeferredLogits
+from fxpass.deferred.tensor import DeferredLogits
 
 
 def loss_of(z, labels):

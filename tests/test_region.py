@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fxpass.region import regions, return_once
+from fxpass.graph.region import regions, return_once
 
 
 def captured(fn, *args):

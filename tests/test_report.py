@@ -321,7 +321,7 @@ def test_a_filter_without_tiled_kernels_is_named(monkeypatch):
 def test_a_filter_takes_tiled_kernels(monkeypatch):
     """On a GPU, which is stood in for by the answer to which lowering there is."""
     monkeypatch.setenv("FUSEDCE_GRADIENT_FILTER", "1")
-    monkeypatch.setattr("fxpass.match.lowering_for", lambda *_: ("triton", "for the test"))
+    monkeypatch.setattr("fxpass.match.match.lowering_for", lambda *_: ("triton", "for the test"))
     x, w, t = inputs()
     (match,) = explain(lambda x, w, t: F.cross_entropy(F.linear(x, w), t), x, w, t).matches
     assert match.spec.text().endswith("gradients=weight strategy=tiled gradient_filter=true")

@@ -126,8 +126,8 @@ return (%to,)""",
 
 def test_new_nodes_carry_the_users_line():
     graphs = []
+    from fxpass.rewrite.transform import transform
     from fxpass.settings import Settings
-    from fxpass.transform import transform
 
     with torch.autocast("cpu", torch.bfloat16):
         torch.compile(shifted, backend=lambda gm, _: graphs.append(gm) or gm)(*inputs())

@@ -8,11 +8,12 @@ import pytest
 import torch
 from allocations import Allocations
 
-from fxpass import aten_tiled, expression
-from fxpass.aten import Inputs
-from fxpass.lowering import lower
-from fxpass.plan import MIB, plan
-from fxpass.spec import Spec
+from fxpass.aten import tiled as aten_tiled
+from fxpass.aten.common import Inputs
+from fxpass.op.lowering import lower
+from fxpass.plan.plan import MIB, plan
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 N, D, V = 130, 24, 6011
 CPU = torch.device("cpu")

@@ -10,16 +10,14 @@ import torch
 from lowerings import DTYPES, GRADIENTS, autograd, problem
 from numerics import assert_close
 
-from fxpass import (
-    aten_chunked,
-    aten_tiled,
-    expression,
-    triton_chunked,
-    triton_tile_config,
-    triton_tiled,
-)
-from fxpass.spec import ELSEWHERE, IGNORED, Spec
-from fxpass.triton_tile_config import Config
+from fxpass.aten import chunked as aten_chunked
+from fxpass.aten import tiled as aten_tiled
+from fxpass.kernels import chunked as triton_chunked
+from fxpass.kernels import tile_config as triton_tile_config
+from fxpass.kernels import tiled as triton_tiled
+from fxpass.kernels.tile_config import Config
+from fxpass.spec import expression
+from fxpass.spec.spec import ELSEWHERE, IGNORED, Spec
 
 N, V, ALL = 7, 21, 50
 AWAY, LEFT_OUT = [1, 5], [3]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from fxpass.source import source_line
+from fxpass.graph.source import source_line
 
 
 def node(trace: str | None) -> Node:

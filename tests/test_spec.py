@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from fxpass import expression
-from fxpass.spec import REVISION, STRATEGIES, Spec
+from fxpass.spec import expression
+from fxpass.spec.spec import REVISION, STRATEGIES, Spec
 
 # for every field, values that are not its default
 OTHER_VALUES = {

@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from fxpass.linears import LINEARS
-from fxpass.links import STACKS
-from fxpass.losses import LOG_SOFTMAXES, LOSSES
-from fxpass.movements import MOVEMENTS
-from fxpass.pointwise import IN_PLACE, POINTWISE
-from fxpass.rules import CASTS
+from fxpass.graph.nodes import CASTS
+from fxpass.match.linears import LINEARS
+from fxpass.match.links import STACKS
+from fxpass.match.losses import LOG_SOFTMAXES, LOSSES
+from fxpass.match.movements import MOVEMENTS
+from fxpass.match.pointwise import IN_PLACE, POINTWISE
 from tests.fuzz.case import Case, Statement
 from tests.fuzz.minimise import minimise
 from tests.fuzz.oracle import judge

@@ -1,4 +1,4 @@
-"""The Triton lowering against float64 autograd and against its oracle, fxpass.aten.
+"""The Triton lowering against float64 autograd and against its oracle, fxpass.aten.common.
 
 Runs on the GPU where there is one, else in Triton's interpreter.
 """
@@ -11,9 +11,13 @@ import torch
 import torch.nn.functional as F
 from lowerings import DTYPES, GRADIENTS, TRANSFORMS, check, problem
 
-from fxpass import aten_chunked, expression, triton_chunked, triton_expression, triton_source
-from fxpass.aten import Inputs
-from fxpass.spec import Spec
+from fxpass.aten import chunked as aten_chunked
+from fxpass.aten.common import Inputs
+from fxpass.kernels import chunked as triton_chunked
+from fxpass.kernels import expression as triton_expression
+from fxpass.kernels import source as triton_source
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 
 @pytest.fixture

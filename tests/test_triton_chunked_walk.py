@@ -13,9 +13,11 @@ from numerics import assert_close
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fxpass import triton_chunked, triton_source, tuning
-from fxpass.aten import Inputs
-from fxpass.spec import Spec
+from fxpass.aten.common import Inputs
+from fxpass.kernels import chunked as triton_chunked
+from fxpass.kernels import source as triton_source
+from fxpass.kernels import tuning
+from fxpass.spec.spec import Spec
 
 FAR = 1 << 24  # elements from row to row: row 128 starts at element 2**31
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from compiled import TARGETS, Resources, Unit, _read, _write, compare, resources
 
-from fxpass import triton_chunked
-from fxpass.spec import Spec
-from fxpass.triton_source import generate
+from fxpass.kernels import chunked as triton_chunked
+from fxpass.kernels.source import generate
+from fxpass.spec.spec import Spec
 
 GOLDEN = Path(__file__).parent / "compiled_rows.md"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

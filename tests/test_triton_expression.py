@@ -16,10 +16,12 @@ import torch
 from numerics import assert_close
 from test_pointwise import CALLS, CHAINS, POINTS, chain_of, expression_of, run, with_slope
 
-from fxpass import functions, triton_expression, triton_functions
-from fxpass.expression import derivative, evaluate, parse, text
-from fxpass.triton_chunked import load
-from fxpass.triton_source import Kernel
+from fxpass.kernels import expression as triton_expression
+from fxpass.kernels import functions as triton_functions
+from fxpass.kernels.chunked import load
+from fxpass.kernels.source import Kernel
+from fxpass.spec import functions
+from fxpass.spec.expression import derivative, evaluate, parse, text
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 
@@ -224,8 +226,8 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from fxpass.triton_chunked import load
-from fxpass.triton_source import Kernel
+from fxpass.kernels.chunked import load
+from fxpass.kernels.source import Kernel
 
 function = load(Kernel("apply", sys.stdin.read()))
 signature = dict(x="*fp32", value="*fp32", slope="*fp32", N="i32", BLOCK="constexpr")

@@ -12,9 +12,11 @@ import pytest
 import sympy
 from expecttest import assert_expected_inline
 
-from fxpass import expression, triton_expression, triton_source
-from fxpass.spec import Spec
-from fxpass.triton_source import generate, gradient_factor, kernels_of
+from fxpass.kernels import expression as triton_expression
+from fxpass.kernels import source as triton_source
+from fxpass.kernels.source import generate, gradient_factor, kernels_of
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 GRADIENTS = ("x", "weight", "bias")
 SOFTCAP = expression.parse("30*tanh(z/30)")
@@ -233,7 +235,7 @@ def test_name_ignores_what_the_kernel_does_not_see():
 def test_text_is_the_same_in_every_process_and_needs_no_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from fxpass.spec import Spec; from fxpass.triton_source import kernels_of\n"
+        "from fxpass.spec.spec import Spec; from fxpass.kernels.source import kernels_of\n"
         f"for kernel in kernels_of(Spec.parse({EVERYTHING.text()!r}), weighted=True):\n"
         "    print(kernel.source)"
     )

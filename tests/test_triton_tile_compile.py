@@ -10,10 +10,12 @@ import pytest
 import torch
 from compiled import TARGETS, Unit, compare, resources
 
-from fxpass import expression, triton_tile_filter, triton_tile_source
-from fxpass.spec import Spec
-from fxpass.triton_tile_body import Gemm
-from fxpass.triton_tile_config import configs_for, has_descriptors, specializes_warps
+from fxpass.kernels import tile_filter as triton_tile_filter
+from fxpass.kernels import tile_source as triton_tile_source
+from fxpass.kernels.tile_body import Gemm
+from fxpass.kernels.tile_config import configs_for, has_descriptors, specializes_warps
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TABLE = Path(__file__).with_name("compiled_tiles.md")

@@ -13,8 +13,8 @@ from lowerings import DTYPES, GRADIENTS, autograd, problem
 from numerics import FLOOR
 from tiled_runs import both, check, small_blocks
 
-from fxpass import triton_tile_filter
-from fxpass.spec import Spec
+from fxpass.kernels import tile_filter as triton_tile_filter
+from fxpass.spec.spec import Spec
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fxpass import expression, triton_tile_config
-from fxpass.spec import Spec
-from fxpass.triton_tile_body import Gemm
-from fxpass.triton_tile_config import Config, configs_for, per_split
-from fxpass.triton_tile_filter import product, resolution
-from fxpass.triton_tile_source import backward, forward, mass, merge
+from fxpass.kernels import tile_config as triton_tile_config
+from fxpass.kernels.tile_body import Gemm
+from fxpass.kernels.tile_config import Config, configs_for, per_split
+from fxpass.kernels.tile_filter import product, resolution
+from fxpass.kernels.tile_source import backward, forward, mass, merge
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 SOFTCAP = expression.parse("30*tanh(z/30)")
 SMOOTH = Spec(label_smoothing=0.1, logits=SOFTCAP)
@@ -292,9 +293,9 @@ def test_text_is_the_same_in_every_process_and_needs_no_triton():
     spec = dataclasses.replace(SMOOTH, reduction="none")
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from fxpass.spec import Spec; from fxpass.triton_tile_body import Gemm\n"
-        "from fxpass.triton_tile_source import *\n"
-        "from fxpass.triton_tile_filter import product\n"
+        "from fxpass.spec.spec import Spec; from fxpass.kernels.tile_body import Gemm\n"
+        "from fxpass.kernels.tile_source import *\n"
+        "from fxpass.kernels.tile_filter import product\n"
         f"spec = Spec.parse({spec.text()!r})\n"
         "for kernel in (forward(spec, True, Gemm()), merge(spec, True), product(True, True, ''),\n"
         "               backward(spec, True, True, True, Gemm(), True)):\n"

@@ -15,9 +15,12 @@ from lowerings import DTYPES, GRADIENTS, TRANSFORMS, autograd, problem
 from numerics import FLOOR, error
 from tiled_runs import both, check, small_blocks
 
-from fxpass import aten_chunked, expression, triton_tile_config, triton_tiled
-from fxpass.aten import Inputs
-from fxpass.spec import Spec
+from fxpass.aten import chunked as aten_chunked
+from fxpass.aten.common import Inputs
+from fxpass.kernels import tile_config as triton_tile_config
+from fxpass.kernels import tiled as triton_tiled
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from lowerings import DTYPES, GRADIENTS, check, problem
 
-from fxpass import triton_chunked
-from fxpass.spec import Spec
+from fxpass.kernels import chunked as triton_chunked
+from fxpass.spec.spec import Spec
 
 
 def test_fp16_keeps_small_probabilities(device):

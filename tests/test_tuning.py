@@ -11,7 +11,7 @@ import threading
 import pytest
 import torch
 
-from fxpass import tuning
+from fxpass.kernels import tuning
 
 CPU = torch.device("cpu")
 CANDIDATES = ({"BLOCK_V": 64, "num_warps": 4}, {"BLOCK_V": 32, "num_warps": 2}, {"BLOCK_V": 16})
@@ -72,7 +72,7 @@ def test_another_process_times_nothing():
     """Nor does it launch anything: its clock and its launch would raise."""
     assert best(Clock(TIMES)) is CANDIDATES[1]
     code = (
-        "import torch; from fxpass import tuning\n"
+        "import torch; from fxpass.kernels import tuning\n"
         f"arguments = 'k', torch.device('cpu'), torch.float32, (5, 100), {CANDIDATES}\n"
         "print(tuning.best(*arguments, launch=None, clock=lambda launch: 1 / 0))\n"
     )

@@ -10,7 +10,7 @@ from lowerings import TRANSFORMS
 from numerics import assert_close
 from vocab_parallel_cases import CASES, GRADIENTS, N, weights
 
-from fxpass import expression
+from fxpass.spec import expression
 
 
 def whole(case, dtype):

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from programs import B, D, S, V, check, inputs, last, match_of, reason_of, report_of
 
-from fxpass.expression import text
-from fxpass.steps import Affine, Bias, Scale
+from fxpass.match.steps import Affine, Bias, Scale
+from fxpass.spec.expression import text
 
 # z [B, S, V], a vector [V], one number as a tensor, a number per row [B, S, 1] -> logits
 ACCEPTED = {

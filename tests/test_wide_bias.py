@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from numerics import assert_close
 
-from fxpass import expression
-from fxpass.operator import linear_cross_entropy
-from fxpass.spec import Spec
+from fxpass.op.operator import linear_cross_entropy
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
 
 N, D, V = 9, 8, 35
 ALL = ("x", "weight", "bias")

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, map_arg
 
-from fxpass.calls import written
+from fxpass.graph.calls import written
 
 # What changes the process, or asks for much more than a tensor.
 LEFT_OUT = {

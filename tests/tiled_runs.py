@@ -10,8 +10,10 @@ import torch
 from lowerings import GRADIENTS, autograd
 from numerics import assert_close
 
-from fxpass import aten, triton_tile_config, triton_tiled
-from fxpass.triton_tile_config import Config
+from fxpass.aten import common as aten
+from fxpass.kernels import tile_config as triton_tile_config
+from fxpass.kernels import tiled as triton_tiled
+from fxpass.kernels.tile_config import Config
 
 PLAN = SimpleNamespace(classes=20)
 SMALL = Config(BLOCK_N=16, BLOCK_V=16, BLOCK_D=16, GROUP_N=2, num_warps=1, num_stages=1)

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpass import vocab_parallel
-from fxpass.expression import parse
-from fxpass.spec import Spec
+from fxpass.op import vocab_parallel
+from fxpass.spec.expression import parse
+from fxpass.spec.spec import Spec
 
 N, D = 7, 5
 SOFTCAP = parse("30*tanh(z/30)")

@@ -29,8 +29,8 @@ def backward(*tensors):
 """
 
 FUSED_NAMES = """\
-from fxpass.deferred import Recipe, defer
-from fxpass.operator import linear_cross_entropy
+from fxpass.deferred.tensor import Recipe, defer
+from fxpass.op.operator import linear_cross_entropy
 """
 
 INTERPRETED = """\
@@ -38,7 +38,7 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from fxpass import plan
+from fxpass.plan import plan
 
 plan.lowering_for = lambda device, dtype: ("LOWERING", "")
 """

@@ -22,8 +22,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fxpass import plan
-from fxpass.deferred_inputs import StaleLogitsError
+from fxpass.deferred.inputs import StaleLogitsError
+from fxpass.plan import plan
 from tests.numerics import FLOOR
 
 from .case import Case

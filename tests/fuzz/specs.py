@@ -1,15 +1,15 @@
 """Random specs of the operator: the program that each stands for, and the operator's call.
 
 In: a seed. Out: a :class:`Case` whose body is plain PyTorch and whose fused function calls
-``fxpass::linear_cross_entropy`` with a random :class:`fxpass.spec.Spec`, in one of the lowerings.
+``fxpass::linear_cross_entropy`` with a random :class:`fxpass.spec.spec.Spec`, in one of the lowerings.
 """
 
 from __future__ import annotations
 
 import random
 
-from fxpass import expression
-from fxpass.spec import GRADIENTS, Spec
+from fxpass.spec import expression
+from fxpass.spec.spec import GRADIENTS, Spec
 
 from .case import Case, Statement
 

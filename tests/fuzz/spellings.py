@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from fxpass.pointwise import IN_PLACE, POINTWISE
+from fxpass.match.pointwise import IN_PLACE, POINTWISE
 
 PLACES = {"torch": torch, "F": F, "torch.special": torch.special, "operator": operator}
 

@@ -1,0 +1,139 @@
+"""The fused loss in ATen, ``tiled``: some classes of logits at a time, gradients in backward.
+
+In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Outputs`. Forward
+(2·N·D·V operations, no gradients in the spec) returns loss and lse; its scratch is one tile of
+logits. Backward (6·N·D·V, given that lse) computes the logits again, tile by tile, and returns the
+gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``, each rounded once to the dtype of
+its operand: nothing of the weight's size exists beside the weight's gradient.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxpass.aten import common as aten
+from fxpass.aten.common import Inputs, Outputs, slices
+from fxpass.aten.gemm import Rows, add_product, linear, split_bias
+from fxpass.plan.devices import compute_dtype, multiplied_in
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
+
+
+def run(
+    inputs: Inputs,
+    spec: Spec,
+    rows: int,
+    classes: int,
+    multiplied: torch.dtype | None = None,
+) -> Outputs:
+    """Forward where the spec names no gradients, else backward; tiles are ``[rows, classes]``, and
+    ``multiplied`` is the dtype of the products, by default the one that is fastest."""
+    rows, classes = min(rows, inputs.x.shape[0]), min(classes, inputs.weight.shape[0])
+    multiplied = multiplied or multiplied_in(inputs.x.dtype, inputs.x.device)
+    tiles = _Tiles(inputs, rows, classes, multiplied)
+    return _backward(inputs, spec, tiles) if spec.gradients else _forward(inputs, spec, tiles)
+
+
+def _forward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Outputs:
+    x = inputs.x
+    loss, lse, rest = (x.new_empty(x.shape[0], dtype=tiles.dtype) for _ in range(3))
+    target = aten.target_of(inputs, spec)
+    for part in tiles.parts:
+        x_rows = tiles.x[part]
+        sums = None
+        for some in tiles.classes:
+            logits = tiles.logits(x_rows, tiles.weight[some], part, some)
+            z = expression.evaluate(spec.logits, logits)
+            sums = aten.add_tile(sums, z, target, part, some)
+        assert sums is not None, "there is at least one class"
+        sums = aten.of_all(sums, spec)
+        loss[part], lse[part] = aten.losses(sums, target, part, spec)
+        rest[part] = aten.rest_of(lse[part], sums)
+    return Outputs(loss, lse, lse_rest=rest)
+
+
+def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Outputs:
+    x, weight, lse, rest = inputs.x, inputs.weight, inputs.lse, inputs.lse_rest
+    assert lse is not None, "backward of a tiled loss gets the lse that forward returned"
+    assert rest is not None
+    dtype, parts = tiles.dtype, tiles.parts
+    shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
+    # the weight's gradient is written tile by tile, the others are added up over them
+    dtypes = {"x": dtype, "weight": weight.dtype, "bias": dtype}
+    grads = {name: x.new_zeros(shapes[name], dtype=dtypes[name]) for name in spec.gradients}
+    sums = None
+    if "weight" in grads and weight.dtype != dtype and len(parts) > 1:
+        sums = x.new_empty((tiles.widest, x.shape[1]), dtype=dtype)
+    target = aten.target_of(inputs, spec)
+    scales = [
+        aten.coefficients(inputs, target, target.mass(part, tiles.widest), part) for part in parts
+    ]
+    # exp(z - lse) lacks the factor exp(-rest)
+    scales = [
+        (scale, share * rest[part].neg().exp())
+        for part, (scale, share) in zip(parts, scales, strict=True)
+    ]
+    for some in tiles.classes:
+        w = tiles.weight[some]
+        for part, (scale, share) in zip(parts, scales, strict=True):
+            x_rows = tiles.x[part]
+            logits = tiles.logits(x_rows, w, part, some)
+            g = expression.evaluate(spec.logits, logits)
+            g.sub_(lse[part].unsqueeze(1)).exp_().mul_(share.unsqueeze(1))
+            target.subtract_from(g, scale, part, some)
+            aten.to_logits(spec, g, logits)
+            if "bias" in grads:
+                grads["bias"][some] += logits.sum(0)
+            g = tiles.multiplied(logits)
+            if "x" in grads:
+                add_product(grads["x"][part], g, w, add=True)
+            if "weight" in grads:
+                out = grads["weight"][some] if sums is None else sums[: len(w)]
+                add_product(out, g.t(), x_rows, add=part.start > 0)
+        if sums is not None and parts:
+            grads["weight"][some] = sums[: some.stop - some.start]
+    own = {"x": x, "weight": weight, "bias": x if inputs.bias is None else inputs.bias}
+    x_grad, weight_grad, bias_grad = (
+        grads[name].to(operand.dtype) if name in grads else None for name, operand in own.items()
+    )
+    return Outputs(None, None, x_grad, weight_grad, bias_grad)
+
+
+class _Tiles:
+    """Tiles of logits in the compute dtype, and the operands and gradients of their products."""
+
+    def __init__(self, inputs: Inputs, rows: int, classes: int, multiplied: torch.dtype) -> None:
+        x, weight = inputs.x, inputs.weight
+        self._inputs = inputs
+        self.dtype = compute_dtype(x.dtype)
+        self.widest = classes
+        self.parts = slices(0, x.shape[0], rows)
+        self.classes = slices(0, weight.shape[0], classes)
+        self.x, self.weight = Rows(x, rows, multiplied), Rows(weight, classes, multiplied)
+        self._wide = x.new_empty(rows * classes, dtype=self.dtype)
+        self._narrow = None
+        if multiplied != self.dtype:
+            self._narrow = x.new_empty(rows * classes, dtype=multiplied)
+        # products in f32 are not rounded before the bias is added
+        self._early, self._late = split_bias(inputs.bias, multiplied)
+
+    def logits(self, x_rows: Tensor, weight: Tensor, rows: slice, classes: slice) -> Tensor:
+        """The linear's output for some rows and classes, to be overwritten; one tile exists."""
+        shape = (x_rows.shape[0], weight.shape[0])
+        out = self._wide[: shape[0] * shape[1]].view(shape)
+        if self._inputs.logits is not None:
+            return out.copy_(self._inputs.logits[rows, classes])
+        early, late = (None if b is None else b[classes] for b in (self._early, self._late))
+        if self._narrow is None:
+            torch.mm(x_rows, weight.t(), out=out)
+            late = early if late is None else late
+        else:
+            out.copy_(linear(x_rows, weight, early, self._narrow[: out.numel()].view(shape)))
+        return out if late is None else out.add_(late)
+
+    def multiplied(self, gradient: Tensor) -> Tensor:
+        """The gradient of a tile in the dtype of the products."""
+        if self._narrow is None:
+            return gradient
+        return self._narrow[: gradient.numel()].view(gradient.shape).copy_(gradient)

@@ -1,0 +1,49 @@
+"""Autocast, as a Dynamo graph shows it: in force around the graph, or entered inside it.
+
+In: a node of a region. Out: the dtype of the autocast in force there, and whether autocast casts
+the operands of an operation at all: it does so for ``addmm``, but not for ``addmm_``, for ``out=``
+forms, or for fused operations.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from fxpass.graph.region import Region
+
+
+def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dtype | None:
+    """The dtype of the autocast in force at ``site``, in the graph or around it; None if off."""
+    if region.backward:
+        # a backward pass runs after the region, whatever was on when Dynamo traced it
+        ambient = None
+    elif region.outer is not None and region.call is not None:
+        ambient = autocast_dtype(region.outer, region.call, device)
+    else:
+        enabled = torch.is_autocast_enabled(device.type)
+        ambient = torch.get_autocast_dtype(device.type) if enabled else None
+    stack = [ambient]
+    for node in region.module.graph.nodes:
+        if node is site:
+            break
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            kind, dtype, on, _ = node.args
+            chosen = (dtype or torch.get_autocast_dtype(device.type)) if on else None
+            stack.append(chosen if kind == device.type else stack[-1])
+        elif node.target is torch.amp.autocast_mode._exit_autocast:
+            stack.pop()
+    return stack[-1]
+
+
+def covers(operator: str, device: torch.device) -> bool:
+    """Whether autocast on ``device`` casts the operands of ``aten::<name>[.<overload>]``.
+
+    The dispatcher knows: such an operation has a kernel for autocast.
+    """
+    name = {"privateuseone": "PrivateUse1"}.get(device.type, device.type.upper())
+    key = f"Autocast{name}"
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
+    except RuntimeError:
+        return False  # no such operation, or no autocast for such a device

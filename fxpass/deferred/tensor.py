@@ -1,0 +1,379 @@
+"""Logits that are computed when they are used, if they are.
+
+In: a recipe (a graph that computes logits) and its inputs. Out: a tensor like any other, for which
+nothing has been computed yet::
+
+    logits = defer(Recipe(graph, rows=(0,), source="logits = self.lm_head(x)"), (x, weight))
+    logits.float()[:, -1].argmax(-1)  # one row of each sequence is computed
+
+It has the values and gradients that it would have had when it was made, or raises. Casts, detach
+and views stay uncomputed; every other operation computes the values, once, and returns plain
+tensors. An optimizer step is preceded by whatever keeps the values right.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    UnsupportedFakeTensorException,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fxpass.deferred import values
+from fxpass.deferred.inputs import StaleLogitsError, quiet
+from fxpass.deferred.layout import layout
+from fxpass.deferred.optimizers import watch_optimizers
+from fxpass.deferred.values import Part, Recipe, Step
+
+__all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer", "drop"]
+
+aten = torch.ops.aten
+VIEWS = {
+    aten.alias.default,
+    aten.detach.default,
+    aten.permute.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+# They ask for shape, dtype and device only.
+LIKE = {
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.zeros_like.default,
+}
+
+
+@torch.compiler.disable
+def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
+    """The logits of ``recipe.graph(*inputs)``, to be computed when they are used.
+
+    Args:
+        recipe: how they are computed.
+        inputs: tensors and ints, as they are now.
+
+    Returns:
+        A :class:`DeferredLogits` with the recipe's shape, dtype, strides and device, linked to the
+        inputs by autograd. If an input is a tensor subclass of its own kind (a DTensor), the plain
+        result, computed now.
+
+    Raises:
+        StaleLogitsError: not here but when values or gradients are used: an input was changed in
+            place or its memory freed, in a way that no optimizer announced.
+    """
+    return _make(recipe, inputs, dropped=False)
+
+
+@torch.compiler.disable
+def drop(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
+    """Like :func:`defer`, but any use of values or gradients raises RuntimeError.
+
+    Shape, dtype, strides and device answer; the inputs are not kept. DTensors among them count as
+    the tensors that they are as a whole.
+    """
+    return _make(recipe, inputs, dropped=True)
+
+
+class DeferredLogits(Tensor):
+    """A tensor whose values are computed on first use; made by :func:`defer`."""
+
+    _part: Part
+
+    @staticmethod
+    def __new__(
+        cls,
+        part: Part,
+        size: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        device: torch.device | None = None,
+    ) -> DeferredLogits:
+        like = part.like
+        self = Tensor._make_wrapper_subclass(
+            cls,
+            like.shape if size is None else size,
+            strides=like.stride() if stride is None else stride,
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=device or like.device,
+        )
+        torch._C._set_throw_on_mutable_data_ptr(self)  # C++ that asks gets an error and no nullptr
+        self._part = part
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # In inference mode composite operations arrive whole.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if args and isinstance(args[0], DeferredLogits):
+            result = _stay_lazy(func, args[0], args[1:], kwargs)
+        return _compute(func, args, kwargs) if result is NotImplemented else result
+
+    # ---- torch.compile: the next graph gets the values -------------------------------------------
+
+    @property
+    def value(self) -> Tensor:
+        """The values as a plain tensor without autograd, computed now if they were not."""
+        return self._part.inner()
+
+    def _is_view(self) -> bool:
+        # The compiler would replay views on the base, and so ask for all of it.
+        return not TracingContext.try_get() and super()._is_view()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["value"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: None, size: Sequence[int], stride: Sequence[int]
+    ) -> DeferredLogits:
+        value = inner["value"]
+        return DeferredLogits(values.computed(value), size, stride, value.device)
+
+    # ---- what reads memory without going through the dispatcher ----------------------------------
+
+    def _plain(self, alias: bool = True) -> Tensor:
+        """A plain leaf with these values; ``alias``: in the memory that other aliases share."""
+        value = self._part.own() if alias else self._part.read()
+        return value.detach().requires_grad_(self.requires_grad)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._plain().numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plain().__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self._plain(alias=False).tolist()
+
+    def data_ptr(self) -> int:
+        return self._plain().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        if TracingContext.try_get():  # the compiler describes this tensor apart from its values
+            return super().untyped_storage()
+        return self._plain().untyped_storage()
+
+    def storage(self) -> Any:
+        return self._plain().storage()
+
+    def _typed_storage(self) -> Any:
+        return self._plain()._typed_storage()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._plain().__dlpack__(*args, **kwargs)
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self._plain().__cuda_array_interface__
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self._plain(alias=False).__reduce_ex__(proto)
+
+    def __copy__(self) -> Tensor:
+        return copy.copy(self._plain())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # raises, as for any tensor with a history
+        memo[id(self)] = result = copy.deepcopy(self._plain(), memo)
+        return result
+
+    def __format__(self, spec: str) -> str:
+        if self.dim() == 0:
+            return self._part.read().item().__format__(spec)
+        return object.__format__(self, spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        part = self._part
+        if not part.pending:
+            try:
+                function = self.grad_fn
+            except RuntimeError:  # a view that somebody wrote to in another mode
+                return repr(part.read())[:-1] + ", grad_fn=<Invalid>)"
+            if function is None:
+                return repr(self._plain(alias=False))
+            return repr(part.read())[:-1] + f", grad_fn=<{type(function).__name__}>)"
+        source = "" if part.origin is None else f", of `{part.origin.recipe.source}`"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"DeferredLogits({dtype}{list(self.shape)} on {self.device}{source}; not computed, "
+            ".clone() computes the values)"
+        )
+
+    def _get_data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    def _set_data(self, value: Tensor) -> None:
+        raise RuntimeError(
+            "deferred logits do not take `.data = other`; write with .copy_(other), or "
+            "have the logits computed with the loss (FUSEDCE_LOGITS=keep)"
+        )
+
+    data = property(_get_data, _set_data)  # type: ignore[assignment]
+
+
+class _Attach(torch.autograd.Function):
+    """Links deferred logits to the inputs of their recipe."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Part, device: torch.device, *inputs: Any) -> Tensor:
+        ctx.origin = part.origin
+        ctx.set_materialize_grads(False)
+        return DeferredLogits(part, device=device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> Any:  # pyright: ignore
+        needed = ctx.needs_input_grad[2:]
+        if grad is None:
+            return (None, None, *(None for _ in needed))
+        return (None, None, *ctx.origin.gradients(needed, grad))
+
+
+def _make(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
+    wrapped = any(isinstance(a, Tensor) and is_traceable_wrapper_subclass(a) for a in inputs)
+    if wrapped and not dropped:
+        with torch._C._DisableAutocast():
+            return recipe.graph(*inputs)
+    if any(isinstance(a, FakeTensor) for a in inputs):
+        # DDP's graph splitting runs each part once, when it is compiled, to learn what the next one
+        # gets: this type, since that part has to ask for the values when it runs. Without Python's
+        # dispatcher a linear of torch 2.11 makes numbers of symbolic sizes
+        with quiet(), enable_python_dispatcher():
+            part = values.computed(recipe.graph(*inputs))
+        return _Attach.apply(part, part.like.device, *inputs)  # type: ignore[return-value]
+    watch_optimizers()
+    like, device = layout(recipe, inputs)
+    part = values.root(recipe, inputs, like, dropped)
+    result: Any = _Attach.apply(part, device, *inputs)
+    return result
+
+
+def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result without computing values, or NotImplemented."""
+    part = t._part
+    if isinstance(part.value, FunctionalTensor):
+        return NotImplemented  # a graph is being traced, which had better return plain tensors
+    if func in VIEWS:
+        step = Step.of(func, args, kwargs, part.like)
+        # what a normal tensor's view is, in inference mode as well
+        with torch.inference_mode(torch.is_inference_mode_enabled() and t.is_inference()):
+            return DeferredLogits(part.view(step), device=t.device)
+    if not part.pending:
+        return NotImplemented
+    if func is aten._to_copy.default and _only_dtype(t, kwargs):
+        memory_format = kwargs.get("memory_format") or torch.preserve_format
+        return DeferredLogits(part.cast(kwargs["dtype"], memory_format), device=t.device)
+    if func in LIKE and part.like.is_contiguous():
+        stand_in = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
+        return func(stand_in, *args, **kwargs)
+    return NotImplemented
+
+
+def _only_dtype(t: Tensor, kwargs: dict[str, Any]) -> bool:
+    formats = (None, torch.preserve_format, torch.contiguous_format)
+    return (
+        kwargs.get("dtype") is not None
+        and kwargs.get("device") in (None, t.device)
+        and kwargs.get("layout") in (None, torch.strided)
+        and not kwargs.get("pin_memory")
+        and kwargs.get("memory_format") in formats
+    )
+
+
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``func`` on the values. Writes reach the values, aliases are real aliases of them."""
+    if func is aten.detach_.default:
+        return args[0]  # in inference mode, without autograd
+    if torch.Tag.inplace_view in func.tags:
+        raise _reshaped(func)
+    schema = func._schema
+    silent = func.namespace == "c10d"  # writes to its arguments, and does not declare it
+    by_name = {argument.name: argument for argument in schema.arguments}
+    written: dict[int, DeferredLogits] = {}  # by the identity of the plain tensor
+    read: dict[int, Part] = {}  # by the storage of the plain tensor
+
+    def unwrap(argument: Any, value: Any) -> Any:
+        alias = argument.alias_info
+
+        def one(t: DeferredLogits) -> Tensor:
+            part = t._part
+            if not (silent or alias):
+                plain = part.read()
+                read[plain.untyped_storage()._cdata] = part
+                return plain
+            plain = part.own()
+            if silent or alias.is_write:
+                if isinstance(plain, FakeTensor):  # the compiler could not see what else it changes
+                    raise UnsupportedFakeTensorException("deferred logits are written to in place")
+                written[id(plain)] = t
+                if not silent and isinstance(value, (list, tuple)) and not t.is_inference():
+                    increment_version(t)  # autograd does not, for tensors in lists
+            return plain
+
+        return pytree.tree_map_only(DeferredLogits, one, value)
+
+    plain_args = [unwrap(a, v) for a, v in zip(schema.arguments, args, strict=False)]
+    plain_kwargs = {k: unwrap(by_name[k], v) for k, v in kwargs.items()}
+    result = func(*plain_args, **plain_kwargs)
+    for t in written.values():
+        if t._part.own().shape != t.shape:
+            raise _reshaped(func)
+
+    def rewrap(t: Tensor) -> Tensor:
+        if id(t) in written:
+            return written[id(t)]
+        if not torch._C._has_storage(t):  # sparse ones and oneDNN's have none, and copy
+            return t
+        part = read.get(t.untyped_storage()._cdata)
+        if part is None:
+            return t
+        # The operation returned an alias and did not declare it.
+        if part.origin:  # of rows that were computed apart
+            return t.clone()
+        part.buffer.shared = True
+        return t.detach()
+
+    return pytree.tree_map_only(Tensor, rewrap, result)
+
+
+def _reshaped(func: Any) -> RuntimeError:
+    return RuntimeError(
+        f"{func} changes the shape of deferred logits in place; work on logits.clone(), "
+        "or have the logits computed with the loss (FUSEDCE_LOGITS=keep)"
+    )

@@ -1,0 +1,4 @@
+"""Reading any Dynamo graph: a call's arguments by name, what writes, nested regions, placements.
+
+Knows nothing of losses and changes nothing. Imports nothing of fxpass.
+"""

@@ -1,0 +1,278 @@
+"""What a call is given, by the names of the callee's own parameters, and what the call writes.
+
+In: a node of a Dynamo graph. Out: its arguments by name, whatever the mix of positions and keywords
+in which the program gives them, and the operands that the call may write::
+
+    torch.matmul(other=%w, input=%x)    ->    {"input": %x, "other": %w}        writes nothing
+    F.relu(%h, True)                    ->    {"input": %h, "inplace": True}    writes %h
+
+Names come from the callee: the schema of an ATen operation or the signature of a Python function.
+What a call writes is decided by a whitelist: a schema that declares no write, or a row of the
+tables below. An unknown call may write every tensor that it is given.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.operator_schemas import get_signature_for_torch_op
+
+from fxpass.graph.nodes import REQUIRED, NoMatch, Target, is_tensor
+from fxpass.graph.placements import placement_name
+from fxpass.graph.source import call_name
+
+
+@dataclass(frozen=True)
+class Overload:
+    """One form of a callee.
+
+    Attributes:
+        parameters: name → default (``REQUIRED`` where there is none), in order.
+        positional: how many of them may be given by position.
+        packs: whether the second one takes all further positions as a list (``z.view(2, 3)``).
+        lists: the parameters that are lists of tensors.
+        writes: the parameters that the schema declares as written.
+    """
+
+    parameters: Mapping[str, Any]
+    positional: int
+    packs: bool = False
+    lists: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What is given, by name; None if the call is not of this form."""
+        if self.packs and len(args) > 2:
+            args = (args[0], args[1:])
+        if len(args) > self.positional:
+            return None
+        given = dict(zip(self.parameters, args, strict=False))
+        for name, argument in kwargs.items():
+            if name not in self.parameters:
+                name = _NUMPY_NAMES.get(name, name)
+            if name in given or name not in self.parameters:
+                return None
+            given[name] = argument
+        if any(is_tensor(given.get(name)) for name in self.lists):
+            return None
+        missing = (n for n, d in self.parameters.items() if d is REQUIRED and n not in given)
+        return None if any(missing) else given
+
+
+# torch takes NumPy's names of some parameters as well
+_NUMPY_NAMES = {
+    **{"axis": "dim", "keepdims": "keepdim", "self": "input", "x2": "other"},
+    **dict.fromkeys(("x", "a", "x1"), "input"),
+}
+
+
+def arguments(node: Node, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with defaults filled in.
+
+    Args:
+        node: a call.
+        wanted: the parameters that the reader understands, in order, with their defaults or
+            ``REQUIRED``. Operators and methods without a schema have no names of their own: there
+            the order names the arguments.
+
+    Raises:
+        NoMatch: an argument that the reader does not understand, or a required one is missing.
+    """
+    overload, given = _bound(node, wanted)
+    for name, argument in given.items():
+        default = overload.parameters.get(name, REQUIRED)
+        if name not in wanted and (default is REQUIRED or argument is not default):
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {name}=, which is not known")
+    found = {name: given.get(name, default) for name, default in wanted.items()}
+    for name, argument in found.items():
+        if argument is REQUIRED:
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) is given no {name}=")
+    return found
+
+
+def first_operand(node: Node) -> Node:
+    """The tensor that a call is of: its first argument, by position or by name.
+
+    Raises:
+        NoMatch: there is none.
+    """
+    names = (n for n in node.kwargs if _NUMPY_NAMES.get(n, n) == "input")
+    operand = node.args[0] if node.args else node.kwargs.get(next(names, ""))
+    if not isinstance(operand, Node) or not is_tensor(operand):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not of a tensor of the graph")
+    return operand
+
+
+def _bound(node: Node, wanted: Mapping[str, Any]) -> tuple[Overload, dict[str, Any]]:
+    forms = overloads(node.op, node.target)
+    nameless = not forms or all(n.startswith("_") for f in forms for n in f.parameters)
+    for form in [Overload(wanted, len(wanted))] if nameless else forms:
+        given = form.bind(node.args, node.kwargs)
+        if given is not None:
+            return form, given
+    raise NoMatch(node, f"%{node.name} ({call_name(node)}) is called in a form that is not known")
+
+
+# ---------------------------------------------------------------- the forms of a callee
+
+
+def overloads(op: str, target: Target) -> tuple[Overload, ...]:
+    """The forms of a function or method; empty where they are not known."""
+    # two names of one C function are equal (torch.mm and torch.dsmm), and only one has schemas
+    return _overloads(op, target, getattr(target, "__name__", ""))
+
+
+@functools.lru_cache(maxsize=4096)
+def _overloads(op: str, target: Target, name: str) -> tuple[Overload, ...]:
+    if op == "call_method":
+        forms = tuple(map(_of_schema, _schemas(target)))
+        return forms or _of_signature(getattr(torch.Tensor, target, None))
+    if isinstance(target, torch._ops.OpOverload):
+        return (_of_schema(target._schema),)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return tuple(_of_schema(getattr(target, name)._schema) for name in target.overloads())
+    if isinstance(target, types.BuiltinFunctionType) and target.__module__ != "_operator":
+        _, schemas = get_signature_for_torch_op(target, return_schemas=True)
+        return tuple(map(_of_schema, schemas or _schemas(name)))
+    return _of_signature(target)
+
+
+def _schemas(name: str) -> list[Any]:
+    return torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+
+
+def _of_schema(schema: Any) -> Overload:
+    parameters, writes, positional = {}, set(), 0
+    for argument in schema.arguments:
+        name = "input" if argument.name == "self" else argument.name
+        default = argument.default_value if argument.has_default_value() else REQUIRED
+        parameters[name] = default
+        positional += not argument.kwarg_only
+        alias = argument.alias_info
+        if alias is not None and alias.is_write and "Tensor" in str(argument.type):
+            writes.add(name)
+    second = schema.arguments[1] if positional == 2 else None
+    packs = second is not None and str(second.type) in ("List[int]", "List[Tensor]")
+    lists = {n for n, a in zip(parameters, schema.arguments, strict=True) if _is_list(a)}
+    return Overload(parameters, positional, packs, frozenset(lists), frozenset(writes))
+
+
+def _is_list(argument: Any) -> bool:
+    return "List[Tensor]" in str(argument.type)
+
+
+def _of_signature(function: Any) -> tuple[Overload, ...]:
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    names = {"self": "input"}
+    parameters, positional = {}, 0
+    for parameter in found:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            return ()
+        # the names of what is given by position only mean nothing
+        hidden = "_" if parameter.kind is parameter.POSITIONAL_ONLY else ""
+        default = REQUIRED if parameter.default is parameter.empty else parameter.default
+        parameters[hidden + names.get(parameter.name, parameter.name)] = default
+        positional += parameter.kind is not parameter.KEYWORD_ONLY
+    return (Overload(parameters, positional),)
+
+
+# ---------------------------------------------------------------- what a call writes
+
+_OPERATORS_THAT_WRITE = {
+    getattr(operator, name)
+    for name in ("setitem", "delitem", *(n for n in operator.__all__ if n[:1] == "i"))
+    if name not in ("index", "indexOf", "inv", "invert", "is_", "is_not", "itemgetter")
+}
+_PURE_FUNCTIONS: set[Target] = {
+    *({getattr(operator, name) for name in operator.__all__} - _OPERATORS_THAT_WRITE),
+    *(getattr, len),
+    # functions of any number of tensors, whose signatures name no parameters
+    *(torch.einsum, torch.meshgrid, torch.broadcast_tensors, torch.block_diag),
+}
+# Methods without a schema.
+_PURE_METHODS = {
+    *("float", "double", "half", "bfloat16", "long", "int", "bool", "short", "char", "byte"),
+    *("type", "cpu", "cuda", "new_tensor", "ndimension", "element_size", "tolist"),
+    *(f"__{name}__" for name in ("radd", "rsub", "rmul", "rtruediv", "rdiv", "rpow", "matmul")),
+    *(f"__{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "neg", "getitem")),
+    *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "len")),
+}
+# The modules whose Python functions write nothing but what a parameter of theirs asks for.
+_MODULES = ("torch.nn.functional", "torch.functional", "torch")
+# Parameter that asks for a write, where it is neither None nor False → the parameters written.
+# The statistics of a normalisation are in no schema.
+_WRITES_IF = {
+    "out": ("out",),
+    "inplace": ("input",),
+    "max_norm": ("weight",),
+    **dict.fromkeys(("training", "use_input_stats"), ("running_mean", "running_var")),
+}
+
+
+def written(node: Node) -> list[Node]:
+    """The tensor operands whose memory a node may change; all of them where nothing is known."""
+    operands = [n for n in node.all_input_nodes if is_tensor(n)]
+    target: Any = node.target
+    if not operands or node.op == "output" or placement_name(target):
+        return []
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        bodies = _bodies(node)
+        return [] if bodies and not any(map(_writes_outside, bodies)) else operands
+    if node.op == "call_method":
+        if target in _PURE_METHODS:
+            return []
+        known = bool(_schemas(target))
+    else:
+        if target in _PURE_FUNCTIONS:
+            return []
+        if target in _OPERATORS_THAT_WRITE:
+            return operands[:1]
+        known = not isinstance(target, types.FunctionType) or target.__module__ in _MODULES
+    forms = [(f, f.bind(node.args, node.kwargs)) for f in overloads(node.op, target) if known]
+    fitting = [(form, given) for form, given in forms if given is not None]
+    if not fitting:
+        return operands
+    found: dict[Node, None] = {}
+    for form, given in fitting:
+        given = {**form.parameters, **given}
+        asked = [n for n in _WRITES_IF if given.get(n) not in (None, False, REQUIRED)]
+        for name in (*form.writes, *(n for switch in asked for n in _WRITES_IF[switch])):
+            torch.fx.map_arg((given.get(name),), found.setdefault)
+    return [n for n in found if is_tensor(n)]
+
+
+def _bodies(node: Node) -> list[GraphModule]:
+    """The graphs that a higher-order operation runs."""
+    owner = node.graph.owning_module
+    named = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    found = [getattr(owner, str(n.target), None) for n in named]
+    return [body for body in found if isinstance(body, GraphModule)]
+
+
+def _writes_outside(body: GraphModule) -> bool:
+    """Whether a nested graph may change a tensor that it does not make itself."""
+    outside = {storage(n) for n in body.graph.find_nodes(op="placeholder") if is_tensor(n)}
+    return any(
+        storage(operand) in (None, *outside)
+        for node in body.graph.nodes
+        for operand in written(node)
+    )
+
+
+def storage(node: Node) -> int | None:
+    """What aliases share; None if it cannot be known (tensors inside torch.func transforms)."""
+    try:
+        return node.meta["example_value"].untyped_storage()._cdata
+    except NotImplementedError:
+        return None

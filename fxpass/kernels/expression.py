@@ -1,0 +1,153 @@
+"""A logit transform and its slope as the text of Triton functions.
+
+In: the expression that a graph applies to one logit. Out: the source of ``transform`` and, for
+gradients, of ``transform_and_slope``, in f32 arithmetic, with what they call::
+
+    >>> print(functions(expression.parse("z*z/2"), slope=True)[-1])
+    @triton.jit
+    def transform_and_slope(z):
+        return 0.5 * (z * z), z
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+from sympy import Expr
+
+from fxpass.kernels import functions as triton_functions
+from fxpass.spec import expression
+from fxpass.spec.functions import FUNCTIONS as _FUNCTIONS
+from fxpass.spec.functions import AtMost, Less, Where
+
+
+def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
+    """The derivative as a constant times an expression whose largest coefficient is one.
+
+    The constant is applied in f32 after the GEMMs: an fp16 gradient would over- or underflow.
+    """
+    return _in_units(expression.derivative(logits))
+
+
+def _in_units(expr: Any) -> tuple[Any, Any]:
+    if expr.is_number:
+        return expr, sympy.Integer(1)
+    factor, rest = expr.as_coeff_Mul()
+    if isinstance(rest, sympy.Add):
+        terms = [_in_units(term) for term in rest.args]
+        largest = max(abs(coefficient) for coefficient, _ in terms)
+        return factor * largest, sympy.Add(*(c / largest * term for c, term in terms))
+    if isinstance(rest, Where):
+        x, y, *branches = rest.args
+        units = [_in_units(branch) for branch in branches]
+        largest = max(abs(coefficient) for coefficient, _ in units)
+        return factor * largest, rest.func(x, y, *(c / largest * unit for c, unit in units))
+    if isinstance(rest, sympy.Mul):
+        units = [_in_units(part) if isinstance(part, Where) else (1, part) for part in rest.args]
+        coefficients, parts = zip(*units, strict=True)
+        return sympy.Mul(factor, *coefficients), sympy.Mul(*parts)
+    return factor, rest
+
+
+def functions(logits: Expr, slope: bool) -> list[str]:
+    """The source of ``transform`` and of what it calls, one string per function.
+
+    Args:
+        logits: the transformed logit as an expression in the raw one.
+        slope: whether to add ``transform_and_slope``, which returns both. It is left out where the
+            unit slope is a constant.
+    """
+    values = [logits]
+    out = [_function("transform", values)]
+    unit = unit_slope(logits)[1]
+    if slope and not unit.is_number:
+        values = [logits, unit]
+        out.append(_function("transform_and_slope", values))
+    used = {type(e) for e in sympy.preorder_traversal(values)} & FUNCTIONS.keys()
+    return triton_functions.with_callees(cls.__name__ for cls in used) + out
+
+
+def _function(name: str, values: list[Expr]) -> str:
+    """A function of the raw logit ``z``; what its values have in common is computed once."""
+    # What is raised to a power is written several times; asked for as well, it is shared.
+    powers = [p for value in values for p in value.atoms(sympy.Pow) if p.exp.is_Integer]
+    bases = sorted({p.base for p in powers if not p.base.is_Atom}, key=sympy.default_sort_key)
+    shared, results = sympy.cse([*values, *bases], symbols=sympy.numbered_symbols("u"))
+    lines = [f"{symbol} = {_text(value)}" for symbol, value in shared]
+    lines.append(f"return {', '.join(_text(result) for result in list(results)[: len(values)])}")
+    return "\n".join(["@triton.jit", f"def {name}(z):", *(f"    {line}" for line in lines)])
+
+
+# sympy function → the Triton function of that name
+FUNCTIONS: dict[Any, str] = {
+    function.symbolic: triton_functions.SOURCES[name] for name, function in _FUNCTIONS.items()
+}
+
+_SUM, _PRODUCT, _ATOM = 0, 1, 2
+
+
+def _text(expr: Any, level: int = _SUM) -> str:
+    """The expression in Triton, in parentheses where it binds less than ``level``."""
+    write = _number if expr.is_number else _WRITERS[type(expr)]
+    out, strength = write(expr)
+    return f"({out})" if strength < level else out
+
+
+def _number(number: Expr) -> tuple[str, int]:
+    value = float(number)
+    # Triton would make doubles of what f32 cannot hold; torch rounds it to f32.
+    if abs(value) < 2.0**-126:
+        value = 0.0
+    elif abs(value) >= 2.0**128:
+        return ('float("inf")' if value > 0 else '-float("inf")'), _PRODUCT
+    return repr(value), _SUM if value < 0 else _ATOM
+
+
+def _sum(expr: sympy.Add) -> tuple[str, int]:
+    first, *rest = (_text(term, _SUM) for term in expr.as_ordered_terms())
+    joined = (f" - {t[1:]}" if t.startswith("-") else f" + {t}" for t in rest)
+    return first + "".join(joined), _SUM
+
+
+def _product(expr: sympy.Mul) -> tuple[str, int]:
+    coefficient, rest = expr.as_coeff_Mul()
+    parts = rest.as_ordered_factors()
+    factors = " * ".join(_text(part, _ATOM) for part in parts)
+    if coefficient == 1:
+        return factors, _PRODUCT
+    if coefficient == -1:
+        return f"-{factors if len(parts) > 1 else _text(rest, _PRODUCT)}", _SUM
+    return f"{_number(coefficient)[0]} * {factors}", _PRODUCT if coefficient > 0 else _SUM
+
+
+def _power(expr: sympy.Pow) -> tuple[str, int]:
+    base, exponent = expr.as_base_exp()
+    if not exponent.is_Integer:
+        return f"tl.exp({_number(exponent)[0]} * tl.log({_text(base)}))", _ATOM
+    product = " * ".join([_text(base, _ATOM)] * abs(int(exponent)))
+    if exponent > 0:
+        return product, _PRODUCT
+    return f"1.0 / {f'({product})' if exponent < -1 else product}", _PRODUCT
+
+
+def _call(expr: Expr) -> tuple[str, int]:
+    return f"{type(expr).__name__}({', '.join(map(_text, expr.args))})", _ATOM
+
+
+def _where(expr: Where) -> tuple[str, int]:
+    x, y, a, b = map(_text, expr.args)
+    first = f"{y} {expr.mirrored} {x}" if expr.args[0].is_number else f"{x} {expr.symbol} {y}"
+    return f"tl.where({first}, {a}, {b})", _ATOM
+
+
+_WRITERS: dict[type, Callable[[Any], tuple[str, int]]] = {
+    sympy.Symbol: lambda symbol: (str(symbol), _ATOM),
+    sympy.Add: _sum,
+    sympy.Mul: _product,
+    sympy.Pow: _power,
+    Less: _where,
+    AtMost: _where,
+    **dict.fromkeys(FUNCTIONS, _call),
+}

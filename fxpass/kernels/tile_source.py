@@ -1,0 +1,217 @@
+"""The Triton kernels of the ``tiled`` strategy, as source text specialised to one spec.
+
+In: a spec, what is present beside it, and the features of the GEMM. Out:
+:class:`fxpass.kernels.source.Kernel`, a name and a whole Python module. What is not asked for
+leaves no text behind::
+
+    >>> kernel = forward(Spec(), weighted=False, gemm=Gemm())
+    >>> "bias" in kernel.source, "smooth" in kernel.source, "ignore_index" in kernel.source
+    (False, False, False)
+
+``forward`` makes one pass over the logits of some rows and classes, tile by tile, ``merge`` puts
+the splits of a row together, ``backward`` writes the gradient of some classes' logits. What they do
+with a tile is in :mod:`fxpass.kernels.tile_body`; the products that skip tiles are in
+:mod:`fxpass.kernels.tile_filter`. None of these modules imports triton.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+
+from fxpass.kernels import expression as triton_expression
+from fxpass.kernels import source as triton_source
+from fxpass.kernels import tile_body as triton_tile_body
+from fxpass.kernels.row import Features, indent
+from fxpass.kernels.source import Kernel
+from fxpass.kernels.tile_body import Gemm
+from fxpass.spec.spec import Spec
+
+# Sizes that change from batch to batch: one compiled kernel has to serve all of them.
+_DYNAMIC = ("N", "splits", "per_split", "class_blocks", "order_stride")
+_CONSTEXPR = ("BLOCK_N", "BLOCK_V", "BLOCK_D", "BLOCK_I", "BLOCK_J", "GROUP_N", "SPLITS")
+
+
+def kernels_of(spec: Spec, weighted: bool, biased: bool) -> tuple[Kernel, ...]:
+    """The kernels that one fused loss runs, in order, with operands that are read by pointers.
+
+    Args:
+        spec: as the operator gets it; with gradients, backward's for the case that every output
+            gets one.
+        weighted, biased: whether there are class weights, and a bias.
+    """
+    gemm = Gemm(biased=biased)
+    kernels = [forward(spec, weighted, gemm), merge(spec, weighted)]
+    if spec.gradients:
+        kernels += [mass(spec, weighted)] * (spec.target == "probabilities")
+        flags = (weighted, True, spec.lse)
+        kernels.append(backward(spec, *flags, gemm, spec.gradient_filter))
+    return tuple(kernels)
+
+
+@functools.cache
+def forward(spec: Spec, weighted: bool, gemm: Gemm) -> Kernel:
+    """Partial sums over the logits of each row.
+
+    The function it defines takes, by name:
+
+        x, weight: ``[N, D]`` and ``[V, D]`` bf16, f16 or f32, contiguous in D; tensor descriptors
+            of blocks ``[BLOCK_N, BLOCK_D]`` and ``[BLOCK_V, BLOCK_D]`` if ``gemm.described``.
+        bias: ``[V]``, if ``gemm.biased``.
+        target: class indices ``[N]`` or class probabilities ``[N, V]``, contiguous in V.
+        class_weight: ``[V]`` f32, if ``weighted`` and the loss sums over all classes.
+        maxima, sums, picks, dots, masses: ``[N, splits]`` f32, written: the largest logit z, the
+            sum of exp(z - largest), the target's logit, sum(q * (z - largest)) and sum(q).
+        x_stride, weight_stride, target_stride: elements from row to row.
+        per_split: classes of a split, a multiple of BLOCK_V.
+        N, D, V, BLOCK_N, BLOCK_V, BLOCK_D, GROUP_N: sizes.
+
+    The grid is one axis of ``cdiv(N, BLOCK_N) * splits`` programs.
+    """
+    f = _features(dataclasses.replace(spec, gradients=()), weighted)
+    parameters = [
+        *triton_tile_body.operands(gemm),
+        *["bias"] * gemm.biased,
+        *_target(f),
+        *["class_weight"] * (f.weighted and f.dense),
+        *triton_tile_body.partials(f),
+        *["N", "D", "V", "splits", "per_split", "BLOCK_N", "BLOCK_V", "BLOCK_D", "GROUP_N"],
+    ]
+    what = "Sums over the logits of tiles of rows and classes"
+    return _kernel("forward", what, f, parameters, triton_tile_body.forward(f, gemm))
+
+
+@functools.cache
+def merge(spec: Spec, weighted: bool) -> Kernel:
+    """Losses and log-sum-exps of the partial sums.
+
+    The function it defines takes, by name, ``loss``, ``lse`` and ``lse_rest``, what rounding takes
+    from the lse, ``[N]`` f32, written, and of the arguments of :func:`forward` the partial sums,
+    target and class_weight ``[V]``, V, splits, per_split and SPLITS, the power of two from splits
+    on. The grid is N programs.
+    """
+    f = _features(dataclasses.replace(spec, gradients=()), weighted)
+    needs_target = f.indices and (f.ignore_index is not None or f.weighted or f.sharded)
+    needs_v = f.indices and bool(f.smoothing) and not (f.sharded and f.weighted)
+    sizes = ["V"] * needs_v + ["splits"]
+    sizes += ["per_split"] * (f.dense and not triton_tile_body.varies(f)) + ["SPLITS"]
+    parameters = [
+        *triton_tile_body.partials(f),
+        *["target"] * needs_target,
+        *["class_weight"] * (f.weighted and f.indices),
+        "loss",
+        "lse",
+        "lse_rest",
+        *sizes,
+    ]
+    what = "Losses from partial sums"
+    return _kernel("merge", what, f, parameters, triton_tile_body.merge(f))
+
+
+@functools.cache
+def backward(
+    spec: Spec,
+    weighted: bool,
+    row_scaled: bool,
+    lse_scaled: bool,
+    gemm: Gemm,
+    filtered: bool = False,
+) -> Kernel:
+    """The gradient of some classes' logits.
+
+    The function it defines takes, by name, of the arguments of :func:`forward` x, weight, bias,
+    target and class_weight with their strides and sizes, and:
+
+        row_scale, lse_scale: ``[N]`` f32, if ``row_scaled`` and ``lse_scaled``.
+        lse, lse_rest: ``[N]`` f32, as forward wrote them.
+        row_mass: ``[N]`` f32, sum(q) of each row, for probabilities.
+        class_mass: ``[1]`` f32, the sum of the class weights, for smoothed class indices.
+        g: ``[N, classes]`` bf16, f16 or f32, contiguous in the classes, written: GAIN times the
+            gradient, without constant slopes, as in :mod:`fxpass.kernels.row`.
+        flags: ``[cdiv(N, BLOCK_N), class_blocks]`` int32, if ``filtered``, written: whether a tile
+            of g has anything above ``resolution`` times the coefficient of its row.
+        first, class_blocks: the class that g starts at, and how many blocks of classes it has.
+
+    The grid is one axis of ``cdiv(N, BLOCK_N) * class_blocks`` programs.
+    """
+    spec = dataclasses.replace(spec, gradients=spec.gradients or ("x",))
+    f = _features(spec, weighted, row_scaled, lse_scaled)
+    parameters = [
+        *triton_tile_body.operands(gemm),
+        *["bias"] * gemm.biased,
+        *_target(f),
+        *["class_weight"] * f.weighted,
+        *["class_mass"] * (f.weighted and f.indices and bool(f.smoothing)),
+        *["row_mass"] * f.probabilities,
+        *["row_scale"] * f.row_scaled,
+        *["lse_scale"] * f.lse_scaled,
+        "lse",
+        "lse_rest",
+        "g",
+        "g_stride",
+        *["flags", "resolution"] * filtered,
+        *["first", "class_blocks", "N", "D", "V", "BLOCK_N", "BLOCK_V", "BLOCK_D", "GROUP_N"],
+    ]
+    what = "Gradients of tiles of logits"
+    return _kernel("backward", what, f, parameters, triton_tile_body.backward(f, gemm, filtered))
+
+
+@functools.cache
+def mass(spec: Spec, weighted: bool) -> Kernel:
+    """The sum of each row's target distribution, for class probabilities.
+
+    The function it defines takes, by name, ``row_mass`` ``[N]`` f32, written, and of the arguments
+    of :func:`forward` target, target_stride, class_weight, V and BLOCK_V. The grid is N programs.
+    """
+    f = _features(dataclasses.replace(spec, gradients=()), weighted)
+    parameters = [*_target(f), *["class_weight"] * f.weighted, "row_mass", "V", "BLOCK_V"]
+    what = "Sums of target distributions"
+    return _kernel("mass", what, f, parameters, triton_tile_body.mass(f))
+
+
+# ---------------------------------------------------------------- the module
+
+
+def _features(
+    spec: Spec, weighted: bool, row_scaled: bool = False, lse_scaled: bool = False
+) -> Features:
+    # with the lse, always: backward needs it, and no row ends early
+    f = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row=False, padded=False)
+    return f._replace(lse=not f.gradient)
+
+
+def _target(f: Features) -> list[str]:
+    return ["target"] * (f.target != "none") + ["target_stride"] * f.probabilities
+
+
+def _kernel(stage: str, what: str, f: Features, parameters: list[str], body: list[str]) -> Kernel:
+    functions = []
+    if f.transformed and stage in ("forward", "backward"):
+        functions = triton_expression.functions(f.logits, slope=f.gradient)
+    _, blank, facts = triton_source.docstring(f).partition("\n\n")
+    docstring = f'"""{what}. Generated by fxpass.{blank}{facts}'
+    return named(stage, module(docstring, functions, parameters, body))
+
+
+NAME = "linear_cross_entropy_NAME"
+
+
+def module(docstring: str, functions: list[str], parameters: list[str], body: list[str]) -> str:
+    """A Python module with one kernel, named ``NAME``."""
+    dynamic = ", ".join(f'"{name}"' for name in parameters if name in _DYNAMIC)
+    head = [
+        f"@triton.jit(do_not_specialize=[{dynamic}])",
+        f"def {NAME}(",
+        *(f"    {name}{': tl.constexpr' * (name in _CONSTEXPR)}," for name in parameters),
+        "):",
+    ]
+    kernel = "\n".join([*head, *indent(body)])
+    imports = "import triton\nimport triton.language as tl"
+    return f"{docstring}\n\n{imports}\n\n\n" + "\n\n\n".join([*functions, kernel]) + "\n"
+
+
+def named(stage: str, text: str) -> Kernel:
+    """The kernel under a name that is the hash of its text, as in :mod:`fxpass.kernels.source`."""
+    name = f"linear_cross_entropy_{stage}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return Kernel(name, text.replace(NAME, name))

@@ -1,0 +1,369 @@
+"""The ``tiled`` strategy on GPUs: logits a tile at a time, in registers, and again in backward.
+
+In: :class:`fxpass.aten.common.Inputs`, a spec and a plan. Out: :class:`fxpass.aten.common.Outputs`.
+Forward makes one pass of :func:`fxpass.kernels.tile_source.forward` over all logits, tile by tile;
+what it keeps per row is the log-sum-exp. Backward makes the logits of some classes again, writes
+their gradient to a scratch ``[N, classes]`` and lets the vendor's GEMMs add that up, already
+multiplied by what arrives, so that no f32 gradient of the weight is kept::
+
+    >>> x, w, t = torch.randn(4, 8, device="cuda"), torch.randn(10, 8, device="cuda"), ...
+    >>> loss, lse, *_ = run(Inputs(x, w, None, t), Spec(strategy="tiled"), plan)
+
+Logits that the graph holds already are not read: they are computed again. Nothing waits for the
+GPU, and nothing is added up in an order that varies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fxpass.aten.common import Inputs, Outputs
+from fxpass.kernels import source as triton_source
+from fxpass.kernels import tile_body as triton_tile_body
+from fxpass.kernels import tile_config as triton_tile_config
+from fxpass.kernels import tile_filter as triton_tile_filter
+from fxpass.kernels import tile_source as triton_tile_source
+from fxpass.kernels import tuning
+from fxpass.kernels.chunked import class_tiles, load, padded_buffer, product, row_options
+from fxpass.kernels.source import Kernel
+from fxpass.kernels.tile_body import Gemm
+from fxpass.kernels.tile_config import Config
+from fxpass.kernels.units import in_units
+from fxpass.plan.devices import on_device
+from fxpass.spec.spec import Spec
+
+# Of a weight's gradient that is rounded by a second pass, what is held in f32 at a time.
+_F32_BYTES = 32 << 20
+
+_Arguments = dict[str, Any]  # tensors, descriptors of tensors and numbers
+
+
+class Plan(Protocol):
+    """What is read of :class:`fxpass.plan.plan.Plan`."""
+
+    @property
+    def classes(self) -> int:
+        """Classes whose gradient is held at a time."""
+        ...
+
+
+def run(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+    """Losses and log-sum-exps; or, where the spec names gradients, those of
+    ``sum(row_scale * loss + lse_scale * lse)``.
+
+    Args:
+        inputs: x, weight and bias in bf16, f16 or f32, with any strides; with gradients, the lse
+            that forward returned.
+        spec: without gradients for forward.
+        plan: ``classes`` bounds the scratch of backward, ``[N, classes]`` in the dtype of x.
+
+    Returns:
+        Forward: loss and lse ``[N]`` f32. Backward: the gradients in the dtypes of their operands,
+        each rounded once.
+    """
+    with on_device(inputs.x.device):
+        return _backward(inputs, spec, plan.classes) if spec.gradients else _forward(inputs, spec)
+
+
+# ---------------------------------------------------------------- forward
+
+
+def _forward(inputs: Inputs, spec: Spec) -> Outputs:
+    n, v = inputs.x.shape[0], inputs.weight.shape[0]
+    loss = inputs.x.new_empty(n, dtype=torch.float32)
+    lse, rest = torch.empty_like(loss), torch.empty_like(loss)
+    if not n:
+        return Outputs(loss, lse, lse_rest=rest)
+    logits = _Logits(inputs)
+    weighted = inputs.class_weight is not None
+    kernel = triton_tile_source.forward(spec, weighted, logits.gemm)
+    names = triton_tile_body.PARTIALS & set(load(kernel).arg_names)
+
+    def sums(config: Config) -> _Arguments:
+        """Partial sums, written to new tensors, and how the classes are split."""
+        per_split = triton_tile_config.per_split(n, v, config, _processors(loss.device))
+        splits = -(-v // per_split)
+        out: _Arguments = {"per_split": per_split, "splits": splits}
+        out |= {name: loss.new_empty((n, splits)) for name in names}
+        logits.launch(kernel, config, splits, out)
+        return out
+
+    parts = sums(logits.config(kernel, sums))
+    parts |= {"loss": loss, "lse": lse, "lse_rest": rest}
+    parts |= {"SPLITS": 1 << (int(parts["splits"]) - 1).bit_length()}
+    arguments = logits.arguments | parts
+    _launch(triton_tile_source.merge(spec, weighted), n, arguments, {"num_warps": 1})
+    return Outputs(loss, lse, lse_rest=rest)
+
+
+# ---------------------------------------------------------------- backward
+
+
+def _backward(inputs: Inputs, spec: Spec, classes: int) -> Outputs:
+    x = inputs.x
+    n, v = x.shape[0], inputs.weight.shape[0]
+    unit = None
+    if x.dtype == torch.float16:
+        # of bf16 and f32 any scale can be stored: no unit, and no pass that multiplies by it
+        inputs, (_, unit) = in_units(inputs, spec)
+    gradients = _Gradients(inputs, spec, unit)
+    if not n:
+        return gradients.outputs()
+    logits = _Logits(inputs)
+    if spec.target == "probabilities":
+        logits.arguments["row_mass"] = _row_mass(logits, spec)
+    widest = max(config.BLOCK_V for config in logits.configs)
+    classes = max(1, classes // widest) * widest
+    g = padded_buffer(x, n, min(classes, v))
+    scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
+    present = [scale is not None for scale in scales]
+    kernel = triton_tile_source.backward(spec, *present, logits.gemm, spec.gradient_filter)
+
+    def to_gradient(config: Config, tile: slice) -> Tensor:
+        """Writes the gradient of some classes' logits to g, and which of its tiles count."""
+        blocks = -(-(tile.stop - tile.start) // config.BLOCK_V)
+        flags = x.new_empty((-(-n // config.BLOCK_N), blocks), dtype=torch.int32)
+        out: _Arguments = {"g": g, "g_stride": g.stride(0), "first": tile.start}
+        out |= {
+            "class_blocks": blocks,
+            "flags": flags,
+            "resolution": triton_tile_filter.resolution(x.dtype),
+        }
+        logits.launch(kernel, config, blocks, out)
+        return flags
+
+    first = slice(0, min(classes, v))
+    config = logits.config(kernel, lambda config: to_gradient(config, first))
+    for start in range(0, v, classes):
+        tile = slice(start, min(start + classes, v))
+        flags = to_gradient(config, tile)
+        if spec.gradient_filter:
+            gradients.add_kept(g[:, : tile.stop - start], tile, flags, config, logits.gemm)
+        else:
+            gradients.add(g[:, : tile.stop - start], tile)
+    return gradients.outputs()
+
+
+def _row_mass(logits: _Logits, spec: Spec) -> Tensor:
+    """The sum of each row's target distribution, ``[N]`` f32."""
+    target = logits.inputs.target
+    assert target is not None
+    n, v = target.shape
+    out = target.new_empty(n, dtype=torch.float32)
+    options = row_options(v, torch.float32)
+    arguments = logits.arguments | {"row_mass": out, "BLOCK_V": options["BLOCK_V"]}
+    kernel = triton_tile_source.mass(spec, logits.inputs.class_weight is not None)
+    _launch(kernel, n, arguments, {"num_warps": options["num_warps"]})
+    return out
+
+
+class _Gradients:
+    """What the gradients of logits add up to, a tile of classes at a time.
+
+    x's gradient is a sum over tiles, so it stays f32 until the end. The weight's and the bias's are
+    complete with their tile and rounded there.
+    """
+
+    def __init__(self, inputs: Inputs, spec: Spec, unit: Tensor | None):
+        self._x, self._weight = inputs.x, inputs.weight
+        self._factor, self._unit = triton_source.gradient_factor(spec), unit
+        shapes = {"weight": inputs.weight.shape, "bias": inputs.weight.shape[:1]}
+        # each tile is written, unless there are no rows and no tiles
+        new = inputs.weight.new_empty if len(inputs.x) else inputs.weight.new_zeros
+        bias = inputs.weight if inputs.bias is None else inputs.bias
+        dtypes = {"weight": inputs.weight.dtype, "bias": bias.dtype}
+        grads = (k for k in shapes if k in spec.gradients)
+        self._grads = {k: new(shapes[k], dtype=dtypes[k]) for k in grads}
+        if "x" in spec.gradients:
+            self._grads["x"] = inputs.x.new_zeros(inputs.x.shape, dtype=torch.float32)
+
+    def add(self, g: Tensor, classes: slice) -> None:
+        """``g`` ``[N, classes]``: the gradient of some classes' logits, in its unit."""
+        grads, weight = self._grads, self._weight[classes]
+        if "x" in grads:
+            for some in class_tiles(g, g.shape[1]):
+                product(grads["x"], g[:, some], weight[some], self._factor, add=True)
+        if "bias" in grads:
+            total = g.sum(0, dtype=torch.float32).mul_(self._factor)
+            grads["bias"][classes] = total if self._unit is None else total.mul_(self._unit)
+        if "weight" in grads:
+            self._round_product(grads["weight"][classes], g.t())
+
+    def add_kept(
+        self, g: Tensor, classes: slice, flags: Tensor, config: Config, gemm: Gemm
+    ) -> None:
+        """The same, of those tiles of ``g`` whose flag is set; all of them in the bias."""
+        grads, x, weight = self._grads, self._x, self._weight[classes]
+        if "bias" in grads:
+            total = g.sum(0, dtype=torch.float32).mul_(self._factor)
+            grads["bias"][classes] = total if self._unit is None else total.mul_(self._unit)
+        if not g.is_cuda:
+            g, x, weight = g.float(), x.float(), weight.float()
+        arguments: _Arguments = {"factor": self._factor, "BLOCK_D": config.BLOCK_D}
+        options = {"num_warps": config.num_warps, "num_stages": 2}
+        if "x" in grads:
+            kernel = triton_tile_filter.product(False, False, gemm.precision)
+            more = _kept_product(g, weight, grads["x"], flags, (config.BLOCK_N, config.BLOCK_V))
+            _launch(kernel, _programs(more, config), arguments | more, options)
+        if "weight" in grads:
+            scaled = self._unit is not None
+            arguments |= {} if self._unit is None else {"unit": self._unit}
+            kernel = triton_tile_filter.product(True, scaled, gemm.precision)
+            out, blocks = grads["weight"][classes], (config.BLOCK_V, config.BLOCK_N)
+            more = _kept_product(g.t(), x, out, flags.t(), blocks)
+            _launch(kernel, _programs(more, config), arguments | more, options)
+
+    def _round_product(self, out: Tensor, g: Tensor) -> None:
+        """``out = factor * unit * g @ x``, rounded once to the dtype of ``out``.
+
+        GPUs add 16-bit products up in f32 and multiply by alpha before they round, so one GEMM does
+        it all. A unit, which is a number on the device, only fits behind an f32 result: its tile
+        makes one more pass over memory. So do CPUs, which round 16-bit products more often.
+        """
+        if self._unit is None and (out.is_cuda or out.dtype == torch.float32):
+            torch.addmm(out, g, self._x, beta=0, alpha=self._factor, out=out)
+            return
+        step = max(1, _F32_BYTES // (4 * max(1, out.shape[1])))
+        for start in range(0, len(out), step):
+            some = slice(start, start + step)
+            exact = torch.zeros_like(out[some], dtype=torch.float32)
+            product(exact, g[some], self._x, self._factor, add=True)
+            out[some] = exact if self._unit is None else exact.mul_(self._unit)
+
+    def outputs(self) -> Outputs:
+        x = self._grads.get("x")
+        if x is not None:
+            x = (x if self._unit is None else x.mul_(self._unit)).to(self._x.dtype)
+        return Outputs(None, None, x, self._grads.get("weight"), self._grads.get("bias"))
+
+
+# ---------------------------------------------------------------- kernels
+
+
+class _Logits:
+    """How the logits of some inputs are multiplied, and the arguments that kernels share."""
+
+    def __init__(self, inputs: Inputs):
+        self.inputs = inputs
+        x, weight, bias = inputs.x, inputs.weight, inputs.bias
+        if not x.is_cuda:
+            # the interpreter multiplies bf16 wrongly
+            x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
+        self.x, self.weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
+        target = triton_tile_config.target_of(x.device)
+        self.configs = triton_tile_config.configs_for(target, x.dtype)
+        described = triton_tile_config.has_descriptors(target)
+        described = described and _describable(self.x) and _describable(self.weight)
+        self.gemm = Gemm(
+            biased=bias is not None,
+            precision=_precision(x.dtype, target),
+            described=described,
+            warp_specialized=described and triton_tile_config.specializes_warps(target),
+        )
+        self.arguments: _Arguments = {
+            "x_stride": self.x.stride(0),
+            "weight_stride": self.weight.stride(0),
+            "N": x.shape[0],
+            "D": x.shape[1],
+            "V": weight.shape[0],
+            **_beside(inputs),
+        }
+        if bias is not None:
+            self.arguments["bias"] = bias.contiguous()
+
+    def config(self, kernel: Kernel, launch: Callable[[Config], object]) -> Config:
+        """The configuration with which a kernel is fastest; timed once, see the tuning module."""
+        n, d, v = (int(self.arguments[size]) for size in ("N", "D", "V"))
+        chosen = tuning.best(
+            kernel.name,
+            self.x.device,
+            self.x.dtype,
+            (n, d, v),
+            [config._asdict() for config in self.configs],
+            lambda candidate: launch(Config(**candidate)),
+        )
+        return Config(**chosen)
+
+    def launch(self, kernel: Kernel, config: Config, others: int, more: _Arguments) -> None:
+        """Runs a kernel over blocks of rows and ``others`` splits or blocks of classes."""
+        x, weight = self.x, self.weight
+        if self.gemm.described:
+            x = TensorDescriptor.from_tensor(x, [config.BLOCK_N, config.BLOCK_D])
+            weight = TensorDescriptor.from_tensor(weight, [config.BLOCK_V, config.BLOCK_D])
+        programs = -(-len(self.x) // config.BLOCK_N) * others
+        arguments = self.arguments | config.sizes | more | {"x": x, "weight": weight}
+        _launch(kernel, programs, arguments, config.options)
+
+
+def _describable(t: Tensor) -> bool:
+    """Whether a tensor descriptor can hold a matrix: its rows start at multiples of 16 bytes."""
+    aligned = t.data_ptr() % 16 == 0 and t.stride(0) * t.itemsize % 16 == 0
+    return aligned and t.stride(0) >= t.shape[1] > 0
+
+
+def _beside(inputs: Inputs) -> _Arguments:
+    """What is read beside x, weight and bias."""
+    out: _Arguments = {}
+    scales = {
+        "class_weight": inputs.class_weight,
+        "row_scale": inputs.row_scale,
+        "lse_scale": inputs.lse_scale,
+        "lse": inputs.lse,
+        "lse_rest": inputs.lse_rest,
+    }
+    out |= {k: t.float().contiguous() for k, t in scales.items() if t is not None}
+    if inputs.class_weight is not None:
+        out["class_mass"] = inputs.class_weight.sum(dtype=torch.float32)
+    target = inputs.target
+    if target is not None:
+        target = target if target.stride(-1) == 1 else target.contiguous()
+        out |= {"target": target, "target_stride": target.stride(0)}
+    return out
+
+
+def _kept_product(
+    a: Tensor, b: Tensor, out: Tensor, flags: Tensor, blocks: tuple[int, int]
+) -> _Arguments:
+    """The arguments of a product over the tiles of ``a`` ``[I, J]`` whose flag is set."""
+    order, counts = triton_tile_filter.kept(flags)
+    b = b if b.stride(1) == 1 else b.contiguous()
+    return {
+        **{"a": a, "b": b, "out": out, "order": order, "counts": counts},
+        **{"a_row": a.stride(0), "a_col": a.stride(1), "b_stride": b.stride(0)},
+        **{"out_stride": out.stride(0), "order_stride": order.stride(0)},
+        **{"I": a.shape[0], "J": a.shape[1], "D": b.shape[1]},
+        **{"BLOCK_I": blocks[0], "BLOCK_J": blocks[1]},
+    }
+
+
+def _programs(arguments: _Arguments, config: Config) -> int:
+    counts, d = arguments["counts"], arguments["D"]
+    assert isinstance(counts, Tensor)
+    return len(counts) * -(-int(d) // config.BLOCK_D)
+
+
+def _precision(dtype: torch.dtype, target: str) -> str:
+    """How f32 operands are multiplied: as the vendor's GEMMs are told to."""
+    if dtype != torch.float32:
+        return ""
+    # not allow_tf32, which raises where the newer of torch's two settings was used
+    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if tf32 and target not in ("cpu", "sm_75") else "ieee"
+
+
+def _processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _launch(kernel: Kernel, programs: int, arguments: _Arguments, options: dict[str, int]) -> None:
+    """Runs a kernel with those of the arguments that it has a name for."""
+    function = load(kernel)
+    named = {name: arguments[name] for name in function.arg_names}
+    function[(programs,)](**named, **options)

@@ -1,0 +1,97 @@
+"""Class weights and row scales in units, so that the gradients they multiply fit into fp16.
+
+In: the inputs of a fused loss. Out: the inputs with small coefficients, and the powers of two by
+which the kernel's losses and gradients have to be multiplied::
+
+    >>> inputs = Inputs(x, w, None, t, row_scale=torch.tensor([2.0**20, 2.0**18]))
+    >>> inputs, units = in_units(inputs, Spec(gradients=("x",)))
+    >>> inputs.row_scale, units.gradients
+    (tensor([1.0000, 0.2500]), tensor(1048576.))
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxpass.aten.common import Inputs, is_valid
+from fxpass.spec.spec import Spec
+
+
+class Units(NamedTuple):
+    """What the kernel's losses and gradients have to be multiplied by; None is one."""
+
+    loss: Tensor | None = None
+    gradients: Tensor | None = None
+
+
+def in_units(inputs: Inputs, spec: Spec) -> tuple[Inputs, Units]:
+    """The inputs with small coefficients, and the units that this leaves to be multiplied by; bf16
+    and f32 hold gradients of any size, so their coefficients are only made f32.
+
+    Class weights and the scales of the rows multiply gradients that may be stored in fp16, which
+    ends at 65504 and has few bits below 6e-5. So the kernel gets them as f32 numbers below 2, times
+    a power of two that stays outside. The gradients of the loss and of the lse are added up in one
+    number before they are stored, so they share the larger of the two units that they would have
+    alone; what the other one loses in fp16 is lost beside the sum anyway.
+    """
+    row_scale = lse_scale = None
+    if spec.gradients:
+        row_scale, lse_scale = inputs.row_scale, inputs.lse_scale
+    if lse_scale is not None:
+        row_scale = _of_counted_rows(inputs, spec, row_scale)
+    if inputs.x.dtype != torch.float16:
+        scales = {"row_scale": row_scale, "lse_scale": lse_scale}
+        given = scales | {"class_weight": inputs.class_weight}
+        plain = {k: None if t is None else t.float().contiguous() for k, t in given.items()}
+        return inputs._replace(**plain), Units()
+    class_weight, of_classes = _scaled(inputs.class_weight)
+    row_scale, of_rows = _scaled(row_scale)
+    lse_scale, of_lse = _scaled(lse_scale)
+    exponent = _sum(of_classes, of_rows)
+    if row_scale is not None and lse_scale is not None:
+        assert exponent is not None
+        assert of_lse is not None
+        larger = torch.maximum(exponent, of_lse)
+        row_scale = row_scale * _power_of_two(exponent - larger)
+        lse_scale = lse_scale * _power_of_two(of_lse - larger)
+        exponent = larger
+    inputs = inputs._replace(class_weight=class_weight, row_scale=row_scale, lse_scale=lse_scale)
+    powers = (None if e is None else _power_of_two(e) for e in (of_classes, exponent))
+    return inputs, Units(*powers)
+
+
+def _of_counted_rows(inputs: Inputs, spec: Spec, row_scale: Tensor | None) -> Tensor:
+    """The row scales, 0 where a row is ignored: there it must not decide about the unit."""
+    if row_scale is None:
+        row_scale = inputs.x.new_ones(inputs.x.shape[0], dtype=torch.float32)
+    if spec.target != "indices" or inputs.target is None:
+        return row_scale
+    return torch.where(is_valid(inputs.target.long(), spec), row_scale, 0)
+
+
+def _scaled(coefficients: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Coefficients as f32 numbers below 2, and the exponent of their unit, a power of two."""
+    if coefficients is None:
+        return None, None
+    coefficients = coefficients.float().contiguous()
+    # beside f32's smallest normal number, so that zeros and no rows at all have an exponent too
+    largest = F.pad(coefficients.abs(), (0, 1), value=2.0**-126).amax()
+    # clamped to f32's normal powers: frexp gives inf and nan no particular exponent
+    exponent = torch.frexp(largest).exponent.clamp(-125, 127) - 1
+    return coefficients / _power_of_two(exponent), exponent
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """2 to the power of int32 exponents, as f32; inf and 0 beyond its normal numbers.
+
+    By its bits: pow() rounds on some devices, and takes its dtype from torch's default one.
+    """
+    return ((exponent + 127).clamp(0, 255) << 23).view(torch.float32)

@@ -1,0 +1,151 @@
+"""Linears: the spellings of ``x @ weight.T + bias``.
+
+In: a node. Out: a :class:`Linear`, or None for a node that is none::
+
+    matmul(%x, transpose(%w, 0, 1))    ->    Linear(x=%x, weight=%w, bias=None)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fxpass.graph.calls import arguments
+from fxpass.graph.nodes import REQUIRED, NoMatch, Target, attribute_of, is_tensor, value
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear.
+
+    Attributes:
+        node: the call.
+        x: ``[..., D]``.
+        weight: ``[V, D]``, or ``[D, V]`` if ``transposed``.
+        bias: ``[V]`` or None.
+        dim: position of the class dimension in the output.
+    """
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+    transposed: bool
+    dim: int
+
+
+def linear_of(node: Node) -> Linear | None:
+    """The linear that ``node`` is; None if it is none.
+
+    Raises:
+        NoMatch: it is one in a form that cannot be fused.
+    """
+    read = LINEARS.get(node.target) if node.op in ("call_function", "call_method") else None
+    return None if read is None else read(node)
+
+
+def _linear(node: Node) -> Linear:
+    given = arguments(node, {"input": REQUIRED, "weight": REQUIRED, "bias": None})
+    return _make(node, given["input"], given["weight"], given["bias"], transposed=False)
+
+
+def _matmul(node: Node) -> Linear:
+    given = arguments(node, {"input": REQUIRED, "other": REQUIRED})
+    return _product(node, given["input"], given["other"], None)
+
+
+def _mm(node: Node) -> Linear:
+    given = arguments(node, {"input": REQUIRED, "mat2": REQUIRED})
+    return _product(node, given["input"], given["mat2"], None)
+
+
+def _addmm(node: Node) -> Linear:
+    given = arguments(
+        node, {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1}
+    )
+    if given["beta"] != 1 or given["alpha"] != 1:
+        raise NoMatch(node, f"%{node.name} (addmm) has beta= or alpha= other than 1")
+    if is_tensor(given["input"]) and value(given["input"]).dim() != 1:
+        raise NoMatch(node, f"%{node.name} (addmm) adds a matrix, not a bias [V]")
+    return _product(node, given["mat1"], given["mat2"], given["input"])
+
+
+def _einsum(node: Node) -> Linear:
+    equation, *operands = node.args or ("",)
+    if node.kwargs:
+        raise NoMatch(node, f"%{node.name} (einsum) has keyword arguments")
+    if len(operands) == 1 and isinstance(operands[0], tuple | list):
+        operands = list(operands[0])
+    try:
+        inputs, out = str(equation).replace(" ", "").replace("...", "_").split("->")
+        x, weight = inputs.split(",")
+    except ValueError:
+        raise NoMatch(node, f"%{node.name}: einsum {equation!r} is not x, weight -> out") from None
+    if len(operands) == 2 and len(weight) != 2:
+        x, weight, operands = weight, x, operands[::-1]
+    for v, d, transposed in ((weight[:1], weight[1:], False), (weight[1:], weight[:1], True)):
+        letters = x + v
+        if len(weight) != 2 or len(set(letters)) < len(letters):
+            continue  # a repeated letter takes a diagonal
+        if x.endswith(d) and out == x[:-1] + v:
+            found = _make(node, operands[0], operands[1], None, transposed)
+            if statically_known_true(
+                value(found.x).shape[-1] == value(found.weight).shape[transposed - 1]
+            ):
+                return found  # einsum would stretch a dimension of one
+    raise NoMatch(node, f"%{node.name}: einsum {equation!r} is not [..., D], [V, D] -> [..., V]")
+
+
+def _product(node: Node, x: Any, weight: Any, bias: Any) -> Linear:
+    """``x @ weight``; a weight that was transposed for it is taken as it was before."""
+    if is_tensor(weight) and value(weight).dim() == 2 and _swaps(weight):
+        return _make(node, x, weight.args[0], bias, transposed=False)
+    return _make(node, x, weight, bias, transposed=True)
+
+
+def _swaps(node: Node) -> bool:
+    """Whether a node with a matrix as its output is the transposition of another matrix."""
+    target, args = node.target, cast(tuple[Any, ...], node.args[1:])
+    if not node.args or not is_tensor(node.args[0]) or node.kwargs:
+        return False
+    if target in ("t", torch.t):
+        return True
+    if name := attribute_of(node):
+        return name in ("T", "mT")
+    if target in ("permute", torch.permute) and len(args) == 1:
+        args = tuple(args[0]) if isinstance(args[0], tuple | list) else args
+    elif target not in ("transpose", torch.transpose, "swapaxes", torch.swapaxes, "permute"):
+        return False
+    dims = [d % 2 for d in args if isinstance(d, int)]
+    return dims == [1, 0] or (dims == [0, 1] and target not in ("permute", torch.permute))
+
+
+def _make(node: Node, x: Any, weight: Any, bias: Any, transposed: bool) -> Linear:
+    for name, operand in (("x", x), ("weight", weight), ("bias", bias)):
+        if not is_tensor(operand) and not (name == "bias" and operand is None):
+            raise NoMatch(node, f"the linear's operand {operand!r} is not a tensor of the graph")
+    shape = value(weight).shape
+    if len(shape) != 2:
+        raise NoMatch(node, f"the linear's weight has shape {list(shape)}, not [V, D]")
+    return Linear(node, x, weight, bias, transposed, value(node).dim() - 1)
+
+
+LINEARS: dict[Target, Callable[[Node], Linear]] = {
+    F.linear: _linear,
+    operator.matmul: _matmul,
+    torch.matmul: _matmul,
+    "matmul": _matmul,
+    "__matmul__": _matmul,
+    torch.mm: _mm,
+    "mm": _mm,
+    torch.addmm: _addmm,
+    "addmm": _addmm,
+    torch.einsum: _einsum,
+}

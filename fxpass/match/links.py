@@ -1,0 +1,271 @@
+"""One node between a linear and its loss: which node its logits come from, what it makes of them.
+
+In: a node, and where its output has the classes. Out: a :class:`Link` to the node before it; and in
+the order of the data, for the kinds that compute, the expression of the logit after it or the steps
+that it becomes::
+
+    %truediv = truediv(%view, 30)   ->   Link(%truediv, "pointwise", before=%view)   z -> z/30
+    %add = add(%linear, %b)         ->   Link(%add, "tensor", before=%linear)        [Bias(%b, 1)]
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.fx import Node
+
+from fxpass.graph.calls import arguments, first_operand, written
+from fxpass.graph.nodes import CASTS, REQUIRED, NoMatch, Target, is_tensor, value
+from fxpass.graph.placements import is_dtensor, placement_name
+from fxpass.graph.source import call_name
+from fxpass.match.losses import LOG_SOFTMAXES, log_softmax_dim
+from fxpass.match.movements import MOVEMENTS, Moved, moved
+from fxpass.match.pointwise import IN_PLACE, POINTWISE
+from fxpass.match.steps import Affine, Bias, Scale, Step
+from fxpass.spec import expression
+
+STACKS: set[Target] = {torch.stack}
+
+
+@dataclass(frozen=True)
+class Link:
+    """One node of the way, as the walk from the loss meets it.
+
+    Attributes:
+        node: the call.
+        kind: ``cast``, ``log_softmax``, ``placement``, ``move``, ``stack``, ``pointwise`` (of one
+            logit and numbers) or ``tensor`` (with another tensor of the graph).
+        before: the node that it takes the logits from.
+        dim: position of the class dimension in ``before``.
+        in_place: whether it writes to ``before``; of the kinds that compute.
+        moved: how it moves rows, for ``move``.
+        function: its key in ``POINTWISE``, out of place; of the kinds that compute.
+        stacked: position of the new dimension and its size, for ``stack``.
+    """
+
+    node: Node
+    kind: str
+    before: Node
+    dim: int
+    in_place: bool = False
+    moved: Moved | None = None
+    function: Target = None
+    stacked: tuple[int, int] = (0, 0)
+
+
+def link_of(node: Node, dim: int, after: list[Link]) -> Link:
+    """The link that ``node`` is.
+
+    Args:
+        node: a call whose output is the logits, or a function of them.
+        dim: position of the class dimension in its output.
+        after: the links between it and the loss, the latest first.
+
+    Raises:
+        NoMatch: no table knows the call, or not in this form.
+    """
+    if node.target in STACKS:
+        return _stacked(node, dim, after)
+    if node.target in LOG_SOFTMAXES:
+        if log_softmax_dim(node) != dim:
+            raise NoMatch(node, f"%{node.name} (log_softmax) is over another dimension")
+        return Link(node, "log_softmax", first_operand(node), dim)
+    if placement_name(node.target):
+        return Link(node, "placement", first_operand(node), dim)
+    if node.target in CASTS:
+        _check_cast(node)
+        return Link(node, "cast", first_operand(node), dim)
+    if node.target in MOVEMENTS:
+        step = moved(node, dim)
+        return Link(node, "move", first_operand(node), step.dim, moved=step)
+    function = IN_PLACE.get(node.target, node.target)
+    changed = written(node)
+    if function not in POINTWISE:
+        if changed:
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) changes a tensor in place")
+        raise NoMatch(
+            node, f"%{node.name} ({call_name(node)}) between the linear and the loss is not known"
+        )
+    tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+    before = tensors[0] if len(tensors) == 1 else _main_operand(node, function, tensors)
+    if changed not in ([], [before]):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to another tensor")
+    kind = "pointwise" if len(tensors) == 1 else "tensor"
+    return Link(node, kind, before, dim, in_place=bool(changed), function=function)
+
+
+def _stacked(node: Node, dim: int, after: list[Link]) -> Link:
+    """A stack of heads: the link to the head whose logits the links behind it, ``after``, pick."""
+    given = arguments(node, {"tensors": REQUIRED, "dim": 0})
+    tensors, new = given["tensors"], given["dim"] % value(node).dim()
+    if not isinstance(tensors, tuple | list) or new == dim:
+        raise NoMatch(node, f"%{node.name} (stack) stacks other than the rows of logits")
+    at = new
+    for link in reversed(after):
+        if link.moved is None or link.moved.replay is None:
+            continue
+        found = _picked(link, at)
+        if found is None:
+            break
+        picked, at = found
+        if picked is not None:
+            head = tensors[picked % len(tensors)]
+            return Link(node, "stack", head, dim - (new < dim), stacked=(new, len(tensors)))
+    raise NoMatch(
+        node, f"%{node.name} (stack) gives the loss the logits of several linears, as far as known"
+    )
+
+
+def _picked(link: Link, at: int) -> tuple[int | None, int] | None:
+    """What a movement does to dimension ``at`` of its input: the number that it picks there, and
+    the dimension's position in its output; None where that is not known when the graph is traced.
+    """
+    assert link.moved is not None
+    assert link.moved.replay is not None
+    _, target, args = link.moved.replay(0)
+    if target == "select":
+        where, number = args
+        if where == at:
+            return (number, 0) if isinstance(number, int) else None
+        return None, at - (where < at)
+    if target is not operator.getitem:
+        return None
+    before = after = 0
+    for entry in args[0]:
+        if before == at and entry is not None:
+            whole = isinstance(entry, slice) and entry == slice(None)
+            return (entry, 0) if type(entry) is int else (None, after) if whole else None
+        if isinstance(entry, Node):
+            return None
+        before += entry is not None
+        after += entry is None or isinstance(entry, slice)
+    return None, after
+
+
+def _main_operand(node: Node, function: Target, tensors: list[Node]) -> Node:
+    """The logits among several tensor operands."""
+    if _operation(function) is None:
+        raise NoMatch(node, _combines(node))
+    shape = value(node).shape
+    whole = [n for n in tensors if value(n).shape == shape]
+    computed = [n for n in whole if n.op in ("call_function", "call_method")]
+    if not computed:
+        raise NoMatch(node, _combines(node))
+    return computed[0]
+
+
+def _check_cast(node: Node) -> None:
+    old, new = value(first_operand(node)), value(node)
+    if old.device != new.device:
+        raise NoMatch(
+            node,
+            f"%{node.name} moves the logits from {old.device} to {new.device}; move the labels to "
+            f"{old.device} instead, and the loss afterwards",
+        )
+    if new.dtype.itemsize < 2:
+        raise NoMatch(node, f"%{node.name} rounds the logits to {new.dtype}")
+    if new.dtype == torch.float64 and old.dtype != torch.float64:
+        raise NoMatch(
+            node, f"%{node.name} casts {old.dtype} logits to float64; the fused loss is f32"
+        )
+
+
+def check_plain(node: Node) -> None:
+    """``NoMatch`` if a node's value is no floating-point tensor, plain or sharded."""
+    example = value(node)
+    if not example.is_floating_point():
+        raise NoMatch(node, f"%{node.name} is {example.dtype}, not floating point")
+    if is_functorch_wrapped_tensor(example):
+        raise NoMatch(node, f"%{node.name} is inside a torch.func transform (vmap, grad, ...)")
+    plain = (torch._subclasses.FakeTensor, torch.nn.Parameter)
+    if not (type(example) is torch.Tensor or isinstance(example, plain) or is_dtensor(example)):
+        raise NoMatch(node, f"%{node.name} is a {type(example).__name__}, not a plain tensor")
+
+
+# ---------------------------------------------------------------- in the order of the data
+
+
+def apply_pointwise(link: Link, expr: Expr) -> Expr:
+    """The expression after a ``pointwise`` link, of the one before it.
+
+    Raises:
+        NoMatch: an argument that is no number, or that its row in ``POINTWISE`` does not know.
+    """
+    node, row = link.node, POINTWISE[link.function]
+    given = arguments(node, row.signature)
+    try:
+        operands = [_operand(node, argument, link.before, expr) for argument in given.values()]
+        return row.value(*operands)
+    except ValueError as error:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+
+
+def _operand(node: Node, argument: Any, before: Node, expr: Expr) -> Any:
+    if argument is before:
+        return expr
+    if isinstance(argument, Node | torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise NoMatch(
+            node,
+            f"%{node.name} ({call_name(node)}) has an operand that is not a number: {argument}",
+        )
+    if isinstance(argument, int | float) and not isinstance(argument, bool):
+        return expression.exact(argument)
+    return argument
+
+
+def tensor_steps(link: Link) -> list[Step]:
+    """What a ``tensor`` link is: a bias or a factor per row.
+
+    Raises:
+        NoMatch: it is neither.
+    """
+    node, operation = link.node, _operation(link.function)
+    left, right, *options = arguments(node, POINTWISE[link.function].signature).values()
+    plain = {"alpha": 1, "rounding_mode": None, "inplace": False, "out": None}
+    names = list(POINTWISE[link.function].signature)[2:]
+    if any(option != plain[name] for name, option in zip(names, options, strict=True)):
+        raise NoMatch(node, _combines(node))
+    other = right if left is link.before else left
+    if not isinstance(other, Node) or left is right:
+        raise NoMatch(node, _combines(node))
+    from_end = value(node).dim() - link.dim  # the class dimension, counted from the end
+    shape = list(value(other).shape)
+    v, dtype = value(node).shape[link.dim], value(node).dtype
+    classes = shape[-from_end] if len(shape) >= from_end else 1
+    if operation in ("add", "sub"):
+        rows = [s for i, s in enumerate(shape) if len(shape) - i != from_end]
+        if classes != v or any(s != 1 for s in rows):
+            raise NoMatch(node, _combines(node))
+        if operation == "add":
+            return [Bias(other, 1, dtype)]
+        if other is right:
+            return [Bias(other, -1, dtype)]
+        return [Affine(sympy.Integer(-1), sympy.Integer(0)), Bias(other, 1, dtype)]
+    if classes != 1 or (operation == "div" and other is left):
+        raise NoMatch(node, _combines(node))
+    return [Scale(other, operation == "div")]
+
+
+def _operation(function: Target) -> str | None:
+    """``add``, ``sub``, ``mul`` or ``div``, however it is spelled; None for anything else."""
+    name = function if isinstance(function, str) else getattr(function, "__name__", "")
+    return {"truediv": "div", "true_divide": "div"}.get(name, name) if name in _BINARY else None
+
+
+_BINARY = ("add", "sub", "mul", "div", "truediv", "true_divide")
+
+
+def _combines(node: Node) -> str:
+    """The reason why a node with another tensor is not fused."""
+    names = ", ".join(f"%{n.name}" for n in node.all_input_nodes)
+    return (
+        f"%{node.name} ({call_name(node)}) combines the logits with another tensor ({names}); "
+        "what can be fused are functions of one logit and of numbers, a bias [V], and a factor "
+        "per row"
+    )

@@ -1,0 +1,328 @@
+"""Losses: the spellings of a cross-entropy, and of the log-sum-exp that a z-loss squares.
+
+In: a node. Out: a :class:`Loss`, which says where its logits are and what is computed of them, or
+None for a node that is none::
+
+    nll_loss(%log_probabilities, %labels)         neg(gather(log_softmax(%z, -1), -1, %labels))
+    cross_entropy(%z, %labels)                    sub(logsumexp(%z, -1), gather(%z, -1, %labels))
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+from fxpass.graph.calls import arguments, first_operand
+from fxpass.graph.nodes import CASTS, REQUIRED, NoMatch, Target, is_tensor, value
+from fxpass.match.movements import MOVEMENTS
+from fxpass.spec.dtypes import INDEX_DTYPES
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One loss.
+
+    Attributes:
+        node: whose value is computed anew: the loss, its mean or sum, or one number per row.
+        logits: the node whose way back leads to the linear.
+        dim: position of the class dimension in ``logits``.
+        inner: further nodes of the spelling, between the logits and ``node``.
+        counted: nodes whose value is part of the spelling, and of nobody's business beside it.
+        target: class indices, class probabilities, or None for a log-sum-exp.
+        class_weight: ``[V]`` or None.
+        probabilities: whether the target holds class probabilities.
+        log_softmax: whether the way back must pass a log-softmax.
+        negative: whether the node's value is minus the loss.
+        keepdim: whether the node's value has a class dimension of one.
+        wraps: which indices count round the classes, as the program's own indexing has it:
+            ``negative`` ones from the last class, or ``all``; empty where none do.
+        speculative: whether the node is a loss only if its way back leads to a linear: then
+            nothing is said about it otherwise.
+    """
+
+    node: Node
+    logits: Node
+    dim: int
+    target: Node | None
+    inner: tuple[Node, ...] = ()
+    counted: tuple[Node, ...] = ()
+    class_weight: Node | None = None
+    reduction: str = "none"
+    ignore_index: int | None = None
+    label_smoothing: float = 0.0
+    probabilities: bool = False
+    log_softmax: bool = False
+    negative: bool = False
+    keepdim: bool = False
+    wraps: str = ""
+    speculative: bool = False
+
+
+def loss_of(node: Node) -> Loss | None:
+    """The loss that ``node`` is; None if it is none.
+
+    Raises:
+        NoMatch: it is one in a form that cannot be fused.
+    """
+    read = LOSSES.get(node.target) if node.op in ("call_function", "call_method") else None
+    return None if read is None else read(node)
+
+
+# ---------------------------------------------------------------- cross_entropy and nll_loss
+
+_NLL_LOSS: Mapping[str, Any] = {
+    "input": REQUIRED,
+    "target": REQUIRED,
+    "weight": None,
+    "size_average": None,
+    "ignore_index": -100,
+    "reduce": None,
+    "reduction": "mean",
+}
+_CROSS_ENTROPY = {**_NLL_LOSS, "label_smoothing": 0.0}
+
+
+def _cross_entropy(node: Node) -> Loss:
+    args = arguments(node, _CROSS_ENTROPY)
+    _check_constants(node, args)
+    logits, target = value(args["input"]), value(args["target"])
+    probabilities = target.is_floating_point()
+    expected = logits.dim() if probabilities else max(0, logits.dim() - 1)
+    if target.dim() != expected or not (probabilities or target.dtype in INDEX_DTYPES):
+        raise NoMatch(
+            node,
+            f"a target of {target.dim()} dimensions and dtype {target.dtype} for logits of "
+            f"{logits.dim()} dimensions is neither class indices (int64) nor class probabilities",
+        )
+    return _named_loss(
+        node, args, probabilities=probabilities, label_smoothing=float(args["label_smoothing"])
+    )
+
+
+def _nll_loss(node: Node) -> Loss:
+    args = arguments(node, _NLL_LOSS)
+    _check_constants(node, args)
+    if value(args["target"]).dtype not in INDEX_DTYPES:
+        raise NoMatch(node, f"its target is {value(args['target']).dtype}; use int64")
+    return _named_loss(node, args, log_softmax=True)
+
+
+def _named_loss(node: Node, args: dict[str, Any], **fields: Any) -> Loss:
+    if fields.get("probabilities"):
+        args["ignore_index"] = -100  # PyTorch does not use it then; one spec for one computation
+    return Loss(
+        node=node,
+        logits=args["input"],
+        dim=min(1, value(args["input"]).dim() - 1),
+        target=args["target"],
+        class_weight=args["weight"],
+        reduction=args["reduction"],
+        ignore_index=args["ignore_index"],
+        **fields,
+    )
+
+
+def _check_constants(node: Node, args: dict[str, Any]) -> None:
+    for name in ("size_average", "reduce"):
+        if args[name] is not None:
+            raise NoMatch(node, f"it uses the deprecated {name}=; use reduction=")
+    for name in ("ignore_index", "label_smoothing", "reduction"):
+        if isinstance(args.get(name), Node | torch.SymInt | torch.SymFloat):
+            raise NoMatch(node, f"{name}= is not a constant of the graph")
+    if not is_tensor(args["input"]) or not is_tensor(args["target"]):
+        raise NoMatch(node, "its input and target are not both tensors of the graph")
+    if value(args["target"]).requires_grad:
+        raise NoMatch(node, "its target needs a gradient; detach it")
+    if args["weight"] is not None and value(args["weight"]).requires_grad:
+        raise NoMatch(node, "its class weights need a gradient; detach them")
+
+
+# ---------------------------------------------------------------- one log-probability per row
+
+_GATHER = {"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED, "sparse_grad": False}
+_TAKE = {"input": REQUIRED, "indices": REQUIRED, "dim": None}
+
+
+def _picked(node: Node) -> tuple[Node, int, Node] | None:
+    """Source, class dimension and index, if ``node`` takes one element of each row."""
+    if node.target in (torch.gather, "gather"):
+        given = arguments(node, _GATHER)
+        source, dim, index = given["input"], given["dim"], given["index"]
+    elif node.target in (torch.take_along_dim, "take_along_dim"):
+        given = arguments(node, _TAKE)
+        source, dim, index = given["input"], given["dim"], given["indices"]
+    else:
+        return None
+    if not is_tensor(source) or not is_tensor(index) or not isinstance(dim, int):
+        return None
+    if value(index).dtype != torch.int64 or given.get("sparse_grad"):
+        return None
+    shape, taken = list(value(source).shape), list(value(index).shape)
+    if not shape or len(shape) != len(taken):
+        return None
+    dim %= len(shape)
+    one_each = taken == [*shape[:dim], 1, *shape[dim + 1 :]]
+    return (source, dim, index) if one_each else None
+
+
+def _wraps(node: Node) -> str:
+    return "all" if node.target in (torch.take_along_dim, "take_along_dim") else ""
+
+
+def _gather(node: Node) -> Loss | None:
+    """``log_softmax(z).gather(-1, index)``: minus the row losses."""
+    picked = _picked(node)
+    if picked is None or not _has_log_softmax(picked[0]):
+        return None
+    source, dim, index = picked
+    if source.target in LOG_SOFTMAXES and log_softmax_dim(source) != dim:
+        return None
+    return Loss(
+        node,
+        source,
+        dim,
+        index,
+        log_softmax=True,
+        negative=True,
+        keepdim=True,
+        wraps=_wraps(node),
+    )
+
+
+def _getitem(node: Node) -> Loss | None:
+    """``log_softmax(z)[arange(N), index]``: minus the row losses."""
+    source, index = cast(Any, node.args)
+    if not (isinstance(index, tuple) and len(index) == 2 and all(map(is_tensor, index))):
+        return None
+    rows, picked = index
+    shape = value(source).shape if is_tensor(source) else ()
+    if len(shape) != 2 or rows.target is not torch.arange or value(picked).dim() != 1:
+        return None
+    given = arguments(rows, _ARANGE)
+    if given["start"] != 0 or given["step"] != 1 or value(rows).dtype != torch.int64:
+        return None
+    if value(rows).shape[0] != shape[0] or value(picked).shape[0] != shape[0]:
+        return None
+    if value(picked).dtype != torch.int64 or not _has_log_softmax(source):
+        return None
+    return Loss(
+        node, source, 1, picked, counted=(rows,), log_softmax=True, negative=True, wraps="negative"
+    )
+
+
+_ARANGE = {
+    **{"start": 0, "end": REQUIRED, "step": 1, "dtype": None, "device": None},
+    **{"layout": None, "pin_memory": None, "requires_grad": False},
+}
+
+
+def _has_log_softmax(node: Any) -> bool:
+    while isinstance(node, Node):
+        if node.target in LOG_SOFTMAXES:
+            return True
+        if node.target not in CASTS and node.target not in MOVEMENTS:
+            return False
+        node = first_operand(node)
+    return False
+
+
+# ---------------------------------------------------------------- log-sum-exp
+
+
+def _logsumexp(node: Node) -> Loss | None:
+    given = arguments(node, {"input": REQUIRED, "dim": REQUIRED, "keepdim": False})
+    dim = given["dim"]
+    if isinstance(dim, tuple | list) and len(dim) == 1:
+        (dim,) = dim
+    if not is_tensor(given["input"]) or not isinstance(dim, int):
+        return None
+    rank = value(given["input"]).dim()
+    if rank == 0:
+        return None
+    keepdim = bool(given["keepdim"])
+    return Loss(
+        node, given["input"], dim % rank, None, ignore_index=-100, keepdim=keepdim, speculative=True
+    )
+
+
+def _difference(node: Node) -> Loss | None:
+    """``logsumexp(z) - gather(z)``, the row losses, or the other way round."""
+    try:
+        return _lse_minus_picked(node)
+    except NoMatch:
+        return None  # of all subtractions few are a loss
+
+
+def _lse_minus_picked(node: Node) -> Loss | None:
+    given = arguments(node, {"input": REQUIRED, "other": REQUIRED, "alpha": 1})
+    args = given["input"], given["other"]
+    if given["alpha"] != 1 or not all(map(is_tensor, args)):
+        return None
+    for a, b, negative in ((*args, False), (*reversed(args), True)):
+        lse = _logsumexp(a) if a.target in (torch.logsumexp, "logsumexp") else None
+        pick, inner = _without_dim(b)
+        picked = _picked(pick)
+        if lse is None or picked is None or picked[:2] != (lse.logits, lse.dim):
+            continue
+        if value(a).shape != value(b).shape:
+            return None
+        inner = (a, *inner, pick)
+        return Loss(
+            node,
+            lse.logits,
+            lse.dim,
+            picked[2],
+            inner=inner,
+            negative=negative,
+            keepdim=lse.keepdim,
+            wraps=_wraps(pick),
+        )
+    return None
+
+
+def _without_dim(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """The node before its dimension of one was taken away, and what took it."""
+    if node.target not in ("squeeze", torch.squeeze, "select", torch.select, operator.getitem):
+        return node, ()
+    before = first_operand(node)
+    if node.target is operator.getitem:
+        index: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        if not all(i in (slice(None), Ellipsis) or isinstance(i, int) for i in index):
+            return node, ()  # the rows may be in another order
+    if value(before).numel() == value(node).numel():
+        return before, (node,)
+    return node, ()
+
+
+LOG_SOFTMAXES: set[Target] = {F.log_softmax, torch.log_softmax, "log_softmax"}
+
+LOSSES: dict[Target, Callable[[Node], Loss | None]] = {
+    F.cross_entropy: _cross_entropy,
+    F.nll_loss: _nll_loss,
+    torch.gather: _gather,
+    "gather": _gather,
+    torch.take_along_dim: _gather,
+    "take_along_dim": _gather,
+    operator.getitem: _getitem,
+    torch.logsumexp: _logsumexp,
+    "logsumexp": _logsumexp,
+    operator.sub: _difference,
+    torch.sub: _difference,
+    "sub": _difference,
+}
+
+
+def log_softmax_dim(node: Node) -> int:
+    """The dimension that a log-softmax node normalises."""
+    given = arguments(node, {"input": REQUIRED, "dim": None, "_stacklevel": 3, "dtype": None})
+    if not isinstance(given["dim"], int):
+        raise NoMatch(node, f"%{node.name} (log_softmax) has no dim=")
+    if given["dtype"] == torch.float64 != value(first_operand(node)).dtype:
+        raise NoMatch(node, f"%{node.name} casts logits to float64; the fused loss is f32")
+    return given["dim"] % value(node).dim()

@@ -1,0 +1,400 @@
+"""Finds linear → cross-entropy in a graph and decides what becomes of each.
+
+In: a region of a Dynamo graph, with ``example_value`` on its nodes. Out: for every loss a
+:class:`Match` that :mod:`fxpass.rewrite.rewrite` can carry out, or a :class:`Rejection` that tells
+the user why not. What can stand in the graph is read by :mod:`fxpass.match.losses`,
+:mod:`fxpass.match.walk` and :mod:`fxpass.match.linears`; who else needs the logits is answered by
+:mod:`fxpass.match.readers`. The graph is not changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from fxpass.graph import effects
+from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
+from fxpass.graph.region import Region
+from fxpass.graph.source import source_line
+from fxpass.match.losses import Loss, loss_of
+from fxpass.match.modes import Mode, check_modes, modes_of
+from fxpass.match.readers import Readers
+from fxpass.match.sharding import Sharding, check_kept, sharding_of
+from fxpass.match.steps import Stack
+from fxpass.match.walk import Walk, check_operands, walk
+from fxpass.plan.choice import Choice, choose
+from fxpass.plan.devices import lowering_for
+from fxpass.settings import Settings
+from fxpass.spec.spec import GRADIENTS, Spec
+
+log = logging.getLogger(__name__)
+
+# With fewer, the target, sums and gradients of a row are as long as its logits.
+LEAST_CLASSES = 256
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A loss that is left as it was.
+
+    Attributes:
+        node: the node at which the walk stopped.
+        reason: why, as a sentence without its first capital.
+        source: the user's line of the loss.
+    """
+
+    node: Node
+    reason: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"not fused: {self.source}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Match:
+    """A linear → cross-entropy that can be fused.
+
+    Attributes:
+        loss: the loss, as it is spelled.
+        walk: the way from the linear to it.
+        lse: a log-sum-exp of the same logits that the operator returns as well (z-loss), or None.
+        logits: ``never`` allocated; ``keep``: they exist in the graph and the loss is taken from
+            them; ``defer`` or ``drop``: they leave the graph, and what leaves it instead.
+        spec: what is computed.
+        shape: rows and classes; both may be symbolic.
+        source: the user's line of the loss.
+        sharding: on which ranks its classes and rows lie; None for one rank.
+        choice: of the strategy; None as long as it is not decided.
+        detached: whether no gradient goes through it although its operands need some.
+        changed: whether the graph writes to its operands later: then backward must not read them.
+        recomputed: whether the operator computes the logits although they are kept: backward would
+            need them, and they leave the graph, so that the user may have written to them by then.
+    """
+
+    loss: Loss
+    walk: Walk
+    lse: Loss | None
+    logits: str
+    spec: Spec
+    shape: tuple[int | torch.SymInt, int | torch.SymInt]
+    source: str
+    sharding: Sharding | None = None
+    choice: Choice | None = None
+    detached: bool = False
+    changed: bool = False
+    recomputed: bool = False
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of one copy of this rank's logits in the linear's output dtype; 0 if not known."""
+        rows, v = map(hint, self.shape)
+        if self.sharding is not None:
+            rows, v = rows // self.sharding.rows, self.sharding.count
+        return rows * v * value(self.walk.linear.node).dtype.itemsize
+
+    def __str__(self) -> str:
+        n, v = self.shape
+        left = {
+            "keep": " (logits kept: something else reads them)",
+            "defer": " (logits deferred: computed when they are first used)",
+            "drop": " (logits dropped: their values cannot be used)",
+        }
+        ranks = f" ({self.sharding})" if self.sharding and str(self.sharding) else ""
+        return (
+            f"fused: {self.source}: logits [{n}, {v}]{ranks}, {self.spec.text()}"
+            f"{left.get(self.logits, '')}"
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """What there is in one region: matches and rejections in the graph's order, and the outputs
+    that are deferred, each with the nodes that compute it from the linears on."""
+
+    matches: tuple[Match, ...]
+    rejections: tuple[Rejection, ...]
+    deferred: dict[Node, tuple[Node, ...]]
+
+
+def find(region: Region, settings: Settings) -> Found:
+    """One answer per loss."""
+    nodes = region.module.graph.nodes
+    modes = modes_of(region.module.graph)
+    found: list[Match | Rejection] = []
+    for node in nodes:
+        loss = None
+        try:
+            loss = loss_of(node)
+            if loss is not None:
+                found.append(_match(loss, modes, settings))
+        except NoMatch as no:
+            if loss is None or not loss.speculative:
+                found.append(Rejection(no.node, no.reason, source_line(node)))
+        except Exception as error:
+            # nothing has been changed yet: a program that nobody foresaw runs as it is
+            log.warning("%s: reading the graph failed", source_line(node), exc_info=True)
+            reason = f"fxpass failed to read it, please report this: {error!r}"
+            found.append(Rejection(node, reason, source_line(node)))
+    found = _with_whole_stacks(_without_parts(found))
+    found, readers = _settle(region, found, settings)
+    found = _with_lse(found)
+    return Found(
+        tuple(_scheduled(m, settings, _others(m, found)) for m in found if isinstance(m, Match)),
+        tuple(m for m in found if isinstance(m, Rejection)),
+        readers.deferred,
+    )
+
+
+def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:
+    way = walk(loss)
+    check_operands(way)
+    sharding = sharding_of(loss, way)
+    pattern = {*way.chain, *loss.inner, *loss.counted, loss.node}
+    if found := effects.hazard(pattern, loss.node):
+        raise NoMatch(*found)
+    check_modes(loss, way, modes)
+    logits = value(loss.logits)
+    v = logits.shape[loss.dim]
+    spec = _spec(loss, way, settings, sharding)
+    changed = effects.hazard(pattern, loss.node.graph.output_node()) if spec.gradients else None
+    if changed and (spec.reduction == "none" or sharding is not None):
+        node, reason = changed
+        raise NoMatch(node, f"{reason}, and the gradients are computed from it in backward")
+    match = Match(
+        loss=loss,
+        walk=way,
+        lse=None,
+        logits="never",
+        spec=spec,
+        shape=(_rows(logits, loss.dim), v),
+        source=source_line(loss.node),
+        sharding=sharding,
+        detached=modes[loss.node].grad
+        and not value(loss.node).requires_grad
+        and any(value(n).requires_grad for n in way.operands if is_tensor(n)),
+        changed=changed is not None,
+    )
+    if reason := _gains_nothing(match, settings.min_logits_mb):
+        raise NoMatch(loss.node, f"{reason} (FUSEDCE_MIN_LOGITS_MB=0 fuses all)")
+    return match
+
+
+def _gains_nothing(match: Match, least: float) -> str | None:
+    """Why a loss costs more fused than it saves, unless ``least`` (MiB of logits) is 0."""
+    if match.logits_bytes < least * 2**20:
+        return f"its logits take {match.logits_bytes / 2**20:.1f} MiB, fewer than {least:g}"
+    if least and (classes := hint(match.shape[1])) < LEAST_CLASSES:
+        return f"rows of {classes} logits are hardly longer than what is kept of each row"
+    return None
+
+
+def _rows(logits: torch.Tensor, dim: int) -> int | torch.SymInt:
+    rows: int | torch.SymInt = 1
+    for i, size in enumerate(logits.shape):
+        rows = rows * size if i != dim else rows
+    return rows
+
+
+def _spec(loss: Loss, way: Walk, settings: Settings, sharding: Sharding | None) -> Spec:
+    try:
+        return Spec(
+            reduction=loss.reduction,
+            target="none"
+            if loss.target is None
+            else "probabilities"
+            if loss.probabilities
+            else "indices",
+            ignore_index=loss.ignore_index,
+            label_smoothing=loss.label_smoothing,
+            logits=way.expr,
+            gradients=_gradients(loss, way),
+            shard_of=sharding.classes if sharding is not None and sharding.group else 0,
+            memory_mb=settings.memory_mb,
+        )
+    except ValueError as error:
+        raise NoMatch(loss.node, str(error)) from error
+
+
+def _gradients(loss: Loss, way: Walk) -> tuple[str, ...]:
+    if not value(loss.node).requires_grad:
+        return ()
+    return tuple(
+        name for name in GRADIENTS if any(value(n).requires_grad for n in way.read_by(name))
+    )
+
+
+def _without_parts(found: list[Match | Rejection]) -> list[Match | Rejection]:
+    """Without the losses that another match holds as a part of its own spelling."""
+    matches = [m for m in found if isinstance(m, Match)]
+    inner = {node for m in matches for node in m.loss.inner}
+    owners = {m.loss.node for m in matches}
+    return [
+        m
+        for m in found
+        if not (
+            isinstance(m, Match)
+            and m.loss.node in inner
+            and all(user in owners or user in inner for user in m.loss.node.users)
+        )
+    ]
+
+
+def _with_whole_stacks(found: list[Match | Rejection]) -> list[Match | Rejection]:
+    """With rejections where a stack holds a head that no match is of: its gradient is zeros then,
+    and would be none without the stack."""
+    while True:
+        taken = {n for m in found if isinstance(m, Match) for n in m.walk.chain}
+        kept = [_with_whole_stack(m, taken) if isinstance(m, Match) else m for m in found]
+        if kept == found:
+            return found
+        found = kept
+
+
+def _with_whole_stack(match: Match, taken: set[Node]) -> Match | Rejection:
+    for stack in (s.node for s in match.walk.steps if isinstance(s, Stack)):
+        for head in stack.all_input_nodes:
+            if head not in taken and match.spec.gradients and value(head).requires_grad:
+                reason = f"%{stack.name} (stack) holds a head of no fused loss, %{head.name}"
+                return Rejection(head, reason, match.source)
+    return match
+
+
+# ---------------------------------------------------------------- who else needs the logits
+
+
+def _settle(
+    region: Region, found: list[Match | Rejection], settings: Settings
+) -> tuple[list[Match | Rejection], Readers]:
+    """With each match's ``logits``; rejections where they exist and cannot be taken from there."""
+    while True:
+        readers = Readers(region, [m for m in found if isinstance(m, Match)], settings)
+        settled = [_settled(m, readers) if isinstance(m, Match) else m for m in found]
+        if sum(isinstance(m, Match) for m in settled) == sum(isinstance(m, Match) for m in found):
+            return [m for m in settled if m is not None], readers
+        # what a loss reads that is not fused has to exist: ask again
+        pairs = zip(settled, found, strict=True)
+        found = [m if isinstance(s, Match) else s for s, m in pairs if s is not None]
+
+
+def _settled(match: Match, readers: Readers) -> Match | Rejection | None:
+    """None for what is not worth it: a log-sum-exp of logits that exist, of a router perhaps."""
+    loss = match.loss
+    try:
+        readers.check_inner(match)
+        logits = readers.logits(match)
+        if logits != "keep":
+            return replace(match, logits=logits)
+        if loss.speculative:
+            return None
+        # the same loss, read from a node that nothing writes to any more
+        way = walk(loss, written_base=True)
+        if match.sharding is not None:
+            check_kept(way, match.sharding)
+        spec = replace(match.spec, logits=way.expr)
+        return replace(match, logits="keep", walk=way, spec=spec)
+    except NoMatch as no:
+        return Rejection(no.node, no.reason, match.source)
+
+
+# ---------------------------------------------------------------- z-loss
+
+
+def _with_lse(found: list[Match | Rejection]) -> list[Match | Rejection]:
+    """Losses joined with a log-sum-exp of the same logits: one pass over them computes both."""
+    out = list(found)
+    for lse in [m for m in found if isinstance(m, Match) and m.loss.target is None]:
+        for i, match in enumerate(out):
+            if not isinstance(match, Match) or match.loss.target is None or match.lse is not None:
+                continue
+            same = match.loss.logits is lse.loss.logits and match.loss.dim == lse.loss.dim
+            same = same and not match.changed
+            same = same and bool(match.spec.gradients) == bool(lse.spec.gradients)
+            if same and not match.loss.log_softmax and _joinable(match.loss, lse.loss):
+                gradients = tuple(
+                    g for g in GRADIENTS if g in match.spec.gradients or g in lse.spec.gradients
+                )
+                spec = replace(match.spec, lse=True, gradients=gradients)
+                out[i] = replace(match, lse=lse.loss, spec=spec)
+                out.remove(lse)
+                break
+    return out
+
+
+def _joinable(loss: Loss, lse: Loss) -> bool:
+    """Whether nobody reads the log-sum-exp before the loss, where both will be computed."""
+    own = {loss.node, *loss.inner}
+    return all(user > loss.node for user in lse.node.users if user not in own)
+
+
+# ---------------------------------------------------------------- the strategy
+
+
+def _others(match: Match, found: list[Match | Rejection]) -> tuple[int | torch.SymInt, ...]:
+    """Rows of the other matches over the same weight, each of which would keep a gradient of it."""
+    weight = _stored(match.walk.linear.weight)
+    return tuple(
+        m.shape[0]
+        for m in found
+        if isinstance(m, Match)
+        and m is not match
+        and "weight" in m.spec.gradients
+        and _stored(m.walk.linear.weight) is weight
+    )
+
+
+def _stored(node: Node) -> Node:
+    """The tensor that a node is a cast, a transpose or another view of all of."""
+    while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
+        (source,) = node.all_input_nodes
+        if not is_tensor(source) or value(source).numel() != value(node).numel():
+            break
+        node = source
+    return node
+
+
+def _scheduled(
+    match: Match, settings: Settings, others: tuple[int | torch.SymInt, ...] = ()
+) -> Match:
+    """With the strategy, which a compiled graph cannot choose any more: it decides whether the
+    gradients are computed in forward or in backward."""
+    linear, sharding = match.walk.linear, match.sharding
+    logits, hidden = value(linear.node), value(linear.x)
+    n, v = match.shape[0], hint(match.shape[1])
+    run = match.spec
+    if sharding is not None:  # what this rank's operator call does
+        n, v = n // sharding.rows, sharding.count
+        run = run.of_shard() if run.shard_of else run
+    setting = settings.strategy
+    can_filter = lowering_for(logits.device, logits.dtype)[0] == "triton" and match.logits != "keep"
+    filtered = settings.gradient_filter and can_filter and bool(match.spec.gradients)
+    if filtered and setting == "auto":
+        setting = "tiled"
+    if match.changed:
+        setting = "chunked"
+    choice = choose(
+        *(n, hint(hidden.shape[-1]), max(1, v), logits.dtype, logits.device),
+        run,
+        setting,
+        kept=match.logits == "keep",
+        others=others,
+    )
+    if settings.gradient_filter and not filtered:
+        why = "nothing is filtered: that takes gradients and the tiled kernels of a GPU"
+        choice = replace(choice, reason=f"{choice.reason}; {why}")
+    spec = replace(
+        match.spec,
+        strategy=choice.strategy,
+        gradient_filter=filtered,
+        memory_mb=choice.spec.memory_mb,
+    )
+    match = replace(match, spec=spec, choice=choice)
+    waits = spec.gradients and spec.gradients_in_backward
+    if match.logits == "keep" and waits and sharding is None and effects.leaves(match.walk.base):
+        way = walk(match.loss)
+        spec = replace(spec, logits=way.expr)
+        match = replace(match, walk=way, spec=spec, recomputed=True)
+    return match

@@ -1,0 +1,64 @@
+"""The modes of autograd under which the nodes of a graph run.
+
+In: a graph. Out: for each node whether gradients and inference mode are on, which a program may
+switch anywhere::
+
+    %h = linear(...)                     Mode(grad=True, inference=False)
+    _set_grad_enabled(False)
+    %teacher = linear(...)               Mode(grad=False, inference=False)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.source import source_line
+from fxpass.match.losses import Loss
+from fxpass.match.walk import Walk
+
+
+class Mode(NamedTuple):
+    """Whether gradients are enabled and whether inference mode is."""
+
+    grad: bool
+    inference: bool
+
+
+def modes_of(graph: Graph) -> dict[Node, Mode]:
+    """The mode of every node; the first node has the mode in which the graph is compiled."""
+    mode = Mode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    found: dict[Node, Mode] = {}
+    outer: dict[Node, Mode] = {}
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            mode = mode._replace(grad=bool(node.args[0]))
+        elif node.target is torch.autograd.grad_mode._enter_inference_mode:
+            outer[node] = mode
+            inference = bool(node.args[0])
+            mode = Mode(not inference, inference)  # leaving it switches gradients on
+        elif node.target is torch.autograd.grad_mode._exit_inference_mode:
+            (entered,) = node.all_input_nodes
+            mode = outer[entered]
+        found[node] = mode
+    return found
+
+
+def check_modes(loss: Loss, way: Walk, modes: dict[Node, Mode]) -> None:
+    """``NoMatch`` where computing all of it at the loss would give other gradients."""
+    if modes[way.linear.node].inference != modes[loss.node].inference:
+        raise NoMatch(way.linear.node, "its linear and the loss are not in the same inference mode")
+    if not value(loss.node).requires_grad:
+        return  # nothing that the loss is computed from gets a gradient
+    for node in (*way.chain, *loss.inner):
+        needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
+        # a view that is taken under no_grad says that it needs a gradient, and passes none on
+        if needs and not (value(node).requires_grad and modes[node].grad):
+            raise NoMatch(
+                node,
+                f"gradients are switched off at %{node.name} ({source_line(node)}) and on at the "
+                "loss",
+            )

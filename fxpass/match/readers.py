@@ -1,0 +1,192 @@
+"""Who reads the logits beside the losses: do they have to exist, or may they leave lazily.
+
+In: a region and its matches. Out: for each match ``never``, ``keep``, ``defer`` or ``drop``, and
+the outputs of the graph that are deferred, with the nodes that compute them. An output can be
+deferred if nothing but casts, movements and pointwise functions lies between it and the linears,
+and if computing all of it at the end of the graph gives the same::
+
+    %logits = linear(%h, %w);  %float = float(%logits);  return (%loss, %float)
+
+    deferred = {%float: (%logits, %float)}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from fxpass.graph import effects
+from fxpass.graph.calls import storage, written
+from fxpass.graph.nodes import CASTS, NoMatch, is_tensor, reads_values, value
+from fxpass.graph.placements import is_dtensor, is_gathered
+from fxpass.graph.region import Region
+from fxpass.graph.source import call_name, source_line
+from fxpass.match.linears import LINEARS, linear_of
+from fxpass.match.links import STACKS
+from fxpass.match.losses import LOG_SOFTMAXES
+from fxpass.match.movements import MOVEMENTS
+from fxpass.match.pointwise import IN_PLACE, POINTWISE
+from fxpass.settings import Settings
+
+if TYPE_CHECKING:
+    from fxpass.match.match import Match
+
+_COMPUTABLE = (
+    CASTS | STACKS | LINEARS.keys() | MOVEMENTS.keys() | POINTWISE.keys() | IN_PLACE.keys()
+)
+
+
+class Readers:
+    """The answer for all matches of one region together; see the module."""
+
+    def __init__(self, region: Region, matches: list[Match], settings: Settings) -> None:
+        self._mode = _mode(region, matches, settings)
+        self._inside = {n for m in matches for n in (*m.walk.chain, *m.loss.inner, m.loss.node)}
+        self._losses = {m.loss.node for m in matches}
+        self._roots = self._losses | {n for m in matches for n in m.loss.inner}
+        self._below = {m.walk.linear.node: self._reached(m.walk.linear.node) for m in matches}
+        computed = set().union(*self._below.values()) if matches else set()
+        output = region.module.graph.output_node()
+        self.deferred: dict[Node, tuple[Node, ...]] = {}
+        if self._mode != "keep":
+            drop = self._mode == "drop"
+            for node in output.all_input_nodes:
+                nodes = _between(node, computed, drop) if node in computed else ()
+                if nodes and (drop or _computable_at(output, node, nodes)):
+                    casts = [n for n in _weight_casts(nodes) if drop or _movable(n, output)]
+                    self.deferred[node] = tuple(sorted((*casts, *nodes)))
+        while needed := {n for node in self.deferred if (n := self._needed_with(node)) is not None}:
+            self.deferred = {k: v for k, v in self.deferred.items() if k not in needed}
+
+    def logits(self, match: Match) -> str:
+        """What becomes of the logits of one match."""
+        linear = match.walk.linear.node
+        if self._reader(linear) is not None:
+            return "keep"
+        return self._mode if any(linear in nodes for nodes in self.deferred.values()) else "never"
+
+    def check_inner(self, match: Match) -> None:
+        """``NoMatch`` if somebody reads the probabilities between the logits and the loss."""
+        chain = match.walk.chain
+        start = next((i for i, n in enumerate(chain) if n.target in LOG_SOFTMAXES), len(chain))
+        inner = [node for node in match.loss.inner if node not in self._losses]
+        for node in (*chain[start:], *inner):
+            for user in node.users:
+                if user not in self._inside and reads_values(user, node):
+                    raise NoMatch(
+                        user,
+                        f"%{node.name} ({call_name(node)}) is also read by %{user.name} "
+                        f"({call_name(user)}, {source_line(user)}), so it has to exist",
+                    )
+
+    def _reached(self, linear: Node) -> set[Node]:
+        """The linear and everything computed from it other than through a loss."""
+        reached, todo = {linear}, [linear]
+        while todo:
+            node = todo.pop()
+            for user in node.users:
+                ends = user in self._roots or user.op == "output" or not reads_values(user, node)
+                if user not in reached and not ends:
+                    reached.add(user)
+                    todo.append(user)
+        return reached
+
+    def _reader(self, linear: Node) -> Node | None:
+        """A node for which the logits have to exist."""
+        lazy = {n for nodes in self.deferred.values() for n in nodes}
+        allowed = self._inside | lazy
+        for node in self._below[linear]:
+            if node not in allowed:
+                continue  # its own reader has been found before it
+            for user in node.users:
+                if user in allowed or not reads_values(user, node):
+                    continue
+                if user.op != "output" or node not in self.deferred:
+                    return user
+        return None
+
+    def _needed_with(self, output: Node) -> Node | None:
+        """``output`` if one of the linears it is computed from has a reader now."""
+        linears = [n for n in self.deferred[output] if n in self._below]
+        return output if any(self._reader(linear) is not None for linear in linears) else None
+
+
+def _mode(region: Region, matches: Iterable[Match], settings: Settings) -> str:
+    if region.outer is not None:
+        return "keep"  # what leaves a checkpointed region goes on inside the graph
+    if settings.logits != "auto":
+        return settings.logits
+    return "defer" if any(m.spec.gradients for m in matches) else "keep"
+
+
+def _between(output: Node, computed: set[Node], drop: bool) -> tuple[Node, ...]:
+    """The nodes from the linears to an output in the graph's order; none if it is no such value.
+
+    Computing DTensors later may take all ranks, so they are not deferred. Dropped they can be where
+    they come to all of their value on every rank, since nothing is computed then.
+    """
+    found, todo = {output}, [output]
+    while todo:
+        node = todo.pop()
+        if not is_tensor(node) or not value(node).is_floating_point():
+            return ()
+        if is_dtensor(value(node)) and (not drop or node is output):
+            return ()
+        if node.target not in _COMPUTABLE and not (drop and is_gathered(node)):
+            return ()
+        changed = written(node)
+        if changed and (node.target not in IN_PLACE or not computed.issuperset(changed)):
+            return ()
+        for operand in node.all_input_nodes:
+            if operand in computed and operand not in found:
+                found.add(operand)
+                todo.append(operand)
+    return tuple(sorted(found))
+
+
+# ---------------------------------------------------------------- computed later, is it the same?
+
+
+def _computable_at(end: Node, output: Node, nodes: tuple[Node, ...]) -> bool:
+    """Whether ``nodes``, computed at the graph's end without autocast, give what ``output`` has,
+    its gradients included."""
+    memory = storage(output)
+    if any(storage(n) == memory for n in end.all_input_nodes if is_tensor(n) and n is not output):
+        return False  # writes to one of the two outputs change the other one
+    return (
+        memory is not None
+        and effects.hazard(nodes, end) is None
+        and all(_has_dtype_of_an_operand(node) for node in nodes)
+        and (not value(output).requires_grad or all(map(_passes_gradients_on, nodes)))
+    )
+
+
+def _has_dtype_of_an_operand(node: Node) -> bool:
+    """Not so where autocast up-casts a pointwise function, which is written nowhere."""
+    if node.target in CASTS or node.target in LINEARS:
+        return True
+    return value(node).dtype in {value(n).dtype for n in node.all_input_nodes if is_tensor(n)}
+
+
+def _passes_gradients_on(node: Node) -> bool:
+    """Not so under ``no_grad``."""
+    needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
+    return value(node).requires_grad or not needs
+
+
+def _weight_casts(nodes: Iterable[Node]) -> list[Node]:
+    """Casts of inputs to the dtype of a linear's weight: computed later they need no memory."""
+    linears = [linear_of(node) for node in nodes if node.target in LINEARS]
+    weights = [n for linear in linears if linear for n in (linear.weight, linear.bias) if n]
+    return [
+        weight
+        for weight in dict.fromkeys(weights)
+        if weight.target in CASTS and [n.op for n in weight.all_input_nodes] == ["placeholder"]
+    ]
+
+
+def _movable(cast: Node, end: Node) -> bool:
+    """Whether a cast of an input gives the same at the graph's end."""
+    return effects.hazard((cast,), end) is None

@@ -1,0 +1,369 @@
+"""Sharded heads: on which ranks the classes and the rows of a loss lie, read from DTensors.
+
+In: the walk from a loss to its linear. Out: a :class:`Sharding`, or None where all is on one rank.
+A DTensor is a tensor that several ranks hold together, and what stands between linear and loss
+means the same for it as for a plain one; ``redistribute`` changes nothing but where its parts are.
+So the walk reads through, and the loss is computed where the weight lies, whichever way the user's
+program went::
+
+    %x = from_local(%h, mesh, [Replicate()])     %weight: DTensor [Shard(0)]
+    %z = linear(%x, %weight)                     classes 50 to 99 of 100 are on this rank
+    %r = redistribute(%z, [Replicate()])         what the rewrite saves
+    %p = to_local(%r)                            from here on every rank does the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.placements import (
+    FROM_LOCAL,
+    TO_LOCAL,
+    is_dtensor,
+    options_of,
+    placement_name,
+    placements_of,
+)
+from fxpass.graph.source import call_name
+from fxpass.match.losses import Loss
+from fxpass.match.steps import Bias, Move, Scale
+from fxpass.match.walk import Walk
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Where the classes and the rows of one loss lie.
+
+    Attributes:
+        first, count, classes: of this rank's classes the first, their number, and that of all.
+        group: the name of the process group that the classes are sharded over; None: all are here.
+        ranks: how many ranks that group has.
+        row_groups: the groups that the rows are sharded over, where the loss is over all of them.
+        rows: how many ranks share the rows.
+        x, weight: where these have to lie: as now, but for x no part of the classes' group. None
+            where they are plain tensors.
+        dims: for each dimension of the mesh ``classes``, ``rows`` or nothing.
+
+    ``x`` and ``weight`` are placements, one for each dimension of the mesh.
+    """
+
+    first: int
+    count: int
+    classes: int
+    group: str | None
+    ranks: int
+    row_groups: tuple[str, ...]
+    rows: int
+    x: tuple[Placement, ...] | None
+    weight: tuple[Placement, ...] | None
+    dims: tuple[str, ...]
+
+    @property
+    def rows_move(self) -> bool:
+        """Whether the rows of x are spread over ranks, so that it moves as a DTensor."""
+        return self.rows > 1
+
+    def partial_where(self, kind: str, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Placements of a gradient of which each rank along dimensions of a kind has a part."""
+        from torch.distributed.tensor.placement_types import Partial
+
+        pairs = zip(self.dims, placements, strict=True)
+        return tuple(Partial() if of == kind else p for of, p in pairs)
+
+    def rows_only(self, dim: int) -> tuple[Placement, ...]:
+        """Placements of a tensor that is sharded as the rows are, along ``dim``."""
+        from torch.distributed.tensor.placement_types import Replicate, Shard
+
+        return tuple(Shard(dim) if of == "rows" else Replicate() for of in self.dims)
+
+    def logits(self, dim: int) -> tuple[Placement, ...]:
+        """Placements of logits whose classes, along ``dim``, lie where the weight's do."""
+        from torch.distributed.tensor.placement_types import Replicate, Shard
+
+        return tuple(Shard(dim) if of == "classes" else Replicate() for of in self.dims)
+
+    def sums(self) -> tuple[Placement, ...]:
+        """Placements of a sum over the rows, of which each rank has added up its own."""
+        return self.partial_where("rows", self.rows_only(0))
+
+    def loss_placements(self, old: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Where the loss goes on, given where it was. The average of the ranks' means, which is
+        what PyTorch makes of rows that are sharded, is not the mean where their counts differ."""
+        from torch.distributed.tensor.placement_types import Replicate
+
+        sums = self.sums()
+        return tuple(
+            Replicate() if p.is_partial() and p != of_sum else p
+            for p, of_sum in zip(old, sums, strict=True)
+        )
+
+    def __str__(self) -> str:
+        parts = []
+        if self.group is not None:
+            parts.append(f"classes sharded over {self.ranks} ranks")
+        if self.rows > 1:
+            parts.append(f"rows over {self.rows}")
+        return ", ".join(parts)
+
+
+def sharding_of(loss: Loss, way: Walk) -> Sharding | None:
+    """Where a loss lies.
+
+    Raises:
+        NoMatch: classes or rows are spread in a way that the operator does not know.
+    """
+    linear = way.linear
+    operands = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
+    examples = [value(n) for n in (*way.chain, *operands)]
+    if not any(map(is_dtensor, examples)):
+        return None
+    if compiled_for_all_ranks():
+        raise NoMatch(
+            loss.node,
+            "one rank compiles for all (compile_on_one_rank), and which classes a rank has is "
+            "written into the graph",
+        )
+    found = _of_weight(way) if is_dtensor(value(linear.weight)) else _of_local_linear(way)
+    _check_chain(way, found)
+    _check_steps(way, found)
+    return _of_loss(loss, found)
+
+
+def _of_weight(way: Walk) -> Sharding:
+    """x and weight are DTensors."""
+    from torch.distributed.tensor.placement_types import Replicate
+
+    linear = way.linear
+    x, weight = value(linear.x), value(linear.weight)
+    mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
+    if not is_dtensor(x):
+        raise NoMatch(linear.node, "the head's weight is a DTensor and its input is not")
+    _check_mesh(linear.x, mesh)
+    class_dim = 1 if linear.transposed else 0
+    placements = placements_of(weight)
+    over = [i for i, p in enumerate(placements) if not p.is_replicate()]
+    if len(over) > 1 or not all(_is_shard(placements[i], class_dim) for i in over):
+        raise NoMatch(
+            linear.node,
+            f"the head's weight is placed {_names(placements)}; what can be fused is one that is "
+            f"sharded over the classes, Shard({class_dim}), along one dimension of the mesh",
+        )
+    new: list[Placement] = []
+    dims: list[str] = []
+    for i, p in enumerate(placements_of(x)):
+        if i in over or p.is_replicate() or p.is_partial():
+            new.append(Replicate())
+        elif any(_is_shard(p, d) for d in range(x.dim() - 1)):
+            new.append(p)
+        else:
+            raise NoMatch(linear.node, f"the hidden states are placed {_names(placements_of(x))}")
+        dims.append("classes" if i in over else "" if new[-1].is_replicate() else "rows")
+    return _make(mesh, weight, class_dim, tuple(dims), tuple(new), _at_zero(placements, class_dim))
+
+
+def _at_zero(placements: Sequence[Placement], class_dim: int) -> tuple[Placement, ...]:
+    """The placements of the weight as ``[V, D]``."""
+    from torch.distributed.tensor.placement_types import Shard
+
+    return tuple(Shard(0) if _is_shard(p, class_dim) else p for p in placements)
+
+
+def _of_local_linear(way: Walk) -> Sharding:
+    """x and weight are plain, and the linear's output becomes part of a DTensor afterwards."""
+    entry = next((n for n in way.chain if placement_name(n.target) in FROM_LOCAL), None)
+    if entry is None or is_dtensor(value(way.linear.node)):
+        raise NoMatch(way.linear.node, "the head's input is a DTensor and its weight is not")
+    logits = value(entry)
+    placements, last = placements_of(logits), logits.dim() - 1
+    over = [i for i, p in enumerate(placements) if not p.is_replicate()]
+    if len(over) > 1 or not all(_is_shard(placements[i], last) for i in over):
+        raise NoMatch(entry, f"the logits become a DTensor that is placed {_names(placements)}")
+    dims = tuple("classes" if i in over else "" for i in range(len(placements)))
+    mesh: Any = logits.device_mesh  # type: ignore[attr-defined]
+    found = _make(mesh, logits, last, dims, None, None)
+    if found.count != value(way.linear.node).shape[-1]:
+        raise NoMatch(entry, "this rank's logits are not its part of the DTensor that they become")
+    return found
+
+
+def _make(
+    mesh: Any,
+    of_classes: Tensor,
+    class_dim: int,
+    dims: tuple[str, ...],
+    x: tuple[Placement, ...] | None,
+    weight: tuple[Placement, ...] | None,
+) -> Sharding:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(
+        of_classes.shape, mesh, placements_of(of_classes)
+    )
+    over = next((i for i, kind in enumerate(dims) if kind == "classes"), None)
+    rows = [i for i, kind in enumerate(dims) if kind == "rows"]
+    count = 1
+    for i in rows:
+        count *= int(mesh.size(i))
+    return Sharding(
+        first=int(offset[class_dim]),
+        count=int(shape[class_dim]),
+        classes=int(of_classes.shape[class_dim]),
+        group=None if over is None else group_name(mesh, over),
+        ranks=1 if over is None else int(mesh.size(over)),
+        row_groups=tuple(group_name(mesh, i) for i in rows),
+        rows=count,
+        x=x,
+        weight=weight,
+        dims=dims,
+    )
+
+
+def compiled_for_all_ranks() -> bool:
+    """Whether a graph must not hold what differs from rank to rank."""
+    return bool(getattr(one_rank_settings(), "compile_on_one_rank", False))
+
+
+def one_rank_settings() -> Any:
+    """The module whose ``compile_on_one_rank`` says so; None where torch has no distributed."""
+    import torch.distributed
+
+    # from torch 2.14 on; there it warns in its old place
+    if hasattr(torch.compiler.config, "compile_on_one_rank"):
+        return torch.compiler.config
+    return getattr(torch.distributed, "config", None)
+
+
+def group_name(mesh: Any, dim: int) -> str:
+    """The name of the process group along one dimension of a mesh."""
+    return str(mesh.get_group(dim).group_name)
+
+
+# ---------------------------------------------------------------- what cannot be fused
+
+
+def _check_chain(way: Walk, found: Sharding) -> None:
+    """The places at which DTensors become plain ones: all classes of the same rows have to be
+    there on every rank."""
+    for node in way.chain:
+        if not is_dtensor(value(node)):
+            continue
+        placements = placements_of(value(node))
+        if any(p.is_partial() for p in placements):
+            raise NoMatch(node, f"%{node.name} is placed {_names(placements)}")
+    for node in way.chain:
+        name = placement_name(node.target)
+        if name not in (*FROM_LOCAL, *TO_LOCAL):
+            continue
+        grads = options_of(node).get("grad_placements") or ()
+        if any(p.is_partial() for p in grads):
+            raise NoMatch(node, f"%{node.name} ({name}) has partial gradients")
+        if name not in TO_LOCAL:
+            continue
+        before = value(_operand(node))
+        if not is_dtensor(before):
+            raise NoMatch(node, f"%{node.name} ({name}) is not of a DTensor")
+        whole = "full_tensor" in name
+        for kind, p in zip(found.dims, placements_of(before), strict=True):
+            if kind == "classes" and not whole and not p.is_replicate():
+                raise NoMatch(
+                    node,
+                    f"%{node.name} ({name}) leaves each rank its own part of the logits, "
+                    f"{_names(placements_of(before))}; the loss of that is not the loss of all "
+                    "classes",
+                )
+            if kind != "classes" and (whole or p.is_replicate()) != (kind == ""):
+                raise NoMatch(node, f"%{node.name} ({name}): the rows are spread anew on the way")
+
+
+def _check_steps(way: Walk, found: Sharding) -> None:
+    for step in way.steps:
+        if isinstance(step, Move) and step.moved.classes is not None:
+            raise NoMatch(step.node, f"%{step.node.name} takes some of the classes of sharded ones")
+        if isinstance(step, Scale):
+            raise NoMatch(step.operand, "sharded logits are multiplied by a tensor")
+        if isinstance(step, Bias):
+            bias = value(step.operand)
+            whole = not is_dtensor(bias) and bias.numel() != found.count
+            if whole and bias.requires_grad:
+                raise NoMatch(
+                    step.operand, f"%{step.operand.name}, a bias of sharded logits, is not sharded"
+                )
+
+
+def _of_loss(loss: Loss, found: Sharding) -> Sharding:
+    """The same for the loss of DTensors, or of each rank's own rows."""
+    local = not is_dtensor(value(loss.logits))
+    if local:
+        found = replace(found, row_groups=())  # the mean of each rank's own rows
+    elif found.weight is None:
+        raise NoMatch(loss.node, "it is the loss of a DTensor, whose linear is of plain tensors")
+    for operand in (loss.target, loss.class_weight):
+        if not is_tensor(operand):
+            continue
+        assert isinstance(operand, Node)
+        if is_dtensor(value(operand)):
+            if local:
+                raise NoMatch(loss.node, f"%{operand.name} is a DTensor and the logits are not")
+        elif operand is loss.target and found.row_groups:
+            raise NoMatch(loss.node, f"the rows are sharded, and %{operand.name} is a plain tensor")
+    if found.rows > 1 and loss.reduction == "none" and loss.dim != value(loss.logits).dim() - 1:
+        raise NoMatch(loss.node, "its rows are sharded and come after its classes")
+    return found
+
+
+def check_kept(way: Walk, found: Sharding) -> None:
+    """``NoMatch`` where logits that exist anyway are not those of this rank's classes."""
+    if found.rows > 1:
+        raise NoMatch(way.base, "its logits exist anyway, and their rows are sharded")
+    if found.weight is not None and not is_dtensor(value(way.base)):
+        raise NoMatch(
+            way.base,
+            "its logits exist anyway, and are written to after they were put "
+            "together from all ranks",
+        )
+
+
+def _check_mesh(node: Node, mesh: Any) -> None:
+    other: Any = value(node).device_mesh  # type: ignore[attr-defined]
+    if [group_name(other, i) for i in range(other.ndim)] != [
+        group_name(mesh, i) for i in range(mesh.ndim)
+    ]:
+        raise NoMatch(node, f"%{node.name} and the head's weight are on different meshes")
+
+
+def _operand(node: Node) -> Node:
+    operand = node.args[0] if node.args else node.kwargs.get("input")
+    if not isinstance(operand, Node):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not of a tensor of the graph")
+    return operand
+
+
+def _is_shard(placement: Placement, dim: int) -> bool:
+    """Whether it is a plain ``Shard(dim)``: a strided one deals its parts out in another order."""
+    from torch.distributed.tensor.placement_types import Shard
+
+    return type(placement) is Shard and placement.dim == dim
+
+
+def _names(placements: Sequence[Placement]) -> str:
+    return f"[{', '.join(map(str, placements))}]"
+
+
+# ---------------------------------------------------------------- in the rewritten graph
+
+
+def as_dtensor(tensor: Tensor, like: Tensor, *, placements: tuple[Placement, ...]) -> Tensor:
+    """Each rank's ``tensor`` as its part of a DTensor, on the mesh of another one."""
+    from torch.distributed.tensor import DTensor
+
+    mesh: Any = like.device_mesh  # type: ignore[attr-defined]
+    return DTensor.from_local(tensor, mesh, placements, run_check=False)

@@ -1,0 +1,103 @@
+"""What ``fxpass::linear_cross_entropy`` refuses: operands that do not fit, classes that are none.
+
+In: the tensors of an :class:`fxpass.aten.common.Inputs`, real or fake, and a spec. Out: nothing, or
+an error that names the operand and what it is::
+
+    >>> check_inputs(Inputs(torch.ones(4, 8), torch.ones(9, 7), None, None), Spec())
+    ValueError: fxpass::linear_cross_entropy needs x [N, D] and weight [V, D], got [4, 8] and [9, 7]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxpass.aten import common as aten
+from fxpass.aten.common import Inputs
+from fxpass.plan.devices import compute_dtype
+from fxpass.spec.dtypes import INDEX_DTYPES
+from fxpass.spec.spec import ELSEWHERE, Spec
+
+NAME = "fxpass::linear_cross_entropy"
+
+
+def check_inputs(inputs: Inputs, spec: Spec) -> None:
+    """Shapes, dtypes and devices; called with real and with fake tensors.
+
+    Raises:
+        ValueError: operands that do not fit together, or not to the spec.
+    """
+    given = {name: t for name, t in inputs._asdict().items() if isinstance(t, Tensor)}
+    if any(t.device != inputs.x.device for t in given.values()):
+        places = ", ".join(f"{name} on {t.device}" for name, t in given.items())
+        raise ValueError(f"{NAME} needs tensors of one device, got {places}")
+    x, weight, target = inputs.x, inputs.weight, inputs.target
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"{NAME} needs x [N, D] and weight [V, D], got {_shapes(x, weight)}")
+    if not x.is_floating_point() or x.dtype != weight.dtype:
+        raise ValueError(
+            f"{NAME} needs x and weight of one floating-point dtype, got {x.dtype} and "
+            f"{weight.dtype}: cast one of them"
+        )
+    bias = inputs.bias
+    if bias is not None and bias.dtype not in (x.dtype, compute_dtype(x.dtype)):
+        raise ValueError(
+            f"{NAME} needs a bias of x's dtype {x.dtype} or of {compute_dtype(x.dtype)}, in which "
+            f"it is added; got {bias.dtype}"
+        )
+    n, v = x.shape[0], weight.shape[0]
+    for name, vector in (("bias", inputs.bias), ("class_weight", inputs.class_weight)):
+        if vector is not None and (vector.dim() != 1 or vector.shape[0] != v):
+            raise ValueError(f"{NAME} needs {name} [{v}], got {_shapes(vector)}")
+    logits = inputs.logits
+    if logits is not None and (logits.dim() != 2 or logits.shape[0] != n or logits.shape[1] != v):
+        raise ValueError(f"{NAME} needs logits [{n}, {v}], got {_shapes(logits)}")
+    if spec.shard_of and spec.reduction != "none":
+        raise ValueError(f"{NAME}: a shard knows no {spec.reduction} over all classes")
+    if spec.shard_of and spec.ignore_index == ELSEWHERE:
+        raise ValueError(f"{NAME}: class index {ELSEWHERE} of a shard is a class of another shard")
+    if (target is None) != (spec.target == "none"):
+        raise ValueError(
+            f"{NAME} needs a target unless its spec says target=none, and none then; got "
+            f"{'None' if target is None else _shapes(target)} for target={spec.target}"
+        )
+    if target is None:
+        if inputs.class_weight is not None:
+            raise ValueError(f"{NAME} has no use for class_weight without a target")
+    elif spec.target == "probabilities":
+        if target.dim() != 2 or target.shape[0] != n or target.shape[1] != v:
+            raise ValueError(f"{NAME} needs probabilities [{n}, {v}], got {_shapes(target)}")
+        if not target.is_floating_point():
+            raise ValueError(f"{NAME} needs floating-point probabilities, got {target.dtype}")
+    else:
+        if target.dim() != 1 or target.shape[0] != n:
+            raise ValueError(f"{NAME} needs class indices [{n}], got {_shapes(target)}")
+        if target.dtype not in INDEX_DTYPES:
+            raise ValueError(f"{NAME} needs int64 class indices, got {target.dtype}")
+
+
+def check_class_indices(inputs: Inputs, spec: Spec) -> None:
+    """The values of class indices; on devices other than the CPU without waiting for the answer.
+
+    Raises:
+        IndexError: an index that is no class and not ``ignore_index``; on other devices than the
+            CPU a device-side assertion fails instead.
+    """
+    if inputs.target is None or spec.target == "probabilities":
+        return
+    target, v = inputs.target.long(), inputs.weight.shape[0]
+    lowest = ELSEWHERE if spec.shard_of else 0
+    wrong = aten.is_valid(target, spec) & ((target < lowest) | (target >= v))
+    if target.device.type != "cpu":
+        torch.ops.aten._assert_async(~wrong.any())
+    elif wrong.any():
+        # a shard's indices are not those that the user gave
+        which = "A target" if spec.shard_of else f"Target {target[wrong][0].item()}"
+        raise IndexError(
+            f"{which} is out of bounds: there are {spec.shard_of or v} classes and "
+            f"ignore_index is {spec.ignore_index}"
+        )
+
+
+def _shapes(*tensors: Tensor) -> str:
+    return " and ".join(str(list(t.shape)) for t in tensors)

@@ -1,0 +1,57 @@
+"""From a plan to the code that runs it.
+
+In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Outputs`, from
+the lowering and the strategy that the plan has for these sizes on this device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fxpass.aten import chunked as aten_chunked
+from fxpass.aten import in_place as aten_in_place
+from fxpass.aten import tiled as aten_tiled
+from fxpass.aten.common import Inputs, Outputs
+from fxpass.plan import plan
+from fxpass.plan.plan import Plan
+from fxpass.spec.spec import Spec
+
+
+def lower(inputs: Inputs, spec: Spec) -> Outputs:
+    """Runs one fused loss, or its backward."""
+    n, d, v = *inputs.x.shape, inputs.weight.shape[0]
+    kept = inputs.logits is not None
+    found = plan.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec, kept)
+    return LOWERINGS[found.lowering, found.strategy](inputs, spec, found)
+
+
+def _aten_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+    if plan.in_place:
+        return aten_in_place.run(inputs, spec, plan.classes)
+    return aten_chunked.run(inputs, spec, plan.rows, plan.classes, plan.block)
+
+
+def _aten_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+    return aten_tiled.run(inputs, spec, plan.rows, plan.classes)
+
+
+def _triton_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+    from fxpass.kernels import (
+        chunked as triton_chunked,  # imports triton, which not every platform has
+    )
+
+    return triton_chunked.run(inputs, spec, plan.rows)
+
+
+def _triton_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+    from fxpass.kernels import tiled as triton_tiled
+
+    return triton_tiled.run(inputs, spec, plan)
+
+
+LOWERINGS: dict[tuple[str, str], Callable[[Inputs, Spec, Plan], Outputs]] = {
+    ("aten", "chunked"): _aten_chunked,
+    ("aten", "tiled"): _aten_tiled,
+    ("triton", "chunked"): _triton_chunked,
+    ("triton", "tiled"): _triton_tiled,
+}

@@ -1,0 +1,337 @@
+"""``fxpass::linear_cross_entropy``: the one operator that a rewritten graph calls.
+
+In: the tensors of :class:`fxpass.aten.common.Inputs` and a spec's text. Out: ``(loss, lse, scale,
+x_grad, weight_grad, bias_grad, lse_rest)``, of which the graph uses the first two. For ``mean`` and
+``sum`` the gradients are computed in forward, one chunk of logits at a time, and kept; backward
+multiplies them by ``scale`` times the incoming gradient. They are in their operand's dtype and
+final but for that gradient, ``scale`` is 1, and backward often has nothing to multiply. Only those
+of fp16 operands are kept in f32 and unnormalised, and ``scale`` is the 1 / N of ``mean``: it would
+push most of an fp16 gradient below the smallest number. For ``none``, and for a loss with its lse,
+each row has an incoming gradient of its own, and the strategy ``tiled`` keeps nothing as large as
+the weight from forward to backward: there forward computes no gradients, and backward all of them,
+final, from logits computed again::
+
+    >>> x, w, t = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
+    >>> spec = "v5 reduction=mean lse=true"
+    >>> loss, lse, *_ = linear_cross_entropy(x, w, None, t, None, None, spec)
+    >>> loss_with_z_loss = loss + 1e-4 * (lse**2).mean()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._autograd import (  # type: ignore[reportMissingImports]
+    _get_current_graph_task_keep_graph as _keep_graph,
+)
+
+from fxpass.aten import common as aten
+from fxpass.aten.common import Inputs, Outputs
+from fxpass.op import ignored
+from fxpass.op.checks import NAME, check_class_indices, check_inputs
+from fxpass.op.lowering import lower
+from fxpass.plan.devices import compute_dtype, gradient_dtype, on_device
+from fxpass.spec.spec import Spec
+
+_Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+_Three = tuple[Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op(NAME, mutates_args=())
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    class_weight: Tensor | None,
+    logits: Tensor | None,
+    spec: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Cross-entropy of ``x @ weight.T + bias`` without the logits.
+
+    Args:
+        x: ``[N, D]`` floating point.
+        weight: ``[V, D]``, dtype of x.
+        bias: ``[V]``, dtype of x, or None; or in the dtype of the loss beside narrower operands: it
+            is then added to the up-cast logits, and nothing of it is rounded. Given logits hold it.
+        target: class indices ``[N]`` (int64 or uint8) or class probabilities ``[N, V]``; None
+            where the spec says ``target=none``: the row loss is then the log-sum-exp. In a shard
+            (``shard_of``) an index of -1 is that of a class in another one.
+        class_weight: ``[V]`` floating point, or None; None without a target.
+        logits: ``[N, V]``, the linear's output where the graph holds it anyway, else None; carries
+            no gradient.
+        spec: the text of a :class:`fxpass.spec.spec.Spec`.
+
+    Returns:
+        loss: f32 (f64 for f64 operands), a scalar, or ``[N]`` for ``none``.
+        lse: ``[N]`` in the dtype of the loss, where the spec says ``lse=true``: the log-sum-exp of
+            the transformed logits of every row, ignored ones too; ``[N]`` also for ``tiled``, with
+            any value where a row is ignored, as in a shard of the classes; else of size 0.
+        scale: scalar by which the loss's incoming gradient has to be multiplied.
+        x_grad, weight_grad, bias_grad: gradients to be multiplied by that, shaped as their
+            operands and in their dtypes, but f32 for fp16 operands; of size 0 where
+            ``spec.gradients`` does not name them, and where backward computes them
+            (``spec.gradients_in_backward``).
+        lse_rest: ``[N]`` for ``tiled``, else of size 0: what rounding took from lse.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together.
+        IndexError: a class index outside ``[0, V)`` that is not ``ignore_index`` (on CPU; on GPUs
+            a device-side assertion, as in PyTorch's own loss).
+
+    ``lse`` is for the z-loss of https://arxiv.org/abs/2204.02311, ``loss + c * (lse**2).mean()``.
+    """
+    s = Spec.parse(spec)
+    inputs = Inputs(x, weight, bias, target, class_weight, logits)
+    check_inputs(inputs, s)
+    check_class_indices(inputs, s)
+    now = dataclasses.replace(s, gradients=()) if s.gradients_in_backward else s
+    one = x.new_ones((), dtype=compute_dtype(x.dtype))
+    scale = left = one
+    if s.reduction == "mean":
+        rows, weights = _counted(inputs, s)
+        scale = weights.to(one.dtype).reciprocal()
+        # the gradients of no rows are zeros and stay so; those of weights that cancel do not exist
+        left = torch.where(rows == 0, 0, scale)
+        if now.gradients and gradient_dtype(x.dtype) == x.dtype:
+            # one pass less over the gradients, as long as backward has nothing to multiply by
+            inputs, left = inputs._replace(row_scale=left.expand(x.shape[0])), one
+    out = _lower(inputs, now)
+    assert out.loss is not None
+    lse, rest = (out.loss.new_empty(0) if t is None else t for t in (out.lse, out.lse_rest))
+    grads = _gradients(out, inputs, _gradient_dtypes(inputs))
+    if s.reduction == "none":
+        return out.loss, lse, left, *grads, rest
+    # A product and not a division: without valid rows mean is 0 * inf = nan, as in PyTorch.
+    return out.loss.sum() * scale, lse, left, *grads, rest
+
+
+@torch.library.custom_op(NAME + "_backward", mutates_args=())
+def linear_cross_entropy_backward(
+    row_scale: Tensor | None,
+    lse_scale: Tensor | None,
+    lse: Tensor | None,
+    lse_rest: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor | None,
+    class_weight: Tensor | None,
+    logits: Tensor | None,
+    spec: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``sum(row_scale * row losses + lse_scale * lse)``, for what forward left out.
+
+    Args:
+        row_scale: ``[N]``, the gradient that arrives at each row's loss; None for zeros.
+        lse_scale: ``[N]``, the gradient that arrives at each row's lse; None for zeros.
+        lse, lse_rest: ``[N]``, what forward returned, for the strategy ``tiled``; else None.
+        x, weight, bias, target, class_weight, logits, spec: as in :func:`linear_cross_entropy`.
+
+    Returns:
+        x_grad, weight_grad, bias_grad in the dtypes of their operands; of size 0 where not asked
+        for.
+    """
+    # a lowering's spec says which outputs it writes, its inputs which gradients arrived
+    s = dataclasses.replace(Spec.parse(spec), lse=False)
+    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
+    inputs = inputs._replace(lse=lse, lse_rest=lse_rest)
+    if row_scale is None:
+        # The lse alone is the loss of rows without a target; what stands there costs nothing.
+        s = dataclasses.replace(s, **_NO_TARGET)
+        inputs = inputs._replace(
+            target=None, class_weight=None, row_scale=lse_scale, lse_scale=None
+        )
+    return _gradients(_lower(inputs, s), inputs, _operand_dtypes(inputs))
+
+
+_NO_TARGET = {"target": "none", "ignore_index": -100, "label_smoothing": 0.0}
+
+
+def _lower(inputs: Inputs, spec: Spec) -> Outputs:
+    # The graph's dtypes are final: an ambient autocast must not change them again in here.
+    final = torch.amp.autocast(inputs.x.device.type, enabled=False)
+    with on_device(inputs.x.device), torch.no_grad(), final:
+        if not inputs.weight.shape[0]:
+            return _of_no_classes(inputs, spec)
+        index = ignored.counted_rows(inputs, spec)
+        if index is None:
+            return lower(inputs, spec)
+        out = lower(ignored.select(inputs, index), spec)
+        return ignored.restore(out, index, inputs.x.shape[0])
+
+
+def _of_no_classes(inputs: Inputs, spec: Spec) -> Outputs:
+    """The outputs of a shard without classes, which adds nothing to any row."""
+    zeros = inputs.x.new_zeros(inputs.x.shape[0], dtype=compute_dtype(inputs.x.dtype))
+    shapes = {"x": inputs.x.shape, "weight": inputs.weight.shape, "bias": (0,)}
+    grads = {name: zeros.new_zeros(shapes[name]) for name in spec.gradients}
+    lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
+    # no two outputs of an operator may be one tensor
+    rest = zeros.clone() if spec.strategy == "tiled" else None
+    return Outputs(zeros, lowest if spec.returns_lse else None, **grads, lse_rest=rest)
+
+
+def _gradients(out: Outputs, inputs: Inputs, dtypes: tuple[torch.dtype, ...]) -> _Three:
+    x, weight, bias = (
+        inputs.x.new_empty(0, dtype=dtype) if grad is None else grad.to(dtype)
+        for grad, dtype in zip((out.x, out.weight, out.bias), dtypes, strict=True)
+    )
+    return x, weight, bias
+
+
+def _operand_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
+    """Those of x, weight and bias; x's where there is no bias."""
+    operands = (inputs.x, inputs.weight, inputs.bias)
+    return tuple(inputs.x.dtype if t is None else t.dtype for t in operands)
+
+
+def _gradient_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
+    """Those of the gradients that forward returns: no narrower than what it computes them in."""
+    return tuple(map(gradient_dtype, _operand_dtypes(inputs)))
+
+
+def _counted(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The number of rows that count, and what ``mean`` divides by: that, or their weights' sum."""
+    if inputs.target is None or spec.target == "probabilities":
+        rows = inputs.x.new_full((), inputs.x.shape[0], dtype=torch.int64)
+        return rows, rows
+    target = inputs.target.long()  # uint8 cannot hold -100
+    valid = aten.is_valid(target, spec)
+    rows = valid.sum()
+    if inputs.class_weight is None:
+        return rows, rows
+    weight = inputs.class_weight.to(compute_dtype(inputs.x.dtype))
+    return rows, torch.where(valid, weight[torch.where(valid, target, 0)], 0).sum()
+
+
+# ---------------------------------------------------------------- shapes for the compiler
+
+
+def _fake_gradients(
+    inputs: Inputs, wanted: tuple[str, ...], dtypes: tuple[torch.dtype, ...]
+) -> _Three:
+    shapes = {
+        "x": inputs.x.shape,
+        "weight": inputs.weight.shape,
+        "bias": inputs.weight.shape[:1],
+    }
+    x, weight, bias = (
+        inputs.x.new_empty(shape if name in wanted else (0,), dtype=dtype)
+        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
+    )
+    return x, weight, bias
+
+
+@linear_cross_entropy.register_fake
+def _(x, weight, bias, target, class_weight, logits, spec: str) -> _Seven:
+    s = Spec.parse(spec)
+    inputs = Inputs(x, weight, bias, target, class_weight, logits)
+    check_inputs(inputs, s)
+    scalar = x.new_empty((), dtype=compute_dtype(x.dtype))
+    loss = scalar.new_empty(x.shape[0]) if s.reduction == "none" else scalar
+    lse = scalar.new_empty(x.shape[0] if s.returns_lse else 0)
+    computed = () if s.gradients_in_backward else s.gradients
+    grads = _fake_gradients(inputs, computed, _gradient_dtypes(inputs))
+    rest = scalar.new_empty(x.shape[0] if s.strategy == "tiled" else 0)
+    return loss, lse, scalar.new_empty(()), *grads, rest
+
+
+@linear_cross_entropy_backward.register_fake
+def _(
+    row_scale, lse_scale, lse, lse_rest, x, weight, bias, target, class_weight, logits, spec: str
+) -> _Three:
+    inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
+    return _fake_gradients(inputs, Spec.parse(spec).gradients, _operand_dtypes(inputs))
+
+
+# ---------------------------------------------------------------- autograd
+
+# position among the operator's arguments -> name in Spec.gradients
+_DIFFERENTIABLE = {0: "x", 1: "weight", 2: "bias"}
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, text = inputs
+    spec = Spec.parse(text)
+    for position, needed in enumerate(ctx.needs_input_grad):
+        name = _DIFFERENTIABLE.get(position)
+        if needed and name not in spec.gradients:
+            what = name or ("target", "class_weight", "logits")[position - 3]
+            raise RuntimeError(
+                f"{NAME}: {what} requires a gradient that the spec does not name ({text!r}); "
+                f"add it to gradients= or detach {what}"
+            )
+    ctx.set_materialize_grads(False)  # else backward makes zeros as large as the weight
+    ctx.spec = spec
+    ctx.dtypes = [None if t is None else t.dtype for t in tensors[:3]]
+    _, lse, scale, *grads, rest = output
+    ctx.mark_non_differentiable(scale, *grads, rest, *([] if spec.lse else [lse]))
+    saved = grads
+    if spec.gradients_in_backward:
+        saved = [*((lse, rest) if spec.strategy == "tiled" else (None, None)), *tensors]
+    ctx.present = [t is not None for t in saved]
+    ctx.save_for_backward(scale, *(t for t in saved if t is not None))
+
+
+def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{NAME} has no second derivative (create_graph=True): its gradients are not computed "
+            "from differentiable operators. Set FUSEDCE=0 for this model"
+        )
+    if grad is None and lse_grad is None:
+        return (None,) * 7
+    scale, *saved = ctx.saved_tensors
+    factor = None if grad is None else grad * scale
+    wanted = [name in ctx.spec.gradients for name in _DIFFERENTIABLE.values()]
+    if ctx.spec.gradients_in_backward:
+        tensors = iter(saved)
+        operands: list[Any] = [next(tensors) if present else None for present in ctx.present]
+        _, _, x, *_ = operands
+        row_scale = None if factor is None else factor.expand(x.shape[:1])
+        grads = linear_cross_entropy_backward(row_scale, lse_grad, *operands, ctx.spec.text())
+        grads = [g if needed else None for g, needed in zip(grads, wanted, strict=True)]
+    else:
+        assert factor is not None  # a loss with its lse has its gradients in backward
+        parts = zip(saved, ctx.dtypes, wanted, strict=True)
+        grads = [_scaled(g, factor, dtype) if needed else None for g, dtype, needed in parts]
+    return *grads, None, None, None, None
+
+
+# Elements that a CPU multiplies before it rounds them, while they are in its cache.
+_ROUNDED_AT_A_TIME = 1 << 16
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * factor`` in ``dtype``, of a gradient that forward saved.
+
+    A weight's gradient is the largest tensor left, and a second tensor of its size would be the
+    peak. In a graph that is traced this is plain arithmetic: a compiler knows who else reads the
+    saved gradient (two equal losses share one), and writes into its memory where it may. When it
+    runs, the operator that saved the gradient is its only owner, so that its memory can be taken
+    unless the graph is retained for another backward. A CUDA graph that is being recorded may be
+    replayed under another answer to that.
+    """
+    if type(gradient) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return (gradient.to(factor.dtype) * factor).to(dtype)
+    on_cpu = gradient.device.type == "cpu"
+    with on_device(gradient.device):
+        capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
+    last = gradient.dtype == dtype and not capturing and not _keep_graph()
+    if last and on_cpu and factor == 1:  # elsewhere one would have to wait for it
+        return gradient.detach()
+    out = gradient.detach() if last else torch.empty_like(gradient, dtype=dtype)
+    rows = len(gradient)
+    if on_cpu and dtype != factor.dtype:
+        # a CPU would write all that it multiplies before it rounds it
+        rows = max(1, _ROUNDED_AT_A_TIME // max(1, gradient[:1].numel()))
+    for some, rounded in zip(gradient.split(rows), out.split(rows), strict=True):
+        torch.mul(some.to(factor.dtype), factor, out=rounded)
+    return out
+
+
+linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)

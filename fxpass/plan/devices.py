@@ -1,0 +1,72 @@
+"""Which lowering runs on a device, and in which dtypes it computes.
+
+In: a device and the operands' dtype. Out: names and dtypes::
+
+    >>> lowering_for(torch.device("cpu"), torch.float32)
+    ('aten', 'ATen multiplies float32 in float32: its own')
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+
+from fxpass.plan import cpu
+from fxpass.spec.dtypes import short
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, exponentials and losses: f64 for f64, f32 for everything smaller."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which forward returns the gradients of operands of ``dtype``: their own.
+
+    Only fp16 lacks the range for 1 / N, and for what a loss scale multiplies later: f32 there.
+    """
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the triton package is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def properties_of(device: torch.device) -> Any:
+    """What the driver tells of a GPU; None where there is none, only tensors without data."""
+    return torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
+
+
+def lowering_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The lowering that runs on a device, by name, and the reason in one line."""
+    if device.type == "cpu":
+        multiplied, why = cpu.multiplied_in(dtype)
+        return "aten", f"ATen multiplies {short(dtype)} in {short(multiplied)}: {why}"
+    if device.type != "cuda":
+        return "aten", f"ATen runs on {device.type}; the Triton kernels need CUDA or HIP"
+    if not has_triton():
+        return "aten", "triton is not installed"
+    if dtype == torch.float64:
+        return "aten", "the Triton kernels compute in f32"
+    gpu = properties_of(device)
+    if torch.version.cuda and gpu is not None and (gpu.major, gpu.minor) < (7, 5):
+        return "aten", f"{gpu.name} is older than sm_75"
+    return "triton", "generated Triton kernels"
+
+
+def multiplied_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the ATen lowering's products."""
+    return cpu.multiplied_in(dtype)[0] if device.type == "cpu" else compute_dtype(dtype)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a GPU the current device: Triton launches on that, and what is asked about a stream is
+    asked about that one's. It need not be the one of the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

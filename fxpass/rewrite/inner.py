@@ -1,0 +1,67 @@
+"""The inner backend: who compiles the graph after fxpass.
+
+In: a graph and what ``torch.compile`` was given for the inner backend. Out: its compiled callable.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from fxpass.casts import aot
+from fxpass.casts.casts import note
+
+log = logging.getLogger(__name__)
+
+
+def compile_inner(
+    name: str,
+    gm: GraphModule,
+    example_inputs: list[Any],
+    mode: str | None,
+    options: Mapping[str, Any],
+    mixed_dtypes: str | None = None,
+) -> Callable[..., Any]:
+    """Compiles ``gm`` with the backend ``name``, as ``torch.compile`` would.
+
+    Args:
+        name, gm, example_inputs, mode, options: as ``torch.compile`` gives them to the backend.
+        mixed_dtypes: the setting, for casts in the graphs that the backend makes of this one; None
+            leaves them alone.
+    """
+    if name != "inductor":
+        given = {"mode": mode, "options": dict(options)}
+        backend = torch._dynamo.lookup_backend(name)
+        with aot.casting(mixed_dtypes, note) if mixed_dtypes else nullcontext():
+            return backend(gm, example_inputs, **{k: v for k, v in given.items() if v})
+    _warn_without_compiler(example_inputs)
+    if mixed_dtypes:
+        options = aot.inductor_options(options, mixed_dtypes, note)
+    # The class that torch.compile itself uses: mode and options mean the same here.
+    backend: Any = torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None)
+    return backend(gm, example_inputs)
+
+
+def _warn_without_compiler(example_inputs: list[Any]) -> None:
+    """Tells what to do before Inductor fails, which may be as late as in backward.
+
+    A warning and not an error: everything may still come from Inductor's caches.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    if not any(isinstance(i, torch.Tensor) and i.device.type == "cpu" for i in example_inputs):
+        return
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        log.warning(
+            "Inductor needs a C++ compiler for code on the CPU and found none: install g++ or "
+            "clang (for example apt-get install g++), name yours in CXX, or choose another inner "
+            "backend with FUSEDCE_INNER=aot_eager"
+        )

@@ -1,0 +1,386 @@
+"""Carries out a match: the linear, its loss and what stands between become one operator call.
+
+In: a region and a :class:`fxpass.match.match.Match`. Out: the casts that were put in. The graph
+changes in place: row movements are replayed on the hidden states, biases and factors join the
+linear's operands, and :func:`erase` takes away what has no user any more::
+
+    %logits = linear(%h, %w)                     %x = reshape(%h, -1, 64)
+    %flat = view(%logits, -1, 32000)      ->     %out = linear_cross_entropy(%x, %w, ..., 'v2 ...')
+    %loss = cross_entropy(%flat, %labels)        %loss = getitem(%out, 0)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, Node
+
+from fxpass.casts.casts import Cast, cast
+from fxpass.graph import effects
+from fxpass.graph.calls import first_operand
+from fxpass.graph.nodes import value
+from fxpass.graph.placements import Placing, is_dtensor, placements_of
+from fxpass.graph.region import Region
+from fxpass.match.losses import Loss
+from fxpass.match.match import Match
+from fxpass.match.steps import Affine, Bias, Local, Move, Scale, Stack
+from fxpass.op import operator as _operator  # noqa: F401, registers the operator
+from fxpass.plan.devices import compute_dtype
+
+
+def rewrite(region: Region, match: Match) -> list[Cast]:
+    """Replaces the match in the graph of ``region``; returns the casts that autocast used to do."""
+    with region.module.graph.inserting_before(match.loss.node):
+        edit = _Edit(region.module.graph, match)
+        edit.cast_operands()
+        edit.fold()
+        edit.replace()
+    return edit.casts
+
+
+def erase(matches: Iterable[Match]) -> None:
+    """Takes out the nodes of rewritten matches that nobody reads any more."""
+    for match in matches:
+        loss = match.loss
+        lse = () if match.lse is None else (match.lse.node,)
+        for node in (loss.node, *lse, *loss.inner, *reversed(match.walk.chain)):
+            if not node.users and not node._erased:
+                node.graph.erase_node(node)
+
+
+def _fake_mode_of(example: Any) -> AbstractContextManager[Any]:
+    """The mode of a DTensor's part: moving it about makes tensors of indices, which have to be
+    fake too. Other examples bring their mode along."""
+    part = example.to_local() if is_dtensor(example) else None
+    return part.fake_mode if isinstance(part, FakeTensor) else nullcontext()
+
+
+class _Edit:
+    """The operands of one operator call, as they are built up in the graph."""
+
+    def __init__(self, graph: Graph, match: Match) -> None:
+        self.graph, self.match, self.site = graph, match, match.loss.node
+        self.casts: list[Cast] = []
+        self.base: Node | None = None
+
+    def cast_operands(self) -> None:
+        """x, weight ``[V, D]`` and bias in the dtype that the linear computes in."""
+        linear = self.match.walk.linear
+        self.dtype = value(linear.node).dtype
+        self.x = self._cast(linear.x)
+        self.weight = self._cast(linear.weight)
+        self.bias = None if linear.bias is None else self._cast(linear.bias)
+        if linear.transposed:
+            self.weight = self._method("t", self.weight)
+        self.whole_weight = self.weight  # a DTensor where it is sharded
+        sharding = self.match.sharding
+        # how DTensors of this rank's rows lie
+        self.held = () if sharding is None else sharding.rows_only(0)
+        if sharding is not None and sharding.weight is not None:
+            assert sharding.x is not None
+            self.x = self._placed(self.x, sharding.x)
+            if not sharding.rows_move:
+                self._x_to_local()  # all rows are here: they move like any other tensor's
+            self.weight = self._to_local(self.weight, self._weight_gradient())
+            self.bias = None if self.bias is None else self._classes_here(self.bias)
+
+    def fold(self) -> None:
+        """Does the steps of the walk to the operands, and to the logits where they are kept."""
+        if self.match.logits == "keep" and not self.match.recomputed:
+            # they exist anyway; their gradient goes through the operator's x and weight
+            self.base = self._method("detach", self.match.walk.base)
+            if is_dtensor(value(self.base)):
+                assert self.match.sharding is not None
+                held = self.match.sharding.logits(value(self.base).dim() - 1)
+                self.base = self._method("to_local", self._placed(self.base, held))
+        at = self.match.walk.chain.index(self.match.walk.base)
+        before = set(self.match.walk.chain[: at + 1])
+        for step in self.match.walk.steps:
+            if isinstance(step, Move):
+                self._move(step, to_base=step.node not in before)
+            elif isinstance(step, Stack):
+                self.x = self._repeated(step, self.x)
+                if self.base is not None and step.node not in before:
+                    self.base = self._repeated(step, self.base)
+            elif isinstance(step, Local):
+                self._x_to_local()
+            elif isinstance(step, Affine):
+                self._affine(step)
+            elif isinstance(step, Scale):
+                self._scale("div" if step.divide else "mul", step.operand)
+            else:
+                self._add_bias(step)
+        self.x = self._rows(self.x)
+        if self.base is not None:
+            self.base = self._rows(self.base)
+
+    def replace(self) -> None:
+        """Puts in the operator call and gives its results to the users of the old nodes."""
+        match, loss, sharding = self.match, self.match.loss, self.match.sharding
+        target, class_weight = self._target(loss), loss.class_weight
+        if match.detached:
+            self.x, self.weight = (
+                self._method("detach", self.x),
+                self._method("detach", self.weight),
+            )
+            self.bias = None if self.bias is None else self._method("detach", self.bias)
+        if sharding is None and match.spec.gradients and match.spec.gradients_in_backward:
+            self._hold_for_backward()
+        function: Any = torch.ops.fxpass.linear_cross_entropy.default
+        more: tuple[Any, ...] = ()
+        if sharding is not None:
+            from fxpass.op import vocab_parallel  # not every PyTorch has torch.distributed
+
+            function = vocab_parallel.linear_cross_entropy
+            more = (sharding.first, sharding.group, sharding.row_groups)
+            if match.choice is not None and match.choice.saved:
+                more = (*more, True)
+            target, class_weight = self._with_rows(target), self._whole(class_weight)
+            self._x_to_local()
+        operands = (self.x, self.weight, self.bias, target, class_weight, self.base)
+        out = self.graph.call_function(
+            function, (*operands, match.spec.text(), *more), name="linear_cross_entropy"
+        )
+        out.meta["stack_trace"] = loss.node.meta.get("stack_trace")
+        self._hand_over(out, 0, loss, "fused_loss", scalar=match.spec.reduction != "none")
+        if match.lse is not None:
+            self._hand_over(out, 1, match.lse, "fused_lse", scalar=False)
+
+    def _hold_for_backward(self) -> None:
+        """Copies of what a linear and its loss would not keep for backward, where somebody outside
+        of the graph may write to it until then: the bias, and x beside a frozen weight."""
+        if self.bias is not None and effects.leaves(self.bias):
+            self.bias = self._method("clone", self.bias)
+        if "weight" not in self.match.spec.gradients and effects.leaves(self.x):
+            self.x = self._method("clone", self.x)
+
+    # ------------------------------------------------------------ steps
+
+    def _move(self, step: Move, to_base: bool) -> None:
+        replay, classes = step.moved.replay, step.moved.classes
+        if classes is not None:
+            self.weight = self._function(operator.getitem, self.weight, classes)
+            if self.bias is not None:
+                self.bias = self._function(operator.getitem, self.bias, classes)
+        if replay is not None:
+            op, target, args = replay(self._size(self.match.walk.linear.x, -1))
+            self.x = self._call(op, target, self.x, *args)
+        if to_base and self.base is not None:
+            self.base = self._again(step, self.base)
+
+    def _repeated(self, step: Stack, node: Node) -> Node:
+        node = self._method("unsqueeze", node, step.dim)
+        sizes = [-1] * value(node).dim()
+        sizes[step.dim] = step.count
+        return self._method("expand", node, *sizes)
+
+    def _affine(self, step: Affine) -> None:
+        factor, shift = float(step.factor), float(step.shift)
+        if factor != 1:
+            self.x = self._method("mul", self.x, factor)
+            if self.bias is not None:
+                self.bias = self._method("mul", self.bias, factor)
+        if shift:  # added as exactly as to the logits, which small biases of 16 bits would not hold
+            dtype = compute_dtype(self.dtype)
+            if self.bias is None:
+                v = self._size(self.weight, 0)
+                self.bias = self._method("new_zeros", self.weight, v, dtype=dtype)
+            self.bias = self._method("add", self._method("to", self.bias, dtype), shift)
+
+    def _scale(self, name: str, factor: Node) -> None:
+        # not cast before: one factor for all logits would be wrong for all of them alike
+        self.x, _ = cast(self.graph, self._method(name, self.x, factor), self.dtype, self.site)
+        if self.bias is not None:  # then the factor is one number
+            self.bias = self._method(name, self.bias, self._method("reshape", factor, ()))
+
+    def _add_bias(self, step: Bias) -> None:
+        # what is added to logits that were up-cast before is not rounded to their old dtype
+        wider = step.dtype.itemsize > self.dtype.itemsize
+        dtype = compute_dtype(self.dtype) if wider else self.dtype
+        bias, made = cast(self.graph, step.operand, dtype, self.site)
+        self.casts += [made] if made else []
+        bias = self._classes_here(bias)
+        if value(bias).dim() != 1:
+            bias = self._method("reshape", bias, -1)
+        if self.bias is not None:
+            self.bias = self._method("add" if step.sign > 0 else "sub", self.bias, bias)
+        else:
+            self.bias = bias if step.sign > 0 else self._method("neg", bias)
+
+    # ------------------------------------------------------------ to this rank's part
+
+    def _x_to_local(self) -> None:
+        """x as a plain tensor, where it is none yet; over the group of the classes each rank has
+        a part of its gradient."""
+        if is_dtensor(value(self.x)):
+            assert self.match.sharding is not None
+            placements = placements_of(value(self.x))
+            gradient = self.match.sharding.partial_where("classes", placements)
+            self.x = self._to_local(self.x, gradient)
+
+    def _weight_gradient(self) -> Any:
+        """Of weight and bias each rank computes the gradient from its rows."""
+        sharding = self.match.sharding
+        assert sharding is not None
+        assert sharding.weight is not None
+        return sharding.partial_where("rows", sharding.weight)
+
+    def _classes_here(self, bias: Node) -> Node:
+        """This rank's part of ``[V]`` numbers."""
+        sharding = self.match.sharding
+        if sharding is None:
+            return bias
+        if value(bias).dim() != 1:
+            bias = self._method("reshape", bias, -1)
+        if is_dtensor(value(bias)):
+            assert sharding.weight is not None
+            return self._to_local(self._placed(bias, sharding.weight), self._weight_gradient())
+        if int(value(bias).shape[0]) == sharding.count:
+            return bias
+        return self._method("narrow", bias, 0, sharding.first, sharding.count)
+
+    def _with_rows(self, target: Node | None) -> Node | None:
+        """This rank's rows of the target, of which it has all classes. A flattened batch of
+        sharded sequences is dealt out in stripes: both may be, or neither."""
+        if is_dtensor(value(self.x)):
+            self.held = placements_of(value(self.x))
+            if target is None or placements_of(value(target)) != self.held:
+                assert self.match.sharding is not None
+                self.held = self.match.sharding.rows_only(0)
+                self.x = self._placed(self.x, self.held)
+        if target is None or not is_dtensor(value(target)):
+            return target
+        return self._method("to_local", self._placed(target, self.held))
+
+    def _whole(self, tensor: Node | None) -> Node | None:
+        if tensor is None or not is_dtensor(value(tensor)):
+            return tensor
+        return self._method("full_tensor", tensor)
+
+    def _placed(self, node: Node, placements: Any) -> Node:
+        """A DTensor with other placements."""
+        if placements_of(value(node)) == tuple(placements):
+            return node
+        move: Any = type(value(node)).redistribute  # type: ignore[attr-defined]
+        return self._function(Placing(move, placements=tuple(placements)), node)
+
+    def _to_local(self, node: Node, gradient: Any) -> Node:
+        take: Any = type(value(node)).to_local  # type: ignore[attr-defined]
+        return self._function(Placing(take, grad_placements=tuple(gradient)), node)
+
+    # ------------------------------------------------------------ to rows and back
+
+    def _rows(self, node: Node) -> Node:
+        """``[..., D, ...]`` as ``[N, D]``."""
+        dim, rank = self.match.loss.dim, value(node).dim()
+        if node is self.x:
+            self.shaped = node
+        if rank == 1:
+            return self._method("unsqueeze", node, 0)
+        if dim != rank - 1:
+            node = self._method("movedim", node, dim, -1)
+        return node if rank == 2 else self._method("flatten", node, 0, -2)
+
+    def _target(self, loss: Loss) -> Node | None:
+        target = loss.target
+        if target is None:
+            return None
+        if loss.wraps:
+            sharding = self.match.sharding
+            v = self._size(self.weight, 0) if sharding is None else sharding.classes
+            if loss.wraps == "all":
+                target = self._method("remainder", target, v)
+            else:
+                negative, added = self._method("lt", target, 0), self._method("add", target, v)
+                target = self._function(torch.where, negative, added, target)
+        rank = value(target).dim()
+        if loss.probabilities:
+            if rank == 1:
+                return self._method("unsqueeze", target, 0)
+            if loss.dim != rank - 1:
+                target = self._method("movedim", target, loss.dim, -1)
+            return target if rank == 2 else self._method("flatten", target, 0, -2)
+        return target if rank == 1 else self._method("flatten", target)
+
+    def _hand_over(self, out: Node, position: int, loss: Loss, name: str, scalar: bool) -> None:
+        """Gives one output of the operator, in its old shape and dtype, to the users of a loss."""
+        old = loss.node
+        new = self.graph.call_function(operator.getitem, (out, position), name=name)
+        new.meta["stack_trace"] = old.meta.get("stack_trace")
+        flat = value(self.x).new_empty(() if scalar else value(self.x).shape[:1])
+        new.meta["example_value"] = flat.to(compute_dtype(self.dtype))
+        if not scalar and value(self.shaped).dim() != 2:
+            like = self._method("select", self.shaped, loss.dim, 0)
+            new = self._method("view_as", new, like)
+        if loss.keepdim:
+            new = self._method("unsqueeze", new, loss.dim)
+        if loss.negative:
+            new = self._method("neg", new)
+        new, _ = cast(self.graph, new, value(old).dtype, old)
+        if is_dtensor(value(old)):
+            new = self._as_dtensor(new, old, scalar)
+        new.meta["example_value"] = old.meta["example_value"]
+        old.replace_all_uses_with(new)
+
+    def _as_dtensor(self, new: Node, old: Node, scalar: bool) -> Node:
+        """The loss as the DTensor that it was."""
+        from fxpass.match import sharding as of_dtensors
+
+        sharding = self.match.sharding
+        assert sharding is not None
+        held = sharding.sums() if scalar else self.held
+        become = Placing(of_dtensors.as_dtensor, placements=tuple(held))
+        new = self._function(become, new, self.whole_weight)
+        return self._placed(new, sharding.loss_placements(placements_of(value(old))))
+
+    # ------------------------------------------------------------ nodes
+
+    def _cast(self, operand: Node) -> Node:
+        node, made = cast(self.graph, operand, self.dtype, self.match.walk.linear.node)
+        self.casts += [made] if made else []
+        return node
+
+    def _size(self, tensor: Node, dim: int) -> int | Node:
+        """One size of a tensor, as a node where it is symbolic."""
+        size = value(tensor).shape[dim]
+        return size if isinstance(size, int) else self._method("size", tensor, dim)
+
+    def _method(self, name: str, *args: Any, **kwargs: Any) -> Node:
+        return self._call("call_method", name, *args, **kwargs)
+
+    def _function(self, function: Any, *args: Any) -> Node:
+        return self._call("call_function", function, *args)
+
+    def _call(self, op: str, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A new node with its example value and the stack trace of the loss."""
+        node = self.graph.create_node(op, target, args, kwargs)
+        node.meta["stack_trace"] = self.site.meta.get("stack_trace")
+        examples = torch.fx.map_arg(args, lambda n: n.meta["example_value"])
+        function = getattr(type(examples[0]), target) if op == "call_method" else target
+        with torch.no_grad(), _fake_mode_of(examples[0]):
+            node.meta["example_value"] = function(*examples, **kwargs)
+        return node
+
+    def _again(self, step: Move, on: Node) -> Node:
+        """A movement's node again, on the logits ``on``; they may be of this rank's classes."""
+        node = step.node
+        if self.match.sharding is not None:
+            if step.moved.replay is None:
+                return on
+            op, target, args = step.moved.replay(self.match.sharding.count)
+            return self._call(op, target, on, *args)
+        moved = first_operand(node)
+        args, kwargs = torch.fx.map_arg(
+            (node.args, dict(node.kwargs)), lambda n: on if n is moved else n
+        )
+        target = node.target
+        if target == "view":  # of what was copied on the way; it may be none of what is read here
+            target, args, kwargs = "reshape", (*args, *kwargs.values()), {}
+        new = self.graph.create_node(node.op, target, args, kwargs)
+        new.meta = dict(node.meta)
+        return new

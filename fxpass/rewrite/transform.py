@@ -1,0 +1,133 @@
+"""All rewrites of one Dynamo graph, in order, with their log lines and counters.
+
+In: a Dynamo graph and settings. Out: an :class:`Outcome`; the graph is changed in place. A graph in
+which nothing matches and no dtypes are mixed is left as it was, but for what torch 2.11 gets wrong
+in it (:func:`fxpass.graph.region.return_once`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch._dynamo.utils import counters
+from torch.fx import Graph, GraphModule
+
+from fxpass.casts.casts import Cast, cast_region, note
+from fxpass.graph.nodes import hint
+from fxpass.graph.region import Region, regions, return_once
+from fxpass.graph.text import graph_text
+from fxpass.kernels import source as triton_source
+from fxpass.kernels import tile_source as triton_tile_source
+from fxpass.kernels.source import Kernel
+from fxpass.match.match import Found, Match, Rejection, find
+from fxpass.match.steps import Bias
+from fxpass.rewrite import dump
+from fxpass.rewrite.outputs import Outputs
+from fxpass.rewrite.rewrite import erase, rewrite
+from fxpass.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was done to one graph.
+
+    Attributes:
+        matches, rejections, casts: in the order of the graph.
+        kernels: the Triton kernels that the matches run on a GPU.
+        outputs: the graph's outputs that were deferred, one list per region.
+    """
+
+    matches: tuple[Match, ...]
+    rejections: tuple[Rejection, ...]
+    casts: tuple[Cast, ...]
+    kernels: tuple[Kernel, ...]
+    outputs: tuple[Outputs, ...]
+
+    def restore(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph as a function with the outputs that Dynamo expects."""
+        for outputs in self.outputs:
+            compiled = outputs.restore(compiled)
+        return compiled
+
+
+def transform(gm: GraphModule, settings: Settings) -> Outcome:
+    """Casts in ``gm`` and every graph nested in it, then rewrites every match in its plain ones.
+
+    Raises:
+        MixedDtypeError: see :func:`fxpass.spec.dtypes.agreed`.
+    """
+    before = graph_text(gm) if settings.dump else ""
+    matches: list[Match] = []
+    rejections: list[Rejection] = []
+    casts: list[Cast] = []
+    outputs: list[Outputs] = []
+    for region in regions(gm):
+        return_once(region)
+        casts += cast_region(region, settings.mixed_dtypes)
+        if not region.plain:
+            continue
+        found = find(region, settings)
+        rejections += found.rejections
+        if not found.matches:
+            continue
+        untouched = _copy(region.module.graph)
+        try:
+            leaving, cast = _carry_out(region, found, settings)
+        except Exception as error:
+            # a program that nobody foresaw runs as it is
+            log.warning("%s: the rewrite failed", found.matches[0].source, exc_info=True)
+            region.module.graph = untouched
+            reason = f"fxpass failed to rewrite the graph, please report this: {error!r}"
+            rejections += [Rejection(m.loss.node, reason, m.source) for m in found.matches]
+            continue
+        casts += cast
+        matches += found.matches
+        outputs.append(leaving)
+    for name, records in (("matched", matches), ("rejected", rejections)):
+        counters["fusedce"][name] += len(records)
+        for record in records:
+            log.info("%s", record)
+    note(casts)
+    kernels = {k: None for m in matches for k in _kernels(m)}
+    if settings.dump:
+        dump.write(settings.dump, before, graph_text(gm), kernels)
+    return Outcome(tuple(matches), tuple(rejections), tuple(casts), tuple(kernels), tuple(outputs))
+
+
+def _copy(graph: Graph) -> Graph:
+    """A copy of a graph, with what Dynamo has noted on its nodes."""
+    copied = copy.deepcopy(graph)
+    for old, new in zip(graph.nodes, copied.nodes, strict=True):
+        if (source := getattr(old, "_dynamo_source", None)) is not None:
+            new._dynamo_source = source
+    return copied
+
+
+def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Outputs, list[Cast]]:
+    """Rewrites all matches of a region."""
+    # first: the recipes are copies of what the rewrite takes out
+    leaving = Outputs(found.deferred, drop=settings.logits == "drop")
+    # the last one first: its operands may be what an earlier loss becomes
+    cast = [rewrite(region, match) for match in reversed(found.matches)]
+    leaving.apply(region.module)
+    erase(found.matches)
+    region.module.recompile()
+    return leaving, [made for of_match in reversed(cast) for made in of_match]
+
+
+def _kernels(match: Match) -> tuple[Kernel, ...]:
+    """The Triton kernels that a match runs on a GPU."""
+    weighted = match.loss.class_weight is not None
+    spec = match.spec.of_shard() if match.spec.shard_of else match.spec
+    if spec.strategy == "tiled":
+        way = match.walk
+        biased = way.linear.bias is not None or any(isinstance(s, Bias) for s in way.steps)
+        return triton_tile_source.kernels_of(spec, weighted, biased)
+    classes = match.sharding.count if match.sharding else hint(match.shape[1])
+    return triton_source.kernels_of(spec, weighted, padded=classes % 16 != 0)

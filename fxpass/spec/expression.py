@@ -1,0 +1,249 @@
+"""The function that a graph applies to one logit between the linear and the loss.
+
+In: scalars and function names. Out: a sympy expression in the symbol ``Z`` (the linear's raw
+output), its exact derivative, its value on tensors, and a text form that round-trips::
+
+    >>> softcap = 30 * sympy.tanh(Z / exact(30.0))
+    >>> text(softcap)
+    '30*tanh(z/30)'
+    >>> parse('30*tanh(z/30)') == softcap
+    True
+    >>> text(derivative(softcap))
+    '1-tanh(z/30)**2'
+
+Constants are entered as the exact rational of the double the user wrote: sympy's own Floats would
+lose digits when they are combined. The functions are those of :mod:`fxpass.spec.functions`.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr
+
+from fxpass.spec.functions import FUNCTIONS, Where, exact, where
+
+# Not declared real: sympy would then write sqrt(z**2) as another function than the user did.
+Z = sympy.Symbol("z")
+
+
+@functools.cache
+def derivative(expr: Expr) -> Expr:
+    """d expr / dz, exactly.
+
+    A slope that is zero by a branch stays zero however large the other factors are: as in
+    autograd, whose masks are applied to the gradient and not multiplied with it.
+    """
+    return _masked(sympy.diff(expr, Z))
+
+
+def _masked(expr: Any) -> Any:
+    """``expr`` with its products with a :class:`Where` that may be zero moved into the branches."""
+    if not expr.has(Where):
+        return expr
+    expr = expr.func(*map(_masked, expr.args))
+    if not isinstance(expr, sympy.Mul):
+        return expr
+    for i, mask in enumerate(expr.args):
+        if isinstance(mask, Where) and 0 in mask.args[2:]:
+            x, y, *branches = mask.args
+            number, rest = sympy.Mul(*expr.args[:i], *expr.args[i + 1 :]).as_coeff_Mul()
+            return number * mask.func(x, y, *(_masked(rest * branch) for branch in branches))
+    return expr
+
+
+# ---------------------------------------------------------------- text form
+
+
+def text(expr: Expr) -> str:
+    """One line without spaces; :func:`parse` gives the same expression back.
+
+    ``ValueError`` for an expression that is no logit transform.
+    """
+    return _text(expr, level=0)
+
+
+# Binding strength of what surrounds a term: sums, products, powers.
+_SUM, _PRODUCT, _POWER = 0, 1, 2
+
+
+def _text(expr: Any, level: int) -> str:
+    if isinstance(expr, sympy.Symbol):
+        return expr.name
+    if isinstance(expr, sympy.Rational):
+        return _number(_fraction(expr), level)
+    if isinstance(expr, sympy.Add):
+        terms = [_text(term, _SUM) for term in expr.as_ordered_terms()]
+        # A term brings its own minus sign; a positive one is joined with a plus.
+        out = terms[0] + "".join(t if t.startswith("-") else f"+{t}" for t in terms[1:])
+        return f"({out})" if level > _SUM else out
+    if isinstance(expr, sympy.Mul):
+        out = _product(expr)
+        return f"({out})" if level > _PRODUCT or (level == _PRODUCT and out[0] == "-") else out
+    if isinstance(expr, sympy.Pow):
+        base, exponent = expr.base, expr.exp
+        if not isinstance(exponent, sympy.Rational):
+            raise ValueError(f"a logit transform may not have {exponent} as an exponent: {expr}")
+        out = f"{_text(base, _POWER)}**{_text(exponent, _POWER)}"
+        return f"({out})" if level == _POWER else out
+    if isinstance(expr, Where):
+        x, y, a, b = (_text(operand, _SUM) for operand in expr.args)
+        first = f"{y}{expr.mirrored}{x}" if expr.args[0].is_number else f"{x}{expr.symbol}{y}"
+        return f"where({first},{a},{b})"
+    name = type(expr).__name__
+    if name in FUNCTIONS and FUNCTIONS[name].symbolic is type(expr):
+        return f"{name}({','.join(_text(operand, _SUM) for operand in expr.args)})"
+    raise ValueError(f"a logit transform may not contain {name}: {expr}")
+
+
+def _product(expr: sympy.Mul) -> str:
+    number, rest = expr.as_coeff_Mul()
+    coefficient, parts = _fraction(number), sympy.Mul.make_args(rest)
+    factors = "*".join(_text(f, _PRODUCT) for f in parts)
+    if coefficient == 1:
+        return factors
+    if len(parts) > 1 and any(isinstance(f, sympy.Add) for f in parts):
+        factors = f"({factors})"  # else sympy multiplies the first sum out when it reads this
+    if coefficient == -1:
+        return f"-{factors}"
+    if _is_double(coefficient):
+        return f"{_number(coefficient, _SUM)}*{factors}"
+    top = {1: "", -1: "-"}.get(coefficient.numerator, f"{coefficient.numerator}*")
+    return f"{top}{factors}/{coefficient.denominator}"
+
+
+def _fraction(number: Any) -> Fraction:
+    fraction = Fraction(int(number.p), int(number.q))
+    try:
+        float(fraction)
+    except OverflowError as error:
+        raise ValueError("a logit transform has a constant that no double can hold") from error
+    return fraction
+
+
+def _is_double(number: Fraction) -> bool:
+    return number == Fraction(float(number))
+
+
+def _number(number: Fraction, level: int) -> str:
+    exact_as_float = number.denominator != 1 and _is_double(number)
+    out = repr(float(number)) if exact_as_float else str(number)
+    return f"({out})" if level > _SUM and not out.replace(".", "").isdigit() else out
+
+
+# Products of a few doubles' exact rationals stay far below; more is no logit transform.
+_MAX_BITS = 8192
+
+
+def parse(source: str) -> Expr:
+    """The expression of a text form.
+
+    Only numbers, ``z``, ``+ - * / **`` and the names in ``FUNCTIONS`` are read, by a walk over
+    the syntax tree: nothing is evaluated. Anything else is a ``ValueError``.
+    """
+    try:
+        tree = ast.parse(source, mode="eval")
+    except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: deep nesting
+        raise ValueError(f"not a logit transform: {source!r}") from error
+    expr = _read(tree.body, source)
+    text(expr)  # what cannot be written (infinities, roots of -1) is no transform either
+    return expr
+
+
+def _read(node: ast.expr, source: str) -> Expr:
+    match node:
+        case ast.Constant(value=bool()):
+            pass
+        case ast.Constant(value=int() as value) if value.bit_length() <= _MAX_BITS:
+            return sympy.Integer(value)
+        case ast.Constant(value=float() as value):
+            return exact(value)
+        case ast.Name(id="z"):
+            return Z
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_read(operand, source)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_read(left, source), _read(right, source))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+            if len(args) == FUNCTIONS[name].arity:
+                return FUNCTIONS[name].symbolic(*(_read(arg, source) for arg in args))
+        case ast.Call(
+            func=ast.Name(id="where"),
+            args=[ast.Compare(left=left, ops=[op], comparators=[right]), *branches],
+            keywords=[],
+        ) if type(op) in _COMPARISONS and len(branches) == 2:
+            x, y, a, b = (_read(operand, source) for operand in (left, right, *branches))
+            return where(x, _COMPARISONS[type(op)], y, a, b)
+    raise ValueError(
+        f"not a logit transform: {source!r} (allowed: numbers, z, + - * / **, "
+        f"{', '.join(FUNCTIONS)}, where(x<y,a,b))"
+    )
+
+
+def _power(base: Any, exponent: Any) -> Expr:
+    if isinstance(base, sympy.Rational) and isinstance(exponent, sympy.Rational):
+        bits = max(int(base.p).bit_length(), int(base.q).bit_length())
+        if bits * abs(exponent) > _MAX_BITS:
+            raise ValueError(f"not a logit transform: {base}**{exponent} is too large")
+    return base**exponent
+
+
+_OPERATORS: dict[type[ast.operator], Callable[[Expr, Expr], Expr]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+    ast.Pow: _power,
+}
+
+_COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
+
+
+# ---------------------------------------------------------------- value on tensors
+
+
+def evaluate(expr: Any, z: torch.Tensor) -> torch.Tensor:
+    """``expr`` at every element of ``z``, in the dtype of ``z``; never writes to ``z``.
+
+    Returns ``z`` itself for the expression ``Z``, otherwise a tensor of the same shape.
+    """
+    if expr == Z:
+        return z
+    if expr.is_number:
+        return torch.full_like(z, float(expr))
+    if isinstance(expr, sympy.Add | sympy.Mul):
+        joined = torch.Tensor.add_ if isinstance(expr, sympy.Add) else torch.Tensor.mul_
+        numbers = [float(a) for a in expr.args if isinstance(a, sympy.Rational)]
+        terms = [a for a in expr.args if not isinstance(a, sympy.Rational)]
+        first = evaluate(terms[0], z)
+        out = first.clone() if first is z else first
+        for term in terms[1:]:
+            joined(out, evaluate(term, z))
+        for number in numbers:
+            joined(out, number)
+        return out
+    if isinstance(expr, sympy.Pow):
+        base, exponent = expr.as_base_exp()
+        return evaluate(base, z).pow(float(exponent))
+    operands = [_operand(operand, z) for operand in expr.args]
+    if not isinstance(expr, Where):
+        return FUNCTIONS[type(expr).__name__].tensor(*operands)
+    condition = expr.holds(*operands[:2])
+    return torch.where(condition, *(_scalar(a, z) for a in operands[2:]))
+
+
+def _operand(expr: Any, z: torch.Tensor) -> torch.Tensor | float:
+    return float(expr) if expr.is_number else evaluate(expr, z)
+
+
+def _scalar(operand: torch.Tensor | float, z: torch.Tensor) -> torch.Tensor:
+    """A tensor as it is, a number in the dtype of ``z``."""
+    if isinstance(operand, torch.Tensor):
+        return operand
+    return torch.full((), operand, dtype=z.dtype, device=z.device)

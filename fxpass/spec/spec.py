@@ -1,0 +1,179 @@
+"""What one fused loss computes, apart from its tensors.
+
+A :class:`Spec` is made by the matcher, travels through the graph as the operator's last argument
+in its text form, and is the key of everything that is cached. Shapes, strides, dtypes and the
+presence of a bias or of class weights are not in it: the tensors carry them::
+
+    >>> Spec(reduction="sum", label_smoothing=0.1).text()
+    'v5 reduction=sum label_smoothing=0.1'
+    >>> Spec.parse('v5 reduction=sum label_smoothing=0.1').label_smoothing
+    0.1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sympy import Expr
+
+from fxpass.spec import expression
+
+# Bumped whenever the operator's outputs or their meaning change, or the arguments of what its
+# backward calls. It stands in every compiled graph, so that a compile cache written by another
+# version of fxpass misses instead of pairing an old backward with a new forward.
+REVISION = "v5"
+
+REDUCTIONS = ("none", "mean", "sum")
+TARGETS = ("indices", "probabilities", "none")
+GRADIENTS = ("x", "weight", "bias")
+STRATEGIES = ("chunked", "tiled")
+
+# Class indices in a shard: of a class in another one, and of an ignored row.
+ELSEWHERE, IGNORED = -1, -100
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One linear cross-entropy.
+
+    Attributes:
+        reduction: ``none``, ``mean`` or ``sum``, as in ``F.cross_entropy``.
+        target: class ``indices`` (int64 ``[N]``), class ``probabilities`` (float ``[N, V]``), or
+            ``none``: the row loss is then the log-sum-exp of the row's logits.
+        ignore_index: rows with this class index contribute nothing to the loss; None ignores no
+            row. Not used by other targets.
+        label_smoothing: in [0, 1].
+        logits: the logit that enters the loss, as an expression in the linear's output ``z``.
+        gradients: which of ``x``, ``weight``, ``bias`` need a gradient.
+        lse: whether the log-sum-exp of every row's logits is an output beside the loss.
+        strategy: ``chunked`` (rows at a time, gradients in forward) or ``tiled`` (classes at a
+            time, gradients in backward from logits computed again).
+        shard_of: where the weight holds some of the classes only, the number of all of them; 0:
+            it holds all. A class index of -1 is then that of a class in another shard.
+        gradient_filter: leave out blocks of the logits' gradient that are below its dtype's
+            resolution; only ``tiled`` on a GPU does.
+        memory_mb: scratch budget in MiB; 0 leaves it to the plan.
+    """
+
+    reduction: str = "mean"
+    target: str = "indices"
+    ignore_index: int | None = -100
+    label_smoothing: float = 0.0
+    logits: Expr = expression.Z
+    gradients: tuple[str, ...] = ()
+    lse: bool = False
+    shard_of: int = 0
+    strategy: str = "chunked"
+    gradient_filter: bool = False
+    memory_mb: int = 0
+
+    def __post_init__(self) -> None:
+        _check("reduction", self.reduction, REDUCTIONS)
+        _check("target", self.target, TARGETS)
+        _check("strategy", self.strategy, STRATEGIES)
+        for name in self.gradients:
+            _check("gradients", name, GRADIENTS)
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
+        if self.memory_mb < 0:
+            raise ValueError(f"memory_mb must not be negative, got {self.memory_mb}")
+        if self.shard_of < 0:
+            raise ValueError(f"shard_of must not be negative, got {self.shard_of}")
+        for name in ("ignore_index", "label_smoothing"):
+            value, default = getattr(self, name), getattr(Spec, name)
+            if self.target == "none" and value != default:
+                raise ValueError(f"without a target {name} must be {default}, got {value}")
+
+    @property
+    def gradients_in_backward(self) -> bool:
+        """Whether they have to wait for what arrives at each row; else forward computes them."""
+        return self.reduction == "none" or self.lse or self.strategy == "tiled"
+
+    @property
+    def returns_lse(self) -> bool:
+        """Whether the operator returns the log-sum-exp: a user reads it, or its own backward."""
+        return self.lse or self.strategy == "tiled"
+
+    def of_shard(self) -> Spec:
+        """What each rank's operator computes for this loss over the shards of all ranks.
+
+        Where the lse is read, that of an ignored row has to be right too: no row is ignored there,
+        and the class of one that is, is ``ELSEWHERE`` on every rank.
+        """
+        leaves_out = self.target == "indices" and self.ignore_index is not None and not self.lse
+        ignored = IGNORED if leaves_out else None
+        ignore_index = self.ignore_index if self.target == "none" else ignored
+        return dataclasses.replace(self, reduction="none", lse=True, ignore_index=ignore_index)
+
+    def text(self) -> str:
+        """One line; fields at their defaults are left out, except the reduction."""
+        words = [REVISION, f"reduction={self.reduction}"]
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(f"{field.name}={_FIELDS[field.name].write(value)}")
+        return " ".join(words)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def parse(text: str) -> Spec:
+        """The spec of a text form; ``ValueError`` for anything that :meth:`text` cannot write."""
+        revision, *words = text.split(" ")
+        if revision != REVISION:
+            raise ValueError(
+                f"this graph was compiled by another version of fxpass ({revision!r}, this is "
+                f"{REVISION!r}): clear the compile cache"
+            )
+        values = {}
+        for word in words:
+            name, equals, value = word.partition("=")
+            field = _FIELDS.get(name)
+            if not equals or field is None or name in values or not field.form.fullmatch(value):
+                raise ValueError(f"not a spec: {text!r} (at {word!r})")
+            values[name] = field.read(value)
+        spec = Spec(**values)
+        if spec.text() != text:  # one computation, one text, one cache key
+            raise ValueError(f"not a spec: {text!r} (it is written {spec.text()!r})")
+        return spec
+
+
+@dataclass(frozen=True)
+class _Field:
+    """How one field is written and read: the form is checked before anything is read."""
+
+    form: re.Pattern[str]
+    read: Callable[[str], Any]
+    write: Callable[[Any], str] = str
+
+
+def _lower(value: object) -> str:
+    return str(value).lower()
+
+
+_WORD = re.compile(r"[a-z]+")
+_FLOAT = re.compile(r"[0-9.e+-]+")
+_INTEGER = re.compile(r"-?[0-9]+")
+_INDEX = re.compile(r"-?[0-9]+|none")
+_FIELDS = {
+    "reduction": _Field(_WORD, str),
+    "target": _Field(_WORD, str),
+    "ignore_index": _Field(_INDEX, lambda v: None if v == "none" else int(v), _lower),
+    "label_smoothing": _Field(_FLOAT, float, repr),
+    "logits": _Field(re.compile(r"[a-z0-9_.,+*/()<>=-]+"), expression.parse, expression.text),
+    "gradients": _Field(re.compile(r"[a-z,]+"), lambda v: tuple(v.split(",")), ",".join),
+    "lse": _Field(re.compile("true"), bool, _lower),
+    "shard_of": _Field(_INTEGER, int),
+    "strategy": _Field(_WORD, str),
+    "gradient_filter": _Field(re.compile("true"), bool, _lower),
+    "memory_mb": _Field(_INTEGER, int),
+}
+
+
+def _check(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
