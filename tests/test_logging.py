@@ -64,7 +64,7 @@ def test_lines_in_a_process_of_its_own(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    lines = re.findall(r"^(\w).*fxpass[/\\]\w+\.py:\d+\] (?:\[.*?\] )?(.*)", done.stderr, re.M)
+    lines = re.findall(r"^(\w).*fxpass[/\\]\S+\.py:\d+\] (?:\[.*?\] )?(.*)", done.stderr, re.M)
     assert lines == [("I", line) for line in EXPECTED]
 
 

@@ -19,6 +19,7 @@ from fxpass.graph import effects
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
+from fxpass.match import worth
 from fxpass.match.losses import Loss, loss_of
 from fxpass.match.modes import Mode, check_modes, modes_of
 from fxpass.match.readers import Readers
@@ -31,9 +32,6 @@ from fxpass.settings import Settings
 from fxpass.spec.spec import GRADIENTS, Spec
 
 log = logging.getLogger(__name__)
-
-# With fewer, the target, sums and gradients of a row are as long as its logits.
-LEAST_CLASSES = 256
 
 
 @dataclass(frozen=True)
@@ -139,11 +137,12 @@ def find(region: Region, settings: Settings) -> Found:
             log.warning("%s: reading the graph failed", source_line(node), exc_info=True)
             reason = f"fxpass failed to read it, please report this: {error!r}"
             found.append(Rejection(node, reason, source_line(node)))
-    found = _with_whole_stacks(_without_parts(found))
+    found = _with_whole_stacks(_without_gradients(_without_parts(found), settings))
     found, readers = _settle(region, found, settings)
     found = _with_lse(found)
+    matches = [m for m in found if isinstance(m, Match)]
     return Found(
-        tuple(_scheduled(m, settings, _others(m, found)) for m in found if isinstance(m, Match)),
+        tuple(_scheduled(m, settings, worth.others(m, matches)) for m in matches),
         tuple(m for m in found if isinstance(m, Rejection)),
         readers.deferred,
     )
@@ -178,18 +177,13 @@ def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:
         and any(value(n).requires_grad for n in way.operands if is_tensor(n)),
         changed=changed is not None,
     )
-    if reason := _gains_nothing(match, settings.min_logits_mb):
-        raise NoMatch(loss.node, f"{reason} (FUSEDCE_MIN_LOGITS_MB=0 fuses all)")
+    _worth_it(loss, worth.too_small(match, settings.min_logits_mb))
     return match
 
 
-def _gains_nothing(match: Match, least: float) -> str | None:
-    """Why a loss costs more fused than it saves, unless ``least`` (MiB of logits) is 0."""
-    if match.logits_bytes < least * 2**20:
-        return f"its logits take {match.logits_bytes / 2**20:.1f} MiB, fewer than {least:g}"
-    if least and (classes := hint(match.shape[1])) < LEAST_CLASSES:
-        return f"rows of {classes} logits are hardly longer than what is kept of each row"
-    return None
+def _worth_it(loss: Loss, reason: str | None) -> None:
+    if reason:
+        raise NoMatch(loss.node, f"{reason} (FUSEDCE_MIN_LOGITS_MB=0 fuses all)")
 
 
 def _rows(logits: torch.Tensor, dim: int) -> int | torch.SymInt:
@@ -243,6 +237,23 @@ def _without_parts(found: list[Match | Rejection]) -> list[Match | Rejection]:
     ]
 
 
+def _without_gradients(
+    found: list[Match | Rejection], settings: Settings
+) -> list[Match | Rejection]:
+    """Without losses over one weight that would make too many gradients of it."""
+    matches = [m for m in found if isinstance(m, Match)]
+    out: list[Match | Rejection] = []
+    for one in found:
+        try:
+            if isinstance(one, Match):
+                reason = worth.many_gradients(one, matches, settings.min_logits_mb)
+                _worth_it(one.loss, reason)
+            out.append(one)
+        except NoMatch as no:
+            out.append(Rejection(no.node, no.reason, one.source))
+    return out
+
+
 def _with_whole_stacks(found: list[Match | Rejection]) -> list[Match | Rejection]:
     """With rejections where a stack holds a head that no match is of: its gradient is zeros then,
     and would be none without the stack."""
@@ -272,7 +283,7 @@ def _settle(
     """With each match's ``logits``; rejections where they exist and cannot be taken from there."""
     while True:
         readers = Readers(region, [m for m in found if isinstance(m, Match)], settings)
-        settled = [_settled(m, readers) if isinstance(m, Match) else m for m in found]
+        settled = [_settled(m, readers, settings) if isinstance(m, Match) else m for m in found]
         if sum(isinstance(m, Match) for m in settled) == sum(isinstance(m, Match) for m in found):
             return [m for m in settled if m is not None], readers
         # what a loss reads that is not fused has to exist: ask again
@@ -280,7 +291,7 @@ def _settle(
         found = [m if isinstance(s, Match) else s for s, m in pairs if s is not None]
 
 
-def _settled(match: Match, readers: Readers) -> Match | Rejection | None:
+def _settled(match: Match, readers: Readers, settings: Settings) -> Match | Rejection | None:
     """None for what is not worth it: a log-sum-exp of logits that exist, of a router perhaps."""
     loss = match.loss
     try:
@@ -290,6 +301,7 @@ def _settled(match: Match, readers: Readers) -> Match | Rejection | None:
             return replace(match, logits=logits)
         if loss.speculative:
             return None
+        _worth_it(loss, worth.kept_for_readers(match, settings.min_logits_mb))
         # the same loss, read from a node that nothing writes to any more
         way = walk(loss, written_base=True)
         if match.sharding is not None:
@@ -331,29 +343,6 @@ def _joinable(loss: Loss, lse: Loss) -> bool:
 
 
 # ---------------------------------------------------------------- the strategy
-
-
-def _others(match: Match, found: list[Match | Rejection]) -> tuple[int | torch.SymInt, ...]:
-    """Rows of the other matches over the same weight, each of which would keep a gradient of it."""
-    weight = _stored(match.walk.linear.weight)
-    return tuple(
-        m.shape[0]
-        for m in found
-        if isinstance(m, Match)
-        and m is not match
-        and "weight" in m.spec.gradients
-        and _stored(m.walk.linear.weight) is weight
-    )
-
-
-def _stored(node: Node) -> Node:
-    """The tensor that a node is a cast, a transpose or another view of all of."""
-    while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
-        (source,) = node.all_input_nodes
-        if not is_tensor(source) or value(source).numel() != value(node).numel():
-            break
-        node = source
-    return node
 
 
 def _scheduled(

@@ -1,0 +1,95 @@
+"""Losses that cost more fused than they save are left to the inner backend, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxpass.rewrite.transform import transform
+from fxpass.settings import Settings
+
+N, D, V = 512, 8, 2048  # 4 MiB of logits
+
+
+def reasons(program: Any, *tensors: Tensor, least: float = 1, budget: int = 0) -> list[str]:
+    """Why each loss of a program is not fused; an empty list where all are."""
+    graphs: list[Any] = []
+    torch.compile(program, backend=lambda gm, _: graphs.append(gm) or gm)(*tensors)
+    settings = Settings(min_logits_mb=least, memory_mb=budget)
+    return [r.reason for r in transform(graphs[0], settings).rejections]
+
+
+def head(d: int = D, v: int = V, n: int = N) -> tuple[Tensor, Tensor, Tensor]:
+    x, weight = torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)
+    return x, weight, torch.randint(v, (n,))
+
+
+def plain(x, weight, labels):
+    return F.cross_entropy(F.linear(x, weight), labels)
+
+
+def test_small_logits():
+    assert not reasons(plain, *head())
+    (reason,) = reasons(plain, *head(), least=5)
+    assert reason == ("its logits take 4.0 MiB, fewer than 5 (FUSEDCE_MIN_LOGITS_MB=0 fuses all)")
+    assert not reasons(plain, *head(), least=0)
+
+
+def test_few_classes():
+    few = head(v=255, n=8192)
+    (reason,) = reasons(plain, *few)
+    assert reason.startswith("rows of 255 logits are hardly longer than what is kept")
+    assert not reasons(plain, *few, least=0)
+    assert not reasons(plain, *head(v=256, n=8192))
+
+
+def logged(x, weight, labels):
+    logits = F.linear(x, weight)
+    with torch.no_grad():
+        probabilities = logits.softmax(-1)
+        entropy = -(probabilities * probabilities.log()).sum(-1).mean()
+    return F.cross_entropy(logits, labels), entropy
+
+
+def returned(x, weight, labels):
+    logits = F.linear(x, weight)
+    return F.cross_entropy(logits, labels), logits
+
+
+def test_logits_that_are_kept_for_something_else():
+    (reason,) = reasons(logged, *head())
+    assert reason.startswith("something else in the graph reads its logits")
+    assert not reasons(logged, *head(), least=0)
+    x, weight, labels = head()
+    # without gradients nothing is kept for backward
+    assert not reasons(logged, x.detach(), weight.detach(), labels)
+    # logits that leave the graph cannot become their gradient, whoever computes the loss
+    assert not reasons(returned, *head())
+
+
+def chunks(count: int) -> Any:
+    def program(x, weight, labels):
+        parts = zip(x.chunk(count), labels.chunk(count), strict=True)
+        return sum(plain(part, weight, some) for part, some in parts)
+
+    return program
+
+
+@pytest.mark.parametrize(
+    ("d", "count", "fused"), [(512, 4, True), (1024, 4, False), (1024, 1, True)]
+)
+def test_gradients_of_one_weight(d, count, fused):
+    """Each loss makes a gradient of 8 KiB x d of the weight; the logits take 32 MiB."""
+    x, weight, labels = head(d=d, n=4096)
+    found = reasons(chunks(count), x, weight, labels, budget=1)
+    if fused:
+        assert not found
+    else:
+        assert len(found) == count
+        assert "4 losses over one weight make a gradient of it each" in found[0]
+        assert not reasons(chunks(count), x, weight, labels, least=0, budget=1)
+        assert not reasons(chunks(count), x, weight.detach(), labels, budget=1)
