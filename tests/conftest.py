@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -37,6 +38,37 @@ from fxpass.plan import choice, devices, plan
 for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
     del os.environ[variable]  # a setting of the caller's shell must not decide what is tested
 os.environ["FUSEDCE_MIN_LOGITS_MB"] = "0"  # the models of tests are tiny
+
+QUICK = "not full"  # as in pyproject.toml
+
+
+# What only `pytest -m ""` runs, and what of the extra `test-all` it needs.
+FULL: dict[str, tuple[str, ...]] = {
+    "test_accuracy_liger": ("liger_kernel",),
+    "test_deepspeed": ("deepspeed",),
+    "test_device_maps": ("accelerate",),
+    "test_lightning": ("lightning",),
+    "test_lightning_encoder": ("lightning",),
+    "test_liger": ("accelerate", "datasets", "liger_kernel"),
+    "test_llama_recipes": ("accelerate", "peft"),
+    "test_peft": ("accelerate", "liger_kernel", "peft"),
+    "test_trainers": ("accelerate", "datasets"),
+    "test_trl": ("accelerate", "datasets", "trl"),
+}
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Modules of ``FULL`` are not even imported by the quick tier, unless they are named."""
+    wanted = config.option.markexpr != QUICK
+    named = any(str(collection_path) == os.path.abspath(a.split("::")[0]) for a in config.args)
+    if collection_path.stem not in FULL or not (wanted or named):
+        return True if collection_path.stem in FULL else None
+    missing = [n for n in FULL[collection_path.stem] if importlib.util.find_spec(n) is None]
+    if missing:
+        raise pytest.UsageError(
+            f"{collection_path.name} needs {', '.join(missing)}: pip install '.[test-all]'"
+        )
+    return None
 
 
 def pytest_collection_modifyitems(config, items):
