@@ -160,7 +160,7 @@ def test_the_readme_shows_the_report_of_two_unlike_gpus() -> None:
     report = doctor.text(TWO)
     devices = report[report.index("devices\n") : report.index("\n\ncompilers")]
     findings = report[report.rindex("\n\n") + 2 :]
-    assert f"```\n{devices}\n\n{findings}\n```\n" in (ROOT / "README.md").read_text()
+    assert f"```\n{devices}\n\n{findings}\n```\n" in (ROOT / "fxpass/cli/README.md").read_text()
 
 
 def test_the_worst_comes_first() -> None:

@@ -214,6 +214,6 @@ def test_resuming_goes_on_with_the_same_losses(runs):
 
 
 def test_accelerate_refuses_the_name(tmp_path):
-    """If this fails, ``torch_compile_backend="fusedce"`` works at last: say so in the README."""
+    """If this fails, ``torch_compile_backend="fusedce"`` works: say so in fxpass/rewrite."""
     with pytest.raises(ValueError, match="'FUSEDCE' is not a valid DynamoBackend"):
         trainer(tiny.llama(), tmp_path, torch_compile=True, torch_compile_backend="fusedce")
