@@ -58,21 +58,24 @@ FULL: dict[str, tuple[str, ...]] = {
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Modules of ``FULL`` are not even imported by the quick tier, unless they are named."""
-    wanted = config.option.markexpr != QUICK
-    named = any(str(collection_path) == os.path.abspath(a.split("::")[0]) for a in config.args)
-    if collection_path.stem not in FULL or not (wanted or named):
-        return True if collection_path.stem in FULL else None
-    missing = [n for n in FULL[collection_path.stem] if importlib.util.find_spec(n) is None]
-    if missing:
+    """The quick tier does not even import modules that need more than the extra ``test``."""
+    needs = FULL.get(collection_path.stem, ())
+    if config.option.markexpr == QUICK:
+        return True if needs else None
+    if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
         raise pytest.UsageError(
             f"{collection_path.name} needs {', '.join(missing)}: pip install '.[test-all]'"
         )
     return None
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Tests marked ``gpu`` are for machines that have one, ``gpus`` for those that have two."""
+    """Marks the modules of ``FULL``. Tests marked ``gpu`` are for machines that have one, ``gpus``
+    for those that have two."""
+    for item in items:
+        if item.path.stem in FULL:
+            item.add_marker("full")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needed = {"gpu": 1, "gpus": 2}
     without = [
