@@ -31,7 +31,6 @@ class Settings:
     logits: str = "auto"
     mixed_dtypes: str = "cast"
     strategy: str = "auto"
-    gradient_filter: bool = False
     memory_mb: int = 0
     # below, nothing is saved that scratch does not take, and a call more costs time
     min_logits_mb: float = 64.0
@@ -74,13 +73,7 @@ class Settings:
                     f"{', '.join(PREFIX + name for name in TABLE)}"
                 )
             values[key.removeprefix(PREFIX)] = row.convert(key, value)
-        settings = Settings(**values)
-        if settings.gradient_filter and settings.strategy == "chunked":
-            raise ValueError(
-                "FUSEDCE_GRADIENT_FILTER=1 (fusedce.gradient_filter) does nothing for "
-                "FUSEDCE_STRATEGY=chunked (fusedce.strategy); use tiled or auto"
-            )
-        return settings
+        return Settings(**values)
 
 
 @dataclass(frozen=True)
@@ -156,12 +149,6 @@ TABLE: dict[str, Setting] = {
     ),
     "strategy": Setting(
         "FUSEDCE_STRATEGY", *_one_of("auto", *STRATEGIES), "how the fused loss is computed"
-    ),
-    "gradient_filter": Setting(
-        "FUSEDCE_GRADIENT_FILTER",
-        "0 or 1",
-        _toggle,
-        "1 leaves out blocks of the logits' gradient below its dtype's resolution (tiled, on GPUs)",
     ),
     "memory_mb": Setting(
         "FUSEDCE_MEMORY_MB",

@@ -308,20 +308,3 @@ def test_the_kernels_are_those_of_the_strategy(monkeypatch, setting):
     ]
     assert stages == {"chunked": [""], "tiled": ["forward", "merge", "backward"]}[setting]
     assert f"strategy: {setting}, " in str(report)
-
-
-def test_a_filter_without_tiled_kernels_is_named(monkeypatch):
-    monkeypatch.setenv("FUSEDCE_GRADIENT_FILTER", "1")
-    x, w, t = (tensor.cpu() for tensor in inputs())
-    (match,) = explain(lambda x, w, t: F.cross_entropy(F.linear(x, w), t), x, w, t).matches
-    assert not match.spec.gradient_filter
-    assert "nothing is filtered: that takes gradients and the tiled kernels" in str(match.choice)
-
-
-def test_a_filter_takes_tiled_kernels(monkeypatch):
-    """On a GPU, which is stood in for by the answer to which lowering there is."""
-    monkeypatch.setenv("FUSEDCE_GRADIENT_FILTER", "1")
-    monkeypatch.setattr("fxpass.match.match.lowering_for", lambda *_: ("triton", "for the test"))
-    x, w, t = inputs()
-    (match,) = explain(lambda x, w, t: F.cross_entropy(F.linear(x, w), t), x, w, t).matches
-    assert match.spec.text().endswith("gradients=weight strategy=tiled gradient_filter=true")

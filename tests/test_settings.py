@@ -45,12 +45,6 @@ CASES = {
         refused=["full", "auto "],
         refused_options=[None, 1, {}],
     ),
-    "gradient_filter": SimpleNamespace(
-        accepted=[("1", True), ("0", False)],
-        options=[(True, True), (0, False)],
-        refused=["yes", "true"],
-        refused_options=[None, "on", []],
-    ),
     "memory_mb": SimpleNamespace(
         accepted=[("512", 512), ("0", 0)],
         options=[(512, 512), (8.0, 8), (0, 0)],
@@ -188,10 +182,3 @@ def test_a_bad_option_reaches_the_user_of_torch_compile():
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         compiled(torch.ones(2))
     assert "fusedce.strategy='full' is not allowed; use auto, chunked, tiled" in str(caught.value)
-
-
-def test_a_filter_that_the_strategy_has_no_use_for():
-    environ = {"FUSEDCE_GRADIENT_FILTER": "1", "FUSEDCE_STRATEGY": "chunked"}
-    with pytest.raises(ValueError, match=r"FUSEDCE_GRADIENT_FILTER=1 .* use tiled or auto"):
-        Settings.read(environ=environ)
-    assert Settings.read({"fusedce.strategy": "tiled"}, environ).gradient_filter

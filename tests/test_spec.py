@@ -20,7 +20,6 @@ OTHER_VALUES = {
     "lse": [True],
     "shard_of": [1, 128256],
     "strategy": ["tiled"],
-    "gradient_filter": [True],
     "memory_mb": [1, 4096],
 }
 CASES = [(name, value) for name, values in OTHER_VALUES.items() for value in values]
@@ -52,7 +51,7 @@ def test_defaults_are_left_out_and_the_order_is_fixed():
     assert Spec(**dict(reversed(ALL.items()))).text() == (
         f"{REVISION} reduction=sum target=probabilities ignore_index=-4611686018427387904 "
         "label_smoothing=1.0 logits=0.1-z/3 gradients=x,weight,bias lse=true shard_of=128256 "
-        "strategy=tiled gradient_filter=true memory_mb=4096"
+        "strategy=tiled memory_mb=4096"
     )
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from compiled import TARGETS, Unit, compare, resources
 
-from fxpass.kernels import tile_filter as triton_tile_filter
 from fxpass.kernels import tile_source as triton_tile_source
 from fxpass.kernels.tile_body import Gemm
 from fxpass.kernels.tile_config import configs_for, has_descriptors, specializes_warps
@@ -22,20 +21,17 @@ TABLE = Path(__file__).with_name("compiled_tiles.md")
 
 F32_POINTERS = (
     *("class_weight", "class_mass", "row_scale", "lse_scale", "lse", "lse_rest", "loss"),
-    *("row_mass", "unit"),
+    "row_mass",
     *("maxima", "sums", "picks", "dots", "masses"),
 )
 TYPES = {
     **dict.fromkeys(F32_POINTERS, "*fp32"),
-    **dict.fromkeys(("flags", "order", "counts"), "*i32"),
-    **dict.fromkeys(("resolution", "factor"), "fp32"),
     "target": "*i64",
 }
-OPERANDS = ("x", "weight", "bias", "g", "a", "b", "out")
+OPERANDS = ("x", "weight", "bias", "g")
 ALIGNED = (
-    *(*F32_POINTERS, *OPERANDS, "target", "flags", "order", "counts"),
+    *(*F32_POINTERS, *OPERANDS, "target"),
     *("x_stride", "weight_stride", "target_stride", "g_stride", "D", "V", "first"),
-    *("a_row", "b_stride", "out_stride"),
 )
 PLAIN = Spec()
 SHARD = Spec(label_smoothing=0.1, shard_of=128256)
@@ -67,24 +63,20 @@ def units(target):
     gemm = {dtype: gemm_of(target, dtype) for dtype in DTYPES}
     biased = {dtype: gemm[dtype]._replace(biased=True) for dtype in DTYPES}
     flags = (True, True, True)  # class weights, scales of loss and lse
-    blocks = {"a_col": 1, "BLOCK_I": config[low].BLOCK_N, "BLOCK_J": config[low].BLOCK_V}
-    options = {"num_warps": config[low].num_warps, "num_stages": 2}
     source = triton_tile_source
     merge = unit(source.merge(SHARD, True), low, config[low], SPLITS=16)
-    product = unit(triton_tile_filter.product(True, True, ""), low, config[low], **blocks)
     return {
         f"forward, {low}": unit(source.forward(PLAIN, False, gemm[low]), low, config[low]),
         "forward, everything, fp16": unit(
             source.forward(EVERYTHING, True, biased["fp16"]), "fp16", config["fp16"]
         ),
         f"backward, everything, {low}": unit(
-            source.backward(EVERYTHING, *flags, biased[low], True), low, config[low]
+            source.backward(EVERYTHING, *flags, biased[low]), low, config[low]
         ),
         "forward, fp32": unit(source.forward(PLAIN, False, gemm["fp32"]), "fp32", config["fp32"]),
         "backward, fp32": unit(
             source.backward(PLAIN, False, True, False, gemm["fp32"]), "fp32", config["fp32"]
         ),
-        f"product, {low}": Unit(**{**vars(product), "options": options}),
         f"backward, shard, {low}": unit(
             source.backward(SHARD, *flags, gemm[low]), low, config[low]
         ),
@@ -138,17 +130,14 @@ def addressed():
     """Kernels that together multiply by every stride that there is."""
     config = configs_for("sm_80", torch.bfloat16)[0]
     spec, gemm = Spec(target="probabilities", gradients=("x",)), Gemm()
-    blocks = {"BLOCK_I": config.BLOCK_N, "BLOCK_J": config.BLOCK_V}
     source = triton_tile_source
     kernels = {
         "forward": source.forward(spec, False, gemm),
         "backward": source.backward(spec, False, True, True, gemm),
         "mass": source.mass(spec, False),
-        "product": triton_tile_filter.product(False, False, ""),
         "merge": source.merge(spec, False),
     }
-    known = {**blocks, "SPLITS": 16}
-    return {label: unit(kernel, "bf16", config, **known) for label, kernel in kernels.items()}
+    return {label: unit(kernel, "bf16", config, SPLITS=16) for label, kernel in kernels.items()}
 
 
 def test_addresses_are_64_bits_wide(tmp_path):
@@ -165,10 +154,9 @@ def test_addresses_are_64_bits_wide(tmp_path):
     code = [line for line in out.stdout.splitlines() if "tt.func" not in line]
     used = {}
     for line in code:
-        for stride in re.findall(r"%(\w+_stride|a_row|a_col)\b", line):
+        for stride in re.findall(r"%(\w+_stride)\b", line):
             used.setdefault(stride, []).append(line.partition("=")[2].partition(":")[2])
     strides = {"x_stride", "weight_stride", "target_stride", "g_stride"}
-    strides |= {"a_row", "a_col", "b_stride", "out_stride"}
-    assert used.keys() == strides | {"order_stride"}  # a count of flags, which is small
+    assert used.keys() == strides
     for stride in strides:
         assert {use.split(" loc")[0].strip() for use in used[stride]} == {"i32 to i64"}, stride

@@ -13,7 +13,6 @@ from expecttest import assert_expected_inline
 from fxpass.kernels import tile_config as triton_tile_config
 from fxpass.kernels.tile_body import Gemm
 from fxpass.kernels.tile_config import Config, configs_for, per_split
-from fxpass.kernels.tile_filter import product, resolution
 from fxpass.kernels.tile_source import backward, forward, mass, merge
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
@@ -165,18 +164,18 @@ def linear_cross_entropy_backward_81d713e6(
     )
 
 
-def everything(spec=SMOOTH, weighted=True, scaled=True, gemm=None, filtered=True):
+def everything(spec=SMOOTH, weighted=True, scaled=True, gemm=None):
     """All the text of a spec, for what should be there and what should not."""
     gemm = gemm or Gemm(biased=True, precision="tf32", described=True, warp_specialized=True)
     kernels = [
         forward(spec, weighted, gemm),
         merge(spec, weighted),
-        backward(spec, weighted, scaled, scaled, gemm, filtered),
+        backward(spec, weighted, scaled, scaled, gemm),
     ]
     return "\n".join(kernel.source for kernel in kernels)
 
 
-PLAIN = {"spec": Spec(), "weighted": False, "scaled": False, "gemm": Gemm(), "filtered": False}
+PLAIN = {"spec": Spec(), "weighted": False, "scaled": False, "gemm": Gemm()}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +193,6 @@ PLAIN = {"spec": Spec(), "weighted": False, "scaled": False, "gemm": Gemm(), "fi
         (["target,", "class_mass"], {"spec": Spec(target="none")}, {}),
         (["target_stride", "row_mass"], {"spec": SMOOTH}, {"spec": PROBABILITIES}),
         (["x_stride", "weight_stride", "depth"], {"gemm": Gemm(described=True)}, PLAIN),
-        (["flags", "resolution"], {}, {}),
         (["away", "shard"], {}, {"spec": Spec(shard_of=9)}),
     ],
 )
@@ -273,32 +271,15 @@ def test_name_ignores_what_the_kernel_does_not_see():
     assert f"def {plain.name}(" in plain.source
 
 
-def test_products_that_leave_out_tiles():
-    added, rounded = product(False, False, ""), product(True, True, "ieee")
-    assert "unit" not in added.source
-    assert "acc += tl.load(out" in added.source
-    assert "acc *= tl.load(unit)" in rounded.source
-    assert "acc += tl.load(out" not in rounded.source
-    assert 'input_precision="ieee"' in rounded.source
-
-
-@pytest.mark.parametrize(
-    ("dtype", "power"), [(torch.bfloat16, -12), (torch.float16, -15), (torch.float32, -28)]
-)
-def test_resolution(dtype, power):
-    assert resolution(dtype) == 2.0**power
-
-
 def test_text_is_the_same_in_every_process_and_needs_no_triton():
     spec = dataclasses.replace(SMOOTH, reduction="none")
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "from fxpass.spec.spec import Spec; from fxpass.kernels.tile_body import Gemm\n"
         "from fxpass.kernels.tile_source import *\n"
-        "from fxpass.kernels.tile_filter import product\n"
         f"spec = Spec.parse({spec.text()!r})\n"
-        "for kernel in (forward(spec, True, Gemm()), merge(spec, True), product(True, True, ''),\n"
-        "               backward(spec, True, True, True, Gemm(), True)):\n"
+        "for kernel in (forward(spec, True, Gemm()), merge(spec, True),\n"
+        "               backward(spec, True, True, True, Gemm())):\n"
         "    print(kernel.source)"
     )
     out = subprocess.run(
@@ -311,8 +292,7 @@ def test_text_is_the_same_in_every_process_and_needs_no_triton():
     kernels = (
         forward(spec, True, Gemm()),
         merge(spec, True),
-        product(True, True, ""),
-        backward(spec, True, True, True, Gemm(), True),
+        backward(spec, True, True, True, Gemm()),
     )
     assert out.stdout == "".join(f"{kernel.source}\n" for kernel in kernels)
 

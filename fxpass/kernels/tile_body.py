@@ -274,7 +274,7 @@ def mass(f: Features) -> list[str]:
 # ---------------------------------------------------------------- backward
 
 
-def backward(f: Features, gemm: Gemm, filtered: bool) -> list[str]:
+def backward(f: Features, gemm: Gemm) -> list[str]:
     """One tile of logits, turned into its gradient by the lse that forward kept."""
     mask = "row_inside[:, None] & inside[None, :]"
     return [
@@ -286,7 +286,6 @@ def backward(f: Features, gemm: Gemm, filtered: bool) -> list[str]:
         "",
         *_coefficients(f),
         *_gradient(f),
-        *(_flag(f) if filtered else []),
         "# fp16 would lose what is below 6e-8, hence the unit",
         "place = class_block * BLOCK_V + tl.arange(0, BLOCK_V)",
         f"tl.store(g + rows[:, None] * g_stride + place[None, :], gradient, mask={mask})",
@@ -354,20 +353,3 @@ def _unit_is_number(f: Features) -> bool:
 def slope_varies(f: Features) -> bool:
     """Whether the transform's slope depends on the logit, up to a constant factor."""
     return not triton_expression.unit_slope(f.logits)[1].is_number
-
-
-def _flag(f: Features) -> list[str]:
-    """Whether a tile has anything that its dtype resolves beside its rows' coefficients."""
-    of_q = f"{triton_row.times(triton_row.mass_name(f))}unit"
-    scale = "tl.abs(share)"
-    if f.lse_scaled:
-        scale = f"tl.maximum({scale}, tl.abs({of_q}))" if f.target != "none" else scale
-    return [
-        f"limit = {scale} * resolution",
-        # by what is not below: nan must not be dropped
-        "large = (tl.abs(gradient) <= limit[:, None]) == 0",
-        "large = large & row_inside[:, None] & inside[None, :]",
-        # over both axes at once: Triton 3.7 fails on sm_100 where a reduction is reduced again
-        "kept = tl.max(large.to(tl.int32))",
-        "tl.store(flags + row_block * class_blocks + class_block, kept)",
-    ]

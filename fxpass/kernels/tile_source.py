@@ -10,8 +10,7 @@ leaves no text behind::
 
 ``forward`` makes one pass over the logits of some rows and classes, tile by tile, ``merge`` puts
 the splits of a row together, ``backward`` writes the gradient of some classes' logits. What they do
-with a tile is in :mod:`fxpass.kernels.tile_body`; the products that skip tiles are in
-:mod:`fxpass.kernels.tile_filter`. None of these modules imports triton.
+with a tile is in :mod:`fxpass.kernels.tile_body`. Neither module imports triton.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def kernels_of(spec: Spec, weighted: bool, biased: bool) -> tuple[Kernel, ...]:
     if spec.gradients:
         kernels += [mass(spec, weighted)] * (spec.target == "probabilities")
         flags = (weighted, True, spec.lse)
-        kernels.append(backward(spec, *flags, gemm, spec.gradient_filter))
+        kernels.append(backward(spec, *flags, gemm))
     return tuple(kernels)
 
 
@@ -116,7 +115,6 @@ def backward(
     row_scaled: bool,
     lse_scaled: bool,
     gemm: Gemm,
-    filtered: bool = False,
 ) -> Kernel:
     """The gradient of some classes' logits.
 
@@ -129,8 +127,6 @@ def backward(
         class_mass: ``[1]`` f32, the sum of the class weights, for smoothed class indices.
         g: ``[N, classes]`` bf16, f16 or f32, contiguous in the classes, written: GAIN times the
             gradient, without constant slopes, as in :mod:`fxpass.kernels.row`.
-        flags: ``[cdiv(N, BLOCK_N), class_blocks]`` int32, if ``filtered``, written: whether a tile
-            of g has anything above ``resolution`` times the coefficient of its row.
         first, class_blocks: the class that g starts at, and how many blocks of classes it has.
 
     The grid is one axis of ``cdiv(N, BLOCK_N) * class_blocks`` programs.
@@ -150,11 +146,10 @@ def backward(
         "lse_rest",
         "g",
         "g_stride",
-        *["flags", "resolution"] * filtered,
         *["first", "class_blocks", "N", "D", "V", "BLOCK_N", "BLOCK_V", "BLOCK_D", "GROUP_N"],
     ]
     what = "Gradients of tiles of logits"
-    return _kernel("backward", what, f, parameters, triton_tile_body.backward(f, gemm, filtered))
+    return _kernel("backward", what, f, parameters, triton_tile_body.backward(f, gemm))
 
 
 @functools.cache

@@ -26,7 +26,6 @@ from fxpass.aten.common import Inputs, Outputs
 from fxpass.kernels import source as triton_source
 from fxpass.kernels import tile_body as triton_tile_body
 from fxpass.kernels import tile_config as triton_tile_config
-from fxpass.kernels import tile_filter as triton_tile_filter
 from fxpass.kernels import tile_source as triton_tile_source
 from fxpass.kernels import tuning
 from fxpass.kernels.chunked import class_tiles, load, padded_buffer, product, row_options
@@ -122,30 +121,20 @@ def _backward(inputs: Inputs, spec: Spec, classes: int) -> Outputs:
     g = padded_buffer(x, n, min(classes, v))
     scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
     present = [scale is not None for scale in scales]
-    kernel = triton_tile_source.backward(spec, *present, logits.gemm, spec.gradient_filter)
+    kernel = triton_tile_source.backward(spec, *present, logits.gemm)
 
-    def to_gradient(config: Config, tile: slice) -> Tensor:
-        """Writes the gradient of some classes' logits to g, and which of its tiles count."""
+    def to_gradient(config: Config, tile: slice) -> None:
+        """Writes the gradient of some classes' logits to g."""
         blocks = -(-(tile.stop - tile.start) // config.BLOCK_V)
-        flags = x.new_empty((-(-n // config.BLOCK_N), blocks), dtype=torch.int32)
         out: _Arguments = {"g": g, "g_stride": g.stride(0), "first": tile.start}
-        out |= {
-            "class_blocks": blocks,
-            "flags": flags,
-            "resolution": triton_tile_filter.resolution(x.dtype),
-        }
-        logits.launch(kernel, config, blocks, out)
-        return flags
+        logits.launch(kernel, config, blocks, out | {"class_blocks": blocks})
 
     first = slice(0, min(classes, v))
     config = logits.config(kernel, lambda config: to_gradient(config, first))
     for start in range(0, v, classes):
         tile = slice(start, min(start + classes, v))
-        flags = to_gradient(config, tile)
-        if spec.gradient_filter:
-            gradients.add_kept(g[:, : tile.stop - start], tile, flags, config, logits.gemm)
-        else:
-            gradients.add(g[:, : tile.stop - start], tile)
+        to_gradient(config, tile)
+        gradients.add(g[:, : tile.stop - start], tile)
     return gradients.outputs()
 
 
@@ -193,30 +182,6 @@ class _Gradients:
             grads["bias"][classes] = total if self._unit is None else total.mul_(self._unit)
         if "weight" in grads:
             self._round_product(grads["weight"][classes], g.t())
-
-    def add_kept(
-        self, g: Tensor, classes: slice, flags: Tensor, config: Config, gemm: Gemm
-    ) -> None:
-        """The same, of those tiles of ``g`` whose flag is set; all of them in the bias."""
-        grads, x, weight = self._grads, self._x, self._weight[classes]
-        if "bias" in grads:
-            total = g.sum(0, dtype=torch.float32).mul_(self._factor)
-            grads["bias"][classes] = total if self._unit is None else total.mul_(self._unit)
-        if not g.is_cuda:
-            g, x, weight = g.float(), x.float(), weight.float()
-        arguments: _Arguments = {"factor": self._factor, "BLOCK_D": config.BLOCK_D}
-        options = {"num_warps": config.num_warps, "num_stages": 2}
-        if "x" in grads:
-            kernel = triton_tile_filter.product(False, False, gemm.precision)
-            more = _kept_product(g, weight, grads["x"], flags, (config.BLOCK_N, config.BLOCK_V))
-            _launch(kernel, _programs(more, config), arguments | more, options)
-        if "weight" in grads:
-            scaled = self._unit is not None
-            arguments |= {} if self._unit is None else {"unit": self._unit}
-            kernel = triton_tile_filter.product(True, scaled, gemm.precision)
-            out, blocks = grads["weight"][classes], (config.BLOCK_V, config.BLOCK_N)
-            more = _kept_product(g.t(), x, out, flags.t(), blocks)
-            _launch(kernel, _programs(more, config), arguments | more, options)
 
     def _round_product(self, out: Tensor, g: Tensor) -> None:
         """``out = factor * unit * g @ x``, rounded once to the dtype of ``out``.
@@ -324,27 +289,6 @@ def _beside(inputs: Inputs) -> _Arguments:
         target = target if target.stride(-1) == 1 else target.contiguous()
         out |= {"target": target, "target_stride": target.stride(0)}
     return out
-
-
-def _kept_product(
-    a: Tensor, b: Tensor, out: Tensor, flags: Tensor, blocks: tuple[int, int]
-) -> _Arguments:
-    """The arguments of a product over the tiles of ``a`` ``[I, J]`` whose flag is set."""
-    order, counts = triton_tile_filter.kept(flags)
-    b = b if b.stride(1) == 1 else b.contiguous()
-    return {
-        **{"a": a, "b": b, "out": out, "order": order, "counts": counts},
-        **{"a_row": a.stride(0), "a_col": a.stride(1), "b_stride": b.stride(0)},
-        **{"out_stride": out.stride(0), "order_stride": order.stride(0)},
-        **{"I": a.shape[0], "J": a.shape[1], "D": b.shape[1]},
-        **{"BLOCK_I": blocks[0], "BLOCK_J": blocks[1]},
-    }
-
-
-def _programs(arguments: _Arguments, config: Config) -> int:
-    counts, d = arguments["counts"], arguments["D"]
-    assert isinstance(counts, Tensor)
-    return len(counts) * -(-int(d) // config.BLOCK_D)
 
 
 def _precision(dtype: torch.dtype, target: str) -> str:

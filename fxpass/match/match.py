@@ -27,7 +27,6 @@ from fxpass.match.sharding import Sharding, check_kept, sharding_of
 from fxpass.match.steps import Stack
 from fxpass.match.walk import Walk, check_operands, walk
 from fxpass.plan.choice import Choice, choose
-from fxpass.plan.devices import lowering_for
 from fxpass.settings import Settings
 from fxpass.spec.spec import GRADIENTS, Spec
 
@@ -358,10 +357,6 @@ def _scheduled(
         n, v = n // sharding.rows, sharding.count
         run = run.of_shard() if run.shard_of else run
     setting = settings.strategy
-    can_filter = lowering_for(logits.device, logits.dtype)[0] == "triton" and match.logits != "keep"
-    filtered = settings.gradient_filter and can_filter and bool(match.spec.gradients)
-    if filtered and setting == "auto":
-        setting = "tiled"
     if match.changed:
         setting = "chunked"
     choice = choose(
@@ -371,13 +366,9 @@ def _scheduled(
         kept=match.logits == "keep",
         others=others,
     )
-    if settings.gradient_filter and not filtered:
-        why = "nothing is filtered: that takes gradients and the tiled kernels of a GPU"
-        choice = replace(choice, reason=f"{choice.reason}; {why}")
     spec = replace(
         match.spec,
         strategy=choice.strategy,
-        gradient_filter=filtered,
         memory_mb=choice.spec.memory_mb,
     )
     match = replace(match, spec=spec, choice=choice)

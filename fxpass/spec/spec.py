@@ -55,8 +55,6 @@ class Spec:
             time, gradients in backward from logits computed again).
         shard_of: where the weight holds some of the classes only, the number of all of them; 0:
             it holds all. A class index of -1 is then that of a class in another shard.
-        gradient_filter: leave out blocks of the logits' gradient that are below its dtype's
-            resolution; only ``tiled`` on a GPU does.
         memory_mb: scratch budget in MiB; 0 leaves it to the plan.
     """
 
@@ -69,7 +67,6 @@ class Spec:
     lse: bool = False
     shard_of: int = 0
     strategy: str = "chunked"
-    gradient_filter: bool = False
     memory_mb: int = 0
 
     def __post_init__(self) -> None:
@@ -169,7 +166,6 @@ _FIELDS = {
     "lse": _Field(re.compile("true"), bool, _lower),
     "shard_of": _Field(_INTEGER, int),
     "strategy": _Field(_WORD, str),
-    "gradient_filter": _Field(re.compile("true"), bool, _lower),
     "memory_mb": _Field(_INTEGER, int),
 }
 
