@@ -44,6 +44,7 @@ QUICK = "not full"  # as in pyproject.toml
 
 # What only `pytest -m ""` runs, and what of the extra `test-all` it needs.
 FULL: dict[str, tuple[str, ...]] = {
+    # libraries
     "test_accuracy_liger": ("liger_kernel",),
     "test_deepspeed": ("deepspeed",),
     "test_device_maps": ("accelerate",),
@@ -54,6 +55,23 @@ FULL: dict[str, tuple[str, ...]] = {
     "test_peft": ("accelerate", "liger_kernel", "peft"),
     "test_trainers": ("accelerate", "datasets"),
     "test_trl": ("accelerate", "datasets", "trl"),
+    # several ranks
+    **dict.fromkeys(
+        (
+            *("test_communication", "test_ddp", "test_distributed", "test_fsdp", "test_pipeline"),
+            *("test_sequence", "test_sharding", "test_tensor_parallel", "test_vocab_parallel"),
+        ),
+        (),
+    ),
+    # programs that run for a minute
+    **dict.fromkeys(
+        (
+            *("test_benchmarks", "test_benchmarks_parity", "test_benchmarks_training"),
+            *("test_coverage", "test_demo", "test_fuzz", "test_memory", "test_opinfo"),
+            *("test_scaler", "test_spellings", "test_triton_compile", "test_triton_tile_compile"),
+        ),
+        (),
+    ),
 }
 
 

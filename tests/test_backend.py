@@ -82,6 +82,7 @@ def result(backend):
 # ---------------------------------------------------------------- by name
 
 
+@pytest.mark.full  # a compile cache of its own
 def test_found_by_name_without_an_import(tmp_path):
     """The second process hits the compile caches of the first, and is right."""
     code = PROGRAM + (
@@ -106,6 +107,7 @@ def test_found_by_name_without_an_import(tmp_path):
     assert answers[0]["fused"] == answers[1]["fused"]
 
 
+@pytest.mark.full  # a compile cache of its own
 def test_switched_off_it_is_the_inner_backend_bit_for_bit(tmp_path):
     code = PROGRAM + (
         "print(json.dumps([result('fusedce'), torch._dynamo.utils.counters['fusedce'],"
@@ -118,6 +120,7 @@ def test_switched_off_it_is_the_inner_backend_bit_for_bit(tmp_path):
     assert counted == {}
 
 
+@pytest.mark.full  # a compile cache of its own
 def test_without_a_compiler_the_user_is_told_what_to_do(tmp_path):
     code = PROGRAM + (
         "import os, traceback\n"
@@ -300,6 +303,7 @@ def test_two_equal_losses(inner):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.full  # a compile cache of its own
 def test_buffers_stay_donated(tmp_path):
     """Compiling changes no setting of AOTAutograd, and the head's gradient is scaled in place."""
     code = PROGRAM + (

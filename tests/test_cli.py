@@ -107,6 +107,7 @@ def test_explain_reports_the_match(
     assert "losses.py:5" in output  # the user's line
 
 
+@pytest.mark.full  # a compile cache of its own
 def test_explain_runs_as_a_process(source: str) -> None:
     result = run("explain", f"{source}:bare", FUSEDCE_MIN_LOGITS_MB="1000")
     assert result.returncode == 0, result.stderr

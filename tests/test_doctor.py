@@ -266,6 +266,7 @@ def test_devices_without_inductor_are_those_of_inductor(
 # ---------------------------------------------------------------- this machine
 
 
+@pytest.mark.full  # a compile cache of its own
 def test_doctor_as_a_user_runs_it() -> None:
     environ = {k: v for k, v in os.environ.items() if k not in VARIABLES}
     ran = subprocess.run(

@@ -186,6 +186,7 @@ print(len(found))
 """
 
 
+@pytest.mark.full  # a compile cache of its own
 @pytest.mark.parametrize(
     ("times", "seconds", "torch_has", "enabled"),
     [(200, 0.0, "discovered", "1"), (5, 0.05, "discovered", "0"), (1, 0.05, "nothing", "1")],

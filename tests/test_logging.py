@@ -53,6 +53,7 @@ EXPECTED = [
 ]
 
 
+@pytest.mark.full  # a compile cache of its own
 def test_lines_in_a_process_of_its_own(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     done = subprocess.run(

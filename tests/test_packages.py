@@ -119,3 +119,9 @@ def test_a_wheel_has_every_module(tmp_path):
         path = module.replace(".", "/")
         assert {f"{path}.py", f"{path}/__init__.py"} & inside, module
     assert any(name.endswith("licenses/LICENSE") for name in inside)
+
+
+def test_the_tiers_name_modules_that_exist():
+    from conftest import FULL
+
+    assert not [name for name in FULL if not (Path(__file__).parent / f"{name}.py").exists()]
