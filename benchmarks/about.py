@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import fxpass
-from benchmarks.case import CHECKED_ROWS, SEED
+from benchmarks.loss.case import CHECKED_ROWS, SEED
 
 PACKAGES = (
     "torch", "triton", "numpy", "transformers", "liger-kernel", "cut-cross-entropy",

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import sympy
 from sympy import Eq, Expr, Piecewise, ceiling, log
 
-from benchmarks import heads
-from benchmarks.collectives import RING
-from benchmarks.table import MIB
+from benchmarks.communication.collectives import RING
+from benchmarks.loss import heads
+from benchmarks.loss.table import MIB
 
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 

@@ -1,7 +1,7 @@
 """A worker's process: one command at a time, one answer at a time, and never longer than allowed.
 
-In: a module that serves (:func:`benchmarks.worker.serve`) and its job. Out: answers, or the reason
-why there are none: the process raised, died, or took too long.
+In: a module that serves (:func:`benchmarks.loss.worker.serve`) and its job. Out: answers, or the
+reason why there are none: the process raised, died, or took too long.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 # Compile caches of this run alone: what another revision of the operator left must not be tested.
@@ -42,42 +43,49 @@ os.environ["FUSEDCE_MIN_LOGITS_MB"] = "0"  # the models of tests are tiny
 QUICK = "not full"  # as in pyproject.toml
 
 
-# What only `pytest -m ""` runs, and what of the extra `test-all` it needs.
-FULL: dict[str, tuple[str, ...]] = {
-    # libraries
-    "test_accuracy_liger": ("liger_kernel",),
-    "test_deepspeed": ("deepspeed",),
-    "test_device_maps": ("accelerate",),
-    "test_lightning": ("lightning",),
-    "test_lightning_encoder": ("lightning",),
-    "test_liger": ("accelerate", "datasets", "liger_kernel"),
-    "test_llama_recipes": ("accelerate", "peft"),
-    "test_peft": ("accelerate", "liger_kernel", "peft"),
-    "test_trainers": ("accelerate", "datasets"),
-    "test_trl": ("accelerate", "datasets", "trl"),
-    # several ranks
-    **dict.fromkeys(
-        (
-            *("test_communication", "test_ddp", "test_distributed", "test_fsdp", "test_pipeline"),
-            *("test_sequence", "test_sharding", "test_tensor_parallel", "test_vocab_parallel"),
-        ),
-        (),
-    ),
+# What only `pytest -m ""` runs, relative to this folder.
+FULL = (
+    "libraries",
+    "ranks",
     # programs that run for a minute
-    **dict.fromkeys(
-        (
-            *("test_benchmarks", "test_benchmarks_parity", "test_benchmarks_training"),
-            *("test_coverage", "test_demo", "test_fuzz", "test_memory", "test_opinfo"),
-            *("test_scaler", "test_spellings", "test_triton_compile", "test_triton_tile_compile"),
-        ),
-        (),
-    ),
+    "benchmarks/test_communication.py",
+    "benchmarks/test_coverage.py",
+    "benchmarks/test_loss.py",
+    "benchmarks/test_parity.py",
+    "benchmarks/test_training.py",
+    "compile/test_fuzz.py",
+    "compile/test_memory.py",
+    "compile/test_opinfo.py",
+    "compile/test_scaler.py",
+    "unit/cli/test_demo.py",
+    "unit/kernels/test_compile.py",
+    "unit/kernels/test_tile_compile.py",
+    "unit/match/test_spellings.py",
+)
+# What of the extra `test-all` they need.
+NEEDS = {
+    "libraries/test_accuracy_liger.py": ("liger_kernel",),
+    "libraries/test_deepspeed.py": ("deepspeed",),
+    "libraries/test_device_maps.py": ("accelerate",),
+    "libraries/test_lightning.py": ("lightning",),
+    "libraries/test_lightning_encoder.py": ("lightning",),
+    "libraries/test_liger.py": ("accelerate", "datasets", "liger_kernel"),
+    "libraries/test_llama_recipes.py": ("accelerate", "peft"),
+    "libraries/test_peft.py": ("accelerate", "liger_kernel", "peft"),
+    "libraries/test_trainers.py": ("accelerate", "datasets"),
+    "libraries/test_trl.py": ("accelerate", "datasets", "trl"),
 }
+HERE = Path(__file__).parent
+
+
+def name_of(path: Path) -> str:
+    """Relative to this folder, with slashes."""
+    return path.relative_to(HERE).as_posix()
 
 
 def pytest_ignore_collect(collection_path, config):
     """The quick tier does not even import modules that need more than the extra ``test``."""
-    needs = FULL.get(collection_path.stem, ())
+    needs = NEEDS.get(name_of(collection_path), ())
     if config.option.markexpr == QUICK:
         return True if needs else None
     if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
@@ -89,10 +97,11 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks the modules of ``FULL``. Tests marked ``gpu`` are for machines that have one, ``gpus``
+    """Marks what ``FULL`` names. Tests marked ``gpu`` are for machines that have one, ``gpus``
     for those that have two."""
     for item in items:
-        if item.path.stem in FULL:
+        name = name_of(item.path)
+        if name in FULL or name.partition("/")[0] in FULL:
             item.add_marker("full")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     needed = {"gpu": 1, "gpus": 2}

@@ -9,6 +9,7 @@ import sys
 # Before triton and the libraries of threads are imported.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("FUSEDCE_MIN_LOGITS_MB", "0")  # its programs are tiny
 
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context

@@ -1,6 +1,6 @@
 """What a program does, in eager and fused, and whether that is the same.
 
-In: a case. Out: a :class:`Verdict`. Values are compared as tests/numerics.py does, against the same
+In: a case. Out: a :class:`Verdict`. Values are compared as tests/support/numerics.py does, against the same
 program in float64: an answer may be twice as wrong as eager's. What a program's own rounding does
 to it is found by running it on inputs that differ by a rounding; a case is judged by that only
 where the fused answer is not eager's to the last few bits.
@@ -20,11 +20,11 @@ from typing import Any
 from unittest import mock
 
 import torch
+from tests.support.numerics import FLOOR
 from torch import Tensor
 
 from fxpass.deferred.inputs import StaleLogitsError
 from fxpass.plan import plan
-from tests.numerics import FLOOR
 
 from .case import Case
 

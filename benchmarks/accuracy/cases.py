@@ -1,0 +1,176 @@
+"""One step of one provider against float64, in one setting of dtype, autocast and scaler.
+
+In: a :class:`Setting`, the numbers of a :class:`Problem`, a loss. Out: a :class:`Row`::
+
+    >>> problem = Problem(64, 16, 1000, torch.float16)
+    >>> row = measure(plain, Setting(torch.float16, scaled=True), problem)
+    >>> row.errors["dw"], row.zeros["dw"]
+    (0.00021, 0.0)
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from benchmarks.loss.providers import Loss
+
+SCALE = 32768.0  # half of GradScaler's own first scale, which 8192 rows of 32,000 classes bear
+ROWS = 256  # float64 logits that exist at a time
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a step is run.
+
+    Attributes:
+        dtype: of the linear's operands.
+        autocast: x and weight are f32 leaves, and autocast makes the operands. Else the leaves are
+            of ``dtype``, or, with a scaler, f32 leaves that the program casts: a GradScaler does
+            not unscale fp16 gradients.
+        scaled: the loss and the gradients go through a GradScaler whose scale is SCALE.
+    """
+
+    dtype: torch.dtype
+    autocast: bool = False
+    scaled: bool = False
+
+    def __str__(self) -> str:
+        parts = [name(self.dtype)]
+        if self.autocast:
+            parts = [f"{name(self.dtype)} autocast of f32"]
+        return " + ".join(parts + ["GradScaler"] * self.scaled)
+
+    @property
+    def context(self) -> AbstractContextManager[object]:
+        """What the forward runs in."""
+        return torch.autocast("cpu", self.dtype) if self.autocast else nullcontext()
+
+
+def name(dtype: torch.dtype) -> str:
+    """``float16`` for torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def settings(dtypes: list[torch.dtype]) -> list[Setting]:
+    """All settings of the given operand dtypes; f32 needs neither autocast nor a scaler."""
+    found = []
+    for dtype in dtypes:
+        for autocast in (False, True) if dtype != torch.float32 else (False,):
+            for scaled in (False, True) if dtype == torch.float16 else (False,):
+                found.append(Setting(dtype, autocast, scaled))
+    return found
+
+
+class Problem:
+    """The numbers of one dtype: x ``[n, d]``, weight ``[v, d]``, target ``[n]``, and what is exact.
+
+    The numbers are rounded to ``dtype`` in every setting, so that what is measured is the
+    computation and not how its operands were rounded, which autocast and not the provider decides.
+
+    Attributes:
+        exact: loss, dx and dw in float64.
+    """
+
+    def __init__(self, n: int, d: int, v: int, dtype: torch.dtype, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(n, d, generator=generator)
+        weight = torch.randn(v, d, generator=generator) * d**-0.5
+        self.x, self.weight = x.to(dtype), weight.to(dtype)
+        self.target = torch.randint(v, (n,), generator=generator)
+        self.exact = exact_step(self.x, self.weight, self.target)
+
+    def leaves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """x and weight as leaves that want a gradient."""
+        return self.x.to(dtype, copy=True).requires_grad_(), self.weight.to(
+            dtype, copy=True
+        ).requires_grad_()
+
+
+def exact_step(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """Loss and gradients in float64, some rows at a time: 8192 of them would not fit in memory."""
+    x, weight = x.double(), weight.double()
+    loss, dx, dw = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
+    for start in range(0, len(x), ROWS):
+        part = slice(start, start + ROWS)
+        g = x[part] @ weight.t()  # the logits
+        g -= g.amax(1, keepdim=True)
+        picked = target[part].unsqueeze(1)
+        loss -= g.gather(1, picked).sum()
+        total = g.exp_().sum(1, keepdim=True)
+        loss += total.log().sum()
+        g /= total
+        g.scatter_add_(1, picked, torch.full_like(g[:, :1], -1))
+        dx[part] = g @ weight
+        dw.addmm_(g.t(), x[part])
+    return {"loss": loss / len(x), "dx": dx / len(x), "dw": dw / len(x)}
+
+
+@dataclass
+class Row:
+    """What is known of one provider in one setting.
+
+    Attributes:
+        errors: "loss", "dx", "dw" → ``|got - exact| / |exact|``, norms in float64.
+        zeros: "dx", "dw" → the share of elements that are exactly zero.
+        failure: the first line of what it raised instead.
+    """
+
+    errors: dict[str, float] = field(default_factory=dict)
+    zeros: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+
+def measure(loss_of: Loss, setting: Setting, problem: Problem) -> Row:
+    """One step; an exception becomes a row that says so."""
+    try:
+        got = step(loss_of, setting, problem)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return Row(failure=f"{type(error).__name__}: {lines[0]}")
+    return compare(got, problem.exact)
+
+
+def step(loss_of: Loss, setting: Setting, problem: Problem) -> dict[str, Tensor]:
+    """Loss and the gradients of the leaves, unscaled again where they were scaled."""
+    f32 = setting.autocast or setting.scaled
+    leaves = problem.leaves(torch.float32 if f32 else setting.dtype)
+    x, weight = leaves
+    if f32 and not setting.autocast:
+        x, weight = x.to(setting.dtype), weight.to(setting.dtype)
+    with setting.context:
+        loss = loss_of(x, weight, problem.target)
+    if setting.scaled:
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        optimizer = torch.optim.SGD(leaves)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+    else:
+        loss.backward()
+    dx, dw = (leaf.grad for leaf in leaves)
+    assert dx is not None
+    assert dw is not None
+    return {"loss": loss.detach(), "dx": dx, "dw": dw}
+
+
+def rounded(setting: Setting, problem: Problem) -> Row:
+    """float64's own values, rounded once to the dtypes that the program returns.
+
+    The loss is f32. Gradients leave the linear in the dtype of its operands, scaled if there is a
+    scaler, whatever the leaf's dtype is: what is zero here, that dtype cannot hold.
+    """
+    scale = SCALE if setting.scaled else 1.0
+    got = {"loss": problem.exact["loss"].float()}
+    for what in ("dx", "dw"):
+        got[what] = (problem.exact[what] * scale).to(setting.dtype).double() / scale
+    return compare(got, problem.exact)
+
+
+def compare(got: dict[str, Tensor], exact: dict[str, Tensor]) -> Row:
+    """Relative errors, and shares of zeros of the gradients."""
+    errors = {k: float((got[k].double() - exact[k]).norm() / exact[k].norm()) for k in exact}
+    zeros = {k: float((got[k] == 0).double().mean()) for k in ("dx", "dw")}
+    return Row(errors, zeros)

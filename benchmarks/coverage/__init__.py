@@ -1,0 +1,1 @@
+"""Which of transformers' own classes fuse, and why the others do not."""

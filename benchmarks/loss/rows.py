@@ -1,0 +1,157 @@
+"""What was measured: a :class:`Row` per provider, a :class:`Result` per case; to and from JSON.
+
+In: what the workers answered. Out: the numbers that a table shows. Everything that is derived is
+computed here, from the seconds and bytes that are kept::
+
+    >>> row = Row("fusedce", seconds=[0.5, 0.4, 0.6])
+    >>> row.median
+    0.5
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.loss.case import FLOOR, Case
+from benchmarks.loss.providers import BARE
+
+
+@dataclass
+class Row:
+    """What is known of one provider in one case.
+
+    Attributes:
+        name: the provider.
+        failure: why it has no numbers; empty if it has.
+        errors: "loss", "dx", "dw" → ``|got - exact| / |exact|`` in float64.
+        seconds: one per round that it took part in, in the order of the rounds.
+        alone: the seconds are those of a step outside of the rounds, because it took so long.
+        first_seconds: of its first step, with the compilation.
+        extra_bytes: what a step adds to what is in use, at its peak, gradients included.
+        log: the end of what a failed provider printed.
+    """
+
+    name: str
+    failure: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    seconds: list[float] = field(default_factory=list)
+    alone: bool = False
+    first_seconds: float | None = None
+    extra_bytes: int | None = None
+    log: str = ""
+
+    @property
+    def median(self) -> float | None:
+        """Seconds of a step."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    def times(self, other: Row | None) -> float | None:
+        """The time of a step in units of another's, round by round; the median of the quotients."""
+        if other is None or not self.seconds or not other.seconds:
+            return None
+        if self.alone or other.alone:  # there is no round that both took
+            return statistics.median(self.seconds) / statistics.median(other.seconds)
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=False))
+
+
+@dataclass
+class Result:
+    """All rows of a case.
+
+    Attributes:
+        head: the name of the head, as in :data:`benchmarks.heads.HEADS`; empty for free sizes.
+        case: what was measured; its provider is empty.
+        eager: eager's own errors, which decide who is wrong.
+    """
+
+    head: str
+    case: Case
+    rows: list[Row] = field(default_factory=list)
+    eager: dict[str, float] = field(default_factory=dict)
+
+    def row(self, name: str) -> Row | None:
+        """The row of a provider, if it has numbers."""
+        return next((r for r in self.rows if r.name == name and r.seconds), None)
+
+    def share(self, row: Row) -> float | None:
+        """The provider's rate of the bare GEMMs' operations, in units of the bare GEMMs' rate."""
+        slower = row.times(self.row(BARE))
+        return None if slower is None else 1 / slower
+
+    def rate(self, row: Row) -> float | None:
+        """Operations of the bare GEMMs per second."""
+        return None if row.median is None else self.case.flops / row.median
+
+    def scratch(self, row: Row) -> int | None:
+        """Extra bytes beyond the gradients that every provider has to return.
+
+        An f32 gradient that is made for a narrower operand is scratch as a whole.
+        """
+        return None if row.extra_bytes is None else row.extra_bytes - self.case.gradient_bytes
+
+    def summary(self, row: Row) -> str:
+        """One line: the provider beside the fastest of the others, Inductor and core."""
+        ours = {"fusedce", "fusedce_chunked", "fusedce_tiled", BARE}
+        others = [r for r in self.rows if r.seconds and r.name not in ours]
+        parts = []
+        if others:
+            fastest = min(others, key=lambda r: r.median or math.inf)
+            parts.append(f"{row.times(fastest):.2f} x {fastest.name}'s time, the fastest other")
+        for name in ("inductor", "core"):
+            other = self.row(name)
+            if other and other.extra_bytes and row.extra_bytes is not None:
+                parts.append(f"{row.extra_bytes / other.extra_bytes:.2f} x {name}'s extra peak")
+        return f"{row.name}: {', '.join(parts)}" if parts else ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with what is derived beside it."""
+        case = dataclasses.asdict(self.case)
+        del case["provider"]
+        rows = []
+        for row in self.rows:
+            derived = {
+                "median": row.median,
+                "share_of_bare": self.share(row),
+                "flops_per_second": self.rate(row),
+                "scratch_bytes": self.scratch(row),
+            }
+            rows.append({**dataclasses.asdict(row), **derived})
+        return {
+            "head": self.head,
+            "case": case,
+            "gradient_bytes": self.case.gradient_bytes,
+            "flops": self.case.flops,
+            "eager_errors": self.eager,
+            "rows": rows,
+        }
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Result:
+        """The inverse of :meth:`as_json`."""
+        names = {f.name for f in dataclasses.fields(Row)}
+        rows = [Row(**{k: v for k, v in row.items() if k in names}) for row in value["rows"]]
+        return Result(value["head"], Case("", **value["case"]), rows, value["eager_errors"])
+
+
+def wrong(errors: dict[str, float], eager: dict[str, float], dtype: str) -> str:
+    """Why a provider's numerics are off; empty if they are within twice eager's error."""
+    for name in errors:
+        bound = 2 * eager[name] + FLOOR[dtype]
+        if not errors[name] <= bound:
+            return f"refused: {name} is off by {errors[name]:.1e} (bound {bound:.1e})"
+    return ""
+
+
+def skipped(name: str, why: str) -> Row:
+    """The row of a provider that cannot be run."""
+    return Row(name, failure=f"not run: {why}")
+
+
+def find(results: Iterable[Result], head: str, case: Case) -> Result | None:
+    """What is known of a case already."""
+    return next((r for r in results if (r.head, r.case) == (head, case)), None)

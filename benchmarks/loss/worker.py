@@ -1,0 +1,208 @@
+"""One provider in a process of its own, driven line by line from standard input.
+
+In: a :class:`Case` as JSON in the first argument, then one command per line. Out: one JSON line
+when it is ready, then one per command: ``check`` gives the errors against float64, ``measure`` the
+peak memory of one step, ``step`` the seconds of one step. An answer with ``error`` says what went
+wrong instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.loss import reference
+from benchmarks.loss.case import CHECKED_ROWS, FLOOR, Case
+from benchmarks.loss.providers import BARE, PROVIDERS, Loss
+from fxpass.cli.memory import memory_of
+
+__all__ = ["FLOOR", "Case", "Session", "errors", "job", "run_step", "serve"]
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+# A measurement on a GPU covers as many steps as fit into this time, so that launching them costs
+# little beside them.
+EVENT_SECONDS, MOST_STEPS = 0.5, 20
+
+
+def run_step(loss_of: Loss, case: Case, tensors: Tensors) -> list[Tensor]:
+    """Loss, then the gradients of x and weight where the case has a backward."""
+    x, weight, target = tensors
+    if not case.backward:
+        with torch.no_grad():
+            return [loss_of(x, weight, target)]
+    x.grad = weight.grad = None
+    loss = loss_of(x, weight, target)
+    loss.backward()
+    return [loss.detach(), *(t.grad for t in (x, weight) if t.grad is not None)]
+
+
+def errors(loss_of: Loss, case: Case) -> dict[str, float]:
+    """Relative errors of loss, dx and dw against float64, in a step of all the case's rows."""
+    tensors = case.tensors(CHECKED_ROWS)
+    got = run_step(loss_of, case, tensors)
+    return reference.errors(got, *tensors, CHECKED_ROWS, case.softcap)
+
+
+class Bare:
+    """The products of a step and nothing else, their results in tensors that are there already.
+
+    The logits stand in for their gradient, so what comes out means nothing.
+    """
+
+    def __init__(self, case: Case, x: Tensor, weight: Tensor) -> None:
+        self.logits = x.new_zeros(len(x), len(weight))
+        self.gradients = (torch.zeros_like(x), torch.zeros_like(weight)) if case.backward else ()
+
+    @torch.no_grad()
+    def __call__(self, tensors: Tensors) -> None:
+        """Three GEMMs, or one without a backward."""
+        x, weight, _ = tensors
+        torch.mm(x, weight.t(), out=self.logits)
+        if self.gradients:
+            dx, dw = self.gradients
+            torch.mm(self.logits, weight, out=dx)
+            torch.mm(self.logits.t(), x, out=dw)
+
+
+class Session:
+    """The provider of a case, compiled, with its tensors: what the commands do."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.device = torch.device(case.device)
+        self.provider = PROVIDERS[case.provider]
+        self.loss_of = self.provider(case.softcap)
+        self.memory = memory_of(self.device)
+        self.tensors: Tensors | None = None
+        if not self.provider.compiles and case.provider != BARE:
+            # what is imported or set up at the first call must not be in the first step
+            small = dataclasses.replace(case, n=64, d=8, v=256)
+            run_step(self.loss_of, small, small.tensors())
+
+    def check(self) -> dict[str, Any]:
+        """The first step, which compiles: errors against float64, seconds, bytes.
+
+        ``rehearsed`` is False where no later step is any different but for chance, so that what was
+        measured here counts if another step would take too long.
+        """
+        if self.case.provider == BARE:
+            return {"errors": {}, **self.step(), "bytes": None, "rehearsed": False}
+        self.tensors = self.case.tensors(CHECKED_ROWS)
+        self.memory.start()
+        seconds, got = self._timed(lambda t: run_step(self.loss_of, self.case, t))
+        answer = {"seconds": seconds, "bytes": self._extra(), "rehearsed": self.provider.compiles}
+        found = reference.errors(got, *self.tensors, CHECKED_ROWS, self.case.softcap)
+        self._forget()
+        x, target = self.case.rows()  # all different from now on
+        self.tensors = (x, self.tensors[1], target)
+        return {"errors": found, **answer}
+
+    def measure(self) -> dict[str, Any]:
+        """What one step adds to what is in use, at its peak, in bytes; and its seconds."""
+        if self.case.provider == BARE:
+            return {"bytes": None, "seconds": None}
+        self.memory.start()
+        seconds, _ = self._timed(lambda t: run_step(self.loss_of, self.case, t))
+        answer = {"bytes": self._extra(), "seconds": seconds}
+        self._forget()
+        return answer
+
+    def step(self) -> dict[str, Any]:
+        """Seconds of one step; on a GPU the mean of several, after one that warms up."""
+        if self.tensors is None:
+            self.tensors = self.case.tensors()
+        if self.case.provider == BARE:
+            run: Callable[[Tensors], Any] = Bare(self.case, *self.tensors[:2])
+        else:
+            run = lambda t: run_step(self.loss_of, self.case, t)  # noqa: E731
+        if self.device.type != "cuda":
+            seconds, _ = self._timed(run)
+        else:
+            warm, _ = self._timed(run)
+            count = max(1, min(MOST_STEPS, int(EVENT_SECONDS / max(warm, 1e-6))))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(count):
+                run(self.tensors)
+            end.record()
+            end.synchronize()
+            seconds = begin.elapsed_time(end) / 1e3 / count
+        del run
+        self._forget()
+        return {"seconds": seconds}
+
+    def _timed(self, run: Callable[[Tensors], Any]) -> tuple[float, Any]:
+        assert self.tensors is not None
+        self._wait()
+        begin = time.perf_counter()
+        got = run(self.tensors)
+        self._wait()
+        return time.perf_counter() - begin, got
+
+    def _wait(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _extra(self) -> int | None:
+        peak, rest = self.memory.peak(), self.memory.rest
+        return None if peak is None or rest is None else peak - rest
+
+    def _forget(self) -> None:
+        """Drops the gradients; gives a GPU's memory back, which the others share."""
+        assert self.tensors is not None
+        self.tensors[0].grad = self.tensors[1].grad = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def serve(make: Callable[[dict[str, Any]], Any]) -> None:
+    """Makes a session from the JSON in the first argument; answers until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that drives this one
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print is not an answer
+
+    def answer(function: Callable[[], dict[str, Any]]) -> None:
+        try:
+            found = function()
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": reason(error)}
+        print(json.dumps(found), file=results, flush=True)
+
+    sessions: list[Any] = []
+
+    def start() -> dict[str, Any]:
+        sessions.append(make(json.loads(sys.argv[1])))
+        return {}
+
+    answer(start)
+    for line in sys.stdin:
+        answer(getattr(sessions[0], line.strip()))
+
+
+def reason(error: Exception) -> str:
+    """An exception in one line; Dynamo and the allocator put theirs into several."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {' '.join(lines[:2])}"
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        text = f"out of memory: {lines[0]}"
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def job(case: Any) -> str:
+    """The first argument of a worker's process: a dataclass as JSON."""
+    return json.dumps(dataclasses.asdict(case))
+
+
+if __name__ == "__main__":
+    serve(lambda fields: Session(Case(**fields)))

@@ -1,0 +1,1 @@
+"""Memory of programs of which little is fused, beside the inner backend's."""

@@ -1,0 +1,77 @@
+"""One program with or without fxpass, in a process of its own, driven line by line.
+
+In: a :class:`Job` as JSON in the first argument, then commands
+(:func:`benchmarks.loss.worker.serve`).
+``check`` compiles the program and compares a step with eager's; ``measure`` answers with the bytes
+that a step adds to the memory in use and its seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+from benchmarks.loss.worker import serve
+from benchmarks.parity.cases import PROGRAMS, Sizes
+from fxpass.cli.memory import memory_of
+
+
+@dataclass(frozen=True)
+class Job:
+    """A key of ``PROGRAMS``, its sizes, the inner backend, and whether fxpass is switched on."""
+
+    program: str
+    n: int
+    d: int
+    v: int
+    inner: str
+    enabled: bool
+
+
+class Session:
+    """The program and its compiled function."""
+
+    def __init__(self, job: Job) -> None:
+        os.environ["FUSEDCE"] = str(int(job.enabled))
+        self.program = PROGRAMS[job.program](Sizes(job.n, job.d, job.v))
+        options: Any = {"fusedce.inner": job.inner}
+        self.function = torch.compile(self.program.function, backend="fusedce", options=options)
+        self.memory = memory_of(torch.device("cpu"))
+
+    def check(self) -> dict[str, Any]:
+        """The largest distance of an output or gradient from eager's, relative to its norm."""
+        eager = self.program.step(self.program.function)
+        distances = []
+        for _ in range(2):  # the second step has what the first one leaves
+            got = self.program.step(self.function)
+            pairs = zip(got, eager, strict=True)
+            distances += [float((a - b).norm() / b.norm().clamp_min(1e-6)) for a, b in pairs]
+        finite = all(t.isfinite().all() for t in eager)
+        found = counters["fusedce"]
+        return {
+            "distance": max(distances) if finite else float("inf"),
+            "matched": found["matched"],
+            "rejected": found["rejected"],
+        }
+
+    def measure(self) -> dict[str, Any]:
+        """One step."""
+        for tensor in self.program.tensors:
+            tensor.grad = None
+        self.memory.start()
+        begin = time.perf_counter()
+        outputs = self.function(*self.program.tensors)
+        outputs[0].backward()
+        seconds = time.perf_counter() - begin
+        peak, rest = self.memory.peak(), self.memory.rest
+        extra = None if peak is None or rest is None else peak - rest
+        return {"bytes": extra, "seconds": seconds}
+
+
+if __name__ == "__main__":
+    serve(lambda fields: Session(Job(**fields)))

@@ -1,0 +1,1 @@
+"""The training step of a whole model that returns its logits."""

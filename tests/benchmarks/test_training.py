@@ -1,0 +1,111 @@
+"""The benchmark of a whole model: who computes something else gets no numbers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.process import WorkerError
+from benchmarks.training import __main__ as training
+from benchmarks.training.__main__ import Row, refuse, table
+from benchmarks.training.worker import Job
+
+LOSSES, NORMS = [10.0, 9.0, 8.0], [1.0, 2.0, 1.0]
+
+
+def row(name: str, losses: list[float], norms: list[float]) -> Row:
+    return Row(name, "", list(losses), list(norms), [0.5, 1.0], 8 << 20, 2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "reason"),
+    [
+        ([10.0, 9.0, 8.0005], NORMS, ""),  # rounding
+        ([10.0, 9.0, 8.1], NORMS, "refused: loss differs from eager's by 1.2e-02 at step 3"),
+        (
+            LOSSES,
+            [1.0, 2.1, 1.0],
+            "refused: gradient norm differs from eager's by 5.0e-02 at step 2",
+        ),
+        ([float("nan"), 9.0, 8.0], NORMS, "refused: loss differs from eager's by inf at step 1"),
+        (LOSSES[:2], NORMS[:2], ""),  # interrupted: as far as both go
+    ],
+)
+def test_curves_are_compared_with_eagers(losses, norms, reason):
+    rows = [row("eager", LOSSES, NORMS), row("fusedce", losses, norms)]
+    refuse(rows, "float32")
+    assert rows[1].failure.startswith(reason)
+    assert bool(rows[1].failure) == bool(reason) == (not rows[1].seconds)
+    assert rows[0].seconds
+
+
+def test_without_eager_there_are_no_numbers():
+    rows = [Row("eager", failure="out of memory"), row("fusedce", LOSSES, NORMS)]
+    refuse(rows, "float32")
+    assert rows[1].failure.startswith("refused: there is nothing of eager's")
+
+
+def test_the_table_has_tokens_per_second():
+    rows = [row("eager", LOSSES, NORMS), row("inductor", LOSSES, NORMS), Row("fusedce", "refused")]
+    rows[1].seconds, rows[1].extra_bytes = [1.0, 4.0], 4 << 20
+    refuse(rows, "float32")
+    lines = table(rows, tokens=1000).splitlines()
+    assert lines[2:] == [
+        "| eager | 1,500 | 1,000-2,000 | 2 | 3.00 | 2 | 0.50 | 8 | 10.0000 to 8.0000 | 0.0e+00, 0.0e+00 |",
+        "| inductor | 625 | 250-1,000 | 2 | 1.00 | 4 | 1.00 | 8 | 10.0000 to 8.0000 | 0.0e+00, 0.0e+00 |",
+        "| fusedce | - | - | - | - | - | - | - | - | refused |",
+    ]
+
+
+class Scripted:
+    """A worker whose second timed step fails, or that never starts."""
+
+    def __init__(self, module: str, job: str, timeout: float) -> None:
+        self.name, self.steps, self.ended = json.loads(job)["provider"], 0, False
+
+    def answer(self) -> dict[str, object]:
+        if self.name == "missing":
+            raise WorkerError("no such backend")
+        return {}
+
+    def ask(self, command: str) -> dict[str, object]:
+        self.steps += 1
+        if self.name == "dies" and self.steps == training.WARM_UP_STEPS + 3:
+            raise WorkerError("killed")
+        found = {"seconds": 1.0, "loss": 2.0, "norm": 3.0}
+        return {**found, "peak_bytes": 5, "extra_bytes": 4} if command == "measure" else found
+
+    def close(self) -> None:
+        self.ended = True
+
+
+def test_a_provider_that_fails_has_a_reason_and_no_numbers(monkeypatch):
+    monkeypatch.setattr(training, "Worker", Scripted)
+    job = Job("", "cpu", "float32", 1, 64, 1000, 1, 32)
+    told = []
+    rows = training.train(job, ["eager", "dies", "missing"], 3, 9.0, told.append)
+    assert [row.failure for row in rows] == ["", "killed", "no such backend"]
+    assert [len(row.seconds) for row in rows] == [3, 0, 0]
+    assert [row.extra_bytes for row in rows] == [4, 4, None]
+    assert "dies: killed" in told
+
+
+def test_a_tiny_model_as_a_user_trains_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FUSEDCE_INNER", "eager")  # Inductor would be tested for nothing
+    size = ["--layers", "1", "--width", "64", "--classes", "1000", "--batch", "1", "--seq", "32"]
+    argv = [*size, "--device", "cpu", "--dtype", "float32", "--rounds", "2"]
+    argv += ["--providers", "fusedce", "--json", str(tmp_path / "out.json")]
+    assert training.main([*argv, "--markdown", str(tmp_path / "out.md")]) == 0
+    value = json.loads((tmp_path / "out.json").read_text())
+    eager, fused = value["rows"]
+    assert (eager["name"], fused["name"]) == ("eager", "fusedce")
+    for found in (eager, fused):
+        assert not found["failure"]
+        assert len(found["seconds"]) == 2
+        assert len(found["losses"]) == training.WARM_UP_STEPS + 1 + 2
+        assert found["peak_bytes"] > found["extra_bytes"] > 0
+    assert fused["losses"] == pytest.approx(eager["losses"], rel=1e-4)
+    assert len(set(eager["losses"])) == 5  # other tokens for every step, and it learns
+    assert "| fusedce |" in capsys.readouterr().out
+    assert "Llama of 1 layers x 64 x 1000 classes" in (tmp_path / "out.md").read_text()

@@ -1,0 +1,44 @@
+"""CUDA graphs: the kernels are recorded once and replayed on other data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+from tests.support.numerics import assert_close
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_cuda_graphs(reduction, monkeypatch):
+    """Recorded once and replayed on other data, with the numbers of each step's own data."""
+    device = torch.device("cuda")
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setenv("FUSEDCE_MIN_LOGITS_MB", "0")
+
+    def loss_of(x, weight, target):
+        return F.cross_entropy(F.linear(x, weight).float(), target, reduction=reduction).mean()
+
+    def step(fn, *operands, target):
+        operands = [operand.detach().requires_grad_() for operand in operands]
+        loss = fn(*operands, target)
+        grads = torch.autograd.grad(loss, operands)
+        return [tensor.detach().clone() for tensor in (loss, *grads)]
+
+    def loss_in_f64(x, weight, target):
+        return F.cross_entropy(x.double() @ weight.double().t(), target)
+
+    compiled = torch.compile(loss_of, backend="fusedce", mode="reduce-overhead")
+    for _ in range(4):
+        x = torch.randn(300, 64, device=device, dtype=torch.bfloat16)
+        weight = torch.randn(1000, 64, device=device, dtype=torch.bfloat16)
+        target = torch.randint(1000, (300,), device=device)
+        torch.compiler.cudagraph_mark_step_begin()
+        ours = step(compiled, x, weight, target=target)
+        eager = step(loss_of, x, weight, target=target)
+        exact = step(loss_in_f64, x.double(), weight.double(), target=target)
+        assert_close(ours, eager, exact, torch.bfloat16)
+    assert counters["fusedce"]["matched"] == 1
+    assert counters["inductor"]["cudagraph_skips"] == 0

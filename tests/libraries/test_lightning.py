@@ -1,0 +1,135 @@
+"""Lightning's Trainer: a LightningModule that is compiled whole, and one whose network is."""
+
+from __future__ import annotations
+
+import lightning
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.support import tiny
+
+# lightning's own, on this torch
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"
+)
+
+STEPS, BATCH, LENGTH, WIDTH = 20, 8, 11, 32
+PRECISIONS = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
+
+
+class Network(nn.Module):
+    """Ids [B, S] to the loss of the next id; the logits stay inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(tiny.V, WIDTH)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, tiny.V, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.body(self.embed(ids)).tanh()
+        logits = self.head(hidden)[:, :-1].float()
+        return F.cross_entropy(logits.reshape(-1, tiny.V), ids[:, 1:].reshape(-1))
+
+
+class Module(lightning.LightningModule):
+    """What a user writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = Network()
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.network(batch[0])
+
+    def validation_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return self.network(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=2.0)
+
+
+class Losses(Callback):
+    """Every loss that training and validation saw."""
+
+    def __init__(self) -> None:
+        self.training: list[float] = []
+        self.validation: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.training.append(outputs["loss"].item())
+
+    def on_validation_batch_end(
+        self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0
+    ):
+        self.validation.append(outputs.item())
+
+
+def batches(count: int, seed: int, drop_last: bool) -> DataLoader:
+    """Texts that count upward; the last of ``count`` batches is half a one, if it is not dropped."""
+    random = torch.Generator().manual_seed(seed)
+    start = torch.randint(tiny.V, (count * BATCH - BATCH // 2, 1), generator=random)
+    texts = TensorDataset((start + torch.arange(LENGTH)) % tiny.V)
+    return DataLoader(texts, batch_size=BATCH, drop_last=drop_last)
+
+
+def compiled(module: nn.Module, inner: str) -> nn.Module:
+    return torch.compile(module, backend="fusedce", options={"fusedce.inner": inner})
+
+
+def whole(module: Module, inner: str) -> Module:
+    return compiled(module, inner)
+
+
+def network(module: Module, inner: str) -> Module:
+    module.network = compiled(module.network, inner)
+    return module
+
+
+def fit(compile, inner: str, precision: str, folder) -> Losses:
+    torch.manual_seed(0)
+    module, losses = Module(), Losses()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision=precision,
+        max_steps=STEPS,
+        num_sanity_val_steps=0,
+        callbacks=[losses],
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    static = inner == "inductor"  # half as many graphs for the C++ compiler
+    data = batches(STEPS // 2, 1, static), batches(3, 2, static)
+    trainer.fit(compile(module, inner) if compile else module, *data)
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("compile", "inner", "precision"),
+    [
+        (whole, "aot_eager", "32-true"),
+        (whole, "aot_eager", "bf16-mixed"),
+        (network, "aot_eager", "32-true"),
+        (network, "aot_eager", "bf16-mixed"),
+        (whole, "inductor", "bf16-mixed"),
+    ],
+)
+def test_losses_of_twenty_steps(compile, inner, precision, tmp_path):
+    fused = fit(compile, inner, precision, tmp_path)
+    assert counters["fusedce"]["matched"] == counters["stats"]["unique_graphs"] >= 2
+    assert counters["fusedce"]["rejected"] == 0
+    eager = fit(None, inner, precision, tmp_path)
+    dtype = PRECISIONS[precision]
+    assert len(eager.training) == STEPS
+    assert len(eager.validation) >= 2 * 2  # epochs and batches
+    tiny.assert_same_course(fused.training, eager.training, dtype)
+    assert fused.validation == pytest.approx(eager.validation, rel=tiny.RTOL[dtype])

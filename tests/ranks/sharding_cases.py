@@ -1,0 +1,310 @@
+"""What each rank trains for test_sharding.py: models with a sharded head, compiled with the backend.
+
+Every case is one step of a small model whose head is made parallel by PyTorch's own styles. Its
+parameters are the same on all ranks before that, so one process can compute what is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from fxpass.match.sharding import one_rank_settings
+from tests.ranks.parallel import said_by_fxpass
+
+B, S, D = 2, 6, 8  # a sequence has to be as long on 2 ranks as on 3
+
+
+class Model(nn.Module):
+    """A body and a head; ``loss`` is given its logits ``[B, S, V]`` and the labels ``[B, S]``."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Any], v: int, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(D, D)
+        self.lm_head = nn.Linear(D, v, bias=bias)
+        self.loss = loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.loss(self.lm_head(self.body(x).tanh() * 4), labels)
+
+
+def rows(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    return z.flatten(0, 1), t.flatten()
+
+
+def mean(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(*rows(z, t))
+
+
+def none(z: Tensor, t: Tensor) -> Tensor:
+    return (F.cross_entropy(*rows(z, t), reduction="none") ** 2).mean()
+
+
+def summed(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(z.float().view(-1, z.shape[-1]), t.view(-1), reduction="sum") / 7
+
+
+def softcap(z: Tensor, t: Tensor) -> Tensor:
+    z = (z.float() / 5).tanh() * 5
+    return F.cross_entropy(z.view(-1, z.shape[-1]), t.view(-1))
+
+
+def shifted(z: Tensor, t: Tensor) -> Tensor:
+    z = z[:, :-1, :].contiguous()
+    return F.cross_entropy(z.view(-1, z.shape[-1]), t[:, 1:].reshape(-1), ignore_index=3)
+
+
+def smoothed(z: Tensor, t: Tensor) -> Tensor:
+    weight = torch.linspace(0.5, 2, z.shape[-1], device=z.device).to(z.dtype)
+    return F.cross_entropy(*rows(z, t), weight, label_smoothing=0.1)
+
+
+def biased(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(*rows(z + torch.linspace(-1, 1, z.shape[-1], device=z.device), t))
+
+
+def with_logits(z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    return mean(z, t), z
+
+
+def z_loss(z: Tensor, t: Tensor) -> Tensor:
+    flat, target = rows(z, t)
+    return F.cross_entropy(flat, target) + 1e-2 * (flat.logsumexp(-1) ** 2).mean()
+
+
+def narrow(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(*rows(z[..., :10], t.clamp(max=9)))
+
+
+def of_full_tensor(z: Tensor, t: Tensor) -> Tensor:
+    return mean(z.full_tensor() if isinstance(z, DTensor) else z, t)
+
+
+def scaled(z: Tensor, t: Tensor) -> Tensor:
+    return mean(z * torch.linspace(1, 2, S, device=z.device).unsqueeze(-1), t)
+
+
+def of_own_rows(z: Tensor, t: Tensor) -> Tensor:
+    return mean(z, t[:, : z.shape[1]])
+
+
+def of_own_classes(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(*rows(z, t.clamp(max=z.shape[-1] - 1)))
+
+
+SHARDED = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+GATHERED = ColwiseParallel(output_layouts=Replicate())
+FROM_SEQUENCE = ColwiseParallel(
+    input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One model.
+
+    Attributes:
+        loss: of its logits.
+        style: of its head.
+        v: classes.
+        bias: whether the head has one.
+        parallel: whether the loss stands in ``loss_parallel``.
+        inner: the backend behind.
+        autocast: whether it runs in bf16.
+        frozen: parameters that are not trained.
+        settings: of the backend.
+        on_one_rank: whether one rank is to compile for all.
+    """
+
+    loss: Callable[[Tensor, Tensor], Any]
+    style: Any = SHARDED
+    v: int = 13
+    bias: bool = False
+    parallel: bool = True
+    inner: str = "eager"
+    autocast: bool = False
+    frozen: tuple[str, ...] = ()
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    on_one_rank: bool = False
+
+    def model(self) -> Model:
+        model = Model(self.loss, self.v, self.bias)
+        for name in self.frozen:
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(1)
+        x = torch.randn((B, S, D), generator=random)
+        return x, torch.randint(self.v, (B, S), generator=random)
+
+
+FUSED = {
+    "loss_parallel": Case(mean),
+    "loss_parallel, Inductor": Case(summed, inner="inductor"),
+    "per row": Case(none),
+    "sum": Case(summed, bias=True),
+    "ignored": Case(shifted),
+    "softcap": Case(softcap, bias=True),
+    "z-loss": Case(z_loss),
+    "gathered": Case(mean, GATHERED, parallel=False),
+    "gathered, smoothed": Case(smoothed, GATHERED, parallel=False, inner="aot_eager", bias=True),
+    "gathered, shifted": Case(shifted, GATHERED, parallel=False),
+    "gathered, then a bias": Case(biased, GATHERED, parallel=False),
+    "sequence": Case(mean, FROM_SEQUENCE),
+    "bf16": Case(summed, autocast=True),
+    "frozen head": Case(mean, frozen=("lm_head.weight",)),
+    "frozen body": Case(mean, frozen=("body.weight", "body.bias")),
+    "tiled": Case(mean, settings={"fusedce.strategy": "tiled"}, bias=True),
+    "chunked": Case(mean, settings={"fusedce.strategy": "chunked"}, bias=True),
+    "logits returned": Case(with_logits, bias=True),
+    "gathered logits returned": Case(with_logits, GATHERED, parallel=False),
+    "full tensor": Case(of_full_tensor, parallel=False),
+}
+LEFT = {
+    "hidden sharded": Case(
+        mean, RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()), parallel=False
+    ),
+    "own classes": Case(of_own_classes, ColwiseParallel(), v=12, parallel=False),
+    "own rows": Case(of_own_rows, ColwiseParallel(output_layouts=Shard(1)), parallel=False),
+    "scaled": Case(scaled, GATHERED, parallel=False),
+    "some classes": Case(narrow, GATHERED, parallel=False),
+    "compiled on one rank": Case(mean, v=12, inner="aot_eager", on_one_rank=True),
+}
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def result(out: Any, model: nn.Module, said: list[str]) -> dict[str, Any]:
+    """After backward: what came out and every gradient, put together from all ranks."""
+    loss, *logits = out if isinstance(out, tuple) else (out,)
+    seen = {"loss": whole(loss.detach())}
+    if logits:
+        seen["logits"] = whole(logits[0].detach())
+    seen |= {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    placed = {n: str(getattr(p.grad, "placements", "")) for n, p in model.named_parameters()}
+    return {
+        "values": {name: t.cpu() for name, t in seen.items()},
+        "placed": placed,
+        "type": type(loss).__name__,
+        "said": said,
+        **{name: counters["fusedce"][name] for name in ("matched", "rejected")},
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+
+
+def step(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
+    """One step on the ranks of ``mesh``."""
+    torch._dynamo.reset()
+    counters.clear()
+    device = mesh.device_type
+    model = case.model().to(device)
+    parallelize_module(model, mesh, {"lm_head": case.style})
+    x, labels = (t.to(device) for t in case.data())
+    if case.style is FROM_SEQUENCE:
+        x = x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+    parallel = loss_parallel() if case.parallel else contextlib.nullcontext()
+    autocast = torch.autocast(device, torch.bfloat16, enabled=case.autocast)
+    one_rank_settings().compile_on_one_rank = case.on_one_rank
+    with tempfile.TemporaryDirectory() as dumps, said_by_fxpass() as said, parallel:
+        options = {"fusedce.inner": case.inner, "fusedce.dump": dumps, **case.settings}
+        run: Any = torch.compile(model, backend="fusedce", options=options)
+        with autocast:
+            out = run(x, labels)
+        (out[0] if isinstance(out, tuple) else out).backward()
+        graphs = "".join(path.read_text() for path in Path(dumps).rglob("*after*"))
+    one_rank_settings().compile_on_one_rank = False
+    if case.style is FROM_SEQUENCE:  # its body saw some of the rows
+        for p in model.body.parameters():
+            dist.all_reduce(p.grad)
+    # the operator's call ends with whether backward gets the logits of forward
+    return result(out, model, said) | {"saves": ", (), True)" in graphs}
+
+
+# ---------------------------------------------------------------- rows that are sharded
+
+
+def data_with_ignored() -> tuple[Tensor, Tensor]:
+    """The ranks have different numbers of rows that count."""
+    x, labels = Case(mean).data()
+    labels[0, :2] = -100
+    return x, labels
+
+
+ROWS = {  # reduction, and the dimension of hidden states and labels that is sharded
+    "mean": ("mean", 1),
+    "sum": ("sum", 1),
+    "mean, whole sequences": ("mean", 0),
+}
+
+
+def rows_as_dtensors(mesh: DeviceMesh, reduction: str, dim: int) -> dict[str, Any]:
+    """A replicated head; hidden states and labels are sharded, all DTensors.
+
+    Torch cannot do sharded sequences in 2.11, and not compile them in 2.15: ``refused`` is what it
+    says there without fxpass, and what it says with.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    model = Model(lambda z, t: F.cross_entropy(*rows(z, t), reduction=reduction), 13, True)
+    distribute_module(model.to(mesh.device_type), mesh)
+    placements: list[Placement] = [Shard(dim)] * mesh.ndim
+    x, labels = (
+        distribute_tensor(t.to(mesh.device_type), mesh, placements) for t in data_with_ignored()
+    )
+    run = torch.compile(model, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+    try:
+        torch.compile(model, backend="aot_eager")(x, labels)
+    except RuntimeError as refused:
+        try:
+            return {"refused": [str(refused), str(run(x, labels))]}
+        except RuntimeError as again:
+            return {"refused": [str(refused), str(again)]}
+    torch._dynamo.reset()
+    counters.clear()
+    with said_by_fxpass() as said:
+        out = run(x, labels)
+        out.backward()
+    return result(out, model, said)
+
+
+def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
+    del rank
+    mesh = init_device_mesh(device.type, (world,))
+    out: dict[str, Any] = {}
+    for name, case in {**FUSED, **LEFT}.items():
+        try:
+            out[name] = step(case, mesh)
+        except Exception as error:
+            raise RuntimeError(f"in case {name!r}") from error
+    for name, (reduction, dim) in ROWS.items():
+        out[f"rows, {name}"] = rows_as_dtensors(mesh, reduction, dim)
+    return out

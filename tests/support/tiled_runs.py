@@ -1,0 +1,61 @@
+"""What the tests of the tiled Triton lowering share: small tiles, and how a run of it is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import namedtuple
+from types import SimpleNamespace
+
+import torch
+
+from fxpass.aten import common as aten
+from fxpass.kernels import tile_config as triton_tile_config
+from fxpass.kernels import tiled as triton_tiled
+from fxpass.kernels.tile_config import Config
+from tests.support.lowerings import GRADIENTS, autograd
+from tests.support.numerics import assert_close
+
+PLAN = SimpleNamespace(classes=20)
+SMALL = Config(BLOCK_N=16, BLOCK_V=16, BLOCK_D=16, GROUP_N=2, num_warps=1, num_stages=1)
+
+
+def small_blocks(monkeypatch) -> None:
+    """Several splits of several tiles, and more than one group of more than one block of rows."""
+    interpreted = SMALL._replace(BLOCK_N=8, BLOCK_V=16, BLOCK_D=8)
+    small = SMALL if torch.cuda.is_available() else interpreted
+    monkeypatch.setattr(triton_tile_config, "configs_for", lambda target, dtype: (small,))
+    monkeypatch.setattr(triton_tiled, "_processors", lambda device: 3)
+    # several passes over what is rounded behind an f32 result
+    monkeypatch.setattr(triton_tiled, "_F32_BYTES", 4 * 5 * 12)
+
+
+Outputs = namedtuple("Outputs", aten.Outputs._fields[:5])
+
+
+def both(inputs, spec, plan=PLAN):
+    """Forward's outputs and then backward's gradients, as the operator asks for them."""
+    out = triton_tiled.run(inputs, dataclasses.replace(spec, gradients=()), plan)
+    assert out.loss.dtype == out.lse.dtype == torch.float32
+    assert out[2:5] == (None, None, None)
+    assert out.lse_rest.isfinite().all()
+    if not spec.gradients:
+        return Outputs(*out[:5])
+    grads = triton_tiled.run(inputs._replace(lse=out.lse, lse_rest=out.lse_rest), spec, plan)
+    assert grads.loss is None
+    assert grads.lse is None
+    return Outputs(out.loss, out.lse, *grads[2:5])
+
+
+def check(inputs, spec, plan=PLAN):
+    """Loss, lse and gradients against float64, nothing not asked for, operands unharmed."""
+    before = [None if t is None else t.clone() for t in inputs]
+    out = both(inputs, spec, plan)
+    for tensor, copy in zip(inputs, before, strict=True):
+        assert tensor is None or torch.equal(tensor, copy)
+    dtype = inputs.x.dtype
+    exact, eager = autograd(inputs, spec, torch.float64), autograd(inputs, spec, dtype)
+    wanted = [0, 1, *(2 + GRADIENTS.index(name) for name in spec.gradients)]
+    assert [i for i, tensor in enumerate(out) if tensor is not None] == wanted
+    assert all(out[i].dtype == dtype for i in wanted[2:])
+    assert_close(*([some[i] for i in wanted] for some in (out, eager, exact)), dtype)
+    return out

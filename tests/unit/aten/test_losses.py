@@ -1,0 +1,408 @@
+"""Both ATen strategies, through the operator: loss and every gradient against float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxpass.aten import chunked as aten_chunked
+from fxpass.aten import common as aten
+from fxpass.aten import tiled as aten_tiled
+from fxpass.op import ignored
+from fxpass.op.lowering import lower
+from fxpass.op.operator import linear_cross_entropy
+from fxpass.plan import plan as plans
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
+from tests.support.numerics import assert_close, loss_and_gradients
+
+STRATEGY = "chunked"
+SOFTCAP = expression.parse("30*tanh(z/30)")
+TRANSFORMS = {
+    expression.Z: lambda z: z,
+    SOFTCAP: lambda z: 30 * torch.tanh(z / 30),
+    expression.parse("z/4"): lambda z: z / 4,
+}
+
+
+REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda rows: rows,
+    "mean": torch.mean,
+    "sum": torch.sum,
+}
+
+
+@pytest.fixture(params=["chunked", "tiled"], autouse=True)
+def strategy(request, monkeypatch) -> str:
+    """What :func:`programs` runs: chunks of 3 rows, or tiles of 3 rows and 4 classes."""
+
+    def few(n, d, v, dtype, device, spec, kept):
+        return plans.Plan("aten", spec.strategy, 3, 4, "a test")
+
+    monkeypatch.setattr(plans, "plan", few)
+    monkeypatch.setitem(globals(), "STRATEGY", request.param)
+    monkeypatch.setattr(ignored, "_WORTH_IT", 1.0)  # the sums over rows that count are looked at
+    return request.param
+
+
+def programs(
+    spec: Spec,
+    target: Tensor | None,
+    class_weight: Tensor | None,
+    z_loss: float = 0.0,
+    keep: bool = False,
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The fused operator and the program it stands for, both of (x, weight[, bias]).
+
+    With ``lse=true`` in the spec, ``z_loss * lse**2`` is added; a factor of 0 leaves it out.
+    """
+    spec = dataclasses.replace(spec, strategy=STRATEGY)
+    reduce = REDUCE[spec.reduction]
+
+    def with_z_loss(loss, lse):
+        return loss + reduce(z_loss * lse**2) if z_loss else loss
+
+    def fused(x, weight, bias=None):
+        logits = F.linear(x, weight, bias).detach() if keep else None
+        args = (x, weight, bias, target, class_weight, logits, spec.text())
+        loss, lse, *_ = linear_cross_entropy(*args)
+        return with_z_loss(loss, lse)
+
+    def plain(x, weight, bias=None):
+        z = TRANSFORMS[spec.logits](F.linear(x, weight, bias))
+        lse = z.logsumexp(1)
+        if target is None:
+            return with_z_loss(reduce(lse), lse)
+        soft = spec.target == "probabilities"
+        loss = F.cross_entropy(
+            z,
+            target.to(z.dtype) if soft else target,
+            None if class_weight is None else class_weight.to(z.dtype),
+            reduction=spec.reduction,
+            ignore_index=-100 if spec.ignore_index is None else spec.ignore_index,
+            label_smoothing=spec.label_smoothing,
+        )
+        return with_z_loss(loss, lse)
+
+    return fused, plain
+
+
+def check(
+    spec: Spec,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, int, int] = (7, 5, 11),
+    bias: bool = False,
+    weighted: bool = False,
+    scale: float = 1.0,
+    target: Tensor | None = None,
+    z_loss: float = 0.0,
+    keep: bool = False,
+) -> None:
+    n, d, v = shape
+    tensors = [(torch.randn(n, d) * scale).to(dtype), torch.randn(v, d).to(dtype)]
+    tensors += [torch.randn(v).to(dtype)] if bias else []
+    if spec.target == "probabilities":
+        target = torch.randn(n, v).softmax(1)
+    elif spec.target == "indices" and target is None:
+        target = torch.randint(v, (n,))
+        if spec.ignore_index is not None:
+            target[1::3] = spec.ignore_index
+    class_weight = torch.rand(v) if weighted else None
+    upstream = torch.arange(1.0, n + 1) if spec.reduction == "none" else None
+    fused, plain = programs(spec, target, class_weight, z_loss, keep)
+    wide = torch.float32 if dtype == torch.float16 else dtype  # eager has no fp16 loss on CPUs
+    exact = loss_and_gradients(plain, tensors, torch.float64, upstream)
+    eager = loss_and_gradients(plain, tensors, wide, upstream)
+    assert_close(loss_and_gradients(fused, tensors, None, upstream), eager, exact, dtype)
+
+
+def gradients(bias: bool) -> tuple[str, ...]:
+    return ("x", "weight", "bias") if bias else ("x", "weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_every_combination_of_features(target, reduction, dtype):
+    for smoothing, weighted, bias, logits in itertools.product(
+        (0.0, 0.1), (False, True), (False, True), TRANSFORMS
+    ):
+        spec = Spec(reduction, target, -100, smoothing, logits, gradients(bias))
+        check(spec, dtype, bias=bias, weighted=weighted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_a_z_loss_beside_every_combination_of_features(target, reduction, dtype):
+    for smoothing, weighted, bias, logits in itertools.product(
+        (0.0, 0.1), (False, True), (False, True), TRANSFORMS
+    ):
+        spec = Spec(reduction, target, -100, smoothing, logits, gradients(bias), lse=True)
+        check(spec, dtype, bias=bias, weighted=weighted, z_loss=1e-2, keep=weighted)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4, 1.0, 1e4])
+def test_z_losses_of_any_weight(z_loss, reduction):
+    """Of weight 0: nothing reads the lse, and no gradient arrives there."""
+    for weighted in (False, True):
+        spec = Spec(reduction, label_smoothing=0.1, gradients=gradients(True), lse=True)
+        check(spec, bias=True, weighted=weighted, z_loss=z_loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_no_target(lse, reduction, dtype):
+    for bias, logits in itertools.product((False, True), TRANSFORMS):
+        spec = Spec(reduction, "none", logits=logits, gradients=gradients(bias), lse=lse)
+        check(spec, dtype, bias=bias, z_loss=0.1 * lse, keep=bias)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("lse", [False, True])
+def test_no_row_is_ignored_without_an_ignore_index(lse, reduction, weighted):
+    spec = Spec(reduction, ignore_index=None, gradients=gradients(True), lse=lse)
+    check(spec, bias=True, weighted=weighted, z_loss=0.1 * lse)
+
+
+NEW = [Spec(lse=True), Spec(target="none"), Spec(ignore_index=None)]
+
+
+@pytest.mark.parametrize("spec", NEW)
+@pytest.mark.parametrize("shape", [(0, 5, 11), (1, 1, 1), (7, 1, 11), (7, 5, 1), (300, 3, 13)])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_sizes_of_what_else_there_is(reduction, shape, spec):
+    spec = dataclasses.replace(spec, reduction=reduction, gradients=gradients(True))
+    check(spec, shape=shape, bias=True, z_loss=0.1 * spec.lse)
+
+
+@pytest.mark.parametrize("spec", NEW)
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_logits_of_what_else_there_is(dtype, reduction, spec):
+    for logits in TRANSFORMS:
+        spec = dataclasses.replace(
+            spec, reduction=reduction, logits=logits, gradients=gradients(False)
+        )
+        check(spec, dtype, scale=1e4, z_loss=1e-6 * spec.lse)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
+def test_the_lse_of_rows_that_are_not_finite(value):
+    """A row without any class has an lse of -inf, as in eager; an infinite one shows as nan."""
+    logits = torch.randn(3, 11)
+    logits[1] = value
+    x, weight = torch.randn(3, 5), torch.randn(11, 5)
+    out = aten_chunked.run(
+        aten.Inputs(x, weight, None, None, logits=logits), Spec(target="none"), 3
+    )
+    want = logits.logsumexp(1)
+    want[1] = want[1] if value < 0 else torch.nan
+    torch.testing.assert_close(out.loss, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 11), (1, 1, 2), (3, 7, 1), (300, 3, 13)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_sizes(shape, reduction):
+    check(Spec(reduction, gradients=gradients(False)), shape=shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("logits", list(TRANSFORMS), ids=str)
+def test_huge_logits(dtype, logits):
+    check(Spec(logits=logits, gradients=gradients(False)), dtype, scale=1e4)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_every_row_ignored(reduction, weighted, smoothing):
+    """Mean gives nan and zero gradients, as eager does; a z-loss does not ignore them."""
+    spec = Spec(reduction, "indices", -1, smoothing, gradients=gradients(False))
+    check(spec, weighted=weighted, target=torch.full((7,), -1))
+    spec = dataclasses.replace(spec, lse=True)
+    check(spec, weighted=weighted, target=torch.full((7,), -1), z_loss=0.1)
+
+
+def test_a_padded_class_with_a_bias_of_minus_infinity():
+    x, weight = torch.randn(4, 3), torch.randn(5, 3)
+    bias = torch.tensor([0.0, 0.0, 0.0, 0.0, float("-inf")])
+    target = torch.tensor([0, 1, 2, 3])
+    fused, plain = programs(Spec(gradients=("x", "weight", "bias")), target, None)
+    exact = loss_and_gradients(plain, [x, weight, bias], torch.float64)
+    eager = loss_and_gradients(plain, [x, weight, bias])
+    assert_close(loss_and_gradients(fused, [x, weight, bias]), eager, exact, torch.float32)
+
+
+def test_uint8_targets_do_not_wrap_around():
+    """-100 is 156 modulo 256, and 156 is a class like any other."""
+    x, weight = torch.randn(2, 5), torch.randn(200, 5)
+    target = torch.tensor([156, 3], dtype=torch.uint8)
+    fused, plain = programs(Spec(gradients=gradients(False)), target, None)
+    torch.testing.assert_close(fused(x, weight), plain(x, weight))
+
+
+def test_strided_inputs():
+    x, weight = torch.randn(5, 14)[:, ::2].t(), torch.randn(5, 22)[:, ::2].t()  # [7, 5], [11, 5]
+    target = torch.randint(11, (14,))[::2]
+    fused, plain = programs(Spec(gradients=gradients(False)), target, None)
+    exact = loss_and_gradients(plain, [x, weight], torch.float64)
+    eager = loss_and_gradients(plain, [x, weight])
+    assert_close(loss_and_gradients(fused, [x, weight]), eager, exact, torch.float32)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 100])
+def test_chunks_do_not_change_the_answer(rows):
+    inputs = aten.Inputs(
+        torch.randn(7, 5),
+        torch.randn(11, 5),
+        torch.randn(11),
+        torch.arange(7),
+        row_scale=torch.randn(7),
+        lse_scale=torch.randn(7),
+    )
+    spec = Spec(gradients=("x", "weight", "bias"), lse=True)
+    whole, parts = aten_chunked.run(inputs, spec, 7), aten_chunked.run(inputs, spec, rows)
+    for a, b in zip(whole, parts, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_logits_that_exist_are_used_and_left_alone():
+    x, weight, target = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
+    spec = Spec(logits=SOFTCAP, gradients=("x", "weight"))
+    logits = F.linear(x, weight)
+    kept = logits.clone()
+    got = aten_chunked.run(aten.Inputs(x, weight, None, target, logits=logits), spec, 3)
+    want = aten_chunked.run(aten.Inputs(x, weight, None, target), spec, 3)
+    assert torch.equal(logits, kept)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    # other logits give another loss: they are what is read
+    other = aten_chunked.run(
+        aten.Inputs(x, weight, None, target, logits=logits + x[:, :1] * weight[:, 0]), spec, 3
+    )
+    assert not torch.allclose(other.loss, want.loss)
+
+
+def test_only_the_gradients_that_are_asked_for():
+    inputs = aten.Inputs(torch.randn(7, 5), torch.randn(11, 5), None, torch.arange(7))
+    out = aten_chunked.run(inputs, Spec(gradients=("x",)), 3)
+    assert out.x is not None
+    assert out.weight is None
+    assert out.bias is None
+    assert out.lse is None
+
+
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_blocks_of_rows_do_not_change_the_answer(monkeypatch, target):
+    """Between two GEMMs, a few rows at a time."""
+    for block in (1, 2, 100):
+        few = plans.Plan("aten", "chunked", 3, 4, "a test", block)
+        monkeypatch.setattr(plans, "plan", lambda *_, few=few: few)
+        spec = Spec("mean", target, -100, 0.1, SOFTCAP, gradients(True), lse=True)
+        check(spec, bias=True, weighted=True, z_loss=0.1)
+
+
+@pytest.mark.parametrize("tile", [(1, 1), (2, 3), (7, 4), (100, 11), (3, 100)])
+def test_tiles_do_not_change_the_answer(tile):
+    inputs = aten.Inputs(
+        torch.randn(7, 5),
+        torch.randn(11, 5),
+        torch.randn(11),
+        torch.randn(7, 11).softmax(1),
+        class_weight=torch.rand(11),
+        row_scale=torch.randn(7),
+        lse_scale=torch.randn(7),
+    )
+    spec = Spec(target="probabilities", label_smoothing=0.1, logits=SOFTCAP, lse=True)
+    training = dataclasses.replace(spec, gradients=("x", "weight", "bias"))
+    whole, forward = aten_chunked.run(inputs, training, 7), aten_tiled.run(inputs, spec, *tile)
+    backward = aten_tiled.run(
+        inputs._replace(lse=forward.lse, lse_rest=forward.lse_rest), training, *tile
+    )
+    for a, b in zip(whole[:5], (*forward[:2], *backward[2:5]), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_tiled_rounds_each_gradient_once():
+    """To the operand's dtype, where all is multiplied in f32."""
+    tensors = [torch.randn(7, 5).bfloat16(), torch.randn(11, 5).bfloat16()]
+    spec = Spec(gradients=("x", "weight"))
+
+    def answer(dtype):
+        x, weight = (t.to(dtype) for t in tensors)
+        inputs = aten.Inputs(x, weight, None, torch.arange(7), row_scale=torch.full((7,), 0.3))
+        forward = dataclasses.replace(spec, gradients=())
+        _, lse, *_, rest = aten_tiled.run(inputs, forward, 3, 4, torch.float32)
+        inputs = inputs._replace(lse=lse, lse_rest=rest)
+        return aten_tiled.run(inputs, spec, 3, 4, torch.float32)
+
+    out, whole = answer(torch.bfloat16), answer(torch.float32)
+    for rounded, wide in ((out.x, whole.x), (out.weight, whole.weight)):
+        assert rounded.dtype == torch.bfloat16
+        assert torch.equal(rounded, wide.bfloat16())
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_ignored_rows_are_not_multiplied(monkeypatch, reduction, kept):
+    """The lowering sees the rows that count; the others' losses and gradients are zeros."""
+    monkeypatch.setattr(ignored, "_WORTH_IT", 1 / 16)
+    seen = []
+    plan = plans.plan
+    monkeypatch.setattr(plans, "plan", lambda n, *rest: seen.append(n) or plan(n, *rest))
+    target = torch.full((7,), -100)
+    target[2 : 2 + kept] = torch.tensor([4, 0, 9][:kept])
+    spec = Spec(reduction, gradients=gradients(True))
+    check(spec, bias=True, weighted=True, target=target)
+    assert set(seen) == {kept}
+
+
+@pytest.mark.parametrize("exist", [False, True])
+def test_the_plan_knows_whether_the_logits_exist(monkeypatch, exist):
+    seen = []
+    plan = plans.plan
+    monkeypatch.setattr(plans, "plan", lambda *args: seen.append(args[-1]) or plan(*args))
+    x, weight, target = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
+    lower(aten.Inputs(x, weight, None, target, logits=x @ weight.t() if exist else None), Spec())
+    assert seen == [exist]
+
+
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_large_logits_that_differ_by_little(target, smoothing):
+    """A log-sum-exp of 3e4 in f32 is off by up to 1e-3, and so is a softmax taken from it alone."""
+    x, weight, bias = torch.randn(7, 5), torch.randn(11, 5), torch.randn(11) + 3e4
+    given = torch.randn(7, 11).softmax(1) if target == "probabilities" else torch.arange(7)
+    spec = Spec("mean", target, label_smoothing=smoothing, gradients=gradients(True))
+    fused, plain = programs(spec, given, None)
+    exact = loss_and_gradients(plain, [x, weight, bias], torch.float64)
+    eager = loss_and_gradients(plain, [x, weight, bias])
+    assert_close(loss_and_gradients(fused, [x, weight, bias]), eager, exact, torch.float32)
+
+
+@pytest.mark.parametrize("forward", [0.0, 1.0])
+def test_ignored_rows_are_left_out_of_one_pass_only(monkeypatch, forward):
+    """Backward may look at rows that forward did not, and the other way round."""
+    x, weight = torch.randn(7, 5) * 40, torch.randn(11, 5)
+    target = torch.tensor([3, -100, -100, 0, -100, 7, -100])
+    spec = Spec("none", gradients=gradients(False))
+    fused, plain = programs(spec, target, None)
+    grads = []
+    for program in (fused, plain):
+        operands = [t.clone().requires_grad_() for t in (x, weight)]
+        monkeypatch.setattr(ignored, "_WORTH_IT", forward)
+        loss = program(*operands)
+        monkeypatch.setattr(ignored, "_WORTH_IT", 1.0 - forward)
+        grads.append(torch.autograd.grad(loss.sum(), operands))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,329 @@
+"""Deferred logits when somebody writes: to them, to their inputs, or an optimizer to the weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fxpass.deferred import tensor as deferred
+from fxpass.deferred import values as deferred_values
+from fxpass.deferred.inputs import PER_CORE, fingerprint
+from fxpass.deferred.tensor import DeferredLogits, StaleLogitsError
+from tests.support.allocations import Allocations
+from tests.support.deferred_pairs import B, D, S, V, check, head, pair, recipe_of, same
+
+# ---- writes --------------------------------------------------------------------------------------
+
+WRITES = {
+    "mul_": lambda t: t.mul_(2),
+    "setitem": lambda t: t.__setitem__((..., 3), -float("inf")),
+    "mask": lambda t: t.__setitem__(t > 1, 0.5),
+    "row": lambda t: t[0].zero_(),
+    "cell": lambda t: t[0, 1, 2].fill_(9),
+    "view": lambda t: t.view(-1, V)[2:4].add_(1),
+    "plain view": lambda t: t.unbind(0) and t.diagonal(0, 1, 2).zero_(),
+    "copy_": lambda t: t.copy_(torch.ones(V)),
+    "augmented": lambda t: t.__imul__(3),
+    "detached": lambda t: t.detach().mul_(3),
+    "data": lambda t: t.data.mul_(3),
+    "foreach": lambda t: torch._foreach_mul_([t.detach()], 2),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_are_seen_by_every_alias_and_no_copy(name):
+    """Relatives that were made before, lazy or computed, and the gradients after."""
+    for touched in (False, True):
+        p = pair()
+        results = []
+        for t in (p.logits, p.eager):
+            alias, last, cast = t.detach(), t[:, -1], t.double()
+            row = t.detach()[0]
+            if touched:
+                assert last.detach().argmax(-1).shape == (B,)  # computed apart
+                cast.detach()[0].sum()
+            WRITES[name](t)
+            results.append([t * 1, alias * 1, last * 1, row * 1, cast * 1])
+        same(*results)
+        if results[1][0].requires_grad and name not in ("copy_",):
+            finite = [torch.where(r[0].isfinite(), r[0], 0).sum() for r in results]
+            got = torch.autograd.grad(finite[0], p.lazy_inputs)
+            want = torch.autograd.grad(finite[1], p.eager_inputs)
+            same(got, want, bits=False)
+
+
+@pytest.mark.parametrize("write", [torch._foreach_zero_, lambda t: torch._foreach_mul_(t, 2)])
+def test_writes_to_lists_are_counted_for_autograd(write):
+    p = pair()
+    for t in (p.logits, p.eager):
+        squares = t.square()  # saves the logits
+        with torch.no_grad():
+            write([t[0], t[1]])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            squares.sum().backward()
+    same(p.logits.detach() * 1, p.eager.detach())
+
+
+def test_out_argument():
+    with torch.no_grad():
+        p = pair()
+        alias = p.logits[0]
+        result = torch.mul(torch.ones(B, S, V), 4, out=p.logits)
+        assert result is p.logits
+        assert (alias == 4).all()
+
+
+def test_a_cast_keeps_its_values_when_its_source_is_written_to_through_numpy():
+    p = pair()
+    cast, detached = p.logits.double(), p.logits.detach()
+    detached.numpy()[:] = 0
+    same(cast * 1, p.eager.double())
+    assert not detached.any()
+
+
+def test_rows_that_were_seen_keep_their_bits_when_the_rest_is_computed():
+    p = pair()
+    last = p.logits[:, -1]
+    before = last.clone()
+    whole = p.logits.detach().numpy()
+    last.detach().mul_(2)
+    same(last * 1, before * 2)
+    np.testing.assert_array_equal(whole[:, -1], (before * 2).detach().numpy())
+
+
+def test_writes_that_change_the_shape_are_refused():
+    with torch.no_grad():
+        p = pair()
+    with pytest.raises(RuntimeError, match="FUSEDCE_LOGITS=keep"):
+        p.logits.t_() if p.logits.dim() == 2 else p.logits.transpose_(0, 1)
+    with pytest.raises(RuntimeError, match="FUSEDCE_LOGITS=keep"):
+        p.logits.resize_(3)
+    with pytest.raises(RuntimeError, match="FUSEDCE_LOGITS=keep"):
+        p.logits.data = torch.zeros(3)
+
+
+# ---- changes of the inputs -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.detach().mul_(2),
+        lambda t: t.data.mul_(2),
+        lambda t: t.data.neg_(),
+        lambda t: t.data.copy_(t.data.flip(0).clone()),
+        lambda t: t.data.view(-1)[3].add_(1e-5),
+        lambda t: t.data.numpy().fill(0),
+    ],
+)
+def test_a_changed_input_is_an_error_that_says_what_to_do(index, change):
+    recipe, _ = recipe_of()
+    inputs = [torch.randn(3, D), torch.randn(V, D), torch.randn(V)]
+    inputs = [t.requires_grad_() for t in inputs]
+    logits, early = deferred.defer(recipe, inputs), deferred.defer(recipe, inputs)
+    late, want = early[0], early.clone()
+    change(inputs[index])
+    shape = str(list(inputs[index].shape)).replace("[", r"\[").replace("]", r"\]")
+    message = rf"(?s)lm_head.*float32 tensor of shape {shape}.*clone\(\).*FUSEDCE_LOGITS=keep"
+    for use in (
+        lambda: logits.sum(),
+        lambda: logits[0].argmax(),
+        lambda: logits.float().double()[:1] + 1,
+        lambda: logits.backward(torch.ones(3, V)),
+        lambda: early.sum().backward(),
+    ):
+        with pytest.raises(StaleLogitsError, match=message):
+            use()
+    same(early * 1, want)  # they were computed in time
+    same(late * 1, want[0])
+
+
+def test_a_weight_that_is_replaced_keeps_its_old_values():
+    p = pair()
+    p.weight.data = torch.zeros(V, D)
+    check(p, lambda t: t * 1)
+
+
+def test_freed_memory_is_an_error():
+    recipe, _ = recipe_of()
+    weight = torch.randn(V, D)
+    logits = deferred.defer(recipe, (torch.randn(3, D), weight, torch.randn(V)))
+    weight.untyped_storage().resize_(0)
+    with pytest.raises(StaleLogitsError, match="was freed"):
+        logits.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda t: t,
+        lambda t: t.t(),
+        lambda t: t[:, 1:],
+        lambda t: t[::2],
+        lambda t: t[1:],
+        lambda t: t[0],
+        lambda t: t[0, 0],
+        lambda t: t[:0],
+    ],
+)
+@pytest.mark.parametrize("columns", [32, 33])
+def test_fingerprints(dtype, layout, columns):
+    base = torch.randn(130, columns).to(dtype)
+    t = layout(base)
+    before = fingerprint(t)
+    assert torch.equal(before, fingerprint(t))
+    for position in {0, t.numel() // 2, t.numel() - 1} if t.numel() else ():
+        changed = layout(base.clone())
+        where = np.unravel_index(position, t.shape)
+        changed[where] = changed[where].mul(2) + 1
+        assert not torch.equal(before, fingerprint(changed))
+    if t.dim() == 2 and t.numel():
+        assert not torch.equal(before, fingerprint(-t))
+        assert not torch.equal(before, fingerprint(t.flip(0)))
+    assert before.numel() <= max(t.numel() // 8 + 8 * 256, 130)
+
+
+def flip_signs(t):
+    t[3, [1, 5]] *= -1
+    t[7, [0, 2, 4, 6]] *= -1
+
+
+def exchange(t):
+    t[4, [2, 3]] = t[4, [3, 2]]
+
+
+def exchange_words(t):
+    t[4, :16] = t[4, :16].roll(8)
+
+
+def exchange_rows(t):
+    t[[1, 2]] = t[[2, 1]]
+
+
+def shift_an_amount(t):
+    t[5, 2] += 1
+    t[5, 9] -= 1
+
+
+def shift_bits(t):
+    words = t.view(torch.int64)
+    words[2, 1] += 2**52
+    words[2, 3] -= 2**52
+
+
+CHANGES = {
+    "all signs": lambda t: t.neg_(),
+    "some signs": flip_signs,
+    "two neighbours": exchange,
+    "two words": exchange_words,
+    "two rows": exchange_rows,
+    "an amount": shift_an_amount,
+    "bits": shift_bits,
+    "the order": lambda t: t.copy_(t.flip(1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_that_cancel_in_a_sum_change_the_fingerprint(change, dtype):
+    """Whole blocks, packed into words or strided; many are summed in several parts."""
+    for rows, layout in ((128, lambda t: t), (128, lambda t: t[:, :48]), (2**15, lambda t: t)):
+        t = torch.randint(1, 100, (rows, 64)).to(dtype)
+        before = fingerprint(layout(t))
+        CHANGES[change](t)
+        assert not torch.equal(before, fingerprint(layout(t)))
+
+
+@pytest.mark.parametrize("layout", [lambda t: t, lambda t: t[:, 1:], lambda t: t[None, :, :-1]])
+def test_a_fingerprint_takes_little_memory(layout):
+    weight = layout(torch.zeros(2**13, 1024, dtype=torch.bfloat16))  # 16 MiB
+    fingerprint(weight)
+    with Allocations() as allocations:
+        mark = fingerprint(weight)
+    scratch = 4 * 8 * PER_CORE * torch.get_num_threads()
+    assert allocations.peak([mark]) <= scratch + 2 * mark.nbytes
+    assert mark.nbytes <= weight.nbytes / 200
+
+
+# ---- optimizers ----------------------------------------------------------------------------------
+
+
+def held_memory(t: DeferredLogits) -> Tensor:
+    origin = t._part.origin
+    assert origin
+    return origin.held[1].tensor
+
+
+@pytest.mark.parametrize("fused", ["foreach", "master", "data"])
+def test_an_optimizer_step_changes_nothing(fused):
+    """Large logits: the weights are cloned, one clone for all, and gradients reach the weights."""
+    p = pair(seq=40)
+    recipe, runs = recipe_of()
+    second = deferred.defer(recipe, (p.lazy_inputs[0] * 2, *p.lazy_inputs[1:]))
+    cast, last = p.logits.double(), p.logits[:, -1]
+    for t in p.lazy_inputs:
+        t.grad = torch.ones_like(t)
+    x, *stepped = p.lazy_inputs
+    if fused == "foreach":
+        torch.optim.AdamW(stepped, lr=0.1, foreach=True).step()
+    else:
+        masters = [t.detach().double() for t in stepped]
+        for t in masters:
+            t.grad = torch.ones_like(t)
+        torch.optim.SGD(masters, lr=0.1).step()  # does not hold the weights
+        for t, master in zip(stepped, masters, strict=True):
+            (t.data if fused == "data" else t.detach()).copy_(master)
+    x.grad = None
+    for t in stepped:
+        t.grad = None
+    assert p.runs == runs == []
+    assert held_memory(p.logits) is held_memory(second) is held_memory(cast)
+    same(cast * 1, p.eager.double())
+    same(last * 1, p.eager[:, -1])
+    check(p, lambda t: t.exp(), bits=False)
+
+
+def test_small_logits_are_computed_before_an_optimizer_step():
+    p = pair(seq=1)
+    cast = p.logits.double()
+    p.weight.grad = torch.ones_like(p.weight)
+    torch.optim.SGD([p.weight], lr=0.1).step()
+    assert p.runs == [(B, 1, D)]
+    same(p.logits * 1, p.eager)
+    same(cast * 1, p.eager.double())
+
+
+def test_two_optimizer_steps_and_logits_of_each():
+    p = pair(seq=40)
+    optimizer = torch.optim.SGD(p.lazy_inputs, lr=0.1)
+    recipe, _ = recipe_of()
+    kept, wanted = [], []
+    for _ in range(3):
+        kept.append(deferred.defer(recipe, [p.lazy_inputs[0] * 1, *p.lazy_inputs[1:]]))
+        wanted.append(head(*p.lazy_inputs).detach())
+        kept[-1][:, 0].sum().backward()
+        optimizer.step()
+    for got, want in zip(kept, wanted, strict=True):
+        same(got.detach() * 1, want, bits=False)
+
+
+def test_logits_that_are_not_alive_cost_nothing_at_a_step():
+    before = set(deferred_values.pending())  # a failed test may hold logits in its traceback
+    p = pair(seq=40)
+    assert set(deferred_values.pending()) > before
+    p.logits = None
+    assert set(deferred_values.pending()) <= before
+
+
+def test_a_changed_weight_does_not_break_the_optimizer():
+    for seq in (1, 40):
+        p = pair(seq=seq)
+        p.weight.data.mul_(2)
+        p.weight.grad = torch.zeros_like(p.weight)
+        torch.optim.SGD([p.weight], lr=0.1).step()
+        with pytest.raises(StaleLogitsError):
+            p.logits.sum()

@@ -1,0 +1,252 @@
+"""How the chunked lowering walks its chunks: offsets, launch options, GEMMs, CUDA graphs.
+
+What it computes is in ``test_chunked.py``.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from fxpass.aten.common import Inputs
+from fxpass.kernels import chunked as triton_chunked
+from fxpass.kernels import source as triton_source
+from fxpass.kernels import tuning
+from fxpass.spec.spec import Spec
+from tests.support.lowerings import DTYPES, GRADIENTS, check, problem
+
+FAR = 1 << 24  # elements from row to row: row 128 starts at element 2**31
+
+
+def far_rows(path, rows, v, dtype):
+    """``[rows, v]`` in a file of holes, so far apart that their offsets pass 2**31.
+
+    As much room lies before them, so that offsets that wrap around would read and write holes.
+    """
+    before, size = 1 << 31, (1 << 31) + rows * FAR
+    whole = torch.from_file(str(path), shared=True, size=size, dtype=dtype)
+    return whole.as_strided((rows, v), (FAR, 1), before)
+
+
+@pytest.mark.parametrize("target", ["indices", "probabilities"])
+def test_offsets_beyond_2_31(tmp_path, target):
+    """Every program's offset is a product of numbers that fit 32 bits each."""
+    rows, v = 131, 16
+    inputs = problem("cpu", n=rows, v=v, target=target)
+    logits = torch.randn(rows, v)
+    chunk = far_rows(tmp_path / "logits", rows, v, torch.float32)
+    chunk.copy_(logits)
+    if target == "probabilities":
+        far = far_rows(tmp_path / "target", rows, v, torch.float32)
+        inputs = inputs._replace(target=far.copy_(inputs.target))
+    loss = torch.empty(rows)
+    spec = Spec(target=target, gradients=("x",))
+    options = {"BLOCK_V": 16, "num_warps": 1}
+    triton_chunked._launch(options, inputs, spec, slice(0, rows), chunk, loss, None)
+    want = F.cross_entropy(logits, inputs.target, reduction="none")
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+    one_hot = F.one_hot(inputs.target, v) if target == "indices" else inputs.target
+    gradient = (logits.softmax(1) - one_hot) * triton_source.GAIN
+    torch.testing.assert_close(chunk.clone(), gradient, rtol=1e-4, atol=1e-2)
+
+
+# ---------------------------------------------------------------- how it is walked
+
+
+@pytest.mark.parametrize(
+    ("n", "rows", "starts"),
+    [
+        (0, 4, []),
+        (4100, 4096, [0, 2176]),  # and not 4096 + 4
+        (8192, 4096, [0, 4096]),
+        (8193, 4096, [0, 2816, 5632]),
+        (7, 3, [0, 3, 6]),
+        (300, 200, [0, 200]),  # no more than was allowed
+        (300, 299, [0, 256]),
+        (5, 100, [0]),
+        (1, 1, [0]),
+    ],
+)
+def test_chunks(n, rows, starts):
+    parts = triton_chunked.chunks(n, rows)
+    assert [part.start for part in parts] == starts
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(n))
+
+
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 1000, 4097, 12289])
+@pytest.mark.parametrize("rows", [1, 3, 64, 128, 1000, 4096])
+def test_chunks_are_few_and_none_is_too_large(n, rows):
+    parts = triton_chunked.chunks(n, rows)
+    assert max(part.stop - part.start for part in parts) <= rows
+    assert len(parts) <= -(-n // rows)
+
+
+def test_the_buffer_is_no_larger_than_the_chunks(device, monkeypatch):
+    rows, original = [], triton_chunked.padded_buffer
+
+    def buffer(x, n, v):
+        rows.append(n)
+        return original(x, n, v)
+
+    monkeypatch.setattr(triton_chunked, "padded_buffer", buffer)
+    triton_chunked.run(problem(device, n=7), Spec(gradients=GRADIENTS), rows=4096)
+    triton_chunked.run(problem(device, n=7), Spec(gradients=GRADIENTS), rows=3)
+    assert rows == [7, 3]
+
+
+@pytest.mark.parametrize("v", [1, 37, 1000, 8192, 8193, 32000, 50257, 128256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_candidates(v, dtype):
+    """The default first, no block twice as large as the row, no more threads than there can be."""
+    candidates = triton_chunked._candidates(v, dtype)
+    assert candidates[0] == triton_chunked.row_options(v, dtype)
+    assert len(candidates) <= 5
+    for options in candidates:
+        assert options["BLOCK_V"] < 2 * v
+        assert 1 <= options["num_warps"] <= 32
+    whole = [options for options in candidates if options["BLOCK_V"] >= v]
+    assert bool(whole) == (v * dtype.itemsize <= 1 << 16)
+
+
+@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # NumPy's, of that memory
+def test_blocks_are_tuned_in_the_buffer(device, monkeypatch):
+    """Whatever is tried on uninitialised memory leaves nothing behind, and what is chosen runs."""
+    tried, launched = [], []
+
+    def buffer(*args):
+        """As new memory may be."""
+        buffer = padded_buffer(*args)
+        buffer.normal_(std=1e38)
+        buffer[:, ::4], buffer[:, 1::4] = float("inf"), float("nan")
+        return buffer
+
+    def clock(launch):
+        launch()
+        tried.append(launched[-1])
+        return {64: 3.0, 16: 1.0, 32: 2.0}[tried[-1]["BLOCK_V"]]
+
+    def launch(options, *args):
+        launched.append(options)
+        original(options, *args)
+
+    original, padded_buffer = triton_chunked._launch, triton_chunked.padded_buffer
+    monkeypatch.setattr(triton_chunked, "padded_buffer", buffer)
+    candidates = [{"BLOCK_V": block, "num_warps": 1} for block in (64, 16, 32)]
+    monkeypatch.setattr(triton_chunked, "_candidates", lambda v, dtype: candidates)
+    monkeypatch.setattr(triton_chunked, "_launch", launch)
+    monkeypatch.setattr(tuning, "_clock_of", lambda device: clock)
+    torch.use_deterministic_algorithms(False)
+    inputs = problem(device, n=10, row_scaled=True, lse_scaled=True)
+    inputs.target[1] = -100
+    spec = Spec(gradients=GRADIENTS, lse=True)
+    check(inputs, spec, rows=4)
+    assert tried == candidates
+    assert launched[3:] == [candidates[1]] * 3  # a launch for each chunk
+    check(inputs, spec, rows=4)
+    assert len(launched) == 9
+    # logits that are only read are where they are tried, too
+    inputs = inputs._replace(logits=torch.randn(10, 37, device=device), bias=None)
+    copy = inputs.logits.clone()
+    out = triton_chunked.run(inputs, Spec(), rows=4)
+    assert len(tried) == 6
+    assert torch.equal(inputs.logits, copy)
+    want = F.cross_entropy(copy, inputs.target, reduction="none")
+    torch.testing.assert_close(out.loss, want, rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- what only a GPU does
+
+
+class Launched:
+    """Stands for a kernel: it can be launched, and does nothing."""
+
+    def __getitem__(self, grid):
+        return lambda **arguments: None
+
+
+def addmm_of_fakes(add, a, b, **more):
+    """``torch.addmm`` of tensors without values. That of torch 2.11 takes out_dtype= for beta, so
+    that the operands are checked here."""
+    try:
+        return ADDMM(add, a, b, **more)
+    except TypeError as error:
+        if not re.search("multiple values for argument 'beta'|'torch.dtype' and", str(error)):
+            raise
+    assert (a @ b).shape == add.shape
+    assert more["out_dtype"] == more["out"].dtype == add.dtype
+    return more["out"]
+
+
+ADDMM = torch.addmm
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("target", ["indices", "probabilities", "none"])
+def test_nothing_waits_for_the_gpu(monkeypatch, target, reduction):
+    """Nothing asks for the value of a tensor: these have none, and say so when they are asked.
+
+    They also check what is multiplied with what, for the GEMMs that only GPUs have.
+    """
+    monkeypatch.setattr(triton_chunked, "load", lambda kernel: Launched())
+    monkeypatch.setattr(triton_chunked, "_mixed_gemm", lambda x: True)
+    monkeypatch.setattr(torch, "addmm", addmm_of_fakes)
+    inputs = problem(
+        "cpu",
+        torch.bfloat16,
+        target=target,
+        weighted=target != "none",
+        row_scaled=True,
+        lse_scaled=True,
+    )
+    spec = Spec(reduction=reduction, target=target, gradients=GRADIENTS, lse=True)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = Inputs(*(None if t is None else mode.from_tensor(t) for t in inputs))
+        out = triton_chunked.run(fake, spec, rows=3)
+        assert [t.shape for t in out[2:5]] == [(7, 5), (37, 5), (37,)]
+        assert {t.dtype for t in out[:5]} == {torch.float32}
+        with pytest.raises(DataDependentOutputException):
+            fake.x.sum().item()
+
+
+class OnGpu:
+    """A tensor's dtype and device, without the device."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "mixed"),
+    [
+        (torch.bfloat16, (9, 0), True),
+        (torch.bfloat16, (8, 0), True),
+        (torch.bfloat16, (7, 5), False),  # PyTorch refuses
+        (torch.float16, (7, 5), True),
+        (torch.float32, (7, 5), True),
+    ],
+)
+def test_which_gemms_add_to_f32(monkeypatch, dtype, capability, mixed):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert triton_chunked._mixed_gemm(OnGpu(dtype)) == mixed
+    assert triton_chunked._mixed_gemm(torch.empty(1, dtype=dtype)) == (dtype == torch.float32)
+
+
+def test_fp16_sums_and_f32_results_exclude_each_other(monkeypatch):
+    monkeypatch.setattr(type(torch.backends.cuda.matmul), "__getattr__", lambda self, name: True)
+    assert torch.backends.cuda.matmul.allow_fp16_accumulation
+    assert not triton_chunked._mixed_gemm(OnGpu(torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("library", "mixed"), [("Cublas", True), ("Cublaslt", True), ("Ck", False)]
+)
+def test_hip_adds_to_f32(monkeypatch, library, mixed):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    backend = getattr(torch._C._BlasBackend, library)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: backend)
+    assert triton_chunked._mixed_gemm(OnGpu(torch.bfloat16)) == mixed

@@ -1,0 +1,221 @@
+"""Every spelling of the loss, with eager's numbers; and what is none or cannot be fused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxpass
+from tests.support.programs import B, S, V, check, inputs, last, match_of, reason_of
+
+WEIGHTS = torch.linspace(0.5, 2, V)
+
+
+def soft(t, z):
+    return F.one_hot(t, V).to(z.dtype) * 0.9 + 0.01
+
+
+# logits [B, S, V] and labels [B, S] -> a scalar
+ACCEPTED = {
+    "nll_loss of log_softmax": lambda z, t: F.nll_loss(last(F.log_softmax(z, -1)), t.view(-1)),
+    "in f32": lambda z, t: F.nll_loss(last(F.log_softmax(z, dim=-1, dtype=z.dtype)), t.view(-1)),
+    "nll_loss modules": lambda z, t: nn.NLLLoss()(nn.LogSoftmax(1)(last(z)), t.view(-1)),
+    "nll_loss with class weights": lambda z, t: F.nll_loss(
+        last(z).log_softmax(1), t.view(-1), WEIGHTS.to(z), ignore_index=3),
+    "nll_loss, sum": lambda z, t: F.nll_loss(
+        last(z.log_softmax(-1)).float().to(z.dtype), t.view(-1), reduction="sum"),
+    "nll_loss of more dimensions": lambda z, t: F.nll_loss(
+        torch.log_softmax(z.transpose(1, 2), 1), t),
+    "nll_loss, one per row": lambda z, t: F.nll_loss(
+        z.transpose(1, 2).log_softmax(1), t, reduction="none").square().sum(),
+    "gather": lambda z, t: -z.log_softmax(-1).gather(-1, t.unsqueeze(-1)).squeeze(-1).mean(),
+    "torch.gather": lambda z, t: -torch.gather(
+        F.log_softmax(z, dim=-1), dim=-1, index=t[..., None]).square().sum(),
+    "take_along_dim": lambda z, t: torch.take_along_dim(
+        z.log_softmax(-1), t.unsqueeze(-1), dim=-1).square().mean(),
+    "index": lambda z, t: -last(z).log_softmax(-1)[torch.arange(B * S), t.view(-1)].mean(),
+    "logsumexp - gather": lambda z, t: (
+        z.logsumexp(-1) - z.gather(-1, t[..., None])[..., 0]).square().mean(),
+    "gather - logsumexp": lambda z, t: -(
+        z.gather(-1, t.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(z, dim=-1)).mean(),
+    "with the dimension kept": lambda z, t: (
+        z.logsumexp(-1, keepdim=True) - z.gather(-1, t.unsqueeze(-1))).square().mean(),
+    "logsumexp": lambda z, t: z.logsumexp(-1).square().mean(),
+    "logsumexp over (1,)": lambda z, t: torch.logsumexp(last(z), (1,), True).square().mean(),
+    "logsumexp of more dimensions": lambda z, t: z.transpose(1, 2).logsumexp(1).square().mean(),
+    "probabilities of more dimensions": lambda z, t: F.cross_entropy(
+        z.transpose(1, 2), soft(t, z).transpose(1, 2), label_smoothing=0.1),
+    "probabilities of one row": lambda z, t: F.cross_entropy(z[0, 0], soft(t, z)[0, 0]),
+    "more dimensions with everything": lambda z, t: F.cross_entropy(
+        z.transpose(1, 2), t, WEIGHTS.to(z), ignore_index=2, label_smoothing=0.2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_accepted(case):
+    def program(x, weight, labels):
+        return ACCEPTED[case](F.linear(x, weight) * 2, labels)
+
+    x, weight, labels = inputs()
+    match_of(program, x, weight, labels)
+    check(program, labels, x, weight)
+
+
+def test_all_together():
+    """Class weights, smoothing, probabilities or indices, and a z-loss: one operator."""
+    x, weight, labels = inputs()
+    for target in (lambda t, z: t.view(-1), lambda t, z: soft(t.view(-1), z)):
+
+        def program(x, weight, labels, target=target):
+            z = last(F.linear(x, weight))
+            loss = F.cross_entropy(z, target(labels, z), WEIGHTS.to(z), label_smoothing=0.1)
+            return loss + 1e-2 * z.logsumexp(-1).square().mean()
+
+        assert match_of(program, x, weight, labels).spec.lse
+        check(program, labels, x, weight)
+
+
+def test_a_z_loss_that_is_read_before_the_loss():
+    """Then the two are not joined, and each is right on its own."""
+
+    def program(x, weight, labels):
+        z = last(F.linear(x, weight))
+        z_loss = z.logsumexp(-1).square()
+        return F.cross_entropy(z, (labels.view(-1) + z_loss.detach().long()) % V) + z_loss.mean()
+
+    x, weight, labels = inputs()
+    report = fxpass.explain(program, x, weight, labels)
+    assert [m.spec.lse for m in report.matches] == [False, False]
+    check(program, labels, x, weight)
+
+
+def test_a_difference_and_a_z_loss():
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        lse = z.logsumexp(-1)
+        loss = (lse - z.gather(-1, labels.unsqueeze(-1)).squeeze(-1)).mean()
+        return loss + 1e-2 * lse.square().mean()
+
+    x, weight, labels = inputs()
+    assert match_of(program, x, weight, labels).spec.lse
+    check(program, labels, x, weight)
+
+
+def test_several_losses_over_one_head():
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        shifted = F.cross_entropy(z[:, :-1].reshape(-1, V), labels[:, 1:].reshape(-1))
+        return shifted + 0.3 * F.cross_entropy(last(z.float()), labels.view(-1) // 2)
+
+    x, weight, labels = inputs()
+    report = fxpass.explain(program, x, weight, labels)
+    assert [m.logits for m in report.matches] == ["never", "never"]
+    check(program, labels, x, weight)
+
+
+def test_a_log_sum_exp_of_logits_that_exist():
+    """A router's z-loss: nothing would be saved."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        chosen = z.topk(2, -1).values.softmax(-1)
+        return z.logsumexp(-1).square().mean() + chosen.square().sum()
+
+    report = fxpass.explain(program, *inputs())
+    assert not report.matches, str(report)
+    assert not report.rejections, str(report)
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_several_heads_stacked(returned):
+    """One loss for each, as models of several codebooks have it."""
+
+    def program(x, weight, other, labels):
+        logits = torch.stack([F.linear(x, weight), F.linear(x, other)], dim=1)[:, :, -3:]
+        losses = [
+            F.cross_entropy(last(logits[:, k].contiguous()), labels[:, 1:].reshape(-1) // (k + 1))
+            for k in range(2)
+        ]
+        return (losses[0] + losses[1], logits) if returned else losses[0] + losses[1]
+
+    x, weight, labels = inputs()
+    other = torch.randn(V, 6, requires_grad=True)
+    report = fxpass.explain(program, x, weight, other, labels)
+    expected = "defer" if returned else "never"
+    assert [m.logits for m in report.matches] == [expected, expected]
+    if not returned:
+        check(program, labels, x, weight, other)
+        return
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    ours, theirs = fused(x, weight, other, labels), program(x, weight, other, labels)
+    torch.testing.assert_close(list(ours), list(theirs))
+
+
+def test_heads_stacked_and_read_together():
+    def program(x, weight, labels):
+        logits = torch.stack([F.linear(x, weight), F.linear(x * 2, weight)])
+        return F.cross_entropy(last(logits.contiguous()), labels.view(-1).repeat(2))
+
+    assert "of several linears" in reason_of(program, *inputs())
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch 2.11 has none")
+def test_a_module_of_linear_and_loss():
+    module = nn.LinearCrossEntropyLoss(6, V, bias=True, label_smoothing=0.1)
+    x, _, labels = inputs()
+    match = match_of(lambda x: module(x.view(-1, 6), labels.view(-1)), x)
+    assert match.spec.gradients == ("x", "weight", "bias")
+
+
+def test_an_index_that_would_be_ignored():
+    """gather raises on a negative index, and so does the fused loss."""
+
+    def program(x, weight, labels):
+        return F.linear(x, weight).log_softmax(-1).gather(-1, labels.unsqueeze(-1) - 200).sum()
+
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    with pytest.raises(IndexError, match="out of bounds"):
+        fused(*inputs())
+
+
+SILENT = {
+    "gather of something else": lambda z, t: z.softmax(-1).gather(-1, t.unsqueeze(-1)).sum(),
+    "gather of several": lambda z, t: z.log_softmax(-1).gather(-1, t.unsqueeze(-1) * 0 + 1)[..., 0:0].sum() + z.log_softmax(-1).gather(-1, t.unsqueeze(-1).expand(B, S, 2)).sum(),
+    "gather along rows": lambda z, t: z.log_softmax(-1).gather(1, t[:, :1, None].expand(B, 1, V) * 0).sum(),
+    "logsumexp over rows": lambda z, t: z.logsumexp(1).sum(),
+    "logsumexp over all": lambda z, t: z.logsumexp((0, 1, 2)),
+    "logsumexp of no linear": lambda z, t: z.softmax(-1).logsumexp(-1).sum(),
+    "a difference of halves": lambda z, t: (lambda a, b: (a.exp() - b).sum())(*z.chunk(2, -1)),
+    "a difference of others": lambda z, t: (z.logsumexp(-1) - z.amax(-1)).sum() * z.sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_no_loss_and_nothing_said(case):
+    """Nodes that could be a part of a loss, and are not, are nobody's business."""
+    x, weight, labels = inputs()
+    report = fxpass.explain(lambda x, w, t: SILENT[case](F.linear(x, w), t), x, weight, labels)
+    assert not report.rejections, str(report)
+
+
+REJECTED = {
+    "nll_loss without log_softmax": (
+        lambda z, t: F.nll_loss(last(z), t.view(-1)), "not a log_softmax"),
+    "log_softmax twice": (
+        lambda z, t: F.nll_loss(last(z.log_softmax(-1).log_softmax(-1)), t.view(-1)), "second"),
+    "log_softmax over rows": (
+        lambda z, t: F.nll_loss(last(z.log_softmax(1)), t.view(-1)), "another dimension"),
+    "scaled log-probabilities": (
+        lambda z, t: F.nll_loss(last(z.log_softmax(-1)) * 2, t.view(-1)), "probabilities"),
+    "log-probabilities that are also read": (
+        lambda z, t: (lambda p: F.nll_loss(p, t.view(-1)) + p.exp().sum())(
+            last(z).log_softmax(-1)), "has to exist"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejected(case):
+    program, reason = REJECTED[case]
+    assert reason in reason_of(lambda x, w, t: program(F.linear(x, w), t), *inputs())

@@ -1,0 +1,150 @@
+"""Movements of rows: replayed on the hidden states where they are that, and declined otherwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxpass.match.movements import MOVEMENTS
+from tests.support.programs import B, D, S, V, check, inputs, last, match_of, reason_of
+
+ROWS = torch.tensor([3, 0, 5])
+
+# logits [B, S, V] and labels [B, S] -> what the loss is given
+ACCEPTED = {
+    "transpose": lambda z, t: (z.transpose(1, 2), t),
+    "torch.transpose": lambda z, t: (torch.transpose(z, -1, 1), t),
+    "swapaxes": lambda z, t: (z.swapaxes(1, 2), t),
+    "mT": lambda z, t: (z.mT, t),
+    "mT, as Dynamo of torch 2.14 writes it": lambda z, t: (torch.ops.aten.mT(z), t),
+    "permute": lambda z, t: (z.permute(0, 2, 1), t),
+    "permute, another order": lambda z, t: (z.permute((1, 2, 0)), t.T),
+    "movedim": lambda z, t: (z.movedim(-1, 1), t),
+    "there and back": lambda z, t: (last(z.transpose(0, 1).contiguous()), t.T.reshape(-1)),
+    "t of t": lambda z, t: (last(z).t().t(), t.view(-1)),
+    "unsqueeze": lambda z, t: (last(z).unsqueeze(-1), t.view(-1, 1)),
+    "squeeze": lambda z, t: (last(z.unsqueeze(1)).unsqueeze(2).squeeze(2), t.view(-1)),
+    "new dimension by index": lambda z, t: (last(z[:, None]), t.view(-1)),
+    "unflatten": lambda z, t: (last(last(z).unflatten(0, (S, B))), t.view(-1)),
+    "view behind the classes": lambda z, t: (z.transpose(1, 2).reshape(B, V, S), t),
+    "clone": lambda z, t: (last(z.clone()), t.view(-1)),
+    "select": lambda z, t: (z.select(1, 2), t[:, 2]),
+    "number by index": lambda z, t: (z[:, -1], t[:, -1]),
+    "narrow": lambda z, t: (last(z.narrow(1, 1, 2).contiguous()), t[:, 1:3].reshape(-1)),
+    "slice of rows": lambda z, t: (z[:, 1:3].reshape(-1, V), t[:, 1:3].reshape(-1)),
+    "every other row": lambda z, t: (last(z)[::2], t.view(-1)[::2]),
+    "index_select": lambda z, t: (last(z).index_select(0, ROWS), t.view(-1)[ROWS]),
+    "rows by a tensor": lambda z, t: (last(z)[ROWS], t.view(-1)[ROWS]),
+    "rows by a tensor, batch first": lambda z, t: (
+        z[:, ROWS % S].transpose(1, 2), t[:, ROWS % S]),
+    "rows by two tensors": lambda z, t: (z[ROWS % B, ROWS % S], t[ROWS % B, ROWS % S]),
+    "one row": lambda z, t: (z[0, 0], t[0, 0]),
+    "a slice of the classes": lambda z, t: (last(z[..., :7]), t.view(-1) % 7),
+    "a slice of the classes, then rows": lambda z, t: (z[:, 1:, 2:9].flatten(0, 1), t[:, 1:].flatten() % 7),
+    "every other class": lambda z, t: (last(z[..., ::2]), t.view(-1) % 5),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_accepted(case):
+    def program(x, weight, labels):
+        logits, target = ACCEPTED[case](F.linear(x, weight).tanh() * 3, labels)
+        return F.cross_entropy(logits, target)
+
+    x, weight, labels = inputs()
+    match_of(program, x, weight, labels)
+    check(program, labels, x, weight)
+
+
+@pytest.mark.parametrize("case", ["transpose", "select", "rows by a tensor", "one row"])
+def test_one_loss_per_row_keeps_its_shape(case):
+    def program(x, weight, labels):
+        logits, target = ACCEPTED[case](F.linear(x, weight), labels)
+        loss = F.cross_entropy(logits, target, reduction="none")
+        assert loss.shape == target.shape
+        return (loss * torch.arange(loss.numel()).view(loss.shape)).sum()
+
+    x, weight, labels = inputs()
+    match_of(program, x, weight, labels)
+    check(program, labels, x, weight)
+
+
+def test_a_slice_of_the_classes_with_a_bias():
+    def program(x, weight, bias, labels):
+        return F.cross_entropy(last(F.linear(x, weight, bias)[..., 1:8]), labels.view(-1) % 7)
+
+    x, weight, labels = inputs()
+    bias = torch.randn(V, requires_grad=True)
+    check(program, labels, x, weight, bias)
+
+
+def rejected(logits_of, target_of=lambda t: t.view(-1)):
+    return lambda x, w, t: F.cross_entropy(logits_of(F.linear(x, w)), target_of(t))
+
+
+REJECTED = {
+    "classes joined with rows": (
+        rejected(lambda z: z.reshape(-1, V * 2), lambda t: t.view(-1)[::2]), "class dimension"),
+    "classes flattened": (rejected(lambda z: z.flatten(1), lambda t: t[:, 0]), "class dim"),
+    "classes split": (
+        rejected(lambda z: last(z).unflatten(1, (V, 1)), lambda t: t.view(-1, 1)), "class dim"),
+    "classes in reverse": (rejected(lambda z: z.flip(-1).view(-1, V)), "is not known"),
+    "classes scrambled": (
+        rejected(lambda z: z.transpose(1, 2).reshape(B * S, V)), "changes the class dimension"),
+    "rows as classes": (
+        rejected(lambda z: z[0].t(), lambda t: t.new_zeros(V)), "not the linear's"),
+    "a conjugate": (rejected(lambda z: z.mH, lambda t: t), "reads .mH of the logits"),
+    "a conjugate, as Dynamo of torch 2.14 writes it": (
+        rejected(lambda z: torch.ops.aten.mH(z), lambda t: t), "reads .mH of the logits"),
+    "classes by a tensor": (
+        rejected(lambda z: last(z)[:, torch.arange(V)]), "selects one class"),
+    "classes by index_select": (
+        rejected(lambda z: last(z).index_select(1, torch.arange(V))), "selects classes"),
+    "classes by narrow": (rejected(lambda z: last(z).narrow(1, 0, V)), "selects classes"),
+    "one class": (
+        rejected(lambda z: z[..., 0], lambda t: t[:, 0] % S), "not the linear's"),
+    "all dimensions of one": (rejected(lambda z: last(z).squeeze()), "name the one dimension"),
+    "several dimensions moved": (
+        rejected(lambda z: z.movedim((0, 1), (1, 0)).reshape(-1, V)), "use permute"),
+    "index tensors that are apart": (
+        rejected(lambda z: z[None][torch.zeros(8, dtype=torch.long), :, ROWS[:1]][:, 0]),
+        "in places that are apart"),
+    "numbers and tensors": (
+        rejected(lambda z: z[0, ROWS % S], lambda t: t[0, ROWS % S]), "with tensors and with"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejected(case):
+    program, reason = REJECTED[case]
+    assert reason in reason_of(program, *inputs())
+
+
+def test_rows_by_a_mask():
+    """Dynamo breaks the graph there, unless it is told to capture dynamic shapes."""
+
+    def program(x, weight, labels):
+        keep = labels > 2  # one mask: of two, torch 2.11 does not know that they count the same
+        return F.cross_entropy(F.linear(x, weight)[keep], labels[keep])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert "selects rows by a mask" in reason_of(program, *inputs())
+
+
+def test_shapes_that_are_not_numbers():
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        return F.cross_entropy(z.view(z.size(0) * z.size(1), z.size(2)), labels.view(-1))
+
+    x, weight, labels = inputs()
+    for tensor in (x, labels):
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    match_of(program, x, weight, labels)
+    check(program, labels, x, weight)
+
+
+def test_every_spelling_is_callable():
+    """A method in the table exists, and D is no size that a test could mistake for V."""
+    assert all(hasattr(torch.Tensor, name) for name in MOVEMENTS if isinstance(name, str))
+    assert len({B, S, D, V}) == 4

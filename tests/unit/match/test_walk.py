@@ -1,0 +1,144 @@
+"""Other tensors between linear and loss: what becomes part of the linear's operands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxpass.match.steps import Affine, Bias, Scale
+from fxpass.spec.expression import text
+from tests.support.programs import B, D, S, V, check, inputs, last, match_of, reason_of, report_of
+
+# z [B, S, V], a vector [V], one number as a tensor, a number per row [B, S, 1] -> logits
+ACCEPTED = {
+    "a bias": (lambda z, b, s, r: z + b, "z"),
+    "a bias from the left": (lambda z, b, s, r: b + z, "z"),
+    "a bias of more dimensions": (lambda z, b, s, r: z + b[None, None], "z"),
+    "a bias taken away": (lambda z, b, s, r: z - b, "z"),
+    "taken away from a bias": (lambda z, b, s, r: b - z, "z"),
+    "a bias in place": (lambda z, b, s, r: z.add_(b), "z"),
+    "two biases": (lambda z, b, s, r: z + b - b * 3, "z"),
+    "a bias after a scale": (lambda z, b, s, r: z / 0.7 + b, "z"),
+    "a bias after a shift": (lambda z, b, s, r: (1 - z) + b, "z"),
+    "a bias before a function": (lambda z, b, s, r: torch.tanh(z + b) * 2, "2*tanh(z)"),
+    "a bias after a transposition": (
+        lambda z, b, s, r: (z.transpose(1, 2) + b[:, None]).transpose(1, 2), "z"),
+    "a temperature": (lambda z, b, s, r: z / s, "z"),
+    "its exponential": (lambda z, b, s, r: s.exp() * z, "z"),
+    "a temperature with a shape": (lambda z, b, s, r: z * s.view(1, 1, 1), "z"),
+    "a temperature and a bias": (lambda z, b, s, r: (z + b) * s, "z"),
+    "a bias and a temperature": (lambda z, b, s, r: z * s + b, "z"),
+    "a shift and a temperature": (lambda z, b, s, r: (z + 1) * s, "z"),
+    "a temperature and a function": (lambda z, b, s, r: torch.tanh(z * s / 3) * 3, "3*tanh(z/3)"),
+    "a number per row": (lambda z, b, s, r: z * r, "z"),
+    "divided by a number per row": (lambda z, b, s, r: z / r, "z"),
+    "a number per row, then a bias": (lambda z, b, s, r: z * r + b, "z"),
+}  # fmt: skip
+
+
+def tensors(dtype=torch.float32):
+    x, weight, labels = inputs(dtype)
+    vector = torch.randn(V, dtype=dtype, requires_grad=True)
+    number = torch.tensor(0.7, dtype=dtype, requires_grad=True)
+    rows = torch.rand(B, S, 1, dtype=dtype).add_(0.5).requires_grad_()
+    return labels, x, weight, vector, number, rows
+
+
+def program_of(case):
+    def program(x, weight, vector, number, rows, labels):
+        logits = ACCEPTED[case][0](F.linear(x, weight), vector, number, rows)
+        return F.cross_entropy(last(logits), labels.view(-1))
+
+    return program
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_accepted(case):
+    labels, *rest = tensors()
+    match = match_of(program_of(case), *rest, labels)
+    assert text(match.spec.logits) == ACCEPTED[case][1]
+    check(program_of(case), labels, *rest)
+
+
+def test_the_steps_are_in_the_order_of_the_data():
+    def program(x, weight, bias, number, labels):
+        return F.cross_entropy(last((F.linear(x, weight) * 2 + bias) * number), labels.view(-1))
+
+    labels, x, weight, bias, number, _ = tensors()
+    way = match_of(program, x, weight, bias, number, labels).walk
+    first, second, third, *_ = way.steps
+    assert isinstance(first, Affine)
+    assert first.factor == 2
+    assert isinstance(second, Bias)
+    assert isinstance(third, Scale)
+
+
+def test_a_bias_beside_the_linears_own():
+    def program(x, weight, bias, labels):
+        return F.cross_entropy(last(F.linear(x, weight, bias * 2) + bias), labels.view(-1))
+
+    labels, x, weight, bias, *_ = tensors()
+    check(program, labels, x, weight, bias)
+
+
+def test_a_bias_that_needs_no_gradient():
+    def program(x, weight, labels):
+        return F.cross_entropy(last(F.linear(x, weight) + torch.ones(V)), labels.view(-1))
+
+    x, weight, labels = inputs()
+    assert match_of(program, x, weight, labels).spec.gradients == ("x", "weight")
+
+
+def test_bfloat16_with_a_temperature_in_f32():
+    """One factor for all logits must not be rounded to bf16 first."""
+
+    def program(x, weight, number, labels):
+        return F.cross_entropy(last(F.linear(x, weight).float() / number), labels.view(-1))
+
+    labels, x, weight, _, number, _ = tensors()
+    x, weight = x.detach().bfloat16(), weight.detach().bfloat16()
+    number = number.detach() / 9.01
+    exact = program(x.double(), weight.double(), number.double(), labels)
+    eager = program(x, weight, number, labels)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    assert abs(fused(x, weight, number, labels) - exact) <= 2 * abs(eager - exact) + 1.6e-2 * exact
+
+
+REJECTED = {
+    "a factor per class": (lambda z, b, s, r: z * b, "combines the logits with another tensor"),
+    "a whole tensor": (lambda z, b, s, r: z + torch.ones(B, S, V), "combines the logits"),
+    "a number per row added": (lambda z, b, s, r: z + r, "combines the logits"),
+    "in the denominator": (lambda z, b, s, r: s / z, "combines the logits"),
+    "a bias after a function": (lambda z, b, s, r: torch.tanh(z) + b, "not linear"),
+    "a temperature after a function": (lambda z, b, s, r: z.relu() * s, "not linear"),
+    "a scaled tensor operand": (lambda z, b, s, r: torch.add(z, b, alpha=2), "combines"),
+    "a bias, then a number per row": (lambda z, b, s, r: (z + b) * r, "scales a bias"),
+    "a shift, then a number per row": (lambda z, b, s, r: (z + 1) * r, "scales a bias"),
+    "a maximum with a tensor": (lambda z, b, s, r: torch.clamp(z, min=b), "combines"),
+    "more dimensions": (lambda z, b, s, r: (z[0] + b[None, None])[0], "combines"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejected(case):
+    def program(x, weight, vector, number, rows, labels):
+        logits = REJECTED[case][0](F.linear(x, weight), vector, number, rows)
+        return F.cross_entropy(logits.reshape(-1, V), labels.view(-1)[: logits.numel() // V])
+
+    labels, *rest = tensors()
+    assert REJECTED[case][1] in reason_of(program, *rest, labels)
+
+
+def test_a_factor_that_the_loss_depends_on_twice():
+    """The second loss is computed from what the first one became: none is computed twice."""
+
+    def program(x, weight, number, labels):
+        first = F.cross_entropy(last(F.linear(x, weight) * number), labels.view(-1))
+        return first + F.cross_entropy(last(F.linear(x, weight) * first), labels.view(-1))
+
+    labels, x, weight, _, number, _ = tensors()
+    check(program, labels, x, weight, number)
+    (after,) = report_of(program, x, weight, number, labels).after
+    assert " cross_entropy(" not in after
+    assert D != V

@@ -1,0 +1,81 @@
+"""Several losses over one weight, as heads chunked by hand have: none keeps a gradient of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+import fxpass.backend  # noqa: F401
+from fxpass import testing
+from tests.support.allocations import Allocations
+from tests.support.numerics import assert_close, loss_and_gradients
+
+N, D, V = 64, 32, 500
+
+
+def by_hand(chunks, dtype=None):
+    def loss(x, weight, target):
+        total = 0.0
+        for some, labels in zip(x.chunk(chunks), target.chunk(chunks), strict=True):
+            logits = F.linear(some, weight if dtype is None else weight.to(dtype))
+            total = total + F.cross_entropy(logits.float(), labels, reduction="sum")
+        return total / len(target)
+
+    return loss
+
+
+def operands(dtype=torch.float32):
+    x, weight = torch.randn(N, D, dtype=dtype), torch.randn(V, D, dtype=dtype)
+    return x.requires_grad_(), weight.requires_grad_(), torch.randint(0, V, (N,))
+
+
+@pytest.mark.parametrize(("chunks", "strategy"), [(1, "chunked"), (2, "chunked"), (16, "tiled")])
+def test_the_choice_sees_all_losses_of_a_weight(chunks, strategy):
+    report = testing.assert_fused(by_hand(chunks), *operands(), losses=chunks)
+    assert {m.spec.strategy for m in report.matches} == {strategy}
+
+
+def test_weights_are_compared_through_casts_and_transposes():
+    def loss(x, weight, target):
+        total = 0.0
+        for some, labels in zip(x.chunk(16), target.chunk(16), strict=True):
+            total = total + F.cross_entropy(some @ weight.to(torch.bfloat16).t(), labels)
+        return total
+
+    x, weight, target = operands()
+    x = x.detach().bfloat16().requires_grad_()
+    report = testing.assert_fused(loss, x, weight, target, losses=16)
+    assert {m.spec.strategy for m in report.matches} == {"tiled"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loss_and_gradients(dtype):
+    *tensors, target = (t.detach() for t in operands(dtype))
+
+    def program(x, weight):
+        return by_hand(16)(x, weight, target)
+
+    compiled = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+    exact = loss_and_gradients(program, tensors, torch.float64)
+    ours, eager = (loss_and_gradients(p, tensors) for p in (compiled, program))
+    assert counters["fusedce"]["matched"] == 16
+    assert_close(ours, eager, exact, dtype)
+
+
+@pytest.mark.parametrize("chunks", [4, 16, 32])
+def test_memory_is_no_more_than_without(chunks):
+    peaks = []
+    for enabled in (False, True):
+        torch._dynamo.reset()
+        options = {"fusedce.inner": "aot_eager", "fusedce.enabled": enabled}
+        compiled = torch.compile(by_hand(chunks), backend="fusedce", options=options)
+        *leaves, target = operands()
+        compiled(*leaves, target).backward()  # compiles it
+        for leaf in leaves:
+            leaf.grad = None
+        with Allocations() as allocated:
+            compiled(*leaves, target).backward()
+        peaks.append(allocated.peak([]))
+    assert peaks[1] <= 1.05 * peaks[0]

@@ -1,0 +1,157 @@
+"""Every lowering where the weight holds some of the classes: a target may be in another shard."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fxpass.aten import chunked as aten_chunked
+from fxpass.aten import tiled as aten_tiled
+from fxpass.kernels import chunked as triton_chunked
+from fxpass.kernels import tile_config as triton_tile_config
+from fxpass.kernels import tiled as triton_tiled
+from fxpass.kernels.tile_config import Config
+from fxpass.spec import expression
+from fxpass.spec.spec import ELSEWHERE, IGNORED, Spec
+from tests.support.lowerings import DTYPES, GRADIENTS, autograd, problem
+from tests.support.numerics import assert_close
+
+N, V, ALL = 7, 21, 50
+AWAY, LEFT_OUT = [1, 5], [3]
+SMALL = Config(BLOCK_N=16, BLOCK_V=16, BLOCK_D=16, GROUP_N=2, num_warps=1, num_stages=1)
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    """Several splits of several tiles, several tiles of the weight."""
+    small = SMALL if torch.cuda.is_available() else SMALL._replace(BLOCK_N=8, BLOCK_D=8)
+    monkeypatch.setattr(triton_tile_config, "configs_for", lambda target, dtype: (small,))
+    monkeypatch.setattr(triton_tiled, "_processors", lambda device: 3)
+    monkeypatch.setattr(triton_chunked, "_CLASSES_PER_TILE", 16)
+
+
+# ---------------------------------------------------------------- the lowerings, called alike
+
+
+def rows(inputs, spec):
+    return triton_chunked.run(inputs, spec, 4)
+
+
+def rows_in_blocks(inputs, spec):
+    """The kernel of rows, with several blocks in each."""
+    with pytest.MonkeyPatch.context() as patch:
+        options = {"BLOCK_V": 16, "num_warps": 1}
+        patch.setattr(triton_chunked, "row_options", lambda v, dtype: options)
+        return rows(inputs, spec)
+
+
+LOWERINGS = {
+    "aten chunked": lambda inputs, spec: aten_chunked.run(inputs, spec, 4),
+    "aten tiled": lambda inputs, spec: aten_tiled.run(inputs, spec, 4, 16),
+    "whole rows": rows,
+    "blocks": rows_in_blocks,
+    "tiles": lambda inputs, spec: triton_tiled.run(inputs, spec, SimpleNamespace(classes=20)),
+}
+
+
+def run(lowering, inputs, spec):
+    """Loss and lse, then gradients, as the operator asks for them."""
+    out = LOWERINGS[lowering](inputs, dataclasses.replace(spec, gradients=()))
+    if "tile" in lowering:
+        assert out.lse_rest.isfinite().all()
+        inputs = inputs._replace(lse=out.lse, lse_rest=out.lse_rest)
+    grads = LOWERINGS[lowering](inputs, dataclasses.replace(spec, lse=False))
+    return out.loss, out.lse, grads.x, grads.weight, grads.bias
+
+
+def shard(device, spec, dtype=torch.float32, v=V, **features):
+    """A problem with targets that are here, in another shard, and ignored."""
+    inputs = problem(device, dtype, n=N, v=v, target=spec.target, **features)
+    if spec.target == "indices":
+        inputs.target[AWAY] = ELSEWHERE
+        inputs.target[LEFT_OUT] = IGNORED if spec.ignore_index is not None else ELSEWHERE
+        inputs.target[0], inputs.target[2] = 0, v - 1
+    return inputs
+
+
+def check(lowering, inputs, spec):
+    """Loss, lse and gradients against float64."""
+    out = run(lowering, inputs, spec)
+    exact, eager = autograd(inputs, spec, torch.float64), autograd(inputs, spec, inputs.x.dtype)
+    assert_close(out, eager, exact, inputs.x.dtype)
+    return out
+
+
+# ---------------------------------------------------------------- the meaning
+
+SPEC = Spec("none", gradients=GRADIENTS, lse=True, shard_of=ALL)
+BOTH = {"row_scaled": True, "lse_scaled": True}
+# what differs from SPEC, and what is there beside the target
+CASES = {
+    "plain": ({}, BOTH),
+    "no scales, no ignored rows": ({"ignore_index": None}, {}),
+    "weighted": ({}, {"weighted": True, "row_scaled": True}),
+    "smoothed": ({"label_smoothing": 0.3, "ignore_index": None}, {"row_scaled": True}),
+    "everything": (
+        {"label_smoothing": 0.3, "logits": expression.parse("30*tanh(z/30)")},
+        {"weighted": True, **BOTH},
+    ),
+    "probabilities": (
+        {"target": "probabilities", "label_smoothing": 0.3},
+        {"weighted": True, **BOTH},
+    ),
+}
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("name", CASES)
+def test_against_float64(device, name, lowering):
+    changes, features = CASES[name]
+    spec = dataclasses.replace(SPEC, **changes)
+    check(lowering, shard(device, spec, **features), spec)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_low_precision(device, dtype, lowering):
+    spec = dataclasses.replace(SPEC, label_smoothing=0.1)
+    check(lowering, shard(device, spec, dtype, v=32, **BOTH), spec)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_no_target_is_here(device, lowering):
+    """Then the loss is 0, and so is its gradient; that of the lse remains."""
+    inputs = shard(device, SPEC, row_scaled=True)
+    inputs.target[:] = ELSEWHERE
+    loss, _, *grads = check(lowering, inputs, SPEC)
+    assert not loss.any()
+    assert not any(grad.any() for grad in grads)
+    check(lowering, inputs._replace(lse_scale=inputs.row_scale), SPEC)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_what_is_read_in_place_of_a_class_elsewhere(device, lowering):
+    """Class 0, which is impossible here; no target of this shard is that class."""
+    inputs = shard(device, SPEC, weighted=True, **BOTH)
+    inputs.target[0] = 5
+    inputs.bias[0] = -torch.inf
+    check(lowering, inputs, SPEC)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_no_class_of_the_shard_is_possible(device, lowering):
+    """As a shard of padding is: it adds nothing to a row, and no gradient comes from it."""
+    inputs = shard(device, SPEC, row_scaled=True)
+    inputs.target[:] = ELSEWHERE
+    # what arrives at an lse that is far below another shard's
+    inputs = inputs._replace(lse_scale=torch.zeros(N, device=device))
+    inputs.bias[:] = -torch.inf
+    loss, lse, *grads = run(lowering, inputs, SPEC)
+    assert not loss.any()
+    assert (lse == torch.finfo(torch.float32).min).all()
+    assert not any(grad.any() for grad in grads)

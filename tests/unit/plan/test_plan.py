@@ -1,0 +1,233 @@
+"""Which lowering runs where, the budget, and plans for every size."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fxpass.plan import devices
+from fxpass.plan import plan as plans
+from fxpass.plan.devices import lowering_for
+from fxpass.plan.plan import BLOCK, CPU_BUDGET, GPU_BUDGET, MIB, budget, plan
+from fxpass.spec import expression
+from fxpass.spec.spec import Spec
+from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
+
+F16 = torch.float16
+SOFTCAP = expression.parse("30*tanh(z/30)")
+
+# ---------------------------------------------------------------- lowerings
+
+
+def test_the_cpu_runs_aten_and_says_in_which_dtype():
+    assert lowering_for(CPU, F32) == ("aten", "ATen multiplies float32 in float32: its own")
+    lowering, reason = lowering_for(CPU, BF16)
+    multiplied = devices.multiplied_in(BF16, CPU)
+    assert (lowering, multiplied in (F32, BF16)) == ("aten", True)
+    assert reason.startswith(f"ATen multiplies bfloat16 in {str(multiplied)[6:]}: ")
+
+
+@pytest.mark.parametrize(
+    ("installed", "dtype", "reason"),
+    [
+        (False, F32, "triton is not installed"),
+        (True, F64, "the Triton kernels compute in f32"),
+    ],
+)
+def test_a_gpu_runs_aten_where_triton_cannot(installed, dtype, reason, monkeypatch):
+    monkeypatch.setattr(devices, "has_triton", lambda: installed)
+    assert lowering_for(CUDA, dtype) == ("aten", reason)
+
+
+@pytest.mark.parametrize(("capability", "lowering"), [((7, 0), "aten"), ((7, 5), "triton")])
+def test_an_old_gpu_runs_aten(capability, lowering, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(devices, "has_triton", lambda: True)
+    card = SimpleNamespace(name="a card", major=capability[0], minor=capability[1])
+    monkeypatch.setattr(devices, "properties_of", lambda _: card)
+    assert lowering_for(CUDA, BF16)[0] == lowering
+
+
+def test_a_gpu_that_is_not_there_is_new(monkeypatch):
+    """Tensors without data may be of a CUDA build's device on a machine that has none."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(devices, "properties_of", devices.properties_of.__wrapped__)
+    monkeypatch.setattr(devices, "has_triton", lambda: True)
+    assert lowering_for(CUDA, BF16)[0] == "triton"
+
+
+def test_the_device_of_the_tests(device):
+    """Where there is a GPU, it runs the kernels, whatever it is asked for."""
+    lowering = "triton" if device.type == "cuda" else "aten"
+    for dtype in (BF16, F16, F32):
+        assert lowering_for(device, dtype)[0] == lowering
+    got = plan(256, 64, 1000, BF16, device, Spec())
+    assert (got.lowering, got.strategy, got.rows) == (lowering, "chunked", 256)
+
+
+def test_half_precision_is_computed_in_f32_and_f64_in_f64():
+    assert {devices.compute_dtype(dtype) for dtype in (F16, BF16, F32)} == {F32}
+    assert devices.compute_dtype(F64) == F64
+
+
+def test_gradients_have_their_operands_dtype_where_that_has_the_range():
+    kept = {dtype: devices.gradient_dtype(dtype) for dtype in (F16, BF16, F32, F64)}
+    assert kept == {F16: F32, BF16: BF16, F32: F32, F64: F64}
+
+
+# ---------------------------------------------------------------- budgets
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"),
+    [
+        (139 * GIB, GIB),
+        (80 * GIB, GIB),
+        (24 * GIB, 384 * MIB),
+        (8 * GIB, 256 * MIB),
+        (0, 256 * MIB),
+    ],
+)
+def test_a_gpu_gives_a_share_of_its_memory(total, expected, monkeypatch):
+    monkeypatch.setattr(plans, "properties_of", lambda _: SimpleNamespace(total_memory=total))
+    assert budget(128256, BF16, CUDA, 0) == expected
+    assert budget(128256, BF16, CUDA, 100) == 100 * MIB
+
+
+def test_a_gpu_that_is_not_there_gives_the_least():
+    assert budget(128256, BF16, torch.device("cuda:77"), 0) >= GPU_BUDGET[0]
+
+
+def test_a_cpu_gives_room_for_some_hundred_rows():
+    low, high = CPU_BUDGET
+    assert budget(10, F32, CPU, 0) == low
+    assert budget(10**6, F32, CPU, 0) == high
+    assert low < budget(64000, F32, CPU, 0) < high
+    assert budget(64000, F32, CPU, 3) == 3 * MIB
+
+
+# ---------------------------------------------------------------- every size
+
+NS = (0, 1, 7, 512, 2048, 65536, 285_000, 10**6, 10**7)
+DS = (1, 64, 512, 4096, 10**4)
+VS = (1, 2, 10, 1000, 32000, 128256, 10**6)
+BUDGETS = (0, 1, 8, 64, 1024)
+SPECS = [
+    Spec(),
+    Spec(gradients=("x", "weight", "bias")),
+    Spec(gradients=("x",)),
+    Spec(target="probabilities", logits=SOFTCAP, gradients=BOTH),
+]
+
+
+@pytest.mark.parametrize("lowering", ["aten", "triton"])
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("which", range(len(SPECS)))
+def test_plans_for_every_size(lowering, strategy, dtype, which, monkeypatch):
+    """Within the budget or at the smallest block, and never a run of many small steps."""
+    monkeypatch.setattr(plans, "lowering_for", lambda *_: (lowering, "for the test"))
+    device = CUDA if lowering == "triton" else CPU
+    spec = SPECS[which]
+    for n, d, v, memory_mb in itertools.product(NS, DS, VS, BUDGETS):
+        one = Spec(
+            target=spec.target,
+            logits=spec.logits,
+            gradients=spec.gradients,
+            strategy=strategy,
+            memory_mb=memory_mb,
+        )
+        got = plan(n, d, v, dtype, device, one)
+        where = f"{n=} {d=} {v=} {memory_mb=}: {got}"
+        assert 1 <= got.rows <= max(1, n), where
+        assert 1 <= got.classes <= v, where
+        # (rows of a chunk hold all classes)
+        classes = got.classes if strategy == "tiled" or got.in_place else v
+        steps = -(-max(1, n) // got.rows) * -(-v // classes)
+        # each step has a sensible amount of work: logits, or elements of operands
+        work = got.rows * classes + (got.rows + classes) * d
+        assert steps == 1 or work >= BLOCK, where
+        assert got.rows >= min(n, 16), where
+        allowed = budget(v, dtype, device, memory_mb)
+        if "smallest block" not in got.reason:
+            assert got.scratch <= allowed, where
+        if not memory_mb and v * d <= 10**8 and lowering == "aten":
+            # the default budget is no reason for more than a few hundred steps a gigabyte
+            most = 8 + (n * (v + d) + v * d) * 8 // MIB
+            assert steps <= most, where
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("n", [285_000, 10**6])
+@pytest.mark.parametrize("v", [2, 10])
+def test_many_rows_of_few_classes_are_a_few_chunks(n, v, dtype):
+    for strategy in ("chunked", "tiled"):
+        got = plan(n, 64, v, dtype, CPU, Spec(gradients=BOTH, strategy=strategy))
+        assert -(-n // got.rows) <= 40
+        assert strategy == "chunked" or got.classes == v
+
+
+def test_a_strategy_that_is_set_beyond_the_budget_still_has_tiles():
+    got = plan(65536, 4096, 128256, BF16, CPU, Spec(gradients=BOTH, strategy="tiled", memory_mb=1))
+    assert got.rows * got.classes >= 64 * 64
+    assert "budget of 1.0 MiB" in got.reason
+
+
+# ---------------------------------------------------------------- one chunk, or in place
+
+
+def test_one_chunk_where_the_sums_of_several_would_take_more():
+    """Chunks of bf16 need f32 sums of 4·V·D bytes; 2·N·V of logits are less up to N = 2·D."""
+    for n, whole in ((1500, True), (4096, False)):
+        got = plan(n, 700, 50000, BF16, CPU, Spec(gradients=BOTH))
+        assert (got.rows == n) == whole
+        assert bool(got.sums) != whole
+    assert plan(1500, 700, 50000, F32, CPU, Spec(gradients=BOTH)).rows < 1500
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_logits_that_fit_into_the_weights_gradient_live_there(dtype):
+    for gradients, n, expected in ((BOTH, 1024, True), (BOTH, 1025, False), (("x",), 1024, False)):
+        got = plan(n, 1024, 128256, dtype, CPU, Spec(gradients=gradients))
+        assert (got.in_place, got.scratch < 48 * MIB) == (
+            expected,
+            expected or got.scratch < 48 * MIB,
+        )
+    kept = plan(1024, 1024, 128256, dtype, CPU, Spec(gradients=BOTH), kept=True)
+    assert not kept.in_place
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("n", [1024, 4096, 32768])
+@pytest.mark.parametrize("memory_mb", [0, 256])
+def test_a_gpus_chunks(head, n, memory_mb, h200):
+    d, v = HEADS[head]
+    got = plan(n, d, v, BF16, CUDA, Spec(gradients=BOTH, memory_mb=memory_mb))
+    padded = -(-v // 16) * 16
+    most = 1024 * MIB // (padded * 2)
+    if memory_mb:  # holds the sums too, or what would take less
+        assert got.scratch + got.sums <= max(256 * MIB, 64 * MIB + 4 * v * d)
+    elif n <= most + 2 * d:
+        assert got.rows == n
+    else:
+        assert got.rows % 64 == 0
+        assert got.rows <= most
+
+
+def test_sizes_that_are_planned_again_are_looked_up():
+    plans._plan.cache_clear()
+    for _ in range(3):
+        plan(2048, 512, 32000, F32, CPU, Spec(gradients=BOTH))
+    assert plans._plan.cache_info().misses == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0.0 MiB"), (1.25 * MIB, "1.2 MiB"), (33 * MIB, "33 MiB"), (2.5 * GIB, "2.50 GiB")],
+)
+def test_bytes_as_text(number, text):
+    assert plans.size(int(number)) == text

@@ -1,0 +1,127 @@
+"""The packages of fxpass: which may import which, and that an installed wheel has all of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fxpass
+from tests.conftest import FULL, NEEDS
+
+ROOT = Path(fxpass.__file__).parent
+
+# What a package may import. The public modules, which are in none, may import everything but the
+# command line; of them, everything may import the settings.
+LAW = {
+    "spec": set(),
+    "graph": set(),
+    "casts": {"graph", "spec"},
+    "plan": {"spec"},
+    "aten": {"spec", "plan"},
+    "kernels": {"spec", "plan", "aten"},
+    "op": {"spec", "plan", "aten", "kernels"},
+    "match": {"graph", "spec", "plan"},
+    "deferred": {"spec", "op", "match", "graph"},
+    "rewrite": {"match", "casts", "op", "deferred", "graph", "plan", "spec", "kernels"},
+    "cli": {"op", "plan"},
+}
+PUBLIC = {"backend", "distributed", "report", "settings", "testing"}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of fxpass that a file imports, wherever it does, without ``fxpass.``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        yield from (n.removeprefix("fxpass.") for n in names if n.startswith("fxpass."))
+
+
+def files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def forbidden(package: str, path: Path) -> list[str]:
+    allowed = LAW[package] | {package, "settings"}
+    if package == "cli":
+        allowed |= PUBLIC | {"__version__"}
+    return [name for name in imported(path) if name.partition(".")[0] not in allowed]
+
+
+@pytest.mark.parametrize("package", LAW)
+def test_imports_go_down(package):
+    assert files(package), package
+    wrong = {str(p.relative_to(ROOT)): w for p in files(package) if (w := forbidden(package, p))}
+    assert not wrong
+
+
+def test_there_is_no_circle():
+    done: set[str] = set()
+    while left := set(LAW) - done:
+        ready = {package for package in left if LAW[package] <= done}
+        assert ready, f"a circle among {sorted(left)}"
+        done |= ready
+
+
+def test_another_direction_is_seen(tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text("def f():\n    from fxpass.rewrite import transform\n")
+    assert forbidden("match", path) == ["rewrite.transform"]
+
+
+def test_every_module_is_in_a_package():
+    top = {path.stem for path in ROOT.glob("*.py")}
+    assert top == PUBLIC | {"__init__", "__main__"}
+    assert {p.name for p in ROOT.iterdir() if p.is_dir() and p.name != "__pycache__"} == set(LAW)
+    for public in PUBLIC:
+        assert not [name for name in imported(ROOT / f"{public}.py") if name.startswith("cli")]
+
+
+@pytest.mark.parametrize("package", LAW)
+def test_charters(package):
+    text = importlib.import_module(f"fxpass.{package}").__doc__ or ""
+    sentences = [s for s in text.replace("\n", " ").split(". ") if s.strip()]
+    assert len(sentences) in (2, 3, 4), sentences
+
+
+def test_a_module_fits_its_reader():
+    lines = {p: len(p.read_text().splitlines()) for p in ROOT.rglob("*.py")}
+    assert max(lines.values()) <= 400, max(lines, key=lambda p: lines[p])
+
+
+def test_a_wheel_has_every_module(tmp_path):
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    # a build writes beside its sources
+    project = tmp_path / "project"
+    project.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        (project / name).write_text((ROOT.parent / name).read_text())
+    for path in ROOT.rglob("*.py"):
+        copy = project / "fxpass" / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    subprocess.run([*command, "--wheel-dir", tmp_path, str(project)], check=True)
+    (wheel,) = tmp_path.glob("fxpass-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+    modules = {m.name for m in pkgutil.walk_packages([str(ROOT)], "fxpass.")}
+    for module in modules:
+        path = module.replace(".", "/")
+        assert {f"{path}.py", f"{path}/__init__.py"} & inside, module
+    assert any(name.endswith("licenses/LICENSE") for name in inside)
+
+
+def test_the_tiers_name_modules_that_exist():
+    tests = Path(__file__).parents[1]
+    assert not [name for name in (*FULL, *NEEDS) if not (tests / name).exists()]

@@ -1,0 +1,310 @@
+"""explain(): what it counts, what it says, and that it may be called on anything, repeatedly."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+import fxpass
+from fxpass.report import Report, explain
+
+# Dynamo itself looks at the .grad of logits that enter a graph
+NON_LEAF = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def inputs(n: int = 4, dtype: torch.dtype = torch.float32):
+    weight = torch.ones(10, 8, dtype=dtype, requires_grad=True)
+    return torch.ones(n, 8, dtype=dtype), weight, torch.zeros(n).long()
+
+
+def fused(x, w, target):
+    return F.cross_entropy(F.linear(x, w), target)
+
+
+def rejected(x, w, target):
+    return F.cross_entropy(F.linear(x, w).cumsum(-1), target)
+
+
+def loss_less(x, w, target):
+    return F.linear(x, w).sum()
+
+
+def broken(x, w, target):
+    logits = F.linear(x, w)
+    torch._dynamo.graph_break()
+    return F.cross_entropy(logits, target)
+
+
+def broken_before(x, w, target):
+    x = x * 2
+    torch._dynamo.graph_break()
+    return F.cross_entropy(F.linear(x, w), target)
+
+
+def kept(x, w, target):
+    logits = F.linear(x, w)
+    return F.cross_entropy(logits, target), logits
+
+
+def several(x, w, target):
+    logits = F.linear(x, w) * 2
+    first = F.cross_entropy(F.linear(x, w), target)
+    return (
+        first + F.cross_entropy(logits, target) + F.cross_entropy(F.linear(x, w).cumsum(-1), target)
+    )
+
+
+def under_autocast(x, w, target):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.cross_entropy(F.linear(x, w), target)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(8, 10)
+        self.loss = torch.nn.CrossEntropyLoss()
+
+    def forward(self, x, target):
+        return self.loss(self.head(x), target)
+
+
+def counts(report: Report) -> tuple[int, int, int, int]:
+    return (report.graphs, len(report.matches), len(report.rejections), len(report.casts))
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (fused, (1, 1, 0, 0)),
+        (rejected, (1, 0, 1, 0)),
+        (loss_less, (1, 0, 0, 0)),
+        pytest.param(broken, (2, 0, 1, 0), marks=NON_LEAF),
+        (broken_before, (2, 1, 0, 0)),
+        (kept, (1, 1, 0, 0)),
+        (several, (1, 2, 1, 0)),
+        (under_autocast, (1, 1, 0, 2)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_counts(fn, expected):
+    report = explain(fn, *inputs())
+    assert counts(report) == expected
+    assert len(report.before) == len(report.after) == report.graphs
+    changed = [b != a for b, a in zip(report.before, report.after, strict=True)]
+    assert sum(changed) == (report.matches != ())
+    head = str(report).splitlines()[0]
+    assert [int(word) for word in head.split() if word.isdigit()] == list(expected)
+    assert ("nothing to fuse" in str(report)) == (fn is loss_less)
+    assert len(report.breaks) == report.graphs - 1
+
+
+@NON_LEAF
+def test_a_graph_break_between_head_and_loss_is_located():
+    report = str(explain(broken, *inputs()))
+    number = broken.__code__.co_firstlineno + 2
+    assert "the linear is in another graph" in report
+    assert f"graph break: tests/unit/test_report.py:{number} torch._dynamo.graph_break()" in report
+
+
+def test_it_is_what_the_package_exports():
+    assert (fxpass.explain, fxpass.Report) == (explain, Report)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_compiled_function(again):
+    compiled = torch.compile(fused, backend="eager")
+    if again:
+        compiled(*inputs())
+    assert counts(explain(compiled, *inputs())) == (1, 1, 0, 0)
+
+
+def plain(model):
+    return model
+
+
+def wrapped(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("make", [plain, wrapped, compiled_in_place])
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_module(make, ran):
+    x, _, target = inputs()
+    model = make(Model())
+    if ran:
+        model(x, target)
+    report = explain(model, x, target=target)
+    assert counts(report) == (1, 1, 0, 0)
+    assert report.matches[0].walk.linear.bias is not None
+    # and the module is what it was
+    torch.testing.assert_close(model(x, target), F.cross_entropy(model.head(x), target))
+
+
+def test_the_function_really_runs_once():
+    calls = []
+
+    @torch._dynamo.disable
+    def note():
+        calls.append(1)
+
+    def f(x, w, target):
+        note()
+        return fused(x, w, target)
+
+    explain(f, *inputs())
+    assert calls == [1]
+
+
+def test_it_can_be_called_again_and_again():
+    first = explain(fused, *inputs())
+    for _ in range(12):  # more often than Dynamo compiles one function
+        assert str(explain(fused, *inputs())) == str(first)
+
+
+@pytest.mark.parametrize("n", [3, 9])
+def test_it_does_not_use_up_what_torch_compile_may_do(n):
+    for _ in range(n):
+        explain(fused, *inputs())
+    counters.clear()
+    torch.compile(fused, backend="fusedce", options={"fusedce.inner": "eager"})(*inputs())
+    assert counters["fusedce"]["matched"] == 1
+
+
+def test_settings_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("FUSEDCE_MIN_LOGITS_MB", "1")
+    report = explain(fused, *inputs())
+    assert counts(report) == (1, 0, 1, 0)
+    assert "fewer than 1 (FUSEDCE_MIN_LOGITS_MB=0 fuses all)" in str(report)
+    monkeypatch.setenv("FUSEDCE_MIN_LOGITS_MB", "small")
+    with pytest.raises(ValueError, match="FUSEDCE_MIN_LOGITS_MB='small' is not allowed"):
+        explain(fused, *inputs())
+
+
+def test_switched_off_it_tells_what_would_be_done(monkeypatch):
+    monkeypatch.setenv("FUSEDCE", "0")
+    assert counts(explain(fused, *inputs())) == (1, 1, 0, 0)
+
+
+# ---------------------------------------------------------------- what it says
+
+
+def test_casts_name_operand_dtypes_and_line():
+    report = explain(under_autocast, *inputs())
+    (line,) = {cast.source for cast in report.casts}
+    number = under_autocast.__code__.co_firstlineno + 2
+    assert f"test_report.py:{number} return F.cross_entropy(F.linear(x, w), target)" in line
+    assert [(c.operand, c.old, c.new) for c in report.casts] == [
+        ("l_x_", torch.float32, torch.bfloat16),
+        ("l_w_", torch.float32, torch.bfloat16),
+    ]
+    assert f"cast: %l_x_, %l_w_ float32 -> bfloat16: {line}" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("fn", "n", "dtype", "expected"),
+    [
+        (fused, 4, torch.float32, 4 * 10 * 4),
+        (fused, 7, torch.bfloat16, 7 * 10 * 2),
+        (under_autocast, 4, torch.float32, 4 * 10 * 2),
+        (several, 4, torch.float32, 2 * 4 * 10 * 4),
+        (kept, 4, torch.float32, 160),  # deferred
+        (rejected, 4, torch.float32, 0),
+        (loss_less, 4, torch.float32, 0),
+    ],
+)
+def test_logits_bytes(fn, n, dtype, expected):
+    report = explain(fn, *inputs(n, dtype))
+    assert report.logits_bytes == expected
+    assert ("never allocated" in str(report)) == (expected > 0)
+
+
+def test_logits_bytes_of_a_symbolic_batch():
+    explain(fused, *inputs(4))
+    args = inputs(6)
+    torch._dynamo.mark_dynamic(args[0], 0)
+    torch._dynamo.mark_dynamic(args[2], 0)
+    assert explain(fused, *args).logits_bytes == 6 * 10 * 4
+
+
+def test_kernels_have_a_name_and_a_source():
+    (kernel,) = explain(fused, *inputs()).kernels
+    names = {n.name for n in ast.walk(ast.parse(kernel.source)) if isinstance(n, ast.FunctionDef)}
+    assert kernel.name in names
+    assert f"Triton kernels on a GPU: {kernel.name}" in str(explain(fused, *inputs()))
+
+
+def test_kernels_of_one_spec_are_listed_once():
+    def twice(x, w, target):
+        return fused(x, w, target) + fused(x, w, target)
+
+    report = explain(twice, *inputs())
+    assert len(report.matches) == 2
+    assert report.kernels == explain(fused, *inputs()).kernels
+    assert not explain(rejected, *inputs()).kernels
+
+
+TRAIN = """\
+import torch.nn.functional as F
+
+def step(x, w, t):
+    loss = F.cross_entropy(F.linear(x.bfloat16(), w), t)
+    return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), t)
+"""
+
+
+def test_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(TRAIN)
+    spec = importlib.util.spec_from_file_location("train", tmp_path / "train.py")
+    train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train)
+    *lines, kernels = str(explain(train.step, *inputs())).splitlines()
+    assert kernels.startswith("  Triton kernels on a GPU: linear_cross_entropy_")
+    expecttest.assert_expected_inline(
+        "\n".join(lines),
+        """\
+1 graph, 1 loss fused, 1 not fused, 1 cast
+  fused: train.py:4 loss = F.cross_entropy(F.linear(x.bfloat16(), w), t): logits [4, 10], v5 reduction=mean gradients=weight
+    strategy: chunked, 4 rows at a time: 0.0 MiB of scratch; the gradients are computed with the loss
+  not fused: train.py:5 return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), t): %cumsum (cumsum) between the linear and the loss is not known
+  cast: %l_w_ float32 -> bfloat16: train.py:4 loss = F.cross_entropy(F.linear(x.bfloat16(), w), t)
+  logits never allocated: 0.0 MiB a copy""",
+    )
+
+
+def test_text_without_a_loss():
+    assert str(explain(loss_less, *inputs())).splitlines() == [
+        "1 graph, 0 losses fused, 0 not fused, 0 casts",
+        "  no cross-entropy in any graph: nothing to fuse",
+    ]
+
+
+@pytest.mark.parametrize("setting", ["chunked", "tiled"])
+def test_the_kernels_are_those_of_the_strategy(monkeypatch, setting):
+    monkeypatch.setenv("FUSEDCE_STRATEGY", setting)
+    x, w, t = inputs()
+    report = explain(
+        lambda x, w, t: F.cross_entropy(F.linear(x, w), t, label_smoothing=0.1), x, w, t
+    )
+    (match,) = report.matches
+    assert match.spec.strategy == match.choice.strategy == setting
+    stages = [
+        k.name.removeprefix("linear_cross_entropy_").rpartition("_")[0] for k in report.kernels
+    ]
+    assert stages == {"chunked": [""], "tiled": ["forward", "merge", "backward"]}[setting]
+    assert f"strategy: {setting}, " in str(report)
