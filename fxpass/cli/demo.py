@@ -21,7 +21,6 @@ import torch
 from fxpass.cli import demo_report, doctor
 from fxpass.cli.demo_data import read_corpus
 from fxpass.cli.demo_worker import Job, Result
-from fxpass.cli.doctor_probe import probe_tools
 
 CLASSES = 50_304  # GPT-2's vocabulary, padded to a multiple of 64
 HEAD_WIDTH = 32
@@ -108,7 +107,7 @@ def run(options: Options) -> int:
 def _runnable(options: Options) -> tuple[tuple[str, ...], dict[str, str]]:
     """The providers that can run here, and the environment for their processes."""
     environ = {"FUSEDCE_MIN_LOGITS_MB": "0", **os.environ}  # it has something to show at any size
-    problem = doctor.inductor_problem(probe_tools(), torch.device(options.device).type)
+    problem = doctor.inductor_problem(torch.device(options.device).type)
     if not problem:
         return options.providers, environ
     print(f"Inductor cannot run here: {problem}")

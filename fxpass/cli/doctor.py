@@ -1,79 +1,83 @@
 """``fxpass doctor``: what this machine can do, which settings are in force, and what is wrong.
 
-In: the :class:`fxpass.cli.doctor_probe.Machine` that the probes read, which is plain data. Out:
-:func:`findings` judges it by the rules here and in ``doctor_rules``, :func:`text` prints it; both
-are pure functions.
+In: a :class:`fxpass.cli.doctor_machine.Machine`. Out: :func:`findings` judges it, :func:`text`
+prints it; both are pure functions::
+
+    >>> bf16(Device("cuda:0", "Tesla T4", "sm_75"))
+    ('emulated', 'train in float16 there, with torch.amp.GradScaler')
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from fxpass.cli import doctor_rules
-from fxpass.cli.doctor_capability import arch_text, memory_text, native, native_cpu
-from fxpass.cli.doctor_devices import SELECTING, Accelerators, Cpu, Device
-from fxpass.cli.doctor_probe import Lowering, Machine, Setting, Tools, probe
-from fxpass.cli.doctor_rules import LEVELS, Finding
+from fxpass.cli.doctor_machine import Device, Machine, read_compilers, read_machine
 
 SUPPORTED_TORCH = ((2, 11), (2, 15))
 
-# (types of device, the field of Tools that Inductor needs there, what is so without it, advice)
-_NEEDED = (
+# (what Inductor needs, for which types of device, how to get it)
+NEEDED = (
+    ("C++ compiler", ("cpu",), "install g++ or clang, or name yours in CXX"),
+    ("Triton", ("cuda",), "pip install triton"),
+    ("C compiler", ("cuda",), "install gcc or clang, or name yours in CC"),
+    ("Python.h", ("cpu", "cuda"), "install Python's headers, such as apt-get install python3-dev"),
+)
+
+# (from this compute capability on, how bf16 is multiplied, advice), the newest first; as
+# torch.cuda.is_bf16_supported(including_emulation=False), which answers for one device alone
+BF16 = (
+    ((8, 0), "native", ""),
+    ((7, 0), "emulated", "train in float16 there, with torch.amp.GradScaler"),
     (
-        ("cpu",),
-        "cxx",
-        "there is no C++ compiler",
-        "install g++ or clang (for example apt-get install g++), or name yours in CXX; or set "
-        "FUSEDCE_INNER=aot_eager, which needs none",
-    ),
-    (("cuda",), "triton", "triton is not installed", "pip install triton"),
-    (
-        ("cuda",),
-        "cc",
-        "Triton needs a C compiler",
-        "install gcc or clang (for example apt-get install gcc), or name yours in CC",
-    ),
-    (
-        ("cpu", "cuda"),
-        "python_header",
-        "Python.h is missing",
-        "install Python's headers (for example apt-get install python3-dev)",
+        (0, 0),  # without tensor cores
+        "emulated",
+        "stay with float32 there, and set FUSEDCE_INNER=aot_eager: Inductor needs sm_70",
     ),
 )
 
 
+class Finding(NamedTuple):
+    """What is wrong and what to do; a problem makes fxpass unusable, a warning does not."""
+
+    level: str
+    text: str
+    advice: str
+
+
 def run() -> int:
-    """Probes, prints, judges.
+    """Reads the machine, prints, judges.
 
     Returns:
-        1 if there is a problem, else 0: warnings and notes do not count.
+        1 if there is a problem, else 0: warnings do not count.
     """
-    machine = probe()
+    machine = read_machine()
     print(text(machine))
     return int(any(finding.level == "problem" for finding in findings(machine)))
+
+
+def inductor_problem(device_type: str) -> str:
+    """Why Inductor cannot compile here for ``cpu`` or ``cuda``, and what to do; empty if it can."""
+    return _lacking(read_compilers(), device_type)
 
 
 # ---------------------------------------------------------------- judging
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """What is wrong, the worst first, each with what to do."""
-    found = [finding for rule in RULES for finding in rule(machine)]
-    return sorted(found, key=lambda finding: LEVELS.index(finding.level))
+    """What is wrong, problems first."""
+    found = [finding for check in CHECKS for finding in check(machine)]
+    return sorted(found, key=lambda finding: finding.level != "problem")
 
 
 def _torch_version(machine: Machine) -> Iterator[Finding]:
     version = machine.versions["torch"]
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(numbers[1]), int(numbers[2])) if numbers else None
     lowest, highest = SUPPORTED_TORCH
-    if release is None or not lowest <= release <= highest:
-        yield Finding(
-            "problem",
-            f"torch {version} is not supported",
-            "install {}.{} to {}.{}".format(*lowest, *highest),
-        )
+    if not numbers or not lowest <= (int(numbers[1]), int(numbers[2])) <= highest:
+        advice = "install {}.{} to {}.{}".format(*lowest, *highest)
+        yield Finding("problem", f"torch {version} is not supported", advice)
 
 
 def _settings(machine: Machine) -> Iterator[Finding]:
@@ -81,34 +85,132 @@ def _settings(machine: Machine) -> Iterator[Finding]:
         yield Finding("problem", machine.settings_error, "correct or unset the variable")
 
 
+def _broken_driver(machine: Machine) -> Iterator[Finding]:
+    if machine.error:
+        yield Finding(
+            "problem",
+            f"torch cannot start the accelerator: {machine.error}",
+            "repair its driver, or set CUDA_VISIBLE_DEVICES= to use the CPU",
+        )
+
+
+def _no_device(machine: Machine) -> Iterator[Finding]:
+    """Torch is built for GPUs and sees none, for a reason that is known."""
+    built = machine.versions["cuda"] or machine.versions["hip"]
+    reasons = [*machine.said, *(f"{name}={value}" for name, value in machine.hiding.items())]
+    if built and reasons and not machine.devices and not machine.error:
+        yield Finding(
+            "warning",
+            f"torch is built for GPUs and sees none: {'; '.join(reasons)}",
+            "unset the variables that hide devices, or install a torch for the driver",
+        )
+
+
+def _no_code(machine: Machine) -> Iterator[Finding]:
+    for device in machine.devices:
+        if not has_code(device, machine.arch_list):
+            yield Finding(
+                "problem" if device == machine.used else "warning",
+                f"this torch has no code for {_name(device)}, which is {device.arch}, only for "
+                + ", ".join(machine.arch_list),
+                "install a build of torch that has: https://pytorch.org/get-started/locally/",
+            )
+
+
 def _inductor(machine: Machine) -> Iterator[Finding]:
-    on_gpu = any(device.kind in ("cuda", "hip") for device in machine.accelerators.devices)
-    for kind in ("cpu", "cuda") if on_gpu else ("cpu",):
-        for lacking, advice in _lacking(machine.tools, kind):
-            yield Finding("warning", f"Inductor cannot compile for {kind}: {lacking}", advice)
+    on_gpu = any(device.label.startswith("cuda") for device in machine.devices)
+    for device_type in ("cpu", "cuda") if on_gpu else ("cpu",):
+        if lacking := _lacking(machine.compilers, device_type):
+            yield Finding(
+                "warning",
+                f"Inductor cannot compile for {device_type}: {lacking}",
+                "install what is missing, or set FUSEDCE_INNER=aot_eager, which needs none of it",
+            )
 
 
-def _devices(machine: Machine) -> Iterator[Finding]:
-    yield from doctor_rules.findings(machine.accelerators, machine.cpu)
+def _weaker_default(machine: Machine) -> Iterator[Finding]:
+    used = machine.used
+    best = used
+    for device in machine.devices:
+        best = device if stronger(device, best) else best
+    if best != used:
+        module, _, index = best.label.partition(":")
+        yield Finding(
+            "warning",
+            f"{_name(used)} is the default, and {_name(best)} is stronger: "
+            f"{_strength(best)} against {_strength(used)}",
+            f"call torch.{module}.set_device({index}) first, or let CUDA_VISIBLE_DEVICES name it "
+            "alone; with CUDA_DEVICE_ORDER=PCI_BUS_ID the numbers there are those of nvidia-smi",
+        )
 
 
-RULES: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
+def _emulated_bf16(machine: Machine) -> Iterator[Finding]:
+    names: dict[str, list[str]] = {}
+    for device in machine.devices:
+        names.setdefault(bf16(device)[1], []).append(_name(device))
+    names.pop("", None)  # nothing has to be done
+    for advice, emulating in names.items():
+        told = "though torch.cuda.is_bf16_supported() is True"
+        yield Finding("warning", f"bf16 is emulated on {', '.join(emulating)}, {told}", advice)
+
+
+CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
     _torch_version,
     _settings,
+    _broken_driver,
+    _no_device,
+    _no_code,
     _inductor,
-    _devices,
+    _weaker_default,
+    _emulated_bf16,
 )
 
 
-def inductor_problem(tools: Tools, device_type: str) -> str:
-    """Why Inductor cannot compile for a type of device, and what to do; empty if it can."""
-    return "; ".join(f"{lacking}: {advice}" for lacking, advice in _lacking(tools, device_type))
+def _lacking(compilers: Mapping[str, str], device_type: str) -> str:
+    return "; ".join(
+        f"{tool} not found: {advice}"
+        for tool, types, advice in NEEDED
+        if device_type in types and not compilers[tool]
+    )
 
 
-def _lacking(tools: Tools, device_type: str) -> Iterator[tuple[str, str]]:
-    for types, field, lacking, advice in _NEEDED:
-        if device_type in types and not getattr(tools, field):
-            yield lacking, advice
+def bf16(device: Device) -> tuple[str, str]:
+    """How an NVIDIA GPU multiplies bf16, and what to do about it; both empty for other devices."""
+    capability = device.capability
+    if capability is None:
+        return "", ""
+    return next((word, advice) for since, word, advice in BF16 if capability >= since)
+
+
+def has_code(device: Device, arch_list: Sequence[str]) -> bool:
+    """Whether a torch that is built for ``arch_list`` runs on a device; True if that is unknown.
+
+    Machine code (``sm_80``) runs on later devices of the same major number, the text form
+    (``compute_80``) on all later ones.
+    """
+    if device.capability is None or not arch_list:
+        return True
+    for arch in arch_list:
+        form, _, number = arch.partition("_")
+        since = divmod(int(number.rstrip("af")), 10)  # torch, too, takes sm_90a for sm_90
+        same_major = since[0] == device.capability[0]
+        if since <= device.capability and (same_major or form == "compute"):
+            return True
+    return False
+
+
+def stronger(left: Device, right: Device) -> bool:
+    """Whether to train on ``left`` rather than on ``right``.
+
+    Native bf16 decides. Between two that are alike in that, ``left`` has to be larger in something
+    and smaller in nothing. Two of one name are alike, though one may have less memory left, for ECC
+    or a display.
+    """
+    if bf16(left)[0] != bf16(right)[0]:
+        return bf16(left)[0] == "native"
+    pairs = ((left.processors, right.processors), (left.memory_bytes, right.memory_bytes))
+    larger = any(a > b for a, b in pairs) and all(a >= b for a, b in pairs)
+    return larger and left.name != right.name
 
 
 # ---------------------------------------------------------------- printing
@@ -116,94 +218,47 @@ def _lacking(tools: Tools, device_type: str) -> Iterator[tuple[str, str]]:
 
 def text(machine: Machine) -> str:
     """The whole report."""
-    sections = (
-        ("versions", _version_rows(machine.versions)),
-        ("devices", _device_rows(machine.accelerators, machine.cpu)),
-        ("which devices", _selection_rows(machine.accelerators)),
-        ("compilers", _tool_rows(machine.tools)),
-        ("fused loss", _lowering_rows(machine.lowerings)),
-        ("settings", _setting_rows(machine.settings)),
+    devices = (*machine.devices, machine.cpu)
+    sections: tuple[tuple[str, list[tuple[str, ...]]], ...] = (
+        ("versions", [(name, version or "-") for name, version in machine.versions.items()]),
+        ("devices", [(*_cells(d), "used" if d == machine.used else "") for d in devices]),
+        (
+            "devices hidden by",
+            [(name, value or "(empty)") for name, value in machine.hiding.items()],
+        ),
+        (
+            "what Inductor needs",
+            [
+                (tool, machine.compilers[tool] or "not found", f"for {' and '.join(types)}")
+                for tool, types, _ in NEEDED
+            ],
+        ),
+        ("fused loss", [(d.label, *lowering) for d in devices for lowering in d.lowerings]),
+        ("settings", list(machine.settings)),
     )
     blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections if rows]
-    found = findings(machine)
-    lines = [f"{finding.level}: {finding.text}\n  do: {finding.advice}" for finding in found]
-    if all(finding.level == "note" for finding in found):
-        lines.append("no problems found")
-    return "\n\n".join([*blocks, "\n".join(lines)])
+    found = [f"{f.level}: {f.text}\n  do: {f.advice}" for f in findings(machine)]
+    return "\n\n".join([*blocks, "\n".join(found or ["no problems found"])])
 
 
-def _version_rows(versions: dict[str, str]) -> list[tuple[str, ...]]:
-    supported = "fxpass supports {}.{} to {}.{}".format(*SUPPORTED_TORCH[0], *SUPPORTED_TORCH[1])
-    return [
-        (name, version or "not installed", supported if name == "torch" else "")
-        for name, version in versions.items()
-    ]
+def _cells(device: Device) -> tuple[str, ...]:
+    word = bf16(device)[0]
+    return (
+        device.label,
+        device.name,
+        device.arch,
+        f"bf16 {word}" if word else "",
+        f"{device.processors} processors" if device.processors else "",
+        f"{device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else "",
+    )
 
 
-def _device_rows(accelerators: Accelerators, cpu: Cpu) -> list[tuple[str, ...]]:
-    """Torch's devices, the cards that it does not see, the CPU."""
-    used = accelerators.used
-    rows, seen = [], []
-    for device in accelerators.devices:
-        card = accelerators.card(device)
-        seen.append(card)
-        place = f"nvidia-smi {card.index}" if card else ""
-        rows.append((*_device_cells(device.label, device), place, "used" if device == used else ""))
-    for card in accelerators.cards:
-        # a device that is not among the cards (a slice of one, say) may be any of them
-        if card not in seen and None not in seen:
-            rows.append((*_device_cells("-", card), f"nvidia-smi {card.index}", "not visible"))
-    bf16, fp16 = native_cpu(cpu)
-    words = (f"bf16 {bf16}", f"fp16 {fp16}", "", "", "")
-    rows.append(("cpu", cpu.name, cpu.vectors, *words, "" if used else "used"))
-    return rows
+def _name(device: Device) -> str:
+    return f"{device.label} ({device.name})"
 
 
-def _device_cells(label: str, device: Device) -> tuple[str, ...]:
-    bf16, fp16 = native(device)
-    memory = memory_text(device.memory_bytes) if device.memory_bytes else ""
-    free = f"{memory_text(device.free_bytes)} free" if device.free_bytes is not None else ""
-    return label, device.name, arch_text(device), f"bf16 {bf16}", f"fp16 {fp16}", memory, free
-
-
-def _selection_rows(accelerators: Accelerators) -> list[tuple[str, ...]]:
-    """The variables that are set, and those that could be, if there is something to choose from."""
-    environ = dict(accelerators.environ)
-    if accelerators.devices or accelerators.cards:
-        order = ("CUDA_DEVICE_ORDER",) if accelerators.build == "cuda" else ()
-        names = (*SELECTING.get(accelerators.build, ())[:1], *order, "LOCAL_RANK")
-        environ = {**dict.fromkeys(names, "not set"), **environ}
-    rows = [(name, value or "(empty)") for name, value in environ.items()]
-    if accelerators.build == "cuda" and accelerators.cards_error:
-        rows.append(("nvidia-smi", f"{accelerators.cards_error}; its numbers are unknown"))
-    return rows
-
-
-def _tool_rows(tools: Tools) -> list[tuple[str, ...]]:
-    return [
-        ("C++", tools.cxx or "not found", "for Inductor's code on the CPU"),
-        ("C", tools.cc or "not found", "for Triton's kernel launchers, on a GPU"),
-        ("Python.h", tools.python_header or "not found", "for both"),
-    ]
-
-
-def _lowering_rows(lowerings: Sequence[Lowering]) -> list[tuple[str, ...]]:
-    """One row per device and reason, with the dtypes that share it."""
-    dtypes: dict[tuple[str, str, str], list[str]] = {}
-    for lowering in lowerings:
-        dtypes.setdefault((lowering.device, lowering.name, lowering.reason), []).append(
-            lowering.dtype
-        )
-    return [
-        (device, name, ", ".join(names), reason) for (device, name, reason), names in dtypes.items()
-    ]
-
-
-def _setting_rows(settings: Sequence[Setting]) -> list[tuple[str, ...]]:
-    return [
-        (s.variable, s.value or "-", "environment" if s.chosen else "default", s.meaning)
-        for s in settings
-    ]
+def _strength(device: Device) -> str:
+    return ", ".join(filter(None, _cells(device)[3:]))
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:

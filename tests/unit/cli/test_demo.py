@@ -227,7 +227,7 @@ def test_exit_status(
 def test_without_a_compiler_it_goes_on_without_inductor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo.doctor, "inductor_problem", lambda tools, device: "install g++")
+    monkeypatch.setattr(demo.doctor, "inductor_problem", lambda device_type: "install g++")
     providers, environ = demo._runnable(options(tmp_path, "eager", "inductor", "fusedce"))
     assert providers == ("eager", "fusedce")
     assert environ["FUSEDCE_INNER"] == "aot_eager"

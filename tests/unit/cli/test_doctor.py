@@ -1,52 +1,54 @@
-"""``fxpass doctor``: the report, word for word, and what it exits with."""
+"""``fxpass doctor``: what it says of described machines, of this one, and what it exits with."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import expecttest
 import pytest
 import torch
 
-from fxpass.cli import doctor, doctor_rules
-from fxpass.cli.doctor_devices import VARIABLES, Accelerators, Cpu, Device
-from fxpass.cli.doctor_probe import Lowering, Machine, Setting, Tools, probe_tools
-from fxpass.plan import devices
+from fxpass.cli import doctor
+from fxpass.cli.doctor_machine import HIDING, Device, Machine, read_machine
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
-TOOLS = Tools(cxx="g++", cc="gcc", python_header="/usr/include/Python.h", triton="3.7.1")
-CPU = Cpu("a processor", "AVX512", bf16="AMX", fp16="AMX", onednn=("bf16", "fp16"))
-MACHINE = Machine(
-    versions={"python": "3.12.1", "torch": "2.13.0+cu126", "triton": "", "fxpass": "0.1.0"},
-    cpu=CPU,
-    tools=TOOLS,
-)
 
-T4 = Device("cuda", 0, "Tesla T4", 15 * GIB, 14 * GIB, (7, 5), "", 40, "GPU-t4")
-A100 = Device("cuda", 1, "NVIDIA A100", 40 * GIB, 39 * GIB, (8, 0), "", 108, "GPU-a100")
-TWO = dataclasses.replace(
-    MACHINE,
-    versions={"python": "3.12.1", "torch": "2.13.0+cu126", "triton": "3.7.1", "fxpass": "0.1.0"},
-    accelerators=Accelerators(
-        "cuda",
-        ("sm_75", "sm_80"),
-        (T4, A100),
-        cards=(T4, A100),
-        environ={"CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
-    ),
-    settings=(Setting("FUSEDCE_STRATEGY", "chunked", True, "how"),),
-    lowerings=(
-        Lowering("cuda:0", "float32", "triton", "kernels"),
-        Lowering("cuda:0", "bfloat16", "triton", "kernels"),
-        Lowering("cuda:0", "float64", "aten", "too wide"),
-    ),
+LOWERINGS = (("float32, bfloat16", "triton", "kernels"),)
+T4 = Device("cuda:0", "Tesla T4", "sm_75", 40, 15 * GIB, LOWERINGS)
+A100 = Device("cuda:1", "NVIDIA A100", "sm_80", 108, 40 * GIB, LOWERINGS)
+P40 = Device("cuda:0", "P40", "sm_61", 30, 24 * GIB)
+A2 = Device("cuda:1", "A2", "sm_86", 10, 15 * GIB)
+RTX_3060 = Device("cuda:0", "RTX 3060", "sm_86", 28, 12 * GIB)
+RTX_3090 = Device("cuda:1", "RTX 3090", "sm_86", 82, 24 * GIB)
+MI100 = Device("cuda:0", "MI100", "gfx908", 120, 32 * GIB)
+MI300 = Device("cuda:1", "MI300X", "gfx942", 304, 192 * GIB)
+
+# no GPU, though torch is built for CUDA
+MACHINE = Machine(
+    versions={"python": "3.12.1", "torch": "2.13.0+cu126", "cuda": "12.6", "hip": ""},
+    compilers={
+        "C++ compiler": "g++",
+        "C compiler": "/usr/bin/gcc",
+        "Python.h": "/usr/include/Python.h",
+        "Triton": "importable",
+    },
+    cpu=Device("cpu", "a processor", "AVX512", lowerings=(("float32", "aten", "its own"),)),
+    arch_list=("sm_75", "sm_80"),
+    settings=(("FUSEDCE_STRATEGY", "chunked", "environment", "how"),),
 )
+TWO = replace(MACHINE, devices=(T4, A100))
+
+
+def lacking(tool: str, machine: Machine = MACHINE) -> Machine:
+    return replace(machine, compilers={**machine.compilers, tool: ""})
 
 
 class TestReport(expecttest.TestCase):
@@ -58,120 +60,180 @@ class TestReport(expecttest.TestCase):
             """\
 versions
   python  3.12.1
-  torch   2.13.0+cu126  fxpass supports 2.11 to 2.15
-  triton  3.7.1
-  fxpass  0.1.0
+  torch   2.13.0+cu126
+  cuda    12.6
+  hip     -
 
 devices
-  cuda:0  Tesla T4     sm_75   bf16 emulated      fp16 tensor cores  15.0 GiB  14.0 GiB free  nvidia-smi 0  used
-  cuda:1  NVIDIA A100  sm_80   bf16 tensor cores  fp16 tensor cores  40.0 GiB  39.0 GiB free  nvidia-smi 1
-  cpu     a processor  AVX512  bf16 native (AMX)  fp16 native (AMX)
+  cuda:0  Tesla T4     sm_75   bf16 emulated  40 processors   15.0 GiB  used
+  cuda:1  NVIDIA A100  sm_80   bf16 native    108 processors  40.0 GiB
+  cpu     a processor  AVX512
 
-which devices
-  CUDA_VISIBLE_DEVICES  not set
-  CUDA_DEVICE_ORDER     PCI_BUS_ID
-  LOCAL_RANK            not set
-
-compilers
-  C++       g++                    for Inductor's code on the CPU
-  C         gcc                    for Triton's kernel launchers, on a GPU
-  Python.h  /usr/include/Python.h  for both
+what Inductor needs
+  C++ compiler  g++                    for cpu
+  Triton        importable             for cuda
+  C compiler    /usr/bin/gcc           for cuda
+  Python.h      /usr/include/Python.h  for cpu and cuda
 
 fused loss
-  cuda:0  triton  float32, bfloat16  kernels
-  cuda:0  aten    float64            too wide
+  cuda:0  float32, bfloat16  triton  kernels
+  cuda:1  float32, bfloat16  triton  kernels
+  cpu     float32            aten    its own
 
 settings
   FUSEDCE_STRATEGY  chunked  environment  how
 
-warning: cuda:0 (Tesla T4) is the default, and cuda:1 (NVIDIA A100) is stronger: bf16 tensor cores against emulated, 108 processors against 40 processors, 40.0 GiB against 15.0 GiB
-  do: set CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=1 before Python starts, or call torch.cuda.set_device(1) first
+warning: cuda:0 (Tesla T4) is the default, and cuda:1 (NVIDIA A100) is stronger: bf16 native, 108 processors, 40.0 GiB against bf16 emulated, 40 processors, 15.0 GiB
+  do: call torch.cuda.set_device(1) first, or let CUDA_VISIBLE_DEVICES name it alone; with CUDA_DEVICE_ORDER=PCI_BUS_ID the numbers there are those of nvidia-smi
 warning: bf16 is emulated on cuda:0 (Tesla T4), though torch.cuda.is_bf16_supported() is True
-  do: train in fp16 there: torch.autocast(dtype=torch.float16) with torch.amp.GradScaler""",
+  do: train in float16 there, with torch.amp.GradScaler""",
         )
 
     def test_no_gpu(self):
+        report = doctor.text(replace(MACHINE, hiding={"CUDA_VISIBLE_DEVICES": ""}))
         self.assertExpectedInline(
-            doctor.text(MACHINE),
+            report[report.index("devices\n") :],
             """\
-versions
-  python  3.12.1
-  torch   2.13.0+cu126   fxpass supports 2.11 to 2.15
-  triton  not installed
-  fxpass  0.1.0
-
 devices
-  cpu  a processor  AVX512  bf16 native (AMX)  fp16 native (AMX)  used
+  cpu  a processor  AVX512  used
 
-compilers
-  C++       g++                    for Inductor's code on the CPU
-  C         gcc                    for Triton's kernel launchers, on a GPU
-  Python.h  /usr/include/Python.h  for both
-
-no problems found""",
-        )
-
-    def test_a_hidden_gpu_and_no_compiler(self):
-        accelerators = Accelerators(
-            "cuda", cards=(T4,), environ={"CUDA_VISIBLE_DEVICES": ""}, said=("not used",)
-        )
-        tools = dataclasses.replace(TOOLS, cxx="")
-        machine = dataclasses.replace(MACHINE, accelerators=accelerators, tools=tools)
-        self.assertExpectedInline(
-            doctor.text(machine),
-            """\
-versions
-  python  3.12.1
-  torch   2.13.0+cu126   fxpass supports 2.11 to 2.15
-  triton  not installed
-  fxpass  0.1.0
-
-devices
-  -    Tesla T4     sm_75   bf16 emulated      fp16 tensor cores  15.0 GiB  14.0 GiB free  nvidia-smi 0  not visible
-  cpu  a processor  AVX512  bf16 native (AMX)  fp16 native (AMX)                                         used
-
-which devices
+devices hidden by
   CUDA_VISIBLE_DEVICES  (empty)
-  CUDA_DEVICE_ORDER     not set
-  LOCAL_RANK            not set
 
-compilers
-  C++       not found              for Inductor's code on the CPU
-  C         gcc                    for Triton's kernel launchers, on a GPU
-  Python.h  /usr/include/Python.h  for both
+what Inductor needs
+  C++ compiler  g++                    for cpu
+  Triton        importable             for cuda
+  C compiler    /usr/bin/gcc           for cuda
+  Python.h      /usr/include/Python.h  for cpu and cuda
 
-warning: Inductor cannot compile for cpu: there is no C++ compiler
-  do: install g++ or clang (for example apt-get install g++), or name yours in CXX; or set FUSEDCE_INNER=aot_eager, which needs none
-warning: CUDA_VISIBLE_DEVICES= hides every device: 1 device (Tesla T4)
-  do: unset CUDA_VISIBLE_DEVICES, or set it to indices or UUIDs that nvidia-smi -L lists""",
+fused loss
+  cpu  float32  aten  its own
+
+settings
+  FUSEDCE_STRATEGY  chunked  environment  how
+
+warning: torch is built for GPUs and sees none: CUDA_VISIBLE_DEVICES=
+  do: unset the variables that hide devices, or install a torch for the driver""",
         )
-
-
-def test_without_nvidia_smi_the_report_says_what_is_unknown() -> None:
-    devices = tuple(dataclasses.replace(device, free_bytes=None) for device in (T4, A100))
-    accelerators = Accelerators("cuda", devices=devices, cards_error="not found")
-    report = doctor.text(dataclasses.replace(MACHINE, accelerators=accelerators))
-    assert "  nvidia-smi            not found; its numbers are unknown\n" in report
-    assert "free" not in report
-    assert "nvidia-smi 0" not in report
 
 
 def test_the_readme_shows_the_report_of_two_unlike_gpus() -> None:
     report = doctor.text(TWO)
-    devices = report[report.index("devices\n") : report.index("\n\ncompilers")]
+    devices = report[report.index("devices\n") : report.index("\n\nwhat Inductor")]
     findings = report[report.rindex("\n\n") + 2 :]
     assert f"```\n{devices}\n\n{findings}\n```\n" in (ROOT / "fxpass/cli/README.md").read_text()
 
 
-def test_the_worst_comes_first() -> None:
-    machine = dataclasses.replace(TWO, versions={"torch": "2.0"}, cpu=CPU)
-    order = Accelerators("cuda", devices=(A100, T4), environ={"CUDA_VISIBLE_DEVICES": "1,0"})
-    machine = dataclasses.replace(machine, accelerators=order)
+# ---------------------------------------------------------------- described machines
+
+STRONGER = "bf16 native, 108 processors, 40.0 GiB against bf16 emulated, 40 processors, 15.0 GiB"
+TOLD = "though torch.cuda.is_bf16_supported() is True"
+
+# (a machine, how bad and what is the first that is wrong with it, what to do begins with)
+WRONG: list[tuple[Machine, str, str]] = [
+    (
+        replace(MACHINE, settings_error="FUSEDCE_LOGITS='x' is not allowed"),
+        "problem: FUSEDCE_LOGITS='x' is not allowed",
+        "correct or unset the variable",
+    ),
+    (
+        replace(MACHINE, error="RuntimeError: CUDA unknown error"),
+        "problem: torch cannot start the accelerator: RuntimeError: CUDA unknown error",
+        "repair its driver",
+    ),
+    (
+        replace(MACHINE, hiding={"CUDA_VISIBLE_DEVICES": "7"}),
+        "warning: torch is built for GPUs and sees none: CUDA_VISIBLE_DEVICES=7",
+        "unset the variables that hide devices",
+    ),
+    (
+        replace(MACHINE, said=("The NVIDIA driver on your system is too old",)),
+        "warning: torch is built for GPUs and sees none: The NVIDIA driver on your system is too "
+        "old",
+        "unset the variables that hide devices, or install a torch for the driver",
+    ),
+    (
+        replace(MACHINE, devices=(P40, A100)),
+        "problem: this torch has no code for cuda:0 (P40), which is sm_61, only for sm_75, sm_80",
+        "install a build of torch that has",
+    ),
+    (  # not the one that is used
+        replace(MACHINE, devices=(A2, replace(P40, label="cuda:1"))),
+        "warning: this torch has no code for cuda:1 (P40), which is sm_61, only for sm_75, sm_80",
+        "install a build of torch that has",
+    ),
+    (
+        lacking("C++ compiler"),
+        "warning: Inductor cannot compile for cpu: C++ compiler not found: install g++ or clang, or "
+        "name yours in CXX",
+        "install what is missing, or set FUSEDCE_INNER=aot_eager",
+    ),
+    (
+        lacking("Triton", replace(MACHINE, devices=(A100,))),
+        "warning: Inductor cannot compile for cuda: Triton not found: pip install triton",
+        "install what is missing, or set FUSEDCE_INNER=aot_eager",
+    ),
+    (
+        TWO,
+        f"warning: cuda:0 (Tesla T4) is the default, and cuda:1 (NVIDIA A100) is stronger: {STRONGER}",
+        "call torch.cuda.set_device(1) first",
+    ),
+    (  # the best of several
+        replace(
+            MACHINE, devices=(RTX_3060, RTX_3090, replace(MI300, label="cuda:2", arch="sm_80"))
+        ),
+        "warning: cuda:0 (RTX 3060) is the default, and cuda:2 (MI300X) is stronger: bf16 native, "
+        "304 processors, 192.0 GiB against bf16 native, 28 processors, 12.0 GiB",
+        "call torch.cuda.set_device(2) first",
+    ),
+    (
+        replace(TWO, default_index=1),
+        f"warning: bf16 is emulated on cuda:0 (Tesla T4), {TOLD}",
+        "train in float16 there, with torch.amp.GradScaler",
+    ),
+    (
+        replace(MACHINE, devices=(P40,), arch_list=()),
+        f"warning: bf16 is emulated on cuda:0 (P40), {TOLD}",
+        "stay with float32 there, and set FUSEDCE_INNER=aot_eager: Inductor needs sm_70",
+    ),
+]
+
+# machines about which there is nothing to say
+SOUND: list[Machine] = [
+    MACHINE,
+    replace(MACHINE, devices=(A100,), hiding={"CUDA_VISIBLE_DEVICES": "1"}),
+    replace(MACHINE, devices=(RTX_3090, RTX_3060)),
+    replace(MACHINE, devices=(RTX_3060, RTX_3090), default_index=1),
+    replace(MACHINE, devices=(MI300, MI100), arch_list=("gfx90a",)),
+    replace(MACHINE, devices=(Device("mps:0", "mps"),)),
+    lacking("Triton"),  # a CPU needs none
+    lacking("C compiler"),
+    replace(  # a torch for the CPU, where that variable means nothing
+        MACHINE,
+        versions={**MACHINE.versions, "cuda": ""},
+        hiding={"CUDA_VISIBLE_DEVICES": "0"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("machine", "text", "advice"), WRONG)
+def test_what_is_wrong(machine: Machine, text: str, advice: str) -> None:
+    found = doctor.findings(machine)[0]
+    assert f"{found.level}: {found.text}" == text
+    assert found.advice.startswith(advice)
+    assert f"{text}\n  do: {advice}" in doctor.text(machine)
+
+
+@pytest.mark.parametrize("machine", SOUND)
+def test_nothing_is_wrong(machine: Machine) -> None:
+    assert doctor.findings(machine) == []
+    assert doctor.text(machine).endswith("\n\nno problems found")
+
+
+def test_problems_come_first() -> None:
+    machine = replace(lacking("C++ compiler", TWO), arch_list=("sm_80",))
     levels = [finding.level for finding in doctor.findings(machine)]
-    assert levels == ["problem", "warning", "warning", "warning", "note"]
-
-
-# ---------------------------------------------------------------- other rules
+    assert levels == ["problem", "warning", "warning", "warning"]
 
 
 @pytest.mark.parametrize(
@@ -186,109 +248,142 @@ def test_the_worst_comes_first() -> None:
     ],
 )
 def test_supported_torch(version: str, supported: bool) -> None:
-    machine = dataclasses.replace(MACHINE, versions={"torch": version})
-    problems = [f for f in doctor.findings(machine) if f.level == "problem"]
-    assert (problems == []) == supported
+    machine = replace(MACHINE, versions={**MACHINE.versions, "torch": version})
+    assert (doctor.findings(machine) == []) == supported
+
+
+def test_gpus_that_want_unlike_dtypes_are_told_apart() -> None:
+    v100 = Device("cuda:2", "V100", "sm_70", 80, 32 * GIB)
+    machine = replace(MACHINE, devices=(A100, T4, v100, P40), arch_list=())
+    assert [finding.text for finding in doctor.findings(machine)] == [
+        f"bf16 is emulated on cuda:0 (Tesla T4), cuda:2 (V100), {TOLD}",
+        f"bf16 is emulated on cuda:0 (P40), {TOLD}",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("missing", "device_type", "words"),
+    ("left", "right", "is_stronger"),
     [
-        ("cxx", "cpu", "install g++"),
-        ("cc", "cuda", "install gcc"),
-        ("triton", "cuda", "pip install triton"),
-        ("python_header", "cpu", "Python.h"),
-        ("python_header", "cuda", "Python.h"),
+        (A100, T4, True),
+        (A2, P40, True),  # less memory, and what mixed precision needs
+        (RTX_3090, RTX_3060, True),
+        (MI300, MI100, True),
+        (A2, RTX_3060, False),  # more memory, fewer processors
+        (T4, replace(T4, memory_bytes=14 * GIB), False),  # one name
+        (Device("npu:0", "one"), Device("npu:1", "other"), False),  # nothing is known
     ],
 )
-def test_what_inductor_lacks(missing: str, device_type: str, words: str) -> None:
-    assert doctor.inductor_problem(TOOLS, device_type) == ""
-    tools = dataclasses.replace(TOOLS, **{missing: ""})
-    assert words in doctor.inductor_problem(tools, device_type)
+def test_stronger(left: Device, right: Device, is_stronger: bool) -> None:
+    assert doctor.stronger(left, right) == is_stronger
+    assert not doctor.stronger(right, left)
 
 
-def test_a_missing_compiler_is_a_warning_because_aot_eager_remains() -> None:
-    machine = dataclasses.replace(MACHINE, tools=dataclasses.replace(TOOLS, cxx=""))
-    (finding,) = doctor.findings(machine)
-    assert finding.level == "warning"
-    assert "FUSEDCE_INNER=aot_eager" in finding.advice
+@pytest.mark.parametrize(
+    ("arch", "arch_list", "runs"),
+    [
+        ("sm_75", "sm_75 sm_80 sm_90", True),
+        ("sm_89", "sm_75 sm_80", True),
+        ("sm_70", "sm_75 sm_80", False),
+        ("sm_120", "sm_75 sm_80 sm_90", False),
+        ("sm_120", "sm_75 sm_90 compute_90", True),
+        ("sm_90", "sm_90a", True),
+        ("sm_103", "sm_100f", True),
+        ("sm_75", "", True),  # torch does not say
+        ("gfx942", "gfx90a", True),  # nor is it known which of AMD's are alike
+    ],
+)
+def test_code_for_an_architecture(arch: str, arch_list: str, runs: bool) -> None:
+    assert doctor.has_code(Device("cuda:0", "", arch), arch_list.split()) == runs
 
 
-def test_what_a_gpu_needs_is_asked_for_where_there_is_one() -> None:
-    tools = dataclasses.replace(TOOLS, triton="")
-    machine = dataclasses.replace(MACHINE, tools=tools)
-    assert doctor.findings(machine) == []
-    machine = dataclasses.replace(machine, accelerators=Accelerators("cuda", devices=(A100,)))
-    assert [finding.advice for finding in doctor.findings(machine)] == ["pip install triton"]
+@pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
+def test_bf16_is_what_torch_says(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_torch(monkeypatch, properties("a card", *capability))
+    native = doctor.bf16(read_machine().devices[0])[0] == "native"
+    assert native == torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def test_the_compiler_is_the_one_that_inductor_would_use() -> None:
+# ---------------------------------------------------------------- reading a machine
+
+
+def properties(name: str, major: int, minor: int) -> SimpleNamespace:
+    size = {"total_memory": 15 * GIB, "multi_processor_count": 40}
+    return SimpleNamespace(name=name, major=major, minor=minor, gcnArchName="gfx942:xnack-", **size)
+
+
+def give_torch(monkeypatch: pytest.MonkeyPatch, *cards: Any, hip: str | None = None) -> None:
+    """Torch says that it has these GPUs, which this machine need not have."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(cards))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: len(cards) - 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda d: cards[getattr(d, "index", d)]
+    )
+
+
+def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_torch(monkeypatch, properties("Tesla T4", 7, 5), properties("a card", 12, 0))
+    read = read_machine()
+    assert read.error == ""
+    first, second = (replace(device, lowerings=()) for device in read.devices)
+    assert first == replace(T4, lowerings=())
+    assert (second.label, second.capability) == ("cuda:1", (12, 0))
+    assert read.used == read.devices[1]
+
+
+def test_a_hip_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_torch(monkeypatch, properties("MI300X", 9, 4), hip="6.4")
+    read = read_machine()
+    assert (read.used.arch, read.used.capability, read.versions["hip"]) == ("gfx942", None, "6.4")
+
+
+def test_a_driver_that_fails_or_warns_is_a_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(check_available: bool) -> None:
+        warnings.warn("The NVIDIA driver on your system is too old\n  more", stacklevel=1)
+        raise RuntimeError("CUDA unknown error\n  much more of it")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", broken)
+    read = read_machine()
+    assert read.error == "RuntimeError: CUDA unknown error"
+    assert read.said == ("The NVIDIA driver on your system is too old",)
+    assert read.devices == ()
+
+
+def test_the_cpp_compiler_is_the_one_that_inductor_would_use() -> None:
     from torch._inductor import config
 
+    assert doctor.inductor_problem("cpu") == ""
     with config.patch({"cpp.cxx": ("fxpass-no-such-compiler",)}):
-        assert probe_tools().cxx == ""
+        assert doctor.inductor_problem("cpu").startswith("C++ compiler not found: install g++")
+        assert "C++" not in doctor.inductor_problem("cuda")
 
 
-# ---------------------------------------------------------------- what the rules say of other code
-
-
-@pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 2), (7, 5), (8, 0), (12, 0)])
-def test_devices_without_kernels_are_those_of_the_lowerings(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(devices, "has_triton", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    card = SimpleNamespace(name="a card", major=capability[0], minor=capability[1])
-    monkeypatch.setattr(devices, "properties_of", lambda device: card)
-    lowering, _ = devices.lowering_for(torch.device("cuda:0"), torch.bfloat16)
-    device = Device("cuda", 0, "a card", capability=capability)
-    found = list(doctor_rules.old(Accelerators("cuda", devices=(device,)), CPU))
-    assert bool(found) == (lowering == "aten")
-
-
-@pytest.mark.parametrize("capability", [(6, 1), (7, 0)])
-def test_devices_without_inductor_are_those_of_inductor(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch._dynamo import device_interface
-
-    properties = SimpleNamespace(major=capability[0], minor=capability[1])
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    of_worker = device_interface.caching_worker_device_properties  # which torch 2.15 asks
-    monkeypatch.setitem(of_worker, "cuda", [properties])
-    device = Device("cuda", 0, "a card", capability=capability)
-    (finding,) = doctor_rules.old(Accelerators("cuda", devices=(device,)), CPU)
-    capable = device_interface.CudaInterface.is_triton_capable(torch.device("cuda:0"))
-    assert ("Inductor" in finding.text) == (not capable)
-
-
-# ---------------------------------------------------------------- this machine
-
-
-@pytest.mark.full  # a compile cache of its own
-def test_doctor_as_a_user_runs_it() -> None:
-    environ = {k: v for k, v in os.environ.items() if k not in VARIABLES}
-    ran = subprocess.run(
-        [sys.executable, "-m", "fxpass", "doctor"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environ,
-        timeout=300,
-    )
-    assert (ran.returncode, ran.stderr) == (0, "")
-    assert "problem:" not in ran.stdout
-    assert f"torch   {torch.__version__}" in ran.stdout
-    assert "FUSEDCE_MIXED_DTYPES" in ran.stdout
-    (used,) = (line for line in ran.stdout.splitlines() if line.endswith("  used"))
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    assert used.split()[0] == (f"{accelerator}:0" if accelerator else "cpu")
-
-
-def test_a_bad_setting_is_a_problem_and_not_a_traceback(
+def test_a_bad_setting_is_status_1_and_not_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FUSEDCE_LOGITS", "nonsense")
     assert doctor.run() == 1
     assert "problem: FUSEDCE_LOGITS='nonsense' is not allowed" in capsys.readouterr().out
+
+
+@pytest.mark.full  # a process of its own
+def test_doctor_as_a_user_runs_it() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "fxpass", "doctor"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k not in HIDING},
+        timeout=300,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert f"torch   {torch.__version__}\n" in ran.stdout
+    assert "FUSEDCE_MIXED_DTYPES" in ran.stdout
+    (used,) = (line for line in ran.stdout.splitlines() if line.endswith("  used"))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    assert used.split()[0] == (f"{accelerator}:0" if accelerator else "cpu")

@@ -1,0 +1,194 @@
+"""What ``fxpass doctor`` reads from the machine, as plain data that can be judged and printed.
+
+In: torch, the compilers and the environment. Out: a :class:`Machine`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sysconfig
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fxpass.plan.devices import lowering_for
+from fxpass.settings import TABLE, Settings
+
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the CPU.
+
+    Attributes:
+        label: as torch writes it, for example ``cuda:0``.
+        arch: ``sm_86``, ``gfx942``, the vector instructions of a CPU; empty if unknown.
+        processors: streaming multiprocessors or compute units; 0 if unknown.
+        memory_bytes: total; 0 if unknown.
+        lowerings: which implementation of the fused loss runs: (dtypes, its name, reason).
+    """
+
+    label: str
+    name: str
+    arch: str = ""
+    processors: int = 0
+    memory_bytes: int = 0
+    lowerings: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """NVIDIA's compute capability, (8, 6) for ``sm_86``; None for other devices."""
+        if not self.arch.startswith("sm_"):
+            return None
+        return divmod(int(self.arch.removeprefix("sm_")), 10)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All facts.
+
+    Attributes:
+        versions: of packages and of what torch is built for; empty for what there is not.
+        compilers: where Inductor and Triton find what they need; empty for what is missing.
+        devices: the accelerators that torch sees, in its order.
+        default_index: the one of ``devices`` that torch uses if nothing says otherwise.
+        arch_list: the GPUs that torch has code for; empty if it does not say.
+        error: what torch raised when it looked for devices; empty if it did not.
+        said: torch's own warnings while it looked for devices.
+        hiding: the variables that hide devices, of those that are set.
+        settings: rows of (variable, value, ``environment`` or ``default``, meaning).
+        settings_error: why the settings cannot be read; empty if they can.
+    """
+
+    versions: Mapping[str, str]
+    compilers: Mapping[str, str]
+    cpu: Device
+    devices: tuple[Device, ...] = ()
+    default_index: int = 0
+    arch_list: tuple[str, ...] = ()
+    error: str = ""
+    said: tuple[str, ...] = ()
+    hiding: Mapping[str, str] = field(default_factory=dict)
+    settings: tuple[tuple[str, ...], ...] = ()
+    settings_error: str = ""
+
+    @property
+    def used(self) -> Device:
+        """The device of a script that does not choose one."""
+        return self.devices[self.default_index] if self.devices else self.cpu
+
+
+def read_machine() -> Machine:
+    """Reads the machine. Starts the accelerator's driver if there is one."""
+    devices: tuple[Device, ...] = ()
+    default_index, error = 0, ""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            if accelerator is not None:
+                count = torch.accelerator.device_count()
+                devices = tuple(_read(torch.device(accelerator.type, i)) for i in range(count))
+                default_index = torch.accelerator.current_device_index()
+        # a broken driver raises many types, and the report is for the people who have one
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {_first_line(caught)}"
+    settings, settings_error = _read_settings()
+    return Machine(
+        versions={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),  # with the local part under every installer
+            "cuda": torch.version.cuda or "",
+            "hip": torch.version.hip or "",
+            **{name: _version(name) for name in ("triton", "sympy", "fxpass")},
+        },
+        compilers=read_compilers(),
+        cpu=_read(torch.device("cpu")),
+        devices=devices,
+        default_index=default_index,
+        arch_list=tuple(torch.cuda.get_arch_list()),
+        error=error,
+        said=tuple(_first_line(warning.message) for warning in said),
+        hiding={name: os.environ[name] for name in HIDING if name in os.environ},
+        settings=settings,
+        settings_error=settings_error,
+    )
+
+
+def read_compilers() -> dict[str, str]:
+    """What Inductor and Triton use, from where they look for it; empty for what is missing."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.utils._triton import has_triton_package
+
+    try:
+        cxx = get_cpp_compiler()
+    except RuntimeError:  # InvalidCxxCompiler; on Windows what its own search raises
+        cxx = ""
+    scheme = "nt" if os.name == "nt" else "posix_prefix"  # Debian's default names another folder
+    header = Path(sysconfig.get_path("include", scheme), "Python.h")
+    return {
+        "C++ compiler": cxx,
+        "C compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
+        "Python.h": str(header) if header.is_file() else "",
+        "Triton": "importable" if has_triton_package() else "",
+    }
+
+
+def _read(device: torch.device) -> Device:
+    """Asks for properties alone: a context on a GPU would take some of its memory."""
+    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
+    properties: Any = properties_of(device) if properties_of is not None else None
+    name, arch = getattr(properties, "name", device.type), ""
+    if device.type == "cpu":
+        name = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
+        arch = torch.backends.cpu.get_cpu_capability()
+    elif device.type == "cuda" and torch.version.hip:
+        arch = properties.gcnArchName.partition(":")[0]
+    elif device.type == "cuda":
+        arch = f"sm_{properties.major}{properties.minor}"
+    lowerings: dict[tuple[str, str], list[str]] = {}
+    for dtype in DTYPES:
+        dtypes = lowerings.setdefault(lowering_for(device, dtype), [])
+        dtypes.append(str(dtype).removeprefix("torch."))
+    return Device(
+        str(device),
+        name,
+        arch,
+        getattr(properties, "multi_processor_count", 0),
+        getattr(properties, "total_memory", 0),
+        tuple((", ".join(dtypes), *lowering) for lowering, dtypes in lowerings.items()),
+    )
+
+
+def _read_settings() -> tuple[tuple[tuple[str, ...], ...], str]:
+    try:
+        settings = Settings.read()
+    except ValueError as error:
+        return (), str(error)
+    rows = []
+    for name, row in TABLE.items():
+        value = getattr(settings, name)
+        shown = value if isinstance(value, str) else f"{value:g}"
+        source = "environment" if os.environ.get(row.variable) else "default"
+        rows.append((row.variable, shown or "-", source, row.meaning))
+    return tuple(rows), ""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _first_line(message: object) -> str:
+    return next((line.strip() for line in str(message).splitlines() if line.strip()), "")
