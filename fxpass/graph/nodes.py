@@ -47,6 +47,11 @@ def is_tensor(argument: Any) -> bool:
     return isinstance(argument, Node) and isinstance(argument.meta.get("example_value"), Tensor)
 
 
+def is_number(node: Node) -> bool:
+    """Whether a node holds a float that varies from call to call."""
+    return isinstance(node.meta.get("example_value"), torch.SymFloat)
+
+
 # A tensor's attribute that is an operation: a call of getattr, and from torch 2.14 on one of these.
 ATTRIBUTES: dict[Target, str] = {
     torch.ops.aten.numpy_T: "T",

@@ -21,7 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, written
-from fxpass.graph.nodes import CASTS, REQUIRED, NoMatch, Target, is_tensor, value
+from fxpass.graph.nodes import CASTS, REQUIRED, NoMatch, Target, is_number, is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import call_name
 from fxpass.match.losses import LOG_SOFTMAXES, log_softmax_dim
@@ -92,7 +92,7 @@ def link_of(node: Node, dim: int, after: list[Link]) -> Link:
         raise NoMatch(
             node, f"%{node.name} ({call_name(node)}) between the linear and the loss is not known"
         )
-    tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+    tensors = [n for n in node.all_input_nodes if is_tensor(n) or is_number(n)]
     before = tensors[0] if len(tensors) == 1 else _main_operand(node, function, tensors)
     if changed not in ([], [before]):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to another tensor")
@@ -153,7 +153,7 @@ def _main_operand(node: Node, function: Target, tensors: list[Node]) -> Node:
     if _operation(function) is None:
         raise NoMatch(node, _combines(node))
     shape = value(node).shape
-    whole = [n for n in tensors if value(n).shape == shape]
+    whole = [n for n in tensors if is_tensor(n) and value(n).shape == shape]
     computed = [n for n in whole if n.op in ("call_function", "call_method")]
     if not computed:
         raise NoMatch(node, _combines(node))
@@ -235,7 +235,7 @@ def tensor_steps(link: Link) -> list[Step]:
     if not isinstance(other, Node) or left is right:
         raise NoMatch(node, _combines(node))
     from_end = value(node).dim() - link.dim  # the class dimension, counted from the end
-    shape = list(value(other).shape)
+    shape = [] if is_number(other) else list(value(other).shape)
     v, dtype = value(node).shape[link.dim], value(node).dtype
     classes = shape[-from_end] if len(shape) >= from_end else 1
     if operation in ("add", "sub"):

@@ -9,6 +9,7 @@ None for a node that is none::
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.nodes import CASTS, REQUIRED, NoMatch, Target, is_tensor, value
+from fxpass.graph.source import source_line
 from fxpass.match.movements import MOVEMENTS
 from fxpass.spec.dtypes import INDEX_DTYPES
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,16 @@ def _check_constants(node: Node, args: dict[str, Any]) -> None:
     for name in ("size_average", "reduce"):
         if args[name] is not None:
             raise NoMatch(node, f"it uses the deprecated {name}=; use reduction=")
+    smoothing = args.get("label_smoothing")
+    if isinstance(smoothing, Node):
+        smoothing = smoothing.meta.get("example_value")
+    if isinstance(smoothing, torch.SymFloat):
+        # as torch's own cross-entropy does, which knows no other
+        args["label_smoothing"] = float(smoothing)
+        log.info(
+            "label_smoothing varies from call to call: every value is compiled anew, at %s",
+            source_line(node),
+        )
     for name in ("ignore_index", "label_smoothing", "reduction"):
         if isinstance(args.get(name), Node | torch.SymInt | torch.SymFloat):
             raise NoMatch(node, f"{name}= is not a constant of the graph")

@@ -48,7 +48,8 @@ class Bias:
 
 @dataclass(frozen=True)
 class Scale:
-    """The logits are multiplied or divided by a number per row, or by one number in a tensor."""
+    """The logits are multiplied or divided by a number per row, or by one number that varies from
+    call to call: a tensor ``[]`` or a float."""
 
     operand: Node
     divide: bool

@@ -19,7 +19,7 @@ import sympy
 from sympy import Expr
 from torch.fx import Node
 
-from fxpass.graph.nodes import NoMatch, value
+from fxpass.graph.nodes import NoMatch, is_number, is_tensor, value
 from fxpass.graph.placements import TO_LOCAL, placement_name
 from fxpass.graph.source import call_name
 from fxpass.match.linears import Linear, linear_of
@@ -63,7 +63,7 @@ class Walk:
 
     def read_by(self, name: str) -> list[Node]:
         """The nodes that the operator's operand ``x``, ``weight`` or ``bias`` is made of."""
-        scales = [step.operand for step in self.steps if isinstance(step, Scale)]
+        scales = [s.operand for s in self.steps if isinstance(s, Scale) and is_tensor(s.operand)]
         biases = [step.operand for step in self.steps if isinstance(step, Bias)]
         biases += [self.linear.bias] if self.linear.bias is not None else []
         biased = bool(biases) or any(_shifts(step) for step in self.steps)
@@ -178,7 +178,9 @@ def _check_scale(node: Node, linear: Linear, steps: list[Step]) -> None:
     """A bias can follow a factor per row, but no bias can be multiplied by one."""
     biased = linear.bias is not None or any(isinstance(s, Bias) or _shifts(s) for s in steps)
     last = steps[-1]
-    if isinstance(last, Scale) and biased and value(last.operand).numel() != 1:
+    if not (isinstance(last, Scale) and biased) or is_number(last.operand):
+        return
+    if value(last.operand).numel() != 1:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) scales a bias by a factor per row")
 
 

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from fxpass.casts.casts import Cast, cast
 from fxpass.graph import effects
 from fxpass.graph.calls import first_operand
-from fxpass.graph.nodes import value
+from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import Placing, is_dtensor, placements_of
 from fxpass.graph.region import Region
 from fxpass.match.losses import Loss
@@ -196,7 +196,8 @@ class _Edit:
         # not cast before: one factor for all logits would be wrong for all of them alike
         self.x, _ = cast(self.graph, self._method(name, self.x, factor), self.dtype, self.site)
         if self.bias is not None:  # then the factor is one number
-            self.bias = self._method(name, self.bias, self._method("reshape", factor, ()))
+            one = self._method("reshape", factor, ()) if is_tensor(factor) else factor
+            self.bias = self._method(name, self.bias, one)
 
     def _add_bias(self, step: Bias) -> None:
         # what is added to logits that were up-cast before is not rounded to their old dtype

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 from fxpass.match.steps import Affine, Bias, Scale
 from fxpass.spec.expression import text
+from tests.support.numerics import assert_close, loss_and_gradients
 from tests.support.programs import B, D, S, V, check, inputs, last, match_of, reason_of, report_of
 
 # z [B, S, V], a vector [V], one number as a tensor, a number per row [B, S, 1] -> logits
@@ -142,3 +144,44 @@ def test_a_factor_that_the_loss_depends_on_twice():
     (after,) = report_of(program, x, weight, number, labels).after
     assert " cross_entropy(" not in after
     assert D != V
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_float_that_varies_is_data(inner, dtype):
+    """An annealed temperature: the second value compiles the graph that takes all later ones."""
+
+    def program(x, weight, bias, temperature):
+        return F.cross_entropy(last(F.linear(x, weight, bias) / temperature), labels.view(-1))
+
+    labels, x, weight, bias, *_ = tensors()
+    tensors_ = [t.detach().to(dtype) for t in (x, weight, bias)]
+    options = {"fusedce.inner": inner}
+    fused = torch.compile(program, backend="fusedce", options=options)
+    for temperature in (1.1, 0.7, 1.3, 2.5):
+        got, eager, exact = (
+            loss_and_gradients(lambda *t, f=f, s=temperature: f(*t, s), tensors_, wide)
+            for f, wide in ((fused, None), (program, None), (program, torch.float64))
+        )
+        assert_close(got, eager, exact, dtype)
+    assert counters["fusedce"] == {"matched": 2, "rejected": 0, "casts": 0}
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_label_smoothing_that_varies_is_a_constant_of_each_graph(caplog):
+    """As in torch's own: each value compiles anew, and each is fused."""
+
+    def program(x, weight, smoothing):
+        logits = last(F.linear(x, weight))
+        return F.cross_entropy(logits, labels.view(-1), label_smoothing=smoothing)
+
+    labels, x, weight, *_ = tensors()
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    caplog.set_level("INFO", "fxpass")
+    for smoothing in (0.1, 0.2, 0.3):
+        torch.testing.assert_close(
+            fused(x, weight, smoothing), program(x, weight, smoothing), rtol=1e-6, atol=0
+        )
+    assert counters["fusedce"]["matched"] == 3
+    assert counters["fusedce"]["rejected"] == 0
+    assert "label_smoothing varies from call to call: every value is compiled anew" in caplog.text
