@@ -107,17 +107,17 @@ def _add_demo(commands: Any) -> None:
     )
     demo.add_argument(
         "--providers", nargs="+", choices=providers, default=providers, metavar="PROVIDER",
-        help="what to compare: eager, inductor, fusedce (default: all three)",
+        help="what to compare with eager: inductor, fusedce (default: both)",
     )  # fmt: skip
     demo.add_argument(
         "--picture", type=Path, default=Path("fxpass-demo.png"), metavar="PATH",
         help="where the curves are drawn if matplotlib is installed (default: %(default)s)",
     )  # fmt: skip
     sizes = (
-        ("--steps", _at_least(3), 10, "training steps; two of them warm up (default: %(default)s)"),
-        ("--batch", _at_least(1), None, "sequences per step (default: 8, on a GPU 16)"),
+        ("--steps", _at_least(4), 10, "training steps; three are not timed (default: %(default)s)"),
+        ("--batch", _at_least(1), None, "sequences per step (default: 4, on a GPU 16)"),
         ("--seq", _at_least(1), 256, "tokens per sequence (default: %(default)s)"),
-        ("--layers", _at_least(1), 2, "blocks of the model (default: %(default)s)"),
+        ("--layers", _at_least(1), 1, "blocks of the model (default: %(default)s)"),
         ("--heads", _at_least(1), 6, "attention heads, 32 wide each (default: %(default)s)"),
     )
     for name, read, default, text in sizes:
@@ -137,25 +137,25 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from fxpass.cli import demo
+    from fxpass.cli import demo, demo_worker
 
     _check_settings()
     device = demo.default_device() if options.device is None else options.device
     problem = demo.device_problem(device)
     if problem:
         raise UsageError(problem)
-    choices = demo.Options(
-        providers=tuple(dict.fromkeys(options.providers)),
+    job = demo_worker.TextJob(
+        provider="",
+        corpus="",
         device=device,
         dtype=options.dtype or demo.default_dtype(device),
-        steps=options.steps,
+        layers=options.layers,
+        width=options.heads * demo_worker.HEAD_WIDTH,
+        classes=demo.CLASSES,
         batch=options.batch or demo.default_batch(device),
         seq=options.seq,
-        layers=options.layers,
-        heads=options.heads,
-        picture=options.picture,
     )
-    return demo.run(choices)
+    return demo.run(job, options.providers, options.steps, options.picture)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -18,8 +18,7 @@ from typing import NamedTuple
 from benchmarks.loss.case import CHECKED_ROWS, Case
 from benchmarks.loss.providers import BARE, PROVIDERS
 from benchmarks.loss.rows import Result, Row, skipped, wrong
-from benchmarks.loss.worker import job
-from benchmarks.process import Worker, WorkerError
+from fxpass.cli.process import Worker, WorkerError
 
 WORKER = "benchmarks.loss.worker"
 Say = Callable[[str], None]
@@ -84,7 +83,7 @@ def _start(result: Result, effort: Effort, workers: dict[str, Worker]) -> None:
         if why:
             row.failure = skipped(row.name, why).failure
         else:
-            workers[row.name] = Worker(WORKER, job(result.case.to(row.name)), effort.timeout)
+            workers[row.name] = Worker(WORKER, result.case.to(row.name), effort.timeout)
     for row in result.rows:
         if row.name in workers:
             _attempt(row, workers, workers[row.name].answer)
@@ -130,7 +129,7 @@ def _eager_errors(case: Case, effort: Effort, say: Say) -> dict[str, float]:
     """
     few = dataclasses.replace(case.to("eager"), n=min(case.n, CHECKED_ROWS))
     say(f"  eager's own errors, at {few.n} rows")
-    worker = Worker(WORKER, job(few), effort.timeout)
+    worker = Worker(WORKER, few, effort.timeout)
     try:
         worker.answer()
         return worker.ask("check")["errors"]

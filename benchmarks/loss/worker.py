@@ -9,12 +9,7 @@ wrong instead.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +20,9 @@ from benchmarks.loss import reference
 from benchmarks.loss.case import CHECKED_ROWS, FLOOR, Case
 from benchmarks.loss.providers import BARE, PROVIDERS, Loss
 from fxpass.cli.memory import memory_of
+from fxpass.cli.process import serve
 
-__all__ = ["FLOOR", "Case", "Session", "errors", "job", "run_step", "serve"]
+__all__ = ["FLOOR", "Case", "Session", "errors", "run_step"]
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 # A measurement on a GPU covers as many steps as fit into this time, so that launching them costs
@@ -100,7 +96,11 @@ class Session:
         self.tensors = self.case.tensors(CHECKED_ROWS)
         self.memory.start()
         seconds, got = self._timed(lambda t: run_step(self.loss_of, self.case, t))
-        answer = {"seconds": seconds, "bytes": self._extra(), "rehearsed": self.provider.compiles}
+        answer = {
+            "seconds": seconds,
+            "bytes": self.memory.added(),
+            "rehearsed": self.provider.compiles,
+        }
         found = reference.errors(got, *self.tensors, CHECKED_ROWS, self.case.softcap)
         self._forget()
         x, target = self.case.rows()  # all different from now on
@@ -113,7 +113,7 @@ class Session:
             return {"bytes": None, "seconds": None}
         self.memory.start()
         seconds, _ = self._timed(lambda t: run_step(self.loss_of, self.case, t))
-        answer = {"bytes": self._extra(), "seconds": seconds}
+        answer = {"bytes": self.memory.added(), "seconds": seconds}
         self._forget()
         return answer
 
@@ -153,55 +153,12 @@ class Session:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def _extra(self) -> int | None:
-        peak, rest = self.memory.peak(), self.memory.rest
-        return None if peak is None or rest is None else peak - rest
-
     def _forget(self) -> None:
         """Drops the gradients; gives a GPU's memory back, which the others share."""
         assert self.tensors is not None
         self.tensors[0].grad = self.tensors[1].grad = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def serve(make: Callable[[dict[str, Any]], Any]) -> None:
-    """Makes a session from the JSON in the first argument; answers until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that drives this one
-    results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print is not an answer
-
-    def answer(function: Callable[[], dict[str, Any]]) -> None:
-        try:
-            found = function()
-        except Exception as error:
-            traceback.print_exc()
-            found = {"error": reason(error)}
-        print(json.dumps(found), file=results, flush=True)
-
-    sessions: list[Any] = []
-
-    def start() -> dict[str, Any]:
-        sessions.append(make(json.loads(sys.argv[1])))
-        return {}
-
-    answer(start)
-    for line in sys.stdin:
-        answer(getattr(sessions[0], line.strip()))
-
-
-def reason(error: Exception) -> str:
-    """An exception in one line; Dynamo and the allocator put theirs into several."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {' '.join(lines[:2])}"
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        text = f"out of memory: {lines[0]}"
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def job(case: Any) -> str:
-    """The first argument of a worker's process: a dataclass as JSON."""
-    return json.dumps(dataclasses.asdict(case))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ is and with ``FUSEDCE=0``, which is the inner backend alone, each in a process o
 in turn, and what a step adds to the memory in use is compared. Times say little: the allocator is
 told to keep nothing::
 
-    python -m benchmarks.parity --markdown benchmarks/parity/results.md
+    python -m benchmarks.parity --markdown benchmarks/parity.md
     python -m benchmarks.parity --programs plain "cross-entropy, 16 chunks" --rounds 5
 
 A program whose outputs or gradients are not eager's, with fxpass or without, gets no numbers. Ends
@@ -26,12 +26,11 @@ from typing import Any
 
 from benchmarks.about import about, heading
 from benchmarks.loss.measure import say
-from benchmarks.loss.worker import job as as_argument
+from benchmarks.loss.table import MIB
 from benchmarks.parity.cases import PROGRAMS
 from benchmarks.parity.worker import Job
-from benchmarks.process import Worker, WorkerError
+from fxpass.cli.process import Worker, WorkerError
 
-MIB = 2**20
 LIMIT = 1.05
 # Distance from eager's in float32, relative to the norm: sums of some thousand terms in any order.
 TOLERANCE = 1e-4
@@ -105,7 +104,7 @@ def measure(program: str, args: argparse.Namespace) -> Row:
     try:
         for on in (True, False):
             job = Job(program, args.n, args.d, args.v, args.inner, on)
-            workers[on] = Worker("benchmarks.parity.worker", as_argument(job), args.timeout)
+            workers[on] = Worker("benchmarks.parity.worker", job, args.timeout)
         for worker in workers.values():
             worker.answer()
         for on, answer in zip(workers, _check(workers.values()), strict=True):

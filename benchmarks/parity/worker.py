@@ -1,7 +1,6 @@
 """One program with or without fxpass, in a process of its own, driven line by line.
 
-In: a :class:`Job` as JSON in the first argument, then commands
-(:func:`benchmarks.loss.worker.serve`).
+In: a :class:`Job` as JSON in the first argument, then commands (:func:`fxpass.cli.process.serve`).
 ``check`` compiles the program and compares a step with eager's; ``measure`` answers with the bytes
 that a step adds to the memory in use and its seconds.
 """
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks.loss.worker import serve
 from benchmarks.parity.cases import PROGRAMS, Sizes
 from fxpass.cli.memory import memory_of
+from fxpass.cli.process import serve
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,7 @@ class Session:
         outputs = self.function(*self.program.tensors)
         outputs[0].backward()
         seconds = time.perf_counter() - begin
-        peak, rest = self.memory.peak(), self.memory.rest
-        extra = None if peak is None or rest is None else peak - rest
-        return {"bytes": extra, "seconds": seconds}
+        return {"bytes": self.memory.added(), "seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -16,159 +16,17 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import statistics
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.about import about, heading
-from benchmarks.loss.measure import Say, say
-from benchmarks.loss.table import MIB
-from benchmarks.loss.worker import job as as_argument
-from benchmarks.process import Worker, WorkerError
-from benchmarks.training.worker import Job
-from fxpass.cli.demo_report import TOLERANCE, max_difference
+from fxpass.cli.training import TOLERANCE, Job, table, train
 
 WORKER = "benchmarks.training.worker"
 PROVIDERS = ("eager", "inductor", "fusedce")
-WARM_UP_STEPS = 2  # the first compiles, the second still allocates the optimizer's state
-
-
-@dataclass
-class Row:
-    """What is known of one provider.
-
-    Attributes:
-        failure: why it has no numbers; empty if it has.
-        losses, norms: one per step from the first on, those that are not timed included.
-        seconds: one per round.
-        peak_bytes, extra_bytes: of a step: all that is in use, and what it adds.
-        differences: from eager's losses and norms, the largest relative ones.
-    """
-
-    name: str
-    failure: str = ""
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
-    extra_bytes: int | None = None
-    differences: tuple[float, float] | None = None
-
-
-def train(job: Job, names: Sequence[str], rounds: int, timeout: float, say: Say) -> list[Row]:
-    """Warms up and measures each provider, then lets them step in turn; refuses who differs."""
-    rows = [Row(name) for name in names]
-    workers: dict[str, Worker] = {}
-
-    def attempt(row: Row, function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        try:
-            return function()
-        except WorkerError as error:
-            row.failure = str(error)
-            row.seconds.clear()
-            del workers[row.name]
-            say(f"{row.name}: {row.failure}")
-            return {}
-
-    def step(row: Row, command: str = "step") -> dict[str, Any]:
-        if row.name not in workers:
-            return {}
-        answer = attempt(row, lambda: workers[row.name].ask(command))
-        if answer:
-            row.losses.append(answer["loss"])
-            row.norms.append(answer["norm"])
-        return answer
-
-    try:
-        for name in names:  # they import side by side
-            own = as_argument(dataclasses.replace(job, provider=name))
-            workers[name] = Worker(WORKER, own, timeout)
-        for row in rows:
-            attempt(row, workers[row.name].answer)
-        for row in rows:
-            warm = [step(row) for _ in range(WARM_UP_STEPS)]
-            answer = step(row, "measure")
-            row.peak_bytes, row.extra_bytes = answer.get("peak_bytes"), answer.get("extra_bytes")
-            if answer:
-                say(f"{row.name}: first step {warm[0]['seconds']:.1f} s")
-        for _ in range(rounds):
-            for row in rows:
-                if answer := step(row):
-                    row.seconds.append(answer["seconds"])
-    except KeyboardInterrupt:
-        say("interrupted")
-        for worker in workers.values():
-            worker.kill()
-    for worker in workers.values():
-        worker.close()
-    refuse(rows, job.dtype)
-    return rows
-
-
-def refuse(rows: Sequence[Row], dtype: str) -> None:
-    """Takes the numbers of those whose curves differ from eager's, as far as both go."""
-    eager = next((row for row in rows if row.name == "eager" and row.losses), None)
-    for row in rows:
-        steps = min(len(row.losses), len(eager.losses)) if eager else 0
-        if row.failure or not steps:
-            row.failure = row.failure or "refused: there is nothing of eager's to compare with"
-            row.seconds.clear()
-            continue
-        assert eager
-        found = []
-        for name, of_row, of_eager, bound in zip(
-            ("loss", "gradient norm"),
-            (row.losses, row.norms),
-            (eager.losses, eager.norms),
-            TOLERANCE[dtype],
-            strict=True,
-        ):
-            difference, step = max_difference(of_eager[:steps], of_row[:steps])
-            found.append(difference)
-            if not difference <= bound and not row.failure:
-                row.failure = (
-                    f"refused: {name} differs from eager's by {difference:.1e} at step {step} "
-                    f"(bound {bound:.0e})"
-                )
-                row.seconds.clear()
-        row.differences = (found[0], found[1])
-
-
-def table(rows: Sequence[Row], tokens: int) -> str:
-    """A markdown table; rates in tokens per second."""
-    lines = [
-        "| provider | tokens/s (median) | min-max | steps | / inductor | step's extra peak MiB "
-        "| / inductor | peak MiB | loss, first to last | differs from eager (loss, norm) |",
-        "|" + "---|" * 10,
-    ]
-    base = next((row for row in rows if row.name == "inductor" and row.seconds), None)
-    for row in rows:
-        if not row.seconds:
-            lines.append(f"| {row.name} |{' - |' * 8} {row.failure or 'no rounds'} |")
-            continue
-        rates = [tokens / s for s in row.seconds]
-        speed = space = "-"
-        if base:
-            pairs = zip(base.seconds, row.seconds, strict=False)
-            speed = f"{statistics.median(a / b for a, b in pairs):.2f}"
-            if row.extra_bytes is not None and base.extra_bytes:
-                space = f"{row.extra_bytes / base.extra_bytes:.2f}"
-        differs = "-" if row.differences is None else "{:.1e}, {:.1e}".format(*row.differences)
-        lines.append(
-            f"| {row.name} | {statistics.median(rates):,.0f} | {min(rates):,.0f}-{max(rates):,.0f} "
-            f"| {len(rates)} | {speed} | {_mib(row.extra_bytes)} | {space} "
-            f"| {_mib(row.peak_bytes)} | {row.losses[0]:.4f} to {row.losses[-1]:.4f} | {differs} |"
-        )
-    return "\n".join(lines)
-
-
-def _mib(size: int | None) -> str:
-    return "-" if size is None else f"{size / MIB:,.0f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -195,11 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if importlib.util.find_spec("transformers") is None:
         raise SystemExit("this needs a model of transformers: pip install transformers")
-    names = list(dict.fromkeys(["eager", *args.providers]))  # the curves are compared with eager's
     sizes = {f.name: getattr(args, f.name) for f in dataclasses.fields(Job) if f.name != "provider"}
     job, what = Job(provider="", **sizes), about(args.device)
-    rows = train(job, names, args.rounds, args.timeout, say)
-    text = f"## Training: {heading(what)}\n\n### {job}\n\n{table(rows, job.tokens)}\n"
+    rows = train(WORKER, job, args.providers, args.rounds, args.timeout)
+    title = f"### Llama of {job}, logits returned"
+    text = f"## Training: {heading(what)}\n\n{title}\n\n{table(rows, job.tokens)}\n"
     print(text)
     if args.markdown:
         args.markdown.write_text(text)

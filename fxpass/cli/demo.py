@@ -1,48 +1,30 @@
 """``fxpass demo``: the same small GPT trained by eager, Inductor and fusedce, and compared.
 
-In: :class:`Options`. Out: progress and a report on standard output, a picture if matplotlib is
-installed, and the exit status: 0 if every provider trained and all loss curves agree.
+In: a :class:`TextJob` and how long to train. Out: progress on standard error, a report on standard
+output, a picture if matplotlib is installed, and the exit status.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import subprocess
+import re
 import sys
+import sysconfig
 import tempfile
-import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from fxpass.cli import demo_report, doctor
-from fxpass.cli.demo_data import read_corpus
-from fxpass.cli.demo_worker import Job, Result
+from fxpass.cli import doctor
+from fxpass.cli.demo_worker import TextJob
+from fxpass.cli.training import MIB, UNTIMED_STEPS, Row, table, train
 
 CLASSES = 50_304  # GPT-2's vocabulary, padded to a multiple of 64
-HEAD_WIDTH = 32
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to train and with which providers; ``batch`` in sequences, ``seq`` in tokens."""
-
-    providers: tuple[str, ...]
-    device: str
-    dtype: str
-    steps: int
-    batch: int
-    seq: int
-    layers: int
-    heads: int
-    picture: Path
-
-
-class WorkerError(Exception):
-    """A provider's process failed; the message holds the end of what it printed."""
+WORKER = "fxpass.cli.demo_worker"
 
 
 def default_device() -> str:
@@ -68,148 +50,129 @@ def default_dtype(device: str) -> str:
 
 def default_batch(device: str) -> int:
     """Sequences per step."""
-    return 8 if torch.device(device).type == "cpu" else 16
+    return 4 if torch.device(device).type == "cpu" else 16
 
 
-def run(options: Options) -> int:
-    """Trains with every provider and prints the comparison.
+def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> int:
+    """Trains with eager and the providers and prints the comparison.
+
+    Args:
+        job: its provider and its corpus are filled in here.
+        steps: of each provider, more than ``UNTIMED_STEPS``.
 
     Returns:
         0; or 1 if a provider failed, fusedce fused nothing or the curves disagree.
     """
-    begin = time.perf_counter()
-    providers, environ = _runnable(options)
-    if not providers:
-        print("fxpass demo: no provider is left to train", file=sys.stderr)
-        return 1
-    results: dict[str, Result] = {}
-    with tempfile.TemporaryDirectory(prefix="fxpass-demo-") as folder:
-        job = _prepare(options, Path(folder))
-        for provider in providers:
-            progress = Progress(provider, job.steps)
-            try:
-                provider_job = dataclasses.replace(job, provider=provider)
-                results[provider] = _train(provider_job, Path(folder), environ, progress)
-            except WorkerError as error:
-                progress.end()
-                print(f"fxpass demo: {provider} failed:\n{error}", file=sys.stderr)
-                return 1
-            progress.end()
-    problems = _print_report(results, job)
-    print(f"\ntook {time.perf_counter() - begin:.0f} s")
-    if demo_report.draw(results, job, options.picture):
-        print(f"picture: {options.picture}")
-    for problem in problems:
-        print(f"fxpass demo: {problem}", file=sys.stderr)
-    return 1 if problems else 0
-
-
-def _runnable(options: Options) -> tuple[tuple[str, ...], dict[str, str]]:
-    """The providers that can run here, and the environment for their processes."""
     environ = {"FUSEDCE_MIN_LOGITS_MB": "0", **os.environ}  # it has something to show at any size
-    problem = doctor.inductor_problem(torch.device(options.device).type)
-    if not problem:
-        return options.providers, environ
-    print(f"Inductor cannot run here: {problem}")
-    print("Going on without it; fusedce hands the rest of its graph to aot_eager.\n")
-    environ["FUSEDCE_INNER"] = "aot_eager"
-    return tuple(p for p in options.providers if p != "inductor"), environ
+    problem = doctor.inductor_problem(torch.device(job.device).type)
+    if problem:
+        print(f"Inductor cannot run here: {problem}")
+        print("Going on without it; fusedce hands the rest of its graph to aot_eager.\n")
+        environ["FUSEDCE_INNER"] = "aot_eager"
+        providers = [name for name in providers if name != "inductor"]
+    corpus = read_corpus(job.classes)
+    print(f"data    {len(corpus):,} words and signs of Python's standard library")
+    print(f"model   GPT of {job}, on {job.device}")
+    copy = job.tokens * job.classes * 4 / MIB
+    print(f"logits  [{job.tokens}, {job.classes}], {copy:.0f} MiB a copy in float32", flush=True)
+    with tempfile.TemporaryDirectory(prefix="fxpass-demo-") as folder:
+        file = Path(folder) / "corpus.pt"
+        torch.save(corpus, file)
+        job = dataclasses.replace(job, corpus=str(file))
+        rows = train(WORKER, job, providers, steps - UNTIMED_STEPS, environ=environ)
+    print(f"\n{report(rows, job.tokens)}")
+    if draw(rows, job, picture):
+        print(f"\npicture: {picture}")
+    found = problems(rows, steps)
+    for text in found:
+        print(f"fxpass demo: {text}", file=sys.stderr)
+    return 1 if found else 0
 
 
-def _prepare(options: Options, folder: Path) -> Job:
-    """Reads the corpus, writes it into ``folder`` and prints what will be trained."""
-    corpus = read_corpus(CLASSES)
-    file = folder / "corpus.pt"
-    torch.save(torch.frombuffer(corpus.indices, dtype=torch.int32), file)
-    width = HEAD_WIDTH * options.heads
-    sizes = {k: getattr(options, k) for k in ("device", "dtype", "steps", "batch", "seq", "layers")}
-    job = Job(provider="", width=width, classes=corpus.classes, corpus=str(file), **sizes)
-    print(f"data    {corpus}")
-    blocks = options.layers * 12 * width**2
-    print(
-        f"model   GPT of depth {options.layers} and width {width}: {blocks / 1e6:.1f} million "
-        f"parameters in its blocks, {width * corpus.classes / 1e6:.1f} million in its vocabulary"
+def read_corpus(classes: int, root: Path | None = None) -> Tensor:
+    """Real text that every machine has: Python sources, file by file until every class has a word.
+
+    Args:
+        classes: size of the vocabulary: the most frequent words and signs, and 0 for all others. A
+            trimmed Python may have fewer words; the last classes never occur then.
+        root: the standard library of the running Python by default.
+
+    Returns:
+        int32 ``[tokens]``.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    words: list[str] = []
+    counts: Counter[str] = Counter()
+    for path in sorted(root.rglob("*.py")):
+        # what pip installed is not the same on two machines
+        if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts):
+            found = re.findall(r"\w+|[^\w\s]", path.read_text("utf-8", errors="replace"))
+            words += found
+            counts.update(found)
+        if len(counts) >= classes:
+            break
+    index = {word: i for i, (word, _) in enumerate(counts.most_common(classes - 1), start=1)}
+    return torch.tensor([index.get(word, 0) for word in words], dtype=torch.int32)
+
+
+def report(rows: Sequence[Row], tokens: int) -> str:
+    """What was fused, the loss curves, and the table."""
+    parts = []
+    for row in rows:
+        if row.notes:
+            counts = ", ".join(f"{row.counters.get(k, 0)} {k}" for k in ("matched", "rejected"))
+            parts.append("\n".join([f"{row.name}: {counts}", *(f"  {n}" for n in row.notes)]))
+    steps = max(len(row.losses) for row in rows)
+    shown = sorted({round(i * (steps - 1) / 9) for i in range(10)})
+    lines = ["loss at  " + "".join(f"{i + 1:>7}" for i in shown)] if steps else []
+    for row in rows:
+        curve = "".join(f"{row.losses[i]:>7.3f}" for i in shown if i < len(row.losses))
+        lines.append(f"{row.name:<9}{curve}")
+    told = (
+        "extra MiB: what a step adds, at its peak, to what the process holds between steps\n"
+        f"steps: those that are timed; {UNTIMED_STEPS} before them are not"
     )
-    rows = options.batch * options.seq
-    print(
-        f"step    {rows:,} tokens on {options.device} in {options.dtype}: logits "
-        f"[{rows}, {corpus.classes}], {job.logits_bytes / 2**20:.0f} MiB a copy in float32\n"
-    )
-    return job
+    return "\n\n".join([*parts, "\n".join(lines), table(rows, tokens), told])
 
 
-def _train(job: Job, folder: Path, environ: dict[str, str], progress: Progress) -> Result:
-    """One provider in its own process, with empty compile caches so that times compare."""
-    caches = folder / job.provider
-    environ = {**environ, "TORCHINDUCTOR_CACHE_DIR": str(caches)}
-    command = [sys.executable, "-m", "fxpass.cli.demo_worker", json.dumps(dataclasses.asdict(job))]
-    log = folder / f"{job.provider}.log"
-    result = None
-    with (
-        log.open("w") as errors,
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ
-        ) as process,
-    ):
-        assert process.stdout is not None
-        for line in process.stdout:
-            message = json.loads(line)
-            if "result" in message:
-                result = Result(**message["result"])
-            else:
-                progress.show(message["step"], message["loss"], message["seconds"])
-    if process.returncode or result is None:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise WorkerError(f"{tail}\n(exit status {process.returncode})")
-    return result
+def problems(rows: Sequence[Row], steps: int) -> list[str]:
+    """What is wrong, one sentence each, with the end of what a failed process has printed."""
+    found = []
+    for row in rows:
+        log = "\n".join(["", *row.log.splitlines()[-15:]])
+        if row.failure:
+            found.append(f"{row.name}: {row.failure}{log.rstrip()}")
+        elif len(row.losses) < steps:
+            found.append(f"{row.name}: interrupted after {len(row.losses)} of {steps} steps")
+        if row.name == "fusedce" and row.losses and not row.counters.get("matched"):
+            found.append("fusedce fused nothing, so there is nothing to compare")
+    return found
 
 
-def _print_report(results: dict[str, Result], job: Job) -> list[str]:
-    """Prints what was measured; returns what is wrong, one sentence each."""
-    problems = []
-    fused = results.get("fusedce")
-    if fused is not None:
-        print("\n" + demo_report.fused_text(fused))
-        if not fused.counters.get("matched"):
-            problems.append("fusedce fused nothing, so there is nothing to compare")
-    print("\n" + demo_report.measurements_text(results))
-    print("\n" + demo_report.curves_text(results))
-    checks = demo_report.compare(results, job.dtype)
-    print("".join(f"\n{check}" for check in checks))
-    return problems + [f"the curves disagree: {check}" for check in checks if not check.agrees]
+def draw(rows: Sequence[Row], job: TextJob, path: Path) -> bool:
+    """Draws loss curves, tokens per second and memory into ``path``.
 
-
-class Progress:
-    """One line per provider that is rewritten in place; plain lines where that is not possible."""
-
-    WIDTH = 30  # of the bar, in characters
-
-    def __init__(self, provider: str, steps: int) -> None:
-        self.provider, self.steps = provider, steps
-        self.in_place = sys.stdout.isatty()
-        first = "first step" if provider == "eager" else "first step compiles"
-        if self.in_place:
-            self._rewrite(f"{self._bar(0)}  {first} ...")
-        else:
-            print(f"{provider}: {first} ...", flush=True)
-
-    def show(self, step: int, loss: float, seconds: float) -> None:
-        """``step`` of ``steps`` is done and took ``seconds``."""
-        text = f"step {step}/{self.steps}  loss {loss:.3f}  {seconds:.2f} s"
-        if self.in_place:
-            self._rewrite(f"{self._bar(step)}  {text}")
-        elif step in (1, self.steps) or step % 10 == 0:
-            print(f"{self.provider}: {text}", flush=True)
-
-    def end(self) -> None:
-        """Leaves the line as it stands."""
-        if self.in_place:
-            print()
-
-    def _bar(self, step: int) -> str:
-        done = self.WIDTH * step // self.steps
-        return f"[{'#' * done}{'.' * (self.WIDTH - done)}]"
-
-    def _rewrite(self, text: str) -> None:
-        # \x1b[K clears what a longer text before this one left behind
-        print(f"\r{self.provider:<9}{text}\x1b[K", end="", flush=True)
+    Returns:
+        False if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return False
+    # A figure of its own: pyplot would choose a window system and keep global state.
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, speed, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    for i, row in enumerate(rows):
+        loss.plot(range(1, len(row.losses) + 1), row.losses, label=row.name, linewidth=5 - 2 * i)
+        rates = [job.tokens / s for s in row.seconds] or [0.0]
+        speed.bar(row.name, sorted(rates)[len(rates) // 2])
+        memory.bar(row.name, (row.extra_bytes or 0) / MIB)
+    loss.set(title="loss", xlabel="step")
+    loss.legend()
+    speed.set(title="tokens / s")
+    memory.set(title="memory that a step adds (MiB)")
+    figure.suptitle(f"GPT of {job}")
+    figure.savefig(path, dpi=120)
+    return True

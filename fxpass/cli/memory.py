@@ -27,6 +27,11 @@ class Memory:
         """Largest memory in use since :meth:`start`."""
         return None
 
+    def added(self) -> int | None:
+        """What the peak has beyond what was in use at :meth:`start`."""
+        peak = self.peak()
+        return None if peak is None or self.rest is None else peak - self.rest
+
 
 class ProcMemory(Memory):
     """Resident memory as Linux counts it."""

@@ -7,10 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-
-from benchmarks.accuracy import __main__ as accuracy
-from benchmarks.accuracy import schemes as accuracy_schemes
-from benchmarks.accuracy.cases import (
+from benchmarks.accuracy.__main__.cases import (
     ROWS,
     Problem,
     Row,
@@ -22,8 +19,11 @@ from benchmarks.accuracy.cases import (
     settings,
     step,
 )
-from benchmarks.accuracy.schemes import SCHEMES, Scheme, liger_rows, liger_scheme
-from benchmarks.accuracy.table import EXACT, section, worse
+from benchmarks.accuracy.__main__.schemes import SCHEMES, Scheme, liger_rows, liger_scheme
+from benchmarks.accuracy.__main__.table import EXACT, section, worse
+
+from benchmarks.accuracy.__main__ import __main__ as accuracy
+from benchmarks.accuracy.__main__ import schemes as accuracy_schemes
 from benchmarks.loss.providers import plain
 from tests.support.numerics import FLOOR, error
 

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 
 from benchmarks.about import about, heading
 from benchmarks.loss import __main__ as command
-from benchmarks.loss import measure, picture, providers, reference, worker
+from benchmarks.loss import measure, picture, providers, reference
 from benchmarks.loss.case import CHECKED_ROWS, Case
 from benchmarks.loss.heads import HEADS, ROWS, SUITES
 from benchmarks.loss.measure import Effort
 from benchmarks.loss.rows import Result, Row, wrong
 from benchmarks.loss.table import document, table
 from benchmarks.loss.worker import errors
-from benchmarks.process import Worker, WorkerError
+from fxpass.cli.process import Worker, WorkerError
 
 EAGER = {"loss": 1e-7, "dx": 1e-6, "dw": 1e-6}
 WHAT = about("cpu")
@@ -93,6 +93,7 @@ import torch
 from benchmarks.loss import providers
 from benchmarks.loss import worker
 from benchmarks.loss.providers import Provider
+from fxpass.cli.process import serve
 providers.PROVIDERS["half"] = Provider("half", lambda cap: lambda *a: providers.plain(*a) / 2)
 providers.PROVIDERS["dies"] = Provider("dies", lambda cap: dies)
 providers.PROVIDERS["hangs"] = Provider("hangs", lambda cap: lambda *a: __import__("time").sleep(999))
@@ -108,7 +109,7 @@ def full(cap):
     return loss
 providers.PROVIDERS["full"] = Provider("full", full)
 if __name__ == "__main__":
-    worker.serve(lambda fields: worker.Session(worker.Case(**fields)))
+    serve(lambda fields: worker.Session(worker.Case(**fields)))
 """
 
 
@@ -117,7 +118,7 @@ def strange(tmp_path, monkeypatch):
     """Providers that are wrong, die, hang and run out of memory, in real processes."""
     (tmp_path / "strange_worker.py").write_text(WRONG)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{measure.__file__.rsplit('/', 3)[0]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{measure.__file__.rsplit('/', 2)[0]}")
     monkeypatch.setattr(measure, "WORKER", "strange_worker")
     for name in ("half", "dies", "hangs", "full"):
         monkeypatch.setitem(providers.PROVIDERS, name, providers.PROVIDERS["eager"])
@@ -145,7 +146,7 @@ def test_a_provider_that_fails_has_a_reason_and_no_numbers(strange):
 
 def test_a_provider_that_hangs_is_given_up(strange):
     begin = time.monotonic()
-    hangs = Worker("strange_worker", worker.job(case("hangs")), timeout=600)
+    hangs = Worker("strange_worker", case("hangs"), timeout=600)
     hangs.timeout = 0.2  # the import takes longer; the first call, which hangs, comes before it
     with pytest.raises(WorkerError, match=r"took more than 0\.2 s"):
         hangs.answer()
@@ -177,8 +178,8 @@ class Scripted:
 
     asked: list[tuple[str, str]]
 
-    def __init__(self, module: str, job: str, timeout: float) -> None:
-        self.name = json.loads(job)["provider"]
+    def __init__(self, module: str, job: Case, timeout: float) -> None:
+        self.name = job.provider
         self.log = ""
 
     def answer(self) -> dict[str, object]:

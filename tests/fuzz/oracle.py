@@ -20,11 +20,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests.support.numerics import FLOOR
 from torch import Tensor
 
 from fxpass.deferred.inputs import StaleLogitsError
 from fxpass.plan import plan
+from tests.support.numerics import FLOOR
 
 from .case import Case
 

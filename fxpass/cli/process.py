@@ -1,20 +1,26 @@
 """A worker's process: one command at a time, one answer at a time, and never longer than allowed.
 
-In: a module that serves (:func:`benchmarks.loss.worker.serve`) and its job. Out: answers, or the
-reason why there are none: the process raised, died, or took too long.
+:class:`Worker` is the side that drives: a module and its job in, answers out, or the reason why
+there are none: the process raised, died, or took too long. :func:`serve` is the module's side.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import os
 import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
 
 GRACE = 30.0  # seconds to end in, for a process that was asked to
 LOG = 4000  # characters
@@ -27,20 +33,25 @@ class WorkerError(Exception):
 class Worker:
     """A process of ``python -m module job``."""
 
-    def __init__(self, module: str, job: str, timeout: float) -> None:
-        """Starts it.
+    def __init__(
+        self, module: str, job: Any, timeout: float, environ: Mapping[str, str] | None = None
+    ) -> None:
+        """Starts it; the first answer says that it is ready.
 
         Args:
+            job: a dataclass, which the module gets as JSON.
             timeout: seconds that one answer may take.
+            environ: added to this process's environment.
         """
         self.timeout = timeout
         self.printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() closes it)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", module, job],
+            [sys.executable, "-m", module, json.dumps(dataclasses.asdict(job))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.printed,
             text=True,
+            env={**os.environ, **(environ or {})},
         )
         self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.reader = threading.Thread(target=self._read, daemon=True)
@@ -72,16 +83,20 @@ class Worker:
             raise WorkerError(found["error"])
         return found
 
+    def send(self, command: str) -> None:
+        """Gives one command; its answer has to be taken."""
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(command + "\n")
+            self.process.stdin.flush()
+
     def ask(self, command: str) -> dict[str, Any]:
         """The answer to one command.
 
         Raises:
             WorkerError: there is none; the process is gone.
         """
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(command + "\n")
-            self.process.stdin.flush()
+        self.send(command)
         return self.answer()
 
     def _how_it_died(self) -> str:
@@ -115,3 +130,37 @@ class Worker:
         self.printed.seek(0)
         self.log = self.printed.read()[-LOG:]
         self.printed.close()
+
+
+def serve(make: Callable[[dict[str, Any]], Any]) -> None:
+    """Makes a session from the JSON in the first argument; answers until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that drives this one
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print is not an answer
+
+    def answer(function: Callable[[], dict[str, Any]]) -> None:
+        try:
+            found = function()
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": reason(error)}
+        print(json.dumps(found), file=results, flush=True)
+
+    sessions: list[Any] = []
+
+    def start() -> dict[str, Any]:
+        sessions.append(make(json.loads(sys.argv[1])))
+        return {}
+
+    answer(start)
+    for line in sys.stdin:
+        answer(getattr(sessions[0], line.strip()))
+
+
+def reason(error: Exception) -> str:
+    """An exception in one line; Dynamo and the allocator put theirs into several."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = f"{type(error).__name__}: {' '.join(lines[:2])}"
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        text = f"out of memory: {lines[0]}"
+    return text if len(text) <= 200 else text[:197] + "..."

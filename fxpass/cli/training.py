@@ -1,0 +1,356 @@
+"""Training steps of one model by several providers, compared.
+
+``fxpass demo`` and ``python -m benchmarks.training`` differ in the model and its text. What they
+share is here: :class:`Session`, one provider in a process of its own; :func:`train`, which drives
+the processes one step in turn and refuses numbers to those that compute something else than eager;
+and :func:`table`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from fxpass.cli.memory import memory_of
+from fxpass.cli.process import Worker, WorkerError
+
+MIB = 2**20
+WARM_UP_STEPS = 2  # the first compiles, the second still allocates the optimizer's state
+UNTIMED_STEPS = WARM_UP_STEPS + 1  # and one whose memory is measured
+
+# Largest relative difference from eager, at any step: (loss, gradient norm). The providers round
+# differently, and training carries the differences on. Inductor measures up to 2e-7 and 2e-7 from
+# eager in 30 steps of float32, 5e-6 and 3e-5 of float16, 3e-5 and 4e-4 of bfloat16; the bounds
+# leave two orders of magnitude for other devices and longer runs. The norm is compared because
+# AdamW and clipping forgive a gradient that is wrong by a factor, so the loss alone would not show
+# it.
+TOLERANCE = {
+    "float32": (1e-4, 1e-3),
+    "float16": (1e-3, 5e-3),
+    "bfloat16": (4e-3, 4e-2),
+}
+COLUMNS = (
+    "provider", "tokens/s", "min-max", "steps", "/ inductor", "extra MiB", "/ inductor",
+    "peak MiB", "loss, first to last", "differs (loss, norm)",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model of this size, trained with AdamW.
+
+    Attributes:
+        provider: "eager" or the name of a torch.compile backend.
+        dtype: of autocast; parameters are float32.
+        batch, seq: sequences of a step, tokens of a sequence.
+    """
+
+    provider: str
+    device: str
+    dtype: str
+    layers: int
+    width: int
+    classes: int
+    batch: int
+    seq: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.seq
+
+    def __str__(self) -> str:
+        return (
+            f"{self.layers} layers x {self.width} x {self.classes} classes, {self.batch} x "
+            f"{self.seq} tokens, {self.dtype}, AdamW"
+        )
+
+
+# ---------------------------------------------------------------- one provider, in its process
+
+
+class Session:
+    """A model with its provider and optimizer: every command takes the next step of training."""
+
+    def __init__(
+        self,
+        job: Job,
+        make: Callable[[], nn.Module],
+        batch: Callable[[Generator], dict[str, Tensor]],
+    ) -> None:
+        """Makes the model.
+
+        Args:
+            make: the model, which is called with a batch and returns a mapping that has its loss.
+            batch: the arguments of one step; the generator is the same for every provider.
+        """
+        self.job, self.batch, self.steps = job, batch, 0
+        self.device = torch.device(job.device)
+        self.notes = _Notes()
+        torch.manual_seed(0)
+        self.model = make().to(self.device)
+        self.run: Callable[..., Any] = self.model
+        if job.provider != "eager":
+            self.run = torch.compile(self.model, backend=job.provider)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=job.dtype == "float16")
+        self.memory = memory_of(self.device)
+
+    def step(self) -> dict[str, Any]:
+        """Forward, backward, clipping, AdamW: seconds, the loss, the norm of the gradients."""
+        batch = self.batch(Generator().manual_seed(self.steps))
+        batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
+        self.steps += 1
+        dtype = getattr(torch, self.job.dtype)
+        begin = time.perf_counter()
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            out = self.run(**batch)
+        self.scaler.scale(out["loss"]).backward()
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)  # while the logits are alive, as in any training loop
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "loss": out["loss"].item(), "norm": norm.item()}
+
+    def measure(self) -> dict[str, Any]:
+        """A step, its peak of memory in bytes and what of that it added (None: unknown), and what
+        fusedce has counted and said so far."""
+        self.memory.start()
+        answer = self.step()
+        answer.update(peak_bytes=self.memory.peak(), extra_bytes=self.memory.added())
+        # where nothing was compiled, Dynamo was never imported
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        counters = dict(dynamo.counters["fusedce"]) if dynamo else {}
+        return {**answer, "counters": counters, "notes": self.notes.lines}
+
+
+class _Notes(logging.Handler):
+    """Keeps what fxpass logs: a line per match, rejection and cast."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        logger = logging.getLogger("fxpass")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+# ---------------------------------------------------------------- all of them
+
+
+@dataclass
+class Row:
+    """What is known of one provider.
+
+    Attributes:
+        failure: why it has no numbers; empty if it has.
+        log: the end of what a process that failed has printed.
+        losses, norms: one per step from the first on, those that are not timed included.
+        seconds: one per timed step.
+        peak_bytes, extra_bytes: of a step: all that is in use, and what it adds.
+        counters, notes: fusedce's own, of its process.
+        differences: from eager's losses and norms, the largest relative ones.
+    """
+
+    name: str
+    failure: str = ""
+    log: str = ""
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    extra_bytes: int | None = None
+    counters: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    differences: tuple[float, float] | None = None
+
+    def add(self, answer: dict[str, Any], timed: bool) -> None:
+        """Takes what a session answered."""
+        self.losses.append(answer.pop("loss"))
+        self.norms.append(answer.pop("norm"))
+        seconds = answer.pop("seconds")
+        if timed:
+            self.seconds.append(seconds)
+        vars(self).update(answer)
+
+
+def train(
+    module: str,
+    job: Job,
+    names: Sequence[str],
+    rounds: int,
+    timeout: float = 1800.0,
+    environ: Mapping[str, str] | None = None,
+) -> list[Row]:
+    """Trains eager and the named providers; nobody else computes while a step is timed.
+
+    Args:
+        module: serves :class:`Session`.
+        rounds: timed steps of each.
+        timeout: seconds that a step may take.
+        environ: added to the processes' environment.
+
+    Returns:
+        eager's row first. Ctrl-C ends with the steps that there are.
+    """
+    rows = [Row(name) for name in dict.fromkeys(["eager", *names])]
+    workers: dict[str, Worker] = {}
+    steps = UNTIMED_STEPS + rounds
+
+    def answer(row: Row) -> dict[str, Any]:
+        try:
+            return workers[row.name].answer()
+        except WorkerError as error:
+            row.failure, row.log = str(error), workers.pop(row.name).log
+            tell(f"{row.name}: {row.failure}", 0)
+            return {}
+
+    def take(command: str, turn: Sequence[Row], timed: bool) -> None:
+        alive = [row for row in turn if row.name in workers]
+        for row in alive:
+            workers[row.name].send(command)
+        for row in alive:
+            if found := answer(row):
+                seconds = f"{found['seconds']:.2f} s" if timed else "not timed"
+                row.add(found, timed)
+                tell(f"{row.name} {len(row.losses)}/{steps}: {row.losses[-1]:.3f}, {seconds}", 1)
+
+    alone = [[row] for row in rows]
+    # A GPU's kernels are chosen by their times when they are compiled.
+    warm_up = [rows] if job.device == "cpu" else alone
+    with _progress(len(rows) * steps) as tell:
+        try:
+            for row in rows:  # they import side by side
+                own = dataclasses.replace(job, provider=row.name)
+                workers[row.name] = Worker(module, own, timeout, environ)
+            for row in rows:
+                answer(row)
+            for turn in warm_up * WARM_UP_STEPS:
+                take("step", turn, timed=False)
+            for turn in alone:
+                take("measure", turn, timed=False)
+            for turn in alone * rounds:
+                take("step", turn, timed=True)
+        except KeyboardInterrupt:
+            tell("interrupted", 0)
+            for worker in workers.values():
+                worker.kill()
+    for worker in workers.values():
+        worker.close()
+    refuse(rows, job.dtype)
+    return rows
+
+
+@contextlib.contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str, int], None]]:
+    """tqdm's bar if it is installed and standard error is a terminal, else lines of text."""
+    try:
+        from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
+    except ImportError:
+        tqdm = None
+    if tqdm is None or not sys.stderr.isatty():
+        yield lambda text, done: print(text, file=sys.stderr, flush=True)
+        return
+    with tqdm(total=steps, unit="step", postfix="the first steps compile") as bar:
+
+        def tell(text: str, done: int) -> None:
+            bar.set_postfix_str(text)
+            bar.update(done)
+
+        yield tell
+
+
+# ---------------------------------------------------------------- judging and telling
+
+
+def refuse(rows: Sequence[Row], dtype: str) -> None:
+    """Takes the numbers of those whose curves differ from eager's, as far as both go."""
+    eager = next((row for row in rows if row.name == "eager" and row.losses), None)
+    for row in rows:
+        steps = min(len(row.losses), len(eager.losses)) if eager else 0
+        if eager is None or row.failure or not steps:
+            row.failure = row.failure or "refused: there is nothing of eager's to compare with"
+            row.seconds.clear()
+            continue
+        loss = max_difference(eager.losses[:steps], row.losses[:steps])
+        norm = max_difference(eager.norms[:steps], row.norms[:steps])
+        row.differences = (loss[0], norm[0])
+        found = zip(("loss", "gradient norm"), (loss, norm), TOLERANCE[dtype], strict=True)
+        for name, (difference, step), bound in found:
+            if not difference <= bound and not row.failure:
+                row.failure = (
+                    f"refused: {name} differs from eager's by {difference:.1e} at step {step} "
+                    f"(bound {bound:.0e})"
+                )
+                row.seconds.clear()
+
+
+def max_difference(expected: Sequence[float], actual: Sequence[float]) -> tuple[float, int]:
+    """The largest relative difference of two curves, and its step, counted from 1.
+
+    A GradScaler's first gradients may overflow: two values that are not finite do not differ.
+    """
+    differences = []
+    for left, right in zip(expected, actual, strict=True):
+        if math.isfinite(left) and math.isfinite(right):
+            differences.append(abs(right - left) / max(abs(left), 1e-12))
+        else:
+            differences.append(math.inf if math.isfinite(left) or math.isfinite(right) else 0.0)
+    worst = max(range(len(differences)), key=differences.__getitem__)
+    return differences[worst], worst + 1
+
+
+def table(rows: Sequence[Row], tokens: int) -> str:
+    """A markdown table, its columns aligned; rates in tokens per second, their median first."""
+    base = next((row for row in rows if row.name == "inductor" and row.seconds), None)
+    lines = [COLUMNS, *(_cells(row, base, tokens) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, tuple("-" * width for width in widths))
+    padded = ([c.ljust(w) for c, w in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
+
+
+def _cells(row: Row, base: Row | None, tokens: int) -> tuple[str, ...]:
+    if not row.seconds:
+        return (row.name, *"-" * (len(COLUMNS) - 2), row.failure or "no rounds")
+    rates = [tokens / s for s in row.seconds]
+    speed = space = "-"
+    if base:
+        pairs = zip(base.seconds, row.seconds, strict=False)
+        speed = f"{statistics.median(a / b for a, b in pairs):.2f}"
+        if row.extra_bytes is not None and base.extra_bytes:
+            space = f"{row.extra_bytes / base.extra_bytes:.2f}"
+    return (
+        row.name,
+        f"{statistics.median(rates):,.0f}",
+        f"{min(rates):,.0f}-{max(rates):,.0f}",
+        f"{len(rates)}",
+        speed,
+        _mib(row.extra_bytes),
+        space,
+        _mib(row.peak_bytes),
+        f"{row.losses[0]:.4f} to {row.losses[-1]:.4f}",
+        "-" if row.differences is None else "{:.1e}, {:.1e}".format(*row.differences),
+    )
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / MIB:,.0f}"
