@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import sympy
 from sympy import Eq, Expr, Piecewise, ceiling, log
 
-from benchmarks.communication.__main__.collectives import RING
+from benchmarks.communication.collectives import RING
 from benchmarks.loss import heads
 from benchmarks.loss.table import MIB
 

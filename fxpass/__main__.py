@@ -35,8 +35,8 @@ and returns a tuple of positional or a dict of keyword arguments:
 
 DEMO = """\
 Trains a small GPT on the sources of Python's standard library, a vocabulary of 50,304 tokens, once
-with each provider, in a process of its own: same seed, same data. Compares time, memory and the
-loss curves; the model knows nothing of fxpass. Takes minutes on a CPU and needs no network."""
+with each provider, in a process of its own: same seed, same data. Compares speed, memory and the
+loss curves; the model knows nothing of fxpass. Needs no network."""
 
 DOCTOR = """\
 Prints versions, devices with what they compute natively, compilers, the settings in force and

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.accuracy.__main__.cases import Problem, measure, name, rounded, settings
-from benchmarks.accuracy.__main__.schemes import SCHEMES
-from benchmarks.accuracy.__main__.table import EXACT, Rows, section, table, worse
+from benchmarks.accuracy.cases import Problem, measure, name, rounded, settings
+from benchmarks.accuracy.schemes import SCHEMES
+from benchmarks.accuracy.table import EXACT, Rows, section, table, worse
 
 DTYPES = {name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 DEFAULT = [who for who in SCHEMES if who != "liger"]  # which not everybody has

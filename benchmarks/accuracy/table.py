@@ -12,8 +12,8 @@ import platform
 
 import torch
 
-from benchmarks.accuracy.__main__.cases import SCALE, Row, Setting
-from benchmarks.accuracy.__main__.schemes import HIDDEN, SCHEMES
+from benchmarks.accuracy.cases import SCALE, Row, Setting
+from benchmarks.accuracy.schemes import HIDDEN, SCHEMES
 
 Rows = dict[Setting, dict[str, Row]]
 

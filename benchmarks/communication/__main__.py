@@ -29,19 +29,11 @@ from typing import Any
 
 import torch
 
+from benchmarks import bandwidth
 from benchmarks.about import about, heading
-from benchmarks.communication import bandwidth
-from benchmarks.communication.__main__.collectives import RING, Call
-from benchmarks.communication.__main__.worker import (
-    HIDDEN,
-    PROGRAMS,
-    Job,
-    RanksError,
-    Step,
-    run,
-    wrong,
-)
-from benchmarks.communication.bandwidth import Exchange, Sizes
+from benchmarks.bandwidth import Exchange, Sizes
+from benchmarks.communication.collectives import RING, Call
+from benchmarks.communication.worker import HIDDEN, PROGRAMS, Job, RanksError, Step, run, wrong
 from benchmarks.loss.measure import say
 
 # what a program's loss should exchange: a key of bandwidth.HEADS

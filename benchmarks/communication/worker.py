@@ -36,7 +36,7 @@ from torch.multiprocessing.spawn import start_processes
 
 import fxpass.rewrite.inner  # as Inductor: once, before the ranks are forked
 import fxpass.rewrite.transform  # noqa: F401
-from benchmarks.communication.__main__.collectives import Call, counted
+from benchmarks.communication.collectives import Call, counted
 from benchmarks.loss import reference
 from benchmarks.loss.case import FLOOR, Case
 from benchmarks.loss.measure import say

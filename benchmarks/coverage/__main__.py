@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.coverage.__main__.table import FORMS, FUSED, kind, outcome, table
+from benchmarks.coverage.table import FORMS, FUSED, kind, outcome, table
 
 Row = dict[str, Any]
 
@@ -59,7 +59,7 @@ def read(file: Path) -> dict[str, Row]:
 
 def wanted(rows: dict[str, Row], only: str, failed: bool) -> list[str]:
     """The classes to run: those without a row, or those that are asked for."""
-    from benchmarks.coverage.__main__.models import classes
+    from benchmarks.coverage.models import classes
 
     if only:
         return [name for name in classes() if re.search(only, name)]
@@ -85,7 +85,7 @@ class _Job:
 
 def run(names: list[str], inner: str, jobs: int, seconds: float) -> Iterator[Row]:
     """Rows as they come; a class that crashes or takes too long has a row that says so."""
-    from benchmarks.coverage.__main__.worker import warm_up
+    from benchmarks.coverage.worker import warm_up
 
     warm_up()  # once, for all: the others are forked from this process
     context = multiprocessing.get_context("fork")
@@ -107,7 +107,7 @@ def _start(context: Any, name: str, inner: str, seconds: float) -> _Job:
 
 
 def _work(name: str, inner: str, answer: multiprocessing.connection.Connection) -> None:
-    from benchmarks.coverage.__main__.worker import examine
+    from benchmarks.coverage.worker import examine
 
     begin = time.monotonic()
     row = examine(name, inner)

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
-from benchmarks.coverage.__main__.overrides import OVERRIDES
+from benchmarks.coverage.overrides import OVERRIDES
 
 MAPPINGS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
 

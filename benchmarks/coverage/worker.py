@@ -37,8 +37,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import fxpass
-from benchmarks.coverage.__main__.chain import Chain, chains
-from benchmarks.coverage.__main__.models import batches, build, double, vocabulary
+from benchmarks.coverage.chain import Chain, chains
+from benchmarks.coverage.models import batches, build, double, vocabulary
 from benchmarks.loss.worker import FLOOR
 from fxpass.backend import fusedce  # before anything is traced, as torch.compile does
 

@@ -1,4 +1,5 @@
 """``fxpass demo`` and ``fxpass doctor``.
 
-Nobody imports it but the command line. Imports ``op``, ``plan`` and the public modules.
+Nobody in fxpass imports it but the command line; the benchmarks share its training and its
+processes. Imports ``op``, ``plan`` and the public modules.
 """

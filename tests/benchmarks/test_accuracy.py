@@ -7,7 +7,10 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.accuracy.__main__.cases import (
+
+from benchmarks.accuracy import __main__ as accuracy
+from benchmarks.accuracy import schemes as accuracy_schemes
+from benchmarks.accuracy.cases import (
     ROWS,
     Problem,
     Row,
@@ -19,11 +22,8 @@ from benchmarks.accuracy.__main__.cases import (
     settings,
     step,
 )
-from benchmarks.accuracy.__main__.schemes import SCHEMES, Scheme, liger_rows, liger_scheme
-from benchmarks.accuracy.__main__.table import EXACT, section, worse
-
-from benchmarks.accuracy.__main__ import __main__ as accuracy
-from benchmarks.accuracy.__main__ import schemes as accuracy_schemes
+from benchmarks.accuracy.schemes import SCHEMES, Scheme, liger_rows, liger_scheme
+from benchmarks.accuracy.table import EXACT, section, worse
 from benchmarks.loss.providers import plain
 from tests.support.numerics import FLOOR, error
 

@@ -10,32 +10,14 @@ from pathlib import Path
 import pytest
 import sympy
 import torch
-from benchmarks.communication.__main__.__main__ import (
-    MODEL,
-    complaint,
-    document,
-    main,
-    ring,
-    rows_of,
-    table,
-)
-from benchmarks.communication.__main__.collectives import METHODS, Call
-from benchmarks.communication.__main__.worker import PROGRAMS, Job, RanksError, Step, run, wrong
-from benchmarks.communication.bandwidth import (
-    HEADS,
-    HIDDEN,
-    Assumed,
-    Sizes,
-    W,
-    e,
-    per_rank,
-    predicted,
-    sent,
-)
 
-from benchmarks.communication import bandwidth
-from benchmarks.communication.__main__ import __main__ as communication
-from benchmarks.communication.__main__ import collectives
+from benchmarks import bandwidth
+from benchmarks.bandwidth import HEADS, HIDDEN, Assumed, Sizes, W, e, per_rank, predicted, sent
+from benchmarks.communication import __main__ as communication
+from benchmarks.communication import collectives
+from benchmarks.communication.__main__ import MODEL, complaint, document, main, ring, rows_of, table
+from benchmarks.communication.collectives import METHODS, Call
+from benchmarks.communication.worker import PROGRAMS, Job, RanksError, Step, run, wrong
 
 FUSED, ANY_WAY = "fusedce", "fusedce, of the program that gathers"
 CORE, GATHERED = "loss_parallel, eager", "gathered logits, eager"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.coverage.__main__.chain import chains
-from benchmarks.coverage.__main__.models import V, batches, build, classes
-from benchmarks.coverage.__main__.table import kind, outcome, spelled, table
 from torch._dynamo.utils import counters
 
-from benchmarks.coverage.__main__ import __main__ as coverage
-from benchmarks.coverage.__main__ import worker as coverage_worker
+from benchmarks.coverage import __main__ as coverage
+from benchmarks.coverage import worker as coverage_worker
+from benchmarks.coverage.chain import chains
+from benchmarks.coverage.models import V, batches, build, classes
+from benchmarks.coverage.table import kind, outcome, spelled, table
 
 SOFT_CAP = "truediv(_, 30.0) → tanh(_) → mul(_, 30.0)"
 CHAINS = {

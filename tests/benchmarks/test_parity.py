@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks.parity.__main__.__main__ import Row, wrong
-from benchmarks.parity.__main__.cases import PROGRAMS, Sizes
-from benchmarks.parity.__main__.worker import Job, Session
 
-from benchmarks.parity.__main__ import __main__ as parity
+from benchmarks.parity import __main__ as parity
+from benchmarks.parity.__main__ import Row, wrong
+from benchmarks.parity.cases import PROGRAMS, Sizes
+from benchmarks.parity.worker import Job, Session
 
 
 def row(ours: list[int], alone: list[int]) -> Row:

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.accuracy.__main__.cases import SCALE, Problem, Row, Setting, compare, rounded, step
-from benchmarks.accuracy.__main__.schemes import liger_scheme
 from torch import nn
 from torch._dynamo.utils import counters
 
+from benchmarks.accuracy.cases import SCALE, Problem, Row, Setting, compare, rounded, step
+from benchmarks.accuracy.schemes import liger_scheme
 from benchmarks.loss.providers import plain
 from tests.support.numerics import FLOOR, assert_close, error
 

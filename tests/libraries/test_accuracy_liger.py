@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from benchmarks.accuracy.__main__.cases import Problem, Setting, step
-from benchmarks.accuracy.__main__.schemes import SCHEMES, liger_rows
+
+from benchmarks.accuracy.cases import Problem, Setting, step
+from benchmarks.accuracy.schemes import SCHEMES, liger_rows
 
 
 def test_the_scheme_rounds_where_liger_does():
