@@ -167,7 +167,7 @@ def _options(
     """
     chunk = _logits(inputs, part, None) if buffer is None else buffer[: _size(part)]
     return tuning.best(
-        _kernel(inputs, spec).name,
+        load(_kernel(inputs, spec)),
         chunk.device,
         chunk.dtype,
         tuple(chunk.shape),

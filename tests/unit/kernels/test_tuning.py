@@ -1,85 +1,107 @@
-"""Choosing among launch configurations; a clock of the test's own stands for the GPU's."""
+"""Choosing among launch configurations with Triton's own autotuner and cache.
 
-import json
+A driver and a clock of the test's own stand for the GPU's: what they say needs a GPU, what is made
+of it does not.
+"""
+
 import logging
-import os
-import stat
-import subprocess
-import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 from fxpass.kernels import tuning
 
-CPU = torch.device("cpu")
-CANDIDATES = ({"BLOCK_V": 64, "num_warps": 4}, {"BLOCK_V": 32, "num_warps": 2}, {"BLOCK_V": 16})
+CUDA = torch.device("cuda", 0)
+CANDIDATES = (
+    {"BLOCK_V": 64, "num_warps": 4, "num_stages": 2},
+    {"BLOCK_V": 32, "num_warps": 2, "num_stages": 3},
+    {"BLOCK_V": 16, "num_warps": 2, "num_stages": 3},
+)
 TIMES = {64: 3.0, 32: 1.0, 16: 2.0}
 
 
-@pytest.fixture(autouse=True)
-def _nothing_chosen(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "_chosen", {})
-    monkeypatch.setattr(tuning, "_latest", {})
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch.use_deterministic_algorithms(False)
+def copy(x, out, BLOCK_V: tl.constexpr):
+    i = tl.arange(0, BLOCK_V)
+    tl.store(out + i, tl.load(x + i))
+
+
+def double(x, out, BLOCK_V: tl.constexpr):
+    i = tl.arange(0, BLOCK_V)
+    tl.store(out + i, 2 * tl.load(x + i))
+
+
+# not triton.jit, which returns what the interpreter runs where there is no GPU
+COPY, DOUBLE = triton.JITFunction(copy), triton.JITFunction(double)
 
 
 class Clock:
     """Launches once and answers from a table; remembers what was launched."""
 
     def __init__(self, times):
-        self.times, self.launched = times, []
+        self.times, self.launched, self.timed = times, [], []
 
-    def __call__(self, launch):
+    def __call__(self, launch, quantiles):
         launch()
+        self.timed.append(self.launched[-1])
         return self.times[self.launched[-1]]
 
     def launch(self, candidate):
+        assert candidate in CANDIDATES
         self.launched.append(candidate["BLOCK_V"])
 
 
-def best(clock, kernel="k", dtype=torch.float32, sizes=(5, 100), candidates=CANDIDATES, device=CPU):
-    return tuning.best(kernel, device, dtype, sizes, candidates, clock.launch, clock)
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A GPU, as far as it is asked before anything is launched, and an empty cache."""
+    described = SimpleNamespace(name="NVIDIA H200", arch=90, capturing=False)
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", described.arch, 32),
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: described.name)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: described.capturing)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(tuning, "_chosen", {})
+    torch.use_deterministic_algorithms(False)
+    return described
 
 
-def forget():
-    tuning._chosen.clear()
-    tuning._latest.clear()
-
-
-def files():
-    return sorted(tuning.directory().iterdir()) if tuning.directory().exists() else []
-
-
-def test_the_fastest_is_chosen_and_timed_once():
+@pytest.fixture
+def clock(machine, monkeypatch):
     clock = Clock(TIMES)
-    assert best(clock) == {"BLOCK_V": 32, "num_warps": 2}
-    assert clock.launched == [64, 32, 16]
-    assert best(clock) is CANDIDATES[1]
-    forget()
-    assert best(clock) is CANDIDATES[1]
-    assert len(clock.launched) == 3
+    monkeypatch.setattr(tuning, "milliseconds", clock)
+    return clock
 
 
-def test_what_is_hardly_faster_does_not_replace_the_default():
-    assert best(Clock({64: 1.0, 32: 0.98, 16: 2.0})) is CANDIDATES[0]
-    assert best(Clock({64: 1.0, 32: 0.9, 16: 2.0}), kernel="other") is CANDIDATES[1]
+def best(clock, kernel=COPY, dtype=torch.float32, sizes=(5, 100), candidates=CANDIDATES):
+    return tuning.best(kernel, CUDA, dtype, sizes, candidates, clock.launch)
 
 
-def test_another_process_times_nothing():
-    """Nor does it launch anything: its clock and its launch would raise."""
-    assert best(Clock(TIMES)) is CANDIDATES[1]
-    code = (
-        "import torch; from fxpass.kernels import tuning\n"
-        f"arguments = 'k', torch.device('cpu'), torch.float32, (5, 100), {CANDIDATES}\n"
-        "print(tuning.best(*arguments, launch=None, clock=lambda launch: 1 / 0))\n"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert process.stdout == "{'BLOCK_V': 32, 'num_warps': 2}\n"
+def another_process():
+    """As a process that has the cache, but not the memory of this one."""
+    tuning._chosen.clear()
+
+
+def test_the_fastest_is_chosen_and_timed_once(clock):
+    assert best(clock) == CANDIDATES[1]
+    assert clock.timed == [64, 32, 16]
+    launched = len(clock.launched)
+    assert best(clock) == CANDIDATES[1]
+    assert len(clock.launched) == launched
+
+
+def test_another_process_times_nothing(clock):
+    assert best(clock) == CANDIDATES[1]
+    another_process()
+    clock.times = {}
+    assert best(clock) == CANDIDATES[1]
+    assert len(clock.timed) == 3
 
 
 @pytest.mark.parametrize(
@@ -88,186 +110,115 @@ def test_another_process_times_nothing():
         (True, {"sizes": (8, 65)}),  # the same powers of two
         (False, {"sizes": (9, 100)}),
         (False, {"sizes": (5, 64)}),
-        (False, {"kernel": "other"}),
+        (False, {"kernel": DOUBLE}),
         (False, {"dtype": torch.float16}),
-        (False, {"candidates": CANDIDATES[:2]}),
     ],
 )
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_what_a_choice_depends_on(same, changed, in_memory):
-    clock = Clock(TIMES)
+def test_what_a_choice_depends_on(same, changed, in_memory, clock):
     best(clock)
     if not in_memory:
-        forget()
+        another_process()
     best(clock, **changed)
-    assert (len(clock.launched) == 3) is same
+    assert (len(clock.timed) == 3) is same
 
 
-@pytest.mark.parametrize("fact", ["triton", "device", "arch"])
-def test_what_a_written_choice_depends_on(fact, monkeypatch):
-    clock = Clock(TIMES)
+@pytest.mark.parametrize("change", ["name", "arch", "candidates"])
+def test_what_a_written_choice_depends_on(change, clock, machine):
+    """A home directory may be shared by machines, and by versions of fxpass."""
     best(clock)
-    forget()
-    facts = tuning._facts(CPU)
-    monkeypatch.setattr(tuning, "_facts", lambda device: {**facts, fact: "another"})
-    best(clock)
-    assert len(clock.launched) == 6
-    assert len(files()) == 2
+    another_process()
+    if change == "name":
+        machine.name = "NVIDIA H100 PCIe"
+    elif change == "arch":
+        machine.arch = 80
+    best(clock, candidates=CANDIDATES[: 2 if change == "candidates" else 3])
+    assert len(clock.timed) == (5 if change == "candidates" else 6)
 
 
 # ---------------------------------------------------------------- when nothing is timed
 
 
-def test_one_candidate_is_not_timed():
-    assert best(Clock({}), candidates=CANDIDATES[:1]) is CANDIDATES[0]
+def test_one_candidate_is_not_timed(clock):
+    assert best(clock, candidates=CANDIDATES[1:2]) == CANDIDATES[1]
+    assert clock.launched == []
 
 
-def test_only_gpus_have_a_clock():
-    launched = []
-    arguments = ("k", CPU, torch.float32, (5,), CANDIDATES, launched.append)
-    assert tuning.best(*arguments) is CANDIDATES[0]
-    assert launched == files() == []
-    assert tuning._clock_of(torch.device("cuda")) is tuning._gpu_clock
+def test_the_interpreter_is_not_timed(clock, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert best(clock, kernel=triton.jit(copy)) == CANDIDATES[0]
+    assert clock.launched == []
 
 
-def test_deterministic_algorithms_take_the_default():
-    assert best(Clock(TIMES)) is CANDIDATES[1]
+def test_deterministic_algorithms_take_the_default(clock):
+    assert best(clock) == CANDIDATES[1]
     torch.use_deterministic_algorithms(True)
-    assert best(Clock({})) is CANDIDATES[0]
+    launched = len(clock.launched)
+    assert best(clock) == CANDIDATES[0]
+    assert len(clock.launched) == launched
 
 
-def test_nothing_is_timed_while_a_cuda_graph_is_recorded(monkeypatch):
-    """Nor is anything read that another process has chosen: it would have to be compiled."""
-    capturing = True
-    device = torch.device("cuda", 0)
-    monkeypatch.setattr(tuning, "_facts", lambda device: {"device": "a GPU"})
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    clock = Clock(TIMES)
-    assert best(clock, device=device) is CANDIDATES[0]
-    assert clock.launched == files() == []
-    capturing = False
-    assert best(clock, device=device) is CANDIDATES[1]
-    assert len(clock.launched) == 3
-    capturing = True
-    assert best(clock, device=device) is CANDIDATES[1]
-    # other sizes: what has run is there, the default may not be
-    assert best(clock, device=device, sizes=(5000, 100)) is CANDIDATES[1]
-    assert best(clock, device=device, kernel="other") is CANDIDATES[0]
-    forget()
-    assert best(clock, device=device) is CANDIDATES[0]
-    assert len(clock.launched) == 3
+def test_nothing_is_timed_while_a_cuda_graph_is_captured(clock, machine):
+    """Nor is anything read that another process has chosen: that would have to be compiled."""
+    machine.capturing = True
+    assert best(clock) == CANDIDATES[0]
+    assert clock.launched == []
+    machine.capturing = False
+    assert best(clock) == CANDIDATES[1]
+    launched = len(clock.launched)
+    machine.capturing = True
+    assert best(clock) == CANDIDATES[1]
+    assert best(clock, sizes=(5000, 100)) == CANDIDATES[0]
+    another_process()
+    assert best(clock) == CANDIDATES[0]
+    assert len(clock.launched) == launched
 
 
 # ---------------------------------------------------------------- what goes wrong
 
 
+def events(monkeypatch, times):
+    """Events of a stream on which ``times`` ms pass from one to the next."""
+    times = iter(times)
+    event = SimpleNamespace(
+        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: next(times)
+    )
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+
+
+def test_a_time_is_the_median_of_rounds(monkeypatch):
+    launches = []
+    events(monkeypatch, [4.0, 400.0, 8.0, 12.0, 4.0])
+    assert tuning.milliseconds(lambda: launches.append(1)) == 2.0
+    assert len(launches) == 1 + 5 * 4
+
+
 @pytest.mark.parametrize("failing", [[64], [32], [64, 16]])
-def test_a_candidate_that_fails_is_not_taken(failing, caplog):
-    clock = Clock(TIMES)
+def test_a_candidate_that_fails_is_not_taken(failing, machine, monkeypatch, caplog):
+    events(monkeypatch, [1.0] * 100)
 
     def launch(candidate):
-        clock.launch(candidate)
         if candidate["BLOCK_V"] in failing:
-            raise RuntimeError("out of resource: shared memory")
+            raise RuntimeError("PassManager::run failed")
 
     with caplog.at_level(logging.DEBUG, tuning.__name__):
-        choice = tuning.best("k", CPU, torch.float32, (5,), CANDIDATES, launch, clock)
-    working = {block: time for block, time in TIMES.items() if block not in failing}
-    assert choice["BLOCK_V"] == min(working, key=working.get)
-    failures = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
-    assert len(failures) == len(failing)
-    assert all("out of resource: shared memory" in message for message in failures)
+        choice = tuning.best(COPY, CUDA, torch.float32, (5,), CANDIDATES, launch)
+    assert choice == next(c for c in CANDIDATES if c["BLOCK_V"] not in failing)
+    assert len(caplog.records) == len(failing)
+    assert "PassManager::run failed" in caplog.text
 
 
-def test_the_default_where_every_candidate_fails():
-    """And nothing is kept: what failed for want of memory may run the next time."""
-    assert best(Clock({})) is CANDIDATES[0]
-    assert files() == []
-    assert best(Clock(TIMES)) is CANDIDATES[1]
+def test_where_every_candidate_fails_the_defaults_error_is_raised(machine):
+    def launch(candidate):
+        raise MemoryError(candidate["BLOCK_V"])
+
+    with pytest.raises(MemoryError, match="64"):
+        tuning.best(COPY, CUDA, torch.float32, (5,), CANDIDATES, launch)
 
 
-def damaged(text):
-    return text[: len(text) // 2]
-
-
-def of_another_kernel(text):
-    return text.replace('"k"', '"another"')
-
-
-def beyond_the_candidates(text):
-    return json.dumps({**json.loads(text), "choice": 7})
-
-
-def not_a_number(text):
-    return json.dumps({**json.loads(text), "choice": True})
-
-
-def a_list(text):
-    return f"[{text}]"
-
-
-def binary(text):
-    return b"\xff\xfe"
-
-
-@pytest.mark.parametrize(
-    "change", [damaged, of_another_kernel, beyond_the_candidates, not_a_number, a_list, binary]
-)
-def test_a_file_that_is_no_choice_is_made_again(change):
-    best(Clock(TIMES))
-    (file,) = files()
-    text = file.read_text()
-    wrong = change(text)
-    file.write_bytes(wrong if isinstance(wrong, bytes) else wrong.encode())
-    forget()
-    clock = Clock(TIMES)
-    assert best(clock) is CANDIDATES[1]
-    assert len(clock.launched) == 3
-    assert file.read_text() == text
-    assert files() == [file]
-
-
-def test_the_file_is_private_and_says_what_was_timed():
-    best(Clock(TIMES))
-    (file,) = files()
-    assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
-    assert stat.S_IMODE(os.stat(file.parent).st_mode) == 0o700
-    written = json.loads(file.read_text())
-    assert written["choice"] == 1
-    assert written["milliseconds"] == [3.0, 1.0, 2.0]
-    assert (written["kernel"], written["dtype"], written["sizes"]) == ("k", "float32", [8, 128])
-
-
-def test_a_directory_that_cannot_be_written():
-    tuning.directory().write_text("a file in its place")
-    clock = Clock(TIMES)
-    assert best(clock) is best(clock) is CANDIDATES[1]
-    assert len(clock.launched) == 3
-
-
-# ---------------------------------------------------------------- several at once
-
-
-def test_the_first_process_decides(monkeypatch):
-    """Another one writes while this one times: both go on with what was written."""
-
-    class Interrupted(Clock):
-        def __call__(self, launch):
-            if not self.launched:
-                with monkeypatch.context() as patch:  # another process has a lock of its own
-                    patch.setattr(tuning, "_one_at_a_time", threading.Lock())
-                    assert best(Clock({64: 3.0, 32: 2.0, 16: 1.0})) is CANDIDATES[2]
-                forget()
-            return super().__call__(launch)
-
-    clock = Interrupted(TIMES)
-    assert best(clock) is CANDIDATES[2]
-    assert clock.launched == [64, 32, 16]
-    assert len(files()) == 1
-
-
-def test_threads_time_once():
-    clock, choices = Clock(TIMES), []
+def test_threads_time_once(clock):
+    """Autograd has a thread for each device, and Triton's autotuner keeps its arguments in itself."""
+    choices = []
     start = threading.Barrier(8)
 
     def run():
@@ -280,4 +231,31 @@ def test_threads_time_once():
     for thread in threads:
         thread.join()
     assert choices == [CANDIDATES[1]] * 8
-    assert clock.launched == [64, 32, 16]
+    assert clock.timed == [64, 32, 16]
+
+
+@pytest.mark.gpu
+def test_a_gpu_chooses_and_remembers(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tuning, "_chosen", {})
+    torch.use_deterministic_algorithms(False)
+    x, out = torch.randn(64, device="cuda"), torch.zeros(64, device="cuda")
+    launched = []
+
+    def launch(candidate):
+        launched.append(candidate["BLOCK_V"])
+        COPY[(1,)](x, out, **candidate)
+
+    def choose():
+        with caplog.at_level(logging.DEBUG, tuning.__name__):
+            return tuning.best(COPY, x.device, x.dtype, (64,), CANDIDATES, launch)
+
+    choice = choose()
+    assert choice in CANDIDATES
+    assert set(launched) == {64, 32, 16}
+    assert torch.equal(out, x)
+    assert caplog.text == ""
+    another_process()
+    launched.clear()
+    assert choose() == choice
+    assert launched == [choice["BLOCK_V"]]
