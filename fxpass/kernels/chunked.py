@@ -33,8 +33,8 @@ from torch._inductor.codecache import PyCodeCache
 from fxpass.aten.common import Inputs, Outputs
 from fxpass.kernels import source as triton_source
 from fxpass.kernels import tuning
+from fxpass.kernels.scaling import scale_coefficients
 from fxpass.kernels.source import Kernel
-from fxpass.kernels.units import in_units
 from fxpass.plan.devices import gradient_dtype, on_device
 from fxpass.spec.spec import Spec
 
@@ -65,7 +65,7 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
 def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     x, weight = inputs.x, inputs.weight
     n, v = x.shape[0], weight.shape[0]
-    inputs, units = in_units(inputs, spec)
+    inputs, unscale = scale_coefficients(inputs, spec)
     factor = triton_source.gradient_factor(spec)
     loss = x.new_empty(n, dtype=torch.float32)
     lse = torch.empty_like(loss) if spec.lse else None
@@ -92,11 +92,11 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
                 product(grads["x"][part], g, weight[classes], factor, add=classes.start > 0)
             if "weight" in grads:
                 product(grads["weight"][classes], g.t(), x[part], factor, add=part.start > 0)
-    if units.loss is not None:
-        loss.mul_(units.loss)
-    if units.gradients is not None:
+    if unscale.loss is not None:
+        loss.mul_(unscale.loss)
+    if unscale.gradients is not None:
         for grad in grads.values():
-            grad.mul_(units.gradients)
+            grad.mul_(unscale.gradients)
     return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import sympy
 from sympy import Expr
 
-from fxpass.kernels import functions as triton_functions
+from fxpass.kernels import device_functions
 from fxpass.spec import expression
 from fxpass.spec.functions import FUNCTIONS as _FUNCTIONS
 from fxpass.spec.functions import AtMost, Less, Where
@@ -28,24 +28,24 @@ def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
 
     The constant is applied in f32 after the GEMMs: an fp16 gradient would over- or underflow.
     """
-    return _in_units(expression.derivative(logits))
+    return _normalized(expression.derivative(logits))
 
 
-def _in_units(expr: Any) -> tuple[Any, Any]:
+def _normalized(expr: Any) -> tuple[Any, Any]:
     if expr.is_number:
         return expr, sympy.Integer(1)
     factor, rest = expr.as_coeff_Mul()
     if isinstance(rest, sympy.Add):
-        terms = [_in_units(term) for term in rest.args]
+        terms = [_normalized(term) for term in rest.args]
         largest = max(abs(coefficient) for coefficient, _ in terms)
         return factor * largest, sympy.Add(*(c / largest * term for c, term in terms))
     if isinstance(rest, Where):
         x, y, *branches = rest.args
-        units = [_in_units(branch) for branch in branches]
+        units = [_normalized(branch) for branch in branches]
         largest = max(abs(coefficient) for coefficient, _ in units)
         return factor * largest, rest.func(x, y, *(c / largest * unit for c, unit in units))
     if isinstance(rest, sympy.Mul):
-        units = [_in_units(part) if isinstance(part, Where) else (1, part) for part in rest.args]
+        units = [_normalized(part) if isinstance(part, Where) else (1, part) for part in rest.args]
         coefficients, parts = zip(*units, strict=True)
         return sympy.Mul(factor, *coefficients), sympy.Mul(*parts)
     return factor, rest
@@ -66,7 +66,7 @@ def functions(logits: Expr, slope: bool) -> list[str]:
         values = [logits, unit]
         out.append(_function("transform_and_slope", values))
     used = {type(e) for e in sympy.preorder_traversal(values)} & FUNCTIONS.keys()
-    return triton_functions.with_callees(cls.__name__ for cls in used) + out
+    return device_functions.with_callees(cls.__name__ for cls in used) + out
 
 
 def _function(name: str, values: list[Expr]) -> str:
@@ -82,7 +82,7 @@ def _function(name: str, values: list[Expr]) -> str:
 
 # sympy function → the Triton function of that name
 FUNCTIONS: dict[Any, str] = {
-    function.symbolic: triton_functions.SOURCES[name] for name, function in _FUNCTIONS.items()
+    function.symbolic: device_functions.SOURCES[name] for name, function in _FUNCTIONS.items()
 }
 
 _SUM, _PRODUCT, _ATOM = 0, 1, 2

@@ -29,10 +29,10 @@ from fxpass.kernels import tile_config as triton_tile_config
 from fxpass.kernels import tile_source as triton_tile_source
 from fxpass.kernels import tuning
 from fxpass.kernels.chunked import class_tiles, load, padded_buffer, product, row_options
+from fxpass.kernels.scaling import scale_coefficients
 from fxpass.kernels.source import Kernel
 from fxpass.kernels.tile_body import Gemm
 from fxpass.kernels.tile_config import Config
-from fxpass.kernels.units import in_units
 from fxpass.plan.devices import on_device
 from fxpass.spec.spec import Spec
 
@@ -106,11 +106,11 @@ def _forward(inputs: Inputs, spec: Spec) -> Outputs:
 def _backward(inputs: Inputs, spec: Spec, classes: int) -> Outputs:
     x = inputs.x
     n, v = x.shape[0], inputs.weight.shape[0]
-    unit = None
+    unscale = None
     if x.dtype == torch.float16:
-        # of bf16 and f32 any scale can be stored: no unit, and no pass that multiplies by it
-        inputs, (_, unit) = in_units(inputs, spec)
-    gradients = _Gradients(inputs, spec, unit)
+        # bf16 and f32 hold gradients of any size: nothing is scaled, and no pass undoes it
+        inputs, (_, unscale) = scale_coefficients(inputs, spec)
+    gradients = _Gradients(inputs, spec, unscale)
     if not n:
         return gradients.outputs()
     logits = _Logits(inputs)
@@ -158,9 +158,9 @@ class _Gradients:
     complete with their tile and rounded there.
     """
 
-    def __init__(self, inputs: Inputs, spec: Spec, unit: Tensor | None):
+    def __init__(self, inputs: Inputs, spec: Spec, unscale: Tensor | None):
         self._x, self._weight = inputs.x, inputs.weight
-        self._factor, self._unit = triton_source.gradient_factor(spec), unit
+        self._factor, self._unscale = triton_source.gradient_factor(spec), unscale
         shapes = {"weight": inputs.weight.shape, "bias": inputs.weight.shape[:1]}
         # each tile is written, unless there are no rows and no tiles
         new = inputs.weight.new_empty if len(inputs.x) else inputs.weight.new_zeros
@@ -172,25 +172,25 @@ class _Gradients:
             self._grads["x"] = inputs.x.new_zeros(inputs.x.shape, dtype=torch.float32)
 
     def add(self, g: Tensor, classes: slice) -> None:
-        """``g`` ``[N, classes]``: the gradient of some classes' logits, in its unit."""
+        """``g`` ``[N, classes]``: the gradient of some classes' logits, as scaled."""
         grads, weight = self._grads, self._weight[classes]
         if "x" in grads:
             for some in class_tiles(g, g.shape[1]):
                 product(grads["x"], g[:, some], weight[some], self._factor, add=True)
         if "bias" in grads:
             total = g.sum(0, dtype=torch.float32).mul_(self._factor)
-            grads["bias"][classes] = total if self._unit is None else total.mul_(self._unit)
+            grads["bias"][classes] = total if self._unscale is None else total.mul_(self._unscale)
         if "weight" in grads:
             self._round_product(grads["weight"][classes], g.t())
 
     def _round_product(self, out: Tensor, g: Tensor) -> None:
-        """``out = factor * unit * g @ x``, rounded once to the dtype of ``out``.
+        """``out = factor * unscale * g @ x``, rounded once to the dtype of ``out``.
 
         GPUs add 16-bit products up in f32 and multiply by alpha before they round, so one GEMM does
-        it all. A unit, which is a number on the device, only fits behind an f32 result: its tile
-        makes one more pass over memory. So do CPUs, which round 16-bit products more often.
+        it all. ``unscale`` is a number on the device, so it multiplies an f32 tile in one more pass
+        over memory. CPUs make that pass too: they round 16-bit products more often.
         """
-        if self._unit is None and (out.is_cuda or out.dtype == torch.float32):
+        if self._unscale is None and (out.is_cuda or out.dtype == torch.float32):
             torch.addmm(out, g, self._x, beta=0, alpha=self._factor, out=out)
             return
         step = max(1, _F32_BYTES // (4 * max(1, out.shape[1])))
@@ -198,12 +198,12 @@ class _Gradients:
             some = slice(start, start + step)
             exact = torch.zeros_like(out[some], dtype=torch.float32)
             product(exact, g[some], self._x, self._factor, add=True)
-            out[some] = exact if self._unit is None else exact.mul_(self._unit)
+            out[some] = exact if self._unscale is None else exact.mul_(self._unscale)
 
     def outputs(self) -> Outputs:
         x = self._grads.get("x")
         if x is not None:
-            x = (x if self._unit is None else x.mul_(self._unit)).to(self._x.dtype)
+            x = (x if self._unscale is None else x.mul_(self._unscale)).to(self._x.dtype)
         return Outputs(None, None, x, self._grads.get("weight"), self._grads.get("bias"))
 
 

@@ -1,11 +1,11 @@
-"""Class weights and row scales in units, so that the gradients they multiply fit into fp16.
+"""Class weights and row scales of fp16 losses, scaled so that the gradients they multiply fit.
 
-In: the inputs of a fused loss. Out: the inputs with small coefficients, and the powers of two by
-which the kernel's losses and gradients have to be multiplied::
+In: the inputs of a fused loss. Out: the inputs with coefficients below 2, and the powers of two
+that undo this scaling on losses and gradients::
 
-    >>> inputs = Inputs(x, w, None, t, row_scale=torch.tensor([2.0**20, 2.0**18]))
-    >>> inputs, units = in_units(inputs, Spec(gradients=("x",)))
-    >>> inputs.row_scale, units.gradients
+    >>> inputs = Inputs(x, w, None, t, row_scale=torch.tensor([2.0**20, 2.0**18]))  # x in fp16
+    >>> inputs, unscale = scale_coefficients(inputs, Spec(gradients=("x",)))
+    >>> inputs.row_scale, unscale.gradients
     (tensor([1.0000, 0.2500]), tensor(1048576.))
 """
 
@@ -21,22 +21,22 @@ from fxpass.aten.common import Inputs, is_valid
 from fxpass.spec.spec import Spec
 
 
-class Units(NamedTuple):
-    """What the kernel's losses and gradients have to be multiplied by; None is one."""
+class Unscale(NamedTuple):
+    """What the kernel's losses and gradients have to be multiplied by, 0-dim f32; None is one."""
 
     loss: Tensor | None = None
     gradients: Tensor | None = None
 
 
-def in_units(inputs: Inputs, spec: Spec) -> tuple[Inputs, Units]:
-    """The inputs with small coefficients, and the units that this leaves to be multiplied by; bf16
-    and f32 hold gradients of any size, so their coefficients are only made f32.
+def scale_coefficients(inputs: Inputs, spec: Spec) -> tuple[Inputs, Unscale]:
+    """The inputs with coefficients that fp16 gradients stand, and the factors that undo it.
 
     Class weights and the scales of the rows multiply gradients that may be stored in fp16, which
-    ends at 65504 and has few bits below 6e-5. So the kernel gets them as f32 numbers below 2, times
-    a power of two that stays outside. The gradients of the loss and of the lse are added up in one
-    number before they are stored, so they share the larger of the two units that they would have
-    alone; what the other one loses in fp16 is lost beside the sum anyway.
+    ends at 65504 and has few bits below 6e-5. So the kernel gets them as f32 numbers below 2, and
+    losses and gradients are multiplied by a power of two afterwards. The gradients of the loss and
+    of the lse are added up in one number before they are stored, so they share the larger of the
+    two powers; what the other gradient loses in fp16 is lost beside the sum anyway. bf16 and f32
+    hold gradients of any size, so their coefficients are only made f32.
     """
     row_scale = lse_scale = None
     if spec.gradients:
@@ -47,7 +47,7 @@ def in_units(inputs: Inputs, spec: Spec) -> tuple[Inputs, Units]:
         scales = {"row_scale": row_scale, "lse_scale": lse_scale}
         given = scales | {"class_weight": inputs.class_weight}
         plain = {k: None if t is None else t.float().contiguous() for k, t in given.items()}
-        return inputs._replace(**plain), Units()
+        return inputs._replace(**plain), Unscale()
     class_weight, of_classes = _scaled(inputs.class_weight)
     row_scale, of_rows = _scaled(row_scale)
     lse_scale, of_lse = _scaled(lse_scale)
@@ -61,11 +61,11 @@ def in_units(inputs: Inputs, spec: Spec) -> tuple[Inputs, Units]:
         exponent = larger
     inputs = inputs._replace(class_weight=class_weight, row_scale=row_scale, lse_scale=lse_scale)
     powers = (None if e is None else _power_of_two(e) for e in (of_classes, exponent))
-    return inputs, Units(*powers)
+    return inputs, Unscale(*powers)
 
 
 def _of_counted_rows(inputs: Inputs, spec: Spec, row_scale: Tensor | None) -> Tensor:
-    """The row scales, 0 where a row is ignored: there it must not decide about the unit."""
+    """The row scales, 0 where a row is ignored: there it must not decide about the power."""
     if row_scale is None:
         row_scale = inputs.x.new_ones(inputs.x.shape[0], dtype=torch.float32)
     if spec.target != "indices" or inputs.target is None:
@@ -74,7 +74,7 @@ def _of_counted_rows(inputs: Inputs, spec: Spec, row_scale: Tensor | None) -> Te
 
 
 def _scaled(coefficients: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Coefficients as f32 numbers below 2, and the exponent of their unit, a power of two."""
+    """Coefficients as f32 numbers below 2, and the exponent of two that gives them back."""
     if coefficients is None:
         return None, None
     coefficients = coefficients.float().contiguous()
