@@ -33,6 +33,7 @@ from torch._inductor.codecache import PyCodeCache
 from fxpass.aten.common import Inputs, Outputs
 from fxpass.kernels import source as triton_source
 from fxpass.kernels import tuning
+from fxpass.kernels.row import ROW_MULTIPLE
 from fxpass.kernels.scaling import scale_coefficients
 from fxpass.kernels.source import Kernel
 from fxpass.plan.devices import gradient_dtype, on_device
@@ -41,7 +42,7 @@ from fxpass.spec.spec import Spec
 # Classes that are up-cast at a time where low-precision operands cannot add to an f32 result.
 _CLASSES_PER_TILE = 8192
 # Chunks begin at multiples of this: what the GEMMs' own tiles have in rows.
-_ROW_MULTIPLE = 128
+_CHUNK_MULTIPLE = 128
 
 
 def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
@@ -113,7 +114,7 @@ def chunks(n: int, rows: int) -> list[slice]:
         return []
     fewest = -(-n // rows)
     even = -(-n // fewest)
-    rows = min(rows, -(-even // _ROW_MULTIPLE) * _ROW_MULTIPLE)
+    rows = min(rows, -(-even // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
     return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
 
 
@@ -128,7 +129,7 @@ def _readable(inputs: Inputs, spec: Spec) -> bool:
 
 def padded_buffer(x: Tensor, rows: int, v: int) -> Tensor:
     """``[rows, v]``, each row at a multiple of 16 elements, as vector loads and GEMMs want it."""
-    return x.new_empty((rows, -(-v // 16) * 16))[:, :v]
+    return x.new_empty((rows, -(-v // ROW_MULTIPLE) * ROW_MULTIPLE))[:, :v]
 
 
 def _logits(inputs: Inputs, part: slice, buffer: Tensor | None) -> Tensor:
@@ -179,8 +180,7 @@ def _options(
 def _kernel(inputs: Inputs, spec: Spec, whole_row: bool = False) -> Kernel:
     scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
     present = (scale is not None for scale in scales)
-    # a mask that ends in the middle of a vector would make every load one of a single element
-    padded = inputs.weight.shape[0] % 16 != 0 and not _readable(inputs, spec)
+    padded = inputs.weight.shape[0] % ROW_MULTIPLE != 0 and not _readable(inputs, spec)
     return triton_source.generate(spec, *present, whole_row, padded, _wide_bias(inputs) is not None)
 
 
@@ -236,14 +236,18 @@ def load(kernel: Kernel) -> triton.JITFunction:
     return getattr(PyCodeCache.load(kernel.source), kernel.name)
 
 
+# Bytes of a row that one block holds at a time.
+_BLOCK_BYTES = 1 << 14
+
+
 def row_options(v: int, dtype: torch.dtype) -> dict[str, int]:
     """Blocks of up to 16 KiB of a row, 16 elements a thread: enough loads in flight, no spills."""
-    block = min(1 << (v - 1).bit_length(), (1 << 14) // dtype.itemsize)
+    block = min(1 << (v - 1).bit_length(), _BLOCK_BYTES // dtype.itemsize)
     return {"BLOCK_V": block, "num_warps": max(1, min(16, block // 512))}
 
 
-# Bytes of a row that one block holds, and its warps: more work for a thread, or smaller programs.
-_BLOCKS = ((1 << 14, 8), (1 << 13, 8), (1 << 12, 4))
+# Other blocks, and their warps: more work for a thread, or smaller programs.
+_BLOCKS = ((_BLOCK_BYTES, 8), (_BLOCK_BYTES // 2, 8), (_BLOCK_BYTES // 4, 4))
 # Bytes of a row that 1024 threads hold in registers beside its exponentials.
 _LARGEST_ROW = 1 << 16
 

@@ -26,6 +26,10 @@ from fxpass.spec.spec import ELSEWHERE, Spec
 # that sum to more than one, to row coefficients up to 2 and to slopes.
 GAIN = 1024.0
 
+# Elements that the rows of a buffer of logits are padded to a multiple of: vector loads and stores
+# want whole vectors, and a mask that ends inside one makes each of them one of a single element.
+ROW_MULTIPLE = 16
+
 
 class Features(NamedTuple):
     """What shapes the text."""
@@ -121,10 +125,11 @@ class Features(NamedTuple):
 
 def body(f: Features) -> list[str]:
     """The lines after the signature."""
+    padded = f"(V + {ROW_MULTIPLE - 1}) // {ROW_MULTIPLE} * {ROW_MULTIPLE}"
     return [
         "row = tl.program_id(0).to(tl.int64)",
         "logits += row * stride",
-        *["padded = (V + 15) // 16 * 16  # what lies behind the classes is scratch"] * f.padded,
+        *[f"padded = {padded}  # what lies behind the classes is scratch"] * f.padded,
         *(_target_of_row(f) if f.indices else []),
         *["target += row * target_stride"] * f.probabilities,
         *(_only_pass(f) if f.whole_row else _first_pass(f)),
@@ -137,7 +142,7 @@ def _target_of_row(f: Features) -> list[str]:
     z_t = "tl.load(logits + t).to(tl.float32)" + " + tl.load(bias + t)" * f.biased
     return [
         "t = tl.load(target + row).to(tl.int64)",
-        *([] if f.ignore_index is None else _ignored(f)),
+        *_ignored(f),
         "t = t.to(tl.int32)",
         *elsewhere(f),
         # The reductions of the first pass are barriers: no warp overwrites this logit afterwards
@@ -154,9 +159,16 @@ def elsewhere(f: Features) -> list[str]:
     return [f"away = t == {ELSEWHERE}  # in another shard", "t = tl.where(away, 0, t)"]
 
 
+def ignored(f: Features) -> list[str]:
+    """Which rows are ignored, for those that have work to do all the same."""
+    if f.ignore_index is None:
+        return []
+    return [f"ignored = t == {f.ignore_index}  # ignore_index", "t = tl.where(ignored, 0, t)"]
+
+
 def _ignored(f: Features) -> list[str]:
-    if f.every_row:
-        return [f"ignored = t == {f.ignore_index}  # ignore_index", "t = tl.where(ignored, 0, t)"]
+    if f.every_row or f.ignore_index is None:
+        return ignored(f)
     room = "cols < padded" if f.padded else "cols < V"
     zeros = [f"cols = {f.columns}", f"tl.store(logits + cols, 0.0, mask={room})"]
     return [
@@ -172,8 +184,9 @@ def _every_block(f: Features, lines: list[str]) -> list[str]:
     return lines if f.whole_row else ["for start in range(0, V, BLOCK_V):", *indent(lines)]
 
 
-# not -inf: exp(-inf - -inf) is nan
-_LOWEST = "lowest = tl.full((), -3.4028234663852886e38, tl.float32)"
+# f32's lowest number, where maxima start. Not -inf: exp(-inf - -inf) is nan.
+LOWEST = "-3.4028234663852886e38"
+_LOWEST = f"lowest = tl.full((), {LOWEST}, tl.float32)"
 
 
 def _sums(f: Features) -> str:

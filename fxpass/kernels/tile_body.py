@@ -4,7 +4,7 @@ In: the features of a spec and those of a GEMM. Out: lines of Triton. A tile of 
 product of ``BLOCK_N`` rows of x and ``BLOCK_V`` rows of the weight, added up in f32 registers over
 blocks of ``BLOCK_D``::
 
-    >>> lines = logits(Features.of(Spec(), False, False, False), Gemm())
+    >>> lines = logits(Gemm(described=True))
     >>> lines[0], lines[-1]
     ('acc = tl.full((BLOCK_N, BLOCK_V), 0.0, tl.float32)', '    acc = tl.dot(a, b, acc)')
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fxpass.kernels import expression as triton_expression
 from fxpass.kernels import row as triton_row
 from fxpass.kernels.row import Features, indent
 
@@ -36,12 +35,6 @@ class Gemm(NamedTuple):
     precision: str = ""
     described: bool = False
     warp_specialized: bool = False
-
-
-def dot(a: str, b: str, gemm: Gemm) -> str:
-    """``acc + a @ b`` in f32."""
-    precision = f', input_precision="{gemm.precision}"' if gemm.precision else ""
-    return f"tl.dot({a}, {b}, acc{precision})"
 
 
 def grouped(others: str, other: str) -> list[str]:
@@ -79,16 +72,15 @@ def rows_of_x(gemm: Gemm) -> list[str]:
     ]
 
 
-def columns(start: str) -> list[str]:
-    """The classes of a tile that starts at some class."""
-    return [f"cols = {start} + tl.arange(0, BLOCK_V)", "inside = cols < V"]
+# The classes of a tile.
+_COLUMNS = ["cols = start + tl.arange(0, BLOCK_V)", "inside = cols < V"]
 
 
-def logits(f: Features, gemm: Gemm, start: str = "start") -> list[str]:
+def logits(gemm: Gemm) -> list[str]:
     """The linear's output as ``acc`` ``[BLOCK_N, BLOCK_V]``, for classes from ``start`` on."""
     if gemm.described:
-        loads = [f"a = x.load([row, d])\nb = weight.load([{start}, d]).T"]
         tile = []
+        loads = ["a = x.load([row, d])", "b = weight.load([start, d]).T"]
     else:
         tile = ["tile = weight + tl.minimum(cols, V - 1).to(tl.int64)[None, :] * weight_stride"]
         loads = [
@@ -98,20 +90,15 @@ def logits(f: Features, gemm: Gemm, start: str = "start") -> list[str]:
     steps = "range(0, D, BLOCK_D)"
     if gemm.warp_specialized:
         steps = "tl.range(0, D, BLOCK_D, warp_specialize=True)"
+    precision = f', input_precision="{gemm.precision}"' if gemm.precision else ""
+    bias = "acc += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)[None, :]"
     return [
         *tile,
         "acc = tl.full((BLOCK_N, BLOCK_V), 0.0, tl.float32)",
         f"for d in {steps}:",
-        *indent([*"\n".join(loads).split("\n"), f"acc = {dot('a', 'b', gemm)}"]),
-        *bias(gemm),
+        *indent([*loads, f"acc = tl.dot(a, b, acc{precision})"]),
+        *[bias] * gemm.biased,
     ]
-
-
-def bias(gemm: Gemm) -> list[str]:
-    """The bias added in f32."""
-    if not gemm.biased:
-        return []
-    return ["acc += tl.load(bias + cols, mask=inside, other=0.0).to(tl.float32)[None, :]"]
 
 
 def targets(f: Features) -> list[str]:
@@ -134,20 +121,15 @@ def classes(f: Features) -> list[str]:
     """The classes ``t`` of a block of rows, for what is compared with a column."""
     return [
         "t = tl.load(target + rows, mask=row_inside, other=0).to(tl.int64)",
-        *_ignored(f),
+        *triton_row.ignored(f),
         "t = t.to(tl.int32)",
         *triton_row.elsewhere(f),
     ]
 
 
-def _ignored(f: Features) -> list[str]:
-    if f.ignore_index is None:
-        return []
-    return [f"ignored = t == {f.ignore_index}  # ignore_index", "t = tl.where(ignored, 0, t)"]
-
-
 # ---------------------------------------------------------------- forward
 
+# Every name that partials() may return.
 PARTIALS = {"maxima", "sums", "picks", "dots", "masses"}
 
 
@@ -173,15 +155,15 @@ def forward(f: Features, gemm: Gemm) -> list[str]:
         *rows_of_x(gemm),
         *(["t = tl.load(target + rows, mask=row_inside, other=0).to(tl.int32)"] * f.indices),
         # not -inf: exp(-inf - -inf) is nan
-        "lowest = tl.full((BLOCK_N,), -3.4028234663852886e38, tl.float32)",
+        f"lowest = tl.full((BLOCK_N,), {triton_row.LOWEST}, tl.float32)",
         "m = lowest",
         *(f"{name} = tl.full((BLOCK_N,), 0.0, tl.float32)" for name in zeros),
         "first = split * per_split",
         "for start in range(first, tl.minimum(first + per_split, V), BLOCK_V):",
         *indent(
             [
-                *columns("start"),
-                *logits(f, gemm),
+                *_COLUMNS,
+                *logits(gemm),
                 f"z = tl.where(inside[None, :], {'transform(acc)' if f.transformed else 'acc'}, "
                 '-float("inf"))',
                 "higher = tl.maximum(m, tl.max(z, 1))",
@@ -224,7 +206,7 @@ def merge(f: Features) -> list[str]:
         "split = tl.arange(0, SPLITS)",
         "inside = split < splits",
         "part = row * splits + split",
-        "lowest = -3.4028234663852886e38",
+        f"lowest = {triton_row.LOWEST}",
         "ms = tl.load(maxima + part, mask=inside, other=lowest)",
         "m = tl.max(ms, 0)",
         f"s = {total}",
@@ -246,7 +228,7 @@ def merge(f: Features) -> list[str]:
                 ["t = tl.load(target + row).to(tl.int64)"]
                 * (f.ignore_index is not None or f.weighted or f.sharded)
             ),
-            *_ignored(f),
+            *triton_row.ignored(f),
             *triton_row.elsewhere(f),
         ]
     return [
@@ -266,7 +248,7 @@ def mass(f: Features) -> list[str]:
         "target += row * target_stride",
         "mass = tl.full((), 0.0, tl.float32)",
         "for start in range(0, V, BLOCK_V):",
-        *indent([*columns("start"), *triton_row.target_lines(f), "mass += tl.sum(q, 0)"]),
+        *indent([*_COLUMNS, *triton_row.target_lines(f), "mass += tl.sum(q, 0)"]),
         "tl.store(row_mass + row, mass)",
     ]
 
@@ -281,8 +263,8 @@ def backward(f: Features, gemm: Gemm) -> list[str]:
         *grouped("class_blocks", "class_block"),
         *rows_of_x(gemm),
         "start = first + class_block * BLOCK_V",
-        *columns("start"),
-        *logits(f, gemm),
+        *_COLUMNS,
+        *logits(gemm),
         "",
         *_coefficients(f),
         *_gradient(f),
@@ -318,8 +300,7 @@ def _coefficients(f: Features) -> list[str]:
 
 
 def _gradient(f: Features) -> list[str]:
-    slope = slope_varies(f)
-    called = "z, slope = transform_and_slope(acc)" if slope else "z = transform(acc)"
+    called = "z, slope = transform_and_slope(acc)" if f.varying else "z = transform(acc)"
     out = [
         'lse_of_row = tl.load(lse + rows, mask=row_inside, other=float("inf"))',
         *[called] * f.transformed,
@@ -343,13 +324,8 @@ def _gradient(f: Features) -> list[str]:
     if f.indices and f.ignore_index is not None and not f.lse_scaled:
         # and not by its coefficients alone: 0 * nan is nan, and padding may hold anything
         out.append("gradient = tl.where(ignored[:, None], 0.0, gradient)")
-    return [*out, *["gradient *= slope"] * slope]
+    return [*out, *["gradient *= slope"] * f.varying]
 
 
 def _unit_is_number(f: Features) -> bool:
     return not f.row_scaled and not (f.indices and f.ignore_index is not None)
-
-
-def slope_varies(f: Features) -> bool:
-    """Whether the transform's slope depends on the logit, up to a constant factor."""
-    return not triton_expression.unit_slope(f.logits)[1].is_number

@@ -1,13 +1,13 @@
 """The ``tiled`` strategy on GPUs: logits a tile at a time, in registers, and again in backward.
 
-In: :class:`fxpass.aten.common.Inputs`, a spec and a plan. Out: :class:`fxpass.aten.common.Outputs`.
+In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Outputs`.
 Forward makes one pass of :func:`fxpass.kernels.tile_source.forward` over all logits, tile by tile;
 what it keeps per row is the log-sum-exp. Backward makes the logits of some classes again, writes
 their gradient to a scratch ``[N, classes]`` and lets the vendor's GEMMs add that up, already
 multiplied by what arrives, so that no f32 gradient of the weight is kept::
 
     >>> x, w, t = torch.randn(4, 8, device="cuda"), torch.randn(10, 8, device="cuda"), ...
-    >>> loss, lse, *_ = run(Inputs(x, w, None, t), Spec(strategy="tiled"), plan)
+    >>> loss, lse, *_ = run(Inputs(x, w, None, t), Spec(strategy="tiled"), classes=8192)
 
 Logits that the graph holds already are not read: they are computed again. Nothing waits for the
 GPU, and nothing is added up in an order that varies.
@@ -16,7 +16,7 @@ GPU, and nothing is added up in an order that varies.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,16 +42,7 @@ _F32_BYTES = 32 << 20
 _Arguments = dict[str, Any]  # tensors, descriptors of tensors and numbers
 
 
-class Plan(Protocol):
-    """What is read of :class:`fxpass.plan.plan.Plan`."""
-
-    @property
-    def classes(self) -> int:
-        """Classes whose gradient is held at a time."""
-        ...
-
-
-def run(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+def run(inputs: Inputs, spec: Spec, classes: int) -> Outputs:
     """Losses and log-sum-exps; or, where the spec names gradients, those of
     ``sum(row_scale * loss + lse_scale * lse)``.
 
@@ -59,14 +50,15 @@ def run(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
         inputs: x, weight and bias in bf16, f16 or f32, with any strides; with gradients, the lse
             that forward returned.
         spec: without gradients for forward.
-        plan: ``classes`` bounds the scratch of backward, ``[N, classes]`` in the dtype of x.
+        classes: whose gradient is held at a time; bounds the scratch of backward, ``[N, classes]``
+            in the dtype of x.
 
     Returns:
         Forward: loss and lse ``[N]`` f32. Backward: the gradients in the dtypes of their operands,
         each rounded once.
     """
     with on_device(inputs.x.device):
-        return _backward(inputs, spec, plan.classes) if spec.gradients else _forward(inputs, spec)
+        return _backward(inputs, spec, classes) if spec.gradients else _forward(inputs, spec)
 
 
 # ---------------------------------------------------------------- forward

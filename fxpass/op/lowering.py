@@ -46,7 +46,7 @@ def _triton_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
 def _triton_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
     from fxpass.kernels import tiled as triton_tiled
 
-    return triton_tiled.run(inputs, spec, plan)
+    return triton_tiled.run(inputs, spec, plan.classes)
 
 
 LOWERINGS: dict[tuple[str, str], Callable[[Inputs, Spec, Plan], Outputs]] = {

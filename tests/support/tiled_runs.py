@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import namedtuple
-from types import SimpleNamespace
 
 import torch
 
@@ -15,7 +14,7 @@ from fxpass.kernels.tile_config import Config
 from tests.support.lowerings import GRADIENTS, autograd
 from tests.support.numerics import assert_close
 
-PLAN = SimpleNamespace(classes=20)
+CLASSES = 20
 SMALL = Config(BLOCK_N=16, BLOCK_V=16, BLOCK_D=16, GROUP_N=2, num_warps=1, num_stages=1)
 
 
@@ -32,24 +31,24 @@ def small_blocks(monkeypatch) -> None:
 Outputs = namedtuple("Outputs", aten.Outputs._fields[:5])
 
 
-def both(inputs, spec, plan=PLAN):
+def both(inputs, spec, classes=CLASSES):
     """Forward's outputs and then backward's gradients, as the operator asks for them."""
-    out = triton_tiled.run(inputs, dataclasses.replace(spec, gradients=()), plan)
+    out = triton_tiled.run(inputs, dataclasses.replace(spec, gradients=()), classes)
     assert out.loss.dtype == out.lse.dtype == torch.float32
     assert out[2:5] == (None, None, None)
     assert out.lse_rest.isfinite().all()
     if not spec.gradients:
         return Outputs(*out[:5])
-    grads = triton_tiled.run(inputs._replace(lse=out.lse, lse_rest=out.lse_rest), spec, plan)
+    grads = triton_tiled.run(inputs._replace(lse=out.lse, lse_rest=out.lse_rest), spec, classes)
     assert grads.loss is None
     assert grads.lse is None
     return Outputs(out.loss, out.lse, *grads[2:5])
 
 
-def check(inputs, spec, plan=PLAN):
+def check(inputs, spec, classes=CLASSES):
     """Loss, lse and gradients against float64, nothing not asked for, operands unharmed."""
     before = [None if t is None else t.clone() for t in inputs]
-    out = both(inputs, spec, plan)
+    out = both(inputs, spec, classes)
     for tensor, copy in zip(inputs, before, strict=True):
         assert tensor is None or torch.equal(tensor, copy)
     dtype = inputs.x.dtype

@@ -6,7 +6,6 @@ Runs on the GPU where there is one, else in Triton's interpreter.
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,8 +84,7 @@ def test_only_what_is_asked_for(device, gradients):
 @pytest.mark.parametrize("shape", [(1, 5, 37), (7, 1, 37), (7, 5, 1), (9, 8, 16), (17, 9, 50)])
 def test_sizes(device, shape, classes):
     n, d, v = shape
-    plan = SimpleNamespace(classes=classes)
-    check(problem(device, n=n, d=d, v=v, row_scaled=True), Spec(gradients=GRADIENTS), plan)
+    check(problem(device, n=n, d=d, v=v, row_scaled=True), Spec(gradients=GRADIENTS), classes)
 
 
 def test_no_rows(device):
@@ -247,10 +245,7 @@ def test_scales_of_fp16(device, scale):
 
 def test_gradients_are_rounded_once_however_many_tiles_there_are(device):
     inputs = problem(device, torch.bfloat16, n=24, d=16, v=90, row_scaled=True)
-    many, one = (
-        both(inputs, Spec(gradients=GRADIENTS), SimpleNamespace(classes=classes))
-        for classes in (16, 1 << 20)
-    )
+    many, one = (both(inputs, Spec(gradients=GRADIENTS), classes) for classes in (16, 1 << 20))
     assert torch.equal(many.weight, one.weight)
     assert torch.equal(many.bias, one.bias)
     # in f32 the order of a sum hardly shows behind one rounding; six roundings are off by 2e-3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,7 +52,7 @@ LOWERINGS = {
     "aten tiled": lambda inputs, spec: aten_tiled.run(inputs, spec, 4, 16),
     "whole rows": rows,
     "blocks": rows_in_blocks,
-    "tiles": lambda inputs, spec: triton_tiled.run(inputs, spec, SimpleNamespace(classes=20)),
+    "tiles": lambda inputs, spec: triton_tiled.run(inputs, spec, 20),
 }
 
 
