@@ -10,6 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+
+def _of_tl(name: str, of_tl: str = "") -> str:
+    """A function that ``tl`` has, under the same name if no other is given."""
+    return f"@triton.jit\ndef {name}(x):\n    return tl.{of_tl or name}(x)"
+
+
 SOURCES: dict[str, str] = {
     "tanh": '''\
 @triton.jit
@@ -24,10 +30,7 @@ def tanh(x):
     e = tl.exp(-2.0 * tl.abs(x))
     large = 1.0 - 2.0 * e / (1.0 + e)
     return tl.where(tl.abs(x) < 0.625, x + x * x2 * p, tl.where(x < 0.0, -large, large))''',
-    "exp": """\
-@triton.jit
-def exp(x):
-    return tl.exp(x)""",
+    "exp": _of_tl("exp"),
     "expm1": '''\
 @triton.jit
 def expm1(x):
@@ -40,14 +43,8 @@ def expm1(x):
     p = 1.0 + x * (1.0 / 3.0) * p
     p = 1.0 + x * (1.0 / 2.0) * p
     return tl.where(tl.abs(x) < 0.5, x * p, tl.exp(x) - 1.0)''',
-    "exp2": """\
-@triton.jit
-def exp2(x):
-    return tl.exp2(x)""",
-    "log": """\
-@triton.jit
-def log(x):
-    return tl.log(x)""",
+    "exp2": _of_tl("exp2"),
+    "log": _of_tl("log"),
     "log1p": '''\
 @triton.jit
 def log1p(x):
@@ -56,10 +53,7 @@ def log1p(x):
     d = u - 1.0
     near = tl.where(d == 0.0, x, tl.log(u) * (x / tl.where(d == 0.0, 1.0, d)))
     return tl.where(x > 1e8, tl.log(u), near)''',
-    "sqrt": """\
-@triton.jit
-def sqrt(x):
-    return tl.sqrt_rn(x)""",
+    "sqrt": _of_tl("sqrt", "sqrt_rn"),
     "sigmoid": '''\
 @triton.jit
 def sigmoid(x):
@@ -71,26 +65,14 @@ def sigmoid(x):
 def softplus(x):
     """log(1 + exp(x)) within 4 ulp, small values too; the exponential cannot overflow."""
     return tl.where(x > 0.0, x, 0.0) + log1p(tl.exp(-tl.abs(x)))''',
-    "erf": """\
-@triton.jit
-def erf(x):
-    return tl.erf(x)""",
-    "abs": """\
-@triton.jit
-def abs(x):
-    return tl.abs(x)""",
+    "erf": _of_tl("erf"),
+    "abs": _of_tl("abs"),
     "sign": """\
 @triton.jit
 def sign(x):
     return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))""",
-    "sin": """\
-@triton.jit
-def sin(x):
-    return tl.sin(x)""",
-    "cos": """\
-@triton.jit
-def cos(x):
-    return tl.cos(x)""",
+    "sin": _of_tl("sin"),
+    "cos": _of_tl("cos"),
     "atan": '''\
 @triton.jit
 def atan(x):

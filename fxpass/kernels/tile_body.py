@@ -117,16 +117,6 @@ def targets(f: Features) -> list[str]:
     return out
 
 
-def classes(f: Features) -> list[str]:
-    """The classes ``t`` of a block of rows, for what is compared with a column."""
-    return [
-        "t = tl.load(target + rows, mask=row_inside, other=0).to(tl.int64)",
-        *triton_row.ignored(f),
-        "t = t.to(tl.int32)",
-        *triton_row.elsewhere(f),
-    ]
-
-
 # ---------------------------------------------------------------- forward
 
 # Every name that partials() may return.
@@ -279,7 +269,14 @@ def _coefficients(f: Features) -> list[str]:
     gain = f"{triton_row.GAIN!r}"
     scale = "tl.load({} + rows, mask=row_inside, other=0.0)"
     unit = f"{gain} * {scale.format('row_scale')}" if f.row_scaled else gain
-    out = classes(f) if f.indices else []
+    out = []
+    if f.indices:
+        out = [
+            "t = tl.load(target + rows, mask=row_inside, other=0).to(tl.int64)",
+            *triton_row.ignored(f),
+            "t = t.to(tl.int32)",
+            *triton_row.elsewhere(f),
+        ]
     if f.indices and f.ignore_index is not None:
         unit = f"tl.where(ignored, 0.0, {unit})"
     out.append(f"unit = {unit}")

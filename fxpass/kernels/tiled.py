@@ -234,7 +234,7 @@ class _Logits:
             self.arguments["bias"] = bias.contiguous()
 
     def config(self, kernel: Kernel, launch: Callable[[Config], object]) -> Config:
-        """The configuration with which a kernel is fastest; timed once, see the tuning module."""
+        """The configuration with which a kernel is fastest, by :mod:`fxpass.kernels.tuning`."""
         n, d, v = (int(self.arguments[size]) for size in ("N", "D", "V"))
         chosen = tuning.best(
             load(kernel),
