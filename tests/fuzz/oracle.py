@@ -213,7 +213,8 @@ def _unchanged(saved: tuple[Tensor, Tensor]) -> Tensor:
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        with torch.enable_grad():  # a program may switch it, and leave it so
+        # a program may switch the modes, and leave them so, as an error in a graph does
+        with torch.inference_mode(False), torch.enable_grad():
             yield
 
 
