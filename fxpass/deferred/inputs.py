@@ -2,9 +2,9 @@
 
 In: tensors that a computation will read later. Out: the same values then, or an error::
 
-    held = Held(weight, is_row=False)
+    given = Input(weight, is_row=False)
     weight.data.mul_(2)  # bumps no version counter
-    held.take("logits = self.lm_head(x)")  # StaleLogitsError
+    given.checked("logits = self.lm_head(x)")  # StaleLogitsError
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class StaleLogitsError(RuntimeError):
         )
 
 
-class Held:
-    """An input of one deferred computation.
+class Input:
+    """A tensor that a deferred computation will read.
 
-    It holds the values by an alias, so that ``weight.data = other`` does not reach them, and
+    It refers to the memory by an alias, so that ``weight.data = other`` does not reach it, and
     remembers the version counter and a fingerprint of the bits.
 
     Args:
@@ -53,15 +53,15 @@ class Held:
 
     def __init__(self, tensor: Tensor, is_row: bool) -> None:
         self.tensor = tensor.detach()
-        self.private = False  # nobody else can change it
+        self._is_clone = False  # nobody else can change it
         self._version = None if tensor.is_inference() else tensor._version
-        self._mark = None if _freed(tensor) else fingerprint(self.tensor)
+        self._fingerprint = None if _freed(tensor) else fingerprint(self.tensor)
         owner = tensor if tensor._base is None else tensor._base
         # What an optimizer may step on: parameters and whatever they are copied to. Hidden states
         # are not, unless somebody optimizes them.
-        self.stepped = owner.is_leaf and (not is_row or owner.requires_grad)
+        self._is_parameter = owner.is_leaf and (not is_row or owner.requires_grad)
 
-    def take(self, source: str) -> Tensor:
+    def checked(self, source: str) -> Tensor:
         """The tensor, detached.
 
         Raises:
@@ -71,29 +71,29 @@ class Held:
             raise StaleLogitsError(source, self.tensor, "was freed")
         if not self._same_version():
             raise StaleLogitsError(source, self.tensor, "was changed in place")
-        if self._mark is not None:
-            with quiet():
-                same = torch.equal(self._mark, fingerprint(self.tensor))  # waits for the device
+        if self._fingerprint is not None:
+            with quiet():  # equal() waits for the device
+                same = torch.equal(self._fingerprint, fingerprint(self.tensor))
             if not same:
                 raise StaleLogitsError(source, self.tensor, "was changed in place (through .data)")
-            if self.private:
-                self._mark = None
+            if self._is_clone:
+                self._fingerprint = None
         return self.tensor
 
     @property
     def key(self) -> tuple[object, ...] | None:
         """Equal for inputs that one clone can stand for; None if a clone would not help."""
         t = self.tensor
-        if self.private or not self.stepped or _freed(t) or not self._same_version():
+        if self._is_clone or not self._is_parameter or _freed(t) or not self._same_version():
             return None
         return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, self._version
 
-    def freeze(self, clone: Tensor) -> None:
-        """From now on the values are those of ``clone``; the next ``take`` compares its bits."""
-        self.tensor, self.private = clone, True
+    def replace(self, clone: Tensor) -> None:
+        """From now on the values are those of ``clone``; the next check compares its bits."""
+        self.tensor, self._is_clone = clone, True
 
     def _same_version(self) -> bool:
-        return self.private or self._version is None or self._version == self.tensor._version
+        return self._is_clone or self._version is None or self._version == self.tensor._version
 
 
 def fingerprint(t: Tensor) -> Tensor:

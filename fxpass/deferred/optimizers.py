@@ -11,63 +11,49 @@ holds other tensors than the model (master weights). Out: the same, independent 
 
 from __future__ import annotations
 
-import threading
+import functools
 from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpass.deferred import values
-from fxpass.deferred.inputs import Held, StaleLogitsError, quiet
-from fxpass.deferred.values import Origin
-
-_hook_lock = threading.Lock()
-_hook: Any = None
+from fxpass.deferred.inputs import Input, StaleLogitsError, quiet
+from fxpass.deferred.values import Run
 
 
+@functools.cache
 def watch_optimizers() -> None:
-    """From now on every optimizer step is preceded by :func:`settle`."""
-    global _hook
-    with _hook_lock:
-        if _hook is None:
-            # A compiled step has a graph break here; torch's own steps have one anyway.
-            hook: Any = torch.compiler.disable(_before_step)
-            _hook = register_optimizer_step_pre_hook(hook)
+    """From now on every optimizer step is preceded by :func:`before_step`."""
+    # A compiled step has a graph break here; torch's own steps have one anyway.
+    hook: Any = torch.compiler.disable(before_step)
+    register_optimizer_step_pre_hook(hook)
 
 
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    settle()
-
-
-def settle() -> None:
+def before_step(*_: Any) -> None:
     """Makes everything that is deferred independent of parameters that are about to change.
 
     Clones the parameters, one clone for all logits that use it, or computes the logits, whichever
     takes less memory. No synchronisation with the device unless logits are computed.
     """
-    parts = values.pending()
-    helds: dict[Any, list[tuple[Origin, Held]]] = {}
-    for origin in {id(p.origin): p.origin for p in parts if p.origin}.values():
-        for held in origin.held:
-            if held.key is not None:
-                helds.setdefault(held.key, []).append((origin, held))
-    clones = sum(_nbytes(group[0][1].tensor) for group in helds.values())
-    logits = sum(_nbytes(b.like) for b in {id(p.buffer): p.buffer for p in parts}.values())
-    if clones > logits:
-        # the logits before their casts, which can then be taken from them
-        for part in sorted(parts, key=lambda p: len(p.buffer.steps) + len(p.path)):
+    pending = values.pending()
+    uses: dict[Any, list[tuple[Run, Input]]] = {}  # of one parameter
+    for run in set(pending.values()):
+        for given in run.inputs or ():
+            if isinstance(given, Input) and given.key is not None:
+                uses.setdefault(given.key, []).append((run, given))
+    parameters = sum(group[0][1].tensor.nbytes for group in uses.values())
+    logits = sum(buffer.like.nbytes for buffer in {part.buffer for part in pending})
+    if parameters > logits:
+        # the logits before their casts, the whole before its rows: those can be taken from these
+        for part in sorted(pending, key=lambda p: (len(p.buffer.casts), -p.like.numel())):
             with suppress(StaleLogitsError):  # it is raised for whoever uses them, if anybody does
                 part.read()
         return
-    for group in helds.values():
+    for group in uses.values():
         with quiet():
             clone = group[0][1].tensor.clone()
-        for origin, held in group:
-            with origin.lock:
-                held.freeze(clone)
-
-
-def _nbytes(t: Tensor) -> int:
-    return t.numel() * t.element_size()
+        for run, given in group:
+            with run.lock:
+                given.replace(clone)

@@ -33,9 +33,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.deferred import values
 from fxpass.deferred.inputs import StaleLogitsError, quiet
-from fxpass.deferred.layout import layout
 from fxpass.deferred.optimizers import watch_optimizers
-from fxpass.deferred.values import Part, Recipe, Step
+from fxpass.deferred.values import Part, Recipe
 
 __all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer", "drop"]
 
@@ -86,7 +85,10 @@ def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
         StaleLogitsError: not here but when values or gradients are used: an input was changed in
             place or its memory freed, in a way that no optimizer announced.
     """
-    return _make(recipe, inputs, dropped=False)
+    if any(isinstance(a, Tensor) and is_traceable_wrapper_subclass(a) for a in inputs):
+        with torch._C._DisableAutocast():
+            return recipe.graph(*inputs)
+    return _link(recipe, inputs, dropped=False)
 
 
 @torch.compiler.disable
@@ -96,7 +98,7 @@ def drop(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
     Shape, dtype, strides and device answer; the inputs are not kept. DTensors among them count as
     the tensors that they are as a whole.
     """
-    return _make(recipe, inputs, dropped=True)
+    return _link(recipe, inputs, dropped=True)
 
 
 class DeferredLogits(Tensor):
@@ -108,9 +110,9 @@ class DeferredLogits(Tensor):
     def __new__(
         cls,
         part: Part,
+        device: torch.device,
         size: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
-        device: torch.device | None = None,
     ) -> DeferredLogits:
         like = part.like
         self = Tensor._make_wrapper_subclass(
@@ -119,14 +121,11 @@ class DeferredLogits(Tensor):
             strides=like.stride() if stride is None else stride,
             storage_offset=like.storage_offset(),
             dtype=like.dtype,
-            device=device or like.device,
+            device=device,
         )
         torch._C._set_throw_on_mutable_data_ptr(self)  # C++ that asks gets an error and no nullptr
         self._part = part
         return self
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
 
@@ -148,7 +147,7 @@ class DeferredLogits(Tensor):
     @property
     def value(self) -> Tensor:
         """The values as a plain tensor without autograd, computed now if they were not."""
-        return self._part.inner()
+        return self._part.materialise()
 
     def _is_view(self) -> bool:
         # The compiler would replay views on the base, and so ask for all of it.
@@ -162,13 +161,13 @@ class DeferredLogits(Tensor):
         inner: dict[str, Tensor], context: None, size: Sequence[int], stride: Sequence[int]
     ) -> DeferredLogits:
         value = inner["value"]
-        return DeferredLogits(values.computed(value), size, stride, value.device)
+        return DeferredLogits(values.computed(value), value.device, size, stride)
 
     # ---- what reads memory without going through the dispatcher ----------------------------------
 
     def _plain(self, alias: bool = True) -> Tensor:
         """A plain leaf with these values; ``alias``: in the memory that other aliases share."""
-        value = self._part.own() if alias else self._part.read()
+        value = self._part.materialise() if alias else self._part.read()
         return value.detach().requires_grad_(self.requires_grad)
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -220,31 +219,31 @@ class DeferredLogits(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         part = self._part
-        if not part.pending:
-            try:
-                function = self.grad_fn
-            except RuntimeError:  # a view that somebody wrote to in another mode
-                return repr(part.read())[:-1] + ", grad_fn=<Invalid>)"
-            if function is None:
-                return repr(self._plain(alias=False))
-            return repr(part.read())[:-1] + f", grad_fn=<{type(function).__name__}>)"
-        source = "" if part.origin is None else f", of `{part.origin.recipe.source}`"
-        dtype = str(self.dtype).removeprefix("torch.")
-        return (
-            f"DeferredLogits({dtype}{list(self.shape)} on {self.device}{source}; not computed, "
-            ".clone() computes the values)"
-        )
+        run = part.run
+        if run is not None:
+            dtype = str(self.dtype).removeprefix("torch.")
+            return (
+                f"DeferredLogits({dtype}{list(self.shape)} on {self.device}, of "
+                f"`{run.recipe.source}`; not computed, .clone() computes the values)"
+            )
+        try:
+            function = self.grad_fn
+        except RuntimeError:  # a view that somebody wrote to in another mode
+            return repr(part.read())[:-1] + ", grad_fn=<Invalid>)"
+        if function is None:
+            return repr(self._plain(alias=False))
+        return repr(part.read())[:-1] + f", grad_fn=<{type(function).__name__}>)"
 
-    def _get_data(self) -> Tensor:
+    @property
+    def data(self) -> Tensor:
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
-    def _set_data(self, value: Tensor) -> None:
+    @data.setter
+    def data(self, value: Tensor) -> None:
         raise RuntimeError(
             "deferred logits do not take `.data = other`; write with .copy_(other), or "
             "have the logits computed with the loss (FUSEDCE_LOGITS=keep)"
         )
-
-    data = property(_get_data, _set_data)  # type: ignore[assignment]
 
 
 class _Attach(torch.autograd.Function):
@@ -252,9 +251,9 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Part, device: torch.device, *inputs: Any) -> Tensor:
-        ctx.origin = part.origin
+        ctx.run = part.run
         ctx.set_materialize_grads(False)
-        return DeferredLogits(part, device=device)
+        return DeferredLogits(part, device)
 
     @staticmethod
     @once_differentiable
@@ -262,25 +261,24 @@ class _Attach(torch.autograd.Function):
         needed = ctx.needs_input_grad[2:]
         if grad is None:
             return (None, None, *(None for _ in needed))
-        return (None, None, *ctx.origin.gradients(needed, grad))
+        return (None, None, *ctx.run.gradients(needed, grad))
 
 
-def _make(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
-    wrapped = any(isinstance(a, Tensor) and is_traceable_wrapper_subclass(a) for a in inputs)
-    if wrapped and not dropped:
-        with torch._C._DisableAutocast():
-            return recipe.graph(*inputs)
+def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
     if any(isinstance(a, FakeTensor) for a in inputs):
         # DDP's graph splitting runs each part once, when it is compiled, to learn what the next one
         # gets: this type, since that part has to ask for the values when it runs. Without Python's
         # dispatcher a linear of torch 2.11 makes numbers of symbolic sizes
         with quiet(), enable_python_dispatcher():
             part = values.computed(recipe.graph(*inputs))
-        return _Attach.apply(part, part.like.device, *inputs)  # type: ignore[return-value]
-    watch_optimizers()
-    like, device = layout(recipe, inputs)
-    part = values.root(recipe, inputs, like, dropped)
-    result: Any = _Attach.apply(part, device, *inputs)
+        device = part.like.device
+    else:
+        watch_optimizers()
+        part = values.returned(recipe, inputs, dropped)
+        assert part.run
+        device = part.run.device
+    with torch.set_grad_enabled(recipe.requires_grad and torch.is_grad_enabled()):
+        result: Any = _Attach.apply(part, device, *inputs)
     return result
 
 
@@ -290,15 +288,14 @@ def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict
     if isinstance(part.value, FunctionalTensor):
         return NotImplemented  # a graph is being traced, which had better return plain tensors
     if func in VIEWS:
-        step = Step.of(func, args, kwargs, part.like)
         # what a normal tensor's view is, in inference mode as well
         with torch.inference_mode(torch.is_inference_mode_enabled() and t.is_inference()):
-            return DeferredLogits(part.view(step), device=t.device)
-    if not part.pending:
+            return DeferredLogits(part.view(lambda like: func(like, *args, **kwargs)), t.device)
+    if part.run is None:
         return NotImplemented
     if func is aten._to_copy.default and _only_dtype(t, kwargs):
         memory_format = kwargs.get("memory_format") or torch.preserve_format
-        return DeferredLogits(part.cast(kwargs["dtype"], memory_format), device=t.device)
+        return DeferredLogits(part.cast(kwargs["dtype"], memory_format), t.device)
     if func in LIKE and part.like.is_contiguous():
         stand_in = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
         return func(stand_in, *args, **kwargs)
@@ -337,7 +334,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 plain = part.read()
                 read[plain.untyped_storage()._cdata] = part
                 return plain
-            plain = part.own()
+            plain = part.materialise()
             if silent or alias.is_write:
                 if isinstance(plain, FakeTensor):  # the compiler could not see what else it changes
                     raise UnsupportedFakeTensorException("deferred logits are written to in place")
@@ -352,7 +349,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain_kwargs = {k: unwrap(by_name[k], v) for k, v in kwargs.items()}
     result = func(*plain_args, **plain_kwargs)
     for t in written.values():
-        if t._part.own().shape != t.shape:
+        if t._part.materialise().shape != t.shape:
             raise _reshaped(func)
 
     def rewrap(t: Tensor) -> Tensor:
@@ -364,9 +361,9 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if part is None:
             return t
         # The operation returned an alias and did not declare it.
-        if part.origin:  # of rows that were computed apart
+        if part.buffer.run is not None:  # of rows that were computed apart
             return t.clone()
-        part.buffer.shared = True
+        part.buffer.exposed = True
         return t.detach()
 
     return pytree.tree_map_only(Tensor, rewrap, result)

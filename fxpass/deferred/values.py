@@ -3,13 +3,15 @@
 In: a recipe with its inputs, and the views and casts that the user took of the result. Out: plain
 tensors, computed on first use::
 
-    whole = root(recipe, inputs, like)  # a Part
-    last = whole.view(Step.of(torch.ops.aten.select.int, (1, -1), {}, whole.like))
-    last.read()  # runs the recipe on hidden[:, -1]
+    whole = returned(recipe, inputs)  # a Part
+    last = whole.view(lambda t: t[:, -1])
+    last.read()  # runs the recipe on the last row of the hidden states
 
-A `Buffer` is the memory that eager would have allocated: the logits, or a cast of them. A `Part` is
-what one tensor shows of it. Rows may be computed apart from the rest, as long as nobody can write
-to them or hold an alias: `Part.own` first makes the whole buffer and puts such rows into it.
+A :class:`Buffer` is the memory that eager would have allocated: the logits, or a cast of them. A
+:class:`Part` is what one tensor shows of it. Its shape, strides and offset say which elements these
+are, however the user came to them, and so which rows of the hidden states they need. Rows may be
+computed apart from the rest, as long as nobody can write to them or hold an alias:
+:meth:`Part.materialise` first computes the whole buffer and puts such rows into it.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from fxpass.deferred.inputs import Held, quiet
+from fxpass.deferred.inputs import Input, quiet
 
-aten = torch.ops.aten
 CUTS = 8  # so many times rows are computed apart; after that the whole is cheaper
+LAYOUTS = 256  # of one recipe that are remembered: under dynamic shapes there is no end of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,43 +44,72 @@ class Recipe:
             logits, their last one is replaced by the classes, and every row is computed from that
             row alone. Empty if that is not known.
         source: the user's source line, for messages.
+        requires_grad: whether the logits are linked to the inputs by autograd.
     """
 
     graph: GraphModule
     rows: tuple[int, ...]
     source: str
+    requires_grad: bool = True
+    _layouts: dict[Any, tuple[Tensor, torch.device]] = field(default_factory=dict, repr=False)
+
+    def layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
+        """The shape, dtype and strides of ``graph(*inputs)``, as an empty tensor on the meta
+        device, and its device; found without computing it."""
+        key = tuple(
+            (a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in inputs
+        )
+        if key not in self._layouts:
+            if len(self._layouts) >= LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = self._find_layout(inputs)
+        return self._layouts[key]
+
+    def _find_layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
+        try:  # ten times as fast as fake tensors
+            with quiet():
+                out = self.graph(*(_stand_in(a, "meta") for a in inputs))
+            device = next(a.device for a in inputs if isinstance(a, Tensor))
+        except (RuntimeError, NotImplementedError):  # the graph speaks of devices
+            with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+                out = self.graph(*(_stand_in(a) for a in inputs))
+            device = out.device
+        with quiet():
+            return _stand_in(out, "meta"), device
 
 
-class Origin:
-    """One run of a compiled graph: the recipe and the inputs it had then."""
+class Run:
+    """One run of a compiled graph: the recipe, and the inputs that it had then.
+
+    Attributes:
+        inputs: an :class:`Input` for each tensor; None where the logits are dropped.
+        like, device: the layout of the logits, on the meta device, and their own device.
+        lock: of everything that is computed from these inputs.
+    """
 
     def __init__(self, recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> None:
         self.recipe = recipe
-        self.lock = threading.RLock()  # of everything that comes from this origin
-        self.dropped = dropped
-        self.inputs = [
-            Held(a, i in recipe.rows) if isinstance(a, Tensor) else a
-            for i, a in enumerate(() if dropped else inputs)
-        ]
+        self.like, self.device = recipe.layout(inputs)
+        self.lock = threading.RLock()
+        self.inputs: list[Any] | None = None
+        if not dropped:
+            self.inputs = [
+                Input(a, i in recipe.rows) if isinstance(a, Tensor) else a
+                for i, a in enumerate(inputs)
+            ]
 
-    @property
-    def held(self) -> list[Held]:
-        return [a for a in self.inputs if isinstance(a, Held)]
-
-    def run(self, steps: Sequence[Step]) -> Tensor:
-        """The logits after ``steps``; row steps are taken on the inputs."""
-        with quiet():
-            lead, rest = split(steps) if self.recipe.rows else ([], steps)
-            inputs = self.take()
+    def logits(self, rows: Tensor | None = None) -> Tensor:
+        """All logits, or those of the rows with these numbers, ``[*rows.shape, V]``."""
+        inputs = self.checked()
+        if rows is not None:
             for i in self.recipe.rows:
-                for step in lead:
-                    inputs[i] = step.rows(inputs[i])
-            return replay(self.recipe.graph(*inputs), rest)
+                inputs[i] = _take(inputs[i], rows)
+        return self.recipe.graph(*inputs)
 
     def gradients(self, needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
         """For each input that is needed the gradient, in its dtype, given that of the logits."""
         with quiet():
-            inputs = self.take()
+            inputs = self.checked()
             wanted = []
             for i, need in enumerate(needed):
                 if need:
@@ -89,273 +120,224 @@ class Origin:
             found = iter(torch.autograd.grad(logits, wanted, grad, allow_unused=True))
         return [next(found) if need else None for need in needed]
 
-    def take(self) -> list[Any]:
-        """The inputs, checked; raises RuntimeError if they changed or were dropped."""
-        if self.dropped:
+    def checked(self) -> list[Any]:
+        """The values of the inputs; raises RuntimeError if they changed or were dropped."""
+        source = self.recipe.source
+        if self.inputs is None:
             raise RuntimeError(
-                f"the logits of `{self.recipe.source}` were never computed, because FUSEDCE_LOGITS="
+                f"the logits of `{source}` were never computed, because FUSEDCE_LOGITS="
                 "drop; with FUSEDCE_LOGITS=defer they are computed when they are used"
             )
         with self.lock:
-            source = self.recipe.source
-            return [a.take(source) if isinstance(a, Held) else a for a in self.inputs]
+            return [a.checked(source) if isinstance(a, Input) else a for a in self.inputs]
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A view or a cast of logits.
-
-    Attributes:
-        on_rows: the same step on a tensor of rows; None if it is more than a step on rows.
-        cuts: it leaves rows out.
-    """
-
-    func: Callable[..., Tensor]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    on_rows: Callable[[Tensor], Tensor] | None = None
-    is_copy: bool = False
-    cuts: bool = False
-
-    def __call__(self, t: Tensor) -> Tensor:
-        return self.func(t, *self.args, **self.kwargs)
-
-    def rows(self, t: Tensor) -> Tensor:
-        assert self.on_rows
-        return self.on_rows(t)
-
-    @staticmethod
-    def of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Tensor) -> Step:
-        """The view ``func(before, *args, **kwargs)``; ``before`` is on the meta device."""
-        on_rows, cuts, ndim = None, False, before.dim()
-        if func in (aten.alias.default, aten.detach.default):
-            on_rows = _same
-        elif func in (aten.slice.Tensor, aten.select.int) and ndim:
-            dim = (args[0] if args else 0) % ndim
-            if dim < ndim - 1:  # the last dimension is the classes'
-                on_rows, cuts = partial(_call, func, (dim, *args[1:]), kwargs), True
-        elif func is aten.unsqueeze.default and args[0] % (ndim + 1) < ndim:
-            on_rows = partial(_call, func, (args[0] % (ndim + 1),), {})
-        elif func is aten.view.default and ndim:
-            lead = func(before, *args).shape
-            if lead and lead[-1] == before.shape[-1]:
-                on_rows = partial(_reshape_rows, lead[:-1])
-        return Step(func, args, kwargs, on_rows, cuts=cuts)
-
-
-def split(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
-    """Those that can be taken on the rows of the inputs, and the rest. Casts commute with rows."""
-    lead, rest, classes_last = [], [], True
-    for step in steps:
-        classes_last &= step.is_copy or step.on_rows is not None
-        (lead if classes_last and not step.is_copy else rest).append(step)
-    return lead, rest
-
-
-def replay(value: Tensor, steps: Sequence[Step]) -> Tensor:
-    for step in steps:
-        value = step(value)
-    return value
-
-
+@dataclass(eq=False)
 class Buffer:
     """The memory that eager would have allocated.
 
     Attributes:
-        steps: from the recipe's result to the whole of it.
-        like: its shape, dtype and strides, on the meta device.
-        value: the whole, once it is computed.
-        shared: somebody outside may hold an alias of ``value`` or have written to it.
+        run: what computes it; None once the values are there: the inputs are not needed any more.
+        like: shape, dtype and strides of the whole, on the meta device.
+        rows: for each row of V classes in this memory the number of that row of the logits, int64
+            ``[R]``; None if its rows cannot be computed apart.
+        casts: from the logits to here, the part that was cast and the buffer that this made, both
+            by their layouts.
         source: what it is a cast of: worth a look before computing from the inputs.
+        value: the whole, once it is computed.
+        exposed: somebody outside may hold an alias of ``value`` or have written to it.
+        apart: the parts whose rows were computed apart.
+        cuts: how often that was.
     """
 
-    def __init__(
-        self, lock: Any, steps: tuple[Step, ...], like: Tensor, source: Buffer | None = None
-    ) -> None:
-        self.lock = lock
-        self.steps = steps
-        self.like = like
-        self.value: Tensor | None = None
-        self.shared = False
-        self.source = None if source is None else weakref.ref(source)
-        self.parts: weakref.WeakSet[Part] = weakref.WeakSet()
-        self.cuts = 0
+    run: Run | None
+    like: Tensor
+    rows: Tensor | None = None
+    casts: tuple[tuple[Tensor, Tensor], ...] = ()
+    source: weakref.ref[Buffer] | None = None
+    value: Tensor | None = None
+    exposed: bool = False
+    apart: weakref.WeakSet[Part] = field(default_factory=weakref.WeakSet)
+    cuts: int = 0
 
-    def compute(self, origin: Origin, path: tuple[Step, ...] = ()) -> Tensor:
-        """The values of a part, in memory of their own."""
-        source = self.source and self.source()
-        if source and source.value is not None and not source.shared:
-            with quiet():
-                lead, rest = split((*self.steps, *path)[len(source.steps) :])
-                return replay(replay(source.value, lead), rest)
-        return origin.run((*self.steps, *path))
+    def __post_init__(self) -> None:
+        self.lock = threading.RLock() if self.run is None else self.run.lock
 
-    def fill(self, origin: Origin) -> Tensor:
-        """Computes the whole, puts the rows that were computed apart into it, forgets the rest."""
-        self.value = value = self._laid_out(self.compute(origin), origin)
-        for part in list(self.parts):
-            if part.value is not None:  # what was seen once must stay, to the bit
-                with quiet():
-                    part.value = replay(value, part.path).copy_(part.value)
-            part.settle()
-        return value
-
-    def _laid_out(self, value: Tensor, origin: Origin) -> Tensor:
-        """``value`` with the strides that were promised, in memory that is nobody else's."""
-        like = self.like
-        taken = {h.tensor.untyped_storage().data_ptr() for h in origin.held}
-        good = value.stride() == like.stride() and value.storage_offset() == 0
-        if good and value.untyped_storage().data_ptr() not in taken:
-            return value
+    def rows_of(self, like: Tensor) -> Tensor | None:
+        """The rows of this memory in which a part with that layout lies, by their numbers: one
+        dimension for each of the part's whose steps are whole rows. None if it has none."""
+        if self.rows is None:
+            return None
+        v = self.like.shape[-1]
+        dims = list(zip(like.shape, like.stride(), strict=True))
+        if like.storage_offset() % v + sum((n - 1) * step for n, step in dims if step % v) >= v:
+            return None  # steps that are no rows lead from one row into another
+        shape = [n for n, step in dims if step % v == 0]
+        strides = [step // v for _, step in dims if step % v == 0]
         with quiet():
-            own = torch.empty_strided(
-                like.shape, like.stride(), dtype=value.dtype, device=value.device
-            )
-            return own.copy_(value)
+            numbers = torch.arange(len(self.rows))
+            return numbers.as_strided(shape, strides, like.storage_offset() // v)
+
+    def compute(self, picked: Tensor | None = None) -> Tensor:
+        """The whole, in memory of its own; or of its rows those with these numbers, contiguous
+        ``[*picked.shape, V]``."""
+        with quiet():
+            source = self.source and self.source()
+            if source and source.value is not None and not source.exposed:
+                part, like = self.casts[-1]
+                before = _shown(source.value, part)
+                if picked is None:
+                    return _copied(before, like)
+                return _take(before, picked).to(like.dtype)
+            run, rows = self.run, self.rows
+            assert run
+            if rows is not None and picked is not None:
+                rows = rows[picked]
+            if rows is not None and rows.numel() < run.like.shape[:-1].numel():
+                value = run.logits(rows)
+                for _, like in self.casts:
+                    value = value.to(like.dtype)
+                value = value.contiguous()
+                return value.view(self.like.shape) if picked is None else value
+            value = run.logits()
+            if value.stride() != run.like.stride() or value.storage_offset():
+                value = _copied(value, run.like)
+            for part, like in self.casts:
+                value = _copied(_shown(value, part), like)
+            return value
+
+    def fill(self) -> Tensor:
+        """Computes the whole, puts the rows that were computed apart into it, and returns it."""
+        self.value = value = self.compute()
+        for part in list(self.apart):
+            assert part.value is not None
+            with quiet():  # what was seen once must stay, to the bit
+                part.value = _shown(value, part.like).copy_(part.value)
+        self.run = None
+        return value
 
 
 class Part:
     """What one tensor shows of a buffer.
 
     Attributes:
-        origin: None once there is nothing left to compute.
-        path: views, from the buffer's whole to this.
+        buffer: the buffer.
         like: shape, dtype, strides and offset, on the meta device.
         value: None as long as it is not computed.
     """
 
-    def __init__(
-        self,
-        origin: Origin | None,
-        buffer: Buffer,
-        path: tuple[Step, ...],
-        like: Tensor,
-        value: Tensor | None = None,
-    ) -> None:
-        self.origin = origin
-        self.buffer = buffer
-        self.path = path
-        self.like = like
-        self.value = value
-        self._inner: Tensor | None = None
-        with buffer.lock:
-            buffer.parts.add(self)
-        if self.pending:
-            with _pending_lock:
-                _pending.add(self)
+    def __init__(self, buffer: Buffer, like: Tensor, value: Tensor | None = None) -> None:
+        self.buffer, self.like, self.value = buffer, like, value
+        if self.run is not None:
+            with _parts_lock:
+                _parts.add(self)
 
     @property
-    def pending(self) -> bool:
-        return self.value is None and self.buffer.value is None
+    def run(self) -> Run | None:
+        """What computes it; None once its values are there."""
+        return self.buffer.run if self.value is None else None
 
-    def view(self, step: Step) -> Part:
+    def view(self, view: Callable[[Tensor], Tensor]) -> Part:
         """A view of the same memory, not computed."""
-        with self.buffer.lock:
-            if self.value is None or self.origin:  # not computed, or rows apart from the rest
-                return Part(self.origin, self.buffer, (*self.path, step), step(self.like))
-            return Part(None, self.buffer, (*self.path, step), step(self.like), step(self.value))
+        return Part(self.buffer, view(self.like))
 
     def cast(self, dtype: torch.dtype, memory_format: torch.memory_format) -> Part:
-        """A copy in another dtype, not computed; ``self`` must be pending."""
-        step = Step(
-            aten._to_copy.default,
-            (),
-            {"dtype": dtype, "memory_format": memory_format},
-            is_copy=True,
-        )
-        like = step(self.like)
-        steps = (*self.buffer.steps, *self.path, step)
-        return Part(self.origin, Buffer(self.buffer.lock, steps, like, self.buffer), (), like)
+        """A copy in another dtype, not computed; nor may ``self`` be."""
+        buffer, part = self.buffer, self.like
+        like = torch.ops.aten._to_copy.default(part, dtype=dtype, memory_format=memory_format)
+        rows = None
+        picked = buffer.rows_of(part)
+        all_classes = part.shape[-1:] == buffer.like.shape[-1:] and part.stride()[-1:] == (1,)
+        if picked is not None and all_classes and like.is_contiguous():
+            assert buffer.rows is not None
+            with quiet():
+                rows = buffer.rows[picked.flatten()]
+        casts = (*buffer.casts, (part, like))
+        return Part(Buffer(buffer.run, like, rows, casts, weakref.ref(buffer)), like)
 
     def read(self) -> Tensor:
         """The values. Whoever gets them must neither write to them nor hand out an alias."""
         buffer = self.buffer
         with buffer.lock:
-            if self.value is None:
-                if buffer.value is None and self._apart():
-                    assert self.origin
-                    self.value = buffer.compute(self.origin, self.path)
+            if self.run is not None and buffer.cuts < CUTS:
+                picked = buffer.rows_of(self.like)
+                if picked is not None and picked.numel() < buffer.like.shape[:-1].numel():
+                    self.value = _shown_of_rows(buffer.compute(picked), self.like)
+                    buffer.apart.add(self)
                     buffer.cuts += 1
-                    with _pending_lock:
-                        _pending.discard(self)
-                else:
-                    self._whole()
-            assert self.value is not None
-            return self.value
+            return self._computed()
 
-    def own(self) -> Tensor:
+    def materialise(self) -> Tensor:
         """The values in the buffer's memory: an alias of what every other part of it shows."""
         with self.buffer.lock:
-            self.buffer.shared = True
-            self._whole()
-            assert self.value is not None
-            return self.value
+            self.buffer.exposed = True
+            if self.buffer.value is None:
+                self.buffer.fill()
+            return self._computed()
 
-    def inner(self) -> Tensor:
-        """The same as :meth:`own`, as a tensor that autograd does not know for a view."""
-        if self._inner is None:
-            value = self.own()
-            with quiet():
-                self._inner = value.data
-        return self._inner
-
-    def settle(self) -> None:
-        """The buffer is computed: the inputs are not needed any more."""
-        self.origin = None
-        with _pending_lock:
-            _pending.discard(self)
-
-    def _whole(self) -> None:
-        whole = self.buffer.value
-        if whole is None:
-            assert self.origin
-            whole = self.buffer.fill(self.origin)
+    def _computed(self) -> Tensor:
         if self.value is None:
+            whole = self.buffer.fill() if self.buffer.value is None else self.buffer.value
             with quiet():
-                self.value = replay(whole, self.path)
-
-    def _apart(self) -> bool:
-        assert self.origin
-        if not self.origin.recipe.rows or self.buffer.cuts >= CUTS:
-            return False
-        lead, _ = split((*self.buffer.steps, *self.path))
-        return any(step.cuts and step in lead for step in self.path)
+                self.value = _shown(whole, self.like)
+        return self.value
 
 
-def root(recipe: Recipe, inputs: Sequence[Any], like: Tensor, dropped: bool) -> Part:
-    """The whole result of a recipe, not computed. ``like``: its layout, on the meta device."""
-    origin = Origin(recipe, inputs, dropped)
-    return Part(origin, Buffer(origin.lock, (), like), (), like)
+def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool = False) -> Part:
+    """The logits of a recipe, not computed; ``dropped``: they never can be."""
+    run = Run(recipe, inputs, dropped)
+    like, rows = run.like, None
+    if recipe.rows and like.dim() > 1 and like.numel() and like.is_contiguous():
+        with quiet():
+            rows = torch.arange(like.shape[:-1].numel())
+    return Part(Buffer(run, like, rows), like)
 
 
 def computed(value: Tensor) -> Part:
     """A part that is the whole of ``value``."""
-    buffer = Buffer(threading.RLock(), (), value)
-    buffer.value, buffer.shared = value, True
-    part = Part(None, buffer, (), value, value)
-    part._inner = value
-    return part
+    return Part(Buffer(None, value, value=value, exposed=True), value, value)
 
 
 # Weak: what nobody can use any more is collected, hidden states included.
-_pending: weakref.WeakSet[Part] = weakref.WeakSet()
-_pending_lock = threading.RLock()  # re-entrant: collecting garbage may run finalizers anywhere
+_parts: weakref.WeakSet[Part] = weakref.WeakSet()
+_parts_lock = threading.RLock()  # re-entrant: collecting garbage may run finalizers anywhere
 
 
-def pending() -> list[Part]:
-    """Everything that is alive, not computed, and can be."""
-    with _pending_lock:
-        parts = list(_pending)
-    return [part for part in parts if part.pending and part.origin and not part.origin.dropped]
+def pending() -> dict[Part, Run]:
+    """Everything that is alive, not computed, and can be, with what computes it."""
+    with _parts_lock:
+        parts = list(_parts)
+    runs = [(part, part.run) for part in parts]
+    return {part: run for part, run in runs if run is not None and run.inputs is not None}
 
 
-def _same(t: Tensor) -> Tensor:
-    return t
+def _stand_in(a: Any, device: str | None = None) -> Any:
+    """An empty tensor with the layout of a tensor; anything else as it is."""
+    if not isinstance(a, Tensor):
+        return a
+    return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device or a.device)
 
 
-def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], t: Tensor) -> Tensor:
-    return func(t, *args, **kwargs)
+def _take(t: Tensor, rows: Tensor) -> Tensor:
+    """The rows of ``t`` ``[..., D]`` with these numbers, ``[*rows.shape, D]``."""
+    return t[torch.unravel_index(rows, t.shape[:-1])]
 
 
-def _reshape_rows(lead: Sequence[int], t: Tensor) -> Tensor:
-    return t.reshape(*lead, t.shape[-1])
+def _copied(t: Tensor, like: Tensor) -> Tensor:
+    """A copy of ``t`` with the dtype and the strides of ``like``."""
+    out = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=t.device)
+    return out.copy_(t)
+
+
+def _shown(whole: Tensor, like: Tensor) -> Tensor:
+    """What a part with that layout shows of a buffer; autograd does not know it for a view."""
+    return whole.as_strided(like.shape, like.stride(), like.storage_offset()).data
+
+
+def _shown_of_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """The same of the rows in which the part lies, as :meth:`Buffer.rows_of` has them."""
+    v = rows.shape[-1]
+    lead = iter(rows.stride())
+    strides = [next(lead) if step % v == 0 else step for step in like.stride()]
+    with quiet():
+        return rows.as_strided(like.shape, strides, like.storage_offset() % v)

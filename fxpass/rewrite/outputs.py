@@ -1,8 +1,8 @@
-"""Logits that leave the graph: as recipes and what they are computed from, in place of themselves.
+"""Returned logits: a graph returns what they are computed from, in place of them.
 
 In: a graph and the outputs that are to be deferred. Out: the graph returns, instead of each, the
 tensors that it can be computed from (hidden states; weights that are inputs are not even returned),
-and :meth:`Outputs.restore` makes of the compiled graph a function that returns what the graph did::
+and a function that gives the compiled graph the outputs that the program expects::
 
     return (%loss, %logits)    ->    return (%loss, %hidden)      logits = defer(recipe, hidden, w)
 """
@@ -10,101 +10,103 @@ and :meth:`Outputs.restore` makes of the compiled graph a function that returns 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fxpass.deferred import tensor as deferred
+from fxpass.deferred.tensor import Recipe
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import source_line
 from fxpass.match.linears import LINEARS, linear_of
 from fxpass.match.movements import MOVEMENTS
 
-
-@dataclass(frozen=True)
-class _Deferral:
-    """The recipe of one output, and the nodes that it is given."""
-
-    recipe: deferred.Recipe
-    inputs: tuple[Node, ...]
-    requires_grad: bool
+Compiled = Callable[..., Any]
+Restore = Callable[[Compiled], Compiled]
 
 
-class _Place(NamedTuple):
-    """One output of the original graph: where its value is among the new outputs, or a recipe and
-    where each of its inputs is: ``(is an input of the graph, position)``, and whether gradients
-    reach them."""
+def recipe_of(output: Node, nodes: Sequence[Node]) -> tuple[Recipe, tuple[Node, ...]]:
+    """How an output is computed from the linears on, and the nodes whose values that takes.
 
-    position: int = -1
-    recipe: deferred.Recipe | None = None
-    sources: tuple[tuple[bool, int], ...] = ()
-    requires_grad: bool = False
+    Args:
+        output: an output of a graph.
+        nodes: those that compute it, in the graph's order; they are copied.
+    """
+    inside = set(nodes)
+    given = tuple(
+        dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
+    )
+    graph = Graph()
+    copies = {node: graph.placeholder(node.name) for node in given}
+    for node in nodes:
+        if placement_name(node.target):
+            # only where logits are dropped: nothing but the shape is asked for
+            copies[node] = copies[node.all_input_nodes[0]]
+            continue
+        operands = dict(copies)
+        if node.target in LINEARS and linear_of(node) is not None:
+            dtype = value(node).dtype
+            for operand in node.all_input_nodes:
+                if value(operand).dtype != dtype:  # the cast that autocast does
+                    operands[operand] = graph.call_method("to", (copies[operand], dtype))
+        copies[node] = graph.node_copy(node, operands.__getitem__)
+        copies[node].meta = {}
+    graph.output(copies[output])
+    head = next(node for node in nodes if node.target in LINEARS)
+    recipe = Recipe(
+        GraphModule({}, graph),
+        _row_inputs(nodes, given),
+        source_line(head),
+        value(output).requires_grad,
+    )
+    return recipe, given
 
 
-class Outputs:
-    """The outputs of one graph that are deferred; made before the rewrite, from whole chains."""
+def defer_outputs(
+    gm: GraphModule, recipes: Mapping[Node, tuple[Recipe, tuple[Node, ...]]], *, drop: bool
+) -> Restore:
+    """Takes the outputs that have a recipe out of the graph, and puts in what their recipes need.
 
-    def __init__(self, between: Mapping[Node, Sequence[Node]], *, drop: bool) -> None:
-        """
-        Args:
-            between: each deferred output, with the nodes that compute it from the linears on.
-            drop: whether placeholders are returned that cannot be used.
-        """
-        self._drop = drop
-        self._deferrals = {output: _deferral(output, nodes) for output, nodes in between.items()}
-        self._places: list[_Place] = []
+    Returns a function that makes of the compiled graph one that returns what the graph did.
 
-    def apply(self, gm: GraphModule) -> None:
-        """Takes the deferred outputs out of the graph, and puts in what they need."""
-        if not self._deferrals:
-            return
-        output = gm.graph.output_node()
-        old: list[Any] = list(cast(Any, output.args[0]))
-        inputs = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
-        needed = dict.fromkeys(n for d in self._deferrals.values() for n in d.inputs)
-        kept = dict.fromkeys(n for n in old if n not in self._deferrals)
-        new = list(kept | dict.fromkeys(n for n in needed if n not in inputs))
-        output.args = (tuple(n if n in kept else _shape_of(n, output) for n in new),)
-        results = {n: i for i, n in enumerate(new)}
-        for node in old:
-            deferral = self._deferrals.get(node)
-            if deferral is None:
-                self._places.append(_Place(results[node]))
-            else:
-                sources = tuple(
-                    (True, inputs[n]) if n in inputs else (False, results[n])
-                    for n in deferral.inputs
-                )
-                self._places.append(_Place(-1, deferral.recipe, sources, deferral.requires_grad))
+    Args:
+        gm: the graph; it changes in place.
+        recipes: of its outputs, from :func:`recipe_of`.
+        drop: whether tensors are returned whose values cannot be used.
+    """
+    if not recipes:
+        return as_compiled
+    output = gm.graph.output_node()
+    old: list[Any] = list(cast(Any, output.args[0]))
+    inputs = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
+    returned = dict.fromkeys(n for n in old if n not in recipes)
+    needed = dict.fromkeys(n for _, given in recipes.values() for n in given if n not in inputs)
+    new = list(returned | needed)
+    output.args = (tuple(n if n in returned else _shape_of(n, output) for n in new),)
+    # Positions among the inputs and then the results: the compiled function holds no node.
+    results = {n: len(inputs) + i for i, n in enumerate(new)}
+    deferrals = [
+        (recipe, [(results | inputs)[n] for n in given]) for recipe, given in recipes.values()
+    ]
+    places = [recipes[n][0] if n in recipes else results[n] for n in old]
+    # typed as anything: torch.compiler.disable hides the signatures
+    make: Any = deferred.drop if drop else deferred.defer
 
-    def restore(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled`` with the outputs that the graph had before :meth:`apply`."""
-        if not self._deferrals:
-            return compiled
-        places = tuple(self._places)  # the compiled function holds no node of the graph
-        # typed as anything: torch.compiler.disable hides the signatures
-        make: Any = deferred.drop if self._drop else deferred.defer
-
+    def restore(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> tuple[Any, ...]:
-            results = compiled(*args)
-            made: dict[deferred.Recipe, Tensor] = {}
-            out: list[Any] = []
-            for position, recipe, sources, requires_grad in places:
-                if recipe is None:
-                    out.append(results[position])
-                    continue
-                if recipe not in made:  # the graph may return one value twice
-                    given = [args[i] if is_input else results[i] for is_input, i in sources]
-                    with torch.set_grad_enabled(requires_grad and torch.is_grad_enabled()):
-                        made[recipe] = make(recipe, given)
-                out.append(made[recipe])
-            return tuple(out)
+            known = (*args, *compiled(*args))
+            made = {recipe: make(recipe, [known[i] for i in given]) for recipe, given in deferrals}
+            return tuple(made[at] if isinstance(at, Recipe) else known[at] for at in places)
 
         return run
+
+    return restore
+
+
+def as_compiled(compiled: Compiled) -> Compiled:
+    """What restores the outputs of a graph that returns them itself."""
+    return compiled
 
 
 def _shape_of(node: Node, output: Node) -> Node:
@@ -118,45 +120,17 @@ def _shape_of(node: Node, output: Node) -> Node:
     return detached
 
 
-def _deferral(output: Node, nodes: Sequence[Node]) -> _Deferral:
-    """The recipe of one output: its nodes in a graph of their own, with their casts written out."""
-    inside = set(nodes)
-    given = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside)
-    graph = Graph()
-    copies = {node: graph.placeholder(node.name) for node in given}
-    for node in nodes:
-        linear = linear_of(node) if node.target in LINEARS else None
-        here = dict(copies)
-        if placement_name(node.target):
-            # only where logits are dropped: nothing but the shape is asked for
-            copies[node] = copies[node.all_input_nodes[0]]
-            continue
-        if linear is not None:
-            dtype = value(node).dtype
-            for operand in node.all_input_nodes:
-                if value(operand).dtype != dtype:
-                    here[operand] = graph.call_method("to", (copies[operand], dtype))
-        copies[node] = graph.node_copy(node, here.__getitem__)
-        copies[node].meta = {}
-    graph.output(copies[output])
-    head = next(node for node in nodes if node.target in LINEARS)
-    recipe = deferred.Recipe(
-        GraphModule({}, graph), _row_inputs(nodes, tuple(given)), source_line(head)
-    )
-    return _Deferral(recipe, tuple(given), value(output).requires_grad)
-
-
 def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:
     """The inputs that carry rows, if each row of the output comes from one row of each of them."""
     if any(node.target in MOVEMENTS for node in nodes):
         return ()
-    linears = [linear_of(node) for node in nodes if node.target in LINEARS]
-    rows = {linear.x for linear in linears if linear is not None}
+    linears = [linear for node in nodes if node.target in LINEARS if (linear := linear_of(node))]
+    rows = {linear.x for linear in linears}
     shape = value(nodes[-1]).shape[:-1]
-    others = [n for n in given if n not in rows and is_tensor(n)]
-    operands = {n for linear in linears if linear is not None for n in (linear.weight, linear.bias)}
     if not all(value(x).shape[:-1] == shape for x in rows):
         return ()
-    if not all(n in operands or value(n).numel() == value(n).shape[-1:].numel() for n in others):
+    operands = {n for linear in linears for n in (linear.weight, linear.bias)} | rows
+    others = [n for n in given if n not in operands and is_tensor(n)]
+    if not all(value(n).numel() == value(n).shape[-1:].numel() for n in others):
         return ()  # perhaps a factor per row
     return tuple(i for i, n in enumerate(given) if n in rows)

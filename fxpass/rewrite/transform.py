@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule
@@ -26,7 +24,7 @@ from fxpass.kernels.source import Kernel
 from fxpass.match.match import Found, Match, Rejection, find
 from fxpass.match.steps import Bias
 from fxpass.rewrite import dump
-from fxpass.rewrite.outputs import Outputs
+from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
 from fxpass.rewrite.rewrite import erase, rewrite
 from fxpass.settings import Settings
 
@@ -40,20 +38,14 @@ class Outcome:
     Attributes:
         matches, rejections, casts: in the order of the graph.
         kernels: the Triton kernels that the matches run on a GPU.
-        outputs: the graph's outputs that were deferred, one list per region.
+        restore: makes of the compiled graph a function with the outputs that Dynamo expects.
     """
 
     matches: tuple[Match, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
     kernels: tuple[Kernel, ...]
-    outputs: tuple[Outputs, ...]
-
-    def restore(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph as a function with the outputs that Dynamo expects."""
-        for outputs in self.outputs:
-            compiled = outputs.restore(compiled)
-        return compiled
+    restore: Restore
 
 
 def transform(gm: GraphModule, settings: Settings) -> Outcome:
@@ -66,7 +58,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     matches: list[Match] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
-    outputs: list[Outputs] = []
+    restore: Restore = as_compiled
     for region in regions(gm):
         return_once(region)
         casts += cast_region(region, settings.mixed_dtypes)
@@ -78,7 +70,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             continue
         untouched = _copy(region.module.graph)
         try:
-            leaving, cast = _carry_out(region, found, settings)
+            returned, cast = _carry_out(region, found, settings)
         except Exception as error:
             # a program that nobody foresaw runs as it is
             log.warning("%s: the rewrite failed", found.matches[0].source, exc_info=True)
@@ -88,7 +80,8 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             continue
         casts += cast
         matches += found.matches
-        outputs.append(leaving)
+        if region.outer is None:  # the outputs of nested graphs stay as they are
+            restore = returned
     for name, records in (("matched", matches), ("rejected", rejections)):
         counters["fusedce"][name] += len(records)
         for record in records:
@@ -97,7 +90,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     kernels = {k: None for m in matches for k in _kernels(m)}
     if settings.dump:
         dump.write(settings.dump, before, graph_text(gm), kernels)
-    return Outcome(tuple(matches), tuple(rejections), tuple(casts), tuple(kernels), tuple(outputs))
+    return Outcome(tuple(matches), tuple(rejections), tuple(casts), tuple(kernels), restore)
 
 
 def _copy(graph: Graph) -> Graph:
@@ -109,16 +102,16 @@ def _copy(graph: Graph) -> Graph:
     return copied
 
 
-def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Outputs, list[Cast]]:
+def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Cast]]:
     """Rewrites all matches of a region."""
     # first: the recipes are copies of what the rewrite takes out
-    leaving = Outputs(found.deferred, drop=settings.logits == "drop")
+    recipes = {output: recipe_of(output, nodes) for output, nodes in found.deferred.items()}
     # the last one first: its operands may be what an earlier loss becomes
     cast = [rewrite(region, match) for match in reversed(found.matches)]
-    leaving.apply(region.module)
+    restore = defer_outputs(region.module, recipes, drop=settings.logits == "drop")
     erase(found.matches)
     region.module.recompile()
-    return leaving, [made for of_match in reversed(cast) for made in of_match]
+    return restore, [made for of_match in reversed(cast) for made in of_match]
 
 
 def _kernels(match: Match) -> tuple[Kernel, ...]:

@@ -29,7 +29,7 @@ def test_unused_logits_are_freed_without_the_garbage_collector():
         x = p.lazy_inputs[0] * 1
         hidden, logits = weakref.ref(x), deferred.defer(recipe, (x, *p.lazy_inputs[1:]))
         storage = x.untyped_storage()
-        held = weakref.ref(logits._part.origin.held[0])
+        held = weakref.ref(logits._part.run.inputs[0])
         relatives = [logits.float(), logits[:, -1], logits.detach(), logits.double().view(-1, V)]
         relatives += [relatives[1].argmax(-1), relatives[3][1:].sum(), *logits.unbind(0)]
         relatives[2].mul_(2)
@@ -45,7 +45,7 @@ def test_unused_logits_are_freed_without_the_garbage_collector():
 def test_hidden_states_are_released_once_the_logits_are_computed():
     with torch.no_grad():
         p = pair()
-    held = weakref.ref(p.logits._part.origin.held[0])
+    held = weakref.ref(p.logits._part.run.inputs[0])
     alias, row = p.logits.detach(), p.logits[0]
     p.logits.sum()
     assert held() is None
@@ -78,7 +78,7 @@ def test_threads():
     for thread in threads:
         thread.join()
     assert not errors
-    assert shared._part.origin is None
+    assert shared._part.run is None
 
 
 # ---- what frameworks do with the output ----------------------------------------------------------

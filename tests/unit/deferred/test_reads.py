@@ -97,7 +97,11 @@ def test_casts_and_views_stay_lazy(name, rows):
         (lambda t: t.unsqueeze(0)[0, :, -2:], (B, 2)),
         (lambda t: t[..., :7], (B, S)),
         (lambda t: t[:, -1, :7], (B,)),
-        (lambda t: t.transpose(0, 1)[0], (B, S)),  # not a step on rows: everything
+        (lambda t: t.transpose(0, 1)[0], (B,)),
+        (lambda t: t.transpose(1, 2)[:, :, 1], (B,)),
+        (lambda t: t.float().transpose(1, 2).double()[:, 3], (B, S)),  # one class of all rows
+        (lambda t: t[:, 1:].double().view(-1, V)[2:5], (3,)),
+        (lambda t: t.view(B, S, 4, 4)[1, 2:4, 1:3], (2,)),
     ],
 )
 def test_only_the_rows_that_are_used_are_computed(fn, rows):

@@ -253,9 +253,9 @@ def test_a_fingerprint_takes_little_memory(layout):
 
 
 def held_memory(t: DeferredLogits) -> Tensor:
-    origin = t._part.origin
-    assert origin
-    return origin.held[1].tensor
+    run = t._part.run
+    assert run
+    return run.inputs[1].tensor
 
 
 @pytest.mark.parametrize("fused", ["foreach", "master", "data"])
