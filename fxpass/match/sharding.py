@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.fx import Node
 
+from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.placements import (
     FROM_LOCAL,
@@ -30,7 +31,6 @@ from fxpass.graph.placements import (
     placement_name,
     placements_of,
 )
-from fxpass.graph.source import call_name
 from fxpass.match.losses import Loss
 from fxpass.match.steps import Bias, Move, Scale
 from fxpass.match.walk import Walk
@@ -268,7 +268,7 @@ def _check_chain(way: Walk, found: Sharding) -> None:
             raise NoMatch(node, f"%{node.name} ({name}) has partial gradients")
         if name not in TO_LOCAL:
             continue
-        before = value(_operand(node))
+        before = value(first_operand(node))
         if not is_dtensor(before):
             raise NoMatch(node, f"%{node.name} ({name}) is not of a DTensor")
         whole = "full_tensor" in name
@@ -338,13 +338,6 @@ def _check_mesh(node: Node, mesh: Any) -> None:
         group_name(mesh, i) for i in range(mesh.ndim)
     ]:
         raise NoMatch(node, f"%{node.name} and the head's weight are on different meshes")
-
-
-def _operand(node: Node) -> Node:
-    operand = node.args[0] if node.args else node.kwargs.get("input")
-    if not isinstance(operand, Node):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not of a tensor of the graph")
-    return operand
 
 
 def _is_shard(placement: Placement, dim: int) -> bool:

@@ -17,15 +17,13 @@ from torch.fx import Node
 from fxpass.graph import effects
 from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.plan.devices import gradient_dtype
-from fxpass.plan.plan import budget
+from fxpass.plan.plan import MIB, budget
 
 if TYPE_CHECKING:
     from fxpass.match.match import Match
 
 # With fewer, the target, sums and gradients of a row are as long as its logits.
 LEAST_CLASSES = 256
-
-MIB = 1 << 20
 
 
 def too_small(match: Match, least: float) -> str | None:

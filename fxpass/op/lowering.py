@@ -20,8 +20,8 @@ from fxpass.spec.spec import Spec
 def lower(inputs: Inputs, spec: Spec) -> Outputs:
     """Runs one fused loss, or its backward."""
     n, d, v = *inputs.x.shape, inputs.weight.shape[0]
-    kept = inputs.logits is not None
-    found = plan.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec, kept)
+    logits_exist = inputs.logits is not None
+    found = plan.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec, logits_exist)
     return LOWERINGS[found.lowering, found.strategy](inputs, spec, found)
 
 

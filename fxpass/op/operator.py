@@ -2,10 +2,10 @@
 
 In: the tensors of :class:`fxpass.aten.common.Inputs` and a spec's text. Out: ``(loss, lse, scale,
 x_grad, weight_grad, bias_grad, lse_rest)``, of which the graph uses the first two. For ``mean`` and
-``sum`` the gradients are computed in forward, one chunk of logits at a time, and kept; backward
+``sum`` the gradients are computed in forward, one chunk of logits at a time, and saved; backward
 multiplies them by ``scale`` times the incoming gradient. They are in their operand's dtype and
 final but for that gradient, ``scale`` is 1, and backward often has nothing to multiply. Only those
-of fp16 operands are kept in f32 and unnormalised, and ``scale`` is the 1 / N of ``mean``: it would
+of fp16 operands are saved in f32 and unnormalised, and ``scale`` is the 1 / N of ``mean``: it would
 push most of an fp16 gradient below the smallest number. For ``none``, and for a loss with its lse,
 each row has an incoming gradient of its own, and the strategy ``tiled`` keeps nothing as large as
 the weight from forward to backward: there forward computes no gradients, and backward all of them,
@@ -92,7 +92,7 @@ def linear_cross_entropy(
     one = x.new_ones((), dtype=compute_dtype(x.dtype))
     scale = left = one
     if s.reduction == "mean":
-        rows, weights = _counted(inputs, s)
+        rows, weights = counted(inputs, s)
         scale = weights.to(one.dtype).reciprocal()
         # the gradients of no rows are zeros and stay so; those of weights that cancel do not exist
         left = torch.where(rows == 0, 0, scale)
@@ -148,7 +148,11 @@ def linear_cross_entropy_backward(
     return _gradients(_lower(inputs, s), inputs, _operand_dtypes(inputs))
 
 
-_NO_TARGET = {"target": "none", "ignore_index": -100, "label_smoothing": 0.0}
+_NO_TARGET = {
+    "target": "none",
+    "ignore_index": Spec.ignore_index,
+    "label_smoothing": Spec.label_smoothing,
+}
 
 
 def _lower(inputs: Inputs, spec: Spec) -> Outputs:
@@ -194,7 +198,7 @@ def _gradient_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
     return tuple(map(gradient_dtype, _operand_dtypes(inputs)))
 
 
-def _counted(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
+def counted(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     """The number of rows that count, and what ``mean`` divides by: that, or their weights' sum."""
     if inputs.target is None or spec.target == "probabilities":
         rows = inputs.x.new_full((), inputs.x.shape[0], dtype=torch.int64)

@@ -19,28 +19,17 @@ the same x to all ranks::
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.aten.common import is_valid
-from fxpass.op import operator as _operator  # noqa: F401, registers the operator
+from fxpass.aten.common import Inputs, is_valid
+from fxpass.op.operator import counted
 from fxpass.plan.devices import compute_dtype
 from fxpass.spec.spec import ELSEWHERE, IGNORED, Spec
-
-
-class Operands(NamedTuple):
-    """The operator's tensors, in its order; target and class_weight over all classes."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor | None
-    class_weight: Tensor | None
-    logits: Tensor | None
 
 
 def linear_cross_entropy(
@@ -86,18 +75,18 @@ def linear_cross_entropy(
     s = Spec.parse(spec)
     if save_logits:
         logits = _logits(x, weight, bias)
-    operands = Operands(x, weight, bias, target, class_weight, logits)
+    inputs = Inputs(x, weight, bias, target, class_weight, logits)
     if group is None:
         by_all = s.reduction == "mean" and bool(row_groups)
         local = dataclasses.replace(s, reduction="sum") if by_all else s
-        loss, lse, *_ = torch.ops.fxpass.linear_cross_entropy(*operands, local.text())
-        loss = loss / _count(operands, s, row_groups) if by_all else loss
+        loss, lse = _fused(inputs, local)
+        loss = loss / _count(inputs, s, row_groups) if by_all else loss
         return loss, lse if s.lse else None
-    loss, lse = _rows(operands, s, first, group)
+    loss, lse = _rows(inputs, s, first, group)
     if s.reduction != "none":
         loss = loss.sum()
     if s.reduction == "mean":
-        loss = loss / _count(operands, s, row_groups)
+        loss = loss / _count(inputs, s, row_groups)
     return loss, lse if s.lse else None
 
 
@@ -108,86 +97,82 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
 
-def _rows(operands: Operands, spec: Spec, first: int, group: str) -> tuple[Tensor, Tensor]:
+def _fused(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
+    """The operator's loss and lse."""
+    x, weight, bias, target, class_weight, logits, *_ = inputs
+    loss, lse, *_ = torch.ops.fxpass.linear_cross_entropy(
+        x, weight, bias, target, class_weight, logits, spec.text()
+    )
+    return loss, lse
+
+
+def _rows(inputs: Inputs, spec: Spec, first: int, group: str) -> tuple[Tensor, Tensor]:
     """Each row's loss and lse over all classes, ``[N]``."""
-    shard = _Shard(operands, spec, first)
-    loss, lse, *_ = torch.ops.fxpass.linear_cross_entropy(*shard.operands, shard.spec.text())
+    here, mass, whole_mass = _shard(inputs, spec, first)
+    loss, lse = _fused(here, spec.of_shard())
     highest = all_reduce(lse.detach(), "max", group)
     total = (lse - highest).exp()
-    if spec.target == "none":
+    if mass is None:
         lse = highest + _Sum.apply(total, group).log()
         return lse, lse
     # where() and not a product alone: in a shard of no classes, or none but impossible ones, the
     # lse is at the lowest, and 0 * inf would be nan
-    part = loss + torch.where(shard.mass == 0, 0, shard.mass * (highest - lse))
-    parts = [total, part] if shard.whole_mass is not None else [total, part, shard.mass]
+    part = loss + torch.where(mass == 0, 0, mass * (highest - lse))
+    parts = [total, part] if whole_mass is not None else [total, part, mass]
     total, part, *rest = _Sum.apply(torch.stack(parts), group).unbind()
-    mass = rest[0] if shard.whole_mass is None else shard.whole_mass
+    mass = rest[0] if whole_mass is None else whole_mass
     log_total = total.log()
     return torch.where(mass == 0, 0, part + mass * log_total), highest + log_total
 
 
-class _Shard:
+def _shard(inputs: Inputs, spec: Spec, first: int) -> tuple[Inputs, Tensor | None, Tensor | None]:
     """What this rank's operator call gets.
 
-    Attributes:
-        operands, spec: of its own classes.
-        mass: Q_r ``[N]``, the sum of the target distributions over this rank's classes.
+    Returns:
+        inputs: of its own classes.
+        mass: Q_r ``[N]``, the sum of the target distributions over this rank's classes; None
+            without a target.
         whole_mass: Q ``[N]``, over all classes; None where no rank knows it alone.
     """
-
-    def __init__(self, operands: Operands, spec: Spec, first: int) -> None:
-        count = operands.weight.shape[0]
-        here = slice(first, first + count)
-        w, target = operands.class_weight, operands.target
-        dtype = compute_dtype(operands.x.dtype)
-        w = None if w is None else w.to(dtype)
-        s = spec.label_smoothing
-        self.whole_mass: Tensor | None = None
-        if spec.target == "indices":
-            assert target is not None
-            index = target.long()
-            valid = is_valid(index, spec)
-            inside = (index >= first) & (index < here.stop)
-            known = (index >= 0) & (index < spec.shard_of)
-            sharp = torch.full_like(index, 1 - s, dtype=dtype)
-            if w is not None:
-                sharp = sharp * w[torch.where(valid & known, index, 0)]
-            smooth, here_smooth = (
-                s * n / spec.shard_of if w is None else s / spec.shard_of * w[part].sum()
-                for n, part in ((spec.shard_of, slice(None)), (count, here))
-            )
-            self.whole_mass = torch.where(valid, sharp + smooth, 0)
-            self.mass = torch.where(valid, sharp * inside + here_smooth, 0)
-            # a class that there is not anywhere is refused by the operator
-            local = torch.where(inside, index - first, torch.where(known, ELSEWHERE, _NOWHERE))
-            target = torch.where(valid, local, ELSEWHERE if spec.lse else IGNORED)
-        elif spec.target == "probabilities":
-            assert target is not None
-            target = target[:, here]
-            q = target.to(dtype) * (1 - s) + s / spec.shard_of
-            self.mass = (q if w is None else q * w[here]).sum(1)
-        w = None if w is None else w[here]
-        self.operands = operands._replace(target=target, class_weight=w)
-        self.spec = spec.of_shard()
+    count = inputs.weight.shape[0]
+    here = slice(first, first + count)
+    w, target = inputs.class_weight, inputs.target
+    dtype = compute_dtype(inputs.x.dtype)
+    w = None if w is None else w.to(dtype)
+    s = spec.label_smoothing
+    mass = whole_mass = None
+    if target is not None and spec.target == "indices":
+        index = target.long()
+        valid = is_valid(index, spec)
+        inside = (index >= first) & (index < here.stop)
+        known = (index >= 0) & (index < spec.shard_of)
+        sharp = torch.full_like(index, 1 - s, dtype=dtype)
+        if w is not None:
+            sharp = sharp * w[torch.where(valid & known, index, 0)]
+        smooth, here_smooth = (
+            s * n / spec.shard_of if w is None else s / spec.shard_of * w[part].sum()
+            for n, part in ((spec.shard_of, slice(None)), (count, here))
+        )
+        whole_mass = torch.where(valid, sharp + smooth, 0)
+        mass = torch.where(valid, sharp * inside + here_smooth, 0)
+        # a class that there is not anywhere is refused by the operator
+        local = torch.where(inside, index - first, torch.where(known, ELSEWHERE, _NOWHERE))
+        target = torch.where(valid, local, ELSEWHERE if spec.lse else IGNORED)
+    elif target is not None:
+        target = target[:, here]
+        q = target.to(dtype) * (1 - s) + s / spec.shard_of
+        mass = (q if w is None else q * w[here]).sum(1)
+    w = None if w is None else w[here]
+    return inputs._replace(target=target, class_weight=w), mass, whole_mass
 
 
 _NOWHERE = ELSEWHERE - 1
 
 
-def _count(operands: Operands, spec: Spec, row_groups: tuple[str, ...]) -> Tensor:
+def _count(inputs: Inputs, spec: Spec, row_groups: tuple[str, ...]) -> Tensor:
     """What ``mean`` divides by: the (weighted) number of rows that count, on all ranks."""
-    x, target, w = operands.x, operands.target, operands.class_weight
-    dtype = compute_dtype(x.dtype)
-    if target is None or spec.target == "probabilities":
-        count = x.new_full((), x.shape[0], dtype=dtype)
-    else:
-        index = target.long()
-        valid = is_valid(index, spec)
-        rows = torch.where(
-            valid, 1.0 if w is None else w.to(dtype)[torch.where(valid, index, 0)], 0
-        )
-        count = rows.to(dtype).sum()
+    _, weights = counted(inputs, spec)
+    count = weights.to(compute_dtype(inputs.x.dtype))
     for group in row_groups:
         count = all_reduce(count, "sum", group)
     return count

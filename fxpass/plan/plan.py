@@ -57,6 +57,10 @@ BLOCK, OPERAND, LEAST, LEAST_ROWS = 1 << 14, 1 << 18, 64, 16
 TILE_ROWS, SLICE_CLASSES = 2048, 256
 # Rows and classes come in multiples of what GEMM kernels work on at a time.
 ALIGNMENT = {"aten": 16, "triton": 64}
+# Rows of logits start at multiples of so many elements where Triton's kernels read them.
+PADDING = 16
+# Classes that those up-cast at a time where 16-bit operands cannot add to an f32 result.
+UPCAST_CLASSES = 8192
 
 
 class Plan(NamedTuple):
@@ -241,8 +245,8 @@ def _aten_tiled(w: _Work, allowed: int, one_block: bool = False) -> Plan:
 
 def _triton_chunked(w: _Work, allowed: int) -> Plan:
     # ROCm may have to multiply copies in f32, of some classes at a time
-    copies = 4 * min(w.v, 8192) if torch.version.hip and w.e < w.a else 0
-    row = w.e * 16 * -(-w.v // 16) + copies + (4 * w.d if copies else 0)
+    copies = 4 * min(w.v, UPCAST_CLASSES) if torch.version.hip and w.e < w.a else 0
+    row = w.e * padded(w.v) + copies + (4 * w.d if copies else 0)
     rows = w.rows((allowed - copies * w.d) // row, row, LEAST, ALIGNMENT["triton"])
     sums = w.sums if rows < w.n else 0
     return Plan("", "", rows, w.v, scratch=rows * row + copies * w.d, sums=sums)
@@ -253,7 +257,7 @@ def _triton_tiled(w: _Work, allowed: int) -> Plan:
         return Plan("", "", w.n, w.v)
     most = allowed // (w.n * w.e)
     classes = min(w.v, max(SLICE_CLASSES, most - most % SLICE_CLASSES))
-    return Plan("", "", w.n, classes, scratch=w.n * w.e * 16 * -(-classes // 16))
+    return Plan("", "", w.n, classes, scratch=w.n * w.e * padded(classes))
 
 
 _RULES = {
@@ -262,6 +266,11 @@ _RULES = {
     ("triton", "chunked"): _triton_chunked,
     ("triton", "tiled"): _triton_tiled,
 }
+
+
+def padded(classes: int) -> int:
+    """The elements from one row of logits to the next."""
+    return -(-classes // PADDING) * PADDING
 
 
 def _least(others: int, d: int) -> int:

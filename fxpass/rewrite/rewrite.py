@@ -28,6 +28,7 @@ from fxpass.graph.placements import Placing, is_dtensor, placements_of
 from fxpass.graph.region import Region
 from fxpass.match.losses import Loss
 from fxpass.match.match import Match
+from fxpass.match.sharding import as_dtensor
 from fxpass.match.steps import Affine, Bias, Local, Move, Scale, Stack
 from fxpass.op import operator as _operator  # noqa: F401, registers the operator
 from fxpass.plan.devices import compute_dtype
@@ -66,7 +67,7 @@ class _Edit:
     def __init__(self, graph: Graph, match: Match) -> None:
         self.graph, self.match, self.site = graph, match, match.loss.node
         self.casts: list[Cast] = []
-        self.base: Node | None = None
+        self.logits: Node | None = None
 
     def cast_operands(self) -> None:
         """x, weight ``[V, D]`` and bias in the dtype that the linear computes in."""
@@ -80,7 +81,7 @@ class _Edit:
         self.whole_weight = self.weight  # a DTensor where it is sharded
         sharding = self.match.sharding
         # how DTensors of this rank's rows lie
-        self.held = () if sharding is None else sharding.rows_only(0)
+        self.row_placements = () if sharding is None else sharding.rows_only(0)
         if sharding is not None and sharding.weight is not None:
             assert sharding.x is not None
             self.x = self._placed(self.x, sharding.x)
@@ -90,23 +91,23 @@ class _Edit:
             self.bias = None if self.bias is None else self._classes_here(self.bias)
 
     def fold(self) -> None:
-        """Does the steps of the walk to the operands, and to the logits where they are kept."""
+        """Does the steps of the walk to the operands, and to the logits where they exist anyway."""
         if self.match.logits == "keep" and not self.match.recomputed:
             # they exist anyway; their gradient goes through the operator's x and weight
-            self.base = self._method("detach", self.match.walk.base)
-            if is_dtensor(value(self.base)):
+            self.logits = self._method("detach", self.match.walk.base)
+            if is_dtensor(value(self.logits)):
                 assert self.match.sharding is not None
-                held = self.match.sharding.logits(value(self.base).dim() - 1)
-                self.base = self._method("to_local", self._placed(self.base, held))
+                placements = self.match.sharding.logits(value(self.logits).dim() - 1)
+                self.logits = self._method("to_local", self._placed(self.logits, placements))
         at = self.match.walk.chain.index(self.match.walk.base)
         before = set(self.match.walk.chain[: at + 1])
         for step in self.match.walk.steps:
             if isinstance(step, Move):
-                self._move(step, to_base=step.node not in before)
+                self._move(step, to_logits=step.node not in before)
             elif isinstance(step, Stack):
                 self.x = self._repeated(step, self.x)
-                if self.base is not None and step.node not in before:
-                    self.base = self._repeated(step, self.base)
+                if self.logits is not None and step.node not in before:
+                    self.logits = self._repeated(step, self.logits)
             elif isinstance(step, Local):
                 self._x_to_local()
             elif isinstance(step, Affine):
@@ -115,9 +116,10 @@ class _Edit:
                 self._scale("div" if step.divide else "mul", step.operand)
             else:
                 self._add_bias(step)
+        self.shaped = self.x
         self.x = self._rows(self.x)
-        if self.base is not None:
-            self.base = self._rows(self.base)
+        if self.logits is not None:
+            self.logits = self._rows(self.logits)
 
     def replace(self) -> None:
         """Puts in the operator call and gives its results to the users of the old nodes."""
@@ -130,7 +132,7 @@ class _Edit:
             )
             self.bias = None if self.bias is None else self._method("detach", self.bias)
         if sharding is None and match.spec.gradients and match.spec.gradients_in_backward:
-            self._hold_for_backward()
+            self._clone_for_backward()
         function: Any = torch.ops.fxpass.linear_cross_entropy.default
         more: tuple[Any, ...] = ()
         if sharding is not None:
@@ -142,7 +144,7 @@ class _Edit:
                 more = (*more, True)
             target, class_weight = self._with_rows(target), self._whole(class_weight)
             self._x_to_local()
-        operands = (self.x, self.weight, self.bias, target, class_weight, self.base)
+        operands = (self.x, self.weight, self.bias, target, class_weight, self.logits)
         out = self.graph.call_function(
             function, (*operands, match.spec.text(), *more), name="linear_cross_entropy"
         )
@@ -151,8 +153,8 @@ class _Edit:
         if match.lse is not None:
             self._hand_over(out, 1, match.lse, "fused_lse", scalar=False)
 
-    def _hold_for_backward(self) -> None:
-        """Copies of what a linear and its loss would not keep for backward, where somebody outside
+    def _clone_for_backward(self) -> None:
+        """Copies of what a linear and its loss would not save for backward, where somebody outside
         of the graph may write to it until then: the bias, and x beside a frozen weight."""
         if self.bias is not None and effects.leaves(self.bias):
             self.bias = self._method("clone", self.bias)
@@ -161,7 +163,7 @@ class _Edit:
 
     # ------------------------------------------------------------ steps
 
-    def _move(self, step: Move, to_base: bool) -> None:
+    def _move(self, step: Move, to_logits: bool) -> None:
         replay, classes = step.moved.replay, step.moved.classes
         if classes is not None:
             self.weight = self._function(operator.getitem, self.weight, classes)
@@ -170,8 +172,8 @@ class _Edit:
         if replay is not None:
             op, target, args = replay(self._size(self.match.walk.linear.x, -1))
             self.x = self._call(op, target, self.x, *args)
-        if to_base and self.base is not None:
-            self.base = self._again(step, self.base)
+        if to_logits and self.logits is not None:
+            self.logits = self._again(step, self.logits)
 
     def _repeated(self, step: Stack, node: Node) -> Node:
         node = self._method("unsqueeze", node, step.dim)
@@ -249,14 +251,14 @@ class _Edit:
         """This rank's rows of the target, of which it has all classes. A flattened batch of
         sharded sequences is dealt out in stripes: both may be, or neither."""
         if is_dtensor(value(self.x)):
-            self.held = placements_of(value(self.x))
-            if target is None or placements_of(value(target)) != self.held:
+            self.row_placements = placements_of(value(self.x))
+            if target is None or placements_of(value(target)) != self.row_placements:
                 assert self.match.sharding is not None
-                self.held = self.match.sharding.rows_only(0)
-                self.x = self._placed(self.x, self.held)
+                self.row_placements = self.match.sharding.rows_only(0)
+                self.x = self._placed(self.x, self.row_placements)
         if target is None or not is_dtensor(value(target)):
             return target
-        return self._method("to_local", self._placed(target, self.held))
+        return self._method("to_local", self._placed(target, self.row_placements))
 
     def _whole(self, tensor: Node | None) -> Node | None:
         if tensor is None or not is_dtensor(value(tensor)):
@@ -279,8 +281,6 @@ class _Edit:
     def _rows(self, node: Node) -> Node:
         """``[..., D, ...]`` as ``[N, D]``."""
         dim, rank = self.match.loss.dim, value(node).dim()
-        if node is self.x:
-            self.shaped = node
         if rank == 1:
             return self._method("unsqueeze", node, 0)
         if dim != rank - 1:
@@ -289,8 +289,8 @@ class _Edit:
 
     def _target(self, loss: Loss) -> Node | None:
         target = loss.target
-        if target is None:
-            return None
+        if target is None or loss.probabilities:
+            return target and self._rows(target)
         if loss.wraps:
             sharding = self.match.sharding
             v = self._size(self.weight, 0) if sharding is None else sharding.classes
@@ -299,14 +299,7 @@ class _Edit:
             else:
                 negative, added = self._method("lt", target, 0), self._method("add", target, v)
                 target = self._function(torch.where, negative, added, target)
-        rank = value(target).dim()
-        if loss.probabilities:
-            if rank == 1:
-                return self._method("unsqueeze", target, 0)
-            if loss.dim != rank - 1:
-                target = self._method("movedim", target, loss.dim, -1)
-            return target if rank == 2 else self._method("flatten", target, 0, -2)
-        return target if rank == 1 else self._method("flatten", target)
+        return target if value(target).dim() == 1 else self._method("flatten", target)
 
     def _hand_over(self, out: Node, position: int, loss: Loss, name: str, scalar: bool) -> None:
         """Gives one output of the operator, in its old shape and dtype, to the users of a loss."""
@@ -330,12 +323,10 @@ class _Edit:
 
     def _as_dtensor(self, new: Node, old: Node, scalar: bool) -> Node:
         """The loss as the DTensor that it was."""
-        from fxpass.match import sharding as of_dtensors
-
         sharding = self.match.sharding
         assert sharding is not None
-        held = sharding.sums() if scalar else self.held
-        become = Placing(of_dtensors.as_dtensor, placements=tuple(held))
+        placements = sharding.sums() if scalar else self.row_placements
+        become = Placing(as_dtensor, placements=tuple(placements))
         new = self._function(become, new, self.whole_weight)
         return self._placed(new, sharding.loss_placements(placements_of(value(old))))
 

@@ -23,6 +23,7 @@ from fxpass.kernels import tile_source as triton_tile_source
 from fxpass.kernels.source import Kernel
 from fxpass.match.match import Found, Match, Rejection, find
 from fxpass.match.steps import Bias
+from fxpass.plan.plan import padded
 from fxpass.rewrite import dump
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
 from fxpass.rewrite.rewrite import erase, rewrite
@@ -123,4 +124,4 @@ def _kernels(match: Match) -> tuple[Kernel, ...]:
         biased = way.linear.bias is not None or any(isinstance(s, Bias) for s in way.steps)
         return triton_tile_source.kernels_of(spec, weighted, biased)
     classes = match.sharding.count if match.sharding else hint(match.shape[1])
-    return triton_source.kernels_of(spec, weighted, padded=classes % 16 != 0)
+    return triton_source.kernels_of(spec, weighted, padded=padded(classes) != classes)

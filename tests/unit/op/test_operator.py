@@ -390,7 +390,6 @@ IN_SHARD = Spec(reduction="none", shard_of=20)
             ValueError,
             "-1 .* class of another shard",
         ),
-        (bad(spec=Spec(shard_of=20)), ValueError, "a shard knows no mean"),
         (bad(target=None), ValueError, "needs a target unless .* got None for target=indices"),
         (bad(target=None, spec=PROBABILITIES), ValueError, "got None for target=probabilities"),
         (bad(target=torch.zeros(N).long(), spec=NO_TARGET), ValueError, r"got \[6\] for .*none"),

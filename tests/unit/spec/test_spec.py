@@ -107,16 +107,16 @@ def test_gradients_wait_for_backward_where_rows_have_their_own(reduction, lse):
     ids=lambda words: repr(words[:30]),
 )
 def test_text_that_is_not_a_spec_is_refused(words):
-    with pytest.raises(ValueError):  # noqa: PT011 -- some are refused by the value's own reader
+    with pytest.raises(ValueError, match="not a spec"):
         Spec.parse(f"{REVISION} reduction=mean {words}")
 
 
 @pytest.mark.parametrize("word", ["colour=red", "memory_mb=1", "memory_mb=x", "logits=Z"])
-def test_the_message_shows_the_text_and_the_word(word):
+def test_the_message_shows_the_text(word):
     source = f"{REVISION} memory_mb=1 {word}"
     with pytest.raises(ValueError, match="not a spec") as caught:
         Spec.parse(source)
-    assert str(caught.value) == f"not a spec: {source!r} (at {word!r})"
+    assert str(caught.value).startswith(f"not a spec: {source!r}")
 
 
 @pytest.mark.parametrize(
