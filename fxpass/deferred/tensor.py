@@ -35,6 +35,7 @@ from fxpass.deferred import values
 from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.deferred.values import Part, Recipe
+from fxpass.spec.dtypes import short
 
 __all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer", "drop"]
 
@@ -99,6 +100,15 @@ def drop(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
     the tensors that they are as a whole.
     """
     return _link(recipe, inputs, dropped=True)
+
+
+def _by_plain(name: str, alias: bool = True) -> Any:
+    """The method of that name, of the tensor that :meth:`DeferredLogits._plain` returns."""
+
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._plain(alias), name)(*args, **kwargs)
+
+    return method
 
 
 class DeferredLogits(Tensor):
@@ -170,38 +180,23 @@ class DeferredLogits(Tensor):
         value = self._part.materialise() if alias else self._part.read()
         return value.detach().requires_grad_(self.requires_grad)
 
-    def numpy(self, *, force: bool = False) -> Any:
-        return self._plain().numpy(force=force)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain().__array__(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        return self._plain(alias=False).tolist()
-
-    def data_ptr(self) -> int:
-        return self._plain().data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        if TracingContext.try_get():  # the compiler describes this tensor apart from its values
-            return super().untyped_storage()
-        return self._plain().untyped_storage()
-
-    def storage(self) -> Any:
-        return self._plain().storage()
-
-    def _typed_storage(self) -> Any:
-        return self._plain()._typed_storage()
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._plain().__dlpack__(*args, **kwargs)
+    numpy = _by_plain("numpy")
+    data_ptr = _by_plain("data_ptr")
+    storage = _by_plain("storage")
+    _typed_storage = _by_plain("_typed_storage")
+    __array__ = _by_plain("__array__")
+    __dlpack__ = _by_plain("__dlpack__")
+    tolist = _by_plain("tolist", alias=False)
+    __reduce_ex__ = _by_plain("__reduce_ex__", alias=False)
 
     @property
     def __cuda_array_interface__(self) -> Any:
         return self._plain().__cuda_array_interface__
 
-    def __reduce_ex__(self, proto: Any) -> Any:
-        return self._plain(alias=False).__reduce_ex__(proto)
+    def untyped_storage(self) -> torch.UntypedStorage:
+        if TracingContext.try_get():  # the compiler describes this tensor apart from its values
+            return super().untyped_storage()
+        return self._plain().untyped_storage()
 
     def __copy__(self) -> Tensor:
         return copy.copy(self._plain())
@@ -221,9 +216,8 @@ class DeferredLogits(Tensor):
         part = self._part
         run = part.run
         if run is not None:
-            dtype = str(self.dtype).removeprefix("torch.")
             return (
-                f"DeferredLogits({dtype}{list(self.shape)} on {self.device}, of "
+                f"DeferredLogits({short(self.dtype)}{list(self.shape)} on {self.device}, of "
                 f"`{run.recipe.source}`; not computed, .clone() computes the values)"
             )
         try:
@@ -265,6 +259,7 @@ class _Attach(torch.autograd.Function):
 
 
 def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
+    """Deferred logits that autograd knows as a function of the inputs."""
     if any(isinstance(a, FakeTensor) for a in inputs):
         # DDP's graph splitting runs each part once, when it is compiled, to learn what the next one
         # gets: this type, since that part has to ask for the values when it runs. Without Python's

@@ -34,7 +34,7 @@ from fxpass.op import ignored
 from fxpass.op.checks import NAME, check_class_indices, check_inputs
 from fxpass.op.lowering import lower
 from fxpass.plan.devices import compute_dtype, gradient_dtype, on_device
-from fxpass.spec.spec import Spec
+from fxpass.spec.spec import GRADIENTS, Spec
 
 _Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 _Three = tuple[Tensor, Tensor, Tensor]
@@ -218,14 +218,10 @@ def counted(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
 def _fake_gradients(
     inputs: Inputs, wanted: tuple[str, ...], dtypes: tuple[torch.dtype, ...]
 ) -> _Three:
-    shapes = {
-        "x": inputs.x.shape,
-        "weight": inputs.weight.shape,
-        "bias": inputs.weight.shape[:1],
-    }
+    shapes = (inputs.x.shape, inputs.weight.shape, inputs.weight.shape[:1])
     x, weight, bias = (
         inputs.x.new_empty(shape if name in wanted else (0,), dtype=dtype)
-        for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
+        for name, shape, dtype in zip(GRADIENTS, shapes, dtypes, strict=True)
     )
     return x, weight, bias
 
@@ -254,20 +250,17 @@ def _(
 
 # ---------------------------------------------------------------- autograd
 
-# position among the operator's arguments -> name in Spec.gradients
-_DIFFERENTIABLE = {0: "x", 1: "weight", 2: "bias"}
+_TENSORS = (*GRADIENTS, "target", "class_weight", "logits")  # in the operator's order
 
 
 def _setup_context(ctx, inputs, output) -> None:
     *tensors, text = inputs
     spec = Spec.parse(text)
-    for position, needed in enumerate(ctx.needs_input_grad):
-        name = _DIFFERENTIABLE.get(position)
+    for name, needed in zip(_TENSORS, ctx.needs_input_grad, strict=False):  # the spec needs none
         if needed and name not in spec.gradients:
-            what = name or ("target", "class_weight", "logits")[position - 3]
             raise RuntimeError(
-                f"{NAME}: {what} requires a gradient that the spec does not name ({text!r}); "
-                f"add it to gradients= or detach {what}"
+                f"{NAME}: {name} requires a gradient that the spec does not name ({text!r}); "
+                f"add it to gradients= or detach {name}"
             )
     ctx.set_materialize_grads(False)  # else backward makes zeros as large as the weight
     ctx.spec = spec
@@ -291,7 +284,7 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
         return (None,) * 7
     scale, *saved = ctx.saved_tensors
     factor = None if grad is None else grad * scale
-    wanted = [name in ctx.spec.gradients for name in _DIFFERENTIABLE.values()]
+    wanted = [name in ctx.spec.gradients for name in GRADIENTS]
     if ctx.spec.gradients_in_backward:
         tensors = iter(saved)
         operands: list[Any] = [next(tensors) if present else None for present in ctx.present]
