@@ -208,8 +208,6 @@ class _Edit:
         bias, made = cast(self.graph, step.operand, dtype, self.site)
         self.casts += [made] if made else []
         bias = self._classes_here(bias)
-        if value(bias).dim() != 1:
-            bias = self._method("reshape", bias, -1)
         if self.bias is not None:
             self.bias = self._method("add" if step.sign > 0 else "sub", self.bias, bias)
         else:
@@ -234,12 +232,12 @@ class _Edit:
         return sharding.partial_where("rows", sharding.weight)
 
     def _classes_here(self, bias: Node) -> Node:
-        """This rank's part of ``[V]`` numbers."""
+        """This rank's part of V numbers, as ``[V_r]``."""
         sharding = self.match.sharding
-        if sharding is None:
-            return bias
         if value(bias).dim() != 1:
             bias = self._method("reshape", bias, -1)
+        if sharding is None:
+            return bias
         if is_dtensor(value(bias)):
             assert sharding.weight is not None
             return self._to_local(self._placed(bias, sharding.weight), self._weight_gradient())

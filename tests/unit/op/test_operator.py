@@ -385,11 +385,6 @@ IN_SHARD = Spec(reduction="none", shard_of=20)
             "A target is out .* are 20 classes",
         ),
         (bad(target=torch.full((N,), V), spec=IN_SHARD), IndexError, "A target is out of bounds"),
-        (
-            bad(spec=dataclasses.replace(IN_SHARD, ignore_index=-1)),
-            ValueError,
-            "-1 .* class of another shard",
-        ),
         (bad(target=None), ValueError, "needs a target unless .* got None for target=indices"),
         (bad(target=None, spec=PROBABILITIES), ValueError, "got None for target=probabilities"),
         (bad(target=torch.zeros(N).long(), spec=NO_TARGET), ValueError, r"got \[6\] for .*none"),
