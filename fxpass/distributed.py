@@ -185,7 +185,7 @@ def _fused(
         target="probabilities" if probabilities else "indices",
         ignore_index=None if probabilities else ignore_index,
         label_smoothing=label_smoothing,
-        logits=expression.parse(logits),
+        transform=expression.parse(logits),
         gradients=tuple(needed) if torch.is_grad_enabled() else (),
         shard_of=classes,
         memory_mb=settings.memory_mb,

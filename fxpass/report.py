@@ -137,7 +137,7 @@ def explain_with(
         rejections=tuple(r for o in outcomes for r in o.rejections),
         casts=(*(c for o in outcomes for c in o.casts), *later),
         kernels=tuple({k: None for o in outcomes for k in o.kernels}),
-        logits_bytes=sum(m.logits_bytes for m in matches if m.logits != "keep"),
+        logits_bytes=sum(m.logits_bytes for m in matches if m.logits_mode != "keep"),
         before=tuple(before),
         after=tuple(after),
     )

@@ -130,17 +130,17 @@ def h200(monkeypatch):
     for module in (devices, plan):
         monkeypatch.setattr(module, "properties_of", lambda _: described)
     for module in (choice, plan):
-        monkeypatch.setattr(module, "lowering_for", lambda *_: ("triton", "because"))
+        monkeypatch.setattr(module, "implementation_for", lambda *_: ("triton", "because"))
 
 
 @pytest.fixture(params=["aten", "triton"])
-def lowering(request, device, monkeypatch):
-    """Each lowering in turn, on tensors of a device that it runs on (Triton's interpreter: any)."""
+def implementation(request, device, monkeypatch):
+    """Each implementation in turn, on tensors of a device that it runs on (Triton's interpreter: any)."""
     if request.param == "triton" and device.type == "cpu":
         other = ("triton", "for the test")
         wide = ("aten", "the Triton kernels compute in f32")
         monkeypatch.setattr(
-            plan, "lowering_for", lambda _, dtype: wide if dtype == torch.float64 else other
+            plan, "implementation_for", lambda _, dtype: wide if dtype == torch.float64 else other
         )
     with device if request.param == "triton" else torch.device("cpu"):
         yield request.param

@@ -1,6 +1,6 @@
 """The fused loss in ATen, ``chunked``: some rows of logits at a time, gradients along with them.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Outputs`: the
+In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`: the
 per-row losses and the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``. 6·N·D·V
 operations; at most ``rows`` rows of logits exist at any time, in the operands' dtype as eager has
 them (fp16's in f32: their gradient may leave fp16's range). Softmax and sums are taken in f32 (f64
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import common as aten
-from fxpass.aten.common import Inputs, Outputs, Target, slices
+from fxpass.aten.common import Inputs, Results, Target, slices
 from fxpass.aten.gemm import Rows, add_product, linear, split_bias
 from fxpass.plan.devices import compute_dtype, gradient_dtype, multiplied_in
 from fxpass.spec import expression
@@ -36,7 +36,7 @@ def run(
     classes: int = CLASSES,
     block: int = BLOCK,
     multiplied: torch.dtype | None = None,
-) -> Outputs:
+) -> Results:
     """Losses and gradients, ``rows`` rows at a time, ``block`` of them between two products. Reads
     only, deterministic.
 
@@ -94,7 +94,7 @@ def run(
                 add_product(grads["weight"][place], g.t(), scaled, add=part.start > 0)
         if "x" in grads:
             x_grad.copy_(sums if each is None else sums.mul_(each))
-    return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
+    return Results(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
 
 
 class _Chunks:
@@ -175,7 +175,7 @@ def _to_gradient(
     Returns:
         loss, lse and that factor, ``[rows]`` each.
     """
-    z = expression.evaluate(spec.logits, logits)
+    z = expression.evaluate(spec.transform, logits)
     every = slice(0, logits.shape[1])
     sums = aten.of_all(aten.add_tile(None, z, target, rows, every), spec)
     loss, lse = aten.losses(sums, target, rows, spec)

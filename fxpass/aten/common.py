@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
     lse_rest: Tensor | None = None
 
 
-class Outputs(NamedTuple):
+class Results(NamedTuple):
     """What the spec asks for: loss ``[N]`` and lse ``[N]`` in the compute dtype, and gradients,
     shaped as their operands, in their operands' dtype or the compute dtype.
     lse_rest ``[N]``, for ``tiled``, is what rounding took from lse."""
@@ -267,7 +267,7 @@ def to_logits(spec: Spec, g: Tensor, raw: Tensor) -> None:
     """Writes to ``raw``, the linear's output, the gradient that ``g`` is of the transformed one."""
     if g is raw:
         return
-    slope = expression.derivative(spec.logits)
+    slope = expression.derivative(spec.transform)
     raw.copy_(g.mul_(float(slope) if slope.is_number else expression.evaluate(slope, raw)))
 
 

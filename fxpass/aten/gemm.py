@@ -1,4 +1,4 @@
-"""Products of the ATen lowering, in the dtype that the device multiplies fastest.
+"""Products of the ATen implementation, in the dtype that the device multiplies fastest.
 
 In: operands in their own dtype. Out: products, rounded as that dtype rounds them, and sums of
 several products in the dtype of what they are added to.

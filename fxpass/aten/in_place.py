@@ -1,7 +1,7 @@
 """The fused loss in ATen with its logits in the memory of the weight's gradient.
 
 In: :class:`fxpass.aten.common.Inputs` with no more rows than the hidden size, and a spec whose
-gradients name the weight. Out: :class:`fxpass.aten.common.Outputs`, losses and gradients as of
+gradients name the weight. Out: :class:`fxpass.aten.common.Results`, losses and gradients as of
 :mod:`fxpass.aten.chunked`. 6·N·D·V operations and one tile of scratch: the logits ``[V, N]`` of all
 rows are written into the gradient ``[V, D]`` while the softmax's sums are taken. Then, a tile of
 classes at a time, they become their own gradient and are multiplied, and what they leave room for,
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import common as aten
-from fxpass.aten.common import Inputs, Outputs, slices
+from fxpass.aten.common import Inputs, Results, slices
 from fxpass.aten.gemm import Rows, add_product, split_bias
 from fxpass.plan.devices import compute_dtype, gradient_dtype, multiplied_in
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 
 
-def run(inputs: Inputs, spec: Spec, classes: int, multiplied: torch.dtype | None = None) -> Outputs:
+def run(inputs: Inputs, spec: Spec, classes: int, multiplied: torch.dtype | None = None) -> Results:
     """Losses and gradients, ``classes`` at a time. Reads only, deterministic."""
     logits = _Logits(inputs, min(classes, inputs.weight.shape[0]), multiplied)
     x, weight, dtype = inputs.x, inputs.weight, logits.dtype
@@ -29,7 +29,7 @@ def run(inputs: Inputs, spec: Spec, classes: int, multiplied: torch.dtype | None
     target = aten.target_of(inputs, spec)
     sums = None
     for some in logits.tiles:
-        z = expression.evaluate(spec.logits, logits.compute(some))
+        z = expression.evaluate(spec.transform, logits.compute(some))
         sums = aten.add_tile(sums, z, target, every, some)
     assert sums is not None, "there is at least one class"
     sums = aten.of_all(sums, spec)
@@ -40,7 +40,7 @@ def run(inputs: Inputs, spec: Spec, classes: int, multiplied: torch.dtype | None
     bias_grad = x.new_empty(weight.shape[0], dtype=dtype) if "bias" in spec.gradients else None
     for some in logits.tiles:
         raw = logits.read(some)
-        g = expression.evaluate(spec.logits, raw)
+        g = expression.evaluate(spec.transform, raw)
         g.sub_(lse.unsqueeze(1)).exp_().mul_(share.unsqueeze(1))
         target.subtract_from(g, scale, every, some)
         aten.to_logits(spec, g, raw)
@@ -52,7 +52,7 @@ def run(inputs: Inputs, spec: Spec, classes: int, multiplied: torch.dtype | None
         logits.finish(g, some)
     # no two outputs of an operator may be one tensor
     lse = lse.clone() if spec.lse else None
-    return Outputs(loss, lse, x_grad, logits.gradient, bias_grad)
+    return Results(loss, lse, x_grad, logits.gradient, bias_grad)
 
 
 class _Logits:

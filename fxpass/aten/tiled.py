@@ -1,6 +1,6 @@
 """The fused loss in ATen, ``tiled``: some classes of logits at a time, gradients in backward.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Outputs`. Forward
+In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`. Forward
 (2·N·D·V operations, no gradients in the spec) returns loss and lse; its scratch is one tile of
 logits. Backward (6·N·D·V, given that lse) computes the logits again, tile by tile, and returns the
 gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``, each rounded once to the dtype of
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import common as aten
-from fxpass.aten.common import Inputs, Outputs, slices
+from fxpass.aten.common import Inputs, Results, slices
 from fxpass.aten.gemm import Rows, add_product, linear, split_bias
 from fxpass.plan.devices import compute_dtype, multiplied_in
 from fxpass.spec import expression
@@ -26,7 +26,7 @@ def run(
     rows: int,
     classes: int,
     multiplied: torch.dtype | None = None,
-) -> Outputs:
+) -> Results:
     """Forward where the spec names no gradients, else backward; tiles are ``[rows, classes]``, and
     ``multiplied`` is the dtype of the products, by default the one that is fastest."""
     rows, classes = min(rows, inputs.x.shape[0]), min(classes, inputs.weight.shape[0])
@@ -35,7 +35,7 @@ def run(
     return _backward(inputs, spec, tiles) if spec.gradients else _forward(inputs, spec, tiles)
 
 
-def _forward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Outputs:
+def _forward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
     x = inputs.x
     loss, lse, rest = (x.new_empty(x.shape[0], dtype=tiles.dtype) for _ in range(3))
     target = aten.target_of(inputs, spec)
@@ -44,16 +44,16 @@ def _forward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Outputs:
         sums = None
         for some in tiles.classes:
             logits = tiles.logits(x_rows, tiles.weight[some], part, some)
-            z = expression.evaluate(spec.logits, logits)
+            z = expression.evaluate(spec.transform, logits)
             sums = aten.add_tile(sums, z, target, part, some)
         assert sums is not None, "there is at least one class"
         sums = aten.of_all(sums, spec)
         loss[part], lse[part] = aten.losses(sums, target, part, spec)
         rest[part] = aten.rest_of(lse[part], sums)
-    return Outputs(loss, lse, lse_rest=rest)
+    return Results(loss, lse, lse_rest=rest)
 
 
-def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Outputs:
+def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
     x, weight, lse, rest = inputs.x, inputs.weight, inputs.lse, inputs.lse_rest
     assert lse is not None, "backward of a tiled loss gets the lse that forward returned"
     assert rest is not None
@@ -79,7 +79,7 @@ def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Outputs:
         for part, (scale, share) in zip(parts, scales, strict=True):
             x_rows = tiles.x[part]
             logits = tiles.logits(x_rows, w, part, some)
-            g = expression.evaluate(spec.logits, logits)
+            g = expression.evaluate(spec.transform, logits)
             g.sub_(lse[part].unsqueeze(1)).exp_().mul_(share.unsqueeze(1))
             target.subtract_from(g, scale, part, some)
             aten.to_logits(spec, g, logits)
@@ -97,7 +97,7 @@ def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Outputs:
     x_grad, weight_grad, bias_grad = (
         grads[name].to(operand.dtype) if name in grads else None for name, operand in own.items()
     )
-    return Outputs(None, None, x_grad, weight_grad, bias_grad)
+    return Results(None, None, x_grad, weight_grad, bias_grad)
 
 
 class _Tiles:

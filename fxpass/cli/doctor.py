@@ -233,7 +233,10 @@ def text(machine: Machine) -> str:
                 for tool, types, _ in NEEDED
             ],
         ),
-        ("fused loss", [(d.label, *lowering) for d in devices for lowering in d.lowerings]),
+        (
+            "fused loss",
+            [(d.label, *row) for d in devices for row in d.implementations],
+        ),
         ("settings", list(machine.settings)),
     )
     blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections if rows]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxpass.plan.devices import lowering_for
+from fxpass.plan.devices import implementation_for
 from fxpass.settings import TABLE, Settings
 
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -34,7 +34,7 @@ class Device:
         arch: ``sm_86``, ``gfx942``, the vector instructions of a CPU; empty if unknown.
         processors: streaming multiprocessors or compute units; 0 if unknown.
         memory_bytes: total; 0 if unknown.
-        lowerings: which implementation of the fused loss runs: (dtypes, its name, reason).
+        implementations: which implementation of the fused loss runs: (dtypes, its name, reason).
     """
 
     label: str
@@ -42,7 +42,7 @@ class Device:
     arch: str = ""
     processors: int = 0
     memory_bytes: int = 0
-    lowerings: tuple[tuple[str, str, str], ...] = ()
+    implementations: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -155,9 +155,9 @@ def _read(device: torch.device) -> Device:
         arch = properties.gcnArchName.partition(":")[0]
     elif device.type == "cuda":
         arch = f"sm_{properties.major}{properties.minor}"
-    lowerings: dict[tuple[str, str], list[str]] = {}
+    implementations: dict[tuple[str, str], list[str]] = {}
     for dtype in DTYPES:
-        dtypes = lowerings.setdefault(lowering_for(device, dtype), [])
+        dtypes = implementations.setdefault(implementation_for(device, dtype), [])
         dtypes.append(str(dtype).removeprefix("torch."))
     return Device(
         str(device),
@@ -165,7 +165,10 @@ def _read(device: torch.device) -> Device:
         arch,
         getattr(properties, "multi_processor_count", 0),
         getattr(properties, "total_memory", 0),
-        tuple((", ".join(dtypes), *lowering) for lowering, dtypes in lowerings.items()),
+        tuple(
+            (", ".join(dtypes), *implementation)
+            for implementation, dtypes in implementations.items()
+        ),
     )
 
 

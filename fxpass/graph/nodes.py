@@ -4,7 +4,7 @@ A graph may hold the same meaning as a function (``torch.tanh``), an operator (`
 a method (the string ``"view"``); each is a key of a table. A new spelling is a new row and a test.
 What is in no table is unknown, and an unknown node between a linear and a loss means: no rewrite.
 How a call's arguments are read: :mod:`fxpass.graph.calls`. The tables: :mod:`fxpass.match.linears`,
-:mod:`fxpass.match.losses`, :mod:`fxpass.match.movements`, :mod:`fxpass.match.pointwise`, and here
+:mod:`fxpass.match.losses`, :mod:`fxpass.match.views`, :mod:`fxpass.match.pointwise`, and here
 the casts and whatever reads no values.
 """
 

@@ -1,6 +1,6 @@
 """The fused loss on GPUs: GEMMs of the vendor library and one generated kernel per chunk of rows.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Outputs`, as from
+In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`, as from
 :func:`fxpass.aten.common.run`. Each chunk's logits are a GEMM in the dtype of x, written to one
 buffer that all chunks share; the kernel of :mod:`fxpass.kernels.source` turns them in place into
 row losses and gradient; two more GEMMs add that to the f32 gradients of x and of the weight::
@@ -30,7 +30,7 @@ import triton
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
-from fxpass.aten.common import Inputs, Outputs
+from fxpass.aten.common import Inputs, Results
 from fxpass.kernels import source as triton_source
 from fxpass.kernels import tuning
 from fxpass.kernels.row import ROW_MULTIPLE
@@ -45,7 +45,7 @@ _CLASSES_PER_TILE = 8192
 _CHUNK_MULTIPLE = 128
 
 
-def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
+def run(inputs: Inputs, spec: Spec, rows: int) -> Results:
     """Losses and gradients of ``sum(row_scale * loss + lse_scale * lse)``, ``rows`` rows at a time.
 
     Args:
@@ -63,7 +63,7 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
         return _run(inputs, spec, rows)
 
 
-def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
+def _run(inputs: Inputs, spec: Spec, rows: int) -> Results:
     x, weight = inputs.x, inputs.weight
     n, v = x.shape[0], weight.shape[0]
     inputs, unscale = scale_coefficients(inputs, spec)
@@ -98,7 +98,7 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Outputs:
     if unscale.gradients is not None:
         for grad in grads.values():
             grad.mul_(unscale.gradients)
-    return Outputs(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
+    return Results(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
 
 
 # ---------------------------------------------------------------- the chunk of logits

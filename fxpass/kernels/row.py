@@ -69,7 +69,7 @@ class Features(NamedTuple):
             lse_scaled=lse_scaled and gradient,
             gradient=gradient,
             lse=spec.lse,
-            logits=spec.logits,
+            logits=spec.transform,
             whole_row=whole_row,
             padded=padded,
             biased=biased,

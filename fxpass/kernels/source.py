@@ -129,7 +129,7 @@ def generate(
 @functools.cache
 def gradient_factor(spec: Spec) -> float:
     """What the kernel's gradients have to be multiplied by: GAIN and constant slopes undone."""
-    factor, _ = triton_expression.unit_slope(spec.logits)
+    factor, _ = triton_expression.unit_slope(spec.transform)
     return float(factor) / GAIN
 
 

@@ -1,6 +1,6 @@
 """The ``tiled`` strategy on GPUs: logits a tile at a time, in registers, and again in backward.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Outputs`.
+In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`.
 Forward makes one pass of :func:`fxpass.kernels.tile_source.forward` over all logits, tile by tile;
 what it keeps per row is the log-sum-exp. Backward makes the logits of some classes again, writes
 their gradient to a scratch ``[N, classes]`` and lets the vendor's GEMMs add that up, already
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fxpass.aten.common import Inputs, Outputs
+from fxpass.aten.common import Inputs, Results
 from fxpass.kernels import source as triton_source
 from fxpass.kernels import tile_body as triton_tile_body
 from fxpass.kernels import tile_config as triton_tile_config
@@ -42,7 +42,7 @@ _F32_BYTES = 32 << 20
 _Arguments = dict[str, Any]  # tensors, descriptors of tensors and numbers
 
 
-def run(inputs: Inputs, spec: Spec, classes: int) -> Outputs:
+def run(inputs: Inputs, spec: Spec, classes: int) -> Results:
     """Losses and log-sum-exps; or, where the spec names gradients, those of
     ``sum(row_scale * loss + lse_scale * lse)``.
 
@@ -64,12 +64,12 @@ def run(inputs: Inputs, spec: Spec, classes: int) -> Outputs:
 # ---------------------------------------------------------------- forward
 
 
-def _forward(inputs: Inputs, spec: Spec) -> Outputs:
+def _forward(inputs: Inputs, spec: Spec) -> Results:
     n, v = inputs.x.shape[0], inputs.weight.shape[0]
     loss = inputs.x.new_empty(n, dtype=torch.float32)
     lse, rest = torch.empty_like(loss), torch.empty_like(loss)
     if not n:
-        return Outputs(loss, lse, lse_rest=rest)
+        return Results(loss, lse, lse_rest=rest)
     logits = _Logits(inputs)
     weighted = inputs.class_weight is not None
     kernel = triton_tile_source.forward(spec, weighted, logits.gemm)
@@ -89,13 +89,13 @@ def _forward(inputs: Inputs, spec: Spec) -> Outputs:
     parts |= {"SPLITS": 1 << (int(parts["splits"]) - 1).bit_length()}
     arguments = logits.arguments | parts
     _launch(triton_tile_source.merge(spec, weighted), n, arguments, {"num_warps": 1})
-    return Outputs(loss, lse, lse_rest=rest)
+    return Results(loss, lse, lse_rest=rest)
 
 
 # ---------------------------------------------------------------- backward
 
 
-def _backward(inputs: Inputs, spec: Spec, classes: int) -> Outputs:
+def _backward(inputs: Inputs, spec: Spec, classes: int) -> Results:
     x = inputs.x
     n, v = x.shape[0], inputs.weight.shape[0]
     unscale = None
@@ -192,11 +192,11 @@ class _Gradients:
             product(exact, g[some], self._x, self._factor, add=True)
             out[some] = exact if self._unscale is None else exact.mul_(self._unscale)
 
-    def outputs(self) -> Outputs:
+    def outputs(self) -> Results:
         x = self._grads.get("x")
         if x is not None:
             x = (x if self._unscale is None else x.mul_(self._unscale)).to(self._x.dtype)
-        return Outputs(None, None, x, self._grads.get("weight"), self._grads.get("bias"))
+        return Results(None, None, x, self._grads.get("weight"), self._grads.get("bias"))
 
 
 # ---------------------------------------------------------------- kernels

@@ -22,7 +22,7 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.nodes import CASTS, REQUIRED, NoMatch, Target, is_tensor, value
 from fxpass.graph.source import source_line
-from fxpass.match.movements import MOVEMENTS
+from fxpass.match.views import VIEWS
 from fxpass.spec.dtypes import INDEX_DTYPES
 
 log = logging.getLogger(__name__)
@@ -34,19 +34,19 @@ class Loss:
 
     Attributes:
         node: whose value is computed anew: the loss, its mean or sum, or one number per row.
-        logits: the node whose way back leads to the linear.
+        logits: the end of the chain from the linear.
         dim: position of the class dimension in ``logits``.
         inner: further nodes of the spelling, between the logits and ``node``.
         counted: nodes whose value is part of the spelling, and of nobody's business beside it.
         target: class indices, class probabilities, or None for a log-sum-exp.
         class_weight: ``[V]`` or None.
         probabilities: whether the target holds class probabilities.
-        log_softmax: whether the way back must pass a log-softmax.
+        log_softmax: whether the chain has to hold a log-softmax.
         negative: whether the node's value is minus the loss.
         keepdim: whether the node's value has a class dimension of one.
         wraps: which indices count round the classes, as the program's own indexing has it:
             ``negative`` ones from the last class, or ``all``; empty where none do.
-        speculative: whether the node is a loss only if its way back leads to a linear: then
+        speculative: whether the node is a loss only if a chain from a linear ends at it: then
             nothing is said about it otherwise.
     """
 
@@ -240,7 +240,7 @@ def _has_log_softmax(node: Any) -> bool:
     while isinstance(node, Node):
         if node.target in LOG_SOFTMAXES:
             return True
-        if node.target not in CASTS and node.target not in MOVEMENTS:
+        if node.target not in CASTS and node.target not in VIEWS:
             return False
         node = first_operand(node)
     return False

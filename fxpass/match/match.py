@@ -3,8 +3,8 @@
 In: a region of a Dynamo graph, with ``example_value`` on its nodes. Out: for every loss a
 :class:`Match` that :mod:`fxpass.rewrite.rewrite` can carry out, or a :class:`Rejection` that tells
 the user why not. What can stand in the graph is read by :mod:`fxpass.match.losses`,
-:mod:`fxpass.match.walk` and :mod:`fxpass.match.linears`; who else needs the logits is answered by
-:mod:`fxpass.match.readers`. The graph is not changed.
+:mod:`fxpass.match.chain` and :mod:`fxpass.match.linears`; who else needs the logits is answered by
+:mod:`fxpass.match.logit_users`. The graph is not changed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from fxpass.graph import effects
+from fxpass.graph import hazards
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
-from fxpass.match import worth
+from fxpass.match import profitability
+from fxpass.match.chain import Chain, chain_of, check_operands
+from fxpass.match.folds import Stack
+from fxpass.match.logit_users import LogitUsers
 from fxpass.match.losses import Loss, loss_of
 from fxpass.match.modes import Mode, check_modes, modes_of
-from fxpass.match.readers import Readers
-from fxpass.match.sharding import Sharding, check_kept, sharding_of
-from fxpass.match.steps import Stack
-from fxpass.match.walk import Walk, check_operands, walk
+from fxpass.match.sharding import Sharding, check_existing, sharding_of
 from fxpass.plan.choice import Choice, choose
 from fxpass.settings import Settings
 from fxpass.spec.spec import GRADIENTS, Spec
@@ -38,7 +38,7 @@ class Rejection:
     """A loss that is left as it was.
 
     Attributes:
-        node: the node at which the walk stopped.
+        node: the node at which reading stopped.
         reason: why, as a sentence without its first capital.
         source: the user's line of the loss.
     """
@@ -57,10 +57,10 @@ class Match:
 
     Attributes:
         loss: the loss, as it is spelled.
-        walk: the way from the linear to it.
+        chain: the nodes from the linear to it.
         lse: a log-sum-exp of the same logits that the operator returns as well (z-loss), or None.
-        logits: ``never`` allocated; ``keep``: they exist in the graph and the loss is taken from
-            them; ``defer`` or ``drop``: they leave the graph, and what leaves it instead.
+        logits_mode: ``never`` allocated; ``keep``: they exist in the graph and the loss is taken
+            from them; ``defer`` or ``drop``: they leave the graph, and what leaves it instead.
         spec: what is computed.
         shape: rows and classes; both may be symbolic.
         source: the user's line of the loss.
@@ -73,9 +73,9 @@ class Match:
     """
 
     loss: Loss
-    walk: Walk
+    chain: Chain
     lse: Loss | None
-    logits: str
+    logits_mode: str
     spec: Spec
     shape: tuple[int | torch.SymInt, int | torch.SymInt]
     source: str
@@ -91,7 +91,7 @@ class Match:
         rows, v = map(hint, self.shape)
         if self.sharding is not None:
             rows, v = rows // self.sharding.rows, self.sharding.count
-        return rows * v * value(self.walk.linear.node).dtype.itemsize
+        return rows * v * value(self.chain.linear.node).dtype.itemsize
 
     def __str__(self) -> str:
         n, v = self.shape
@@ -103,7 +103,7 @@ class Match:
         ranks = f" ({self.sharding})" if self.sharding and str(self.sharding) else ""
         return (
             f"fused: {self.source}: logits [{n}, {v}]{ranks}, {self.spec.text()}"
-            f"{left.get(self.logits, '')}"
+            f"{left.get(self.logits_mode, '')}"
         )
 
 
@@ -137,46 +137,46 @@ def find(region: Region, settings: Settings) -> Found:
             reason = f"fxpass failed to read it, please report this: {error!r}"
             found.append(Rejection(node, reason, source_line(node)))
     found = _with_whole_stacks(_without_gradients(_without_parts(found), settings))
-    found, readers = _settle(region, found, settings)
+    found, users = _decide(region, found, settings)
     found = _with_lse(found)
     matches = [m for m in found if isinstance(m, Match)]
     return Found(
-        tuple(_scheduled(m, settings, worth.others(m, matches)) for m in matches),
+        tuple(_scheduled(m, settings, profitability.others(m, matches)) for m in matches),
         tuple(m for m in found if isinstance(m, Rejection)),
-        readers.deferred,
+        users.deferred,
     )
 
 
 def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:
-    way = walk(loss)
-    check_operands(way)
-    sharding = sharding_of(loss, way)
-    pattern = {*way.chain, *loss.inner, *loss.counted, loss.node}
-    if found := effects.hazard(pattern, loss.node):
+    chain = chain_of(loss)
+    check_operands(chain)
+    sharding = sharding_of(loss, chain)
+    pattern = {*chain.nodes, *loss.inner, *loss.counted, loss.node}
+    if found := hazards.hazard(pattern, loss.node):
         raise NoMatch(*found)
-    check_modes(loss, way, modes)
+    check_modes(loss, chain, modes)
     logits = value(loss.logits)
     v = logits.shape[loss.dim]
-    spec = _spec(loss, way, settings, sharding)
-    changed = effects.hazard(pattern, loss.node.graph.output_node()) if spec.gradients else None
+    spec = _spec(loss, chain, settings, sharding)
+    changed = hazards.hazard(pattern, loss.node.graph.output_node()) if spec.gradients else None
     if changed and (spec.reduction == "none" or sharding is not None):
         node, reason = changed
         raise NoMatch(node, f"{reason}, and the gradients are computed from it in backward")
     match = Match(
         loss=loss,
-        walk=way,
+        chain=chain,
         lse=None,
-        logits="never",
+        logits_mode="never",
         spec=spec,
         shape=(_rows(logits, loss.dim), v),
         source=source_line(loss.node),
         sharding=sharding,
         detached=modes[loss.node].grad
         and not value(loss.node).requires_grad
-        and any(value(n).requires_grad for n in way.operands if is_tensor(n)),
+        and any(value(n).requires_grad for n in chain.operands if is_tensor(n)),
         changed=changed is not None,
     )
-    _worth_it(loss, worth.too_small(match, settings.min_logits_mb))
+    _worth_it(loss, profitability.too_small(match, settings.min_logits_mb))
     return match
 
 
@@ -192,7 +192,7 @@ def _rows(logits: torch.Tensor, dim: int) -> int | torch.SymInt:
     return rows
 
 
-def _spec(loss: Loss, way: Walk, settings: Settings, sharding: Sharding | None) -> Spec:
+def _spec(loss: Loss, chain: Chain, settings: Settings, sharding: Sharding | None) -> Spec:
     try:
         return Spec(
             reduction=loss.reduction,
@@ -203,8 +203,8 @@ def _spec(loss: Loss, way: Walk, settings: Settings, sharding: Sharding | None) 
             else "indices",
             ignore_index=loss.ignore_index,
             label_smoothing=loss.label_smoothing,
-            logits=way.expr,
-            gradients=_gradients(loss, way),
+            transform=chain.expr,
+            gradients=_gradients(loss, chain),
             shard_of=sharding.classes if sharding is not None and sharding.group else 0,
             memory_mb=settings.memory_mb,
         )
@@ -212,11 +212,11 @@ def _spec(loss: Loss, way: Walk, settings: Settings, sharding: Sharding | None) 
         raise NoMatch(loss.node, str(error)) from error
 
 
-def _gradients(loss: Loss, way: Walk) -> tuple[str, ...]:
+def _gradients(loss: Loss, chain: Chain) -> tuple[str, ...]:
     if not value(loss.node).requires_grad:
         return ()
     return tuple(
-        name for name in GRADIENTS if any(value(n).requires_grad for n in way.read_by(name))
+        name for name in GRADIENTS if any(value(n).requires_grad for n in chain.read_by(name))
     )
 
 
@@ -245,7 +245,7 @@ def _without_gradients(
     for one in found:
         try:
             if isinstance(one, Match):
-                reason = worth.many_gradients(one, matches, settings.min_logits_mb)
+                reason = profitability.many_gradients(one, matches, settings.min_logits_mb)
                 _worth_it(one.loss, reason)
             out.append(one)
         except NoMatch as no:
@@ -257,7 +257,7 @@ def _with_whole_stacks(found: list[Match | Rejection]) -> list[Match | Rejection
     """With rejections where a stack holds a head that no match is of: its gradient is zeros then,
     and would be none without the stack."""
     while True:
-        taken = {n for m in found if isinstance(m, Match) for n in m.walk.chain}
+        taken = {n for m in found if isinstance(m, Match) for n in m.chain.nodes}
         kept = [_with_whole_stack(m, taken) if isinstance(m, Match) else m for m in found]
         if kept == found:
             return found
@@ -265,7 +265,7 @@ def _with_whole_stacks(found: list[Match | Rejection]) -> list[Match | Rejection
 
 
 def _with_whole_stack(match: Match, taken: set[Node]) -> Match | Rejection:
-    for stack in (s.node for s in match.walk.steps if isinstance(s, Stack)):
+    for stack in (s.node for s in match.chain.folds if isinstance(s, Stack)):
         for head in stack.all_input_nodes:
             if head not in taken and match.spec.gradients and value(head).requires_grad:
                 reason = f"%{stack.name} (stack) holds a head of no fused loss, %{head.name}"
@@ -276,37 +276,37 @@ def _with_whole_stack(match: Match, taken: set[Node]) -> Match | Rejection:
 # ---------------------------------------------------------------- who else needs the logits
 
 
-def _settle(
+def _decide(
     region: Region, found: list[Match | Rejection], settings: Settings
-) -> tuple[list[Match | Rejection], Readers]:
+) -> tuple[list[Match | Rejection], LogitUsers]:
     """With each match's ``logits``; rejections where they exist and cannot be taken from there."""
     while True:
-        readers = Readers(region, [m for m in found if isinstance(m, Match)], settings)
-        settled = [_settled(m, readers, settings) if isinstance(m, Match) else m for m in found]
-        if sum(isinstance(m, Match) for m in settled) == sum(isinstance(m, Match) for m in found):
-            return [m for m in settled if m is not None], readers
+        users = LogitUsers(region, [m for m in found if isinstance(m, Match)], settings)
+        decided = [_decided(m, users, settings) if isinstance(m, Match) else m for m in found]
+        if sum(isinstance(m, Match) for m in decided) == sum(isinstance(m, Match) for m in found):
+            return [m for m in decided if m is not None], users
         # what a loss reads that is not fused has to exist: ask again
-        pairs = zip(settled, found, strict=True)
+        pairs = zip(decided, found, strict=True)
         found = [m if isinstance(s, Match) else s for s, m in pairs if s is not None]
 
 
-def _settled(match: Match, readers: Readers, settings: Settings) -> Match | Rejection | None:
+def _decided(match: Match, users: LogitUsers, settings: Settings) -> Match | Rejection | None:
     """None for what is not worth it: a log-sum-exp of logits that exist, of a router perhaps."""
     loss = match.loss
     try:
-        readers.check_inner(match)
-        logits = readers.logits(match)
-        if logits != "keep":
-            return replace(match, logits=logits)
+        users.check_inner(match)
+        mode = users.logits_mode(match)
+        if mode != "keep":
+            return replace(match, logits_mode=mode)
         if loss.speculative:
             return None
-        _worth_it(loss, worth.kept_for_readers(match, settings.min_logits_mb))
+        _worth_it(loss, profitability.kept_for_users(match, settings.min_logits_mb))
         # the same loss, read from a node that nothing writes to any more
-        way = walk(loss, written_base=True)
+        chain = chain_of(loss, written_base=True)
         if match.sharding is not None:
-            check_kept(way, match.sharding)
-        spec = replace(match.spec, logits=way.expr)
-        return replace(match, logits="keep", walk=way, spec=spec)
+            check_existing(chain, match.sharding)
+        spec = replace(match.spec, transform=chain.expr)
+        return replace(match, logits_mode="keep", chain=chain, spec=spec)
     except NoMatch as no:
         return Rejection(no.node, no.reason, match.source)
 
@@ -349,7 +349,7 @@ def _scheduled(
 ) -> Match:
     """With the strategy, which a compiled graph cannot choose any more: it decides whether the
     gradients are computed in forward or in backward."""
-    linear, sharding = match.walk.linear, match.sharding
+    linear, sharding = match.chain.linear, match.sharding
     logits, hidden = value(linear.node), value(linear.x)
     n, v = match.shape[0], hint(match.shape[1])
     run = match.spec
@@ -363,7 +363,7 @@ def _scheduled(
         *(n, hint(hidden.shape[-1]), max(1, v), logits.dtype, logits.device),
         run,
         setting,
-        kept=match.logits == "keep",
+        kept=match.logits_mode == "keep",
         others=others,
     )
     spec = replace(
@@ -373,8 +373,13 @@ def _scheduled(
     )
     match = replace(match, spec=spec, choice=choice)
     waits = spec.gradients and spec.gradients_in_backward
-    if match.logits == "keep" and waits and sharding is None and effects.leaves(match.walk.base):
-        way = walk(match.loss)
-        spec = replace(spec, logits=way.expr)
-        match = replace(match, walk=way, spec=spec, recomputed=True)
+    if (
+        match.logits_mode == "keep"
+        and waits
+        and sharding is None
+        and hazards.leaves(match.chain.base)
+    ):
+        chain = chain_of(match.loss)
+        spec = replace(spec, transform=chain.expr)
+        match = replace(match, chain=chain, spec=spec, recomputed=True)
     return match

@@ -17,8 +17,8 @@ from torch.fx import Graph, Node
 
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.source import source_line
+from fxpass.match.chain import Chain
 from fxpass.match.losses import Loss
-from fxpass.match.walk import Walk
 
 
 class Mode(NamedTuple):
@@ -47,13 +47,15 @@ def modes_of(graph: Graph) -> dict[Node, Mode]:
     return found
 
 
-def check_modes(loss: Loss, way: Walk, modes: dict[Node, Mode]) -> None:
+def check_modes(loss: Loss, chain: Chain, modes: dict[Node, Mode]) -> None:
     """``NoMatch`` where computing all of it at the loss would give other gradients."""
-    if modes[way.linear.node].inference != modes[loss.node].inference:
-        raise NoMatch(way.linear.node, "its linear and the loss are not in the same inference mode")
+    if modes[chain.linear.node].inference != modes[loss.node].inference:
+        raise NoMatch(
+            chain.linear.node, "its linear and the loss are not in the same inference mode"
+        )
     if not value(loss.node).requires_grad:
         return  # nothing that the loss is computed from gets a gradient
-    for node in (*way.chain, *loss.inner):
+    for node in (*chain.nodes, *loss.inner):
         needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
         # a view that is taken under no_grad says that it needs a gradient, and passes none on
         if needs and not (value(node).requires_grad and modes[node].grad):

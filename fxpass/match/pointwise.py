@@ -34,7 +34,7 @@ from fxpass.spec.functions import call, exact, where
 
 
 @dataclass(frozen=True)
-class Function:
+class Spelling:
     """A function of one logit and of numbers.
 
     Attributes:
@@ -146,7 +146,7 @@ def _threshold(x: Any, threshold: Any, value: Any) -> Expr:
 
 def _rows(
     names: str, value: Callable[..., Any], /, operands: int = 1, **parameters: Any
-) -> Iterator[tuple[Target, Function]]:
+) -> Iterator[tuple[Target, Spelling]]:
     """A row for every place where one of the names exists.
 
     ``value`` takes the operands and the parameters. The parameters that say where a result goes
@@ -161,7 +161,7 @@ def _rows(
 
     required = dict.fromkeys(("input", "other")[:operands], REQUIRED)
     signature = {**required, **parameters, "inplace": False, "out": None}
-    function = Function(signature, of_call)
+    function = Spelling(signature, of_call)
     for name in names.split():
         for place in (torch, F, torch.special, operator):
             if target := getattr(place, name, None):
@@ -189,7 +189,7 @@ _SAME = (
     "sign",
 )
 
-POINTWISE: dict[Target, Function] = dict(
+POINTWISE: dict[Target, Spelling] = dict(
     row
     for rows in (
         _rows("add", lambda x, y, alpha: x + alpha * y, operands=2, alpha=1),

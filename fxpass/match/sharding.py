@@ -1,10 +1,10 @@
 """Sharded heads: on which ranks the classes and the rows of a loss lie, read from DTensors.
 
-In: the walk from a loss to its linear. Out: a :class:`Sharding`, or None where all is on one rank.
+In: the chain from a linear to its loss. Out: a :class:`Sharding`, or None where all is on one rank.
 A DTensor is a tensor that several ranks hold together, and what stands between linear and loss
 means the same for it as for a plain one; ``redistribute`` changes nothing but where its parts are.
-So the walk reads through, and the loss is computed where the weight lies, whichever way the user's
-program went::
+So the chain is read through them, and the loss is computed where the weight lies, whatever the
+user's program does::
 
     %x = from_local(%h, mesh, [Replicate()])     %weight: DTensor [Shard(0)]
     %z = linear(%x, %weight)                     classes 50 to 99 of 100 are on this rank
@@ -31,9 +31,9 @@ from fxpass.graph.placements import (
     placement_name,
     placements_of,
 )
+from fxpass.match.chain import Chain
+from fxpass.match.folds import Bias, RowView, Scale
 from fxpass.match.losses import Loss
-from fxpass.match.steps import Bias, Move, Scale
-from fxpass.match.walk import Walk
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -115,15 +115,15 @@ class Sharding:
         return ", ".join(parts)
 
 
-def sharding_of(loss: Loss, way: Walk) -> Sharding | None:
+def sharding_of(loss: Loss, chain: Chain) -> Sharding | None:
     """Where a loss lies.
 
     Raises:
         NoMatch: classes or rows are spread in a way that the operator does not know.
     """
-    linear = way.linear
+    linear = chain.linear
     operands = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
-    examples = [value(n) for n in (*way.chain, *operands)]
+    examples = [value(n) for n in (*chain.nodes, *operands)]
     if not any(map(is_dtensor, examples)):
         return None
     if compiled_for_all_ranks():
@@ -132,17 +132,17 @@ def sharding_of(loss: Loss, way: Walk) -> Sharding | None:
             "one rank compiles for all (compile_on_one_rank), and which classes a rank has is "
             "written into the graph",
         )
-    found = _of_weight(way) if is_dtensor(value(linear.weight)) else _of_local_linear(way)
-    _check_chain(way, found)
-    _check_steps(way, found)
+    found = _of_weight(chain) if is_dtensor(value(linear.weight)) else _of_local_linear(chain)
+    _check_chain(chain, found)
+    _check_folds(chain, found)
     return _of_loss(loss, found)
 
 
-def _of_weight(way: Walk) -> Sharding:
+def _of_weight(chain: Chain) -> Sharding:
     """x and weight are DTensors."""
     from torch.distributed.tensor.placement_types import Replicate
 
-    linear = way.linear
+    linear = chain.linear
     x, weight = value(linear.x), value(linear.weight)
     mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
     if not is_dtensor(x):
@@ -177,11 +177,11 @@ def _at_zero(placements: Sequence[Placement], class_dim: int) -> tuple[Placement
     return tuple(Shard(0) if _is_shard(p, class_dim) else p for p in placements)
 
 
-def _of_local_linear(way: Walk) -> Sharding:
+def _of_local_linear(chain: Chain) -> Sharding:
     """x and weight are plain, and the linear's output becomes part of a DTensor afterwards."""
-    entry = next((n for n in way.chain if placement_name(n.target) in FROM_LOCAL), None)
-    if entry is None or is_dtensor(value(way.linear.node)):
-        raise NoMatch(way.linear.node, "the head's input is a DTensor and its weight is not")
+    entry = next((n for n in chain.nodes if placement_name(n.target) in FROM_LOCAL), None)
+    if entry is None or is_dtensor(value(chain.linear.node)):
+        raise NoMatch(chain.linear.node, "the head's input is a DTensor and its weight is not")
     logits = value(entry)
     placements, last = placements_of(logits), logits.dim() - 1
     over = [i for i, p in enumerate(placements) if not p.is_replicate()]
@@ -190,7 +190,7 @@ def _of_local_linear(way: Walk) -> Sharding:
     dims = tuple("classes" if i in over else "" for i in range(len(placements)))
     mesh: Any = logits.device_mesh  # type: ignore[attr-defined]
     found = _make(mesh, logits, last, dims, None, None)
-    if found.count != value(way.linear.node).shape[-1]:
+    if found.count != value(chain.linear.node).shape[-1]:
         raise NoMatch(entry, "this rank's logits are not its part of the DTensor that they become")
     return found
 
@@ -250,16 +250,16 @@ def group_name(mesh: Any, dim: int) -> str:
 # ---------------------------------------------------------------- what cannot be fused
 
 
-def _check_chain(way: Walk, found: Sharding) -> None:
+def _check_chain(chain: Chain, found: Sharding) -> None:
     """The places at which DTensors become plain ones: all classes of the same rows have to be
     there on every rank."""
-    for node in way.chain:
+    for node in chain.nodes:
         if not is_dtensor(value(node)):
             continue
         placements = placements_of(value(node))
         if any(p.is_partial() for p in placements):
             raise NoMatch(node, f"%{node.name} is placed {_names(placements)}")
-    for node in way.chain:
+    for node in chain.nodes:
         name = placement_name(node.target)
         if name not in (*FROM_LOCAL, *TO_LOCAL):
             continue
@@ -281,21 +281,23 @@ def _check_chain(way: Walk, found: Sharding) -> None:
                     "classes",
                 )
             if kind != "classes" and (whole or p.is_replicate()) != (kind == ""):
-                raise NoMatch(node, f"%{node.name} ({name}): the rows are spread anew on the way")
+                raise NoMatch(
+                    node, f"%{node.name} ({name}): the rows are spread anew before the loss"
+                )
 
 
-def _check_steps(way: Walk, found: Sharding) -> None:
-    for step in way.steps:
-        if isinstance(step, Move) and step.moved.classes is not None:
-            raise NoMatch(step.node, f"%{step.node.name} takes some of the classes of sharded ones")
-        if isinstance(step, Scale):
-            raise NoMatch(step.operand, "sharded logits are multiplied by a tensor")
-        if isinstance(step, Bias):
-            bias = value(step.operand)
+def _check_folds(chain: Chain, found: Sharding) -> None:
+    for fold in chain.folds:
+        if isinstance(fold, RowView) and fold.view.classes is not None:
+            raise NoMatch(fold.node, f"%{fold.node.name} takes some of the classes of sharded ones")
+        if isinstance(fold, Scale):
+            raise NoMatch(fold.operand, "sharded logits are multiplied by a tensor")
+        if isinstance(fold, Bias):
+            bias = value(fold.operand)
             whole = not is_dtensor(bias) and bias.numel() != found.count
             if whole and bias.requires_grad:
                 raise NoMatch(
-                    step.operand, f"%{step.operand.name}, a bias of sharded logits, is not sharded"
+                    fold.operand, f"%{fold.operand.name}, a bias of sharded logits, is not sharded"
                 )
 
 
@@ -320,13 +322,13 @@ def _of_loss(loss: Loss, found: Sharding) -> Sharding:
     return found
 
 
-def check_kept(way: Walk, found: Sharding) -> None:
+def check_existing(chain: Chain, found: Sharding) -> None:
     """``NoMatch`` where logits that exist anyway are not those of this rank's classes."""
     if found.rows > 1:
-        raise NoMatch(way.base, "its logits exist anyway, and their rows are sharded")
-    if found.weight is not None and not is_dtensor(value(way.base)):
+        raise NoMatch(chain.base, "its logits exist anyway, and their rows are sharded")
+    if found.weight is not None and not is_dtensor(value(chain.base)):
         raise NoMatch(
-            way.base,
+            chain.base,
             "its logits exist anyway, and are written to after they were put "
             "together from all ranks",
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpass.aten.common import Inputs, Outputs, is_valid
+from fxpass.aten.common import Inputs, Results, is_valid
 from fxpass.spec.spec import Spec
 
 # Fewer ignored rows than this share of all are not worth the copies of x and of its gradient.
@@ -48,7 +48,7 @@ def select(inputs: Inputs, index: Tensor) -> Inputs:
     return inputs._replace(**per_row)
 
 
-def restore(out: Outputs, index: Tensor, n: int) -> Outputs:
+def restore(out: Results, index: Tensor, n: int) -> Results:
     """The outputs for all ``n`` rows: zeros where a row was left out, and the largest lse.
 
     That makes its softmax 0 in a backward which looks at all rows, as one that is captured in a

@@ -12,7 +12,7 @@ the weight from forward to backward: there forward computes no gradients, and ba
 final, from logits computed again::
 
     >>> x, w, t = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
-    >>> spec = "v5 reduction=mean lse=true"
+    >>> spec = "v6 reduction=mean lse=true"
     >>> loss, lse, *_ = linear_cross_entropy(x, w, None, t, None, None, spec)
     >>> loss_with_z_loss = loss + 1e-4 * (lse**2).mean()
 """
@@ -29,10 +29,10 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
 )
 
 from fxpass.aten import common as aten
-from fxpass.aten.common import Inputs, Outputs
+from fxpass.aten.common import Inputs, Results
 from fxpass.op import ignored
 from fxpass.op.checks import NAME, check_class_indices, check_inputs
-from fxpass.op.lowering import lower
+from fxpass.op.dispatch import compute
 from fxpass.plan.devices import compute_dtype, gradient_dtype, on_device
 from fxpass.spec.spec import GRADIENTS, Spec
 
@@ -99,7 +99,7 @@ def linear_cross_entropy(
         if now.gradients and gradient_dtype(x.dtype) == x.dtype:
             # one pass less over the gradients, as long as backward has nothing to multiply by
             inputs, left = inputs._replace(row_scale=left.expand(x.shape[0])), one
-    out = _lower(inputs, now)
+    out = _compute(inputs, now)
     assert out.loss is not None
     lse, rest = (out.loss.new_empty(0) if t is None else t for t in (out.lse, out.lse_rest))
     grads = _gradients(out, inputs, _gradient_dtypes(inputs))
@@ -135,7 +135,7 @@ def linear_cross_entropy_backward(
         x_grad, weight_grad, bias_grad in the dtypes of their operands; of size 0 where not asked
         for.
     """
-    # a lowering's spec says which outputs it writes, its inputs which gradients arrived
+    # an implementation's spec says which outputs it writes, its inputs which gradients arrived
     s = dataclasses.replace(Spec.parse(spec), lse=False)
     inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
     inputs = inputs._replace(lse=lse, lse_rest=lse_rest)
@@ -145,7 +145,7 @@ def linear_cross_entropy_backward(
         inputs = inputs._replace(
             target=None, class_weight=None, row_scale=lse_scale, lse_scale=None
         )
-    return _gradients(_lower(inputs, s), inputs, _operand_dtypes(inputs))
+    return _gradients(_compute(inputs, s), inputs, _operand_dtypes(inputs))
 
 
 _NO_TARGET = {
@@ -155,7 +155,7 @@ _NO_TARGET = {
 }
 
 
-def _lower(inputs: Inputs, spec: Spec) -> Outputs:
+def _compute(inputs: Inputs, spec: Spec) -> Results:
     # The graph's dtypes are final: an ambient autocast must not change them again in here.
     final = torch.amp.autocast(inputs.x.device.type, enabled=False)
     with on_device(inputs.x.device), torch.no_grad(), final:
@@ -163,12 +163,12 @@ def _lower(inputs: Inputs, spec: Spec) -> Outputs:
             return _of_no_classes(inputs, spec)
         index = ignored.counted_rows(inputs, spec)
         if index is None:
-            return lower(inputs, spec)
-        out = lower(ignored.select(inputs, index), spec)
+            return compute(inputs, spec)
+        out = compute(ignored.select(inputs, index), spec)
         return ignored.restore(out, index, inputs.x.shape[0])
 
 
-def _of_no_classes(inputs: Inputs, spec: Spec) -> Outputs:
+def _of_no_classes(inputs: Inputs, spec: Spec) -> Results:
     """The outputs of a shard without classes, which adds nothing to any row."""
     zeros = inputs.x.new_zeros(inputs.x.shape[0], dtype=compute_dtype(inputs.x.dtype))
     shapes = {"x": inputs.x.shape, "weight": inputs.weight.shape, "bias": (0,)}
@@ -176,10 +176,10 @@ def _of_no_classes(inputs: Inputs, spec: Spec) -> Outputs:
     lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
     # no two outputs of an operator may be one tensor
     rest = zeros.clone() if spec.strategy == "tiled" else None
-    return Outputs(zeros, lowest if spec.returns_lse else None, **grads, lse_rest=rest)
+    return Results(zeros, lowest if spec.returns_lse else None, **grads, lse_rest=rest)
 
 
-def _gradients(out: Outputs, inputs: Inputs, dtypes: tuple[torch.dtype, ...]) -> _Three:
+def _gradients(out: Results, inputs: Inputs, dtypes: tuple[torch.dtype, ...]) -> _Three:
     x, weight, bias = (
         inputs.x.new_empty(0, dtype=dtype) if grad is None else grad.to(dtype)
         for grad, dtype in zip((out.x, out.weight, out.bias), dtypes, strict=True)

@@ -13,7 +13,7 @@ Autograd takes these few ``[N]`` tensors back to the gradients of loss_r and lse
 the operator's own backward wants. There nothing is exchanged but the gradient of x, by whoever gave
 the same x to all ranks::
 
-    loss, _ = linear_cross_entropy(x, w, None, t, None, None, "v5 reduction=mean shard_of=9", 0, g)
+    loss, _ = linear_cross_entropy(x, w, None, t, None, None, "v6 reduction=mean shard_of=9", 0, g)
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxpass.plan.devices import gradient_dtype, lowering_for, multiplied_in
+from fxpass.plan.devices import gradient_dtype, implementation_for, multiplied_in
 from fxpass.plan.plan import MIB, Plan, budget, plan, size
 from fxpass.spec.spec import Spec
 
@@ -149,9 +149,9 @@ def _too_wide(choice: Choice, others: tuple[int | torch.SymInt, ...]) -> bool:
 def _can_save(choice: Choice) -> bool:
     """Whether the logits may stay from forward to backward, which then has a product less to do:
     within half of the budget, so that the other half holds what is worked on. Not where the
-    lowering multiplies in a wider dtype than theirs."""
-    lowering, _ = lowering_for(choice.device, choice.dtype)
-    wider = lowering == "aten" and multiplied_in(choice.dtype, choice.device) != choice.dtype
+    implementation multiplies in a wider dtype than theirs."""
+    implementation, _ = implementation_for(choice.device, choice.dtype)
+    wider = implementation == "aten" and multiplied_in(choice.dtype, choice.device) != choice.dtype
     return not wider and 2 * choice.logits <= choice.allowed
 
 

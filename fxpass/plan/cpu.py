@@ -21,7 +21,7 @@ _HAS_AMX = ("DEFAULT", "ALL", "AVX512_CORE_AMX", "AVX10_1_512_AMX", "AVX10_2")
 
 
 def multiplied_in(dtype: torch.dtype) -> tuple[torch.dtype, str]:
-    """The dtype in which the ATen lowering multiplies operands of ``dtype`` on this CPU."""
+    """The dtype in which the ATen implementation multiplies operands of ``dtype`` on this CPU."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT"
     if not torch.backends.mkldnn.is_available():
         limit = "no oneDNN"

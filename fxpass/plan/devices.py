@@ -1,8 +1,8 @@
-"""Which lowering runs on a device, and in which dtypes it computes.
+"""Which implementation runs on a device, and in which dtypes it computes.
 
 In: a device and the operands' dtype. Out: names and dtypes::
 
-    >>> lowering_for(torch.device("cpu"), torch.float32)
+    >>> implementation_for(torch.device("cpu"), torch.float32)
     ('aten', 'ATen multiplies float32 in float32: its own')
 """
 
@@ -44,8 +44,8 @@ def properties_of(device: torch.device) -> Any:
     return torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
 
 
-def lowering_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """The lowering that runs on a device, by name, and the reason in one line."""
+def implementation_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The implementation that runs on a device, by name, and the reason in one line."""
     if device.type == "cpu":
         multiplied, why = cpu.multiplied_in(dtype)
         return "aten", f"ATen multiplies {short(dtype)} in {short(multiplied)}: {why}"
@@ -62,7 +62,7 @@ def lowering_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
 
 
 def multiplied_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the ATen lowering's products."""
+    """The dtype of the ATen implementation's products."""
     return cpu.multiplied_in(dtype)[0] if device.type == "cpu" else compute_dtype(dtype)
 
 

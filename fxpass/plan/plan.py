@@ -30,7 +30,7 @@ import torch
 from fxpass.plan.devices import (
     compute_dtype,
     gradient_dtype,
-    lowering_for,
+    implementation_for,
     multiplied_in,
     properties_of,
 )
@@ -67,17 +67,17 @@ class Plan(NamedTuple):
     """How one fused loss runs.
 
     Attributes:
-        lowering, strategy: which code.
+        implementation, strategy: which code.
         rows: of a chunk (``tiled``: of a block).
         classes: of a tile (``chunked``: those that are multiplied at a time).
         block: rows of a chunk that are worked on between two products, where ATen runs it.
-        reason: why this lowering.
+        reason: why this implementation.
         in_place: whether the logits live in the memory of the weight's gradient.
         scratch: bytes that are allocated beside the outputs, at most.
         sums: bytes of f32 sums as large as the weight, of several chunks with 16-bit gradients.
     """
 
-    lowering: str
+    implementation: str
     strategy: str
     rows: int
     classes: int
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
 def budget(v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> int:
     """Bytes of scratch that one fused loss of ``v`` classes may take; 0 MiB asks for the default.
 
-    Outputs do not count, nor what each row needs in any case.
+    Results do not count, nor what each row needs in any case.
     """
     if memory_mb:
         return memory_mb * MIB
@@ -120,7 +120,7 @@ def plan(
     scratch stays within ``spec.memory_mb`` MiB (0: see :func:`budget`) as long as that holds the
     smallest block; else the reason says so.
     """
-    return _plan(n, d, v, dtype, device, spec, kept, *lowering_for(device, dtype))
+    return _plan(n, d, v, dtype, device, spec, kept, *implementation_for(device, dtype))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,7 +132,7 @@ def _plan(
     device: torch.device,
     spec: Spec,
     kept: bool,
-    lowering: str,
+    implementation: str,
     reason: str,
 ) -> Plan:
     strategy = "tiled" if spec.strategy == "tiled" else "chunked"
@@ -141,22 +141,22 @@ def _plan(
         *(max(1, size) for size in (n, d, v)),
         e=dtype.itemsize,
         a=compute_dtype(dtype).itemsize,
-        m=multiplied_in(dtype, device).itemsize if lowering == "aten" else dtype.itemsize,
+        m=multiplied_in(dtype, device).itemsize if implementation == "aten" else dtype.itemsize,
         g=gradient_dtype(dtype).itemsize,
         gradients=spec.gradients,
         kept=kept,
         temporaries=_temporaries(spec, bool(spec.gradients)),
     )
-    if lowering == "aten" and strategy == "chunked" and work.fits_gradient:
+    if implementation == "aten" and strategy == "chunked" and work.fits_gradient:
         found = _aten_tiled(work, allowed, one_block=True)._replace(in_place=True)
     else:
         # a budget that was set holds the sums as well
         sums = work.sums if spec.memory_mb and strategy == "chunked" else 0
-        found = _RULES[lowering, strategy](work, max(allowed // 4, allowed - sums))
+        found = _RULES[implementation, strategy](work, max(allowed // 4, allowed - sums))
     if found.scratch > allowed:
         over = f"{size(found.scratch)}, is over its budget of {size(allowed)}"
         reason += f"; the smallest block takes {over}"
-    return found._replace(lowering=lowering, strategy=strategy, reason=reason)
+    return found._replace(implementation=implementation, strategy=strategy, reason=reason)
 
 
 class _Work(NamedTuple):
@@ -297,10 +297,10 @@ def _parts(total: int, most: int, align: int) -> int:
 def _temporaries(spec: Spec, gradients: bool) -> int:
     """Copies of a block of logits that exist beside it: of the target, of the logit transform."""
     dense = 2 if spec.target == "probabilities" else int(spec.label_smoothing > 0)
-    if spec.logits == Z:
+    if spec.transform == Z:
         return dense
-    value = _copies(spec.logits)
-    slope = _copies(expression.derivative(spec.logits)) if gradients else 0
+    value = _copies(spec.transform)
+    slope = _copies(expression.derivative(spec.transform)) if gradients else 0
     # beside the value: of the next block, or while the gradient is taken
     return 1 + max(value, slope, dense)
 

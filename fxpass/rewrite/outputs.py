@@ -20,7 +20,7 @@ from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import source_line
 from fxpass.match.linears import LINEARS, linear_of
-from fxpass.match.movements import MOVEMENTS
+from fxpass.match.views import VIEWS
 
 Compiled = Callable[..., Any]
 Restore = Callable[[Compiled], Compiled]
@@ -122,7 +122,7 @@ def _shape_of(node: Node, output: Node) -> Node:
 
 def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:
     """The inputs that carry rows, if each row of the output comes from one row of each of them."""
-    if any(node.target in MOVEMENTS for node in nodes):
+    if any(node.target in VIEWS for node in nodes):
         return ()
     linears = [linear for node in nodes if node.target in LINEARS if (linear := linear_of(node))]
     rows = {linear.x for linear in linears}

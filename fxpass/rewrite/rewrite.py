@@ -1,7 +1,7 @@
 """Carries out a match: the linear, its loss and what stands between become one operator call.
 
 In: a region and a :class:`fxpass.match.match.Match`. Out: the casts that were put in. The graph
-changes in place: row movements are replayed on the hidden states, biases and factors join the
+changes in place: views of rows are replayed on the hidden states, biases and factors join the
 linear's operands, and :func:`erase` takes away what has no user any more::
 
     %logits = linear(%h, %w)                     %x = reshape(%h, -1, 64)
@@ -21,15 +21,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 from fxpass.casts.casts import Cast, cast
-from fxpass.graph import effects
+from fxpass.graph import hazards
 from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import Placing, is_dtensor, placements_of
 from fxpass.graph.region import Region
+from fxpass.match.folds import Affine, Bias, RowView, Scale, Stack, ToLocal
 from fxpass.match.losses import Loss
 from fxpass.match.match import Match
 from fxpass.match.sharding import as_dtensor
-from fxpass.match.steps import Affine, Bias, Local, Move, Scale, Stack
 from fxpass.op import operator as _operator  # noqa: F401, registers the operator
 from fxpass.plan.devices import compute_dtype
 
@@ -49,7 +49,7 @@ def erase(matches: Iterable[Match]) -> None:
     for match in matches:
         loss = match.loss
         lse = () if match.lse is None else (match.lse.node,)
-        for node in (loss.node, *lse, *loss.inner, *reversed(match.walk.chain)):
+        for node in (loss.node, *lse, *loss.inner, *reversed(match.chain.nodes)):
             if not node.users and not node._erased:
                 node.graph.erase_node(node)
 
@@ -71,7 +71,7 @@ class _Edit:
 
     def cast_operands(self) -> None:
         """x, weight ``[V, D]`` and bias in the dtype that the linear computes in."""
-        linear = self.match.walk.linear
+        linear = self.match.chain.linear
         self.dtype = value(linear.node).dtype
         self.x = self._cast(linear.x)
         self.weight = self._cast(linear.weight)
@@ -91,31 +91,32 @@ class _Edit:
             self.bias = None if self.bias is None else self._classes_here(self.bias)
 
     def fold(self) -> None:
-        """Does the steps of the walk to the operands, and to the logits where they exist anyway."""
-        if self.match.logits == "keep" and not self.match.recomputed:
+        """Folds what stands between linear and loss into the operands; where the logits exist
+        anyway, does to them what comes after ``base``."""
+        if self.match.logits_mode == "keep" and not self.match.recomputed:
             # they exist anyway; their gradient goes through the operator's x and weight
-            self.logits = self._method("detach", self.match.walk.base)
+            self.logits = self._method("detach", self.match.chain.base)
             if is_dtensor(value(self.logits)):
                 assert self.match.sharding is not None
                 placements = self.match.sharding.logits(value(self.logits).dim() - 1)
                 self.logits = self._method("to_local", self._placed(self.logits, placements))
-        at = self.match.walk.chain.index(self.match.walk.base)
-        before = set(self.match.walk.chain[: at + 1])
-        for step in self.match.walk.steps:
-            if isinstance(step, Move):
-                self._move(step, to_logits=step.node not in before)
-            elif isinstance(step, Stack):
-                self.x = self._repeated(step, self.x)
-                if self.logits is not None and step.node not in before:
-                    self.logits = self._repeated(step, self.logits)
-            elif isinstance(step, Local):
+        at = self.match.chain.nodes.index(self.match.chain.base)
+        before = set(self.match.chain.nodes[: at + 1])
+        for fold in self.match.chain.folds:
+            if isinstance(fold, RowView):
+                self._view(fold, to_logits=fold.node not in before)
+            elif isinstance(fold, Stack):
+                self.x = self._repeated(fold, self.x)
+                if self.logits is not None and fold.node not in before:
+                    self.logits = self._repeated(fold, self.logits)
+            elif isinstance(fold, ToLocal):
                 self._x_to_local()
-            elif isinstance(step, Affine):
-                self._affine(step)
-            elif isinstance(step, Scale):
-                self._scale("div" if step.divide else "mul", step.operand)
+            elif isinstance(fold, Affine):
+                self._affine(fold)
+            elif isinstance(fold, Scale):
+                self._scale("div" if fold.divide else "mul", fold.operand)
             else:
-                self._add_bias(step)
+                self._add_bias(fold)
         self.shaped = self.x
         self.x = self._rows(self.x)
         if self.logits is not None:
@@ -156,33 +157,33 @@ class _Edit:
     def _clone_for_backward(self) -> None:
         """Copies of what a linear and its loss would not save for backward, where somebody outside
         of the graph may write to it until then: the bias, and x beside a frozen weight."""
-        if self.bias is not None and effects.leaves(self.bias):
+        if self.bias is not None and hazards.leaves(self.bias):
             self.bias = self._method("clone", self.bias)
-        if "weight" not in self.match.spec.gradients and effects.leaves(self.x):
+        if "weight" not in self.match.spec.gradients and hazards.leaves(self.x):
             self.x = self._method("clone", self.x)
 
-    # ------------------------------------------------------------ steps
+    # ------------------------------------------------------------ folds
 
-    def _move(self, step: Move, to_logits: bool) -> None:
-        replay, classes = step.moved.replay, step.moved.classes
+    def _view(self, fold: RowView, to_logits: bool) -> None:
+        replay, classes = fold.view.replay, fold.view.classes
         if classes is not None:
             self.weight = self._function(operator.getitem, self.weight, classes)
             if self.bias is not None:
                 self.bias = self._function(operator.getitem, self.bias, classes)
         if replay is not None:
-            op, target, args = replay(self._size(self.match.walk.linear.x, -1))
+            op, target, args = replay(self._size(self.match.chain.linear.x, -1))
             self.x = self._call(op, target, self.x, *args)
         if to_logits and self.logits is not None:
-            self.logits = self._again(step, self.logits)
+            self.logits = self._again(fold, self.logits)
 
-    def _repeated(self, step: Stack, node: Node) -> Node:
-        node = self._method("unsqueeze", node, step.dim)
+    def _repeated(self, fold: Stack, node: Node) -> Node:
+        node = self._method("unsqueeze", node, fold.dim)
         sizes = [-1] * value(node).dim()
-        sizes[step.dim] = step.count
+        sizes[fold.dim] = fold.count
         return self._method("expand", node, *sizes)
 
-    def _affine(self, step: Affine) -> None:
-        factor, shift = float(step.factor), float(step.shift)
+    def _affine(self, fold: Affine) -> None:
+        factor, shift = float(fold.factor), float(fold.shift)
         if factor != 1:
             self.x = self._method("mul", self.x, factor)
             if self.bias is not None:
@@ -201,17 +202,17 @@ class _Edit:
             one = self._method("reshape", factor, ()) if is_tensor(factor) else factor
             self.bias = self._method(name, self.bias, one)
 
-    def _add_bias(self, step: Bias) -> None:
+    def _add_bias(self, fold: Bias) -> None:
         # what is added to logits that were up-cast before is not rounded to their old dtype
-        wider = step.dtype.itemsize > self.dtype.itemsize
+        wider = fold.dtype.itemsize > self.dtype.itemsize
         dtype = compute_dtype(self.dtype) if wider else self.dtype
-        bias, made = cast(self.graph, step.operand, dtype, self.site)
+        bias, made = cast(self.graph, fold.operand, dtype, self.site)
         self.casts += [made] if made else []
         bias = self._classes_here(bias)
         if self.bias is not None:
-            self.bias = self._method("add" if step.sign > 0 else "sub", self.bias, bias)
+            self.bias = self._method("add" if fold.sign > 0 else "sub", self.bias, bias)
         else:
-            self.bias = bias if step.sign > 0 else self._method("neg", bias)
+            self.bias = bias if fold.sign > 0 else self._method("neg", bias)
 
     # ------------------------------------------------------------ to this rank's part
 
@@ -331,7 +332,7 @@ class _Edit:
     # ------------------------------------------------------------ nodes
 
     def _cast(self, operand: Node) -> Node:
-        node, made = cast(self.graph, operand, self.dtype, self.match.walk.linear.node)
+        node, made = cast(self.graph, operand, self.dtype, self.match.chain.linear.node)
         self.casts += [made] if made else []
         return node
 
@@ -356,17 +357,17 @@ class _Edit:
             node.meta["example_value"] = function(*examples, **kwargs)
         return node
 
-    def _again(self, step: Move, on: Node) -> Node:
-        """A movement's node again, on the logits ``on``; they may be of this rank's classes."""
-        node = step.node
+    def _again(self, fold: RowView, on: Node) -> Node:
+        """A view's node again, on the logits ``on``; they may be of this rank's classes."""
+        node = fold.node
         if self.match.sharding is not None:
-            if step.moved.replay is None:
+            if fold.view.replay is None:
                 return on
-            op, target, args = step.moved.replay(self.match.sharding.count)
+            op, target, args = fold.view.replay(self.match.sharding.count)
             return self._call(op, target, on, *args)
-        moved = first_operand(node)
+        viewed = first_operand(node)
         args, kwargs = torch.fx.map_arg(
-            (node.args, dict(node.kwargs)), lambda n: on if n is moved else n
+            (node.args, dict(node.kwargs)), lambda n: on if n is viewed else n
         )
         target = node.target
         if target == "view":  # of what was copied on the way; it may be none of what is read here

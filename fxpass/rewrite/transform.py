@@ -21,8 +21,8 @@ from fxpass.graph.text import graph_text
 from fxpass.kernels import source as triton_source
 from fxpass.kernels import tile_source as triton_tile_source
 from fxpass.kernels.source import Kernel
+from fxpass.match.folds import Bias
 from fxpass.match.match import Found, Match, Rejection, find
-from fxpass.match.steps import Bias
 from fxpass.plan.plan import padded
 from fxpass.rewrite import dump
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
@@ -120,8 +120,8 @@ def _kernels(match: Match) -> tuple[Kernel, ...]:
     weighted = match.loss.class_weight is not None
     spec = match.spec.of_shard() if match.spec.shard_of else match.spec
     if spec.strategy == "tiled":
-        way = match.walk
-        biased = way.linear.bias is not None or any(isinstance(s, Bias) for s in way.steps)
+        chain = match.chain
+        biased = chain.linear.bias is not None or any(isinstance(s, Bias) for s in chain.folds)
         return triton_tile_source.kernels_of(spec, weighted, biased)
     classes = match.sharding.count if match.sharding else hint(match.shape[1])
     return triton_source.kernels_of(spec, weighted, padded=padded(classes) != classes)

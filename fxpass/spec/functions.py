@@ -34,7 +34,7 @@ def exact(value: float) -> Expr:
     return sympy.Rational(fraction.numerator, fraction.denominator)
 
 
-class Function(NamedTuple):
+class LogitFunction(NamedTuple):
     """One function that may stand in an expression: its sympy class and its torch equivalent.
 
     ``tensor`` is given tensors that it may not write to, and returns a new one; the second operand
@@ -93,7 +93,9 @@ def where(x: Any, comparison: str, y: Any, a: Any, b: Any) -> Expr:
 # ---------------------------------------------------------------- functions
 
 
-def _unary(name: str, tensor: Callable[[Tensor], Tensor], slope: Callable[[Any], Any]) -> Function:
+def _unary(
+    name: str, tensor: Callable[[Tensor], Tensor], slope: Callable[[Any], Any]
+) -> LogitFunction:
     """A function with the given slope; of a number it is a number."""
 
     def evaluate(cls: Any, x: Any) -> Expr | None:
@@ -105,10 +107,10 @@ def _unary(name: str, tensor: Callable[[Tensor], Tensor], slope: Callable[[Any],
         return slope(self.args[0])
 
     members = {"eval": classmethod(evaluate), "fdiff": fdiff, "nargs": 1, "__module__": __name__}
-    return Function(type(sympy.Function)(name, (sympy.Function,), members), tensor)
+    return LogitFunction(type(sympy.Function)(name, (sympy.Function,), members), tensor)
 
 
-def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) -> Function:
+def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) -> LogitFunction:
     """maximum or minimum of two, with the slope that clamp has where they are equal."""
 
     def evaluate(cls: Any, x: Any, y: Any) -> Expr | None:
@@ -120,7 +122,7 @@ def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) 
 
     members = {"eval": classmethod(evaluate), "_eval_derivative": derivative, "nargs": 2}
     members["__module__"] = __name__
-    return Function(type(sympy.Function)(name, (sympy.Function,), members), tensor, arity=2)
+    return LogitFunction(type(sympy.Function)(name, (sympy.Function,), members), tensor, arity=2)
 
 
 def _softplus(x: Tensor) -> Tensor:
@@ -159,7 +161,7 @@ _TABLE = (
 )
 
 # Functions by the name that they have in text forms and in generated Triton.
-FUNCTIONS: dict[str, Function] = {
-    "tanh": Function(sympy.tanh, torch.tanh),
+FUNCTIONS: dict[str, LogitFunction] = {
+    "tanh": LogitFunction(sympy.tanh, torch.tanh),
     **{function.symbolic.__name__: function for function in _TABLE},
 }

@@ -5,8 +5,8 @@ in its text form, and is the key of everything that is cached. Shapes, strides, 
 presence of a bias or of class weights are not in it: the tensors carry them::
 
     >>> Spec(reduction="sum", label_smoothing=0.1).text()
-    'v5 reduction=sum label_smoothing=0.1'
-    >>> Spec.parse('v5 reduction=sum label_smoothing=0.1').label_smoothing
+    'v6 reduction=sum label_smoothing=0.1'
+    >>> Spec.parse('v6 reduction=sum label_smoothing=0.1').label_smoothing
     0.1
 """
 
@@ -25,7 +25,7 @@ from fxpass.spec import expression
 # Bumped whenever the operator's outputs or their meaning change, or the arguments of what its
 # backward calls. It stands in every compiled graph, so that a compile cache written by another
 # version of fxpass misses instead of pairing an old backward with a new forward.
-REVISION = "v5"
+REVISION = "v6"
 
 REDUCTIONS = ("none", "mean", "sum")
 TARGETS = ("indices", "probabilities", "none")
@@ -47,7 +47,7 @@ class Spec:
         ignore_index: rows with this class index contribute nothing to the loss; None ignores no
             row. Not used by other targets.
         label_smoothing: in [0, 1].
-        logits: the logit that enters the loss, as an expression in the linear's output ``z``.
+        transform: the logit that enters the loss, as an expression in the linear's output ``z``.
         gradients: which of ``x``, ``weight``, ``bias`` need a gradient.
         lse: whether the log-sum-exp of every row's logits is an output beside the loss.
         strategy: ``chunked`` (rows at a time, gradients in forward) or ``tiled`` (classes at a
@@ -61,7 +61,7 @@ class Spec:
     target: str = "indices"
     ignore_index: int | None = -100
     label_smoothing: float = 0.0
-    logits: Expr = expression.Z
+    transform: Expr = expression.Z
     gradients: tuple[str, ...] = ()
     lse: bool = False
     shard_of: int = 0
@@ -138,14 +138,14 @@ class Spec:
 # How the fields that are no words are written and read.
 _WRITE: dict[str, Callable[[Any], str]] = {
     "ignore_index": lambda value: str(value).lower(),
-    "logits": expression.text,
+    "transform": expression.text,
     "gradients": ",".join,
     "lse": lambda value: str(value).lower(),
 }
 _READ: dict[str, Callable[[str], Any]] = {
     "ignore_index": lambda word: None if word == "none" else int(word),
     "label_smoothing": float,
-    "logits": expression.parse,
+    "transform": expression.parse,
     "gradients": lambda word: tuple(word.split(",")),
     "lse": lambda word: word == "true",
     "shard_of": int,

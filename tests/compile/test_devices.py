@@ -20,12 +20,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fxpass.aten.common import Inputs
 from fxpass.kernels import chunked as triton_chunked
 from fxpass.kernels import tiled as triton_tiled
-from fxpass.op import checks, lowering, operator
+from fxpass.op import checks, dispatch, operator
 from fxpass.plan import plan
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.settings import Settings
 from fxpass.spec.spec import Spec
-from tests.support.lowerings import GRADIENTS, problem
+from tests.support.implementations import GRADIENTS, problem
 
 N, D, V = 24, 16, 50
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -218,11 +218,11 @@ def test_everything_happens_on_the_device_of_the_tensors(strategy, target, dtype
     """Launches with it current, scratch and results, and what is asked of a device."""
     inputs = on_second(problem(CPU, dtype, target=target, weighted=True, row_scaled=True))
     if strategy == "tiled":
-        out = lowering.lower(inputs, Spec(target=target, strategy=strategy))
+        out = dispatch.compute(inputs, Spec(target=target, strategy=strategy))
         assert out.lse is not None
         inputs = inputs._replace(lse=out.lse, lse_rest=out.lse_rest)
     spec = Spec(target=target, strategy=strategy, gradients=GRADIENTS)
-    out = lowering.lower(inputs, spec)
+    out = dispatch.compute(inputs, spec)
     assert {t.device for t in out if t is not None} == {SECOND}
     assert driver.launched
     assert driver.launched == [(1, {SECOND})] * len(driver.launched)
@@ -241,12 +241,12 @@ def test_it_is_the_stream_of_the_tensors_that_may_be_recorded(driver, monkeypatc
     inputs = on_second(problem(CPU, F32))
     assert inputs.target is not None
     inputs.target.fill_(-100)  # would be left out
-    operator._lower(inputs, Spec())
+    operator._compute(inputs, Spec())
     assert driver.launched
     assert asked == [1]
 
 
-def test_the_lowering_is_that_of_the_device(monkeypatch):
+def test_the_implementation_is_that_of_the_device(monkeypatch):
     """An old GPU beside a new one: each does what it can."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr("fxpass.plan.devices.has_triton", lambda: True)
@@ -256,6 +256,6 @@ def test_the_lowering_is_that_of_the_device(monkeypatch):
     }
     monkeypatch.setattr("fxpass.plan.devices.properties_of", cards.get)
     sizes = N, D, V, BF16
-    assert plan.plan(*sizes, FIRST, Spec()).lowering == "aten"
-    assert plan.plan(*sizes, SECOND, Spec()).lowering == "triton"
+    assert plan.plan(*sizes, FIRST, Spec()).implementation == "aten"
+    assert plan.plan(*sizes, SECOND, Spec()).implementation == "triton"
     assert "GPU 0 is older than sm_75" in plan.plan(*sizes, FIRST, Spec()).reason

@@ -66,7 +66,9 @@ def test_a_failure_is_reduced_to_what_fails():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_printed_program_runs_alone(kind, capsys, monkeypatch):
-    monkeypatch.setattr(plan, "lowering_for", plan.lowering_for)  # the program replaces it
+    monkeypatch.setattr(
+        plan, "implementation_for", plan.implementation_for
+    )  # the program replaces it
     case = next(c for i in range(9) if (c := draw(kind, 6, i)) and judge(c).kind == "ok")
     exec(case.stand_alone(), {})
     eager, fused = capsys.readouterr().out.removeprefix("eager").split("fused\n")

@@ -91,9 +91,9 @@ def test_under_autocast(name):
     check(name, autocast=True)
 
 
-@pytest.mark.usefixtures("lowering")
+@pytest.mark.usefixtures("implementation")
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
-def test_with_each_lowering(strategy):
+def test_with_each_implementation(strategy):
     """The prompt's rows are left out, and the logits are divided."""
     check("GraniteForCausalLM", autocast=False, **{"fusedce.strategy": strategy})
 

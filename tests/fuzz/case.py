@@ -40,7 +40,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 from fxpass.plan import plan
 
-plan.lowering_for = lambda device, dtype: ("LOWERING", "")
+plan.implementation_for = lambda device, dtype: ("IMPLEMENTATION", "")
 """
 
 RUN_ALONE = """\
@@ -99,7 +99,7 @@ class Case:
         seed: of the random numbers in the inputs.
         fused: the statements of what stands for the compiled function, where nothing is compiled;
             with :data:`FUSED_NAMES`.
-        lowering: ``triton`` where its kernels run, in the interpreter.
+        implementation: ``triton`` where its kernels run, in the interpreter.
         fixed: whether ``body`` has to stay as it is, since ``fused`` says the same.
     """
 
@@ -112,7 +112,7 @@ class Case:
     dynamic: bool | None = None
     seed: int = 0
     fused: tuple[Statement, ...] = ()
-    lowering: str = ""
+    implementation: str = ""
     fixed: bool = False
 
     @property
@@ -155,8 +155,8 @@ class Case:
         if self.fused:
             compiled = "fused"
         parts = [self.source(), RUN_ALONE.format(compiled=compiled)]
-        if self.lowering:
-            parts.insert(0, INTERPRETED.replace("LOWERING", self.lowering))
+        if self.implementation:
+            parts.insert(0, INTERPRETED.replace("IMPLEMENTATION", self.implementation))
         return "\n\n".join(parts)
 
     def trimmed(self) -> Case:

@@ -146,7 +146,7 @@ def run(
     if how == CHECKED:
         checks = torch.autograd.graph.saved_tensors_hooks(_saved, _unchanged)
     elif how == FUSED and case.fused:
-        program, checks = env["fused"], _lowered(case.lowering)
+        program, checks = env["fused"], _implemented_by(case.implementation)
     elif how and not case.fused:
         options = case.options | {"fusedce.enabled": how == FUSED}
         program = torch.compile(program, backend="fusedce", options=options, dynamic=case.dynamic)
@@ -181,21 +181,23 @@ def _record(label: str, value: Any) -> Record:
     return Record(label, value.detach().clone().cpu(), value.requires_grad)
 
 
-def _lowered(name: str) -> Any:
-    """Makes a lowering run on the CPU; in float64 there is ATen only."""
-    known = plan.lowering_for
+def _implemented_by(name: str) -> Any:
+    """Makes an implementation run on the CPU; in float64 there is ATen only."""
+    known = plan.implementation_for
 
-    def lowering_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    def implementation_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
         wide = dtype == torch.float64
         return known(device, dtype) if wide or not name else (name, "for the fuzzer")
 
-    return mock.patch.object(plan, "lowering_for", lowering_for)
+    return mock.patch.object(plan, "implementation_for", implementation_for)
 
 
 def _device_of(case: Case) -> Any:
     """Triton's kernels run in its interpreter, on the CPU, or on a GPU."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return contextlib.nullcontext() if interpreted or not case.lowering else torch.device("cuda")
+    return (
+        contextlib.nullcontext() if interpreted or not case.implementation else torch.device("cuda")
+    )
 
 
 def _saved(tensor: Tensor) -> tuple[Tensor, Tensor]:

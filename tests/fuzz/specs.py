@@ -1,7 +1,7 @@
 """Random specs of the operator: the program that each stands for, and the operator's call.
 
 In: a seed. Out: a :class:`Case` whose body is plain PyTorch and whose fused function calls
-``fxpass::linear_cross_entropy`` with a random :class:`fxpass.spec.spec.Spec`, in one of the lowerings.
+``fxpass::linear_cross_entropy`` with a random :class:`fxpass.spec.spec.Spec`, in one of the implementations.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def spec(seed: str) -> Case:
         target=target,
         ignore_index=ignore_index,
         label_smoothing=rng.choice((0.0, 0.0, 0.1, 1.0)) if target != "none" else 0.0,
-        logits=expression.parse(expression.text(logits)),
+        transform=expression.parse(expression.text(logits)),
         gradients=named,
         lse=rng.random() < 0.3,
         strategy=rng.choice(("chunked", "tiled")),
@@ -97,7 +97,7 @@ def spec(seed: str) -> Case:
         ("x", "w", *(["b"] if bias else []), *outputs),
         seed=rng.randrange(1000),
         fused=(Statement(f"loss, lse, *_ = {call}"),),
-        lowering=rng.choice(("", "", "triton")),
+        implementation=rng.choice(("", "", "triton")),
         fixed=True,
     )
 

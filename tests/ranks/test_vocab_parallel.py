@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fxpass.spec import expression
 from tests.ranks.vocab_parallel_cases import CASES, GRADIENTS, N, weights
 from tests.support import ranks
-from tests.support.lowerings import TRANSFORMS
+from tests.support.implementations import TRANSFORMS
 from tests.support.numerics import assert_close
 
 
@@ -21,7 +21,7 @@ def whole(case, dtype):
         for name in GRADIENTS
     )
     at_least_f32 = torch.promote_types(dtype, torch.float32)
-    transform = TRANSFORMS[expression.text(case.spec.logits)]
+    transform = TRANSFORMS[expression.text(case.spec.transform)]
     z = transform(F.linear(x, weight, bias).to(at_least_f32))
     lse = z.logsumexp(1)
     target, class_weight = tensors["target"], tensors["class_weight"]

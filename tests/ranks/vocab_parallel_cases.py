@@ -86,7 +86,7 @@ CASES = {
     "weighted, smoothed, ignored": Case(
         Spec(label_smoothing=0.2), v=13, weighted=True, ignored=True
     ),
-    "softcap": Case(Spec(logits=SOFTCAP), v=13, bias=True),
+    "softcap": Case(Spec(transform=SOFTCAP), v=13, bias=True),
     "probabilities": Case(Spec(target="probabilities"), v=13),
     "probabilities, weighted, smoothed": Case(
         Spec(target="probabilities", label_smoothing=0.1), weighted=True
@@ -97,7 +97,7 @@ CASES = {
     "lse": Case(Spec(target="none", reduction="none"), v=13),
     "tiled": Case(Spec(strategy="tiled", label_smoothing=0.1), v=13, weighted=True, ignored=True),
     "saved": Case(Spec(), v=13, bias=True, saved=True),
-    "saved, sum": Case(Spec(reduction="sum", logits=SOFTCAP), v=13, bias=True, saved=True),
+    "saved, sum": Case(Spec(reduction="sum", transform=SOFTCAP), v=13, bias=True, saved=True),
     "saved, none": Case(Spec(reduction="none"), ignored=True, saved=True),
     "saved, a rank without classes": Case(Spec(), v=1, saved=True),
     "saved, weighted, smoothed, ignored": Case(

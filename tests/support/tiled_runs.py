@@ -1,4 +1,4 @@
-"""What the tests of the tiled Triton lowering share: small tiles, and how a run of it is judged."""
+"""What the tests of the tiled Triton implementation share: small tiles, and how a run of it is judged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fxpass.aten import common as aten
 from fxpass.kernels import tile_config as triton_tile_config
 from fxpass.kernels import tiled as triton_tiled
 from fxpass.kernels.tile_config import Config
-from tests.support.lowerings import GRADIENTS, autograd
+from tests.support.implementations import GRADIENTS, autograd
 from tests.support.numerics import assert_close
 
 CLASSES = 20
@@ -28,7 +28,7 @@ def small_blocks(monkeypatch) -> None:
     monkeypatch.setattr(triton_tiled, "_F32_BYTES", 4 * 5 * 12)
 
 
-Outputs = namedtuple("Outputs", aten.Outputs._fields[:5])
+Results = namedtuple("Results", aten.Results._fields[:5])
 
 
 def both(inputs, spec, classes=CLASSES):
@@ -38,11 +38,11 @@ def both(inputs, spec, classes=CLASSES):
     assert out[2:5] == (None, None, None)
     assert out.lse_rest.isfinite().all()
     if not spec.gradients:
-        return Outputs(*out[:5])
+        return Results(*out[:5])
     grads = triton_tiled.run(inputs._replace(lse=out.lse, lse_rest=out.lse_rest), spec, classes)
     assert grads.loss is None
     assert grads.lse is None
-    return Outputs(out.loss, out.lse, *grads[2:5])
+    return Results(out.loss, out.lse, *grads[2:5])
 
 
 def check(inputs, spec, classes=CLASSES):

@@ -150,7 +150,7 @@ def test_a_module(make, ran):
         model(x, target)
     report = explain(model, x, target=target)
     assert counts(report) == (1, 1, 0, 0)
-    assert report.matches[0].walk.linear.bias is not None
+    assert report.matches[0].chain.linear.bias is not None
     # and the module is what it was
     torch.testing.assert_close(model(x, target), F.cross_entropy(model.head(x), target))
 
@@ -279,7 +279,7 @@ def test_text(tmp_path, monkeypatch):
         "\n".join(lines),
         """\
 1 graph, 1 loss fused, 1 not fused, 1 cast
-  fused: train.py:4 loss = F.cross_entropy(F.linear(x.bfloat16(), w), t): logits [4, 10], v5 reduction=mean gradients=weight
+  fused: train.py:4 loss = F.cross_entropy(F.linear(x.bfloat16(), w), t): logits [4, 10], v6 reduction=mean gradients=weight
     strategy: chunked, 4 rows at a time: 0.0 MiB of scratch; the gradients are computed with the loss
   not fused: train.py:5 return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), t): %cumsum (cumsum) between the linear and the loss is not known
   cast: %l_w_ float32 -> bfloat16: train.py:4 loss = F.cross_entropy(F.linear(x.bfloat16(), w), t)

@@ -17,7 +17,7 @@ from fxpass.aten import tiled as aten_tiled
 from fxpass.plan import cpu
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
-from tests.support.lowerings import GRADIENTS, TRANSFORMS, autograd, problem
+from tests.support.implementations import GRADIENTS, TRANSFORMS, autograd, problem
 from tests.support.numerics import assert_close
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -55,7 +55,7 @@ def test_within_eagers_error(way, dtype, multiplied, target, logits, scaled):
     inputs = problem("cpu", dtype, 7, 9, 37, True, target, weighted, scaled, scaled)
     smoothing = {"label_smoothing": 0.1} if smoothed else {}
     expr = expression.parse(logits)
-    spec = Spec(gradients=GRADIENTS, target=target, logits=expr, lse=True, **smoothing)
+    spec = Spec(gradients=GRADIENTS, target=target, transform=expr, lse=True, **smoothing)
     before = [None if t is None else t.clone() for t in inputs]
     out = way(inputs, spec, multiplied)
     for tensor, copy in zip(inputs, before, strict=True):

@@ -27,8 +27,8 @@ def eager(x, weight, target, class_weight):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
 @pytest.mark.parametrize("case", ["zeros", "cancel", "ignored", "usual"])
-def test_what_is_finite_is_what_is_in_eager(lowering, device, strategy, case, dtype):
-    where = device if lowering == "triton" else "cpu"
+def test_what_is_finite_is_what_is_in_eager(implementation, device, strategy, case, dtype):
+    where = device if implementation == "triton" else "cpu"
     x, weight = torch.randn(N, D, dtype=dtype).to(where), torch.randn(V, D, dtype=dtype).to(where)
     target = torch.arange(N, device=where) % 2
     class_weight = torch.ones(V, device=where, dtype=dtype)

@@ -15,7 +15,7 @@ from fxpass.aten import chunked as aten_chunked
 from fxpass.aten import common as aten
 from fxpass.aten import tiled as aten_tiled
 from fxpass.op import ignored
-from fxpass.op.lowering import lower
+from fxpass.op.dispatch import compute
 from fxpass.op.operator import linear_cross_entropy
 from fxpass.plan import plan as plans
 from fxpass.spec import expression
@@ -75,7 +75,7 @@ def programs(
         return with_z_loss(loss, lse)
 
     def plain(x, weight, bias=None):
-        z = TRANSFORMS[spec.logits](F.linear(x, weight, bias))
+        z = TRANSFORMS[spec.transform](F.linear(x, weight, bias))
         lse = z.logsumexp(1)
         if target is None:
             return with_z_loss(reduce(lse), lse)
@@ -162,7 +162,7 @@ def test_z_losses_of_any_weight(z_loss, reduction):
 @pytest.mark.parametrize("lse", [False, True])
 def test_no_target(lse, reduction, dtype):
     for bias, logits in itertools.product((False, True), TRANSFORMS):
-        spec = Spec(reduction, "none", logits=logits, gradients=gradients(bias), lse=lse)
+        spec = Spec(reduction, "none", transform=logits, gradients=gradients(bias), lse=lse)
         check(spec, dtype, bias=bias, z_loss=0.1 * lse, keep=bias)
 
 
@@ -191,7 +191,7 @@ def test_sizes_of_what_else_there_is(reduction, shape, spec):
 def test_huge_logits_of_what_else_there_is(dtype, reduction, spec):
     for logits in TRANSFORMS:
         spec = dataclasses.replace(
-            spec, reduction=reduction, logits=logits, gradients=gradients(False)
+            spec, reduction=reduction, transform=logits, gradients=gradients(False)
         )
         check(spec, dtype, scale=1e4, z_loss=1e-6 * spec.lse)
 
@@ -219,7 +219,7 @@ def test_sizes(shape, reduction):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("logits", list(TRANSFORMS), ids=str)
 def test_huge_logits(dtype, logits):
-    check(Spec(logits=logits, gradients=gradients(False)), dtype, scale=1e4)
+    check(Spec(transform=logits, gradients=gradients(False)), dtype, scale=1e4)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -278,7 +278,7 @@ def test_chunks_do_not_change_the_answer(rows):
 
 def test_logits_that_exist_are_used_and_left_alone():
     x, weight, target = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
-    spec = Spec(logits=SOFTCAP, gradients=("x", "weight"))
+    spec = Spec(transform=SOFTCAP, gradients=("x", "weight"))
     logits = F.linear(x, weight)
     kept = logits.clone()
     got = aten_chunked.run(aten.Inputs(x, weight, None, target, logits=logits), spec, 3)
@@ -323,7 +323,7 @@ def test_tiles_do_not_change_the_answer(tile):
         row_scale=torch.randn(7),
         lse_scale=torch.randn(7),
     )
-    spec = Spec(target="probabilities", label_smoothing=0.1, logits=SOFTCAP, lse=True)
+    spec = Spec(target="probabilities", label_smoothing=0.1, transform=SOFTCAP, lse=True)
     training = dataclasses.replace(spec, gradients=("x", "weight", "bias"))
     whole, forward = aten_chunked.run(inputs, training, 7), aten_tiled.run(inputs, spec, *tile)
     backward = aten_tiled.run(
@@ -355,7 +355,7 @@ def test_tiled_rounds_each_gradient_once():
 @pytest.mark.parametrize("kept", [0, 3])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_ignored_rows_are_not_multiplied(monkeypatch, reduction, kept):
-    """The lowering sees the rows that count; the others' losses and gradients are zeros."""
+    """The implementation sees the rows that count; the others' losses and gradients are zeros."""
     monkeypatch.setattr(ignored, "_WORTH_IT", 1 / 16)
     seen = []
     plan = plans.plan
@@ -373,7 +373,7 @@ def test_the_plan_knows_whether_the_logits_exist(monkeypatch, exist):
     plan = plans.plan
     monkeypatch.setattr(plans, "plan", lambda *args: seen.append(args[-1]) or plan(*args))
     x, weight, target = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
-    lower(aten.Inputs(x, weight, None, target, logits=x @ weight.t() if exist else None), Spec())
+    compute(aten.Inputs(x, weight, None, target, logits=x @ weight.t() if exist else None), Spec())
     assert seen == [exist]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fxpass.aten import tiled as aten_tiled
 from fxpass.aten.common import Inputs
-from fxpass.op.lowering import lower
+from fxpass.op.dispatch import compute
 from fxpass.plan.plan import MIB, plan
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
@@ -24,12 +24,12 @@ SPECS = {
     "training": Spec(gradients=ALL),
     "frozen": Spec(gradients=("x",)),
     "smoothed": Spec(label_smoothing=0.1, gradients=ALL),
-    "soft-cap": Spec(logits=SOFTCAP, gradients=ALL),
-    "soft-cap forward": Spec(logits=SOFTCAP),
-    "scaled": Spec(logits=expression.parse("2*z"), gradients=ALL),
-    "gated": Spec(logits=expression.parse("2*z*tanh(z)+3*sigmoid(z)"), gradients=ALL),
+    "soft-cap": Spec(transform=SOFTCAP, gradients=ALL),
+    "soft-cap forward": Spec(transform=SOFTCAP),
+    "scaled": Spec(transform=expression.parse("2*z"), gradients=ALL),
+    "gated": Spec(transform=expression.parse("2*z*tanh(z)+3*sigmoid(z)"), gradients=ALL),
     "probabilities": Spec(target="probabilities", gradients=ALL),
-    "capped probabilities": Spec(target="probabilities", logits=SOFTCAP, gradients=ALL),
+    "capped probabilities": Spec(target="probabilities", transform=SOFTCAP, gradients=ALL),
     "none": Spec(target="none", lse=True, gradients=ALL),
 }
 
@@ -62,7 +62,7 @@ def test_the_budget_is_kept(name, memory_mb, dtype, strategy):
     assert "over its budget" not in found.reason
     given = inputs(spec, dtype)
     with torch.no_grad(), Allocations() as allocated:
-        out = lower(given, spec)
+        out = compute(given, spec)
     taken = allocated.peak(out)
     of_rows = (128 + 4 * D) * N  # counts, losses and scales; x's gradient in f32
     assert found.scratch / 8 < taken <= found.scratch + found.sums + of_rows
@@ -104,7 +104,7 @@ def test_logits_in_the_weights_gradient(dtype):
         torch.zeros(n, dtype=torch.int64),
     )
     with torch.no_grad(), Allocations() as allocated:
-        out = lower(given, spec)
+        out = compute(given, spec)
     assert allocated.peak(out) <= found.scratch + (128 + 4 * d) * n
 
 

@@ -21,9 +21,9 @@ from fxpass.cli.doctor_machine import HIDING, Device, Machine, read_machine
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
 
-LOWERINGS = (("float32, bfloat16", "triton", "kernels"),)
-T4 = Device("cuda:0", "Tesla T4", "sm_75", 40, 15 * GIB, LOWERINGS)
-A100 = Device("cuda:1", "NVIDIA A100", "sm_80", 108, 40 * GIB, LOWERINGS)
+IMPLEMENTATIONS = (("float32, bfloat16", "triton", "kernels"),)
+T4 = Device("cuda:0", "Tesla T4", "sm_75", 40, 15 * GIB, IMPLEMENTATIONS)
+A100 = Device("cuda:1", "NVIDIA A100", "sm_80", 108, 40 * GIB, IMPLEMENTATIONS)
 P40 = Device("cuda:0", "P40", "sm_61", 30, 24 * GIB)
 A2 = Device("cuda:1", "A2", "sm_86", 10, 15 * GIB)
 RTX_3060 = Device("cuda:0", "RTX 3060", "sm_86", 28, 12 * GIB)
@@ -40,7 +40,7 @@ MACHINE = Machine(
         "Python.h": "/usr/include/Python.h",
         "Triton": "importable",
     },
-    cpu=Device("cpu", "a processor", "AVX512", lowerings=(("float32", "aten", "its own"),)),
+    cpu=Device("cpu", "a processor", "AVX512", implementations=(("float32", "aten", "its own"),)),
     arch_list=("sm_75", "sm_80"),
     settings=(("FUSEDCE_STRATEGY", "chunked", "environment", "how"),),
 )
@@ -330,8 +330,8 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     give_torch(monkeypatch, properties("Tesla T4", 7, 5), properties("a card", 12, 0))
     read = read_machine()
     assert read.error == ""
-    first, second = (replace(device, lowerings=()) for device in read.devices)
-    assert first == replace(T4, lowerings=())
+    first, second = (replace(device, implementations=()) for device in read.devices)
+    assert first == replace(T4, implementations=())
     assert (second.label, second.capability) == ("cuda:1", (12, 0))
     assert read.used == read.devices[1]
 

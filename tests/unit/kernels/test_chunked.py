@@ -1,4 +1,4 @@
-"""The Triton lowering against float64 autograd and against its oracle, fxpass.aten.common.
+"""The Triton implementation against float64 autograd and against its oracle, fxpass.aten.common.
 
 Runs on the GPU where there is one, else in Triton's interpreter.
 """
@@ -17,7 +17,7 @@ from fxpass.kernels import expression as triton_expression
 from fxpass.kernels import source as triton_source
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
-from tests.support.lowerings import DTYPES, GRADIENTS, TRANSFORMS, check, problem
+from tests.support.implementations import DTYPES, GRADIENTS, TRANSFORMS, check, problem
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_targets(device, target, weighted, smoothing, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logits", TRANSFORMS)
 def test_transforms(device, logits, dtype):
-    spec = Spec(gradients=GRADIENTS, logits=expression.parse(logits), label_smoothing=0.1)
+    spec = Spec(gradients=GRADIENTS, transform=expression.parse(logits), label_smoothing=0.1)
     check(problem(device, dtype, size=2.0), spec)
 
 
@@ -55,7 +55,7 @@ def test_everything_together(device):
         gradients=GRADIENTS,
         label_smoothing=0.3,
         ignore_index=4,
-        logits=expression.parse("30*tanh(z/30)"),
+        transform=expression.parse("30*tanh(z/30)"),
     )
     inputs = problem(device, weighted=True, row_scaled=True)
     inputs.target[2] = 4
@@ -101,8 +101,8 @@ WHOLE_ROWS = {
     "sharp class weights": (Spec(), True),
     "probabilities": (Spec(target="probabilities"), False),
     "smooth probabilities": (Spec(target="probabilities", label_smoothing=0.1), True),
-    "soft-cap": (Spec(label_smoothing=0.1, logits=expression.parse("30*tanh(z/30)")), True),
-    "no target": (Spec(target="none", logits=expression.parse("0.0625*z")), False),
+    "soft-cap": (Spec(label_smoothing=0.1, transform=expression.parse("30*tanh(z/30)")), True),
+    "no target": (Spec(target="none", transform=expression.parse("0.0625*z")), False),
 }
 
 
@@ -127,7 +127,7 @@ def test_whole_rows(device, name, lse, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logits", TRANSFORMS)
 def test_transforms_with_the_lse(device, logits, dtype):
-    spec = Spec(gradients=GRADIENTS, logits=expression.parse(logits), lse=True)
+    spec = Spec(gradients=GRADIENTS, transform=expression.parse(logits), lse=True)
     inputs = problem(device, dtype, size=2.0, row_scaled=True, lse_scaled=True)
     inputs.target[3] = -100
     check(inputs, spec)
@@ -139,7 +139,7 @@ def test_transforms_with_the_lse(device, logits, dtype):
 @pytest.mark.parametrize("row_scaled", [False, True])
 def test_no_target(device, row_scaled, logits, dtype):
     inputs = problem(device, dtype, target="none", row_scaled=row_scaled, size=2.0)
-    spec = Spec(target="none", gradients=GRADIENTS, logits=expression.parse(logits), lse=True)
+    spec = Spec(target="none", gradients=GRADIENTS, transform=expression.parse(logits), lse=True)
     out = check(inputs, spec)
     assert torch.equal(out.loss, out.lse)
 
@@ -322,7 +322,7 @@ def odd_row_as_in_aten(device, row, target, smoothing, logits):
         lse=True,
         target="indices" if index else target,
         label_smoothing=0.0 if target == "none" else smoothing,
-        logits=expression.parse(logits),
+        transform=expression.parse(logits),
     )
     ours, want = triton_chunked.run(inputs, spec, 1), aten_chunked.run(inputs, spec, 1)
     torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5, equal_nan=True)

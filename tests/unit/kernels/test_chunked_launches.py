@@ -1,4 +1,4 @@
-"""How the chunked lowering walks its chunks: offsets, launch options, GEMMs, CUDA graphs.
+"""How the chunked implementation walks its chunks: offsets, launch options, GEMMs, CUDA graphs.
 
 What it computes is in ``test_chunked.py``.
 """
@@ -15,7 +15,7 @@ from fxpass.kernels import chunked as triton_chunked
 from fxpass.kernels import source as triton_source
 from fxpass.kernels import tuning
 from fxpass.spec.spec import Spec
-from tests.support.lowerings import DTYPES, GRADIENTS, check, problem
+from tests.support.implementations import DTYPES, GRADIENTS, check, problem
 
 FAR = 1 << 24  # elements from row to row: row 128 starts at element 2**31
 

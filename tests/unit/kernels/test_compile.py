@@ -30,7 +30,7 @@ ALIGNED = ("logits", "class_weight", "stride", "target_stride", "V")
 CLASSES, FEW_CLASSES, ODD_CLASSES = 128256, 4096, 50257
 
 PLAIN = "gradients=x"
-SOFTCAP = "logits=30*tanh(z/30) gradients=x"
+SOFTCAP = "transform=30*tanh(z/30) gradients=x"
 EVERYTHING = f"ignore_index=-1 label_smoothing=0.1 {SOFTCAP}"
 PROBABILITIES = "target=probabilities label_smoothing=0.1 gradients=x"
 SHARD = f"label_smoothing=0.1 gradients=x shard_of={CLASSES}"

@@ -22,7 +22,7 @@ GRADIENTS = ("x", "weight", "bias")
 SOFTCAP = expression.parse("30*tanh(z/30)")
 
 EVERYTHING = Spec(
-    gradients=GRADIENTS, label_smoothing=0.1, ignore_index=7, logits=SOFTCAP, reduction="none"
+    gradients=GRADIENTS, label_smoothing=0.1, ignore_index=7, transform=SOFTCAP, reduction="none"
 )
 
 
@@ -155,8 +155,8 @@ def linear_cross_entropy_6cb90001(
         (["lse_scale"], EVERYTHING, None),
         (["smooth", "dot", "shift", "mass"], Spec(gradients=("x",)), EVERYTHING),
         (["transform", "slope", "tanh", "raw"], Spec(gradients=("x",)), EVERYTHING),
-        (["slope"], Spec(gradients=("x",), logits=expression.parse("0.5*z")), EVERYTHING),
-        (["share", "unit", "slope", "gradient"], Spec(logits=SOFTCAP), EVERYTHING),
+        (["slope"], Spec(gradients=("x",), transform=expression.parse("0.5*z")), EVERYTHING),
+        (["share", "unit", "slope", "gradient"], Spec(transform=SOFTCAP), EVERYTHING),
         (["ignore_index", "z_t", "if "], Spec(target="probabilities"), EVERYTHING),
         (["ignore", "if "], Spec(ignore_index=None), Spec()),
         (['"target"', "target,", "z_t", "if "], Spec(target="none", gradients=("x",)), Spec()),
@@ -277,7 +277,7 @@ def test_kernels_of_loss_and_lse(reduction):
     [("z", 1.0), ("-0.125*z", -0.125), ("2.0", 0.0), ("30*tanh(z/30)", 1.0), ("z*z", 2.0)],
 )
 def test_gradient_factor(logits, factor):
-    spec = Spec(gradients=("x",), logits=expression.parse(logits))
+    spec = Spec(gradients=("x",), transform=expression.parse(logits))
     assert gradient_factor(spec) == factor / triton_source.GAIN
 
 

@@ -35,7 +35,7 @@ ALIGNED = (
 )
 PLAIN = Spec()
 SHARD = Spec(label_smoothing=0.1, shard_of=128256)
-EVERYTHING = Spec(label_smoothing=0.1, logits=expression.parse("30*tanh(z/30)"))
+EVERYTHING = Spec(label_smoothing=0.1, transform=expression.parse("30*tanh(z/30)"))
 
 
 def gemm_of(target, dtype, biased=False):

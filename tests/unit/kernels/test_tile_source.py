@@ -18,7 +18,7 @@ from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 
 SOFTCAP = expression.parse("30*tanh(z/30)")
-SMOOTH = Spec(label_smoothing=0.1, logits=SOFTCAP)
+SMOOTH = Spec(label_smoothing=0.1, transform=SOFTCAP)
 PROBABILITIES = Spec(target="probabilities", label_smoothing=0.1)
 
 
@@ -186,7 +186,7 @@ PLAIN = {"spec": Spec(), "weighted": False, "scaled": False, "gemm": Gemm()}
         (["row_scale", "lse_scale"], {}, {}),
         (["smooth", "dots", "shift"], {"weighted": True}, {}),
         (["transform", "slope", "tanh"], {}, {}),
-        (["slope", "tanh"], {"spec": Spec(logits=expression.parse("0.5*z"))}, {}),
+        (["slope", "tanh"], {"spec": Spec(transform=expression.parse("0.5*z"))}, {}),
         (["bias", "tf32", "x.load", "warp_specialize=True"], {}, {}),
         (["ignore"], {"spec": Spec(ignore_index=None)}, PLAIN),
         (["t ==", "picks", "z_t", "ignore"], {"spec": PROBABILITIES}, {}),
@@ -251,11 +251,11 @@ def test_smoothing_in_a_shard_is_spread_over_all_classes(weighted):
 
 
 def test_forward_has_no_gradient_and_backward_no_loss():
-    gemm, both = Gemm(), Spec(gradients=("x",), logits=SOFTCAP)
+    gemm, both = Gemm(), Spec(gradients=("x",), transform=SOFTCAP)
     assert "slope" not in forward(both, False, gemm).source
     assert "log-sum-exp of every row" in forward(both, False, gemm).source
     assert "maxima" not in backward(both, False, True, False, gemm).source
-    assert forward(both, False, gemm) == forward(Spec(logits=SOFTCAP), False, gemm)
+    assert forward(both, False, gemm) == forward(Spec(transform=SOFTCAP), False, gemm)
     assert backward(Spec(), False, True, False, gemm) == backward(
         Spec(gradients=("weight", "bias")), False, True, False, gemm
     )

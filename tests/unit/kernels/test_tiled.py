@@ -1,4 +1,4 @@
-"""The tiled Triton lowering against float64 autograd, forward and backward.
+"""The tiled Triton implementation against float64 autograd, forward and backward.
 
 Runs on the GPU where there is one, else in Triton's interpreter.
 """
@@ -17,7 +17,7 @@ from fxpass.kernels import tile_config as triton_tile_config
 from fxpass.kernels import tiled as triton_tiled
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
-from tests.support.lowerings import DTYPES, GRADIENTS, TRANSFORMS, autograd, problem
+from tests.support.implementations import DTYPES, GRADIENTS, TRANSFORMS, autograd, problem
 from tests.support.numerics import FLOOR, error
 from tests.support.tiled_runs import both, check, small_blocks
 
@@ -59,7 +59,7 @@ def test_targets(device, target, weighted, smoothing, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logits", TRANSFORMS)
 def test_transforms(device, logits, dtype):
-    spec = Spec(gradients=GRADIENTS, logits=expression.parse(logits), label_smoothing=0.1)
+    spec = Spec(gradients=GRADIENTS, transform=expression.parse(logits), label_smoothing=0.1)
     inputs = problem(device, dtype, size=2.0, row_scaled=True, lse_scaled=True)
     inputs.target[3] = -100
     check(inputs, spec)
@@ -70,7 +70,7 @@ def test_transforms(device, logits, dtype):
 def test_no_target(device, row_scaled, dtype):
     inputs = problem(device, dtype, target="none", row_scaled=row_scaled, size=2.0)
     for logits in ("z", "30*tanh(z/30)"):
-        spec = Spec(target="none", gradients=GRADIENTS, logits=expression.parse(logits))
+        spec = Spec(target="none", gradients=GRADIENTS, transform=expression.parse(logits))
         out = check(inputs, spec)
         assert torch.equal(out.loss, out.lse)
 

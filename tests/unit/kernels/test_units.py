@@ -8,7 +8,7 @@ import torch
 
 from fxpass.kernels import chunked as triton_chunked
 from fxpass.spec.spec import Spec
-from tests.support.lowerings import DTYPES, GRADIENTS, check, problem
+from tests.support.implementations import DTYPES, GRADIENTS, check, problem
 
 
 def test_fp16_keeps_small_probabilities(device):

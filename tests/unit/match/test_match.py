@@ -68,7 +68,7 @@ def test_a_chain_that_fuses(chain):
         return F.cross_entropy(between(F.linear(x, weight)), labels.view(-1))
 
     x, weight, labels = inputs()
-    assert text(match_of(program, x, weight, labels).spec.logits) == expected
+    assert text(match_of(program, x, weight, labels).spec.transform) == expected
     check(program, labels, x, weight)
 
 
@@ -145,7 +145,7 @@ def test_a_bias():
     linear = nn.Linear(D, V)
     x, _, labels = inputs()
     match = match_of(lambda x: F.cross_entropy(last(linear(x)), labels.view(-1)), x)
-    assert match.walk.linear.bias is not None
+    assert match.chain.linear.bias is not None
     assert match.spec.gradients == ("x", "weight", "bias")
 
 

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from fxpass.graph.nodes import CASTS
+from fxpass.match.chain_node import STACKS
 from fxpass.match.linears import LINEARS
-from fxpass.match.links import STACKS
 from fxpass.match.losses import LOG_SOFTMAXES, LOSSES
-from fxpass.match.movements import MOVEMENTS
 from fxpass.match.pointwise import IN_PLACE, POINTWISE
+from fxpass.match.views import VIEWS
 from tests.fuzz.case import Case, Statement
 from tests.fuzz.minimise import minimise
 from tests.fuzz.oracle import judge
@@ -159,7 +159,7 @@ def test_log_softmax(target):
     check([*LOGITS, f"a = {call}", picked] for call in calls(target, values, "a"))
 
 
-# ---------------------------------------------------------------- movements
+# ---------------------------------------------------------------- views
 
 SHAPES = {
     **{"shape": "(6, 11)", "size": "(6, 11)", "start_dim": "0", "end_dim": "1", "dim": "1"},
@@ -187,8 +187,8 @@ def movement_calls(target: Any) -> Iterable[str]:
             yield from calls(target, values, first)
 
 
-@pytest.mark.parametrize("target", ids(MOVEMENTS))
-def test_movements(target):
+@pytest.mark.parametrize("target", ids(VIEWS))
+def test_views(target):
     check(
         ([HEAD, f"z = {call}", *ROWS] for call in dict.fromkeys(movement_calls(target))),
         fuses=not isinstance(target, torch._ops.OpOverloadPacket),  # .H is of matrices only

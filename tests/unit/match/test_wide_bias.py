@@ -35,8 +35,10 @@ def answers(program, x, weight, bias, target):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
 @pytest.mark.parametrize("logits", ["z", "30*tanh(z/30)"])
-def test_nothing_of_it_is_rounded(lowering, device, dtype, reduction, strategy, logits):
-    spec = Spec(reduction, gradients=ALL, strategy=strategy, logits=expression.parse(logits)).text()
+def test_nothing_of_it_is_rounded(implementation, device, dtype, reduction, strategy, logits):
+    spec = Spec(
+        reduction, gradients=ALL, strategy=strategy, transform=expression.parse(logits)
+    ).text()
 
     def eager(x, weight, bias, target):
         z = F.linear(x, weight).to(bias.dtype) + bias
@@ -46,7 +48,7 @@ def test_nothing_of_it_is_rounded(lowering, device, dtype, reduction, strategy, 
     def fused(x, weight, bias, target):
         return linear_cross_entropy(x, weight, bias, target, None, None, spec)[0]
 
-    *tensors, target = operands(device if lowering == "triton" else "cpu", dtype)
+    *tensors, target = operands(device if implementation == "triton" else "cpu", dtype)
     ours, theirs = (answers(program, *tensors, target) for program in (fused, eager))
     exact = answers(eager, *(t.double() for t in tensors), target)
     assert [t.dtype for t in ours] == [t.dtype for t in theirs]

@@ -15,7 +15,7 @@ from fxpass.op.operator import linear_cross_entropy, linear_cross_entropy_backwa
 from fxpass.spec.spec import ELSEWHERE, IGNORED, REVISION, Spec
 
 pytestmark = [
-    pytest.mark.usefixtures("lowering"),
+    pytest.mark.usefixtures("implementation"),
     # torch 2.15's own, where opcheck describes the tensors that it made of the arguments
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
@@ -49,15 +49,15 @@ def test_the_operators_of_this_revision():
     expecttest.assert_expected_inline(
         "\n".join(schemas),
         """\
-v5
+v6
 fxpass::linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? class_weight, Tensor? logits, str spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 fxpass::linear_cross_entropy_backward(Tensor? row_scale, Tensor? lse_scale, Tensor? lse, Tensor? lse_rest, Tensor x, Tensor weight, Tensor? bias, Tensor? target, Tensor? class_weight, Tensor? logits, str spec) -> (Tensor, Tensor, Tensor)""",
     )
 
 
-def opcheck(operator, args, lowering: str) -> None:
-    """What a lowering decides is what comes out; the rest is checked with one of them."""
-    fewer = {"test_utils": ("test_schema", "test_faketensor")} if lowering == "triton" else {}
+def opcheck(operator, args, implementation: str) -> None:
+    """What an implementation decides is what comes out; the rest is checked with one of them."""
+    fewer = {"test_utils": ("test_schema", "test_faketensor")} if implementation == "triton" else {}
     torch.library.opcheck(operator, args, **fewer)
 
 
@@ -65,11 +65,11 @@ def opcheck(operator, args, lowering: str) -> None:
 @pytest.mark.parametrize("target", ["indices", "probabilities", "none"])
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
-def test_opcheck(reduction, target, lse, strategy, lowering):
+def test_opcheck(reduction, target, lse, strategy, implementation):
     smoothing = 0.0 if target == "none" else 0.1
     every = ("x", "weight", "bias")
     cases = itertools.product([(), ("x",), every], [False, True])
-    if (strategy, lowering) != ("chunked", "aten"):
+    if (strategy, implementation) != ("chunked", "aten"):
         # what differs is where the gradients are computed, and by whom
         cases = [((), False), (every, True)]
     for gradients, full in cases:
@@ -77,18 +77,18 @@ def test_opcheck(reduction, target, lse, strategy, lowering):
         spec = Spec(reduction, target, -100, smoothing, gradients=gradients, lse=lse)
         spec = dataclasses.replace(spec, strategy=strategy)
         args = arguments(spec, bias=bias, weighted=full, logits=full)
-        opcheck(torch.ops.fxpass.linear_cross_entropy.default, args, lowering)
+        opcheck(torch.ops.fxpass.linear_cross_entropy.default, args, implementation)
 
 
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
-def test_opcheck_of_what_backward_calls(strategy, lowering):
+def test_opcheck_of_what_backward_calls(strategy, implementation):
     spec = Spec("none", gradients=("x", "weight", "bias"), strategy=strategy)
     lse = (torch.zeros(N), torch.zeros(N)) if strategy == "tiled" else (None, None)
     args = [a.detach() if isinstance(a, torch.Tensor) else a for a in arguments(spec)]
     for scales in itertools.product([torch.rand(N), None], [torch.rand(N), None]):
         if scales != (None, None):
             backward = torch.ops.fxpass.linear_cross_entropy_backward.default
-            opcheck(backward, (*scales, *lse, *args), lowering)
+            opcheck(backward, (*scales, *lse, *args), implementation)
 
 
 def training(**changes):
@@ -276,20 +276,20 @@ def in_shard(strategy, **changes):
 
 
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
-def test_opcheck_of_a_shard(strategy, lowering):
+def test_opcheck_of_a_shard(strategy, implementation):
     args = in_shard(strategy, label_smoothing=0.1)
-    opcheck(torch.ops.fxpass.linear_cross_entropy.default, args, lowering)
+    opcheck(torch.ops.fxpass.linear_cross_entropy.default, args, implementation)
 
 
 @pytest.mark.parametrize(
     ("strategy", "lse"), [("chunked", True), ("chunked", False), ("tiled", True)]
 )
-def test_opcheck_of_a_shard_without_classes(lse, strategy, lowering):
+def test_opcheck_of_a_shard_without_classes(lse, strategy, implementation):
     x, weight, bias, target, _, _, text = in_shard(strategy)
     spec = dataclasses.replace(Spec.parse(text), lse=lse)
     weight, bias = (t.detach()[:0].requires_grad_() for t in (weight, bias))
     args = (x, weight, bias, target.clamp(max=ELSEWHERE), None, None, spec.text())
-    opcheck(torch.ops.fxpass.linear_cross_entropy.default, args, lowering)
+    opcheck(torch.ops.fxpass.linear_cross_entropy.default, args, implementation)
 
 
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
@@ -317,8 +317,8 @@ def test_rows_that_a_shard_ignores_are_left_out(monkeypatch, read, strategy):
     x, weight, bias, *rest = in_shard(strategy, label_smoothing=0.1)
     counted = torch.tensor([0, 1, 4, 5])
     of_loss, of_lse = torch.randn(N), torch.zeros(N).index_copy_(0, counted, torch.randn(4))
-    seen, lower = [], operator.lower
-    monkeypatch.setattr(operator, "lower", lambda i, s: seen.append(len(i.x)) or lower(i, s))
+    seen, compute = [], operator.compute
+    monkeypatch.setattr(operator, "compute", lambda i, s: seen.append(len(i.x)) or compute(i, s))
 
     def answer():
         leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]

@@ -1,4 +1,4 @@
-"""Every lowering where the weight holds some of the classes: a target may be in another shard."""
+"""Every implementation where the weight holds some of the classes: a target may be in another shard."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxpass.kernels import tiled as triton_tiled
 from fxpass.kernels.tile_config import Config
 from fxpass.spec import expression
 from fxpass.spec.spec import ELSEWHERE, IGNORED, Spec
-from tests.support.lowerings import DTYPES, GRADIENTS, autograd, problem
+from tests.support.implementations import DTYPES, GRADIENTS, autograd, problem
 from tests.support.numerics import assert_close
 
 N, V, ALL = 7, 21, 50
@@ -32,7 +32,7 @@ def _small_tiles(monkeypatch):
     monkeypatch.setattr(triton_chunked, "_CLASSES_PER_TILE", 16)
 
 
-# ---------------------------------------------------------------- the lowerings, called alike
+# ---------------------------------------------------------------- the implementations, called alike
 
 
 def rows(inputs, spec):
@@ -47,7 +47,7 @@ def rows_in_blocks(inputs, spec):
         return rows(inputs, spec)
 
 
-LOWERINGS = {
+IMPLEMENTATIONS = {
     "aten chunked": lambda inputs, spec: aten_chunked.run(inputs, spec, 4),
     "aten tiled": lambda inputs, spec: aten_tiled.run(inputs, spec, 4, 16),
     "whole rows": rows,
@@ -56,13 +56,13 @@ LOWERINGS = {
 }
 
 
-def run(lowering, inputs, spec):
+def run(implementation, inputs, spec):
     """Loss and lse, then gradients, as the operator asks for them."""
-    out = LOWERINGS[lowering](inputs, dataclasses.replace(spec, gradients=()))
-    if "tile" in lowering:
+    out = IMPLEMENTATIONS[implementation](inputs, dataclasses.replace(spec, gradients=()))
+    if "tile" in implementation:
         assert out.lse_rest.isfinite().all()
         inputs = inputs._replace(lse=out.lse, lse_rest=out.lse_rest)
-    grads = LOWERINGS[lowering](inputs, dataclasses.replace(spec, lse=False))
+    grads = IMPLEMENTATIONS[implementation](inputs, dataclasses.replace(spec, lse=False))
     return out.loss, out.lse, grads.x, grads.weight, grads.bias
 
 
@@ -76,9 +76,9 @@ def shard(device, spec, dtype=torch.float32, v=V, **features):
     return inputs
 
 
-def check(lowering, inputs, spec):
+def check(implementation, inputs, spec):
     """Loss, lse and gradients against float64."""
-    out = run(lowering, inputs, spec)
+    out = run(implementation, inputs, spec)
     exact, eager = autograd(inputs, spec, torch.float64), autograd(inputs, spec, inputs.x.dtype)
     assert_close(out, eager, exact, inputs.x.dtype)
     return out
@@ -95,7 +95,7 @@ CASES = {
     "weighted": ({}, {"weighted": True, "row_scaled": True}),
     "smoothed": ({"label_smoothing": 0.3, "ignore_index": None}, {"row_scaled": True}),
     "everything": (
-        {"label_smoothing": 0.3, "logits": expression.parse("30*tanh(z/30)")},
+        {"label_smoothing": 0.3, "transform": expression.parse("30*tanh(z/30)")},
         {"weighted": True, **BOTH},
     ),
     "probabilities": (
@@ -105,52 +105,52 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_against_float64(device, name, lowering):
+def test_against_float64(device, name, implementation):
     changes, features = CASES[name]
     spec = dataclasses.replace(SPEC, **changes)
-    check(lowering, shard(device, spec, **features), spec)
+    check(implementation, shard(device, spec, **features), spec)
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-def test_low_precision(device, dtype, lowering):
+def test_low_precision(device, dtype, implementation):
     spec = dataclasses.replace(SPEC, label_smoothing=0.1)
-    check(lowering, shard(device, spec, dtype, v=32, **BOTH), spec)
+    check(implementation, shard(device, spec, dtype, v=32, **BOTH), spec)
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_no_target_is_here(device, lowering):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_target_is_here(device, implementation):
     """Then the loss is 0, and so is its gradient; that of the lse remains."""
     inputs = shard(device, SPEC, row_scaled=True)
     inputs.target[:] = ELSEWHERE
-    loss, _, *grads = check(lowering, inputs, SPEC)
+    loss, _, *grads = check(implementation, inputs, SPEC)
     assert not loss.any()
     assert not any(grad.any() for grad in grads)
-    check(lowering, inputs._replace(lse_scale=inputs.row_scale), SPEC)
+    check(implementation, inputs._replace(lse_scale=inputs.row_scale), SPEC)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_what_is_read_in_place_of_a_class_elsewhere(device, lowering):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_what_is_read_in_place_of_a_class_elsewhere(device, implementation):
     """Class 0, which is impossible here; no target of this shard is that class."""
     inputs = shard(device, SPEC, weighted=True, **BOTH)
     inputs.target[0] = 5
     inputs.bias[0] = -torch.inf
-    check(lowering, inputs, SPEC)
+    check(implementation, inputs, SPEC)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_no_class_of_the_shard_is_possible(device, lowering):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_class_of_the_shard_is_possible(device, implementation):
     """As a shard of padding is: it adds nothing to a row, and no gradient comes from it."""
     inputs = shard(device, SPEC, row_scaled=True)
     inputs.target[:] = ELSEWHERE
     # what arrives at an lse that is far below another shard's
     inputs = inputs._replace(lse_scale=torch.zeros(N, device=device))
     inputs.bias[:] = -torch.inf
-    loss, lse, *grads = run(lowering, inputs, SPEC)
+    loss, lse, *grads = run(implementation, inputs, SPEC)
     assert not loss.any()
     assert (lse == torch.finfo(torch.float32).min).all()
     assert not any(grad.any() for grad in grads)

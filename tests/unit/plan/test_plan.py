@@ -1,4 +1,4 @@
-"""Which lowering runs where, the budget, and plans for every size."""
+"""Which implementation runs where, the budget, and plans for every size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fxpass.plan import devices
 from fxpass.plan import plan as plans
-from fxpass.plan.devices import lowering_for
+from fxpass.plan.devices import implementation_for
 from fxpass.plan.plan import BLOCK, CPU_BUDGET, GPU_BUDGET, MIB, budget, plan
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
@@ -19,14 +19,14 @@ from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
 F16 = torch.float16
 SOFTCAP = expression.parse("30*tanh(z/30)")
 
-# ---------------------------------------------------------------- lowerings
+# ---------------------------------------------------------------- implementations
 
 
 def test_the_cpu_runs_aten_and_says_in_which_dtype():
-    assert lowering_for(CPU, F32) == ("aten", "ATen multiplies float32 in float32: its own")
-    lowering, reason = lowering_for(CPU, BF16)
+    assert implementation_for(CPU, F32) == ("aten", "ATen multiplies float32 in float32: its own")
+    implementation, reason = implementation_for(CPU, BF16)
     multiplied = devices.multiplied_in(BF16, CPU)
-    assert (lowering, multiplied in (F32, BF16)) == ("aten", True)
+    assert (implementation, multiplied in (F32, BF16)) == ("aten", True)
     assert reason.startswith(f"ATen multiplies bfloat16 in {str(multiplied)[6:]}: ")
 
 
@@ -39,16 +39,16 @@ def test_the_cpu_runs_aten_and_says_in_which_dtype():
 )
 def test_a_gpu_runs_aten_where_triton_cannot(installed, dtype, reason, monkeypatch):
     monkeypatch.setattr(devices, "has_triton", lambda: installed)
-    assert lowering_for(CUDA, dtype) == ("aten", reason)
+    assert implementation_for(CUDA, dtype) == ("aten", reason)
 
 
-@pytest.mark.parametrize(("capability", "lowering"), [((7, 0), "aten"), ((7, 5), "triton")])
-def test_an_old_gpu_runs_aten(capability, lowering, monkeypatch):
+@pytest.mark.parametrize(("capability", "implementation"), [((7, 0), "aten"), ((7, 5), "triton")])
+def test_an_old_gpu_runs_aten(capability, implementation, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(devices, "has_triton", lambda: True)
     card = SimpleNamespace(name="a card", major=capability[0], minor=capability[1])
     monkeypatch.setattr(devices, "properties_of", lambda _: card)
-    assert lowering_for(CUDA, BF16)[0] == lowering
+    assert implementation_for(CUDA, BF16)[0] == implementation
 
 
 def test_a_gpu_that_is_not_there_is_new(monkeypatch):
@@ -57,16 +57,16 @@ def test_a_gpu_that_is_not_there_is_new(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(devices, "properties_of", devices.properties_of.__wrapped__)
     monkeypatch.setattr(devices, "has_triton", lambda: True)
-    assert lowering_for(CUDA, BF16)[0] == "triton"
+    assert implementation_for(CUDA, BF16)[0] == "triton"
 
 
 def test_the_device_of_the_tests(device):
     """Where there is a GPU, it runs the kernels, whatever it is asked for."""
-    lowering = "triton" if device.type == "cuda" else "aten"
+    implementation = "triton" if device.type == "cuda" else "aten"
     for dtype in (BF16, F16, F32):
-        assert lowering_for(device, dtype)[0] == lowering
+        assert implementation_for(device, dtype)[0] == implementation
     got = plan(256, 64, 1000, BF16, device, Spec())
-    assert (got.lowering, got.strategy, got.rows) == (lowering, "chunked", 256)
+    assert (got.implementation, got.strategy, got.rows) == (implementation, "chunked", 256)
 
 
 def test_half_precision_is_computed_in_f32_and_f64_in_f64():
@@ -120,23 +120,23 @@ SPECS = [
     Spec(),
     Spec(gradients=("x", "weight", "bias")),
     Spec(gradients=("x",)),
-    Spec(target="probabilities", logits=SOFTCAP, gradients=BOTH),
+    Spec(target="probabilities", transform=SOFTCAP, gradients=BOTH),
 ]
 
 
-@pytest.mark.parametrize("lowering", ["aten", "triton"])
+@pytest.mark.parametrize("implementation", ["aten", "triton"])
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("which", range(len(SPECS)))
-def test_plans_for_every_size(lowering, strategy, dtype, which, monkeypatch):
+def test_plans_for_every_size(implementation, strategy, dtype, which, monkeypatch):
     """Within the budget or at the smallest block, and never a run of many small steps."""
-    monkeypatch.setattr(plans, "lowering_for", lambda *_: (lowering, "for the test"))
-    device = CUDA if lowering == "triton" else CPU
+    monkeypatch.setattr(plans, "implementation_for", lambda *_: (implementation, "for the test"))
+    device = CUDA if implementation == "triton" else CPU
     spec = SPECS[which]
     for n, d, v, memory_mb in itertools.product(NS, DS, VS, BUDGETS):
         one = Spec(
             target=spec.target,
-            logits=spec.logits,
+            transform=spec.transform,
             gradients=spec.gradients,
             strategy=strategy,
             memory_mb=memory_mb,
@@ -155,7 +155,7 @@ def test_plans_for_every_size(lowering, strategy, dtype, which, monkeypatch):
         allowed = budget(v, dtype, device, memory_mb)
         if "smallest block" not in got.reason:
             assert got.scratch <= allowed, where
-        if not memory_mb and v * d <= 10**8 and lowering == "aten":
+        if not memory_mb and v * d <= 10**8 and implementation == "aten":
             # the default budget is no reason for more than a few hundred steps a gigabyte
             most = 8 + (n * (v + d) + v * d) * 8 // MIB
             assert steps <= most, where

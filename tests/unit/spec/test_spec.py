@@ -15,7 +15,7 @@ OTHER_VALUES = {
     "target": ["none", "probabilities"],
     "ignore_index": [None, -1, 0, 5, 2**62, -(2**62)],
     "label_smoothing": [0.1, 1 / 3, 1e-7, 1.0],
-    "logits": [expression.parse(s) for s in ("30*tanh(z/30)", "where(z<=0,1,z)", "-z/3+0.1")],
+    "transform": [expression.parse(s) for s in ("30*tanh(z/30)", "where(z<=0,1,z)", "-z/3+0.1")],
     "gradients": [("x",), ("weight",), ("x", "weight", "bias")],
     "lse": [True],
     "shard_of": [1, 128256],
@@ -50,7 +50,7 @@ def test_defaults_are_left_out_and_the_order_is_fixed():
     assert Spec.parse(Spec().text()) == Spec()
     assert Spec(**dict(reversed(ALL.items()))).text() == (
         f"{REVISION} reduction=sum target=probabilities ignore_index=-4611686018427387904 "
-        "label_smoothing=1.0 logits=0.1-z/3 gradients=x,weight,bias lse=true shard_of=128256 "
+        "label_smoothing=1.0 transform=0.1-z/3 gradients=x,weight,bias lse=true shard_of=128256 "
         "strategy=tiled memory_mb=4096"
     )
 
@@ -95,8 +95,15 @@ def test_gradients_wait_for_backward_where_rows_have_their_own(reduction, lse):
         *("ignore_index=None", "ignore_index=-none", "lse=True", "lse=1", "lse=false", "lse="),
         *("target=none ignore_index=0", "target=none label_smoothing=0.1", "target=None"),
         *("label_smoothing=nan", "label_smoothing=inf", "label_smoothing=1e", "label_smoothing=2"),
-        *("logits=Z", "logits=z,z", "logits='z'", "logits=z.real", "logits=gamma(z)", "logits="),
-        *("logits=z<0", "logits=z=0", "logits=tanh(z"),
+        *(
+            "transform=Z",
+            "transform=z,z",
+            "transform='z'",
+            "transform=z.real",
+            "transform=gamma(z)",
+            "transform=",
+        ),
+        *("transform=z<0", "transform=z=0", "transform=tanh(z"),
         *("gradients=", "gradients=X", "gradients=x,,weight", "gradients=x;weight"),
         *("memory_mb=-1", "memory_mb=1e3", "memory_mb=", "memory_mb=" + "9" * 5000),
         *("shard_of=-1", "shard_of=1e3", "shard_of=", "shard_of=0", "shard_of=all"),
@@ -111,7 +118,7 @@ def test_text_that_is_not_a_spec_is_refused(words):
         Spec.parse(f"{REVISION} reduction=mean {words}")
 
 
-@pytest.mark.parametrize("word", ["colour=red", "memory_mb=1", "memory_mb=x", "logits=Z"])
+@pytest.mark.parametrize("word", ["colour=red", "memory_mb=1", "memory_mb=x", "transform=Z"])
 def test_the_message_shows_the_text(word):
     source = f"{REVISION} memory_mb=1 {word}"
     with pytest.raises(ValueError, match="not a spec") as caught:
@@ -126,7 +133,7 @@ def test_the_message_shows_the_text(word):
         f"{REVISION} reduction=mean memory_mb=0",  # a default
         f"{REVISION} memory_mb=1 reduction=mean",  # another order
         f"{REVISION} reduction=mean label_smoothing=0.10",
-        f"{REVISION} reduction=mean logits=z/4+z/4",
+        f"{REVISION} reduction=mean transform=z/4+z/4",
         f"{REVISION} reduction=mean ignore_index=007",
     ],
 )
@@ -170,7 +177,7 @@ def test_a_shard_ignores_no_row_where_the_lse_is_read():
 
 
 def test_specs_are_keys():
-    twin = Spec(**{**ALL, "logits": expression.parse("0.1-z/3")})
+    twin = Spec(**{**ALL, "transform": expression.parse("0.1-z/3")})
     assert {Spec(**ALL): 1}[twin] == 1
     assert len({Spec(), Spec(reduction="sum"), Spec(memory_mb=1), Spec()}) == 3
     with pytest.raises(dataclasses.FrozenInstanceError):

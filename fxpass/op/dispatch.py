@@ -1,7 +1,7 @@
 """From a plan to the code that runs it.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Outputs`, from
-the lowering and the strategy that the plan has for these sizes on this device.
+In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`, from
+the implementation and the strategy that the plan has for these sizes on this device.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from collections.abc import Callable
 from fxpass.aten import chunked as aten_chunked
 from fxpass.aten import in_place as aten_in_place
 from fxpass.aten import tiled as aten_tiled
-from fxpass.aten.common import Inputs, Outputs
+from fxpass.aten.common import Inputs, Results
 from fxpass.plan import plan
 from fxpass.plan.plan import Plan
 from fxpass.spec.spec import Spec
 
 
-def lower(inputs: Inputs, spec: Spec) -> Outputs:
+def compute(inputs: Inputs, spec: Spec) -> Results:
     """Runs one fused loss, or its backward."""
     n, d, v = *inputs.x.shape, inputs.weight.shape[0]
     logits_exist = inputs.logits is not None
     found = plan.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec, logits_exist)
-    return LOWERINGS[found.lowering, found.strategy](inputs, spec, found)
+    return IMPLEMENTATIONS[found.implementation, found.strategy](inputs, spec, found)
 
 
-def _aten_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+def _aten_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
     if plan.in_place:
         return aten_in_place.run(inputs, spec, plan.classes)
     return aten_chunked.run(inputs, spec, plan.rows, plan.classes, plan.block)
 
 
-def _aten_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+def _aten_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
     return aten_tiled.run(inputs, spec, plan.rows, plan.classes)
 
 
-def _triton_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+def _triton_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
     from fxpass.kernels import (
         chunked as triton_chunked,  # imports triton, which not every platform has
     )
@@ -43,13 +43,13 @@ def _triton_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
     return triton_chunked.run(inputs, spec, plan.rows)
 
 
-def _triton_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Outputs:
+def _triton_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
     from fxpass.kernels import tiled as triton_tiled
 
     return triton_tiled.run(inputs, spec, plan.classes)
 
 
-LOWERINGS: dict[tuple[str, str], Callable[[Inputs, Spec, Plan], Outputs]] = {
+IMPLEMENTATIONS: dict[tuple[str, str], Callable[[Inputs, Spec, Plan], Results]] = {
     ("aten", "chunked"): _aten_chunked,
     ("aten", "tiled"): _aten_tiled,
     ("triton", "chunked"): _triton_chunked,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from fxpass.match.steps import Affine, Bias, Scale
+from fxpass.match.folds import Affine, Bias, Scale
 from fxpass.spec.expression import text
 from tests.support.numerics import assert_close, loss_and_gradients
 from tests.support.programs import B, D, S, V, check, inputs, last, match_of, reason_of, report_of
@@ -59,17 +59,17 @@ def program_of(case):
 def test_accepted(case):
     labels, *rest = tensors()
     match = match_of(program_of(case), *rest, labels)
-    assert text(match.spec.logits) == ACCEPTED[case][1]
+    assert text(match.spec.transform) == ACCEPTED[case][1]
     check(program_of(case), labels, *rest)
 
 
-def test_the_steps_are_in_the_order_of_the_data():
+def test_the_folds_are_in_the_order_of_the_data():
     def program(x, weight, bias, number, labels):
         return F.cross_entropy(last((F.linear(x, weight) * 2 + bias) * number), labels.view(-1))
 
     labels, x, weight, bias, number, _ = tensors()
-    way = match_of(program, x, weight, bias, number, labels).walk
-    first, second, third, *_ = way.steps
+    chain = match_of(program, x, weight, bias, number, labels).chain
+    first, second, third, *_ = chain.folds
     assert isinstance(first, Affine)
     assert first.factor == 2
     assert isinstance(second, Bias)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import Node
 
-from fxpass.graph import effects
+from fxpass.graph import hazards
 from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.plan.devices import gradient_dtype
 from fxpass.plan.plan import MIB, budget
@@ -37,10 +37,10 @@ def too_small(match: Match, least: float) -> str | None:
     return None
 
 
-def kept_for_readers(match: Match, least: float) -> str | None:
+def kept_for_users(match: Match, least: float) -> str | None:
     """Logits that something else in the graph reads: they exist, and backward can reuse them.
     Those that leave the graph cannot be reused, so that their loss gains."""
-    if not least or not match.spec.gradients or effects.leaves(match.walk.base):
+    if not least or not match.spec.gradients or hazards.leaves(match.chain.base):
         return None
     return "something else in the graph reads its logits, which are kept for backward in any case"
 
@@ -51,7 +51,7 @@ def many_gradients(match: Match, matches: Sequence[Match], least: float) -> str 
     rows = others(match, matches)
     if not least or not rows or "weight" not in match.spec.gradients:
         return None
-    linear = match.walk.linear
+    linear = match.chain.linear
     logits, weight = value(linear.node), value(linear.weight)
     v, d = hint(match.shape[1]), hint(value(linear.x).shape[-1])
     saved = sum(map(hint, (match.shape[0], *rows))) * v * logits.dtype.itemsize
@@ -66,13 +66,13 @@ def many_gradients(match: Match, matches: Sequence[Match], least: float) -> str 
 
 def others(match: Match, matches: Sequence[Match]) -> tuple[int | torch.SymInt, ...]:
     """Rows of the other matches over the same weight, each of which makes a gradient of it."""
-    weight = _stored(match.walk.linear.weight)
+    weight = _stored(match.chain.linear.weight)
     return tuple(
         m.shape[0]
         for m in matches
         if m is not match
         and "weight" in m.spec.gradients
-        and _stored(m.walk.linear.weight) is weight
+        and _stored(m.chain.linear.weight) is weight
     )
 
 

@@ -128,7 +128,7 @@ PROGRAMS = [
 @pytest.mark.parametrize("mode", ["auto", "keep"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_program_computes_what_eager_computes(program, mode):
-    """Outputs and what is written to the inputs, without gradients: eager would refuse most."""
+    """Results and what is written to the inputs, without gradients: eager would refuse most."""
 
     def run(fn):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Fused losses as the lowerings get them, and what PyTorch's autograd makes of the same inputs."""
+"""Fused losses as the implementations get them, and what PyTorch's autograd makes of the same inputs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def autograd(inputs, spec, dtype):
         for t in (inputs.x, inputs.weight, inputs.bias)
     ]
     at_least_f32 = torch.promote_types(dtype, torch.float32)
-    z = TRANSFORMS[expression.text(spec.logits)](F.linear(*operands).to(at_least_f32))
+    z = TRANSFORMS[expression.text(spec.transform)](F.linear(*operands).to(at_least_f32))
     lse = z.logsumexp(1)
     loss = lse
     if spec.shard_of and inputs.target is not None:

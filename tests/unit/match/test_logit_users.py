@@ -74,7 +74,7 @@ def test_what_is_reported(case):
         return returned(z, loss_of(z, labels))
 
     (match,) = fxpass.explain(program, *inputs()).matches
-    assert match.logits == expected
+    assert match.logits_mode == expected
 
 
 def test_drop():
@@ -100,7 +100,7 @@ def test_two_heads_of_which_one_is_read():
 
     x, weight, labels = inputs()
     report = fxpass.explain(program, x, weight, labels)
-    assert [m.logits for m in report.matches] == ["defer", "keep"]
+    assert [m.logits_mode for m in report.matches] == ["defer", "keep"]
     out = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})(
         x, weight, labels
     )
@@ -122,7 +122,7 @@ def test_an_output_of_two_heads():
     args = inputs()
     for read in (False, True):
         report = fxpass.explain(program(read), *args)
-        assert {m.logits for m in report.matches} == {"keep" if read else "defer"}
+        assert {m.logits_mode for m in report.matches} == {"keep" if read else "defer"}
 
 
 def test_logits_of_a_checkpointed_region():
@@ -138,7 +138,7 @@ def test_logits_of_a_checkpointed_region():
 
     x, weight, labels = inputs()
     (match,) = fxpass.explain(program, x, weight, labels).matches
-    assert match.logits == "keep"
+    assert match.logits_mode == "keep"
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
     torch.testing.assert_close(fused(x, weight, labels), program(x, weight, labels))
 
@@ -155,7 +155,7 @@ def test_kept_logits_that_are_written_to():
     x, weight, labels = inputs()
     bias = torch.randn(V, requires_grad=True)
     (match,) = fxpass.explain(program, x, weight, bias, labels).matches
-    assert match.logits == "keep"
+    assert match.logits_mode == "keep"
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
     expected, got = program(x, weight, bias, labels), fused(x, weight, bias, labels)
     torch.testing.assert_close(list(got), list(expected))
@@ -249,7 +249,7 @@ def test_logits_whose_inputs_the_graph_writes_after_the_loss_are_kept(case, inne
     bias = torch.randn(V, requires_grad=True)
     args = (x.detach(), weight.detach(), bias, torch.ones(()), labels)
     (match,) = fxpass.explain(program, *args).matches
-    assert match.logits == "keep"
+    assert match.logits_mode == "keep"
     options = {"fusedce.inner": inner, "fusedce.logits": "defer"}
     got = torch.compile(program, backend="fusedce", options=options)(*args)
     torch.testing.assert_close(list(got), list(program(*args)))
@@ -288,7 +288,7 @@ def test_a_cast_bias_that_the_graph_writes(written):
     x, weight, labels = inputs(torch.bfloat16)
     args = x, weight, torch.randn(V), labels
     (match,) = fxpass.explain(program, x, weight, args[2].clone(), labels).matches
-    assert match.logits == "defer"
+    assert match.logits_mode == "defer"
     options = {"fusedce.inner": "aot_eager"}
     expected = program(x, weight, args[2].clone(), labels)
     _, got = torch.compile(program, backend="fusedce", options=options)(*args)

@@ -1,10 +1,10 @@
-"""What may happen between a linear and its loss beside a function of one logit.
+"""What is folded into a linear's operands: all between it and its loss but functions of one logit.
 
-In: nothing; these are the words in which :mod:`fxpass.match.walk` tells
-:mod:`fxpass.rewrite.rewrite` what to do to the linear's operands. For example ``30 *
+In: nothing; these are the words in which :mod:`fxpass.match.chain` tells
+:mod:`fxpass.rewrite.rewrite` what to do. For example ``30 *
 tanh((linear(x, w) + b)[:, :-1] / 30)`` is::
 
-    [Bias(%b, 1), Move(%getitem, ...)]        and the function 30*tanh(z/30)
+    [Bias(%b, 1), RowView(%getitem, ...)]        and the function 30*tanh(z/30)
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from sympy import Expr
 from torch.fx import Node
 
-from fxpass.match.movements import Moved
+from fxpass.match.views import View
 
 
 @dataclass(frozen=True)
-class Move:
+class RowView:
     """Rows move, or some of the classes stay: to be replayed on the hidden states."""
 
     node: Node
-    moved: Moved
+    view: View
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Local:
+class ToLocal:
     """DTensors end: from here on each rank has its own part of the logits, as a plain tensor."""
 
     node: Node
 
 
-Step = Move | Stack | Bias | Scale | Affine | Local
+Fold = RowView | Stack | Bias | Scale | Affine | ToLocal

@@ -2,7 +2,7 @@
 
 In: a region and its matches. Out: for each match ``never``, ``keep``, ``defer`` or ``drop``, and
 the outputs of the graph that are deferred, with the nodes that compute them. An output can be
-deferred if nothing but casts, movements and pointwise functions lies between it and the linears,
+deferred if nothing but casts, views and pointwise functions lies between it and the linears,
 and if computing all of it at the end of the graph gives the same::
 
     %logits = linear(%h, %w);  %float = float(%logits);  return (%loss, %float)
@@ -17,36 +17,34 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
-from fxpass.graph import effects
+from fxpass.graph import hazards
 from fxpass.graph.calls import storage, written
 from fxpass.graph.nodes import CASTS, NoMatch, is_tensor, reads_values, value
 from fxpass.graph.placements import is_dtensor, is_gathered
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name, source_line
+from fxpass.match.chain_node import STACKS
 from fxpass.match.linears import LINEARS, linear_of
-from fxpass.match.links import STACKS
 from fxpass.match.losses import LOG_SOFTMAXES
-from fxpass.match.movements import MOVEMENTS
 from fxpass.match.pointwise import IN_PLACE, POINTWISE
+from fxpass.match.views import VIEWS
 from fxpass.settings import Settings
 
 if TYPE_CHECKING:
     from fxpass.match.match import Match
 
-_COMPUTABLE = (
-    CASTS | STACKS | LINEARS.keys() | MOVEMENTS.keys() | POINTWISE.keys() | IN_PLACE.keys()
-)
+_COMPUTABLE = CASTS | STACKS | LINEARS.keys() | VIEWS.keys() | POINTWISE.keys() | IN_PLACE.keys()
 
 
-class Readers:
+class LogitUsers:
     """The answer for all matches of one region together; see the module."""
 
     def __init__(self, region: Region, matches: list[Match], settings: Settings) -> None:
         self._mode = _mode(region, matches, settings)
-        self._inside = {n for m in matches for n in (*m.walk.chain, *m.loss.inner, m.loss.node)}
+        self._inside = {n for m in matches for n in (*m.chain.nodes, *m.loss.inner, m.loss.node)}
         self._losses = {m.loss.node for m in matches}
         self._roots = self._losses | {n for m in matches for n in m.loss.inner}
-        self._below = {m.walk.linear.node: self._reached(m.walk.linear.node) for m in matches}
+        self._below = {m.chain.linear.node: self._reached(m.chain.linear.node) for m in matches}
         computed = set().union(*self._below.values()) if matches else set()
         output = region.module.graph.output_node()
         self.deferred: dict[Node, tuple[Node, ...]] = {}
@@ -60,16 +58,16 @@ class Readers:
         while needed := {n for node in self.deferred if (n := self._needed_with(node)) is not None}:
             self.deferred = {k: v for k, v in self.deferred.items() if k not in needed}
 
-    def logits(self, match: Match) -> str:
+    def logits_mode(self, match: Match) -> str:
         """What becomes of the logits of one match."""
-        linear = match.walk.linear.node
+        linear = match.chain.linear.node
         if self._reader(linear) is not None:
             return "keep"
         return self._mode if any(linear in nodes for nodes in self.deferred.values()) else "never"
 
     def check_inner(self, match: Match) -> None:
         """``NoMatch`` if somebody reads the probabilities between the logits and the loss."""
-        chain = match.walk.chain
+        chain = match.chain.nodes
         start = next((i for i, n in enumerate(chain) if n.target in LOG_SOFTMAXES), len(chain))
         inner = [node for node in match.loss.inner if node not in self._losses]
         for node in (*chain[start:], *inner):
@@ -157,7 +155,7 @@ def _computable_at(end: Node, output: Node, nodes: tuple[Node, ...]) -> bool:
         return False  # writes to one of the two outputs change the other one
     return (
         memory is not None
-        and effects.hazard(nodes, end) is None
+        and hazards.hazard(nodes, end) is None
         and all(_has_dtype_of_an_operand(node) for node in nodes)
         and (not value(output).requires_grad or all(map(_passes_gradients_on, nodes)))
     )
@@ -189,4 +187,4 @@ def _weight_casts(nodes: Iterable[Node]) -> list[Node]:
 
 def _movable(cast: Node, end: Node) -> bool:
     """Whether a cast of an input gives the same at the graph's end."""
-    return effects.hazard((cast,), end) is None
+    return hazards.hazard((cast,), end) is None

@@ -1,8 +1,8 @@
-"""Movements: nodes between a linear and its loss that move rows, or that pick some of the classes.
+"""Views: nodes between a linear and its loss that move rows, or that pick some of the classes.
 
-In: a node and the position of the class dimension in its output. Out: a :class:`Moved`, with the
+In: a node and the position of the class dimension in its output. Out: a :class:`View`, with the
 position in its input and the call that moves the rows of another tensor, whose class dimension has
-another size, in the same way. That call is done to the hidden states, so that no logits move::
+another size, in the same chain. That call is done to the hidden states, so that no logits move::
 
     %view = view(%logits, -1, 32000)      ->      %reshape = reshape(%hidden, -1, 64)
 """
@@ -25,8 +25,8 @@ Replay = Callable[[Any], tuple[str, Target, tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
-class Moved:
-    """One movement.
+class View:
+    """What one view or index does.
 
     Attributes:
         dim: position of the class dimension in the node's input.
@@ -42,32 +42,32 @@ class Moved:
 
 
 # The node, the shape of its input, the position of the class dimension in its output.
-Movement = Callable[[Node, Size, int], Moved]
+ViewReader = Callable[[Node, Size, int], View]
 
 
-def moved(node: Node, dim: int) -> Moved:
-    """What the movement ``node`` does; ``NoMatch`` where it does more than move rows."""
-    return MOVEMENTS[node.target](node, value(first_operand(node)).shape, dim)
+def view_of(node: Node, dim: int) -> View:
+    """What the view ``node`` does; ``NoMatch`` where it does more than move rows."""
+    return VIEWS[node.target](node, value(first_operand(node)).shape, dim)
 
 
-def _nothing(node: Node, shape: Size, dim: int) -> Moved:
-    return Moved(dim, None)  # the operator reads any strides
+def _nothing(node: Node, shape: Size, dim: int) -> View:
+    return View(dim, None)  # the operator reads any strides
 
 
 # ---------------------------------------------------------------- to another shape
 
 
-def _reshape(node: Node, shape: Size, dim: int) -> Moved:
+def _reshape(node: Node, shape: Size, dim: int) -> View:
     """view, reshape: the class dimension and what follows it stay, the rows change shape."""
     given = arguments(node, {"input": REQUIRED, "size": None, "shape": None})
     new = given["size"] if given["shape"] is None else given["shape"]
     before = _kept_from(node, shape, dim)
     if isinstance(new, Node) and isinstance(new.meta.get("example_value"), tuple):
-        return Moved(before, lambda size: ("call_function", reshape_rows, (new, dim, size)))
+        return View(before, lambda size: ("call_function", reshape_rows, (new, dim, size)))
     new = tuple(new) if isinstance(new, tuple | list) else (new,)
     if not all(isinstance(n, int | Node) for n in new):
         raise NoMatch(node, f"%{node.name}: its arguments are not a shape")
-    return Moved(
+    return View(
         before, lambda size: ("call_method", "reshape", (*new[:dim], size, *new[dim + 1 :]))
     )
 
@@ -77,22 +77,22 @@ def reshape_rows(x: Tensor, shape: Sequence[int], dim: int, size: int) -> Tensor
     return x.reshape(*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _flatten(node: Node, shape: Size, dim: int) -> Moved:
+def _flatten(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "start_dim": 0, "end_dim": -1})
     before = _kept_from(node, shape, dim)
     start, end = given["start_dim"] % len(shape), given["end_dim"] % len(shape)
     if start <= before <= end and start != end:
         raise NoMatch(node, f"%{node.name} joins the class dimension with another one")
-    return Moved(before, lambda size: ("call_method", "flatten", (start, end)))
+    return View(before, lambda size: ("call_method", "flatten", (start, end)))
 
 
-def _unflatten(node: Node, shape: Size, dim: int) -> Moved:
+def _unflatten(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "dim": REQUIRED, "sizes": REQUIRED})
     before = _kept_from(node, shape, dim)
     if given["dim"] % len(shape) == before:
         raise NoMatch(node, f"%{node.name} splits the class dimension")
     args = (given["dim"] % len(shape), given["sizes"])
-    return Moved(before, lambda size: ("call_method", "unflatten", args))
+    return View(before, lambda size: ("call_method", "unflatten", args))
 
 
 def _kept_from(node: Node, shape: Size, dim: int) -> int:
@@ -107,43 +107,43 @@ def _kept_from(node: Node, shape: Size, dim: int) -> int:
 # ---------------------------------------------------------------- dimensions in another order
 
 
-def _transpose(node: Node, shape: Size, dim: int) -> Moved:
+def _transpose(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "dim0": REQUIRED, "dim1": REQUIRED})
     return _swapped(shape, dim, given["dim0"], given["dim1"])
 
 
-def _swapped(shape: Size, dim: int, a: int, b: int) -> Moved:
+def _swapped(shape: Size, dim: int, a: int, b: int) -> View:
     a, b = a % len(shape), b % len(shape)
-    return Moved({a: b, b: a}.get(dim, dim), lambda size: ("call_method", "transpose", (a, b)))
+    return View({a: b, b: a}.get(dim, dim), lambda size: ("call_method", "transpose", (a, b)))
 
 
-def _swapaxes(node: Node, shape: Size, dim: int) -> Moved:
+def _swapaxes(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "axis0": REQUIRED, "axis1": REQUIRED})
     return _swapped(shape, dim, given["axis0"], given["axis1"])
 
 
-def _permute(node: Node, shape: Size, dim: int) -> Moved:
+def _permute(node: Node, shape: Size, dim: int) -> View:
     dims = arguments(node, {"input": REQUIRED, "dims": REQUIRED})["dims"]
     order = tuple(d % len(shape) for d in (dims if isinstance(dims, tuple | list) else (dims,)))
-    return Moved(order[dim], lambda size: ("call_method", "permute", order))
+    return View(order[dim], lambda size: ("call_method", "permute", order))
 
 
-def _movedim(node: Node, shape: Size, dim: int) -> Moved:
+def _movedim(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "source": REQUIRED, "destination": REQUIRED})
     source, destination = given["source"], given["destination"]
     if not isinstance(source, int) or not isinstance(destination, int):
         raise NoMatch(node, f"%{node.name} moves several dimensions; use permute")
     order = [d for d in range(len(shape)) if d != source % len(shape)]
     order.insert(destination % len(shape), source % len(shape))
-    return Moved(order[dim], lambda size: ("call_method", "permute", tuple(order)))
+    return View(order[dim], lambda size: ("call_method", "permute", tuple(order)))
 
 
-def _transposed(node: Node, shape: Size, dim: int) -> Moved:
+def _transposed(node: Node, shape: Size, dim: int) -> View:
     last = len(shape) - 1
     return _swapped(shape, dim, max(last - 1, 0), last)
 
 
-def _attribute(node: Node, shape: Size, dim: int) -> Moved:
+def _attribute(node: Node, shape: Size, dim: int) -> View:
     name = attribute_of(node)
     if name not in ("T", "mT") or (len(shape) > 2 and name == "T"):
         raise NoMatch(node, f"%{node.name} reads .{name} of the logits")
@@ -153,14 +153,14 @@ def _attribute(node: Node, shape: Size, dim: int) -> Moved:
 # ---------------------------------------------------------------- dimensions of one
 
 
-def _unsqueeze(node: Node, shape: Size, dim: int) -> Moved:
+def _unsqueeze(node: Node, shape: Size, dim: int) -> View:
     new = arguments(node, {"input": REQUIRED, "dim": REQUIRED})["dim"] % (len(shape) + 1)
     if new == dim:
         raise NoMatch(node, f"%{node.name} makes a class dimension of one")
-    return Moved(dim - (new < dim), lambda size: ("call_method", "unsqueeze", (new,)))
+    return View(dim - (new < dim), lambda size: ("call_method", "unsqueeze", (new,)))
 
 
-def _squeeze(node: Node, shape: Size, dim: int) -> Moved:
+def _squeeze(node: Node, shape: Size, dim: int) -> View:
     gone = arguments(node, {"input": REQUIRED, "dim": None})["dim"]
     if not isinstance(gone, int):
         raise NoMatch(node, f"%{node.name}: name the one dimension that is squeezed")
@@ -168,31 +168,31 @@ def _squeeze(node: Node, shape: Size, dim: int) -> Moved:
     before = dim + (gone <= dim and len(value(node).shape) < len(shape))
     if gone == before:
         raise NoMatch(node, f"%{node.name} squeezes the class dimension")
-    return Moved(before, lambda size: ("call_method", "squeeze", (gone,)))
+    return View(before, lambda size: ("call_method", "squeeze", (gone,)))
 
 
 # ---------------------------------------------------------------- some of the rows
 
 
-def _select(node: Node, shape: Size, dim: int) -> Moved:
+def _select(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED})
     gone = given["dim"] % len(shape)
     if gone == dim and len(shape) == dim + 1:
         raise NoMatch(node, f"%{node.name} selects one class")
     args = (gone, given["index"])
-    return Moved(dim + (gone <= dim), lambda size: ("call_method", "select", args))
+    return View(dim + (gone <= dim), lambda size: ("call_method", "select", args))
 
 
-def _narrow(node: Node, shape: Size, dim: int) -> Moved:
+def _narrow(node: Node, shape: Size, dim: int) -> View:
     wanted: dict[str, Any] = dict.fromkeys(("input", "dim", "start", "length"), REQUIRED)
     _, along, *where = arguments(node, wanted).values()
     if along % len(shape) == dim:
         raise NoMatch(node, f"%{node.name} selects classes")
     args = (along % len(shape), *where)
-    return Moved(dim, lambda size: ("call_method", "narrow", args))
+    return View(dim, lambda size: ("call_method", "narrow", args))
 
 
-def _getitem(node: Node, shape: Size, dim: int) -> Moved:
+def _getitem(node: Node, shape: Size, dim: int) -> View:
     index: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
     used = sum(1 for i in index if i is not None and i is not Ellipsis)
     if Ellipsis in index:
@@ -207,7 +207,7 @@ def _getitem(node: Node, shape: Size, dim: int) -> Moved:
         if after == dim and isinstance(entry, slice):
             classes = _some(entry, shape[before])
             whole = (*index[:position], slice(None), *index[position + 1 :])
-            return Moved(before, _indexing(whole), classes)
+            return View(before, _indexing(whole), classes)
         if is_tensor(entry) and not passed:
             after += max(value(entry).dim() for entry in index if is_tensor(entry))
             passed = True
@@ -246,15 +246,15 @@ def _some(entry: slice, size: Any) -> slice | None:
     return None if entry.indices(int(size)) == (0, int(size), 1) else entry
 
 
-def _index_select(node: Node, shape: Size, dim: int) -> Moved:
+def _index_select(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED})
     if given["dim"] % len(shape) == dim:
         raise NoMatch(node, f"%{node.name} selects classes by a tensor")
     args = (given["dim"], given["index"])
-    return Moved(dim, lambda size: ("call_method", "index_select", args))
+    return View(dim, lambda size: ("call_method", "index_select", args))
 
 
-MOVEMENTS: dict[Target, Movement] = {
+VIEWS: dict[Target, ViewReader] = {
     "view": _reshape,
     "reshape": _reshape,
     torch.reshape: _reshape,

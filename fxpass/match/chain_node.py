@@ -1,11 +1,11 @@
-"""One node between a linear and its loss: which node its logits come from, what it makes of them.
+"""One node between a linear and its loss: which node its logits come from, what it computes.
 
-In: a node, and where its output has the classes. Out: a :class:`Link` to the node before it; and in
-the order of the data, for the kinds that compute, the expression of the logit after it or the steps
-that it becomes::
+In: a node, and where its output has the classes. Out: a :class:`ChainNode`, which names
+the node before it; and for the kinds that compute, the expression of the logit after it or the
+folds that it becomes::
 
-    %truediv = truediv(%view, 30)   ->   Link(%truediv, "pointwise", before=%view)   z -> z/30
-    %add = add(%linear, %b)         ->   Link(%add, "tensor", before=%linear)        [Bias(%b, 1)]
+    %truediv = truediv(%view, 30)  ->  ChainNode(%truediv, "pointwise", before=%view)  z -> z/30
+    %add = add(%linear, %b)        ->  ChainNode(%add, "tensor", before=%linear)       [Bias(%b, 1)]
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from fxpass.graph.calls import arguments, first_operand, written
 from fxpass.graph.nodes import CASTS, REQUIRED, NoMatch, Target, is_number, is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import call_name
+from fxpass.match.folds import Affine, Bias, Fold, Scale
 from fxpass.match.losses import LOG_SOFTMAXES, log_softmax_dim
-from fxpass.match.movements import MOVEMENTS, Moved, moved
 from fxpass.match.pointwise import IN_PLACE, POINTWISE
-from fxpass.match.steps import Affine, Bias, Scale, Step
+from fxpass.match.views import VIEWS, View, view_of
 from fxpass.spec import expression
 
 STACKS: set[Target] = {torch.stack}
 
 
 @dataclass(frozen=True)
-class Link:
-    """One node of the way, as the walk from the loss meets it.
+class ChainNode:
+    """One node of a chain, as it is read from the loss backward.
 
     Attributes:
         node: the call.
-        kind: ``cast``, ``log_softmax``, ``placement``, ``move``, ``stack``, ``pointwise`` (of one
+        kind: ``cast``, ``log_softmax``, ``placement``, ``view``, ``stack``, ``pointwise`` (of one
             logit and numbers) or ``tensor`` (with another tensor of the graph).
         before: the node that it takes the logits from.
         dim: position of the class dimension in ``before``.
         in_place: whether it writes to ``before``; of the kinds that compute.
-        moved: how it moves rows, for ``move``.
+        view: how it moves rows, for ``view``.
         function: its key in ``POINTWISE``, out of place; of the kinds that compute.
         stacked: position of the new dimension and its size, for ``stack``.
     """
@@ -54,18 +54,18 @@ class Link:
     before: Node
     dim: int
     in_place: bool = False
-    moved: Moved | None = None
+    view: View | None = None
     function: Target = None
     stacked: tuple[int, int] = (0, 0)
 
 
-def link_of(node: Node, dim: int, after: list[Link]) -> Link:
-    """The link that ``node`` is.
+def read_node(node: Node, dim: int, after: list[ChainNode]) -> ChainNode:
+    """Reads ``node``.
 
     Args:
         node: a call whose output is the logits, or a function of them.
         dim: position of the class dimension in its output.
-        after: the links between it and the loss, the latest first.
+        after: the nodes between it and the loss, the latest first.
 
     Raises:
         NoMatch: no table knows the call, or not in this form.
@@ -75,15 +75,15 @@ def link_of(node: Node, dim: int, after: list[Link]) -> Link:
     if node.target in LOG_SOFTMAXES:
         if log_softmax_dim(node) != dim:
             raise NoMatch(node, f"%{node.name} (log_softmax) is over another dimension")
-        return Link(node, "log_softmax", first_operand(node), dim)
+        return ChainNode(node, "log_softmax", first_operand(node), dim)
     if placement_name(node.target):
-        return Link(node, "placement", first_operand(node), dim)
+        return ChainNode(node, "placement", first_operand(node), dim)
     if node.target in CASTS:
         _check_cast(node)
-        return Link(node, "cast", first_operand(node), dim)
-    if node.target in MOVEMENTS:
-        step = moved(node, dim)
-        return Link(node, "move", first_operand(node), step.dim, moved=step)
+        return ChainNode(node, "cast", first_operand(node), dim)
+    if node.target in VIEWS:
+        view = view_of(node, dim)
+        return ChainNode(node, "view", first_operand(node), view.dim, view=view)
     function = IN_PLACE.get(node.target, node.target)
     changed = written(node)
     if function not in POINTWISE:
@@ -97,38 +97,38 @@ def link_of(node: Node, dim: int, after: list[Link]) -> Link:
     if changed not in ([], [before]):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to another tensor")
     kind = "pointwise" if len(tensors) == 1 else "tensor"
-    return Link(node, kind, before, dim, in_place=bool(changed), function=function)
+    return ChainNode(node, kind, before, dim, in_place=bool(changed), function=function)
 
 
-def _stacked(node: Node, dim: int, after: list[Link]) -> Link:
-    """A stack of heads: the link to the head whose logits the links behind it, ``after``, pick."""
+def _stacked(node: Node, dim: int, after: list[ChainNode]) -> ChainNode:
+    """A stack of heads: before it is the head whose logits the nodes ``after`` it pick."""
     given = arguments(node, {"tensors": REQUIRED, "dim": 0})
     tensors, new = given["tensors"], given["dim"] % value(node).dim()
     if not isinstance(tensors, tuple | list) or new == dim:
         raise NoMatch(node, f"%{node.name} (stack) stacks other than the rows of logits")
     at = new
-    for link in reversed(after):
-        if link.moved is None or link.moved.replay is None:
+    for reading in reversed(after):
+        if reading.view is None or reading.view.replay is None:
             continue
-        found = _picked(link, at)
+        found = _picked(reading, at)
         if found is None:
             break
         picked, at = found
         if picked is not None:
             head = tensors[picked % len(tensors)]
-            return Link(node, "stack", head, dim - (new < dim), stacked=(new, len(tensors)))
+            return ChainNode(node, "stack", head, dim - (new < dim), stacked=(new, len(tensors)))
     raise NoMatch(
         node, f"%{node.name} (stack) gives the loss the logits of several linears, as far as known"
     )
 
 
-def _picked(link: Link, at: int) -> tuple[int | None, int] | None:
-    """What a movement does to dimension ``at`` of its input: the number that it picks there, and
+def _picked(reading: ChainNode, at: int) -> tuple[int | None, int] | None:
+    """What a view does to dimension ``at`` of its input: the number that it picks there, and
     the dimension's position in its output; None where that is not known when the graph is traced.
     """
-    assert link.moved is not None
-    assert link.moved.replay is not None
-    _, target, args = link.moved.replay(0)
+    assert reading.view is not None
+    assert reading.view.replay is not None
+    _, target, args = reading.view.replay(0)
     if target == "select":
         where, number = args
         if where == at:
@@ -191,16 +191,16 @@ def check_plain(node: Node) -> None:
 # ---------------------------------------------------------------- in the order of the data
 
 
-def apply_pointwise(link: Link, expr: Expr) -> Expr:
-    """The expression after a ``pointwise`` link, of the one before it.
+def apply_pointwise(reading: ChainNode, expr: Expr) -> Expr:
+    """The expression after a ``pointwise`` node, of the one before it.
 
     Raises:
         NoMatch: an argument that is no number, or that its row in ``POINTWISE`` does not know.
     """
-    node, row = link.node, POINTWISE[link.function]
+    node, row = reading.node, POINTWISE[reading.function]
     given = arguments(node, row.signature)
     try:
-        operands = [_operand(node, argument, link.before, expr) for argument in given.values()]
+        operands = [_operand(node, argument, reading.before, expr) for argument in given.values()]
         return row.value(*operands)
     except ValueError as error:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
@@ -219,24 +219,24 @@ def _operand(node: Node, argument: Any, before: Node, expr: Expr) -> Any:
     return argument
 
 
-def tensor_steps(link: Link) -> list[Step]:
-    """What a ``tensor`` link is: a bias or a factor per row.
+def tensor_folds(reading: ChainNode) -> list[Fold]:
+    """What a ``tensor`` node is: a bias or a factor per row.
 
     Raises:
         NoMatch: it is neither.
     """
-    node, operation = link.node, _operation(link.function)
-    left, right, *options = arguments(node, POINTWISE[link.function].signature).values()
+    node, operation = reading.node, _operation(reading.function)
+    left, right, *options = arguments(node, POINTWISE[reading.function].signature).values()
     plain = {"alpha": 1, "rounding_mode": None, "inplace": False, "out": None}
-    names = list(POINTWISE[link.function].signature)[2:]
+    names = list(POINTWISE[reading.function].signature)[2:]
     if any(option != plain[name] for name, option in zip(names, options, strict=True)):
         raise NoMatch(node, _combines(node))
-    other = right if left is link.before else left
+    other = right if left is reading.before else left
     if not isinstance(other, Node) or left is right:
         raise NoMatch(node, _combines(node))
-    from_end = value(node).dim() - link.dim  # the class dimension, counted from the end
+    from_end = value(node).dim() - reading.dim  # the class dimension, counted from the end
     shape = [] if is_number(other) else list(value(other).shape)
-    v, dtype = value(node).shape[link.dim], value(node).dtype
+    v, dtype = value(node).shape[reading.dim], value(node).dtype
     classes = shape[-from_end] if len(shape) >= from_end else 1
     if operation in ("add", "sub"):
         rows = [s for i, s in enumerate(shape) if len(shape) - i != from_end]
