@@ -9,6 +9,7 @@ where the fused answer is not eager's to the last few bits.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import itertools
 import os
@@ -157,6 +158,10 @@ def run(
             out.records += [_record(n, v) for n, v in zip(case.kept, kept, strict=True)]
         except Exception as error:
             out.error = error.with_traceback(None)
+            # what it was raised from holds frames, and these hold guards of the dispatcher's state,
+            # which must not end in the middle of a later program
+            out.error.__context__ = out.error.__cause__ = None
+            gc.collect()
         out.records.append(_record("the random state", torch.get_rng_state()))
         out.records.append(_record("the grad mode", torch.is_grad_enabled()))
         for name, leaf in leaves:
