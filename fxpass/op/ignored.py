@@ -2,7 +2,8 @@
 
 In: the inputs of a fused loss. Out: the inputs of the rows that count, and afterwards outputs for
 all rows again: losses and gradients of the others are 0. Padding and prompts are often more than
-half of a batch, and each ignored row would cost as many operations as any other.
+half of a batch, and each ignored row would cost as many operations as any other. What is nan or
+infinite in an ignored row stays there, where eager multiplies it by 0 and gets nan gradients.
 """
 
 from __future__ import annotations
