@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
@@ -325,3 +326,20 @@ def test_a_bias_in_low_precision_beside_a_product_in_f32(call):
     h, weight, bias = tensor(4, 8, 3), tensor(6, 3), tensor(6, dtype=BF16)
     exact = program(h, weight, bias.float())
     torch.testing.assert_close(compiled(program)(h, weight, bias), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_loss_that_is_too_small_to_fuse_is_cast_all_the_same():
+    """Casts do not depend on what is fused: the linear alone would raise."""
+
+    def program(x, weight, target):
+        return F.cross_entropy(F.linear(x, weight), target)
+
+    x, weight = tensor(8, 16, dtype=BF16), tensor(300, 16)
+    target = torch.arange(8)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        program(x, weight, target)
+    loss = compiled(program, min_logits_mb=64)(x, weight, target)
+    assert counters["fusedce"] == {"matched": 0, "rejected": 1, "casts": 1}
+    exact = program(x.double(), weight.double(), target)
+    eager = program(x, weight.to(BF16), target)
+    assert_close([loss], [eager], [exact], BF16)
