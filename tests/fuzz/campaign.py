@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from . import deferrals, generate, specs
 from .case import Case
 from .minimise import minimise
-from .oracle import Verdict, judge
+from .oracle import Verdict, clean_state, judge
 
 # Compiled code is dropped after so many cases: Dynamo's own tables grow.
 RESET_AFTER = 200
@@ -76,8 +76,8 @@ KINDS: dict[str, Callable[[str], Case | None]] = {
 
 
 def draw(kind: str, seed: int, number: int) -> Case | None:
-    """A case, which is run while it is drawn; it leaves gradients on."""
-    with torch.enable_grad():
+    """A case, which is run while it is drawn."""
+    with clean_state():
         return KINDS[kind](f"{kind}:{seed}:{number}")
 
 

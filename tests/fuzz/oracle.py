@@ -42,6 +42,7 @@ _WIDE = (
 )
 # Writes that no version counter sees. Where they reach what backward needs, eager computes what
 # nobody meant, and no particular gradient is right.
+_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 _UNSEEN = re.compile(r"\.data\b|numpy\(|inference_mode")
 # Dynamo remembers by file and line which sizes varied: each program is a file of its own.
 _numbers = itertools.count()
@@ -158,16 +159,18 @@ def run(
             out.records += [_record(n, v) for n, v in zip(case.kept, kept, strict=True)]
         except Exception as error:
             out.error = error.with_traceback(None)
-            # what it was raised from holds frames, and these hold guards of the dispatcher's state,
-            # which must not end in the middle of a later program
-            out.error.__context__ = out.error.__cause__ = None
-            gc.collect()
         out.records.append(_record("the random state", torch.get_rng_state()))
         out.records.append(_record("the grad mode", torch.is_grad_enabled()))
         for name, leaf in leaves:
             out.records.append(_record(f"{name} afterwards", leaf))
             if leaf.grad is not None:
                 out.records.append(_record(f"{name}.grad", leaf.grad))
+    if out.error is not None:
+        # an exception in AOTAutograd holds frames, and these hold guards, which set the state of the
+        # dispatcher when they are freed: here, and not in the middle of a later program
+        out.error.__context__ = out.error.__cause__ = None
+        with clean_state():
+            gc.collect()
     return out
 
 
@@ -220,9 +223,16 @@ def _unchanged(saved: tuple[Tensor, Tensor]) -> Tensor:
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        # a program may switch the modes, and leave them so, as an error in a graph does
-        with torch.inference_mode(False), torch.enable_grad():
+        with clean_state():
             yield
+
+
+@contextlib.contextmanager
+def clean_state() -> Iterator[None]:
+    """Gradients on and nothing traced, whatever a program, or an error in a graph, has left."""
+    keys = torch._C._ForceDispatchKeyGuard(*_KEYS)
+    with keys, torch.inference_mode(False), torch.enable_grad():
+        yield
 
 
 # ---------------------------------------------------------------- comparing
