@@ -3,9 +3,11 @@
 In: a :class:`Setting`, the numbers of a :class:`Problem`, a loss. Out: a :class:`Row`::
 
     >>> problem = Problem(64, 16, 1000, torch.float16)
+    >>> def plain(x, weight, target):
+    ...     return torch.nn.functional.cross_entropy(x @ weight.t(), target)
     >>> row = measure(plain, Setting(torch.float16, scaled=True), problem)
-    >>> row.errors["dw"], row.zeros["dw"]
-    (0.00021, 0.0)
+    >>> row.errors["dw"] < 1e-3, row.zeros["dw"]
+    (True, 0.0)
 """
 
 from __future__ import annotations

@@ -5,8 +5,11 @@ In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.comm
 buffer that all chunks share; the kernel of :mod:`fxpass.kernels.source` turns them in place into
 row losses and gradient; two more GEMMs add that to the f32 gradients of x and of the weight::
 
-    >>> x, w, t = torch.randn(4, 8, device="cuda"), torch.randn(10, 8, device="cuda"), ...
-    >>> loss, _, x_grad, *_ = run(Inputs(x, w, None, t), Spec(gradients=("x",)), rows=4096)
+    >>> x, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
+    >>> inputs = Inputs(x, weight, None, target)
+    >>> loss, _, x_grad, *_ = run(inputs, Spec(gradients=("x",)), rows=4096)
+    >>> loss.shape, x_grad.shape
+    (torch.Size([4]), torch.Size([4, 8]))
 
 Nothing waits for the GPU, and nothing is added up in an order that varies. So a CUDA graph can
 record it, once a first run has compiled the kernel and chosen its blocks

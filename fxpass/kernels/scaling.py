@@ -3,10 +3,12 @@
 In: the inputs of a fused loss. Out: the inputs with coefficients below 2, and the powers of two
 that undo this scaling on losses and gradients::
 
-    >>> inputs = Inputs(x, w, None, t, row_scale=torch.tensor([2.0**20, 2.0**18]))  # x in fp16
+    >>> x, weight = torch.ones(2, 8).half(), torch.ones(10, 8).half()
+    >>> row_scale = torch.tensor([2.0**20, 2.0**18])
+    >>> inputs = Inputs(x, weight, None, torch.arange(2), row_scale=row_scale)
     >>> inputs, unscale = scale_coefficients(inputs, Spec(gradients=("x",)))
-    >>> inputs.row_scale, unscale.gradients
-    (tensor([1.0000, 0.2500]), tensor(1048576.))
+    >>> inputs.row_scale.tolist(), unscale.gradients.item()
+    ([1.0, 0.25], 1048576.0)
 """
 
 from __future__ import annotations

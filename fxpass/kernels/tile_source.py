@@ -6,7 +6,7 @@ leaves no text behind::
 
     >>> kernel = forward(Spec(), weighted=False, gemm=Gemm())
     >>> "bias" in kernel.source, "smooth" in kernel.source, "ignore_index" in kernel.source
-    (False, False, False)
+    (False, False, True)
 
 ``forward`` makes one pass over the logits of some rows and classes, tile by tile, ``merge`` puts
 the splits of a row together, ``backward`` writes the gradient of some classes' logits. What they do

@@ -6,8 +6,11 @@ what it keeps per row is the log-sum-exp. Backward makes the logits of some clas
 their gradient to a scratch ``[N, classes]`` and lets the vendor's GEMMs add that up, already
 multiplied by what arrives, so that no f32 gradient of the weight is kept::
 
-    >>> x, w, t = torch.randn(4, 8, device="cuda"), torch.randn(10, 8, device="cuda"), ...
-    >>> loss, lse, *_ = run(Inputs(x, w, None, t), Spec(strategy="tiled"), classes=8192)
+    >>> x, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
+    >>> inputs = Inputs(x, weight, None, target)
+    >>> loss, lse, *_ = run(inputs, Spec(strategy="tiled"), classes=8192)
+    >>> loss.shape, lse.shape
+    (torch.Size([4]), torch.Size([4]))
 
 Logits that the graph holds already are not read: they are computed again. Nothing waits for the
 GPU, and nothing is added up in an order that varies.

@@ -4,8 +4,9 @@ In: a kernel, the sizes that its time depends on, the candidates, a function tha
 them. Out: one of the candidates; the first, the default, where nothing may be timed::
 
     >>> candidates = ({"BLOCK_V": 8192, "num_warps": 16}, {"BLOCK_V": 4096, "num_warps": 8})
-    >>> best(load(kernel), x.device, x.dtype, (rows, v), candidates, launch)
-    {'BLOCK_V': 4096, 'num_warps': 8}
+    >>> kernel = object()  # one for the interpreter, which nothing may time
+    >>> best(kernel, torch.device("cpu"), torch.bfloat16, (2048, 32000), candidates, print)
+    {'BLOCK_V': 8192, 'num_warps': 16}
 
 ``triton.autotune(cache_results=True)`` times the candidates, and keeps the times in Triton's cache
 directory, so that the next process times nothing. This module adds what the autotuner of Triton

@@ -4,7 +4,7 @@ In: a target (``torch.tanh``, ``operator.mul``, the method name ``"clamp"``) and
 Out: an expression::
 
     >>> signature = POINTWISE["clamp"].signature  # input, min, max, inplace, out
-    >>> POINTWISE["clamp"].value(Z, exact(-5), exact(5), False, None)
+    >>> POINTWISE["clamp"].value(sympy.Symbol("z"), exact(-5), exact(5), False, None)
     minimum(maximum(z, -5), 5)
 
 A name means the same as a function of torch, ``torch.nn.functional`` or ``torch.special``, as an

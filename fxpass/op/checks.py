@@ -4,6 +4,7 @@ In: the tensors of an :class:`fxpass.aten.common.Inputs`, real or fake, and a sp
 an error that names the operand and what it is::
 
     >>> check_inputs(Inputs(torch.ones(4, 8), torch.ones(9, 7), None, None), Spec())
+    Traceback (most recent call last):
     ValueError: fxpass::linear_cross_entropy needs x [N, D] and weight [V, D], got [4, 8] and [9, 7]
 """
 

@@ -3,6 +3,7 @@
 In: sizes, dtype, device, what is computed and the user's setting. Out: a :class:`Choice`, which
 says why::
 
+    >>> spec = Spec(gradients=("x", "weight"))
     >>> choose(2048, 512, 32000, torch.float32, torch.device("cpu"), spec, "auto").strategy
     'chunked'
 

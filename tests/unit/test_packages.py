@@ -1,8 +1,9 @@
-"""The packages of fxpass: which may import which, and that an installed wheel has all of them."""
+"""The packages of fxpass: their imports, the examples in their docstrings, an installed wheel."""
 
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import pkgutil
 import subprocess
@@ -93,6 +94,21 @@ def test_charters(package):
     text = importlib.import_module(f"fxpass.{package}").__doc__ or ""
     sentences = [s for s in text.replace("\n", " ").split(". ") if s.strip()]
     assert len(sentences) in (2, 3, 4), sentences
+
+
+def with_examples() -> list[str]:
+    """The modules of fxpass and of the benchmarks that have examples in docstrings."""
+    paths = [*ROOT.rglob("*.py"), *(ROOT.parent / "benchmarks").rglob("*.py")]
+    found = [p.relative_to(ROOT.parent) for p in paths if ">>>" in p.read_text()]
+    return sorted(".".join(path.with_suffix("").parts) for path in found)
+
+
+@pytest.mark.parametrize("name", with_examples())
+def test_the_examples_of_docstrings_run(name, device):
+    with device:
+        results = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
+    assert results.attempted
+    assert not results.failed
 
 
 def test_a_module_fits_its_reader():
