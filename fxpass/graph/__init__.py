@@ -1,4 +1,5 @@
-"""Reading any Dynamo graph: a call's arguments by name, what writes, nested regions, placements.
+"""Reads any Dynamo graph: the arguments of calls by name, writes, nested graphs, placements.
 
-Knows nothing of losses and changes nothing. Imports nothing of fxpass.
+Knows nothing of losses, and changes no graph but in ``region.return_once``. Imports nothing of
+fxpass.
 """

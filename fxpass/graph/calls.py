@@ -1,14 +1,14 @@
-"""What a call is given, by the names of the callee's own parameters, and what the call writes.
+"""Reads a call: its arguments by the callee's parameter names, and the operands that it writes.
 
-In: a node of a Dynamo graph. Out: its arguments by name, whatever the mix of positions and keywords
-in which the program gives them, and the operands that the call may write::
+In: a node of a Dynamo graph. Out: its arguments by name, for any mix of positional and keyword
+arguments, and the tensor operands that the call may write::
 
     torch.matmul(other=%w, input=%x)    ->    {"input": %x, "other": %w}        writes nothing
     F.relu(%h, True)                    ->    {"input": %h, "inplace": True}    writes %h
 
-Names come from the callee: the schema of an ATen operation or the signature of a Python function.
-What a call writes is decided by a whitelist: a schema that declares no write, or a row of the
-tables below. An unknown call may write every tensor that it is given.
+The names come from the schema of an ATen operation or the signature of a Python function. A schema
+that declares no write, or a row of the tables below, proves that a call is pure. An unknown call
+may write every tensor operand.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from fxpass.graph.source import call_name
 
 @dataclass(frozen=True)
 class Overload:
-    """One form of a callee.
+    """One overload of a callee.
 
     Attributes:
-        parameters: name → default (``REQUIRED`` where there is none), in order.
-        positional: how many of them may be given by position.
-        packs: whether the second one takes all further positions as a list (``z.view(2, 3)``).
+        parameters: name → default (``REQUIRED`` without one), in order.
+        positional: the number of parameters that may be positional.
+        packs: whether all positional arguments after the first form a list (``z.view(2, 3)``).
         lists: the parameters that are lists of tensors.
         writes: the parameters that the schema declares as written.
     """
@@ -49,7 +49,7 @@ class Overload:
     writes: frozenset[str] = frozenset()
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What is given, by name; None if the call is not of this form."""
+        """The given arguments by name; None if they do not fit this overload."""
         if self.packs and len(args) > 2:
             args = (args[0], args[1:])
         if len(args) > self.positional:
@@ -67,7 +67,7 @@ class Overload:
         return None if any(missing) else given
 
 
-# torch takes NumPy's names of some parameters as well
+# torch also accepts NumPy's names of some parameters
 _NUMPY_NAMES = {
     **{"axis": "dim", "keepdims": "keepdim", "self": "input", "x2": "other"},
     **dict.fromkeys(("x", "a", "x1"), "input"),
@@ -80,11 +80,11 @@ def arguments(node: Node, wanted: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         node: a call.
         wanted: the parameters that the reader understands, in order, with their defaults or
-            ``REQUIRED``. Operators and methods without a schema have no names of their own: there
-            the order names the arguments.
+            ``REQUIRED``. Operators and methods without a schema have no parameter names: their
+            arguments get these names in order.
 
     Raises:
-        NoMatch: an argument that the reader does not understand, or a required one is missing.
+        NoMatch: an argument is not in ``wanted``, or a required argument is missing.
     """
     overload, given = _bound(node, wanted)
     for name, argument in given.items():
@@ -99,10 +99,10 @@ def arguments(node: Node, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_operand(node: Node) -> Node:
-    """The tensor that a call is of: its first argument, by position or by name.
+    """A call's first argument, positional or by name, which has to be a tensor of the graph.
 
     Raises:
-        NoMatch: there is none.
+        NoMatch: it is none.
     """
     names = (n for n in node.kwargs if _NUMPY_NAMES.get(n, n) == "input")
     operand = node.args[0] if node.args else node.kwargs.get(next(names, ""))
@@ -121,12 +121,12 @@ def _bound(node: Node, wanted: Mapping[str, Any]) -> tuple[Overload, dict[str, A
     raise NoMatch(node, f"%{node.name} ({call_name(node)}) is called in a form that is not known")
 
 
-# ---------------------------------------------------------------- the forms of a callee
+# ---------------------------------------------------------------- the overloads of a callee
 
 
 def overloads(op: str, target: Target) -> tuple[Overload, ...]:
-    """The forms of a function or method; empty where they are not known."""
-    # two names of one C function are equal (torch.mm and torch.dsmm), and only one has schemas
+    """The overloads of a function or method; empty if they are unknown."""
+    # torch.mm and torch.dsmm are equal, but only the name mm has schemas: the name is in the key
     return _overloads(op, target, getattr(target, "__name__", ""))
 
 
@@ -179,7 +179,7 @@ def _of_signature(function: Any) -> tuple[Overload, ...]:
     for parameter in found:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return ()
-        # the names of what is given by position only mean nothing
+        # no caller can use the name of a positional-only parameter
         hidden = "_" if parameter.kind is parameter.POSITIONAL_ONLY else ""
         default = REQUIRED if parameter.default is parameter.empty else parameter.default
         parameters[hidden + names.get(parameter.name, parameter.name)] = default
@@ -197,7 +197,7 @@ _OPERATORS_THAT_WRITE = {
 _PURE_FUNCTIONS: set[Target] = {
     *({getattr(operator, name) for name in operator.__all__} - _OPERATORS_THAT_WRITE),
     *(getattr, len),
-    # functions of any number of tensors, whose signatures name no parameters
+    # variadic functions, whose signatures name no parameters
     *(torch.einsum, torch.meshgrid, torch.broadcast_tensors, torch.block_diag),
 }
 # Methods without a schema.
@@ -208,10 +208,10 @@ _PURE_METHODS = {
     *(f"__{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "neg", "getitem")),
     *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "len")),
 }
-# The modules whose Python functions write nothing but what a parameter of theirs asks for.
+# Modules whose Python functions write only what one of their parameters asks for.
 _MODULES = ("torch.nn.functional", "torch.functional", "torch")
-# Parameter that asks for a write, where it is neither None nor False → the parameters written.
-# The statistics of a normalisation are in no schema.
+# Parameter that asks for a write unless it is None or False → the parameters that are written then.
+# No schema declares that a normalisation writes its running statistics.
 _WRITES_IF = {
     "out": ("out",),
     "inplace": ("input",),
@@ -221,7 +221,7 @@ _WRITES_IF = {
 
 
 def written(node: Node) -> list[Node]:
-    """The tensor operands whose memory a node may change; all of them where nothing is known."""
+    """The tensor operands whose memory a node may change; all operands of an unknown call."""
     operands = [n for n in node.all_input_nodes if is_tensor(n)]
     target: Any = node.target
     if not operands or node.op == "output" or placement_name(target):
@@ -261,7 +261,7 @@ def _bodies(node: Node) -> list[GraphModule]:
 
 
 def _writes_outside(body: GraphModule) -> bool:
-    """Whether a nested graph may change a tensor that it does not make itself."""
+    """Whether a nested graph may write to one of its inputs."""
     outside = {storage(n) for n in body.graph.find_nodes(op="placeholder") if is_tensor(n)}
     return any(
         storage(operand) in (None, *outside)
@@ -271,7 +271,7 @@ def _writes_outside(body: GraphModule) -> bool:
 
 
 def storage(node: Node) -> int | None:
-    """What aliases share; None if it cannot be known (tensors inside torch.func transforms)."""
+    """Identifies a node's memory, alike for aliases; None if unknown (in torch.func transforms)."""
     try:
         return node.meta["example_value"].untyped_storage()._cdata
     except NotImplementedError:

@@ -1,7 +1,6 @@
-"""What could make it wrong to compute some nodes of a graph later than where they stand.
+"""Finds writes that make it wrong to recompute nodes at a later node of the graph.
 
-In: the nodes, and the one at which their meaning is computed instead. Out: the first hazard, as a
-node and a reason, or None::
+In: the nodes, and the later node. Out: the first hazard, as a node and a reason, or None::
 
     %z = linear(%h, %w);  %h.add_(1);  %loss = cross_entropy(%z, %t)    ->    %h.add_ changes %h
 """
@@ -20,24 +19,24 @@ Hazard = tuple[Node, str]
 
 
 def hazard(pattern: Collection[Node], last: Node) -> Hazard | None:
-    """The first reason why ``pattern`` cannot be computed at ``last`` with the same result.
+    """The first reason why ``pattern``, recomputed at ``last``, would give another result.
 
     Args:
-        pattern: nodes of one graph that are carried out anew at ``last``; all that they read from
-            each other is computed anew as well, all else is read there.
-        last: a node behind all of them, which may be one of them, or the graph's output.
+        pattern: nodes of one graph. They are recomputed from each other's recomputed values, and
+            from the values that all other operands have at ``last``.
+        last: the last node of the pattern, a node after it, or the graph's output.
 
-    A node outside of the pattern must not write what the pattern reads or holds, from the first
-    node that reads or makes it on. A node of the pattern may write to another one's memory (``z +=
-    1``), as long as nobody outside reads that memory under an older name.
+    A node outside the pattern must not write to an operand or a result of a pattern node, between
+    this node and ``last``. A pattern node may write to its operand (``z += 1``) if no node outside
+    the pattern reads an earlier alias of the operand.
     """
     inside = set(pattern)
     nodes = [node for node in last.graph.nodes if node in inside]
-    first: dict[int | None, Node] = {}  # memory -> the node from which on it has to stay
+    first: dict[int | None, Node] = {}  # memory -> the first pattern node that uses it
     for node in nodes:
-        for held in (*node.all_input_nodes, node):
-            if is_tensor(held):
-                first.setdefault(storage(held), node)
+        for tensor in (*node.all_input_nodes, node):
+            if is_tensor(tensor):
+                first.setdefault(storage(tensor), node)
     ends = last.op == "output"
     when = "before the end of the graph" if ends else "between the linear and the loss"
     node = nodes[0]
@@ -57,13 +56,13 @@ def hazard(pattern: Collection[Node], last: Node) -> Hazard | None:
 
 
 def leaves(node: Node) -> bool:
-    """Whether somebody outside of the graph holds a node's memory, and may write to it later."""
+    """Whether an input or output shares a node's memory, so that the user may write to it later."""
     ends = (*node.graph.find_nodes(op="placeholder"), *node.graph.output_node().all_input_nodes)
     return storage(node) in {None, *(storage(n) for n in ends if is_tensor(n))}
 
 
 def _seen_from_outside(writer: Node, pattern: Collection[Node]) -> Hazard | None:
-    """Somebody who may see what ``writer``, a node of the pattern, writes to its operand."""
+    """The hazard that an input, or a user outside the pattern, sees the write of ``writer``."""
     changed = {storage(n) for n in written(writer)}
     if not changed:
         return None

@@ -1,11 +1,10 @@
-"""What the matcher's tables share: example values, and the spellings that need no reading.
+"""Shared by the tables of spellings: example values, casts, and functions that read no values.
 
-A graph may hold the same meaning as a function (``torch.tanh``), an operator (``operator.mul``) or
-a method (the string ``"view"``); each is a key of a table. A new spelling is a new row and a test.
-What is in no table is unknown, and an unknown node between a linear and a loss means: no rewrite.
-How a call's arguments are read: :mod:`fxpass.graph.calls`. The tables: :mod:`fxpass.match.linears`,
-:mod:`fxpass.match.losses`, :mod:`fxpass.match.views`, :mod:`fxpass.match.pointwise`, and here
-the casts and whatever reads no values.
+A graph may call one operation as a function (``torch.tanh``), an operator (``operator.mul``) or a
+method (the string ``"view"``); each spelling is a key of a table. A new spelling is a new row and a
+test. A node without a row between a linear and its loss prevents the fusion.
+:mod:`fxpass.graph.calls` reads the arguments of a call. The other tables are in :mod:`fxpass.match.linears`,
+:mod:`fxpass.match.losses`, :mod:`fxpass.match.views` and :mod:`fxpass.match.pointwise`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ REQUIRED: Any = object()  # in a signature: a parameter without a default
 
 
 class NoMatch(Exception):  # noqa: N818
-    """Ends the reading of one loss; becomes a :class:`fxpass.match.match.Rejection`."""
+    """Why one loss is not fused; becomes a :class:`fxpass.match.match.Rejection`."""
 
     def __init__(self, node: Node, reason: str) -> None:
         super().__init__(reason)
@@ -38,21 +37,21 @@ def value(node: Node) -> Tensor:
 
 
 def hint(size: Any) -> int:
-    """A size as a number: what it was when the graph was traced, where it may vary."""
+    """A size as a number; for a symbolic size, its value when the graph was traced."""
     return size if isinstance(size, int) else int(size.node.hint or 0)
 
 
 def is_tensor(argument: Any) -> bool:
-    """Whether an argument of a call is a node that holds a tensor."""
+    """Whether an argument of a call is a node whose value is a tensor."""
     return isinstance(argument, Node) and isinstance(argument.meta.get("example_value"), Tensor)
 
 
 def is_number(node: Node) -> bool:
-    """Whether a node holds a float that varies from call to call."""
+    """Whether a node's value is a float that varies from call to call."""
     return isinstance(node.meta.get("example_value"), torch.SymFloat)
 
 
-# A tensor's attribute that is an operation: a call of getattr, and from torch 2.14 on one of these.
+# Attributes of a tensor that are operations. The node calls getattr; from torch 2.14 on, these.
 ATTRIBUTES: dict[Target, str] = {
     torch.ops.aten.numpy_T: "T",
     torch.ops.aten.mT: "mT",
@@ -62,19 +61,19 @@ ATTRIBUTES: dict[Target, str] = {
 
 
 def attribute_of(node: Node) -> str:
-    """The attribute of a tensor that a node reads; empty where it does something else."""
+    """The attribute of a tensor that a node reads; empty for any other node."""
     return str(node.args[1]) if node.target is getattr else ATTRIBUTES.get(node.target, "")
 
 
-# ---------------------------------------------------------------- spellings that need no reading
+# ---------------------------------------------------------------- casts and metadata
 
-# Judged by the dtypes and devices of the example values; the arguments do not matter.
+# The example values show dtypes and devices; nothing reads the arguments.
 CASTS: set[Target] = {
     *("to", "float", "half", "bfloat16", "double", "type", "type_as"),
     *("cpu", "cuda"),
 }
 
-# Read a tensor's sizes and not its values.
+# Read a tensor's sizes, not its values.
 METADATA: set[Target] = {
     *("size", "dim", "numel", "ndimension", "stride", "is_floating_point"),
     *(torch.numel, torch.ops.aten.sym_size, torch.ops.aten.sym_size.int),
@@ -82,12 +81,12 @@ METADATA: set[Target] = {
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
 }
 
-# Read of their second operand its sizes, its dtype or its device, and not its values.
+# Read only the sizes, the dtype or the device of their second operand.
 _LIKE: set[Target] = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
 
 
 def reads_values(user: Node, node: Node) -> bool:
-    """Whether ``user`` reads what is in ``node``, and not only its sizes or its dtype."""
+    """Whether ``user`` reads the values of ``node``, not only its sizes or its dtype."""
     if user.target in METADATA:
         return False
     first = user.args[0] if user.args else None

@@ -1,14 +1,14 @@
-"""Placements: nodes that change on which ranks a tensor lies, and not what it is.
+"""Placements: nodes that change how a DTensor is distributed over ranks, and not its value.
 
-In: a node. Out: the name of what it does, or nothing. A DTensor is a tensor that several ranks hold
-together; ``redistribute`` moves its parts, ``from_local`` makes one of each rank's part, and
-``to_local`` gives each rank its own part again::
+In: a node. Out: the name of its operation, or an empty string. ``from_local`` makes a DTensor of
+each rank's local tensor, ``redistribute`` changes its placements, and ``to_local`` returns the
+rank's local tensor::
 
     placement_name(%redistribute) == "redistribute"        placement_name(%view) == ""
 
-Dynamo of torch 2.11 makes them functions of its own, one for each call, that hold whatever is no
-tensor: FX can write placements as arguments in later versions only. Nodes that we put in call a
-:class:`Placing` for the same reason.
+FX of torch 2.11 cannot have placements as arguments of a node. So Dynamo makes a function for each
+call, with the arguments that are not tensors in its closure, and the rewrite's nodes call a
+:class:`Placing`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fxpass.graph.nodes import NoMatch, Target
 
 FROM_LOCAL = ("from_local", "prim from_local")
 TO_LOCAL = ("to_local", "full_tensor", "prim_to_local")
-# Methods, and functions by name; "prim" in those of Dynamo's own.
+# Names of methods and functions; "prim" is in those of the functions that Dynamo makes.
 PLACEMENTS = {"redistribute", "prim_redistribute", *FROM_LOCAL, *TO_LOCAL}
 
 
@@ -39,40 +39,39 @@ def options_of(node: Node) -> Mapping[str, Any]:
     """The keyword arguments of a node with a ``placement_name``.
 
     Raises:
-        NoMatch: nothing says what they are.
+        NoMatch: the node's function does not show them.
     """
     if not placement_name(node.target).startswith("prim"):
         return node.kwargs
     if isinstance(node.target, FunctionType):
-        held = zip(node.target.__code__.co_freevars, node.target.__closure__ or (), strict=True)
-        options = {name: cell.cell_contents for name, cell in held}.get("kwargs_as_value")
+        cells = zip(node.target.__code__.co_freevars, node.target.__closure__ or (), strict=True)
+        options = {name: cell.cell_contents for name, cell in cells}.get("kwargs_as_value")
         if isinstance(options, dict):
             return {**options, **node.kwargs}
     raise NoMatch(node, f"%{node.name} does not show its arguments")
 
 
 class Placing(functools.partial[Any]):
-    """What a node calls that moves parts of a DTensor: ``function`` with placements.
+    """The target of a node that changes placements: ``function``, with its placements bound.
 
-    Its keyword arguments are placements, the others are those of the node. A node's text and
-    ``placement_name`` call it by the name of the function.
+    The node has the other arguments. Graphs as text and ``placement_name`` show the function's name.
     """
 
     def __init__(self, function: Callable[..., Any], **placements: Any) -> None:
-        del placements  # partial keeps them
+        del placements  # functools.partial stores them
         self.__name__ = self.__qualname__ = function.__name__
         self.__module__ = __name__
 
 
 def is_dtensor(example: object) -> bool:
-    """Whether a value is a DTensor. Does not import them: who has one has done so."""
+    """Whether a value is a DTensor. Imports nothing: a program with DTensors has imported them."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(example, module.DTensor)
 
 
 def is_gathered(node: Node) -> bool:
-    """Whether a placement leaves the shape of a DTensor as it was: one that moves it, or the last
-    one, if after it every rank has all of the tensor."""
+    """Whether a node's output has the DTensor's global shape on every rank: ``redistribute``,
+    ``full_tensor``, or ``to_local`` of a replicated DTensor."""
     name = placement_name(node.target).removeprefix("prim_")
     if name != "to_local":
         return name in ("redistribute", "full_tensor")
@@ -82,5 +81,5 @@ def is_gathered(node: Node) -> bool:
 
 
 def placements_of(example: Any) -> tuple[Any, ...]:
-    """How a DTensor lies along each dimension of its mesh."""
+    """A DTensor's placements, one for each dimension of its mesh."""
     return tuple(example.placements)

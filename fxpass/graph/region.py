@@ -1,7 +1,7 @@
-"""The graphs of a program: the whole, and those nested in it.
+"""A Dynamo graph and the graphs nested in it.
 
-In: a Dynamo graph. Out: one :class:`Region` for it and for each graph inside: the bodies of
-checkpoints, of an ``autograd.Function``'s forward and backward, of ``torch.cond``'s branches.
+In: a Dynamo graph. Out: a :class:`Region` for this graph and for each nested graph: checkpoints,
+forward and backward of an ``autograd.Function``, the branches of ``torch.cond``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _AUTOGRAD_FUNCTIONS = {torch.ops.higher_order.autograd_function_apply}
 
 @dataclass(frozen=True)
 class Region:
-    """A graph and, for a nested one, the region that calls it and the node that does.
+    """A graph and, for a nested graph, the region and the node that call it.
 
     Attributes:
         module: the graph.
-        outer, call: the region around it and the node there that runs it; None for the whole.
-        plain: whether it is an ordinary part of the program: the whole, or a checkpoint in a plain
-            region, which is only computed again in backward. Losses are fused in these.
+        outer, call: the region around it and the node there that calls it; None for the outermost.
+        plain: whether losses in it can be fused: it is the outermost graph, or a checkpoint in a
+            plain region, which backward only recomputes.
         backward: whether it runs in the backward pass.
     """
 
@@ -38,7 +38,7 @@ class Region:
 
 
 def regions(module: GraphModule) -> Iterator[Region]:
-    """The region of ``module``, then those nested in it, outer ones first, each graph once."""
+    """The region of ``module``, then the nested regions, outer before inner, each graph once."""
     yield from _regions(Region(module), {id(module)})
 
 
@@ -64,13 +64,13 @@ def _regions(region: Region, seen: set[int]) -> Iterator[Region]:
 
 
 def return_once(region: Region) -> None:
-    """No forward of an ``autograd.Function`` returns the same tensor twice, where torch 2.11 does.
+    """Makes the forward of every ``autograd.Function`` return each tensor once, also in torch 2.11.
 
-    Dynamo returns every intermediate beside the function's own outputs, whose gradients are read by
-    nobody. Where one of them is the tensor that is returned (``return y.mul_(2)``, or a cast that
-    had nothing to do), autograd hands the gradient to the last of the two, and in every backend all
-    gradients of the function are silently zero (pytorch issue 180642). Later releases leave such
-    intermediates out. Here None takes their place.
+    Dynamo returns all intermediates beside the function's outputs, and nothing reads the gradients
+    of intermediates. If an intermediate is also an output (``return y.mul_(2)``, or a cast without
+    effect), autograd gives the gradient to the later of the two, and with any backend all gradients
+    of the function are silently zero (pytorch issue 180642). Later releases omit such
+    intermediates. This function replaces them by None.
     """
     for node in region.module.graph.nodes:
         if node.target not in _AUTOGRAD_FUNCTIONS:
@@ -79,11 +79,11 @@ def return_once(region: Region) -> None:
         if forward is None or backward is None:
             continue
         returns = forward.graph.output_node()
-        given: Any = returns.args[0]  # (outputs, what is kept for backward)
+        given: Any = returns.args[0]  # (outputs, tensors saved for backward)
         if not isinstance(given, tuple | list) or not isinstance(given[0], tuple | list):
             continue
         outputs = list(given[0])
-        # in a checkpoint, there is a getitem for each, whether it is read or not
+        # in a checkpoint, every output has a getitem node, read or not
         read = {u.args[1] for u in node.users if u.target is operator.getitem and u.users}
         gradients = backward.graph.find_nodes(op="placeholder")
         read |= {i for i, gradient in enumerate(gradients) if gradient.users}
@@ -101,7 +101,7 @@ def _example(output: object) -> object:
 
 
 def _body(module: GraphModule, argument: object) -> GraphModule | None:
-    """The graph that an argument of a call names, if it names one."""
+    """The nested graph that an argument of a call refers to, or None."""
     if not isinstance(argument, Node) or argument.op != "get_attr":
         return None
     body = getattr(module, str(argument.target), None)

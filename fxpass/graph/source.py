@@ -1,4 +1,4 @@
-"""The user's own line behind a graph node: ``train.py:12 loss = F.cross_entropy(logits, labels)``.
+"""The user's source line of a graph node: ``train.py:12 loss = F.cross_entropy(logits, labels)``.
 
 In: a node of a Dynamo graph. Out: one line of text, from the stack trace that Dynamo recorded.
 """
@@ -24,7 +24,7 @@ def source_line(node: Node) -> str:
 
 
 def source_of(frame: FrameSummary) -> str:
-    """The same for a frame of a stack."""
+    """``file:line code`` of a stack frame."""
     return f"{_short(frame.filename)}:{frame.lineno} {(frame.line or '').strip()}".rstrip()
 
 

@@ -1,7 +1,7 @@
 """A graph as stable text: one line per node, with dtype and shape, nested graphs indented.
 
-In: a ``GraphModule``. Out: text that names what the user's code and the rewrite decide, and nothing
-that changes between runs or machines (no paths, no addresses), so it can be a snapshot::
+In: a ``GraphModule``. Out: text without paths and addresses, which is the same in every run and on
+every machine, so that a test can compare it::
 
     %logits: f32[4, 10] = linear(%l_x_, %l_w_, None)
 """

@@ -1,5 +1,5 @@
-"""What is computed, as values: the spec of one fused loss, expressions of a logit, dtypes.
+"""The computation of a fused loss as values: its spec, the expression of a logit, dtypes.
 
-Text round-trips, and nothing is evaluated but expressions, on the tensors they are given. Imports
-nothing of fxpass.
+Specs and expressions have text forms that round-trip. Only expressions can be evaluated, on
+tensors. Imports nothing of fxpass.
 """

@@ -1,7 +1,7 @@
-"""Which dtype operands of unlike dtypes are computed in, and the error for those who want none.
+"""Chooses the dtype in which an operation computes operands of different dtypes.
 
-In: the dtypes that meet at one operation. Out: one dtype, or None where PyTorch's own error is the
-right answer::
+In: the dtypes of an operation's operands. Out: one dtype, or None where the operation should raise
+PyTorch's error::
 
     {bfloat16, float32} -> bfloat16        {float16, bfloat16} -> float32, with a warning
 """
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 LOW_PRECISION = {torch.float16, torch.bfloat16}
 
-INDEX_DTYPES = (torch.int64, torch.uint8)  # what F.cross_entropy takes as class indices
+INDEX_DTYPES = (torch.int64, torch.uint8)  # of class indices, as in F.cross_entropy
 
 
 class MixedDtypeError(RuntimeError):
-    """Operands of unlike dtypes that no autocast makes alike, under FUSEDCE_MIXED_DTYPES=error."""
+    """Operands have different dtypes outside autocast, under FUSEDCE_MIXED_DTYPES=error."""
 
 
 def short(dtype: torch.dtype) -> str:
@@ -30,19 +30,20 @@ def short(dtype: torch.dtype) -> str:
 
 
 def agreed(dtypes: Set[torch.dtype], mixed_dtypes: str, what: str) -> torch.dtype | None:
-    """The dtype for operands that no autocast has made alike.
+    """The common dtype for operands that autocast does not cast.
 
-    Low precision with float32 gives the low precision, as under autocast. Float16 with bfloat16
-    gives float32, since neither holds the other, and a warning. Everything else (float64, complex,
-    integers) is nothing that autocast leaves behind: it stays as it is and raises as in eager.
+    Low precision with float32 gives the low precision, as under autocast. float16 with bfloat16
+    gives float32, since neither can represent all values of the other, and logs a warning. Other
+    dtypes (float64, complex, integers) give None: they are not autocast's to mix, and the operation
+    raises as in eager.
 
     Args:
         dtypes: of the operands, two or more.
         mixed_dtypes: the setting, ``cast`` or ``error``.
-        what: the operation and where it stands, ``linear, at train.py:7 y = self.head(h)``.
+        what: the operation and its source line, ``linear, at train.py:7 y = self.head(h)``.
 
     Raises:
-        MixedDtypeError: the setting is ``error`` and there is a dtype that they could agree on.
+        MixedDtypeError: the setting is ``error``, and casts could make the dtypes equal.
     """
     if not dtypes <= LOW_PRECISION | {torch.float32}:
         return None

@@ -11,8 +11,8 @@ output), its exact derivative, its value on tensors, and a text form that round-
     >>> text(derivative(softcap))
     '1-tanh(z/30)**2'
 
-Constants are entered as the exact rational of the double the user wrote: sympy's own Floats would
-lose digits when they are combined. The functions are those of :mod:`fxpass.spec.functions`.
+A constant is the exact rational of the double that the user wrote: sympy's Floats would lose digits
+in arithmetic. The functions are those of :mod:`fxpass.spec.functions`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sympy import Expr
 
 from fxpass.spec.functions import FUNCTIONS, Where, exact, where
 
-# Not declared real: sympy would then write sqrt(z**2) as another function than the user did.
+# Not declared real: sympy would rewrite the user's sqrt(z**2) as abs(z).
 Z = sympy.Symbol("z")
 
 
@@ -37,14 +37,14 @@ Z = sympy.Symbol("z")
 def derivative(expr: Expr) -> Expr:
     """d expr / dz, exactly.
 
-    A slope that is zero by a branch stays zero however large the other factors are: as in
-    autograd, whose masks are applied to the gradient and not multiplied with it.
+    Where a branch has slope zero, the derivative is zero even if other factors overflow: autograd
+    too selects zero there, and does not multiply by zero.
     """
     return _masked(sympy.diff(expr, Z))
 
 
 def _masked(expr: Any) -> Any:
-    """``expr`` with its products with a :class:`Where` that may be zero moved into the branches."""
+    """``expr``, with the factors of a :class:`Where` that has a zero branch inside its branches."""
     if not expr.has(Where):
         return expr
     expr = expr.func(*map(_masked, expr.args))
@@ -64,12 +64,12 @@ def _masked(expr: Any) -> Any:
 def text(expr: Expr) -> str:
     """One line without spaces; :func:`parse` gives the same expression back.
 
-    ``ValueError`` for an expression that is no logit transform.
+    Raises ``ValueError`` for an expression that cannot be a logit transform.
     """
     return _text(expr, level=0)
 
 
-# Binding strength of what surrounds a term: sums, products, powers.
+# Precedence of the operation around a term.
 _SUM, _PRODUCT, _POWER = 0, 1, 2
 
 
@@ -80,7 +80,7 @@ def _text(expr: Any, level: int) -> str:
         return _number(_fraction(expr), level)
     if isinstance(expr, sympy.Add):
         terms = [_text(term, _SUM) for term in expr.as_ordered_terms()]
-        # A term brings its own minus sign; a positive one is joined with a plus.
+        # A negative term starts with its minus sign; a positive term needs a plus.
         out = terms[0] + "".join(t if t.startswith("-") else f"+{t}" for t in terms[1:])
         return f"({out})" if level > _SUM else out
     if isinstance(expr, sympy.Mul):
@@ -109,7 +109,7 @@ def _product(expr: sympy.Mul) -> str:
     if coefficient == 1:
         return factors
     if len(parts) > 1 and any(isinstance(f, sympy.Add) for f in parts):
-        factors = f"({factors})"  # else sympy multiplies the first sum out when it reads this
+        factors = f"({factors})"  # else sympy distributes the number over the sum when parsed
     if coefficient == -1:
         return f"-{factors}"
     if _is_double(coefficient):
@@ -137,22 +137,22 @@ def _number(number: Fraction, level: int) -> str:
     return f"({out})" if level > _SUM and not out.replace(".", "").isdigit() else out
 
 
-# Products of a few doubles' exact rationals stay far below; more is no logit transform.
+# Limit of an integer's length. Products of a few doubles' exact rationals stay far below.
 _MAX_BITS = 8192
 
 
 def parse(source: str) -> Expr:
     """The expression of a text form.
 
-    Only numbers, ``z``, ``+ - * / **`` and the names in ``FUNCTIONS`` are read, by a walk over
-    the syntax tree: nothing is evaluated. Anything else is a ``ValueError``.
+    The parser walks the syntax tree and accepts numbers, ``z``, ``+ - * / **``, ``where`` and the
+    names in ``FUNCTIONS``; it executes nothing. Raises ``ValueError`` for anything else.
     """
     try:
         tree = ast.parse(source, mode="eval")
     except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: deep nesting
         raise ValueError(f"not a logit transform: {source!r}") from error
     expr = _read(tree.body, source)
-    text(expr)  # what cannot be written (infinities, roots of -1) is no transform either
+    text(expr)  # raises for infinities and roots of -1, which have no text form
     return expr
 
 

@@ -1,14 +1,14 @@
-"""The functions that may stand in a logit transform: what sympy knows of each, and its torch form.
+"""The functions that a logit transform may use, each as a sympy class and as a torch function.
 
-sympy's own functions rewrite themselves as mathematics allows: ``log(exp(z))`` becomes ``z`` and
-``exp(z) * exp(1)`` becomes ``exp(z + 1)``, which overflow elsewhere than the user's program. So all
-but tanh are classes of our own that know their slope and otherwise stay as they are written::
+sympy simplifies its own functions: ``log(exp(z))`` becomes ``z``, and ``exp(z) * exp(1)`` becomes
+``exp(z + 1)``. The results overflow at other values of ``z`` than the user's program. So every
+function but tanh is a new class with a known derivative, which sympy does not simplify::
 
     >>> sympy.diff(FUNCTIONS["softplus"].symbolic(sympy.Symbol("z")))
     sigmoid(z)
 
-A function with two branches is a :class:`Where`. Its slope is that of the branch that is taken, so
-the slope at a boundary is the one that PyTorch has, once the comparison is the one that it makes.
+A function with two branches is a :class:`Where`. Its derivative is that of the selected branch. So
+the derivative at a boundary equals PyTorch's if the comparison is the one of PyTorch's backward.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def exact(value: float) -> Expr:
 
 
 class LogitFunction(NamedTuple):
-    """One function that may stand in an expression: its sympy class and its torch equivalent.
+    """One function of an expression: its sympy class and its torch equivalent.
 
-    ``tensor`` is given tensors that it may not write to, and returns a new one; the second operand
-    of a function of two may be a float.
+    ``tensor`` returns a new tensor and does not write to its operands. The second operand of a
+    binary function may be a float.
     """
 
     symbolic: Any
@@ -50,11 +50,11 @@ class LogitFunction(NamedTuple):
 
 
 class Where(sympy.Function):
-    """``a`` where ``x`` compares with ``y`` as the subclass says, else (and for nan) ``b``."""
+    """``a`` where the subclass's comparison of ``x`` with ``y`` holds, else (and for nan) ``b``."""
 
     nargs = 4
     symbol, mirrored = "", ""
-    holds: Callable[[Any, Any], Any]  # of numbers and of tensors
+    holds: Callable[[Any, Any], Any]  # the comparison, on numbers or tensors
 
     @classmethod
     def eval(cls, *args: Any) -> Any:
@@ -96,7 +96,7 @@ def where(x: Any, comparison: str, y: Any, a: Any, b: Any) -> Expr:
 def _unary(
     name: str, tensor: Callable[[Tensor], Tensor], slope: Callable[[Any], Any]
 ) -> LogitFunction:
-    """A function with the given slope; of a number it is a number."""
+    """A unary function with the given derivative; applied to a number, it is a number."""
 
     def evaluate(cls: Any, x: Any) -> Expr | None:
         if not x.is_number:
@@ -111,7 +111,7 @@ def _unary(
 
 
 def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) -> LogitFunction:
-    """maximum or minimum of two, with the slope that clamp has where they are equal."""
+    """maximum or minimum; where the operands are equal, it has the slope of ``torch.clamp``."""
 
     def evaluate(cls: Any, x: Any, y: Any) -> Expr | None:
         return slope(x, y, x, y) if x.is_number and y.is_number else None
@@ -130,12 +130,12 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def call(name: str, *operands: Any) -> Expr:
-    """The function of that name in :data:`FUNCTIONS`, of expressions."""
+    """The function ``name`` of :data:`FUNCTIONS`, applied to expressions."""
     return FUNCTIONS[name].symbolic(*operands)
 
 
-# Where clamp passes a gradient: at the bound as well up to torch 2.13, and not in later ones.
-# Asking autograd here would start its threads, and whoever imports this could no longer fork.
+# The comparison under which clamp passes a gradient: up to torch 2.13 also at the bound, later not.
+# The version decides: a test by autograd would start its threads, after which no process can fork.
 ABOVE, BELOW = (">", "<") if torch.__version__ >= "2.14.0a0" else (">=", "<=")
 
 _TABLE = (
@@ -160,7 +160,7 @@ _TABLE = (
     _bound("minimum", torch.clamp_max, lambda x, y, a, b: where(x, BELOW, y, a, b)),
 )
 
-# Functions by the name that they have in text forms and in generated Triton.
+# Functions by their names in text forms and in generated Triton.
 FUNCTIONS: dict[str, LogitFunction] = {
     "tanh": LogitFunction(sympy.tanh, torch.tanh),
     **{function.symbolic.__name__: function for function in _TABLE},

@@ -1,8 +1,8 @@
 """What one fused loss computes, apart from its tensors.
 
-A :class:`Spec` is made by the matcher, travels through the graph as the operator's last argument
-in its text form, and is the key of everything that is cached. Shapes, strides, dtypes and the
-presence of a bias or of class weights are not in it: the tensors carry them::
+The matcher makes a :class:`Spec`. Its text form is the operator's last argument in the graph, and
+the key of every cache. Shapes, strides, dtypes and the presence of a bias or of class weights are
+not part of a spec: the tensors carry them::
 
     >>> Spec(reduction="sum", label_smoothing=0.1).text()
     'v6 reduction=sum label_smoothing=0.1'
@@ -22,9 +22,9 @@ from sympy import Expr
 
 from fxpass.spec import expression
 
-# Bumped whenever the operator's outputs or their meaning change, or the arguments of what its
-# backward calls. It stands in every compiled graph, so that a compile cache written by another
-# version of fxpass misses instead of pairing an old backward with a new forward.
+# A change of the operator's outputs, of their meaning, or of the arguments of the calls in its
+# backward needs a new revision. Every compiled graph contains the revision, so that a compile cache
+# written by another version of fxpass misses instead of pairing an old backward with a new forward.
 REVISION = "v6"
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -32,7 +32,7 @@ TARGETS = ("indices", "probabilities", "none")
 GRADIENTS = ("x", "weight", "bias")
 STRATEGIES = ("chunked", "tiled")
 
-# Class indices in a shard: of a class in another one, and of an ignored row.
+# Class indices in a vocabulary shard: a class of another shard, and an ignored row.
 ELSEWHERE, IGNORED = -1, -100
 
 
@@ -45,15 +45,15 @@ class Spec:
         target: class ``indices`` (int64 ``[N]``), class ``probabilities`` (float ``[N, V]``), or
             ``none``: the row loss is then the log-sum-exp of the row's logits.
         ignore_index: rows with this class index contribute nothing to the loss; None ignores no
-            row. Not used by other targets.
+            row. Only for class indices.
         label_smoothing: in [0, 1].
-        transform: the logit that enters the loss, as an expression in the linear's output ``z``.
+        transform: the logit that enters the loss, as an expression of the linear's output ``z``.
         gradients: which of ``x``, ``weight``, ``bias`` need a gradient.
         lse: whether the log-sum-exp of every row's logits is an output beside the loss.
-        strategy: ``chunked`` (rows at a time, gradients in forward) or ``tiled`` (classes at a
-            time, gradients in backward from logits computed again).
-        shard_of: where the weight holds some of the classes only, the number of all of them; 0:
-            it holds all. A class index of -1 is then that of a class in another shard.
+        strategy: ``chunked`` (a chunk of rows at a time, gradients in forward) or ``tiled`` (a tile
+            of rows and classes at a time, gradients in backward, which recomputes the logits).
+        shard_of: the number of all classes where the weight is a vocabulary shard, else 0. In a
+            shard, the class index -1 means a class of another shard.
         memory_mb: scratch budget in MiB; 0 leaves it to the plan.
     """
 
@@ -87,22 +87,22 @@ class Spec:
 
     @property
     def gradients_in_backward(self) -> bool:
-        """Whether they have to wait for what arrives at each row; else forward computes them."""
+        """Whether backward computes the gradients; else forward does, but for one factor."""
         return self.reduction == "none" or self.lse or self.strategy == "tiled"
 
     @property
     def returns_lse(self) -> bool:
-        """Whether the operator returns the log-sum-exp: a user reads it, or its own backward."""
+        """Whether the operator returns the log-sum-exp, for its users or for its backward."""
         return self.lse or self.strategy == "tiled"
 
     def of_shard(self) -> Spec:
-        """What each rank's operator computes for this loss over the shards of all ranks.
+        """The spec of one rank's operator call, for this loss over all vocabulary shards.
 
-        Where the lse is read, that of an ignored row has to be right too: no row is ignored there,
-        and the class of one that is, is ``ELSEWHERE`` on every rank.
+        The users of the lse also read the lse of ignored rows: then the call ignores no row, and
+        the target of an ignored row is ``ELSEWHERE`` on every rank.
         """
-        leaves_out = self.target == "indices" and self.ignore_index is not None and not self.lse
-        ignored = IGNORED if leaves_out else None
+        ignores = self.target == "indices" and self.ignore_index is not None and not self.lse
+        ignored = IGNORED if ignores else None
         ignore_index = self.ignore_index if self.target == "none" else ignored
         return dataclasses.replace(self, reduction="none", lse=True, ignore_index=ignore_index)
 
@@ -135,7 +135,7 @@ class Spec:
         return spec
 
 
-# How the fields that are no words are written and read.
+# Text forms of the fields that are not strings.
 _WRITE: dict[str, Callable[[Any], str]] = {
     "ignore_index": lambda value: str(value).lower(),
     "transform": expression.text,
