@@ -1,5 +1,5 @@
-"""Explicit casts in Dynamo's and AOTAutograd's graphs, where autocast leaves unlike dtypes.
+"""Explicit casts in Dynamo's and AOTAutograd's graphs, where autocast leaves mixed dtypes.
 
-Usable without the fused loss: a graph with no loss is cast as well. Imports ``graph``, and from
-``spec`` how dtypes are named and agreed on.
+Works on graphs with and without a loss. Imports ``graph``, and ``spec.dtypes``, which names and
+chooses dtypes.
 """

@@ -1,9 +1,9 @@
-"""Casts in AOTAutograd's graphs: what only they show, the inside of a composite operation perhaps.
+"""Casts in AOTAutograd's graphs, which show operations inside of composite operations.
 
-In: the setting, and who is told of the casts. Out: options with which Inductor, a context in which
-any other backend on AOTAutograd, and a backend of our own for ``explain``, compile graphs that went
-through :func:`fxpass.casts.casts.cast_aot_graph` first. That sees the joint graph, before it is
-split into a forward and a backward graph, and the graph of a program without gradients.
+In: the setting, and a function that records casts. Out: options for Inductor, a context for any
+other backend on AOTAutograd, and a backend for ``explain``. Each of them applies
+:func:`fxpass.casts.casts.cast_aot_graph` to the joint graph, before it is split into forward and
+backward, and to the graph of a program without gradients.
 """
 
 from __future__ import annotations
@@ -21,24 +21,22 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule
 
-from fxpass.casts import autocast
-from fxpass.casts import casts as cast_pass
-from fxpass.casts import rules as cast_rules
+from fxpass.casts import autocast, casts, rules
 from fxpass.casts.casts import Cast, cast_aot_graph
 from fxpass.spec import dtypes
 
 Record = Callable[[list[Cast]], None]
 
-_SOURCES = tuple(module.__file__ or "" for module in (autocast, cast_rules, cast_pass, dtypes))
+_SOURCES = tuple(module.__file__ or "" for module in (autocast, rules, casts, dtypes))
 
 
 class CastPass(CustomGraphPass):
-    """The pass as Inductor takes it: named in its caches' keys, and before the user's own passes.
+    """The casts as a pass of Inductor, with a cache key, before the user's passes.
 
     Args:
         mixed_dtypes: the setting, ``cast`` or ``error``.
-        record: is given the casts of each graph.
-        then: the user's own passes for the joint graph.
+        record: a function of the casts of one graph.
+        then: the user's passes for the joint graph.
     """
 
     def __init__(
@@ -48,36 +46,36 @@ class CastPass(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         self._record(cast_aot_graph(graph, self._mixed_dtypes))
-        for theirs in self._then:
-            theirs(graph)
+        for user_pass in self._then:
+            user_pass(graph)
 
     def uuid(self) -> Any:
-        """What a compiled graph depends on: this pass, the setting, and the user's passes."""
-        theirs = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._then]
-        if not all(theirs):
-            return None  # not to be cached, as without us
-        # torch leaves this setting out of its key, and a backward that overwrites what it was given
-        # must not be taken from the cache for a graph that is retained
+        """The part of the cache key for this pass, the setting, and the user's passes."""
+        user_keys = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._then]
+        if not all(user_keys):
+            return None  # no caching, as without this pass
+        # torch's key lacks donated_buffer, but a cached backward that overwrites its saved tensors
+        # must not run with retain_graph=True
         settings = f"{self._mixed_dtypes} donated_buffer={functorch_config.donated_buffer}"
-        return (get_hash_for_files(_SOURCES, extra=settings), *theirs)
+        return (get_hash_for_files(_SOURCES, extra=settings), *user_keys)
 
 
 def inductor_options(
     options: Mapping[str, Any], mixed_dtypes: str, record: Record
 ) -> dict[str, Any]:
-    """Inductor's options with the pass in them."""
+    """Inductor's options with :class:`CastPass` before the user's passes."""
     name = "joint_custom_pre_pass"
-    theirs = options.get(name, getattr(inductor_config, name))
-    passes = theirs if isinstance(theirs, list | tuple) else [theirs] if theirs else []
+    given = options.get(name, getattr(inductor_config, name))
+    passes = given if isinstance(given, list | tuple) else [given] if given else []
     return {**options, name: CastPass(mixed_dtypes, record, tuple(passes))}
 
 
 @contextmanager
 def casting(mixed_dtypes: str, record: Record) -> Iterator[None]:
-    """A context for any other backend: the graphs that AOTAutograd makes in it are cast.
+    """A context for any other backend: casts all graphs that AOTAutograd makes in it.
 
-    AOTAutograd has a place for passes over joint graphs. It has none for the graph of a program
-    without gradients, so that the function which traces those is wrapped, for this thread.
+    AOTAutograd has a setting for a pass over joint graphs, but none for a pass over the graphs of
+    programs without gradients. The context wraps the function that traces those, for this thread.
     """
     then = functorch_config.joint_custom_pass
 
@@ -102,15 +100,15 @@ def casting(mixed_dtypes: str, record: Record) -> Iterator[None]:
             aot.aot_dispatch_base_graph = trace
 
 
-# Wrappers that do not come off in the order in which they were put on would stay. Reentrant: a
-# backend may compile with another one.
+# Two threads could otherwise restore each other's wrapper and leave it there. Reentrant: a backend
+# may compile with another backend.
 _one_at_a_time = threading.RLock()
 
 
 def trace(
     gm: GraphModule, example_inputs: list[Any], mixed_dtypes: str, record: Record
 ) -> Callable[..., Any]:
-    """AOTAutograd's graphs with their casts, compiled by nobody."""
+    """Makes AOTAutograd's graphs with their casts, and runs them without a compiler."""
 
     def compiler(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
         return make_boxed_func(graph.forward)

@@ -1,8 +1,8 @@
-"""Autocast, as a Dynamo graph shows it: in force around the graph, or entered inside it.
+"""Autocast in a Dynamo graph: enabled around the graph, or entered inside it.
 
-In: a node of a region. Out: the dtype of the autocast in force there, and whether autocast casts
-the operands of an operation at all: it does so for ``addmm``, but not for ``addmm_``, for ``out=``
-forms, or for fused operations.
+In: a node of a region. Out: the dtype of autocast at this node, and whether autocast casts the
+operands of an operation: it does for ``addmm``, but not for ``addmm_``, for ``out=`` overloads, or
+for fused operations.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from fxpass.graph.region import Region
 
 
 def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dtype | None:
-    """The dtype of the autocast in force at ``site``, in the graph or around it; None if off."""
+    """The dtype of autocast at ``site``, entered in the graph or around it; None if disabled."""
     if region.backward:
-        # a backward pass runs after the region, whatever was on when Dynamo traced it
+        # the backward pass runs after the user's autocast context has ended
         ambient = None
     elif region.outer is not None and region.call is not None:
         ambient = autocast_dtype(region.outer, region.call, device)
@@ -39,11 +39,11 @@ def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dt
 def covers(operator: str, device: torch.device) -> bool:
     """Whether autocast on ``device`` casts the operands of ``aten::<name>[.<overload>]``.
 
-    The dispatcher knows: such an operation has a kernel for autocast.
+    The dispatcher has an autocast kernel for such an operation.
     """
     name = {"privateuseone": "PrivateUse1"}.get(device.type, device.type.upper())
     key = f"Autocast{name}"
     try:
         return torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
     except RuntimeError:
-        return False  # no such operation, or no autocast for such a device
+        return False  # no such operation, or no autocast on this device

@@ -1,14 +1,14 @@
 """Explicit casts: the dtypes that autocast would have used, written into the graph.
 
-In: a graph, Dynamo's or AOTAutograd's. Out: a :class:`Cast` for each cast that was put in. An
-operation of :mod:`fxpass.casts.rules` whose operands are of unlike dtypes, and which no autocast
-covers, would raise when it runs. It gets visible casts instead::
+In: a graph, Dynamo's or AOTAutograd's. Out: a :class:`Cast` for each inserted cast. An operation of
+:mod:`fxpass.casts.rules` raises at run time if its operands have different dtypes and autocast does
+not cover it. The pass inserts casts before such an operation::
 
     %y: bf16 = matmul(%h, %w)     ->     %to: bf16 = to(%w, bfloat16)
                                          %y: bf16 = matmul(%h, %to)
 
-The result has the dtype that the graph was traced with, so that whatever comes after it means what
-it meant before. A graph without such a node is not touched.
+The result keeps the dtype with which the graph was traced, so its users compute what they did. A
+graph without such an operation does not change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cast:
-    """One cast that was put in: which value, from and to which dtype, and the user's line."""
+    """One inserted cast: the operand, its dtype before and after, and the user's line."""
 
     operand: str
     old: torch.dtype
@@ -42,7 +42,7 @@ class Cast:
 
 
 def cast_lines(casts: Sequence[Cast]) -> list[str]:
-    """Casts as text, one line for each place of the user's program and pair of dtypes."""
+    """Casts as text: one line for each line of the user's program and pair of dtypes."""
     places: dict[tuple[str, str], list[str]] = {}
     for made in casts:
         change = f"{short(made.old)} -> {short(made.new)}"
@@ -60,12 +60,12 @@ def _some(names: list[str]) -> str:
 
 _SHOWN = 3  # an encoder layer has twelve parameters
 
-# What was logged in this process: a graph that is compiled again has the same casts again.
+# The lines logged in this process: recompiling a graph makes the same casts.
 _logged: set[str] = set()
 
 
 def note(casts: Sequence[Cast]) -> None:
-    """Counts casts and logs them: at INFO the first time, at DEBUG when they come again."""
+    """Counts and logs casts: a line at INFO the first time, later at DEBUG."""
     counters["fusedce"]["casts"] += len(casts)
     for line in cast_lines(casts):
         log.log(logging.DEBUG if line in _logged else logging.INFO, "%s", line)
@@ -74,20 +74,20 @@ def note(casts: Sequence[Cast]) -> None:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a kind of graph writes a cast.
+    """The form of a cast in Dynamo's or in AOTAutograd's graphs.
 
     Attributes:
-        key: of ``node.meta``, where example values are.
-        cast: makes the node in a graph: graph, operand, dtype.
+        key: the key of example values in ``node.meta``.
+        cast: makes a cast node, of graph, operand and dtype.
     """
 
     key: str
     cast: Callable[[Graph, Node, torch.dtype], Node]
 
     def make(self, graph: Graph, operand: Node, dtype: torch.dtype, site: Node) -> Node:
-        """``operand`` in ``dtype``, at the graph's insertion point, with the meta of ``site``."""
+        """Casts ``operand`` at the graph's insertion point; the node has the meta of ``site``."""
         node = self.cast(graph, operand, dtype)
-        # AOT's partitioner wants what it noted on the site: forward or backward, recompute or not
+        # AOT's partitioner reads its notes on the site: forward or backward, recompute or not
         node.meta = {k: v for k, v in site.meta.items() if k != "tensor_meta"}
         node.meta[self.key] = operand.meta[self.key].to(dtype)
         return node
@@ -103,10 +103,10 @@ AOT = Dialect(
 
 
 def cast(graph: Graph, operand: Node, dtype: torch.dtype, site: Node) -> tuple[Node, Cast | None]:
-    """``operand`` of a Dynamo graph in ``dtype``, for use at the graph's insertion point.
+    """Casts ``operand`` of a Dynamo graph to ``dtype``, at the graph's insertion point.
 
-    Returns the operand itself and no record where it has the dtype already; else a visible ``.to``
-    node with the stack trace of ``site``, whose gradient comes back in the operand's own dtype.
+    Returns the operand itself and None if it has this dtype already; else a ``.to`` node with the
+    stack trace of ``site``. Autograd casts its gradient back to the operand's dtype.
     """
     old = operand.meta[DYNAMO.key].dtype
     if old == dtype:
@@ -116,15 +116,15 @@ def cast(graph: Graph, operand: Node, dtype: torch.dtype, site: Node) -> tuple[N
 
 
 def cast_region(region: Region, mixed_dtypes: str) -> list[Cast]:
-    """Puts casts into one region of a Dynamo graph.
+    """Inserts casts into one region of a Dynamo graph.
 
     Raises:
         MixedDtypeError: see :func:`fxpass.spec.dtypes.agreed`.
     """
 
     def autocast(node: Node, rule: Rule, device: torch.device) -> bool:
-        in_force = autocast_dtype(region, node, device) is not None
-        return in_force and covers(rule.overload(node), device)
+        enabled = autocast_dtype(region, node, device) is not None
+        return enabled and covers(rule.overload(node), device)
 
     casts = _cast_graph(region.module.graph, DYNAMO, autocast, mixed_dtypes)
     if casts:
@@ -133,7 +133,7 @@ def cast_region(region: Region, mixed_dtypes: str) -> list[Cast]:
 
 
 def cast_aot_graph(graph: Graph, mixed_dtypes: str) -> list[Cast]:
-    """The same for a joint, forward or backward graph of AOTAutograd, where autocast is no more.
+    """Inserts casts into a joint or inference graph of AOTAutograd, where autocast has ended.
 
     Raises:
         MixedDtypeError: see :func:`fxpass.spec.dtypes.agreed`.
@@ -166,12 +166,12 @@ def _cast_graph(
             continue
         factors = {operands[slot].meta[dialect.key].dtype for slot in rule.factors(operands)}
         if factors == {torch.float32}:
-            dtype = torch.float32  # what is added does not lower the precision of a product
+            dtype = torch.float32  # an addend does not lower the precision of a product
         if written is None:
             casts += site.cast_operands(dtype)
             site.cast_results(dtype)
         elif site.dtype_of(written) == torch.float32:
-            # an accumulator is not rounded to what is added to it
+            # a float32 accumulator is not rounded to the dtype of a product
             casts += site.cast_operands(torch.float32)
         else:
             if site.dtype_of(written) != dtype:
@@ -181,7 +181,7 @@ def _cast_graph(
 
 
 class _Site:
-    """One call with operands of unlike dtypes."""
+    """One call whose operands have different dtypes."""
 
     def __init__(
         self, graph: Graph, dialect: Dialect, node: Node, operands: dict[int | str, Node]
@@ -193,7 +193,7 @@ class _Site:
         return node.meta[self.dialect.key].dtype
 
     def write_by_copy(self, written: Node, dtype: torch.dtype) -> None:
-        """Computes a new tensor in ``dtype`` and copies it to ``written``, which cannot hold it."""
+        """Computes a new tensor in ``dtype`` and copies it to ``written``, of another dtype."""
         node = self.node
         with self.graph.inserting_before(node):
             if node.kwargs.get("out") is written:
@@ -211,7 +211,7 @@ class _Site:
         self.node = fresh
 
     def cast_operands(self, dtype: torch.dtype) -> list[Cast]:
-        """Every operand in ``dtype``."""
+        """Casts every operand to ``dtype``."""
         casts = []
         with self.graph.inserting_before(self.node):
             for slot, operand in self.operands.items():
@@ -227,7 +227,7 @@ class _Site:
         return casts
 
     def cast_results(self, dtype: torch.dtype) -> None:
-        """What is computed in ``dtype`` now, in the dtype that whoever reads it counts on."""
+        """Casts the results, computed in ``dtype``, back to the dtypes that their users expect."""
         example = self.node.meta[self.dialect.key]
         parts = [user for user in self.node.users if user.target is operator.getitem]
         for result in [self.node] if isinstance(example, torch.Tensor) else parts:

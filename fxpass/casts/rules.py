@@ -1,11 +1,11 @@
-"""The operations whose operands have to be of one dtype, and which operands those are.
+"""The operations that need operands of one dtype, and the positions of these operands.
 
-In: a node of any graph, Dynamo's or AOTAutograd's. Out: its :class:`Rule`, or None. The rows are
-names of ATen operations; operands and spellings come from the schemas: ``addmm`` stands for
+In: a node of a graph, Dynamo's or AOTAutograd's. Out: its :class:`Rule`, or None. The rows are
+names of ATen operations; the schemas give operands and spellings: ``addmm`` stands for
 ``torch.addmm``, ``Tensor.addmm`` and ``torch.ops.aten.addmm``, with three operands.
 
-Element-wise operations promote by themselves, and normalisations take float32 parameters beside
-low-precision inputs; both are no rows here. A new row needs a test that eager raises without it.
+Element-wise operations promote dtypes, and normalisations accept float32 parameters beside
+low-precision inputs: they need no row. A new row needs a test which shows that eager raises.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Rule:
     """One operation.
 
     Attributes:
-        name: of the ATen operation, ``aten::addmm``.
-        slots: position → name of each operand that has to be of the common dtype.
-        in_place: whether the first operand is written.
+        name: the ATen operation, ``aten::addmm``.
+        slots: position → name of each operand that has to have the common dtype.
+        in_place: whether the operation writes to its first operand.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Rule:
     in_place: bool
 
     def operands(self, node: Node, key: str) -> dict[int | str, Node]:
-        """Where in the call each floating-point operand stands, and which node it is.
+        """The floating-point operands of a call by position, or by name for keyword arguments.
 
         Args:
             node: the call.
-            key: of ``node.meta``, where example values are.
+            key: the key of example values in ``node.meta``.
         """
         found: dict[int | str, Node] = {}
         for position, name in self.slots.items():
@@ -60,28 +60,28 @@ class Rule:
         return found
 
     def factors(self, operands: Mapping[int | str, Node]) -> list[int | str]:
-        """Of the places of operands those of what is multiplied, and not added to a product."""
+        """The slots of the operands that are multiplied: not a bias, and not ``addmm``'s input."""
         adds = self.name.removeprefix("aten::").startswith(("add", "baddbmm"))
         addends = {"bias", *(p for p, name in self.slots.items() if name == "bias")}
         addends |= {0, "self", "input"} if adds else set()
         return [slot for slot in operands if slot not in addends]
 
     def written(self, node: Node) -> Node | None:
-        """The tensor that the call writes to: that of an in-place form, or of ``out=``."""
+        """The tensor that the call writes to: an in-place operand, or ``out=``."""
         target: Any = node.args[0] if self.in_place else node.kwargs.get("out")
         return target if isinstance(target, Node) else None
 
     def overload(self, node: Node) -> str:
-        """The ATen overload that a call is of."""
+        """The name of the ATen overload of a call."""
         return f"{self.name}.out" if "out" in node.kwargs else self.name
 
 
 def rule_of(node: Node) -> Rule | None:
-    """The rule of a call; None where its operands may be of several dtypes."""
+    """The rule of a call; None if its operands may have different dtypes."""
     if node.op not in ("call_function", "call_method"):
         return None
     rule = RULES.get(node.target)
-    # mm(a, b, out_dtype=...) is meant to have several
+    # mm(a, b, out_dtype=...) allows several dtypes
     given = (*node.args, *node.kwargs.values())
     return None if any(isinstance(a, torch.dtype) for a in given) else rule
 
@@ -94,7 +94,7 @@ def _counts(example: Any) -> bool:
     )
 
 
-# Operands of these names are masks, which may be of another dtype, or no operands at all.
+# Arguments of these names are masks, which may have another dtype, or outputs.
 _OTHERS = {"attn_mask", "mask", "out"}
 
 # ATen name -> spellings beside torch.<name>, Tensor.<name> and torch.ops.aten.<name>
@@ -131,7 +131,7 @@ def _rows(name: str, spellings: tuple[Target, ...]) -> dict[Target, Rule]:
         }
         rule = Rule(f"aten::{name}.{overload}".removesuffix(".default"), slots, name.endswith("_"))
         rows[getattr(packet, overload)] = rule
-        # the first overload is what Python's spellings mean, as far as operands go
+        # Python's spellings have the operands of the first overload
         for target in (*spellings, getattr(torch, name, None), name):
             if target is not None and (target != name or hasattr(torch.Tensor, name)):
                 rows.setdefault(target, rule)

@@ -3,8 +3,9 @@
 A graph may call one operation as a function (``torch.tanh``), an operator (``operator.mul``) or a
 method (the string ``"view"``); each spelling is a key of a table. A new spelling is a new row and a
 test. A node without a row between a linear and its loss prevents the fusion.
-:mod:`fxpass.graph.calls` reads the arguments of a call. The other tables are in :mod:`fxpass.match.linears`,
-:mod:`fxpass.match.losses`, :mod:`fxpass.match.views` and :mod:`fxpass.match.pointwise`.
+:mod:`fxpass.graph.calls` reads the arguments of a call. The other tables are in
+:mod:`fxpass.match.linears`, :mod:`fxpass.match.losses`, :mod:`fxpass.match.views` and
+:mod:`fxpass.match.pointwise`.
 """
 
 from __future__ import annotations

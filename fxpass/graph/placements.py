@@ -54,7 +54,8 @@ def options_of(node: Node) -> Mapping[str, Any]:
 class Placing(functools.partial[Any]):
     """The target of a node that changes placements: ``function``, with its placements bound.
 
-    The node has the other arguments. Graphs as text and ``placement_name`` show the function's name.
+    The node has the other arguments. ``placement_name`` and a graph's text show the function's
+    name.
     """
 
     def __init__(self, function: Callable[..., Any], **placements: Any) -> None:
