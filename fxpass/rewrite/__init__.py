@@ -1,6 +1,6 @@
-"""Carries matches out, and hands the graph on to the inner backend.
+"""Rewrites the matches of a graph, and calls the inner backend.
 
-The only place that changes graphs for matches; ``transform`` is the story of a graph on one page.
+No other package changes a graph for a match. ``transform`` shows all rewrites of a graph in order.
 Imports ``match``, ``casts``, ``op``, ``deferred``, ``graph``, ``plan`` and ``spec``, and from
-``kernels`` the text that ``explain`` prints.
+``kernels`` the sources that ``explain`` shows.
 """

@@ -1,4 +1,4 @@
-"""Writes what happened to a graph into a directory, for ``FUSEDCE_DUMP``.
+"""Writes graphs and kernels to a directory, for ``FUSEDCE_DUMP``.
 
 In: a directory, a graph before and after, the kernels of its matches. Out: files
 ``graph_<pid>_<n>_before.txt``, ``graph_<pid>_<n>_after.txt`` and ``<kernel name>.py``.
@@ -17,7 +17,7 @@ _number = itertools.count()
 
 
 def write(directory: str, before: str, after: str, kernels: Iterable[Kernel]) -> None:
-    """Writes one graph; the process number keeps the ranks of one job apart."""
+    """Writes one graph; the process number in the file names differs between ranks."""
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"graph_{os.getpid()}_{next(_number):03d}"

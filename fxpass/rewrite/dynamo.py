@@ -1,19 +1,19 @@
-"""What torch has to be told before it compiles; all of it holds for the whole process.
+"""Changes to torch for the whole process, made before it compiles.
 
-Log-once helpers are no reason to break the graph. Libraries hang methods such as ``warning_once``
-on ``logging.Logger``, cached so that each message appears once in a process. Dynamo breaks the
-graph at every logging call, and one such call between the linear and its loss puts the two into
-different graphs, where nothing can fuse them (GPT-2 in transformers is one).
-:func:`trace_through_log_once` has Dynamo step over the cached ones; ordinary logging calls still
-break the graph, since stepping over them would lose lines a user wants.
+Libraries add methods such as ``warning_once`` to ``logging.Logger``, with a cache, so that each
+message appears once in a process. Dynamo breaks the graph at every logging call. Such a call
+between a linear and its loss (transformers' GPT-2 has one) separates them into two graphs, and
+they cannot be fused. :func:`trace_through_log_once` makes Dynamo skip the cached methods. Other
+logging calls still break the graph: skipping them would lose messages that users want.
 
-torch's registry of backends loads an entry point in every thread that looks its name up before the
-first one has registered it, and raises "duplicate name" in all but that one.
-:func:`register_in_any_thread` lets a name be registered again.
+torch's registry of backends imports an entry point in every thread that looks up its name before
+the first thread has registered it, and raises "duplicate name" in all other threads.
+:func:`register_in_any_thread` allows repeated registration.
 
-An encoder layer in evaluation is one operation, which autocast does not cover. torch 2.11 finds the
-shape of its result by running it, which raises for bfloat16 activations with float32 parameters
-before any backend sees the graph. :func:`describe_encoder_layers` gives it what later ones have.
+An encoder layer in evaluation is one operation, which autocast does not cover. torch 2.11 infers
+the shape of its result by running it, which raises for bfloat16 activations and float32 parameters
+before any backend sees the graph. :func:`describe_encoder_layers` adds the meta kernel that later
+releases have.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ _CACHED = type(functools.lru_cache(lambda: None))
 
 
 def _log_once() -> set[Any]:
-    """The cached methods that libraries have hung on ``logging.Logger`` so far."""
+    """The cached methods that libraries have added to ``logging.Logger`` so far."""
     return {method for method in vars(logging.Logger).values() if isinstance(method, _CACHED)}
 
 
 class _Functions(set[Any]):
-    """Functions, and whatever is log-once when it is looked for: a library may be imported later.
+    """A set of functions and of the log-once methods at the time of a look-up, also of libraries
+    that are imported later.
 
-    A copy has their names: torch 2.11 writes a copy of its settings to a log whenever it compiles,
-    and complains of each function there that it is neither to be sorted nor JSON.
+    Its deep copy contains names: torch 2.11 logs a copy of its settings whenever it compiles, and
+    warns of functions, which it can neither sort nor write as JSON.
     """
 
     def __contains__(self, function: object) -> bool:
@@ -53,8 +54,8 @@ class _Functions(set[Any]):
 
 
 class _Backends(dict[str, Any]):
-    """Backends by name. One of them is never known, so that it may be registered again; looked up,
-    it is there all the same."""
+    """Backends by name. ``in`` denies the backend ``again``, so that torch registers it again; a
+    look-up by key finds it."""
 
     def __init__(self, backends: dict[str, Any], again: str) -> None:
         super().__init__(backends)
@@ -65,33 +66,34 @@ class _Backends(dict[str, Any]):
 
 
 def register_in_any_thread(name: str, backend: Any) -> None:
-    """Registers a backend, and lets torch register it under this name as often as it likes.
+    """Registers a backend, and allows torch to register it again under this name.
 
-    For the module of an entry point: while it is imported, no thread has loaded that yet.
+    The module of the entry point calls this function: no thread has registered the entry point
+    before the import of this module ends.
     """
     known = registry._COMPILER_FNS
     if isinstance(known, _Backends):
         return
     backend._tags = ()
     registry._COMPILER_FNS = backends = _Backends({**known, name: backend}, name)
-    for other in known.keys() - backends.keys():  # of another thread, since they were copied
+    for other in known.keys() - backends.keys():  # registered by another thread since the copy
         backends[other] = known[other]
 
 
 def trace_through_log_once() -> None:
-    """Has Dynamo step over the cached methods of ``logging.Logger``.
+    """Makes Dynamo skip the cached methods of ``logging.Logger``.
 
-    Idempotent. It holds for the process, for other backends too: in compiled code, such a message
-    is not shown.
+    Idempotent. Affects the whole process and all backends: compiled code does not show such a
+    message.
     """
-    # older releases of torch have the second name only
+    # older releases of torch only have the second name
     name = "ignore_logging_functions"
     name = name if hasattr(config, name) else "ignore_logger_methods"
     setattr(config, name, _Functions({*getattr(config, name), *_log_once()}))
 
 
 def describe_encoder_layers() -> None:
-    """Says that an encoder layer's result is like its input, where torch does not. Idempotent."""
+    """Adds a meta kernel for encoder layers where torch has none: like the input. Idempotent."""
     name = "_transformer_encoder_layer_fwd"
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
         _library().impl(name, _like_the_input, "Meta")
@@ -99,7 +101,7 @@ def describe_encoder_layers() -> None:
 
 @functools.cache
 def _library() -> torch.library.Library:
-    return torch.library.Library("aten", "IMPL")  # what it holds is gone with it
+    return torch.library.Library("aten", "IMPL")  # deleting it removes its kernels
 
 
 def _like_the_input(src: torch.Tensor, *parameters: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The inner backend: who compiles the graph after fxpass.
+"""The inner backend, which compiles the rewritten graph.
 
-In: a graph and what ``torch.compile`` was given for the inner backend. Out: its compiled callable.
+In: a graph and the arguments of ``torch.compile`` for the inner backend. Out: a compiled callable.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def compile_inner(
     """Compiles ``gm`` with the backend ``name``, as ``torch.compile`` would.
 
     Args:
-        name, gm, example_inputs, mode, options: as ``torch.compile`` gives them to the backend.
-        mixed_dtypes: the setting, for casts in the graphs that the backend makes of this one; None
-            leaves them alone.
+        name, gm, example_inputs, mode, options: as ``torch.compile`` passes them to the backend.
+        mixed_dtypes: the setting for casts in AOTAutograd's graphs of ``gm``; None: no casts.
     """
     if name != "inductor":
         given = {"mode": mode, "options": dict(options)}
@@ -42,15 +41,15 @@ def compile_inner(
     _warn_without_compiler(example_inputs)
     if mixed_dtypes:
         options = aot.inductor_options(options, mixed_dtypes, note)
-    # The class that torch.compile itself uses: mode and options mean the same here.
+    # torch.compile uses this class too, so mode and options have the same meaning.
     backend: Any = torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None)
     return backend(gm, example_inputs)
 
 
 def _warn_without_compiler(example_inputs: list[Any]) -> None:
-    """Tells what to do before Inductor fails, which may be as late as in backward.
+    """Warns before Inductor fails for lack of a C++ compiler, perhaps only in backward.
 
-    A warning and not an error: everything may still come from Inductor's caches.
+    Not an error: Inductor's caches may have all compiled code.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler

@@ -1,8 +1,8 @@
-"""Returned logits: a graph returns what they are computed from, in place of them.
+"""Deferred outputs: a graph returns the inputs of logits instead of the logits.
 
-In: a graph and the outputs that are to be deferred. Out: the graph returns, instead of each, the
-tensors that it can be computed from (hidden states; weights that are inputs are not even returned),
-and a function that gives the compiled graph the outputs that the program expects::
+In: a graph and the outputs to defer. Out: a graph that returns instead of each such output the
+tensors from which it can be computed (hidden states; an input of the graph, such as a weight, is
+not returned), and a function that restores the outputs that the program expects::
 
     return (%loss, %logits)    ->    return (%loss, %hidden)      logits = defer(recipe, hidden, w)
 """
@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch.fx import Graph, GraphModule, Node
 
-from fxpass.deferred import tensor as deferred
+from fxpass.deferred import tensor
 from fxpass.deferred.tensor import Recipe
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
@@ -27,11 +27,12 @@ Restore = Callable[[Compiled], Compiled]
 
 
 def recipe_of(output: Node, nodes: Sequence[Node]) -> tuple[Recipe, tuple[Node, ...]]:
-    """How an output is computed from the linears on, and the nodes whose values that takes.
+    """The recipe that computes an output from the inputs of its linears, and these inputs.
 
     Args:
         output: an output of a graph.
-        nodes: those that compute it, in the graph's order; they are copied.
+        nodes: the linears and all nodes from them to ``output``, in the graph's order; the recipe
+            has copies of them.
     """
     inside = set(nodes)
     given = tuple(
@@ -41,7 +42,7 @@ def recipe_of(output: Node, nodes: Sequence[Node]) -> tuple[Recipe, tuple[Node, 
     copies = {node: graph.placeholder(node.name) for node in given}
     for node in nodes:
         if placement_name(node.target):
-            # only where logits are dropped: nothing but the shape is asked for
+            # only in dropped logits, of which only the shape is computed
             copies[node] = copies[node.all_input_nodes[0]]
             continue
         operands = dict(copies)
@@ -66,14 +67,14 @@ def recipe_of(output: Node, nodes: Sequence[Node]) -> tuple[Recipe, tuple[Node, 
 def defer_outputs(
     gm: GraphModule, recipes: Mapping[Node, tuple[Recipe, tuple[Node, ...]]], *, drop: bool
 ) -> Restore:
-    """Takes the outputs that have a recipe out of the graph, and puts in what their recipes need.
+    """Replaces the graph's outputs that have a recipe by the inputs of the recipes.
 
-    Returns a function that makes of the compiled graph one that returns what the graph did.
+    Returns a function that wraps the compiled graph, so that it returns the original outputs.
 
     Args:
-        gm: the graph; it changes in place.
-        recipes: of its outputs, from :func:`recipe_of`.
-        drop: whether tensors are returned whose values cannot be used.
+        gm: the graph; changed in place.
+        recipes: output → its recipe and inputs, from :func:`recipe_of`.
+        drop: whether the returned tensors raise an error when their values are read.
     """
     if not recipes:
         return as_compiled
@@ -84,14 +85,14 @@ def defer_outputs(
     needed = dict.fromkeys(n for _, given in recipes.values() for n in given if n not in inputs)
     new = list(returned | needed)
     output.args = (tuple(n if n in returned else _shape_of(n, output) for n in new),)
-    # Positions among the inputs and then the results: the compiled function holds no node.
+    # Positions in (*inputs, *results): restore must not keep the graph's nodes alive.
     results = {n: len(inputs) + i for i, n in enumerate(new)}
     deferrals = [
         (recipe, [(results | inputs)[n] for n in given]) for recipe, given in recipes.values()
     ]
     places = [recipes[n][0] if n in recipes else results[n] for n in old]
-    # typed as anything: torch.compiler.disable hides the signatures
-    make: Any = deferred.drop if drop else deferred.defer
+    # Any: torch.compiler.disable hides the signatures
+    make: Any = tensor.drop if drop else tensor.defer
 
     def restore(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> tuple[Any, ...]:
@@ -105,13 +106,13 @@ def defer_outputs(
 
 
 def as_compiled(compiled: Compiled) -> Compiled:
-    """What restores the outputs of a graph that returns them itself."""
+    """The restoring function of a graph without deferred outputs."""
     return compiled
 
 
 def _shape_of(node: Node, output: Node) -> Node:
-    """What a recipe is given of a node that is no output by itself: it, or of a DTensor, whose
-    logits are dropped, no more than its shape: nothing that a gradient could come to."""
+    """The node that the graph returns for a recipe: ``node``, or a detached DTensor. DTensors occur in
+    dropped logits only: the recipe reads the shape, and no gradient flows through it."""
     if not is_tensor(node) or not is_dtensor(value(node)):
         return node
     with node.graph.inserting_before(output):
@@ -121,7 +122,7 @@ def _shape_of(node: Node, output: Node) -> Node:
 
 
 def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:
-    """The inputs that carry rows, if each row of the output comes from one row of each of them."""
+    """The inputs with rows, if each row of the output depends on the same row of these inputs."""
     if any(node.target in VIEWS for node in nodes):
         return ()
     linears = [linear for node in nodes if node.target in LINEARS if (linear := linear_of(node))]

@@ -1,11 +1,11 @@
-"""Carries out a match: the linear, its loss and what stands between become one operator call.
+"""Rewrites a match: one operator call replaces the linear, its loss and the nodes between them.
 
-In: a region and a :class:`fxpass.match.match.Match`. Out: the casts that were put in. The graph
-changes in place: views of rows are replayed on the hidden states, biases and factors join the
-linear's operands, and :func:`erase` takes away what has no user any more::
+In: a region and a :class:`fxpass.match.match.Match`. Out: the casts that were inserted. The graph
+changes in place: views of rows are replayed on the hidden states, biases and factors are folded
+into the linear's operands, and :func:`erase` erases nodes without users::
 
     %logits = linear(%h, %w)                     %x = reshape(%h, -1, 64)
-    %flat = view(%logits, -1, 32000)      ->     %out = linear_cross_entropy(%x, %w, ..., 'v2 ...')
+    %flat = view(%logits, -1, 32000)      ->     %out = linear_cross_entropy(%x, %w, ..., 'v6 ...')
     %loss = cross_entropy(%flat, %labels)        %loss = getitem(%out, 0)
 """
 
@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
+import fxpass.op.operator  # noqa: F401, registers the operator
 from fxpass.casts.casts import Cast, cast
 from fxpass.graph import hazards
 from fxpass.graph.calls import first_operand
@@ -30,12 +31,11 @@ from fxpass.match.folds import Affine, Bias, RowView, Scale, Stack, ToLocal
 from fxpass.match.losses import Loss
 from fxpass.match.match import Match
 from fxpass.match.sharding import as_dtensor
-from fxpass.op import operator as _operator  # noqa: F401, registers the operator
 from fxpass.plan.devices import compute_dtype
 
 
 def rewrite(region: Region, match: Match) -> list[Cast]:
-    """Replaces the match in the graph of ``region``; returns the casts that autocast used to do."""
+    """Replaces the match in the graph of ``region``; returns the casts in place of autocast's."""
     with region.module.graph.inserting_before(match.loss.node):
         edit = _Edit(region.module.graph, match)
         edit.cast_operands()
@@ -45,7 +45,7 @@ def rewrite(region: Region, match: Match) -> list[Cast]:
 
 
 def erase(matches: Iterable[Match]) -> None:
-    """Takes out the nodes of rewritten matches that nobody reads any more."""
+    """Erases the nodes of rewritten matches that have no users."""
     for match in matches:
         loss = match.loss
         lse = () if match.lse is None else (match.lse.node,)
@@ -55,14 +55,14 @@ def erase(matches: Iterable[Match]) -> None:
 
 
 def _fake_mode_of(example: Any) -> AbstractContextManager[Any]:
-    """The mode of a DTensor's part: moving it about makes tensors of indices, which have to be
-    fake too. Other examples bring their mode along."""
-    part = example.to_local() if is_dtensor(example) else None
-    return part.fake_mode if isinstance(part, FakeTensor) else nullcontext()
+    """The fake mode of a DTensor's local tensor: ``redistribute`` makes index tensors, which must be
+    fake too. Operations on other examples enter their fake mode themselves."""
+    local = example.to_local() if is_dtensor(example) else None
+    return local.fake_mode if isinstance(local, FakeTensor) else nullcontext()
 
 
 class _Edit:
-    """The operands of one operator call, as they are built up in the graph."""
+    """Builds the operands of one operator call in the graph."""
 
     def __init__(self, graph: Graph, match: Match) -> None:
         self.graph, self.match, self.site = graph, match, match.loss.node
@@ -70,7 +70,7 @@ class _Edit:
         self.logits: Node | None = None
 
     def cast_operands(self) -> None:
-        """x, weight ``[V, D]`` and bias in the dtype that the linear computes in."""
+        """Casts x, weight ``[V, D]`` and bias to the dtype in which the linear computes."""
         linear = self.match.chain.linear
         self.dtype = value(linear.node).dtype
         self.x = self._cast(linear.x)
@@ -80,21 +80,21 @@ class _Edit:
             self.weight = self._method("t", self.weight)
         self.whole_weight = self.weight  # a DTensor where it is sharded
         sharding = self.match.sharding
-        # how DTensors of this rank's rows lie
+        # the placements of DTensors with this rank's rows
         self.row_placements = () if sharding is None else sharding.rows_only(0)
         if sharding is not None and sharding.weight is not None:
             assert sharding.x is not None
             self.x = self._placed(self.x, sharding.x)
             if not sharding.rows_move:
-                self._x_to_local()  # all rows are here: they move like any other tensor's
+                self._x_to_local()  # this rank has all rows: views work on the local tensor
             self.weight = self._to_local(self.weight, self._weight_gradient())
             self.bias = None if self.bias is None else self._classes_here(self.bias)
 
     def fold(self) -> None:
-        """Folds what stands between linear and loss into the operands; where the logits exist
-        anyway, does to them what comes after ``base``."""
+        """Folds the nodes between linear and loss into the operands; where the logits exist anyway,
+        replays the views after ``base`` on the logits."""
         if self.match.logits_mode == "keep" and not self.match.recomputed:
-            # they exist anyway; their gradient goes through the operator's x and weight
+            # no gradient through the logits: the operator has gradients of x and weight
             self.logits = self._method("detach", self.match.chain.base)
             if is_dtensor(value(self.logits)):
                 assert self.match.sharding is not None
@@ -123,7 +123,7 @@ class _Edit:
             self.logits = self._rows(self.logits)
 
     def replace(self) -> None:
-        """Puts in the operator call and gives its results to the users of the old nodes."""
+        """Inserts the operator call and passes its results to the users of the old nodes."""
         match, loss, sharding = self.match, self.match.loss, self.match.sharding
         target, class_weight = self._target(loss), loss.class_weight
         if match.detached:
@@ -155,8 +155,8 @@ class _Edit:
             self._hand_over(out, 1, match.lse, "fused_lse", scalar=False)
 
     def _clone_for_backward(self) -> None:
-        """Copies of what a linear and its loss would not save for backward, where somebody outside
-        of the graph may write to it until then: the bias, and x beside a frozen weight."""
+        """Clones operands that backward reads and the user may write to before it. Autograd of the
+        linear would not save them for backward: the bias, and x if the weight is frozen."""
         if self.bias is not None and hazards.leaves(self.bias):
             self.bias = self._method("clone", self.bias)
         if "weight" not in self.match.spec.gradients and hazards.leaves(self.x):
@@ -188,7 +188,7 @@ class _Edit:
             self.x = self._method("mul", self.x, factor)
             if self.bias is not None:
                 self.bias = self._method("mul", self.bias, factor)
-        if shift:  # added as exactly as to the logits, which small biases of 16 bits would not hold
+        if shift:  # in f32, as exact as on the logits: a 16-bit bias would round the shift
             dtype = compute_dtype(self.dtype)
             if self.bias is None:
                 v = self._size(self.weight, 0)
@@ -196,14 +196,14 @@ class _Edit:
             self.bias = self._method("add", self._method("to", self.bias, dtype), shift)
 
     def _scale(self, name: str, factor: Node) -> None:
-        # not cast before: one factor for all logits would be wrong for all of them alike
+        # the factor is not cast first: its rounding would affect all logits alike
         self.x, _ = cast(self.graph, self._method(name, self.x, factor), self.dtype, self.site)
-        if self.bias is not None:  # then the factor is one number
+        if self.bias is not None:  # a match with a bias has one factor, not one per row
             one = self._method("reshape", factor, ()) if is_tensor(factor) else factor
             self.bias = self._method(name, self.bias, one)
 
     def _add_bias(self, fold: Bias) -> None:
-        # what is added to logits that were up-cast before is not rounded to their old dtype
+        # a bias added to up-cast logits is not rounded to the linear's dtype
         wider = fold.dtype.itemsize > self.dtype.itemsize
         dtype = compute_dtype(self.dtype) if wider else self.dtype
         bias, made = cast(self.graph, fold.operand, dtype, self.site)
@@ -214,11 +214,11 @@ class _Edit:
         else:
             self.bias = bias if fold.sign > 0 else self._method("neg", bias)
 
-    # ------------------------------------------------------------ to this rank's part
+    # ------------------------------------------------------------ DTensors to local tensors
 
     def _x_to_local(self) -> None:
-        """x as a plain tensor, where it is none yet; over the group of the classes each rank has
-        a part of its gradient."""
+        """Makes x a local tensor if it is a DTensor. Its gradient is partial over the group of the
+        vocabulary shards."""
         if is_dtensor(value(self.x)):
             assert self.match.sharding is not None
             placements = placements_of(value(self.x))
@@ -226,14 +226,14 @@ class _Edit:
             self.x = self._to_local(self.x, gradient)
 
     def _weight_gradient(self) -> Any:
-        """Of weight and bias each rank computes the gradient from its rows."""
+        """Placements of the gradients of weight and bias: partial where the rows are sharded."""
         sharding = self.match.sharding
         assert sharding is not None
         assert sharding.weight is not None
         return sharding.partial_where("rows", sharding.weight)
 
     def _classes_here(self, bias: Node) -> Node:
-        """This rank's part of V numbers, as ``[V_r]``."""
+        """This rank's classes of a bias with V elements, as ``[V_r]``."""
         sharding = self.match.sharding
         if value(bias).dim() != 1:
             bias = self._method("reshape", bias, -1)
@@ -247,8 +247,8 @@ class _Edit:
         return self._method("narrow", bias, 0, sharding.first, sharding.count)
 
     def _with_rows(self, target: Node | None) -> Node | None:
-        """This rank's rows of the target, of which it has all classes. A flattened batch of
-        sharded sequences is dealt out in stripes: both may be, or neither."""
+        """This rank's rows of the target, with all classes. x and target get the same placements:
+        the rows of a flattened batch of sharded sequences are strided, in both or in neither."""
         if is_dtensor(value(self.x)):
             self.row_placements = placements_of(value(self.x))
             if target is None or placements_of(value(target)) != self.row_placements:
@@ -268,12 +268,12 @@ class _Edit:
         """A DTensor with other placements."""
         if placements_of(value(node)) == tuple(placements):
             return node
-        move: Any = type(value(node)).redistribute  # type: ignore[attr-defined]
-        return self._function(Placing(move, placements=tuple(placements)), node)
+        redistribute: Any = type(value(node)).redistribute  # type: ignore[attr-defined]
+        return self._function(Placing(redistribute, placements=tuple(placements)), node)
 
     def _to_local(self, node: Node, gradient: Any) -> Node:
-        take: Any = type(value(node)).to_local  # type: ignore[attr-defined]
-        return self._function(Placing(take, grad_placements=tuple(gradient)), node)
+        to_local: Any = type(value(node)).to_local  # type: ignore[attr-defined]
+        return self._function(Placing(to_local, grad_placements=tuple(gradient)), node)
 
     # ------------------------------------------------------------ to rows and back
 
@@ -301,7 +301,7 @@ class _Edit:
         return target if value(target).dim() == 1 else self._method("flatten", target)
 
     def _hand_over(self, out: Node, position: int, loss: Loss, name: str, scalar: bool) -> None:
-        """Gives one output of the operator, in its old shape and dtype, to the users of a loss."""
+        """Replaces a loss by one output of the operator, in the loss's shape and dtype."""
         old = loss.node
         new = self.graph.call_function(operator.getitem, (out, position), name=name)
         new.meta["stack_trace"] = old.meta.get("stack_trace")
@@ -321,12 +321,12 @@ class _Edit:
         old.replace_all_uses_with(new)
 
     def _as_dtensor(self, new: Node, old: Node, scalar: bool) -> Node:
-        """The loss as the DTensor that it was."""
+        """The loss as a DTensor, with the placements of the old loss."""
         sharding = self.match.sharding
         assert sharding is not None
         placements = sharding.sums() if scalar else self.row_placements
-        become = Placing(as_dtensor, placements=tuple(placements))
-        new = self._function(become, new, self.whole_weight)
+        to_dtensor = Placing(as_dtensor, placements=tuple(placements))
+        new = self._function(to_dtensor, new, self.whole_weight)
         return self._placed(new, sharding.loss_placements(placements_of(value(old))))
 
     # ------------------------------------------------------------ nodes
@@ -358,7 +358,7 @@ class _Edit:
         return node
 
     def _again(self, fold: RowView, on: Node) -> Node:
-        """A view's node again, on the logits ``on``; they may be of this rank's classes."""
+        """Replays a view's node on the logits ``on``, which may have this rank's classes only."""
         node = fold.node
         if self.match.sharding is not None:
             if fold.view.replay is None:
@@ -370,7 +370,9 @@ class _Edit:
             (node.args, dict(node.kwargs)), lambda n: on if n is viewed else n
         )
         target = node.target
-        if target == "view":  # of what was copied on the way; it may be none of what is read here
+        if (
+            target == "view"
+        ):  # the old logits may have been copied to a layout that allows a view; ``on`` may not
             target, args, kwargs = "reshape", (*args, *kwargs.values()), {}
         new = self.graph.create_node(node.op, target, args, kwargs)
         new.meta = dict(node.meta)

@@ -1,8 +1,8 @@
 """All rewrites of one Dynamo graph, in order, with their log lines and counters.
 
-In: a Dynamo graph and settings. Out: an :class:`Outcome`; the graph is changed in place. A graph in
-which nothing matches and no dtypes are mixed is left as it was, but for what torch 2.11 gets wrong
-in it (:func:`fxpass.graph.region.return_once`).
+In: a Dynamo graph and settings. Out: an :class:`Outcome`; the graph is changed in place. A graph
+without matches and without mixed dtypes does not change, except for the workaround for torch 2.11
+in :func:`fxpass.graph.region.return_once`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from fxpass.casts.casts import Cast, cast_region, note
 from fxpass.graph.nodes import hint
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
-from fxpass.kernels import source as triton_source
-from fxpass.kernels import tile_source as triton_tile_source
+from fxpass.kernels import source, tile_source
 from fxpass.kernels.source import Kernel
 from fxpass.match.folds import Bias
 from fxpass.match.match import Found, Match, Rejection, find
@@ -39,7 +38,7 @@ class Outcome:
     Attributes:
         matches, rejections, casts: in the order of the graph.
         kernels: the Triton kernels that the matches run on a GPU.
-        restore: makes of the compiled graph a function with the outputs that Dynamo expects.
+        restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
     """
 
     matches: tuple[Match, ...]
@@ -50,7 +49,7 @@ class Outcome:
 
 
 def transform(gm: GraphModule, settings: Settings) -> Outcome:
-    """Casts in ``gm`` and every graph nested in it, then rewrites every match in its plain ones.
+    """Inserts casts into ``gm`` and its nested graphs, and rewrites the matches of plain regions.
 
     Raises:
         MixedDtypeError: see :func:`fxpass.spec.dtypes.agreed`.
@@ -73,7 +72,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         try:
             returned, cast = _carry_out(region, found, settings)
         except Exception as error:
-            # a program that nobody foresaw runs as it is
+            # an unforeseen program runs without the rewrite
             log.warning("%s: the rewrite failed", found.matches[0].source, exc_info=True)
             region.module.graph = untouched
             reason = f"fxpass failed to rewrite the graph, please report this: {error!r}"
@@ -81,7 +80,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             continue
         casts += cast
         matches += found.matches
-        if region.outer is None:  # the outputs of nested graphs stay as they are
+        if region.outer is None:  # no output of a nested graph is deferred
             restore = returned
     for name, records in (("matched", matches), ("rejected", rejections)):
         counters["fusedce"][name] += len(records)
@@ -95,19 +94,19 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
 
 
 def _copy(graph: Graph) -> Graph:
-    """A copy of a graph, with what Dynamo has noted on its nodes."""
+    """A copy of a graph, with Dynamo's attributes on its nodes."""
     copied = copy.deepcopy(graph)
     for old, new in zip(graph.nodes, copied.nodes, strict=True):
-        if (source := getattr(old, "_dynamo_source", None)) is not None:
-            new._dynamo_source = source
+        if (dynamo_source := getattr(old, "_dynamo_source", None)) is not None:
+            new._dynamo_source = dynamo_source
     return copied
 
 
 def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Cast]]:
     """Rewrites all matches of a region."""
-    # first: the recipes are copies of what the rewrite takes out
+    # before the rewrite, which erases the nodes that recipes copy
     recipes = {output: recipe_of(output, nodes) for output, nodes in found.deferred.items()}
-    # the last one first: its operands may be what an earlier loss becomes
+    # the last match first: an earlier loss may be its operand
     cast = [rewrite(region, match) for match in reversed(found.matches)]
     restore = defer_outputs(region.module, recipes, drop=settings.logits == "drop")
     erase(found.matches)
@@ -122,6 +121,6 @@ def _kernels(match: Match) -> tuple[Kernel, ...]:
     if spec.strategy == "tiled":
         chain = match.chain
         biased = chain.linear.bias is not None or any(isinstance(s, Bias) for s in chain.folds)
-        return triton_tile_source.kernels_of(spec, weighted, biased)
+        return tile_source.kernels_of(spec, weighted, biased)
     classes = match.sharding.count if match.sharding else hint(match.shape[1])
-    return triton_source.kernels_of(spec, weighted, padded=padded(classes) != classes)
+    return source.kernels_of(spec, weighted, padded=padded(classes) != classes)
