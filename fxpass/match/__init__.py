@@ -1,5 +1,5 @@
 """From a graph to matches and rejections: tables of spellings, and one reader of each.
 
-A graph is never changed here, and whatever is in no table is declined, with a reason for the user.
-Imports ``graph``, ``spec`` and ``plan``.
+Changes no graph. A node that is in no table prevents a match, and the rejection gives the user the
+reason. Imports ``graph``, ``spec`` and ``plan``.
 """

@@ -1,14 +1,14 @@
-"""The chain of nodes from a linear to its loss, and what it computes.
+"""The chain of nodes from a linear to its loss, and its computation.
 
 In: a :class:`fxpass.match.losses.Loss`. Out: a :class:`Chain`: the linear, the folds that the
-rewrite has to do to its operands, and the one function of a logit that is left for the operator::
+rewrite applies to the linear's operands, and the function of one logit that the operator computes::
 
     linear → add(final_logits_bias) → view → truediv(30) → tanh → mul(30)
 
     folds = (Bias(%final_logits_bias), RowView(%view))        expr = 30*tanh(z/30)
 
-What involves other tensors cannot be part of the expression and is folded; what stands before the
-last of them has to be linear in the logit, and is folded too.
+A node with another tensor cannot be part of the expression, so it is folded. All functions before
+the last such node have to be linear in the logit, and are folded too.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Chain:
     """The nodes from a linear to a loss.
 
     Attributes:
-        linear: where it starts.
-        nodes: all of them in the order of the data, the linear's first.
+        linear: the linear.
+        nodes: all nodes in the order of the data, the linear's node first.
         base: the node whose value is ``z`` in ``expr``.
-        folds: what happens beside ``expr``, in the order of the data.
+        folds: the folds beside ``expr``, in the order of the data.
         expr: the logit that enters the loss, as a function of ``z``.
-        dim: position of the class dimension at the end.
+        dim: position of the class dimension in the last node's output.
     """
 
     linear: Linear
@@ -51,7 +51,7 @@ class Chain:
 
     @property
     def operands(self) -> list[Node]:
-        """Every node outside of the chain whose value the fused loss reads, the target aside."""
+        """Every node outside the chain whose value the fused loss reads, except the target."""
         linear = self.linear
         found = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
         for fold in self.folds:
@@ -62,7 +62,7 @@ class Chain:
         return found
 
     def read_by(self, name: str) -> list[Node]:
-        """The nodes that the operator's operand ``x``, ``weight`` or ``bias`` is made of."""
+        """The nodes from which the operator's operand ``x``, ``weight`` or ``bias`` is computed."""
         scales = [s.operand for s in self.folds if isinstance(s, Scale) and is_tensor(s.operand)]
         biases = [fold.operand for fold in self.folds if isinstance(fold, Bias)]
         biases += [self.linear.bias] if self.linear.bias is not None else []
@@ -75,15 +75,15 @@ class Chain:
 
 
 def chain_of(loss: Loss, *, written_base: bool = False) -> Chain:
-    """The chain that ends at ``loss``; read from there backward.
+    """The chain that ends at ``loss``, read backward from the loss.
 
     Args:
-        loss: its end.
-        written_base: whether ``base`` has to be a node after which nothing writes to its memory,
-            so that its value can be read at the loss.
+        loss: the end of the chain.
+        written_base: whether ``base`` has to come after the chain's last in-place node, so that
+            the loss can read its value.
 
     Raises:
-        NoMatch: a node that no table knows, with the reason.
+        NoMatch: a node is in no table, or cannot be part of a chain.
     """
     read: list[ChainNode] = []
     node, dim, normalised = loss.logits, loss.dim, not loss.log_softmax
@@ -113,7 +113,7 @@ def chain_of(loss: Loss, *, written_base: bool = False) -> Chain:
 
 
 def check_operands(found: Chain) -> None:
-    """``NoMatch`` if one of the chain's operands is no floating-point tensor, plain or sharded."""
+    """``NoMatch`` unless the linear's operands are floating-point tensors, plain or DTensors."""
     linear = found.linear
     for operand in (linear.x, linear.weight, linear.bias):
         if operand is not None:
@@ -172,7 +172,7 @@ def _fold(linear: Linear, read: list[ChainNode], dim: int, written_base: bool) -
 
 
 def _check_scale(node: Node, linear: Linear, folds: list[Fold]) -> None:
-    """A bias can follow a factor per row, but no bias can be multiplied by one."""
+    """``NoMatch`` for a factor per row after a bias, which the factor would scale per row too."""
     biased = linear.bias is not None or any(isinstance(s, Bias) or _shifts(s) for s in folds)
     last = folds[-1]
     if not (isinstance(last, Scale) and biased) or is_number(last.operand):
@@ -186,7 +186,7 @@ def _shifts(fold: Fold) -> bool:
 
 
 def _affine(node: Node, expr: Expr) -> list[Fold]:
-    """The expression as a fold; ``NoMatch`` where it is not linear in the logit."""
+    """The expression as a fold; ``NoMatch`` if it is not linear in the logit."""
     if expr == expression.Z:
         return []
     factor = sympy.diff(expr, expression.Z)
@@ -195,6 +195,6 @@ def _affine(node: Node, expr: Expr) -> list[Fold]:
         raise NoMatch(
             node,
             f"%{node.name} ({call_name(node)}) comes after a function of the logits that is not "
-            "linear, and cannot be done to the hidden states instead",
+            "linear, and cannot be applied to the hidden states instead",
         )
     return [Affine(factor, shift)]

@@ -1,8 +1,7 @@
-"""One node between a linear and its loss: which node its logits come from, what it computes.
+"""One node between a linear and its loss: the producer of its logits, and its computation.
 
-In: a node, and where its output has the classes. Out: a :class:`ChainNode`, which names
-the node before it; and for the kinds that compute, the expression of the logit after it or the
-folds that it becomes::
+In: a node, and the position of the class dimension in its output. Out: a :class:`ChainNode`; for a
+node that computes, also the expression of the logit after it, or its folds::
 
     %truediv = truediv(%view, 30)  ->  ChainNode(%truediv, "pointwise", before=%view)  z -> z/30
     %add = add(%linear, %b)        ->  ChainNode(%add, "tensor", before=%linear)       [Bias(%b, 1)]
@@ -41,12 +40,12 @@ class ChainNode:
         node: the call.
         kind: ``cast``, ``log_softmax``, ``placement``, ``view``, ``stack``, ``pointwise`` (of one
             logit and numbers) or ``tensor`` (with another tensor of the graph).
-        before: the node that it takes the logits from.
+        before: the node that produces its logits.
         dim: position of the class dimension in ``before``.
-        in_place: whether it writes to ``before``; of the kinds that compute.
-        view: how it moves rows, for ``view``.
-        function: its key in ``POINTWISE``, out of place; of the kinds that compute.
-        stacked: position of the new dimension and its size, for ``stack``.
+        in_place: for ``pointwise`` and ``tensor``, whether the node writes to ``before``.
+        view: for ``view``, how it rearranges rows.
+        function: for ``pointwise`` and ``tensor``, its key in ``POINTWISE``, out of place.
+        stacked: for ``stack``, position and size of the new dimension.
     """
 
     node: Node
@@ -65,10 +64,10 @@ def read_node(node: Node, dim: int, after: list[ChainNode]) -> ChainNode:
     Args:
         node: a call whose output is the logits, or a function of them.
         dim: position of the class dimension in its output.
-        after: the nodes between it and the loss, the latest first.
+        after: the nodes between ``node`` and the loss, the last node first.
 
     Raises:
-        NoMatch: no table knows the call, or not in this form.
+        NoMatch: the call is in no table, or has arguments that cannot be fused.
     """
     if node.target in STACKS:
         return _stacked(node, dim, after)
@@ -101,7 +100,7 @@ def read_node(node: Node, dim: int, after: list[ChainNode]) -> ChainNode:
 
 
 def _stacked(node: Node, dim: int, after: list[ChainNode]) -> ChainNode:
-    """A stack of heads: before it is the head whose logits the nodes ``after`` it pick."""
+    """A stack of heads: ``before`` is the head whose slice the nodes ``after`` select."""
     given = arguments(node, {"tensors": REQUIRED, "dim": 0})
     tensors, new = given["tensors"], given["dim"] % value(node).dim()
     if not isinstance(tensors, tuple | list) or new == dim:
@@ -117,15 +116,12 @@ def _stacked(node: Node, dim: int, after: list[ChainNode]) -> ChainNode:
         if picked is not None:
             head = tensors[picked % len(tensors)]
             return ChainNode(node, "stack", head, dim - (new < dim), stacked=(new, len(tensors)))
-    raise NoMatch(
-        node, f"%{node.name} (stack) gives the loss the logits of several linears, as far as known"
-    )
+    raise NoMatch(node, f"%{node.name} (stack) may give the loss the logits of several linears")
 
 
 def _picked(reading: ChainNode, at: int) -> tuple[int | None, int] | None:
-    """What a view does to dimension ``at`` of its input: the number that it picks there, and
-    the dimension's position in its output; None where that is not known when the graph is traced.
-    """
+    """The effect of a view on dimension ``at`` of its input: the index that it selects, and the
+    dimension's position in its output; None if they are unknown when the graph is traced."""
     assert reading.view is not None
     assert reading.view.replay is not None
     _, target, args = reading.view.replay(0)
@@ -177,7 +173,7 @@ def _check_cast(node: Node) -> None:
 
 
 def check_plain(node: Node) -> None:
-    """``NoMatch`` if a node's value is no floating-point tensor, plain or sharded."""
+    """``NoMatch`` unless a node's value is a floating-point tensor, plain or a DTensor."""
     example = value(node)
     if not example.is_floating_point():
         raise NoMatch(node, f"%{node.name} is {example.dtype}, not floating point")
@@ -192,10 +188,10 @@ def check_plain(node: Node) -> None:
 
 
 def apply_pointwise(reading: ChainNode, expr: Expr) -> Expr:
-    """The expression after a ``pointwise`` node, of the one before it.
+    """The expression of the logit after a ``pointwise`` node; ``expr`` is the logit before it.
 
     Raises:
-        NoMatch: an argument that is no number, or that its row in ``POINTWISE`` does not know.
+        NoMatch: an argument is not a number, or its row in ``POINTWISE`` cannot express it.
     """
     node, row = reading.node, POINTWISE[reading.function]
     given = arguments(node, row.signature)
@@ -220,10 +216,10 @@ def _operand(node: Node, argument: Any, before: Node, expr: Expr) -> Any:
 
 
 def tensor_folds(reading: ChainNode) -> list[Fold]:
-    """What a ``tensor`` node is: a bias or a factor per row.
+    """The folds of a ``tensor`` node: a bias or a factor per row.
 
     Raises:
-        NoMatch: it is neither.
+        NoMatch: the node is neither.
     """
     node, operation = reading.node, _operation(reading.function)
     left, right, *options = arguments(node, POINTWISE[reading.function].signature).values()
@@ -253,7 +249,7 @@ def tensor_folds(reading: ChainNode) -> list[Fold]:
 
 
 def _operation(function: Target) -> str | None:
-    """``add``, ``sub``, ``mul`` or ``div``, however it is spelled; None for anything else."""
+    """``add``, ``sub``, ``mul`` or ``div`` for each of their spellings; else None."""
     name = function if isinstance(function, str) else getattr(function, "__name__", "")
     return {"truediv": "div", "true_divide": "div"}.get(name, name) if name in _BINARY else None
 
@@ -262,7 +258,7 @@ _BINARY = ("add", "sub", "mul", "div", "truediv", "true_divide")
 
 
 def _combines(node: Node) -> str:
-    """The reason why a node with another tensor is not fused."""
+    """The reason for not fusing a node with another tensor."""
     names = ", ".join(f"%{n.name}" for n in node.all_input_nodes)
     return (
         f"%{node.name} ({call_name(node)}) combines the logits with another tensor ({names}); "

@@ -1,8 +1,8 @@
-"""What is folded into a linear's operands: all between it and its loss but functions of one logit.
+"""Folds: the nodes between a linear and its loss that the rewrite folds into the linear's operands.
 
-In: nothing; these are the words in which :mod:`fxpass.match.chain` tells
-:mod:`fxpass.rewrite.rewrite` what to do. For example ``30 *
-tanh((linear(x, w) + b)[:, :-1] / 30)`` is::
+In: nothing; these records are :mod:`fxpass.match.chain`'s output and
+:mod:`fxpass.rewrite.rewrite`'s input. For example ``30 * tanh((linear(x, w) + b)[:, :-1] / 30)``
+is::
 
     [Bias(%b, 1), RowView(%getitem, ...)]        and the function 30*tanh(z/30)
 """
@@ -20,7 +20,7 @@ from fxpass.match.views import View
 
 @dataclass(frozen=True)
 class RowView:
-    """Rows move, or some of the classes stay: to be replayed on the hidden states."""
+    """A view of the rows, replayed on the hidden states, or a slice of the classes."""
 
     node: Node
     view: View
@@ -28,8 +28,8 @@ class RowView:
 
 @dataclass(frozen=True)
 class Stack:
-    """The logits of several linears are stacked, of which the loss is given those of one: as if
-    there were ``count`` of it along a new dimension ``dim``."""
+    """A stack of several linears' logits, of which the loss reads those of one linear: replayed as
+    ``count`` copies of this linear's rows along a new dimension ``dim``."""
 
     node: Node
     dim: int
@@ -38,8 +38,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Bias:
-    """``[V]`` numbers (of any shape that holds one row) are added to the logits in ``dtype``; sign
-    is ±1."""
+    """``sign`` (±1) times ``operand``, one value per class, is added to the logits in ``dtype``."""
 
     operand: Node
     sign: int
@@ -48,8 +47,8 @@ class Bias:
 
 @dataclass(frozen=True)
 class Scale:
-    """The logits are multiplied or divided by a number per row, or by one number that varies from
-    call to call: a tensor ``[]`` or a float."""
+    """The logits are multiplied or divided by ``operand``: a factor per row, or one factor that
+    varies from call to call (a tensor ``[]`` or a float)."""
 
     operand: Node
     divide: bool
@@ -57,7 +56,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Affine:
-    """The logits become ``factor * z + shift``, numbers of the graph."""
+    """The logits become ``factor * z + shift``, where factor and shift are constants."""
 
     factor: Expr
     shift: Expr
@@ -65,7 +64,7 @@ class Affine:
 
 @dataclass(frozen=True)
 class ToLocal:
-    """DTensors end: from here on each rank has its own part of the logits, as a plain tensor."""
+    """``to_local``: from this node on each rank has its part of the logits as a plain tensor."""
 
     node: Node
 

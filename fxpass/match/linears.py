@@ -1,6 +1,6 @@
 """Linears: the spellings of ``x @ weight.T + bias``.
 
-In: a node. Out: a :class:`Linear`, or None for a node that is none::
+In: a node. Out: a :class:`Linear`, or None if the node is no linear::
 
     matmul(%x, transpose(%w, 0, 1))    ->    Linear(x=%x, weight=%w, bias=None)
 """
@@ -42,10 +42,10 @@ class Linear:
 
 
 def linear_of(node: Node) -> Linear | None:
-    """The linear that ``node`` is; None if it is none.
+    """Reads ``node`` as a linear; None if it is no linear.
 
     Raises:
-        NoMatch: it is one in a form that cannot be fused.
+        NoMatch: a linear that cannot be fused.
     """
     read = LINEARS.get(node.target) if node.op in ("call_function", "call_method") else None
     return None if read is None else read(node)
@@ -99,19 +99,19 @@ def _einsum(node: Node) -> Linear:
             if statically_known_true(
                 value(found.x).shape[-1] == value(found.weight).shape[transposed - 1]
             ):
-                return found  # einsum would stretch a dimension of one
+                return found  # einsum would broadcast a dimension of size one
     raise NoMatch(node, f"%{node.name}: einsum {equation!r} is not [..., D], [V, D] -> [..., V]")
 
 
 def _product(node: Node, x: Any, weight: Any, bias: Any) -> Linear:
-    """``x @ weight``; a weight that was transposed for it is taken as it was before."""
+    """``x @ weight``; reads a weight ``w.t()`` as ``w``."""
     if is_tensor(weight) and value(weight).dim() == 2 and _swaps(weight):
         return _make(node, x, weight.args[0], bias, transposed=False)
     return _make(node, x, weight, bias, transposed=True)
 
 
 def _swaps(node: Node) -> bool:
-    """Whether a node with a matrix as its output is the transposition of another matrix."""
+    """Whether a node whose value is a matrix transposes another matrix."""
     target, args = node.target, cast(tuple[Any, ...], node.args[1:])
     if not node.args or not is_tensor(node.args[0]) or node.kwargs:
         return False

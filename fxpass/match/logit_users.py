@@ -1,9 +1,9 @@
-"""Who reads the logits beside the losses: do they have to exist, or may they leave lazily.
+"""Decides whether the logits have to exist, from their users other than the losses.
 
 In: a region and its matches. Out: for each match ``never``, ``keep``, ``defer`` or ``drop``, and
-the outputs of the graph that are deferred, with the nodes that compute them. An output can be
-deferred if nothing but casts, views and pointwise functions lies between it and the linears,
-and if computing all of it at the end of the graph gives the same::
+the deferred outputs of the graph, with the nodes that compute them. An output can be deferred if
+only casts, views and pointwise functions are between the linears and the output, and if these
+nodes have the same result when they are recomputed at the end of the graph::
 
     %logits = linear(%h, %w);  %float = float(%logits);  return (%loss, %float)
 
@@ -37,7 +37,7 @@ _COMPUTABLE = CASTS | STACKS | LINEARS.keys() | VIEWS.keys() | POINTWISE.keys() 
 
 
 class LogitUsers:
-    """The answer for all matches of one region together; see the module."""
+    """The decisions for all matches of one region; see the module."""
 
     def __init__(self, region: Region, matches: list[Match], settings: Settings) -> None:
         self._mode = _mode(region, matches, settings)
@@ -59,14 +59,14 @@ class LogitUsers:
             self.deferred = {k: v for k, v in self.deferred.items() if k not in needed}
 
     def logits_mode(self, match: Match) -> str:
-        """What becomes of the logits of one match."""
+        """``never``, ``keep``, ``defer`` or ``drop``: the mode of one match's logits."""
         linear = match.chain.linear.node
         if self._reader(linear) is not None:
             return "keep"
         return self._mode if any(linear in nodes for nodes in self.deferred.values()) else "never"
 
     def check_inner(self, match: Match) -> None:
-        """``NoMatch`` if somebody reads the probabilities between the logits and the loss."""
+        """``NoMatch`` if a node outside the loss reads its log-probabilities."""
         chain = match.chain.nodes
         start = next((i for i, n in enumerate(chain) if n.target in LOG_SOFTMAXES), len(chain))
         inner = [node for node in match.loss.inner if node not in self._losses]
@@ -80,7 +80,7 @@ class LogitUsers:
                     )
 
     def _reached(self, linear: Node) -> set[Node]:
-        """The linear and everything computed from it other than through a loss."""
+        """The linear and all nodes computed from it, except through a loss."""
         reached, todo = {linear}, [linear]
         while todo:
             node = todo.pop()
@@ -92,12 +92,12 @@ class LogitUsers:
         return reached
 
     def _reader(self, linear: Node) -> Node | None:
-        """A node for which the logits have to exist."""
+        """A user for which the logits of ``linear`` have to exist, or None."""
         lazy = {n for nodes in self.deferred.values() for n in nodes}
         allowed = self._inside | lazy
         for node in self._below[linear]:
             if node not in allowed:
-                continue  # its own reader has been found before it
+                continue  # the loop finds the user at its producer
             for user in node.users:
                 if user in allowed or not reads_values(user, node):
                     continue
@@ -106,24 +106,24 @@ class LogitUsers:
         return None
 
     def _needed_with(self, output: Node) -> Node | None:
-        """``output`` if one of the linears it is computed from has a reader now."""
+        """``output`` if the logits of one of its linears have to exist anyway, else None."""
         linears = [n for n in self.deferred[output] if n in self._below]
         return output if any(self._reader(linear) is not None for linear in linears) else None
 
 
 def _mode(region: Region, matches: Iterable[Match], settings: Settings) -> str:
     if region.outer is not None:
-        return "keep"  # what leaves a checkpointed region goes on inside the graph
+        return "keep"  # nodes of the outer graph read the outputs of a checkpoint
     if settings.logits != "auto":
         return settings.logits
     return "defer" if any(m.spec.gradients for m in matches) else "keep"
 
 
 def _between(output: Node, computed: set[Node], drop: bool) -> tuple[Node, ...]:
-    """The nodes from the linears to an output in the graph's order; none if it is no such value.
+    """The nodes from the linears to an output in the graph's order; empty if it is not deferred.
 
-    Computing DTensors later may take all ranks, so they are not deferred. Dropped they can be where
-    they come to all of their value on every rank, since nothing is computed then.
+    DTensors are not deferred: recomputing them may need all ranks. An output can be dropped, which
+    recomputes nothing, if its DTensors are gathered to plain tensors.
     """
     found, todo = {output}, [output]
     while todo:
@@ -144,15 +144,15 @@ def _between(output: Node, computed: set[Node], drop: bool) -> tuple[Node, ...]:
     return tuple(sorted(found))
 
 
-# ---------------------------------------------------------------- computed later, is it the same?
+# ---------------------------------------------------------------- recomputed later, the same?
 
 
 def _computable_at(end: Node, output: Node, nodes: tuple[Node, ...]) -> bool:
-    """Whether ``nodes``, computed at the graph's end without autocast, give what ``output`` has,
-    its gradients included."""
+    """Whether ``nodes``, recomputed at the graph's end without autocast, give the same values and
+    gradients as ``output``."""
     memory = storage(output)
     if any(storage(n) == memory for n in end.all_input_nodes if is_tensor(n) and n is not output):
-        return False  # writes to one of the two outputs change the other one
+        return False  # the outputs are aliases: a write to one changes the other
     return (
         memory is not None
         and hazards.hazard(nodes, end) is None
@@ -162,20 +162,20 @@ def _computable_at(end: Node, output: Node, nodes: tuple[Node, ...]) -> bool:
 
 
 def _has_dtype_of_an_operand(node: Node) -> bool:
-    """Not so where autocast up-casts a pointwise function, which is written nowhere."""
+    """False where autocast up-casts a pointwise function, for which the graph has no node."""
     if node.target in CASTS or node.target in LINEARS:
         return True
     return value(node).dtype in {value(n).dtype for n in node.all_input_nodes if is_tensor(n)}
 
 
 def _passes_gradients_on(node: Node) -> bool:
-    """Not so under ``no_grad``."""
+    """False under ``no_grad``."""
     needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
     return value(node).requires_grad or not needs
 
 
 def _weight_casts(nodes: Iterable[Node]) -> list[Node]:
-    """Casts of inputs to the dtype of a linear's weight: computed later they need no memory."""
+    """Casts of weights and biases that are inputs: recomputed later, they save memory."""
     linears = [linear_of(node) for node in nodes if node.target in LINEARS]
     weights = [n for linear in linears if linear for n in (linear.weight, linear.bias) if n]
     return [
@@ -186,5 +186,5 @@ def _weight_casts(nodes: Iterable[Node]) -> list[Node]:
 
 
 def _movable(cast: Node, end: Node) -> bool:
-    """Whether a cast of an input gives the same at the graph's end."""
+    """Whether a cast of an input has the same result at the graph's end."""
     return hazards.hazard((cast,), end) is None

@@ -1,7 +1,6 @@
-"""Losses: the spellings of a cross-entropy, and of the log-sum-exp that a z-loss squares.
+"""Losses: the spellings of a cross-entropy, and of the log-sum-exp in a z-loss.
 
-In: a node. Out: a :class:`Loss`, which says where its logits are and what is computed of them, or
-None for a node that is none::
+In: a node. Out: a :class:`Loss` with its logits and its arguments, or None if the node is no loss::
 
     nll_loss(%log_probabilities, %labels)         neg(gather(log_softmax(%z, -1), -1, %labels))
     cross_entropy(%z, %labels)                    sub(logsumexp(%z, -1), gather(%z, -1, %labels))
@@ -33,21 +32,21 @@ class Loss:
     """One loss.
 
     Attributes:
-        node: whose value is computed anew: the loss, its mean or sum, or one number per row.
+        node: the node that the operator replaces: the mean or sum of the loss, or one loss per row.
         logits: the end of the chain from the linear.
         dim: position of the class dimension in ``logits``.
         inner: further nodes of the spelling, between the logits and ``node``.
-        counted: nodes whose value is part of the spelling, and of nobody's business beside it.
+        counted: nodes of the spelling that do not read the logits (``arange``).
         target: class indices, class probabilities, or None for a log-sum-exp.
         class_weight: ``[V]`` or None.
         probabilities: whether the target holds class probabilities.
         log_softmax: whether the chain has to hold a log-softmax.
         negative: whether the node's value is minus the loss.
-        keepdim: whether the node's value has a class dimension of one.
-        wraps: which indices count round the classes, as the program's own indexing has it:
-            ``negative`` ones from the last class, or ``all``; empty where none do.
-        speculative: whether the node is a loss only if a chain from a linear ends at it: then
-            nothing is said about it otherwise.
+        keepdim: whether the node's value has a class dimension of size one.
+        wraps: the class indices that wrap around, as in the program's indexing: ``negative`` (-1 is
+            the last class), ``all`` (modulo V), or empty.
+        speculative: whether the node is only a loss if its logits come from a linear; if not, it
+            gets no rejection.
     """
 
     node: Node
@@ -69,10 +68,10 @@ class Loss:
 
 
 def loss_of(node: Node) -> Loss | None:
-    """The loss that ``node`` is; None if it is none.
+    """Reads ``node`` as a loss; None if it is no loss.
 
     Raises:
-        NoMatch: it is one in a form that cannot be fused.
+        NoMatch: a loss that cannot be fused.
     """
     read = LOSSES.get(node.target) if node.op in ("call_function", "call_method") else None
     return None if read is None else read(node)
@@ -119,7 +118,7 @@ def _nll_loss(node: Node) -> Loss:
 
 def _named_loss(node: Node, args: dict[str, Any], **fields: Any) -> Loss:
     if fields.get("probabilities"):
-        args["ignore_index"] = -100  # PyTorch does not use it then; one spec for one computation
+        args["ignore_index"] = -100  # PyTorch ignores it then, so all values give one spec
     return Loss(
         node=node,
         logits=args["input"],
@@ -140,7 +139,7 @@ def _check_constants(node: Node, args: dict[str, Any]) -> None:
     if isinstance(smoothing, Node):
         smoothing = smoothing.meta.get("example_value")
     if isinstance(smoothing, torch.SymFloat):
-        # as torch's own cross-entropy does, which knows no other
+        # torch's cross-entropy also specialises on the value
         args["label_smoothing"] = float(smoothing)
         log.info(
             "label_smoothing varies from call to call: every value is compiled anew, at %s",
@@ -164,7 +163,7 @@ _TAKE = {"input": REQUIRED, "indices": REQUIRED, "dim": None}
 
 
 def _picked(node: Node) -> tuple[Node, int, Node] | None:
-    """Source, class dimension and index, if ``node`` takes one element of each row."""
+    """Source, class dimension and index, if ``node`` gathers one element of each row."""
     if node.target in (torch.gather, "gather"):
         given = arguments(node, _GATHER)
         source, dim, index = given["input"], given["dim"], given["index"]
@@ -270,7 +269,7 @@ def _difference(node: Node) -> Loss | None:
     try:
         return _lse_minus_picked(node)
     except NoMatch:
-        return None  # of all subtractions few are a loss
+        return None  # most subtractions are no loss and get no rejection
 
 
 def _lse_minus_picked(node: Node) -> Loss | None:
@@ -301,14 +300,14 @@ def _lse_minus_picked(node: Node) -> Loss | None:
 
 
 def _without_dim(node: Node) -> tuple[Node, tuple[Node, ...]]:
-    """The node before its dimension of one was taken away, and what took it."""
+    """The node before a squeeze of its class dimension, and the squeezing node."""
     if node.target not in ("squeeze", torch.squeeze, "select", torch.select, operator.getitem):
         return node, ()
     before = first_operand(node)
     if node.target is operator.getitem:
         index: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         if not all(i in (slice(None), Ellipsis) or isinstance(i, int) for i in index):
-            return node, ()  # the rows may be in another order
+            return node, ()  # the index may reorder the rows
     if value(before).numel() == value(node).numel():
         return before, (node,)
     return node, ()

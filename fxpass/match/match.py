@@ -1,10 +1,10 @@
-"""Finds linear → cross-entropy in a graph and decides what becomes of each.
+"""Finds linear → cross-entropy in a graph, and decides for each loss whether it is fused.
 
 In: a region of a Dynamo graph, with ``example_value`` on its nodes. Out: for every loss a
-:class:`Match` that :mod:`fxpass.rewrite.rewrite` can carry out, or a :class:`Rejection` that tells
-the user why not. What can stand in the graph is read by :mod:`fxpass.match.losses`,
-:mod:`fxpass.match.chain` and :mod:`fxpass.match.linears`; who else needs the logits is answered by
-:mod:`fxpass.match.logit_users`. The graph is not changed.
+:class:`Match`, which :mod:`fxpass.rewrite.rewrite` fuses, or a :class:`Rejection` with the reason
+for the user. :mod:`fxpass.match.losses`, :mod:`fxpass.match.chain` and :mod:`fxpass.match.linears`
+read the pattern; :mod:`fxpass.match.logit_users` finds other users of the logits. The graph does
+not change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Rejection:
-    """A loss that is left as it was.
+    """A loss that is not fused.
 
     Attributes:
         node: the node at which reading stopped.
@@ -56,20 +56,22 @@ class Match:
     """A linear → cross-entropy that can be fused.
 
     Attributes:
-        loss: the loss, as it is spelled.
-        chain: the nodes from the linear to it.
-        lse: a log-sum-exp of the same logits that the operator returns as well (z-loss), or None.
-        logits_mode: ``never`` allocated; ``keep``: they exist in the graph and the loss is taken
-            from them; ``defer`` or ``drop``: they leave the graph, and what leaves it instead.
-        spec: what is computed.
+        loss: the loss.
+        chain: the nodes from the linear to the loss.
+        lse: a log-sum-exp of the same logits (z-loss) that the operator also returns, or None.
+        logits_mode: ``never``: the logits are never materialised; ``keep``: the graph materialises
+            them, and the operator reads them; ``defer`` or ``drop``: a deferred or dropped tensor
+            takes their place among the graph's outputs.
+        spec: the computation.
         shape: rows and classes; both may be symbolic.
         source: the user's line of the loss.
-        sharding: on which ranks its classes and rows lie; None for one rank.
-        choice: of the strategy; None as long as it is not decided.
-        detached: whether no gradient goes through it although its operands need some.
-        changed: whether the graph writes to its operands later: then backward must not read them.
-        recomputed: whether the operator computes the logits although they are kept: backward would
-            need them, and they leave the graph, so that the user may have written to them by then.
+        sharding: the ranks of its classes and rows; None for one rank.
+        choice: the strategy and its reason; None until it is chosen.
+        detached: whether no gradient flows through the loss although its operands need gradients.
+        changed: whether the graph writes to its operands later, so that backward must not read
+            them.
+        recomputed: whether the operator recomputes logits that the graph materialises: the logits
+            are also an output, and the user may write to them before backward.
     """
 
     loss: Loss
@@ -96,7 +98,7 @@ class Match:
     def __str__(self) -> str:
         n, v = self.shape
         left = {
-            "keep": " (logits kept: something else reads them)",
+            "keep": " (logits kept: another node reads them)",
             "defer": " (logits deferred: computed when they are first used)",
             "drop": " (logits dropped: their values cannot be used)",
         }
@@ -109,8 +111,8 @@ class Match:
 
 @dataclass(frozen=True)
 class Found:
-    """What there is in one region: matches and rejections in the graph's order, and the outputs
-    that are deferred, each with the nodes that compute it from the linears on."""
+    """The matches and rejections of one region in the graph's order, and its deferred outputs, each
+    with the nodes that compute it: the linears and the nodes after them."""
 
     matches: tuple[Match, ...]
     rejections: tuple[Rejection, ...]
@@ -118,7 +120,7 @@ class Found:
 
 
 def find(region: Region, settings: Settings) -> Found:
-    """One answer per loss."""
+    """A match or a rejection for every loss of a region."""
     nodes = region.module.graph.nodes
     modes = modes_of(region.module.graph)
     found: list[Match | Rejection] = []
@@ -132,7 +134,7 @@ def find(region: Region, settings: Settings) -> Found:
             if loss is None or not loss.speculative:
                 found.append(Rejection(no.node, no.reason, source_line(node)))
         except Exception as error:
-            # nothing has been changed yet: a program that nobody foresaw runs as it is
+            # the graph has not changed yet: an unforeseen program runs without the rewrite
             log.warning("%s: reading the graph failed", source_line(node), exc_info=True)
             reason = f"fxpass failed to read it, please report this: {error!r}"
             found.append(Rejection(node, reason, source_line(node)))
@@ -161,7 +163,7 @@ def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:
     changed = hazards.hazard(pattern, loss.node.graph.output_node()) if spec.gradients else None
     if changed and (spec.reduction == "none" or sharding is not None):
         node, reason = changed
-        raise NoMatch(node, f"{reason}, and the gradients are computed from it in backward")
+        raise NoMatch(node, f"{reason}, and backward computes the gradients from it")
     match = Match(
         loss=loss,
         chain=chain,
@@ -221,7 +223,7 @@ def _gradients(loss: Loss, chain: Chain) -> tuple[str, ...]:
 
 
 def _without_parts(found: list[Match | Rejection]) -> list[Match | Rejection]:
-    """Without the losses that another match holds as a part of its own spelling."""
+    """Without losses that are only a part of another match's spelling."""
     matches = [m for m in found if isinstance(m, Match)]
     inner = {node for m in matches for node in m.loss.inner}
     owners = {m.loss.node for m in matches}
@@ -239,7 +241,7 @@ def _without_parts(found: list[Match | Rejection]) -> list[Match | Rejection]:
 def _without_gradients(
     found: list[Match | Rejection], settings: Settings
 ) -> list[Match | Rejection]:
-    """Without losses over one weight that would make too many gradients of it."""
+    """With rejections of losses over one weight whose weight gradients take too much memory."""
     matches = [m for m in found if isinstance(m, Match)]
     out: list[Match | Rejection] = []
     for one in found:
@@ -254,44 +256,44 @@ def _without_gradients(
 
 
 def _with_whole_stacks(found: list[Match | Rejection]) -> list[Match | Rejection]:
-    """With rejections where a stack holds a head that no match is of: its gradient is zeros then,
-    and would be none without the stack."""
+    """With rejections of matches with a stack in which another head has no match. In eager, the
+    stack gives that head a gradient of zeros; without the stack it would get None."""
     while True:
         taken = {n for m in found if isinstance(m, Match) for n in m.chain.nodes}
-        kept = [_with_whole_stack(m, taken) if isinstance(m, Match) else m for m in found]
-        if kept == found:
+        checked = [_with_whole_stack(m, taken) if isinstance(m, Match) else m for m in found]
+        if checked == found:
             return found
-        found = kept
+        found = checked
 
 
 def _with_whole_stack(match: Match, taken: set[Node]) -> Match | Rejection:
     for stack in (s.node for s in match.chain.folds if isinstance(s, Stack)):
         for head in stack.all_input_nodes:
             if head not in taken and match.spec.gradients and value(head).requires_grad:
-                reason = f"%{stack.name} (stack) holds a head of no fused loss, %{head.name}"
+                reason = f"%{stack.name} (stack) has a head without a fused loss, %{head.name}"
                 return Rejection(head, reason, match.source)
     return match
 
 
-# ---------------------------------------------------------------- who else needs the logits
+# ---------------------------------------------------------------- other users of the logits
 
 
 def _decide(
     region: Region, found: list[Match | Rejection], settings: Settings
 ) -> tuple[list[Match | Rejection], LogitUsers]:
-    """With each match's ``logits``; rejections where they exist and cannot be taken from there."""
+    """With each match's ``logits_mode``; rejections where the operator cannot read kept logits."""
     while True:
         users = LogitUsers(region, [m for m in found if isinstance(m, Match)], settings)
         decided = [_decided(m, users, settings) if isinstance(m, Match) else m for m in found]
         if sum(isinstance(m, Match) for m in decided) == sum(isinstance(m, Match) for m in found):
             return [m for m in decided if m is not None], users
-        # what a loss reads that is not fused has to exist: ask again
+        # the operands of a rejected loss have to exist: decide again
         pairs = zip(decided, found, strict=True)
         found = [m if isinstance(s, Match) else s for s, m in pairs if s is not None]
 
 
 def _decided(match: Match, users: LogitUsers, settings: Settings) -> Match | Rejection | None:
-    """None for what is not worth it: a log-sum-exp of logits that exist, of a router perhaps."""
+    """None for a log-sum-exp of logits that exist anyway (a router's): fusing it gains nothing."""
     loss = match.loss
     try:
         users.check_inner(match)
@@ -301,7 +303,7 @@ def _decided(match: Match, users: LogitUsers, settings: Settings) -> Match | Rej
         if loss.speculative:
             return None
         _worth_it(loss, profitability.kept_for_users(match, settings.min_logits_mb))
-        # the same loss, read from a node that nothing writes to any more
+        # the same loss, read from a node that no later node writes to
         chain = chain_of(loss, written_base=True)
         if match.sharding is not None:
             check_existing(chain, match.sharding)
@@ -315,7 +317,7 @@ def _decided(match: Match, users: LogitUsers, settings: Settings) -> Match | Rej
 
 
 def _with_lse(found: list[Match | Rejection]) -> list[Match | Rejection]:
-    """Losses joined with a log-sum-exp of the same logits: one pass over them computes both."""
+    """Joins a loss and a log-sum-exp of the same logits: one pass over the logits computes both."""
     out = list(found)
     for lse in [m for m in found if isinstance(m, Match) and m.loss.target is None]:
         for i, match in enumerate(out):
@@ -336,9 +338,9 @@ def _with_lse(found: list[Match | Rejection]) -> list[Match | Rejection]:
 
 
 def _joinable(loss: Loss, lse: Loss) -> bool:
-    """Whether nobody reads the log-sum-exp before the loss, where both will be computed."""
-    own = {loss.node, *loss.inner}
-    return all(user > loss.node for user in lse.node.users if user not in own)
+    """Whether all users of the log-sum-exp come after the loss, which computes both."""
+    of_loss = {loss.node, *loss.inner}
+    return all(user > loss.node for user in lse.node.users if user not in of_loss)
 
 
 # ---------------------------------------------------------------- the strategy
@@ -347,13 +349,13 @@ def _joinable(loss: Loss, lse: Loss) -> bool:
 def _scheduled(
     match: Match, settings: Settings, others: tuple[int | torch.SymInt, ...] = ()
 ) -> Match:
-    """With the strategy, which a compiled graph cannot choose any more: it decides whether the
-    gradients are computed in forward or in backward."""
+    """With its strategy, which decides whether forward or backward computes the gradients, so that
+    the compiled graph depends on it."""
     linear, sharding = match.chain.linear, match.sharding
     logits, hidden = value(linear.node), value(linear.x)
     n, v = match.shape[0], hint(match.shape[1])
     run = match.spec
-    if sharding is not None:  # what this rank's operator call does
+    if sharding is not None:  # the sizes of this rank's operator call
         n, v = n // sharding.rows, sharding.count
         run = run.of_shard() if run.shard_of else run
     setting = settings.strategy

@@ -1,7 +1,7 @@
 """The modes of autograd under which the nodes of a graph run.
 
-In: a graph. Out: for each node whether gradients and inference mode are on, which a program may
-switch anywhere::
+In: a graph. Out: for each node whether gradients and inference mode are enabled; a program may
+switch both anywhere::
 
     %h = linear(...)                     Mode(grad=True, inference=False)
     _set_grad_enabled(False)
@@ -29,7 +29,7 @@ class Mode(NamedTuple):
 
 
 def modes_of(graph: Graph) -> dict[Node, Mode]:
-    """The mode of every node; the first node has the mode in which the graph is compiled."""
+    """The mode of every node; the graph starts in the mode in which it is compiled."""
     mode = Mode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
     found: dict[Node, Mode] = {}
     outer: dict[Node, Mode] = {}
@@ -48,7 +48,7 @@ def modes_of(graph: Graph) -> dict[Node, Mode]:
 
 
 def check_modes(loss: Loss, chain: Chain, modes: dict[Node, Mode]) -> None:
-    """``NoMatch`` where computing all of it at the loss would give other gradients."""
+    """``NoMatch`` if recomputing the chain at the loss would give other gradients."""
     if modes[chain.linear.node].inference != modes[loss.node].inference:
         raise NoMatch(
             chain.linear.node, "its linear and the loss are not in the same inference mode"
@@ -57,7 +57,7 @@ def check_modes(loss: Loss, chain: Chain, modes: dict[Node, Mode]) -> None:
         return  # nothing that the loss is computed from gets a gradient
     for node in (*chain.nodes, *loss.inner):
         needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
-        # a view that is taken under no_grad says that it needs a gradient, and passes none on
+        # a view made under no_grad has requires_grad, but passes no gradient on
         if needs and not (value(node).requires_grad and modes[node].grad):
             raise NoMatch(
                 node,

@@ -1,4 +1,4 @@
-"""The spellings of functions of one logit, as a table: what stands in a Dynamo graph → its meaning.
+"""The table of spellings of functions of one logit: a node's target → its expression.
 
 In: a target (``torch.tanh``, ``operator.mul``, the method name ``"clamp"``) and a call's arguments.
 Out: an expression::
@@ -7,12 +7,12 @@ Out: an expression::
     >>> POINTWISE["clamp"].value(sympy.Symbol("z"), exact(-5), exact(5), False, None)
     minimum(maximum(z, -5), 5)
 
-A name means the same as a function of torch, ``torch.nn.functional`` or ``torch.special``, as an
-operator and as a method, so a row of :data:`POINTWISE` is made from names, wherever they exist.
+A name has one meaning in torch, ``torch.nn.functional``, ``torch.special``, ``operator`` and as a
+method. So one name makes a row of :data:`POINTWISE` for each place where it exists.
 
-Where a function has a corner, its comparisons are those that PyTorch's backward makes. Not here:
-what is no function of one logit (``softmax``, ``torch.maximum``), has no useful slope (``round``),
-is random (``rrelu``), depends on the dtype (``nan_to_num``, ``float_power``), or is hardly put on
+At a corner, an expression makes the comparison of PyTorch's backward. The table lacks functions
+that are not of one logit (``softmax``, ``torch.maximum``), have no useful slope (``round``), are
+random (``rrelu``), depend on the dtype (``nan_to_num``, ``float_power``), or are rarely applied to
 logits (``lgamma``).
 """
 
@@ -39,9 +39,9 @@ class Spelling:
 
     Attributes:
         signature: its parameters in order, with their defaults.
-        value: given every parameter by position, tensors as expressions and numbers as exact ones,
-            None, booleans and strings as they are, returns the expression. A ``ValueError`` says
-            to the user why this call is no logit transform.
+        value: a function of all parameters by position that returns the expression. Tensors are
+            given as expressions, numbers as exact rationals, and None, booleans and strings as
+            they are. Its ``ValueError`` tells the user why the call is no logit transform.
     """
 
     signature: Mapping[str, Any]
@@ -149,12 +149,11 @@ def _rows(
 ) -> Iterator[tuple[Target, Spelling]]:
     """A row for every place where one of the names exists.
 
-    ``value`` takes the operands and the parameters. The parameters that say where a result goes
-    follow them.
+    ``value`` takes the operands and the parameters. In signatures, ``inplace`` and ``out`` follow.
     """
 
     def of_call(*arguments: Any) -> Expr:
-        *used, _, out = arguments  # in place or not is for the matcher to judge
+        *used, _, out = arguments  # chain_node.py reads whether the call is in place
         if out is not None:
             raise ValueError("it writes to out=")
         return value(*used)
@@ -254,5 +253,5 @@ def _in_place() -> Iterator[tuple[Target, Target]]:
             yield getattr(operator, f"i{name}"), target
 
 
-# The spellings that change their first operand in place, and the rows that they compute.
+# Spelling that writes to its first operand → the same function out of place.
 IN_PLACE: dict[Target, Target] = dict(_in_place())

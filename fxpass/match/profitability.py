@@ -1,9 +1,9 @@
-"""Which losses cost more fused than they save, and are left to the inner backend.
+"""Rejects losses whose fusion would cost more time or memory than it saves.
 
-In: a match, the others of its graph, and the least size of logits that is worth an operator
-(``FUSEDCE_MIN_LOGITS_MB``; 0 fuses all). Out: the reason to decline it, or None. A program never
-takes more memory than with the inner backend alone, which keeps the logits of all losses for
-backward and turns them into their gradients in place.
+In: a match, the other matches of its graph, and the size below which logits are not worth an
+operator (``FUSEDCE_MIN_LOGITS_MB``; 0 fuses all). Out: the reason to reject the match, or None. So
+a program never takes more memory than with the inner backend alone, which saves the logits of all
+losses for backward and overwrites them with their gradients.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from fxpass.plan.plan import MIB, budget
 if TYPE_CHECKING:
     from fxpass.match.match import Match
 
-# With fewer, the target, sums and gradients of a row are as long as its logits.
+# With fewer classes, target, sums and gradients of a row take as much memory as its logits.
 LEAST_CLASSES = 256
 
 
 def too_small(match: Match, least: float) -> str | None:
-    """Few logits, or short rows of them."""
+    """Rejects small logits, and logits with few classes."""
     if not least:
         return None
     if match.logits_bytes < least * MIB:
         return f"its logits take {match.logits_bytes / MIB:.1f} MiB, fewer than {least:g}"
     if (classes := hint(match.shape[1])) < LEAST_CLASSES:
-        return f"rows of {classes} logits are hardly longer than what is kept of each row"
+        return f"rows of {classes} logits take hardly more memory than the other values of a row"
     return None
 
 
 def kept_for_users(match: Match, least: float) -> str | None:
-    """Logits that something else in the graph reads: they exist, and backward can reuse them.
-    Those that leave the graph cannot be reused, so that their loss gains."""
+    """Rejects a loss whose logits exist for another user in the graph, so that backward can reuse
+    them. Backward cannot reuse logits that are also an output, so their loss is fused."""
     if not least or not match.spec.gradients or hazards.leaves(match.chain.base):
         return None
-    return "something else in the graph reads its logits, which are kept for backward in any case"
+    return "another node of the graph reads its logits, so they are saved for backward anyway"
 
 
 def many_gradients(match: Match, matches: Sequence[Match], least: float) -> str | None:
-    """Several losses over one weight, each of which makes a gradient of its own: together they
-    take more than the logits."""
+    """Rejects several losses over one weight if their weight gradients, one for each loss, take
+    more memory than the logits."""
     rows = others(match, matches)
     if not least or not rows or "weight" not in match.spec.gradients:
         return None
@@ -65,7 +65,7 @@ def many_gradients(match: Match, matches: Sequence[Match], least: float) -> str 
 
 
 def others(match: Match, matches: Sequence[Match]) -> tuple[int | torch.SymInt, ...]:
-    """Rows of the other matches over the same weight, each of which makes a gradient of it."""
+    """The rows of each other match that makes a gradient of the same weight."""
     weight = _stored(match.chain.linear.weight)
     return tuple(
         m.shape[0]
@@ -77,7 +77,7 @@ def others(match: Match, matches: Sequence[Match]) -> tuple[int | torch.SymInt, 
 
 
 def _stored(node: Node) -> Node:
-    """The tensor that a node is a cast, a transpose or another view of all of."""
+    """The tensor behind casts, transposes and other views of all its elements."""
     while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
         (source,) = node.all_input_nodes
         if not is_tensor(source) or value(source).numel() != value(node).numel():

@@ -1,15 +1,14 @@
-"""Sharded heads: on which ranks the classes and the rows of a loss lie, read from DTensors.
+"""Sharded heads: how classes and rows of a loss are distributed over ranks, read from DTensors.
 
-In: the chain from a linear to its loss. Out: a :class:`Sharding`, or None where all is on one rank.
-A DTensor is a tensor that several ranks hold together, and what stands between linear and loss
-means the same for it as for a plain one; ``redistribute`` changes nothing but where its parts are.
-So the chain is read through them, and the loss is computed where the weight lies, whatever the
-user's program does::
+In: the chain from a linear to its loss. Out: a :class:`Sharding`, or None on one rank. The nodes of
+a chain compute the same values on DTensors as on plain tensors, and ``redistribute`` changes
+placements only. So the chain is read through placement nodes, and each rank computes the loss on
+its vocabulary shard of the weight, wherever the program gathers the logits::
 
     %x = from_local(%h, mesh, [Replicate()])     %weight: DTensor [Shard(0)]
     %z = linear(%x, %weight)                     classes 50 to 99 of 100 are on this rank
-    %r = redistribute(%z, [Replicate()])         what the rewrite saves
-    %p = to_local(%r)                            from here on every rank does the same
+    %r = redistribute(%z, [Replicate()])         the all-gather that the rewrite saves
+    %p = to_local(%r)                            from here on every rank computes the same
 """
 
 from __future__ import annotations
@@ -41,19 +40,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Where the classes and the rows of one loss lie.
+    """How classes and rows of one loss are distributed over ranks.
 
     Attributes:
-        first, count, classes: of this rank's classes the first, their number, and that of all.
-        group: the name of the process group that the classes are sharded over; None: all are here.
-        ranks: how many ranks that group has.
-        row_groups: the groups that the rows are sharded over, where the loss is over all of them.
-        rows: how many ranks share the rows.
-        x, weight: where these have to lie: as now, but for x no part of the classes' group. None
-            where they are plain tensors.
-        dims: for each dimension of the mesh ``classes``, ``rows`` or nothing.
-
-    ``x`` and ``weight`` are placements, one for each dimension of the mesh.
+        first, count, classes: this rank's first class, its number of classes, the number of all.
+        group: the process group that the classes are sharded over; None if each rank has all.
+        ranks: the number of ranks in ``group``.
+        row_groups: the groups that the rows are sharded over, if the loss reduces over all rows.
+        rows: the number of ranks that the rows are sharded over.
+        x, weight: the placements that the operands need, one for each dimension of the mesh. They
+            are the present ones, but x is replicated over ``group``. None for plain tensors.
+        dims: what each dimension of the mesh shards: ``classes``, ``rows`` or an empty string.
     """
 
     first: int
@@ -69,35 +66,36 @@ class Sharding:
 
     @property
     def rows_move(self) -> bool:
-        """Whether the rows of x are spread over ranks, so that it moves as a DTensor."""
+        """Whether the rows are sharded, so that views have to be replayed on x as a DTensor."""
         return self.rows > 1
 
     def partial_where(self, kind: str, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-        """Placements of a gradient of which each rank along dimensions of a kind has a part."""
+        """``placements``, but partial along the dimensions of the mesh that shard ``kind``."""
         from torch.distributed.tensor.placement_types import Partial
 
         pairs = zip(self.dims, placements, strict=True)
         return tuple(Partial() if of == kind else p for of, p in pairs)
 
     def rows_only(self, dim: int) -> tuple[Placement, ...]:
-        """Placements of a tensor that is sharded as the rows are, along ``dim``."""
+        """Placements of a tensor whose dimension ``dim`` is sharded like the rows."""
         from torch.distributed.tensor.placement_types import Replicate, Shard
 
         return tuple(Shard(dim) if of == "rows" else Replicate() for of in self.dims)
 
     def logits(self, dim: int) -> tuple[Placement, ...]:
-        """Placements of logits whose classes, along ``dim``, lie where the weight's do."""
+        """Placements of logits whose class dimension ``dim`` is sharded like the weight."""
         from torch.distributed.tensor.placement_types import Replicate, Shard
 
         return tuple(Shard(dim) if of == "classes" else Replicate() for of in self.dims)
 
     def sums(self) -> tuple[Placement, ...]:
-        """Placements of a sum over the rows, of which each rank has added up its own."""
+        """Placements of a sum over all rows, of which each rank has the sum of its rows."""
         return self.partial_where("rows", self.rows_only(0))
 
     def loss_placements(self, old: Sequence[Placement]) -> tuple[Placement, ...]:
-        """Where the loss goes on, given where it was. The average of the ranks' means, which is
-        what PyTorch makes of rows that are sharded, is not the mean where their counts differ."""
+        """Placements of the new loss, from those of the old. PyTorch's mean over sharded rows is
+        the average of the ranks' means, which is wrong if the ranks count different numbers of
+        rows."""
         from torch.distributed.tensor.placement_types import Replicate
 
         sums = self.sums()
@@ -116,10 +114,10 @@ class Sharding:
 
 
 def sharding_of(loss: Loss, chain: Chain) -> Sharding | None:
-    """Where a loss lies.
+    """The sharding of a loss; None without DTensors.
 
     Raises:
-        NoMatch: classes or rows are spread in a way that the operator does not know.
+        NoMatch: the operator does not support the placements of classes or rows.
     """
     linear = chain.linear
     operands = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
@@ -129,8 +127,8 @@ def sharding_of(loss: Loss, chain: Chain) -> Sharding | None:
     if compiled_for_all_ranks():
         raise NoMatch(
             loss.node,
-            "one rank compiles for all (compile_on_one_rank), and which classes a rank has is "
-            "written into the graph",
+            "one rank compiles for all ranks (compile_on_one_rank), but the graph contains numbers "
+            "of this rank's classes",
         )
     found = _of_weight(chain) if is_dtensor(value(linear.weight)) else _of_local_linear(chain)
     _check_chain(chain, found)
@@ -139,7 +137,7 @@ def sharding_of(loss: Loss, chain: Chain) -> Sharding | None:
 
 
 def _of_weight(chain: Chain) -> Sharding:
-    """x and weight are DTensors."""
+    """The sharding of a linear whose x and weight are DTensors."""
     from torch.distributed.tensor.placement_types import Replicate
 
     linear = chain.linear
@@ -154,7 +152,7 @@ def _of_weight(chain: Chain) -> Sharding:
     if len(over) > 1 or not all(_is_shard(placements[i], class_dim) for i in over):
         raise NoMatch(
             linear.node,
-            f"the head's weight is placed {_names(placements)}; what can be fused is one that is "
+            f"the head's weight is placed {_names(placements)}; fxpass fuses weights that are "
             f"sharded over the classes, Shard({class_dim}), along one dimension of the mesh",
         )
     new: list[Placement] = []
@@ -178,7 +176,7 @@ def _at_zero(placements: Sequence[Placement], class_dim: int) -> tuple[Placement
 
 
 def _of_local_linear(chain: Chain) -> Sharding:
-    """x and weight are plain, and the linear's output becomes part of a DTensor afterwards."""
+    """The sharding of a linear of plain tensors whose output ``from_local`` makes a DTensor."""
     entry = next((n for n in chain.nodes if placement_name(n.target) in FROM_LOCAL), None)
     if entry is None or is_dtensor(value(chain.linear.node)):
         raise NoMatch(chain.linear.node, "the head's input is a DTensor and its weight is not")
@@ -228,15 +226,15 @@ def _make(
 
 
 def compiled_for_all_ranks() -> bool:
-    """Whether a graph must not hold what differs from rank to rank."""
+    """Whether all ranks run one compiled graph, which must not contain a rank's numbers."""
     return bool(getattr(one_rank_settings(), "compile_on_one_rank", False))
 
 
 def one_rank_settings() -> Any:
-    """The module whose ``compile_on_one_rank`` says so; None where torch has no distributed."""
+    """The module of the setting ``compile_on_one_rank``; None if torch has no such module."""
     import torch.distributed
 
-    # from torch 2.14 on; there it warns in its old place
+    # from torch 2.14 on, which warns about the old module
     if hasattr(torch.compiler.config, "compile_on_one_rank"):
         return torch.compiler.config
     return getattr(torch.distributed, "config", None)
@@ -251,8 +249,7 @@ def group_name(mesh: Any, dim: int) -> str:
 
 
 def _check_chain(chain: Chain, found: Sharding) -> None:
-    """The places at which DTensors become plain ones: all classes of the same rows have to be
-    there on every rank."""
+    """``NoMatch`` unless every rank has all classes of its rows where DTensors become plain."""
     for node in chain.nodes:
         if not is_dtensor(value(node)):
             continue
@@ -276,20 +273,18 @@ def _check_chain(chain: Chain, found: Sharding) -> None:
             if kind == "classes" and not whole and not p.is_replicate():
                 raise NoMatch(
                     node,
-                    f"%{node.name} ({name}) leaves each rank its own part of the logits, "
-                    f"{_names(placements_of(before))}; the loss of that is not the loss of all "
+                    f"%{node.name} ({name}) gives each rank only its part of the logits, "
+                    f"{_names(placements_of(before))}; a loss of this part is not the loss of all "
                     "classes",
                 )
             if kind != "classes" and (whole or p.is_replicate()) != (kind == ""):
-                raise NoMatch(
-                    node, f"%{node.name} ({name}): the rows are spread anew before the loss"
-                )
+                raise NoMatch(node, f"%{node.name} ({name}) redistributes the rows before the loss")
 
 
 def _check_folds(chain: Chain, found: Sharding) -> None:
     for fold in chain.folds:
         if isinstance(fold, RowView) and fold.view.classes is not None:
-            raise NoMatch(fold.node, f"%{fold.node.name} takes some of the classes of sharded ones")
+            raise NoMatch(fold.node, f"%{fold.node.name} selects some classes of sharded logits")
         if isinstance(fold, Scale):
             raise NoMatch(fold.operand, "sharded logits are multiplied by a tensor")
         if isinstance(fold, Bias):
@@ -302,12 +297,12 @@ def _check_folds(chain: Chain, found: Sharding) -> None:
 
 
 def _of_loss(loss: Loss, found: Sharding) -> Sharding:
-    """The same for the loss of DTensors, or of each rank's own rows."""
+    """The sharding for a loss of DTensors, or of each rank's rows."""
     local = not is_dtensor(value(loss.logits))
     if local:
-        found = replace(found, row_groups=())  # the mean of each rank's own rows
+        found = replace(found, row_groups=())  # each rank reduces over its rows
     elif found.weight is None:
-        raise NoMatch(loss.node, "it is the loss of a DTensor, whose linear is of plain tensors")
+        raise NoMatch(loss.node, "its logits are a DTensor, but its linear is of plain tensors")
     for operand in (loss.target, loss.class_weight):
         if not is_tensor(operand):
             continue
@@ -323,14 +318,14 @@ def _of_loss(loss: Loss, found: Sharding) -> Sharding:
 
 
 def check_existing(chain: Chain, found: Sharding) -> None:
-    """``NoMatch`` where logits that exist anyway are not those of this rank's classes."""
+    """``NoMatch`` if the operator cannot read the existing logits of this rank's classes."""
     if found.rows > 1:
         raise NoMatch(chain.base, "its logits exist anyway, and their rows are sharded")
     if found.weight is not None and not is_dtensor(value(chain.base)):
         raise NoMatch(
             chain.base,
-            "its logits exist anyway, and are written to after they were put "
-            "together from all ranks",
+            "its logits exist anyway, and a node writes to them after they were gathered from all "
+            "ranks",
         )
 
 
@@ -343,7 +338,7 @@ def _check_mesh(node: Node, mesh: Any) -> None:
 
 
 def _is_shard(placement: Placement, dim: int) -> bool:
-    """Whether it is a plain ``Shard(dim)``: a strided one deals its parts out in another order."""
+    """Whether it is ``Shard(dim)`` itself; a strided shard has another order."""
     from torch.distributed.tensor.placement_types import Shard
 
     return type(placement) is Shard and placement.dim == dim
@@ -357,7 +352,7 @@ def _names(placements: Sequence[Placement]) -> str:
 
 
 def as_dtensor(tensor: Tensor, like: Tensor, *, placements: tuple[Placement, ...]) -> Tensor:
-    """Each rank's ``tensor`` as its part of a DTensor, on the mesh of another one."""
+    """A DTensor of each rank's local ``tensor``, on the mesh of ``like``."""
     from torch.distributed.tensor import DTensor
 
     mesh: Any = like.device_mesh  # type: ignore[attr-defined]

@@ -1,8 +1,9 @@
-"""Views: nodes between a linear and its loss that move rows, or that pick some of the classes.
+"""Views: nodes between a linear and its loss that rearrange rows, or select a slice of the classes.
 
 In: a node and the position of the class dimension in its output. Out: a :class:`View`, with the
-position in its input and the call that moves the rows of another tensor, whose class dimension has
-another size, in the same chain. That call is done to the hidden states, so that no logits move::
+position in its input and a call that rearranges the rows of another tensor in the same way; the
+class dimension of that tensor may have another size. The rewrite applies this call to the hidden
+states::
 
     %view = view(%logits, -1, 32000)      ->      %reshape = reshape(%hidden, -1, 64)
 """
@@ -26,14 +27,14 @@ Replay = Callable[[Any], tuple[str, Target, tuple[Any, ...]]]
 
 @dataclass(frozen=True)
 class View:
-    """What one view or index does.
+    """The effect of one view or index.
 
     Attributes:
         dim: position of the class dimension in the node's input.
-        replay: given the size of the class dimension of another tensor, an int or a node, the call
-            ``(op, target, args)`` that moves its rows alike, its own first argument left out; None
-            where nothing has to be done.
-        classes: which classes are left, where the node selects some; else None.
+        replay: a function of the size of another tensor's class dimension, an int or a node. It
+            returns the call ``(op, target, args)`` that rearranges the rows of that tensor;
+            ``args`` omits the tensor itself. None if the rows stay in place.
+        classes: the slice of classes that the node selects; else None.
     """
 
     dim: int
@@ -46,7 +47,7 @@ ViewReader = Callable[[Node, Size, int], View]
 
 
 def view_of(node: Node, dim: int) -> View:
-    """What the view ``node`` does; ``NoMatch`` where it does more than move rows."""
+    """Reads the view ``node``; ``NoMatch`` if it changes more than rows."""
     return VIEWS[node.target](node, value(first_operand(node)).shape, dim)
 
 
@@ -58,10 +59,10 @@ def _nothing(node: Node, shape: Size, dim: int) -> View:
 
 
 def _reshape(node: Node, shape: Size, dim: int) -> View:
-    """view, reshape: the class dimension and what follows it stay, the rows change shape."""
+    """view, reshape: the rows change shape, the class dimension and those after it do not."""
     given = arguments(node, {"input": REQUIRED, "size": None, "shape": None})
     new = given["size"] if given["shape"] is None else given["shape"]
-    before = _kept_from(node, shape, dim)
+    before = _unchanged_from(node, shape, dim)
     if isinstance(new, Node) and isinstance(new.meta.get("example_value"), tuple):
         return View(before, lambda size: ("call_function", reshape_rows, (new, dim, size)))
     new = tuple(new) if isinstance(new, tuple | list) else (new,)
@@ -73,13 +74,13 @@ def _reshape(node: Node, shape: Size, dim: int) -> View:
 
 
 def reshape_rows(x: Tensor, shape: Sequence[int], dim: int, size: int) -> Tensor:
-    """``x`` in a shape that the program computes as a whole, with ``size`` as its size ``dim``."""
+    """``x`` in ``shape``, which the program computes as one value, with ``size`` at ``dim``."""
     return x.reshape(*shape[:dim], size, *shape[dim + 1 :])
 
 
 def _flatten(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "start_dim": 0, "end_dim": -1})
-    before = _kept_from(node, shape, dim)
+    before = _unchanged_from(node, shape, dim)
     start, end = given["start_dim"] % len(shape), given["end_dim"] % len(shape)
     if start <= before <= end and start != end:
         raise NoMatch(node, f"%{node.name} joins the class dimension with another one")
@@ -88,15 +89,15 @@ def _flatten(node: Node, shape: Size, dim: int) -> View:
 
 def _unflatten(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "dim": REQUIRED, "sizes": REQUIRED})
-    before = _kept_from(node, shape, dim)
+    before = _unchanged_from(node, shape, dim)
     if given["dim"] % len(shape) == before:
         raise NoMatch(node, f"%{node.name} splits the class dimension")
     args = (given["dim"] % len(shape), given["sizes"])
     return View(before, lambda size: ("call_method", "unflatten", args))
 
 
-def _kept_from(node: Node, shape: Size, dim: int) -> int:
-    """The position in a shape of the class dimension, which with all after it stays as it was."""
+def _unchanged_from(node: Node, shape: Size, dim: int) -> int:
+    """The class dimension in ``shape``; ``NoMatch`` if it or a dimension after it changes."""
     after = value(node).shape
     tail = len(after) - dim
     if len(shape) < tail or tuple(shape[-tail:]) != tuple(after[-tail:]):
@@ -201,8 +202,8 @@ def _getitem(node: Node, shape: Size, dim: int) -> View:
     else:
         index = (*index, *[slice(None)] * (len(shape) - used))
     _check_index(node, index)
-    before = after = 0  # the dimensions that were passed so far
-    passed = False  # tensors side by side give their common dimensions once
+    before = after = 0  # the dimensions of input and output before this entry
+    passed = False  # adjacent index tensors share their output dimensions
     for position, entry in enumerate(index):
         if after == dim and isinstance(entry, slice):
             classes = _some(entry, shape[before])
@@ -229,15 +230,15 @@ def _check_index(node: Node, index: tuple[Any, ...]) -> None:
     for i in tensors:
         if index[i].meta["example_value"].dtype in (torch.bool, torch.uint8):
             raise NoMatch(node, f"%{node.name} selects rows by a mask")
-    # otherwise the dimensions of the index would move to the front
+    # else the index dimensions would come first
     if tensors and tensors[-1] - tensors[0] + 1 != len(tensors):
-        raise NoMatch(node, f"%{node.name} indexes with tensors in places that are apart")
+        raise NoMatch(node, f"%{node.name} indexes with tensors that are not adjacent")
     if tensors and any(isinstance(entry, int) for entry in index):
         raise NoMatch(node, f"%{node.name} indexes with tensors and with numbers")
 
 
 def _some(entry: slice, size: Any) -> slice | None:
-    """The classes of a slice; None for all of them."""
+    """The slice of classes; None if it selects all."""
     if entry == slice(None):
         return None
     parts = (entry.start, entry.stop, entry.step)

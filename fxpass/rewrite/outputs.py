@@ -111,8 +111,8 @@ def as_compiled(compiled: Compiled) -> Compiled:
 
 
 def _shape_of(node: Node, output: Node) -> Node:
-    """The node that the graph returns for a recipe: ``node``, or a detached DTensor. DTensors occur in
-    dropped logits only: the recipe reads the shape, and no gradient flows through it."""
+    """The node that the graph returns for a recipe: ``node``, or a detached DTensor. DTensors occur
+    in dropped logits only: the recipe reads the shape, and no gradient flows through it."""
     if not is_tensor(node) or not is_dtensor(value(node)):
         return node
     with node.graph.inserting_before(output):

@@ -55,8 +55,8 @@ def erase(matches: Iterable[Match]) -> None:
 
 
 def _fake_mode_of(example: Any) -> AbstractContextManager[Any]:
-    """The fake mode of a DTensor's local tensor: ``redistribute`` makes index tensors, which must be
-    fake too. Operations on other examples enter their fake mode themselves."""
+    """The fake mode of a DTensor's local tensor: ``redistribute`` makes index tensors, which must
+    be fake too. Operations on other examples enter their fake mode themselves."""
     local = example.to_local() if is_dtensor(example) else None
     return local.fake_mode if isinstance(local, FakeTensor) else nullcontext()
 
@@ -370,9 +370,7 @@ class _Edit:
             (node.args, dict(node.kwargs)), lambda n: on if n is viewed else n
         )
         target = node.target
-        if (
-            target == "view"
-        ):  # the old logits may have been copied to a layout that allows a view; ``on`` may not
+        if target == "view":  # the strides of ``on`` may not allow a view
             target, args, kwargs = "reshape", (*args, *kwargs.values()), {}
         new = self.graph.create_node(node.op, target, args, kwargs)
         new.meta = dict(node.meta)

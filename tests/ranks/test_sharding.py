@@ -95,11 +95,11 @@ def test_rows_of_other_ranks_count(name):
 
 REASONS = {
     "hidden sharded": "the head's weight is placed [S(1)]",
-    "own classes": "leaves each rank its own part of the logits",
-    "own rows": "leaves each rank its own part of the logits, [S(1)]",
+    "own classes": "gives each rank only its part of the logits",
+    "own rows": "gives each rank only its part of the logits, [S(1)]",
     "scaled": "sharded logits are multiplied by a tensor",
-    "some classes": "takes some of the classes of sharded ones",
-    "compiled on one rank": "one rank compiles for all (compile_on_one_rank)",
+    "some classes": "selects some classes of sharded logits",
+    "compiled on one rank": "one rank compiles for all ranks (compile_on_one_rank)",
 }
 
 

@@ -423,5 +423,5 @@ def test_logits_too_small_to_matter():
     outcome = transform(graphs[0], Settings(min_logits_mb=1))
     assert "MiB, fewer than 1 (FUSEDCE_MIN_LOGITS_MB=0" in outcome.rejections[0].reason
     outcome = transform(graphs[0], Settings(min_logits_mb=1e-4))
-    assert "logits are hardly longer" in outcome.rejections[0].reason
+    assert "logits take hardly more memory" in outcome.rejections[0].reason
     assert len(transform(graphs[0], Settings(min_logits_mb=0)).matches) == 1

@@ -42,7 +42,7 @@ def test_small_logits():
 def test_few_classes():
     few = head(v=255, n=8192)
     (reason,) = reasons(plain, *few)
-    assert reason.startswith("rows of 255 logits are hardly longer than what is kept")
+    assert reason.startswith("rows of 255 logits take hardly more memory")
     assert not reasons(plain, *few, least=0)
     assert not reasons(plain, *head(v=256, n=8192))
 
@@ -62,7 +62,7 @@ def returned(x, weight, labels):
 
 def test_logits_that_are_kept_for_something_else():
     (reason,) = reasons(logged, *head())
-    assert reason.startswith("something else in the graph reads its logits")
+    assert reason.startswith("another node of the graph reads its logits")
     assert not reasons(logged, *head(), least=0)
     x, weight, labels = head()
     # without gradients nothing is kept for backward

@@ -107,9 +107,9 @@ REJECTED = {
     "all dimensions of one": (rejected(lambda z: last(z).squeeze()), "name the one dimension"),
     "several dimensions moved": (
         rejected(lambda z: z.movedim((0, 1), (1, 0)).reshape(-1, V)), "use permute"),
-    "index tensors that are apart": (
+    "index tensors that are not adjacent": (
         rejected(lambda z: z[None][torch.zeros(8, dtype=torch.long), :, ROWS[:1]][:, 0]),
-        "in places that are apart"),
+        "tensors that are not adjacent"),
     "numbers and tensors": (
         rejected(lambda z: z[0, ROWS % S], lambda t: t[0, ROWS % S]), "with tensors and with"),
 }  # fmt: skip
