@@ -1,5 +1,5 @@
-"""The fused loss in ATen: what it means, the oracle of the tests, and what runs on CPUs.
+"""The fused loss in ATen: the reference of the tests, and the implementation for CPUs.
 
-``common`` holds the operands and the arithmetic of rows; ``chunked``, ``tiled`` and ``in_place``
-say how much of the logits exists at a time. Imports ``spec`` and ``plan``.
+``common`` has the operands and the arithmetic of a tile; ``chunked``, ``tiled`` and ``in_place``
+loop over chunks or tiles of logits. Imports ``spec`` and ``plan``.
 """

@@ -1,15 +1,16 @@
-"""The fused loss in ATen, ``chunked``: some rows of logits at a time, gradients along with them.
+"""The fused loss in ATen, ``chunked``: chunks of rows, losses and gradients in one pass.
 
 In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`: the
-per-row losses and the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``. 6·N·D·V
-operations; at most ``rows`` rows of logits exist at any time, in the operands' dtype as eager has
-them (fp16's in f32: their gradient may leave fp16's range). Softmax and sums are taken in f32 (f64
-for f64), a block at a time that stays in the caches.
+row losses and the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``. It takes
+6·N·D·V operations, and one chunk of ``rows`` rows of logits exists at a time. A chunk has the
+operands' dtype, as in eager, but f32 for fp16, whose range is too small for the gradient of the
+logits. Softmax and sums are computed in f32 (f64 for f64), in blocks that stay in the caches.
 
-What a row's softmax and its gradient have in common, 1 / sum(exp(z - m)) and the row's scale, is
-not multiplied into the ``[rows, V]`` of its gradient but into the ``[rows, D]`` beside it: into x
-before the product that is the weight's gradient, and into x's gradient after its product. bf16,
-which has f32's range, is rounded from f32 in any case, and both are multiplied in before.
+The gradient of a row of logits has the factor row_scale / sum(exp(z - m)). For f32, f64 and fp16
+operands this factor is not multiplied into the gradient ``[rows, V]`` but into smaller tensors
+``[rows, D]``: into x before the product for the weight's gradient, and into x's gradient after its
+product. For bf16 the gradient ``[rows, V]`` is multiplied, because rounding it from f32 to bf16 is
+a pass over it in any case.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpass.aten import common as aten
+from fxpass.aten import common
 from fxpass.aten.common import Inputs, Results, Target, slices
 from fxpass.aten.gemm import Rows, add_product, linear, split_bias
 from fxpass.plan.devices import compute_dtype, gradient_dtype, multiplied_in
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 
-# Classes that are multiplied at a time where they or their gradient have to be copied; rows that
-# are worked on between two products.
+# Classes of one product, if the weight or its gradient needs a cast; rows of a block of logits that
+# is transformed between two products.
 CLASSES, BLOCK = 8192, 64
 
 
@@ -37,12 +38,11 @@ def run(
     block: int = BLOCK,
     multiplied: torch.dtype | None = None,
 ) -> Results:
-    """Losses and gradients, ``rows`` rows at a time, ``block`` of them between two products. Reads
-    only, deterministic.
+    """Losses and gradients, in chunks of ``rows`` rows and blocks of ``block`` rows.
 
-    Gradients are in their operand's dtype; those of the weight that several chunks are added up in,
-    the bias's, and fp16's always are f32 (f64 for f64). ``multiplied`` is the dtype of the
-    products, by default the one that is fastest.
+    Deterministic; does not write to its inputs. A gradient has its operand's dtype, with three
+    exceptions in f32 (f64 for f64): the weight's gradient if there are several chunks, the bias's,
+    and those of fp16 operands. ``multiplied`` is the dtype of the products; None for the fastest.
     """
     x, weight = inputs.x, inputs.weight
     dtype = compute_dtype(x.dtype)
@@ -51,11 +51,11 @@ def run(
     rows = min(rows, n)
     loss, factor = (x.new_empty(n, dtype=dtype) for _ in range(2))
     lse = torch.empty_like(loss) if spec.lse else None
-    # no rows, no first chunk that writes them
+    # the first chunk overwrites the gradients, if there is one
     new = x.new_empty if n else x.new_zeros
-    own = gradient_dtype(x.dtype)
-    final = own if rows == n else dtype
-    shapes = {"x": (x.shape, own), "weight": (weight.shape, final), "bias": ((v,), dtype)}
+    returned = gradient_dtype(x.dtype)
+    final = returned if rows == n else dtype
+    shapes = {"x": (x.shape, returned), "weight": (weight.shape, final), "bias": ((v,), dtype)}
     grads = {k: new(shapes[k][0], dtype=shapes[k][1]) for k in spec.gradients}
     whole = x.dtype == multiplied and ("weight" not in grads or final == multiplied)
     tiles = slices(0, v, v if whole else classes)
@@ -63,9 +63,9 @@ def run(
     x_rows, weight_rows = Rows(x, rows, multiplied), chunks.weight
     copied = x.dtype != multiplied
     x_sums = None
-    if "x" in grads and own != multiplied:
+    if "x" in grads and returned != multiplied:
         x_sums = x.new_empty((rows, x.shape[1]), dtype=multiplied)
-    target = aten.target_of(inputs, spec)
+    target = common.target_of(inputs, spec)
     for part in slices(0, n, rows):
         chunk = chunks.logits(part, x_rows[part])
         for few in chunks.blocks(part):
@@ -76,7 +76,7 @@ def run(
             if lse is not None:
                 lse[few] = row_lse
             if "bias" in grads:
-                # the first block overwrites what is not there yet
+                # beta 0: the first block overwrites uninitialised memory
                 grads["bias"].addmv_(some.t(), factor[few], beta=float(few.start > 0))
             if grads:
                 chunks.keep(few, part, some)
@@ -123,10 +123,11 @@ class _Chunks:
             self.room = x.new_empty((block, v), dtype=self.dtype)
         self.early, self.late = split_bias(inputs.bias, stored)
         if inputs.logits is not None:
-            self.late = None  # given logits hold it
+            self.late = None  # given logits include the bias
 
     def logits(self, part: slice, x_rows: Tensor) -> Tensor:
-        """The chunk ``[rows, V]``: the linear's output for some rows, unless it is given."""
+        """The chunk ``[rows, V]`` with the linear's output; uninitialised if the inputs have
+        logits, which :meth:`block` reads."""
         out = self.buffer[: part.stop - part.start]
         if self.inputs.logits is not None:
             return out
@@ -147,11 +148,11 @@ class _Chunks:
         return self.tile[: gradient.numel()].view(gradient.shape).copy_(gradient)
 
     def blocks(self, part: slice) -> list[slice]:
-        """Rows that are worked on at a time between two products."""
+        """The blocks of rows of a chunk."""
         return slices(part.start, part.stop, self.few)
 
     def block(self, few: slice, part: slice) -> Tensor:
-        """Some rows of logits in the compute dtype ``[few, V]``, to be overwritten."""
+        """Some rows of logits in the compute dtype ``[few, V]``; the caller may overwrite them."""
         given = self.inputs.logits
         place = self.buffer[few.start - part.start : few.stop - part.start]
         source = place if given is None else given[few]
@@ -161,7 +162,7 @@ class _Chunks:
         return out if self.late is None else out.add_(self.late)
 
     def keep(self, few: slice, part: slice, gradient: Tensor) -> None:
-        """Puts the gradient of some rows in the place of their logits."""
+        """Overwrites the logits of some rows with their gradient."""
         if self.narrow:
             self.buffer[few.start - part.start : few.stop - part.start] = gradient
 
@@ -169,26 +170,26 @@ class _Chunks:
 def _to_gradient(
     inputs: Inputs, spec: Spec, target: Target, rows: slice, logits: Tensor, scaled: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns ``logits`` ``[rows, V]`` into their gradient, but for one factor a row unless they are
-    to be ``scaled``.
+    """Overwrites ``logits`` ``[rows, V]`` with their gradient.
 
     Returns:
-        loss, lse and that factor, ``[rows]`` each.
+        loss, lse and the factor by which the gradient has still to be multiplied, ``[rows]`` each;
+        the factor is 1 if ``scaled``.
     """
     z = expression.evaluate(spec.transform, logits)
     every = slice(0, logits.shape[1])
-    sums = aten.of_all(aten.add_tile(None, z, target, rows, every), spec)
-    loss, lse = aten.losses(sums, target, rows, spec)
+    sums = common.of_all(common.add_tile(None, z, target, rows, every), spec)
+    loss, lse = common.losses(sums, target, rows, spec)
     if not spec.gradients:
         return loss, lse, sums.total
-    scale, share = aten.coefficients(inputs, target, sums.mass, rows)
+    scale, share = common.coefficients(inputs, target, sums.mass, rows)
     factor = share / sums.total
-    # the gradient of the lse may leave nothing of the softmax, but all of q
+    # with an lse_scale, the factor of the softmax may be 0 while the factor of q is not
     if scaled or inputs.lse_scale is not None:
         z.mul_(factor.unsqueeze(1))
         target.subtract_from(z, scale, rows, every)
         factor.fill_(1)
-    else:  # 0 for rows that do not count
+    else:  # the factor of an ignored row is 0
         target.subtract_from(z, torch.where(factor == 0, 0, scale / factor), rows, every)
-    aten.to_logits(spec, z, logits)
+    common.to_logits(spec, z, logits)
     return loss, lse, factor

@@ -1,18 +1,18 @@
-"""The fused loss in ATen: what goes in, what comes out, and the arithmetic of a tile of logits.
+"""The operands and results of a fused loss, and the arithmetic of a tile of logits in ATen.
 
-In: a tile of logits ``[rows, classes]``. Out: the sums that losses are made of, and the tile's
-gradient. :mod:`fxpass.aten.chunked` and :mod:`fxpass.aten.tiled` say which tiles there are, and
-when; together they are the loss's meaning, the oracle of the kernels, and what runs on CPUs.
+In: a tile of logits ``[rows, classes]``. Out: the sums for the loss, and the tile's gradient.
+:mod:`fxpass.aten.chunked`, :mod:`fxpass.aten.tiled` and :mod:`fxpass.aten.in_place` loop over the
+tiles.
 
-With z the transformed logits, q the (weighted, smoothed) target distribution and Q = sum(q), one
-row's loss and gradient are, for class indices and class probabilities alike,
+With z the transformed logits, q the (weighted, smoothed) target distribution and Q = sum(q), the
+loss of one row and its gradient are, for class indices and class probabilities alike,
 
     loss = Q * logsumexp(z) - sum(q * z)        d loss / dz = Q * softmax(z) - q
     lse  = logsumexp(z)                         d lse  / dz = softmax(z)
 
-so that one pass adds up both gradients: (row_scale * Q + lse_scale) * softmax(z) - row_scale * q.
-Without a target q is 0 and Q is 1: the loss is the lse. An ignored row has a loss and a row_scale
-of 0, and its lse like any other.
+One pass computes the sum of both gradients: (row_scale * Q + lse_scale) * softmax(z) - row_scale *
+q. Without a target, q is 0 and Q is 1, so the loss is the lse. An ignored row has loss 0 and
+row_scale 0; its lse is computed as usual.
 """
 
 from __future__ import annotations
@@ -28,11 +28,20 @@ from fxpass.spec.spec import ELSEWHERE, Spec
 
 
 class Inputs(NamedTuple):
-    """The tensors of one fused loss: x ``[N, D]``, weight ``[V, D]``, bias ``[V]`` or none (f32
-    beside narrower operands is added in f32), target ``[N]`` int64, ``[N, V]`` or none,
-    class_weight ``[V]`` or none, logits ``[N, V]`` where they exist already, row_scale ``[N]`` or
-    none (all ones), lse_scale ``[N]`` or none (all zeros), lse and lse_rest ``[N]`` in the compute
-    dtype where an earlier pass has returned them."""
+    """The tensors of one fused loss.
+
+    Attributes:
+        x: ``[N, D]``.
+        weight: ``[V, D]``, dtype of x.
+        bias: ``[V]`` in the dtype of x or in the compute dtype, or None; a wider bias is added in
+            the compute dtype.
+        target: class indices ``[N]`` int64, class probabilities ``[N, V]``, or None.
+        class_weight: ``[V]`` or None.
+        logits: ``[N, V]`` if they exist already.
+        row_scale: incoming gradients of the row losses, ``[N]``; None for ones.
+        lse_scale: incoming gradients of the lse, ``[N]``; None for zeros.
+        lse, lse_rest: ``[N]`` in the compute dtype, as forward returned them.
+    """
 
     x: Tensor
     weight: Tensor
@@ -47,9 +56,13 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What the spec asks for: loss ``[N]`` and lse ``[N]`` in the compute dtype, and gradients,
-    shaped as their operands, in their operands' dtype or the compute dtype.
-    lse_rest ``[N]``, for ``tiled``, is what rounding took from lse."""
+    """The outputs that the spec asks for.
+
+    Attributes:
+        loss, lse: ``[N]`` in the compute dtype.
+        x, weight, bias: gradients, in the dtype of their operand or in the compute dtype.
+        lse_rest: ``[N]``, the rounding error of lse; for ``tiled`` only.
+    """
 
     loss: Tensor | None = None
     lse: Tensor | None = None
@@ -60,7 +73,7 @@ class Results(NamedTuple):
 
 
 def is_valid(target: Tensor, spec: Spec) -> Tensor:
-    """Which class indices ``[rows]`` int64 count: a mask of the same shape."""
+    """A mask ``[rows]``: False where a class index ``[rows]`` int64 is ``ignore_index``."""
     if spec.ignore_index is None:
         return torch.ones_like(target, dtype=torch.bool)
     return target != spec.ignore_index
@@ -70,8 +83,8 @@ def is_valid(target: Tensor, spec: Spec) -> Tensor:
 
 
 class Target:
-    """The target distributions q of all rows: what a tile needs of them. This one is ``none``: q
-    is 0, and Q is 1 all the same."""
+    """The target distributions q of all rows. This base class is for ``target=none``: q is 0, and
+    Q is 1."""
 
     def __init__(self, inputs: Inputs, spec: Spec) -> None:
         n, self.classes = inputs.x.shape[0], inputs.weight.shape[0]
@@ -83,12 +96,12 @@ class Target:
         self.weight = None if w is None else w.to(self.dtype)
 
     def sums(self, z: Tensor, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
-        """The tile's parts of sum(q * z) and of Q, ``[rows]`` each; z ``[rows, classes]``."""
+        """The tile's part of sum(q * z) and of Q, ``[rows]`` each; z is ``[rows, classes]``."""
         del rows
         return torch.zeros_like(z[:, 0]), torch.full_like(z[:, 0], float(classes.start == 0))
 
     def mass(self, rows: slice, step: int) -> Tensor:
-        """Q ``[rows]``; looks at ``step`` classes at a time where it has to add them up."""
+        """Q ``[rows]``; class probabilities are summed ``step`` classes at a time."""
         del step
         return torch.ones_like(self.valid[rows], dtype=self.dtype)
 
@@ -97,8 +110,8 @@ class Target:
 
 
 class _Indices(Target):
-    """q = (1 - s) * w[t] * onehot(t) + s / V * w, with smoothing s and class weights w. In a shard
-    of the classes V is the number of all of them, and t may be a class of another shard."""
+    """q = (1 - s) * w[t] * onehot(t) + s / V * w, with smoothing s and class weights w. In a
+    vocabulary shard, V counts the classes of all shards, and t may be in another shard."""
 
     def __init__(self, inputs: Inputs, spec: Spec) -> None:
         super().__init__(inputs, spec)
@@ -115,7 +128,8 @@ class _Indices(Target):
         self.smooth = self.smoothing / self.all_classes
 
     def _in_tile(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
-        """The target's column in the tile, and q's peak there: 0 where it is in another tile."""
+        """The target's column in the tile ``[rows, 1]``, and q's peak there ``[rows]``: 0 if the
+        target is in another tile."""
         column, sharp = self.picked[rows] - classes.start, self.sharp[rows]
         width = classes.stop - classes.start
         if width != self.classes:
@@ -125,7 +139,7 @@ class _Indices(Target):
 
     def sums(self, z: Tensor, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
         column, mass = self._in_tile(rows, classes)
-        # where() and not a product alone: outside of the target's tile this may be 0 * -inf
+        # where(), because the product may be 0 * -inf outside the target's tile
         dot = torch.where(mass == 0, 0, mass * z.gather(1, column).squeeze(1))
         if self.smooth:
             w = self.weight
@@ -189,7 +203,7 @@ def target_of(inputs: Inputs, spec: Spec) -> Target:
 
 
 class Sums(NamedTuple):
-    """What one row's loss is made of, over the classes seen so far; ``[rows]`` each."""
+    """The sums of each row over the classes so far, ``[rows]`` each."""
 
     highest: Tensor  # m = max(z)
     total: Tensor  # sum(exp(z - m))
@@ -198,12 +212,12 @@ class Sums(NamedTuple):
 
 
 def add_tile(sums: Sums | None, z: Tensor, target: Target, rows: slice, classes: slice) -> Sums:
-    """The sums with one more tile; ``z`` ``[rows, classes]`` becomes ``exp(z - m)``.
+    """The sums including one more tile; overwrites ``z`` ``[rows, classes]`` with ``exp(z - m)``.
 
-    The maximum is subtracted before anything is added up, so that huge logits lose nothing.
+    The maximum is subtracted before any sum, so huge logits lose no precision.
     """
     lowest = torch.finfo(z.dtype).min
-    # clamped: where every logit is -inf, subtracting that would make the lse nan
+    # clamped: if every logit is -inf, -inf - -inf would make the lse nan
     highest = z.amax(1).clamp_(min=lowest)
     if sums is not None:
         torch.maximum(highest, sums.highest, out=highest)
@@ -212,7 +226,7 @@ def add_tile(sums: Sums | None, z: Tensor, target: Target, rows: slice, classes:
     total = z.exp_().sum(1)
     if sums is None:
         return Sums(highest, total, dot, mass)
-    # Clamped: from the lowest it may overflow to -inf, and no mass times that is nan.
+    # clamped: lowest - highest may overflow to -inf, and a mass of 0 times -inf is nan
     shift = (sums.highest - highest).clamp_(min=lowest)
     return Sums(
         highest,
@@ -223,27 +237,27 @@ def add_tile(sums: Sums | None, z: Tensor, target: Target, rows: slice, classes:
 
 
 def of_all(sums: Sums, spec: Spec) -> Sums:
-    """The sums over all classes that are here. A shard may hold none but impossible ones (padding
-    of the vocabulary, say); its lse is then the lowest number, and nothing of it is nan."""
+    """The sums after the last tile. All logits of a shard may be -inf (padding of the vocabulary,
+    say); its lse is then the lowest finite number instead of -inf, which would lead to nan."""
     if not spec.shard_of:
         return sums
     return sums._replace(total=torch.where(sums.total == 0, 1, sums.total))
 
 
 def rest_of(lse: Tensor, sums: Sums) -> Tensor:
-    """What ``lse`` ``[rows]`` lacks of the logarithm of the sum of exp(z): where z is large, what
-    was rounded away is a relative error of every softmax that is computed from it."""
+    """The rounding error of ``lse`` ``[rows]``. If z is large, every softmax computed from the
+    rounded lse would have this relative error."""
     rest = sums.total.log() - (lse - sums.highest)
     return torch.where(lse.isfinite(), rest, 0)
 
 
 def losses(sums: Sums, target: Target, rows: slice, spec: Spec) -> tuple[Tensor, Tensor]:
-    """loss and lse ``[rows]`` of the sums over all classes."""
+    """loss and lse ``[rows]``, from the sums over all classes."""
     log_total = sums.total.log()
     lse = sums.highest + log_total
     if spec.target == "none":
         return lse, lse
-    # where() and not a product: an ignored row may hold an infinite loss
+    # where(), because the loss of an ignored row may be infinite
     return torch.where(target.valid[rows], sums.mass * log_total - sums.dot, 0), lse
 
 
@@ -253,7 +267,7 @@ def losses(sums: Sums, target: Target, rows: slice, spec: Spec) -> tuple[Tensor,
 def coefficients(
     inputs: Inputs, target: Target, mass: Tensor, rows: slice
 ) -> tuple[Tensor, Tensor]:
-    """What multiplies q and what multiplies the softmax, ``[rows]`` each; mass is Q."""
+    """The factors of q and of the softmax in the gradient, ``[rows]`` each; mass is Q."""
     scale = target.valid[rows].to(mass.dtype)
     if inputs.row_scale is not None:
         scale = torch.where(target.valid[rows], inputs.row_scale[rows].to(mass.dtype), 0)
@@ -264,7 +278,8 @@ def coefficients(
 
 
 def to_logits(spec: Spec, g: Tensor, raw: Tensor) -> None:
-    """Writes to ``raw``, the linear's output, the gradient that ``g`` is of the transformed one."""
+    """Overwrites ``raw``, the linear's output, with its gradient; ``g``, which is overwritten too,
+    is the gradient of the transformed logits."""
     if g is raw:
         return
     slope = expression.derivative(spec.transform)
@@ -272,6 +287,6 @@ def to_logits(spec: Spec, g: Tensor, raw: Tensor) -> None:
 
 
 def slices(start: int, stop: int, step: int) -> list[slice]:
-    """``[start, stop)``, ``step`` (at least 1) at a time."""
+    """Divides ``[start, stop)`` into slices of ``step`` (at least 1); the last may be smaller."""
     step = max(1, step)
     return [slice(i, min(i + step, stop)) for i in range(start, stop, step)]

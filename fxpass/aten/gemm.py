@@ -1,7 +1,7 @@
 """Products of the ATen implementation, in the dtype that the device multiplies fastest.
 
-In: operands in their own dtype. Out: products, rounded as that dtype rounds them, and sums of
-several products in the dtype of what they are added to.
+In: operands. Out: products in the dtype of the operands, and sums of products in the dtype of the
+output.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Elements that are widened at a time, while they are in the caches.
+# Elements that are up-cast and added at a time: few enough to stay in the caches.
 _ADDED_AT_A_TIME = 1 << 18
 
 
 class Rows:
-    """Rows of an operand in the dtype that they are multiplied in: themselves, or copies in one
-    place. (New copies would leave holes of unlike sizes between them.)"""
+    """Rows of an operand in the dtype of the products: views, or casts in one reused buffer. (A new
+    copy per slice would fragment the allocator's memory.)"""
 
     def __init__(self, operand: Tensor, most: int, dtype: torch.dtype) -> None:
         self._operand, self._place = operand, None
@@ -29,10 +29,10 @@ class Rows:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """``out = a @ b``, or ``out +=``; what is there is not read where nothing is added."""
+    """``out = a @ b``, or ``out += a @ b``; without ``add`` the old values are not read."""
     if add and out.dtype == a.dtype:
         out.addmm_(a, b)
-    elif add:  # a sum of 16-bit products is wider than they are
+    elif add:  # out is wider than the 16-bit product
         _add(out, a @ b)
     elif out.dtype == a.dtype:
         torch.mm(a, b, out=out)
@@ -41,22 +41,23 @@ def add_product(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
 
 
 def _add(out: Tensor, narrow: Tensor) -> None:
-    """``out += narrow``, some rows at a time: torch widens a whole operand before it adds it."""
+    """``out += narrow``, some rows at a time: torch up-casts a whole operand before it adds."""
     rows = max(1, _ADDED_AT_A_TIME // max(1, out.shape[1]))
     for some, more in zip(out.split(rows), narrow.split(rows), strict=True):
         some.add_(more)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``x @ weight.T + bias`` in ``out``; all of one dtype, in which the sum is rounded once."""
+    """Writes ``x @ weight.T + bias`` to ``out``. All have one dtype; the sum is rounded once."""
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
 def split_bias(bias: Tensor | None, stored: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """The bias that is a part of logits stored in a dtype, and the wider one that is added later;
-    None for what there is not."""
+    """The bias for the GEMM and the bias to be added after it; one of them is None, or both.
+
+    A bias wider than the ``stored`` dtype of the logits is added to the up-cast logits."""
     if bias is None or bias.dtype == stored:
         return bias, None
     return None, bias

@@ -1,10 +1,10 @@
-"""The fused loss in ATen, ``tiled``: some classes of logits at a time, gradients in backward.
+"""The fused loss in ATen, ``tiled``: tiles of rows and classes, gradients in backward.
 
 In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`. Forward
-(2·N·D·V operations, no gradients in the spec) returns loss and lse; its scratch is one tile of
-logits. Backward (6·N·D·V, given that lse) computes the logits again, tile by tile, and returns the
-gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``, each rounded once to the dtype of
-its operand: nothing of the weight's size exists beside the weight's gradient.
+(2·N·D·V operations, a spec without gradients) returns loss and lse; its scratch is one tile of
+logits. Backward (6·N·D·V operations) takes this lse, recomputes the logits tile by tile, and
+returns the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``. Each gradient is
+rounded once, to the dtype of its operand. The weight's gradient is the only tensor of its size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpass.aten import common as aten
+from fxpass.aten import common
 from fxpass.aten.common import Inputs, Results, slices
 from fxpass.aten.gemm import Rows, add_product, linear, split_bias
 from fxpass.plan.devices import compute_dtype, multiplied_in
@@ -27,8 +27,9 @@ def run(
     classes: int,
     multiplied: torch.dtype | None = None,
 ) -> Results:
-    """Forward where the spec names no gradients, else backward; tiles are ``[rows, classes]``, and
-    ``multiplied`` is the dtype of the products, by default the one that is fastest."""
+    """Runs forward if the spec names no gradients, else backward, in tiles ``[rows, classes]``.
+
+    ``multiplied`` is the dtype of the products; None for the fastest one."""
     rows, classes = min(rows, inputs.x.shape[0]), min(classes, inputs.weight.shape[0])
     multiplied = multiplied or multiplied_in(inputs.x.dtype, inputs.x.device)
     tiles = _Tiles(inputs, rows, classes, multiplied)
@@ -38,18 +39,18 @@ def run(
 def _forward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
     x = inputs.x
     loss, lse, rest = (x.new_empty(x.shape[0], dtype=tiles.dtype) for _ in range(3))
-    target = aten.target_of(inputs, spec)
+    target = common.target_of(inputs, spec)
     for part in tiles.parts:
         x_rows = tiles.x[part]
         sums = None
         for some in tiles.classes:
             logits = tiles.logits(x_rows, tiles.weight[some], part, some)
             z = expression.evaluate(spec.transform, logits)
-            sums = aten.add_tile(sums, z, target, part, some)
+            sums = common.add_tile(sums, z, target, part, some)
         assert sums is not None, "there is at least one class"
-        sums = aten.of_all(sums, spec)
-        loss[part], lse[part] = aten.losses(sums, target, part, spec)
-        rest[part] = aten.rest_of(lse[part], sums)
+        sums = common.of_all(sums, spec)
+        loss[part], lse[part] = common.losses(sums, target, part, spec)
+        rest[part] = common.rest_of(lse[part], sums)
     return Results(loss, lse, lse_rest=rest)
 
 
@@ -59,17 +60,17 @@ def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
     assert rest is not None
     dtype, parts = tiles.dtype, tiles.parts
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
-    # the weight's gradient is written tile by tile, the others are added up over them
+    # a tile's part of the weight's gradient is final; those of x and bias accumulate over tiles
     dtypes = {"x": dtype, "weight": weight.dtype, "bias": dtype}
     grads = {name: x.new_zeros(shapes[name], dtype=dtypes[name]) for name in spec.gradients}
     sums = None
     if "weight" in grads and weight.dtype != dtype and len(parts) > 1:
         sums = x.new_empty((tiles.widest, x.shape[1]), dtype=dtype)
-    target = aten.target_of(inputs, spec)
+    target = common.target_of(inputs, spec)
     scales = [
-        aten.coefficients(inputs, target, target.mass(part, tiles.widest), part) for part in parts
+        common.coefficients(inputs, target, target.mass(part, tiles.widest), part) for part in parts
     ]
-    # exp(z - lse) lacks the factor exp(-rest)
+    # exp(z - lse) needs the factor exp(-rest), because lse is rounded
     scales = [
         (scale, share * rest[part].neg().exp())
         for part, (scale, share) in zip(parts, scales, strict=True)
@@ -82,7 +83,7 @@ def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
             g = expression.evaluate(spec.transform, logits)
             g.sub_(lse[part].unsqueeze(1)).exp_().mul_(share.unsqueeze(1))
             target.subtract_from(g, scale, part, some)
-            aten.to_logits(spec, g, logits)
+            common.to_logits(spec, g, logits)
             if "bias" in grads:
                 grads["bias"][some] += logits.sum(0)
             g = tiles.multiplied(logits)
@@ -93,15 +94,16 @@ def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
                 add_product(out, g.t(), x_rows, add=part.start > 0)
         if sums is not None and parts:
             grads["weight"][some] = sums[: some.stop - some.start]
-    own = {"x": x, "weight": weight, "bias": x if inputs.bias is None else inputs.bias}
+    operands = {"x": x, "weight": weight, "bias": x if inputs.bias is None else inputs.bias}
     x_grad, weight_grad, bias_grad = (
-        grads[name].to(operand.dtype) if name in grads else None for name, operand in own.items()
+        grads[name].to(operand.dtype) if name in grads else None
+        for name, operand in operands.items()
     )
     return Results(None, None, x_grad, weight_grad, bias_grad)
 
 
 class _Tiles:
-    """Tiles of logits in the compute dtype, and the operands and gradients of their products."""
+    """Tiles of logits in the compute dtype, and the operands of their products."""
 
     def __init__(self, inputs: Inputs, rows: int, classes: int, multiplied: torch.dtype) -> None:
         x, weight = inputs.x, inputs.weight
@@ -115,11 +117,11 @@ class _Tiles:
         self._narrow = None
         if multiplied != self.dtype:
             self._narrow = x.new_empty(rows * classes, dtype=multiplied)
-        # products in f32 are not rounded before the bias is added
+        # products in f32 are not rounded, so the bias may be added after them
         self._early, self._late = split_bias(inputs.bias, multiplied)
 
     def logits(self, x_rows: Tensor, weight: Tensor, rows: slice, classes: slice) -> Tensor:
-        """The linear's output for some rows and classes, to be overwritten; one tile exists."""
+        """The linear's output for some rows and classes, in a buffer that every call overwrites."""
         shape = (x_rows.shape[0], weight.shape[0])
         out = self._wide[: shape[0] * shape[1]].view(shape)
         if self._inputs.logits is not None:

@@ -1,5 +1,5 @@
-"""The fused loss in Triton: a kernel's text from a spec, and its launch.
+"""The fused loss in Triton: generates kernels from a spec, and launches them.
 
-Only ``chunked``, ``tiled`` and ``tuning`` import triton, so that a kernel can be read anywhere.
-Imports ``spec``, ``plan``, and from ``aten`` the operands and the arithmetic of rows.
+Only ``chunked``, ``tiled`` and ``tuning`` import triton, so that every machine can generate the
+source of a kernel. Imports ``spec``, ``plan``, and from ``aten`` the operands and results.
 """

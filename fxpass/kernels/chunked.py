@@ -1,9 +1,10 @@
 """The fused loss on GPUs: GEMMs of the vendor library and one generated kernel per chunk of rows.
 
 In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`, as from
-:func:`fxpass.aten.common.run`. Each chunk's logits are a GEMM in the dtype of x, written to one
-buffer that all chunks share; the kernel of :mod:`fxpass.kernels.source` turns them in place into
-row losses and gradient; two more GEMMs add that to the f32 gradients of x and of the weight::
+:func:`fxpass.aten.chunked.run`. A GEMM writes the logits of a chunk, in the dtype of x, to a buffer
+that all chunks share. The kernel of :mod:`fxpass.kernels.source` computes the row losses and
+overwrites the logits with their gradient. Two GEMMs add its products to the f32 gradients of x and
+of the weight::
 
     >>> x, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> inputs = Inputs(x, weight, None, target)
@@ -11,15 +12,14 @@ row losses and gradient; two more GEMMs add that to the f32 gradients of x and o
     >>> loss.shape, x_grad.shape
     (torch.Size([4]), torch.Size([4, 8]))
 
-Nothing waits for the GPU, and nothing is added up in an order that varies. So a CUDA graph can
-record it, once a first run has compiled the kernel and chosen its blocks
-(:mod:`fxpass.kernels.tuning`).
+Nothing synchronises with the GPU, and the order of the sums is fixed. A CUDA graph can capture it
+after a first run has compiled the kernel and tuned its blocks (:mod:`fxpass.kernels.tuning`).
 
-The GEMMs, as PyTorch 2.11 to 2.13 has them (``aten/src/ATen/native/cuda/Blas.cpp``): ``addmm`` with
-``out_dtype`` takes an ``out`` that is also what it adds to, and copies nothing then; it is
-``cublasGemmEx`` with 16-bit operands, an f32 result and ``beta``, so each chunk is added to the f32
-gradient inside the GEMM. The views ``[:, :V]`` of the padded chunk are leading dimensions to it, no
-copies: whatever V is, rows start at multiples of 16 elements, for loads and GEMMs alike.
+In PyTorch 2.11 to 2.13 (``aten/src/ATen/native/cuda/Blas.cpp``), ``addmm`` with ``out_dtype`` and
+``out`` equal to its first argument copies nothing. It calls ``cublasGemmEx`` with 16-bit operands,
+an f32 result and ``beta``, so the GEMM accumulates each chunk into the f32 gradient. The GEMM reads
+the view ``[:, :V]`` of the padded chunk through its leading dimension, without a copy. For every V,
+rows start at multiples of 16 elements.
 """
 
 from __future__ import annotations
@@ -34,17 +34,14 @@ from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
 from fxpass.aten.common import Inputs, Results
-from fxpass.kernels import source as triton_source
-from fxpass.kernels import tuning
-from fxpass.kernels.row import ROW_MULTIPLE
+from fxpass.kernels import source, tuning
 from fxpass.kernels.scaling import scale_coefficients
 from fxpass.kernels.source import Kernel
 from fxpass.plan.devices import gradient_dtype, on_device
+from fxpass.plan.plan import UPCAST_CLASSES, padded
 from fxpass.spec.spec import Spec
 
-# Classes that are up-cast at a time where low-precision operands cannot add to an f32 result.
-_CLASSES_PER_TILE = 8192
-# Chunks begin at multiples of this: what the GEMMs' own tiles have in rows.
+# Chunks begin at multiples of the rows of a GEMM tile.
 _CHUNK_MULTIPLE = 128
 
 
@@ -52,15 +49,15 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Results:
     """Losses and gradients of ``sum(row_scale * loss + lse_scale * lse)``, ``rows`` rows at a time.
 
     Args:
-        inputs: x, weight, bias and logits in bf16, f16 or f32, with any strides; a bias may be
-            f32 beside narrower operands, and is then added in f32.
-        spec: ``lse`` and ``gradients`` say which of them are computed.
-        rows: at least 1, and no chunk has more; the scratch is one ``[rows, V]`` buffer in the
-            dtype of x.
+        inputs: x, weight, bias and logits in bf16, f16 or f32, with any strides; an f32 bias with
+            16-bit operands is added in f32.
+        spec: ``lse`` and ``gradients`` name the outputs.
+        rows: rows of a chunk, at least 1; the scratch is one ``[rows, V]`` buffer in the dtype of
+            x.
 
     Returns:
-        loss and lse ``[N]`` in f32, and the gradients: those of bf16 weights in bf16 where one
-            chunk is all, else f32.
+        loss and lse ``[N]`` in f32, and gradients in f32. The gradient of a bf16 weight is bf16 if
+        there is one chunk.
     """
     with on_device(inputs.x.device):
         return _run(inputs, spec, rows)
@@ -70,14 +67,14 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Results:
     x, weight = inputs.x, inputs.weight
     n, v = x.shape[0], weight.shape[0]
     inputs, unscale = scale_coefficients(inputs, spec)
-    factor = triton_source.gradient_factor(spec)
+    factor = source.gradient_factor(spec)
     loss = x.new_empty(n, dtype=torch.float32)
     lse = torch.empty_like(loss) if spec.lse else None
     shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
-    # the first chunk overwrites what is large
+    # the first chunk overwrites the gradients of x and weight; the bias's starts at zero
     new = {name: x.new_empty if n and name != "bias" else x.new_zeros for name in spec.gradients}
     parts = chunks(n, rows)
-    # straight from the GEMM where nothing is added to it
+    # one chunk: the GEMM rounds the weight's gradient to its final dtype
     final = gradient_dtype(x.dtype) if len(parts) == 1 else torch.float32
     dtypes = {"x": torch.float32, "weight": final, "bias": torch.float32}
     grads = {name: new[name](shapes[name], dtype=dtypes[name]) for name in spec.gradients}
@@ -108,7 +105,7 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Results:
 
 
 def chunks(n: int, rows: int) -> list[slice]:
-    """``n`` rows in as few chunks of at most ``rows`` as there can be, none of them a small rest.
+    """Divides ``n`` rows into the fewest chunks of at most ``rows`` rows, of about equal size.
 
     >>> chunks(4100, 4096)
     [slice(0, 2176, None), slice(2176, 4100, None)]
@@ -126,17 +123,18 @@ def _size(part: slice) -> int:
 
 
 def _readable(inputs: Inputs, spec: Spec) -> bool:
-    """Whether the kernel may read the given logits where they are: it will not write to them."""
+    """Whether the kernel can read the given logits without a copy, because it only reads them."""
     return inputs.logits is not None and not spec.gradients and inputs.logits.stride(1) == 1
 
 
 def padded_buffer(x: Tensor, rows: int, v: int) -> Tensor:
-    """``[rows, v]``, each row at a multiple of 16 elements, as vector loads and GEMMs want it."""
-    return x.new_empty((rows, -(-v // ROW_MULTIPLE) * ROW_MULTIPLE))[:, :v]
+    """An empty buffer ``[rows, v]`` in the dtype of x; rows start at multiples of
+    ``plan.PADDING`` elements, for vector loads and GEMMs."""
+    return x.new_empty((rows, padded(v)))[:, :v]
 
 
 def _logits(inputs: Inputs, part: slice, buffer: Tensor | None) -> Tensor:
-    """The linear's output for some rows, in the buffer where there is one."""
+    """The linear's output for some rows, written to the buffer if there is one."""
     if inputs.logits is not None:
         logits = inputs.logits[part]
         return logits if buffer is None else buffer[: len(logits)].copy_(logits)
@@ -145,7 +143,7 @@ def _logits(inputs: Inputs, part: slice, buffer: Tensor | None) -> Tensor:
     bias = inputs.bias if _wide_bias(inputs) is None else None
     out = buffer[: len(x)]
     if not x.is_cuda:
-        # CPUs multiply fp16 up to a hundred times slower than f32; rounded once, as on a GPU
+        # CPUs multiply fp16 up to 100 times slower than f32; one rounding, as on a GPU
         bias = None if bias is None else bias.float()
         return out.copy_(F.linear(x.float(), weight.float(), bias))
     if bias is None:
@@ -164,10 +162,10 @@ def _options(
     loss: Tensor,
     lse: Tensor | None,
 ) -> Mapping[str, int]:
-    """The launch options that are fastest for the first chunk, and then hold for all of them.
+    """The fastest launch options for the first chunk; all chunks use them.
 
-    They are tried on whatever the buffer holds before its first GEMM, so that nothing more has to
-    be allocated; the losses that this leaves are overwritten when the chunk's turn comes.
+    They are timed on the uninitialised buffer, before its first GEMM, and need no memory. The real
+    launch overwrites the losses that the timing wrote.
     """
     chunk = _logits(inputs, part, None) if buffer is None else buffer[: _size(part)]
     return tuning.best(
@@ -183,13 +181,16 @@ def _options(
 def _kernel(inputs: Inputs, spec: Spec, whole_row: bool = False) -> Kernel:
     scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
     present = (scale is not None for scale in scales)
-    padded = inputs.weight.shape[0] % ROW_MULTIPLE != 0 and not _readable(inputs, spec)
-    return triton_source.generate(spec, *present, whole_row, padded, _wide_bias(inputs) is not None)
+    v = inputs.weight.shape[0]
+    scratch_columns = padded(v) != v and not _readable(inputs, spec)
+    return source.generate(
+        spec, *present, whole_row, scratch_columns, _wide_bias(inputs) is not None
+    )
 
 
 def _wide_bias(inputs: Inputs) -> Tensor | None:
-    """The bias that the kernel adds: one that is wider than the logits, to whose dtype the GEMM
-    would round the sum. Given logits hold theirs already."""
+    """The bias that the kernel adds, because the GEMM would round it to the narrower dtype of the
+    logits; None if the GEMM adds the bias or the given logits include it."""
     bias = inputs.bias
     if bias is None or inputs.logits is not None or bias.dtype == inputs.x.dtype:
         return None
@@ -205,7 +206,8 @@ def _launch(
     loss: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Writes ``loss[part]`` and ``lse[part]``; ``chunk`` becomes its gradient, if it has one."""
+    """Writes ``loss[part]`` and ``lse[part]``, and overwrites ``chunk`` with its gradient if the
+    spec has gradients."""
     rows, v = chunk.shape
     arguments: dict[str, Tensor | int] = {
         "logits": chunk,
@@ -233,30 +235,32 @@ def _launch(
 def load(kernel: Kernel) -> triton.JITFunction:
     """The kernel as a function that can be launched.
 
-    Its source becomes a file in Inductor's cache directory, named by its hash: tracebacks show its
-    lines, and whoever may not write there cannot change what runs.
+    The source is written to a file in Inductor's cache directory, named by its hash. Tracebacks
+    show its lines, and only users with write access to the cache can change the code.
     """
     return getattr(PyCodeCache.load(kernel.source), kernel.name)
 
 
-# Bytes of a row that one block holds at a time.
+# Bytes of a block of a row, in the default configuration.
 _BLOCK_BYTES = 1 << 14
 
 
 def row_options(v: int, dtype: torch.dtype) -> dict[str, int]:
-    """Blocks of up to 16 KiB of a row, 16 elements a thread: enough loads in flight, no spills."""
+    """The default launch options: blocks of up to 16 KiB of a row and 16 elements per thread, which
+    has enough loads in flight and no register spills."""
     block = min(1 << (v - 1).bit_length(), _BLOCK_BYTES // dtype.itemsize)
     return {"BLOCK_V": block, "num_warps": max(1, min(16, block // 512))}
 
 
-# Other blocks, and their warps: more work for a thread, or smaller programs.
+# Other candidates, (bytes of a block, warps): more work per thread, or smaller programs.
 _BLOCKS = ((_BLOCK_BYTES, 8), (_BLOCK_BYTES // 2, 8), (_BLOCK_BYTES // 4, 4))
-# Bytes of a row that 1024 threads hold in registers beside its exponentials.
+# Bytes of the largest row that fits, with its exponentials, into the registers of 1024 threads.
 _LARGEST_ROW = 1 << 16
 
 
 def _candidates(v: int, dtype: torch.dtype) -> list[dict[str, int]]:
-    """The default and a few other launch options, a whole row where that is more than it takes."""
+    """The default launch options and a few others; one block for the whole row, if it fits into
+    registers."""
     default = row_options(v, dtype)
     whole = 1 << (v - 1).bit_length()
     blocks = [(size // dtype.itemsize, warps) for size, warps in _BLOCKS]
@@ -270,31 +274,32 @@ def _candidates(v: int, dtype: torch.dtype) -> list[dict[str, int]]:
 
 
 def _mixed_gemm(x: Tensor) -> bool:
-    """Whether products of two ``x.dtype`` operands can be added to an f32 result directly."""
+    """Whether a GEMM of two ``x.dtype`` operands can add to an f32 result."""
     if x.dtype == torch.float32:
         return True
     if not x.is_cuda:
         return False
     if torch.version.hip:  # rocBLAS and hipBLASLt can, Composable Kernel cannot
         return torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Ck
-    if x.dtype == torch.float16:  # refused while fp16 sums are allowed
+    if x.dtype == torch.float16:  # torch refuses an f32 result while fp16 accumulation is allowed
         return not torch.backends.cuda.matmul.allow_fp16_accumulation
     return torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def class_tiles(x: Tensor, v: int) -> Iterator[slice]:
-    """All classes at once, or few enough that their f32 copies stay small."""
-    step = v if _mixed_gemm(x) else _CLASSES_PER_TILE
+    """One slice of all classes, or slices of ``UPCAST_CLASSES`` where f32 copies are needed."""
+    step = v if _mixed_gemm(x) else UPCAST_CLASSES
     for start in range(0, v, step):
         yield slice(start, start + step)
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, factor: float, add: bool) -> None:
-    """``out = factor * a @ b``, or ``out +=``, with the sum taken in f32 and ``out`` f32, or as
-    ``a`` where nothing is added."""
-    beta = int(add)  # 0: what is there is not read, nan or not
+    """``out = factor * a @ b``, or ``out +=``, accumulated in f32.
+
+    ``out`` is f32; without ``add`` it may have the dtype of ``a``."""
+    beta = int(add)  # 0: the old values, which may be nan, are not read
     if out.dtype != torch.float32:
-        assert not add, "16 bits would be rounded with each sum"
+        assert not add, "each addition would round to 16 bits"
         if out.is_cuda:
             torch.addmm(out, a, b, beta=0, alpha=factor, out=out)
         else:

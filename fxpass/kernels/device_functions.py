@@ -1,8 +1,9 @@
 """The functions of :mod:`fxpass.spec.functions` as Triton source, in f32, by name.
 
-Only what ``tl`` has itself is called: libdevice does not run in Triton's interpreter. The errors
-given are units in the last place of f32, where ``tl.exp`` and ``tl.log`` are within 3 as numpy's
-are. On NVIDIA GPUs ``tl.exp(x)`` is off by up to ``|x| / 2`` more, here as in softmax itself.
+They call only functions of ``tl``, because libdevice does not run in Triton's interpreter. Errors
+are given in units in the last place of f32, and assume that ``tl.exp`` and ``tl.log`` are within 3,
+as numpy's are. On NVIDIA GPUs the error of ``tl.exp(x)`` is up to ``|x| / 2`` larger, as in any
+softmax.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable
 
 
 def _of_tl(name: str, of_tl: str = "") -> str:
-    """A function that ``tl`` has, under the same name if no other is given."""
+    """A function that calls a function of ``tl``, by default the one with the same name."""
     return f"@triton.jit\ndef {name}(x):\n    return tl.{of_tl or name}(x)"
 
 
@@ -130,7 +131,7 @@ def minimum(x, y):
 
 
 def with_callees(names: Iterable[str]) -> list[str]:
-    """The sources of some functions and of the functions that those call, in a fixed order."""
+    """The sources of some functions and of all functions that they call, in a fixed order."""
     needed = set(names)
     waiting = list(needed)
     while waiting:

@@ -1,7 +1,7 @@
-"""A logit transform and its slope as the text of Triton functions.
+"""Prints a logit transform and its slope as Triton functions.
 
 In: the expression that a graph applies to one logit. Out: the source of ``transform`` and, for
-gradients, of ``transform_and_slope``, in f32 arithmetic, with what they call::
+gradients, of ``transform_and_slope``, in f32 arithmetic, and of the functions they call::
 
     >>> print(functions(expression.parse("z*z/2"), slope=True)[-1])
     @triton.jit
@@ -26,7 +26,7 @@ from fxpass.spec.functions import AtMost, Less, Where
 def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
     """The derivative as a constant times an expression whose largest coefficient is one.
 
-    The constant is applied in f32 after the GEMMs: an fp16 gradient would over- or underflow.
+    The constant is applied in f32 after the GEMMs; in an fp16 gradient it would over- or underflow.
     """
     return _normalized(expression.derivative(logits))
 
@@ -52,12 +52,12 @@ def _normalized(expr: Any) -> tuple[Any, Any]:
 
 
 def functions(logits: Expr, slope: bool) -> list[str]:
-    """The source of ``transform`` and of what it calls, one string per function.
+    """The source of ``transform`` and of the functions it calls, one string per function.
 
     Args:
-        logits: the transformed logit as an expression in the raw one.
-        slope: whether to add ``transform_and_slope``, which returns both. It is left out where the
-            unit slope is a constant.
+        logits: the transformed logit, as an expression in the linear's output.
+        slope: whether to add ``transform_and_slope``, which returns both; it is omitted if the unit
+            slope is a constant.
     """
     values = [logits]
     out = [_function("transform", values)]
@@ -70,8 +70,8 @@ def functions(logits: Expr, slope: bool) -> list[str]:
 
 
 def _function(name: str, values: list[Expr]) -> str:
-    """A function of the raw logit ``z``; what its values have in common is computed once."""
-    # What is raised to a power is written several times; asked for as well, it is shared.
+    """A function of the linear's output ``z``; common subexpressions are computed once."""
+    # The base of an integer power is printed several times; as an extra value, cse names it.
     powers = [p for value in values for p in value.atoms(sympy.Pow) if p.exp.is_Integer]
     bases = sorted({p.base for p in powers if not p.base.is_Atom}, key=sympy.default_sort_key)
     shared, results = sympy.cse([*values, *bases], symbols=sympy.numbered_symbols("u"))
@@ -80,7 +80,7 @@ def _function(name: str, values: list[Expr]) -> str:
     return "\n".join(["@triton.jit", f"def {name}(z):", *(f"    {line}" for line in lines)])
 
 
-# sympy function → the Triton function of that name
+# sympy function → the Triton function with the same name
 FUNCTIONS: dict[Any, str] = {
     function.symbolic: device_functions.SOURCES[name] for name, function in _FUNCTIONS.items()
 }
@@ -89,7 +89,7 @@ _SUM, _PRODUCT, _ATOM = 0, 1, 2
 
 
 def _text(expr: Any, level: int = _SUM) -> str:
-    """The expression in Triton, in parentheses where it binds less than ``level``."""
+    """The expression in Triton, in parentheses if its precedence is lower than ``level``."""
     write = _number if expr.is_number else _WRITERS[type(expr)]
     out, strength = write(expr)
     return f"({out})" if strength < level else out
@@ -97,7 +97,7 @@ def _text(expr: Any, level: int = _SUM) -> str:
 
 def _number(number: Expr) -> tuple[str, int]:
     value = float(number)
-    # Triton would make doubles of what f32 cannot hold; torch rounds it to f32.
+    # Triton makes a double of a constant outside f32's range, where torch rounds it to f32.
     if abs(value) < 2.0**-126:
         value = 0.0
     elif abs(value) >= 2.0**128:

@@ -1,9 +1,9 @@
-"""What a kernel does with its row of logits: the text between its signature and its end.
+"""Generates the body of the ``chunked`` kernel, which computes one row of logits.
 
-In: the features of a spec. Out: lines of Triton. One program works on one row. The first pass takes
-the running maximum and the sums that the loss needs; the second, where gradients are asked for,
+In: the features of a spec. Out: lines of Triton. One program computes one row. The first pass
+accumulates the maximum and the sums for the loss; the second pass, if the spec names gradients,
 overwrites the logits with their gradient. A row that fits into one block is read once and stays in
-registers in between. With z, q and Q as in :mod:`fxpass.aten.common`, they compute
+registers between the passes. With z, q and Q as in :mod:`fxpass.aten.common`, they compute
 
     loss = Q * log(sum(exp(z - m))) - sum(q * (z - m))      m = max(z)
     lse  = m + log(sum(exp(z - m)))
@@ -16,23 +16,20 @@ from typing import NamedTuple
 
 from sympy import Expr
 
-from fxpass.kernels import expression as triton_expression
+from fxpass.kernels import expression
+from fxpass.plan.plan import PADDING
 from fxpass.spec.expression import Z
 from fxpass.spec.spec import ELSEWHERE, Spec
 
-# fp16 holds nothing below 6e-8 and little below 6e-5, while most of a softmax over a vocabulary is
-# smaller than that. Gradients are stored this many times larger, in every dtype; a power of two
-# costs bf16 and f32 nothing. The rest of fp16's range, a factor of 64, is left to probabilities
-# that sum to more than one, to row coefficients up to 2 and to slopes.
+# Most of a softmax over a vocabulary is below 6e-5, where fp16 loses precision, or below 6e-8, its
+# smallest number. Gradients are stored multiplied by GAIN, in every dtype: a power of two changes
+# no bits of bf16 and f32. The rest of fp16's range, a factor of 64, is for probabilities whose sum
+# exceeds one, row coefficients up to 2, and slopes.
 GAIN = 1024.0
-
-# Elements that the rows of a buffer of logits are padded to a multiple of: vector loads and stores
-# want whole vectors, and a mask that ends inside one makes each of them one of a single element.
-ROW_MULTIPLE = 16
 
 
 class Features(NamedTuple):
-    """What shapes the text."""
+    """The features of a spec and its operands that change the text of a kernel."""
 
     target: str
     ignore_index: int | None
@@ -100,7 +97,7 @@ class Features(NamedTuple):
 
     @property
     def every_row(self) -> bool:
-        """Whether an ignored row has work to do as well."""
+        """Whether ignored rows are computed too."""
         return self.lse or self.lse_scaled
 
     @property
@@ -109,12 +106,12 @@ class Features(NamedTuple):
 
     @property
     def varying(self) -> bool:
-        """Whether the gradient of a logit has a slope that differs from class to class."""
-        return self.gradient and not triton_expression.unit_slope(self.logits)[1].is_number
+        """Whether the slope of the transform differs from class to class."""
+        return self.gradient and not expression.unit_slope(self.logits)[1].is_number
 
     @property
     def room(self) -> str:
-        """Which columns of a block may be read and written: vector loads want whole vectors."""
+        """The mask of the columns that a block reads and writes, padding included."""
         return "cols < padded" if self.padded else "inside"
 
     @property
@@ -125,7 +122,7 @@ class Features(NamedTuple):
 
 def body(f: Features) -> list[str]:
     """The lines after the signature."""
-    padded = f"(V + {ROW_MULTIPLE - 1}) // {ROW_MULTIPLE} * {ROW_MULTIPLE}"
+    padded = f"(V + {PADDING - 1}) // {PADDING} * {PADDING}"
     return [
         "row = tl.program_id(0).to(tl.int64)",
         "logits += row * stride",
@@ -145,22 +142,22 @@ def _target_of_row(f: Features) -> list[str]:
         *_ignored(f),
         "t = t.to(tl.int32)",
         *elsewhere(f),
-        # The reductions of the first pass are barriers: no warp overwrites this logit afterwards
-        # before every warp has read it here.
+        # The reductions of the first pass are barriers, so every warp has read this logit before
+        # any warp overwrites it.
         f"z_t = transform({z_t})" if f.transformed else f"z_t = {z_t}",
         *["z_t = tl.where(away, 0.0, z_t)"] * f.sharded,
     ]
 
 
 def elsewhere(f: Features) -> list[str]:
-    """Which target classes are in another shard; what is read for them is not used."""
+    """Masks targets in another shard; their logits are read at class 0 and not used."""
     if not f.sharded:
         return []
     return [f"away = t == {ELSEWHERE}  # in another shard", "t = tl.where(away, 0, t)"]
 
 
 def ignored(f: Features) -> list[str]:
-    """Which rows are ignored, for those that have work to do all the same."""
+    """Masks ignored rows, in kernels that compute them too."""
     if f.ignore_index is None:
         return []
     return [f"ignored = t == {f.ignore_index}  # ignore_index", "t = tl.where(ignored, 0, t)"]
@@ -180,11 +177,11 @@ def _ignored(f: Features) -> list[str]:
 
 
 def _every_block(f: Features, lines: list[str]) -> list[str]:
-    """What is done with one block, done with the row."""
+    """Repeats the lines for each block of the row."""
     return lines if f.whole_row else ["for start in range(0, V, BLOCK_V):", *indent(lines)]
 
 
-# f32's lowest number, where maxima start. Not -inf: exp(-inf - -inf) is nan.
+# f32's lowest number, the initial maximum. -inf would give exp(-inf - -inf), which is nan.
 LOWEST = "-3.4028234663852886e38"
 _LOWEST = f"lowest = tl.full((), {LOWEST}, tl.float32)"
 
@@ -195,7 +192,7 @@ def _sums(f: Features) -> str:
 
 
 def _only_pass(f: Features) -> list[str]:
-    """Where one block holds the row; the gradient has what it needs in registers afterwards."""
+    """The first pass if one block has the whole row: the second pass uses its registers."""
     q = "q * " if f.probabilities else "w * " if f.weighted else ""
     dot = [
         *(target_lines(f) if q else []),
@@ -237,10 +234,10 @@ def _first_pass(f: Features) -> list[str]:
 
 
 def _dot(f: Features) -> list[str]:
-    """One block's part of sum(q * (z - m)), where q has more than one entry, and of sum(q)."""
+    """One block's part of sum(q * (z - m)), if q has more than one entry, and of sum(q)."""
     if not f.dense:
         return []
-    # Clamped: from the first m it may overflow to -inf, and no mass times that is nan.
+    # clamped: lowest - higher may overflow to -inf, and a mass of 0 times -inf is nan
     shift = "shift = tl.maximum(m - higher, lowest)"
     if f.indices and not f.weighted:
         # every class weighs 1, so the classes before this block weigh `start`
@@ -256,7 +253,7 @@ def _dot(f: Features) -> list[str]:
 
 def _block_of_logits(f: Features, slope: bool) -> list[str]:
     out = [f"cols = {f.columns}", "inside = cols < V"]
-    # an f32 bias beside logits of 16 bits: the sum is not rounded to theirs
+    # an f32 bias is added to up-cast 16-bit logits, so the sum is not rounded to 16 bits
     shift = " + tl.load(bias + cols, mask=inside, other=0.0)" * f.biased
     if not f.transformed:
         load = f'tl.load(logits + cols, mask={f.room}, other=-float("inf"))'
@@ -272,7 +269,7 @@ def _block_of_logits(f: Features, slope: bool) -> list[str]:
 
 
 def target_lines(f: Features) -> list[str]:
-    """One block of class weights ``w`` or of the target distribution ``q``; 0 outside."""
+    """One block of class weights ``w`` or of the target distribution ``q``; 0 outside V."""
     weights = "tl.load(class_weight + cols, mask=inside, other=0.0)"
     if f.indices:
         return [f"w = {weights}"]
@@ -287,7 +284,7 @@ def target_lines(f: Features) -> list[str]:
 
 def loss_lines(f: Features) -> list[str]:
     """The loss of a row, given its sums."""
-    # an lse at the lowest number, and nothing that is nan
+    # if all logits of the shard are -inf, the lse is the lowest number instead of nan
     possible = ["s = tl.where(s == 0.0, 1.0, s)  # no class is possible in this shard"]
     return possible * bool(f.shard_of) + _loss_lines(f)
 
@@ -314,7 +311,7 @@ def _loss_lines(f: Features) -> list[str]:
 
 
 def sharp_lines(f: Features, factors: list[str]) -> list[str]:
-    """``sharp``, the product of ``factors``: what q has at the target class beyond smoothing."""
+    """``sharp``, the product of ``factors``: q at the target class, without smoothing."""
     if f.sharded:
         return [f"sharp = tl.where(away, 0.0, {' * '.join(factors) or '1.0'})"]
     return [f"sharp = {' * '.join(factors)}"] if factors else []
@@ -354,7 +351,7 @@ def _second_pass(f: Features) -> list[str]:
 
 
 def mass_name(f: Features) -> str:
-    """Q = sum(q), as a name; empty where it is one."""
+    """The variable that has Q = sum(q); empty if Q is 1."""
     if f.probabilities:
         return "mass"
     if f.weighted or f.sharded:
@@ -363,7 +360,7 @@ def mass_name(f: Features) -> str:
 
 
 def sharp_name(f: Features) -> str:
-    """What q has at the target class beyond smoothing, as a name; empty where it is one."""
+    """The variable that has q at the target class, without smoothing; empty if it is 1."""
     return "sharp" if f.smoothing or f.weighted or f.sharded else ""
 
 

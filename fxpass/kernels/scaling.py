@@ -1,7 +1,7 @@
-"""Class weights and row scales of fp16 losses, scaled so that the gradients they multiply fit.
+"""Scales class weights and row scales of fp16 losses, so that the gradients fit into fp16.
 
 In: the inputs of a fused loss. Out: the inputs with coefficients below 2, and the powers of two
-that undo this scaling on losses and gradients::
+by which losses and gradients are multiplied afterwards::
 
     >>> x, weight = torch.ones(2, 8).half(), torch.ones(10, 8).half()
     >>> row_scale = torch.tensor([2.0**20, 2.0**18])
@@ -24,21 +24,21 @@ from fxpass.spec.spec import Spec
 
 
 class Unscale(NamedTuple):
-    """What the kernel's losses and gradients have to be multiplied by, 0-dim f32; None is one."""
+    """Factors for the kernel's losses and gradients, 0-dim f32; None is 1."""
 
     loss: Tensor | None = None
     gradients: Tensor | None = None
 
 
 def scale_coefficients(inputs: Inputs, spec: Spec) -> tuple[Inputs, Unscale]:
-    """The inputs with coefficients that fp16 gradients stand, and the factors that undo it.
+    """The inputs with coefficients below 2 for fp16, and the factors that undo the scaling.
 
-    Class weights and the scales of the rows multiply gradients that may be stored in fp16, which
-    ends at 65504 and has few bits below 6e-5. So the kernel gets them as f32 numbers below 2, and
-    losses and gradients are multiplied by a power of two afterwards. The gradients of the loss and
-    of the lse are added up in one number before they are stored, so they share the larger of the
-    two powers; what the other gradient loses in fp16 is lost beside the sum anyway. bf16 and f32
-    hold gradients of any size, so their coefficients are only made f32.
+    Class weights and row scales multiply gradients that are stored in fp16, whose largest number is
+    65504 and whose precision falls below 6e-5. The kernel therefore gets them as f32 numbers below
+    2, and losses and gradients are multiplied by a power of two afterwards. The kernel stores the
+    sum of the gradients of loss and lse, so both have the larger of their two powers; the smaller
+    gradient loses only bits that the sum would lose too. The range of bf16 and f32 is large enough,
+    so their coefficients are only cast to f32.
     """
     row_scale = lse_scale = None
     if spec.gradients:
@@ -67,7 +67,7 @@ def scale_coefficients(inputs: Inputs, spec: Spec) -> tuple[Inputs, Unscale]:
 
 
 def _of_counted_rows(inputs: Inputs, spec: Spec, row_scale: Tensor | None) -> Tensor:
-    """The row scales, 0 where a row is ignored: there it must not decide about the power."""
+    """The row scales, 0 for ignored rows, which must not influence the power of two."""
     if row_scale is None:
         row_scale = inputs.x.new_ones(inputs.x.shape[0], dtype=torch.float32)
     if spec.target != "indices" or inputs.target is None:
@@ -76,13 +76,13 @@ def _of_counted_rows(inputs: Inputs, spec: Spec, row_scale: Tensor | None) -> Te
 
 
 def _scaled(coefficients: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """Coefficients as f32 numbers below 2, and the exponent of two that gives them back."""
+    """Coefficients divided by a power of two to be f32 numbers below 2, and its exponent."""
     if coefficients is None:
         return None, None
     coefficients = coefficients.float().contiguous()
-    # beside f32's smallest normal number, so that zeros and no rows at all have an exponent too
+    # f32's smallest normal number is appended, so that zeros and empty tensors have an exponent
     largest = F.pad(coefficients.abs(), (0, 1), value=2.0**-126).amax()
-    # clamped to f32's normal powers: frexp gives inf and nan no particular exponent
+    # clamped to f32's normal powers: frexp's exponent of inf and nan is unspecified
     exponent = torch.frexp(largest).exponent.clamp(-125, 127) - 1
     return coefficients / _power_of_two(exponent), exponent
 
@@ -92,8 +92,8 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """2 to the power of int32 exponents, as f32; inf and 0 beyond its normal numbers.
+    """2 to the power of int32 exponents, as f32; inf or 0 outside the range of normal numbers.
 
-    By its bits: pow() rounds on some devices, and takes its dtype from torch's default one.
+    It sets the bits, because pow() rounds on some devices and depends on torch's default dtype.
     """
     return ((exponent + 127).clamp(0, 255) << 23).view(torch.float32)

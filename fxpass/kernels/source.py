@@ -1,15 +1,14 @@
-"""The Triton kernels of a fused loss, as source text specialised to one spec.
+"""Generates the Triton kernels of the ``chunked`` strategy for one spec.
 
-In: a spec, and which of class weights and the two scales of a row are present. Out:
-:class:`Kernel`, a name and a whole Python module. What is not asked for leaves no text behind::
+In: a spec, and the optional operands that are present. Out: :class:`Kernel`, a name and a whole
+Python module. Features that the spec does not use leave no text in it::
 
     >>> kernel = generate(Spec(label_smoothing=0.1), weighted=False)
     >>> "smooth" in kernel.source, "class_weight" in kernel.source, "ignore_index" in kernel.source
     (True, False, True)
 
-What a program does with its row of logits is in :mod:`fxpass.kernels.row`, and by what its
-gradients have to be multiplied, :func:`gradient_factor` says. None of these modules imports triton:
-the sources can be read on any platform.
+:mod:`fxpass.kernels.row` generates the body of the kernel. The gradients have to be multiplied by
+:func:`gradient_factor`. None of these modules imports triton, so they run on any platform.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ import hashlib
 import textwrap
 from dataclasses import dataclass
 
-from fxpass.kernels import expression as triton_expression
-from fxpass.kernels import row as triton_row
+from fxpass.kernels import expression, row
 from fxpass.kernels.row import GAIN, Features
-from fxpass.spec import expression
+from fxpass.spec.expression import text
 from fxpass.spec.spec import Spec
 
 
@@ -45,11 +43,11 @@ def kernels_of(
     """The kernels that one fused loss runs, in order.
 
     Args:
-        spec: as the operator gets it. Where backward computes the gradients, it has a kernel of its
-            own (for the case that every output gets a gradient); else one kernel does both.
+        spec: the operator's spec. If backward computes the gradients, it has a second kernel (here
+            for a gradient of every output); else one kernel computes loss and gradients.
         weighted: whether there are class weights.
-        whole_row, padded, biased: :func:`generate`; by default as for many classes, a multiple of
-            16, and no bias in f32.
+        whole_row, padded, biased: as in :func:`generate`; the defaults are for many classes, a
+            multiple of 16, without an f32 bias.
     """
     if spec.gradients_in_backward and spec.gradients:
         forward = dataclasses.replace(spec, gradients=())
@@ -73,31 +71,31 @@ def generate(
 ) -> Kernel:
     """The kernel for one spec.
 
-    The function it defines takes, by name:
+    The kernel's parameters:
 
-        logits: ``[rows, V]`` bf16, f16 or f32, contiguous in V; the linear's output, which is
-            overwritten with its gradient where the spec asks for any.
-        target: class indices ``[rows]`` or class probabilities ``[rows, V]``, contiguous in V; not
-            there for ``target=none``.
+        logits: ``[rows, V]`` bf16, f16 or f32, contiguous in V; the linear's output, overwritten
+            with its gradient if the spec names gradients.
+        target: class indices ``[rows]`` or class probabilities ``[rows, V]``, contiguous in V;
+            absent for ``target=none``.
         bias: ``[V]`` f32, if ``biased``: added to the logits in f32.
         class_weight: ``[V]`` f32, if ``weighted``.
-        row_scale: ``[rows]`` f32, if ``row_scaled`` and the spec asks for gradients.
-        lse_scale: ``[rows]`` f32, if ``lse_scaled`` and the spec asks for gradients; row_scale has
-            to be 0 then where a row is ignored.
+        row_scale: ``[rows]`` f32, if ``row_scaled`` and the spec names gradients.
+        lse_scale: ``[rows]`` f32, if ``lse_scaled`` and the spec names gradients; row_scale has to
+            be 0 for ignored rows then.
         loss: ``[rows]`` f32, written.
         lse: ``[rows]`` f32, written, if the spec asks for it.
         stride, target_stride: elements from row to row; the latter for probabilities only.
-        V, BLOCK_V: the classes, and how many a program holds at a time (a power of two); with
-            ``whole_row`` all of them, and then each logit is read once. With ``padded`` the
-            columns from V to the next multiple of 16 are scratch.
+        V, BLOCK_V: the classes, and the classes of a block (a power of two); with ``whole_row`` one
+            block has all classes, and each logit is read once. With ``padded`` the kernel may
+            overwrite the columns from V to the next multiple of 16.
 
-    The name is a hash of the text, so it is the same in every process, and specs that differ in
-    nothing the kernel sees share one.
+    The name is a hash of the text: it is the same in every process, and specs with the same text
+    share a kernel.
     """
     f = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row, padded, biased)
     what = "Log-sum-exp" if f.target == "none" else "Cross-entropy"
     what += " of rows of logits" + (", and its gradient in place" if f.gradient else "")
-    # A chunk may start at any row, and one compiled kernel has to serve all of them.
+    # A chunk may start at any row, and one compiled kernel serves all chunks.
     per_row = [
         *["row_scale"] * f.row_scaled,
         *["lse_scale"] * f.lse_scaled,
@@ -122,14 +120,14 @@ def generate(
         transforms(f),
         f"do_not_specialize_on_alignment=[{unaligned}]",
         parameters,
-        triton_row.body(f),
+        row.body(f),
     )
 
 
 @functools.cache
 def gradient_factor(spec: Spec) -> float:
-    """What the kernel's gradients have to be multiplied by: GAIN and constant slopes undone."""
-    factor, _ = triton_expression.unit_slope(spec.transform)
+    """The factor for the kernel's gradients: the constant part of the slope, divided by GAIN."""
+    factor, _ = expression.unit_slope(spec.transform)
     return float(factor) / GAIN
 
 
@@ -144,7 +142,7 @@ def assemble(
     parameters: list[str],
     body: list[str],
 ) -> Kernel:
-    """A module with one kernel, which is named by a prefix and the hash of the module's text.
+    """A module with one kernel, named by a prefix and the hash of the module's text.
 
     Args:
         prefix: of the name.
@@ -156,19 +154,19 @@ def assemble(
     placeholder = "linear_cross_entropy_NAME"
     head = [f"@triton.jit({jit})", f"def {placeholder}(", *(f"    {p}," for p in parameters), "):"]
     imports = "import triton\nimport triton.language as tl"
-    kernel = "\n".join([*head, *triton_row.indent(body)])
-    text = f"{docstring}\n\n{imports}\n\n\n" + "\n\n\n".join([*functions, kernel]) + "\n"
-    name = f"{prefix}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    return Kernel(name, text.replace(placeholder, name))
+    kernel = "\n".join([*head, *row.indent(body)])
+    module = f"{docstring}\n\n{imports}\n\n\n" + "\n\n\n".join([*functions, kernel]) + "\n"
+    name = f"{prefix}_{hashlib.sha256(module.encode()).hexdigest()[:8]}"
+    return Kernel(name, module.replace(placeholder, name))
 
 
 def transforms(f: Features) -> list[str]:
     """The source of each function that transforms a logit."""
-    return triton_expression.functions(f.logits, slope=f.gradient) if f.transformed else []
+    return expression.functions(f.logits, slope=f.gradient) if f.transformed else []
 
 
 def docstring(what: str, f: Features) -> str:
-    """The docstring of a module: what its kernel computes, and for which features."""
+    """The docstring of a generated module: the kernel's purpose and features."""
     facts = ["no target" if f.target == "none" else f"class {f.target}"]
     if f.indices and f.ignore_index is not None:
         facts.append(f"ignore_index {f.ignore_index}")
@@ -181,7 +179,7 @@ def docstring(what: str, f: Features) -> str:
     if f.biased:
         facts.append("a bias in f32")
     if f.transformed:
-        facts.append(f"logits {expression.text(f.logits)}")
+        facts.append(f"logits {text(f.logits)}")
     if f.lse:
         facts.append("log-sum-exp of every row")
     if f.lse_scaled:

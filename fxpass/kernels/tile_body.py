@@ -1,34 +1,34 @@
-"""What the kernels of tiles do: the order of their programs, a tile of logits, loss or gradient.
+"""Generates the bodies of the ``tiled`` kernels, which compute tiles of logits.
 
-In: the features of a spec and those of a GEMM. Out: lines of Triton. A tile of logits is the
-product of ``BLOCK_N`` rows of x and ``BLOCK_V`` rows of the weight, added up in f32 registers over
-blocks of ``BLOCK_D``::
+In: the features of a spec and of a GEMM. Out: lines of Triton. A tile of logits is the product of
+``BLOCK_N`` rows of x and ``BLOCK_V`` rows of the weight, accumulated in f32 registers over blocks
+of ``BLOCK_D``::
 
     >>> lines = logits(Gemm(described=True))
     >>> lines[0], lines[-1]
     ('acc = tl.full((BLOCK_N, BLOCK_V), 0.0, tl.float32)', '    acc = tl.dot(a, b, acc)')
 
-Operands come through tensor descriptors, which the hardware reads tiles with (TMA), or through
-pointers, which take every stride and every GPU. Addresses are 64 bits wide: rows are counted in
-int64 before anything is multiplied by a stride.
+Operands are loaded through tensor descriptors (TMA), or through pointers, which work with every
+stride on every GPU. Row numbers are int64 before they are multiplied by a stride, so that addresses
+do not overflow.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from fxpass.kernels import row as triton_row
+from fxpass.kernels import row
 from fxpass.kernels.row import Features, indent
 
 
 class Gemm(NamedTuple):
-    """What shapes the text of a product, beside the spec.
+    """The features of a GEMM that change the text of a kernel.
 
     Attributes:
         biased: whether a bias is added.
         precision: ``input_precision`` of ``tl.dot`` for f32 operands; empty for 16-bit ones.
         described: whether x and weight are tensor descriptors.
-        warp_specialized: whether warps that load and warps that multiply are told apart.
+        warp_specialized: whether separate warps load and multiply.
     """
 
     biased: bool = False
@@ -38,10 +38,10 @@ class Gemm(NamedTuple):
 
 
 def grouped(others: str, other: str) -> list[str]:
-    """Names ``row_block`` and ``other``, which counts to ``others``, by the program's number.
+    """Computes ``row_block`` and ``other`` (less than ``others``) from the program's number.
 
-    Programs that run at the same time then need GROUP_N blocks of rows of x, which stay in L2, and
-    few tiles of the weight, which all of them read; in plain order they would need all of one.
+    Programs that run at the same time read GROUP_N blocks of rows of x, which stay in L2, and share
+    a few tiles of the weight. In plain order they would read all of x or all of the weight.
     """
     return [
         "# neighbours share rows of x and classes of the weight in L2",
@@ -62,7 +62,7 @@ def operands(gemm: Gemm) -> list[str]:
 
 
 def rows_of_x(gemm: Gemm) -> list[str]:
-    """What the tiles of one block of rows share."""
+    """The lines that locate the rows of x, for all tiles of one block of rows."""
     if gemm.described:
         return ["row = row_block * BLOCK_N"]
     return [
@@ -102,7 +102,8 @@ def logits(gemm: Gemm) -> list[str]:
 
 
 def targets(f: Features) -> list[str]:
-    """One tile of the target distribution ``q``, or one block of class weights ``w``; 0 outside."""
+    """One tile of the target distribution ``q``, or one block of class weights ``w``; 0 outside the
+    matrix."""
     weights = "tl.load(class_weight + cols, mask=inside, other=0.0)"
     if f.indices:
         return [f"w = {weights}"]
@@ -124,12 +125,12 @@ PARTIALS = {"maxima", "sums", "picks", "dots", "masses"}
 
 
 def partials(f: Features) -> list[str]:
-    """What one split of the classes says about a row, in the order of the parameters."""
+    """The names of a split's partial sums of a row, in the order of the parameters."""
     return ["maxima", "sums", *["picks"] * f.indices, *["dots"] * f.dense, *["masses"] * varies(f)]
 
 
 def varies(f: Features) -> bool:
-    """Whether sum(q) over some classes depends on data: else all of them weigh one."""
+    """Whether sum(q) over some classes depends on data; otherwise every class has weight one."""
     return f.dense and (f.probabilities or f.weighted)
 
 
@@ -144,8 +145,8 @@ def forward(f: Features, gemm: Gemm) -> list[str]:
         *grouped("splits", "split"),
         *rows_of_x(gemm),
         *(["t = tl.load(target + rows, mask=row_inside, other=0).to(tl.int32)"] * f.indices),
-        # not -inf: exp(-inf - -inf) is nan
-        f"lowest = tl.full((BLOCK_N,), {triton_row.LOWEST}, tl.float32)",
+        # -inf would give exp(-inf - -inf), which is nan
+        f"lowest = tl.full((BLOCK_N,), {row.LOWEST}, tl.float32)",
         "m = lowest",
         *(f"{name} = tl.full((BLOCK_N,), 0.0, tl.float32)" for name in zeros),
         "first = split * per_split",
@@ -169,10 +170,10 @@ def forward(f: Features, gemm: Gemm) -> list[str]:
 
 
 def _dot(f: Features) -> list[str]:
-    """One tile's part of sum(q * (z - m)), where q has more than one entry, and of sum(q)."""
+    """One tile's part of sum(q * (z - m)), if q has more than one entry, and of sum(q)."""
     if not f.dense:
         return []
-    # Clamped: from the first m it may overflow to -inf, and no mass times that is nan.
+    # clamped: lowest - higher may overflow to -inf, and a mass of 0 times -inf is nan
     shift = "shift = tl.maximum(m - higher, lowest)"
     below = "tl.where(inside[None, :], z - higher[:, None], 0.0)"
     if not varies(f):
@@ -189,14 +190,15 @@ def _dot(f: Features) -> list[str]:
 
 
 def merge(f: Features) -> list[str]:
-    """One row: what its splits say, put together in one order; then as in triton_row."""
+    """Combines the splits of one row in a fixed order and computes its loss, as in
+    :mod:`fxpass.kernels.row`."""
     total = "tl.sum(tl.load(sums + part, mask=inside, other=0.0) * tl.exp(ms - m), 0)"
     out = [
         "row = tl.program_id(0).to(tl.int64)",
         "split = tl.arange(0, SPLITS)",
         "inside = split < splits",
         "part = row * splits + split",
-        f"lowest = {triton_row.LOWEST}",
+        f"lowest = {row.LOWEST}",
         "ms = tl.load(maxima + part, mask=inside, other=lowest)",
         "m = tl.max(ms, 0)",
         f"s = {total}",
@@ -218,13 +220,13 @@ def merge(f: Features) -> list[str]:
                 ["t = tl.load(target + row).to(tl.int64)"]
                 * (f.ignore_index is not None or f.weighted or f.sharded)
             ),
-            *triton_row.ignored(f),
-            *triton_row.elsewhere(f),
+            *row.ignored(f),
+            *row.elsewhere(f),
         ]
     return [
         *out,
-        *triton_row.loss_lines(f),
-        # what rounding takes from the lse, which is all that backward knows of the sum
+        *row.loss_lines(f),
+        # the rounding error of the lse, which backward needs to recover the sum
         "log_s = tl.log(s)",
         "missing = log_s - ((m + log_s) - m)",
         "tl.store(lse_rest + row, tl.where(missing == missing, missing, 0.0))",
@@ -238,7 +240,7 @@ def mass(f: Features) -> list[str]:
         "target += row * target_stride",
         "mass = tl.full((), 0.0, tl.float32)",
         "for start in range(0, V, BLOCK_V):",
-        *indent([*_COLUMNS, *triton_row.target_lines(f), "mass += tl.sum(q, 0)"]),
+        *indent([*_COLUMNS, *row.target_lines(f), "mass += tl.sum(q, 0)"]),
         "tl.store(row_mass + row, mass)",
     ]
 
@@ -247,7 +249,7 @@ def mass(f: Features) -> list[str]:
 
 
 def backward(f: Features, gemm: Gemm) -> list[str]:
-    """One tile of logits, turned into its gradient by the lse that forward kept."""
+    """Recomputes one tile of logits and writes its gradient, from the lse that forward saved."""
     mask = "row_inside[:, None] & inside[None, :]"
     return [
         *grouped("class_blocks", "class_block"),
@@ -265,34 +267,34 @@ def backward(f: Features, gemm: Gemm) -> list[str]:
 
 
 def _coefficients(f: Features) -> list[str]:
-    """What multiplies softmax (``share``) and q (``unit``) in each row, and q's sum."""
-    gain = f"{triton_row.GAIN!r}"
+    """The factors of softmax (``share``) and of q (``unit``) in each row, and sum(q)."""
+    gain = f"{row.GAIN!r}"
     scale = "tl.load({} + rows, mask=row_inside, other=0.0)"
     unit = f"{gain} * {scale.format('row_scale')}" if f.row_scaled else gain
     out = []
     if f.indices:
         out = [
             "t = tl.load(target + rows, mask=row_inside, other=0).to(tl.int64)",
-            *triton_row.ignored(f),
+            *row.ignored(f),
             "t = t.to(tl.int32)",
-            *triton_row.elsewhere(f),
+            *row.elsewhere(f),
         ]
     if f.indices and f.ignore_index is not None:
         unit = f"tl.where(ignored, 0.0, {unit})"
     out.append(f"unit = {unit}")
     sharp = [repr(1 - f.smoothing)] * bool(f.smoothing and f.indices)
     sharp += ["tl.load(class_weight + t)"] * (f.weighted and f.indices)
-    out += triton_row.sharp_lines(f, sharp)
+    out += row.sharp_lines(f, sharp)
     if f.smoothing and f.indices:
         out.append(f"smooth = {f.smoothing!r} / {f.all_classes}")
     if f.smoothing and f.indices and (f.weighted or f.sharded):
         out.append(f"mass = sharp + smooth * {'tl.load(class_mass)' if f.weighted else 'V'}")
     if f.probabilities:
         out.append(f"mass = {scale.format('row_mass')}")
-    share = f"{triton_row.times(triton_row.mass_name(f))}unit"
+    share = f"{row.times(row.mass_name(f))}unit"
     if f.lse_scaled:
         share = f"({share} + {gain} * {scale.format('lse_scale')})"
-    # exp(z - lse) lacks what rounding took from the lse
+    # exp(z - lse) needs this factor, because the lse is rounded
     return [*out, f"share = {share} * tl.exp(-{scale.format('lse_rest')})"]
 
 
@@ -313,13 +315,13 @@ def _gradient(f: Features) -> list[str]:
     else:
         out.append(g)
     if f.indices:
-        sharp = triton_row.sharp_name(f)
+        sharp = row.sharp_name(f)
         picked = f"({sharp} * unit)" if sharp else "unit"
         by_row = f.weighted or f.sharded
         picked = picked if _unit_is_number(f) and not by_row else f"{picked}[:, None]"
         out.append(f"gradient -= tl.where(cols[None, :] == t[:, None], {picked}, 0.0)")
     if f.indices and f.ignore_index is not None and not f.lse_scaled:
-        # and not by its coefficients alone: 0 * nan is nan, and padding may hold anything
+        # zero coefficients are not enough: 0 * nan is nan, and hidden states of padding may be nan
         out.append("gradient = tl.where(ignored[:, None], 0.0, gradient)")
     return [*out, *["gradient *= slope"] * f.varying]
 

@@ -1,7 +1,7 @@
-"""Sizes of tiles, per GPU: data, and how many splits the classes of a row are cut into.
+"""Sizes of tiles for each GPU, and the number of splits of a row's classes.
 
-In: a target as compilers name it and a dtype. Out: :class:`Config`, the default first; the others
-are what a tuner may try::
+In: a GPU, as compilers name it, and a dtype. Out: :class:`Config`, the default first, then other
+candidates for the tuner::
 
     >>> configs_for("sm_90", torch.bfloat16)[0].BLOCK_V
     128
@@ -15,8 +15,8 @@ import torch
 
 
 class Config(NamedTuple):
-    """``BLOCK_N`` rows by ``BLOCK_V`` classes, added up over blocks of ``BLOCK_D``; ``GROUP_N``
-    blocks of rows run beside each other; ``num_warps`` warps and ``num_stages`` buffers."""
+    """Tiles of ``BLOCK_N`` rows by ``BLOCK_V`` classes, accumulated over blocks of ``BLOCK_D``;
+    ``GROUP_N`` blocks of rows run at the same time; ``num_warps`` warps, ``num_stages`` buffers."""
 
     BLOCK_N: int
     BLOCK_V: int
@@ -36,8 +36,8 @@ class Config(NamedTuple):
         return {k: v for k, v in self._asdict().items() if k.islower()}
 
 
-# Two 16-bit operands of a stage take 2 * BLOCK_D * (BLOCK_N + BLOCK_V) bytes of shared memory:
-# 64 KiB of it have sm_75 and gfx942, 99 KiB sm_86, sm_89 and sm_120, 163 KiB sm_80, 227 KiB sm_90.
+# The two 16-bit operands of a stage take 2 * BLOCK_D * (BLOCK_N + BLOCK_V) bytes of shared memory.
+# sm_75 and gfx942 have 64 KiB, sm_86, sm_89 and sm_120 99 KiB, sm_80 163 KiB, sm_90 227 KiB.
 _16_BIT = {
     "sm_75": (Config(64, 64, 16, 8, 8, 2), Config(32, 64, 16, 8, 4, 2)),  # as f32, see below
     "sm_80": (Config(128, 128, 32, 8, 8, 4), Config(128, 128, 64, 8, 8, 3)),
@@ -46,27 +46,27 @@ _16_BIT = {
     "sm_100": (Config(128, 64, 64, 16, 8, 4), Config(128, 128, 64, 16, 8, 4)),
     "gfx942": (Config(128, 128, 32, 8, 8, 2), Config(128, 128, 64, 8, 8, 2)),
 }
-# f32 products without TF32 run on the ordinary units, one operation at a time, bound by registers.
-# So do 16-bit ones on sm_75, whose tensor cores Triton no longer uses.
+# f32 products without TF32 do not use tensor cores, and registers limit their tiles. 16-bit
+# products on sm_75 are the same: Triton no longer uses its tensor cores.
 _32_BIT = {
     "sm_75": (Config(64, 64, 16, 8, 8, 2), Config(64, 32, 32, 8, 4, 2)),
     "sm_80": (Config(64, 64, 32, 8, 8, 3), Config(128, 64, 16, 8, 8, 3)),
     "sm_86": (Config(64, 64, 32, 8, 8, 2), Config(64, 64, 16, 8, 8, 3)),
-    # with three buffers, the default spills in Triton 3.6
+    # the default spills registers with three buffers in Triton 3.6
     "sm_90": (Config(64, 64, 32, 16, 8, 2), Config(128, 64, 16, 16, 8, 3)),
     "sm_100": (Config(64, 64, 32, 16, 8, 3), Config(128, 64, 16, 16, 8, 3)),
     "gfx942": (Config(64, 64, 32, 8, 8, 2), Config(128, 64, 16, 8, 8, 2)),
 }
-# Triton's interpreter, where a program costs more than what is in it
+# Triton's interpreter, where starting a program dominates the time
 _INTERPRETED = (Config(16, 32, 16, 4, 1, 1),)
 
-# A target that has no row has the one of another that has no less of anything.
+# A GPU without a row uses the row of a GPU with no more registers or shared memory.
 _LIKE = {"sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gfx942", "gfx90a": "gfx942"}
 _SMALLEST = {"sm": "sm_86", "gfx": "gfx942"}
 
 
 def configs_for(target: str, dtype: torch.dtype) -> tuple[Config, ...]:
-    """The sizes worth trying on a target, ``sm_90`` or ``gfx942`` or ``cpu``; first the default."""
+    """The candidates for a target (``sm_90``, ``gfx942``, ``cpu``), the default first."""
     if target == "cpu":
         return _INTERPRETED
     table = _32_BIT if dtype == torch.float32 else _16_BIT
@@ -76,7 +76,7 @@ def configs_for(target: str, dtype: torch.dtype) -> tuple[Config, ...]:
 
 
 def target_of(device: torch.device) -> str:
-    """What compilers call a device."""
+    """A device's architecture as compilers name it; ``cpu`` for the interpreter."""
     if device.type != "cuda":
         return "cpu"
     if torch.version.hip:
@@ -86,31 +86,33 @@ def target_of(device: torch.device) -> str:
 
 
 def has_descriptors(target: str) -> bool:
-    """Whether hardware reads tiles that a tensor descriptor names (TMA: Hopper and later)."""
+    """Whether the GPU loads tiles through tensor descriptors (TMA: Hopper and later)."""
     return target.startswith("sm_") and int(target[3:]) >= 90
 
 
 def specializes_warps(target: str) -> bool:
-    """Whether Triton divides loading and multiplying among warps (Blackwell's tensor memory)."""
+    """Whether Triton uses separate warps to load and to multiply (Blackwell's tensor memory)."""
     return target in ("sm_100", "sm_103")
 
 
-# Of a row's classes, unless few rows keep a device busy: each split has partial sums of its own.
+# The maximum of splits per row, unless few rows need more splits to fill a GPU. Each split writes
+# its partial sums.
 MAX_SPLITS = 16
 
 
 def per_split(n: int, v: int, config: Config, processors: int) -> int:
-    """How many classes one program passes over, a multiple of BLOCK_V.
+    """The number of classes of one program (one split), a multiple of BLOCK_V.
 
-    A device works off programs in waves of ``processors``. There are enough splits that a wave
-    shares GROUP_N blocks of rows, and between that and 16 the number that leaves the least of the
-    last wave idle. A function of sizes, so a device adds up in the same order every time.
+    A GPU runs programs in waves of ``processors``. There are enough splits that the programs of a
+    wave share GROUP_N blocks of rows; from this number up to 16, the number of splits that leaves
+    the fewest processors idle in the last wave is chosen. It depends on sizes only, so the order of
+    the sums is fixed.
     """
     row_blocks, class_blocks = -(-n // config.BLOCK_N), -(-v // config.BLOCK_V)
     fewest = max(1, processors // min(row_blocks, config.GROUP_N))
 
     def steps(blocks: int) -> int:
-        """Tiles that one after the other take: waves times the tiles of a program."""
+        """The tiles that run one after another: waves times the tiles of a program."""
         return -(-row_blocks * -(-class_blocks // blocks) // processors) * blocks
 
     most = max(1, class_blocks // fewest)

@@ -1,16 +1,16 @@
-"""The Triton kernels of the ``tiled`` strategy, as source text specialised to one spec.
+"""Generates the Triton kernels of the ``tiled`` strategy for one spec.
 
-In: a spec, what is present beside it, and the features of the GEMM. Out:
-:class:`fxpass.kernels.source.Kernel`, a name and a whole Python module. What is not asked for
-leaves no text behind::
+In: a spec, the optional operands that are present, and the features of the GEMM. Out:
+:class:`fxpass.kernels.source.Kernel`, a name and a whole Python module. Features that the spec does
+not use leave no text in it::
 
     >>> kernel = forward(Spec(), weighted=False, gemm=Gemm())
     >>> "bias" in kernel.source, "smooth" in kernel.source, "ignore_index" in kernel.source
     (False, False, True)
 
-``forward`` makes one pass over the logits of some rows and classes, tile by tile, ``merge`` puts
-the splits of a row together, ``backward`` writes the gradient of some classes' logits. What they do
-with a tile is in :mod:`fxpass.kernels.tile_body`. Neither module imports triton.
+``forward`` accumulates partial sums over the logits, tile by tile, ``merge`` combines the splits of
+a row, ``backward`` writes the gradient of some classes' logits. :mod:`fxpass.kernels.tile_body`
+generates their bodies. Neither module imports triton.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from fxpass.kernels import source as triton_source
-from fxpass.kernels import tile_body as triton_tile_body
+from fxpass.kernels import source, tile_body
 from fxpass.kernels.row import Features
 from fxpass.kernels.source import Kernel
 from fxpass.kernels.tile_body import Gemm
 from fxpass.spec.spec import Spec
 
-# Sizes that change from batch to batch: one compiled kernel has to serve all of them.
+# Sizes that change from batch to batch; one compiled kernel serves all of them.
 _DYNAMIC = ("N", "splits", "per_split", "class_blocks")
 _CONSTEXPR = ("BLOCK_N", "BLOCK_V", "BLOCK_D", "GROUP_N", "SPLITS")
 
 
 def kernels_of(spec: Spec, weighted: bool, biased: bool) -> tuple[Kernel, ...]:
-    """The kernels that one fused loss runs, in order, with operands that are read by pointers.
+    """The kernels that one fused loss runs, in order; they load operands through pointers.
 
     Args:
-        spec: as the operator gets it; with gradients, backward's for the case that every output
-            gets one.
+        spec: the operator's spec; its backward kernel is for a gradient of every output.
         weighted, biased: whether there are class weights, and a bias.
     """
     gemm = Gemm(biased=biased)
@@ -50,7 +48,7 @@ def kernels_of(spec: Spec, weighted: bool, biased: bool) -> tuple[Kernel, ...]:
 def forward(spec: Spec, weighted: bool, gemm: Gemm) -> Kernel:
     """Partial sums over the logits of each row.
 
-    The function it defines takes, by name:
+    The kernel's parameters:
 
         x, weight: ``[N, D]`` and ``[V, D]`` bf16, f16 or f32, contiguous in D; tensor descriptors
             of blocks ``[BLOCK_N, BLOCK_D]`` and ``[BLOCK_V, BLOCK_D]`` if ``gemm.described``.
@@ -67,33 +65,32 @@ def forward(spec: Spec, weighted: bool, gemm: Gemm) -> Kernel:
     """
     f = _forward_features(spec, weighted)
     parameters = [
-        *triton_tile_body.operands(gemm),
+        *tile_body.operands(gemm),
         *["bias"] * gemm.biased,
         *_target(f),
         *["class_weight"] * (f.weighted and f.dense),
-        *triton_tile_body.partials(f),
+        *tile_body.partials(f),
         *["N", "D", "V", "splits", "per_split", "BLOCK_N", "BLOCK_V", "BLOCK_D", "GROUP_N"],
     ]
     what = "Sums over the logits of tiles of rows and classes"
-    return _kernel("forward", what, f, parameters, triton_tile_body.forward(f, gemm))
+    return _kernel("forward", what, f, parameters, tile_body.forward(f, gemm))
 
 
 @functools.cache
 def merge(spec: Spec, weighted: bool) -> Kernel:
     """Losses and log-sum-exps of the partial sums.
 
-    The function it defines takes, by name, ``loss``, ``lse`` and ``lse_rest``, what rounding takes
-    from the lse, ``[N]`` f32, written, and of the arguments of :func:`forward` the partial sums,
-    target and class_weight ``[V]``, V, splits, per_split and SPLITS, the power of two from splits
-    on. The grid is N programs.
+    The kernel's parameters are ``loss``, ``lse`` and ``lse_rest`` (the rounding error of the lse),
+    ``[N]`` f32, written; the partial sums, target, class_weight ``[V]``, V, splits and per_split of
+    :func:`forward`; and SPLITS, splits rounded up to a power of two. The grid is N programs.
     """
     f = _forward_features(spec, weighted)
     needs_target = f.indices and (f.ignore_index is not None or f.weighted or f.sharded)
     needs_v = f.indices and bool(f.smoothing) and not (f.sharded and f.weighted)
     sizes = ["V"] * needs_v + ["splits"]
-    sizes += ["per_split"] * (f.dense and not triton_tile_body.varies(f)) + ["SPLITS"]
+    sizes += ["per_split"] * (f.dense and not tile_body.varies(f)) + ["SPLITS"]
     parameters = [
-        *triton_tile_body.partials(f),
+        *tile_body.partials(f),
         *["target"] * needs_target,
         *["class_weight"] * (f.weighted and f.indices),
         "loss",
@@ -102,7 +99,7 @@ def merge(spec: Spec, weighted: bool) -> Kernel:
         *sizes,
     ]
     what = "Losses from partial sums"
-    return _kernel("merge", what, f, parameters, triton_tile_body.merge(f))
+    return _kernel("merge", what, f, parameters, tile_body.merge(f))
 
 
 @functools.cache
@@ -115,23 +112,23 @@ def backward(
 ) -> Kernel:
     """The gradient of some classes' logits.
 
-    The function it defines takes, by name, of the arguments of :func:`forward` x, weight, bias,
-    target and class_weight with their strides and sizes, and:
+    The kernel's parameters are x, weight, bias, target and class_weight of :func:`forward`, with
+    their strides and sizes, and:
 
         row_scale, lse_scale: ``[N]`` f32, if ``row_scaled`` and ``lse_scaled``.
         lse, lse_rest: ``[N]`` f32, as forward wrote them.
         row_mass: ``[N]`` f32, sum(q) of each row, for probabilities.
         class_mass: ``[1]`` f32, the sum of the class weights, for smoothed class indices.
         g: ``[N, classes]`` bf16, f16 or f32, contiguous in the classes, written: GAIN times the
-            gradient, without constant slopes, as in :mod:`fxpass.kernels.row`.
-        first, class_blocks: the class that g starts at, and how many blocks of classes it has.
+            gradient, without the constant part of the slope, as in :mod:`fxpass.kernels.row`.
+        first, class_blocks: the first class of g, and its number of blocks of classes.
 
     The grid is one axis of ``cdiv(N, BLOCK_N) * class_blocks`` programs.
     """
     spec = dataclasses.replace(spec, gradients=spec.gradients or ("x",))
     f = _features(spec, weighted, row_scaled, lse_scaled)
     parameters = [
-        *triton_tile_body.operands(gemm),
+        *tile_body.operands(gemm),
         *["bias"] * gemm.biased,
         *_target(f),
         *["class_weight"] * f.weighted,
@@ -146,20 +143,20 @@ def backward(
         *["first", "class_blocks", "N", "D", "V", "BLOCK_N", "BLOCK_V", "BLOCK_D", "GROUP_N"],
     ]
     what = "Gradients of tiles of logits"
-    return _kernel("backward", what, f, parameters, triton_tile_body.backward(f, gemm))
+    return _kernel("backward", what, f, parameters, tile_body.backward(f, gemm))
 
 
 @functools.cache
 def mass(spec: Spec, weighted: bool) -> Kernel:
     """The sum of each row's target distribution, for class probabilities.
 
-    The function it defines takes, by name, ``row_mass`` ``[N]`` f32, written, and of the arguments
-    of :func:`forward` target, target_stride, class_weight, V and BLOCK_V. The grid is N programs.
+    The kernel's parameters are ``row_mass`` ``[N]`` f32, written, and target, target_stride,
+    class_weight, V and BLOCK_V of :func:`forward`. The grid is N programs.
     """
     f = _forward_features(spec, weighted)
     parameters = [*_target(f), *["class_weight"] * f.weighted, "row_mass", "V", "BLOCK_V"]
     what = "Sums of target distributions"
-    return _kernel("mass", what, f, parameters, triton_tile_body.mass(f))
+    return _kernel("mass", what, f, parameters, tile_body.mass(f))
 
 
 # ---------------------------------------------------------------- the module
@@ -168,7 +165,7 @@ def mass(spec: Spec, weighted: bool) -> Kernel:
 def _features(
     spec: Spec, weighted: bool, row_scaled: bool = False, lse_scaled: bool = False
 ) -> Features:
-    # with the lse, always: backward needs it, and no row ends early
+    # forward always writes the lse, ignored rows included: backward needs it
     f = Features.of(spec, weighted, row_scaled, lse_scaled, whole_row=False, padded=False)
     return f._replace(lse=not f.gradient)
 
@@ -182,11 +179,11 @@ def _target(f: Features) -> list[str]:
 
 
 def _kernel(stage: str, what: str, f: Features, parameters: list[str], body: list[str]) -> Kernel:
-    transforms = triton_source.transforms(f) if stage in ("forward", "backward") else []
+    transforms = source.transforms(f) if stage in ("forward", "backward") else []
     dynamic = ", ".join(f'"{name}"' for name in parameters if name in _DYNAMIC)
-    return triton_source.assemble(
+    return source.assemble(
         f"linear_cross_entropy_{stage}",
-        triton_source.docstring(what, f),
+        source.docstring(what, f),
         transforms,
         f"do_not_specialize=[{dynamic}]",
         [f"{name}{': tl.constexpr' * (name in _CONSTEXPR)}" for name in parameters],

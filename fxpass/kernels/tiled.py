@@ -1,10 +1,10 @@
-"""The ``tiled`` strategy on GPUs: logits a tile at a time, in registers, and again in backward.
+"""The ``tiled`` strategy on GPUs: tiles of logits in registers, recomputed in backward.
 
 In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`.
-Forward makes one pass of :func:`fxpass.kernels.tile_source.forward` over all logits, tile by tile;
-what it keeps per row is the log-sum-exp. Backward makes the logits of some classes again, writes
-their gradient to a scratch ``[N, classes]`` and lets the vendor's GEMMs add that up, already
-multiplied by what arrives, so that no f32 gradient of the weight is kept::
+Forward computes all logits in one pass of :func:`fxpass.kernels.tile_source.forward`, and returns
+the loss and lse of each row. Backward recomputes the logits of some classes, multiplies their
+gradient by the incoming gradient, and writes it to scratch memory ``[N, classes]``. The vendor's
+GEMMs multiply it with the operands. The weight's gradient needs no f32 sums::
 
     >>> x, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> inputs = Inputs(x, weight, None, target)
@@ -12,8 +12,8 @@ multiplied by what arrives, so that no f32 gradient of the weight is kept::
     >>> loss.shape, lse.shape
     (torch.Size([4]), torch.Size([4]))
 
-Logits that the graph holds already are not read: they are computed again. Nothing waits for the
-GPU, and nothing is added up in an order that varies.
+Existing logits in the inputs are not read but recomputed. Nothing synchronises with the GPU, and
+the order of the sums is fixed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fxpass.aten.common import Inputs, Results
-from fxpass.kernels import source as triton_source
-from fxpass.kernels import tile_body as triton_tile_body
-from fxpass.kernels import tile_config as triton_tile_config
-from fxpass.kernels import tile_source as triton_tile_source
-from fxpass.kernels import tuning
+from fxpass.kernels import source, tile_body, tile_config, tile_source, tuning
 from fxpass.kernels.chunked import class_tiles, load, padded_buffer, product, row_options
 from fxpass.kernels.scaling import scale_coefficients
 from fxpass.kernels.source import Kernel
@@ -39,26 +35,25 @@ from fxpass.kernels.tile_config import Config
 from fxpass.plan.devices import on_device
 from fxpass.spec.spec import Spec
 
-# Of a weight's gradient that is rounded by a second pass, what is held in f32 at a time.
+# Bytes of the f32 tile of a weight's gradient that is rounded in a second pass.
 _F32_BYTES = 32 << 20
 
 _Arguments = dict[str, Any]  # tensors, descriptors of tensors and numbers
 
 
 def run(inputs: Inputs, spec: Spec, classes: int) -> Results:
-    """Losses and log-sum-exps; or, where the spec names gradients, those of
+    """Losses and log-sum-exps; or, if the spec names gradients, the gradients of
     ``sum(row_scale * loss + lse_scale * lse)``.
 
     Args:
-        inputs: x, weight and bias in bf16, f16 or f32, with any strides; with gradients, the lse
-            that forward returned.
+        inputs: x, weight and bias in bf16, f16 or f32, with any strides; for backward, also the lse
+            and lse_rest that forward returned.
         spec: without gradients for forward.
-        classes: whose gradient is held at a time; bounds the scratch of backward, ``[N, classes]``
-            in the dtype of x.
+        classes: classes of one tile in backward; its scratch is ``[N, classes]`` in the dtype of x.
 
     Returns:
-        Forward: loss and lse ``[N]`` f32. Backward: the gradients in the dtypes of their operands,
-        each rounded once.
+        Forward: loss, lse and lse_rest ``[N]`` f32. Backward: the gradients in the dtypes of their
+        operands, each rounded once.
     """
     with on_device(inputs.x.device):
         return _backward(inputs, spec, classes) if spec.gradients else _forward(inputs, spec)
@@ -75,12 +70,12 @@ def _forward(inputs: Inputs, spec: Spec) -> Results:
         return Results(loss, lse, lse_rest=rest)
     logits = _Logits(inputs)
     weighted = inputs.class_weight is not None
-    kernel = triton_tile_source.forward(spec, weighted, logits.gemm)
-    names = triton_tile_body.PARTIALS & set(load(kernel).arg_names)
+    kernel = tile_source.forward(spec, weighted, logits.gemm)
+    names = tile_body.PARTIALS & set(load(kernel).arg_names)
 
     def sums(config: Config) -> _Arguments:
         """Partial sums, written to new tensors, and how the classes are split."""
-        per_split = triton_tile_config.per_split(n, v, config, _processors(loss.device))
+        per_split = tile_config.per_split(n, v, config, _processors(loss.device))
         splits = -(-v // per_split)
         out: _Arguments = {"per_split": per_split, "splits": splits}
         out |= {name: loss.new_empty((n, splits)) for name in names}
@@ -91,7 +86,7 @@ def _forward(inputs: Inputs, spec: Spec) -> Results:
     parts |= {"loss": loss, "lse": lse, "lse_rest": rest}
     parts |= {"SPLITS": 1 << (int(parts["splits"]) - 1).bit_length()}
     arguments = logits.arguments | parts
-    _launch(triton_tile_source.merge(spec, weighted), n, arguments, {"num_warps": 1})
+    _launch(tile_source.merge(spec, weighted), n, arguments, {"num_warps": 1})
     return Results(loss, lse, lse_rest=rest)
 
 
@@ -103,7 +98,7 @@ def _backward(inputs: Inputs, spec: Spec, classes: int) -> Results:
     n, v = x.shape[0], inputs.weight.shape[0]
     unscale = None
     if x.dtype == torch.float16:
-        # bf16 and f32 hold gradients of any size: nothing is scaled, and no pass undoes it
+        # bf16 and f32 have the range for any gradient and need no scaling
         inputs, (_, unscale) = scale_coefficients(inputs, spec)
     gradients = _Gradients(inputs, spec, unscale)
     if not n:
@@ -116,7 +111,7 @@ def _backward(inputs: Inputs, spec: Spec, classes: int) -> Results:
     g = padded_buffer(x, n, min(classes, v))
     scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
     present = [scale is not None for scale in scales]
-    kernel = triton_tile_source.backward(spec, *present, logits.gemm)
+    kernel = tile_source.backward(spec, *present, logits.gemm)
 
     def to_gradient(config: Config, tile: slice) -> None:
         """Writes the gradient of some classes' logits to g."""
@@ -141,23 +136,23 @@ def _row_mass(logits: _Logits, spec: Spec) -> Tensor:
     out = target.new_empty(n, dtype=torch.float32)
     options = row_options(v, torch.float32)
     arguments = logits.arguments | {"row_mass": out, "BLOCK_V": options["BLOCK_V"]}
-    kernel = triton_tile_source.mass(spec, logits.inputs.class_weight is not None)
+    kernel = tile_source.mass(spec, logits.inputs.class_weight is not None)
     _launch(kernel, n, arguments, {"num_warps": options["num_warps"]})
     return out
 
 
 class _Gradients:
-    """What the gradients of logits add up to, a tile of classes at a time.
+    """The gradients of x, weight and bias, computed from tiles of the logits' gradient.
 
-    x's gradient is a sum over tiles, so it stays f32 until the end. The weight's and the bias's are
-    complete with their tile and rounded there.
+    x's gradient is a sum over tiles and stays f32 until the end. The weight's and the bias's are
+    complete after their tile and rounded there.
     """
 
     def __init__(self, inputs: Inputs, spec: Spec, unscale: Tensor | None):
         self._x, self._weight = inputs.x, inputs.weight
-        self._factor, self._unscale = triton_source.gradient_factor(spec), unscale
+        self._factor, self._unscale = source.gradient_factor(spec), unscale
         shapes = {"weight": inputs.weight.shape, "bias": inputs.weight.shape[:1]}
-        # each tile is written, unless there are no rows and no tiles
+        # tiles overwrite the gradients, if there are rows
         new = inputs.weight.new_empty if len(inputs.x) else inputs.weight.new_zeros
         bias = inputs.weight if inputs.bias is None else inputs.bias
         dtypes = {"weight": inputs.weight.dtype, "bias": bias.dtype}
@@ -167,7 +162,7 @@ class _Gradients:
             self._grads["x"] = inputs.x.new_zeros(inputs.x.shape, dtype=torch.float32)
 
     def add(self, g: Tensor, classes: slice) -> None:
-        """``g`` ``[N, classes]``: the gradient of some classes' logits, as scaled."""
+        """Adds one tile; ``g`` ``[N, classes]`` is the scaled gradient of some classes' logits."""
         grads, weight = self._grads, self._weight[classes]
         if "x" in grads:
             for some in class_tiles(g, g.shape[1]):
@@ -181,9 +176,10 @@ class _Gradients:
     def _round_product(self, out: Tensor, g: Tensor) -> None:
         """``out = factor * unscale * g @ x``, rounded once to the dtype of ``out``.
 
-        GPUs add 16-bit products up in f32 and multiply by alpha before they round, so one GEMM does
-        it all. ``unscale`` is a number on the device, so it multiplies an f32 tile in one more pass
-        over memory. CPUs make that pass too: they round 16-bit products more often.
+        A GPU accumulates 16-bit products in f32 and multiplies by alpha before it rounds, so one
+        GEMM is enough. ``unscale`` is a tensor on the device, which alpha cannot be, so it needs an
+        f32 tile and one more pass over it. CPUs need the f32 tile too, because they round partial
+        sums of 16-bit products.
         """
         if self._unscale is None and (out.is_cuda or out.dtype == torch.float32):
             torch.addmm(out, g, self._x, beta=0, alpha=self._factor, out=out)
@@ -206,7 +202,7 @@ class _Gradients:
 
 
 class _Logits:
-    """How the logits of some inputs are multiplied, and the arguments that kernels share."""
+    """The GEMM of the logits for some inputs, and the arguments that all kernels share."""
 
     def __init__(self, inputs: Inputs):
         self.inputs = inputs
@@ -215,15 +211,15 @@ class _Logits:
             # the interpreter multiplies bf16 wrongly
             x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
         self.x, self.weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-        target = triton_tile_config.target_of(x.device)
-        self.configs = triton_tile_config.configs_for(target, x.dtype)
-        described = triton_tile_config.has_descriptors(target)
+        target = tile_config.target_of(x.device)
+        self.configs = tile_config.configs_for(target, x.dtype)
+        described = tile_config.has_descriptors(target)
         described = described and _describable(self.x) and _describable(self.weight)
         self.gemm = Gemm(
             biased=bias is not None,
             precision=_precision(x.dtype, target),
             described=described,
-            warp_specialized=described and triton_tile_config.specializes_warps(target),
+            warp_specialized=described and tile_config.specializes_warps(target),
         )
         self.arguments: _Arguments = {
             "x_stride": self.x.stride(0),
@@ -237,7 +233,7 @@ class _Logits:
             self.arguments["bias"] = bias.contiguous()
 
     def config(self, kernel: Kernel, launch: Callable[[Config], object]) -> Config:
-        """The configuration with which a kernel is fastest, by :mod:`fxpass.kernels.tuning`."""
+        """The fastest configuration of a kernel, from :mod:`fxpass.kernels.tuning`."""
         n, d, v = (int(self.arguments[size]) for size in ("N", "D", "V"))
         chosen = tuning.best(
             load(kernel),
@@ -250,7 +246,7 @@ class _Logits:
         return Config(**chosen)
 
     def launch(self, kernel: Kernel, config: Config, others: int, more: _Arguments) -> None:
-        """Runs a kernel over blocks of rows and ``others`` splits or blocks of classes."""
+        """Runs a kernel over all blocks of rows and ``others`` splits or blocks of classes."""
         x, weight = self.x, self.weight
         if self.gemm.described:
             x = TensorDescriptor.from_tensor(x, [config.BLOCK_N, config.BLOCK_D])
@@ -261,13 +257,13 @@ class _Logits:
 
 
 def _describable(t: Tensor) -> bool:
-    """Whether a tensor descriptor can hold a matrix: its rows start at multiples of 16 bytes."""
+    """Whether a tensor descriptor can describe a matrix: rows start at multiples of 16 bytes."""
     aligned = t.data_ptr() % 16 == 0 and t.stride(0) * t.itemsize % 16 == 0
     return aligned and t.stride(0) >= t.shape[1] > 0
 
 
 def _beside(inputs: Inputs) -> _Arguments:
-    """What is read beside x, weight and bias."""
+    """The arguments beside x, weight and bias."""
     out: _Arguments = {}
     scales = {
         "class_weight": inputs.class_weight,
@@ -287,10 +283,10 @@ def _beside(inputs: Inputs) -> _Arguments:
 
 
 def _precision(dtype: torch.dtype, target: str) -> str:
-    """How f32 operands are multiplied: as the vendor's GEMMs are told to."""
+    """``input_precision`` for f32 operands: as torch's setting for the vendor's GEMMs."""
     if dtype != torch.float32:
         return ""
-    # not allow_tf32, which raises where the newer of torch's two settings was used
+    # allow_tf32 raises if the user set the newer fp32_precision
     tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if tf32 and target not in ("cpu", "sm_75") else "ieee"
 
@@ -302,7 +298,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _launch(kernel: Kernel, programs: int, arguments: _Arguments, options: dict[str, int]) -> None:
-    """Runs a kernel with those of the arguments that it has a name for."""
+    """Runs a kernel with the arguments that it has parameters for."""
     function = load(kernel)
     named = {name: arguments[name] for name in function.arg_names}
     function[(programs,)](**named, **options)

@@ -1,31 +1,31 @@
-"""Which of a few launch configurations a generated kernel runs with, timed by Triton's autotuner.
+"""Chooses the launch configuration of a generated kernel, with Triton's autotuner.
 
-In: a kernel, the sizes that its time depends on, the candidates, a function that launches one of
-them. Out: one of the candidates; the first, the default, where nothing may be timed::
+In: a kernel, the sizes that its time depends on, the candidates, a function that launches a
+candidate. Out: the fastest candidate; the first, the default, when timing is not allowed::
 
     >>> candidates = ({"BLOCK_V": 8192, "num_warps": 16}, {"BLOCK_V": 4096, "num_warps": 8})
     >>> kernel = object()  # one for the interpreter, which nothing may time
     >>> best(kernel, torch.device("cpu"), torch.bfloat16, (2048, 32000), candidates, print)
     {'BLOCK_V': 8192, 'num_warps': 16}
 
-``triton.autotune(cache_results=True)`` times the candidates, and keeps the times in Triton's cache
-directory, so that the next process times nothing. This module adds what the autotuner of Triton
-3.6 and 3.7 (``triton/runtime/autotuner.py``) does not do:
+``triton.autotune(cache_results=True)`` times the candidates and stores the times in Triton's cache
+directory, so the next process times nothing. This module adds to the autotuner of Triton 3.6 and
+3.7 (``triton/runtime/autotuner.py``):
 
-- It never times while a CUDA graph is captured, in the interpreter or with deterministic
-  algorithms: block sizes decide in which order a row is added up. ``Autotuner.run`` times whenever
-  its key is new, and timing waits for the GPU, which ends a capture with an error.
-- It rounds sizes up to powers of two. ``Autotuner.run`` has exact values in its key, and would
-  time each new number of tokens.
-- It tunes a function that launches a candidate on scratch memory. ``Autotuner._bench`` launches
-  one kernel with the arguments of a real launch. Here a candidate also decides which kernel runs
-  (of rows that fit into a block, or not), how many partial sums there are, and which block a
-  tensor descriptor loads: that takes a hook of each configuration, and ``check_disk_cache`` writes
-  nothing for configurations with hooks. And the kernel that overwrites logits with their gradient
-  would need ``restore_value``: a second chunk of logits, copied within the time that is taken.
-- It times without the 256 MiB by which ``triton.testing.do_bench`` clears the L2 cache, as much as
-  the whole scratch of a fused loss may be, and takes any candidate that fails out of the choice.
-  ``Autotuner._bench`` raises what is not one of three errors.
+- It does not time while a CUDA graph is captured, in the interpreter, or with deterministic
+  algorithms, because block sizes decide the order of sums. ``Autotuner.run`` times for every new
+  key, and timing synchronises with the GPU, which makes a capture fail.
+- It rounds sizes up to powers of two. ``Autotuner.run`` uses exact values as keys, and would time
+  for each new number of tokens.
+- It tunes a function that launches a candidate on scratch memory. ``Autotuner._bench`` launches one
+  kernel with the arguments of the real launch. Here a candidate also decides which kernel runs (one
+  block per row, or several), the number of partial sums, and the block that a tensor descriptor
+  loads. In the autotuner this would need a hook in each configuration, and ``check_disk_cache``
+  stores nothing for configurations with hooks. The kernel that overwrites logits with their
+  gradient would also need ``restore_value``, a copy of the chunk within the measured time.
+- It does not clear the L2 cache, for which ``triton.testing.do_bench`` allocates 256 MiB, as much
+  as the whole scratch of a fused loss. It skips every candidate that fails; ``Autotuner._bench``
+  skips only three types of errors.
 """
 
 from __future__ import annotations
@@ -57,24 +57,24 @@ def best(
     candidates: Sequence[Candidate],
     launch: Launch,
 ) -> Candidate:
-    """The candidate with which a kernel is fastest.
+    """The fastest candidate for a kernel.
 
     Args:
-        kernel: as Triton's decorator returns it; its name differs where its text does.
-        device: where it runs: the current device.
-        dtype: of what it reads.
-        sizes: what else its time depends on, rounded up to powers of two.
+        kernel: the result of Triton's decorator; kernels with different text have different names.
+        device: the current device, where the kernel runs.
+        dtype: of the kernel's operands.
+        sizes: other sizes that the time depends on; they are rounded up to powers of two.
         candidates: sizes of blocks, in capitals, and options of ``triton.Config``, by name; all
             have the same names. The default comes first.
-        launch: runs the kernel with one of them, any number of times. What it writes must be
-            scratch, or be written again before it is read.
+        launch: runs the kernel with a candidate, any number of times. Its outputs must be scratch
+            memory, or be overwritten before they are read.
 
     Returns:
-        One of the candidates; the default while a CUDA graph is captured, unless these sizes have
+        One of the candidates; while a CUDA graph is captured, the default, unless these sizes have
         been timed before.
 
     Raises:
-        Exception: what the default's launch raises, if no candidate can be launched.
+        Exception: the error of the default's launch, if no candidate can be launched.
     """
     default = candidates[0]
     compiled = isinstance(kernel, triton.JITFunction)  # the interpreter has another class
@@ -91,7 +91,7 @@ def best(
 
 
 class _Launch:
-    """A launch as the autotuner sees a kernel: what it may tune, look up and run."""
+    """A launch with the interface of a kernel that the autotuner needs."""
 
     arg_names = ("key",)
 
@@ -122,11 +122,11 @@ def _fastest(
 
 
 def milliseconds(launch: Callable[[], object], quantiles: object = None) -> float:
-    """The median of a few rounds of launches, in ms; infinite where the launch raises.
+    """The median time of a launch over a few rounds, in ms; infinite if the launch raises.
 
     Args:
-        launch: takes the same time whenever it is called.
-        quantiles: what the autotuner asks of its clocks; only its first is looked at, the median.
+        launch: takes the same time in every call.
+        quantiles: passed by the autotuner, which reads the first quantile, the median; ignored.
     """
     try:
         launch()  # compiles it
@@ -139,7 +139,7 @@ def milliseconds(launch: Callable[[], object], quantiles: object = None) -> floa
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) / _LAUNCHES)
-    except Exception as error:  # whatever it is: the default's own launch raises it
+    except Exception as error:  # if the default fails too, its real launch raises the error
         log.debug("a candidate does not run: %s", error)
         return float("inf")
     return statistics.median(times)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpass.aten import common as aten
+from fxpass.aten import common
 from fxpass.aten.common import Inputs
 from fxpass.plan.devices import compute_dtype
 from fxpass.spec.dtypes import INDEX_DTYPES
@@ -84,7 +84,7 @@ def check_class_indices(inputs: Inputs, spec: Spec) -> None:
         return
     target, v = inputs.target.long(), inputs.weight.shape[0]
     lowest = ELSEWHERE if spec.shard_of else 0
-    wrong = aten.is_valid(target, spec) & ((target < lowest) | (target >= v))
+    wrong = common.is_valid(target, spec) & ((target < lowest) | (target >= v))
     if target.device.type != "cpu":
         torch.ops.aten._assert_async(~wrong.any())
     elif wrong.any():

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fxpass.aten import chunked as aten_chunked
-from fxpass.aten import in_place as aten_in_place
-from fxpass.aten import tiled as aten_tiled
+from fxpass.aten import chunked, in_place, tiled
 from fxpass.aten.common import Inputs, Results
 from fxpass.plan import plan
 from fxpass.plan.plan import Plan
@@ -27,26 +25,24 @@ def compute(inputs: Inputs, spec: Spec) -> Results:
 
 def _aten_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
     if plan.in_place:
-        return aten_in_place.run(inputs, spec, plan.classes)
-    return aten_chunked.run(inputs, spec, plan.rows, plan.classes, plan.block)
+        return in_place.run(inputs, spec, plan.classes)
+    return chunked.run(inputs, spec, plan.rows, plan.classes, plan.block)
 
 
 def _aten_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
-    return aten_tiled.run(inputs, spec, plan.rows, plan.classes)
+    return tiled.run(inputs, spec, plan.rows, plan.classes)
 
 
 def _triton_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
-    from fxpass.kernels import (
-        chunked as triton_chunked,  # imports triton, which not every platform has
-    )
+    from fxpass.kernels.chunked import run  # imports triton, which not every platform has
 
-    return triton_chunked.run(inputs, spec, plan.rows)
+    return run(inputs, spec, plan.rows)
 
 
 def _triton_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
-    from fxpass.kernels import tiled as triton_tiled
+    from fxpass.kernels.tiled import run
 
-    return triton_tiled.run(inputs, spec, plan.classes)
+    return run(inputs, spec, plan.classes)
 
 
 IMPLEMENTATIONS: dict[tuple[str, str], Callable[[Inputs, Spec, Plan], Results]] = {

@@ -28,7 +28,7 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
     _get_current_graph_task_keep_graph as _keep_graph,
 )
 
-from fxpass.aten import common as aten
+from fxpass.aten import common
 from fxpass.aten.common import Inputs, Results
 from fxpass.op import ignored
 from fxpass.op.checks import NAME, check_class_indices, check_inputs
@@ -204,7 +204,7 @@ def counted(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
         rows = inputs.x.new_full((), inputs.x.shape[0], dtype=torch.int64)
         return rows, rows
     target = inputs.target.long()  # uint8 cannot hold -100
-    valid = aten.is_valid(target, spec)
+    valid = common.is_valid(target, spec)
     rows = valid.sum()
     if inputs.class_weight is None:
         return rows, rows

@@ -1,5 +1,5 @@
-"""How a fused loss runs: sizes, dtype and device in; strategy, rows and classes at a time out.
+"""The plan of a fused loss: sizes, dtype and device in; strategy and sizes of chunks or tiles out.
 
-Pure functions and one page of rules: nothing is measured when a program compiles, so that machines
-of a kind agree. Imports ``spec``.
+Pure functions and one page of rules. Nothing is measured, so equal machines get equal plans.
+Imports ``spec``.
 """

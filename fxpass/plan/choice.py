@@ -1,14 +1,13 @@
-"""Which strategy computes one fused loss, chosen when its graph is rewritten.
+"""Chooses the strategy of one fused loss when its graph is rewritten.
 
-In: sizes, dtype, device, what is computed and the user's setting. Out: a :class:`Choice`, which
-says why::
+In: sizes, dtype, device, spec and the user's setting. Out: a :class:`Choice` with its reason::
 
     >>> spec = Spec(gradients=("x", "weight"))
     >>> choose(2048, 512, 32000, torch.float32, torch.device("cpu"), spec, "auto").strategy
     'chunked'
 
-A compiled graph cannot choose any more: the strategy decides whether the gradients are computed in
-forward or in backward. Rows and classes at a time are :mod:`fxpass.plan.plan`'s, when it runs.
+A compiled graph cannot change the strategy, because it fixes whether forward or backward computes
+the gradients. :mod:`fxpass.plan.plan` plans the rows and classes when the operator runs.
 """
 
 from __future__ import annotations
@@ -24,16 +23,17 @@ from fxpass.spec.spec import Spec
 
 @dataclass(frozen=True)
 class Choice:
-    """The strategy of one fused loss, and what it was chosen by.
+    """The strategy of one fused loss, and the facts behind the choice.
 
     Attributes:
         strategy: ``chunked`` or ``tiled``.
-        reason: why, in a few words.
-        n, d, v, dtype, device, spec: what it was chosen for; ``n`` is the hint where the number of
-            rows is symbolic.
-        symbolic: whether it is.
-        kept: whether the logits exist anyway.
-        saved: whether forward computes the logits for backward too, and keeps them.
+        reason: the reason for the strategy, in a few words.
+        n, d, v: rows, hidden size and classes; hints where a size is symbolic.
+        dtype, device: of x and weight.
+        spec: the computation.
+        symbolic: whether the number of rows is symbolic.
+        kept: whether the graph needs the logits anyway.
+        saved: whether forward saves the logits for backward.
     """
 
     strategy: str
@@ -59,7 +59,7 @@ class Choice:
         return self.n * self.v * self.dtype.itemsize
 
     def plan(self) -> Plan:
-        """How its last run goes: the one that computes the gradients, if there are any."""
+        """The plan of the run that computes the gradients, or of forward if there are none."""
         spec = replace(self.spec, strategy=self.strategy)
         sizes = self.n, self.d, self.v, self.dtype, self.device
         return plan(*sizes, spec, self.kept or self.saved)
@@ -91,24 +91,23 @@ def choose(
     kept: bool = False,
     others: tuple[int | torch.SymInt, ...] = (),
 ) -> Choice:
-    """The strategy for x ``[n, d]`` and weight ``[v, d]``, when a graph is rewritten.
+    """Chooses the strategy for x ``[n, d]`` and weight ``[v, d]``.
 
     Args:
-        n: rows; the hint decides where a size is symbolic.
-        d, v: hidden size and classes.
-        dtype: of x and weight, as they are multiplied.
-        device: where they are.
-        spec: what is computed; its ``strategy`` is not read.
+        n, d, v: rows, hidden size and classes; the hint decides where a size is symbolic.
+        dtype: of x and weight, after casts.
+        device: of x and weight.
+        spec: the computation; its ``strategy`` is not read.
         setting: ``auto``, ``chunked`` or ``tiled``.
-        kept: whether the logits exist in the graph anyway.
-        others: rows of each of the other losses over the same weight in this graph, which keep
-            gradients of their own from forward to backward.
+        kept: whether the graph needs the logits anyway.
+        others: the number of rows of each other loss over the same weight in this graph; each of
+            these losses saves its gradients for backward.
 
-    ``chunked`` computes the gradients in forward and keeps them; it is taken where it can, if what
-    it keeps beyond the gradients that backward returns in any case is no more than the logits,
-    which a program without it would keep. Else nothing is kept and backward computes the logits
-    again (``tiled``). In a shard of the classes the logits are saved for backward where they are
-    small enough, and the choice's spec has the operator take no more than they leave of the budget.
+    ``chunked`` computes the gradients in forward and saves them for backward. Backward returns one
+    gradient of the weight in any case; ``chunked`` is chosen if the saved gradients exceed this one
+    by no more than the logits take. Otherwise ``tiled`` saves no gradients and backward recomputes
+    the logits. A vocabulary shard saves small logits for backward; the choice's spec then reduces
+    the operator's budget by the bytes of the logits.
     """
     symbolic = isinstance(n, torch.SymInt)
     rows, hidden, classes = (_hint(number) for number in (n, d, v))
@@ -138,8 +137,8 @@ def _hint(number: int | torch.SymInt) -> int:
 
 
 def _too_wide(choice: Choice, others: tuple[int | torch.SymInt, ...]) -> bool:
-    """Whether ``chunked`` keeps more until backward than the logits of all losses take, beyond one
-    gradient of the weight in its own dtype: one for each loss, and fp16's in f32."""
+    """Whether the weight gradients that ``chunked`` saves (one per loss, in f32 for fp16) exceed
+    one gradient in the weight's dtype by more than the logits of all losses take."""
     if "weight" not in choice.spec.gradients:
         return False
     kept = (1 + len(others)) * gradient_dtype(choice.dtype).itemsize
@@ -148,16 +147,17 @@ def _too_wide(choice: Choice, others: tuple[int | torch.SymInt, ...]) -> bool:
 
 
 def _can_save(choice: Choice) -> bool:
-    """Whether the logits may stay from forward to backward, which then has a product less to do:
-    within half of the budget, so that the other half holds what is worked on. Not where the
-    implementation multiplies in a wider dtype than theirs."""
+    """Whether forward may save the logits, so that backward does not recompute them.
+
+    They may take half of the budget; the other half is scratch. An implementation that multiplies
+    in a wider dtype cannot save them."""
     implementation, _ = implementation_for(choice.device, choice.dtype)
     wider = implementation == "aten" and multiplied_in(choice.dtype, choice.device) != choice.dtype
     return not wider and 2 * choice.logits <= choice.allowed
 
 
 def _saving(choice: Choice) -> Choice:
-    """With the logits saved, within the same budget: the operator gets what they leave of it."""
+    """The choice with saved logits; the operator's budget is reduced by their bytes."""
     saving = replace(choice, reason="a shard's logits are saved for backward", saved=True)
     left = max(1, (choice.allowed - choice.logits) // MIB)
     if saving.plan().scratch + choice.logits <= choice.allowed:

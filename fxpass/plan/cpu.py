@@ -1,6 +1,6 @@
-"""In which dtype this CPU multiplies 16-bit operands: their own, or f32.
+"""Decides whether this CPU multiplies 16-bit operands in their dtype or in f32.
 
-In: a dtype. Out: the dtype of the products, and why in one line::
+In: a dtype. Out: the dtype of the products, and the reason in one line::
 
     >>> multiplied_in(torch.float32)
     (torch.float32, 'its own')
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-# Where oneDNN's limit (ONEDNN_MAX_CPU_ISA) ends before the bf16 instructions, none are used.
+# Values of oneDNN's limit (ONEDNN_MAX_CPU_ISA) that allow bf16 instructions.
 _HAS_BF16 = ("DEFAULT", "ALL", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10")
 _HAS_AMX = ("DEFAULT", "ALL", "AVX512_CORE_AMX", "AVX10_1_512_AMX", "AVX10_2")
 
@@ -29,16 +29,14 @@ def multiplied_in(dtype: torch.dtype) -> tuple[torch.dtype, str]:
 
 
 def decide(dtype: torch.dtype, cpu: Mapping[str, Any], limit: str) -> tuple[torch.dtype, str]:
-    """The decision, for what torch says about a CPU and the limit that oneDNN is given.
+    """The dtype for a CPU with these capabilities (torch's names) and this oneDNN limit.
 
-    bf16 is multiplied as it is where AMX, AVX512-BF16 or ARM's instructions make that the
-    faster way.
+    bf16 is multiplied in bf16 where AMX, AVX512-BF16 or ARM's instructions are faster than f32.
 
-    Products of bf16 beside f32, in GFLOP/s: 360 beside 135 on two cores of an AMD EPYC with
-    AVX512-BF16; 81 beside 150 on one core of an Intel Xeon that has it without AMX, where an
-    up-cast costs less. AMX and ARM are taken at their makers' word. fp16 is always multiplied in
-    f32: AVX512-FP16 gains nothing in oneDNN (146 GFLOP/s on that Xeon's core), and sums over many
-    rows may leave fp16's range.
+    GFLOP/s in bf16 and f32: 360 and 135 on two cores of an AMD EPYC with AVX512-BF16; 81 and 150
+    on one core of an Intel Xeon with AVX512-BF16 but no AMX. AMX and ARM were not measured. fp16 is
+    always multiplied in f32: AVX512-FP16 is no faster in oneDNN (146 GFLOP/s on the same Xeon
+    core), and sums over many rows may overflow in fp16.
     """
     if dtype in (torch.float32, torch.float64):
         return dtype, "its own"

@@ -1,4 +1,4 @@
-"""Which implementation runs on a device, and in which dtypes it computes.
+"""Names the implementation that runs on a device, and the dtypes in which it computes.
 
 In: a device and the operands' dtype. Out: names and dtypes::
 
@@ -25,9 +25,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which forward returns the gradients of operands of ``dtype``: their own.
+    """The dtype in which forward returns the gradients of operands of ``dtype``.
 
-    Only fp16 lacks the range for 1 / N, and for what a loss scale multiplies later: f32 there.
+    It is the operands' dtype, but f32 for fp16, whose range is too small for the factor 1 / N and
+    for loss scaling.
     """
     return torch.float32 if dtype == torch.float16 else dtype
 
@@ -40,12 +41,12 @@ def has_triton() -> bool:
 
 @functools.cache
 def properties_of(device: torch.device) -> Any:
-    """What the driver tells of a GPU; None where there is none, only tensors without data."""
+    """The driver's properties of a GPU; None on a machine without GPUs, for fake tensors."""
     return torch.cuda.get_device_properties(device) if torch.cuda.is_available() else None
 
 
 def implementation_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """The implementation that runs on a device, by name, and the reason in one line."""
+    """The name of the implementation that runs on a device, and the reason in one line."""
     if device.type == "cpu":
         multiplied, why = cpu.multiplied_in(dtype)
         return "aten", f"ATen multiplies {short(dtype)} in {short(multiplied)}: {why}"
@@ -62,11 +63,13 @@ def implementation_for(device: torch.device, dtype: torch.dtype) -> tuple[str, s
 
 
 def multiplied_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the ATen implementation's products."""
+    """The dtype in which the ATen implementation multiplies operands of ``dtype``."""
     return cpu.multiplied_in(dtype)[0] if device.type == "cpu" else compute_dtype(dtype)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes a GPU the current device: Triton launches on that, and what is asked about a stream is
-    asked about that one's. It need not be the one of the tensors."""
+    """Makes a GPU the current device for a ``with`` block; does nothing for other devices.
+
+    Triton launches kernels on the current device, and torch's stream queries refer to it. Without
+    this, the current device may differ from the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

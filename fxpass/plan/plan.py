@@ -1,22 +1,22 @@
-"""How many rows and classes of one fused loss are worked on at a time.
+"""Plans how many rows and classes a chunk or tile of one fused loss has.
 
-In: sizes, dtype, device, the strategy and the user's budget, when the operator runs. Out: a
-:class:`Plan` within the budget. Sizes are plain integers then, so one compiled graph serves every
-batch size::
+In: sizes, dtype, device, the strategy and the user's budget. Out: a :class:`Plan` within the
+budget. The operator asks for the plan when it runs, so one compiled graph serves every batch
+size::
 
     >>> plan(2048, 512, 32000, torch.float32, torch.device("cpu"), Spec()).rows
     256
 
-The strategy is chosen before, when a graph is rewritten: :mod:`fxpass.plan.choice`. Nothing is
-measured and nothing fitted, so that every machine of a kind gives the same answer. The rules:
+:mod:`fxpass.plan.choice` has chosen the strategy when the graph was rewritten. Nothing is measured
+or fitted, so equal machines get equal plans. The rules:
 
-- What each row needs in any case (its target, lse and loss) is not scratch.
-- ``chunked``: as many rows as the budget holds, in equal parts. But all rows at once where that
-  takes no more memory than a chunk and the f32 sums of several: N <= rows + 2 D for bf16.
-- ``chunked`` on CPUs, where a row of logits is no longer than one of the weight's gradient
-  (N <= D) and they are large: the logits live in the gradient's memory, a tile at a time.
-- ``tiled``: a block of rows and the classes that the budget, or the cache, then holds.
-- Never fewer than a sensible block (``BLOCK``, ``LEAST``), whatever the budget.
+- The targets, lse and losses of the rows do not count as scratch.
+- ``chunked``: equal chunks, as large as the budget allows. But one chunk of all rows if it takes no
+  more memory than a smaller chunk and the f32 sums of the gradients: N <= rows + 2 D for bf16.
+- ``chunked`` on CPUs with N <= D and large logits: the logits ``[V, N]`` share the memory of the
+  weight's gradient ``[V, D]``, a tile at a time.
+- ``tiled``: a block of rows, and as many classes as the budget or the cache allows.
+- A chunk or tile has a minimum size (``BLOCK``, ``LEAST``), even if the budget is smaller.
 """
 
 from __future__ import annotations
@@ -40,26 +40,30 @@ from fxpass.spec.spec import Spec
 
 MIB = 1 << 20
 
-# A GPU's share for scratch without a setting: 1 GiB holds 4096 rows of Llama-3's logits in bf16.
+# The default budget of a GPU: this share of its memory, within these bounds in bytes. 1 GiB holds
+# 4096 rows of Llama-3's logits in bf16.
 GPU_SHARE, GPU_BUDGET = 1 / 64, (256 * MIB, 1024 * MIB)
-# A CPU's: some hundred rows of logits are enough for its GEMMs; in f64 twice as many bytes. Chunks
-# of 16 bits have copies beside them, and should be few, since each is added up in f32.
+# The default budget of a CPU: this many rows of logits, within these bounds in bytes (twice the
+# upper bound in f64). A few hundred rows keep the GEMMs efficient. 16-bit operands have a higher
+# lower bound: their chunks need copies, and each chunk costs one more f32 addition.
 CPU_ROWS, CPU_BUDGET, CPU_BUDGET_16 = 256, (36 * MIB, 128 * MIB), 48 * MIB
-# Bytes of a tile of logits on a CPU: enough work between two waits of its threads.
+# Bytes of a tile of logits on a CPU: enough work between two synchronisations of the threads.
 CPU_TILE = 16 * MIB
-# Bytes of logits in the compute dtype that are worked on between two products: in the caches, but
-# not so few that its threads do nothing but wait for each other.
+# Bytes of a block of logits in the compute dtype, transformed between two GEMMs: small enough for
+# the caches, large enough to occupy the threads.
 CACHED = 4 * MIB
-# What is worth the overhead of an operation: logits, elements of an operand; rows or classes of a
-# tile, and rows of a chunk.
+# Minimum sizes that are worth the overhead of an operation: elements of a block of logits,
+# elements of an operand, rows or classes of a tile, rows of a chunk.
 BLOCK, OPERAND, LEAST, LEAST_ROWS = 1 << 14, 1 << 18, 64, 16
-# Rows of a tile where there are more. Tiles of the generated kernel come in so many classes.
+# Rows of a tile at most, unless there are few classes; the generated kernels' classes of a tile are
+# a multiple of SLICE_CLASSES.
 TILE_ROWS, SLICE_CLASSES = 2048, 256
-# Rows and classes come in multiples of what GEMM kernels work on at a time.
+# Rows and classes are multiples of the GEMM kernels' tile sizes.
 ALIGNMENT = {"aten": 16, "triton": 64}
-# Rows of logits start at multiples of so many elements where Triton's kernels read them.
+# The Triton kernels pad a row of logits to a multiple of this many elements. Vector loads and
+# stores need whole vectors: a mask that ends inside a vector splits it into single elements.
 PADDING = 16
-# Classes that those up-cast at a time where 16-bit operands cannot add to an f32 result.
+# Classes that a GPU up-casts at a time if its 16-bit GEMM cannot add to an f32 result.
 UPCAST_CLASSES = 8192
 
 
@@ -67,14 +71,14 @@ class Plan(NamedTuple):
     """How one fused loss runs.
 
     Attributes:
-        implementation, strategy: which code.
-        rows: of a chunk (``tiled``: of a block).
-        classes: of a tile (``chunked``: those that are multiplied at a time).
-        block: rows of a chunk that are worked on between two products, where ATen runs it.
-        reason: why this implementation.
-        in_place: whether the logits live in the memory of the weight's gradient.
-        scratch: bytes that are allocated beside the outputs, at most.
-        sums: bytes of f32 sums as large as the weight, of several chunks with 16-bit gradients.
+        implementation, strategy: the keys of the code in ``fxpass.op.dispatch``.
+        rows: of a chunk (``tiled``: of a tile).
+        classes: of a tile (``chunked``: of one GEMM).
+        block: rows of a chunk that the ATen implementation transforms between two GEMMs.
+        reason: the reason for the implementation.
+        in_place: whether the logits share the memory of the weight's gradient.
+        scratch: bytes allocated beside the outputs, at most.
+        sums: bytes of the f32 sums of the weight's gradient, if several chunks need them.
     """
 
     implementation: str
@@ -89,9 +93,10 @@ class Plan(NamedTuple):
 
 
 def budget(v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> int:
-    """Bytes of scratch that one fused loss of ``v`` classes may take; 0 MiB asks for the default.
+    """Bytes of scratch that one fused loss of ``v`` classes may take.
 
-    Results do not count, nor what each row needs in any case.
+    ``memory_mb`` is the user's setting in MiB; 0 is the default. Outputs and the rows' targets, lse
+    and losses do not count.
     """
     if memory_mb:
         return memory_mb * MIB
@@ -116,9 +121,9 @@ def plan(
 ) -> Plan:
     """The plan for one run over x ``[n, d]`` and weight ``[v, d]`` of ``dtype`` on ``device``.
 
-    ``spec.gradients`` are those that this run computes; ``kept`` says that the logits exist. The
-    scratch stays within ``spec.memory_mb`` MiB (0: see :func:`budget`) as long as that holds the
-    smallest block; else the reason says so.
+    ``spec.gradients`` names the gradients that this run computes; ``kept`` says that the logits
+    exist already. The scratch stays within ``spec.memory_mb`` MiB (0: see :func:`budget`), unless
+    the smallest block is larger; then the plan's reason says so.
     """
     return _plan(n, d, v, dtype, device, spec, kept, *implementation_for(device, dtype))
 
@@ -150,7 +155,7 @@ def _plan(
     if implementation == "aten" and strategy == "chunked" and work.fits_gradient:
         found = _aten_tiled(work, allowed, one_block=True)._replace(in_place=True)
     else:
-        # a budget that was set holds the sums as well
+        # the user's budget includes the sums
         sums = work.sums if spec.memory_mb and strategy == "chunked" else 0
         found = _RULES[implementation, strategy](work, max(allowed // 4, allowed - sums))
     if found.scratch > allowed:
@@ -160,8 +165,16 @@ def _plan(
 
 
 class _Work(NamedTuple):
-    """One run: its sizes (at least 1); bytes of an operand's element, of one that is computed with,
-    that is multiplied, of a gradient; what is computed; copies that a block of logits needs."""
+    """One run of a fused loss.
+
+    Attributes:
+        n, d, v: its sizes, at least 1.
+        e, a, m, g: bytes of an element of the operands, in the compute dtype, in the dtype of the
+            products, and of the gradients.
+        gradients: the gradients that the run computes.
+        kept: whether the logits exist already.
+        temporaries: copies of a block of logits that exist beside it.
+    """
 
     n: int
     d: int
@@ -176,44 +189,44 @@ class _Work(NamedTuple):
 
     @property
     def fits_gradient(self) -> bool:
-        """Whether the logits of all rows are worth placing in the weight's gradient, and fit."""
+        """Whether the logits of all rows fit into the weight's gradient and are large enough."""
         large = self.n * self.v * self.g > CPU_TILE
         fits = "weight" in self.gradients and self.n <= self.d
         return large and fits and not self.kept
 
     @property
     def sums(self) -> int:
-        """Bytes of f32 sums of the weight's gradient, where several chunks have to be added up in
-        another dtype than it is returned in."""
+        """Bytes of the f32 sums of the weight's gradient, if the returned gradient is narrower."""
         return self.v * self.d * self.a if "weight" in self.gradients and self.g < self.a else 0
 
     def vectors(self, allowed: int) -> int:
-        """Bytes of copies of the bias and the class weights, as far as a budget can spare them."""
+        """Bytes of copies of the bias and the class weights, at most half of the budget."""
         return min(2 * self.a * self.v, allowed // 2)
 
     def rows(self, most: int, row: int, least: int, align: int) -> int:
-        """Rows of a chunk: at most ``most``, if that is more than the least, in equal parts; or all
-        at once where that takes no more than such a chunk and the sums. ``row`` bytes each."""
+        """Rows of a chunk: equal chunks of at most ``most`` rows, but not below the minimum
+        ``least``. All rows, if they take no more memory than such a chunk and the sums. A row takes
+        ``row`` bytes."""
         if self.n * row <= most * row + self.sums:
             return self.n
         return _parts(self.n, max(most, least, BLOCK // self.v), align)
 
 
 def _aten_chunked(w: _Work, allowed: int) -> Plan:
-    wide = w.g == w.a  # the logits are computed with where they are
-    copied = w.m != w.e  # operands, and, unless they are wide, the gradient of the logits
+    wide = w.g == w.a  # the stored logits have the compute dtype and are transformed in place
+    copied = w.m != w.e  # operands, and the gradient of narrower logits, are cast before products
     share = min(allowed // 4, CPU_TILE) if copied or not wide else 0
-    # a block in f32, if they are narrower, and what the loss needs beside it
+    # a block of narrower logits in the compute dtype, and the temporaries of the loss
     copies, vectors = w.temporaries + (not wide), w.vectors(allowed)
     block = min(w.n, max(1, min(CACHED, allowed // (4 * max(1, copies))) // (w.a * w.v)))
-    # of x copies that are multiplied or scaled, and, unless it is rounded at once, its gradient
+    # the logits, copies of x that are cast or scaled, and the unrounded gradient of x
     row = w.g * w.v + w.m * (copied + wide + (copied and not wide)) * w.d
     blocks = block * w.a * w.v * copies
     left = allowed - share - blocks - vectors
     rows = w.rows(left // row, row, LEAST_ROWS, ALIGNMENT["aten"])
     block = min(block, rows)
     sums = w.sums if rows < w.n else 0
-    # a tile of the gradient of the logits, of the weight, and of the weight's gradient
+    # per class: the cast gradient of the logits, the cast weight, the product for its gradient
     column = w.m * (rows * (w.m != w.g) + w.d * (copied + ("weight" in w.gradients)))
     classes = w.v
     if copied or sums:
@@ -234,7 +247,7 @@ def _aten_tiled(w: _Work, allowed: int, one_block: bool = False) -> Plan:
     rows = w.n
     if not one_block:
         most = min(TILE_ROWS, allowed // (2 * row) if row else TILE_ROWS)
-        # more where there are few classes
+        # few classes: more rows
         most = max(most, (allowed - w.v * column) // (row + w.v * cell))
         rows = _parts(w.n, max(most, _least(w.v, w.d)), align)
     most = (allowed - rows * row) // (column + rows * cell)
@@ -244,7 +257,7 @@ def _aten_tiled(w: _Work, allowed: int, one_block: bool = False) -> Plan:
 
 
 def _triton_chunked(w: _Work, allowed: int) -> Plan:
-    # ROCm may have to multiply copies in f32, of some classes at a time
+    # ROCm may have to multiply f32 copies of some classes
     copies = 4 * min(w.v, UPCAST_CLASSES) if torch.version.hip and w.e < w.a else 0
     row = w.e * padded(w.v) + copies + (4 * w.d if copies else 0)
     rows = w.rows((allowed - copies * w.d) // row, row, LEAST, ALIGNMENT["triton"])
@@ -269,18 +282,20 @@ _RULES = {
 
 
 def padded(classes: int) -> int:
-    """The elements from one row of logits to the next."""
+    """The elements from one row of padded logits to the next."""
     return -(-classes // PADDING) * PADDING
 
 
 def _least(others: int, d: int) -> int:
-    """Rows or classes of a tile at least, beside so many of the other."""
+    """The minimum of a tile's rows (or classes), for ``others`` classes (or rows)."""
     return max(LEAST, min(BLOCK // others, OPERAND // d))
 
 
 def _parts(total: int, most: int, align: int) -> int:
-    """The size of equal parts of ``total``, each at most ``most`` (at least 1), in multiples of
-    ``align`` where one fits: the last part is then not much smaller than the others."""
+    """The size of the parts if ``total`` is divided evenly into parts of at most ``most``.
+
+    ``most`` is at least 1. The size is a multiple of ``align`` if ``most`` allows one; the last
+    part may be smaller."""
     if most >= total:
         return total
     if most < align:
@@ -295,34 +310,34 @@ def _parts(total: int, most: int, align: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _temporaries(spec: Spec, gradients: bool) -> int:
-    """Copies of a block of logits that exist beside it: of the target, of the logit transform."""
+    """Copies of a block of logits that the target and the logit transform need at once."""
     dense = 2 if spec.target == "probabilities" else int(spec.label_smoothing > 0)
     if spec.transform == Z:
         return dense
     value = _copies(spec.transform)
     slope = _copies(expression.derivative(spec.transform)) if gradients else 0
-    # beside the value: of the next block, or while the gradient is taken
+    # one copy for the value, which remains while the target or the slope is computed
     return 1 + max(value, slope, dense)
 
 
 def _copies(expr: Any) -> int:
-    """Copies of z that :func:`expression.evaluate` holds at most, its result included."""
+    """Copies of z that exist at once in :func:`expression.evaluate`, its result included."""
     if expr == Z:
         return 0
     if expr.is_number:
         return 1
     joined = isinstance(expr, sympy.Add | sympy.Mul)
-    held, most = 0, 1
+    alive, most = 0, 1
     for operand in expr.args:
         if operand.is_number:
             continue
-        most = max(most, held + _copies(operand))
-        held = 1 if joined else held + (operand != Z)
-    return most if joined else max(most, held + 1 + isinstance(expr, expression.Where))
+        most = max(most, alive + _copies(operand))
+        alive = 1 if joined else alive + (operand != Z)
+    return most if joined else max(most, alive + 1 + isinstance(expr, expression.Where))
 
 
 def size(number: int) -> str:
-    """Bytes in MiB or GiB."""
+    """A number of bytes as text in MiB or GiB."""
     if number >= 1024 * MIB:
         return f"{number / MIB / 1024:.2f} GiB"
     return f"{number / MIB:.{0 if number >= 10 * MIB else 1}f} MiB"

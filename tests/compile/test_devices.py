@@ -18,8 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpass.aten.common import Inputs
-from fxpass.kernels import chunked as triton_chunked
-from fxpass.kernels import tiled as triton_tiled
+from fxpass.kernels import chunked, tiled
 from fxpass.op import checks, dispatch, operator
 from fxpass.plan import plan
 from fxpass.rewrite.transform import Outcome, transform
@@ -146,8 +145,8 @@ class Driver:
         self.launched: list[tuple[int, set[torch.device]]] = []
         monkeypatch.setattr(torch.cuda, "_exchange_device", self.exchange)
         monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", self.exchange)
-        load = triton_chunked.load
-        for module in (triton_chunked, triton_tiled):
+        load = chunked.load
+        for module in (chunked, tiled):
             monkeypatch.setattr(module, "load", lambda kernel: Launched(self, load(kernel)))
 
     def exchange(self, device: int) -> int:
@@ -207,7 +206,7 @@ def driver(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr("fxpass.plan.devices.properties_of", properties)
-    monkeypatch.setattr(triton_chunked, "_mixed_gemm", lambda x: False)  # not on CPUs
+    monkeypatch.setattr(chunked, "_mixed_gemm", lambda x: False)  # not on CPUs
     return Driver(monkeypatch)
 
 

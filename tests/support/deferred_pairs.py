@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.deferred import tensor as deferred
-from fxpass.deferred.tensor import DeferredLogits, Recipe
+from fxpass.deferred.tensor import DeferredLogits, Recipe, defer
 
 B, S, D, V = 2, 5, 8, 16
 
@@ -69,7 +68,7 @@ def pair(dtype=torch.float32, rows=(0,), seq=S) -> Pair:
     lazy = [torch.nn.Parameter(v.clone()) for v in values]
     eager = [torch.nn.Parameter(v.clone()) for v in values]
     recipe, runs = recipe_of(rows=rows)
-    logits = deferred.defer(recipe, (lazy[0] * 1, *lazy[1:]))
+    logits = defer(recipe, (lazy[0] * 1, *lazy[1:]))
     return Pair(logits, head(eager[0] * 1, *eager[1:]), runs, lazy, eager)
 
 

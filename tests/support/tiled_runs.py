@@ -7,9 +7,8 @@ from collections import namedtuple
 
 import torch
 
-from fxpass.aten import common as aten
-from fxpass.kernels import tile_config as triton_tile_config
-from fxpass.kernels import tiled as triton_tiled
+from fxpass.aten import common
+from fxpass.kernels import tile_config, tiled
 from fxpass.kernels.tile_config import Config
 from tests.support.implementations import GRADIENTS, autograd
 from tests.support.numerics import assert_close
@@ -22,24 +21,24 @@ def small_blocks(monkeypatch) -> None:
     """Several splits of several tiles, and more than one group of more than one block of rows."""
     interpreted = SMALL._replace(BLOCK_N=8, BLOCK_V=16, BLOCK_D=8)
     small = SMALL if torch.cuda.is_available() else interpreted
-    monkeypatch.setattr(triton_tile_config, "configs_for", lambda target, dtype: (small,))
-    monkeypatch.setattr(triton_tiled, "_processors", lambda device: 3)
+    monkeypatch.setattr(tile_config, "configs_for", lambda target, dtype: (small,))
+    monkeypatch.setattr(tiled, "_processors", lambda device: 3)
     # several passes over what is rounded behind an f32 result
-    monkeypatch.setattr(triton_tiled, "_F32_BYTES", 4 * 5 * 12)
+    monkeypatch.setattr(tiled, "_F32_BYTES", 4 * 5 * 12)
 
 
-Results = namedtuple("Results", aten.Results._fields[:5])
+Results = namedtuple("Results", common.Results._fields[:5])
 
 
 def both(inputs, spec, classes=CLASSES):
     """Forward's outputs and then backward's gradients, as the operator asks for them."""
-    out = triton_tiled.run(inputs, dataclasses.replace(spec, gradients=()), classes)
+    out = tiled.run(inputs, dataclasses.replace(spec, gradients=()), classes)
     assert out.loss.dtype == out.lse.dtype == torch.float32
     assert out[2:5] == (None, None, None)
     assert out.lse_rest.isfinite().all()
     if not spec.gradients:
         return Results(*out[:5])
-    grads = triton_tiled.run(inputs._replace(lse=out.lse, lse_rest=out.lse_rest), spec, classes)
+    grads = tiled.run(inputs._replace(lse=out.lse, lse_rest=out.lse_rest), spec, classes)
     assert grads.loss is None
     assert grads.lse is None
     return Results(out.loss, out.lse, *grads[2:5])

@@ -11,9 +11,7 @@ import dataclasses
 import pytest
 import torch
 
-from fxpass.aten import chunked as aten_chunked
-from fxpass.aten import in_place as aten_in_place
-from fxpass.aten import tiled as aten_tiled
+from fxpass.aten import chunked, in_place, tiled
 from fxpass.plan import cpu
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
@@ -24,25 +22,25 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def chunks_of_three(inputs, spec, multiplied):
-    return aten_chunked.run(inputs, spec, 3, 8, 2, multiplied)
+    return chunked.run(inputs, spec, 3, 8, 2, multiplied)
 
 
 def one_chunk(inputs, spec, multiplied):
-    return aten_chunked.run(inputs, spec, 7, 8, 64, multiplied)
+    return chunked.run(inputs, spec, 7, 8, 64, multiplied)
 
 
-def in_place(inputs, spec, multiplied):
-    return aten_in_place.run(inputs, spec, 8, multiplied)
+def logits_in_place(inputs, spec, multiplied):
+    return in_place.run(inputs, spec, 8, multiplied)
 
 
-def tiled(inputs, spec, multiplied):
+def tiles(inputs, spec, multiplied):
     forward = dataclasses.replace(spec, gradients=())
-    loss, lse, *_, rest = aten_tiled.run(inputs, forward, 3, 8, multiplied)
+    loss, lse, *_, rest = tiled.run(inputs, forward, 3, 8, multiplied)
     inputs = inputs._replace(lse=lse, lse_rest=rest)
-    return aten_tiled.run(inputs, spec, 3, 8, multiplied)._replace(loss=loss, lse=lse)
+    return tiled.run(inputs, spec, 3, 8, multiplied)._replace(loss=loss, lse=lse)
 
 
-WAYS = [chunks_of_three, one_chunk, in_place, tiled]
+WAYS = [chunks_of_three, one_chunk, logits_in_place, tiles]
 
 
 @pytest.mark.parametrize("way", WAYS)

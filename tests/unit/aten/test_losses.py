@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.aten import chunked as aten_chunked
-from fxpass.aten import common as aten
-from fxpass.aten import tiled as aten_tiled
+from fxpass.aten import chunked, tiled
+from fxpass.aten.common import Inputs
 from fxpass.op import ignored
 from fxpass.op.dispatch import compute
 from fxpass.op.operator import linear_cross_entropy
@@ -202,9 +201,7 @@ def test_the_lse_of_rows_that_are_not_finite(value):
     logits = torch.randn(3, 11)
     logits[1] = value
     x, weight = torch.randn(3, 5), torch.randn(11, 5)
-    out = aten_chunked.run(
-        aten.Inputs(x, weight, None, None, logits=logits), Spec(target="none"), 3
-    )
+    out = chunked.run(Inputs(x, weight, None, None, logits=logits), Spec(target="none"), 3)
     want = logits.logsumexp(1)
     want[1] = want[1] if value < 0 else torch.nan
     torch.testing.assert_close(out.loss, want, equal_nan=True)
@@ -262,7 +259,7 @@ def test_strided_inputs():
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 100])
 def test_chunks_do_not_change_the_answer(rows):
-    inputs = aten.Inputs(
+    inputs = Inputs(
         torch.randn(7, 5),
         torch.randn(11, 5),
         torch.randn(11),
@@ -271,7 +268,7 @@ def test_chunks_do_not_change_the_answer(rows):
         lse_scale=torch.randn(7),
     )
     spec = Spec(gradients=("x", "weight", "bias"), lse=True)
-    whole, parts = aten_chunked.run(inputs, spec, 7), aten_chunked.run(inputs, spec, rows)
+    whole, parts = chunked.run(inputs, spec, 7), chunked.run(inputs, spec, rows)
     for a, b in zip(whole, parts, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -281,21 +278,21 @@ def test_logits_that_exist_are_used_and_left_alone():
     spec = Spec(transform=SOFTCAP, gradients=("x", "weight"))
     logits = F.linear(x, weight)
     kept = logits.clone()
-    got = aten_chunked.run(aten.Inputs(x, weight, None, target, logits=logits), spec, 3)
-    want = aten_chunked.run(aten.Inputs(x, weight, None, target), spec, 3)
+    got = chunked.run(Inputs(x, weight, None, target, logits=logits), spec, 3)
+    want = chunked.run(Inputs(x, weight, None, target), spec, 3)
     assert torch.equal(logits, kept)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     # other logits give another loss: they are what is read
-    other = aten_chunked.run(
-        aten.Inputs(x, weight, None, target, logits=logits + x[:, :1] * weight[:, 0]), spec, 3
+    other = chunked.run(
+        Inputs(x, weight, None, target, logits=logits + x[:, :1] * weight[:, 0]), spec, 3
     )
     assert not torch.allclose(other.loss, want.loss)
 
 
 def test_only_the_gradients_that_are_asked_for():
-    inputs = aten.Inputs(torch.randn(7, 5), torch.randn(11, 5), None, torch.arange(7))
-    out = aten_chunked.run(inputs, Spec(gradients=("x",)), 3)
+    inputs = Inputs(torch.randn(7, 5), torch.randn(11, 5), None, torch.arange(7))
+    out = chunked.run(inputs, Spec(gradients=("x",)), 3)
     assert out.x is not None
     assert out.weight is None
     assert out.bias is None
@@ -314,7 +311,7 @@ def test_blocks_of_rows_do_not_change_the_answer(monkeypatch, target):
 
 @pytest.mark.parametrize("tile", [(1, 1), (2, 3), (7, 4), (100, 11), (3, 100)])
 def test_tiles_do_not_change_the_answer(tile):
-    inputs = aten.Inputs(
+    inputs = Inputs(
         torch.randn(7, 5),
         torch.randn(11, 5),
         torch.randn(11),
@@ -325,8 +322,8 @@ def test_tiles_do_not_change_the_answer(tile):
     )
     spec = Spec(target="probabilities", label_smoothing=0.1, transform=SOFTCAP, lse=True)
     training = dataclasses.replace(spec, gradients=("x", "weight", "bias"))
-    whole, forward = aten_chunked.run(inputs, training, 7), aten_tiled.run(inputs, spec, *tile)
-    backward = aten_tiled.run(
+    whole, forward = chunked.run(inputs, training, 7), tiled.run(inputs, spec, *tile)
+    backward = tiled.run(
         inputs._replace(lse=forward.lse, lse_rest=forward.lse_rest), training, *tile
     )
     for a, b in zip(whole[:5], (*forward[:2], *backward[2:5]), strict=True):
@@ -340,11 +337,11 @@ def test_tiled_rounds_each_gradient_once():
 
     def answer(dtype):
         x, weight = (t.to(dtype) for t in tensors)
-        inputs = aten.Inputs(x, weight, None, torch.arange(7), row_scale=torch.full((7,), 0.3))
+        inputs = Inputs(x, weight, None, torch.arange(7), row_scale=torch.full((7,), 0.3))
         forward = dataclasses.replace(spec, gradients=())
-        _, lse, *_, rest = aten_tiled.run(inputs, forward, 3, 4, torch.float32)
+        _, lse, *_, rest = tiled.run(inputs, forward, 3, 4, torch.float32)
         inputs = inputs._replace(lse=lse, lse_rest=rest)
-        return aten_tiled.run(inputs, spec, 3, 4, torch.float32)
+        return tiled.run(inputs, spec, 3, 4, torch.float32)
 
     out, whole = answer(torch.bfloat16), answer(torch.float32)
     for rounded, wide in ((out.x, whole.x), (out.weight, whole.weight)):
@@ -373,7 +370,7 @@ def test_the_plan_knows_whether_the_logits_exist(monkeypatch, exist):
     plan = plans.plan
     monkeypatch.setattr(plans, "plan", lambda *args: seen.append(args[-1]) or plan(*args))
     x, weight, target = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
-    compute(aten.Inputs(x, weight, None, target, logits=x @ weight.t() if exist else None), Spec())
+    compute(Inputs(x, weight, None, target, logits=x @ weight.t() if exist else None), Spec())
     assert seen == [exist]
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from fxpass.aten import tiled as aten_tiled
+from fxpass.aten import tiled
 from fxpass.aten.common import Inputs
 from fxpass.op.dispatch import compute
 from fxpass.plan.plan import MIB, plan
@@ -77,7 +77,7 @@ def test_forward_of_tiles_up_casts_to_one_place(rows, classes):
     x, weight = (torch.randn(size, d, dtype=torch.bfloat16) for size in (n, v))
     given = Inputs(x, weight, None, torch.arange(n))
     with torch.no_grad(), Allocations() as allocated:
-        out = aten_tiled.run(given, spec, rows, classes, torch.float32)
+        out = tiled.run(given, spec, rows, classes, torch.float32)
     copies = (rows + classes) * d * 4
     assert copies < allocated.peak(out) < 1.5 * copies
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from fxpass.deferred import tensor as deferred
+from fxpass.deferred import tensor
 from tests.support.deferred_pairs import B, D, S, V, exact, head, pair, recipe_of, same
 
 # ---- lifetime ------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ def test_unused_logits_are_freed_without_the_garbage_collector():
         p = pair()
         recipe, _ = recipe_of()
         x = p.lazy_inputs[0] * 1
-        hidden, logits = weakref.ref(x), deferred.defer(recipe, (x, *p.lazy_inputs[1:]))
+        hidden, logits = weakref.ref(x), tensor.defer(recipe, (x, *p.lazy_inputs[1:]))
         storage = x.untyped_storage()
         held = weakref.ref(logits._part.run.inputs[0])
         relatives = [logits.float(), logits[:, -1], logits.detach(), logits.double().view(-1, V)]
@@ -59,12 +59,12 @@ def test_threads():
     recipe, _ = recipe_of()
     inputs = [t.detach() for t in p.lazy_inputs]
     want, errors = p.eager.detach(), []
-    shared = deferred.defer(recipe, inputs)
+    shared = tensor.defer(recipe, inputs)
 
     def work():
         try:
             for i in range(20):
-                own = deferred.defer(recipe, inputs)
+                own = tensor.defer(recipe, inputs)
                 same(own[:, i % 40].double() * 1, want[:, i % 40].double())
                 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
                 same(own * 1, want)
@@ -121,7 +121,7 @@ def test_distributed_data_parallel_finds_it(tmp_path):
 def test_subclasses_among_the_inputs_are_computed_at_once():
     p = pair()
     recipe, _ = recipe_of(lambda x: x * 2)
-    again = deferred.defer(recipe, (p.logits,))
+    again = tensor.defer(recipe, (p.logits,))
     assert type(again) is Tensor
     same(again, p.eager * 2)
 
@@ -130,7 +130,7 @@ def test_layout_follows_dynamic_shapes():
     recipe, runs = recipe_of()
     weight, bias = torch.randn(V, D), torch.randn(V)
     for rows in (*range(1, 300), 5):
-        assert deferred.defer(recipe, (torch.randn(rows, D), weight, bias)).shape == (rows, V)
+        assert tensor.defer(recipe, (torch.randn(rows, D), weight, bias)).shape == (rows, V)
     assert runs == []
 
 
@@ -202,7 +202,7 @@ def test_compiled_functions_check_the_inputs():
     fn = torch.compile(lambda t: t * 2, backend="aot_eager", fullgraph=True)
     for compiled in (False, True):
         inputs = exact(3, D), weight, exact(V)
-        logits = deferred.defer(recipe, inputs)
+        logits = tensor.defer(recipe, inputs)
         if compiled:
             weight.data.mul_(2)
             with pytest.raises(RuntimeError, match="FUSEDCE_LOGITS=keep"):

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fxpass.deferred import tensor as deferred
-from fxpass.deferred import values as deferred_values
+from fxpass.deferred import tensor, values
 from fxpass.deferred.tensor import DeferredLogits
 from tests.support.deferred_pairs import B, D, S, V, check, exact, pair, recipe_of, same
 
@@ -132,7 +131,7 @@ def test_many_rows_one_by_one_become_one_run():
     p = pair(seq=40)
     for i in range(40):
         same(p.logits[0, i].max(), p.eager[0, i].max())
-    assert len(p.runs) == deferred_values.CUTS + 1
+    assert len(p.runs) == values.CUTS + 1
     assert p.runs[-1] == (B, 40, D)
 
 
@@ -342,10 +341,10 @@ def test_backward_twice_and_frozen_weights():
     same(p.weight.grad, p.eager_inputs[1].grad, bits=False)
     recipe, _ = recipe_of()
     x = torch.randn(3, D, requires_grad=True)
-    frozen = deferred.defer(recipe, (x, torch.randn(V, D), torch.randn(V)))
+    frozen = tensor.defer(recipe, (x, torch.randn(V, D), torch.randn(V)))
     frozen.sum().backward()
     assert x.grad is not None
-    assert not deferred.defer(recipe, (x.detach(), torch.randn(V, D), torch.randn(V))).requires_grad
+    assert not tensor.defer(recipe, (x.detach(), torch.randn(V, D), torch.randn(V))).requires_grad
 
 
 def test_second_derivatives_are_refused():
@@ -367,7 +366,7 @@ def test_logits_without_gradient_may_start_one():
 def test_graph_inputs_that_are_numbers():
     recipe, _ = recipe_of(lambda x, weight, n: F.linear(x, weight) * n)
     x, weight = exact(3, D), exact(V, D).requires_grad_()
-    logits = deferred.defer(recipe, (x, weight, 3))
+    logits = tensor.defer(recipe, (x, weight, 3))
     same(logits * 1, F.linear(x, weight) * 3)
     logits.sum().backward()
     assert weight.grad is not None
@@ -380,7 +379,7 @@ def test_drop_answers_for_the_shape_and_raises_for_values():
     recipe, runs = recipe_of()
     x, weight, bias = torch.randn(B, S, D), torch.randn(V, D, requires_grad=True), torch.randn(V)
     held = weakref.ref(x)
-    logits: Any = deferred.drop(recipe, (x, weight, bias))
+    logits: Any = tensor.drop(recipe, (x, weight, bias))
     del x
     assert held() is None
     assert logits.float()[:, -1].shape == (B, V)

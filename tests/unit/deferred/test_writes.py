@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpass.deferred import tensor as deferred
-from fxpass.deferred import values as deferred_values
+from fxpass.deferred import tensor, values
 from fxpass.deferred.inputs import PER_CORE, fingerprint
 from fxpass.deferred.tensor import DeferredLogits, StaleLogitsError
 from tests.support.allocations import Allocations
@@ -123,7 +122,7 @@ def test_a_changed_input_is_an_error_that_says_what_to_do(index, change):
     recipe, _ = recipe_of()
     inputs = [torch.randn(3, D), torch.randn(V, D), torch.randn(V)]
     inputs = [t.requires_grad_() for t in inputs]
-    logits, early = deferred.defer(recipe, inputs), deferred.defer(recipe, inputs)
+    logits, early = tensor.defer(recipe, inputs), tensor.defer(recipe, inputs)
     late, want = early[0], early.clone()
     change(inputs[index])
     shape = str(list(inputs[index].shape)).replace("[", r"\[").replace("]", r"\]")
@@ -150,7 +149,7 @@ def test_a_weight_that_is_replaced_keeps_its_old_values():
 def test_freed_memory_is_an_error():
     recipe, _ = recipe_of()
     weight = torch.randn(V, D)
-    logits = deferred.defer(recipe, (torch.randn(3, D), weight, torch.randn(V)))
+    logits = tensor.defer(recipe, (torch.randn(3, D), weight, torch.randn(V)))
     weight.untyped_storage().resize_(0)
     with pytest.raises(StaleLogitsError, match="was freed"):
         logits.sum()
@@ -263,7 +262,7 @@ def test_an_optimizer_step_changes_nothing(fused):
     """Large logits: the weights are cloned, one clone for all, and gradients reach the weights."""
     p = pair(seq=40)
     recipe, runs = recipe_of()
-    second = deferred.defer(recipe, (p.lazy_inputs[0] * 2, *p.lazy_inputs[1:]))
+    second = tensor.defer(recipe, (p.lazy_inputs[0] * 2, *p.lazy_inputs[1:]))
     cast, last = p.logits.double(), p.logits[:, -1]
     for t in p.lazy_inputs:
         t.grad = torch.ones_like(t)
@@ -303,7 +302,7 @@ def test_two_optimizer_steps_and_logits_of_each():
     recipe, _ = recipe_of()
     kept, wanted = [], []
     for _ in range(3):
-        kept.append(deferred.defer(recipe, [p.lazy_inputs[0] * 1, *p.lazy_inputs[1:]]))
+        kept.append(tensor.defer(recipe, [p.lazy_inputs[0] * 1, *p.lazy_inputs[1:]]))
         wanted.append(head(*p.lazy_inputs).detach())
         kept[-1][:, 0].sum().backward()
         optimizer.step()
@@ -312,11 +311,11 @@ def test_two_optimizer_steps_and_logits_of_each():
 
 
 def test_logits_that_are_not_alive_cost_nothing_at_a_step():
-    before = set(deferred_values.pending())  # a failed test may hold logits in its traceback
+    before = set(values.pending())  # a failed test may hold logits in its traceback
     p = pair(seq=40)
-    assert set(deferred_values.pending()) > before
+    assert set(values.pending()) > before
     p.logits = None
-    assert set(deferred_values.pending()) <= before
+    assert set(values.pending()) <= before
 
 
 def test_a_changed_weight_does_not_break_the_optimizer():

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from fxpass.aten import chunked as aten_chunked
 from fxpass.aten.common import Inputs
 from fxpass.kernels import chunked as triton_chunked
-from fxpass.kernels import expression as triton_expression
-from fxpass.kernels import source as triton_source
+from fxpass.kernels.expression import FUNCTIONS
+from fxpass.kernels.source import Kernel, generate
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 from tests.support.implementations import DTYPES, GRADIENTS, TRANSFORMS, check, problem
@@ -25,7 +25,7 @@ def small_blocks(monkeypatch):
     """Several blocks in a row of a few classes, and several tiles of the weight."""
     options = {"BLOCK_V": 16, "num_warps": 1}
     monkeypatch.setattr(triton_chunked, "row_options", lambda v, dtype: options)
-    monkeypatch.setattr(triton_chunked, "_CLASSES_PER_TILE", 16)
+    monkeypatch.setattr(triton_chunked, "UPCAST_CLASSES", 16)
 
 
 # ---------------------------------------------------------------- the meaning
@@ -112,7 +112,7 @@ WHOLE_ROWS = {
 def test_whole_rows(device, name, lse, dtype):
     """One block holds all 37 classes, so that each logit is read once."""
     spec, weighted = WHOLE_ROWS[name]
-    kernel = triton_source.generate(spec, weighted, whole_row=True)
+    kernel = generate(spec, weighted, whole_row=True)
     assert "for start in" not in kernel.source
     spec = dataclasses.replace(spec, lse=lse, gradients=GRADIENTS)
     inputs = problem(
@@ -349,8 +349,8 @@ def apply(x, out, N, BLOCK: tl.constexpr):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 def test_tanh(device):
     head = "import triton\nimport triton.language as tl\n\n\n"
-    source = head + triton_expression.FUNCTIONS[sympy.tanh] + APPLY_TANH
-    apply = triton_chunked.load(triton_source.Kernel("apply", source))
+    source = head + FUNCTIONS[sympy.tanh] + APPLY_TANH
+    apply = triton_chunked.load(Kernel("apply", source))
     positive = torch.cat([torch.logspace(-30, 2, 2000), torch.linspace(0, 12, 2000)])
     x = torch.cat([positive, -positive, torch.tensor([torch.inf, -torch.inf, torch.nan])])
     x = x.to(device)
@@ -364,8 +364,8 @@ def test_tanh(device):
 
 
 def test_source_is_a_file(device):
-    kernel = triton_source.generate(Spec(), weighted=False)
+    kernel = generate(Spec(), weighted=False)
     function = triton_chunked.load(kernel)
     with open(function.fn.__code__.co_filename) as file:
         assert file.read().strip() == kernel.source.strip()
-    assert triton_chunked.load(triton_source.generate(Spec(), weighted=False)) is function
+    assert triton_chunked.load(generate(Spec(), weighted=False)) is function

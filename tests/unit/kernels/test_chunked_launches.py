@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fxpass.aten.common import Inputs
-from fxpass.kernels import chunked as triton_chunked
-from fxpass.kernels import source as triton_source
-from fxpass.kernels import tuning
+from fxpass.kernels import chunked, source, tuning
 from fxpass.spec.spec import Spec
 from tests.support.implementations import DTYPES, GRADIENTS, check, problem
 
@@ -44,11 +42,11 @@ def test_offsets_beyond_2_31(tmp_path, target):
     loss = torch.empty(rows)
     spec = Spec(target=target, gradients=("x",))
     options = {"BLOCK_V": 16, "num_warps": 1}
-    triton_chunked._launch(options, inputs, spec, slice(0, rows), chunk, loss, None)
+    chunked._launch(options, inputs, spec, slice(0, rows), chunk, loss, None)
     want = F.cross_entropy(logits, inputs.target, reduction="none")
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
     one_hot = F.one_hot(inputs.target, v) if target == "indices" else inputs.target
-    gradient = (logits.softmax(1) - one_hot) * triton_source.GAIN
+    gradient = (logits.softmax(1) - one_hot) * source.GAIN
     torch.testing.assert_close(chunk.clone(), gradient, rtol=1e-4, atol=1e-2)
 
 
@@ -70,7 +68,7 @@ def test_offsets_beyond_2_31(tmp_path, target):
     ],
 )
 def test_chunks(n, rows, starts):
-    parts = triton_chunked.chunks(n, rows)
+    parts = chunked.chunks(n, rows)
     assert [part.start for part in parts] == starts
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(n))
 
@@ -78,21 +76,21 @@ def test_chunks(n, rows, starts):
 @pytest.mark.parametrize("n", [1, 127, 128, 129, 1000, 4097, 12289])
 @pytest.mark.parametrize("rows", [1, 3, 64, 128, 1000, 4096])
 def test_chunks_are_few_and_none_is_too_large(n, rows):
-    parts = triton_chunked.chunks(n, rows)
+    parts = chunked.chunks(n, rows)
     assert max(part.stop - part.start for part in parts) <= rows
     assert len(parts) <= -(-n // rows)
 
 
 def test_the_buffer_is_no_larger_than_the_chunks(device, monkeypatch):
-    rows, original = [], triton_chunked.padded_buffer
+    rows, original = [], chunked.padded_buffer
 
     def buffer(x, n, v):
         rows.append(n)
         return original(x, n, v)
 
-    monkeypatch.setattr(triton_chunked, "padded_buffer", buffer)
-    triton_chunked.run(problem(device, n=7), Spec(gradients=GRADIENTS), rows=4096)
-    triton_chunked.run(problem(device, n=7), Spec(gradients=GRADIENTS), rows=3)
+    monkeypatch.setattr(chunked, "padded_buffer", buffer)
+    chunked.run(problem(device, n=7), Spec(gradients=GRADIENTS), rows=4096)
+    chunked.run(problem(device, n=7), Spec(gradients=GRADIENTS), rows=3)
     assert rows == [7, 3]
 
 
@@ -100,8 +98,8 @@ def test_the_buffer_is_no_larger_than_the_chunks(device, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_candidates(v, dtype):
     """The default first, no block twice as large as the row, no more threads than there can be."""
-    candidates = triton_chunked._candidates(v, dtype)
-    assert candidates[0] == triton_chunked.row_options(v, dtype)
+    candidates = chunked._candidates(v, dtype)
+    assert candidates[0] == chunked.row_options(v, dtype)
     assert len(candidates) <= 5
     for options in candidates:
         assert options["BLOCK_V"] < 2 * v
@@ -133,11 +131,11 @@ def test_blocks_are_tuned_in_the_buffer(device, monkeypatch):
         launched.append(options)
         original(options, *args)
 
-    original, padded_buffer = triton_chunked._launch, triton_chunked.padded_buffer
-    monkeypatch.setattr(triton_chunked, "padded_buffer", buffer)
+    original, padded_buffer = chunked._launch, chunked.padded_buffer
+    monkeypatch.setattr(chunked, "padded_buffer", buffer)
     candidates = [{"BLOCK_V": block, "num_warps": 1} for block in (64, 16, 32)]
-    monkeypatch.setattr(triton_chunked, "_candidates", lambda v, dtype: candidates)
-    monkeypatch.setattr(triton_chunked, "_launch", launch)
+    monkeypatch.setattr(chunked, "_candidates", lambda v, dtype: candidates)
+    monkeypatch.setattr(chunked, "_launch", launch)
     monkeypatch.setattr(tuning, "best", best)
     inputs = problem(device, n=10, row_scaled=True, lse_scaled=True)
     inputs.target[1] = -100
@@ -148,7 +146,7 @@ def test_blocks_are_tuned_in_the_buffer(device, monkeypatch):
     # logits that are only read are where they are tried, too
     inputs = inputs._replace(logits=torch.randn(10, 37, device=device), bias=None)
     copy = inputs.logits.clone()
-    out = triton_chunked.run(inputs, Spec(), rows=4)
+    out = chunked.run(inputs, Spec(), rows=4)
     assert len(tried) == 6
     assert torch.equal(inputs.logits, copy)
     want = F.cross_entropy(copy, inputs.target, reduction="none")
@@ -188,8 +186,8 @@ def test_nothing_waits_for_the_gpu(monkeypatch, target, reduction):
 
     They also check what is multiplied with what, for the GEMMs that only GPUs have.
     """
-    monkeypatch.setattr(triton_chunked, "load", lambda kernel: Launched())
-    monkeypatch.setattr(triton_chunked, "_mixed_gemm", lambda x: True)
+    monkeypatch.setattr(chunked, "load", lambda kernel: Launched())
+    monkeypatch.setattr(chunked, "_mixed_gemm", lambda x: True)
     monkeypatch.setattr(torch, "addmm", addmm_of_fakes)
     inputs = problem(
         "cpu",
@@ -202,7 +200,7 @@ def test_nothing_waits_for_the_gpu(monkeypatch, target, reduction):
     spec = Spec(reduction=reduction, target=target, gradients=GRADIENTS, lse=True)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = Inputs(*(None if t is None else mode.from_tensor(t) for t in inputs))
-        out = triton_chunked.run(fake, spec, rows=3)
+        out = chunked.run(fake, spec, rows=3)
         assert [t.shape for t in out[2:5]] == [(7, 5), (37, 5), (37,)]
         assert {t.dtype for t in out[:5]} == {torch.float32}
         with pytest.raises(DataDependentOutputException):
@@ -231,14 +229,14 @@ class OnGpu:
 )
 def test_which_gemms_add_to_f32(monkeypatch, dtype, capability, mixed):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert triton_chunked._mixed_gemm(OnGpu(dtype)) == mixed
-    assert triton_chunked._mixed_gemm(torch.empty(1, dtype=dtype)) == (dtype == torch.float32)
+    assert chunked._mixed_gemm(OnGpu(dtype)) == mixed
+    assert chunked._mixed_gemm(torch.empty(1, dtype=dtype)) == (dtype == torch.float32)
 
 
 def test_fp16_sums_and_f32_results_exclude_each_other(monkeypatch):
     monkeypatch.setattr(type(torch.backends.cuda.matmul), "__getattr__", lambda self, name: True)
     assert torch.backends.cuda.matmul.allow_fp16_accumulation
-    assert not triton_chunked._mixed_gemm(OnGpu(torch.float16))
+    assert not chunked._mixed_gemm(OnGpu(torch.float16))
 
 
 @pytest.mark.parametrize(
@@ -248,4 +246,4 @@ def test_hip_adds_to_f32(monkeypatch, library, mixed):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     backend = getattr(torch._C._BlasBackend, library)
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: backend)
-    assert triton_chunked._mixed_gemm(OnGpu(torch.bfloat16)) == mixed
+    assert chunked._mixed_gemm(OnGpu(torch.bfloat16)) == mixed

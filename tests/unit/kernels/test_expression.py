@@ -14,8 +14,7 @@ import sys
 import pytest
 import torch
 
-from fxpass.kernels import device_functions
-from fxpass.kernels import expression as triton_expression
+from fxpass.kernels import device_functions, expression
 from fxpass.kernels.chunked import load
 from fxpass.kernels.source import Kernel
 from fxpass.spec import functions
@@ -58,8 +57,8 @@ def applied(sources, call, results, z):
 
 
 def value_and_slope(expr, z):
-    factor, unit = triton_expression.unit_slope(expr)
-    sources = triton_expression.functions(expr, slope=True)
+    factor, unit = expression.unit_slope(expr)
+    sources = expression.functions(expr, slope=True)
     if unit.is_number:
         (value,) = applied(sources, "transform(z)", 1, z)
         return value, torch.full_like(z, float(factor * unit))
@@ -163,7 +162,7 @@ def test_corners_and_infinities_as_in_aten(device, source):
 
 def test_only_what_is_called_is_defined():
     def defined(source, slope):
-        written = triton_expression.functions(parse(source), slope=slope)
+        written = expression.functions(parse(source), slope=slope)
         return [
             line.split("(")[0][4:] for f in written for line in f.splitlines() if "def " in line
         ]
@@ -187,7 +186,7 @@ def test_only_what_is_called_is_defined():
     ],
 )
 def test_text(source, printed):
-    assert triton_expression.functions(parse(source), slope=False)[-1].endswith(printed)
+    assert expression.functions(parse(source), slope=False)[-1].endswith(printed)
 
 
 # ---------------------------------------------------------------- constants of slopes
@@ -207,7 +206,7 @@ def test_text(source, printed):
 )
 def test_no_branch_of_a_unit_slope_has_a_large_constant(source, factor, unit):
     expr = parse(source)
-    got, rest = triton_expression.unit_slope(expr)
+    got, rest = expression.unit_slope(expr)
     assert got == parse(factor)
     assert unit is None or rest == parse(unit)
     z = torch.tensor([-1.5, -0.1, 0.0, 0.3, 0.7], dtype=torch.float64)
@@ -250,7 +249,7 @@ print(json.dumps(sizes))
 
 
 def test_every_function_compiles(tmp_path):
-    sources = triton_expression.functions(parse(EVERYTHING), slope=True)
+    sources = expression.functions(parse(EVERYTHING), slope=True)
     assert len(sources) == len(functions.FUNCTIONS) + 2
     apply = APPLY.format(
         results="value_of_z, slope_of_z",

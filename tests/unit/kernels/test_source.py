@@ -12,8 +12,8 @@ import pytest
 import sympy
 from expecttest import assert_expected_inline
 
-from fxpass.kernels import expression as triton_expression
-from fxpass.kernels import source as triton_source
+from fxpass.kernels.expression import FUNCTIONS, functions, unit_slope
+from fxpass.kernels.row import GAIN
 from fxpass.kernels.source import generate, gradient_factor, kernels_of
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
@@ -278,7 +278,7 @@ def test_kernels_of_loss_and_lse(reduction):
 )
 def test_gradient_factor(logits, factor):
     spec = Spec(gradients=("x",), transform=expression.parse(logits))
-    assert gradient_factor(spec) == factor / triton_source.GAIN
+    assert gradient_factor(spec) == factor / GAIN
 
 
 WITH_ROWS = {
@@ -363,10 +363,10 @@ def test_functions_compute_the_expression_and_its_derivative(text):
 
 def _evaluate(logits):
     """The generated functions run by Python, in doubles."""
-    factor, unit = triton_expression.unit_slope(logits)
+    factor, unit = unit_slope(logits)
     tl = SimpleNamespace(exp=math.exp, log=math.log)
     scope = {"tl": tl, "triton": SimpleNamespace(jit=lambda f: f), "tanh": math.tanh}
-    written = [f for f in triton_expression.functions(logits, slope=True) if "def tanh" not in f]
+    written = [f for f in functions(logits, slope=True) if "def tanh" not in f]
     exec("\n".join(written), scope)
     if unit.is_number:
         return scope["transform"], lambda z: float(factor)
@@ -375,7 +375,7 @@ def _evaluate(logits):
 
 
 def test_tanh_is_computed_once():
-    *_, both = triton_expression.functions(SOFTCAP, slope=True)
+    *_, both = functions(SOFTCAP, slope=True)
     assert both.count("tanh(") == 1
 
 
@@ -389,8 +389,8 @@ def test_tanh_is_computed_once():
     ],
 )
 def test_constants(text, printed):
-    assert triton_expression.functions(expression.parse(text), slope=False)[-1].endswith(printed)
+    assert functions(expression.parse(text), slope=False)[-1].endswith(printed)
 
 
 def test_functions_cover_every_expression():
-    assert {cls.__name__ for cls in triton_expression.FUNCTIONS} == set(expression.FUNCTIONS)
+    assert {cls.__name__ for cls in FUNCTIONS} == set(expression.FUNCTIONS)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxpass.kernels import tile_source as triton_tile_source
+from fxpass.kernels import tile_source
 from fxpass.kernels.tile_body import Gemm
 from fxpass.kernels.tile_config import configs_for, has_descriptors, specializes_warps
 from fxpass.spec import expression
@@ -63,7 +63,7 @@ def units(target):
     gemm = {dtype: gemm_of(target, dtype) for dtype in DTYPES}
     biased = {dtype: gemm[dtype]._replace(biased=True) for dtype in DTYPES}
     flags = (True, True, True)  # class weights, scales of loss and lse
-    source = triton_tile_source
+    source = tile_source
     merge = unit(source.merge(SHARD, True), low, config[low], SPLITS=16)
     return {
         f"forward, {low}": unit(source.forward(PLAIN, False, gemm[low]), low, config[low]),
@@ -130,7 +130,7 @@ def addressed():
     """Kernels that together multiply by every stride that there is."""
     config = configs_for("sm_80", torch.bfloat16)[0]
     spec, gemm = Spec(target="probabilities", gradients=("x",)), Gemm()
-    source = triton_tile_source
+    source = tile_source
     kernels = {
         "forward": source.forward(spec, False, gemm),
         "backward": source.backward(spec, False, True, True, gemm),

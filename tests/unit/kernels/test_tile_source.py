@@ -10,7 +10,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from fxpass.kernels import tile_config as triton_tile_config
+from fxpass.kernels import tile_config
 from fxpass.kernels.tile_body import Gemm
 from fxpass.kernels.tile_config import Config, configs_for, per_split
 from fxpass.kernels.tile_source import backward, forward, mass, merge
@@ -341,8 +341,8 @@ def test_targets_without_a_row_have_that_of_a_smaller_one():
     ],
 )
 def test_what_a_target_has(target, described, specialized):
-    assert triton_tile_config.has_descriptors(target) == described
-    assert triton_tile_config.specializes_warps(target) == specialized
+    assert tile_config.has_descriptors(target) == described
+    assert tile_config.specializes_warps(target) == specialized
 
 
 BLOCKS = Config(128, 128, 64, 16, 8, 4)

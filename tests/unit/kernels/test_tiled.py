@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpass.aten import chunked as aten_chunked
+from fxpass.aten import chunked
 from fxpass.aten.common import Inputs
-from fxpass.kernels import tile_config as triton_tile_config
-from fxpass.kernels import tiled as triton_tiled
+from fxpass.kernels import tile_config, tiled
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 from tests.support.implementations import DTYPES, GRADIENTS, TRANSFORMS, autograd, problem
@@ -222,7 +221,7 @@ def test_odd_rows_as_in_aten(device, row, target):
         target="indices" if index else target,
         label_smoothing=0.0 if target in (0, "none") else 0.1,
     )
-    ours, want = both(inputs, spec), aten_chunked.run(inputs, spec, 1)[:5]
+    ours, want = both(inputs, spec), chunked.run(inputs, spec, 1)[:5]
     torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
@@ -272,8 +271,8 @@ def test_loss_as_in_cross_entropy(device):
 def described(monkeypatch, device):
     """As on GPUs whose hardware reads tiles; the interpreter does it too."""
     if device.type == "cpu":
-        monkeypatch.setattr(triton_tile_config, "has_descriptors", lambda target: True)
-    elif not triton_tile_config.has_descriptors(triton_tile_config.target_of(device)):
+        monkeypatch.setattr(tile_config, "has_descriptors", lambda target: True)
+    elif not tile_config.has_descriptors(tile_config.target_of(device)):
         pytest.fail("this GPU has no tensor descriptors: deselect these tests")
 
 
@@ -282,7 +281,7 @@ def described(monkeypatch, device):
 def test_descriptors(device, shape):
     n, d, v = shape
     inputs = problem(device, n=n, d=d, v=v, row_scaled=True, lse_scaled=True)
-    assert triton_tiled._Logits(inputs).gemm.described
+    assert tiled._Logits(inputs).gemm.described
     check(inputs, Spec(gradients=GRADIENTS, label_smoothing=0.1))
 
 
@@ -297,5 +296,5 @@ def test_pointers_where_rows_are_not_aligned(device):
         inputs = aligned._replace(**{name: t})
         d = t.shape[1]
         inputs = inputs._replace(x=inputs.x[:, :d], weight=inputs.weight[:, :d])
-        assert not triton_tiled._Logits(inputs).gemm.described
+        assert not tiled._Logits(inputs).gemm.described
         check(inputs, Spec(gradients=GRADIENTS))

@@ -6,7 +6,7 @@ Runs on the GPU where there is one, else in Triton's interpreter.
 import pytest
 import torch
 
-from fxpass.kernels import chunked as triton_chunked
+from fxpass.kernels import chunked
 from fxpass.spec.spec import Spec
 from tests.support.implementations import DTYPES, GRADIENTS, check, problem
 
@@ -17,7 +17,7 @@ def test_fp16_keeps_small_probabilities(device):
     logits = torch.randn(4, 37, device=device, dtype=torch.float16)
     logits[:, 0] = 16
     inputs = inputs._replace(logits=logits, target=torch.zeros_like(inputs.target))
-    grad = triton_chunked.run(inputs, Spec(gradients=("bias",)), rows=4).bias
+    grad = chunked.run(inputs, Spec(gradients=("bias",)), rows=4).bias
     want = logits.double().softmax(1).sum(0)
     assert ((grad - want)[1:].abs() <= 2**-11 * want[1:]).all()  # half a unit in fp16's last place
 
@@ -35,7 +35,7 @@ def test_row_coefficients_of_any_magnitude(device, which, exponent, dtype):
     inputs = problem(device, dtype, weighted=True, row_scaled=True)
     scaled = inputs._replace(**{which: getattr(inputs, which) * 2.0**exponent})
     spec = Spec(gradients=GRADIENTS, label_smoothing=0.1)
-    ours, plain = (triton_chunked.run(i, spec, rows=3) for i in (scaled, inputs))
+    ours, plain = (chunked.run(i, spec, rows=3) for i in (scaled, inputs))
     for grad, of_plain in zip(ours[2:5], plain[2:5], strict=True):
         assert torch.equal(grad, of_plain * 2.0**exponent)
     factor = 2.0**exponent if which == "class_weight" else 1
@@ -61,8 +61,8 @@ def scaled(inputs, exponent, *names):
 @pytest.mark.parametrize("which", ["class_weight", "row_scale"])
 def test_both_scales_of_any_magnitude(device, which, exponent, dtype):
     inputs = both_scales(device, dtype)
-    plain = triton_chunked.run(inputs, LSE, rows=3)
-    ours = triton_chunked.run(scaled(inputs, exponent, which, "lse_scale"), LSE, rows=3)
+    plain = chunked.run(inputs, LSE, rows=3)
+    ours = chunked.run(scaled(inputs, exponent, which, "lse_scale"), LSE, rows=3)
     for grad, of_plain in zip(ours[2:5], plain[2:5], strict=True):
         assert torch.equal(grad, of_plain * 2.0**exponent)
 
@@ -73,9 +73,9 @@ def test_the_larger_of_two_scales_is_kept_whole(device, exponent, dtype):
     """As if the other were zero, which is what it is beside the larger one."""
     inputs = both_scales(device, dtype)
     small, large = ("row_scale", "lse_scale")[:: 1 if exponent > 0 else -1]
-    ours = triton_chunked.run(scaled(inputs, exponent, "lse_scale"), LSE, rows=3)
+    ours = chunked.run(scaled(inputs, exponent, "lse_scale"), LSE, rows=3)
     zero = inputs._replace(**{small: getattr(inputs, small) * 0})
-    alone = triton_chunked.run(scaled(zero, exponent, "lse_scale"), LSE, rows=3)
+    alone = chunked.run(scaled(zero, exponent, "lse_scale"), LSE, rows=3)
     assert getattr(zero, large).all()
     for grad, of_alone in zip(ours[2:5], alone[2:5], strict=True):
         assert (grad - of_alone).norm() <= 1e-6 * of_alone.norm()
@@ -87,9 +87,9 @@ def test_a_usual_z_loss_keeps_its_digits(device, dtype):
     """Ten thousand times smaller than the loss, as a program's gradient of it is."""
     inputs = scaled(both_scales(device, dtype), -13, "lse_scale")
     check(inputs, LSE)
-    whole = triton_chunked.run(inputs, LSE, rows=3)
+    whole = chunked.run(inputs, LSE, rows=3)
     parts = [
-        triton_chunked.run(inputs._replace(**{name: getattr(inputs, name) * 0}), LSE, rows=3)
+        chunked.run(inputs._replace(**{name: getattr(inputs, name) * 0}), LSE, rows=3)
         for name in ("row_scale", "lse_scale")
     ]
     for grad, of_lse, of_loss in zip(whole[2:5], parts[0][2:5], parts[1][2:5], strict=True):
@@ -115,7 +115,7 @@ def test_row_coefficients_of_zero(device, which, lse_scaled):
 def test_an_lse_scale_of_zero(device):
     inputs = problem(device, row_scaled=True)
     zeros = inputs._replace(lse_scale=torch.zeros_like(inputs.row_scale))
-    ours, want = (triton_chunked.run(i, Spec(gradients=GRADIENTS), 3) for i in (zeros, inputs))
+    ours, want = (chunked.run(i, Spec(gradients=GRADIENTS), 3) for i in (zeros, inputs))
     assert all(torch.equal(a, b) for a, b in zip(ours[2:5], want[2:5], strict=True))
 
 
@@ -123,10 +123,10 @@ def test_an_lse_scale_of_zero(device):
 def test_the_dtype_of_new_tensors_does_not_matter(device, target):
     inputs = problem(device, target=target, row_scaled=True, lse_scaled=True)
     spec = Spec(target=target, gradients=GRADIENTS, lse=True)
-    want = triton_chunked.run(inputs, spec, 3)
+    want = chunked.run(inputs, spec, 3)
     torch.set_default_dtype(torch.float16)
     try:
-        ours = triton_chunked.run(inputs, spec, 3)
+        ours = chunked.run(inputs, spec, 3)
     finally:
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(ours[:5], want[:5], strict=True))
@@ -140,7 +140,7 @@ def test_overflow_of_the_loss_scale_is_seen(device, which, value):
     both = which == "lse_scale"
     inputs = problem(device, torch.float16, row_scaled=True, lse_scaled=both)
     getattr(inputs, which)[3] = value
-    out = triton_chunked.run(inputs, Spec(gradients=GRADIENTS), rows=3)
+    out = chunked.run(inputs, Spec(gradients=GRADIENTS), rows=3)
     assert not out.x[3].isfinite().any()
     assert out.x[4].isfinite().all()
     assert not out.weight.isfinite().any()

@@ -10,7 +10,7 @@ import torch
 from fxpass.aten import chunked as aten_chunked
 from fxpass.aten import tiled as aten_tiled
 from fxpass.kernels import chunked as triton_chunked
-from fxpass.kernels import tile_config as triton_tile_config
+from fxpass.kernels import tile_config
 from fxpass.kernels import tiled as triton_tiled
 from fxpass.kernels.tile_config import Config
 from fxpass.spec import expression
@@ -27,9 +27,9 @@ SMALL = Config(BLOCK_N=16, BLOCK_V=16, BLOCK_D=16, GROUP_N=2, num_warps=1, num_s
 def _small_tiles(monkeypatch):
     """Several splits of several tiles, several tiles of the weight."""
     small = SMALL if torch.cuda.is_available() else SMALL._replace(BLOCK_N=8, BLOCK_D=8)
-    monkeypatch.setattr(triton_tile_config, "configs_for", lambda target, dtype: (small,))
+    monkeypatch.setattr(tile_config, "configs_for", lambda target, dtype: (small,))
     monkeypatch.setattr(triton_tiled, "_processors", lambda device: 3)
-    monkeypatch.setattr(triton_chunked, "_CLASSES_PER_TILE", 16)
+    monkeypatch.setattr(triton_chunked, "UPCAST_CLASSES", 16)
 
 
 # ---------------------------------------------------------------- the implementations, called alike
