@@ -1,6 +1,6 @@
-"""The inputs of a deferred computation, and proof that they are still what they were.
+"""The inputs of a deferred computation, and the check that they are unchanged.
 
-In: tensors that a computation will read later. Out: the same values then, or an error::
+In: tensors that a computation will read later. Out: their unchanged values, or an error::
 
     given = Input(weight, is_row=False)
     weight.data.mul_(2)  # bumps no version counter
@@ -18,17 +18,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-WORD = 8  # bytes that one addition of a fingerprint covers
+WORD = 8  # bytes of a word of the fingerprint
 BLOCK = 256  # words that are summed to one number
-# Words whose products exist at a time: what a core's cache holds, and enough to fill a GPU. So many
-# are one core's work for PyTorch. Several cores would wait for each other hundreds of times, which
-# beside another busy process costs more than few of them gain.
+# Words whose products are materialised at a time: they fit into a CPU core's cache, or fill a GPU.
+# PyTorch runs PER_CORE words on one core. Up to FEW_CORES cores are no faster than one: they would
+# synchronise hundreds of times, which is slow if another process is busy.
 PER_CORE, PER_GPU = 2**15 - BLOCK, 2**21
 FEW_CORES = 4
 
 
 class StaleLogitsError(RuntimeError):
-    """Deferred logits cannot be computed any more: one of their inputs changed or is gone."""
+    """Deferred logits can no longer be computed, because an input was changed or freed."""
 
     def __init__(self, source: str, tensor: Tensor, what: str) -> None:
         super().__init__(
@@ -43,29 +43,29 @@ class StaleLogitsError(RuntimeError):
 class Input:
     """A tensor that a deferred computation will read.
 
-    It refers to the memory by an alias, so that ``weight.data = other`` does not reach it, and
-    remembers the version counter and a fingerprint of the bits.
+    It holds an alias of the memory, so that ``weight.data = other`` has no effect on it, the
+    version counter, and a fingerprint of the bits.
 
     Args:
         tensor: a plain dense tensor of any dtype and strides.
-        is_row: its leading dimensions are those of the logits.
+        is_row: whether its leading dimensions are those of the logits.
     """
 
     def __init__(self, tensor: Tensor, is_row: bool) -> None:
         self.tensor = tensor.detach()
-        self._is_clone = False  # nobody else can change it
+        self._is_clone = False  # a clone has no other references that could change it
         self._version = None if tensor.is_inference() else tensor._version
         self._fingerprint = None if _freed(tensor) else fingerprint(self.tensor)
         owner = tensor if tensor._base is None else tensor._base
-        # What an optimizer may step on: parameters and whatever they are copied to. Hidden states
-        # are not, unless somebody optimizes them.
+        # An optimizer may change leaves: parameters and copies of them. It changes hidden states
+        # only if they require a gradient as leaves.
         self._is_parameter = owner.is_leaf and (not is_row or owner.requires_grad)
 
     def checked(self, source: str) -> Tensor:
         """The tensor, detached.
 
         Raises:
-            StaleLogitsError: it was changed in place, or its memory was freed.
+            StaleLogitsError: the tensor was changed in place, or its memory was freed.
         """
         if _freed(self.tensor):
             raise StaleLogitsError(source, self.tensor, "was freed")
@@ -82,14 +82,14 @@ class Input:
 
     @property
     def key(self) -> tuple[object, ...] | None:
-        """Equal for inputs that one clone can stand for; None if a clone would not help."""
+        """Inputs with equal keys can share a clone; None if a clone would not help."""
         t = self.tensor
         if self._is_clone or not self._is_parameter or _freed(t) or not self._same_version():
             return None
         return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, self._version
 
     def replace(self, clone: Tensor) -> None:
-        """From now on the values are those of ``clone``; the next check compares its bits."""
+        """Reads ``clone`` from now on; the next check compares its bits."""
         self.tensor, self._is_clone = clone, True
 
     def _same_version(self) -> bool:
@@ -97,13 +97,14 @@ class Input:
 
 
 def fingerprint(t: Tensor) -> Tensor:
-    """A digest of the bits of ``t``: a small tensor on its device, equal if the bits are.
+    """A digest of the bits of ``t``: a small tensor on its device; equal bits give equal digests.
 
-    In each block of 2 KiB both halves of every 64-bit word are multiplied by random odd factors of
-    their own, and added up modulo 2⁶⁴ (multilinear hashing). One pass over the memory, temporaries
-    of a few MiB, no synchronisation. A change of one half is always seen, of several except by a
-    chance of 2⁻⁶⁴ where the lowest bits of a half change, of 2⁻³² where nothing but highest bits
-    does; for each block again. Short vectors are copied: their digest is exact.
+    For each block of 2 KiB, both halves of every 64-bit word are multiplied by different random odd
+    factors and summed modulo 2⁶⁴ (multilinear hashing). It takes one pass over the memory and
+    temporaries of a few MiB, without synchronisation. It always detects a change of one half. For
+    each block with several changed halves, the chance of a miss is 2⁻⁶⁴ if the lowest bits of a
+    half change, and 2⁻³² if only highest bits change. Short vectors are copied: their digest is
+    exact.
     """
     if t.is_complex():
         t = torch.view_as_real(t)
@@ -131,7 +132,7 @@ def _sums(bits: Tensor) -> Tensor:
         return _sums(bits[0])
     words = bits.long()
     low, high = _factors(bits.shape[-1], bits.device)
-    # the high half has a factor of its own: that of the whole word pushes it out of the sum
+    # a factor for the high half: the product with the whole word shifts its bits out of the sum
     products = words >> 32
     products *= high
     products.addcmul_(words, low)
@@ -140,7 +141,7 @@ def _sums(bits: Tensor) -> Tensor:
 
 @functools.lru_cache(64)
 def _factors(count: int, device: torch.device) -> Tensor:
-    """Two rows of random odd 64-bit integers, the same each time."""
+    """Two rows of random odd 64-bit integers from a fixed seed."""
     with quiet():
         generator = torch.Generator().manual_seed(0)
         random = torch.randint(-(2**63), 2**63 - 1, (2, count), generator=generator)
@@ -149,9 +150,9 @@ def _factors(count: int, device: torch.device) -> Tensor:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Compute plain values, whatever the caller has switched on: no autocast (the dtypes are
-    explicit), no autograd, no inference tensors, which could not be written or saved later, and
-    no tracing."""
+    """Computes plain values, regardless of the caller's modes: without autocast (the dtypes are
+    explicit), autograd, tracing, and inference mode (whose tensors cannot be written or saved
+    later)."""
     with (
         torch._C._DisableAutocast(),
         torch.inference_mode(False),

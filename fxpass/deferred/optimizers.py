@@ -1,7 +1,7 @@
-"""What keeps deferred logits right when an optimizer is about to change their parameters.
+"""Clones the parameters of deferred logits before an optimizer changes them.
 
-In: everything that is deferred, when the ``step`` of any optimizer is called, also of one that
-holds other tensors than the model (master weights). Out: the same, independent of parameters::
+In: all deferred logits, before the ``step`` of any optimizer, master weights included. Out: the
+same logits, which no longer depend on the parameters::
 
     out = model(**batch)  # out.logits is deferred, and alive during the step
     out.loss.backward()
@@ -25,20 +25,20 @@ from fxpass.deferred.values import Run
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on every optimizer step is preceded by :func:`before_step`."""
-    # A compiled step has a graph break here; torch's own steps have one anyway.
+    """Calls :func:`before_step` before every optimizer step from now on."""
+    # A compiled step has a graph break here; the steps of torch's optimizers have one anyway.
     hook: Any = torch.compiler.disable(before_step)
     register_optimizer_step_pre_hook(hook)
 
 
 def before_step(*_: Any) -> None:
-    """Makes everything that is deferred independent of parameters that are about to change.
+    """Makes all deferred logits independent of the parameters.
 
-    Clones the parameters, one clone for all logits that use it, or computes the logits, whichever
-    takes less memory. No synchronisation with the device unless logits are computed.
+    It clones each parameter once, or computes the logits if this takes less memory. It synchronises
+    with the device only if it computes logits.
     """
     pending = values.pending()
-    uses: dict[Any, list[tuple[Run, Input]]] = {}  # of one parameter
+    uses: dict[Any, list[tuple[Run, Input]]] = {}  # the uses of each parameter
     for run in set(pending.values()):
         for given in run.inputs or ():
             if isinstance(given, Input) and given.key is not None:
@@ -46,9 +46,9 @@ def before_step(*_: Any) -> None:
     parameters = sum(group[0][1].tensor.nbytes for group in uses.values())
     logits = sum(buffer.like.nbytes for buffer in {part.buffer for part in pending})
     if parameters > logits:
-        # the logits before their casts, the whole before its rows: those can be taken from these
+        # logits before their casts, and larger parts before smaller: the latter are cheap then
         for part in sorted(pending, key=lambda p: (len(p.buffer.casts), -p.like.numel())):
-            with suppress(StaleLogitsError):  # it is raised for whoever uses them, if anybody does
+            with suppress(StaleLogitsError):  # a later use raises it again
                 part.read()
         return
     for group in uses.values():

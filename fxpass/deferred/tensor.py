@@ -1,14 +1,15 @@
-"""Logits that are computed when they are used, if they are.
+"""A tensor subclass for logits that are computed on first use.
 
-In: a recipe (a graph that computes logits) and its inputs. Out: a tensor like any other, for which
-nothing has been computed yet::
+In: a recipe (a graph that computes logits) and its inputs. Out: a tensor whose values are not
+computed yet::
 
     logits = defer(Recipe(graph, rows=(0,), source="logits = self.lm_head(x)"), (x, weight))
     logits.float()[:, -1].argmax(-1)  # one row of each sequence is computed
 
-It has the values and gradients that it would have had when it was made, or raises. Casts, detach
-and views stay uncomputed; every other operation computes the values, once, and returns plain
-tensors. An optimizer step is preceded by whatever keeps the values right.
+NOTE: deferred logits. The tensor has the values and gradients of the time of its creation, or
+raises. Casts, detach and views stay deferred; every other operation computes the values, once, and
+returns plain tensors. Before an optimizer step, :mod:`fxpass.deferred.optimizers` clones the
+parameters.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ VIEWS = {
     aten.unsqueeze.default,
     aten.view.default,
 }
-# They ask for shape, dtype and device only.
+# Operations that read shape, dtype and device only.
 LIKE = {
     aten.empty_like.default,
     aten.full_like.default,
@@ -71,20 +72,20 @@ LIKE = {
 
 @torch.compiler.disable
 def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
-    """The logits of ``recipe.graph(*inputs)``, to be computed when they are used.
+    """The logits of ``recipe.graph(*inputs)``, computed on first use.
 
     Args:
-        recipe: how they are computed.
-        inputs: tensors and ints, as they are now.
+        recipe: the computation.
+        inputs: its tensors and ints, with their current values.
 
     Returns:
-        A :class:`DeferredLogits` with the recipe's shape, dtype, strides and device, linked to the
-        inputs by autograd. If an input is a tensor subclass of its own kind (a DTensor), the plain
-        result, computed now.
+        A :class:`DeferredLogits` with the shape, dtype, strides and device of the logits, linked to
+        the inputs by autograd. If an input is another tensor subclass (a DTensor), the logits,
+        computed now.
 
     Raises:
-        StaleLogitsError: not here but when values or gradients are used: an input was changed in
-            place or its memory freed, in a way that no optimizer announced.
+        StaleLogitsError: later, when values or gradients are used, if an input was freed or changed
+            in place other than by an optimizer's step.
     """
     if any(isinstance(a, Tensor) and is_traceable_wrapper_subclass(a) for a in inputs):
         with torch._C._DisableAutocast():
@@ -96,14 +97,14 @@ def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
 def drop(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
     """Like :func:`defer`, but any use of values or gradients raises RuntimeError.
 
-    Shape, dtype, strides and device answer; the inputs are not kept. DTensors among them count as
-    the tensors that they are as a whole.
+    Shape, dtype, strides and device are available; the inputs are not referenced. A DTensor counts
+    with its global shape.
     """
     return _link(recipe, inputs, dropped=True)
 
 
 def _by_plain(name: str, alias: bool = True) -> Any:
-    """The method of that name, of the tensor that :meth:`DeferredLogits._plain` returns."""
+    """A method that calls the method ``name`` of :meth:`DeferredLogits._plain`."""
 
     def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._plain(alias), name)(*args, **kwargs)
@@ -133,7 +134,7 @@ class DeferredLogits(Tensor):
             dtype=like.dtype,
             device=device,
         )
-        torch._C._set_throw_on_mutable_data_ptr(self)  # C++ that asks gets an error and no nullptr
+        torch._C._set_throw_on_mutable_data_ptr(self)  # C++ code gets an error, not a null pointer
         self._part = part
         return self
 
@@ -144,7 +145,7 @@ class DeferredLogits(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # In inference mode composite operations arrive whole.
+        # in inference mode, composite operations are not decomposed before this call
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -156,11 +157,11 @@ class DeferredLogits(Tensor):
 
     @property
     def value(self) -> Tensor:
-        """The values as a plain tensor without autograd, computed now if they were not."""
+        """The values as a plain tensor without autograd; computes them if necessary."""
         return self._part.materialise()
 
     def _is_view(self) -> bool:
-        # The compiler would replay views on the base, and so ask for all of it.
+        # for a view, the compiler would replay the view on its base and so compute the whole base
         return not TracingContext.try_get() and super()._is_view()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -176,7 +177,7 @@ class DeferredLogits(Tensor):
     # ---- what reads memory without going through the dispatcher ----------------------------------
 
     def _plain(self, alias: bool = True) -> Tensor:
-        """A plain leaf with these values; ``alias``: in the memory that other aliases share."""
+        """A plain leaf with these values; with ``alias`` it shares the memory of all views."""
         value = self._part.materialise() if alias else self._part.read()
         return value.detach().requires_grad_(self.requires_grad)
 
@@ -194,7 +195,7 @@ class DeferredLogits(Tensor):
         return self._plain().__cuda_array_interface__
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        if TracingContext.try_get():  # the compiler describes this tensor apart from its values
+        if TracingContext.try_get():  # the compiler asks for metadata and must not get the values
             return super().untyped_storage()
         return self._plain().untyped_storage()
 
@@ -222,7 +223,7 @@ class DeferredLogits(Tensor):
             )
         try:
             function = self.grad_fn
-        except RuntimeError:  # a view that somebody wrote to in another mode
+        except RuntimeError:  # a view that was written to in another grad mode
             return repr(part.read())[:-1] + ", grad_fn=<Invalid>)"
         if function is None:
             return repr(self._plain(alias=False))
@@ -259,11 +260,11 @@ class _Attach(torch.autograd.Function):
 
 
 def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
-    """Deferred logits that autograd knows as a function of the inputs."""
+    """Deferred logits, linked to the inputs by autograd."""
     if any(isinstance(a, FakeTensor) for a in inputs):
-        # DDP's graph splitting runs each part once, when it is compiled, to learn what the next one
-        # gets: this type, since that part has to ask for the values when it runs. Without Python's
-        # dispatcher a linear of torch 2.11 makes numbers of symbolic sizes
+        # DDP's graph splitting runs each part with fake tensors to find the input types of the next
+        # part. The result has to be deferred logits, as at run time. Without Python's dispatcher, a
+        # linear of torch 2.11 replaces symbolic sizes by numbers.
         with quiet(), enable_python_dispatcher():
             part = values.computed(recipe.graph(*inputs))
         device = part.like.device
@@ -281,9 +282,9 @@ def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict
     """The result without computing values, or NotImplemented."""
     part = t._part
     if isinstance(part.value, FunctionalTensor):
-        return NotImplemented  # a graph is being traced, which had better return plain tensors
+        return NotImplemented  # in a traced graph, views and casts return plain tensors
     if func in VIEWS:
-        # what a normal tensor's view is, in inference mode as well
+        # a view of a normal tensor is a normal tensor, in inference mode too
         with torch.inference_mode(torch.is_inference_mode_enabled() and t.is_inference()):
             return DeferredLogits(part.view(lambda like: func(like, *args, **kwargs)), t.device)
     if part.run is None:
@@ -309,13 +310,13 @@ def _only_dtype(t: Tensor, kwargs: dict[str, Any]) -> bool:
 
 
 def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``func`` on the values. Writes reach the values, aliases are real aliases of them."""
+    """Runs ``func`` on the values. Writes change the values; aliases share their memory."""
     if func is aten.detach_.default:
-        return args[0]  # in inference mode, without autograd
+        return args[0]  # only in inference mode, where there is no autograd history
     if torch.Tag.inplace_view in func.tags:
         raise _reshaped(func)
     schema = func._schema
-    silent = func.namespace == "c10d"  # writes to its arguments, and does not declare it
+    silent = func.namespace == "c10d"  # writes to its arguments without declaring it
     by_name = {argument.name: argument for argument in schema.arguments}
     written: dict[int, DeferredLogits] = {}  # by the identity of the plain tensor
     read: dict[int, Part] = {}  # by the storage of the plain tensor
@@ -331,11 +332,11 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return plain
             plain = part.materialise()
             if silent or alias.is_write:
-                if isinstance(plain, FakeTensor):  # the compiler could not see what else it changes
+                if isinstance(plain, FakeTensor):  # the compiler does not know the other aliases
                     raise UnsupportedFakeTensorException("deferred logits are written to in place")
                 written[id(plain)] = t
                 if not silent and isinstance(value, (list, tuple)) and not t.is_inference():
-                    increment_version(t)  # autograd does not, for tensors in lists
+                    increment_version(t)  # autograd does not do this for tensors in lists
             return plain
 
         return pytree.tree_map_only(DeferredLogits, one, value)
@@ -350,13 +351,13 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def rewrap(t: Tensor) -> Tensor:
         if id(t) in written:
             return written[id(t)]
-        if not torch._C._has_storage(t):  # sparse ones and oneDNN's have none, and copy
+        if not torch._C._has_storage(t):  # sparse and oneDNN tensors are copies without storage
             return t
         part = read.get(t.untyped_storage()._cdata)
         if part is None:
             return t
-        # The operation returned an alias and did not declare it.
-        if part.buffer.run is not None:  # of rows that were computed apart
+        # the operation returned an undeclared alias
+        if part.buffer.run is not None:  # of separately computed rows
             return t.clone()
         part.buffer.exposed = True
         return t.detach()

@@ -7,11 +7,11 @@ tensors, computed on first use::
     last = whole.view(lambda t: t[:, -1])
     last.read()  # runs the recipe on the last row of the hidden states
 
-A :class:`Buffer` is the memory that eager would have allocated: the logits, or a cast of them. A
-:class:`Part` is what one tensor shows of it. Its shape, strides and offset say which elements these
-are, however the user came to them, and so which rows of the hidden states they need. Rows may be
-computed apart from the rest, as long as nobody can write to them or hold an alias:
-:meth:`Part.materialise` first computes the whole buffer and puts such rows into it.
+A :class:`Buffer` stands for the memory that eager would have allocated: the logits, or a cast of
+them. A :class:`Part` is a view of a buffer. Its shape, strides and offset determine its elements,
+and so the rows of the hidden states that it needs. Some rows may be computed separately, as long as
+no user can write to them or has an alias: :meth:`Part.materialise` first computes the whole buffer
+and copies such rows into it.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from torch.fx import GraphModule
 
 from fxpass.deferred.inputs import Input, quiet
 
-CUTS = 8  # so many times rows are computed apart; after that the whole is cheaper
-LAYOUTS = 256  # of one recipe that are remembered: under dynamic shapes there is no end of them
+CUTS = 8  # how often rows are computed separately; then the whole buffer is cheaper
+LAYOUTS = 256  # cached layouts of one recipe; dynamic shapes would add more without end
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How logits are computed.
+    """The computation of logits.
 
     Attributes:
-        graph: called as ``graph(*inputs)``; plain torch operations with explicit dtypes, returns
-            the logits.
-        rows: positions of the inputs that carry rows: their leading dimensions are those of the
-            logits, their last one is replaced by the classes, and every row is computed from that
-            row alone. Empty if that is not known.
+        graph: called as ``graph(*inputs)``, returns the logits; plain torch operations with
+            explicit dtypes.
+        rows: positions of the inputs with rows: their leading dimensions are those of the logits,
+            and a row of the logits depends only on the same row of these inputs. Empty if unknown.
         source: the user's source line, for messages.
         requires_grad: whether the logits are linked to the inputs by autograd.
     """
@@ -55,7 +54,7 @@ class Recipe:
 
     def layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
         """The shape, dtype and strides of ``graph(*inputs)``, as an empty tensor on the meta
-        device, and its device; found without computing it."""
+        device, and its device; the graph runs without data."""
         key = tuple(
             (a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in inputs
         )
@@ -66,11 +65,11 @@ class Recipe:
         return self._layouts[key]
 
     def _find_layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
-        try:  # ten times as fast as fake tensors
+        try:  # meta tensors are ten times as fast as fake tensors
             with quiet():
                 out = self.graph(*(_stand_in(a, "meta") for a in inputs))
             device = next(a.device for a in inputs if isinstance(a, Tensor))
-        except (RuntimeError, NotImplementedError):  # the graph speaks of devices
+        except (RuntimeError, NotImplementedError):  # the graph names a device
             with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
                 out = self.graph(*(_stand_in(a) for a in inputs))
             device = out.device
@@ -79,12 +78,12 @@ class Recipe:
 
 
 class Run:
-    """One run of a compiled graph: the recipe, and the inputs that it had then.
+    """One run of a compiled graph: the recipe and its inputs.
 
     Attributes:
-        inputs: an :class:`Input` for each tensor; None where the logits are dropped.
-        like, device: the layout of the logits, on the meta device, and their own device.
-        lock: of everything that is computed from these inputs.
+        inputs: an :class:`Input` for each tensor; None if the logits are dropped.
+        like, device: the layout of the logits, on the meta device, and their real device.
+        lock: guards all values that are computed from these inputs.
     """
 
     def __init__(self, recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> None:
@@ -99,7 +98,7 @@ class Run:
             ]
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
-        """All logits, or those of the rows with these numbers, ``[*rows.shape, V]``."""
+        """All logits, or the rows with these numbers, ``[*rows.shape, V]``."""
         inputs = self.checked()
         if rows is not None:
             for i in self.recipe.rows:
@@ -107,7 +106,7 @@ class Run:
         return self.recipe.graph(*inputs)
 
     def gradients(self, needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
-        """For each input that is needed the gradient, in its dtype, given that of the logits."""
+        """The gradients of the ``needed`` inputs (None for others), for the logits' ``grad``."""
         with quiet():
             inputs = self.checked()
             wanted = []
@@ -137,17 +136,17 @@ class Buffer:
     """The memory that eager would have allocated.
 
     Attributes:
-        run: what computes it; None once the values are there: the inputs are not needed any more.
-        like: shape, dtype and strides of the whole, on the meta device.
-        rows: for each row of V classes in this memory the number of that row of the logits, int64
-            ``[R]``; None if its rows cannot be computed apart.
-        casts: from the logits to here, the part that was cast and the buffer that this made, both
-            by their layouts.
-        source: what it is a cast of: worth a look before computing from the inputs.
-        value: the whole, once it is computed.
-        exposed: somebody outside may hold an alias of ``value`` or have written to it.
-        apart: the parts whose rows were computed apart.
-        cuts: how often that was.
+        run: computes the values; None when they are computed and the inputs no longer needed.
+        like: shape, dtype and strides of the whole buffer, on the meta device.
+        rows: for each row of V classes in the buffer its row number in the logits, int64 ``[R]``;
+            None if rows cannot be computed separately.
+        casts: the casts from the logits to this buffer: the layouts of the part that was cast and
+            of the resulting buffer.
+        source: the buffer that was cast; its values, if computed, are cheaper than the inputs.
+        value: the whole buffer, when it is computed.
+        exposed: a user may have an alias of ``value`` or may have written to it.
+        apart: the parts whose rows were computed separately.
+        cuts: how often rows were computed separately.
     """
 
     run: Run | None
@@ -164,14 +163,15 @@ class Buffer:
         self.lock = threading.RLock() if self.run is None else self.run.lock
 
     def rows_of(self, like: Tensor) -> Tensor | None:
-        """The rows of this memory in which a part with that layout lies, by their numbers: one
-        dimension for each of the part's whose steps are whole rows. None if it has none."""
+        """The row numbers of a part with this layout, as a tensor with one dimension for each
+        dimension of the part whose stride is a multiple of V. None if a row number does not
+        determine its elements."""
         if self.rows is None:
             return None
         v = self.like.shape[-1]
         dims = list(zip(like.shape, like.stride(), strict=True))
         if like.storage_offset() % v + sum((n - 1) * step for n, step in dims if step % v) >= v:
-            return None  # steps that are no rows lead from one row into another
+            return None  # the other strides cross the border between two rows
         shape = [n for n, step in dims if step % v == 0]
         strides = [step // v for _, step in dims if step % v == 0]
         with quiet():
@@ -179,7 +179,7 @@ class Buffer:
             return numbers.as_strided(shape, strides, like.storage_offset() // v)
 
     def compute(self, picked: Tensor | None = None) -> Tensor:
-        """The whole, in memory of its own; or of its rows those with these numbers, contiguous
+        """The whole buffer in new memory; or the rows with the numbers ``picked``, contiguous
         ``[*picked.shape, V]``."""
         with quiet():
             source = self.source and self.source()
@@ -207,23 +207,23 @@ class Buffer:
             return value
 
     def fill(self) -> Tensor:
-        """Computes the whole, puts the rows that were computed apart into it, and returns it."""
+        """Computes the whole buffer, copies separately computed rows into it, and returns it."""
         self.value = value = self.compute()
         for part in list(self.apart):
             assert part.value is not None
-            with quiet():  # what was seen once must stay, to the bit
+            with quiet():  # values that the user has seen must not change by a bit
                 part.value = _shown(value, part.like).copy_(part.value)
         self.run = None
         return value
 
 
 class Part:
-    """What one tensor shows of a buffer.
+    """A view of a buffer.
 
     Attributes:
         buffer: the buffer.
         like: shape, dtype, strides and offset, on the meta device.
-        value: None as long as it is not computed.
+        value: the values; None until they are computed.
     """
 
     def __init__(self, buffer: Buffer, like: Tensor, value: Tensor | None = None) -> None:
@@ -234,15 +234,15 @@ class Part:
 
     @property
     def run(self) -> Run | None:
-        """What computes it; None once its values are there."""
+        """The run that computes it; None when its values are computed."""
         return self.buffer.run if self.value is None else None
 
     def view(self, view: Callable[[Tensor], Tensor]) -> Part:
-        """A view of the same memory, not computed."""
+        """A view of the same buffer; computes nothing."""
         return Part(self.buffer, view(self.like))
 
     def cast(self, dtype: torch.dtype, memory_format: torch.memory_format) -> Part:
-        """A copy in another dtype, not computed; nor may ``self`` be."""
+        """A copy in another dtype; computes nothing. ``self`` must not be computed yet."""
         buffer, part = self.buffer, self.like
         like = torch.ops.aten._to_copy.default(part, dtype=dtype, memory_format=memory_format)
         rows = None
@@ -256,7 +256,7 @@ class Part:
         return Part(Buffer(buffer.run, like, rows, casts, weakref.ref(buffer)), like)
 
     def read(self) -> Tensor:
-        """The values. Whoever gets them must neither write to them nor hand out an alias."""
+        """The values. The caller must not write to them or return an alias of them."""
         buffer = self.buffer
         with buffer.lock:
             if self.run is not None and buffer.cuts < CUTS:
@@ -268,7 +268,7 @@ class Part:
             return self._computed()
 
     def materialise(self) -> Tensor:
-        """The values in the buffer's memory: an alias of what every other part of it shows."""
+        """The values, as an alias of the buffer's memory."""
         with self.buffer.lock:
             self.buffer.exposed = True
             if self.buffer.value is None:
@@ -284,7 +284,7 @@ class Part:
 
 
 def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool = False) -> Part:
-    """The logits of a recipe, not computed; ``dropped``: they never can be."""
+    """The uncomputed logits of a recipe; if ``dropped``, computing them raises RuntimeError."""
     run = Run(recipe, inputs, dropped)
     like, rows = run.like, None
     if recipe.rows and like.dim() > 1 and like.numel() and like.is_contiguous():
@@ -294,17 +294,17 @@ def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool = False) -> Pa
 
 
 def computed(value: Tensor) -> Part:
-    """A part that is the whole of ``value``."""
+    """A part that shows the whole of ``value``."""
     return Part(Buffer(None, value, value=value, exposed=True), value, value)
 
 
-# Weak: what nobody can use any more is collected, hidden states included.
+# Weak references: unreachable parts are collected, with their hidden states.
 _parts: weakref.WeakSet[Part] = weakref.WeakSet()
-_parts_lock = threading.RLock()  # re-entrant: collecting garbage may run finalizers anywhere
+_parts_lock = threading.RLock()  # re-entrant: garbage collection may run a finalizer at any time
 
 
 def pending() -> dict[Part, Run]:
-    """Everything that is alive, not computed, and can be, with what computes it."""
+    """The uncomputed parts that can still be computed, each with its run."""
     with _parts_lock:
         parts = list(_parts)
     runs = [(part, part.run) for part in parts]
@@ -312,7 +312,7 @@ def pending() -> dict[Part, Run]:
 
 
 def _stand_in(a: Any, device: str | None = None) -> Any:
-    """An empty tensor with the layout of a tensor; anything else as it is."""
+    """An empty tensor with the layout of ``a``; a value that is no tensor is returned unchanged."""
     if not isinstance(a, Tensor):
         return a
     return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device or a.device)
@@ -330,12 +330,12 @@ def _copied(t: Tensor, like: Tensor) -> Tensor:
 
 
 def _shown(whole: Tensor, like: Tensor) -> Tensor:
-    """What a part with that layout shows of a buffer; autograd does not know it for a view."""
+    """The view of a buffer with this layout; autograd does not treat it as a view."""
     return whole.as_strided(like.shape, like.stride(), like.storage_offset()).data
 
 
 def _shown_of_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """The same of the rows in which the part lies, as :meth:`Buffer.rows_of` has them."""
+    """The same, from the rows of the part, as :meth:`Buffer.rows_of` returns them."""
     v = rows.shape[-1]
     lead = iter(rows.stride())
     strides = [next(lead) if step % v == 0 else step for step in like.stride()]

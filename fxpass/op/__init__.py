@@ -1,5 +1,5 @@
-"""The operator ``fxpass::linear_cross_entropy``: schema, fake tensors, autograd, what it refuses.
+"""The operator ``fxpass::linear_cross_entropy``: schema, checks, fake tensors, autograd.
 
-It picks the implementation for a device by the plan, and has a form for classes that are sharded
-over ranks. Imports ``spec``, ``plan``, ``aten`` and ``kernels``.
+It runs the implementation that the plan names, and has a form for a sharded vocabulary. Imports
+``spec``, ``plan``, ``aten`` and ``kernels``.
 """

@@ -1,7 +1,7 @@
-"""What ``fxpass::linear_cross_entropy`` refuses: operands that do not fit, classes that are none.
+"""Checks the operands and class indices of ``fxpass::linear_cross_entropy``.
 
 In: the tensors of an :class:`fxpass.aten.common.Inputs`, real or fake, and a spec. Out: nothing, or
-an error that names the operand and what it is::
+an error that names the operand and its shape, dtype or value::
 
     >>> check_inputs(Inputs(torch.ones(4, 8), torch.ones(9, 7), None, None), Spec())
     Traceback (most recent call last):
@@ -23,10 +23,10 @@ NAME = "fxpass::linear_cross_entropy"
 
 
 def check_inputs(inputs: Inputs, spec: Spec) -> None:
-    """Shapes, dtypes and devices; called with real and with fake tensors.
+    """Checks shapes, dtypes and devices of real or fake tensors.
 
     Raises:
-        ValueError: operands that do not fit together, or not to the spec.
+        ValueError: operands do not fit together, or do not fit the spec.
     """
     given = {name: t for name, t in inputs._asdict().items() if isinstance(t, Tensor)}
     if any(t.device != inputs.x.device for t in given.values()):
@@ -55,12 +55,12 @@ def check_inputs(inputs: Inputs, spec: Spec) -> None:
         raise ValueError(f"{NAME} needs logits [{n}, {v}], got {_shapes(logits)}")
     if (target is None) != (spec.target == "none"):
         raise ValueError(
-            f"{NAME} needs a target unless its spec says target=none, and none then; got "
+            f"{NAME} needs a target, and no target if its spec says target=none; got "
             f"{'None' if target is None else _shapes(target)} for target={spec.target}"
         )
     if target is None:
         if inputs.class_weight is not None:
-            raise ValueError(f"{NAME} has no use for class_weight without a target")
+            raise ValueError(f"{NAME} takes no class_weight without a target")
     elif spec.target == "probabilities":
         if target.dim() != 2 or target.shape[0] != n or target.shape[1] != v:
             raise ValueError(f"{NAME} needs probabilities [{n}, {v}], got {_shapes(target)}")
@@ -74,11 +74,11 @@ def check_inputs(inputs: Inputs, spec: Spec) -> None:
 
 
 def check_class_indices(inputs: Inputs, spec: Spec) -> None:
-    """The values of class indices; on devices other than the CPU without waiting for the answer.
+    """Checks the values of class indices, without synchronisation with a GPU.
 
     Raises:
-        IndexError: an index that is no class and not ``ignore_index``; on other devices than the
-            CPU a device-side assertion fails instead.
+        IndexError: an index is neither a class nor ``ignore_index``; on devices other than the CPU,
+            a device-side assertion fails instead.
     """
     if inputs.target is None or spec.target == "probabilities":
         return
@@ -88,7 +88,7 @@ def check_class_indices(inputs: Inputs, spec: Spec) -> None:
     if target.device.type != "cpu":
         torch.ops.aten._assert_async(~wrong.any())
     elif wrong.any():
-        # a shard's indices are not those that the user gave
+        # the user does not know the indices of a shard
         which = "A target" if spec.shard_of else f"Target {target[wrong][0].item()}"
         raise IndexError(
             f"{which} is out of bounds: there are {spec.shard_of or v} classes and "

@@ -1,7 +1,6 @@
-"""From a plan to the code that runs it.
+"""Runs a fused loss with the implementation and strategy of its plan.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`, from
-the implementation and the strategy that the plan has for these sizes on this device.
+In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from fxpass.spec.spec import Spec
 
 
 def compute(inputs: Inputs, spec: Spec) -> Results:
-    """Runs one fused loss, or its backward."""
+    """Runs forward or backward of one fused loss."""
     n, d, v = *inputs.x.shape, inputs.weight.shape[0]
     logits_exist = inputs.logits is not None
     found = plan.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec, logits_exist)

@@ -1,9 +1,9 @@
-"""Rows that are ignored, left out before anything is multiplied.
+"""Leaves ignored rows out of all products.
 
-In: the inputs of a fused loss. Out: the inputs of the rows that count, and afterwards outputs for
-all rows again: losses and gradients of the others are 0. Padding and prompts are often more than
-half of a batch, and each ignored row would cost as many operations as any other. What is nan or
-infinite in an ignored row stays there, where eager multiplies it by 0 and gets nan gradients.
+In: the inputs of a fused loss. Out: the inputs without ignored rows, and afterwards outputs for all
+rows; losses and gradients of ignored rows are 0. Padding and prompts are often more than half of a
+batch, and an ignored row would cost as many operations as any other row. An ignored row that holds
+nan or inf does not change the gradients; eager multiplies it by 0 and gets nan gradients.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from torch import Tensor
 from fxpass.aten.common import Inputs, Results, is_valid
 from fxpass.spec.spec import Spec
 
-# Fewer ignored rows than this share of all are not worth the copies of x and of its gradient.
+# The minimum share of ignored rows that is worth the copies of x and of its gradient.
 _WORTH_IT = 1 / 16
 
 _LEFT_OUT = {"loss": 0.0, "lse": torch.finfo(torch.float32).max, "lse_rest": 0.0, "x": 0.0}
 
 
 def counted_rows(inputs: Inputs, spec: Spec) -> Tensor | None:
-    """The indices ``[M]`` int64 of the rows that count; None where all rows have to be looked at.
+    """The indices ``[M]`` int64 of the rows that are not ignored; None if all rows are computed.
 
-    On a GPU this waits for the target, so not while a CUDA graph is captured: what is captured
-    must not depend on values. An lse that is an output exists for ignored rows too, but for a shard
-    of the classes, where nobody reads it; logits that exist already would have to be copied.
+    On a GPU this synchronises with the target. While a CUDA graph is captured it returns None,
+    because a captured graph must not depend on values. It also returns None if the lse is an
+    output, which ignored rows have too (the lse of a vocabulary shard is not an output), and if the
+    logits exist already, because they would have to be copied.
     """
     if spec.target != "indices" or spec.ignore_index is None or inputs.target is None:
         return None
@@ -50,10 +51,10 @@ def select(inputs: Inputs, index: Tensor) -> Inputs:
 
 
 def restore(out: Results, index: Tensor, n: int) -> Results:
-    """The outputs for all ``n`` rows: zeros where a row was left out, and the largest lse.
+    """The outputs for all ``n`` rows: zeros for ignored rows, and the largest finite lse.
 
-    That makes its softmax 0 in a backward which looks at all rows, as one that is captured in a
-    CUDA graph does; it is finite, since shards subtract theirs from each other.
+    With this lse, the softmax is 0 if backward computes all rows, as it does while a CUDA graph is
+    captured. It is finite because shards subtract their lse from each other.
     """
     per_row = {
         name: tensor.new_full((n, *tensor.shape[1:]), left_out).index_copy_(0, index, tensor)

@@ -1,15 +1,18 @@
 """``fxpass::linear_cross_entropy``: the one operator that a rewritten graph calls.
 
 In: the tensors of :class:`fxpass.aten.common.Inputs` and a spec's text. Out: ``(loss, lse, scale,
-x_grad, weight_grad, bias_grad, lse_rest)``, of which the graph uses the first two. For ``mean`` and
-``sum`` the gradients are computed in forward, one chunk of logits at a time, and saved; backward
-multiplies them by ``scale`` times the incoming gradient. They are in their operand's dtype and
-final but for that gradient, ``scale`` is 1, and backward often has nothing to multiply. Only those
-of fp16 operands are saved in f32 and unnormalised, and ``scale`` is the 1 / N of ``mean``: it would
-push most of an fp16 gradient below the smallest number. For ``none``, and for a loss with its lse,
-each row has an incoming gradient of its own, and the strategy ``tiled`` keeps nothing as large as
-the weight from forward to backward: there forward computes no gradients, and backward all of them,
-final, from logits computed again::
+x_grad, weight_grad, bias_grad, lse_rest)``; the graph uses the first two.
+
+NOTE: gradients in forward. For ``mean`` and ``sum``, forward computes the gradients with the loss,
+one chunk of logits at a time, and saves them. Backward multiplies them by ``scale`` and the
+incoming gradient. Saved gradients have the dtype of their operand and include the 1 / N of
+``mean``, so ``scale`` is 1, and backward often has nothing to multiply. The gradients of fp16
+operands are saved in f32 without 1 / N, which ``scale`` holds: with it, most of an fp16 gradient
+would underflow.
+
+Forward computes no gradients for ``none`` and for a loss with lse, because each row has its own
+incoming gradient, nor for the strategy ``tiled``, which saves nothing of the weight's size. There
+backward recomputes the logits and computes all gradients::
 
     >>> x, w, t = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
     >>> spec = "v6 reduction=mean lse=true"
@@ -55,32 +58,33 @@ def linear_cross_entropy(
     Args:
         x: ``[N, D]`` floating point.
         weight: ``[V, D]``, dtype of x.
-        bias: ``[V]``, dtype of x, or None; or in the dtype of the loss beside narrower operands: it
-            is then added to the up-cast logits, and nothing of it is rounded. Given logits hold it.
-        target: class indices ``[N]`` (int64 or uint8) or class probabilities ``[N, V]``; None
-            where the spec says ``target=none``: the row loss is then the log-sum-exp. In a shard
-            (``shard_of``) an index of -1 is that of a class in another one.
+        bias: ``[V]`` in the dtype of x or of the loss, or None. A bias wider than x is added to the
+            up-cast logits and not rounded. It has no effect on given logits, which include it.
+        target: class indices ``[N]`` (int64 or uint8) or class probabilities ``[N, V]``; None if
+            the spec says ``target=none``: the row loss is then the log-sum-exp. In a vocabulary
+            shard (``shard_of``), the index -1 stands for a class in another shard.
         class_weight: ``[V]`` floating point, or None; None without a target.
-        logits: ``[N, V]``, the linear's output where the graph holds it anyway, else None; carries
-            no gradient.
+        logits: ``[N, V]``, the linear's output if the graph needs it anyway, else None; has no
+            gradient.
         spec: the text of a :class:`fxpass.spec.spec.Spec`.
 
     Returns:
         loss: f32 (f64 for f64 operands), a scalar, or ``[N]`` for ``none``.
-        lse: ``[N]`` in the dtype of the loss, where the spec says ``lse=true``: the log-sum-exp of
-            the transformed logits of every row, ignored ones too; ``[N]`` also for ``tiled``, with
-            any value where a row is ignored, as in a shard of the classes; else of size 0.
-        scale: scalar by which the loss's incoming gradient has to be multiplied.
-        x_grad, weight_grad, bias_grad: gradients to be multiplied by that, shaped as their
-            operands and in their dtypes, but f32 for fp16 operands; of size 0 where
-            ``spec.gradients`` does not name them, and where backward computes them
+        lse: ``[N]`` in the dtype of the loss if the spec says ``lse=true``: the log-sum-exp of the
+            transformed logits of every row, ignored rows included. For ``tiled`` also ``[N]``, else
+            size 0. For ``tiled`` without ``lse=true`` and in a vocabulary shard, the values of
+            ignored rows are unspecified.
+        scale: a scalar; backward multiplies the incoming gradient of the loss by it.
+        x_grad, weight_grad, bias_grad: gradients, before the product with ``scale`` and the
+            incoming gradient, with the shapes and dtypes of their operands, but f32 for fp16. Size
+            0 if ``spec.gradients`` does not name them or backward computes them
             (``spec.gradients_in_backward``).
-        lse_rest: ``[N]`` for ``tiled``, else of size 0: what rounding took from lse.
+        lse_rest: the rounding error of lse, ``[N]`` for ``tiled``, else size 0.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together.
-        IndexError: a class index outside ``[0, V)`` that is not ``ignore_index`` (on CPU; on GPUs
-            a device-side assertion, as in PyTorch's own loss).
+        ValueError: shapes, dtypes or devices do not fit together.
+        IndexError: a class index is outside ``[0, V)`` and not ``ignore_index`` (on CPU; on GPUs a
+            device-side assertion fails, as in PyTorch's loss).
 
     ``lse`` is for the z-loss of https://arxiv.org/abs/2204.02311, ``loss + c * (lse**2).mean()``.
     """
@@ -94,10 +98,10 @@ def linear_cross_entropy(
     if s.reduction == "mean":
         rows, weights = counted(inputs, s)
         scale = weights.to(one.dtype).reciprocal()
-        # the gradients of no rows are zeros and stay so; those of weights that cancel do not exist
+        # without rows the gradients are zeros; class weights that sum to 0 give inf or nan
         left = torch.where(rows == 0, 0, scale)
         if now.gradients and gradient_dtype(x.dtype) == x.dtype:
-            # one pass less over the gradients, as long as backward has nothing to multiply by
+            # forward includes 1 / N, which spares backward a pass over the gradients
             inputs, left = inputs._replace(row_scale=left.expand(x.shape[0])), one
     out = _compute(inputs, now)
     assert out.loss is not None
@@ -105,7 +109,7 @@ def linear_cross_entropy(
     grads = _gradients(out, inputs, _gradient_dtypes(inputs))
     if s.reduction == "none":
         return out.loss, lse, left, *grads, rest
-    # A product and not a division: without valid rows mean is 0 * inf = nan, as in PyTorch.
+    # a product, not a division: without valid rows the mean is 0 * inf = nan, as in PyTorch
     return out.loss.sum() * scale, lse, left, *grads, rest
 
 
@@ -123,24 +127,25 @@ def linear_cross_entropy_backward(
     logits: Tensor | None,
     spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``sum(row_scale * row losses + lse_scale * lse)``, for what forward left out.
+    """Gradients of ``sum(row_scale * row losses + lse_scale * lse)``, if forward computes none.
 
     Args:
-        row_scale: ``[N]``, the gradient that arrives at each row's loss; None for zeros.
-        lse_scale: ``[N]``, the gradient that arrives at each row's lse; None for zeros.
-        lse, lse_rest: ``[N]``, what forward returned, for the strategy ``tiled``; else None.
+        row_scale: ``[N]``, the incoming gradient of each row's loss; None for zeros.
+        lse_scale: ``[N]``, the incoming gradient of each row's lse; None for zeros.
+        lse, lse_rest: ``[N]``, from forward, for the strategy ``tiled``; else None.
         x, weight, bias, target, class_weight, logits, spec: as in :func:`linear_cross_entropy`.
 
     Returns:
-        x_grad, weight_grad, bias_grad in the dtypes of their operands; of size 0 where not asked
-        for.
+        x_grad, weight_grad, bias_grad in the dtypes of their operands; size 0 if ``spec.gradients``
+        does not name them.
     """
-    # an implementation's spec says which outputs it writes, its inputs which gradients arrived
+    # an implementation's spec names its outputs; its inputs show which incoming gradients exist
     s = dataclasses.replace(Spec.parse(spec), lse=False)
     inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
     inputs = inputs._replace(lse=lse, lse_rest=lse_rest)
     if row_scale is None:
-        # The lse alone is the loss of rows without a target; what stands there costs nothing.
+        # Only the lse has an incoming gradient, and it is the loss of rows without a target. The
+        # spec therefore drops the target, which would cost time.
         s = dataclasses.replace(s, **_NO_TARGET)
         inputs = inputs._replace(
             target=None, class_weight=None, row_scale=lse_scale, lse_scale=None
@@ -156,7 +161,7 @@ _NO_TARGET = {
 
 
 def _compute(inputs: Inputs, spec: Spec) -> Results:
-    # The graph's dtypes are final: an ambient autocast must not change them again in here.
+    # The graph's casts are explicit: an ambient autocast must not cast again here.
     final = torch.amp.autocast(inputs.x.device.type, enabled=False)
     with on_device(inputs.x.device), torch.no_grad(), final:
         if not inputs.weight.shape[0]:
@@ -169,12 +174,12 @@ def _compute(inputs: Inputs, spec: Spec) -> Results:
 
 
 def _of_no_classes(inputs: Inputs, spec: Spec) -> Results:
-    """The outputs of a shard without classes, which adds nothing to any row."""
+    """The outputs of a vocabulary shard without classes: it contributes nothing to any row."""
     zeros = inputs.x.new_zeros(inputs.x.shape[0], dtype=compute_dtype(inputs.x.dtype))
     shapes = {"x": inputs.x.shape, "weight": inputs.weight.shape, "bias": (0,)}
     grads = {name: zeros.new_zeros(shapes[name]) for name in spec.gradients}
     lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
-    # no two outputs of an operator may be one tensor
+    # two outputs of an operator must not share memory
     rest = zeros.clone() if spec.strategy == "tiled" else None
     return Results(zeros, lowest if spec.returns_lse else None, **grads, lse_rest=rest)
 
@@ -188,18 +193,19 @@ def _gradients(out: Results, inputs: Inputs, dtypes: tuple[torch.dtype, ...]) ->
 
 
 def _operand_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
-    """Those of x, weight and bias; x's where there is no bias."""
+    """The dtypes of x, weight and bias; the dtype of x for a missing bias."""
     operands = (inputs.x, inputs.weight, inputs.bias)
     return tuple(inputs.x.dtype if t is None else t.dtype for t in operands)
 
 
 def _gradient_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
-    """Those of the gradients that forward returns: no narrower than what it computes them in."""
+    """The dtypes of the gradients that forward returns."""
     return tuple(map(gradient_dtype, _operand_dtypes(inputs)))
 
 
 def counted(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
-    """The number of rows that count, and what ``mean`` divides by: that, or their weights' sum."""
+    """The number of rows that are not ignored, and the divisor of ``mean``: this number, or the sum
+    of the class weights of their targets."""
     if inputs.target is None or spec.target == "probabilities":
         rows = inputs.x.new_full((), inputs.x.shape[0], dtype=torch.int64)
         return rows, rows
@@ -262,7 +268,7 @@ def _setup_context(ctx, inputs, output) -> None:
                 f"{NAME}: {name} requires a gradient that the spec does not name ({text!r}); "
                 f"add it to gradients= or detach {name}"
             )
-    ctx.set_materialize_grads(False)  # else backward makes zeros as large as the weight
+    ctx.set_materialize_grads(False)  # else autograd materialises zeros of the weight's size
     ctx.spec = spec
     ctx.dtypes = [None if t is None else t.dtype for t in tensors[:3]]
     _, lse, scale, *grads, rest = output
@@ -277,8 +283,8 @@ def _setup_context(ctx, inputs, output) -> None:
 def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(
-            f"{NAME} has no second derivative (create_graph=True): its gradients are not computed "
-            "from differentiable operators. Set FUSEDCE=0 for this model"
+            f"{NAME} has no second derivative (create_graph=True): its gradients are computed by "
+            "operators that are not differentiable. Set FUSEDCE=0 for this model"
         )
     if grad is None and lse_grad is None:
         return (None,) * 7
@@ -293,25 +299,25 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
         grads = linear_cross_entropy_backward(row_scale, lse_grad, *operands, ctx.spec.text())
         grads = [g if needed else None for g, needed in zip(grads, wanted, strict=True)]
     else:
-        assert factor is not None  # a loss with its lse has its gradients in backward
+        assert factor is not None  # a loss with lse computes its gradients in backward
         parts = zip(saved, ctx.dtypes, wanted, strict=True)
         grads = [_scaled(g, factor, dtype) if needed else None for g, dtype, needed in parts]
     return *grads, None, None, None, None
 
 
-# Elements that a CPU multiplies before it rounds them, while they are in its cache.
+# Elements that a CPU multiplies and then rounds: few enough to stay in its caches.
 _ROUNDED_AT_A_TIME = 1 << 16
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in ``dtype``, of a gradient that forward saved.
+    """``gradient * factor`` in ``dtype``, for a gradient that forward saved.
 
-    A weight's gradient is the largest tensor left, and a second tensor of its size would be the
-    peak. In a graph that is traced this is plain arithmetic: a compiler knows who else reads the
-    saved gradient (two equal losses share one), and writes into its memory where it may. When it
-    runs, the operator that saved the gradient is its only owner, so that its memory can be taken
-    unless the graph is retained for another backward. A CUDA graph that is being recorded may be
-    replayed under another answer to that.
+    The weight's gradient is the largest tensor of a fused loss, and a second tensor of its size
+    would raise the peak. In a traced graph this function is plain arithmetic: the compiler knows
+    every user of the saved gradient (two equal losses share one) and reuses its memory if possible.
+    In eager only this operator refers to the saved gradient, so it is overwritten in place, unless
+    the autograd graph is retained for another backward. While a CUDA graph is captured it is not
+    overwritten, because a replay may run with a retained graph.
     """
     if type(gradient) is not Tensor or torch._C._len_torch_dispatch_stack():
         return (gradient.to(factor.dtype) * factor).to(dtype)
@@ -319,12 +325,12 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     with on_device(gradient.device):
         capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
     last = gradient.dtype == dtype and not capturing and not _keep_graph()
-    if last and on_cpu and factor == 1:  # elsewhere one would have to wait for it
+    if last and on_cpu and factor == 1:  # a GPU would have to synchronise for this comparison
         return gradient.detach()
     out = gradient.detach() if last else torch.empty_like(gradient, dtype=dtype)
     rows = len(gradient)
     if on_cpu and dtype != factor.dtype:
-        # a CPU would write all that it multiplies before it rounds it
+        # a CPU would materialise the unrounded product of all rows
         rows = max(1, _ROUNDED_AT_A_TIME // max(1, gradient[:1].numel()))
     for some, rounded in zip(gradient.split(rows), out.split(rows), strict=True):
         torch.mul(some.to(factor.dtype), factor, out=rounded)

@@ -1,17 +1,17 @@
-"""The fused loss where each rank of a process group holds some of the classes.
+"""The fused loss over a sharded vocabulary: each rank of a process group has some of the classes.
 
-In: plain tensors, which classes are here, names of process groups. Out: the loss, the same on all
-ranks of the group. Each rank runs ``fxpass::linear_cross_entropy`` over its own classes, where the
-target's class may be in another shard; then the ranks exchange three numbers a row. With lse_r,
-loss_r and Q_r of shard r (Q_r is its part of the sum Q of the target distribution), m = max(lse_r),
+In: plain tensors, the rank's first class, names of process groups. Out: the loss, the same on all
+ranks of the group. Each rank runs ``fxpass::linear_cross_entropy`` over its classes; a row's target
+may be in another shard. Then the ranks exchange three numbers per row. With lse_r, loss_r and Q_r
+of shard r (Q_r is its part of the sum Q of the target distribution) and m = max(lse_r),
 
     lse  = m + log(sum_r exp(lse_r - m))
     loss = sum_r(loss_r + Q_r * (m - lse_r)) + Q * log(sum_r exp(lse_r - m))
 
-so a maximum and a sum are reduced, by functional collectives that a compiler sees and can overlap.
-Autograd takes these few ``[N]`` tensors back to the gradients of loss_r and lse_r, which is what
-the operator's own backward wants. There nothing is exchanged but the gradient of x, by whoever gave
-the same x to all ranks::
+so the ranks reduce a maximum and a sum, with functional collectives that a compiler can overlap
+with other work. Autograd differentiates these formulas of ``[N]`` tensors and calls the operator's
+backward with the incoming gradients of loss_r and lse_r. Backward exchanges only the gradient of x,
+which the caller sums over the ranks::
 
     loss, _ = linear_cross_entropy(x, w, None, t, None, None, "v6 reduction=mean shard_of=9", 0, g)
 """
@@ -48,29 +48,29 @@ def linear_cross_entropy(
     """Cross-entropy over the classes of all ranks of ``group``.
 
     Args:
-        x: ``[N, D]`` floating point, the same on all ranks of ``group``. Its gradient is this
-            rank's part: the sum over ``group`` is the gradient.
+        x: ``[N, D]`` floating point, the same on all ranks of ``group``. Backward returns this
+            rank's part of its gradient; the caller sums over ``group``.
         weight: ``[V_r, D]``, dtype of x, the classes from ``first`` on; V_r may be 0.
         bias: ``[V_r]``, dtype of x, or None.
-        target: class indices ``[N]`` among all classes, or class probabilities ``[N, V]``; None
-            where the spec says ``target=none``.
+        target: class indices ``[N]`` among all classes, or class probabilities ``[N, V]``; None if
+            the spec says ``target=none``.
         class_weight: ``[V]`` floating point, of all classes, or None.
-        logits: ``[N, V_r]`` where they exist anyway, else None; carries no gradient.
+        logits: ``[N, V_r]`` if the graph needs them anyway, else None; has no gradient.
         spec: the text of a :class:`fxpass.spec.spec.Spec`; with a group, ``shard_of`` is V.
         first: this rank's first class.
-        group: name of the process group that the classes are sharded over; None: all are here.
-        row_groups: names of groups that the rows are sharded over: ``mean`` is over all of them.
-        save_logits: whether ``[N, V_r]`` logits, in the dtype of x, are computed once and kept
-            until backward, which computes them again otherwise.
+        group: name of the process group that shards the classes; None if this rank has all classes.
+        row_groups: names of groups that shard the rows; ``mean`` is over the rows of all ranks.
+        save_logits: whether logits ``[N, V_r]``, in the dtype of x, are computed once and saved for
+            backward; otherwise backward recomputes them.
 
     Returns:
         loss: f32 (f64 for f64 operands), ``[N]`` for ``none``, else this rank's part of a scalar:
             the sum over ``row_groups`` is the loss.
-        lse: ``[N]`` where the spec says ``lse=true``, else None.
+        lse: ``[N]`` if the spec says ``lse=true``, else None.
 
     Raises:
-        IndexError: a class index that is not in ``[0, V)`` and not ``ignore_index`` (on CPU; on
-            GPUs a device-side assertion).
+        IndexError: a class index is outside ``[0, V)`` and not ``ignore_index`` (on CPU; on GPUs a
+            device-side assertion fails).
     """
     s = Spec.parse(spec)
     if save_logits:
@@ -91,8 +91,8 @@ def linear_cross_entropy(
 
 
 def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The linear's output; gradients go through the operator's x, weight and bias."""
-    # the operands' dtypes are final: an ambient autocast must not change them again
+    """The linear's output without autograd; the operator differentiates x, weight and bias."""
+    # the graph's casts are explicit: an ambient autocast must not cast again
     with torch.no_grad(), torch.amp.autocast(x.device.type, enabled=False):
         return F.linear(x, weight, bias)
 
@@ -115,8 +115,8 @@ def _rows(inputs: Inputs, spec: Spec, first: int, group: str) -> tuple[Tensor, T
     if mass is None:
         lse = highest + _Sum.apply(total, group).log()
         return lse, lse
-    # where() and not a product alone: in a shard of no classes, or none but impossible ones, the
-    # lse is at the lowest, and 0 * inf would be nan
+    # where(): in a shard without classes, or with -inf logits only, the lse is the lowest finite
+    # number, and 0 * inf would be nan
     part = loss + torch.where(mass == 0, 0, mass * (highest - lse))
     parts = [total, part] if whole_mass is not None else [total, part, mass]
     total, part, *rest = _Sum.apply(torch.stack(parts), group).unbind()
@@ -126,13 +126,13 @@ def _rows(inputs: Inputs, spec: Spec, first: int, group: str) -> tuple[Tensor, T
 
 
 def _shard(inputs: Inputs, spec: Spec, first: int) -> tuple[Inputs, Tensor | None, Tensor | None]:
-    """What this rank's operator call gets.
+    """The arguments of this rank's operator call.
 
     Returns:
-        inputs: of its own classes.
+        inputs: for this rank's classes.
         mass: Q_r ``[N]``, the sum of the target distributions over this rank's classes; None
             without a target.
-        whole_mass: Q ``[N]``, over all classes; None where no rank knows it alone.
+        whole_mass: Q ``[N]``, over all classes; None if a rank cannot compute it alone.
     """
     count = inputs.weight.shape[0]
     here = slice(first, first + count)
@@ -155,7 +155,7 @@ def _shard(inputs: Inputs, spec: Spec, first: int) -> tuple[Inputs, Tensor | Non
         )
         whole_mass = torch.where(valid, sharp + smooth, 0)
         mass = torch.where(valid, sharp * inside + here_smooth, 0)
-        # a class that there is not anywhere is refused by the operator
+        # the operator raises for an index that is no class of any shard
         local = torch.where(inside, index - first, torch.where(known, ELSEWHERE, _NOWHERE))
         target = torch.where(valid, local, ELSEWHERE if spec.lse else IGNORED)
     elif target is not None:
@@ -170,7 +170,7 @@ _NOWHERE = ELSEWHERE - 1
 
 
 def _count(inputs: Inputs, spec: Spec, row_groups: tuple[str, ...]) -> Tensor:
-    """What ``mean`` divides by: the (weighted) number of rows that count, on all ranks."""
+    """The divisor of ``mean``: the (weighted) number of rows that are not ignored, on all ranks."""
     _, weights = counted(inputs, spec)
     count = weights.to(compute_dtype(inputs.x.dtype))
     for group in row_groups:
@@ -182,20 +182,20 @@ def _count(inputs: Inputs, spec: Spec, row_groups: tuple[str, ...]) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
-    """``sum`` or ``max`` over the ranks of the group of that name; carries no gradient."""
+    """``sum`` or ``max`` over the ranks of the group with this name; not differentiable."""
     return waited(funcol.all_reduce(tensor, op, cast(Any, group)))
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """What a functional collective returned, as a plain tensor."""
+    """The result of a functional collective as a plain tensor, after it has finished."""
     if isinstance(tensor, funcol.AsyncCollectiveTensor):
         return cast(Tensor, tensor.wait())
     return tensor
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks of a group. What each of them computes from it is the same, so the
-    gradient that arrives is the whole one on every rank and is not summed again."""
+    """The sum over the ranks of a group. Every rank computes the same loss from it, so the incoming
+    gradient is complete on every rank and is not summed again."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: str) -> Any:

@@ -120,15 +120,15 @@ def choose(
         return _saving(one)
     tiled = replace(one, strategy="tiled")
     if not spec.gradients:
-        return replace(tiled, reason="without gradients nothing else is needed")
+        return replace(tiled, reason="there are no gradients")
     if replace(spec, strategy="chunked").gradients_in_backward:
-        return replace(tiled, reason="only backward knows what each row is multiplied by")
+        return replace(tiled, reason="the rows' incoming gradients are known only in backward")
     if _too_wide(one, others):
         beside = f" of {1 + len(others)} losses over one weight" if others else ""
-        return replace(tiled, reason=f"gradients kept{beside} would take more than the logits")
+        return replace(tiled, reason=f"saved gradients{beside} would take more than the logits")
     found = one.plan()
     if spec.memory_mb and found.scratch + found.sums > one.allowed:
-        return replace(tiled, reason="chunks and their sums are not within the budget")
+        return replace(tiled, reason="a chunk and the f32 sums exceed the budget")
     return replace(one, reason="the gradients are computed with the loss")
 
 

@@ -388,7 +388,7 @@ IN_SHARD = Spec(reduction="none", shard_of=20)
         (bad(target=None), ValueError, "needs a target unless .* got None for target=indices"),
         (bad(target=None, spec=PROBABILITIES), ValueError, "got None for target=probabilities"),
         (bad(target=torch.zeros(N).long(), spec=NO_TARGET), ValueError, r"got \[6\] for .*none"),
-        (bad(class_weight=torch.rand(V), spec=NO_TARGET), ValueError, "no use for class_weight"),
+        (bad(class_weight=torch.rand(V), spec=NO_TARGET), ValueError, "takes no class_weight"),
     ],
 )
 def test_bad_input(call, error, message):

@@ -142,7 +142,7 @@ def test_text():
     evaluation = choose(2048, 512, 32000, F32, CPU, Spec(), "auto")
     expecttest.assert_expected_inline(
         str(evaluation),
-        """strategy: tiled, 2048 rows and 2000 classes at a time: 16 MiB of scratch; without gradients nothing else is needed""",
+        """strategy: tiled, 2048 rows and 2000 classes at a time: 16 MiB of scratch; there are no gradients""",
     )
     shard = choose(512, 512, 4000, F32, CPU, SHARD, "auto")
     expecttest.assert_expected_inline(
