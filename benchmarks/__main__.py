@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: :mod:`benchmarks.loss`, the benchmark of the layer itself."""
+"""``python -m benchmarks``: runs :mod:`benchmarks.loss`, the benchmark of linear and loss."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""Where and with what something was measured: devices, versions, date.
+"""Describes the machine and software of a measurement: device, versions, date.
 
-Out: :func:`about`, a plain dictionary for JSON, and :func:`heading`, one line of it for a table.
+Out: :func:`about`, a plain dictionary for JSON, and :func:`heading`, its summary in one line.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def heading(what: dict[str, Any]) -> str:
 
 
 def device_name(device: str) -> str:
-    """What the device calls itself."""
+    """The model name of the device."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -66,15 +66,15 @@ def device_name(device: str) -> str:
 
 
 def capability(device: str) -> str:
-    """The instructions that it has."""
+    """The compute capability of a GPU, or the vector instructions of a CPU."""
     if torch.device(device).type == "cuda":
         return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     return torch.backends.cpu.get_cpu_capability()
 
 
 def version(package: str) -> str | None:
-    """Of a package, None where it is not installed; torch's with what it was built for (+cu130),
-    which its metadata do not always have."""
+    """The version of a package; None if it is not installed. torch's version has the local part
+    (+cu130), which its metadata may lack."""
     if package == "torch":
         return str(torch.__version__)
     try:
@@ -84,7 +84,7 @@ def version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of this checkout; None where there is none, or no git."""
+    """The commit of this checkout; None without a checkout or without git."""
     here = Path(__file__).parent
     try:
         ran = subprocess.run(

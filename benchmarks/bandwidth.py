@@ -1,8 +1,8 @@
-"""``python -m benchmarks.bandwidth``: what a sharded head exchanges, and what that should cost.
+"""``python -m benchmarks.bandwidth``: predicts the bytes and the time of a sharded head.
 
-A model, nothing here is measured: formulas for the bytes that each rank sends, which
-``benchmarks.communication`` checks against what ranks really send, and a prediction of the time of
-a training step of the head and its loss, forward and backward, from rates that are assumed::
+It measures nothing. Formulas give the bytes that each rank sends; ``benchmarks.communication``
+checks them against counted bytes. Assumed rates give the time of a training step of the head and
+its loss, forward and backward::
 
     python -m benchmarks.bandwidth
     python -m benchmarks.bandwidth --head qwen3-8b --n 16384 --across 4e11
@@ -34,9 +34,9 @@ class Exchange(NamedTuple):
     """One collective of a step.
 
     Attributes:
-        backward: in which pass.
-        op: a key of :data:`benchmarks.collectives.RING`.
-        nbytes: of the whole: of what is reduced, gathered or scattered.
+        backward: whether it is in backward.
+        op: a key of :data:`benchmarks.communication.collectives.RING`.
+        nbytes: bytes of the whole tensor that is reduced, gathered or scattered.
     """
 
     backward: bool
@@ -48,10 +48,10 @@ class Head(NamedTuple):
     """A way to compute a sharded head and its loss.
 
     Attributes:
-        loss: what it exchanges, but for the hidden states and their gradient.
+        loss: its exchanges, without hidden states and their gradient.
         products: GEMMs of a step, each of 2·N·D·V / W operations.
-        passes: how often elements of logits are read or written by a rank, in units of N·V, beside
-            what the GEMMs do: the least that there can be, not what somebody's code takes.
+        passes: reads and writes of logits by a rank outside the GEMMs, in units of N·V; a lower
+            bound, not a count of real code.
     """
 
     loss: tuple[Exchange, ...]
@@ -60,7 +60,7 @@ class Head(NamedTuple):
 
 
 class Assumed(NamedTuple):
-    """Rates of a machine that nobody has measured; the fields are symbols of the model.
+    """Assumed rates of a machine; the fields are symbols of the model.
 
     Attributes:
         flops: operations a second of a GEMM: 70 % of the 989e12 of an H100's or H200's bf16.
@@ -117,7 +117,7 @@ def sent(exchanges: Sequence[Exchange]) -> Expr:
 
 
 def seconds(name: str) -> Expr:
-    """Of a step of a head with replicated hidden states; one thing after the other."""
+    """Seconds of a step of a head with replicated hidden states, without overlap."""
     head = HEADS[name]
     exchanges = (*head.loss, *HIDDEN["replicated"])
     bandwidth = Piecewise((_within, _node >= W), (_across, True))

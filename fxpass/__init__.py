@@ -1,7 +1,7 @@
 """fxpass: a ``torch.compile`` backend that fuses linear + cross-entropy in any model.
 
-``torch.compile(model, backend="fusedce")`` needs no import of this package; what is here is for
-looking (:func:`explain`) and for tests (:mod:`fxpass.testing`).
+``torch.compile(model, backend="fusedce")`` needs no import of this package. It has
+:func:`explain`, which reports the rewrite, and :mod:`fxpass.testing`, for tests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __version__ = version("fxpass")
 
 
 def __getattr__(name: str) -> Any:
-    # torch is imported when something is used, so that `fxpass --help` answers at once
+    # imports torch only on first use, so that `fxpass --help` answers at once
     if name in ("Report", "explain"):
         from fxpass import report
 

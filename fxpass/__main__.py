@@ -1,7 +1,7 @@
 """The command line: ``fxpass demo``, ``fxpass doctor``, ``fxpass explain``.
 
 In: arguments. Out: text on standard output, errors on standard error, and an exit status that
-``fxpass --help`` explains. Nothing heavy is imported before a command needs it.
+``fxpass --help`` explains. A command imports torch and other large packages when it needs them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 import fxpass
 
 EXIT_CODES = """\
-exit status: 0 all is well, 1 the command found something wrong, 2 it was used wrongly"""
+exit status: 0 no problem, 1 the command found a problem, 2 wrong usage"""
 
 EXPLAIN = """\
-Imports FILE, calls FUNCTION once and prints what fusedce does to it: which losses are fused, which
-are not and why, and every cast that is put in. FUNCTION may also be a module (torch.nn.Module).
+Imports FILE, calls FUNCTION once and prints what fusedce does to it: the fused losses, the other
+losses with the reason, and every inserted cast. FUNCTION may also be a module (torch.nn.Module).
 
 If FUNCTION has required parameters, define FUNCTION_inputs() in the same file; it takes nothing
 and returns a tuple of positional or a dict of keyword arguments:
@@ -34,13 +34,13 @@ and returns a tuple of positional or a dict of keyword arguments:
         return torch.randn(8, 16), torch.randn(100, 16), torch.zeros(8, dtype=torch.long)"""
 
 DEMO = """\
-Trains a small GPT on the sources of Python's standard library, a vocabulary of 50,304 tokens, once
-with each provider, in a process of its own: same seed, same data. Compares speed, memory and the
-loss curves; the model knows nothing of fxpass. Needs no network."""
+Trains a small GPT with a vocabulary of 50,304 tokens on the sources of Python's standard library.
+Each provider trains in a separate process, with the same seed and data. Compares speed, memory and
+loss curves. The model does not import fxpass. Needs no network."""
 
 DOCTOR = """\
-Prints versions, devices with what they compute natively, compilers, the settings in force and
-which implementation of the fused loss each device gets; then what is wrong and what to do."""
+Prints versions, devices with their native dtypes, compilers, the current settings, and the
+implementation of the fused loss for each device; then problems and their remedies."""
 
 
 class UsageError(Exception):
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        arguments: those of the process by default.
+        arguments: by default the arguments of the process.
 
     Returns:
         The exit status.
@@ -102,8 +102,9 @@ def _add_demo(commands: Any) -> None:
     demo.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of autocast, parameters stay float32; float16 with a GradScaler; very slow on a CPU "
-        "without it, see fxpass doctor (default: float32, on a GPU that has it bfloat16)",
+        help="of autocast (parameters are float32); float16 uses a GradScaler; 16 bits are very "
+        "slow on a CPU without native support, see fxpass doctor (default: float32; bfloat16 on a "
+        "GPU with native support)",
     )
     demo.add_argument(
         "--providers", nargs="+", choices=providers, default=providers, metavar="PROVIDER",
@@ -111,10 +112,10 @@ def _add_demo(commands: Any) -> None:
     )  # fmt: skip
     demo.add_argument(
         "--picture", type=Path, default=Path("fxpass-demo.png"), metavar="PATH",
-        help="where the curves are drawn if matplotlib is installed (default: %(default)s)",
+        help="file for a picture of the curves; needs matplotlib (default: %(default)s)",
     )  # fmt: skip
     sizes = (
-        ("--steps", _at_least(4), 10, "training steps; three are not timed (default: %(default)s)"),
+        ("--steps", _at_least(4), 10, "training steps; three are untimed (default: %(default)s)"),
         ("--batch", _at_least(1), None, "sequences per step (default: 4, on a GPU 16)"),
         ("--seq", _at_least(1), 256, "tokens per sequence (default: %(default)s)"),
         ("--layers", _at_least(1), 1, "blocks of the model (default: %(default)s)"),
@@ -194,7 +195,7 @@ def _import_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # as `python FILE` has it: its neighbours can be imported, and it can be found by its name
+    # as for `python FILE`: the file can import its neighbours, and is imported under its name
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -214,7 +215,7 @@ def _inputs(
             return inputs, {}
         kind = type(inputs).__name__
         raise UsageError(f"{name}_inputs() has to return a tuple or a dict, not {kind}")
-    # torch.nn.Module.__call__ takes anything; what a module needs is what its forward needs
+    # torch.nn.Module.__call__ accepts any arguments; forward has the real signature
     signature = inspect.signature(getattr(function, "forward", function))
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = signature.parameters.values()

@@ -1,12 +1,12 @@
 """The backend ``fusedce``: rewrite the Dynamo graph, then hand it to the inner backend.
 
-In: what Dynamo gives a backend. Out: what the inner backend returns. Found by name through the
-entry-point group ``torch_dynamo_backends``, so a user imports nothing::
+In: a graph and example inputs from Dynamo. Out: the compiled function of the inner backend. torch
+finds the backend through the entry-point group ``torch_dynamo_backends``, so users import nothing::
 
     torch.compile(model, backend="fusedce", options={"fusedce.inner": "aot_eager"})
 
-``torch.compile`` imports this module when it looks the backend up, before anything is traced. What
-rewrites a graph is imported with the first graph, under the lock with which Dynamo compiles.
+``torch.compile`` imports this module when it looks up the backend, before it traces. The rewrite
+is imported for the first graph, while Dynamo holds its compile lock.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ def fusedce(
 
     Args:
         gm: the graph, changed in place.
-        example_inputs: its inputs, as Dynamo gives them.
+        example_inputs: its inputs.
         mode: a mode of the inner backend (``reduce-overhead``, ``max-autotune``, ...).
-        options: keys that start with ``fusedce.`` are settings of fxpass, the others go to the
+        options: keys that start with ``fusedce.`` are settings of fxpass; other keys go to the
             inner backend.
 
     Raises:
-        ValueError: a setting that does not exist or a value that is not allowed.
-        MixedDtypeError: with ``fusedce.mixed_dtypes=error``, a mismatch outside autocast.
+        ValueError: an unknown setting, or a value that is not allowed.
+        MixedDtypeError: operands of unlike dtypes outside autocast, with
+            ``fusedce.mixed_dtypes=error``.
     """
     from fxpass.rewrite.inner import compile_inner
     from fxpass.rewrite.transform import transform

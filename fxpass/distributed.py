@@ -1,9 +1,9 @@
-"""The fused loss of a sharded head, called by name: for programs whose graphs do not show it.
+"""The fused loss of a sharded head as a function, for programs that the backend cannot match.
 
 In: hidden states, this rank's classes of the head, targets. Out: the loss over all classes, on
-every rank of the group. Where head and loss stand in one graph of DTensors the backend finds them
-by itself; where they do not (a graph break between them, a hand-written parallel head, no compiler
-at all) this computes the same, in eager or inside of ``torch.compile``::
+every rank of the group. The backend matches a head and loss of DTensors in one graph. For other
+programs (a graph break between head and loss, a hand-written parallel head, no compiler), call this
+function, in eager or inside ``torch.compile``::
 
     from fxpass.distributed import linear_cross_entropy
 
@@ -54,36 +54,36 @@ def linear_cross_entropy(
     """Cross-entropy of ``input @ linear_weight.T + linear_bias``, classes sharded over ranks.
 
     The names are those of ``torch.nn.functional.linear_cross_entropy``. The ranks exchange three
-    numbers a row, and in backward the gradient of ``input``. Under autocast the operands are cast
-    to its dtype. The settings ``FUSEDCE_STRATEGY`` and ``FUSEDCE_MEMORY_MB`` hold.
+    numbers per row, and in backward the gradient of ``input``. Under autocast the operands are cast
+    to its dtype. It reads the settings ``FUSEDCE_STRATEGY`` and ``FUSEDCE_MEMORY_MB``.
 
     Args:
         input: ``[..., D]`` hidden states, floating point: the same on all ranks, or this rank's
-            part of them along ``sequence_dim``. The gradient is whole again.
-        linear_weight: ``[V_r, D]``, this rank's classes, in the order of the ranks and dealt out
-            as ``torch.chunk`` does: all ranks have as many but the last ones. Or a DTensor
-            ``[V, D]`` that is sharded over its classes, which brings its own group.
-        target: ``[...]`` int64 class indices among all classes, or ``[..., V]`` probabilities; the
-            same on all ranks, for all rows.
-        linear_bias: ``[V_r]``, placed as ``linear_weight``.
+            part along ``sequence_dim``. Its gradient is complete on every rank.
+        linear_weight: ``[V_r, D]``, this rank's classes, in the order of the ranks and divided as
+            by ``torch.chunk``: only the last ranks may have fewer. Or a DTensor ``[V, D]`` that is
+            sharded over its classes; ``group`` is not needed then.
+        target: ``[...]`` int64 class indices among all classes, or ``[..., V]`` probabilities; all
+            rows, the same on all ranks.
+        linear_bias: ``[V_r]``, sharded as ``linear_weight``.
         weight: ``[V]`` class weights, of all classes.
         reduction: ``none``, ``mean`` or ``sum``.
-        ignore_index: rows with this class index do not count.
+        ignore_index: rows with this class index are ignored.
         label_smoothing: in [0, 1].
-        logits: the logit that enters the loss, as an expression in the linear's output ``z``:
+        logits: the transformed logit, as an expression in the linear's output ``z``:
             ``30*tanh(z/30)`` is a soft-cap.
-        group: the ranks that share the classes; the whole world by default.
-        classes: V, all classes; by default V_r on each of the ranks.
-        sequence_dim: the dimension of ``input`` along which each rank holds a part of equal size.
+        group: the ranks that shard the classes; all ranks by default.
+        classes: V, the number of all classes; by default V_r times the number of ranks.
+        sequence_dim: the dimension of ``input`` that is divided into equal parts over the ranks.
 
     Returns:
         The loss, f32 (f64 for f64 operands), the same on all ranks: a scalar, or ``[...]`` for
         ``none``.
 
     Raises:
-        ValueError: operands that do not fit together; the message says which.
-        IndexError: a class index that is not in ``[0, V)`` and not ``ignore_index`` (on CPU; on
-            GPUs a device-side assertion).
+        ValueError: operands do not fit together; the message names them.
+        IndexError: a class index is outside ``[0, V)`` and not ``ignore_index`` (on CPU; on GPUs a
+            device-side assertion fails).
     """
     shard = _shard_of(linear_weight, group, classes)
     options = (reduction, ignore_index, label_smoothing, logits, sequence_dim)
@@ -98,10 +98,10 @@ class _Shard(NamedTuple):
 
 
 def _shard_of(weight: Tensor, group: Any, classes: int | None) -> _Shard:
-    """Which classes are here, and with whom they are shared."""
+    """This rank's first class, the number of all classes, and the group that shards them."""
     if compiled_for_all_ranks():
         raise ValueError(
-            f"{_NAME}: which classes a rank has is written into what it compiles; set "
+            f"{_NAME}: the compiled code depends on the rank's classes; set "
             "torch.distributed.config.compile_on_one_rank = False"
         )
     if is_dtensor(weight):
@@ -119,9 +119,9 @@ def _shard_of(weight: Tensor, group: Any, classes: int | None) -> _Shard:
     first, here = _dealt(total, group)
     if here != count:
         raise ValueError(
-            f"{_NAME}: rank {group.rank()} of {ranks} holds {count} of {total} classes, and should "
-            f"hold {here}: classes are dealt out as torch.chunk does. If the number of all classes "
-            "is not that of one rank times the ranks, pass classes="
+            f"{_NAME}: rank {group.rank()} of {ranks} has {count} of {total} classes, and should "
+            f"have {here}: classes are divided as by torch.chunk. If the number of all classes is "
+            "not this rank's number times the number of ranks, pass classes="
         )
     return _Shard(first, total, group.group_name)
 
@@ -131,17 +131,17 @@ def _of_dtensor(weight: Any) -> _Shard:
     over = [i for i, p in enumerate(placements) if not p.is_replicate()]
     if len(over) != 1 or not placements[over[0]].is_shard(0):
         raise ValueError(
-            f"{_NAME}: linear_weight is placed {list(placements)}; it has to be sharded over its "
-            "classes, Shard(0), along one dimension of its mesh"
+            f"{_NAME}: linear_weight has the placements {list(placements)}; it has to be sharded "
+            "over its classes, Shard(0), along one dimension of its mesh"
         )
-    # not by what DTensor has for it, which Dynamo of torch 2.11 cannot trace
+    # Dynamo of torch 2.11 cannot trace DTensor's function for this
     group = weight.device_mesh.get_group(over[0])
     classes = int(weight.shape[0])
     return _Shard(_dealt(classes, group)[0], classes, group.group_name)
 
 
 def _dealt(classes: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """This rank's first class, and how many it has, as ``torch.chunk`` deals them out."""
+    """This rank's first class and number of classes, divided as by ``torch.chunk``."""
     step = -(-classes // group.size())
     first = min(group.rank() * step, classes)
     return first, min(classes, first + step) - first
@@ -163,7 +163,7 @@ def _fused(
     logits: str,
     sequence_dim: int | None,
 ) -> Tensor:
-    """The loss; one node of a Dynamo graph, through which AOTAutograd traces."""
+    """The loss. It is one node of a Dynamo graph; AOTAutograd traces through it."""
     x = _whole_rows(x, group, sequence_dim)
     weight, bias = _local(weight), None if bias is None else _local(bias)
     if torch.is_autocast_enabled(x.device.type):
@@ -203,12 +203,10 @@ def _fused(
 
 
 def _whole_rows(x: Tensor, group: str, sequence_dim: int | None) -> Tensor:
-    """All rows, on all ranks; their gradient is the sum of what each rank finds."""
+    """All rows, on all ranks; their gradient is the sum of the ranks' gradients."""
     if is_dtensor(x):
         if sequence_dim is not None:
-            raise ValueError(
-                f"{_NAME}: a DTensor says itself where it lies; leave out sequence_dim"
-            )
+            raise ValueError(f"{_NAME}: a DTensor has its own placements; leave out sequence_dim")
         return _SumGradient.apply(cast(Any, x).full_tensor(), group)
     if sequence_dim is None:
         return _SumGradient.apply(x, group)

@@ -1,6 +1,6 @@
-"""``fxpass.explain``: what the backend does to a function, without compiling it for real.
+"""``fxpass.explain``: reports what the backend does to a function, without an inner compiler.
 
-In: a callable and arguments. Out: a :class:`Report` whose ``str()`` a user can read::
+In: a callable and arguments. Out: a :class:`Report`, whose ``str()`` is for users::
 
     >>> def step(x, weight, target):
     ...     return torch.nn.functional.cross_entropy(x @ weight.t(), target)
@@ -33,18 +33,18 @@ from fxpass.settings import Settings
 
 @dataclass(frozen=True)
 class Report:
-    """What was done to every graph of a function.
+    """The matches, rejections and casts in all graphs of a function.
 
     Attributes:
-        graphs: the number of graphs that Dynamo made; more than one means graph breaks.
-        breaks: where and why Dynamo ended a graph before the function did; what stands before and
-            after a break cannot be fused with each other.
-        matches: the losses that were fused.
-        rejections: the losses that were not, each with its reason.
-        casts: every cast that was put in, with the user's line.
+        graphs: the number of Dynamo's graphs; more than one means graph breaks.
+        breaks: the place and reason of each graph break; nodes before and after a break cannot be
+            fused with each other.
+        matches: the fused losses.
+        rejections: the losses that were not fused, each with its reason.
+        casts: every inserted cast, with the user's line.
         kernels: the Triton kernels of the matches, each with ``.name`` and ``.source``.
-        logits_bytes: bytes of logits, one copy in the linear's dtype, that are never allocated.
-        before, after: each graph as text, as it came from Dynamo and as it goes on.
+        logits_bytes: bytes of the logits that are never allocated, one copy in the linear's dtype.
+        before, after: each graph as text, before and after the rewrite.
     """
 
     graphs: int
@@ -86,15 +86,15 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Runs ``fn(*args, **kwargs)`` once through the rewrite, with no inner compiler.
 
     Args:
-        fn: a function or module, compiled already or not.
-        args, kwargs: what it is called with; the call really happens, so its side effects do too.
-            As with ``torch._dynamo.explain``, all compiled code is dropped and compiled again when
-            it is next called.
+        fn: a function or module, compiled or not.
+        args, kwargs: its arguments; the function runs, with its side effects. As with
+            ``torch._dynamo.explain``, all compiled code is dropped and compiled again at its next
+            call.
 
     Returns:
-        The report over all graphs; settings are read from the environment. With ``FUSEDCE=0`` it
-        tells what would be done without it. Losses with smaller logits than
-        ``FUSEDCE_MIN_LOGITS_MB`` are told as not fused; with 0 it looks beneath that.
+        The report over all graphs. Settings are read from the environment, except ``FUSEDCE=0``,
+        which is ignored. Losses with smaller logits than ``FUSEDCE_MIN_LOGITS_MB`` are reported as
+        not fused; set it to 0 to fuse them.
 
     Raises:
         ValueError: a setting in the environment that is not allowed.
@@ -130,7 +130,7 @@ def explain_with(
         with _not_compiled_in_place(fn):
             torch.compile(fn, backend=backend)(*args, **kwargs)
     finally:
-        # what was traced here must not be run later, nor count towards the recompile limit
+        # the code traced here must not run later or count towards the recompile limit
         torch._dynamo.reset()
     matches = tuple(m for o in outcomes for m in o.matches)
     return Report(
@@ -147,7 +147,7 @@ def explain_with(
 
 
 def _break_after(gm: GraphModule) -> list[str]:
-    """The graph break that ended a graph, as ``file:line code: reason``, if one did."""
+    """The graph break that ended a graph, as ``file:line code: reason``; empty if none did."""
     ended = getattr(gm, "compile_subgraph_reason", None)
     if ended is None or not ended.graph_break:
         return []
@@ -159,7 +159,7 @@ def _break_after(gm: GraphModule) -> list[str]:
 
 @contextmanager
 def _not_compiled_in_place(fn: Any) -> Iterator[None]:
-    """``module.compile()`` hangs the compiled call on the module, where it hides the original."""
+    """Removes the compiled call that ``module.compile()`` set on a module, for a ``with`` block."""
     if not isinstance(fn, torch.nn.Module) or getattr(fn, "_compiled_call_impl", None) is None:
         yield
         return

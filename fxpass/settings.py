@@ -24,7 +24,7 @@ PREFIX = "fusedce."
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user may choose; one field per setting, see ``TABLE`` for its names and values."""
+    """The user's settings; ``TABLE`` has the names and allowed values of each field."""
 
     enabled: bool = True
     inner: str = "inductor"
@@ -32,7 +32,7 @@ class Settings:
     mixed_dtypes: str = "cast"
     strategy: str = "auto"
     memory_mb: int = 0
-    # below, nothing is saved that scratch does not take, and a call more costs time
+    # smaller logits take no more memory than the scratch, and an operator call costs time
     min_logits_mb: float = 64.0
     dump: str = ""
 
@@ -43,12 +43,11 @@ class Settings:
         """The settings in force.
 
         Args:
-            options: the ``options`` of ``torch.compile``; keys without the prefix are not ours.
+            options: the ``options`` of ``torch.compile``; keys without the prefix are ignored.
             environ: the environment, ``os.environ`` by default.
 
         Raises:
-            ValueError: an unknown name or a value that is not allowed, or two that contradict each
-                other; names both.
+            ValueError: an unknown name, or a value that is not allowed; the message has both.
         """
         environ = os.environ if environ is None else environ
         values = {}
@@ -78,7 +77,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Setting:
-    """One row: the environment variable, how a value is read, what the user may write."""
+    """One row of ``TABLE``: environment variable, allowed values as text, parser, meaning."""
 
     variable: str
     allowed: str
@@ -86,7 +85,7 @@ class Setting:
     meaning: str
 
     def convert(self, source: str, value: Any) -> Any:
-        """``value`` as the setting's own type; ``source`` is the name the user wrote."""
+        """``value`` in the type of the setting; ``source`` is the name that the user wrote."""
         try:
             return self.read(value)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -126,7 +125,7 @@ def _path(value: Any) -> str:
     return path
 
 
-# field of Settings = name of the option -> how it is set
+# field of Settings, which is also the name of the option -> its Setting
 TABLE: dict[str, Setting] = {
     "enabled": Setting(
         "FUSEDCE", "0 or 1", _toggle, "0 hands the untouched graph to the inner backend"
@@ -145,14 +144,14 @@ TABLE: dict[str, Setting] = {
     "mixed_dtypes": Setting(
         "FUSEDCE_MIXED_DTYPES",
         *_one_of("cast", "error"),
-        "operands of unlike dtypes that autocast left behind: cast them, or raise",
+        "operands of unlike dtypes outside autocast: cast them, or raise",
     ),
     "strategy": Setting(
         "FUSEDCE_STRATEGY", *_one_of("auto", *STRATEGIES), "how the fused loss is computed"
     ),
     "memory_mb": Setting(
         "FUSEDCE_MEMORY_MB",
-        "a whole number of MiB, 0 for the schedule's own choice",
+        "a whole number of MiB, 0 for the default",
         _whole,
         "scratch budget of one fused loss",
     ),
@@ -160,7 +159,7 @@ TABLE: dict[str, Setting] = {
         "FUSEDCE_MIN_LOGITS_MB",
         "a size in MiB, 0 to fuse all",
         _size,
-        "a loss with smaller logits, or unless 0 with few classes, is left alone",
+        "a loss with smaller logits is left alone; unless 0, also other losses that gain nothing",
     ),
     "dump": Setting(
         "FUSEDCE_DUMP",

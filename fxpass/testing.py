@@ -1,7 +1,7 @@
-"""For users' own tests: what a function's graph looks like before and after the rewrite.
+"""For users' tests: the graphs of a function as text, before and after the rewrite.
 
-Tests have tiny models, so losses of any size are fused here, unless ``FUSEDCE_MIN_LOGITS_MB`` is
-set. The text is stable (no paths, no addresses), so it can be an ``expecttest`` snapshot::
+Test models are tiny, so losses of any size are fused here, unless ``FUSEDCE_MIN_LOGITS_MB`` is set.
+The text has no paths or addresses, so it can be an ``expecttest`` snapshot::
 
     class TestModel(expecttest.TestCase):
         def test_loss_is_fused(self):
@@ -21,7 +21,7 @@ __all__ = ["assert_fused", "original", "rewritten"]
 
 
 def original(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """The graphs of ``fn(*args, **kwargs)`` as Dynamo made them, one line per node."""
+    """The graphs of ``fn(*args, **kwargs)`` from Dynamo, one line per node."""
     return "\n\n".join(_explain(fn, *args, **kwargs).before)
 
 
@@ -33,7 +33,7 @@ def rewritten(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 def assert_fused(fn: Callable[..., Any], *args: Any, losses: int = 1, **kwargs: Any) -> Report:
     """Asserts that exactly ``losses`` losses of ``fn(*args, **kwargs)`` are fused.
 
-    Returns the report. The ``AssertionError`` of a miss holds every rejection with its reason.
+    Returns the report. If it fails, the ``AssertionError`` lists every rejection with its reason.
     """
     report = _explain(fn, *args, **kwargs)
     if len(report.matches) != losses:

@@ -1,23 +1,23 @@
-"""Whose gradients are compared: name → what it is called and how it is made.
+"""The schemes whose accuracy is compared: name → label and function.
 
-In: x ``[N, D]``, weight ``[V, D]``, target int64 ``[N]``. Out: the mean loss, with gradients. They
-are those of :mod:`benchmarks.loss.providers`, and some that differ only in how they round:
+In: x ``[N, D]``, weight ``[V, D]``, target int64 ``[N]``. Out: the mean loss, with gradients. The
+schemes are providers of :mod:`benchmarks.loss.providers`, and others that differ in their rounding:
 
-``liger_scheme`` is "Liger's scheme" in plain PyTorch: what Liger 0.8.5's fused linear cross-entropy
-rounds, and when, without its kernels, so that it runs at full size on a CPU. ``liger_scheme_f32``
-is the same with ``accum_dtype=torch.float32``; ``liger_scheme_sum`` with ``reduction="sum"`` and a
-division of the loss, as Liger's patched models have it where a Trainer tells them the number of
-tokens. ``liger`` is the real one, for who has ``liger-kernel`` installed. Without a GPU that needs
-``TRITON_INTERPRET=1`` and takes about 0.1 s for a row of 32,000 classes, so the scheme was compared
-with it, Liger 0.8.5 on a CPU, at a small size (``tests/libraries/test_accuracy_liger.py``)::
+``liger_scheme`` is "Liger's scheme": plain PyTorch that rounds as Liger 0.8.5's fused linear
+cross-entropy does, without its kernels, so that it runs at full size on a CPU. ``liger_scheme_f32``
+adds ``accum_dtype=torch.float32``. ``liger_scheme_sum`` uses ``reduction="sum"`` and divides the
+loss, as Liger's patched models do if a Trainer passes the number of tokens. ``liger`` is the
+installed ``liger-kernel``. Without a GPU it needs ``TRITON_INTERPRET=1`` and takes about 0.1 s for
+a row of 32,000 classes, so ``tests/libraries/test_accuracy_liger.py`` compares the scheme with
+Liger 0.8.5 at a small size::
 
     TRITON_INTERPRET=1 python -m benchmarks.accuracy --n 64 --v 12288 --dtypes float16 \\
         --providers eager liger liger_scheme fusedce
 
-There more than 99 % of the elements of dX and dW are the same fp16 in both. On a CPU Liger rounds
-each chunk's part of dW before adding it up, where on a GPU it adds in f32 and rounds the sum; the
-scheme does as on a GPU, which is a little more accurate. (bf16 cannot be compared so: the
-interpreter cuts digits off instead of rounding.)
+There more than 99 % of the elements of dX and dW are the same fp16 numbers in both. On a CPU, Liger
+rounds each chunk's part of dW before it adds it. On a GPU, it adds in f32 and rounds the sum, which
+is slightly more accurate; the scheme does the same. (bf16 cannot be compared, because the
+interpreter truncates instead of rounding.)
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from torch import Tensor
 
 from benchmarks.loss.providers import PROVIDERS, Loss
 
-# Liger and PyTorch's own chunked operator take few rows at a time where D is small beside V: 8 and
-# 4 at D=16. What they add up in a low dtype then shows more than it would in any real model, so
-# both get the chunks of this hidden size.
+# Liger's and PyTorch's chunks have few rows if D is much smaller than V: 8 and 4 rows at D=16. Then
+# the rounding of many partial sums would be worse than in any real model, so both get the chunks of
+# this hidden size.
 HIDDEN = 4096
 
 
 def liger_rows(n: int, d: int, v: int) -> int:
-    """Rows of one of Liger's chunks: so many that their logits are as large as x ``[n, d]``."""
+    """Rows of one of Liger's chunks: its logits are about as large as x ``[n, d]``."""
     rows = -(-n // -(-v // d))
     return min(n, 1 << (rows - 1).bit_length())
 
@@ -53,11 +53,11 @@ def liger_scheme(
 ) -> Tensor:
     """Cross-entropy of x ``[N, D]``, weight ``[V, D]``, target ``[N]``; a scalar in f32.
 
-    Forward takes a chunk of rows at a time, makes their logits in the dtype of the operands (of
-    autocast, where it is on), divides ``softmax - onehot`` by N for "mean", *rounds that to the
-    same dtype*, and multiplies it with weight and x. dW is added up in ``accumulate``, which is the
-    weight's dtype if it is not given. Backward multiplies both gradients by the incoming one. The
-    products are added up in f32 and rounded once, as GPUs do.
+    For each chunk of rows, forward computes the logits in the dtype of the operands (or of
+    autocast), divides ``softmax - onehot`` by N for "mean", *rounds it to the same dtype*, and
+    multiplies it with weight and x. dW accumulates in ``accumulate``, by default the weight's
+    dtype. Backward multiplies both gradients by the incoming gradient. Products accumulate in f32
+    and are rounded once, as on GPUs.
 
     Source: https://github.com/linkedin/Liger-Kernel, ``ops/fused_linear_cross_entropy.py``.
     """
@@ -87,7 +87,7 @@ class _LigerScheme(torch.autograd.Function):
                 loss += ((z.logsumexp(1) - z.gather(1, picked).squeeze(1)) / count).sum()
                 g = z.softmax(1)
                 g.scatter_add_(1, picked, torch.full_like(z[:, :1], -1))
-                g = _rounded(g / count, dtype)  # most of an fp16 gradient ends here
+                g = _rounded(g / count, dtype)  # most of an fp16 gradient underflows here
                 dx[part] = _rounded(g @ w, dtype)
                 dw.copy_(dw.float() + g.t() @ x_rows)
         ctx.save_for_backward(dx, dw.to(weight.dtype))
@@ -99,7 +99,7 @@ class _LigerScheme(torch.autograd.Function):
 
 
 def _rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """The f32 value with the digits of ``dtype``: CPUs multiply f32 a hundred times faster."""
+    """The value rounded to ``dtype``, as f32, which CPUs multiply a hundred times faster."""
     return value.to(dtype).float()
 
 
@@ -107,7 +107,7 @@ def _liger() -> Loss:
     functional = importlib.import_module("liger_kernel.transformers.functional")
 
     def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        # counted in the size of x, so that its chunks are those of HIDDEN
+        # in units of the size of x, so that its chunks are those of HIDDEN
         budget = max(1, HIDDEN // x.shape[1])
         return functional.liger_fused_linear_cross_entropy(
             x, weight, target, chunk_mem_const=budget
@@ -134,11 +134,11 @@ def _liger_scheme_sum() -> Loss:
 
 
 class Scheme(NamedTuple):
-    """A provider.
+    """A scheme.
 
     Attributes:
-        label: what it is called in the table.
-        make: compiles it.
+        label: its name in the table.
+        make: makes its loss function.
     """
 
     label: str

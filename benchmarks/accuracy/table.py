@@ -1,7 +1,7 @@
-"""The accuracy table: rows of :mod:`benchmarks.accuracy.cases` as markdown, and who is worse.
+"""The accuracy table: rows of :mod:`benchmarks.accuracy.cases` as markdown, and failures.
 
-In: setting → provider → row, with the row of float64's own values, rounded, under EXACT. Out: one
-text, and one line for each number of fusedce that is worse than eager's.
+In: setting → provider → row; the row EXACT has float64's values, rounded. Out: one text, and one
+line for each number in which fusedce is less accurate than eager.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from benchmarks.accuracy.schemes import HIDDEN, SCHEMES
 Rows = dict[Setting, dict[str, Row]]
 
 EXACT = "float64, rounded"
-# What counts as not worse than eager. The factor is for luck; no result can be nearer to float64
-# than float64 itself rounded to its dtype, whatever eager's luck was; and the last digit of an f32
-# is nobody's fault.
+# fusedce's error may be FACTOR times the larger of eager's error and the error of rounding float64
+# (which eager may undercut by chance), plus one unit in the last place of f32.
 FACTOR = 1.05
 LAST_DIGIT = 2.0**-23
 
 
 def worse(rows: Rows) -> list[str]:
-    """Where fusedce is further from float64 than eager, with both errors and their ratio.
+    """One line for each number in which fusedce is less accurate than eager, with their ratio.
 
-    A share of zeros counts too: an element that eager has and fusedce does not is lost. Where
-    fusedce or eager did not run, or one of them was not asked for, that is said as well: then
-    nothing was checked.
+    The share of zeros is compared too, because a zero is an element that underflowed. A setting in
+    which fusedce or eager did not run has a line as well, since it was not checked.
     """
     found = []
     for setting, row in rows.items():

@@ -1,1 +1,1 @@
-"""What the ranks of a sharded head exchange, counted and modelled."""
+"""The bytes that the ranks of a sharded head exchange, counted and modelled."""

@@ -1,18 +1,17 @@
-"""``python -m benchmarks.communication``: what the ranks of a sharded head really exchange.
+"""``python -m benchmarks.communication``: counts the bytes that ranks of a sharded head exchange.
 
-A head whose classes are sharded over ranks and its mean cross-entropy, one training step, by each
-of several programs; gloo ranks on one machine, or NCCL's where there are as many GPUs. Collectives
-are counted where they are issued, at the process group
-(:mod:`benchmarks.communication.collectives`), and their bytes are compared with the model's
-(:mod:`benchmarks.bandwidth`)::
+Each of several programs runs one training step of a head with a sharded vocabulary and its mean
+cross-entropy, on gloo ranks of one machine, or with NCCL if there are as many GPUs. Collectives are
+counted at the process group (:mod:`benchmarks.communication.collectives`), and their bytes compared
+with the model (:mod:`benchmarks.bandwidth`)::
 
     python -m benchmarks.communication --markdown benchmarks/communication/results.md
     python -m benchmarks.communication --ranks 2 --programs fusedce "gathered logits, eager"
 
-A program whose loss or gradients are further from float64 than twice those of eager in one process
-gets no numbers. Ends with status 1 if that was fusedce, or if anything was sent that the model does
-not know. Most of the time is Inductor's, in C++ compilers: ``--inner aot_eager`` with the eager
-programs takes a fraction of it and counts the same.
+A program whose error against float64 exceeds twice the error of eager in one process is refused.
+The exit status is 1 if fusedce is refused, or if the collectives differ from the model. Most of the
+time goes into Inductor's C++ compiler; ``--inner aot_eager`` with the eager programs is much faster
+and counts the same.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from benchmarks.communication.collectives import RING, Call
 from benchmarks.communication.worker import HIDDEN, PROGRAMS, Job, RanksError, Step, run, wrong
 from benchmarks.loss.measure import say
 
-# what a program's loss should exchange: a key of bandwidth.HEADS
+# program → the model of its exchanges, a key of bandwidth.HEADS
 MODEL = {
     "fusedce": "fusedce",
     "fusedce, of the program that gathers": "fusedce",
@@ -80,7 +79,7 @@ def ring(call: Call, ranks: int) -> float:
 
 
 def of_hidden_states(call: Call, job: Job) -> bool:
-    """Whether it moves the hidden states or their gradient: the whole of them, ``[N, D]``."""
+    """Whether the tensor has the size of the hidden states or their gradient, ``[N, D]``."""
     return call.numel == job.n * job.d
 
 
@@ -250,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def complaint(row: Row) -> str:
-    """Why a line makes the whole a failure, or nothing."""
+    """Why a row makes the benchmark fail; empty if it does not."""
     if row.failure:
         ours = MODEL[row.program] == "fusedce"
         return f"{row.program}, {row.ranks} ranks: {row.failure}" if ours else ""

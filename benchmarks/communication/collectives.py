@@ -1,14 +1,14 @@
-"""What the ranks of a process group really exchange, whoever asks for it.
+"""Counts the collectives of a process group.
 
-In: the world's process group. Out: a group that passes every collective on and writes it down::
+In: the default process group. Out: a group that forwards every collective to it and records it::
 
     group, calls = counted()
     mesh = DeviceMesh.from_group(group, "cpu")
     ...
     calls  # [Call(op="all_reduce", numel=8192, itemsize=4), ...]
 
-A compiled graph, eager DTensors and autograd all end in the methods of a process group, so nothing
-passes by: a collective that is not in ``METHODS`` finds no backend in this group, and raises.
+Compiled graphs, eager DTensors and autograd all call the methods of a process group, so no
+collective is missed: a method that is not in ``METHODS`` finds no backend in this group and raises.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
     Attributes:
         op: a key of ``RING``.
-        numel: elements of the whole: of what is reduced, gathered or scattered.
+        numel: elements of the whole tensor that is reduced, gathered or scattered.
         itemsize: bytes of an element.
     """
 
@@ -36,11 +36,12 @@ class Call(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the whole tensor."""
         return self.numel * self.itemsize
 
 
-# op -> what a rank sends, in (W - 1) / W of the whole: a ring takes W - 1 steps of one part each
+# op -> bytes that a rank sends, in units of (W - 1) / W of the whole tensor's: a ring takes W - 1
+# steps, and sends one of W parts in each
 RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 # method of a process group -> op; torch before 2.13 has other names for some
 METHODS = {
@@ -59,12 +60,12 @@ METHODS = {
     "all_to_all_single": "all_to_all",
     "alltoall_base": "all_to_all",
 }
-# how weights are dealt out and ranks meet: before anything is counted
+# used to distribute weights and to synchronise ranks; not counted
 OTHERS = ("barrier", "broadcast", "scatter")
 
 
 class _Counted(dist.ProcessGroup):
-    """The world, with a list of what went through."""
+    """The default group, with a list of its collectives."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue], torch's stub lacks it
@@ -82,10 +83,10 @@ class _Counted(dist.ProcessGroup):
         return self.group_name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
-        """torch keeps it, in what ``group_name`` reads."""
+        """Does nothing: ``group_name`` reads the name that torch stores."""
 
     def setGroupDesc(self, name: str) -> None:  # noqa: N802
-        """Nobody asks for it."""
+        """Does nothing: the description is never read."""
 
 
 def _passed_on(method: str) -> Callable[..., Any]:
@@ -112,7 +113,7 @@ for _method in (*METHODS, *OTHERS):
 
 
 def counted() -> tuple[dist.ProcessGroup, list[Call]]:
-    """A group of all ranks, and the list that it fills; every rank has to call this."""
+    """A group of all ranks, and the list of its collectives; every rank has to call this."""
     if _NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             _NAME, lambda store, rank, size, timeout: _Counted(rank, size), devices=["cpu", "cuda"]

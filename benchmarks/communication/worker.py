@@ -1,7 +1,7 @@
-"""The ranks of :mod:`benchmarks.communication`: each a process, all of them with one problem.
+"""The rank processes of :mod:`benchmarks.communication`.
 
-In: a :class:`Job`. Out: what each rank sent for the head and its loss, program by program, and how
-far the loss and the gradients are from float64. Started by::
+In: a :class:`Job`. Out: the collectives of each rank for each program, and the errors of loss and
+gradients against float64. Started by::
 
     found = run(Job(world=2, inner="inductor"))
 """
@@ -46,10 +46,10 @@ HIDDEN = ("replicated", "sequence-sharded")
 
 @dataclass(frozen=True)
 class Program:
-    """One way to write and to run a sharded head and its loss.
+    """A program with a sharded head and its loss.
 
     Attributes:
-        gathers: it asks for all logits on every rank; else for its own part, and a loss of those.
+        gathers: whether it gathers all logits on every rank; else the loss uses sharded logits.
         backend: of ``torch.compile``; None is eager.
     """
 
@@ -74,10 +74,10 @@ class Job:
     Attributes:
         world: ranks.
         batch, seq, d, v: sequences, tokens of each, hidden size, classes.
-        inner: who compiles what fusedce leaves.
+        inner: the inner backend of fusedce.
         programs: keys of ``PROGRAMS``.
-        hidden: how the hidden states lie, some of ``HIDDEN``.
-        seconds: after which a rank gives up.
+        hidden: placements of the hidden states, from ``HIDDEN``.
+        seconds: timeout of a rank.
     """
 
     world: int
@@ -95,7 +95,7 @@ class Job:
     def __post_init__(self) -> None:
         """
         Raises:
-            ValueError: ranks would get parts of different sizes, or none.
+            ValueError: the ranks would get parts of different sizes.
         """
         for name in ("seq", "v"):
             if getattr(self, name) % self.world:
@@ -114,7 +114,7 @@ class Job:
 
 @dataclass
 class Step:
-    """What one rank sent, and what came of it.
+    """The collectives of one rank in a step, and the errors of its results.
 
     Attributes:
         forward, backward: collectives, in their order.
@@ -143,7 +143,7 @@ def _measure(
     job: Job, name: str, hidden: str, mesh: DeviceMesh, calls: list[Call], exact: Any
 ) -> Step:
     """One training step of one program."""
-    torch._dynamo.reset()  # the program is the same, who compiles it is not
+    torch._dynamo.reset()  # the same code is compiled by another backend
     program = PROGRAMS[name]
     x, weight, target = job.case.tensors()
     apart = hidden != HIDDEN[0]
@@ -182,7 +182,7 @@ def _measure(
 
 
 def _eager(job: Job) -> Any:
-    """A function of loss, dx and dw that gives their errors; and eager's own as its ``bound``."""
+    """A function that computes the errors of (loss, dx, dw); and eager's errors."""
     x, weight, target = job.case.tensors()
 
     def errors(got: Any) -> dict[str, float]:
@@ -200,7 +200,7 @@ def _steps(job: Job) -> Iterator[Any]:
     yield eager
     for name in job.programs:
         for hidden in job.hidden:
-            say(f"{name}, hidden states {hidden}")  # for whoever reads why it took too long
+            say(f"{name}, hidden states {hidden}")  # shows the program in case of a timeout
             yield dataclasses.asdict(_measure(job, name, hidden, mesh, calls, errors))
 
 
@@ -224,18 +224,18 @@ def _run_rank(rank: int, job: Job, folder: str) -> None:
 
 
 class RanksError(Exception):
-    """A rank gave no answer; the message says why."""
+    """A rank gave no answer; the message has the reason."""
 
 
 def run(job: Job) -> tuple[list[list[Step]], dict[str, float]]:
     """The steps of each rank, and the errors of eager in one process.
 
     Raises:
-        RanksError: a rank failed or took too long; with the end of what was printed.
+        RanksError: a rank failed or took too long; the message has the end of its output.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
-        # else gloo asks for the machine's name, which a container may not know
+        # otherwise gloo resolves the machine's host name, which may fail in a container
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     program = [sys.executable, "-m", "benchmarks.communication.worker"]
     with tempfile.TemporaryDirectory() as folder:
@@ -266,7 +266,7 @@ def _step(found: dict[str, Any]) -> Step:
 
 
 def wrong(step: Step, eager: dict[str, float], dtype: str) -> str:
-    """Which of loss and gradients is further from float64 than twice eager's error, or nothing."""
+    """Why a step is refused: an error against float64 exceeds twice eager's; empty if none does."""
     for name, error in step.errors.items():
         bound = 2 * eager[name] + FLOOR[dtype]
         if not error <= bound:
@@ -278,7 +278,7 @@ if __name__ == "__main__":
     found: dict[str, Any] = json.loads(sys.argv[1])
     found |= {key: tuple(v) for key, v in found.items() if isinstance(v, list)}
     job = Job(**found)
-    # a process that has seen a GPU cannot be forked
+    # a process that has initialised a GPU cannot be forked
     alone = threading.active_count() == 1 and not torch.cuda.is_initialized()
     start_processes(
         _run_rank, (job, sys.argv[2]), nprocs=job.world, start_method="fork" if alone else "spawn"

@@ -1,1 +1,1 @@
-"""Which of transformers' own classes fuse, and why the others do not."""
+"""The classes of transformers whose losses fuse, and the reasons for the others."""

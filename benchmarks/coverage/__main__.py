@@ -1,9 +1,9 @@
-"""``python -m benchmarks.coverage``: which of transformers' own classes fuse, or why they do not.
+"""``python -m benchmarks.coverage``: lists the classes of transformers whose losses fuse.
 
-Every class of the causal-LM, masked-LM, sequence-to-sequence and image-text-to-text mappings is
-made tiny, traced, fused and compared with eager (:mod:`benchmarks.coverage.worker`), each in a
-process of its own. A row is appended to a file of JSON lines as soon as it is known, and a run goes
-on where the last one stopped; then the table is written::
+It makes a tiny model of every class of the causal-LM, masked-LM, sequence-to-sequence and
+image-text-to-text mappings, fuses it and compares it with eager
+(:mod:`benchmarks.coverage.worker`), each in a separate process. It appends each row to a file of
+JSON lines; a new run continues this file. At the end it writes the table::
 
     python -m benchmarks.coverage --rows rows.jsonl --table benchmarks/coverage/results.md
     python -m benchmarks.coverage --rows rows.jsonl --only 'Gemma|T5'   # again, these
@@ -84,10 +84,10 @@ class _Job:
 
 
 def run(names: list[str], inner: str, jobs: int, seconds: float) -> Iterator[Row]:
-    """Rows as they come; a class that crashes or takes too long has a row that says so."""
+    """The rows, in the order in which they finish; a crash or timeout is stored in the row."""
     from benchmarks.coverage.worker import warm_up
 
-    warm_up()  # once, for all: the others are forked from this process
+    warm_up()  # once: all workers are forked from this process
     context = multiprocessing.get_context("fork")
     waiting, running = list(names), []
     while waiting or running:

@@ -1,7 +1,7 @@
-"""The way from the linear to each loss in Dynamo's graphs, spelled as Dynamo spells it.
+"""The chain of nodes from the linear to each loss in Dynamo's graphs, as text.
 
-In: the graphs of one call, in order. Out: one :class:`Chain` per loss. Nothing of fxpass is used,
-so that the table says what there is to match, and not what the matcher believes::
+In: the graphs of one call, in order. Out: one :class:`Chain` per loss. It does not use fxpass, so
+that the table is independent of the matcher::
 
     linear(mul:f32[2, 12, 64], param:f32[131, 64], None):f32[2, 12, 131]
     .float(_):f32[2, 12, 131]
@@ -41,14 +41,14 @@ STEPS = 60
 
 @dataclass
 class Chain:
-    """From one loss back to the linear.
+    """The chain of one loss.
 
     Attributes:
-        steps: the calls in the order of the data, each with its arguments and shape.
-        loss: the loss's own call.
-        end: "linear", "graph break" or what else the walk ended at.
-        readers: what else in the graph reads or writes something of the chain.
-        source: where the loss is, as Dynamo recorded it.
+        steps: the calls from the linear on, each with its arguments and shape.
+        loss: the call of the loss.
+        end: where the chain starts: "linear", "graph break" or another reason.
+        readers: other nodes that read or write tensors of the chain.
+        source: the user's line of the loss.
     """
 
     steps: list[str]
@@ -119,7 +119,7 @@ def _chain(loss: Node, classes: int) -> Chain:
 
 
 def _input(node: Node) -> Node | None:
-    """The tensor operand that the logits came through: the first one, into lists as well."""
+    """The operand with the logits: the first tensor, also inside lists."""
     values = [*node.args, *node.kwargs.values()]
     if "input" in node.kwargs:
         values = [node.kwargs["input"]]

@@ -1,12 +1,12 @@
-"""Every class of transformers that has a language-model head, made tiny, and a batch for it.
+"""Tiny models of the transformers classes with a language-model head, and batches for them.
 
-In: the name of a class. Out: a model of some ten thousand weights, made from its own configuration
-with every size shrunk by the rules below, and keyword arguments that give it a loss::
+In: the name of a class. Out: a model of about ten thousand weights, whose configuration has every
+size reduced by the rules below, and keyword arguments for which it returns a loss::
 
     model = build("LlamaForCausalLM")
     loss = model(**next(batches(model))).loss
 
-:mod:`benchmarks.coverage.overrides` holds what the rules get wrong.
+:mod:`benchmarks.coverage.overrides` has the exceptions to the rules.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from benchmarks.coverage.overrides import OVERRIDES
 
 MAPPINGS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
 
-V = 131  # no other size is 131, so that the class dimension shows in a graph
+V = 131  # no other size is 131, so that the class dimension is recognisable in a graph
 BATCH, TOKENS = 2, 12
 
-# The first rule whose pattern fits the whole field name gives the size. A number is an upper bound.
+# The first pattern that matches the whole field name gives the upper bound of the size.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"type_vocab_size|.*_n_top|num_channels|in_channels|sampling_rate", 10**9),
     (r".*vocab_size.*|.*hash_byte_group_vocab", V),
@@ -54,7 +54,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r".*window\w*|.*chunk_size", 8),
     (r".*", 0),
 )
-LARGE = 512  # what no rule names is left alone below this, and 64 above
+LARGE = 512  # sizes without a rule are unchanged below this, and become 64 above
 
 
 def classes() -> dict[str, str]:
@@ -87,7 +87,7 @@ def config_of(name: str) -> Any:
 
 
 def _tiny(kind: Any, given: dict[str, Any], override: dict[str, Any], tokens: _Tokens) -> dict:
-    # copies, since configurations change the dictionaries that they are given
+    # copies, since configurations change the dictionaries of their arguments
     override = copy.deepcopy({**OVERRIDES.get(kind.model_type, {}), **override})
     defaults = {
         f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default  # type: ignore[misc]
@@ -134,7 +134,7 @@ def build(name: str) -> Any:
     """The model in f32 with random weights, in training mode, without any dropout.
 
     Raises:
-        ValueError: the class takes no labels. Or whatever it raises itself.
+        ValueError: the class takes no labels. Exceptions of the class pass through.
     """
     kind = getattr(transformers, name)
     if "labels" not in inspect.signature(kind.forward).parameters:
@@ -158,7 +158,7 @@ def vocabulary(model: Any) -> int:
 
 
 def batches(model: Any) -> Iterator[dict[str, Any]]:
-    """What the class may accept, the first guess first; the first that gives a loss is taken."""
+    """Batches that the class may accept; the caller uses the first batch that gives a loss."""
     name = type(model).__name__
     accepted = set(inspect.signature(model.forward).parameters)
     generator = torch.Generator().manual_seed(0)
@@ -218,7 +218,7 @@ def _codebooks(model: Any, ids: Tensor) -> dict[str, Any]:
     }
 
 
-# class → what its batch has that others do not, from the model and the tokens; None takes out
+# class → its additional batch entries, from the model and the tokens; None removes an entry
 INPUTS: dict[str, Callable[[Any, Tensor], dict[str, Any]]] = {
     "Blip2ForConditionalGeneration": _with_image,
     "GitForCausalLM": lambda m, ids: {"pixel_values": _pixels(m)},

@@ -1,8 +1,7 @@
-"""What the rules of :mod:`benchmarks.coverage.models` get wrong, configuration by configuration.
+"""Exceptions to the rules of :mod:`benchmarks.coverage.models`, for each configuration.
 
-Data only: the ``model_type`` of a configuration, or the name of a class, and what is given to that
-configuration instead of what the rules make of it. Sizes are those of the rules: 131 classes, 12
-tokens, 4 heads of 16.
+Data only: ``model_type`` of a configuration, or the name of a class → values that replace those of
+the rules. Sizes are those of the rules: 131 classes, 12 tokens, 4 heads of 16.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _MROPE_HALF = {**_MROPE, "mrope_section": [1, 1, 2]}  # half of the head rotates
 _LINEAR_AND_FULL = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _TIMM = {"vision_config": {"model_type": "siglip_vision_model"}}  # text only: timm is not needed
 
-# model_type, or the name of a class → what its configuration is given instead
+# model_type, or the name of a class → values of its configuration
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"num_hidden_layers": 2, "layer_group_size": 2},
     "blip-2": {"num_query_tokens": 2, "image_token_index": 100},

@@ -81,7 +81,7 @@ def _call(step: str) -> str:
 
 
 def table(rows: dict[str, Row], inner: str) -> str:
-    """The whole file; ``inner`` is who compiled what fxpass gave it."""
+    """The whole file; ``inner`` is the inner backend."""
     rows = {name: rows[name] for name in sorted(rows)}
     done = [row for row in rows.values() if row["stage"] == "done"]
     losses = [chain for row in done for chain in row["chains"]]

@@ -1,16 +1,16 @@
-"""One class of transformers: what Dynamo and fxpass make of it, and whether that is right.
+"""Fuses one class of transformers and compares its results with eager.
 
-In: the name of a class. Out: a row, as a dictionary of plain values that goes into a JSON line.
+In: the name of a class. Out: a row, a dictionary of plain values for a JSON line.
 
-The whole model is traced once, and the graph that holds the loss is compiled twice:
+The whole model is traced once, and the graph with the loss is compiled in two forms:
 
-* form ``model``, as it is: what ``torch.compile(model, backend="fusedce")`` compiles; the logits
-  that it returns are then used, in the forward and in the backward pass;
-* form ``loss``, without its outputs other than the loss: what a step gives that returns only it.
+* ``model``: unchanged, as ``torch.compile(model, backend="fusedce")`` compiles it; the returned
+  logits are then used in forward and backward;
+* ``loss``: the graph without its other outputs, as for a step that returns only the loss.
 
-Each form's loss, logits and gradients are held to eager's: equal to ``CLOSE``, or else within twice
-eager's own error against float64. Where Dynamo's graph without fxpass already differs from eager,
-the form is held to that graph, and the row says so.
+Loss, logits and gradients of each form have to equal eager's within ``CLOSE``, or within twice
+eager's error against float64. If Dynamo's graph without fxpass differs from eager, the form is
+compared with this graph, and the row says so.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from benchmarks.loss.worker import FLOOR
 from fxpass.backend import fusedce  # before anything is traced, as torch.compile does
 
 FORMS = ("loss", "model")
-PLAIN = "plain"  # Dynamo's graph as it came
+PLAIN = "plain"  # Dynamo's graph, unchanged
 CLOSE = 1e-5  # relative, in the Frobenius norm
-# a gradient that is zero but for rounding is held to this part of the norm of all of them
+# a gradient that is zero up to rounding is compared relative to this part of the largest norm
 SCALE = 1e-3
 
 Row = dict[str, Any]
-# which source was run: rows that are put together may be from several
+# a hash of fxpass's source: the rows of one table may come from several states
 STATE = hashlib.sha256(
     b"".join(file.read_bytes() for file in sorted(Path(fxpass.__file__).parent.rglob("*.py")))
 ).hexdigest()[:8]
@@ -59,7 +59,7 @@ os.environ.setdefault("FUSEDCE_MIN_LOGITS_MB", "0")  # the models are tiny
 
 
 def examine(name: str, inner: str = "eager") -> Row:
-    """All that the table says about one class; never raises for what the class or fxpass does."""
+    """The row of one class; an exception of the class or of fxpass is stored in the row."""
     warnings.simplefilter("ignore")
     row: Row = {"name": name, "stage": "build", "fxpass": STATE}
     try:
@@ -74,8 +74,8 @@ def examine(name: str, inner: str = "eager") -> Row:
 
 
 def warm_up() -> None:
-    """Makes this process one to fork from: Dynamo has traced a model, on one thread, and no
-    backward pass has run, since autograd's threads do not live through a fork."""
+    """Prepares this process for forks: Dynamo traces a model on one thread. No backward runs,
+    because autograd's threads do not survive a fork."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     model = build("LlamaForCausalLM")
@@ -90,14 +90,14 @@ def warm_up() -> None:
 
 @dataclass
 class Subject:
-    """A model with a batch that gives it a loss."""
+    """A model and a batch for which it returns a loss."""
 
     model: Any
     batch: dict[str, Any]
     buffers: Values = field(default_factory=dict)
 
     def run(self, form: str, call: Callable[..., Any] | None = None) -> Values:
-        """The loss (and the logits, where they are used), then every parameter's gradient."""
+        """The loss (and the logits, in the form ``model``), then every parameter's gradient."""
         self._reset()
         out = (self.model if call is None else call)(**self.batch)
         total = _loss(out)
@@ -194,10 +194,10 @@ def _trace(subject: Subject, inner: str) -> Row:
     first: list[_Graph] = []
     for form in FORMS:
         wrong, apart = _compare(subject, form, model_in(form)), ""
-        # is it Dynamo?
+        # does Dynamo's graph without fxpass differ from eager too?
         if wrong and (apart := _compare(subject, form, model_in(PLAIN))):
             wrong = _compare(subject, form, model_in(form), model_in(PLAIN))
-        first = first or list(graphs)  # where a guard fails later, graphs are traced again
+        first = first or list(graphs)  # later, a failed guard may add graphs
         found = [record for graph in first for record in graph.found[form]]
         matched = [str(r) for r in found if type(r).__name__ == "Match"]
         rejected = [r.reason for r in found if type(r).__name__ == "Rejection"]
@@ -216,7 +216,7 @@ def _compile(gm: GraphModule, inputs: list[Any], classes: int, inner: str) -> _G
     found = chains([gm], classes)
     reason = getattr(gm, "compile_subgraph_reason", None)
     graph = _Graph(found, _break(reason) if reason and reason.graph_break else "", {}, {})
-    graph.forms[PLAIN] = gm.forward  # what is changed are copies
+    graph.forms[PLAIN] = gm.forward  # the other forms change copies of gm
     for form in FORMS:
         records: list[Any] = []
         graph.found[form] = records
@@ -244,10 +244,10 @@ def _as_it_is(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_loss(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Drops the outputs that a step does not return; gives back what puts None in their place.
+    """Removes all outputs but the loss; returns a wrapper that inserts None for removed outputs.
 
-    What stays is what depends on the loss, and is a number. If there is none, as where the graph
-    goes on after the loss's in another one, all stays.
+    Scalar outputs that depend on the loss remain. If there is none, because a later graph continues
+    after the loss, all outputs remain.
     """
     output = next(node for node in gm.graph.nodes if node.op == "output")
     values = list(output.args[0])
@@ -280,7 +280,7 @@ def _keep_loss(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., 
 
 
 def _erase_unused(graph: torch.fx.Graph, nodes: list[Any]) -> None:
-    """What only led to an output that is gone, as Dynamo does; never what changes a tensor."""
+    """Erases nodes without users, as Dynamo does, starting at removed outputs; keeps writes."""
     nodes = [node for node in nodes if isinstance(node, torch.fx.Node)]
     while nodes:
         node = nodes.pop()
@@ -328,9 +328,9 @@ def _compare(
     compiled: Callable[..., Any],
     reference: Callable[..., Any] | None = None,
 ) -> str:
-    """What is wrong with the compiled model's numbers; empty if nothing is.
+    """Why the compiled model's results are wrong; empty if they are correct.
 
-    ``reference`` is who is right, eager if it is not given.
+    ``reference`` computes the correct results; eager by default.
     """
     right = subject.run(form, reference)
     right = {name: value.clone() for name, value in right.items()}
@@ -359,7 +359,7 @@ def _compare(
 
 
 def _distance(a: Tensor, b: Tensor, scale: float) -> float:
-    """Relative to b's norm, or to ``scale`` if that is larger; inf where one has a nan."""
+    """Distance relative to b's norm, or to ``scale`` if larger; inf if their nans differ."""
     a, b = a.detach().double(), b.detach().double()
     if a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
         return float("inf")

@@ -1,17 +1,17 @@
-"""``python -m benchmarks``: providers side by side, numerics first.
+"""``python -m benchmarks``: measures time, memory and errors of linear and cross-entropy.
 
-A suite of named heads (`benchmarks/loss/heads.py`), or one free size::
+It measures a suite of named heads (`benchmarks/loss/heads.py`), or one size::
 
     python -m benchmarks --suite quick
     python -m benchmarks --suite cpu --json cpu.json --markdown cpu.md --picture cpu.png
     python -m benchmarks --suite gpu --heads llama-3-8b --n 4096 8192 --json gpu.json --resume
     python -m benchmarks --n 2048 --d 512 --v 32000 --dtype bfloat16 --providers inductor fusedce
 
-Every provider runs in a process of its own. All start together and then step in turn, so that a
-machine whose speed drifts slows all of them alike. A provider whose loss or gradients are further
-from float64 than twice eager's own error gets no numbers. Progress goes to standard error, tables
-to standard output; Ctrl-C ends with the tables of what there is. The status is 1 if fusedce's own
-numbers were refused. A whole model's training step: ``python -m benchmarks.training``.
+Every provider runs in a separate process, and the providers step in turn, so that a drift of the
+machine's speed affects all of them. A provider whose error against float64, in loss or gradients,
+exceeds twice eager's error is refused. Progress goes to standard error, tables to standard output;
+Ctrl-C prints the tables so far. The exit status is 1 if fusedce is refused. For a whole model's
+training step: ``python -m benchmarks.training``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(section(result) + "\n", flush=True)
         if any(row.failure.startswith("refused") for row in result.rows if "fusedce" in row.name):
             status = status or 1
-        # an interrupted case is told, but is not kept: it would never be measured again
+        # an interrupted case is printed but not stored, so that --resume measures it again
         write(args, [*results, result], what)
         if status == 130:
             break
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(args: argparse.Namespace) -> tuple[list[tuple[str, Case]], Effort]:
-    """The cases to measure, without a provider, each with its head's name; and how long."""
+    """The cases to measure, without a provider, each with its head's name; and the effort."""
     free = not args.heads and any((args.n, args.d, args.v, args.dtype, args.forward))
     if args.suite is None and free:
         d, v = args.d or FREE_D, args.v or FREE_V
@@ -116,9 +116,9 @@ def _write_json(file: Path | None, results: Sequence[Result], what: dict[str, ob
 
 
 def _read(file: Path | None, what: dict[str, object]) -> list[Result]:
-    """What the file holds already; nothing if there is no file."""
+    """The results in the file; none if there is no file."""
     if file is None:
-        raise SystemExit("--resume goes on with the file of --json")
+        raise SystemExit("--resume needs --json: it continues this file")
     if not file.exists():
         return []
     value = json.loads(file.read_text())
@@ -146,10 +146,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
     add("--rounds", type=int, help="steps of each provider")
-    add("--seconds", type=float, help="that one provider may step in one case (at least once)")
-    add("--timeout", type=float, help="seconds after which a command's provider is given up")
-    add("--json", type=Path, help="all that was measured, written after every case")
-    add("--resume", action="store_true", help="leave out the cases that --json's file has")
+    add("--seconds", type=float, help="time limit of a provider's steps in one case (at least one)")
+    add("--timeout", type=float, help="seconds after which a provider is stopped")
+    add("--json", type=Path, help="all measurements, written after every case")
+    add("--resume", action="store_true", help="skip the cases in the file of --json")
     add("--markdown", type=Path, help="the tables")
     add("--picture", type=Path, help="time against memory, for example a .png; needs matplotlib")
     return parser

@@ -1,7 +1,6 @@
-"""What is measured: one provider, one shape, one dtype, with or without a backward.
+"""One case of the benchmark: a provider, a shape, a dtype, with or without backward.
 
-A :class:`Case` travels to a worker's process as JSON and makes the same tensors there for every
-provider::
+A worker process gets a :class:`Case` as JSON and makes the same tensors for every provider::
 
     >>> x, weight, target = Case("eager", 8, 4, 16, "float32", "cpu", True).tensors()
     >>> x.shape, weight.shape, target.shape
@@ -16,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# What rounding may add where eager happens to be exact, by mantissa bits: a few units in the last
-# place of the dtype that the gradients are returned in.
+# Added to the bound, in case eager happens to be exact: a few units in the last place of the dtype
+# of the gradients.
 FLOOR = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
-# Distinct rows of the step that is compared with float64: a bare few, so that the exact answer is
-# cheap. The step has all of the case's rows, which repeat these.
+# Distinct rows of the step that is compared with float64; few, so that the exact result is cheap.
+# The step has all rows of the case, which repeat these rows.
 CHECKED_ROWS = 128
 SEED = 0
 
@@ -30,7 +29,7 @@ class Case:
     """x ``[n, d]`` and weight ``[v, d]`` of one dtype on one device.
 
     Attributes:
-        provider: a name in :data:`benchmarks.providers.PROVIDERS`.
+        provider: a name in :data:`benchmarks.loss.providers.PROVIDERS`.
         backward: the gradients of x and weight are computed too; else ``torch.no_grad``.
         softcap: logits z become ``softcap * tanh(z / softcap)``; 0 leaves them alone.
     """
@@ -68,7 +67,7 @@ class Case:
         x, target = self.rows(distinct)
         generator = torch.Generator().manual_seed(SEED + 1)
         weight = torch.empty(self.v, self.d, dtype=getattr(torch, self.dtype))
-        for part in weight.split(1 << 14):  # all of it in f32 would exist beside the narrow one
+        for part in weight.split(1 << 14):  # in parts, so that no f32 copy of the whole exists
             part.copy_(torch.randn(part.shape, generator=generator) * self.d**-0.5)
         return x, weight.to(self.device).requires_grad_(self.backward), target
 

@@ -1,6 +1,6 @@
-"""Whose head is measured, at how many rows: tables of names, and the suites made of them.
+"""The heads of known models, and the suites of cases made of them.
 
-In: a suite's name. Out: :class:`benchmarks.loss.case.Case` one by one::
+In: the name of a suite. Out: its cases (:class:`benchmarks.loss.case.Case`)::
 
     >>> [str(case) for _, case in SUITES["quick"].cases("cpu")][0]
     'N=256 D=64 V=4000, float32, training'
@@ -29,7 +29,7 @@ HEADS = {
     "qwen3-8b": Head(4096, 151936),
     "gemma-2-2b": Head(2304, 256000, softcap=30.0),
     "gpt-2": Head(768, 50257),
-    # what two cores of a CPU can do in seconds
+    # sizes that two CPU cores compute in seconds
     "cpu-32k": Head(512, 32000),
     "cpu-128k": Head(1024, 128256),
     "tiny": Head(64, 4000),
@@ -51,7 +51,7 @@ class Suite(NamedTuple):
         dtypes: of x and weight.
         backward: True is training, False evaluation; in this order.
         rounds: how often each provider steps.
-        seconds: how long one provider may go on stepping in one case; one step is always taken.
+        seconds: time limit of a provider's steps in one case; it steps at least once.
     """
 
     rows: dict[str, tuple[int, ...]]

@@ -2,9 +2,9 @@
 
 In: a case, names of providers, an :class:`Effort`. Out: the rows of a :class:`Result`.
 
-Every provider runs in a process of its own. All start together and then step in turn, so that a
-machine whose speed drifts slows all of them alike. A provider whose loss or gradients are further
-from float64 than twice eager's own error gets no numbers.
+Every provider runs in a separate process, and the providers step in turn, so that a drift of the
+machine's speed affects all of them. A provider whose error against float64 exceeds twice eager's
+error is refused.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Say = Callable[[str], None]
 
 
 class Effort(NamedTuple):
-    """How long to measure.
+    """The limits of a measurement.
 
     Attributes:
-        rounds: how often each provider steps.
-        seconds: a provider stops stepping rather than to step for longer; it always steps once.
-        timeout: seconds that a command may take before its provider is given up.
+        rounds: steps of each provider.
+        seconds: time limit of a provider's steps; it steps at least once.
+        timeout: seconds that a command may take before its provider is stopped.
     """
 
     rounds: int = 7
@@ -46,7 +46,7 @@ def measure(cases: Sequence[Case], rounds: int) -> list[Row]:
 
 
 def say(text: str) -> None:
-    """Tells the user what is going on."""
+    """Prints progress to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -54,7 +54,8 @@ def run(result: Result, names: Sequence[str], effort: Effort, say: Say = say) ->
     """Measures ``result.case`` with each provider and fills ``result.rows``.
 
     Raises:
-        KeyboardInterrupt: the rows hold what there is so far, and all processes are gone.
+        KeyboardInterrupt: after Ctrl-C; the rows have the measurements so far, and all processes
+            have ended.
     """
     result.rows = [Row(name) for name in names]
     workers: dict[str, Worker] = {}
@@ -76,7 +77,7 @@ def run(result: Result, names: Sequence[str], effort: Effort, say: Say = say) ->
 
 
 def _start(result: Result, effort: Effort, workers: dict[str, Worker]) -> None:
-    """One process for each provider that can be run: they import side by side."""
+    """Starts a process for each provider that can run; they import at the same time."""
     for row in result.rows:
         provider = PROVIDERS.get(row.name)
         why = provider.problem(result.case) if provider else f"no provider {row.name}"
@@ -90,7 +91,7 @@ def _start(result: Result, effort: Effort, workers: dict[str, Worker]) -> None:
 
 
 def _attempt(row: Row, workers: dict[str, Worker], function: Callable[[], object]) -> None:
-    """Calls the function; if the provider's process fails, the row says why and it is over."""
+    """Calls the function; if the provider's process fails, stores the reason in its row."""
     try:
         function()
     except WorkerError as error:
@@ -122,10 +123,10 @@ def _check(row: Row, result: Result, effort: Effort, workers: dict[str, Worker],
 
 
 def _eager_errors(case: Case, effort: Effort, say: Say) -> dict[str, float]:
-    """Eager's errors where it is not among the providers or ran out of memory: few rows.
+    """Eager's errors with few rows, if eager is not measured or ran out of memory.
 
     Raises:
-        WorkerError: it has no answer either.
+        WorkerError: eager fails with few rows too.
     """
     few = dataclasses.replace(case.to("eager"), n=min(case.n, CHECKED_ROWS))
     say(f"  eager's own errors, at {few.n} rows")
@@ -140,7 +141,7 @@ def _eager_errors(case: Case, effort: Effort, say: Say) -> dict[str, float]:
 
 
 def _take_turns(result: Result, effort: Effort, workers: dict[str, Worker], say: Say) -> None:
-    """One step of each provider, then the next round, while a provider has time for a step."""
+    """Runs rounds of one step of each provider, until the rounds or the time limits end."""
 
     def step(row: Row) -> None:
         row.seconds.append(workers[row.name].ask("step")["seconds"])

@@ -16,7 +16,7 @@ from benchmarks.loss.rows import Result, Row
 from benchmarks.loss.table import MIB
 
 MISSING = "the picture needs matplotlib: pip install matplotlib"
-# Okabe and Ito's colours, which colour-blind people tell apart; the marks differ as well.
+# Okabe and Ito's colours, which colour-blind people can distinguish; the marks differ as well.
 STYLE = {
     "eager": ("#000000", "o"),
     "inductor": ("#E69F00", "s"),
@@ -34,7 +34,7 @@ LEAST = 1.0  # MiB: a logarithm has no zero
 
 
 def problem() -> str:
-    """Why there can be no picture; empty if there can."""
+    """Why a picture cannot be drawn; empty if it can."""
     return "" if importlib.util.find_spec("matplotlib") else MISSING
 
 
@@ -50,7 +50,7 @@ def draw(results: Sequence[Result], what: dict[str, Any], path: Path) -> None:
     shown = [r for r in results if any(points(r))]
     across = max(1, min(ACROSS, len(shown)))
     down = max(1, -(-len(shown) // across))
-    # A figure of its own: pyplot would choose a window system and keep global state.
+    # pyplot would choose a window system and keep global state
     figure = Figure(figsize=(5.2 * across, 4.2 * down + 0.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(down, across, squeeze=False).flatten()
@@ -63,7 +63,7 @@ def draw(results: Sequence[Result], what: dict[str, Any], path: Path) -> None:
 
 
 def points(result: Result) -> list[tuple[Row, float, float]]:
-    """Each provider that has both: its row, extra peak in MiB, milliseconds."""
+    """The providers with time and memory: row, extra peak in MiB, milliseconds."""
     return [
         (row, max(row.extra_bytes / MIB, LEAST), row.median * 1e3)
         for row in result.rows
@@ -76,7 +76,7 @@ def _panel(panel: Any, result: Result) -> None:
         color, mark = STYLE.get(row.name, ("#999999", "."))
         panel.scatter(size, time, color=color, marker=mark, s=60, zorder=3)
         side, offset = ("right", (-7, -10)) if row.name == "fusedce" else ("left", (7, 4))
-        panel.annotate(  # fusedce is where the strategy is that it chose: on the other side
+        panel.annotate(  # fusedce is at the point of its strategy: its label is on the other side
             row.name, (size, time), textcoords="offset points", xytext=offset, ha=side, fontsize=8
         )
     bare = result.row(BARE)

@@ -1,8 +1,8 @@
-"""Who computes the loss: name → :class:`Provider`, which makes ``(x, weight, target) -> loss``.
+"""The providers of a loss: name → :class:`Provider`, which makes ``(x, weight, target) -> loss``.
 
-Each gets the same plain PyTorch program or, where it has no other way in, its own call. Compiled
-ones get static shapes, as a training loop has them: a second size would make Dynamo compile for
-symbolic ones, which are slower and which Inductor's ``auto_chunker`` declines.
+A provider that compiles gets the same plain PyTorch program; a library gets a call of its function.
+Shapes are static, as in a training loop: for a second size, Dynamo would compile for symbolic
+shapes, which are slower and which Inductor's ``auto_chunker`` does not support.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ def program(softcap: float = 0.0) -> Loss:
 
 @dataclass(frozen=True)
 class Provider:
-    """One way to the loss.
+    """A provider of the loss.
 
     Attributes:
-        label: what it is called in a table.
-        make: the cap on the logits → the loss.
-        compiles: its first step is not like the others.
-        package: what has to be installed, as pip calls it, and the module to import.
-        gpu: it runs on a GPU only.
-        softcap: it can cap the logits.
-        version: whose call was read, and is made here.
+        label: its name in a table.
+        make: makes the loss from the cap on the logits.
+        compiles: whether its first step compiles.
+        package: the pip package that it needs, and the module to import.
+        gpu: whether it needs a GPU.
+        softcap: whether it supports a cap on the logits.
+        version: the package version whose call is made here.
     """
 
     label: str
@@ -69,7 +69,7 @@ class Provider:
         return self.make(softcap)
 
     def problem(self, case: Case) -> str:
-        """Why it is not run; empty if it can be."""
+        """Why it cannot run; empty if it can."""
         if self.package and importlib.util.find_spec(self.package[1]) is None:
             return f"{self.package[0]} is not installed"
         if self.gpu and torch.device(case.device).type != "cuda":
@@ -88,8 +88,8 @@ def _compiled(softcap: float, **how: Any) -> Loss:
 
 
 def _auto_chunker(softcap: float) -> Loss:
-    # By default it leaves logits alone that are not 8 times as large as x and weight together:
-    # those of every head here that has fewer than some 8 D rows. It shall do what it can do.
+    # By default it chunks only logits that are 8 times as large as x and weight together, which
+    # excludes every head here with fewer than about 8 D rows.
     options = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 1}
     return _compiled(softcap, options=options)
 
@@ -112,7 +112,7 @@ def _liger(softcap: float) -> Loss:
 
 
 def _cce(softcap: float) -> Loss:
-    # as it is by default, with its gradient filter
+    # the default, with the gradient filter
     call = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     return functools.partial(call, softcap=softcap if softcap else None)
 
@@ -121,7 +121,7 @@ def _quack(softcap: float) -> Loss:
     module = importlib.import_module("quack.linear_cross_entropy")
 
     def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        # the choice that quack.linear_cross_entropy.LinearCrossEntropy makes
+        # the same choice as in quack.linear_cross_entropy.LinearCrossEntropy
         if len(x) % 8 == 0 and len(weight) % 8 == 0 and x.shape[1] % 8 == 0:
             return module.chunked_linear_cross_entropy(x, weight, target, chunk_size=4096)
         return module.linear_cross_entropy_func(x, weight, None, target)
@@ -131,7 +131,7 @@ def _quack(softcap: float) -> Loss:
 
 BARE = "bare"
 PROVIDERS: dict[str, Provider] = {
-    # no loss at all, see benchmarks.worker.Bare; here for its name and its place
+    # computes no loss, see benchmarks.loss.worker.Bare; this row has its name and position
     BARE: Provider("bare GEMMs", _eager),
     "eager": Provider("eager", _eager),
     "inductor": Provider("inductor", _compiled, compiles=True),

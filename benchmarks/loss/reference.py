@@ -1,8 +1,8 @@
-"""How far a step is from float64, one tile of classes at a time.
+"""The error of a step against float64, computed a tile of classes at a time.
 
-In: the tensors that the step had and what it returned. Out: the relative error of the loss and of
-each gradient. The exact answer never exists as a whole: for a head of 256,000 classes and 2,304
-hidden units the gradient of the weight alone would be 4.7 GB.
+In: the inputs and outputs of a step. Out: the relative error of the loss and of each gradient. The
+exact gradients are never materialised as a whole: for a head of 256,000 classes and 2,304 hidden
+units, the weight's gradient alone would take 4.7 GB.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def errors(
         softcap: of the logits; 0 is none.
     """
     n, rows = len(x), min(distinct, len(x))
-    # how often each of the distinct rows occurs, as its part of the mean, [rows, 1]
+    # the weight of each distinct row in the mean, [rows, 1]
     share = torch.bincount(torch.arange(n, device=x.device) % rows, minlength=rows).double() / n
     share = share.unsqueeze(1)
     x64, picked = x.detach()[:rows].double(), target[:rows].unsqueeze(1)
@@ -54,7 +54,7 @@ def errors(
         exact = g.t() @ x64
         norms.append(_norms(dw[tile], exact))
     found["dw"] = _error(norms)
-    dx64 /= share * n  # of one of the equal rows
+    dx64 /= share * n  # the gradient of one of the equal rows
     order = torch.arange(n, device=x.device) % rows
     blocks = (slice(start, start + BLOCK) for start in range(0, n, BLOCK))
     found["dx"] = _error([_norms(dx[block], dx64[order[block]]) for block in blocks])
@@ -69,7 +69,7 @@ def _tiles(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _norms(got: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Of a part of a tensor: the norm of what is wrong, and of what is right."""
+    """The norm of the error of a part of a tensor, and the norm of its exact values."""
     return float((got.double() - exact).norm()), float(exact.norm())
 
 

@@ -1,7 +1,7 @@
-"""What was measured: a :class:`Row` per provider, a :class:`Result` per case; to and from JSON.
+"""The measurements: a :class:`Row` per provider, a :class:`Result` per case; to and from JSON.
 
-In: what the workers answered. Out: the numbers that a table shows. Everything that is derived is
-computed here, from the seconds and bytes that are kept::
+In: the answers of the workers. Out: the numbers of a table. All derived numbers are computed here,
+from the stored seconds and bytes::
 
     >>> row = Row("fusedce", seconds=[0.5, 0.4, 0.6])
     >>> row.median
@@ -23,17 +23,17 @@ from benchmarks.loss.providers import BARE
 
 @dataclass
 class Row:
-    """What is known of one provider in one case.
+    """The measurements of one provider in one case.
 
     Attributes:
         name: the provider.
         failure: why it has no numbers; empty if it has.
         errors: "loss", "dx", "dw" → ``|got - exact| / |exact|`` in float64.
-        seconds: one per round that it took part in, in the order of the rounds.
-        alone: the seconds are those of a step outside of the rounds, because it took so long.
-        first_seconds: of its first step, with the compilation.
-        extra_bytes: what a step adds to what is in use, at its peak, gradients included.
-        log: the end of what a failed provider printed.
+        seconds: one per round in which it stepped.
+        alone: whether the seconds are of one long step outside the rounds.
+        first_seconds: seconds of its first step, compilation included.
+        extra_bytes: a step's peak memory beyond the memory in use before, gradients included.
+        log: the end of a failed provider's output.
     """
 
     name: str
@@ -51,10 +51,10 @@ class Row:
         return statistics.median(self.seconds) if self.seconds else None
 
     def times(self, other: Row | None) -> float | None:
-        """The time of a step in units of another's, round by round; the median of the quotients."""
+        """The median over rounds of the time of a step, in units of another provider's time."""
         if other is None or not self.seconds or not other.seconds:
             return None
-        if self.alone or other.alone:  # there is no round that both took
+        if self.alone or other.alone:  # they have no common round
             return statistics.median(self.seconds) / statistics.median(other.seconds)
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=False))
 
@@ -64,9 +64,9 @@ class Result:
     """All rows of a case.
 
     Attributes:
-        head: the name of the head, as in :data:`benchmarks.heads.HEADS`; empty for free sizes.
-        case: what was measured; its provider is empty.
-        eager: eager's own errors, which decide who is wrong.
+        head: the name of the head in :data:`benchmarks.loss.heads.HEADS`; empty for free sizes.
+        case: the case; its provider is empty.
+        eager: eager's errors, which give the bounds for the others.
     """
 
     head: str
@@ -79,7 +79,7 @@ class Result:
         return next((r for r in self.rows if r.name == name and r.seconds), None)
 
     def share(self, row: Row) -> float | None:
-        """The provider's rate of the bare GEMMs' operations, in units of the bare GEMMs' rate."""
+        """The provider's speed in units of the bare GEMMs' speed."""
         slower = row.times(self.row(BARE))
         return None if slower is None else 1 / slower
 
@@ -95,7 +95,7 @@ class Result:
         return None if row.extra_bytes is None else row.extra_bytes - self.case.gradient_bytes
 
     def summary(self, row: Row) -> str:
-        """One line: the provider beside the fastest of the others, Inductor and core."""
+        """One line that compares the provider with the fastest other, Inductor and core."""
         ours = {"fusedce", "fusedce_chunked", "fusedce_tiled", BARE}
         others = [r for r in self.rows if r.seconds and r.name not in ours]
         parts = []
@@ -109,7 +109,7 @@ class Result:
         return f"{row.name}: {', '.join(parts)}" if parts else ""
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with what is derived beside it."""
+        """All measurements and derived numbers."""
         case = dataclasses.asdict(self.case)
         del case["provider"]
         rows = []
@@ -139,7 +139,7 @@ class Result:
 
 
 def wrong(errors: dict[str, float], eager: dict[str, float], dtype: str) -> str:
-    """Why a provider's numerics are off; empty if they are within twice eager's error."""
+    """Why a provider is refused; empty if its errors are within twice eager's."""
     for name in errors:
         bound = 2 * eager[name] + FLOOR[dtype]
         if not errors[name] <= bound:
@@ -153,5 +153,5 @@ def skipped(name: str, why: str) -> Row:
 
 
 def find(results: Iterable[Result], head: str, case: Case) -> Result | None:
-    """What is known of a case already."""
+    """The result of a case, if there is one."""
     return next((r for r in results if (r.head, r.case) == (head, case)), None)

@@ -1,4 +1,4 @@
-"""What was measured, as markdown.
+"""Prints the measurements as markdown.
 
 In: :class:`benchmarks.loss.rows.Result`. Out: a table per case, under a heading with device,
 versions and date.
@@ -27,7 +27,7 @@ def document(results: Sequence[Result], what: dict[str, Any]) -> str:
 
 
 def section(result: Result) -> str:
-    """The table of one case, with its title, and fusedce beside the others in words."""
+    """The table of one case, with its title, and a comparison of fusedce with the others."""
     title = f"### {result.head + ': ' if result.head else ''}{result.case}"
     rows = [row for name in SUMMARIES if (row := result.row(name))]
     summaries = [f"- {text}" for row in rows if (text := result.summary(row))]
@@ -35,7 +35,7 @@ def section(result: Result) -> str:
 
 
 def table(result: Result) -> str:
-    """One row per provider; what failed says why."""
+    """One row per provider; a failed provider has the reason."""
     lines = [_line(COLUMNS), "|" + "---|" * len(COLUMNS)]
     return "\n".join(lines + [_line(_cells(result, row)) for row in result.rows])
 
@@ -66,7 +66,7 @@ def _cells(result: Result, row: Row) -> list[str]:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds with three digits at least."""
+    """Milliseconds with at least three digits."""
     return f"{1e3 * seconds:.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f}"
 
 

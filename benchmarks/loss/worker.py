@@ -1,9 +1,9 @@
-"""One provider in a process of its own, driven line by line from standard input.
+"""The worker process of ``python -m benchmarks``: runs one provider.
 
-In: a :class:`Case` as JSON in the first argument, then one command per line. Out: one JSON line
-when it is ready, then one per command: ``check`` gives the errors against float64, ``measure`` the
-peak memory of one step, ``step`` the seconds of one step. An answer with ``error`` says what went
-wrong instead.
+In: a :class:`Case` as JSON in the first argument, then one command per line of standard input. Out:
+one JSON line when it is ready, then one per command: ``check`` returns the errors against float64,
+``measure`` the peak memory of one step, ``step`` the seconds of one step. A failed command returns
+``error``, the reason.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fxpass.cli.process import serve
 __all__ = ["FLOOR", "Case", "Session", "errors", "run_step"]
 
 Tensors = tuple[Tensor, Tensor, Tensor]
-# A measurement on a GPU covers as many steps as fit into this time, so that launching them costs
-# little beside them.
+# A measurement on a GPU runs as many steps as fit into this time (MOST_STEPS at most), so that
+# launch overhead is small.
 EVENT_SECONDS, MOST_STEPS = 0.5, 20
 
 
 def run_step(loss_of: Loss, case: Case, tensors: Tensors) -> list[Tensor]:
-    """Loss, then the gradients of x and weight where the case has a backward."""
+    """The loss, then the gradients of x and weight if the case has a backward."""
     x, weight, target = tensors
     if not case.backward:
         with torch.no_grad():
@@ -50,9 +50,9 @@ def errors(loss_of: Loss, case: Case) -> dict[str, float]:
 
 
 class Bare:
-    """The products of a step and nothing else, their results in tensors that are there already.
+    """The GEMMs of a step without a loss, with allocated outputs.
 
-    The logits stand in for their gradient, so what comes out means nothing.
+    The logits are used in place of their gradient, so the results have no meaning.
     """
 
     def __init__(self, case: Case, x: Tensor, weight: Tensor) -> None:

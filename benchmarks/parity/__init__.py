@@ -1,1 +1,1 @@
-"""Memory of programs of which little is fused, beside the inner backend's."""
+"""Memory of programs with few or no fused losses, compared with the inner backend alone."""

@@ -1,15 +1,15 @@
-"""``python -m benchmarks.parity``: programs of which little is fused take no more memory for it.
+"""``python -m benchmarks.parity``: checks that programs with few fused losses need no more memory.
 
-Each program of :mod:`benchmarks.parity.cases` is compiled with ``backend="fusedce"`` twice, as it
-is and with ``FUSEDCE=0``, which is the inner backend alone, each in a process of its own. Both step
-in turn, and what a step adds to the memory in use is compared. Times say little: the allocator is
-told to keep nothing::
+It compiles each program of :mod:`benchmarks.parity.cases` with ``backend="fusedce"`` in two
+processes: with fxpass, and with ``FUSEDCE=0``, the inner backend alone. They step in turn, and the
+memory that a step adds is compared. Times are not meaningful, because the allocator returns freed
+memory to the system at once::
 
     python -m benchmarks.parity --markdown benchmarks/parity.md
     python -m benchmarks.parity --programs plain "cross-entropy, 16 chunks" --rounds 5
 
-A program whose outputs or gradients are not eager's, with fxpass or without, gets no numbers. Ends
-with status 1 if one is refused, or takes more than ``LIMIT`` times the inner backend's memory.
+A program whose outputs or gradients differ from eager's is refused. The exit status is 1 if a
+program is refused or takes more than ``LIMIT`` times the inner backend's memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.parity.worker import Job
 from fxpass.cli.process import Worker, WorkerError
 
 LIMIT = 1.05
-# Distance from eager's in float32, relative to the norm: sums of some thousand terms in any order.
+# Distance from eager in float32, relative to the norm: thousands of terms summed in another order.
 TOLERANCE = 1e-4
 COLUMNS = ("program", "fused", "MiB", "MiB, FUSEDCE=0", "memory", "time")
 
@@ -55,23 +55,23 @@ class Row:
 
     @property
     def memory(self) -> float:
-        """fxpass's median of the bytes, relative to the inner backend's."""
-        # a step too small to count takes no page more
+        """The median of the bytes with fxpass, relative to the inner backend alone."""
+        # a step may add 0 bytes, since memory is counted in pages
         ours, theirs = (max(1, statistics.median(self.bytes[on])) for on in (True, False))
         return ours / theirs
 
     @property
     def time(self) -> float:
-        """The same of the seconds."""
+        """The median of the seconds with fxpass, relative to the inner backend alone."""
         return statistics.median(self.seconds[True]) / statistics.median(self.seconds[False])
 
     @property
     def kept(self) -> bool:
-        """Whether there are numbers, and they are within the limit."""
+        """Whether the program has numbers within the limit."""
         return not self.failure and self.memory <= LIMIT
 
     def cells(self) -> list[str]:
-        """Of its line in the table."""
+        """The cells of its line in the table."""
         if self.failure:
             return [self.program, "-", "-", "-", "-", self.failure.replace("|", "\\|")]
         mib = [f"{statistics.median(self.bytes[on]) / MIB:.0f}" for on in (True, False)]
@@ -83,7 +83,7 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, measures, prints and writes; returns the exit status."""
     args = _parser().parse_args(argv)
-    # glibc gives every tensor back when it is freed: what is resident is what is alive
+    # glibc returns freed tensors to the system, so resident memory is the memory of live tensors
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
     rows = []
     for i, program in enumerate(args.programs, 1):
@@ -127,7 +127,7 @@ def measure(program: str, args: argparse.Namespace) -> Row:
 
 
 def _check(workers: Iterable[Worker]) -> list[dict[str, Any]]:
-    """All at once: most of the time goes into compilers of one thread."""
+    """The workers' checks, in parallel: compilers use one thread each and take most of the time."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(lambda worker: worker.ask("check"), workers))
 

@@ -1,7 +1,7 @@
-"""Training programs of which fxpass fuses nothing, a part, or many parts.
+"""Training programs in which fxpass fuses no loss, one loss, or many losses.
 
-In: sizes. Out: :class:`Program`: a function, its tensors, and what its outputs are compared by.
-The step of a program is one call and the backward of its first output::
+In: sizes. Out: :class:`Program`: a function and its tensors. A step of a program is one call and
+the backward of its first output::
 
     >>> program = PROGRAMS["plain"](Sizes(8, 4, 16))
     >>> [tuple(t.shape) for t in program(*program.tensors)]
@@ -29,13 +29,13 @@ class Sizes:
     v: int
 
     def randn(self, *shape: int) -> Tensor:
-        """Of the scale of a layer's weights."""
+        """A random tensor with the scale of a layer's weights."""
         return torch.randn(*shape) * self.d**-0.5
 
 
 @dataclass(frozen=True)
 class Program:
-    """A function of ``tensors`` whose outputs are scalars: a loss, then what is logged."""
+    """A function of ``tensors`` whose outputs are scalars: a loss, then metrics."""
 
     function: Callable[..., tuple[Tensor, ...]]
     tensors: tuple[Tensor, ...]
@@ -52,7 +52,7 @@ class Program:
         return [*(t.detach() for t in outputs), *self.gradients()]
 
     def gradients(self) -> list[Tensor]:
-        """Those of the last step."""
+        """The gradients of the last step."""
         return [t.grad for t in self.tensors if t.grad is not None]
 
 
@@ -69,7 +69,7 @@ def _plain(sizes: Sizes) -> Program:
 
 
 def _head(function: Callable[..., tuple[Tensor, ...]], heads: int = 1) -> Callable[..., Program]:
-    """A program of hidden states, labels, the head that is trained and frozen ones."""
+    """A program of hidden states, labels, a trained head, and frozen heads."""
 
     def make(sizes: Sizes) -> Program:
         torch.manual_seed(SEED)

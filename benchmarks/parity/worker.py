@@ -1,8 +1,8 @@
-"""One program with or without fxpass, in a process of its own, driven line by line.
+"""The worker process of ``python -m benchmarks.parity``: one program with or without fxpass.
 
 In: a :class:`Job` as JSON in the first argument, then commands (:func:`fxpass.cli.process.serve`).
-``check`` compiles the program and compares a step with eager's; ``measure`` answers with the bytes
-that a step adds to the memory in use and its seconds.
+``check`` compiles the program and compares a step with eager; ``measure`` returns the seconds of a
+step and the bytes that it adds to the memory in use.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Session:
         """The largest distance of an output or gradient from eager's, relative to its norm."""
         eager = self.program.step(self.program.function)
         distances = []
-        for _ in range(2):  # the second step has what the first one leaves
+        for _ in range(2):  # the second step runs with the state that the first step left
             got = self.program.step(self.function)
             pairs = zip(got, eager, strict=True)
             distances += [float((a - b).norm() / b.norm().clamp_min(1e-6)) for a, b in pairs]

@@ -1,13 +1,13 @@
 """``python -m benchmarks.training``: a whole model's training step, tokens per second and memory.
 
-A small Llama of transformers with a real vocabulary returns its logits, as Hugging Face models do,
-and is trained by eager, by Inductor and by fusedce (which hands the rest to Inductor)::
+Trains a small Llama of transformers with a real vocabulary, which returns its logits, with eager,
+Inductor and fusedce (which hands the rest of the graph to Inductor)::
 
     python -m benchmarks.training --json training.json --markdown training.md
     python -m benchmarks.training --layers 2 --width 128 --classes 64000 --dtype bfloat16
 
-Every provider trains in a process of its own, one step in turn. One whose losses or gradient norms
-differ from eager's by more than rounding gets no numbers, and the status is 1 if that was fusedce.
+Every provider trains in a separate process, one step in turn. A provider whose losses or gradient
+norms differ from eager's by more than rounding is refused; the exit status is 1 if it is fusedce.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model of ``python -m benchmarks.training`` in a process of its own: a Llama of transformers.
+"""The worker process of ``python -m benchmarks.training``: trains a Llama of transformers.
 
 In: a :class:`Job` as JSON in the first argument, then commands
 (:class:`fxpass.cli.training.Session`).
@@ -16,7 +16,7 @@ from fxpass.cli.training import Job, Session
 
 
 def llama(job: Job) -> nn.Module:
-    """transformers' own model; it returns logits beside the loss."""
+    """The model of transformers; it returns logits beside the loss."""
     transformers = importlib.import_module("transformers")
     heads = max(1, job.width // 64)
     config = transformers.LlamaConfig(
@@ -33,7 +33,7 @@ def llama(job: Job) -> nn.Module:
 
 
 def session(job: Job) -> Session:
-    """Trains on random tokens, other ones for every step: a few of the classes, so it learns."""
+    """Trains on new random tokens in every step, from an eighth of the classes: the loss falls."""
 
     def batch(generator: Generator) -> dict[str, Tensor]:
         tokens = torch.randint(job.classes // 8, (job.batch, job.seq), generator=generator)

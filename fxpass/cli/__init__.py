@@ -1,5 +1,5 @@
 """``fxpass demo`` and ``fxpass doctor``.
 
-Nobody in fxpass imports it but the command line; the benchmarks share its training and its
-processes. Imports ``op``, ``plan`` and the public modules.
+Only the command line imports it, and the benchmarks use its training and worker processes. Imports
+``op``, ``plan`` and the public modules.
 """

@@ -1,6 +1,6 @@
-"""``fxpass demo``: the same small GPT trained by eager, Inductor and fusedce, and compared.
+"""``fxpass demo``: trains a small GPT with eager, Inductor and fusedce, and compares them.
 
-In: a :class:`TextJob` and how long to train. Out: progress on standard error, a report on standard
+In: a :class:`TextJob` and a number of steps. Out: progress on standard error, a report on standard
 output, a picture if matplotlib is installed, and the exit status.
 """
 
@@ -28,7 +28,7 @@ WORKER = "fxpass.cli.demo_worker"
 
 
 def default_device() -> str:
-    """``cuda`` (which is HIP's name too) if there is one."""
+    """``cuda`` (also for HIP) if torch has such a device, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -42,7 +42,7 @@ def device_problem(device: str) -> str:
 
 
 def default_dtype(device: str) -> str:
-    """``bfloat16`` where the device computes in it, else ``float32``."""
+    """``bfloat16`` on a GPU with native bf16, else ``float32``."""
     on_gpu = torch.device(device).type == "cuda"
     native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bfloat16" if native else "float32"
@@ -57,17 +57,17 @@ def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> in
     """Trains with eager and the providers and prints the comparison.
 
     Args:
-        job: its provider and its corpus are filled in here.
+        job: the sizes; provider and corpus are set here.
         steps: of each provider, more than ``UNTIMED_STEPS``.
 
     Returns:
         0; or 1 if a provider failed, fusedce fused nothing or the curves disagree.
     """
-    environ = {"FUSEDCE_MIN_LOGITS_MB": "0", **os.environ}  # it has something to show at any size
+    environ = {"FUSEDCE_MIN_LOGITS_MB": "0", **os.environ}  # fuses a loss of any size
     problem = doctor.inductor_problem(torch.device(job.device).type)
     if problem:
         print(f"Inductor cannot run here: {problem}")
-        print("Going on without it; fusedce hands the rest of its graph to aot_eager.\n")
+        print("Continuing without it; fusedce hands the rest of its graph to aot_eager.\n")
         environ["FUSEDCE_INNER"] = "aot_eager"
         providers = [name for name in providers if name != "inductor"]
     corpus = read_corpus(job.classes)
@@ -90,12 +90,12 @@ def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> in
 
 
 def read_corpus(classes: int, root: Path | None = None) -> Tensor:
-    """Real text that every machine has: Python sources, file by file until every class has a word.
+    """A text that every machine has: Python sources, until there are as many words as classes.
 
     Args:
         classes: size of the vocabulary: the most frequent words and signs, and 0 for all others. A
-            trimmed Python may have fewer words; the last classes never occur then.
-        root: the standard library of the running Python by default.
+            trimmed Python may have fewer words; the last classes do not occur then.
+        root: by default the standard library of the running Python.
 
     Returns:
         int32 ``[tokens]``.
@@ -104,7 +104,7 @@ def read_corpus(classes: int, root: Path | None = None) -> Tensor:
     words: list[str] = []
     counts: Counter[str] = Counter()
     for path in sorted(root.rglob("*.py")):
-        # what pip installed is not the same on two machines
+        # installed packages differ between machines
         if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts):
             found = re.findall(r"\w+|[^\w\s]", path.read_text("utf-8", errors="replace"))
             words += found
@@ -116,7 +116,7 @@ def read_corpus(classes: int, root: Path | None = None) -> Tensor:
 
 
 def report(rows: Sequence[Row], tokens: int) -> str:
-    """What was fused, the loss curves, and the table."""
+    """The fused losses, the loss curves, and the table."""
     parts = []
     for row in rows:
         if row.notes:
@@ -129,14 +129,14 @@ def report(rows: Sequence[Row], tokens: int) -> str:
         curve = "".join(f"{row.losses[i]:>7.3f}" for i in shown if i < len(row.losses))
         lines.append(f"{row.name:<9}{curve}")
     told = (
-        "extra MiB: what a step adds, at its peak, to what the process holds between steps\n"
-        f"steps: those that are timed; {UNTIMED_STEPS} before them are not"
+        "extra MiB: a step's peak memory beyond the memory in use between steps\n"
+        f"steps: timed steps; {UNTIMED_STEPS} untimed steps come first"
     )
     return "\n\n".join([*parts, "\n".join(lines), table(rows, tokens), told])
 
 
 def problems(rows: Sequence[Row], steps: int) -> list[str]:
-    """What is wrong, one sentence each, with the end of what a failed process has printed."""
+    """The problems, one sentence each, with the end of a failed process's output."""
     found = []
     for row in rows:
         log = "\n".join(["", *row.log.splitlines()[-15:]])
@@ -160,7 +160,7 @@ def draw(rows: Sequence[Row], job: TextJob, path: Path) -> bool:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError:
         return False
-    # A figure of its own: pyplot would choose a window system and keep global state.
+    # pyplot would choose a window system and keep global state
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     loss, speed, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))

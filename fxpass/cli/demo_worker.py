@@ -1,7 +1,7 @@
-"""The model of ``fxpass demo`` in a process of its own: a small GPT in plain PyTorch.
+"""The worker process of ``fxpass demo``: trains a small GPT in plain PyTorch.
 
 In: a :class:`TextJob` as JSON in the first argument, then commands
-(:class:`fxpass.cli.training.Session`). Nothing here knows which backend compiles it.
+(:class:`fxpass.cli.training.Session`). The model does not depend on the backend.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ HEAD_WIDTH = 32
 
 @dataclass(frozen=True)
 class TextJob(Job):
-    """A GPT that is trained on the text in a file: class indices, int32 ``[tokens]``."""
+    """A GPT trained on the text in a file: class indices, int32 ``[tokens]``."""
 
     corpus: str
 
 
 class GPT(nn.Module):
-    """A small decoder whose head shares the weight of its embedding, like GPT-2's."""
+    """A small decoder whose head and embedding share their weight, as in GPT-2."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""``fxpass doctor``: what this machine can do, which settings are in force, and what is wrong.
+"""``fxpass doctor``: reports the machine, the settings, and problems with their remedies.
 
-In: a :class:`fxpass.cli.doctor_machine.Machine`. Out: :func:`findings` judges it, :func:`text`
-prints it; both are pure functions::
+In: a :class:`fxpass.cli.doctor_machine.Machine`. Out: problems (:func:`findings`) and the report
+(:func:`text`); both are pure functions::
 
     >>> bf16(Device("cuda:0", "Tesla T4", "sm_75"))
     ('emulated', 'train in float16 there, with torch.amp.GradScaler')
@@ -17,7 +17,7 @@ from fxpass.cli.doctor_machine import Device, Machine, read_compilers, read_mach
 
 SUPPORTED_TORCH = ((2, 11), (2, 15))
 
-# (what Inductor needs, for which types of device, how to get it)
+# (tool that Inductor needs, types of device that need it, how to install it)
 NEEDED = (
     ("C++ compiler", ("cpu",), "install g++ or clang, or name yours in CXX"),
     ("Triton", ("cuda",), "pip install triton"),
@@ -25,8 +25,8 @@ NEEDED = (
     ("Python.h", ("cpu", "cuda"), "install Python's headers, such as apt-get install python3-dev"),
 )
 
-# (from this compute capability on, how bf16 is multiplied, advice), the newest first; as
-# torch.cuda.is_bf16_supported(including_emulation=False), which answers for one device alone
+# (minimum compute capability, how bf16 is multiplied, advice), the newest first; the same as
+# torch.cuda.is_bf16_supported(including_emulation=False), which answers for the current device only
 BF16 = (
     ((8, 0), "native", ""),
     ((7, 0), "emulated", "train in float16 there, with torch.amp.GradScaler"),
@@ -39,7 +39,7 @@ BF16 = (
 
 
 class Finding(NamedTuple):
-    """What is wrong and what to do; a problem makes fxpass unusable, a warning does not."""
+    """A problem or warning with its remedy; a problem makes fxpass unusable."""
 
     level: str
     text: str
@@ -47,10 +47,10 @@ class Finding(NamedTuple):
 
 
 def run() -> int:
-    """Reads the machine, prints, judges.
+    """Reads the machine and prints the report.
 
     Returns:
-        1 if there is a problem, else 0: warnings do not count.
+        1 if there is a problem, else 0; warnings do not count.
     """
     machine = read_machine()
     print(text(machine))
@@ -58,7 +58,7 @@ def run() -> int:
 
 
 def inductor_problem(device_type: str) -> str:
-    """Why Inductor cannot compile here for ``cpu`` or ``cuda``, and what to do; empty if it can."""
+    """Why Inductor cannot compile for ``cpu`` or ``cuda``, with remedy; empty if it can."""
     return _lacking(read_compilers(), device_type)
 
 
@@ -66,7 +66,7 @@ def inductor_problem(device_type: str) -> str:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """What is wrong, problems first."""
+    """All findings, problems first."""
     found = [finding for check in CHECKS for finding in check(machine)]
     return sorted(found, key=lambda finding: finding.level != "problem")
 
@@ -95,7 +95,7 @@ def _broken_driver(machine: Machine) -> Iterator[Finding]:
 
 
 def _no_device(machine: Machine) -> Iterator[Finding]:
-    """Torch is built for GPUs and sees none, for a reason that is known."""
+    """A torch with GPU support that finds no GPU, for a known reason."""
     built = machine.versions["cuda"] or machine.versions["hip"]
     reasons = [*machine.said, *(f"{name}={value}" for name, value in machine.hiding.items())]
     if built and reasons and not machine.devices and not machine.error:
@@ -175,7 +175,7 @@ def _lacking(compilers: Mapping[str, str], device_type: str) -> str:
 
 
 def bf16(device: Device) -> tuple[str, str]:
-    """How an NVIDIA GPU multiplies bf16, and what to do about it; both empty for other devices."""
+    """How an NVIDIA GPU multiplies bf16, and advice; both empty for other devices."""
     capability = device.capability
     if capability is None:
         return "", ""
@@ -183,7 +183,7 @@ def bf16(device: Device) -> tuple[str, str]:
 
 
 def has_code(device: Device, arch_list: Sequence[str]) -> bool:
-    """Whether a torch that is built for ``arch_list`` runs on a device; True if that is unknown.
+    """Whether a torch that is built for ``arch_list`` runs on a device; True if unknown.
 
     Machine code (``sm_80``) runs on later devices of the same major number, the text form
     (``compute_80``) on all later ones.
@@ -200,11 +200,11 @@ def has_code(device: Device, arch_list: Sequence[str]) -> bool:
 
 
 def stronger(left: Device, right: Device) -> bool:
-    """Whether to train on ``left`` rather than on ``right``.
+    """Whether ``left`` is the better device for training than ``right``.
 
-    Native bf16 decides. Between two that are alike in that, ``left`` has to be larger in something
-    and smaller in nothing. Two of one name are alike, though one may have less memory left, for ECC
-    or a display.
+    A device with native bf16 is stronger than a device without. Otherwise ``left`` needs more
+    processors or more memory, and less of neither. Devices with the same name are equal, although
+    ECC or a display may reduce the memory of one.
     """
     if bf16(left)[0] != bf16(right)[0]:
         return bf16(left)[0] == "native"
@@ -266,7 +266,7 @@ def _strength(device: Device) -> str:
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # a column that is empty in every row takes no place
+    # columns without any text are omitted
     return "\n".join(
         "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True) if w).rstrip()
         for row in rows

@@ -1,6 +1,6 @@
-"""What ``fxpass doctor`` reads from the machine, as plain data that can be judged and printed.
+"""Reads the machine for ``fxpass doctor``: devices, versions, compilers, settings.
 
-In: torch, the compilers and the environment. Out: a :class:`Machine`.
+In: torch, the compilers and the environment. Out: a :class:`Machine`, plain data.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Device:
     """One accelerator, or the CPU.
 
     Attributes:
-        label: as torch writes it, for example ``cuda:0``.
-        arch: ``sm_86``, ``gfx942``, the vector instructions of a CPU; empty if unknown.
+        label: torch's name, for example ``cuda:0``.
+        arch: ``sm_86``, ``gfx942``, or the vector instructions of a CPU; empty if unknown.
         processors: streaming multiprocessors or compute units; 0 if unknown.
         memory_bytes: total; 0 if unknown.
-        implementations: which implementation of the fused loss runs: (dtypes, its name, reason).
+        implementations: rows of (dtypes, name of the fused loss's implementation, reason).
     """
 
     label: str
@@ -54,17 +54,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """All facts.
+    """The facts about a machine.
 
     Attributes:
-        versions: of packages and of what torch is built for; empty for what there is not.
-        compilers: where Inductor and Triton find what they need; empty for what is missing.
-        devices: the accelerators that torch sees, in its order.
-        default_index: the one of ``devices`` that torch uses if nothing says otherwise.
-        arch_list: the GPUs that torch has code for; empty if it does not say.
-        error: what torch raised when it looked for devices; empty if it did not.
-        said: torch's own warnings while it looked for devices.
-        hiding: the variables that hide devices, of those that are set.
+        versions: of packages, and of the CUDA or HIP that torch is built for; empty if missing.
+        compilers: tool → path; empty if missing.
+        devices: the accelerators that torch finds, in torch's order.
+        default_index: index of torch's default device in ``devices``.
+        arch_list: the GPUs that torch has code for; empty if unknown.
+        error: torch's error while it looked for devices; empty if none.
+        said: torch's warnings while it looked for devices.
+        hiding: variable → value, for the set variables that hide devices.
         settings: rows of (variable, value, ``environment`` or ``default``, meaning).
         settings_error: why the settings cannot be read; empty if they can.
     """
@@ -83,7 +83,7 @@ class Machine:
 
     @property
     def used(self) -> Device:
-        """The device of a script that does not choose one."""
+        """The device of a script that does not choose a device."""
         return self.devices[self.default_index] if self.devices else self.cpu
 
 
@@ -99,14 +99,14 @@ def read_machine() -> Machine:
                 count = torch.accelerator.device_count()
                 devices = tuple(_read(torch.device(accelerator.type, i)) for i in range(count))
                 default_index = torch.accelerator.current_device_index()
-        # a broken driver raises many types, and the report is for the people who have one
+        # a broken driver raises various types, and the report has to show its error
         except Exception as caught:
             error = f"{type(caught).__name__}: {_first_line(caught)}"
     settings, settings_error = _read_settings()
     return Machine(
         versions={
             "python": platform.python_version(),
-            "torch": str(torch.__version__),  # with the local part under every installer
+            "torch": str(torch.__version__),  # has the local part (+cu130); metadata may lack it
             "cuda": torch.version.cuda or "",
             "hip": torch.version.hip or "",
             **{name: _version(name) for name in ("triton", "sympy", "fxpass")},
@@ -125,13 +125,13 @@ def read_machine() -> Machine:
 
 
 def read_compilers() -> dict[str, str]:
-    """What Inductor and Triton use, from where they look for it; empty for what is missing."""
+    """The tools that Inductor and Triton find: tool → path; empty if missing."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch.utils._triton import has_triton_package
 
     try:
         cxx = get_cpp_compiler()
-    except RuntimeError:  # InvalidCxxCompiler; on Windows what its own search raises
+    except RuntimeError:  # InvalidCxxCompiler, or the error of the search on Windows
         cxx = ""
     scheme = "nt" if os.name == "nt" else "posix_prefix"  # Debian's default names another folder
     header = Path(sysconfig.get_path("include", scheme), "Python.h")
@@ -144,7 +144,7 @@ def read_compilers() -> dict[str, str]:
 
 
 def _read(device: torch.device) -> Device:
-    """Asks for properties alone: a context on a GPU would take some of its memory."""
+    """A device's facts, from properties only: a context would take memory of the GPU."""
     properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
     properties: Any = properties_of(device) if properties_of is not None else None
     name, arch = getattr(properties, "name", device.type), ""

@@ -1,7 +1,7 @@
 """Peak memory, as the operating system or the GPU's allocator counts it.
 
-In: a device. Out: a :class:`Memory`; call :meth:`Memory.start` once everything that should not
-count is allocated, then :meth:`Memory.peak`.
+In: a device. Out: a :class:`Memory`. Call :meth:`Memory.start` before the code to measure, then
+:meth:`Memory.peak` or :meth:`Memory.added`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Memory:
     rest: int | None = None
 
     def start(self) -> None:
-        """Forgets the peak so far (the compilation's) and notes what is in use now."""
+        """Resets the peak, and records the memory in use now."""
 
     def peak(self) -> int | None:
         """Largest memory in use since :meth:`start`."""
         return None
 
     def added(self) -> int | None:
-        """What the peak has beyond what was in use at :meth:`start`."""
+        """The peak beyond the memory in use at :meth:`start`."""
         peak = self.peak()
         return None if peak is None or self.rest is None else peak - self.rest
 
@@ -41,7 +41,7 @@ class ProcMemory(Memory):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
         if trim is not None:
             trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
         self.rest = self._status("VmRSS")
 
     def peak(self) -> int | None:
@@ -56,7 +56,7 @@ class ProcMemory(Memory):
 
 
 class ProcessMemory(Memory):
-    """The life-time peak of the process, compilation included: all that POSIX has."""
+    """The peak over the life of the process, compilation included; POSIX has nothing better."""
 
     def peak(self) -> int | None:
         import resource

@@ -1,7 +1,7 @@
-"""A worker's process: one command at a time, one answer at a time, and never longer than allowed.
+"""A worker process that answers one command at a time, with a timeout.
 
-:class:`Worker` is the side that drives: a module and its job in, answers out, or the reason why
-there are none: the process raised, died, or took too long. :func:`serve` is the module's side.
+:class:`Worker` is the driver's side: a module and its job in, answers out, or an error if the
+process raised, died, or took too long. :func:`serve` is the worker's side.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-GRACE = 30.0  # seconds to end in, for a process that was asked to
-LOG = 4000  # characters
+GRACE = 30.0  # seconds that a process may take to end
+LOG = 4000  # characters of the output that are stored
 
 
 class WorkerError(Exception):
-    """The worker gave no answer and is gone; the message says why."""
+    """The worker gave no answer and has ended; the message has the reason."""
 
 
 class Worker:
@@ -36,10 +36,11 @@ class Worker:
     def __init__(
         self, module: str, job: Any, timeout: float, environ: Mapping[str, str] | None = None
     ) -> None:
-        """Starts it; the first answer says that it is ready.
+        """Starts the process; its first answer means that it is ready.
 
         Args:
-            job: a dataclass, which the module gets as JSON.
+            module: the module to run; it calls :func:`serve`.
+            job: a dataclass, passed to the module as JSON.
             timeout: seconds that one answer may take.
             environ: added to this process's environment.
         """
@@ -68,7 +69,7 @@ class Worker:
         """The next answer.
 
         Raises:
-            WorkerError: there is none; the process is gone.
+            WorkerError: the process gave no answer and has ended.
         """
         try:
             line = self.lines.get(timeout=self.timeout)
@@ -84,7 +85,7 @@ class Worker:
         return found
 
     def send(self, command: str) -> None:
-        """Gives one command; its answer has to be taken."""
+        """Sends one command; the caller has to read its answer."""
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(command + "\n")
@@ -94,7 +95,7 @@ class Worker:
         """The answer to one command.
 
         Raises:
-            WorkerError: there is none; the process is gone.
+            WorkerError: the process gave no answer and has ended.
         """
         self.send(command)
         return self.answer()
@@ -103,8 +104,8 @@ class Worker:
         self.close()
         code = self.process.returncode
         if code == -signal.SIGKILL:
-            return "killed by the system, most likely for its memory"
-        last = (self.log.strip().splitlines() or ["no word of why"])[-1]
+            return "killed by the system, most likely because of its memory"
+        last = (self.log.strip().splitlines() or ["it printed no reason"])[-1]
         return f"ended with status {code}: {last[:150]}"
 
     def kill(self) -> None:
@@ -113,7 +114,7 @@ class Worker:
         self.close()
 
     def close(self) -> None:
-        """Ends the process, which may finish what it does; keeps the end of what it printed."""
+        """Ends the process after its current command; stores the end of its output in ``log``."""
         if self.printed.closed:
             return
         assert self.process.stdin
@@ -134,9 +135,9 @@ class Worker:
 
 def serve(make: Callable[[dict[str, Any]], Any]) -> None:
     """Makes a session from the JSON in the first argument; answers until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that drives this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     results = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what others print is not an answer
+    os.dup2(2, 1)  # other prints must not look like answers
 
     def answer(function: Callable[[], dict[str, Any]]) -> None:
         try:
@@ -158,7 +159,7 @@ def serve(make: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def reason(error: Exception) -> str:
-    """An exception in one line; Dynamo and the allocator put theirs into several."""
+    """An exception in one line; those of Dynamo and the allocator have several lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {' '.join(lines[:2])}"
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):

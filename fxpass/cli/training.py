@@ -1,9 +1,9 @@
-"""Training steps of one model by several providers, compared.
+"""Trains one model with several providers and compares their speed, memory and losses.
 
-``fxpass demo`` and ``python -m benchmarks.training`` differ in the model and its text. What they
-share is here: :class:`Session`, one provider in a process of its own; :func:`train`, which drives
-the processes one step in turn and refuses numbers to those that compute something else than eager;
-and :func:`table`.
+``fxpass demo`` and ``python -m benchmarks.training`` share this module and differ in model and
+data. :class:`Session` runs one provider in a separate process. :func:`train` drives the processes,
+one step in turn, and refuses a provider whose losses differ from eager's. :func:`table` prints the
+result.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from fxpass.cli.process import Worker, WorkerError
 
 MIB = 2**20
 WARM_UP_STEPS = 2  # the first compiles, the second still allocates the optimizer's state
-UNTIMED_STEPS = WARM_UP_STEPS + 1  # and one whose memory is measured
+UNTIMED_STEPS = WARM_UP_STEPS + 1  # and one step to measure memory
 
-# Largest relative difference from eager, at any step: (loss, gradient norm). The providers round
-# differently, and training carries the differences on. Inductor measures up to 2e-7 and 2e-7 from
-# eager in 30 steps of float32, 5e-6 and 3e-5 of float16, 3e-5 and 4e-4 of bfloat16; the bounds
-# leave two orders of magnitude for other devices and longer runs. The norm is compared because
-# AdamW and clipping forgive a gradient that is wrong by a factor, so the loss alone would not show
-# it.
+# Largest allowed relative difference from eager at any step: (loss, gradient norm). The providers
+# round differently, and the differences grow during training. In 30 steps Inductor differs from
+# eager by up to 2e-7 and 2e-7 in float32, 5e-6 and 3e-5 in float16, 3e-5 and 4e-4 in bfloat16. The
+# bounds leave two orders of magnitude for other devices and longer runs. The norm is compared
+# because AdamW and clipping cancel a wrong factor of the gradient, which the loss would not show.
 TOLERANCE = {
     "float32": (1e-4, 1e-3),
     "float16": (1e-3, 5e-3),
@@ -53,7 +52,7 @@ class Job:
     Attributes:
         provider: "eager" or the name of a torch.compile backend.
         dtype: of autocast; parameters are float32.
-        batch, seq: sequences of a step, tokens of a sequence.
+        batch, seq: sequences per step, tokens per sequence.
     """
 
     provider: str
@@ -67,7 +66,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens per step."""
         return self.batch * self.seq
 
     def __str__(self) -> str:
@@ -81,7 +80,7 @@ class Job:
 
 
 class Session:
-    """A model with its provider and optimizer: every command takes the next step of training."""
+    """A model with its provider and optimizer; every command runs the next training step."""
 
     def __init__(
         self,
@@ -92,8 +91,8 @@ class Session:
         """Makes the model.
 
         Args:
-            make: the model, which is called with a batch and returns a mapping that has its loss.
-            batch: the arguments of one step; the generator is the same for every provider.
+            make: makes the model; called with a batch, the model returns a mapping with "loss".
+            batch: makes the arguments of one step; the generator is the same for every provider.
         """
         self.job, self.batch, self.steps = job, batch, 0
         self.device = torch.device(job.device)
@@ -108,7 +107,7 @@ class Session:
         self.memory = memory_of(self.device)
 
     def step(self) -> dict[str, Any]:
-        """Forward, backward, clipping, AdamW: seconds, the loss, the norm of the gradients."""
+        """Runs forward, backward, clipping and AdamW; returns seconds, loss and gradient norm."""
         batch = self.batch(Generator().manual_seed(self.steps))
         batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
         self.steps += 1
@@ -119,7 +118,7 @@ class Session:
         self.scaler.scale(out["loss"]).backward()
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.scaler.step(self.optimizer)  # while the logits are alive, as in any training loop
+        self.scaler.step(self.optimizer)  # the logits are still alive, as in any training loop
         self.scaler.update()
         self.optimizer.zero_grad()
         if self.device.type != "cpu":
@@ -128,19 +127,19 @@ class Session:
         return {"seconds": seconds, "loss": out["loss"].item(), "norm": norm.item()}
 
     def measure(self) -> dict[str, Any]:
-        """A step, its peak of memory in bytes and what of that it added (None: unknown), and what
-        fusedce has counted and said so far."""
+        """Runs a step; returns its peak memory and the memory it added in bytes (None: unknown),
+        and the counters and log lines of fusedce so far."""
         self.memory.start()
         answer = self.step()
         answer.update(peak_bytes=self.memory.peak(), extra_bytes=self.memory.added())
-        # where nothing was compiled, Dynamo was never imported
+        # eager never imports Dynamo
         dynamo = sys.modules.get("torch._dynamo.utils")
         counters = dict(dynamo.counters["fusedce"]) if dynamo else {}
         return {**answer, "counters": counters, "notes": self.notes.lines}
 
 
 class _Notes(logging.Handler):
-    """Keeps what fxpass logs: a line per match, rejection and cast."""
+    """Collects fxpass's log: a line per match, rejection and cast."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -158,16 +157,16 @@ class _Notes(logging.Handler):
 
 @dataclass
 class Row:
-    """What is known of one provider.
+    """The measurements of one provider.
 
     Attributes:
         failure: why it has no numbers; empty if it has.
-        log: the end of what a process that failed has printed.
-        losses, norms: one per step from the first on, those that are not timed included.
+        log: the end of a failed process's output.
+        losses, norms: one per step, untimed steps included.
         seconds: one per timed step.
-        peak_bytes, extra_bytes: of a step: all that is in use, and what it adds.
-        counters, notes: fusedce's own, of its process.
-        differences: from eager's losses and norms, the largest relative ones.
+        peak_bytes, extra_bytes: a step's peak memory, and its part beyond the memory in use before.
+        counters, notes: fusedce's counters and log lines in this process.
+        differences: the largest relative differences from eager's losses and norms.
     """
 
     name: str
@@ -183,7 +182,7 @@ class Row:
     differences: tuple[float, float] | None = None
 
     def add(self, answer: dict[str, Any], timed: bool) -> None:
-        """Takes what a session answered."""
+        """Adds the answer of a session."""
         self.losses.append(answer.pop("loss"))
         self.norms.append(answer.pop("norm"))
         seconds = answer.pop("seconds")
@@ -200,16 +199,18 @@ def train(
     timeout: float = 1800.0,
     environ: Mapping[str, str] | None = None,
 ) -> list[Row]:
-    """Trains eager and the named providers; nobody else computes while a step is timed.
+    """Trains eager and the named providers; the other processes wait while a step is timed.
 
     Args:
-        module: serves :class:`Session`.
-        rounds: timed steps of each.
+        module: serves a :class:`Session`.
+        job: the sizes; its provider is replaced.
+        names: the providers.
+        rounds: timed steps of each provider.
         timeout: seconds that a step may take.
         environ: added to the processes' environment.
 
     Returns:
-        eager's row first. Ctrl-C ends with the steps that there are.
+        the rows, eager first. Ctrl-C ends the training and returns the steps so far.
     """
     rows = [Row(name) for name in dict.fromkeys(["eager", *names])]
     workers: dict[str, Worker] = {}
@@ -234,13 +235,13 @@ def train(
                 tell(f"{row.name} {len(row.losses)}/{steps}: {row.losses[-1]:.3f}, {seconds}", 1)
 
     alone = [[row] for row in rows]
-    # A GPU's kernels are chosen by their times when they are compiled.
+    # compilation for a GPU times kernels, so processes must not compile at the same time
     warm_up = [rows] if job.device == "cpu" else alone
     with _progress(len(rows) * steps) as tell:
         try:
-            for row in rows:  # they import side by side
-                own = dataclasses.replace(job, provider=row.name)
-                workers[row.name] = Worker(module, own, timeout, environ)
+            for row in rows:  # the processes import at the same time
+                of_row = dataclasses.replace(job, provider=row.name)
+                workers[row.name] = Worker(module, of_row, timeout, environ)
             for row in rows:
                 answer(row)
             for turn in warm_up * WARM_UP_STEPS:
@@ -261,7 +262,7 @@ def train(
 
 @contextlib.contextmanager
 def _progress(steps: int) -> Iterator[Callable[[str, int], None]]:
-    """tqdm's bar if it is installed and standard error is a terminal, else lines of text."""
+    """tqdm's bar if tqdm is installed and standard error is a terminal, else lines of text."""
     try:
         from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
     except ImportError:
@@ -282,12 +283,12 @@ def _progress(steps: int) -> Iterator[Callable[[str, int], None]]:
 
 
 def refuse(rows: Sequence[Row], dtype: str) -> None:
-    """Takes the numbers of those whose curves differ from eager's, as far as both go."""
+    """Refuses the numbers of rows whose curves differ from eager's, over their common steps."""
     eager = next((row for row in rows if row.name == "eager" and row.losses), None)
     for row in rows:
         steps = min(len(row.losses), len(eager.losses)) if eager else 0
         if eager is None or row.failure or not steps:
-            row.failure = row.failure or "refused: there is nothing of eager's to compare with"
+            row.failure = row.failure or "refused: eager has no numbers to compare with"
             row.seconds.clear()
             continue
         loss = max_difference(eager.losses[:steps], row.losses[:steps])
@@ -306,7 +307,8 @@ def refuse(rows: Sequence[Row], dtype: str) -> None:
 def max_difference(expected: Sequence[float], actual: Sequence[float]) -> tuple[float, int]:
     """The largest relative difference of two curves, and its step, counted from 1.
 
-    A GradScaler's first gradients may overflow: two values that are not finite do not differ.
+    The first gradients under a GradScaler may overflow; two values that are not finite count as
+    equal.
     """
     differences = []
     for left, right in zip(expected, actual, strict=True):
@@ -319,7 +321,7 @@ def max_difference(expected: Sequence[float], actual: Sequence[float]) -> tuple[
 
 
 def table(rows: Sequence[Row], tokens: int) -> str:
-    """A markdown table, its columns aligned; rates in tokens per second, their median first."""
+    """A markdown table with aligned columns; rates in tokens per second."""
     base = next((row for row in rows if row.name == "inductor" and row.seconds), None)
     lines = [COLUMNS, *(_cells(row, base, tokens) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

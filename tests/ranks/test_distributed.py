@@ -36,7 +36,7 @@ def alone(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"classes": 14}, "rank 0 of 1 holds 12 of 14 classes, and should hold 14"),
+        ({"classes": 14}, "rank 0 of 1 has 12 of 14 classes, and should have 14"),
         ({"target": torch.zeros(2, 5, dtype=torch.long)}, "of the same rows"),
         ({"reduction": "max"}, "reduction must be one of none, mean, sum"),
         ({"label_smoothing": 2.0}, "label_smoothing must be in"),

@@ -385,7 +385,7 @@ IN_SHARD = Spec(reduction="none", shard_of=20)
             "A target is out .* are 20 classes",
         ),
         (bad(target=torch.full((N,), V), spec=IN_SHARD), IndexError, "A target is out of bounds"),
-        (bad(target=None), ValueError, "needs a target unless .* got None for target=indices"),
+        (bad(target=None), ValueError, "needs a target, and .* got None for target=indices"),
         (bad(target=None, spec=PROBABILITIES), ValueError, "got None for target=probabilities"),
         (bad(target=torch.zeros(N).long(), spec=NO_TARGET), ValueError, r"got \[6\] for .*none"),
         (bad(class_weight=torch.rand(V), spec=NO_TARGET), ValueError, "takes no class_weight"),
