@@ -8,7 +8,6 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 # Compile caches of this run alone: what another revision of the operator left must not be tested.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="fxpass-tests-")
@@ -34,7 +33,8 @@ import pytest
 from torch._dynamo.utils import counters
 
 from fxpass.casts import casts
-from fxpass.plan import choice, devices, plan
+from fxpass.plan import plan
+from tests.support.gpus import H200, Gpus
 
 for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
     del os.environ[variable]  # a setting of the caller's shell must not decide what is tested
@@ -122,15 +122,17 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def h200(monkeypatch):
+def gpus(monkeypatch):
+    """GPUs that torch says it has: ``gpus.have(H200, T4)``."""
+    made = Gpus(monkeypatch)
+    yield made
+    made.forget()
+
+
+@pytest.fixture
+def h200(gpus):
     """One H200, as the driver describes it."""
-    described = SimpleNamespace(
-        name="NVIDIA H200", total_memory=139 << 30, multi_processor_count=132, major=9, minor=0
-    )
-    for module in (devices, plan):
-        monkeypatch.setattr(module, "properties_of", lambda _: described)
-    for module in (choice, plan):
-        monkeypatch.setattr(module, "implementation_for", lambda *_: ("triton", "because"))
+    gpus.have(H200)
 
 
 @pytest.fixture(params=["aten", "triton"])

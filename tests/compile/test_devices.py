@@ -8,7 +8,6 @@ the driver, only which device that is, is simulated.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +17,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpass.aten.common import Inputs
-from fxpass.kernels import chunked, tiled
 from fxpass.op import checks, dispatch, operator
 from fxpass.plan import plan
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.settings import Settings
 from fxpass.spec.spec import Spec
+from tests.support.gpus import T4, V100
 from tests.support.implementations import GRADIENTS, problem
+from tests.support.launches import Launches
 
 N, D, V = 24, 16, 50
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -73,12 +73,12 @@ def scaled_logits_moved(x, weight, labels):
 PAIRS = [(CPU, FIRST), (FIRST, CPU), (FIRST, SECOND)]
 
 
-def outcome_of(program, devices, monkeypatch) -> Outcome:
+def outcome_of(program, devices, gpus) -> Outcome:
     """What becomes of the graph of a program, which is traced and not run.
 
     (Without gradients: autograd knows no GPU where torch was built without.)
     """
-    monkeypatch.setattr("fxpass.plan.devices.properties_of", lambda device: None)
+    gpus.have()  # a machine with one GPU has no second
     x_device, weight_device = devices
     with FakeTensorMode():
         x, weight = torch.randn(N, D, device=x_device), torch.randn(V, D, device=weight_device)
@@ -100,9 +100,9 @@ def outcome_of(program, devices, monkeypatch) -> Outcome:
 @pytest.mark.parametrize(
     "program", [hidden_moved, loss_moved_back, hidden_moved_and_cast, weight_moved]
 )
-def test_a_head_on_another_device(program, devices, monkeypatch):
+def test_a_head_on_another_device(program, devices, gpus):
     """What the linear reads may be moved: the loss is computed where the linear is."""
-    outcome = outcome_of(program, devices, monkeypatch)
+    outcome = outcome_of(program, devices, gpus)
     (match,) = outcome.matches
     assert not outcome.rejections
     assert match.choice is not None
@@ -111,9 +111,9 @@ def test_a_head_on_another_device(program, devices, monkeypatch):
 
 @pytest.mark.parametrize("devices", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 @pytest.mark.parametrize("program", [logits_moved, logits_moved_and_cast, scaled_logits_moved])
-def test_logits_that_move(program, devices, monkeypatch):
+def test_logits_that_move(program, devices, gpus):
     """They would have to exist."""
-    outcome = outcome_of(program, devices, monkeypatch)
+    outcome = outcome_of(program, devices, gpus)
     assert not outcome.matches
     (rejection,) = outcome.rejections
     x_device, weight_device = devices
@@ -121,8 +121,8 @@ def test_logits_that_move(program, devices, monkeypatch):
 
 
 @pytest.mark.parametrize(("weight_device", "matched"), [(FIRST, 0), (CPU, 1)], ids=str)
-def test_logits_on_the_cpu(weight_device, matched, monkeypatch):
-    outcome = outcome_of(logits_on_the_cpu, (weight_device, weight_device), monkeypatch)
+def test_logits_on_the_cpu(weight_device, matched, gpus):
+    outcome = outcome_of(logits_on_the_cpu, (weight_device, weight_device), gpus)
     assert len(outcome.matches) == matched  # from the CPU to the CPU is no way
     for rejection in outcome.rejections:
         assert "from cuda:0 to cpu; move the labels to cuda:0 instead" in rejection.reason
@@ -135,37 +135,6 @@ def test_the_operator_wants_one_device():
 
 
 # ---------------------------------------------------------------- launches
-
-
-class Driver:
-    """Which device is current, and what is launched meanwhile."""
-
-    def __init__(self, monkeypatch) -> None:
-        self.current = 0
-        self.launched: list[tuple[int, set[torch.device]]] = []
-        monkeypatch.setattr(torch.cuda, "_exchange_device", self.exchange)
-        monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", self.exchange)
-        load = chunked.load
-        for module in (chunked, tiled):
-            monkeypatch.setattr(module, "load", lambda kernel: Launched(self, load(kernel)))
-
-    def exchange(self, device: int) -> int:
-        before, self.current = self.current, device if device >= 0 else self.current
-        return before
-
-    def launch(self, arguments: list[object]) -> None:
-        devices = {a.device for a in arguments if isinstance(a, Tensor)}
-        self.launched.append((self.current, devices))
-
-
-class Launched:
-    """Stands for a kernel: takes down that it was launched."""
-
-    def __init__(self, driver: Driver, kernel) -> None:
-        self.driver, self.arg_names = driver, kernel.arg_names
-
-    def __getitem__(self, grid):
-        return lambda **arguments: self.driver.launch(list(arguments.values()))
 
 
 class OnSecond(Tensor):
@@ -181,39 +150,27 @@ def on_second(inputs: Inputs) -> Inputs:
     return Inputs(*moved)
 
 
-A100 = SimpleNamespace(
-    name="NVIDIA A100", major=8, minor=0, multi_processor_count=108, total_memory=80 << 30
-)
-
-
-def only_the_second(device: object) -> None:
-    assert device == SECOND, f"{device} was asked about"
-
-
 @pytest.fixture
-def driver(monkeypatch):
-    """The first device is current and old; whoever asks about it is wrong."""
+def launches(gpus, monkeypatch):
+    """Two GPUs, of which the first is current and runs no kernels; what is launched where."""
+    gpus.have(V100, T4)  # (not a newer one: CPUs cannot add bf16 products to f32)
+    return Launches(monkeypatch, current=lambda: gpus.current)
 
-    def capability(device=None):
-        only_the_second(device)
-        return 8, 0
 
-    def properties(device=None):
-        only_the_second(device)
-        return A100
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr("fxpass.plan.devices.properties_of", properties)
-    monkeypatch.setattr(chunked, "_mixed_gemm", lambda x: False)  # not on CPUs
-    return Driver(monkeypatch)
+def check_launches(launches, gpus) -> None:
+    """With the second device current, and its tensors; nothing is asked about the first."""
+    assert launches
+    for launch in launches:
+        assert launch["current"] == 1
+        assert {t.device for t in launch.values() if isinstance(t, Tensor)} == {SECOND}
+    assert gpus.current == 0
+    assert set(gpus.asked) == {1}
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
-def test_everything_happens_on_the_device_of_the_tensors(strategy, target, dtype, driver):
+def test_everything_happens_on_the_device_of_the_tensors(strategy, target, dtype, launches, gpus):
     """Launches with it current, scratch and results, and what is asked of a device."""
     inputs = on_second(problem(CPU, dtype, target=target, weighted=True, row_scaled=True))
     if strategy == "tiled":
@@ -223,38 +180,24 @@ def test_everything_happens_on_the_device_of_the_tensors(strategy, target, dtype
     spec = Spec(target=target, strategy=strategy, gradients=GRADIENTS)
     out = dispatch.compute(inputs, spec)
     assert {t.device for t in out if t is not None} == {SECOND}
-    assert driver.launched
-    assert driver.launched == [(1, {SECOND})] * len(driver.launched)
-    assert driver.current == 0
+    check_launches(launches, gpus)
 
 
-def test_it_is_the_stream_of_the_tensors_that_may_be_recorded(driver, monkeypatch):
-    """A CUDA graph: nothing is waited for then."""
-    asked = []
-
-    def capturing() -> bool:
-        asked.append(driver.current)
-        return driver.current == 1
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+def test_it_is_the_stream_of_the_tensors_that_may_be_recorded(launches, gpus):
+    """A CUDA graph: nothing is waited for then, so that no row is left out."""
+    gpus.capturing = 1
     inputs = on_second(problem(CPU, F32))
     assert inputs.target is not None
     inputs.target.fill_(-100)  # would be left out
-    operator._compute(inputs, Spec())
-    assert driver.launched
-    assert asked == [1]
+    operator._compute(inputs, Spec())  # the operator itself would get tensors of the CPU
+    check_launches(launches, gpus)
+    assert [len(launch["logits"]) for launch in launches] == [7]
 
 
-def test_the_implementation_is_that_of_the_device(monkeypatch):
+def test_the_implementation_is_that_of_the_device(gpus):
     """An old GPU beside a new one: each does what it can."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr("fxpass.plan.devices.has_triton", lambda: True)
-    cards = {
-        FIRST: SimpleNamespace(name="GPU 0", major=7, minor=0),
-        SECOND: SimpleNamespace(name="GPU 1", major=9, minor=0),
-    }
-    monkeypatch.setattr("fxpass.plan.devices.properties_of", cards.get)
+    gpus.have(V100, T4)
     sizes = N, D, V, BF16
     assert plan.plan(*sizes, FIRST, Spec()).implementation == "aten"
     assert plan.plan(*sizes, SECOND, Spec()).implementation == "triton"
-    assert "GPU 0 is older than sm_75" in plan.plan(*sizes, FIRST, Spec()).reason
+    assert "Tesla V100 is older than sm_75" in plan.plan(*sizes, FIRST, Spec()).reason

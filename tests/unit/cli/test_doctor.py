@@ -8,8 +8,6 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import expecttest
 import pytest
@@ -17,6 +15,8 @@ import torch
 
 from fxpass.cli import doctor
 from fxpass.cli.doctor_machine import HIDING, Device, Machine, read_machine
+from tests.support import gpus as cards
+from tests.support.gpus import Card, Gpus
 
 ROOT = Path(__file__).parents[3]
 GIB = 2**30
@@ -297,10 +297,8 @@ def test_code_for_an_architecture(arch: str, arch_list: str, runs: bool) -> None
 
 
 @pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
-def test_bf16_is_what_torch_says(
-    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give_torch(monkeypatch, properties("a card", *capability))
+def test_bf16_is_what_torch_says(capability: tuple[int, int], gpus: Gpus) -> None:
+    gpus.have(Card("a card", *capability))
     native = doctor.bf16(read_machine().devices[0])[0] == "native"
     assert native == torch.cuda.is_bf16_supported(including_emulation=False)
 
@@ -308,26 +306,9 @@ def test_bf16_is_what_torch_says(
 # ---------------------------------------------------------------- reading a machine
 
 
-def properties(name: str, major: int, minor: int) -> SimpleNamespace:
-    size = {"total_memory": 15 * GIB, "multi_processor_count": 40}
-    return SimpleNamespace(name=name, major=major, minor=minor, gcnArchName="gfx942:xnack-", **size)
-
-
-def give_torch(monkeypatch: pytest.MonkeyPatch, *cards: Any, hip: str | None = None) -> None:
-    """Torch says that it has these GPUs, which this machine need not have."""
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: len(cards))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: len(cards) - 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda d: cards[getattr(d, "index", d)]
-    )
-
-
-def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_torch(monkeypatch, properties("Tesla T4", 7, 5), properties("a card", 12, 0))
+def test_cuda_devices(gpus: Gpus) -> None:
+    gpus.have(cards.T4, Card("a card", 12, 0))
+    gpus.current = 1
     read = read_machine()
     assert read.error == ""
     first, second = (replace(device, implementations=()) for device in read.devices)
@@ -336,8 +317,8 @@ def test_cuda_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read.used == read.devices[1]
 
 
-def test_a_hip_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    give_torch(monkeypatch, properties("MI300X", 9, 4), hip="6.4")
+def test_a_hip_device(gpus: Gpus) -> None:
+    gpus.have(cards.MI300, hip="6.4")
     read = read_machine()
     assert (read.used.arch, read.used.capability, read.versions["hip"]) == ("gfx942", None, "6.4")
 

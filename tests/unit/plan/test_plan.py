@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from types import SimpleNamespace
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fxpass.plan import devices
-from fxpass.plan import plan as plans
 from fxpass.plan.devices import implementation_for
-from fxpass.plan.plan import BLOCK, CPU_BUDGET, GPU_BUDGET, MIB, budget, plan
+from fxpass.plan.plan import BLOCK, CPU_BUDGET, GPU_BUDGET, MIB, budget, plan, size
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
+from tests.support.gpus import H200, T4, V100
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
 
 F16 = torch.float16
@@ -30,33 +31,25 @@ def test_the_cpu_runs_aten_and_says_in_which_dtype():
     assert reason.startswith(f"ATen multiplies bfloat16 in {str(multiplied)[6:]}: ")
 
 
-@pytest.mark.parametrize(
-    ("installed", "dtype", "reason"),
-    [
-        (False, F32, "triton is not installed"),
-        (True, F64, "the Triton kernels compute in f32"),
-    ],
-)
-def test_a_gpu_runs_aten_where_triton_cannot(installed, dtype, reason, monkeypatch):
-    monkeypatch.setattr(devices, "has_triton", lambda: installed)
-    assert implementation_for(CUDA, dtype) == ("aten", reason)
+def test_a_gpu_runs_aten_where_triton_is_not_installed(monkeypatch, gpus):
+    monkeypatch.setitem(sys.modules, "triton", None)  # what imports and find_spec look at first
+    gpus.have(H200)
+    assert implementation_for(CUDA, F32) == ("aten", "triton is not installed")
 
 
-@pytest.mark.parametrize(("capability", "implementation"), [((7, 0), "aten"), ((7, 5), "triton")])
-def test_an_old_gpu_runs_aten(capability, implementation, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(devices, "has_triton", lambda: True)
-    card = SimpleNamespace(name="a card", major=capability[0], minor=capability[1])
-    monkeypatch.setattr(devices, "properties_of", lambda _: card)
+def test_a_gpu_runs_aten_where_triton_cannot():
+    assert implementation_for(CUDA, F64) == ("aten", "the Triton kernels compute in f32")
+
+
+@pytest.mark.parametrize(("card", "implementation"), [(V100, "aten"), (T4, "triton")])
+def test_an_old_gpu_runs_aten(card, implementation, gpus):
+    gpus.have(card)
     assert implementation_for(CUDA, BF16)[0] == implementation
 
 
-def test_a_gpu_that_is_not_there_is_new(monkeypatch):
+def test_a_gpu_that_is_not_there_is_new(gpus):
     """Tensors without data may be of a CUDA build's device on a machine that has none."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(devices, "properties_of", devices.properties_of.__wrapped__)
-    monkeypatch.setattr(devices, "has_triton", lambda: True)
+    gpus.have()
     assert implementation_for(CUDA, BF16)[0] == "triton"
 
 
@@ -92,14 +85,15 @@ def test_gradients_have_their_operands_dtype_where_that_has_the_range():
         (0, 256 * MIB),
     ],
 )
-def test_a_gpu_gives_a_share_of_its_memory(total, expected, monkeypatch):
-    monkeypatch.setattr(plans, "properties_of", lambda _: SimpleNamespace(total_memory=total))
+def test_a_gpu_gives_a_share_of_its_memory(total, expected, gpus):
+    gpus.have(replace(H200, total_memory=total))
     assert budget(128256, BF16, CUDA, 0) == expected
     assert budget(128256, BF16, CUDA, 100) == 100 * MIB
 
 
-def test_a_gpu_that_is_not_there_gives_the_least():
-    assert budget(128256, BF16, torch.device("cuda:77"), 0) >= GPU_BUDGET[0]
+def test_a_gpu_that_is_not_there_gives_the_least(gpus):
+    gpus.have()
+    assert budget(128256, BF16, CUDA, 0) == GPU_BUDGET[0]
 
 
 def test_a_cpu_gives_room_for_some_hundred_rows():
@@ -128,9 +122,8 @@ SPECS = [
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize("which", range(len(SPECS)))
-def test_plans_for_every_size(implementation, strategy, dtype, which, monkeypatch):
+def test_plans_for_every_size(implementation, strategy, dtype, which):
     """Within the budget or at the smallest block, and never a run of many small steps."""
-    monkeypatch.setattr(plans, "implementation_for", lambda *_: (implementation, "for the test"))
     device = CUDA if implementation == "triton" else CPU
     spec = SPECS[which]
     for n, d, v, memory_mb in itertools.product(NS, DS, VS, BUDGETS):
@@ -143,6 +136,7 @@ def test_plans_for_every_size(implementation, strategy, dtype, which, monkeypatc
         )
         got = plan(n, d, v, dtype, device, one)
         where = f"{n=} {d=} {v=} {memory_mb=}: {got}"
+        assert got.implementation == implementation
         assert 1 <= got.rows <= max(1, n), where
         assert 1 <= got.classes <= v, where
         # (rows of a chunk hold all classes)
@@ -219,10 +213,8 @@ def test_a_gpus_chunks(head, n, memory_mb, h200):
 
 
 def test_sizes_that_are_planned_again_are_looked_up():
-    plans._plan.cache_clear()
-    for _ in range(3):
-        plan(2048, 512, 32000, F32, CPU, Spec(gradients=BOTH))
-    assert plans._plan.cache_info().misses == 1
+    first, again = (plan(2048, 512, 32000, F32, CPU, Spec(gradients=BOTH)) for _ in range(2))
+    assert again is first
 
 
 @pytest.mark.parametrize(
@@ -230,4 +222,4 @@ def test_sizes_that_are_planned_again_are_looked_up():
     [(0, "0.0 MiB"), (1.25 * MIB, "1.2 MiB"), (33 * MIB, "33 MiB"), (2.5 * GIB, "2.50 GiB")],
 )
 def test_bytes_as_text(number, text):
-    assert plans.size(int(number)) == text
+    assert size(int(number)) == text
