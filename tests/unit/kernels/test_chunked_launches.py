@@ -13,7 +13,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from fxpass.aten.common import Inputs
 from fxpass.kernels import chunked, source, tuning
 from fxpass.spec.spec import Spec
+from tests.support.allocations import Allocations
+from tests.support.gpus import A100, H200, MI300, T4
 from tests.support.implementations import DTYPES, GRADIENTS, check, problem
+from tests.support.launches import Launches
 
 FAR = 1 << 24  # elements from row to row: row 128 starts at element 2**31
 
@@ -40,9 +43,11 @@ def test_offsets_beyond_2_31(tmp_path, target):
         far = far_rows(tmp_path / "target", rows, v, torch.float32)
         inputs = inputs._replace(target=far.copy_(inputs.target))
     loss = torch.empty(rows)
-    spec = Spec(target=target, gradients=("x",))
-    options = {"BLOCK_V": 16, "num_warps": 1}
-    chunked._launch(options, inputs, spec, slice(0, rows), chunk, loss, None)
+    kernel = source.generate(Spec(target=target, gradients=("x",)), weighted=False)
+    arguments = {"logits": chunk, "stride": FAR, "target": inputs.target, "loss": loss, "V": v}
+    if target == "probabilities":
+        arguments["target_stride"] = FAR
+    chunked.load(kernel)[(rows,)](**arguments, BLOCK_V=16, num_warps=1)
     want = F.cross_entropy(logits, inputs.target, reduction="none")
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
     one_hot = F.one_hot(inputs.target, v) if target == "indices" else inputs.target
@@ -81,24 +86,48 @@ def test_chunks_are_few_and_none_is_too_large(n, rows):
     assert len(parts) <= -(-n // rows)
 
 
-def test_the_buffer_is_no_larger_than_the_chunks(device, monkeypatch):
-    rows, original = [], chunked.padded_buffer
-
-    def buffer(x, n, v):
-        rows.append(n)
-        return original(x, n, v)
-
-    monkeypatch.setattr(chunked, "padded_buffer", buffer)
-    chunked.run(problem(device, n=7), Spec(gradients=GRADIENTS), rows=4096)
-    chunked.run(problem(device, n=7), Spec(gradients=GRADIENTS), rows=3)
-    assert rows == [7, 3]
+@pytest.mark.parametrize("rows", [3, 4096])
+def test_the_buffer_is_no_larger_than_the_chunks(device, rows):
+    v = 1000  # to the next multiple of 16
+    inputs = problem(device, n=7, v=v, bias=False)
+    with Allocations() as allocations:
+        out = chunked.run(inputs, Spec(gradients=("x",)), rows)
+    of_gemms = 2 * min(7, rows) * v if device.type == "cpu" else 0  # which have no out= there
+    allowed = (min(7, rows) * 1008 + of_gemms) * 4 + 1000
+    assert allocations.peak(out) <= allowed
 
 
+# NumPy's, of memory that holds nan
+UNINITIALISED = pytest.mark.filterwarnings("ignore:.* encountered.*:RuntimeWarning")
+
+
+class Tuner:
+    """Stands for Triton's autotuner, which needs a GPU: tries all candidates, takes the last."""
+
+    def __init__(self):
+        self.candidates = []
+
+    def best(self, kernel, device, dtype, sizes, candidates, launch):
+        for candidate in candidates:
+            launch(candidate)
+        self.candidates += candidates
+        return candidates[-1]
+
+
+@pytest.fixture
+def tuner(monkeypatch):
+    tuner = Tuner()
+    monkeypatch.setattr(tuning, "best", tuner.best)
+    return tuner
+
+
+@UNINITIALISED
 @pytest.mark.parametrize("v", [1, 37, 1000, 8192, 8193, 32000, 50257, 128256])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_candidates(v, dtype):
+def test_candidates(v, dtype, device, tuner):
     """The default first, no block twice as large as the row, no more threads than there can be."""
-    candidates = chunked._candidates(v, dtype)
+    chunked.run(problem(device, dtype, n=1, v=v), Spec(), rows=1)
+    candidates = tuner.candidates
     assert candidates[0] == chunked.row_options(v, dtype)
     assert len(candidates) <= 5
     for options in candidates:
@@ -108,59 +137,30 @@ def test_candidates(v, dtype):
     assert bool(whole) == (v * dtype.itemsize <= 1 << 16)
 
 
-@pytest.mark.filterwarnings("ignore:.* encountered:RuntimeWarning")  # NumPy's, of that memory
-def test_blocks_are_tuned_in_the_buffer(device, monkeypatch):
-    """Whatever is tried on uninitialised memory leaves nothing behind, and what is chosen runs."""
-    tried, launched = [], []
-
-    def buffer(*args):
-        """As new memory may be."""
-        buffer = padded_buffer(*args)
-        buffer.normal_(std=1e38)
-        buffer[:, ::4], buffer[:, 1::4] = float("inf"), float("nan")
-        return buffer
-
-    def best(kernel, device, dtype, sizes, candidates, launch):
-        """Tries as Triton's autotuner does, which needs a GPU."""
-        for candidate in candidates:
-            launch(candidate)
-            tried.append(launched[-1])
-        return candidates[1]
-
-    def launch(options, *args):
-        launched.append(options)
-        original(options, *args)
-
-    original, padded_buffer = chunked._launch, chunked.padded_buffer
-    monkeypatch.setattr(chunked, "padded_buffer", buffer)
-    candidates = [{"BLOCK_V": block, "num_warps": 1} for block in (64, 16, 32)]
-    monkeypatch.setattr(chunked, "_candidates", lambda v, dtype: candidates)
-    monkeypatch.setattr(chunked, "_launch", launch)
-    monkeypatch.setattr(tuning, "best", best)
-    inputs = problem(device, n=10, row_scaled=True, lse_scaled=True)
+@UNINITIALISED
+def test_blocks_are_tuned_in_the_buffer(device, tuner, monkeypatch):
+    """Whatever is tried on uninitialised memory (here: nan) leaves nothing behind, and what is
+    chosen runs."""
+    launches = Launches(monkeypatch, runs=True)
+    inputs = problem(device, n=10, v=1500, row_scaled=True, lse_scaled=True)
     inputs.target[1] = -100
     spec = Spec(gradients=GRADIENTS, lse=True)
     check(inputs, spec, rows=4)
-    assert tried == candidates
-    assert launched[3:] == [candidates[1]] * 3  # a launch for each chunk
+    blocks = [launch["BLOCK_V"] for launch in launches]
+    tried = [candidate["BLOCK_V"] for candidate in tuner.candidates]
+    assert {2048, 1024} <= set(tried)  # whole rows, and parts of them
+    assert blocks == [*tried, *[tried[-1]] * 3]  # a launch for each chunk
     # logits that are only read are where they are tried, too
-    inputs = inputs._replace(logits=torch.randn(10, 37, device=device), bias=None)
+    inputs = inputs._replace(logits=torch.randn(10, 1500, device=device), bias=None)
     copy = inputs.logits.clone()
     out = chunked.run(inputs, Spec(), rows=4)
-    assert len(tried) == 6
+    assert tuner.candidates[len(tried) :] == tuner.candidates[: len(tried)]
     assert torch.equal(inputs.logits, copy)
     want = F.cross_entropy(copy, inputs.target, reduction="none")
     torch.testing.assert_close(out.loss, want, rtol=1e-5, atol=1e-5)
 
 
 # ---------------------------------------------------------------- what only a GPU does
-
-
-class Launched:
-    """Stands for a kernel: it can be launched, and does nothing."""
-
-    def __getitem__(self, grid):
-        return lambda **arguments: None
 
 
 def addmm_of_fakes(add, a, b, **more):
@@ -186,7 +186,8 @@ def test_nothing_waits_for_the_gpu(monkeypatch, target, reduction):
 
     They also check what is multiplied with what, for the GEMMs that only GPUs have.
     """
-    monkeypatch.setattr(chunked, "load", lambda kernel: Launched())
+    launches = Launches(monkeypatch)
+    # a torch without CUDA has no such tensors on a GPU: these are on the CPU
     monkeypatch.setattr(chunked, "_mixed_gemm", lambda x: True)
     monkeypatch.setattr(torch, "addmm", addmm_of_fakes)
     inputs = problem(
@@ -203,6 +204,7 @@ def test_nothing_waits_for_the_gpu(monkeypatch, target, reduction):
         out = chunked.run(fake, spec, rows=3)
         assert [t.shape for t in out[2:5]] == [(7, 5), (37, 5), (37,)]
         assert {t.dtype for t in out[:5]} == {torch.float32}
+        assert len(launches) == 3
         with pytest.raises(DataDependentOutputException):
             fake.x.sum().item()
 
@@ -218,32 +220,42 @@ class OnGpu:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "mixed"),
+    ("dtype", "card", "mixed"),
     [
-        (torch.bfloat16, (9, 0), True),
-        (torch.bfloat16, (8, 0), True),
-        (torch.bfloat16, (7, 5), False),  # PyTorch refuses
-        (torch.float16, (7, 5), True),
-        (torch.float32, (7, 5), True),
+        (torch.bfloat16, H200, True),
+        (torch.bfloat16, A100, True),
+        (torch.bfloat16, T4, False),  # PyTorch refuses
+        (torch.float16, T4, True),
+        (torch.float32, T4, True),
     ],
 )
-def test_which_gemms_add_to_f32(monkeypatch, dtype, capability, mixed):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert chunked._mixed_gemm(OnGpu(dtype)) == mixed
-    assert chunked._mixed_gemm(torch.empty(1, dtype=dtype)) == (dtype == torch.float32)
+def test_which_gemms_add_to_f32(gpus, dtype, card, mixed):
+    """All classes are multiplied at once where they can be added to an f32 result."""
+    gpus.have(card)
+    assert at_once(OnGpu(dtype)) == mixed
+    assert at_once(torch.empty(1, dtype=dtype)) == (dtype == torch.float32)
 
 
-def test_fp16_sums_and_f32_results_exclude_each_other(monkeypatch):
-    monkeypatch.setattr(type(torch.backends.cuda.matmul), "__getattr__", lambda self, name: True)
-    assert torch.backends.cuda.matmul.allow_fp16_accumulation
-    assert not chunked._mixed_gemm(OnGpu(torch.float16))
+def at_once(x) -> bool:
+    return len(list(chunked.class_tiles(x, 128256))) == 1
+
+
+def test_fp16_sums_and_f32_results_exclude_each_other(gpus):
+    gpus.have(H200)
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_fp16_accumulation = matmul.allow_fp16_accumulation, True
+    try:
+        assert not at_once(OnGpu(torch.float16))
+    finally:
+        matmul.allow_fp16_accumulation = before
+    assert at_once(OnGpu(torch.float16))
 
 
 @pytest.mark.parametrize(
     ("library", "mixed"), [("Cublas", True), ("Cublaslt", True), ("Ck", False)]
 )
-def test_hip_adds_to_f32(monkeypatch, library, mixed):
-    monkeypatch.setattr(torch.version, "hip", "7.0")
+def test_hip_adds_to_f32(gpus, monkeypatch, library, mixed):
+    gpus.have(MI300, hip="7.0")
     backend = getattr(torch._C._BlasBackend, library)
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: backend)
-    assert chunked._mixed_gemm(OnGpu(torch.bfloat16)) == mixed
+    assert at_once(OnGpu(torch.bfloat16)) == mixed
