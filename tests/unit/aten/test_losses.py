@@ -14,7 +14,6 @@ from torch import Tensor
 from fxpass.aten import chunked, tiled
 from fxpass.aten.common import Inputs
 from fxpass.op import ignored
-from fxpass.op.dispatch import compute
 from fxpass.op.operator import linear_cross_entropy
 from fxpass.plan import plan as plans
 from fxpass.spec import expression
@@ -46,7 +45,6 @@ def strategy(request, monkeypatch) -> str:
 
     monkeypatch.setattr(plans, "plan", few)
     monkeypatch.setitem(globals(), "STRATEGY", request.param)
-    monkeypatch.setattr(ignored, "_WORTH_IT", 1.0)  # the sums over rows that count are looked at
     return request.param
 
 
@@ -95,7 +93,7 @@ def programs(
 def check(
     spec: Spec,
     dtype: torch.dtype = torch.float32,
-    shape: tuple[int, int, int] = (7, 5, 11),
+    shape: tuple[int, int, int] = (17, 5, 11),
     bias: bool = False,
     weighted: bool = False,
     scale: float = 1.0,
@@ -111,7 +109,7 @@ def check(
     elif spec.target == "indices" and target is None:
         target = torch.randint(v, (n,))
         if spec.ignore_index is not None:
-            target[1::3] = spec.ignore_index
+            target[1::20] = spec.ignore_index  # too few to be left out beforehand
     class_weight = torch.rand(v) if weighted else None
     upstream = torch.arange(1.0, n + 1) if spec.reduction == "none" else None
     fused, plain = programs(spec, target, class_weight, z_loss, keep)
@@ -225,9 +223,11 @@ def test_huge_logits(dtype, logits):
 def test_every_row_ignored(reduction, weighted, smoothing):
     """Mean gives nan and zero gradients, as eager does; a z-loss does not ignore them."""
     spec = Spec(reduction, "indices", -1, smoothing, gradients=gradients(False))
-    check(spec, weighted=weighted, target=torch.full((7,), -1))
+    target = torch.full((7,), -1)
+    for keep in (False, True):  # rows of given logits are never left out beforehand
+        check(spec, shape=(7, 5, 11), weighted=weighted, target=target, keep=keep)
     spec = dataclasses.replace(spec, lse=True)
-    check(spec, weighted=weighted, target=torch.full((7,), -1), z_loss=0.1)
+    check(spec, shape=(7, 5, 11), weighted=weighted, target=target, z_loss=0.1)
 
 
 def test_a_padded_class_with_a_bias_of_minus_infinity():
@@ -351,27 +351,28 @@ def test_tiled_rounds_each_gradient_once():
 
 @pytest.mark.parametrize("kept", [0, 3])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_ignored_rows_are_not_multiplied(monkeypatch, reduction, kept):
-    """The implementation sees the rows that count; the others' losses and gradients are zeros."""
-    monkeypatch.setattr(ignored, "_WORTH_IT", 1 / 16)
-    seen = []
-    plan = plans.plan
-    monkeypatch.setattr(plans, "plan", lambda n, *rest: seen.append(n) or plan(n, *rest))
-    target = torch.full((7,), -100)
-    target[2 : 2 + kept] = torch.tensor([4, 0, 9][:kept])
-    spec = Spec(reduction, gradients=gradients(True))
-    check(spec, bias=True, weighted=True, target=target)
-    assert set(seen) == {kept}
-
-
-@pytest.mark.parametrize("exist", [False, True])
-def test_the_plan_knows_whether_the_logits_exist(monkeypatch, exist):
-    seen = []
-    plan = plans.plan
-    monkeypatch.setattr(plans, "plan", lambda *args: seen.append(args[-1]) or plan(*args))
-    x, weight, target = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
-    compute(Inputs(x, weight, None, target, logits=x @ weight.t() if exist else None), Spec())
-    assert seen == [exist]
+def test_ignored_rows_are_not_multiplied(reduction, kept):
+    """Nothing of what is in them arrives anywhere; their losses and gradients are zeros."""
+    counted = torch.arange(7).sub(2).ge(0).logical_and(torch.arange(7) < 2 + kept)
+    target = torch.where(counted, torch.arange(7), -100)
+    x, weight, bias, class_weight = (torch.randn(s) for s in ((7, 5), (11, 5), 11, 11))
+    spec, upstream = Spec(reduction, gradients=gradients(True)), torch.arange(1.0, 8)
+    fused, _ = programs(spec, target, class_weight.exp())
+    _, plain = programs(spec, target[counted], class_weight.exp())
+    x[~counted] = torch.nan
+    upstream = upstream if reduction == "none" else None
+    got = loss_and_gradients(fused, [x, weight, bias], None, upstream)
+    upstream = None if upstream is None else upstream[counted]
+    want = loss_and_gradients(plain, [x[counted], weight, bias], None, upstream)
+    if kept or reduction != "mean":  # of no rows it is nan
+        assert not got[1][~counted].any()
+        torch.testing.assert_close(got[1][counted], want[1])
+    if reduction == "none":
+        assert not got[0][~counted].any()
+        got[0] = got[0][counted]
+    torch.testing.assert_close(got[0], want[0], equal_nan=True)
+    for ours, theirs in zip(got[2:], want[2:], strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
@@ -387,9 +388,10 @@ def test_large_logits_that_differ_by_little(target, smoothing):
     assert_close(loss_and_gradients(fused, [x, weight, bias]), eager, exact, torch.float32)
 
 
-@pytest.mark.parametrize("forward", [0.0, 1.0])
-def test_ignored_rows_are_left_out_of_one_pass_only(monkeypatch, forward):
-    """Backward may look at rows that forward did not, and the other way round."""
+@pytest.mark.parametrize("all_rows", ["forward", "backward"])
+def test_ignored_rows_are_left_out_of_one_pass_only(monkeypatch, all_rows):
+    """Backward may look at rows that forward did not, and the other way round: one of the two is
+    captured in a CUDA graph."""
     x, weight = torch.randn(7, 5) * 40, torch.randn(11, 5)
     target = torch.tensor([3, -100, -100, 0, -100, 7, -100])
     spec = Spec("none", gradients=gradients(False))
@@ -397,9 +399,13 @@ def test_ignored_rows_are_left_out_of_one_pass_only(monkeypatch, forward):
     grads = []
     for program in (fused, plain):
         operands = [t.clone().requires_grad_() for t in (x, weight)]
-        monkeypatch.setattr(ignored, "_WORTH_IT", forward)
-        loss = program(*operands)
-        monkeypatch.setattr(ignored, "_WORTH_IT", 1.0 - forward)
-        grads.append(torch.autograd.grad(loss.sum(), operands))
+        with monkeypatch.context() as patch:
+            if all_rows == "forward":
+                patch.setattr(ignored, "counted_rows", lambda *_: None)
+            loss = program(*operands)
+        with monkeypatch.context() as patch:
+            if all_rows == "backward":
+                patch.setattr(ignored, "counted_rows", lambda *_: None)
+            grads.append(torch.autograd.grad(loss.sum(), operands))
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpass.op import ignored, operator
 from fxpass.op.operator import linear_cross_entropy, linear_cross_entropy_backward
 from fxpass.spec.spec import ELSEWHERE, IGNORED, REVISION, Spec
 
@@ -124,15 +123,23 @@ def test_the_last_backward_allocates_no_second_weight_gradient():
     assert torch.equal(kept, last)
 
 
-@pytest.mark.parametrize("size", [(7,), (0, 3), (1000, 3), (3, 1000)], ids=str)
-def test_a_gradient_is_rounded_once_and_by_parts(size, monkeypatch):
-    """An operand of 16 bits: what is kept in f32 until backward is read once."""
-    monkeypatch.setattr(operator, "_ROUNDED_AT_A_TIME", 100)
-    gradient, factor = torch.randn(size), torch.tensor(1 / 3)
-    kept = gradient.clone()
-    got = operator._scaled(gradient, factor, torch.bfloat16)
-    assert torch.equal(got, (kept * factor).bfloat16())
-    assert torch.equal(gradient, kept)
+@pytest.mark.parametrize(
+    "shape", [(7, 3, 5), (0, 3, 5), (7, 3000, 50), (1300, 3000, 50), (3, 7, 70000)]
+)
+def test_a_gradient_is_rounded_once_and_by_parts(shape):
+    """Operands of fp16: what is kept in f32 until backward is read once, and stays as it is."""
+    n, v, d = shape
+    sizes = (n, d), (v, d), (v,)
+    leaves = [torch.randn(s, dtype=torch.float16, requires_grad=True) for s in sizes]
+    text = Spec("sum", gradients=("x", "weight", "bias")).text()
+    target = torch.arange(n) % v
+    loss, _, _, *saved, _ = linear_cross_entropy(*leaves, target, None, None, text)
+    kept = [gradient.clone() for gradient in saved]
+    loss.backward(torch.tensor(1 / 3))
+    for leaf, gradient, before in zip(leaves, saved, kept, strict=True):
+        assert gradient.dtype == torch.float32
+        assert torch.equal(leaf.grad, (before * torch.tensor(1 / 3)).half())
+        assert torch.equal(gradient, before)
 
 
 def test_accumulating_twice():
@@ -312,26 +319,26 @@ def test_a_shard_without_classes_adds_nothing(dtype, strategy):
 
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
 @pytest.mark.parametrize("read", ["loss", "lse", "both"])
-def test_rows_that_a_shard_ignores_are_left_out(monkeypatch, read, strategy):
-    """Forward and backward see the other rows, and the answer is the same as with all of them."""
-    x, weight, bias, *rest = in_shard(strategy, label_smoothing=0.1)
+def test_rows_that_a_shard_ignores_are_left_out(read, strategy):
+    """Of forward and backward: nothing of what is in them arrives anywhere."""
+    x, weight, bias, target, *rest = in_shard(strategy, label_smoothing=0.1)
     counted = torch.tensor([0, 1, 4, 5])
-    of_loss, of_lse = torch.randn(N), torch.zeros(N).index_copy_(0, counted, torch.randn(4))
-    seen, compute = [], operator.compute
-    monkeypatch.setattr(operator, "compute", lambda i, s: seen.append(len(i.x)) or compute(i, s))
+    of_loss, of_lse = torch.randn(4) * (read != "lse"), torch.randn(4) * (read != "loss")
 
-    def answer():
-        leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
-        loss, lse, *_ = linear_cross_entropy(*leaves, *rest)
-        total = (loss @ of_loss) * (read != "lse") + (lse @ of_lse) * (read != "loss")
-        return loss, lse[counted], *torch.autograd.grad(total, leaves)
+    def answer(rows, target, counted):
+        leaves = [t.detach().requires_grad_() for t in (rows, weight, bias)]
+        loss, lse, *_ = linear_cross_entropy(*leaves, target, *rest)
+        total = loss[counted] @ of_loss + lse[counted] @ of_lse
+        x_grad, *grads = torch.autograd.grad(total, leaves)
+        return loss, x_grad, (loss[counted], lse[counted], x_grad[counted], *grads)
 
-    fewer = answer()
-    monkeypatch.setattr(ignored, "_WORTH_IT", 1.0)
-    for ours, whole in zip(fewer, answer(), strict=True):
-        torch.testing.assert_close(ours, whole)
-    assert seen == [4, 4, N, N]
-    assert not fewer[0][2:4].any()
+    spoilt = x.detach().clone()
+    spoilt[2:4] = torch.nan
+    loss, x_grad, ours = answer(spoilt, target, counted)
+    _, _, alone = answer(x[counted], target[counted], torch.arange(4))
+    torch.testing.assert_close(ours, alone)
+    assert not loss[2:4].any()
+    assert not x_grad[2:4].any()
 
 
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
@@ -340,6 +347,18 @@ def test_an_ignored_row_of_a_shard_has_the_largest_lse(strategy):
     lse = linear_cross_entropy(*in_shard(strategy))[1]
     assert lse[2:4].tolist() == [torch.finfo(torch.float32).max] * 2
     assert (lse[[0, 1, 4, 5]].abs() < 100).all()
+
+
+@pytest.mark.parametrize("exist", [False, True])
+def test_large_logits_that_exist_are_read(exist):
+    """And not computed in the memory of the weight's gradient, as others of this size are."""
+    n, d, v = 64, 64, 70000
+    x, weight, target = torch.randn(n, d) / d, torch.randn(v, d), torch.arange(n)
+    logits = torch.zeros(n, v) if exist else None
+    text = Spec("sum", gradients=("x", "weight"), strategy="chunked").text()
+    loss, *_ = linear_cross_entropy(x, weight, None, target, None, logits, text)
+    read = x @ weight.t() if logits is None else logits
+    torch.testing.assert_close(loss, F.cross_entropy(read, target, reduction="sum"))
 
 
 # ---------------------------------------------------------------- bad input
