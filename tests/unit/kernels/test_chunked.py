@@ -19,37 +19,29 @@ from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 from tests.support.implementations import DTYPES, GRADIENTS, TRANSFORMS, check, problem
 
-
-@pytest.fixture
-def small_blocks(monkeypatch):
-    """Several blocks in a row of a few classes, and several tiles of the weight."""
-    options = {"BLOCK_V": 16, "num_warps": 1}
-    monkeypatch.setattr(triton_chunked, "row_options", lambda v, dtype: options)
-    monkeypatch.setattr(triton_chunked, "UPCAST_CLASSES", 16)
+# Classes: several blocks in a row, and several tiles of a weight of 16 bits.
+MANY = 8200
 
 
 # ---------------------------------------------------------------- the meaning
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
 def test_targets(device, target, weighted, smoothing, dtype):
-    inputs = problem(device, dtype, target=target, weighted=weighted, row_scaled=True)
+    inputs = problem(device, dtype, v=MANY, target=target, weighted=weighted, row_scaled=True)
     check(inputs, Spec(gradients=GRADIENTS, target=target, label_smoothing=smoothing))
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logits", TRANSFORMS)
 def test_transforms(device, logits, dtype):
     spec = Spec(gradients=GRADIENTS, transform=expression.parse(logits), label_smoothing=0.1)
-    check(problem(device, dtype, size=2.0), spec)
+    check(problem(device, dtype, v=MANY, size=2.0), spec)
 
 
-@pytest.mark.usefixtures("small_blocks")
 def test_everything_together(device):
     spec = Spec(
         gradients=GRADIENTS,
@@ -57,12 +49,11 @@ def test_everything_together(device):
         ignore_index=4,
         transform=expression.parse("30*tanh(z/30)"),
     )
-    inputs = problem(device, weighted=True, row_scaled=True)
+    inputs = problem(device, v=MANY, weighted=True, row_scaled=True)
     inputs.target[2] = 4
     check(inputs, spec)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
@@ -70,7 +61,14 @@ def test_everything_together(device):
 def test_loss_and_lse(device, target, weighted, smoothing, dtype):
     """Rows that only the loss, only the lse, both and neither give a gradient; ignored ones too."""
     inputs = problem(
-        device, dtype, n=10, target=target, weighted=weighted, row_scaled=True, lse_scaled=True
+        device,
+        dtype,
+        n=10,
+        v=MANY,
+        target=target,
+        weighted=weighted,
+        row_scaled=True,
+        lse_scaled=True,
     )
     inputs.row_scale[[0, 2]] = 0
     inputs.lse_scale[[1, 2]] = 0
@@ -123,22 +121,20 @@ def test_whole_rows(device, name, lse, dtype):
     check(inputs, spec)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logits", TRANSFORMS)
 def test_transforms_with_the_lse(device, logits, dtype):
     spec = Spec(gradients=GRADIENTS, transform=expression.parse(logits), lse=True)
-    inputs = problem(device, dtype, size=2.0, row_scaled=True, lse_scaled=True)
+    inputs = problem(device, dtype, v=MANY, size=2.0, row_scaled=True, lse_scaled=True)
     inputs.target[3] = -100
     check(inputs, spec)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("logits", TRANSFORMS)
 @pytest.mark.parametrize("row_scaled", [False, True])
 def test_no_target(device, row_scaled, logits, dtype):
-    inputs = problem(device, dtype, target="none", row_scaled=row_scaled, size=2.0)
+    inputs = problem(device, dtype, v=MANY, target="none", row_scaled=row_scaled, size=2.0)
     spec = Spec(target="none", gradients=GRADIENTS, transform=expression.parse(logits), lse=True)
     out = check(inputs, spec)
     assert torch.equal(out.loss, out.lse)
@@ -265,13 +261,12 @@ def test_given_logits_are_used(device, layout, gradients):
 # ---------------------------------------------------------------- numbers at the edge
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
 def test_huge_logits(device, target, smoothing):
     """A row of logits near 3e4 that differ by ones: the maximum has to go before sums are taken."""
-    inputs = problem(device, target=target, bias=False)
-    logits = torch.full_like(inputs.x @ inputs.weight.t(), 3e4) + torch.randn(37, device=device)
+    inputs = problem(device, v=MANY, target=target, bias=False)
+    logits = torch.full_like(inputs.x @ inputs.weight.t(), 3e4) + torch.randn(MANY, device=device)
     spec = Spec(target=target, label_smoothing=smoothing)
     want = F.cross_entropy(
         logits.double(),
@@ -299,28 +294,30 @@ ODD_ROWS = {
 @pytest.mark.parametrize("row", ODD_ROWS)
 @pytest.mark.parametrize("target", [0, "probabilities"])
 def test_odd_rows_that_are_whole(device, row, target):
-    odd_row_as_in_aten(device, row, target, 0.1, "z")
+    odd_row_as_in_aten(device, row, target, 0.1, "z", times=1)
 
 
-@pytest.mark.usefixtures("small_blocks")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 @pytest.mark.parametrize("row", ODD_ROWS)
 @pytest.mark.parametrize("target", [0, 20, "probabilities", "none"])
 @pytest.mark.parametrize(("smoothing", "logits"), [(0.0, "z"), (0.1, "z"), (0.1, "30*tanh(z/30)")])
 def test_odd_rows_as_in_aten(device, row, target, smoothing, logits):
-    odd_row_as_in_aten(device, row, target, smoothing, logits)
+    odd_row_as_in_aten(device, row, target, smoothing, logits, times=256)
 
 
-def odd_row_as_in_aten(device, row, target, smoothing, logits):
+def odd_row_as_in_aten(device, row, target, smoothing, logits, times):
+    """``times`` classes have each logit of the row."""
     index = isinstance(target, int)
-    inputs = problem(device, n=1, target="indices" if index else target, lse_scaled=True)
+    kind = "indices" if index else target
+    inputs = problem(device, n=1, v=37 * times, target=kind, lse_scaled=True)
     if index:
-        inputs.target[0] = target
-    inputs = inputs._replace(logits=torch.tensor([ODD_ROWS[row]], device=device))
+        inputs.target[0] = target * times
+    row_of_logits = torch.tensor([ODD_ROWS[row]], device=device).repeat_interleave(times, 1)
+    inputs = inputs._replace(logits=row_of_logits)
     spec = Spec(
         gradients=GRADIENTS,
         lse=True,
-        target="indices" if index else target,
+        target=kind,
         label_smoothing=0.0 if target == "none" else smoothing,
         transform=expression.parse(logits),
     )
