@@ -303,7 +303,7 @@ def test_only_the_gradients_that_are_asked_for():
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
 def test_blocks_of_rows_do_not_change_the_answer(target, block):
     """Between two GEMMs, a few rows at a time."""
-    inputs = aten.Inputs(
+    inputs = Inputs(
         torch.randn(7, 5),
         torch.randn(11, 5),
         torch.randn(11),
@@ -313,8 +313,8 @@ def test_blocks_of_rows_do_not_change_the_answer(target, block):
         lse_scale=torch.randn(7),
     )
     spec = Spec("sum", target, -1, 0.1, SOFTCAP, gradients(True), lse=True)
-    whole = aten_chunked.run(inputs, spec, 7, 11, 7)
-    blocks = aten_chunked.run(inputs, spec, 3, 4, block)
+    whole = chunked.run(inputs, spec, 7, 11, 7)
+    blocks = chunked.run(inputs, spec, 3, 4, block)
     torch.testing.assert_close(blocks, whole)
 
 
