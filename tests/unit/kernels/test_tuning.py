@@ -4,8 +4,11 @@ A driver and a clock of the test's own stand for the GPU's: what they say needs 
 of it does not.
 """
 
+import functools
+import importlib.util
 import logging
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 
 from fxpass.kernels import tuning
+from tests.support.gpus import H200
 
 CUDA = torch.device("cuda", 0)
 CANDIDATES = (
@@ -55,52 +60,65 @@ class Clock:
         self.launched.append(candidate["BLOCK_V"])
 
 
+class Process:
+    """The module as one process has it: it remembers nothing of another one's choices."""
+
+    def __init__(self, clock=None):
+        found = importlib.util.find_spec("fxpass.kernels.tuning")
+        self.tuning = importlib.util.module_from_spec(found)
+        found.loader.exec_module(self.tuning)
+        if clock is not None:
+            self.tuning.milliseconds = clock  # which takes the time of launches on a GPU
+
+    def best(self, launch, kernel=COPY, dtype=torch.float32, sizes=(5, 100), candidates=CANDIDATES):
+        return self.tuning.best(kernel, CUDA, dtype, sizes, candidates, launch)
+
+
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
+def machine(tmp_path, monkeypatch, gpus):
     """A GPU, as far as it is asked before anything is launched, and an empty cache."""
-    described = SimpleNamespace(name="NVIDIA H200", arch=90, capturing=False)
-    driver = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", described.arch, 32),
-    )
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: described.name)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: described.capturing)
+    gpus.have(H200)
+
+    def target():
+        card = gpus.cards[gpus.current]
+        return GPUTarget("cuda", 10 * card.major + card.minor, 32)
+
+    # not set_active(): to reset that, Triton would look for a GPU
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_target=target))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setattr(tuning, "_chosen", {})
     torch.use_deterministic_algorithms(False)
-    return described
+    return gpus
 
 
 @pytest.fixture
-def clock(machine, monkeypatch):
-    clock = Clock(TIMES)
-    monkeypatch.setattr(tuning, "milliseconds", clock)
-    return clock
+def clock(machine):
+    return Clock(TIMES)
 
 
-def best(clock, kernel=COPY, dtype=torch.float32, sizes=(5, 100), candidates=CANDIDATES):
-    return tuning.best(kernel, CUDA, dtype, sizes, candidates, clock.launch)
+@pytest.fixture
+def best(clock):
+    return functools.partial(Process(clock).best, clock.launch)
 
 
-def another_process():
-    """As a process that has the cache, but not the memory of this one."""
-    tuning._chosen.clear()
+@pytest.fixture
+def best_elsewhere(clock):
+    """In another process, which has the cache, but not the memory of the first."""
+    return functools.partial(Process(clock).best, clock.launch)
 
 
-def test_the_fastest_is_chosen_and_timed_once(clock):
-    assert best(clock) == CANDIDATES[1]
+def test_the_fastest_is_chosen_and_timed_once(clock, best):
+    assert best() == CANDIDATES[1]
     assert clock.timed == [64, 32, 16]
     launched = len(clock.launched)
-    assert best(clock) == CANDIDATES[1]
+    assert best() == CANDIDATES[1]
     assert len(clock.launched) == launched
 
 
-def test_another_process_times_nothing(clock):
-    assert best(clock) == CANDIDATES[1]
-    another_process()
+def test_another_process_times_nothing(clock, best, best_elsewhere):
+    assert best() == CANDIDATES[1]
     clock.times = {}
-    assert best(clock) == CANDIDATES[1]
+    assert best_elsewhere() == CANDIDATES[1]
     assert len(clock.timed) == 3
 
 
@@ -115,62 +133,58 @@ def test_another_process_times_nothing(clock):
     ],
 )
 @pytest.mark.parametrize("in_memory", [True, False])
-def test_what_a_choice_depends_on(same, changed, in_memory, clock):
-    best(clock)
-    if not in_memory:
-        another_process()
-    best(clock, **changed)
+def test_what_a_choice_depends_on(same, changed, in_memory, clock, best, best_elsewhere):
+    best()
+    (best if in_memory else best_elsewhere)(**changed)
     assert (len(clock.timed) == 3) is same
 
 
 @pytest.mark.parametrize("change", ["name", "arch", "candidates"])
-def test_what_a_written_choice_depends_on(change, clock, machine):
+def test_what_a_written_choice_depends_on(change, clock, machine, best, best_elsewhere):
     """A home directory may be shared by machines, and by versions of fxpass."""
-    best(clock)
-    another_process()
+    best()
     if change == "name":
-        machine.name = "NVIDIA H100 PCIe"
+        machine.have(replace(H200, name="NVIDIA H100 PCIe"))
     elif change == "arch":
-        machine.arch = 80
-    best(clock, candidates=CANDIDATES[: 2 if change == "candidates" else 3])
+        machine.have(replace(H200, major=8))
+    best_elsewhere(candidates=CANDIDATES[: 2 if change == "candidates" else 3])
     assert len(clock.timed) == (5 if change == "candidates" else 6)
 
 
 # ---------------------------------------------------------------- when nothing is timed
 
 
-def test_one_candidate_is_not_timed(clock):
-    assert best(clock, candidates=CANDIDATES[1:2]) == CANDIDATES[1]
+def test_one_candidate_is_not_timed(clock, best):
+    assert best(candidates=CANDIDATES[1:2]) == CANDIDATES[1]
     assert clock.launched == []
 
 
-def test_the_interpreter_is_not_timed(clock, monkeypatch):
+def test_the_interpreter_is_not_timed(clock, best, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert best(clock, kernel=triton.jit(copy)) == CANDIDATES[0]
+    assert best(kernel=triton.jit(copy)) == CANDIDATES[0]
     assert clock.launched == []
 
 
-def test_deterministic_algorithms_take_the_default(clock):
-    assert best(clock) == CANDIDATES[1]
+def test_deterministic_algorithms_take_the_default(clock, best):
+    assert best() == CANDIDATES[1]
     torch.use_deterministic_algorithms(True)
     launched = len(clock.launched)
-    assert best(clock) == CANDIDATES[0]
+    assert best() == CANDIDATES[0]
     assert len(clock.launched) == launched
 
 
-def test_nothing_is_timed_while_a_cuda_graph_is_captured(clock, machine):
+def test_nothing_is_timed_while_a_cuda_graph_is_captured(clock, machine, best, best_elsewhere):
     """Nor is anything read that another process has chosen: that would have to be compiled."""
-    machine.capturing = True
-    assert best(clock) == CANDIDATES[0]
+    machine.capturing = 0
+    assert best() == CANDIDATES[0]
     assert clock.launched == []
-    machine.capturing = False
-    assert best(clock) == CANDIDATES[1]
+    machine.capturing = None
+    assert best() == CANDIDATES[1]
     launched = len(clock.launched)
-    machine.capturing = True
-    assert best(clock) == CANDIDATES[1]
-    assert best(clock, sizes=(5000, 100)) == CANDIDATES[0]
-    another_process()
-    assert best(clock) == CANDIDATES[0]
+    machine.capturing = 0
+    assert best() == CANDIDATES[1]
+    assert best(sizes=(5000, 100)) == CANDIDATES[0]
+    assert best_elsewhere() == CANDIDATES[0]
     assert len(clock.launched) == launched
 
 
@@ -202,7 +216,7 @@ def test_a_candidate_that_fails_is_not_taken(failing, machine, monkeypatch, capl
             raise RuntimeError("PassManager::run failed")
 
     with caplog.at_level(logging.DEBUG, tuning.__name__):
-        choice = tuning.best(COPY, CUDA, torch.float32, (5,), CANDIDATES, launch)
+        choice = Process().best(launch)
     assert choice == next(c for c in CANDIDATES if c["BLOCK_V"] not in failing)
     assert len(caplog.records) == len(failing)
     assert "PassManager::run failed" in caplog.text
@@ -213,17 +227,17 @@ def test_where_every_candidate_fails_the_defaults_error_is_raised(machine):
         raise MemoryError(candidate["BLOCK_V"])
 
     with pytest.raises(MemoryError, match="64"):
-        tuning.best(COPY, CUDA, torch.float32, (5,), CANDIDATES, launch)
+        Process().best(launch)
 
 
-def test_threads_time_once(clock):
+def test_threads_time_once(clock, best):
     """Autograd has a thread for each device, and Triton's autotuner keeps its arguments in itself."""
     choices = []
     start = threading.Barrier(8)
 
     def run():
         start.wait()
-        choices.append(best(clock))
+        choices.append(best())
 
     threads = [threading.Thread(target=run) for _ in range(8)]
     for thread in threads:
@@ -237,7 +251,6 @@ def test_threads_time_once(clock):
 @pytest.mark.gpu
 def test_a_gpu_chooses_and_remembers(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tuning, "_chosen", {})
     torch.use_deterministic_algorithms(False)
     x, out = torch.randn(64, device="cuda"), torch.zeros(64, device="cuda")
     launched = []
@@ -248,14 +261,13 @@ def test_a_gpu_chooses_and_remembers(tmp_path, monkeypatch, caplog):
 
     def choose():
         with caplog.at_level(logging.DEBUG, tuning.__name__):
-            return tuning.best(COPY, x.device, x.dtype, (64,), CANDIDATES, launch)
+            return Process().best(launch, sizes=(64,))
 
     choice = choose()
     assert choice in CANDIDATES
     assert set(launched) == {64, 32, 16}
     assert torch.equal(out, x)
     assert caplog.text == ""
-    another_process()
     launched.clear()
     assert choose() == choice
     assert launched == [choice["BLOCK_V"]]

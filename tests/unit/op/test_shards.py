@@ -10,26 +10,20 @@ import torch
 from fxpass.aten import chunked as aten_chunked
 from fxpass.aten import tiled as aten_tiled
 from fxpass.kernels import chunked as triton_chunked
-from fxpass.kernels import tile_config
 from fxpass.kernels import tiled as triton_tiled
-from fxpass.kernels.tile_config import Config
 from fxpass.spec import expression
 from fxpass.spec.spec import ELSEWHERE, IGNORED, Spec
 from tests.support.implementations import DTYPES, GRADIENTS, autograd, problem
 from tests.support.numerics import assert_close
+from tests.support.tiled_runs import small_blocks
 
 N, V, ALL = 7, 21, 50
 AWAY, LEFT_OUT = [1, 5], [3]
-SMALL = Config(BLOCK_N=16, BLOCK_V=16, BLOCK_D=16, GROUP_N=2, num_warps=1, num_stages=1)
 
 
 @pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
-    """Several splits of several tiles, several tiles of the weight."""
-    small = SMALL if torch.cuda.is_available() else SMALL._replace(BLOCK_N=8, BLOCK_D=8)
-    monkeypatch.setattr(tile_config, "configs_for", lambda target, dtype: (small,))
-    monkeypatch.setattr(triton_tiled, "_processors", lambda device: 3)
-    monkeypatch.setattr(triton_chunked, "UPCAST_CLASSES", 16)
+def _small_blocks(monkeypatch):
+    small_blocks(monkeypatch)
 
 
 # ---------------------------------------------------------------- the implementations, called alike
