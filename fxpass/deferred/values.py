@@ -100,10 +100,12 @@ class Run:
     def logits(self, rows: Tensor | None = None) -> Tensor:
         """All logits, or the rows with these numbers, ``[*rows.shape, V]``."""
         inputs = self.checked()
-        if rows is not None:
-            for i in self.recipe.rows:
-                inputs[i] = _take(inputs[i], rows)
-        return self.recipe.graph(*inputs)
+        if rows is None:
+            return self.recipe.graph(*inputs)
+        for i in self.recipe.rows:
+            inputs[i] = _take(inputs[i], rows.flatten())
+        logits = self.recipe.graph(*inputs)
+        return logits.reshape(*rows.shape, logits.shape[-1])
 
     def gradients(self, needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
         """The gradients of the ``needed`` inputs (None for others), for the logits' ``grad``."""
@@ -319,8 +321,10 @@ def _stand_in(a: Any, device: str | None = None) -> Any:
 
 
 def _take(t: Tensor, rows: Tensor) -> Tensor:
-    """The rows of ``t`` ``[..., D]`` with these numbers, ``[*rows.shape, D]``."""
-    return t[torch.unravel_index(rows, t.shape[:-1])]
+    """The rows of ``t`` ``[..., D]`` with these numbers, ``[1, ..., R, D]``: an einsum expects as
+    many dimensions as ``t`` has."""
+    picked = t[torch.unravel_index(rows, t.shape[:-1])]
+    return picked.reshape(*[1] * (t.dim() - 2), *picked.shape)
 
 
 def _copied(t: Tensor, like: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from fxpass.graph.source import call_name, source_line
 from fxpass.match.chain_node import STACKS
 from fxpass.match.linears import LINEARS, linear_of
 from fxpass.match.losses import LOG_SOFTMAXES
+from fxpass.match.modes import Mode, cuts_gradients, modes_of
 from fxpass.match.pointwise import IN_PLACE, POINTWISE
 from fxpass.match.views import VIEWS
 from fxpass.settings import Settings
@@ -50,9 +51,10 @@ class LogitUsers:
         self.deferred: dict[Node, tuple[Node, ...]] = {}
         if self._mode != "keep":
             drop = self._mode == "drop"
+            modes = modes_of(region.module.graph)
             for node in output.all_input_nodes:
                 nodes = _between(node, computed, drop) if node in computed else ()
-                if nodes and (drop or _computable_at(output, node, nodes)):
+                if nodes and (drop or _computable_at(output, node, nodes, modes)):
                     casts = [n for n in _weight_casts(nodes) if drop or _movable(n, output)]
                     self.deferred[node] = tuple(sorted((*casts, *nodes)))
         while needed := {n for node in self.deferred if (n := self._needed_with(node)) is not None}:
@@ -147,7 +149,9 @@ def _between(output: Node, computed: set[Node], drop: bool) -> tuple[Node, ...]:
 # ---------------------------------------------------------------- recomputed later, the same?
 
 
-def _computable_at(end: Node, output: Node, nodes: tuple[Node, ...]) -> bool:
+def _computable_at(
+    end: Node, output: Node, nodes: tuple[Node, ...], modes: dict[Node, Mode]
+) -> bool:
     """Whether ``nodes``, recomputed at the graph's end without autocast, give the same values and
     gradients as ``output``."""
     memory = storage(output)
@@ -157,7 +161,7 @@ def _computable_at(end: Node, output: Node, nodes: tuple[Node, ...]) -> bool:
         memory is not None
         and hazards.hazard(nodes, end) is None
         and all(_has_dtype_of_an_operand(node) for node in nodes)
-        and (not value(output).requires_grad or all(map(_passes_gradients_on, nodes)))
+        and not (value(output).requires_grad and any(cuts_gradients(n, modes) for n in nodes))
     )
 
 
@@ -166,12 +170,6 @@ def _has_dtype_of_an_operand(node: Node) -> bool:
     if node.target in CASTS or node.target in LINEARS:
         return True
     return value(node).dtype in {value(n).dtype for n in node.all_input_nodes if is_tensor(n)}
-
-
-def _passes_gradients_on(node: Node) -> bool:
-    """False under ``no_grad``."""
-    needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
-    return value(node).requires_grad or not needs
 
 
 def _weight_casts(nodes: Iterable[Node]) -> list[Node]:

@@ -47,6 +47,13 @@ def modes_of(graph: Graph) -> dict[Node, Mode]:
     return found
 
 
+def cuts_gradients(node: Node, modes: dict[Node, Mode]) -> bool:
+    """Whether gradients are off at a node whose inputs need some."""
+    needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
+    # a view made under no_grad, or a write there, has requires_grad, but passes no gradient on
+    return needs and not (value(node).requires_grad and modes[node].grad)
+
+
 def check_modes(loss: Loss, chain: Chain, modes: dict[Node, Mode]) -> None:
     """``NoMatch`` if recomputing the chain at the loss would give other gradients."""
     if modes[chain.linear.node].inference != modes[loss.node].inference:
@@ -56,9 +63,7 @@ def check_modes(loss: Loss, chain: Chain, modes: dict[Node, Mode]) -> None:
     if not value(loss.node).requires_grad:
         return  # nothing that the loss is computed from gets a gradient
     for node in (*chain.nodes, *loss.inner):
-        needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
-        # a view made under no_grad has requires_grad, but passes no gradient on
-        if needs and not (value(node).requires_grad and modes[node].grad):
+        if cuts_gradients(node, modes):
             raise NoMatch(
                 node,
                 f"gradients are switched off at %{node.name} ({source_line(node)}) and on at the "

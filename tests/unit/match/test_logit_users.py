@@ -325,3 +325,23 @@ def test_outputs_that_share_memory_still_do():
         with torch.no_grad():
             z.zero_()
         assert not row.any()
+
+
+def test_a_write_without_gradients_is_not_deferred():
+    """Eager's gradient of the returned logits is the linear's: the sine is not differentiated."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        with torch.no_grad():
+            z.sin_()
+        return F.cross_entropy(F.linear(x, weight).view(-1, V), labels.view(-1)), z
+
+    options = {"fusedce.inner": "eager", "fusedce.logits": "defer"}
+    fused = torch.compile(program, backend="fusedce", options=options)
+    x, weight, labels = inputs()
+    found = []
+    for function in (program, fused):
+        loss, z = function(x, weight, labels)
+        found.append(torch.autograd.grad(loss + z.sum(), (x, weight)))
+    for eager, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
