@@ -108,7 +108,7 @@ def test_only_the_rows_that_are_used_are_computed(fn, rows):
     p = pair()
     same(fn(p.logits).argmax(-1), fn(p.eager).argmax(-1))
     same(fn(p.logits).clone(), fn(p.eager).clone())
-    assert p.runs[0] == (1, math.prod(rows), D)
+    assert math.prod(p.runs[0][:-1]) == math.prod(rows)
 
 
 def test_without_rows_everything_is_computed_once():
