@@ -93,8 +93,11 @@ def check(blocks: Iterable[Sequence[str]], fuses: bool = True) -> None:
 
 
 def ids(targets: Iterable[Any]) -> Any:
-    """One parameter for every target."""
-    return [pytest.param(target, id=spelled(target).lstrip(".")) for target in targets]
+    """One parameter for every target, in the same order in every process."""
+    return [
+        pytest.param(target, id=spelled(target).lstrip("."))
+        for target in sorted(targets, key=spelled)
+    ]
 
 
 # ---------------------------------------------------------------- linears
