@@ -25,9 +25,9 @@ from fxpass.cli.process import serve
 __all__ = ["FLOOR", "Case", "Session", "errors", "run_step"]
 
 Tensors = tuple[Tensor, Tensor, Tensor]
-# A measurement on a GPU runs as many steps as fit into this time (MOST_STEPS at most), so that
-# launch overhead is small.
-EVENT_SECONDS, MOST_STEPS = 0.5, 20
+# A turn runs as many steps as fit into this time (MOST_STEPS at most): the first step after the
+# other providers' turns finds cold caches and sleeping threads.
+TURN_SECONDS, MOST_STEPS = 0.25, 100
 
 
 def run_step(loss_of: Loss, case: Case, tensors: Tensors) -> list[Tensor]:
@@ -118,36 +118,34 @@ class Session:
         return answer
 
     def step(self) -> dict[str, Any]:
-        """Seconds of one step; on a GPU the mean of several, after one that warms up."""
+        """Seconds of one step: the mean of a turn's steps, after one that warms up.
+
+        A step longer than a turn is the whole turn.
+        """
         if self.tensors is None:
             self.tensors = self.case.tensors()
         if self.case.provider == BARE:
             run: Callable[[Tensors], Any] = Bare(self.case, *self.tensors[:2])
         else:
             run = lambda t: run_step(self.loss_of, self.case, t)  # noqa: E731
-        if self.device.type != "cuda":
-            seconds, _ = self._timed(run)
-        else:
-            warm, _ = self._timed(run)
-            count = max(1, min(MOST_STEPS, int(EVENT_SECONDS / max(warm, 1e-6))))
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(count):
-                run(self.tensors)
-            end.record()
-            end.synchronize()
-            seconds = begin.elapsed_time(end) / 1e3 / count
+        seconds, _ = self._timed(run)
+        count = min(MOST_STEPS, int(TURN_SECONDS / max(seconds, 1e-6)))
+        if count:
+            seconds, _ = self._timed(run, count)
         del run
         self._forget()
         return {"seconds": seconds}
 
-    def _timed(self, run: Callable[[Tensors], Any]) -> tuple[float, Any]:
+    def _timed(self, run: Callable[[Tensors], Any], steps: int = 1) -> tuple[float, Any]:
+        """Seconds of one step, the mean of ``steps``; and what the last step returned."""
         assert self.tensors is not None
         self._wait()
         begin = time.perf_counter()
+        for _ in range(steps - 1):
+            run(self.tensors)
         got = run(self.tensors)
         self._wait()
-        return time.perf_counter() - begin, got
+        return (time.perf_counter() - begin) / steps, got
 
     def _wait(self) -> None:
         if self.device.type != "cpu":
