@@ -197,7 +197,7 @@ def _fused(
     target = target.flatten(0, -2) if probabilities else target.flatten()
     operands = (x, weight, bias, target, class_weight, None)
     loss, _ = vocab_parallel.linear_cross_entropy(
-        *operands, spec.text(), first, group, save_logits=choice.saved
+        *operands, spec.text(), first, group, save_logits=choice.save_logits
     )
     return loss if reduction != "none" else loss.view(rows)
 

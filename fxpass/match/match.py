@@ -365,7 +365,7 @@ def _scheduled(
         *(n, hint(hidden.shape[-1]), max(1, v), logits.dtype, logits.device),
         run,
         setting,
-        kept=match.logits_mode == "keep",
+        logits_exist=match.logits_mode == "keep",
         others=others,
     )
     spec = replace(

@@ -32,8 +32,8 @@ class Choice:
         dtype, device: of x and weight.
         spec: the computation.
         symbolic: whether the number of rows is symbolic.
-        kept: whether the graph needs the logits anyway.
-        saved: whether forward saves the logits for backward.
+        logits_exist: whether the graph computes the logits anyway.
+        save_logits: whether forward saves the logits for backward.
     """
 
     strategy: str
@@ -45,8 +45,8 @@ class Choice:
     device: torch.device
     spec: Spec
     symbolic: bool = False
-    kept: bool = False
-    saved: bool = False
+    logits_exist: bool = False
+    save_logits: bool = False
 
     @property
     def allowed(self) -> int:
@@ -62,7 +62,7 @@ class Choice:
         """The plan of the run that computes the gradients, or of forward if there are none."""
         spec = replace(self.spec, strategy=self.strategy)
         sizes = self.n, self.d, self.v, self.dtype, self.device
-        return plan(*sizes, spec, self.kept or self.saved)
+        return plan(*sizes, spec, self.logits_exist or self.save_logits)
 
     def __str__(self) -> str:
         """One line, as ``explain`` prints it."""
@@ -70,7 +70,7 @@ class Choice:
         at_a_time = f"{found.rows} rows at a time"
         if self.strategy == "tiled" or found.in_place:
             at_a_time = f"{found.rows} rows and {found.classes} classes at a time"
-        parts = [f"{size(found.scratch + self.logits * self.saved)} of scratch"]
+        parts = [f"{size(found.scratch + self.logits * self.save_logits)} of scratch"]
         parts += [f"{size(found.sums)} of f32 sums"] * bool(found.sums)
         place = ", the logits in the weight's gradient" * found.in_place
         traced = f"; for {self.n} rows, as traced" if self.symbolic else ""
@@ -88,7 +88,7 @@ def choose(
     device: torch.device,
     spec: Spec,
     setting: str,
-    kept: bool = False,
+    logits_exist: bool = False,
     others: tuple[int | torch.SymInt, ...] = (),
 ) -> Choice:
     """Chooses the strategy for x ``[n, d]`` and weight ``[v, d]``.
@@ -99,7 +99,7 @@ def choose(
         device: of x and weight.
         spec: the computation; its ``strategy`` is not read.
         setting: ``auto``, ``chunked`` or ``tiled``.
-        kept: whether the graph needs the logits anyway.
+        logits_exist: whether the graph computes the logits anyway.
         others: the number of rows of each other loss over the same weight in this graph; each of
             these losses saves its gradients for backward.
 
@@ -111,8 +111,8 @@ def choose(
     """
     symbolic = isinstance(n, torch.SymInt)
     rows, hidden, classes = (_hint(number) for number in (n, d, v))
-    one = Choice("chunked", "", rows, hidden, classes, dtype, device, spec, symbolic, kept)
-    if kept and not _too_wide(one, others):
+    one = Choice("chunked", "", rows, hidden, classes, dtype, device, spec, symbolic, logits_exist)
+    if logits_exist and not _too_wide(one, others):
         return replace(one, reason="the logits exist anyway")
     if setting != "auto":
         return replace(one, strategy=setting, reason="as set")
@@ -141,9 +141,9 @@ def _too_wide(choice: Choice, others: tuple[int | torch.SymInt, ...]) -> bool:
     one gradient in the weight's dtype by more than the logits of all losses take."""
     if "weight" not in choice.spec.gradients:
         return False
-    kept = (1 + len(others)) * gradient_dtype(choice.dtype).itemsize
+    saved = (1 + len(others)) * gradient_dtype(choice.dtype).itemsize
     total = choice.n + sum(map(_hint, others))
-    return choice.d * (kept - choice.dtype.itemsize) > total * choice.dtype.itemsize
+    return choice.d * (saved - choice.dtype.itemsize) > total * choice.dtype.itemsize
 
 
 def _can_save(choice: Choice) -> bool:
@@ -158,7 +158,7 @@ def _can_save(choice: Choice) -> bool:
 
 def _saving(choice: Choice) -> Choice:
     """The choice with saved logits; the operator's budget is reduced by their bytes."""
-    saving = replace(choice, reason="a shard's logits are saved for backward", saved=True)
+    saving = replace(choice, reason="a shard's logits are saved for backward", save_logits=True)
     left = max(1, (choice.allowed - choice.logits) // MIB)
     if saving.plan().scratch + choice.logits <= choice.allowed:
         return saving

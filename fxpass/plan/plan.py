@@ -117,15 +117,15 @@ def plan(
     dtype: torch.dtype,
     device: torch.device,
     spec: Spec,
-    kept: bool = False,
+    logits_exist: bool = False,
 ) -> Plan:
     """The plan for one run over x ``[n, d]`` and weight ``[v, d]`` of ``dtype`` on ``device``.
 
-    ``spec.gradients`` names the gradients that this run computes; ``kept`` says that the logits
-    exist already. The scratch stays within ``spec.memory_mb`` MiB (0: see :func:`budget`), unless
-    the smallest block is larger; then the plan's reason says so.
+    ``spec.gradients`` names the gradients that this run computes; ``logits_exist`` says whether the
+    logits exist already. The scratch stays within ``spec.memory_mb`` MiB (0: see :func:`budget`),
+    unless the smallest block is larger; then the plan's reason says so.
     """
-    return _plan(n, d, v, dtype, device, spec, kept, *implementation_for(device, dtype))
+    return _plan(n, d, v, dtype, device, spec, logits_exist, *implementation_for(device, dtype))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -136,7 +136,7 @@ def _plan(
     dtype: torch.dtype,
     device: torch.device,
     spec: Spec,
-    kept: bool,
+    logits_exist: bool,
     implementation: str,
     reason: str,
 ) -> Plan:
@@ -149,7 +149,7 @@ def _plan(
         m=multiplied_in(dtype, device).itemsize if implementation == "aten" else dtype.itemsize,
         g=gradient_dtype(dtype).itemsize,
         gradients=spec.gradients,
-        kept=kept,
+        logits_exist=logits_exist,
         temporaries=_temporaries(spec, bool(spec.gradients)),
     )
     if implementation == "aten" and strategy == "chunked" and work.fits_gradient:
@@ -172,7 +172,7 @@ class _Work(NamedTuple):
         e, a, m, g: bytes of an element of the operands, in the compute dtype, in the dtype of the
             products, and of the gradients.
         gradients: the gradients that the run computes.
-        kept: whether the logits exist already.
+        logits_exist: whether the logits exist already.
         temporaries: copies of a block of logits that exist beside it.
     """
 
@@ -184,7 +184,7 @@ class _Work(NamedTuple):
     m: int
     g: int
     gradients: tuple[str, ...]
-    kept: bool
+    logits_exist: bool
     temporaries: int
 
     @property
@@ -192,7 +192,7 @@ class _Work(NamedTuple):
         """Whether the logits of all rows fit into the weight's gradient and are large enough."""
         large = self.n * self.v * self.g > CPU_TILE
         fits = "weight" in self.gradients and self.n <= self.d
-        return large and fits and not self.kept
+        return large and fits and not self.logits_exist
 
     @property
     def sums(self) -> int:

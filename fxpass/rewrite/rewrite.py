@@ -141,7 +141,7 @@ class _Edit:
 
             function = vocab_parallel.linear_cross_entropy
             more = (sharding.first, sharding.group, sharding.row_groups)
-            if match.choice is not None and match.choice.saved:
+            if match.choice is not None and match.choice.save_logits:
                 more = (*more, True)
             target, class_weight = self._with_rows(target), self._whole(class_weight)
             self._x_to_local()

@@ -74,7 +74,7 @@ def test_a_budget_too_small_for_f32_sums_is_kept():
 
 @pytest.mark.parametrize("setting", ["auto", "chunked", "tiled"])
 def test_logits_that_exist_are_taken_in_chunks(setting):
-    got = choose(8192, 2048, 128256, BF16, CPU, Spec(gradients=BOTH), setting, kept=True)
+    got = choose(8192, 2048, 128256, BF16, CPU, Spec(gradients=BOTH), setting, logits_exist=True)
     assert (got.strategy, got.reason) == ("chunked", "the logits exist anyway")
 
 
@@ -102,12 +102,12 @@ SHARD = Spec(gradients=BOTH, shard_of=128256).of_shard()
 def test_a_shards_logits_are_saved_within_half_of_the_budget(n, memory_mb, saved, left, h200):
     spec = dataclasses.replace(SHARD, memory_mb=memory_mb)
     got = choose(n, 4096, 16032, BF16, CUDA, spec, "auto")
-    assert (got.saved, got.spec.memory_mb) == (saved, left)
+    assert (got.save_logits, got.spec.memory_mb) == (saved, left)
 
 
 def test_what_saved_logits_leave_of_the_budget(h200):
     got = choose(25434, 2048, 10546, BF16, CUDA, SHARD, "auto")
-    assert got.saved
+    assert got.save_logits
     assert got.plan().scratch + got.logits <= 1024 * MIB
 
 
@@ -125,7 +125,7 @@ def test_what_saved_logits_leave_of_the_budget(h200):
     ],
 )
 def test_whose_logits_are_saved_on_a_cpu(dtype, spec, setting, saved):
-    assert choose(100, 64, 1000, dtype, CPU, spec, setting).saved == saved
+    assert choose(100, 64, 1000, dtype, CPU, spec, setting).save_logits == saved
 
 
 def test_text():

@@ -191,7 +191,7 @@ def test_logits_that_fit_into_the_weights_gradient_live_there(dtype):
             expected,
             expected or got.scratch < 48 * MIB,
         )
-    kept = plan(1024, 1024, 128256, dtype, CPU, Spec(gradients=BOTH), kept=True)
+    kept = plan(1024, 1024, 128256, dtype, CPU, Spec(gradients=BOTH), logits_exist=True)
     assert not kept.in_place
 
 
