@@ -116,7 +116,7 @@ def _add_demo(commands: Any) -> None:
     )  # fmt: skip
     sizes = (
         ("--steps", _at_least(4), 10, "training steps; three are untimed (default: %(default)s)"),
-        ("--batch", _at_least(1), None, "sequences per step (default: 4, on a GPU 16)"),
+        ("--batch", _at_least(1), None, "sequences per step (default: 8, on a GPU 16)"),
         ("--seq", _at_least(1), 256, "tokens per sequence (default: %(default)s)"),
         ("--layers", _at_least(1), 1, "blocks of the model (default: %(default)s)"),
         ("--heads", _at_least(1), 6, "attention heads, 32 wide each (default: %(default)s)"),

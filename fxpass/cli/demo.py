@@ -50,7 +50,7 @@ def default_dtype(device: str) -> str:
 
 def default_batch(device: str) -> int:
     """Sequences per step."""
-    return 4 if torch.device(device).type == "cpu" else 16
+    return 8 if torch.device(device).type == "cpu" else 16
 
 
 def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> int:
