@@ -1,7 +1,7 @@
 """Rewrites a match: one operator call replaces the linear, its loss and the nodes between them.
 
-In: a region and a :class:`fxpass.match.match.Match`. Out: the casts that were inserted. The graph
-changes in place: views of rows are replayed on the hidden states, biases and factors are folded
+In: a region and a :class:`fxpass.match.match.Match`. Out: a :class:`Rewritten`. The graph changes
+in place: views of rows are replayed on the hidden states, biases and factors are folded
 into the linear's operands, and :func:`erase` erases nodes without users::
 
     %logits = linear(%h, %w)                     %x = reshape(%h, -1, 64)
@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -34,14 +34,20 @@ from fxpass.match.sharding import as_dtensor
 from fxpass.plan.devices import compute_dtype
 
 
-def rewrite(region: Region, match: Match) -> list[Cast]:
-    """Replaces the match in the graph of ``region``; returns the casts in place of autocast's."""
+class Rewritten(NamedTuple):
+    """A match that was replaced: the operator's call, and the casts in place of autocast's."""
+
+    call: Node
+    casts: list[Cast]
+
+
+def rewrite(region: Region, match: Match) -> Rewritten:
+    """Replaces the match in the graph of ``region``."""
     with region.module.graph.inserting_before(match.loss.node):
         edit = _Edit(region.module.graph, match)
         edit.cast_operands()
         edit.fold()
-        edit.replace()
-    return edit.casts
+        return Rewritten(edit.replace(), edit.casts)
 
 
 def erase(matches: Iterable[Match]) -> None:
@@ -122,7 +128,7 @@ class _Edit:
         if self.logits is not None:
             self.logits = self._rows(self.logits)
 
-    def replace(self) -> None:
+    def replace(self) -> Node:
         """Inserts the operator call and passes its results to the users of the old nodes."""
         match, loss, sharding = self.match, self.match.loss, self.match.sharding
         target, class_weight = self._target(loss), loss.class_weight
@@ -153,6 +159,7 @@ class _Edit:
         self._hand_over(out, 0, loss, "fused_loss", scalar=match.spec.reduction != "none")
         if match.lse is not None:
             self._hand_over(out, 1, match.lse, "fused_lse", scalar=False)
+        return out
 
     def _clone_for_backward(self) -> None:
         """Clones operands that backward reads and the user may write to before it. Autograd of the

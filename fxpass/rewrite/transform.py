@@ -10,23 +10,24 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 from torch._dynamo.utils import counters
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fxpass.casts.casts import Cast, cast_region, note
-from fxpass.graph.nodes import hint
+from fxpass.graph.nodes import hint, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
 from fxpass.kernels import source, tile_source
 from fxpass.kernels.source import Kernel
-from fxpass.match.folds import Bias
 from fxpass.match.match import Found, Match, Rejection, find
 from fxpass.plan.plan import padded
 from fxpass.rewrite import dump
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
-from fxpass.rewrite.rewrite import erase, rewrite
+from fxpass.rewrite.rewrite import Rewritten, erase, rewrite
 from fxpass.settings import Settings
+from fxpass.spec.spec import Spec
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     matches: list[Match] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
+    kernels: dict[Kernel, None] = {}
     restore: Restore = as_compiled
     for region in regions(gm):
         return_once(region)
@@ -70,7 +72,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             continue
         untouched = _copy(region.module.graph)
         try:
-            returned, cast = _carry_out(region, found, settings)
+            returned, rewritten = _carry_out(region, found, settings)
         except Exception as error:
             # an unforeseen program runs without the rewrite
             log.warning("%s: the rewrite failed", found.matches[0].source, exc_info=True)
@@ -78,7 +80,8 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             reason = f"fxpass failed to rewrite the graph, please report this: {error!r}"
             rejections += [Rejection(m.loss.node, reason, m.source) for m in found.matches]
             continue
-        casts += cast
+        casts += [cast for one in rewritten for cast in one.casts]
+        kernels |= {kernel: None for one in rewritten for kernel in _kernels(one.call)}
         matches += found.matches
         if region.outer is None:  # no output of a nested graph is deferred
             restore = returned
@@ -87,7 +90,6 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         for record in records:
             log.info("%s", record)
     note(casts)
-    kernels = {k: None for m in matches for k in _kernels(m)}
     if settings.dump:
         dump.write(settings.dump, before, graph_text(gm), kernels)
     return Outcome(tuple(matches), tuple(rejections), tuple(casts), tuple(kernels), restore)
@@ -102,25 +104,28 @@ def _copy(graph: Graph) -> Graph:
     return copied
 
 
-def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Cast]]:
+def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Rewritten]]:
     """Rewrites all matches of a region."""
     # before the rewrite, which erases the nodes that recipes copy
     recipes = {output: recipe_of(output, nodes) for output, nodes in found.deferred.items()}
     # the last match first: an earlier loss may be its operand
-    cast = [rewrite(region, match) for match in reversed(found.matches)]
+    rewritten = [rewrite(region, match) for match in reversed(found.matches)]
     restore = defer_outputs(region.module, recipes, drop=settings.logits == "drop")
     erase(found.matches)
     region.module.recompile()
-    return restore, [made for of_match in reversed(cast) for made in of_match]
+    return restore, rewritten[::-1]
 
 
-def _kernels(match: Match) -> tuple[Kernel, ...]:
-    """The Triton kernels that a match runs on a GPU."""
-    weighted = match.loss.class_weight is not None
-    spec = match.spec.of_shard() if match.spec.shard_of else match.spec
+def _kernels(call: Node) -> tuple[Kernel, ...]:
+    """The Triton kernels that a call of the operator runs on a GPU."""
+    arguments: Any = call.args
+    x, weight, bias, _, class_weight, logits, text, *_ = arguments
+    spec = Spec.parse(text)
+    spec = spec.of_shard() if spec.shard_of else spec
+    weighted = class_weight is not None
     if spec.strategy == "tiled":
-        chain = match.chain
-        biased = chain.linear.bias is not None or any(isinstance(s, Bias) for s in chain.folds)
-        return tile_source.kernels_of(spec, weighted, biased)
-    classes = match.sharding.count if match.sharding else hint(match.shape[1])
-    return source.kernels_of(spec, weighted, padded=padded(classes) != classes)
+        return tile_source.kernels_of(spec, weighted, biased=bias is not None)
+    # the GEMM adds a bias of its own dtype
+    wide = bias is not None and logits is None and value(bias).dtype != value(x).dtype
+    classes = hint(value(weight).shape[0])
+    return source.kernels_of(spec, weighted, padded=padded(classes) != classes, biased=wide)

@@ -258,6 +258,19 @@ def test_kernels_of_one_spec_are_listed_once():
     assert not explain(rejected, *inputs()).kernels
 
 
+def test_a_bias_in_f32_is_added_by_the_kernel():
+    """A GEMM in bf16 would round it; so the kernel is another."""
+
+    def step(x, weight, target, bias):
+        return F.cross_entropy(F.linear(x, weight).float() + bias, target)
+
+    x, weight, target = inputs(dtype=torch.bfloat16)
+    (narrow,) = explain(fused, x, weight, target).kernels
+    (wide,) = explain(step, x, weight, target, torch.zeros(len(weight))).kernels
+    assert "bias" in wide.source
+    assert "bias" not in narrow.source
+
+
 TRAIN = """\
 import torch.nn.functional as F
 
