@@ -1,4 +1,4 @@
-"""Runs a fused loss with the implementation and strategy of its plan.
+"""Runs a fused loss without its ignored rows, with the implementation and strategy of its plan.
 
 In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`.
 """
@@ -7,15 +7,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from fxpass.aten import chunked, in_place, tiled
 from fxpass.aten.common import Inputs, Results
+from fxpass.op import ignored
 from fxpass.plan import plan
+from fxpass.plan.devices import compute_dtype, on_device
 from fxpass.plan.plan import Plan
 from fxpass.spec.spec import Spec
 
 
 def compute(inputs: Inputs, spec: Spec) -> Results:
-    """Runs forward or backward of one fused loss."""
+    """Runs forward or backward of one fused loss, without the ignored rows."""
+    # The graph's casts are explicit: an ambient autocast must not cast again here.
+    final = torch.amp.autocast(inputs.x.device.type, enabled=False)
+    with on_device(inputs.x.device), torch.no_grad(), final:
+        if not inputs.weight.shape[0]:
+            return _of_no_classes(inputs, spec)
+        index = ignored.counted_rows(inputs, spec)
+        if index is None:
+            return _compute(inputs, spec)
+        out = _compute(ignored.select(inputs, index), spec)
+        return ignored.restore(out, index, inputs.x.shape[0])
+
+
+def _of_no_classes(inputs: Inputs, spec: Spec) -> Results:
+    """The outputs of a vocabulary shard without classes: it contributes nothing to any row."""
+    zeros = inputs.x.new_zeros(inputs.x.shape[0], dtype=compute_dtype(inputs.x.dtype))
+    shapes = {"x": inputs.x.shape, "weight": inputs.weight.shape, "bias": (0,)}
+    grads = {name: zeros.new_zeros(shapes[name]) for name in spec.gradients}
+    lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
+    # two outputs of an operator must not share memory
+    rest = zeros.clone() if spec.strategy == "tiled" else None
+    return Results(zeros, lowest if spec.returns_lse else None, **grads, lse_rest=rest)
+
+
+def _compute(inputs: Inputs, spec: Spec) -> Results:
     n, d, v = *inputs.x.shape, inputs.weight.shape[0]
     logits_exist = inputs.logits is not None
     found = plan.plan(n, d, v, inputs.x.dtype, inputs.x.device, spec, logits_exist)

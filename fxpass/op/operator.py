@@ -33,7 +33,6 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
 
 from fxpass.aten import common
 from fxpass.aten.common import Inputs, Results
-from fxpass.op import ignored
 from fxpass.op.checks import NAME, check_class_indices, check_inputs
 from fxpass.op.dispatch import compute
 from fxpass.plan.devices import compute_dtype, gradient_dtype, on_device
@@ -103,7 +102,7 @@ def linear_cross_entropy(
         if now.gradients and gradient_dtype(x.dtype) == x.dtype:
             # forward includes 1 / N, which spares backward a pass over the gradients
             inputs, left = inputs._replace(row_scale=left.expand(x.shape[0])), one
-    out = _compute(inputs, now)
+    out = compute(inputs, now)
     assert out.loss is not None
     lse, rest = (out.loss.new_empty(0) if t is None else t for t in (out.lse, out.lse_rest))
     grads = _gradients(out, inputs, _gradient_dtypes(inputs))
@@ -150,7 +149,7 @@ def linear_cross_entropy_backward(
         inputs = inputs._replace(
             target=None, class_weight=None, row_scale=lse_scale, lse_scale=None
         )
-    return _gradients(_compute(inputs, s), inputs, _operand_dtypes(inputs))
+    return _gradients(compute(inputs, s), inputs, _operand_dtypes(inputs))
 
 
 _NO_TARGET = {
@@ -158,30 +157,6 @@ _NO_TARGET = {
     "ignore_index": Spec.ignore_index,
     "label_smoothing": Spec.label_smoothing,
 }
-
-
-def _compute(inputs: Inputs, spec: Spec) -> Results:
-    # The graph's casts are explicit: an ambient autocast must not cast again here.
-    final = torch.amp.autocast(inputs.x.device.type, enabled=False)
-    with on_device(inputs.x.device), torch.no_grad(), final:
-        if not inputs.weight.shape[0]:
-            return _of_no_classes(inputs, spec)
-        index = ignored.counted_rows(inputs, spec)
-        if index is None:
-            return compute(inputs, spec)
-        out = compute(ignored.select(inputs, index), spec)
-        return ignored.restore(out, index, inputs.x.shape[0])
-
-
-def _of_no_classes(inputs: Inputs, spec: Spec) -> Results:
-    """The outputs of a vocabulary shard without classes: it contributes nothing to any row."""
-    zeros = inputs.x.new_zeros(inputs.x.shape[0], dtype=compute_dtype(inputs.x.dtype))
-    shapes = {"x": inputs.x.shape, "weight": inputs.weight.shape, "bias": (0,)}
-    grads = {name: zeros.new_zeros(shapes[name]) for name in spec.gradients}
-    lowest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
-    # two outputs of an operator must not share memory
-    rest = zeros.clone() if spec.strategy == "tiled" else None
-    return Results(zeros, lowest if spec.returns_lse else None, **grads, lse_rest=rest)
 
 
 def _gradients(out: Results, inputs: Inputs, dtypes: tuple[torch.dtype, ...]) -> _Three:

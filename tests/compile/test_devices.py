@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpass.aten.common import Inputs
-from fxpass.op import checks, dispatch, operator
+from fxpass.op import checks, dispatch
 from fxpass.plan import plan
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.settings import Settings
@@ -189,7 +189,7 @@ def test_it_is_the_stream_of_the_tensors_that_may_be_recorded(launches, gpus):
     inputs = on_second(problem(CPU, F32))
     assert inputs.target is not None
     inputs.target.fill_(-100)  # would be left out
-    operator._compute(inputs, Spec())  # the operator itself would get tensors of the CPU
+    dispatch.compute(inputs, Spec())
     check_launches(launches, gpus)
     assert [len(launch["logits"]) for launch in launches] == [7]
 
