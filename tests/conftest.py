@@ -153,7 +153,7 @@ def _clean_compiler():
     """No compiled code, counters, log or random state from another test; torch.empty holds nan."""
     torch._dynamo.reset()
     counters.clear()
-    casts._logged.clear()
+    casts.logged.clear()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -44,6 +44,7 @@ from fxpass.backend import fusedce  # before anything is traced, as torch.compil
 
 FORMS = ("loss", "model")
 PLAIN = "plain"  # Dynamo's graph, unchanged
+ROOT = Path(__file__).parents[2]
 CLOSE = 1e-5  # relative, in the Frobenius norm
 # a gradient that is zero up to rounding is compared relative to this part of the largest norm
 SCALE = 1e-3
@@ -65,7 +66,7 @@ def examine(name: str, inner: str = "eager") -> Row:
     try:
         model = build(name)
         row |= {"stage": "run", "parameters": sum(p.numel() for p in model.parameters())}
-        subject = _subject(model)
+        subject = subject_of(model)
         row |= {"stage": "trace", "batch": sorted(subject.batch)}
         traced = _trace(subject, inner)
     except Exception as error:
@@ -129,7 +130,8 @@ class Subject:
         random.seed(0)
 
 
-def _subject(model: Any) -> Subject:
+def subject_of(model: Any) -> Subject:
+    """The model with the first batch for which eager computes a loss."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     first: Exception | None = None
     for batch in batches(model):
@@ -193,10 +195,10 @@ def _trace(subject: Subject, inner: str) -> Row:
     forms: Row = {}
     first: list[_Graph] = []
     for form in FORMS:
-        wrong, apart = _compare(subject, form, model_in(form)), ""
+        wrong, apart = compare(subject, form, model_in(form)), ""
         # does Dynamo's graph without fxpass differ from eager too?
-        if wrong and (apart := _compare(subject, form, model_in(PLAIN))):
-            wrong = _compare(subject, form, model_in(form), model_in(PLAIN))
+        if wrong and (apart := compare(subject, form, model_in(PLAIN))):
+            wrong = compare(subject, form, model_in(form), model_in(PLAIN))
         first = first or list(graphs)  # later, a failed guard may add graphs
         found = [record for graph in first for record in graph.found[form]]
         matched = [str(r) for r in found if type(r).__name__ == "Match"]
@@ -264,7 +266,7 @@ def _keep_loss(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., 
     if not kept:
         return _as_it_is
     output.args = (tuple(values[i] for i in kept),)
-    _erase_unused(gm.graph, values)
+    erase_unused(gm.graph, values)
     gm.recompile()
 
     def fill(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -279,7 +281,7 @@ def _keep_loss(gm: GraphModule) -> Callable[[Callable[..., Any]], Callable[..., 
     return fill
 
 
-def _erase_unused(graph: torch.fx.Graph, nodes: list[Any]) -> None:
+def erase_unused(graph: torch.fx.Graph, nodes: list[Any]) -> None:
     """Erases nodes without users, as Dynamo does, starting at removed outputs; keeps writes."""
     nodes = [node for node in nodes if isinstance(node, torch.fx.Node)]
     while nodes:
@@ -322,7 +324,7 @@ class _Listen(logging.Handler):
 # ---------------------------------------------------------------- compared
 
 
-def _compare(
+def compare(
     subject: Subject,
     form: str,
     compiled: Callable[..., Any],
@@ -387,4 +389,5 @@ def _error(error: BaseException) -> str:
 
 
 def _short(file: str) -> str:
-    return file.rpartition("site-packages/")[2].rpartition("/main/")[2]
+    """The path below site-packages or the checkout."""
+    return file.rpartition("site-packages/")[2].removeprefix(f"{ROOT}/")

@@ -41,7 +41,7 @@ SAME = ("device_name", "versions", "threads", "fxpass", "seed")  # for results i
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, measures, prints and writes; returns the exit status."""
-    args = _parser().parse_args(argv)
+    args = parser().parse_args(argv)
     for file in (args.json, args.markdown, args.picture):
         if file and not file.parent.is_dir():
             raise SystemExit(f"{file.parent} is not a directory")
@@ -129,7 +129,8 @@ def _read(file: Path | None, what: dict[str, object]) -> list[Result]:
     return [Result.from_json(case) for case in value["cases"]]
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``python -m benchmarks``."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description=__doc__,

@@ -61,15 +61,15 @@ def _some(names: list[str]) -> str:
 _SHOWN = 3  # an encoder layer has twelve parameters
 
 # The lines logged in this process: recompiling a graph makes the same casts.
-_logged: set[str] = set()
+logged: set[str] = set()
 
 
 def note(casts: Sequence[Cast]) -> None:
     """Counts and logs casts: a line at INFO the first time, later at DEBUG."""
     counters["fusedce"]["casts"] += len(casts)
     for line in cast_lines(casts):
-        log.log(logging.DEBUG if line in _logged else logging.INFO, "%s", line)
-        _logged.add(line)
+        log.log(logging.DEBUG if line in logged else logging.INFO, "%s", line)
+        logged.add(line)
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ def off(out, factor):
 @pytest.mark.parametrize("form", ["loss", "model"])
 @pytest.mark.parametrize("factor", [1.0, 1.001, float("nan")])
 def test_wrong_numbers_are_found(form, factor):
-    subject = coverage_worker._subject(build("LlamaForCausalLM"))
-    wrong = coverage_worker._compare(subject, form, lambda **k: off(subject.model(**k), factor))
+    subject = coverage_worker.subject_of(build("LlamaForCausalLM"))
+    wrong = coverage_worker.compare(subject, form, lambda **k: off(subject.model(**k), factor))
     assert bool(wrong) == (factor != 1.0)
 
 
@@ -74,7 +74,7 @@ def test_without_its_other_outputs_a_graph_keeps_what_writes():
     graph.call_method("add_", (x, 1))
     read = graph.call_function(torch.exp, (graph.call_function(torch.sin, (x,)),))
     graph.output((kept,))
-    coverage_worker._erase_unused(graph, [kept, read, None])
+    coverage_worker.erase_unused(graph, [kept, read, None])
     assert [node.name for node in graph.nodes] == ["x", "sum_1", "add_", "output"]
 
 

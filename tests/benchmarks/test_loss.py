@@ -349,7 +349,7 @@ def test_the_heads():
 
 
 def planned(*argv: str) -> list[str]:
-    cases, _ = command.plan(command._parser().parse_args([*argv, "--device", "cpu"]))
+    cases, _ = command.plan(command.parser().parse_args([*argv, "--device", "cpu"]))
     return [f"{head}: {case}" for head, case in cases]
 
 
@@ -361,7 +361,7 @@ def test_what_the_command_line_measures():
         "gemma-2-2b: N=64 D=2304 V=256000, soft-cap 30, bfloat16, evaluation"
     ]
     assert len(planned()) == 8
-    _, effort = command.plan(command._parser().parse_args(["--suite", "quick", "--rounds", "5"]))
+    _, effort = command.plan(command.parser().parse_args(["--suite", "quick", "--rounds", "5"]))
     assert effort == Effort(rounds=5, seconds=SUITES["quick"].seconds)
 
 

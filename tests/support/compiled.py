@@ -149,7 +149,7 @@ def _compile(unit: Unit, target: str, folder: Path) -> Resources:
     from triton.compiler import ASTSource
 
     hip = target.startswith("gfx")
-    function = _load(unit, folder)
+    function = load(unit, folder)
     source = ASTSource(
         fn=function,
         signature={
@@ -171,7 +171,8 @@ def _compile(unit: Unit, target: str, folder: Path) -> Resources:
     return Resources(registers, spills, out.metadata.shared)
 
 
-def _load(unit: Unit, folder: Path) -> Any:
+def load(unit: Unit, folder: Path) -> Any:
+    """The kernel of a unit, imported from a file in the folder."""
     path = folder / f"{unit.name}.py"
     path.write_text(unit.source)
     spec = importlib.util.spec_from_file_location(unit.name, path)

@@ -112,7 +112,7 @@ target = GPUTarget("cuda", 80, 32)
 backend = make_backend(target)
 options = backend.parse_options({})
 for unit in tests.addressed().values():
-    function = compiled._load(unit, Path(sys.argv[1]))
+    function = compiled.load(unit, Path(sys.argv[1]))
     signature = {
         name: "constexpr" if name in unit.constants else unit.signature[name]
         for name in function.arg_names
