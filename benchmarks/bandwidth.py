@@ -10,7 +10,7 @@ its loss, forward and backward::
     6*N*a*(W - 1)/W
 
 Symbols: ``N`` rows, ``D`` hidden size, ``V`` classes, ``W`` ranks; ``e`` bytes of an element of
-hidden states and logits, ``a`` of a number per row that the loss is computed from (f32: 4).
+hidden states and logits, ``a`` of one number of a row, from which the loss is computed (f32: 4).
 """
 
 from __future__ import annotations
@@ -139,20 +139,19 @@ class Sizes(NamedTuple):
     number: int = 4
 
     def at(self, ranks: int) -> tuple[int, ...]:
-        """With a number of ranks: the values of ``SIZES``."""
+        """The values of ``SIZES`` for a number of ranks."""
         return (self.n, self.d, self.v, ranks, self.element, self.number)
 
 
 def predicted(name: str, sizes: Sizes, ranks: int, assumed: Assumed) -> float:
     """Seconds of a step."""
     known = zip((*SIZES, *RATES), (*sizes.at(ranks), *assumed), strict=True)
-    return float(
-        seconds(name).subs(dict(known))
-    )  # exact: a logarithm of floats would be rounded up
+    # sympy evaluates exactly; a logarithm of floats would be rounded up
+    return float(seconds(name).subs(dict(known)))
 
 
 def whole(exchange: Exchange, sizes: Sizes, ranks: int) -> int:
-    """Bytes of what is reduced, gathered or scattered."""
+    """Bytes of the whole tensor of a collective."""
     return int(exchange.nbytes.subs(dict(zip(SIZES, sizes.at(ranks), strict=True))))
 
 
@@ -180,7 +179,7 @@ def table(sizes: Sizes, assumed: Assumed, ranks: Sequence[int] = RANKS) -> str:
 
 
 def assumptions(assumed: Assumed) -> str:
-    """What the prediction takes for granted, in words."""
+    """The assumptions of the prediction, as text."""
     return (
         f"GEMMs at {assumed.flops / 1e12:,.0f} TFLOP/s, memory at {assumed.memory / 1e12:g} TB/s; "
         f"each rank sends at {assumed.within / 1e9:g} GB/s among up to {assumed.node} ranks and at "

@@ -1,12 +1,14 @@
-"""``python -m benchmarks.accuracy``: whose loss and gradients are how far from float64.
+"""``python -m benchmarks.accuracy``: the errors of each provider's loss and gradients.
 
-Every provider, over f32, bf16 and fp16, with and without autocast and a GradScaler, in one table::
+It compares every provider with float64, in f32, bf16 and fp16, with and without autocast and a
+GradScaler, and prints one table::
 
     python -m benchmarks.accuracy --table benchmarks/accuracy/results.md
     python -m benchmarks.accuracy --n 256 --v 1000 --dtypes float16 --providers eager fusedce
 
-Ends with status 1, and says where, if fusedce is worse than eager anywhere (or was not compared).
-The default size takes some ten minutes on two cores, most of it fp16 products, and 4 GB.
+The exit status is 1 if fusedce is less accurate than eager in any setting, or was not compared; the
+last lines name the settings. The default size takes 4 GB and about ten minutes on two cores, mostly
+for products in fp16.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from benchmarks.accuracy.schemes import SCHEMES
 from benchmarks.accuracy.table import EXACT, Rows, section, table, worse
 
 DTYPES = {name(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
-DEFAULT = [who for who in SCHEMES if who != "liger"]  # which not everybody has
+DEFAULT = [who for who in SCHEMES if who != "liger"]  # an optional package
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parses the command line, prints the table, compares fusedce with eager."""
+    """Parses the command line, measures, prints, and compares fusedce with eager."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     parser.add_argument("--n", type=int, default=8192, help="rows (tokens)")
     parser.add_argument("--d", type=int, default=16, help="hidden size")
@@ -46,14 +48,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def run(n: int, d: int, v: int, dtypes: list[str], providers: list[str]) -> Rows:
-    """Setting → provider → row; each setting is printed when it is done, the rest as it goes on."""
+    """Setting → provider → row. Prints a setting's rows to standard output, progress to standard
+    error."""
     rows: Rows = {}
     for dtype in dtypes:
         problem = Problem(n, d, v, DTYPES[dtype])
         for setting in settings([DTYPES[dtype]]):
             row = rows[setting] = {EXACT: rounded(setting, problem)}
             for who in providers:
-                torch._dynamo.reset()  # the program is the same, who compiles it is not
+                torch._dynamo.reset()  # else the next provider would get the code of this one
                 begin = time.monotonic()
                 row[who] = measure(SCHEMES[who].make(), setting, problem)
                 seconds = time.monotonic() - begin

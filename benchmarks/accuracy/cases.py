@@ -20,20 +20,20 @@ from torch import Tensor
 
 from benchmarks.loss.providers import Loss
 
-SCALE = 32768.0  # half of GradScaler's own first scale, which 8192 rows of 32,000 classes bear
-ROWS = 256  # float64 logits that exist at a time
+SCALE = 32768.0  # half of GradScaler's default; no gradient of 8192 rows x 32,000 classes overflows
+ROWS = 256  # of float64 logits at a time
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step is run.
+    """The dtypes of a step.
 
     Attributes:
         dtype: of the linear's operands.
-        autocast: x and weight are f32 leaves, and autocast makes the operands. Else the leaves are
-            of ``dtype``, or, with a scaler, f32 leaves that the program casts: a GradScaler does
-            not unscale fp16 gradients.
-        scaled: the loss and the gradients go through a GradScaler whose scale is SCALE.
+        autocast: whether x and weight are f32 leaves that autocast casts. Without autocast, the
+            leaves have ``dtype``; with a scaler they are f32 and the program casts them, because
+            a GradScaler does not unscale fp16 gradients.
+        scaled: whether a GradScaler with the scale SCALE scales the loss.
     """
 
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Setting:
 
     @property
     def context(self) -> AbstractContextManager[object]:
-        """What the forward runs in."""
+        """The context of the forward pass."""
         return torch.autocast("cpu", self.dtype) if self.autocast else nullcontext()
 
 
@@ -68,10 +68,11 @@ def settings(dtypes: list[torch.dtype]) -> list[Setting]:
 
 
 class Problem:
-    """The numbers of one dtype: x ``[n, d]``, weight ``[v, d]``, target ``[n]``, and what is exact.
+    """Operands of one dtype: x ``[n, d]``, weight ``[v, d]``, target ``[n]``; and exact results.
 
-    The numbers are rounded to ``dtype`` in every setting, so that what is measured is the
-    computation and not how its operands were rounded, which autocast and not the provider decides.
+    All values of the operands are numbers of ``dtype`` in every setting. So the errors are those of
+    the computation, without the rounding of the operands, which is autocast's and the same for all
+    providers.
 
     Attributes:
         exact: loss, dx and dw in float64.
@@ -86,14 +87,14 @@ class Problem:
         self.exact = exact_step(self.x, self.weight, self.target)
 
     def leaves(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """x and weight as leaves that want a gradient."""
+        """x and weight as leaves that require a gradient."""
         return self.x.to(dtype, copy=True).requires_grad_(), self.weight.to(
             dtype, copy=True
         ).requires_grad_()
 
 
 def exact_step(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """Loss and gradients in float64, some rows at a time: 8192 of them would not fit in memory."""
+    """Loss and gradients in float64, ``ROWS`` rows at a time, to save memory."""
     x, weight = x.double(), weight.double()
     loss, dx, dw = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
     for start in range(0, len(x), ROWS):
@@ -113,12 +114,12 @@ def exact_step(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, Tensor]:
 
 @dataclass
 class Row:
-    """What is known of one provider in one setting.
+    """The results of one provider in one setting.
 
     Attributes:
         errors: "loss", "dx", "dw" → ``|got - exact| / |exact|``, norms in float64.
         zeros: "dx", "dw" → the share of elements that are exactly zero.
-        failure: the first line of what it raised instead.
+        failure: the first line of the exception, if the provider raised one.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -127,7 +128,7 @@ class Row:
 
 
 def measure(loss_of: Loss, setting: Setting, problem: Problem) -> Row:
-    """One step; an exception becomes a row that says so."""
+    """Runs one step; if it raises, the row has the exception."""
     try:
         got = step(loss_of, setting, problem)
     except Exception as error:
@@ -137,7 +138,7 @@ def measure(loss_of: Loss, setting: Setting, problem: Problem) -> Row:
 
 
 def step(loss_of: Loss, setting: Setting, problem: Problem) -> dict[str, Tensor]:
-    """Loss and the gradients of the leaves, unscaled again where they were scaled."""
+    """The loss and the gradients of the leaves, without the loss scale."""
     f32 = setting.autocast or setting.scaled
     leaves = problem.leaves(torch.float32 if f32 else setting.dtype)
     x, weight = leaves
@@ -161,8 +162,9 @@ def step(loss_of: Loss, setting: Setting, problem: Problem) -> dict[str, Tensor]
 def rounded(setting: Setting, problem: Problem) -> Row:
     """float64's own values, rounded once to the dtypes that the program returns.
 
-    The loss is f32. Gradients leave the linear in the dtype of its operands, scaled if there is a
-    scaler, whatever the leaf's dtype is: what is zero here, that dtype cannot hold.
+    The loss is f32. The gradients have the dtype of the linear's operands, and the loss scale if
+    there is a scaler, whatever the dtype of the leaves: an element that is zero here underflows in
+    that dtype.
     """
     scale = SCALE if setting.scaled else 1.0
     got = {"loss": problem.exact["loss"].float()}

@@ -81,15 +81,15 @@ class Session:
         self.memory = memory_of(self.device)
         self.tensors: Tensors | None = None
         if not self.provider.compiles and case.provider != BARE:
-            # what is imported or set up at the first call must not be in the first step
+            # the first call imports and sets up libraries, which must not count as the first step
             small = dataclasses.replace(case, n=64, d=8, v=256)
             run_step(self.loss_of, small, small.tensors())
 
     def check(self) -> dict[str, Any]:
         """The first step, which compiles: errors against float64, seconds, bytes.
 
-        ``rehearsed`` is False where no later step is any different but for chance, so that what was
-        measured here counts if another step would take too long.
+        ``rehearsed`` says whether this step compiled. If not, its time and memory count where
+        another step would take too long.
         """
         if self.case.provider == BARE:
             return {"errors": {}, **self.step(), "bytes": None, "rehearsed": False}
@@ -108,7 +108,7 @@ class Session:
         return {"errors": found, **answer}
 
     def measure(self) -> dict[str, Any]:
-        """What one step adds to what is in use, at its peak, in bytes; and its seconds."""
+        """The bytes that one step adds to the memory in use, at its peak; and its seconds."""
         if self.case.provider == BARE:
             return {"bytes": None, "seconds": None}
         self.memory.start()
