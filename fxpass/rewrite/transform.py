@@ -73,6 +73,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         untouched = _copy(region.module.graph)
         try:
             returned, rewritten = _carry_out(region, found, settings)
+            generated = {kernel: None for one in rewritten for kernel in _kernels(one.call)}
         except Exception as error:
             # an unforeseen program runs without the rewrite
             log.warning("%s: the rewrite failed", found.matches[0].source, exc_info=True)
@@ -81,7 +82,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             rejections += [Rejection(m.loss.node, reason, m.source) for m in found.matches]
             continue
         casts += [cast for one in rewritten for cast in one.casts]
-        kernels |= {kernel: None for one in rewritten for kernel in _kernels(one.call)}
+        kernels |= generated
         matches += found.matches
         if region.outer is None:  # no output of a nested graph is deferred
             restore = returned
