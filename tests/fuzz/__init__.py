@@ -8,9 +8,9 @@ statements that matter and printed so that it runs alone::
 
 A program counts as valid when eager runs it, backward included. It fails when fxpass raises where
 the inner backend alone does not, or when a value, a gradient, a dtype, a shape, what is left in an
-argument, or the state of the random numbers is another one than eager's. Three differences are
-known and not fxpass's errors: eager's gradients are nan where an ignored row's logits are; eager's
-hardsigmoid has the slope 1/6 of float32 in float64 too; and for a linear of fp16 operands with a
-bf16 bias, eager raises or returns fp16, depending on the strides of its input, while Dynamo and
-Inductor expect f32.
+argument, or the state of the random numbers is another one than eager's. Four differences are known
+and not fxpass's errors. Eager's gradients are nan where an ignored row's logits are. Eager's
+hardsigmoid has the slope 1/6 of float32 in float64 too. For a linear of fp16 operands with a bf16
+bias, eager raises or returns fp16, depending on the strides of its input, while Dynamo and Inductor
+expect f32. AOTAutograd writes once where a foreach function gets the same tensor twice.
 """
