@@ -141,3 +141,13 @@ def test_a_wheel_has_every_module(tmp_path):
 def test_the_tiers_name_modules_that_exist():
     tests = Path(__file__).parents[1]
     assert not [name for name in (*FULL, *NEEDS) if not (tests / name).exists()]
+
+
+def test_the_repository_holds_no_large_file():
+    """Neither wheels nor outputs: a clone stays below two megabytes."""
+    root = ROOT.parent
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
+    tracked = [root / name for name in listed.stdout.decode().split("\0") if name]
+    assert ROOT / "backend.py" in tracked
+    large = [path.name for path in tracked if path.exists() and path.stat().st_size > 500_000]
+    assert not large
