@@ -12,7 +12,9 @@ In: a callable and arguments. Out: a :class:`Report`, whose ``str()`` is for use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +28,7 @@ from fxpass.graph.source import source_of
 from fxpass.graph.text import graph_text
 from fxpass.kernels.source import Kernel
 from fxpass.match.match import Match, Rejection
+from fxpass.plan.plan import size
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
 from fxpass.rewrite.transform import transform
 from fxpass.settings import Settings
@@ -43,8 +46,10 @@ class Report:
         rejections: the losses that were not fused, each with its reason.
         casts: every inserted cast, with the user's line.
         kernels: the Triton kernels of the matches, each with ``.name`` and ``.source``.
-        logits_bytes: bytes of the logits that are never allocated, one copy in the linear's dtype.
+        logits_bytes: bytes of the logits that are not materialised, one copy in the linear's dtype.
         before, after: each graph as text, before and after the rewrite.
+        labels_missing: whether the function takes ``labels`` and got none, as models do that
+            return a loss only if they get labels.
     """
 
     graphs: int
@@ -56,6 +61,7 @@ class Report:
     logits_bytes: int
     before: tuple[str, ...]
     after: tuple[str, ...]
+    labels_missing: bool = False
 
     def __str__(self) -> str:
         lines = [
@@ -66,16 +72,27 @@ class Report:
             lines.append(f"  {match}")
             if match.choice is not None:
                 lines.append(f"    {match.choice}")
-        lines += [f"  {record}" for record in (*self.rejections, *cast_lines(self.casts))]
+        records = (*_counted(map(str, self.rejections)), *cast_lines(self.casts))
+        lines += [f"  {record}" for record in records]
         lines += [f"  graph break: {place}" for place in self.breaks]
         if self.logits_bytes:
-            lines.append(f"  logits never allocated: {self.logits_bytes / 2**20:.1f} MiB a copy")
+            lines.append(f"  logits not materialised: {size(self.logits_bytes)}")
         if not self.matches and not self.rejections:
-            lines.append("  no cross-entropy in any graph: nothing to fuse")
+            advice = "; call it with labels to have a loss" if self.labels_missing else ""
+            lines.append(f"  no cross-entropy in any graph: nothing to fuse{advice}")
         if self.kernels:
             names = ", ".join(kernel.name for kernel in self.kernels)
             lines.append(f"  Triton kernels on a GPU: {names} (see .kernels)")
         return "\n".join(lines)
+
+
+def _counted(lines: Iterable[str]) -> list[str]:
+    """Lines that differ in the numbers of nodes only, as one line: a loop makes them alike."""
+    alike: dict[str, list[str]] = {}
+    for line in lines:
+        alike.setdefault(re.sub(r"(%\w+?)_\d+\b", r"\1", line), []).append(line)
+    counts = ((same[0], len(same)) for same in alike.values())
+    return [f"{line} ({count} times)" if count > 1 else line for line, count in counts]
 
 
 def _count(number: int, noun: str, plural: str = "") -> str:
@@ -143,7 +160,18 @@ def explain_with(
         logits_bytes=sum(m.logits_bytes for m in matches if m.logits_mode != "keep"),
         before=tuple(before),
         after=tuple(after),
+        labels_missing=_lacks_labels(fn, args, kwargs),
     )
+
+
+def _lacks_labels(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    fn = getattr(fn, "_orig_mod", fn)  # of a compiled module
+    try:
+        signature = inspect.signature(getattr(fn, "forward", fn))
+    except ValueError:  # some builtins have none
+        return False
+    given = signature.bind_partial(*args, **kwargs).arguments
+    return "labels" in signature.parameters and given.get("labels") is None
 
 
 def _break_after(gm: GraphModule) -> list[str]:

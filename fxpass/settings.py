@@ -62,8 +62,10 @@ class Settings:
                     f"unknown environment variable {variable}; fxpass reads "
                     f"{', '.join(sorted(known))}"
                 )
+        unprefixed = []
         for key, value in (options or {}).items():
             if not key.startswith(PREFIX):
+                unprefixed += [key] if key in TABLE else []
                 continue
             row = TABLE.get(key.removeprefix(PREFIX))
             if row is None:
@@ -72,7 +74,12 @@ class Settings:
                     f"{', '.join(PREFIX + name for name in TABLE)}"
                 )
             values[key.removeprefix(PREFIX)] = row.convert(key, value)
-        return Settings(**values)
+        settings = Settings(**values)
+        # another inner backend may have an option of this name
+        if unprefixed and settings.enabled and settings.inner == "inductor":
+            names = " and ".join(f"{PREFIX}{name}" for name in unprefixed)
+            raise ValueError(f"Inductor has no option {unprefixed[0]!r}: did you mean {names}?")
+        return settings
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ def assert_fused(fn: Callable[..., Any], *args: Any, losses: int = 1, **kwargs: 
     """
     report = _explain(fn, *args, **kwargs)
     if len(report.matches) != losses:
-        raise AssertionError(f"expected {losses} fused losses\n{report}")
+        expected = f"{losses} fused loss{'es' if losses != 1 else ''}"
+        raise AssertionError(f"expected {expected}, found {len(report.matches)}\n{report}")
     return report
 
 

@@ -120,8 +120,9 @@ def report(rows: Sequence[Row], tokens: int) -> str:
     parts = []
     for row in rows:
         if row.notes:
-            counts = ", ".join(f"{row.counters.get(k, 0)} {k}" for k in ("matched", "rejected"))
-            parts.append("\n".join([f"{row.name}: {counts}", *(f"  {n}" for n in row.notes)]))
+            fused, others = (row.counters.get(name, 0) for name in ("matched", "rejected"))
+            counts = f"{row.name}: {fused} fused, {others} not fused"
+            parts.append("\n".join([counts, *(f"  {n}" for n in row.notes)]))
     steps = max(len(row.losses) for row in rows)
     shown = sorted({round(i * (steps - 1) / 9) for i in range(10)})
     lines = ["loss at  " + "".join(f"{i + 1:>7}" for i in shown)] if steps else []
@@ -172,7 +173,7 @@ def draw(rows: Sequence[Row], job: TextJob, path: Path) -> bool:
     loss.set(title="loss", xlabel="step")
     loss.legend()
     speed.set(title="tokens / s")
-    memory.set(title="memory that a step adds (MiB)")
+    memory.set(title="MiB a step adds")
     figure.suptitle(f"GPT of {job}")
     figure.savefig(path, dpi=120)
     return True

@@ -37,11 +37,20 @@ def _line(node: Node) -> str:
         return f"return {_argument(node.args[0])}"
     call = {"placeholder": "input", "get_attr": str(node.target)}.get(node.op)
     if call is None:
-        given = [_argument(a) for a in node.args]
-        options = {**getattr(node.target, "keywords", {}), **node.kwargs}
-        given += [f"{k}={_argument(v)}" for k, v in options.items()]
-        call = f"{_target(node.target)}({', '.join(given)})"
+        given, named = node.args, {**getattr(node.target, "keywords", {}), **node.kwargs}
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten":
+            given, named = (), _operands(node)
+        parts = [*map(_argument, given), *(f"{k}={_argument(v)}" for k, v in named.items())]
+        call = f"{_target(node.target)}({', '.join(parts)})"
     return f"%{node.name}{_type(node.meta.get('example_value'))} = {call}"
+
+
+def _operands(node: Node) -> dict[str, Any]:
+    """The operands of an operator by name, without those that are None: it may have many."""
+    target: Any = node.target
+    names = (argument.name for argument in target._schema.arguments)
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {name: operand for name, operand in given.items() if operand is not None}
 
 
 def _type(example: Any) -> str:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from fxpass.graph import hazards
 from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.plan.devices import gradient_dtype
-from fxpass.plan.plan import MIB, budget
+from fxpass.plan.plan import MIB, budget, size
 
 if TYPE_CHECKING:
     from fxpass.match.match import Match
@@ -31,7 +31,7 @@ def too_small(match: Match, least: float) -> str | None:
     if not least:
         return None
     if match.logits_bytes < least * MIB:
-        return f"its logits take {match.logits_bytes / MIB:.1f} MiB, fewer than {least:g}"
+        return f"its logits take {size(match.logits_bytes)}, fewer than {least:g} MiB"
     if (classes := hint(match.shape[1])) < LEAST_CLASSES:
         return f"rows of {classes} logits take hardly more memory than the other values of a row"
     return None
@@ -60,7 +60,7 @@ def many_gradients(match: Match, matches: Sequence[Match], least: float) -> str 
         return None
     return (
         f"{1 + len(rows)} losses over one weight make a gradient of it each, "
-        f"{gradients / MIB:.0f} MiB for {saved / MIB:.0f} MiB of logits"
+        f"{size(gradients)} for {size(saved)} of logits"
     )
 
 

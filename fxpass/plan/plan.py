@@ -337,7 +337,9 @@ def _copies(expr: Any) -> int:
 
 
 def size(number: int) -> str:
-    """A number of bytes as text in MiB or GiB."""
+    """A number of bytes as text in KiB, MiB or GiB."""
     if number >= 1024 * MIB:
         return f"{number / MIB / 1024:.2f} GiB"
+    if number < MIB:
+        return f"{-(-number // 1024)} KiB"
     return f"{number / MIB:.{0 if number >= 10 * MIB else 1}f} MiB"

@@ -35,7 +35,9 @@ def plain(x, weight, labels):
 def test_small_logits():
     assert not reasons(plain, *head())
     (reason,) = reasons(plain, *head(), least=5)
-    assert reason == ("its logits take 4.0 MiB, fewer than 5 (FUSEDCE_MIN_LOGITS_MB=0 fuses all)")
+    assert reason == (
+        "its logits take 4.0 MiB, fewer than 5 MiB (FUSEDCE_MIN_LOGITS_MB=0 fuses all)"
+    )
     assert not reasons(plain, *head(), least=0)
 
 

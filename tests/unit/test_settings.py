@@ -162,9 +162,19 @@ def test_an_unknown_option_is_refused(key):
 
 
 def test_what_is_not_ours_is_left_alone():
-    options = {"max_autotune": True, "strategy": "full", "fusedcee.inner": 1}
+    options = {"max_autotune": True, "fusedcee.inner": 1}
     environ = {"FUSED_CE": "x", "TORCH_LOGS": "x", "MY_FUSEDCE_INNER": "x", "FUSEDCEX": "x"}
     assert Settings.read(options, environ) == Settings()
+    # another backend may have an option of the name of one of ours; switched off, nothing is read
+    others = Settings.read({"strategy": "full", "fusedce.inner": "aot_eager"}, environ={})
+    assert others == Settings(inner="aot_eager")
+    assert Settings.read({"strategy": "full"}, environ={"FUSEDCE": "0"}) == Settings(enabled=False)
+
+
+def test_an_option_without_its_prefix_gets_a_hint():
+    with pytest.raises(ValueError, match=r"did you mean fusedce\.strategy") as caught:
+        Settings.read({"max_autotune": True, "strategy": "chunked"}, environ={})
+    assert "Inductor has no option 'strategy'" in str(caught.value)
 
 
 def test_settings_are_frozen():

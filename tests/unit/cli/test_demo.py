@@ -119,6 +119,17 @@ def test_curves_are_sampled_from_the_first_step_to_the_last() -> None:
     assert (curve.split()[0], curve.split()[-1]) == ("eager", "29.000")
 
 
+def test_the_picture_cuts_nothing_off(tmp_path: Path) -> None:
+    """Its margins are white: a title that is wider than its axes would end at the border."""
+    image = pytest.importorskip("matplotlib.image")
+    rows = [row(name) for name in ("eager", "inductor", "fusedce")]
+    assert demo.draw(rows, job(tmp_path), tmp_path / "picture.png")
+    pixels = torch.tensor(image.imread(tmp_path / "picture.png"))
+    assert pixels.min() == 0
+    for side in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert side.min() == 1
+
+
 # ---------------------------------------------------------------- the whole
 
 
@@ -137,7 +148,7 @@ def test_the_demo_as_a_user_runs_it(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "fxpass demo:" not in ran.stderr
     assert "fusedce 4/4: " in ran.stderr  # no terminal, so no bar
-    assert "fusedce: 1 matched, 0 rejected" in ran.stdout
+    assert "fusedce: 1 fused, 0 not fused" in ran.stdout
     assert "demo_worker.py" in ran.stdout  # the line of the loss
     assert "[64, 50304]" in ran.stdout
     assert "Inductor cannot run here" in ran.stdout

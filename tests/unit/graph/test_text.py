@@ -156,3 +156,17 @@ def test_types(value, shown):
     gm = GraphModule(torch.nn.Module(), Graph())
     gm.graph.placeholder("x").meta["example_value"] = value
     assert graph_text(gm) == f"%x{shown} = input"
+
+
+def test_operands_of_an_operator_have_their_names():
+    """ATen's are known; of an operator of a library one has to look them up."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    operator_of_ours = torch.ops.fxpass.linear_cross_entropy.default
+    graph.call_function(operator_of_ours, (x, x, None, x), {"spec": "v6"})
+    graph.call_function(torch.ops.aten.add.Tensor, (x, 1))
+    lines = graph_text(GraphModule({}, graph)).splitlines()
+    assert lines[1:] == [
+        "%linear_cross_entropy_default = fxpass.linear_cross_entropy(x=%x, weight=%x, target=%x, spec='v6')",
+        "%add_tensor = aten.add(%x, 1)",
+    ]

@@ -421,7 +421,7 @@ def test_logits_too_small_to_matter():
     program = loss_of(last)
     torch.compile(program, backend=lambda gm, _: graphs.append(gm) or gm)(x, weight, labels)
     outcome = transform(graphs[0], Settings(min_logits_mb=1))
-    assert "MiB, fewer than 1 (FUSEDCE_MIN_LOGITS_MB=0" in outcome.rejections[0].reason
+    assert "KiB, fewer than 1 MiB (FUSEDCE_MIN_LOGITS_MB=0" in outcome.rejections[0].reason
     outcome = transform(graphs[0], Settings(min_logits_mb=1e-4))
     assert "logits take hardly more memory" in outcome.rejections[0].reason
     assert len(transform(graphs[0], Settings(min_logits_mb=0)).matches) == 1

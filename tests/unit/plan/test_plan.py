@@ -219,7 +219,13 @@ def test_sizes_that_are_planned_again_are_looked_up():
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0.0 MiB"), (1.25 * MIB, "1.2 MiB"), (33 * MIB, "33 MiB"), (2.5 * GIB, "2.50 GiB")],
+    [
+        (0, "0 KiB"),
+        (160, "1 KiB"),
+        (1.25 * MIB, "1.2 MiB"),
+        (33 * MIB, "33 MiB"),
+        (2.5 * GIB, "2.50 GiB"),
+    ],
 )
 def test_bytes_as_text(number, text):
     assert size(int(number)) == text
