@@ -17,7 +17,8 @@ from fxpass.settings import PREFIX, TABLE
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PACKAGES = sorted((ROOT / "fxpass").glob("*/README.md"))
-PAGES = [ROOT / "README.md", *PACKAGES, ROOT / "benchmarks" / "README.md"]
+TRAINERS = ROOT / "fxpass" / "TRAINERS.md"
+PAGES = [ROOT / "README.md", TRAINERS, *PACKAGES, ROOT / "benchmarks" / "README.md"]
 
 
 def section(title: str) -> str:
@@ -87,6 +88,13 @@ def test_every_module_of_a_package_has_a_row(package):
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 250
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_table_fits_its_reader(page):
+    rows = [line for line in without_code(page.read_text()).splitlines() if line.startswith("|")]
+    shown = (re.sub(r"\]\([^)]*\)", "]", row.strip("|")) for row in rows)  # without addresses
+    assert not [cell for row in shown for cell in re.split(r" \| ", row) if len(cell.strip()) > 120]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
