@@ -8,7 +8,8 @@ rewrite applies to the linear's operands, and the function of one logit that the
     folds = (Bias(%final_logits_bias), RowView(%view))        expr = 30*tanh(z/30)
 
 A node with another tensor cannot be part of the expression, so it is folded. All functions before
-the last such node have to be linear in the logit, and are folded too.
+the last such node have to be linear in the logit, and are folded too. No factor is folded into
+16-bit hidden states, which would round it, or overflow.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import sympy
+import torch
 from sympy import Expr
 from torch.fx import Node
 
@@ -27,6 +29,7 @@ from fxpass.match.folds import Affine, Bias, Fold, RowView, Scale, Stack, ToLoca
 from fxpass.match.linears import Linear, linear_of
 from fxpass.match.losses import Loss
 from fxpass.spec import expression
+from fxpass.spec.dtypes import short
 
 
 @dataclass(frozen=True)
@@ -155,12 +158,17 @@ def _fold(linear: Linear, read: list[ChainNode], dim: int, written_base: bool) -
         elif reading.kind == "pointwise":
             expr = apply_pointwise(reading, expr)
         elif reading.kind == "tensor":
-            folds += [*_affine(reading.node, expr), *tensor_folds(reading)]
+            more = [*_affine(reading.node, expr), *tensor_folds(reading)]
             expr = expression.Z
+            _check_factors(reading.node, linear, more)
+            folds += more
             _check_scale(reading.node, linear, folds)
         if i == last and reading.kind != "tensor":
-            folds += _affine(reading.node, expr)
+            more = _affine(reading.node, expr)
             expr = expression.Z
+            if value(reading.node).requires_grad:  # else only the logits' values are read
+                _check_factors(reading.node, linear, more)
+            folds += more
     if expression.Z not in expr.free_symbols:
         raise NoMatch(linear.node, "its logits do not depend on the linear")
     try:
@@ -169,6 +177,22 @@ def _fold(linear: Linear, read: list[ChainNode], dim: int, written_base: bool) -
         raise NoMatch(linear.node, str(error)) from error
     nodes = (linear.node, *(reading.node for reading in read))
     return Chain(linear, nodes, nodes[last + 1], tuple(folds), expr, dim)
+
+
+def _check_factors(node: Node, linear: Linear, folds: list[Fold]) -> None:
+    """``NoMatch`` for a factor that 16-bit hidden states would take: there it rounds every product
+    of the linear, and may overflow, which it does not on the logits."""
+    dtype = value(linear.node).dtype
+    tensor = any(isinstance(fold, Scale) for fold in folds)
+    constant = any(isinstance(fold, Affine) and abs(fold.factor) != 1 for fold in folds)
+    if dtype.itemsize < torch.float32.itemsize and (tensor or constant):
+        raise NoMatch(
+            node,
+            f"%{node.name} ({call_name(node)}) {'is' if tensor else 'comes after'} a factor of the "
+            f"logits, which would be multiplied into the {short(dtype)} hidden states and rounded "
+            "there; it is fused with float32 hidden states, or as a constant after which no other "
+            "tensor comes",
+        )
 
 
 def _check_scale(node: Node, linear: Linear, folds: list[Fold]) -> None:

@@ -125,19 +125,20 @@ def test_float8_on_the_way():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_is_added_to_up_cast_logits_is_not_rounded(dtype):
-    """Log priors in f32, and a constant before a temperature."""
+    """Log priors in f32, and a constant before another."""
 
     def program(x, weight, prior, factor, labels):
         z = last(F.linear(x, weight)).to(prior.dtype) + prior
-        return F.cross_entropy((z + 100.3) * factor, labels.view(-1), reduction="none")
+        z = (z + 100.3) - factor * prior
+        return F.cross_entropy(z * 0.7, labels.view(-1), reduction="none")
 
-    # many rows: the factor is multiplied into an operand, which is rounded by itself
     x, weight = torch.randn(32, 8, 6, dtype=dtype), torch.randn(V, 6, dtype=dtype)
     labels = torch.randint(V, (32, 8))
     prior, factor = torch.randn(V) * 5 - 30, torch.tensor(0.7)
     exact = program(*(t.double() for t in (x, weight, prior, factor)), labels)
     eager = program(x, weight, prior, factor, labels)
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    match_of(program, x, weight, prior, factor, labels)
     got = fused(x, weight, prior, factor, labels)
     assert got.sub(exact).norm() <= 2 * eager.sub(exact).norm()
 
