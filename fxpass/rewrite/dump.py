@@ -7,21 +7,30 @@ In: a directory, a graph before and after, the kernels of its matches. Out: file
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
 
 from fxpass.kernels.source import Kernel
 
+log = logging.getLogger(__name__)
+
 _number = itertools.count()
 
 
 def write(directory: str, before: str, after: str, kernels: Iterable[Kernel]) -> None:
-    """Writes one graph; the process number in the file names differs between ranks."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes one graph; the process number in the file names differs between ranks.
+
+    A directory that cannot be written is a warning: the program runs without the files.
+    """
     stem = f"graph_{os.getpid()}_{next(_number):03d}"
-    (folder / f"{stem}_before.txt").write_text(before + "\n")
-    (folder / f"{stem}_after.txt").write_text(after + "\n")
-    for kernel in kernels:
-        (folder / f"{kernel.name}.py").write_text(kernel.source)
+    texts = {f"{stem}_before.txt": before + "\n", f"{stem}_after.txt": after + "\n"}
+    texts |= {f"{kernel.name}.py": kernel.source for kernel in kernels}
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        log.warning("FUSEDCE_DUMP=%s: %s", directory, error)

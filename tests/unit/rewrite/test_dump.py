@@ -73,6 +73,16 @@ def test_nothing_is_written_without_the_setting(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    file = tmp_path / "file"
+    file.write_text("")
+    expected = compiled(loss)(*INPUTS)
+    torch.testing.assert_close(compiled(loss, dump=file / "folder")(*INPUTS), expected)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith(f"FUSEDCE_DUMP={file / 'folder'}: ")
+
+
 def test_write_numbers_the_graphs_of_a_process(tmp_path):
     for _ in range(2):
         dump.write(str(tmp_path), "before", "after", [Kernel("k1", "1\n"), Kernel("k2", "2\n")])
