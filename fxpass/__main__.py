@@ -10,6 +10,7 @@ import argparse
 import importlib.util
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -170,13 +171,28 @@ def _explain(options: argparse.Namespace) -> int:
     path, colon, name = options.target.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise UsageError(f"{options.target!r} is not of the form FILE:FUNCTION")
-    module = _import_file(Path(path))
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UsageError(f"{path} has no function {name}")
-    args, kwargs = _inputs(module, name, function)
-    print(fxpass.explain(function, *args, **kwargs))
+    try:
+        module = _import_file(Path(path))
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise UsageError(f"{path} has no function {name}")
+        args, kwargs = _inputs(module, name, function)
+        print(fxpass.explain(function, *args, **kwargs))
+    except UsageError:
+        raise
+    except Exception as error:
+        print(_traceback(error, Path(path)), file=sys.stderr)
+        return 1
     return 0
+
+
+def _traceback(error: Exception, path: Path) -> str:
+    """The traceback of an error from the first frame of the user's file on, as text."""
+    shown = traceback.TracebackException.from_exception(error, compact=True)
+    frames = shown.stack
+    own = [i for i, f in enumerate(frames) if Path(f.filename).resolve() == path.resolve()]
+    shown.stack = traceback.StackSummary.from_list(frames[own[0] if own else len(frames) :])
+    return "".join(shown.format()).rstrip()
 
 
 def _check_settings() -> None:

@@ -46,6 +46,12 @@ LOSS = """\
 
     module = Head()
     number = 1
+
+    def raises():
+        return loss(*loss_inputs()).missing
+
+    def of_a_wrong_shape():
+        return torch.ones(2, 3) @ torch.ones(2, 3)
     """
 
 
@@ -139,6 +145,29 @@ def test_explain_errors_are_one_line_and_status_2(
     assert captured.err.startswith("fxpass: error: ")
     assert captured.err.count("\n") == 1
     assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "last"),
+    [
+        ("raises", "return loss(*loss_inputs()).missing", "has no attribute 'missing'"),
+        ("of_a_wrong_shape", "return torch.ones(2, 3) @ torch.ones(2, 3)", ""),
+    ],
+)
+def test_a_traceback_starts_in_the_users_file(
+    name: str, code: str, last: str, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Frames of fxpass and of Dynamo before it say nothing to a user."""
+    from fxpass.__main__ import main
+
+    assert main(["explain", f"{source}:{name}"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    files = [line for line in captured.err.splitlines() if line.lstrip().startswith("File ")]
+    assert f'File "{source}"' in files[0]
+    assert code in captured.err
+    assert last in captured.err
+    assert "fxpass/report.py" not in captured.err
 
 
 @pytest.mark.parametrize("command", [("explain", "a.py:f"), ("demo",)])
