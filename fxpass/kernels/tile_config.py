@@ -75,16 +75,6 @@ def configs_for(target: str, dtype: torch.dtype) -> tuple[Config, ...]:
     return table[known]
 
 
-def target_of(device: torch.device) -> str:
-    """A device's architecture as compilers name it; ``cpu`` for the interpreter."""
-    if device.type != "cuda":
-        return "cpu"
-    if torch.version.hip:
-        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
-
-
 def has_descriptors(target: str) -> bool:
     """Whether the GPU loads tiles through tensor descriptors (TMA: Hopper and later)."""
     return target.startswith("sm_") and int(target[3:]) >= 90

@@ -32,7 +32,7 @@ from fxpass.kernels.scaling import scale_coefficients
 from fxpass.kernels.source import Kernel
 from fxpass.kernels.tile_body import Gemm
 from fxpass.kernels.tile_config import Config
-from fxpass.plan.devices import on_device
+from fxpass.plan.devices import on_device, precision, target_of
 from fxpass.spec.spec import Spec
 
 # Bytes of the f32 tile of a weight's gradient that is rounded in a second pass.
@@ -211,13 +211,13 @@ class _Logits:
             # the interpreter multiplies bf16 wrongly
             x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
         self.x, self.weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-        target = tile_config.target_of(x.device)
+        target = target_of(x.device)
         self.configs = tile_config.configs_for(target, x.dtype)
         described = tile_config.has_descriptors(target)
         described = described and _describable(self.x) and _describable(self.weight)
         self.gemm = Gemm(
             biased=bias is not None,
-            precision=_precision(x.dtype, target),
+            precision=precision(x.dtype, target),
             described=described,
             warp_specialized=described and tile_config.specializes_warps(target),
         )
@@ -280,15 +280,6 @@ def _beside(inputs: Inputs) -> _Arguments:
         target = target if target.stride(-1) == 1 else target.contiguous()
         out |= {"target": target, "target_stride": target.stride(0)}
     return out
-
-
-def _precision(dtype: torch.dtype, target: str) -> str:
-    """``input_precision`` for f32 operands: as torch's setting for the vendor's GEMMs."""
-    if dtype != torch.float32:
-        return ""
-    # allow_tf32 raises if the user set the newer fp32_precision
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if tf32 and target not in ("cpu", "sm_75") else "ieee"
 
 
 def _processors(device: torch.device) -> int:

@@ -16,8 +16,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxpass.plan.devices import gradient_dtype, implementation_for, multiplied_in
+from fxpass.plan.devices import (
+    gradient_dtype,
+    has_matrix_units,
+    implementation_for,
+    multiplied_in,
+    target_of,
+)
 from fxpass.plan.plan import MIB, Plan, budget, plan, size
+from fxpass.spec.dtypes import short
 from fxpass.spec.spec import Spec
 
 
@@ -106,8 +113,10 @@ def choose(
     ``chunked`` computes the gradients in forward and saves them for backward. Backward returns one
     gradient of the weight in any case; ``chunked`` is chosen if the saved gradients exceed this one
     by no more than the logits take. Otherwise ``tiled`` saves no gradients and backward recomputes
-    the logits. A vocabulary shard saves small logits for backward; the choice's spec then reduces
-    the operator's budget by the bytes of the logits.
+    the logits. Where the generated kernels would multiply without tensor cores, ``tiled`` is only
+    chosen to stay within the budget, or where several losses would each save a weight gradient. A
+    vocabulary shard saves small logits for backward; the choice's spec then reduces the operator's
+    budget by the bytes of the logits.
     """
     symbolic = isinstance(n, torch.SymInt)
     rows, hidden, classes = (_hint(number) for number in (n, d, v))
@@ -118,18 +127,25 @@ def choose(
         return replace(one, strategy=setting, reason="as set")
     if spec.shard_of and spec.gradients and _can_save(one):
         return _saving(one)
-    tiled = replace(one, strategy="tiled")
-    if not spec.gradients:
-        return replace(tiled, reason="there are no gradients")
-    if replace(spec, strategy="chunked").gradients_in_backward:
-        return replace(tiled, reason="the rows' incoming gradients are known only in backward")
-    if _too_wide(one, others):
-        beside = f" of {1 + len(others)} losses over one weight" if others else ""
-        return replace(tiled, reason=f"saved gradients{beside} would take more than the logits")
     found = one.plan()
-    if spec.memory_mb and found.scratch + found.sums > one.allowed:
-        return replace(tiled, reason="a chunk and the f32 sums exceed the budget")
-    return replace(one, reason="the gradients are computed with the loss")
+    fits = not spec.memory_mb or found.scratch + found.sums <= one.allowed
+    in_forward = not replace(spec, strategy="chunked").gradients_in_backward
+    if not spec.gradients:
+        why = "there are no gradients"
+    elif not in_forward:
+        why = "the rows' incoming gradients are known only in backward"
+    elif _too_wide(one, others):
+        beside = f" of {1 + len(others)} losses over one weight" if others else ""
+        why = f"saved gradients{beside} would take more than the logits"
+    elif not fits:
+        why = "a chunk and the f32 sums exceed the budget"
+    else:
+        return replace(one, reason="the gradients are computed with the loss")
+    saved = spec.gradients and in_forward
+    if _slow_tiles(one) and fits and not (saved and others):
+        why = f"tiles of {short(dtype)} would not be multiplied by this GPU's tensor cores"
+        return replace(one, reason=why)
+    return replace(one, strategy="tiled", reason=why)
 
 
 def _hint(number: int | torch.SymInt) -> int:
@@ -144,6 +160,13 @@ def _too_wide(choice: Choice, others: tuple[int | torch.SymInt, ...]) -> bool:
     saved = (1 + len(others)) * gradient_dtype(choice.dtype).itemsize
     total = choice.n + sum(map(_hint, others))
     return choice.d * (saved - choice.dtype.itemsize) > total * choice.dtype.itemsize
+
+
+def _slow_tiles(choice: Choice) -> bool:
+    """Whether the generated kernels would multiply tiles several times slower than the library."""
+    implementation, _ = implementation_for(choice.device, choice.dtype)
+    slow = not has_matrix_units(choice.dtype, target_of(choice.device))
+    return implementation == "triton" and slow
 
 
 def _can_save(choice: Choice) -> bool:

@@ -29,6 +29,8 @@ H200 = Card("NVIDIA H200", 9, 0, 139 * GIB, 132)
 A100 = Card("NVIDIA A100", 8, 0, 80 * GIB, 108)
 T4 = Card("Tesla T4", 7, 5, 15 * GIB)
 V100 = Card("Tesla V100", 7, 0, 32 * GIB, 80)
+MI250 = Card("MI250X", 9, 0, 64 * GIB, 110, "gfx90a:sramecc+:xnack-")
+RADEON = Card("Radeon RX 7900", 11, 0, 24 * GIB, 48, "gfx1100")
 MI300 = Card("MI300X", 9, 4, 192 * GIB, 304, "gfx942:sramecc+:xnack-")
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from fxpass.aten import chunked
 from fxpass.aten.common import Inputs
 from fxpass.kernels import tile_config, tiled
+from fxpass.plan import devices
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 from tests.support.implementations import DTYPES, GRADIENTS, TRANSFORMS, autograd, problem
@@ -272,7 +273,7 @@ def described(monkeypatch, device):
     """As on GPUs whose hardware reads tiles; the interpreter does it too."""
     if device.type == "cpu":
         monkeypatch.setattr(tile_config, "has_descriptors", lambda target: True)
-    elif not tile_config.has_descriptors(tile_config.target_of(device)):
+    elif not tile_config.has_descriptors(devices.target_of(device)):
         pytest.fail("this GPU has no tensor descriptors: deselect these tests")
 
 
