@@ -56,7 +56,10 @@ class Recipe:
         """The shape, dtype and strides of ``graph(*inputs)``, as an empty tensor on the meta
         device, and its device; the graph runs without data."""
         key = tuple(
-            (a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in inputs
+            (a.shape, a.stride(), a.dtype, a.device)
+            if isinstance(a, Tensor)
+            else (float if isinstance(a, float) else a)  # a factor, not a size
+            for a in inputs
         )
         if key not in self._layouts:
             if len(self._layouts) >= LAYOUTS:

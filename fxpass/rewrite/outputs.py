@@ -2,7 +2,7 @@
 
 In: a graph and the outputs to defer. Out: a graph that returns instead of each such output the
 tensors from which it can be computed (hidden states; an input of the graph, such as a weight, is
-not returned), and a function that restores the outputs that the program expects::
+not returned, nor is a number), and a function that restores the outputs that the program expects::
 
     return (%loss, %logits)    ->    return (%loss, %hidden)      logits = defer(recipe, hidden, w)
 """
@@ -21,6 +21,7 @@ from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import source_line
 from fxpass.match.linears import LINEARS, linear_of
 from fxpass.match.views import VIEWS
+from fxpass.rewrite import numbers
 
 Compiled = Callable[..., Any]
 Restore = Callable[[Compiled], Compiled]
@@ -83,22 +84,24 @@ def defer_outputs(
     inputs = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
     returned = dict.fromkeys(n for n in old if n not in recipes)
     needed = dict.fromkeys(n for _, given in recipes.values() for n in given if n not in inputs)
-    new = list(returned | needed)
-    output.args = (tuple(n if n in returned else _shape_of(n, output) for n in new),)
-    # Positions in (*inputs, *results): restore must not keep the graph's nodes alive.
-    results = {n: len(inputs) + i for i, n in enumerate(new)}
-    deferrals = [
-        (recipe, [(results | inputs)[n] for n in given]) for recipe, given in recipes.values()
-    ]
-    places = [recipes[n][0] if n in recipes else results[n] for n in old]
+    read = [n for n in needed if n not in returned and numbers.follows_from_inputs(n)]
+    new = [n for n in returned | needed if n not in read]
+    results = [n if n in returned else _shape_of(n, output) for n in new]
+    device = value(next(iter(recipes))).device
+    output.args = ((*results, *numbers.products(output, results, read, device)),)
+    read_from = numbers.reader(gm.graph, read)
+    # Positions in (*inputs, *numbers, *results): restore must not keep the graph's nodes alive.
+    at = inputs | {n: len(inputs) + i for i, n in enumerate((*read, *new))}
+    deferrals = [(recipe, [at[n] for n in given]) for recipe, given in recipes.values()]
+    places = [recipes[n][0] if n in recipes else at[n] for n in old]
     # Any: torch.compiler.disable hides the signatures
     make: Any = tensor.drop if drop else tensor.defer
 
     def restore(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> tuple[Any, ...]:
-            known = (*args, *compiled(*args))
+            known = (*args, *read_from(*args), *compiled(*args))
             made = {recipe: make(recipe, [known[i] for i in given]) for recipe, given in deferrals}
-            return tuple(made[at] if isinstance(at, Recipe) else known[at] for at in places)
+            return tuple(made[p] if isinstance(p, Recipe) else known[p] for p in places)
 
         return run
 

@@ -4,9 +4,10 @@ What stands between those of one loss: :mod:`tests.fuzz.interrupts`.
 
 Names: ``x`` hidden states ``[n, S, 4]``, ``w``, ``w2`` weights ``[V, 4]``, ``wt`` ``[4, V]``, ``b``
 a bias, ``t`` labels, ``m`` a mask of rows, ``s`` factors of rows, ``cw`` class weights, ``q`` class
-probabilities, ``ids`` tokens, ``e`` a buffer like the weight, ``k`` an index, ``z`` and ``y``
-logits, ``g`` other memory of a tensor. Holes: see :mod:`tests.fuzz.scope`. A template that eager
-does not run where it was tried is left out, so a table holds what is legal somewhere.
+probabilities, ``ids`` tokens, ``e`` a buffer like the weight, ``k`` an index, ``tau`` a temperature
+that varies between calls, ``z`` and ``y`` logits, ``g`` other memory of a tensor. Holes: see
+:mod:`tests.fuzz.scope`. A template that eager does not run where it was tried is left out, so a
+table holds what is legal somewhere.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ INPUTS: dict[str, str] = {
     "e": f"torch.randn({V}, {D}){{dtype}}",
     "mean": f"torch.zeros({D})",
     "k": "1",
+    "tau": "0.4 * n",
     "i": "torch.tensor(1)",
 }
 
@@ -91,6 +93,9 @@ HEADS = (
     "F.linear({x}, {w}[:9], {b}[:9])",
     "F.linear({x}, {w} * {f})",
     "F.linear({x} * 300, {w} / 300)",
+    "F.linear({x}, {w} + {f} * wt.T)",
+    "F.linear({x}, {w} + w2[:, :1] @ wt[:1, :4] * {f}, {b})",
+    "F.linear({x}, F.normalize({w}, dim=1) * {b}.unsqueeze(1))",
     "F.linear({x}, {w}, {b}.to({x}.dtype))",
 )
 

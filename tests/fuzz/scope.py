@@ -248,8 +248,8 @@ def _in_place(s: Scope) -> str:
 
 HOLES: dict[str, Callable[[Scope], str]] = {
     # numbers
-    "f": lambda s: s.one("0.5", "2.0", "-1.5", "1.25", "3"),
-    "p": lambda s: s.one("0.7", "2.0", "4", "1.0"),
+    "f": lambda s: s.one("0.5", "2.0", "-1.5", "1.25", "3", "tau"),
+    "p": lambda s: s.one("0.7", "2.0", "4", "1.0", "tau"),
     "j": lambda s: s.one("0", "1", "-1"),
     "true": lambda s: s.one("True", "True", "True", "False"),
     # tensors
