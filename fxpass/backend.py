@@ -49,6 +49,7 @@ def fusedce(
             ``fusedce.mixed_dtypes=error``.
     """
     from fxpass.rewrite.inner import compile_inner
+    from fxpass.rewrite.stored import is_stored, with_kept_logits, with_operator
     from fxpass.rewrite.transform import transform
 
     settings = Settings.read(options)
@@ -56,8 +57,11 @@ def fusedce(
     if not settings.enabled:
         log.info("switched off: the graph goes to %s unchanged", settings.inner)
         return compile_inner(settings.inner, gm, example_inputs, mode, rest)
-    outcome = transform(gm, settings)
+    stored = is_stored(gm)
+    outcome = transform(gm, with_kept_logits(settings) if stored else settings)
     compiled = compile_inner(settings.inner, gm, example_inputs, mode, rest, settings.mixed_dtypes)
+    if stored and outcome.matches:
+        compiled = with_operator(compiled)
     return outcome.restore(compiled)
 
 

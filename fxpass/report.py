@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dynamo import config
 from torch.fx import GraphModule
 
 from fxpass.casts.aot import trace
@@ -30,6 +31,7 @@ from fxpass.kernels.source import Kernel
 from fxpass.match.match import Match, Rejection
 from fxpass.plan.plan import size
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
+from fxpass.rewrite.stored import with_kept_logits
 from fxpass.rewrite.transform import transform
 from fxpass.settings import Settings
 
@@ -125,6 +127,8 @@ def explain_with(
     """:func:`explain` with settings that are not read from the environment."""
     trace_through_log_once()
     describe_encoder_layers()
+    if config.caching_precompile:
+        settings = with_kept_logits(settings)
     outcomes, before, after, breaks = [], [], [], []
     later: list[Cast] = []
 
@@ -144,7 +148,8 @@ def explain_with(
 
     torch._dynamo.reset()
     try:
-        with _not_compiled_in_place(fn):
+        # no stored code in place of the function, and none of this code stored
+        with _not_compiled_in_place(fn), config.patch(caching_precompile=False):
             torch.compile(fn, backend=backend)(*args, **kwargs)
     finally:
         # the code traced here must not run later or count towards the recompile limit
