@@ -51,9 +51,10 @@ def before_step(*_: Any) -> None:
             with suppress(StaleLogitsError):  # a later use raises it again
                 part.read()
         return
-    for group in uses.values():
+    for key, group in uses.items():
         with quiet():
             clone = group[0][1].tensor.clone()
         for run, given in group:
             with run.lock:
-                given.replace(clone)
+                if given.key == key:  # else the step of another thread has cloned it, and goes on
+                    given.replace(clone)

@@ -291,7 +291,8 @@ def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict
         return NotImplemented
     if func is aten._to_copy.default and _only_dtype(t, kwargs):
         memory_format = kwargs.get("memory_format") or torch.preserve_format
-        return DeferredLogits(part.cast(kwargs["dtype"], memory_format), t.device)
+        cast = part.cast(kwargs["dtype"], memory_format)
+        return NotImplemented if cast is None else DeferredLogits(cast, t.device)
     if func in LIKE and part.like.is_contiguous():
         stand_in = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
         return func(stand_in, *args, **kwargs)
@@ -354,13 +355,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch._C._has_storage(t):  # sparse and oneDNN tensors are copies without storage
             return t
         part = read.get(t.untyped_storage()._cdata)
-        if part is None:
-            return t
-        # the operation returned an undeclared alias
-        if part.buffer.run is not None:  # of separately computed rows
-            return t.clone()
-        part.buffer.exposed = True
-        return t.detach()
+        return t if part is None else part.hand_out(t)  # an undeclared alias
 
     return pytree.tree_map_only(Tensor, rewrap, result)
 

@@ -61,11 +61,12 @@ class Recipe:
             else (float if isinstance(a, float) else a)  # a factor, not a size
             for a in inputs
         )
-        if key not in self._layouts:
+        found = self._layouts.get(key)  # another thread may clear the cache at any time
+        if found is None:
             if len(self._layouts) >= LAYOUTS:
                 self._layouts.clear()
-            self._layouts[key] = self._find_layout(inputs)
-        return self._layouts[key]
+            found = self._layouts[key] = self._find_layout(inputs)
+        return found
 
     def _find_layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
         try:  # meta tensors are ten times as fast as fake tensors
@@ -244,11 +245,18 @@ class Part:
 
     def view(self, view: Callable[[Tensor], Tensor]) -> Part:
         """A view of the same buffer; computes nothing."""
-        return Part(self.buffer, view(self.like))
+        made = Part(self.buffer, view(self.like))
+        with self.buffer.lock:
+            if self.value is not None and self.buffer.value is None:
+                # computed apart: the inputs may no longer be what they were
+                with quiet():
+                    made.value = view(self.value).data
+                self.buffer.apart.add(made)
+        return made
 
-    def cast(self, dtype: torch.dtype, memory_format: torch.memory_format) -> Part:
-        """A copy in another dtype; computes nothing. ``self`` must not be computed yet."""
-        buffer, part = self.buffer, self.like
+    def cast(self, dtype: torch.dtype, memory_format: torch.memory_format) -> Part | None:
+        """A copy in another dtype; computes nothing. None if ``self`` is computed."""
+        buffer, part, run = self.buffer, self.like, self.run
         like = torch.ops.aten._to_copy.default(part, dtype=dtype, memory_format=memory_format)
         rows = None
         picked = buffer.rows_of(part)
@@ -258,7 +266,10 @@ class Part:
             with quiet():
                 rows = buffer.rows[picked.flatten()]
         casts = (*buffer.casts, (part, like))
-        return Part(Buffer(buffer.run, like, rows, casts, weakref.ref(buffer)), like)
+        made = Part(Buffer(run, like, rows, casts, weakref.ref(buffer)), like)
+        # Asked at the end: another thread may compute ``self`` at any time. Until it did, a step
+        # of an optimizer cloned the parameters; ``made`` is pending from here on.
+        return made if self.run else None
 
     def read(self) -> Tensor:
         """The values. The caller must not write to them or return an alias of them."""
@@ -271,6 +282,16 @@ class Part:
                     buffer.apart.add(self)
                     buffer.cuts += 1
             return self._computed()
+
+    def hand_out(self, alias: Tensor) -> Tensor:
+        """An alias of what :meth:`read` returned, as the user may have it: with the memory of the
+        buffer, or of rows that were computed separately, a copy."""
+        with self.buffer.lock:
+            whole = self.buffer.value
+            if whole is None or _memory(whole) != _memory(alias):
+                return alias.clone()
+            self.buffer.exposed = True
+            return alias.detach()
 
     def materialise(self) -> Tensor:
         """The values, as an alias of the buffer's memory."""
@@ -314,6 +335,10 @@ def pending() -> dict[Part, Run]:
         parts = list(_parts)
     runs = [(part, part.run) for part in parts]
     return {part: run for part, run in runs if run is not None and run.inputs is not None}
+
+
+def _memory(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
 
 
 def _stand_in(a: Any, device: str | None = None) -> Any:

@@ -38,6 +38,7 @@ USES = (
     "{o} = {o} * 2",
     "{o} = {o}.float()",
     "{o} = {o}[:1]",
+    "{o} = {o}[:1].detach()",
     "backward({o})",
     "del {o}",
 )

@@ -286,6 +286,44 @@ def test_an_optimizer_step_changes_nothing(fused):
     check(p, lambda t: t.exp(), bits=False)
 
 
+VIEWS = {
+    "detach": lambda t: t.detach(),
+    "slice": lambda t: t[:1],
+    "classes": lambda t: t[..., 3:5],
+    "view": lambda t: t.view(2, 4, -1),
+    "transpose": lambda t: t.transpose(0, 1),
+    "cast": lambda t: t.double().float(),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_rows_that_were_read_before_a_step(view):
+    """Nothing else refers to the logits, so the step clones nothing."""
+    p = pair(seq=40)
+    rows = p.logits[:, -1].detach()
+    rows.argmax(-1)
+    p.logits = None
+    p.weight.grad = torch.ones_like(p.weight)
+    torch.optim.SGD([p.weight], lr=1.0).step()
+    want = p.eager[:, -1].detach().clone()
+    same(VIEWS[view](rows) * 1, VIEWS[view](want))
+    got = VIEWS[view](rows)
+    same(got[:1] + 0, VIEWS[view](want)[:1])
+
+
+def test_views_of_rows_that_were_read_share_memory_with_the_logits():
+    p = pair(seq=40)
+    rows = p.logits[:, -1].detach()
+    rows.argmax(-1)
+    last = rows[1]
+    last.argmax(-1)
+    p.logits.detach().numpy()[1, -1] = 3
+    assert (last == 3).all()
+    last.mul_(2)
+    assert (p.logits[1, -1] == 6).all()
+    assert (rows[1] == 6).all()
+
+
 def test_small_logits_are_computed_before_an_optimizer_step():
     p = pair(seq=1)
     cast = p.logits.double()
