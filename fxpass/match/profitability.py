@@ -45,6 +45,25 @@ def kept_for_users(match: Match, least: float) -> str | None:
     return "another node of the graph reads its logits, so they are saved for backward anyway"
 
 
+def kept_weight(match: Match, least: float) -> str | None:
+    """Rejects a loss of frozen hidden states whose backward computes the logits again, if the copy
+    of the weight that it keeps for this takes as much memory as the logits."""
+    spec = match.spec
+    waits = spec.gradients and spec.gradients_in_backward and "x" not in spec.gradients
+    if not least or not waits:
+        return None
+    linear = match.chain.linear
+    copy = (
+        hint(match.shape[1]) * hint(value(linear.x).shape[-1]) * value(linear.node).dtype.itemsize
+    )
+    if copy < match.logits_bytes:
+        return None
+    return (
+        f"backward would need a copy of the weight, {size(copy)} for {size(match.logits_bytes)} of "
+        "logits"
+    )
+
+
 def many_gradients(match: Match, matches: Sequence[Match], least: float) -> str | None:
     """Rejects several losses over one weight if their weight gradients, one for each loss, take
     more memory than the logits."""

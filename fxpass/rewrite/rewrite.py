@@ -20,9 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
-import fxpass.op.operator  # noqa: F401, registers the operator
+import fxpass.op.kept
+import fxpass.op.operator  # noqa: F401, registers the operators
 from fxpass.casts.casts import Cast, cast
-from fxpass.graph import hazards
 from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import Placing, is_dtensor, placements_of
@@ -139,7 +139,7 @@ class _Edit:
             )
             self.bias = None if self.bias is None else self._method("detach", self.bias)
         if sharding is None and match.spec.gradients and match.spec.gradients_in_backward:
-            self._clone_for_backward()
+            self._keep_for_backward()
         function: Any = torch.ops.fxpass.linear_cross_entropy.default
         more: tuple[Any, ...] = ()
         if sharding is not None:
@@ -161,13 +161,16 @@ class _Edit:
             self._hand_over(out, 1, match.lse, "fused_lse", scalar=False)
         return out
 
-    def _clone_for_backward(self) -> None:
-        """Clones operands that backward reads and the user may write to before it. Autograd of the
-        linear would not save them for backward: the bias, and x if the weight is frozen."""
-        if self.bias is not None and hazards.leaves(self.bias):
-            self.bias = self._method("clone", self.bias)
-        if "weight" not in self.match.spec.gradients and hazards.leaves(self.x):
-            self.x = self._method("clone", self.x)
+    def _keep_for_backward(self) -> None:
+        """Copies operands that backward reads and autograd of the linear would not save: the bias,
+        x of a frozen weight, the weight of frozen hidden states. The user may write to them."""
+        keep = torch.ops.fxpass.kept.default
+        if self.bias is not None:
+            self.bias = self._function(keep, self.bias)
+        if "weight" not in self.match.spec.gradients:
+            self.x = self._function(keep, self.x)
+        if "x" not in self.match.spec.gradients:
+            self.weight = self._function(keep, self.weight)
 
     # ------------------------------------------------------------ folds
 

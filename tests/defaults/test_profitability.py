@@ -95,3 +95,18 @@ def test_gradients_of_one_weight(d, count, fused):
         assert "4 losses over one weight make a gradient of it each" in found[0]
         assert not reasons(chunks(count), x, weight, labels, least=0, budget=1)
         assert not reasons(chunks(count), x, weight.detach(), labels, budget=1)
+
+
+def rows(x, weight, labels):
+    return F.cross_entropy(F.linear(x, weight), labels, reduction="none").square().mean()
+
+
+def test_the_weight_of_frozen_hidden_states():
+    """Backward keeps a copy of it, of 8 KiB x d."""
+    x, weight, labels = head(d=N)
+    (reason,) = reasons(rows, x.detach(), weight, labels)
+    assert reason.startswith("backward would need a copy of the weight, 4.0 MiB for 4.0 MiB of")
+    assert not reasons(rows, x, weight, labels)
+    assert not reasons(rows, x.detach(), weight, labels, least=0)
+    x, weight, labels = head(d=N // 2)
+    assert not reasons(rows, x.detach(), weight, labels)

@@ -246,9 +246,34 @@ def hidden_states_of_a_frozen_head(h, w, b, t):
     return loss, h.detach()
 
 
+def the_weight_of_frozen_hidden_states(h, w, b, t):
+    loss = F.cross_entropy(F.linear(h.detach(), w), t, reduction="none").square().mean()
+    return loss, w.detach()
+
+
+def a_weight_with_z_loss(h, w, b, t):
+    z = F.linear(h.detach(), w, b)
+    return F.cross_entropy(z, t) + 1e-2 * z.logsumexp(-1).square().mean(), w.detach()
+
+
+def a_weight_beside_a_trained_bias(h, w, b, t):
+    loss = F.cross_entropy(F.linear(h.detach(), w.detach(), b), t, reduction="none")
+    return loss.square().mean(), w.detach()
+
+
+WRITTEN_BETWEEN = [
+    returned_logits,
+    a_bias,
+    hidden_states_of_a_frozen_head,
+    the_weight_of_frozen_hidden_states,
+    a_weight_with_z_loss,
+    a_weight_beside_a_trained_bias,
+]
+
+
 @pytest.mark.parametrize("mode", ["auto", "keep"])
 @pytest.mark.parametrize("write", [lambda t: t.mul_(3), lambda t: t.numpy().fill(0.5)])
-@pytest.mark.parametrize("program", [returned_logits, a_bias, hidden_states_of_a_frozen_head])
+@pytest.mark.parametrize("program", WRITTEN_BETWEEN)
 def test_what_the_user_writes_between_forward_and_backward(program, write, mode):
     """Eager keeps none of it for backward."""
 
@@ -264,4 +289,32 @@ def test_what_the_user_writes_between_forward_and_backward(program, write, mode)
     options = {"fusedce.inner": "eager", "fusedce.logits": mode}
     fused = torch.compile(program, backend="fusedce", options=options)
     for ours, theirs in zip(run(fused), run(program), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "x", "weight, x"])
+def test_inductor_keeps_what_the_user_may_write_to(frozen):
+    """Its partitioner would compute copies and scaled operands again in backward."""
+
+    def program(x, w, b, t):
+        return F.cross_entropy(F.linear(x * 1, w * 1, b), t, reduction="none").square().mean()
+
+    def run(fn):
+        torch.manual_seed(0)
+        x, w = torch.randn(N, D, requires_grad="x" not in frozen), torch.randn(V, D)
+        w.requires_grad_("weight" not in frozen)
+        b, t = torch.randn(V, requires_grad=True), torch.randint(V, (N,))
+        loss = fn(x, w, b, t)
+        with torch.no_grad():
+            for tensor in (
+                b,
+                *([x] if "weight" in frozen else []),
+                *([w] if "x" in frozen else []),
+            ):
+                tensor.mul_(3)
+        loss.backward()
+        return [loss, x.grad, w.grad, b.grad]
+
+    fused = run(torch.compile(program, backend="fusedce"))
+    for ours, theirs in zip(fused, run(program), strict=True):
         torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,35 @@
+"""``fxpass::kept``: a copy of an operand that backward reads, and autograd of the linear would not.
+
+In: a tensor. Out: a copy that a compiled graph saves for backward. A plain ``clone`` is not enough:
+Inductor removes it, and its partitioner computes operands again in backward, from tensors that the
+user may have changed since::
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> loss = kept(weight).square().sum()
+    >>> _ = weight.data.zero_()  # an optimizer step, say
+    >>> torch.autograd.grad(loss, weight)
+    (tensor([2., 2.]),)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("fxpass::kept", mutates_args=())
+def kept(operand: Tensor) -> Tensor:
+    """A copy of ``operand``; its gradient is the gradient of ``operand``."""
+    return operand.clone()
+
+
+@kept.register_fake
+def _(operand: Tensor) -> Tensor:
+    return operand.clone()
+
+
+def _backward(_, grad: Tensor) -> Tensor:
+    return grad
+
+
+kept.register_autograd(_backward)
