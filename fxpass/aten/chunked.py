@@ -6,11 +6,12 @@ row losses and the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse
 operands' dtype, as in eager, but f32 for fp16, whose range is too small for the gradient of the
 logits. Softmax and sums are computed in f32 (f64 for f64), in blocks that stay in the caches.
 
-The gradient of a row of logits has the factor row_scale / sum(exp(z - m)). For f32, f64 and fp16
-operands this factor is not multiplied into the gradient ``[rows, V]`` but into smaller tensors
-``[rows, D]``: into x before the product for the weight's gradient, and into x's gradient after its
-product. For bf16 the gradient ``[rows, V]`` is multiplied, because rounding it from f32 to bf16 is
-a pass over it in any case.
+If the target distributions sum to 1, the gradient of a row of logits has the factor row_scale /
+sum(exp(z - m)). For f32, f64 and fp16 operands this factor is not multiplied into the gradient
+``[rows, V]`` but into smaller tensors ``[rows, D]``: into x before the product for the weight's
+gradient, and into x's gradient after its product. For bf16 the gradient ``[rows, V]`` is
+multiplied, because rounding it from f32 to bf16 is a pass over it in any case. It is multiplied
+also where the targets may have another sum, even 0: then only the softmax has the factor 0.
 """
 
 from __future__ import annotations
@@ -184,12 +185,11 @@ def _to_gradient(
         return loss, lse, sums.total
     scale, share = common.coefficients(inputs, target, sums.mass, rows)
     factor = share / sums.total
-    # with an lse_scale, the factor of the softmax may be 0 while the factor of q is not
-    if scaled or inputs.lse_scale is not None:
+    if scaled or inputs.lse_scale is not None or not target.sums_to_one:
         z.mul_(factor.unsqueeze(1))
         target.subtract_from(z, scale, rows, every)
         factor.fill_(1)
-    else:  # the factor of an ignored row is 0
-        target.subtract_from(z, torch.where(factor == 0, 0, scale / factor), rows, every)
+    else:
+        target.subtract_from(z, sums.total / sums.mass, rows, every)
     common.to_logits(spec, z, logits)
     return loss, lse, factor

@@ -84,7 +84,13 @@ def is_valid(target: Tensor, spec: Spec) -> Tensor:
 
 class Target:
     """The target distributions q of all rows. This base class is for ``target=none``: q is 0, and
-    Q is 1."""
+    Q is 1.
+
+    Attributes:
+        sums_to_one: whether Q is 1 in every row, but for its rounding.
+    """
+
+    sums_to_one = True
 
     def __init__(self, inputs: Inputs, spec: Spec) -> None:
         n, self.classes = inputs.x.shape[0], inputs.weight.shape[0]
@@ -126,6 +132,7 @@ class _Indices(Target):
         if spec.shard_of:
             self.sharp.masked_fill_(~here, 0)  # no product: a class weight may be inf
         self.smooth = self.smoothing / self.all_classes
+        self.sums_to_one = self.weight is None and not spec.shard_of
 
     def _in_tile(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
         """The target's column in the tile ``[rows, 1]``, and q's peak there ``[rows]``: 0 if the
@@ -162,7 +169,9 @@ class _Indices(Target):
 
 
 class _Probabilities(Target):
-    """q = w * ((1 - s) * p + s / V), with the given probabilities p."""
+    """q = w * ((1 - s) * p + s / V), with the given probabilities p, which may have any sum."""
+
+    sums_to_one = False
 
     def __init__(self, inputs: Inputs, spec: Spec) -> None:
         super().__init__(inputs, spec)

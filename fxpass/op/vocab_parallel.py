@@ -19,7 +19,7 @@ which the caller sums over the ranks::
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -108,7 +108,7 @@ def _fused(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
 
 def _rows(inputs: Inputs, spec: Spec, first: int, group: str) -> tuple[Tensor, Tensor]:
     """Each row's loss and lse over all classes, ``[N]``."""
-    here, mass, whole_mass = _shard(inputs, spec, first)
+    here, mass, whole_mass, counts = _shard(inputs, spec, first)
     loss, lse = _fused(here, spec.of_shard())
     highest = all_reduce(lse.detach(), "max", group)
     total = (lse - highest).exp()
@@ -122,25 +122,36 @@ def _rows(inputs: Inputs, spec: Spec, first: int, group: str) -> tuple[Tensor, T
     total, part, *rest = _Sum.apply(torch.stack(parts), group).unbind()
     mass = rest[0] if whole_mass is None else whole_mass
     log_total = total.log()
-    return torch.where(mass == 0, 0, part + mass * log_total), highest + log_total
+    loss = part + mass * log_total
+    loss = loss if counts is None else torch.where(counts, loss, 0)
+    return loss, highest + log_total
 
 
-def _shard(inputs: Inputs, spec: Spec, first: int) -> tuple[Inputs, Tensor | None, Tensor | None]:
-    """The arguments of this rank's operator call.
+class _Shard(NamedTuple):
+    """One rank's part of the loss.
 
-    Returns:
-        inputs: for this rank's classes.
+    Attributes:
+        inputs: of this rank's operator call.
         mass: Q_r ``[N]``, the sum of the target distributions over this rank's classes; None
             without a target.
         whole_mass: Q ``[N]``, over all classes; None if a rank cannot compute it alone.
+        counts: ``[N]``, False for ignored rows; None if no row can be ignored.
     """
+
+    inputs: Inputs
+    mass: Tensor | None = None
+    whole_mass: Tensor | None = None
+    counts: Tensor | None = None
+
+
+def _shard(inputs: Inputs, spec: Spec, first: int) -> _Shard:
     count = inputs.weight.shape[0]
     here = slice(first, first + count)
     w, target = inputs.class_weight, inputs.target
     dtype = compute_dtype(inputs.x.dtype)
     w = None if w is None else w.to(dtype)
     s = spec.label_smoothing
-    mass = whole_mass = None
+    mass = whole_mass = valid = None
     if target is not None and spec.target == "indices":
         index = target.long()
         valid = is_valid(index, spec)
@@ -163,7 +174,7 @@ def _shard(inputs: Inputs, spec: Spec, first: int) -> tuple[Inputs, Tensor | Non
         q = target.to(dtype) * (1 - s) + s / spec.shard_of
         mass = (q if w is None else q * w[here]).sum(1)
     w = None if w is None else w[here]
-    return inputs._replace(target=target, class_weight=w), mass, whole_mass
+    return _Shard(inputs._replace(target=target, class_weight=w), mass, whole_mass, valid)
 
 
 _NOWHERE = ELSEWHERE - 1

@@ -226,7 +226,8 @@ def _probabilities(s: Scope) -> str:
     if len(s.shape(c)) == 2 and s.shape(c).numel() == s.env["q"].numel():
         forms += [f"q.reshape(-1, {v})"] * 3
     if len(s.shape(c)) == 2:
-        forms.append(f"F.one_hot({s.hole('l')}, {v}).to({c}.dtype)")
+        one = f"F.one_hot({s.hole('l')}, {v})"
+        forms += [f"{one}.to({c}.dtype)", f"({one} - {one}.flip(0)).to({c}.dtype)"]
     return s.rng.choice(forms)
 
 

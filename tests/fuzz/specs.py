@@ -83,7 +83,7 @@ def spec(seed: str) -> Case:
         ("t", _target(rng, chosen, n, v)),
         (
             "cw",
-            rng.choice((f"torch.rand({v})", f"torch.rand({2 * v})[::2]")) if weighted else "None",
+            _class_weight(rng, chosen, v) if weighted else "None",
         ),
     ]
     kept = "F.linear(x, w, b).detach()" if rng.random() < 0.2 else "None"
@@ -119,12 +119,21 @@ def _target(rng: random.Random, spec: Spec, n: int, v: int) -> str:
     if spec.target == "none":
         return "None"
     if spec.target == "probabilities":
-        return f"torch.randn({n}, {v}).softmax(1)"
+        one = f"torch.eye({v})[torch.randint({v}, ({n},))]"
+        sums_to_zero, of_any_sum = f"{one} - {one}", f"4 * torch.randn({n}, {v})"
+        return rng.choice((f"torch.randn({n}, {v}).softmax(1)", sums_to_zero, of_any_sum))
     labels = f"torch.randint({v}, ({n},))"
     if spec.ignore_index == -100 and n:
         share = rng.choice(("0.0", "0.3", "0.3", "2.0"))
         return f"{labels}.masked_fill(torch.rand({n}) < {share}, -100)"
     return rng.choice((labels, f"torch.randint({v}, ({n}, 2))[:, 0]"))
+
+
+def _class_weight(rng: random.Random, spec: Spec, v: int) -> str:
+    forms = [f"torch.rand({v})", f"torch.rand({2 * v})[::2]"]
+    if spec.reduction != "mean":  # which divides by their sum
+        forms += [f"torch.randn({v})", f"torch.eye({v})[0] - torch.eye({v})[-1]"]
+    return rng.choice(forms)
 
 
 def _meaning(spec: Spec, transforms: list[str], dtype: str) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fxpass.op import vocab_parallel
 from fxpass.spec.expression import parse
 from fxpass.spec.spec import Spec
+from tests.support.implementations import centred
 
 N, D = 7, 5
 SOFTCAP = parse("30*tanh(z/30)")
@@ -30,6 +31,8 @@ class Case:
         ignored: whether some rows have ``spec.ignore_index`` as their target.
         padding: how many classes, the last ones, a bias makes impossible.
         saved: whether backward gets the logits of forward.
+        cancelling: whether each target distribution sums to 0: class probabilities do, or the class
+            weights.
     """
 
     spec: Spec
@@ -40,6 +43,7 @@ class Case:
     ignored: bool = False
     padding: int = 0
     saved: bool = False
+    cancelling: bool = False
 
     def tensors(self) -> dict[str, Tensor | None]:
         """The whole problem, the same on every rank."""
@@ -54,7 +58,12 @@ class Case:
         if self.ignored:
             assert self.spec.ignore_index is not None
             index[2:4] = self.spec.ignore_index
-        targets = {"indices": index, "probabilities": randn(N, self.v).softmax(1), "none": None}
+        probabilities, class_weight = randn(N, self.v).softmax(1), randn(self.v).exp()
+        if self.cancelling and not self.weighted:
+            probabilities = centred(N, self.v)
+        elif self.cancelling:
+            class_weight, index[:] = centred(1, self.v)[0], 0
+        targets = {"indices": index, "probabilities": probabilities, "none": None}
         bias = randn(self.v).to(self.dtype) if self.bias else None
         if bias is not None and self.padding:
             bias[-self.padding :] = -torch.inf
@@ -63,7 +72,7 @@ class Case:
             "weight": randn(self.v, D).to(self.dtype),
             "bias": bias,
             "target": targets[self.spec.target],
-            "class_weight": randn(self.v).exp() if self.weighted else None,
+            "class_weight": class_weight if self.weighted else None,
         }
 
 
@@ -90,6 +99,10 @@ CASES = {
     "probabilities": Case(Spec(target="probabilities"), v=13),
     "probabilities, weighted, smoothed": Case(
         Spec(target="probabilities", label_smoothing=0.1), weighted=True
+    ),
+    "probabilities that cancel": Case(Spec("sum", "probabilities"), v=13, cancelling=True),
+    "weights that cancel": Case(
+        Spec("none", label_smoothing=0.1), v=13, weighted=True, cancelling=True
     ),
     "z-loss": Case(Spec(lse=True), v=13),
     "z-loss, ignored": Case(Spec(lse=True, label_smoothing=0.1), v=13, ignored=True),

@@ -59,6 +59,13 @@ def problem(
     return Inputs(*(None if t is None else t.to(device) for t in inputs))
 
 
+def centred(n, v):
+    """Targets ``[n, v]`` whose rows sum to exactly 0."""
+    target = torch.zeros(n, v)
+    target[:, 1], target[:, -2] = 0.5, -0.5
+    return target
+
+
 def autograd(inputs, spec, dtype):
     """Row losses, lse and gradients by PyTorch in ``dtype``; the loss itself at least in f32."""
     operands = [

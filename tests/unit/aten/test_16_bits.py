@@ -15,7 +15,7 @@ from fxpass.aten import chunked, in_place, tiled
 from fxpass.plan import cpu
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
-from tests.support.implementations import GRADIENTS, TRANSFORMS, autograd, problem
+from tests.support.implementations import GRADIENTS, TRANSFORMS, autograd, centred, problem
 from tests.support.numerics import assert_close
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -69,6 +69,23 @@ def test_wide_operands(way, dtype):
     spec = Spec(gradients=GRADIENTS, lse=True)
     exact, eager = (autograd(inputs, spec, d) for d in (torch.float64, dtype))
     assert_close(way(inputs, spec, dtype)[:5], eager, exact, dtype)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, torch.float64])
+def test_targets_of_any_sum(way, dtype):
+    """Where they sum to 0, only the softmax has no part in the gradient."""
+    inputs = problem("cpu", dtype, 7, 9, 37)
+    target = centred(7, 37)
+    target[3:5] *= torch.tensor([[-1e-3], [50.0]])
+    target[5], target[6] = 2, 1e-39
+    inputs = inputs._replace(target=target)
+    spec = Spec(gradients=GRADIENTS, target="probabilities", lse=True)
+    multiplied = F32 if dtype == F16 else dtype
+    for row in range(7):  # one after the other: a large row would hide the error of a small one
+        one = inputs._replace(row_scale=torch.where(torch.arange(7) == row, 0.7, 0.0))
+        exact, eager = (autograd(one, spec, d) for d in (torch.float64, dtype))
+        assert_close(way(one, spec, multiplied)[:5], eager, exact, dtype)
 
 
 @pytest.mark.parametrize("multiplied", [BF16, F32])

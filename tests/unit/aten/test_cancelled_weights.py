@@ -1,4 +1,4 @@
-"""``mean`` where nothing is left to divide by: rows that are all ignored, or weights that cancel."""
+"""Rows that are all ignored, and weights and targets that cancel: sums of 0 that mean other things."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 from fxpass.op.operator import linear_cross_entropy
 from fxpass.spec.spec import Spec
+from tests.support.implementations import centred
+from tests.support.numerics import assert_close, loss_and_gradients
 
 N, D, V = 6, 8, 11
 
@@ -51,3 +53,50 @@ def test_what_is_finite_is_what_is_in_eager(implementation, device, strategy, ca
         assert torch.equal(a.isfinite(), b.isfinite())
         if case == "ignored":
             assert not a.any()
+
+
+CANCELLING = torch.eye(V)[1] - torch.eye(V)[2]  # class weights
+TARGETS = {
+    "probabilities": (centred(N, V), None, 0.0),
+    "weighted probabilities": (torch.full((N, V), 1 / V), CANCELLING, 0.0),
+    "smoothed indices": (torch.zeros(N, dtype=torch.int64), CANCELLING, 0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+@pytest.mark.parametrize("case", TARGETS)
+def test_a_target_distribution_that_cancels(
+    implementation, device, case, reduction, strategy, dtype
+):
+    """A row is not ignored because the factor of its softmax is 0."""
+    where = device if implementation == "triton" else "cpu"
+    target, class_weight, smoothing = TARGETS[case]
+    target = target.to(where)
+    class_weight = None if class_weight is None else class_weight.to(where)
+    spec = Spec(
+        *(reduction, "probabilities" if target.is_floating_point() else "indices"),
+        label_smoothing=smoothing,
+        gradients=("x", "weight"),
+        strategy=strategy,
+    ).text()
+
+    def fused(x, weight):
+        return linear_cross_entropy(x, weight, None, target, class_weight, None, spec)[0].sum()
+
+    def eager(x, weight):
+        z = F.linear(x, weight).to(torch.promote_types(x.dtype, torch.float32))
+        given, weights = (
+            t.to(z.dtype) if t is not None and t.is_floating_point() else t
+            for t in (target, class_weight)
+        )
+        return F.cross_entropy(z, given, weights, label_smoothing=smoothing, reduction="sum")
+
+    tensors = [torch.randn(N, D, dtype=dtype).to(where), torch.randn(V, D, dtype=dtype).to(where)]
+    got, theirs, exact = (
+        loss_and_gradients(program, tensors, wide)
+        for program, wide in ((fused, None), (eager, None), (eager, torch.float64))
+    )
+    assert got[1].any()
+    assert_close(got, theirs, exact, dtype)

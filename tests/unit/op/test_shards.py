@@ -13,7 +13,7 @@ from fxpass.kernels import chunked as triton_chunked
 from fxpass.kernels import tiled as triton_tiled
 from fxpass.spec import expression
 from fxpass.spec.spec import ELSEWHERE, IGNORED, Spec
-from tests.support.implementations import DTYPES, GRADIENTS, autograd, problem
+from tests.support.implementations import DTYPES, GRADIENTS, autograd, centred, problem
 from tests.support.numerics import assert_close
 from tests.support.tiled_runs import small_blocks
 
@@ -105,6 +105,14 @@ def test_against_float64(device, name, implementation):
     changes, features = CASES[name]
     spec = dataclasses.replace(SPEC, **changes)
     check(implementation, shard(device, spec, **features), spec)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_target_distribution_that_cancels(device, implementation):
+    spec = dataclasses.replace(SPEC, target="probabilities")
+    for features in (BOTH, {"row_scaled": True}, {}):
+        inputs = shard(device, spec, **features)
+        check(implementation, inputs._replace(target=centred(N, V).to(device)), spec)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
