@@ -23,6 +23,9 @@ directory, so the next process times nothing. This module adds to the autotuner 
   loads. In the autotuner this would need a hook in each configuration, and ``check_disk_cache``
   stores nothing for configurations with hooks. The kernel that overwrites logits with their
   gradient would also need ``restore_value``, a copy of the chunk within the measured time.
+- It spends little time on slow kernels (:class:`Timer`). ``triton.testing.do_bench`` launches each
+  candidate at least six times, however long that takes.
+- It stores no times if a candidate ran out of memory, which says nothing about its speed.
 - It does not clear the L2 cache, for which ``triton.testing.do_bench`` allocates 256 MiB, as much
   as the whole scratch of a fused loss. It skips every candidate that fails; ``Autotuner._bench``
   skips only three types of errors.
@@ -43,7 +46,10 @@ Launch = Callable[[Candidate], object]
 
 log = logging.getLogger(__name__)
 
-_ROUNDS, _LAUNCHES = 5, 4
+# A quick kernel is timed in rounds of several launches. A kernel is quick if that takes at most so
+# many ms; a slow one is timed one launch at a time, within the same limit. No further candidate is
+# launched once all took TOTAL_MS.
+ROUNDS, LAUNCHES, CANDIDATE_MS, TOTAL_MS = 5, 4, 100.0, 2000.0
 
 _chosen: dict[tuple[str | int, ...], Candidate] = {}
 _one_at_a_time = threading.Lock()
@@ -115,31 +121,75 @@ def _fastest(
         )
         for candidate in candidates
     ]
-    tune = triton.autotune(configs, key=["key"], do_bench=milliseconds, cache_results=True)
+    timer = Timer(len(configs))
+    tune = triton.autotune(configs, key=["key"], do_bench=timer, cache_results=True)
     tuner = tune(_Launch(kernel, tuple(candidates[0]), launch))
-    tuner.run(key=key)
+    try:
+        tuner.run(key=key)
+    except ShortOfMemoryError:
+        choice = candidates[timer.times.index(min(timer.times))]
+        launch(choice)  # as the autotuner does: raises if there is no memory for any candidate
+        return choice
     return candidates[configs.index(tuner.best_config)]
 
 
-def milliseconds(launch: Callable[[], object], quantiles: object = None) -> float:
-    """The median time of a launch over a few rounds, in ms; infinite if the launch raises.
+class ShortOfMemoryError(Exception):
+    """Raised after the last candidate if one ran out of memory, so that no times are stored."""
 
-    Args:
-        launch: takes the same time in every call.
-        quantiles: passed by the autotuner, which reads the first quantile, the median; ignored.
+
+class Timer:
+    """Times the candidates of one kernel, one call for each, in the order of the autotuner.
+
+    Attributes:
+        candidates: their number.
+        times: of the candidates so far, in ms. Infinite if a launch raised, or if it was not
+            launched because the others took too long.
     """
-    try:
+
+    def __init__(self, candidates: int):
+        self.candidates, self.times = candidates, list[float]()
+        self._spent, self._short_of_memory = 0.0, False
+
+    def __call__(self, launch: Callable[[], object], quantiles: object = None) -> float:
+        """The median time of a launch, in ms.
+
+        Args:
+            launch: takes the same time in every call.
+            quantiles: passed by the autotuner, which reads the first quantile, the median; ignored.
+
+        Raises:
+            ShortOfMemoryError: see there.
+        """
+        try:
+            time = self._time(launch) if self._spent <= TOTAL_MS else float("inf")
+        except Exception as error:  # if the default fails too, its real launch raises the error
+            log.debug("a candidate does not run: %s", error)
+            self._short_of_memory |= "out of memory" in str(error)  # torch's, or the driver's
+            time = float("inf")
+        self.times.append(time)
+        if self._short_of_memory and len(self.times) == self.candidates:
+            raise ShortOfMemoryError
+        return time
+
+    def _time(self, launch: Callable[[], object]) -> float:
         launch()  # compiles it
-        times = []
-        for _ in range(_ROUNDS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(_LAUNCHES):
-                launch()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / _LAUNCHES)
-    except Exception as error:  # if the default fails too, its real launch raises the error
-        log.debug("a candidate does not run: %s", error)
-        return float("inf")
-    return statistics.median(times)
+        times = [first := self._milliseconds(launch, 1)]
+        self._spent += first  # as much as the launch that compiled it
+        if first * ROUNDS * LAUNCHES <= CANDIDATE_MS:
+            return statistics.median(self._milliseconds(launch, LAUNCHES) for _ in range(ROUNDS))
+        best = min(self.times, default=first)
+        while first <= best and len(times) < ROUNDS and sum(times) + first <= CANDIDATE_MS:
+            times.append(self._milliseconds(launch, 1))
+        return statistics.median(times)
+
+    def _milliseconds(self, launch: Callable[[], object], launches: int) -> float:
+        """The mean time of a few launches."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(launches):
+            launch()
+        end.record()
+        end.synchronize()
+        time = start.elapsed_time(end)
+        self._spent += time
+        return time / launches

@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import logging
 import threading
+from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -68,7 +69,9 @@ class Process:
         self.tuning = importlib.util.module_from_spec(found)
         found.loader.exec_module(self.tuning)
         if clock is not None:
-            self.tuning.milliseconds = clock  # which takes the time of launches on a GPU
+            self.tuning.Timer = lambda candidates: (
+                clock
+            )  # which takes the time of launches on a GPU
 
     def best(self, launch, kernel=COPY, dtype=torch.float32, sizes=(5, 100), candidates=CANDIDATES):
         return self.tuning.best(kernel, CUDA, dtype, sizes, candidates, launch)
@@ -191,33 +194,96 @@ def test_nothing_is_timed_while_a_cuda_graph_is_captured(clock, machine, best, b
 # ---------------------------------------------------------------- what goes wrong
 
 
-def events(monkeypatch, times):
-    """Events of a stream on which ``times`` ms pass from one to the next."""
-    times = iter(times)
-    event = SimpleNamespace(
-        record=lambda: None, synchronize=lambda: None, elapsed_time=lambda end: next(times)
-    )
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+class Stream:
+    """A GPU's stream: a launch of a candidate takes as many ms as it has classes in a block, or
+    raises its error; events tell the time."""
+
+    def __init__(self, monkeypatch, errors=None):
+        self.now, self.launched, self.errors = 0.0, [], errors or {}
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: self.event())
+
+    def event(self):
+        event = SimpleNamespace(synchronize=lambda: None)
+        event.record = lambda: setattr(event, "at", self.now)
+        event.elapsed_time = lambda end: end.at - event.at
+        return event
+
+    def launch(self, candidate):
+        self.launched.append(candidate["BLOCK_V"])
+        if error := self.errors.get(candidate["BLOCK_V"]):
+            raise error
+        self.now += candidate["BLOCK_V"] * self.ms_a_class
+
+    ms_a_class = 1 / 64
+
+    def launches(self):
+        """The number of launches of each candidate."""
+        return dict(Counter(self.launched))
+
+
+@pytest.fixture
+def stream(machine, monkeypatch):
+    return Stream(monkeypatch)
 
 
 def test_a_time_is_the_median_of_rounds(monkeypatch):
-    launches = []
-    events(monkeypatch, [4.0, 400.0, 8.0, 12.0, 4.0])
-    assert tuning.milliseconds(lambda: launches.append(1)) == 2.0
-    assert len(launches) == 1 + 5 * 4
+    stream, times = Stream(monkeypatch), iter([1.0, 4.0, *[1.0] * 4, *[100.0] * 4, *[2.0] * 12])
+
+    def launch():
+        stream.now += next(times)
+
+    assert tuning.Timer(1)(launch) == 2.0
+    assert next(times, None) is None
+
+
+def test_a_slow_candidate_stops_early(stream):
+    """One launch compiles it, one is timed; the fastest so far may take a few more."""
+    stream.ms_a_class = 0.5  # 32, 16 and 8 ms
+    assert Process().best(stream.launch) == CANDIDATES[2]
+    assert stream.launches() == {64: 1 + 3, 32: 1 + 5, 16: 1 + 5 + 1}  # and the autotuner's own
+    stream.launched.clear()
+    assert Process().best(stream.launch, sizes=(5, 999), candidates=CANDIDATES[::-1])
+    assert stream.launches()[64] == 2
+
+
+@pytest.mark.parametrize("ms_a_class", [1e-4, 0.01, 0.1, 1.0, 10.0])
+def test_the_time_of_tuning_is_bounded(ms_a_class, stream):
+    stream.ms_a_class = ms_a_class
+    many = tuple({**CANDIDATES[0], "num_warps": 1 << warps} for warps in range(5))
+    assert Process().best(stream.launch, candidates=many) in many
+    launch = 64 * ms_a_class
+    assert stream.now <= max(5 * (200 + 3 * launch), 2000 + 4 * launch)
+    assert len(stream.launched) <= 5 * 22 + 1
+
+
+def test_what_is_too_slow_to_be_timed_is_not_launched(stream):
+    stream.ms_a_class = 100.0  # 6.4, 3.2 and 1.6 seconds
+    assert Process().best(stream.launch) == CANDIDATES[0]
+    assert stream.launches() == {64: 1 + 1 + 1}  # and the autotuner's own
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("CUDA: out of memory")]
+)
+@pytest.mark.parametrize("short", [64, 32, 16])
+def test_a_candidate_without_memory_is_timed_by_the_next_process(short, error, stream):
+    stream.errors = {short: error}
+    without = Process()
+    fastest = min(c["BLOCK_V"] for c in CANDIDATES if c["BLOCK_V"] != short)
+    assert without.best(stream.launch)["BLOCK_V"] == fastest
+    launched = len(stream.launched)
+    assert without.best(stream.launch)["BLOCK_V"] == fastest
+    assert len(stream.launched) == launched  # this process does not try again at every step
+    stream.errors = {}
+    assert Process().best(stream.launch) == CANDIDATES[2]
 
 
 @pytest.mark.parametrize("failing", [[64], [32], [64, 16]])
-def test_a_candidate_that_fails_is_not_taken(failing, machine, monkeypatch, caplog):
-    events(monkeypatch, [1.0] * 100)
-
-    def launch(candidate):
-        if candidate["BLOCK_V"] in failing:
-            raise RuntimeError("PassManager::run failed")
-
+def test_a_candidate_that_fails_is_not_taken(failing, stream, caplog):
+    stream.errors = dict.fromkeys(failing, RuntimeError("PassManager::run failed"))
     with caplog.at_level(logging.DEBUG, tuning.__name__):
-        choice = Process().best(launch)
-    assert choice == next(c for c in CANDIDATES if c["BLOCK_V"] not in failing)
+        choice = Process().best(stream.launch)
+    assert choice == [c for c in CANDIDATES if c["BLOCK_V"] not in failing][-1]
     assert len(caplog.records) == len(failing)
     assert "PassManager::run failed" in caplog.text
 
@@ -228,6 +294,15 @@ def test_where_every_candidate_fails_the_defaults_error_is_raised(machine):
 
     with pytest.raises(MemoryError, match="64"):
         Process().best(launch)
+
+
+def test_where_no_candidate_has_memory_nothing_is_remembered(stream):
+    stream.errors = dict.fromkeys(TIMES, torch.OutOfMemoryError("CUDA out of memory."))
+    process = Process()
+    with pytest.raises(torch.OutOfMemoryError):
+        process.best(stream.launch)
+    stream.errors = {}
+    assert process.best(stream.launch) == CANDIDATES[2]
 
 
 def test_threads_time_once(clock, best):
