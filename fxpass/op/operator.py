@@ -305,10 +305,12 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     out = gradient.detach() if last else torch.empty_like(gradient, dtype=dtype)
     rows = len(gradient)
     if on_cpu and dtype != factor.dtype:
-        # a CPU would materialise the unrounded product of all rows
+        # a CPU materialises the up-cast gradient and the unrounded product; a GPU's kernel does not
         rows = max(1, _ROUNDED_AT_A_TIME // max(1, gradient[:1].numel()))
+    # one dimension: a factor without dimensions would be rounded to the gradient's dtype first
+    factor = factor.view(1)
     for some, rounded in zip(gradient.split(rows), out.split(rows), strict=True):
-        torch.mul(some.to(factor.dtype), factor, out=rounded)
+        torch.mul(some, factor, out=rounded)
     return out
 
 

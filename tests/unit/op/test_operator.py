@@ -9,7 +9,10 @@ import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
+from fxpass.op import operator
 from fxpass.op.operator import linear_cross_entropy, linear_cross_entropy_backward
 from fxpass.spec.spec import ELSEWHERE, IGNORED, REVISION, Spec
 
@@ -140,6 +143,48 @@ def test_a_gradient_is_rounded_once_and_by_parts(shape):
         assert gradient.dtype == torch.float32
         assert torch.equal(leaf.grad, (before * torch.tensor(1 / 3)).half())
         assert torch.equal(gradient, before)
+
+
+class Returned(TorchFunctionMode):
+    """Dtype and number of elements of every tensor that a function of torch returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: set[tuple[torch.dtype, int]] = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self.kinds |= {(t.dtype, t.numel()) for t in tensors}
+        return out
+
+
+@pytest.mark.parametrize(
+    ("saved", "dtype"), [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)]
+)
+def test_a_gpu_scales_the_saved_gradient_without_a_wider_copy(saved, dtype):
+    """A GPU's kernel casts what it reads and writes. The operator's backward hides its calls from
+    modes, hence the private name, and tensors on the meta device stand for a GPU's."""
+    gradient = torch.empty(200, 300, dtype=saved, device="meta")
+    with Returned() as returned:
+        out = operator._scaled(gradient, torch.empty((), device="meta"), dtype)
+    assert out.dtype == dtype
+    large = {dtype for dtype, elements in returned.kinds if elements == gradient.numel()}
+    assert large == {saved, dtype}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_allocates_no_wider_copy(dtype):
+    x = torch.randn(N, 512, dtype=dtype, device="cuda")
+    weight = torch.randn(1 << 14, 512, dtype=dtype, device="cuda", requires_grad=True)
+    target = torch.randint(len(weight), (N,), device="cuda")
+    text = Spec(gradients=("weight",)).text()
+    loss, *_ = linear_cross_entropy(x, weight, None, target, None, None, text)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss.backward(torch.tensor(1 / 3, device="cuda"))
+    assert torch.cuda.max_memory_allocated() - before < 1.1 * weight.nbytes
 
 
 def test_accumulating_twice():
