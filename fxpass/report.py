@@ -27,7 +27,7 @@ from fxpass.casts.aot import trace
 from fxpass.casts.casts import Cast, cast_lines, note
 from fxpass.graph.source import source_of
 from fxpass.graph.text import graph_text
-from fxpass.kernels.source import Kernel
+from fxpass.kernels.call import Launch
 from fxpass.match.match import Match, Rejection
 from fxpass.plan.plan import size
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
@@ -47,7 +47,10 @@ class Report:
         matches: the fused losses.
         rejections: the losses that were not fused, each with its reason.
         casts: every inserted cast, with the user's line.
-        kernels: the Triton kernels of the matches, each with ``.name`` and ``.source``.
+        kernels: the Triton kernels that the matches launch on a GPU, each with ``.name``,
+            ``.source``, the launch ``.options``, and the ``.gpu`` that they are for: the operands'
+            GPU, else the current one, else an H200 (sm_90). These are the defaults; where the
+            tuner measures, it may choose another of ``.candidates``.
         logits_bytes: bytes of the logits that are not materialised, one copy in the linear's dtype.
         before, after: each graph as text, before and after the rewrite.
         labels_missing: whether the function takes ``labels`` and got none, as models do that
@@ -59,7 +62,7 @@ class Report:
     matches: tuple[Match, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Launch, ...]
     logits_bytes: int
     before: tuple[str, ...]
     after: tuple[str, ...]
@@ -82,9 +85,9 @@ class Report:
         if not self.matches and not self.rejections:
             advice = "; call it with labels to have a loss" if self.labels_missing else ""
             lines.append(f"  no cross-entropy in any graph: nothing to fuse{advice}")
-        if self.kernels:
-            names = ", ".join(kernel.name for kernel in self.kernels)
-            lines.append(f"  Triton kernels on a GPU: {names} (see .kernels)")
+        for gpu in dict.fromkeys(kernel.gpu for kernel in self.kernels):
+            names = ", ".join(kernel.name for kernel in self.kernels if kernel.gpu == gpu)
+            lines.append(f"  Triton kernels on {gpu}: {names} (see .kernels)")
         return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ rows start at multiples of 16 elements.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,8 @@ from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
 from fxpass.aten.common import Inputs, Results
-from fxpass.kernels import source, tuning
+from fxpass.kernels import call, source, tuning
+from fxpass.kernels.call import Candidate, Launch, Operands
 from fxpass.kernels.scaling import scale_coefficients
 from fxpass.kernels.source import Kernel
 from fxpass.plan.devices import gradient_dtype, on_device
@@ -78,13 +79,15 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Results:
     final = gradient_dtype(x.dtype) if len(parts) == 1 else torch.float32
     dtypes = {"x": torch.float32, "weight": final, "bias": torch.float32}
     grads = {name: new[name](shapes[name], dtype=dtypes[name]) for name in spec.gradients}
-    buffer = (
-        None if _readable(inputs, spec) else padded_buffer(x, max(map(_size, parts), default=0), v)
-    )
-    options = _options(inputs, spec, parts[0], buffer, loss, lse) if parts else {}
+    operands = Operands.of(inputs)
+    buffer = None
+    if not call.read_in_place(spec, operands.logits):
+        buffer = padded_buffer(x, max(map(_size, parts), default=0), v)
+    (row,) = call.for_call(spec, operands, call.gpu_of(x.device))
+    chosen = _chosen(row, inputs, spec, parts[0], buffer, loss, lse) if parts else row.candidates[0]
     for part in parts:
         chunk = _logits(inputs, part, buffer)
-        _launch(options, inputs, spec, part, chunk, loss, lse)
+        _launch(chosen, inputs, spec, part, chunk, loss, lse)
         if "bias" in grads:
             grads["bias"].add_(chunk.sum(0, dtype=torch.float32), alpha=factor)
         for classes in class_tiles(x, v):
@@ -122,11 +125,6 @@ def _size(part: slice) -> int:
     return part.stop - part.start
 
 
-def _readable(inputs: Inputs, spec: Spec) -> bool:
-    """Whether the kernel can read the given logits without a copy, because it only reads them."""
-    return inputs.logits is not None and not spec.gradients and inputs.logits.stride(1) == 1
-
-
 def padded_buffer(x: Tensor, rows: int, v: int) -> Tensor:
     """An empty buffer ``[rows, v]`` in the dtype of x; rows start at multiples of
     ``plan.PADDING`` elements, for vector loads and GEMMs."""
@@ -154,51 +152,59 @@ def _logits(inputs: Inputs, part: slice, buffer: Tensor | None) -> Tensor:
 # ---------------------------------------------------------------- the kernel
 
 
-def _options(
+def _chosen(
+    row: Launch,
     inputs: Inputs,
     spec: Spec,
     part: slice,
     buffer: Tensor | None,
     loss: Tensor,
     lse: Tensor | None,
-) -> Mapping[str, int]:
-    """The fastest launch options for the first chunk; all chunks use them.
+) -> Candidate:
+    """The fastest candidate for the first chunk; all chunks use it.
 
-    They are timed on the uninitialised buffer, before its first GEMM, and need no memory. The real
-    launch overwrites the losses that the timing wrote.
+    The candidates are timed on the uninitialised buffer, before its first GEMM, and need no memory.
+    The real launch overwrites the losses that the timing wrote.
     """
     chunk = _logits(inputs, part, None) if buffer is None else buffer[: _size(part)]
-    return tuning.best(
-        load(_kernel(inputs, spec)),
+    return best(
+        row,
         chunk.device,
         chunk.dtype,
         tuple(chunk.shape),
-        _candidates(chunk.shape[1], chunk.dtype),
-        lambda options: _launch(options, inputs, spec, part, chunk, loss, lse),
+        lambda candidate: _launch(candidate, inputs, spec, part, chunk, loss, lse),
     )
 
 
-def _kernel(inputs: Inputs, spec: Spec, whole_row: bool = False) -> Kernel:
-    scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
-    present = (scale is not None for scale in scales)
-    v = inputs.weight.shape[0]
-    scratch_columns = padded(v) != v and not _readable(inputs, spec)
-    return source.generate(
-        spec, *present, whole_row, scratch_columns, _wide_bias(inputs) is not None
+def best(
+    launch: Launch,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    run: Callable[[Candidate], object],
+) -> Candidate:
+    """The fastest candidate, from :mod:`fxpass.kernels.tuning`; ``run`` launches a candidate."""
+    by_options = {candidate.items: candidate for candidate in launch.candidates}
+    options = tuning.best(
+        load(launch.kernel),
+        device,
+        dtype,
+        sizes,
+        [candidate.options for candidate in launch.candidates],
+        lambda options: run(by_options[tuple(options.items())]),
     )
+    return by_options[tuple(options.items())]
 
 
 def _wide_bias(inputs: Inputs) -> Tensor | None:
-    """The bias that the kernel adds, because the GEMM would round it to the narrower dtype of the
-    logits; None if the GEMM adds the bias or the given logits include it."""
-    bias = inputs.bias
-    if bias is None or inputs.logits is not None or bias.dtype == inputs.x.dtype:
+    """The bias that the kernel adds; None if the GEMM adds it or the given logits include it."""
+    if inputs.bias is None or not call.adds_bias(inputs.x, inputs.bias, inputs.logits):
         return None
-    return bias.contiguous()
+    return inputs.bias.contiguous()
 
 
 def _launch(
-    options: Mapping[str, int],
+    chosen: Candidate,
     inputs: Inputs,
     spec: Spec,
     part: slice,
@@ -227,8 +233,7 @@ def _launch(
         arguments["class_weight"] = inputs.class_weight
     per_row = {"row_scale": inputs.row_scale, "lse_scale": inputs.lse_scale, "lse": lse}
     arguments |= {name: tensor[part] for name, tensor in per_row.items() if tensor is not None}
-    kernel = _kernel(inputs, spec, whole_row=options["BLOCK_V"] >= v)
-    load(kernel)[(rows,)](**arguments, **options)
+    load(chosen.kernel)[(rows,)](**arguments, **chosen.options)
 
 
 @functools.cache
@@ -239,35 +244,6 @@ def load(kernel: Kernel) -> triton.JITFunction:
     show its lines, and only users with write access to the cache can change the code.
     """
     return getattr(PyCodeCache.load(kernel.source), kernel.name)
-
-
-# Bytes of a block of a row, in the default configuration.
-_BLOCK_BYTES = 1 << 14
-
-
-def row_options(v: int, dtype: torch.dtype) -> dict[str, int]:
-    """The default launch options: blocks of up to 16 KiB of a row and 16 elements per thread, which
-    has enough loads in flight and no register spills."""
-    block = min(1 << (v - 1).bit_length(), _BLOCK_BYTES // dtype.itemsize)
-    return {"BLOCK_V": block, "num_warps": max(1, min(16, block // 512))}
-
-
-# Other candidates, (bytes of a block, warps): more work per thread, or smaller programs.
-_BLOCKS = ((_BLOCK_BYTES, 8), (_BLOCK_BYTES // 2, 8), (_BLOCK_BYTES // 4, 4))
-# Bytes of the largest row that fits, with its exponentials, into the registers of 1024 threads.
-_LARGEST_ROW = 1 << 16
-
-
-def _candidates(v: int, dtype: torch.dtype) -> list[dict[str, int]]:
-    """The default launch options and a few others; one block for the whole row, if it fits into
-    registers."""
-    default = row_options(v, dtype)
-    whole = 1 << (v - 1).bit_length()
-    blocks = [(size // dtype.itemsize, warps) for size, warps in _BLOCKS]
-    others = [(block, warps) for block, warps in blocks if block <= whole]
-    if default["BLOCK_V"] < whole <= _LARGEST_ROW // dtype.itemsize:
-        others.append((whole, 16 if torch.version.hip else 32))
-    return [default, *({"BLOCK_V": block, "num_warps": warps} for block, warps in others)]
 
 
 # ---------------------------------------------------------------- gradients

@@ -13,7 +13,6 @@ Python module. Features that the spec does not use leave no text in it::
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import textwrap
@@ -31,32 +30,6 @@ class Kernel:
 
     name: str
     source: str
-
-
-def kernels_of(
-    spec: Spec,
-    weighted: bool,
-    whole_row: bool = False,
-    padded: bool = False,
-    biased: bool = False,
-) -> tuple[Kernel, ...]:
-    """The kernels that one fused loss runs, in order.
-
-    Args:
-        spec: the operator's spec. If backward computes the gradients, it has a second kernel (here
-            for a gradient of every output); else one kernel computes loss and gradients.
-        weighted: whether there are class weights.
-        whole_row, padded, biased: as in :func:`generate`; the defaults are for many classes, a
-            multiple of 16, without an f32 bias.
-    """
-    if spec.gradients_in_backward and spec.gradients:
-        forward = dataclasses.replace(spec, gradients=())
-        backward = dataclasses.replace(spec, lse=False)
-        return (
-            generate(forward, weighted, False, False, whole_row, padded, biased),
-            generate(backward, weighted, True, spec.lse, whole_row, padded, biased),
-        )
-    return (generate(spec, weighted, False, False, whole_row, padded, biased),)
 
 
 @functools.cache

@@ -90,6 +90,11 @@ def specializes_warps(target: str) -> bool:
 MAX_SPLITS = 16
 
 
+def most_splits(processors: int) -> int:
+    """A power of two that :func:`per_split` never exceeds, for any number of rows or classes."""
+    return 1 << (max(MAX_SPLITS, processors) - 1).bit_length()
+
+
 def per_split(n: int, v: int, config: Config, processors: int) -> int:
     """The number of classes of one program (one split), a multiple of BLOCK_V.
 

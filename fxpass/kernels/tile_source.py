@@ -24,24 +24,11 @@ from fxpass.kernels.source import Kernel
 from fxpass.kernels.tile_body import Gemm
 from fxpass.spec.spec import Spec
 
-# Sizes that change from batch to batch; one compiled kernel serves all of them.
+# Sizes that change from batch to batch, and vectors that may start at any address; one compiled
+# kernel serves all of them. (A kernel that a CUDA graph records must have been loaded before.)
 _DYNAMIC = ("N", "splits", "per_split", "class_blocks")
+_UNALIGNED = ("row_scale", "lse_scale", "lse", "lse_rest", "loss")
 _CONSTEXPR = ("BLOCK_N", "BLOCK_V", "BLOCK_D", "GROUP_N", "SPLITS")
-
-
-def kernels_of(spec: Spec, weighted: bool, biased: bool) -> tuple[Kernel, ...]:
-    """The kernels that one fused loss runs, in order; they load operands through pointers.
-
-    Args:
-        spec: the operator's spec; its backward kernel is for a gradient of every output.
-        weighted, biased: whether there are class weights, and a bias.
-    """
-    gemm = Gemm(biased=biased)
-    kernels = [forward(spec, weighted, gemm), merge(spec, weighted)]
-    if spec.gradients:
-        kernels += [mass(spec, weighted)] * (spec.target == "probabilities")
-        kernels.append(backward(spec, weighted, True, spec.lse, gemm))
-    return tuple(kernels)
 
 
 @functools.cache
@@ -180,12 +167,18 @@ def _target(f: Features) -> list[str]:
 
 def _kernel(stage: str, what: str, f: Features, parameters: list[str], body: list[str]) -> Kernel:
     transforms = source.transforms(f) if stage in ("forward", "backward") else []
-    dynamic = ", ".join(f'"{name}"' for name in parameters if name in _DYNAMIC)
+    dynamic = [name for name in parameters if name in _DYNAMIC]
+    per_row = [*["target"] * f.indices, *_UNALIGNED]
+    unaligned = [name for name in parameters if name in per_row]
     return source.assemble(
         f"linear_cross_entropy_{stage}",
         source.docstring(what, f),
         transforms,
-        f"do_not_specialize=[{dynamic}]",
+        f"do_not_specialize={_names(dynamic)}, do_not_specialize_on_alignment={_names(unaligned)}",
         [f"{name}{': tl.constexpr' * (name in _CONSTEXPR)}" for name in parameters],
         body,
     )
+
+
+def _names(parameters: list[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in parameters) + "]"

@@ -26,13 +26,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fxpass.aten.common import Inputs, Results
-from fxpass.kernels import source, tile_body, tile_config, tile_source, tuning
-from fxpass.kernels.chunked import class_tiles, load, padded_buffer, product, row_options
+from fxpass.kernels import call, source, tile_body, tile_config
+from fxpass.kernels.call import Candidate, Launch, Operands
+from fxpass.kernels.chunked import best, class_tiles, load, padded_buffer, product
 from fxpass.kernels.scaling import scale_coefficients
-from fxpass.kernels.source import Kernel
-from fxpass.kernels.tile_body import Gemm
 from fxpass.kernels.tile_config import Config
-from fxpass.plan.devices import on_device, precision, target_of
+from fxpass.plan.devices import on_device
 from fxpass.spec.spec import Spec
 
 # Bytes of the f32 tile of a weight's gradient that is rounded in a second pass.
@@ -68,25 +67,22 @@ def _forward(inputs: Inputs, spec: Spec) -> Results:
     lse, rest = torch.empty_like(loss), torch.empty_like(loss)
     if not n:
         return Results(loss, lse, lse_rest=rest)
-    logits = _Logits(inputs)
-    weighted = inputs.class_weight is not None
-    kernel = tile_source.forward(spec, weighted, logits.gemm)
-    names = tile_body.PARTIALS & set(load(kernel).arg_names)
+    logits = _Logits(inputs, spec)
+    forward, merge = logits.launches["forward"], logits.launches["merge"]
+    names = tile_body.PARTIALS & set(load(forward.kernel).arg_names)
 
     def sums(config: Config) -> _Arguments:
         """Partial sums, written to new tensors, and how the classes are split."""
-        per_split = tile_config.per_split(n, v, config, _processors(loss.device))
+        per_split = tile_config.per_split(n, v, config, forward.gpu.processors)
         splits = -(-v // per_split)
         out: _Arguments = {"per_split": per_split, "splits": splits}
         out |= {name: loss.new_empty((n, splits)) for name in names}
-        logits.launch(kernel, config, splits, out)
+        logits.launch(forward, config, splits, out)
         return out
 
-    parts = sums(logits.config(kernel, sums))
+    parts = sums(logits.config(forward, sums))
     parts |= {"loss": loss, "lse": lse, "lse_rest": rest}
-    parts |= {"SPLITS": 1 << (int(parts["splits"]) - 1).bit_length()}
-    arguments = logits.arguments | parts
-    _launch(tile_source.merge(spec, weighted), n, arguments, {"num_warps": 1})
+    _launch(merge.candidates[0], n, logits.arguments | parts)
     return Results(loss, lse, lse_rest=rest)
 
 
@@ -103,42 +99,28 @@ def _backward(inputs: Inputs, spec: Spec, classes: int) -> Results:
     gradients = _Gradients(inputs, spec, unscale)
     if not n:
         return gradients.outputs()
-    logits = _Logits(inputs)
-    if spec.target == "probabilities":
-        logits.arguments["row_mass"] = _row_mass(logits, spec)
-    widest = max(config.BLOCK_V for config in logits.configs)
+    logits = _Logits(inputs, spec)
+    if "mass" in logits.launches:
+        logits.arguments["row_mass"] = x.new_empty(n, dtype=torch.float32)
+        _launch(logits.launches["mass"].candidates[0], n, logits.arguments)
+    backward = logits.launches["backward"]
+    widest = max(candidate.options["BLOCK_V"] for candidate in backward.candidates)
     classes = max(1, classes // widest) * widest
     g = padded_buffer(x, n, min(classes, v))
-    scales = (inputs.class_weight, inputs.row_scale, inputs.lse_scale)
-    present = [scale is not None for scale in scales]
-    kernel = tile_source.backward(spec, *present, logits.gemm)
 
     def to_gradient(config: Config, tile: slice) -> None:
         """Writes the gradient of some classes' logits to g."""
         blocks = -(-(tile.stop - tile.start) // config.BLOCK_V)
         out: _Arguments = {"g": g, "g_stride": g.stride(0), "first": tile.start}
-        logits.launch(kernel, config, blocks, out | {"class_blocks": blocks})
+        logits.launch(backward, config, blocks, out | {"class_blocks": blocks})
 
     first = slice(0, min(classes, v))
-    config = logits.config(kernel, lambda config: to_gradient(config, first))
+    config = logits.config(backward, lambda config: to_gradient(config, first))
     for start in range(0, v, classes):
         tile = slice(start, min(start + classes, v))
         to_gradient(config, tile)
         gradients.add(g[:, : tile.stop - start], tile)
     return gradients.outputs()
-
-
-def _row_mass(logits: _Logits, spec: Spec) -> Tensor:
-    """The sum of each row's target distribution, ``[N]`` f32."""
-    target = logits.inputs.target
-    assert target is not None
-    n, v = target.shape
-    out = target.new_empty(n, dtype=torch.float32)
-    options = row_options(v, torch.float32)
-    arguments = logits.arguments | {"row_mass": out, "BLOCK_V": options["BLOCK_V"]}
-    kernel = tile_source.mass(spec, logits.inputs.class_weight is not None)
-    _launch(kernel, n, arguments, {"num_warps": options["num_warps"]})
-    return out
 
 
 class _Gradients:
@@ -202,64 +184,52 @@ class _Gradients:
 
 
 class _Logits:
-    """The GEMM of the logits for some inputs, and the arguments that all kernels share."""
+    """The launches of a run, and the arguments that its kernels share."""
 
-    def __init__(self, inputs: Inputs):
+    def __init__(self, inputs: Inputs, spec: Spec):
         self.inputs = inputs
+        launches = call.for_call(spec, Operands.of(inputs), call.gpu_of(inputs.x.device))
+        self.launches = {launch.stage: launch for launch in launches}
         x, weight, bias = inputs.x, inputs.weight, inputs.bias
         if not x.is_cuda:
             # the interpreter multiplies bf16 wrongly
             x, weight, bias = x.float(), weight.float(), None if bias is None else bias.float()
-        self.x, self.weight = (t if t.stride(1) == 1 else t.contiguous() for t in (x, weight))
-        target = target_of(x.device)
-        self.configs = tile_config.configs_for(target, x.dtype)
-        described = tile_config.has_descriptors(target)
-        described = described and _describable(self.x) and _describable(self.weight)
-        self.gemm = Gemm(
-            biased=bias is not None,
-            precision=precision(x.dtype, target),
-            described=described,
-            warp_specialized=described and tile_config.specializes_warps(target),
-        )
+        # Always contiguous and aligned, as the rows are that remain where ignored rows are left
+        # out: with and without them, the same compiled kernels run.
+        self.x = x if x.is_contiguous() and call.aligned(x) else x.clone(memory_format=_CONTIGUOUS)
+        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        n, d = x.shape
         self.arguments: _Arguments = {
-            "x_stride": self.x.stride(0),
+            "x_stride": d,
             "weight_stride": self.weight.stride(0),
-            "N": x.shape[0],
-            "D": x.shape[1],
+            "N": n,
+            "D": d,
             "V": weight.shape[0],
             **_beside(inputs),
         }
         if bias is not None:
             self.arguments["bias"] = bias.contiguous()
 
-    def config(self, kernel: Kernel, launch: Callable[[Config], object]) -> Config:
-        """The fastest configuration of a kernel, from :mod:`fxpass.kernels.tuning`."""
+    def config(self, launch: Launch, run: Callable[[Config], object]) -> Config:
+        """The fastest tiles for a launch."""
         n, d, v = (int(self.arguments[size]) for size in ("N", "D", "V"))
-        chosen = tuning.best(
-            load(kernel),
-            self.x.device,
-            self.x.dtype,
-            (n, d, v),
-            [config._asdict() for config in self.configs],
-            lambda candidate: launch(Config(**candidate)),
-        )
-        return Config(**chosen)
+        device, dtype = self.x.device, self.x.dtype
+        chosen = best(launch, device, dtype, (n, d, v), lambda one: run(Config(**one.options)))
+        return Config(**chosen.options)
 
-    def launch(self, kernel: Kernel, config: Config, others: int, more: _Arguments) -> None:
+    def launch(self, launch: Launch, config: Config, others: int, more: _Arguments) -> None:
         """Runs a kernel over all blocks of rows and ``others`` splits or blocks of classes."""
         x, weight = self.x, self.weight
-        if self.gemm.described:
-            x = TensorDescriptor.from_tensor(x, [config.BLOCK_N, config.BLOCK_D])
+        if launch.described:
+            d = x.shape[1]
+            x = TensorDescriptor(x, list(x.shape), [d, 1], [config.BLOCK_N, config.BLOCK_D])
             weight = TensorDescriptor.from_tensor(weight, [config.BLOCK_V, config.BLOCK_D])
         programs = -(-len(self.x) // config.BLOCK_N) * others
-        arguments = self.arguments | config.sizes | more | {"x": x, "weight": weight}
-        _launch(kernel, programs, arguments, config.options)
+        candidate = Candidate(launch.kernel, tuple(config._asdict().items()))
+        _launch(candidate, programs, self.arguments | more | {"x": x, "weight": weight})
 
 
-def _describable(t: Tensor) -> bool:
-    """Whether a tensor descriptor can describe a matrix: rows start at multiples of 16 bytes."""
-    aligned = t.data_ptr() % 16 == 0 and t.stride(0) * t.itemsize % 16 == 0
-    return aligned and t.stride(0) >= t.shape[1] > 0
+_CONTIGUOUS = torch.contiguous_format
 
 
 def _beside(inputs: Inputs) -> _Arguments:
@@ -282,14 +252,10 @@ def _beside(inputs: Inputs) -> _Arguments:
     return out
 
 
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _launch(kernel: Kernel, programs: int, arguments: _Arguments, options: dict[str, int]) -> None:
+def _launch(candidate: Candidate, programs: int, arguments: _Arguments) -> None:
     """Runs a kernel with the arguments that it has parameters for."""
-    function = load(kernel)
-    named = {name: arguments[name] for name in function.arg_names}
-    function[(programs,)](**named, **options)
+    function = load(candidate.kernel)
+    given = arguments | candidate.options
+    named = {name: given[name] for name in function.arg_names}
+    launch_options = {k: v for k, v in candidate.options.items() if k.islower()}
+    function[(programs,)](**named, **launch_options)

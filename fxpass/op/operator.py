@@ -33,6 +33,7 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
 
 from fxpass.aten import common
 from fxpass.aten.common import Inputs, Results
+from fxpass.op import runs
 from fxpass.op.checks import NAME, check_class_indices, check_inputs
 from fxpass.op.dispatch import compute
 from fxpass.plan.devices import compute_dtype, gradient_dtype, on_device
@@ -91,7 +92,7 @@ def linear_cross_entropy(
     inputs = Inputs(x, weight, bias, target, class_weight, logits)
     check_inputs(inputs, s)
     check_class_indices(inputs, s)
-    now = dataclasses.replace(s, gradients=()) if s.gradients_in_backward else s
+    now, scaled = runs.forward(s, x.dtype)
     one = x.new_ones((), dtype=compute_dtype(x.dtype))
     scale = left = one
     if s.reduction == "mean":
@@ -99,8 +100,7 @@ def linear_cross_entropy(
         scale = weights.to(one.dtype).reciprocal()
         # without rows the gradients are zeros; class weights that sum to 0 give inf or nan
         left = torch.where(rows == 0, 0, scale)
-        if now.gradients and gradient_dtype(x.dtype) == x.dtype:
-            # forward includes 1 / N, which spares backward a pass over the gradients
+        if scaled:
             inputs, left = inputs._replace(row_scale=left.expand(x.shape[0])), one
     out = compute(inputs, now)
     assert out.loss is not None
@@ -138,8 +138,7 @@ def linear_cross_entropy_backward(
         x_grad, weight_grad, bias_grad in the dtypes of their operands; size 0 if ``spec.gradients``
         does not name them.
     """
-    # an implementation's spec names its outputs; its inputs show which incoming gradients exist
-    s = dataclasses.replace(Spec.parse(spec), lse=False)
+    s = runs.backward(Spec.parse(spec))
     inputs = Inputs(x, weight, bias, target, class_weight, logits, row_scale, lse_scale)
     inputs = inputs._replace(lse=lse, lse_rest=lse_rest)
     if row_scale is None:

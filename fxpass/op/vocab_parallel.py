@@ -18,7 +18,6 @@ which the caller sums over the ranks::
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpass.aten.common import Inputs, is_valid
+from fxpass.op import runs
 from fxpass.op.operator import counted
 from fxpass.plan.devices import compute_dtype
 from fxpass.spec.spec import ELSEWHERE, IGNORED, Spec
@@ -76,13 +76,12 @@ def linear_cross_entropy(
     if save_logits:
         logits = _logits(x, weight, bias)
     inputs = Inputs(x, weight, bias, target, class_weight, logits)
+    of_rank = runs.of_rank(s, group, row_groups)
     if group is None:
-        by_all = s.reduction == "mean" and bool(row_groups)
-        local = dataclasses.replace(s, reduction="sum") if by_all else s
-        loss, lse = _fused(inputs, local)
-        loss = loss / _count(inputs, s, row_groups) if by_all else loss
+        loss, lse = _fused(inputs, of_rank)
+        loss = loss if of_rank == s else loss / _count(inputs, s, row_groups)
         return loss, lse if s.lse else None
-    loss, lse = _rows(inputs, s, first, group)
+    loss, lse = _rows(inputs, s, of_rank, first, group)
     if s.reduction != "none":
         loss = loss.sum()
     if s.reduction == "mean":
@@ -106,10 +105,12 @@ def _fused(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
     return loss, lse
 
 
-def _rows(inputs: Inputs, spec: Spec, first: int, group: str) -> tuple[Tensor, Tensor]:
+def _rows(
+    inputs: Inputs, spec: Spec, of_rank: Spec, first: int, group: str
+) -> tuple[Tensor, Tensor]:
     """Each row's loss and lse over all classes, ``[N]``."""
     here, mass, whole_mass, counts = _shard(inputs, spec, first)
-    loss, lse = _fused(here, spec.of_shard())
+    loss, lse = _fused(here, of_rank)
     highest = all_reduce(lse.detach(), "max", group)
     total = (lse - highest).exp()
     if mass is None:

@@ -19,10 +19,9 @@ from fxpass.casts.casts import Cast, cast_region, note
 from fxpass.graph.nodes import hint, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
-from fxpass.kernels import source, tile_source
-from fxpass.kernels.source import Kernel
+from fxpass.kernels.call import Launch, Operand, Operands, gpu_for_listing
 from fxpass.match.match import Found, Match, Rejection, find
-from fxpass.plan.plan import padded
+from fxpass.op import runs
 from fxpass.rewrite import dump
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
 from fxpass.rewrite.rewrite import Rewritten, erase, rewrite
@@ -38,14 +37,14 @@ class Outcome:
 
     Attributes:
         matches, rejections, casts: in the order of the graph.
-        kernels: the Triton kernels that the matches run on a GPU.
+        kernels: the launches of Triton kernels on a GPU.
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
     """
 
     matches: tuple[Match, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Launch, ...]
     restore: Restore
 
 
@@ -59,7 +58,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     matches: list[Match] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
-    kernels: dict[Kernel, None] = {}
+    kernels: dict[Launch, None] = {}
     restore: Restore = as_compiled
     for region in regions(gm):
         return_once(region)
@@ -73,7 +72,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         untouched = _copy(region.module.graph)
         try:
             returned, rewritten = _carry_out(region, found, settings)
-            generated = {kernel: None for one in rewritten for kernel in _kernels(one.call)}
+            generated = {kernel: None for one in rewritten for kernel in _launches(one.call)}
         except Exception as error:
             # an unforeseen program runs without the rewrite
             log.warning("%s: the rewrite failed", found.matches[0].source, exc_info=True)
@@ -117,16 +116,30 @@ def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restor
     return restore, rewritten[::-1]
 
 
-def _kernels(call: Node) -> tuple[Kernel, ...]:
-    """The Triton kernels that a call of the operator runs on a GPU."""
+def _launches(call: Node) -> tuple[Launch, ...]:
+    """The Triton kernels that a call of the operator runs on a GPU, see
+    :func:`fxpass.kernels.call.gpu_for_listing`."""
     arguments: Any = call.args
-    x, weight, bias, _, class_weight, logits, text, *_ = arguments
+    x, weight, bias, _, class_weight, logits, text, *sharded = arguments
+    operands = Operands(
+        x=_operand(x),
+        weight=_operand(weight),
+        bias=bias and _operand(bias),
+        logits=logits and _operand(logits),
+        weighted=class_weight is not None,
+    )
     spec = Spec.parse(text)
-    spec = spec.of_shard() if spec.shard_of else spec
-    weighted = class_weight is not None
-    if spec.strategy == "tiled":
-        return tile_source.kernels_of(spec, weighted, biased=bias is not None)
-    # the GEMM adds a bias of its own dtype
-    wide = bias is not None and logits is None and value(bias).dtype != value(x).dtype
-    classes = hint(value(weight).shape[0])
-    return source.kernels_of(spec, weighted, padded=padded(classes) != classes, biased=wide)
+    if sharded:
+        _, group, row_groups, *saves_logits = sharded
+        spec = runs.of_rank(spec, group, row_groups)
+        if saves_logits:
+            shape = (operands.x.shape[0], operands.weight.shape[0])
+            operands = operands._replace(logits=Operand(shape, operands.x.dtype))
+    return runs.launches(spec, operands, gpu_for_listing(value(x).device))
+
+
+def _operand(node: Node) -> Operand:
+    tensor = value(node)
+    shape, strides = (tuple(map(hint, sizes)) for sizes in (tensor.shape, tensor.stride()))
+    starts_at = hint(tensor.storage_offset()) * tensor.itemsize  # allocations are aligned
+    return Operand(shape, tensor.dtype, strides, aligned=starts_at % 16 == 0)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from triton import JITFunction
 
 from fxpass.kernels import chunked, tiled
 from fxpass.kernels.source import Kernel
 
 
 class Launches(list[dict[str, Any]]):
-    """The arguments and options of each launch, by name, and ``current``: what ``current()`` said
-    when it was launched."""
+    """The arguments and options of each launch, by name, its ``kernel``, and ``current``: what
+    ``current()`` said when it was launched."""
 
     def __init__(self, patch: pytest.MonkeyPatch, runs: bool = False, current=lambda: None):
         super().__init__()
@@ -21,16 +20,16 @@ class Launches(list[dict[str, Any]]):
 
         class Taken:
             def __init__(self, kernel: Kernel):
-                self.function: JITFunction = load(kernel)
+                self.kernel, self.function = kernel, load(kernel)
                 self.arg_names = self.function.arg_names
 
             def __getitem__(self, grid):
-                return lambda **arguments: launched(self.function, grid, arguments)
+                return lambda **arguments: launched(self, grid, arguments)
 
-        def launched(function, grid, arguments) -> None:
-            self.append(arguments | {"current": current()})
+        def launched(taken, grid, arguments) -> None:
+            self.append(arguments | {"current": current(), "kernel": taken.kernel})
             if runs:
-                function[grid](**arguments)
+                taken.function[grid](**arguments)
 
         for module in (chunked, tiled):
             patch.setattr(module, "load", Taken)

@@ -8,7 +8,7 @@ from collections import namedtuple
 import torch
 
 from fxpass.aten import common
-from fxpass.kernels import tile_config, tiled
+from fxpass.kernels import call, tile_config, tiled
 from fxpass.kernels.tile_config import Config
 from tests.support.implementations import GRADIENTS, autograd
 from tests.support.numerics import assert_close
@@ -22,7 +22,8 @@ def small_blocks(monkeypatch) -> None:
     interpreted = SMALL._replace(BLOCK_N=8, BLOCK_V=16, BLOCK_D=8)
     small = SMALL if torch.cuda.is_available() else interpreted
     monkeypatch.setattr(tile_config, "configs_for", lambda target, dtype: (small,))
-    monkeypatch.setattr(tiled, "_processors", lambda device: 3)
+    gpu_of = call.gpu_of
+    monkeypatch.setattr(call, "gpu_of", lambda device: gpu_of(device)._replace(processors=3))
     # several passes over what is rounded behind an f32 result
     monkeypatch.setattr(tiled, "_F32_BYTES", 4 * 5 * 12)
 
@@ -32,6 +33,7 @@ Results = namedtuple("Results", common.Results._fields[:5])
 
 def both(inputs, spec, classes=CLASSES):
     """Forward's outputs and then backward's gradients, as the operator asks for them."""
+    spec = dataclasses.replace(spec, strategy="tiled")
     out = tiled.run(inputs, dataclasses.replace(spec, gradients=()), classes)
     assert out.loss.dtype == out.lse.dtype == torch.float32
     assert out[2:5] == (None, None, None)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from fxpass.aten import chunked as aten_chunked
 from fxpass.aten.common import Inputs
 from fxpass.kernels import chunked as triton_chunked
+from fxpass.kernels import row_config
 from fxpass.kernels.expression import FUNCTIONS
 from fxpass.kernels.source import Kernel, generate
 from fxpass.spec import expression
@@ -152,7 +153,7 @@ def test_sizes_of_what_else_there_is(device, shape, spec):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_more_classes_than_one_block_holds(device, dtype):
-    v = triton_chunked.row_options(1 << 20, dtype)["BLOCK_V"] + 5
+    v = row_config.row_options(1 << 20, dtype)["BLOCK_V"] + 5
     check(problem(device, dtype, n=3, v=v), Spec(gradients=GRADIENTS), rows=2)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from fxpass.aten.common import Inputs
-from fxpass.kernels import chunked, source, tuning
+from fxpass.kernels import call, chunked, row_config, source, tuning
 from fxpass.spec.spec import Spec
 from tests.support.allocations import Allocations
 from tests.support.gpus import A100, H200, MI300, T4
@@ -128,7 +128,7 @@ def test_candidates(v, dtype, device, tuner):
     """The default first, no block twice as large as the row, no more threads than there can be."""
     chunked.run(problem(device, dtype, n=1, v=v), Spec(), rows=1)
     candidates = tuner.candidates
-    assert candidates[0] == chunked.row_options(v, dtype)
+    assert candidates[0] == row_config.row_options(v, dtype)
     assert len(candidates) <= 5
     for options in candidates:
         assert options["BLOCK_V"] < 2 * v
@@ -190,6 +190,7 @@ def test_nothing_waits_for_the_gpu(monkeypatch, target, reduction):
     # a torch without CUDA has no such tensors on a GPU: these are on the CPU
     monkeypatch.setattr(chunked, "_mixed_gemm", lambda x: True)
     monkeypatch.setattr(torch, "addmm", addmm_of_fakes)
+    monkeypatch.setattr(call, "aligned", lambda tensor: True)  # these have no address
     inputs = problem(
         "cpu",
         torch.bfloat16,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxpass.kernels import chunked
+from fxpass.kernels.row_config import row_options
 from fxpass.kernels.source import generate
 from fxpass.spec.spec import Spec
 from tests.support.compiled import TARGETS, Resources, Unit, _read, _write, compare, resources
@@ -55,7 +55,7 @@ KERNELS = {
 
 def unit(words, weighted, scales, classes, dtype, options=None):
     """One launch of the kernel of a spec."""
-    options = options or chunked.row_options(classes, DTYPES[dtype])
+    options = options or row_options(classes, DTYPES[dtype])
     spec = Spec.parse(f"{Spec(reduction='sum').text()} {words}".strip())
     names = (*scales, *[False] * (2 - len(scales)))
     whole_row, padded = options["BLOCK_V"] >= classes, classes % 16 != 0

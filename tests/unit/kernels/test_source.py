@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 
 from fxpass.kernels.expression import FUNCTIONS, functions, unit_slope
 from fxpass.kernels.row import GAIN
-from fxpass.kernels.source import generate, gradient_factor, kernels_of
+from fxpass.kernels.source import generate, gradient_factor
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 from tests.support.golden import without_hash
@@ -235,9 +235,8 @@ def test_name_ignores_what_the_kernel_does_not_see():
 def test_text_is_the_same_in_every_process_and_needs_no_triton():
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from fxpass.spec.spec import Spec; from fxpass.kernels.source import kernels_of\n"
-        f"for kernel in kernels_of(Spec.parse({EVERYTHING.text()!r}), weighted=True):\n"
-        "    print(kernel.source)"
+        "from fxpass.spec.spec import Spec; from fxpass.kernels.source import generate\n"
+        f"print(generate(Spec.parse({EVERYTHING.text()!r}), weighted=True).source)"
     )
     out = subprocess.run(
         [sys.executable, "-c", code],
@@ -246,30 +245,7 @@ def test_text_is_the_same_in_every_process_and_needs_no_triton():
         text=True,
         check=True,
     )
-    kernels = kernels_of(EVERYTHING, weighted=True)
-    assert out.stdout == "".join(f"{kernel.source}\n" for kernel in kernels)
-
-
-def test_kernels_of():
-    assert kernels_of(Spec(gradients=("x",)), weighted=False) == (
-        generate(Spec(gradients=("x",)), weighted=False),
-    )
-    forward, backward = kernels_of(EVERYTHING, weighted=True)
-    assert "share" not in forward.source
-    assert backward == generate(EVERYTHING, weighted=True, row_scaled=True)
-    assert len(kernels_of(Spec(reduction="none"), weighted=False)) == 1
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_kernels_of_loss_and_lse(reduction):
-    """Forward writes both; backward has the gradients of both and writes no lse again."""
-    spec = Spec(reduction, gradients=("x",), lse=True)
-    forward, backward = kernels_of(spec, weighted=False)
-    assert forward == generate(Spec(lse=True), weighted=False)
-    assert "tl.store(lse + row" in forward.source
-    assert backward == generate(Spec(gradients=("x",)), False, row_scaled=True, lse_scaled=True)
-    assert "tl.store(lse + row" not in backward.source
-    assert len(kernels_of(Spec(reduction, lse=True), weighted=False)) == 1
+    assert out.stdout == f"{generate(EVERYTHING, weighted=True).source}\n"
 
 
 @pytest.mark.parametrize(
@@ -320,14 +296,6 @@ def test_padded_rows_are_read_and_written_in_whole_vectors(name, whole_row):
     assert all("mask=cols < padded" in line for line in of_logits)
     others = [line for line in padded.splitlines() if "mask=" in line and line not in of_logits]
     assert all("mask=inside" in line for line in others)
-
-
-def test_kernels_of_whole_rows():
-    forward, backward = kernels_of(EVERYTHING, weighted=True, whole_row=True)
-    assert backward == generate(EVERYTHING, weighted=True, row_scaled=True, whole_row=True)
-    assert "for start in" not in forward.source + backward.source
-    (only,) = kernels_of(Spec(), weighted=False, whole_row=True, padded=True)
-    assert only == generate(Spec(), weighted=False, whole_row=True, padded=True)
 
 
 # ---------------------------------------------------------------- expressions

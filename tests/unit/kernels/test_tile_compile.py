@@ -64,7 +64,7 @@ def units(target):
     biased = {dtype: gemm[dtype]._replace(biased=True) for dtype in DTYPES}
     flags = (True, True, True)  # class weights, scales of loss and lse
     source = tile_source
-    merge = unit(source.merge(SHARD, True), low, config[low], SPLITS=16)
+    merge = unit(source.merge(SHARD, True), low, config[low], SPLITS=256)
     return {
         f"forward, {low}": unit(source.forward(PLAIN, False, gemm[low]), low, config[low]),
         "forward, everything, fp16": unit(

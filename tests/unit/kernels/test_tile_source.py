@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 
 from fxpass.kernels import tile_config
 from fxpass.kernels.tile_body import Gemm
-from fxpass.kernels.tile_config import Config, configs_for, per_split
+from fxpass.kernels.tile_config import Config, configs_for, most_splits, per_split
 from fxpass.kernels.tile_source import backward, forward, mass, merge
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["N", "splits", "per_split"])
+@triton.jit(do_not_specialize=["N", "splits", "per_split"], do_not_specialize_on_alignment=["target"])
 def linear_cross_entropy_forward_<hash>(
     x,
     weight,
@@ -104,7 +104,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["class_blocks", "N"])
+@triton.jit(do_not_specialize=["class_blocks", "N"], do_not_specialize_on_alignment=["target", "row_scale", "lse", "lse_rest"])
 def linear_cross_entropy_backward_<hash>(
     x,
     weight,
@@ -357,6 +357,7 @@ def test_splits(n, v, processors):
     assert classes % BLOCKS.BLOCK_V == 0
     splits = -(-v // classes)
     assert (splits - 1) * classes < v  # none is empty
+    assert splits <= most_splits(processors)
     # so are the partial sums bounded: by the rows, or where those are few by the device
     assert splits * min(n, 16 * 128) <= max(16 * min(n, 16 * 128), 2 * 128 * processors)
 

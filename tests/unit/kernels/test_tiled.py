@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from fxpass.aten import chunked
 from fxpass.aten.common import Inputs
-from fxpass.kernels import tile_config, tiled
+from fxpass.kernels import call, tile_config
+from fxpass.kernels.call import Operands
 from fxpass.plan import devices
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
@@ -277,25 +278,47 @@ def described(monkeypatch, device):
         pytest.fail("this GPU has no tensor descriptors: deselect these tests")
 
 
+def described_of(inputs):
+    (forward, _) = call.for_call(
+        Spec(strategy="tiled"), Operands.of(inputs), call.gpu_of(inputs.x.device)
+    )
+    return forward.described
+
+
 @pytest.mark.usefixtures("described")
 @pytest.mark.parametrize("shape", [(17, 20, 37), (1, 8, 16)])
 def test_descriptors(device, shape):
     n, d, v = shape
     inputs = problem(device, n=n, d=d, v=v, row_scaled=True, lse_scaled=True)
-    assert tiled._Logits(inputs).gemm.described
+    assert described_of(inputs)
     check(inputs, Spec(gradients=GRADIENTS, label_smoothing=0.1))
 
 
 @pytest.mark.usefixtures("described")
-def test_pointers_where_rows_are_not_aligned(device):
+def test_rows_of_x_are_copied_where_they_are_not_aligned(device):
+    """As they are where ignored rows are left out: the same kernels run with all rows."""
     aligned = problem(device, n=6, d=20, v=37)
-    for name, t in (
-        ("x", aligned.x[:, 1:17]),  # starts at 4 bytes
-        ("x", aligned.x[:1].expand(6, 20)),  # one row, many times
-        ("weight", aligned.weight[:, :19].contiguous()),  # 76 bytes a row
+    for x in (
+        aligned.x[:, 1:17],  # starts at 4 bytes
+        aligned.x[:1].expand(6, 20),  # one row, many times
+        aligned.x.t().contiguous().t(),
+        aligned.x[:1, :16].t().contiguous().t(),  # one row, with any stride
     ):
-        inputs = aligned._replace(**{name: t})
-        d = t.shape[1]
-        inputs = inputs._replace(x=inputs.x[:, :d], weight=inputs.weight[:, :d])
-        assert not tiled._Logits(inputs).gemm.described
+        n, d = x.shape
+        inputs = aligned._replace(x=x, weight=aligned.weight[:, :d], target=aligned.target[:n])
+        inputs = inputs._replace(weight=inputs.weight.contiguous())
+        assert described_of(inputs)
+        check(inputs, Spec(gradients=GRADIENTS))
+
+
+@pytest.mark.usefixtures("described")
+def test_pointers_where_rows_of_the_weight_are_not_aligned(device):
+    aligned = problem(device, n=6, d=20, v=37)
+    for weight in (
+        aligned.weight[:, 1:17],  # starts at 4 bytes
+        aligned.weight[:1].expand(37, 20),  # one row, many times
+        aligned.weight[:, :19].contiguous(),  # 76 bytes a row
+    ):
+        inputs = aligned._replace(weight=weight, x=aligned.x[:, : weight.shape[1]])
+        assert not described_of(inputs)
         check(inputs, Spec(gradients=GRADIENTS))

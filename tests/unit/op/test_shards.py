@@ -10,6 +10,7 @@ import torch
 from fxpass.aten import chunked as aten_chunked
 from fxpass.aten import tiled as aten_tiled
 from fxpass.kernels import chunked as triton_chunked
+from fxpass.kernels import row_config
 from fxpass.kernels import tiled as triton_tiled
 from fxpass.spec import expression
 from fxpass.spec.spec import ELSEWHERE, IGNORED, Spec
@@ -37,7 +38,7 @@ def rows_in_blocks(inputs, spec):
     """The kernel of rows, with several blocks in each."""
     with pytest.MonkeyPatch.context() as patch:
         options = {"BLOCK_V": 16, "num_warps": 1}
-        patch.setattr(triton_chunked, "row_options", lambda v, dtype: options)
+        patch.setattr(row_config, "row_options", lambda v, dtype: options)
         return rows(inputs, spec)
 
 
@@ -46,7 +47,9 @@ IMPLEMENTATIONS = {
     "aten tiled": lambda inputs, spec: aten_tiled.run(inputs, spec, 4, 16),
     "whole rows": rows,
     "blocks": rows_in_blocks,
-    "tiles": lambda inputs, spec: triton_tiled.run(inputs, spec, 20),
+    "tiles": lambda inputs, spec: triton_tiled.run(
+        inputs, dataclasses.replace(spec, strategy="tiled"), 20
+    ),
 }
 
 

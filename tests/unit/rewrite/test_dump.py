@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxpass.kernels.call import ASSUMED, Candidate, Launch
 from fxpass.kernels.source import Kernel
 from fxpass.report import explain
 from fxpass.rewrite import dump
@@ -84,8 +85,10 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 
 def test_write_numbers_the_graphs_of_a_process(tmp_path):
+    kernels = (Kernel("k1", "1\n"), Kernel("k2", "2\n"))
+    launch = Launch("row", ASSUMED, tuple(Candidate(kernel, ()) for kernel in kernels))
     for _ in range(2):
-        dump.write(str(tmp_path), "before", "after", [Kernel("k1", "1\n"), Kernel("k2", "2\n")])
+        dump.write(str(tmp_path), "before", "after", [launch])
     assert (tmp_path / "k1.py").read_text() == "1\n"
     assert (tmp_path / "k2.py").read_text() == "2\n"
     graphs = sorted(path.stem.split("_")[1:] for path in tmp_path.glob("*.txt"))
