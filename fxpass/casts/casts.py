@@ -22,8 +22,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 
-from fxpass.casts.autocast import autocast_dtype, covers
 from fxpass.casts.rules import Rule, rule_of
+from fxpass.graph.autocast import autocast_dtype, covers
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name, source_line
 from fxpass.spec.dtypes import agreed, short

@@ -177,6 +177,8 @@ def check_plain(node: Node) -> None:
     example = value(node)
     if not example.is_floating_point():
         raise NoMatch(node, f"%{node.name} is {example.dtype}, not floating point")
+    if example.dtype.itemsize < 2:
+        raise NoMatch(node, f"%{node.name} is {example.dtype}, which the fused loss does not take")
     if is_functorch_wrapped_tensor(example):
         raise NoMatch(node, f"%{node.name} is inside a torch.func transform (vmap, grad, ...)")
     plain = (torch._subclasses.FakeTensor, torch.nn.Parameter)

@@ -18,11 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Node
 
+from fxpass.graph.autocast import autocast_dtype
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.nodes import CASTS, REQUIRED, NoMatch, Target, is_tensor, value
+from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
 from fxpass.match.views import VIEWS
-from fxpass.spec.dtypes import INDEX_DTYPES
+from fxpass.spec.dtypes import INDEX_DTYPES, LOW_PRECISION, short
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +156,30 @@ def _check_constants(node: Node, args: dict[str, Any]) -> None:
         raise NoMatch(node, "its target needs a gradient; detach it")
     if args["weight"] is not None and value(args["weight"]).requires_grad:
         raise NoMatch(node, "its class weights need a gradient; detach them")
+
+
+def check_dtypes(loss: Loss, region: Region) -> None:
+    """``NoMatch`` for dtypes of target and class weights for which PyTorch raises, or multiplies
+    complex numbers. For class indices, class weights have the logits' dtype; autocast makes both
+    f32, but leaves f64 and integers alone. Class probabilities promote."""
+    logits = value(loss.logits).dtype
+    for name, node in (("class weights", loss.class_weight), ("target", loss.target)):
+        dtype = logits if node is None else value(node).dtype
+        if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize < 2):
+            raise NoMatch(
+                loss.node, f"its {name}: {short(dtype)}, which the fused loss cannot take"
+            )
+    if loss.class_weight is None or loss.probabilities:
+        return
+    weight = value(loss.class_weight).dtype
+    device = value(loss.logits).device
+    in_f32 = {logits, weight} <= LOW_PRECISION | {torch.float32}
+    if weight != logits and not (in_f32 and autocast_dtype(region, loss.node, device) is not None):
+        raise NoMatch(
+            loss.node,
+            f"its class weights are {short(weight)} and its logits {short(logits)}, for which "
+            "PyTorch raises an error",
+        )
 
 
 # ---------------------------------------------------------------- one log-probability per row

@@ -23,7 +23,7 @@ from fxpass.match import profitability
 from fxpass.match.chain import Chain, chain_of, check_operands
 from fxpass.match.folds import Stack
 from fxpass.match.logit_users import LogitUsers
-from fxpass.match.losses import Loss, loss_of
+from fxpass.match.losses import Loss, check_dtypes, loss_of
 from fxpass.match.modes import Mode, check_modes, modes_of
 from fxpass.match.sharding import Sharding, check_existing, sharding_of
 from fxpass.plan.choice import Choice, choose
@@ -129,6 +129,7 @@ def find(region: Region, settings: Settings) -> Found:
         try:
             loss = loss_of(node)
             if loss is not None:
+                check_dtypes(loss, region)
                 found.append(_match(loss, modes, settings))
         except NoMatch as no:
             if loss is None or not loss.speculative:

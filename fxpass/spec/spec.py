@@ -32,6 +32,8 @@ TARGETS = ("indices", "probabilities", "none")
 GRADIENTS = ("x", "weight", "bias")
 STRATEGIES = ("chunked", "tiled")
 
+_INT64 = range(-(1 << 63), 1 << 63)
+
 # Class indices in a vocabulary shard: a class of another shard, and an ignored row.
 ELSEWHERE, IGNORED = -1, -100
 
@@ -48,7 +50,7 @@ class Spec:
             row. Only for class indices.
         label_smoothing: in [0, 1].
         transform: the logit that enters the loss, as an expression of the linear's output ``z``.
-        gradients: which of ``x``, ``weight``, ``bias`` need a gradient.
+        gradients: which of ``x``, ``weight``, ``bias`` need a gradient, in this order.
         lse: whether the log-sum-exp of every row's logits is an output beside the loss.
         strategy: ``chunked`` (a chunk of rows at a time, gradients in forward) or ``tiled`` (a tile
             of rows and classes at a time, gradients in backward, which recomputes the logits).
@@ -74,6 +76,13 @@ class Spec:
         _check("strategy", self.strategy, STRATEGIES)
         for name in self.gradients:
             _check("gradients", name, GRADIENTS)
+        if self.gradients != tuple(name for name in GRADIENTS if name in self.gradients):
+            raise ValueError(
+                f"gradients must be named once and in the order {', '.join(GRADIENTS)}; got "
+                f"{', '.join(self.gradients)}"
+            )
+        if self.ignore_index is not None and self.ignore_index not in _INT64:
+            raise ValueError(f"ignore_index must be an int64, got {self.ignore_index}")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing must be in [0, 1], got {self.label_smoothing}")
         if self.memory_mb < 0:

@@ -318,6 +318,7 @@ LOSSES: tuple[tuple[str, ...], ...] = (
     ("loss = torch.nn.CrossEntropyLoss(label_smoothing={ls})({c}, {l})",),
     ("loss = F.cross_entropy({c}, {q}, reduction={reduction}, label_smoothing={ls})",),
     ("loss = F.cross_entropy({c}, {q}{args})",),
+    ("loss = F.cross_entropy({c}, {q}, (cw[:{V}] * 3).long())",),
     ("loss = F.nll_loss(F.log_softmax({c}, {cd}), {l}{nll})",),
     ("loss = F.nll_loss(target={l}, input=torch.log_softmax(dim={cd}, input={c}){nll})",),
     ("lp = {c}.log_softmax({cd})", "loss = F.nll_loss(lp, {l}{nll})"),
@@ -386,5 +387,8 @@ ARGUMENTS = (
     ("reduction", ("'none'", "'mean'", "'sum'")),
     ("ignore_index", ("-100", "0", "3", "-1")),
     ("label_smoothing", ("0.1", "0.0", "1.0", "{p} / 8")),
-    ("weight", ("cw[:{V}]", "None", "cw[:{V}].to({c}.dtype)")),
+    (
+        "weight",
+        ("cw[:{V}]", "None", "cw[:{V}].to({c}.dtype)", "cw[:{V}].double()", "cw[:{V}].half()"),
+    ),
 )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule
 
-from fxpass.casts.autocast import autocast_dtype, covers
+from fxpass.graph.autocast import autocast_dtype, covers
 from fxpass.graph.region import Region, regions
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 
 import fxpass
 from tests.support.programs import B, S, V, check, inputs, last, match_of, reason_of
@@ -219,3 +220,115 @@ REJECTED = {
 def test_rejected(case):
     program, reason = REJECTED[case]
     assert reason in reason_of(lambda x, w, t: program(F.linear(x, w), t), *inputs())
+
+
+def weighted(x, weight, labels, class_weight):
+    logits = last(F.linear(x, weight))
+    return F.cross_entropy(logits, labels.view(-1), class_weight.to(x.device))
+
+
+def weighted_nll(x, weight, labels, class_weight):
+    logits = last(F.linear(x, weight))
+    return F.nll_loss(logits.log_softmax(-1), labels.view(-1), class_weight)
+
+
+OTHERS = {
+    torch.float32: (torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool),
+    torch.bfloat16: (torch.float64, torch.float32, torch.float16, torch.int64),
+    torch.float64: (torch.float32, torch.int64),
+}
+
+
+@pytest.mark.parametrize("program", [weighted, weighted_nll])
+@pytest.mark.parametrize(("dtype", "other"), [(d, o) for d, some in OTHERS.items() for o in some])
+def test_class_weights_of_another_dtype(dtype, other, program, caplog):
+    """PyTorch raises, so the fused program does."""
+    x, weight, labels = inputs(dtype)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    caplog.set_level("INFO", "fxpass")
+    for run in (program, fused):
+        with pytest.raises(RuntimeError, match="expected scalar type"):
+            run(x, weight, labels, WEIGHTS.to(other))
+    assert "for which PyTorch raises" in caplog.text
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16, torch.int64])
+def test_class_weights_of_another_dtype_for_probabilities(other):
+    """They are multiplied into the probabilities, which promotes both."""
+
+    def program(x, weight, labels):
+        soft = F.one_hot(labels.view(-1), V).to(x.dtype) * 0.9 + 0.01
+        loss = F.cross_entropy(last(F.linear(x, weight)), soft, WEIGHTS.to(other))
+        return loss.to(x.dtype)
+
+    x, weight, labels = inputs()
+    match_of(program, x, weight, labels)
+    check(program, labels, x, weight)
+
+
+@pytest.mark.parametrize("operand", ["target", "class weights"])
+@pytest.mark.parametrize("other", [torch.float8_e4m3fn, torch.complex64])
+def test_probabilities_and_weights_that_are_not_real(other, operand):
+    """PyTorch raises, or makes the loss complex."""
+
+    def program(x, weight, soft, balance):
+        return F.cross_entropy(last(F.linear(x, weight)), soft, balance)
+
+    x, weight, labels = (t.detach() for t in inputs())
+    soft, balance = F.one_hot(labels.view(-1), V) * 0.5, WEIGHTS
+    if operand == "target":
+        soft = soft.to(other)
+    else:
+        balance = balance.to(other)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    try:
+        expected = program(x, weight, soft, balance)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            fused(x, weight, soft, balance)
+    else:
+        torch.testing.assert_close(fused(x, weight, soft, balance), expected)
+    assert not counters["fusedce"]["matched"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_class_weights_that_autocast_casts(dtype, inside, caplog):
+    """To f32, as it casts the logits; f64 it leaves alone."""
+
+    def program(x, weight, labels, class_weight):
+        with torch.autocast(
+            "cpu", torch.bfloat16, enabled=inside or torch.is_autocast_enabled("cpu")
+        ):
+            return weighted(x, weight, labels, class_weight)
+
+    x, weight, labels = inputs()
+    caplog.set_level("INFO", "fxpass")
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        match_of(program, x, weight, labels, WEIGHTS.to(dtype))
+        program(x, weight, labels, WEIGHTS.to(dtype))
+        for run in (program, fused):
+            with pytest.raises(RuntimeError, match="expected scalar type"):
+                run(x, weight, labels, WEIGHTS.double())
+    assert "its class weights are float64 and its logits bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("other", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16])
+def test_float8_operands(other):
+    """PyTorch multiplies them on some devices, in its own way."""
+
+    def program(x, weight, labels):
+        logits = F.linear(x.to(torch.float8_e4m3fn), weight.to(other))
+        return F.cross_entropy(last(logits).float(), labels.view(-1))
+
+    x, weight, labels = (t.detach() for t in inputs())
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    try:
+        expected = program(x, weight, labels)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            fused(x, weight, labels)
+    else:
+        torch.testing.assert_close(fused(x, weight, labels), expected)
+    assert not counters["fusedce"]["matched"]

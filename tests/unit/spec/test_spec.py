@@ -62,6 +62,10 @@ def test_defaults_are_left_out_and_the_order_is_fixed():
         ("target", "classes", "target must be one of indices, probabilities, none; got 'classes'"),
         ("strategy", "full", f"strategy must be one of {', '.join(STRATEGIES)}; got 'full'"),
         ("gradients", ("x", "lse"), "gradients must be one of x, weight, bias; got 'lse'"),
+        ("gradients", ("x", "x"), "gradients must be named once and in the order .*; got x, x"),
+        ("gradients", ("weight", "x"), "gradients must be named once .*; got weight, x"),
+        ("ignore_index", 1 << 63, f"ignore_index must be an int64, got {1 << 63}"),
+        ("ignore_index", -(1 << 63) - 1, "ignore_index must be an int64, got -"),
         ("label_smoothing", -0.1, r"label_smoothing must be in \[0, 1\], got -0.1"),
         ("label_smoothing", 1.5, r"label_smoothing must be in \[0, 1\], got 1.5"),
         ("label_smoothing", float("nan"), r"label_smoothing must be in \[0, 1\], got nan"),
@@ -105,6 +109,7 @@ def test_gradients_wait_for_backward_where_rows_have_their_own(reduction, lse):
         ),
         *("transform=z<0", "transform=z=0", "transform=tanh(z"),
         *("gradients=", "gradients=X", "gradients=x,,weight", "gradients=x;weight"),
+        *("gradients=x,x", "gradients=weight,x", "ignore_index=9223372036854775808"),
         *("memory_mb=-1", "memory_mb=1e3", "memory_mb=", "memory_mb=" + "9" * 5000),
         *("shard_of=-1", "shard_of=1e3", "shard_of=", "shard_of=0", "shard_of=all"),
         *("colour=red", "_FIELDS=1", "__class__=x", "text=x", "=mean", ""),  # no field of a spec
