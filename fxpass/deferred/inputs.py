@@ -9,7 +9,6 @@ In: tensors that a computation will read later. Out: their unchanged values, or 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,14 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-WORD = 8  # bytes of a word of the fingerprint
-BLOCK = 256  # words that are summed to one number
-# Words whose products are materialised at a time: they fit into a CPU core's cache, or fill a GPU.
-# PyTorch runs PER_CORE words on one core. Up to FEW_CORES cores are no faster than one: they would
-# synchronise hundreds of times, which is slow if another process is busy.
-PER_CORE, PER_GPU = 2**15 - BLOCK, 2**21
-FEW_CORES = 4
+from fxpass.op.fingerprint import Layout, fingerprint
 
 
 class StaleLogitsError(RuntimeError):
@@ -55,7 +47,11 @@ class Input:
         self.tensor = tensor.detach()
         self._is_clone = False  # a clone has no other references that could change it
         self._version = None if tensor.is_inference() else tensor._version
-        self._fingerprint = None if _freed(tensor) else fingerprint(self.tensor)
+        self._fingerprint = None
+        if not _freed(tensor):
+            with quiet():
+                self._layout = Layout.of(self.tensor)  # a clone may have other strides
+                self._fingerprint = fingerprint(self.tensor, self._layout)
         owner = tensor if tensor._base is None else tensor._base
         # An optimizer may change leaves: parameters and copies of them. It changes hidden states
         # only if they require a gradient as leaves.
@@ -73,7 +69,8 @@ class Input:
             raise StaleLogitsError(source, self.tensor, "was changed in place")
         if self._fingerprint is not None:
             with quiet():  # equal() waits for the device
-                same = torch.equal(self._fingerprint, fingerprint(self.tensor))
+                now = fingerprint(self.tensor, self._layout)
+                same = torch.equal(self._fingerprint, now)
             if not same:
                 raise StaleLogitsError(source, self.tensor, "was changed in place (through .data)")
             if self._is_clone:
@@ -94,58 +91,6 @@ class Input:
 
     def _same_version(self) -> bool:
         return self._is_clone or self._version is None or self._version == self.tensor._version
-
-
-def fingerprint(t: Tensor) -> Tensor:
-    """A digest of the bits of ``t``: a small tensor on its device; equal bits give equal digests.
-
-    For each block of 2 KiB, both halves of every 64-bit word are multiplied by different random odd
-    factors and summed modulo 2⁶⁴ (multilinear hashing). It takes one pass over the memory and
-    temporaries of a few MiB, without synchronisation. It always detects a change of one half. For
-    each block with several changed halves, the chance of a miss is 2⁻⁶⁴ if the lowest bits of a
-    half change, and 2⁻³² if only highest bits change. Short vectors are copied: their digest is
-    exact.
-    """
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    bits = t.detach().view(torch.uint8 if t.dtype is torch.bool else INTEGERS[t.element_size()])
-    if bits.dim() <= 1 and bits.numel() <= BLOCK:
-        return bits.clone()
-    bits = bits.permute(sorted(range(bits.dim()), key=bits.stride, reverse=True))
-    size = bits.element_size()
-    if not bits.is_contiguous() or bits.storage_offset() * size % WORD:
-        return _sums(bits)
-    flat = bits.reshape(-1)
-    in_block = BLOCK * WORD // size
-    whole = flat.numel() // in_block * in_block
-    return torch.cat([_sums(flat[:whole].view(torch.int64).view(-1, BLOCK)), flat[whole:].long()])
-
-
-def _sums(bits: Tensor) -> Tensor:
-    """Weighted sums of integers over their last dimension, flat."""
-    cores = torch.get_num_threads()
-    most = PER_CORE * (cores if cores > FEW_CORES else 1) if bits.is_cpu else PER_GPU
-    if bits.numel() > most and len(bits) > 1:
-        step = max(1, len(bits) * most // bits.numel())
-        return torch.cat([_sums(part) for part in bits.split(step)])
-    if bits.numel() > most and bits.dim() > 1:
-        return _sums(bits[0])
-    words = bits.long()
-    low, high = _factors(bits.shape[-1], bits.device)
-    # a factor for the high half: the product with the whole word shifts its bits out of the sum
-    products = words >> 32
-    products *= high
-    products.addcmul_(words, low)
-    return products.sum(-1).view(-1)
-
-
-@functools.lru_cache(64)
-def _factors(count: int, device: torch.device) -> Tensor:
-    """Two rows of random odd 64-bit integers from a fixed seed."""
-    with quiet():
-        generator = torch.Generator().manual_seed(0)
-        random = torch.randint(-(2**63), 2**63 - 1, (2, count), generator=generator)
-        return (random | 1).to(device)
 
 
 @contextmanager

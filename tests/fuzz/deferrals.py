@@ -25,6 +25,11 @@ HEADS = (
 )
 DTYPES = ("", "", "", ".bfloat16()", ".double()")
 INPUTS = ("x", "w", "b", "t")
+WEIGHTS = (
+    *[grammar.INPUTS["w"]] * 4,
+    f"torch.randn({grammar.V}, {grammar.D} + 1){{dtype}}[:, 1:]{{grad}}",
+    f"torch.randn({grammar.V} * {grammar.D} + 1){{dtype}}[1:].view({grammar.V}, {grammar.D}){{grad}}",
+)
 
 
 def deferral(seed: str) -> Case | None:
@@ -32,10 +37,9 @@ def deferral(seed: str) -> Case | None:
     rng = random.Random(seed)
     dtype, trains = rng.choice(DTYPES), rng.random() < 0.8
     grad = ".requires_grad_()" if trains else ""
-    inputs = tuple(
-        (name, _filled(grammar.INPUTS[name], {"dtype": dtype, "bias_dtype": dtype, "grad": grad}))
-        for name in INPUTS
-    )
+    holes = {"dtype": dtype, "bias_dtype": dtype, "grad": grad}
+    made_by = grammar.INPUTS | {"w": rng.choice(WEIGHTS)}
+    inputs = tuple((name, _filled(made_by[name], holes)) for name in INPUTS)
     rows = rng.choice(((0,), (0,), ()))
     graph = "torch.fx.symbolic_trace(lambda x, w, b: program(x, w, b, None)[0])"
     fused = (

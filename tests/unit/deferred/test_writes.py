@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from fxpass.deferred import tensor, values
-from fxpass.deferred.inputs import PER_CORE, fingerprint
 from fxpass.deferred.tensor import DeferredLogits, StaleLogitsError
-from tests.support.allocations import Allocations
-from tests.support.deferred_pairs import B, D, S, V, check, head, pair, recipe_of, same
+from tests.support.deferred_pairs import B, D, S, V, check, exact, head, pair, recipe_of, same
 
 # ---- writes --------------------------------------------------------------------------------------
 
@@ -155,99 +153,6 @@ def test_freed_memory_is_an_error():
         logits.sum()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        lambda t: t,
-        lambda t: t.t(),
-        lambda t: t[:, 1:],
-        lambda t: t[::2],
-        lambda t: t[1:],
-        lambda t: t[0],
-        lambda t: t[0, 0],
-        lambda t: t[:0],
-    ],
-)
-@pytest.mark.parametrize("columns", [32, 33])
-def test_fingerprints(dtype, layout, columns):
-    base = torch.randn(130, columns).to(dtype)
-    t = layout(base)
-    before = fingerprint(t)
-    assert torch.equal(before, fingerprint(t))
-    for position in {0, t.numel() // 2, t.numel() - 1} if t.numel() else ():
-        changed = layout(base.clone())
-        where = np.unravel_index(position, t.shape)
-        changed[where] = changed[where].mul(2) + 1
-        assert not torch.equal(before, fingerprint(changed))
-    if t.dim() == 2 and t.numel():
-        assert not torch.equal(before, fingerprint(-t))
-        assert not torch.equal(before, fingerprint(t.flip(0)))
-    assert before.numel() <= max(t.numel() // 8 + 8 * 256, 130)
-
-
-def flip_signs(t):
-    t[3, [1, 5]] *= -1
-    t[7, [0, 2, 4, 6]] *= -1
-
-
-def exchange(t):
-    t[4, [2, 3]] = t[4, [3, 2]]
-
-
-def exchange_words(t):
-    t[4, :16] = t[4, :16].roll(8)
-
-
-def exchange_rows(t):
-    t[[1, 2]] = t[[2, 1]]
-
-
-def shift_an_amount(t):
-    t[5, 2] += 1
-    t[5, 9] -= 1
-
-
-def shift_bits(t):
-    words = t.view(torch.int64)
-    words[2, 1] += 2**52
-    words[2, 3] -= 2**52
-
-
-CHANGES = {
-    "all signs": lambda t: t.neg_(),
-    "some signs": flip_signs,
-    "two neighbours": exchange,
-    "two words": exchange_words,
-    "two rows": exchange_rows,
-    "an amount": shift_an_amount,
-    "bits": shift_bits,
-    "the order": lambda t: t.copy_(t.flip(1)),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_that_cancel_in_a_sum_change_the_fingerprint(change, dtype):
-    """Whole blocks, packed into words or strided; many are summed in several parts."""
-    for rows, layout in ((128, lambda t: t), (128, lambda t: t[:, :48]), (2**15, lambda t: t)):
-        t = torch.randint(1, 100, (rows, 64)).to(dtype)
-        before = fingerprint(layout(t))
-        CHANGES[change](t)
-        assert not torch.equal(before, fingerprint(layout(t)))
-
-
-@pytest.mark.parametrize("layout", [lambda t: t, lambda t: t[:, 1:], lambda t: t[None, :, :-1]])
-def test_a_fingerprint_takes_little_memory(layout):
-    weight = layout(torch.zeros(2**13, 1024, dtype=torch.bfloat16))  # 16 MiB
-    fingerprint(weight)
-    with Allocations() as allocations:
-        mark = fingerprint(weight)
-    scratch = 4 * 8 * PER_CORE * torch.get_num_threads()
-    assert allocations.peak([mark]) <= scratch + 2 * mark.nbytes
-    assert mark.nbytes <= weight.nbytes / 200
-
-
 # ---- optimizers ----------------------------------------------------------------------------------
 
 
@@ -322,6 +227,26 @@ def test_views_of_rows_that_were_read_share_memory_with_the_logits():
     last.mul_(2)
     assert (p.logits[1, -1] == 6).all()
     assert (rows[1] == 6).all()
+
+
+MEMORY = {
+    "unaligned": lambda t: t[1 : V * D + 1].view(V, D),
+    "columns": lambda t: t.view(V, -1)[:, :D],
+    "rows": lambda t: t.view(D, -1)[:, :V].t(),
+}
+
+
+@pytest.mark.parametrize("layout", MEMORY)
+def test_a_step_with_a_weight_that_is_a_view(layout):
+    """A part of a flat buffer, or of a larger weight: its clone has other strides."""
+    base = exact(2 * V * D)
+    weight = MEMORY[layout](base)
+    recipe, _ = recipe_of()
+    x, bias = exact(40, D), exact(V)
+    want, logits = head(x, weight, bias), tensor.defer(recipe, (x, weight, bias))
+    base.grad = torch.ones_like(base)
+    torch.optim.SGD([base], lr=1.0).step()
+    same(logits * 1, want)
 
 
 def test_small_logits_are_computed_before_an_optimizer_step():

@@ -3,11 +3,13 @@
 Read from the compiled kernels and kept in ``compiled_rows.md``, at the default launch options.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+from fxpass.kernels import fingerprint
 from fxpass.kernels.row_config import row_options
 from fxpass.kernels.source import generate
 from fxpass.spec.spec import Spec
@@ -85,6 +87,58 @@ def units():
 @pytest.mark.parametrize("target", TARGETS)
 def test_row_kernels(target):
     compare(GOLDEN, target, resources(units(), target))
+
+
+# ---------------------------------------------------------------- fingerprints
+
+TENSORS = {
+    "words": torch.empty((4096, 256), dtype=torch.int64, device="meta"),
+    "16 bits": torch.empty((4096, 1001), dtype=torch.int16, device="meta")[:, 1:],
+    "8 bits": torch.empty((8, 64, 5000), dtype=torch.uint8, device="meta")[:, 1:, ::2],
+    "beyond 2**31": torch.empty((2**24, 300), dtype=torch.int32, device="meta")[:, ::3],
+}
+
+
+def fingerprint_unit(bits, patch):
+    """The launch for these integers, as Triton's binder specialises it."""
+    taken = {}
+
+    class Taken:
+        def __getitem__(self, grid):
+            return lambda *args, **options: taken.update(args=args, options=options)
+
+    patch.setattr(fingerprint, "weighted_sums", Taken())
+    in_block = 2048 // bits.element_size()
+    fingerprint.sums(bits, torch.empty((2, in_block), dtype=torch.int64, device="meta"))
+    patch.undo()
+    source = Path(fingerprint.__file__).read_text()
+    names = re.findall(
+        r"^    (\w+),$", source.partition("def weighted_sums(")[2].partition(":")[0], re.M
+    )
+    given = dict(zip(names, taken["args"], strict=True))
+    types = {torch.uint8: "*u8"}
+    signature = {
+        name: ("i32" if abs(v) < 2**31 else "i64")
+        if isinstance(v, int)
+        else types.get(v.dtype, f"*i{8 * v.element_size()}")
+        for name, v in given.items()
+    }
+    ones = {name: 1 for name, v in given.items() if isinstance(v, int) and v == 1}
+    sizes = {name: taken["options"].pop(name) for name in ("BLOCK", "SUMS")}
+    aligned = [n for n, v in given.items() if isinstance(v, int) and v % 16 == 0]
+    aligned += ["factors", "out", *["bits"] * bits.is_contiguous()]
+    constants = {**ones, **sizes}
+    name = "weighted_sums"
+    return Unit(source, name, signature, constants, taken["options"], tuple(aligned))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_fingerprints_compile_and_nothing_spills(target, monkeypatch):
+    units = {label: fingerprint_unit(bits, monkeypatch) for label, bits in TENSORS.items()}
+    assert "i64" not in units["words"].signature.values()
+    found = resources(units, target)
+
+    assert not any(one.spills for one in found.values()), found
 
 
 # ---------------------------------------------------------------- the table can fail
