@@ -141,14 +141,17 @@ class _Gradients:
         grads = (k for k in shapes if k in spec.gradients)
         self._grads = {k: new(shapes[k], dtype=dtypes[k]) for k in grads}
         if "x" in spec.gradients:
-            self._grads["x"] = inputs.x.new_zeros(inputs.x.shape, dtype=torch.float32)
+            self._grads["x"] = new(inputs.x.shape, dtype=torch.float32)
 
     def add(self, g: Tensor, classes: slice) -> None:
         """Adds one tile; ``g`` ``[N, classes]`` is the scaled gradient of some classes' logits."""
         grads, weight = self._grads, self._weight[classes]
         if "x" in grads:
             for some in class_tiles(g, g.shape[1]):
-                product(grads["x"], g[:, some], weight[some], self._factor, add=True)
+                # The first tile overwrites. For one row, whose classes are one tile, addmm of older
+                # releases of torch may read an f32 sum as 16 bits.
+                add = classes.start + some.start > 0
+                product(grads["x"], g[:, some], weight[some], self._factor, add)
         if "bias" in grads:
             total = g.sum(0, dtype=torch.float32).mul_(self._factor)
             grads["bias"][classes] = total if self._unscale is None else total.mul_(self._unscale)
@@ -169,8 +172,8 @@ class _Gradients:
         step = max(1, _F32_BYTES // (4 * max(1, out.shape[1])))
         for start in range(0, len(out), step):
             some = slice(start, start + step)
-            exact = torch.zeros_like(out[some], dtype=torch.float32)
-            product(exact, g[some], self._x, self._factor, add=True)
+            exact = torch.empty_like(out[some], dtype=torch.float32)
+            product(exact, g[some], self._x, self._factor, add=False)
             out[some] = exact if self._unscale is None else exact.mul_(self._unscale)
 
     def outputs(self) -> Results:

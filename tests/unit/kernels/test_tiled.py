@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from fxpass.aten import chunked
 from fxpass.aten.common import Inputs
-from fxpass.kernels import call, tile_config
+from fxpass.kernels import call, tile_config, tiled
 from fxpass.kernels.call import Operands
 from fxpass.plan import devices
 from fxpass.spec import expression
@@ -242,6 +242,16 @@ def test_scales_of_fp16(device, scale):
             finite, small = rounded.isfinite(), 2.0**-24 * true.numel() ** 0.5
             off = (got.double() - true)[finite].norm()
             assert off <= FLOOR[torch.float16] * true[finite].norm() + small
+
+
+@pytest.mark.parametrize(("v", "added"), [(37, [False]), (200, [False, True, True])])
+def test_the_first_tile_overwrites_the_gradient_of_x(device, v, added, monkeypatch):
+    """An addmm of one row may read an f32 sum as 16 bits; all its classes are one tile."""
+    adds, product = [], tiled.product
+    monkeypatch.setattr(tiled, "product", lambda *args: (adds.append(args[-1]), product(*args))[1])
+    inputs = problem(device, torch.bfloat16, n=1, d=8, v=v)
+    check(inputs, Spec(gradients=("x",)), classes=80)
+    assert adds == added
 
 
 def test_gradients_are_rounded_once_however_many_tiles_there_are(device):
