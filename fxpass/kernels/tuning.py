@@ -15,6 +15,7 @@ directory, so the next process times nothing. This module adds to the autotuner 
 - It does not time while a CUDA graph is captured, in the interpreter, or with deterministic
   algorithms, because block sizes decide the order of sums. ``Autotuner.run`` times for every new
   key, and timing synchronises with the GPU, which makes a capture fail.
+- It launches the default at least once in each process, because a capture cannot load a kernel.
 - It rounds sizes up to powers of two. ``Autotuner.run`` uses exact values as keys, and would time
   for each new number of tokens.
 - It tunes a function that launches a candidate on scratch memory. ``Autotuner._bench`` launches one
@@ -97,15 +98,22 @@ def best(
 
 
 class _Launch:
-    """A launch with the interface of a kernel that the autotuner needs."""
+    """A launch with the interface of a kernel that the autotuner needs.
+
+    Attributes:
+        launched: the candidates that were launched.
+    """
 
     arg_names = ("key",)
 
     def __init__(self, kernel: triton.JITFunction, names: Sequence[str], launch: Launch):
         self.fn, self._names, self._launch = kernel, names, launch
+        self.launched: list[Candidate] = []
 
     def run(self, key: tuple[str | int, ...], **options: int) -> None:
-        self._launch({name: options[name] for name in self._names})
+        candidate = {name: options[name] for name in self._names}
+        self.launched.append(candidate)
+        self._launch(candidate)
 
 
 def _fastest(
@@ -123,13 +131,21 @@ def _fastest(
     ]
     timer = Timer(len(configs))
     tune = triton.autotune(configs, key=["key"], do_bench=timer, cache_results=True)
-    tuner = tune(_Launch(kernel, tuple(candidates[0]), launch))
+    function = _Launch(kernel, tuple(candidates[0]), launch)
+    tuner = tune(function)
     try:
         tuner.run(key=key)
     except ShortOfMemoryError:
         choice = candidates[timer.times.index(min(timer.times))]
         launch(choice)  # as the autotuner does: raises if there is no memory for any candidate
         return choice
+    if candidates[0] not in function.launched:
+        # The times were stored. A CUDA graph may be captured with other sizes, which take the
+        # default, and no kernel can be loaded then.
+        try:
+            launch(candidates[0])
+        except Exception as error:
+            log.debug("the default does not run: %s", error)
     return candidates[configs.index(tuner.best_config)]
 
 
