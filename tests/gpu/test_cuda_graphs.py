@@ -6,9 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch._inductor.codecache import PyCodeCache
 
 from fxpass.kernels import chunked, tuning
 from tests.support.numerics import assert_close
+
+
+def forget_kernels():
+    """As a new process: no kernel is loaded, no choice is remembered."""
+    PyCodeCache.cache_clear()
+    chunked.load.cache_clear()
+    tuning._chosen.clear()
 
 
 @pytest.mark.gpu
@@ -25,8 +33,7 @@ def test_cuda_graphs(reduction, ignored, cache, monkeypatch, tmp_path):
     device = torch.device("cuda")
     torch.use_deterministic_algorithms(cache == "deterministic")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    chunked.load.cache_clear()
-    tuning._chosen.clear()
+    forget_kernels()
     monkeypatch.setenv("FUSEDCE_MIN_LOGITS_MB", "0")
 
     def loss_of(x, weight, target):
@@ -39,14 +46,14 @@ def test_cuda_graphs(reduction, ignored, cache, monkeypatch, tmp_path):
         return [tensor.detach().clone() for tensor in (loss, *grads)]
 
     def loss_in_f64(x, weight, target):
-        return F.cross_entropy(x.double() @ weight.double().t(), target)
+        z = x.double() @ weight.double().t()
+        return F.cross_entropy(z, target, reduction=reduction).mean()
 
     compiled = torch.compile(loss_of, backend="fusedce", mode="reduce-overhead")
     for number in range(5):
         if number == 1 and cache == "stored":  # as in another process, which has loaded nothing
             torch._dynamo.reset()
-            chunked.load.cache_clear()
-            tuning._chosen.clear()
+            forget_kernels()
             compiled = torch.compile(loss_of, backend="fusedce", mode="reduce-overhead")
         x = torch.randn(300, 64, device=device, dtype=torch.bfloat16)
         weight = torch.randn(1000, 64, device=device, dtype=torch.bfloat16)
