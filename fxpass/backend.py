@@ -49,6 +49,7 @@ def fusedce(
             ``fusedce.mixed_dtypes=error``.
     """
     from fxpass.rewrite.inner import compile_inner
+    from fxpass.rewrite.outputs import plain_inputs
     from fxpass.rewrite.stored import is_stored, with_kept_logits, with_operator
     from fxpass.rewrite.transform import transform
 
@@ -59,10 +60,11 @@ def fusedce(
         return compile_inner(settings.inner, gm, example_inputs, mode, rest)
     stored = is_stored(gm)
     outcome = transform(gm, with_kept_logits(settings) if stored else settings)
-    compiled = compile_inner(settings.inner, gm, example_inputs, mode, rest, settings.mixed_dtypes)
+    examples, take_plain = plain_inputs(example_inputs)
+    compiled = compile_inner(settings.inner, gm, examples, mode, rest, settings.mixed_dtypes)
     if stored and outcome.matches:
         compiled = with_operator(compiled)
-    return outcome.restore(compiled)
+    return take_plain(outcome.restore(compiled))
 
 
 register_in_any_thread("fusedce", fusedce)

@@ -22,17 +22,14 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    UnsupportedFakeTensorException,
-)
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd.function import once_differentiable
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.deferred import values
+from fxpass.deferred.dynamo import opaque, plain_in_graphs
+from fxpass.deferred.history import attach, attach_cast, view_of
 from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.deferred.values import Part, Recipe
@@ -104,38 +101,60 @@ def drop(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
 
 
 def _by_plain(name: str, alias: bool = True) -> Any:
-    """A method that calls the method ``name`` of :meth:`DeferredLogits._plain`."""
+    """A method that calls the method ``name`` of :meth:`DeferredLogits._leaf`."""
 
     def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._plain(alias), name)(*args, **kwargs)
+        return getattr(self._leaf(alias), name)(*args, **kwargs)
 
     return method
 
 
+def _in_place(name: str) -> Any:
+    """A method that writes without the dispatcher."""
+
+    def method(self: DeferredLogits, *args: Any) -> DeferredLogits:
+        plain = (a.plain if isinstance(a, DeferredLogits) else a for a in args)
+        getattr(self.plain, name)(*plain)
+        return self
+
+    return method
+
+
+def _cast(name: str) -> Any:
+    """The cast ``name``. Its result is a view of a plain tensor, as all deferred logits with
+    gradients are."""
+
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(super(DeferredLogits, self), name)(*args, **kwargs)
+        if type(result) is not DeferredLogits or not result.requires_grad or result._is_view():
+            return result
+        part = result._part
+        return view_of(attach_cast(part, result), DeferredLogits(part, result.device))
+
+    return method
+
+
+@opaque
 class DeferredLogits(Tensor):
     """A tensor whose values are computed on first use; made by :func:`defer`."""
 
+    __slots__ = ("_part", "_view")
     _part: Part
+    _view: Tensor | None
 
     @staticmethod
-    def __new__(
-        cls,
-        part: Part,
-        device: torch.device,
-        size: Sequence[int] | None = None,
-        stride: Sequence[int] | None = None,
-    ) -> DeferredLogits:
+    def __new__(cls, part: Part, device: torch.device) -> DeferredLogits:
         like = part.like
         self = Tensor._make_wrapper_subclass(
             cls,
-            like.shape if size is None else size,
-            strides=like.stride() if stride is None else stride,
+            like.shape,
+            strides=like.stride(),
             storage_offset=like.storage_offset(),
             dtype=like.dtype,
             device=device,
         )
         torch._C._set_throw_on_mutable_data_ptr(self)  # C++ code gets an error, not a null pointer
-        self._part = part
+        self._part, self._view = part, None
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
@@ -153,30 +172,37 @@ class DeferredLogits(Tensor):
             result = _stay_lazy(func, args[0], args[1:], kwargs)
         return _compute(func, args, kwargs) if result is NotImplemented else result
 
-    # ---- torch.compile: the next graph gets the values -------------------------------------------
+    # ---- torch.compile: the next graph gets a plain tensor ---------------------------------------
 
     @property
-    def value(self) -> Tensor:
-        """The values as a plain tensor without autograd; computes them if necessary."""
-        return self._part.materialise()
+    def plain(self) -> Tensor:
+        """A plain view, for autograd too: it shares values, gradients, hooks and version counter.
+        Always the same object. Computes the values."""
+        value = self._part.materialise()
+        plain, base = self._view, super()._base
+        if plain is None or plain.requires_grad != self.requires_grad:
+            value = value.detach()
+            if isinstance(base, DeferredLogits) and not self.requires_grad:
+                plain = view_of(base.plain, value)
+            elif base is None and not self.requires_grad:
+                plain = view_of(self, value, aten.detach.default)
+            else:
+                plain = view_of(self, value)
+            self._view = plain
+        vars(plain).update(vars(self))  # such as marks of dynamic dimensions
+        return plain
 
-    def _is_view(self) -> bool:
-        # for a view, the compiler would replay the view on its base and so compute the whole base
-        return not TracingContext.try_get() and super()._is_view()
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["value"], None
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: None, size: Sequence[int], stride: Sequence[int]
-    ) -> DeferredLogits:
-        value = inner["value"]
-        return DeferredLogits(values.computed(value), value.device, size, stride)
+    bfloat16 = _cast("bfloat16")
+    double = _cast("double")
+    float = _cast("float")
+    half = _cast("half")
+    to = _cast("to")
+    type = _cast("type")
+    type_as = _cast("type_as")
 
     # ---- what reads memory without going through the dispatcher ----------------------------------
 
-    def _plain(self, alias: bool = True) -> Tensor:
+    def _leaf(self, alias: bool = True) -> Tensor:
         """A plain leaf with these values; with ``alias`` it shares the memory of all views."""
         value = self._part.materialise() if alias else self._part.read()
         return value.detach().requires_grad_(self.requires_grad)
@@ -187,25 +213,28 @@ class DeferredLogits(Tensor):
     _typed_storage = _by_plain("_typed_storage")
     __array__ = _by_plain("__array__")
     __dlpack__ = _by_plain("__dlpack__")
+    apply_ = _in_place("apply_")
+    map_ = _in_place("map_")
+    map2_ = _in_place("map2_")
     tolist = _by_plain("tolist", alias=False)
     __reduce_ex__ = _by_plain("__reduce_ex__", alias=False)
 
     @property
     def __cuda_array_interface__(self) -> Any:
-        return self._plain().__cuda_array_interface__
+        return self._leaf().__cuda_array_interface__
 
     def untyped_storage(self) -> torch.UntypedStorage:
         if TracingContext.try_get():  # the compiler asks for metadata and must not get the values
             return super().untyped_storage()
-        return self._plain().untyped_storage()
+        return self._leaf().untyped_storage()
 
     def __copy__(self) -> Tensor:
-        return copy.copy(self._plain())
+        return copy.copy(self._leaf())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if not self.is_leaf:
             return super().__deepcopy__(memo)  # raises, as for any tensor with a history
-        memo[id(self)] = result = copy.deepcopy(self._plain(), memo)
+        memo[id(self)] = result = copy.deepcopy(self._leaf(), memo)
         return result
 
     def __format__(self, spec: str) -> str:
@@ -226,7 +255,7 @@ class DeferredLogits(Tensor):
         except RuntimeError:  # a view that was written to in another grad mode
             return repr(part.read())[:-1] + ", grad_fn=<Invalid>)"
         if function is None:
-            return repr(self._plain(alias=False))
+            return repr(self._leaf(alias=False))
         return repr(part.read())[:-1] + f", grad_fn=<{type(function).__name__}>)"
 
     @property
@@ -241,48 +270,35 @@ class DeferredLogits(Tensor):
         )
 
 
-class _Attach(torch.autograd.Function):
-    """Links deferred logits to the inputs of their recipe."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Part, device: torch.device, *inputs: Any) -> Tensor:
-        ctx.run = part.run
-        ctx.set_materialize_grads(False)
-        return DeferredLogits(part, device)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None) -> Any:  # pyright: ignore
-        needed = ctx.needs_input_grad[2:]
-        if grad is None:
-            return (None, None, *(None for _ in needed))
-        return (None, None, *ctx.run.gradients(needed, grad))
-
-
 def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
     """Deferred logits, linked to the inputs by autograd."""
+    trains = recipe.requires_grad and torch.is_grad_enabled()
     if any(isinstance(a, FakeTensor) for a in inputs):
         # DDP's graph splitting runs each part with fake tensors to find the input types of the next
         # part. The result has to be deferred logits, as at run time. Without Python's dispatcher, a
         # linear of torch 2.11 replaces symbolic sizes by numbers.
         with quiet(), enable_python_dispatcher():
-            part = values.computed(recipe.graph(*inputs))
-        device = part.like.device
-    else:
-        watch_optimizers()
-        part = values.returned(recipe, inputs, dropped)
-        assert part.run
-        device = part.run.device
-    with torch.set_grad_enabled(recipe.requires_grad and torch.is_grad_enabled()):
-        result: Any = _Attach.apply(part, device, *inputs)
-    return result
+            value = recipe.graph(*inputs)
+        logits = DeferredLogits(values.computed(value), value.device)
+        if trains and any(isinstance(a, Tensor) and a.requires_grad for a in inputs):
+            logits.requires_grad_()
+        logits._view = value.requires_grad_(logits.requires_grad)
+        return logits
+    watch_optimizers()
+    part = values.returned(recipe, inputs, dropped)
+    assert part.run
+    logits = DeferredLogits(part, part.run.device)
+    with torch.set_grad_enabled(trains):
+        base = attach(part, part.run.device, inputs)
+    return view_of(base, logits) if base.requires_grad else logits
+
+
+plain_in_graphs(DeferredLogits)
 
 
 def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result without computing values, or NotImplemented."""
     part = t._part
-    if isinstance(part.value, FunctionalTensor):
-        return NotImplemented  # in a traced graph, views and casts return plain tensors
     if func in VIEWS:
         # a view of a normal tensor is a normal tensor, in inference mode too
         with torch.inference_mode(torch.is_inference_mode_enabled() and t.is_inference()):
@@ -333,8 +349,6 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 return plain
             plain = part.materialise()
             if silent or alias.is_write:
-                if isinstance(plain, FakeTensor):  # the compiler does not know the other aliases
-                    raise UnsupportedFakeTensorException("deferred logits are written to in place")
                 written[id(plain)] = t
                 if not silent and isinstance(value, (list, tuple)) and not t.is_inference():
                     increment_version(t)  # autograd does not do this for tensors in lists

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.utils.weak import TensorWeakRef
 
 from fxpass.deferred.inputs import Input, quiet
 
@@ -150,6 +151,8 @@ class Buffer:
             of the resulting buffer.
         source: the buffer that was cast; its values, if computed, are cheaper than the inputs.
         value: the whole buffer, when it is computed.
+        base: the plain tensor of which autograd takes the logits for a view, if it is alive; it
+            gets the memory of ``value``.
         exposed: a user may have an alias of ``value`` or may have written to it.
         apart: the parts whose rows were computed separately.
         cuts: how often rows were computed separately.
@@ -161,6 +164,7 @@ class Buffer:
     casts: tuple[tuple[Tensor, Tensor], ...] = ()
     source: weakref.ref[Buffer] | None = None
     value: Tensor | None = None
+    base: TensorWeakRef | None = None
     exposed: bool = False
     apart: weakref.WeakSet[Part] = field(default_factory=weakref.WeakSet)
     cuts: int = 0
@@ -212,9 +216,18 @@ class Buffer:
                 value = _copied(_shown(value, part), like)
             return value
 
+    def give_memory(self, base: Tensor) -> None:
+        """Makes ``base`` an alias of the whole buffer, when that is computed."""
+        self.base = TensorWeakRef(base)
+        if self.value is not None:
+            base.data = self.value
+
     def fill(self) -> Tensor:
         """Computes the whole buffer, copies separately computed rows into it, and returns it."""
         self.value = value = self.compute()
+        base = self.base and self.base()
+        if base is not None:
+            base.data = value
         for part in list(self.apart):
             assert part.value is not None
             with quiet():  # values that the user has seen must not change by a bit

@@ -108,6 +108,29 @@ def defer_outputs(
     return restore
 
 
+def plain_inputs(examples: Sequence[Any]) -> tuple[list[Any], Restore]:
+    """The example inputs of a graph with plain tensors in place of deferred logits, and a function
+    that wraps the compiled graph so that it gets plain tensors too.
+
+    Dynamo passes plain tensors; the parts of a graph that DDP splits hand deferred logits on.
+    """
+    places = [i for i, example in enumerate(examples) if isinstance(example, tensor.DeferredLogits)]
+
+    def plain(args: Sequence[Any]) -> list[Any]:
+        args = list(args)
+        for i in places:
+            args[i] = args[i].plain
+        return args
+
+    def take(compiled: Compiled) -> Compiled:
+        def run(*args: Any) -> Any:
+            return compiled(*plain(args))
+
+        return run
+
+    return plain(examples), take if places else as_compiled
+
+
 def as_compiled(compiled: Compiled) -> Compiled:
     """The restoring function of a graph without deferred outputs."""
     return compiled

@@ -1,0 +1,52 @@
+"""What Dynamo sees of deferred logits: nothing of this package, and a plain tensor in each graph.
+
+In: a class of tensors with a property ``plain``. Out: the same class, whose methods Dynamo does not
+trace, and whose tensors reach the graphs that Dynamo makes as plain tensors::
+
+    loss, logits = step(batch)  # deferred logits
+    torch.compile(accuracy)(logits, labels)  # the compiled graph is called with logits.plain
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+
+T = TypeVar("T", bound=type)
+
+
+def opaque(cls: T) -> T:
+    """Hides the methods of a class from Dynamo, which would else trace them wherever a frame that
+    it compiles calls them: the dispatcher's and autograd's calls too."""
+    hide: Any = torch.compiler.disable
+    for name, member in list(vars(cls).items()):
+        if isinstance(member, (staticmethod, classmethod)):
+            setattr(cls, name, type(member)(hide(member.__func__)))
+        elif isinstance(member, property):
+            setattr(cls, name, property(hide(member.fget), member.fset and hide(member.fset)))
+        elif inspect.isfunction(member):
+            member.__name__ = name  # Dynamo looks up by this name which method of torch it replaces
+            setattr(cls, name, hide(member))
+    return cls
+
+
+def plain_in_graphs(cls: type[Tensor]) -> None:
+    """Makes Dynamo pass ``t.plain`` to a graph that reads a tensor ``t`` of this class."""
+    for numpy in (False, True):
+        VariableBuilder._type_dispatch_impl(numpy)[cls] = _graph_input
+
+
+def _graph_input(builder: VariableBuilder, t: Any) -> VariableTracker:
+    """The variable that Dynamo traces for ``t``."""
+    source = builder.get_source()
+    builder.install_guards(GuardBuilder.TYPE_MATCH)
+    variable = VariableBuilder(builder.tx, AttrSource(source, "plain"))(t.plain)
+    variable.source = source  # for what is not in the graph: its hooks, its gradient, a return
+    return variable
