@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
+from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.rewrite.dynamo import (
     describe_encoder_layers,
     register_in_any_thread,
@@ -71,3 +72,4 @@ register_in_any_thread("fusedce", fusedce)
 if Settings.read().enabled:
     trace_through_log_once()
     describe_encoder_layers()
+    watch_optimizers()  # the logits of the first step may be made in its closure

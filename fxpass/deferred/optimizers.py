@@ -1,7 +1,7 @@
 """Clones the parameters of deferred logits before an optimizer changes them.
 
-In: all deferred logits, before the ``step`` of any optimizer, master weights included. Out: the
-same logits, which no longer depend on the parameters::
+In: all deferred logits, before the ``step`` of any optimizer and after each call of its closure,
+master weights included. Out: the same logits, which no longer depend on the parameters::
 
     out = model(**batch)  # out.logits is deferred, and alive during the step
     out.loss.backward()
@@ -12,6 +12,7 @@ same logits, which no longer depend on the parameters::
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -25,13 +26,38 @@ from fxpass.deferred.values import Run
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Calls :func:`before_step` before every optimizer step from now on."""
+    """Calls :func:`before_update` before every optimizer changes parameters from now on."""
     # A compiled step has a graph break here; the steps of torch's optimizers have one anyway.
-    hook: Any = torch.compiler.disable(before_step)
+    hook: Any = torch.compiler.disable(_before_step)
     register_optimizer_step_pre_hook(hook)
 
 
-def before_step(*_: Any) -> None:
+def _before_step(
+    optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The optimizer changes parameters now; or after each call of its closure, whose logits need
+    the parameters too."""
+    before_update()
+    if callable(kwargs.get("closure")):
+        return args, kwargs | {"closure": _then_update(kwargs["closure"])}
+    if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer
+        return (args[0], _then_update(args[1]), *args[2:]), kwargs
+    return None
+
+
+def _then_update(closure: Callable[..., Any]) -> Callable[..., Any]:
+    hidden: Any = torch.compiler.disable(before_update)
+
+    @functools.wraps(closure)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = closure(*args, **kwargs)
+        hidden()
+        return result
+
+    return wrapped
+
+
+def before_update() -> None:
     """Makes all deferred logits independent of the parameters.
 
     It clones each parameter once, or computes the logits if this takes less memory. It synchronises

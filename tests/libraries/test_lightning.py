@@ -133,3 +133,58 @@ def test_losses_of_twenty_steps(compile, inner, precision, tmp_path):
     assert len(eager.validation) >= 2 * 2  # epochs and batches
     tiny.assert_same_course(fused.training, eager.training, dtype)
     assert fused.validation == pytest.approx(eager.validation, rel=tiny.RTOL[dtype])
+
+
+class WithLogits(lightning.LightningModule):
+    """Returns its logits, which a callback reads after the step; Lightning runs the training step
+    in the closure of the optimizer's step."""
+
+    def __init__(self, inner: str) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(tiny.V, WIDTH), nn.Linear(WIDTH, tiny.V)
+        self.model = self.loss
+        if inner:
+            self.model = torch.compile(
+                self.loss, backend="fusedce", options={"fusedce.inner": inner}
+            )
+
+    def loss(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.embed(ids[:, :-1]))
+        return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()), logits
+
+    def training_step(self, batch: list[Tensor], index: int) -> dict[str, Tensor]:
+        loss, logits = self.model(batch[0])
+        return {"loss": loss, "logits": logits}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.logits.append(outputs["logits"].detach().clone())
+
+
+def test_logits_are_read_after_the_step_of_automatic_optimisation(tmp_path):
+    seen = []
+    for inner in ("", "aot_eager"):
+        torch.manual_seed(0)
+        seen.append(Seen())
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=4,
+            callbacks=[seen[-1]],
+            default_root_dir=tmp_path,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(WithLogits(inner), batches(4, 1, True))
+    eager, fused = seen
+    assert len(eager.logits) >= 3
+    torch.testing.assert_close(fused.logits, eager.logits, rtol=1e-4, atol=1e-4)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +30,9 @@ WRITES = {
     "detached": lambda t: t.detach().mul_(3),
     "data": lambda t: t.data.mul_(3),
     "foreach": lambda t: torch._foreach_mul_([t.detach()], 2),
+    "apply_": lambda t: t.detach()[0].apply_(lambda v: v * 2 + 1),
+    "map_": lambda t: t.detach().map_(torch.ones(V), lambda v, w: v + w),
+    "map2_": lambda t: t.detach().map2_(t.detach(), torch.ones(V), lambda v, w, u: v + w + u),
 }
 
 
@@ -289,3 +296,67 @@ def test_a_changed_weight_does_not_break_the_optimizer():
         torch.optim.SGD([p.weight], lr=0.1).step()
         with pytest.raises(StaleLogitsError):
             p.logits.sum()
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "LBFGS": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4),
+}
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("seq", [1, 40])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_logits_made_in_the_closure_of_a_step(name, seq, keyword):
+    """Each call of the closure has logits of its own; they are read after the step."""
+    p = pair(seq=seq)
+    recipe, _ = recipe_of()
+    results = []
+    for make, inputs in (
+        (lambda *given: tensor.defer(recipe, given), p.lazy_inputs),
+        (head, p.eager_inputs),
+    ):
+        optimizer, kept = OPTIMIZERS[name](inputs[1:]), []
+
+        def closure(make=make, inputs=inputs, optimizer=optimizer, kept=kept):
+            optimizer.zero_grad()
+            logits = make(inputs[0] * 1, *inputs[1:])
+            kept.append(logits)
+            loss = head(inputs[0], *inputs[1:]).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure=closure) if keyword else optimizer.step(closure)
+        results.append([t.detach() * 1 for t in kept])
+    assert len(results[0]) == len(results[1]) > 1
+    same(*results, bits=False)
+
+
+def test_the_first_step_whose_closure_makes_the_first_logits():
+    """Hooks that are registered inside a step come too late for it: a process of its own."""
+    program = textwrap.dedent("""
+        import torch
+        import torch.nn.functional as F
+
+        @torch.compile(backend="fusedce", options={"fusedce.inner": "eager"})
+        def model(x, w):
+            z = F.linear(x, w)
+            return F.cross_entropy(z, torch.arange(6)), z
+
+        x, w = torch.randn(6, 8), torch.randn(10, 8, requires_grad=True)
+        optimizer, kept = torch.optim.SGD([w], lr=0.1), []
+        before = F.linear(x, w).detach()
+
+        def closure():
+            loss, z = model(x, w)
+            loss.backward()
+            kept.append(z)
+            return loss
+
+        optimizer.step(closure)
+        torch.testing.assert_close(kept[0].detach() * 1, before)
+    """)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
