@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -57,14 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    options = _parser().parse_args(arguments)
     try:
-        return options.command(options)
+        try:
+            options = _parser().parse_args(arguments)
+            return options.command(options)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # at the interpreter's end a closed pipe would show a traceback
     except UsageError as error:
         print(f"fxpass: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `fxpass doctor | head`
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):  # what is left in the buffers
+            os.dup2(nothing, number)
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -177,12 +187,13 @@ def _explain(options: argparse.Namespace) -> int:
         if not callable(function):
             raise UsageError(f"{path} has no function {name}")
         args, kwargs = _inputs(module, name, function)
-        print(fxpass.explain(function, *args, **kwargs))
-    except UsageError:
+        report = fxpass.explain(function, *args, **kwargs)
+    except (UsageError, BrokenPipeError):
         raise
     except Exception as error:
         print(_traceback(error, Path(path)), file=sys.stderr)
         return 1
+    print(report)
     return 0
 
 

@@ -41,7 +41,8 @@ class Report:
     """The matches, rejections and casts in all graphs of a function.
 
     Attributes:
-        graphs: the number of Dynamo's graphs; more than one means graph breaks.
+        graphs: the number of Dynamo's graphs; 0 if nothing was traced, more than one means graph
+            breaks.
         breaks: the place and reason of each graph break; nodes before and after a break cannot be
             fused with each other.
         matches: the fused losses.
@@ -82,7 +83,12 @@ class Report:
         lines += [f"  graph break: {place}" for place in self.breaks]
         if self.logits_bytes:
             lines.append(f"  logits not materialised: {size(self.logits_bytes)}")
-        if not self.matches and not self.rejections:
+        if not self.graphs:
+            lines.append(
+                "  nothing was traced: Dynamo is off (TORCHDYNAMO_DISABLE=1, set_stance), or the "
+                "call runs no tensor operation itself (a class, a generator)"
+            )
+        elif not self.matches and not self.rejections:
             advice = "; call it with labels to have a loss" if self.labels_missing else ""
             lines.append(f"  no cross-entropy in any graph: nothing to fuse{advice}")
         for gpu in dict.fromkeys(kernel.gpu for kernel in self.kernels):

@@ -6,14 +6,16 @@ output, a picture if matplotlib is installed, and the exit status.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
+import signal
 import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -75,18 +77,38 @@ def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> in
     print(f"model   GPT of {job}, on {job.device}")
     copy = job.tokens * job.classes * 4 / MIB
     print(f"logits  [{job.tokens}, {job.classes}], {copy:.0f} MiB a copy in float32", flush=True)
-    with tempfile.TemporaryDirectory(prefix="fxpass-demo-") as folder:
+    with _ending(), tempfile.TemporaryDirectory(prefix="fxpass-demo-") as folder:
         file = Path(folder) / "corpus.pt"
         torch.save(corpus, file)
         job = dataclasses.replace(job, corpus=str(file))
         rows = train(WORKER, job, providers, steps - UNTIMED_STEPS, environ=environ)
-    print(f"\n{report(rows, job.tokens)}")
-    if draw(rows, job, picture):
-        print(f"\npicture: {picture}")
+    if any(row.losses for row in rows):
+        print(f"\n{report(rows, job.tokens)}")
+        if draw(rows, job, picture):
+            print(f"\npicture: {picture}")
     found = problems(rows, steps)
     for text in found:
         print(f"fxpass demo: {text}", file=sys.stderr)
     return 1 if found else 0
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[None]:
+    """Makes the signals that end a process raise, so that ``with`` and ``finally`` clean up."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    # nohup ignores SIGHUP
+    ending = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
+    for number in ending:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in ending:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def read_corpus(classes: int, root: Path | None = None) -> Tensor:
@@ -116,7 +138,7 @@ def read_corpus(classes: int, root: Path | None = None) -> Tensor:
 
 
 def report(rows: Sequence[Row], tokens: int) -> str:
-    """The fused losses, the loss curves, and the table."""
+    """The fused losses, the loss curves, and the table, of rows with at least one step."""
     parts = []
     for row in rows:
         if row.notes:
@@ -125,7 +147,7 @@ def report(rows: Sequence[Row], tokens: int) -> str:
             parts.append("\n".join([counts, *(f"  {n}" for n in row.notes)]))
     steps = max(len(row.losses) for row in rows)
     shown = sorted({round(i * (steps - 1) / 9) for i in range(10)})
-    lines = ["loss at  " + "".join(f"{i + 1:>7}" for i in shown)] if steps else []
+    lines = ["loss at  " + "".join(f"{i + 1:>7}" for i in shown)]
     for row in rows:
         curve = "".join(f"{row.losses[i]:>7.3f}" for i in shown if i < len(row.losses))
         lines.append(f"{row.name:<9}{curve}")

@@ -250,12 +250,13 @@ def train(
                 take("measure", turn, timed=False)
             for turn in alone * rounds:
                 take("step", turn, timed=True)
+            for worker in workers.values():
+                worker.close()
         except KeyboardInterrupt:
             tell("interrupted", 0)
+        finally:  # the processes also end if this one is told to, or cannot print
             for worker in workers.values():
                 worker.kill()
-    for worker in workers.values():
-        worker.close()
     refuse(rows, job.dtype)
     return rows
 
@@ -287,8 +288,9 @@ def refuse(rows: Sequence[Row], dtype: str) -> None:
     eager = next((row for row in rows if row.name == "eager" and row.losses), None)
     for row in rows:
         steps = min(len(row.losses), len(eager.losses)) if eager else 0
-        if eager is None or row.failure or not steps:
+        if eager is None and row.losses:
             row.failure = row.failure or "refused: eager has no numbers to compare with"
+        if eager is None or row.failure or not steps:
             row.seconds.clear()
             continue
         loss = max_difference(eager.losses[:steps], row.losses[:steps])

@@ -95,6 +95,9 @@ class Scripted:
     def close(self) -> None:
         self.log = "not asked for"
 
+    def kill(self) -> None:
+        pass
+
 
 def scripted(monkeypatch, names: list[str], device: str) -> list[Row]:
     monkeypatch.setattr(training, "Worker", Scripted)

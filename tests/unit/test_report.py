@@ -308,6 +308,25 @@ def test_text_without_a_loss():
     ]
 
 
+def in_a_generator(x, w, target):
+    yield F.cross_entropy(F.linear(x, w), target)
+
+
+def test_text_where_nothing_is_traced():
+    assert "\n  nothing was traced: " in str(explain(in_a_generator, *inputs()))
+    assert "\n  nothing was traced: " in str(explain(Model))
+
+
+def test_text_where_dynamo_is_off():
+    with torch.compiler.set_stance("force_eager"):
+        report = explain(loss_less, *inputs())
+    assert str(report).splitlines() == [
+        "0 graphs, 0 losses fused, 0 not fused, 0 casts",
+        "  nothing was traced: Dynamo is off (TORCHDYNAMO_DISABLE=1, set_stance), or the call runs "
+        "no tensor operation itself (a class, a generator)",
+    ]
+
+
 class Labelled(Model):
     def forward(self, x, labels=None):
         logits = self.head(x)

@@ -190,3 +190,18 @@ def test_a_device_that_does_not_exist_is_status_2(capsys: pytest.CaptureFixture[
 
     assert main(["demo", "--device", "cuda:99"]) == 2
     assert "--device cuda:99" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("doctor",), ("explain", "{source}:bare"), ("--help",)])
+def test_a_closed_pipe_ends_a_command_without_a_traceback(
+    arguments: tuple[str, ...], source: str
+) -> None:
+    program = [sys.executable, "-m", "fxpass", *(a.format(source=source) for a in arguments)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    environ = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with os.fdopen(writing, "w") as closed:
+        done = subprocess.run(
+            program, stdout=closed, stderr=subprocess.PIPE, text=True, env=environ
+        )
+    assert (done.returncode, done.stderr) == (141, "")

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -155,3 +157,35 @@ def test_the_demo_as_a_user_runs_it(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (\w+) +\| [\d,]+ ", ran.stdout, re.MULTILINE)
     assert rows == ["eager", "fusedce"]
     assert (tmp_path / "fxpass-demo.png").exists() == (find_spec("matplotlib") is not None)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_before_the_first_step_leaves_nothing(name: str, tmp_path: Path) -> None:
+    """Ctrl-C goes to the whole group of processes, as from a terminal."""
+    program = [sys.executable, "-m", "fxpass", "demo", "--device", "cpu", "--providers", "eager"]
+    demo = subprocess.Popen(
+        program,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "TMPDIR": str(tmp_path), "CXX": "no-such-compiler"},
+        start_new_session=True,
+    )
+    assert demo.stdout
+    assert any(line.startswith("logits") for line in demo.stdout)
+    while not list(tmp_path.glob("fxpass-demo-*/corpus.pt")):
+        time.sleep(0.01)
+    time.sleep(1)  # the worker imports torch for longer
+    send = os.killpg if name == "SIGINT" else os.kill
+    send(demo.pid, getattr(signal, name))
+    out, errors = demo.communicate(timeout=300)
+    assert "Traceback" not in errors
+    assert out == ""
+    if name == "SIGINT":
+        assert (demo.returncode, "interrupted after 0 of 10 steps" in errors) == (1, True)
+    else:
+        assert (demo.returncode, errors) == (128 + signal.SIGTERM, "")
+    assert not list(tmp_path.glob("fxpass-demo-*"))
+    with pytest.raises(ProcessLookupError):
+        os.killpg(demo.pid, 0)
