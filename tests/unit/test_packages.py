@@ -146,6 +146,8 @@ def test_the_tiers_name_modules_that_exist():
 def test_the_repository_holds_no_large_file():
     """Neither wheels nor outputs: a clone stays below two megabytes."""
     root = ROOT.parent
+    if not (root / ".git").exists():
+        pytest.skip("an archive of the repository")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, check=True)
     tracked = [root / name for name in listed.stdout.decode().split("\0") if name]
     assert ROOT / "backend.py" in tracked
