@@ -16,6 +16,7 @@ and copies such rows into it.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -185,7 +186,7 @@ class Buffer:
         shape = [n for n, step in dims if step % v == 0]
         strides = [step // v for _, step in dims if step % v == 0]
         with quiet():
-            numbers = torch.arange(len(self.rows))
+            numbers = _numbers(len(self.rows))
             return numbers.as_strided(shape, strides, like.storage_offset() // v)
 
     def compute(self, picked: Tensor | None = None) -> Tensor:
@@ -327,9 +328,15 @@ def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool = False) -> Pa
     run = Run(recipe, inputs, dropped)
     like, rows = run.like, None
     if recipe.rows and like.dim() > 1 and like.numel() and like.is_contiguous():
-        with quiet():
-            rows = torch.arange(like.shape[:-1].numel())
+        rows = _numbers(like.shape[:-1].numel())
     return Part(Buffer(run, like, rows), like)
+
+
+@functools.lru_cache(16)
+def _numbers(count: int) -> Tensor:
+    """The numbers of ``count`` rows; nobody writes to them."""
+    with quiet():
+        return torch.arange(count, device="cpu")
 
 
 def computed(value: Tensor) -> Part:

@@ -20,6 +20,7 @@ _HAS_BF16 = ("DEFAULT", "ALL", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_C
 _HAS_AMX = ("DEFAULT", "ALL", "AVX512_CORE_AMX", "AVX10_1_512_AMX", "AVX10_2")
 
 
+@functools.cache  # oneDNN, too, reads its limit once
 def multiplied_in(dtype: torch.dtype) -> tuple[torch.dtype, str]:
     """The dtype in which the ATen implementation multiplies operands of ``dtype`` on this CPU."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "DEFAULT"

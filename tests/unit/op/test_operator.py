@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from fxpass.aten.common import Inputs
 from fxpass.op import operator
+from fxpass.op.dispatch import compute
 from fxpass.op.operator import linear_cross_entropy, linear_cross_entropy_backward
 from fxpass.spec.spec import ELSEWHERE, IGNORED, REVISION, Spec
 
@@ -481,3 +483,12 @@ def test_backward_of_rows_scales_each_row(strategy):
     torch.testing.assert_close(
         linear_cross_entropy_backward(scale, None, *lse, *args)[0], ones * scale[:, None]
     )
+
+
+def test_the_host_keeps_no_books_for_autograd():
+    """Version counters and views of the operator's own tensors would cost a fifth of its time."""
+    x, weight, target = torch.randn(N, D), torch.randn(V, D, requires_grad=True), torch.arange(N)
+    out = compute(Inputs(x, weight, None, target), Spec(gradients=("x", "weight")))
+    assert out.weight is not None
+    assert out.weight._version == 0
+    assert not out.weight.requires_grad
