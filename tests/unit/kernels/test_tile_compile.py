@@ -53,7 +53,9 @@ def unit(kernel, dtype, config, **known):
     parameters = re.findall(r"^    (\w+)(?:: tl.constexpr)?,$", text.partition("):")[0], re.M)
     constants = {name: size for name, size in (config.sizes | known).items() if name in parameters}
     signature = {name: types.get(name, "i32") for name in parameters}
-    return Unit(kernel.source, kernel.name, signature, constants, config.options, ALIGNED)
+    jit = kernel.source.partition("@triton.jit(")[2].partition(")")[0]
+    aligned = tuple(name for name in ALIGNED if f'"{name}"' not in jit)
+    return Unit(kernel.source, kernel.name, signature, constants, config.options, aligned)
 
 
 def units(target):
