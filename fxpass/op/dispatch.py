@@ -29,7 +29,7 @@ def compute(inputs: Inputs, spec: Spec) -> Results:
         index = ignored.counted_rows(inputs, spec)
         if index is None:
             return _compute(inputs, spec)
-        out = _compute(ignored.select(inputs, index), spec)
+        out = _compute(ignored.select(inputs, spec, index), spec)
         return ignored.restore(out, index, inputs.x.shape[0])
 
 

@@ -40,14 +40,21 @@ def counted_rows(inputs: Inputs, spec: Spec) -> Tensor | None:
     return index if n - index.shape[0] > n * _WORTH_IT else None
 
 
-def select(inputs: Inputs, index: Tensor) -> Inputs:
-    """The inputs of the rows ``index``."""
+def select(inputs: Inputs, spec: Spec, index: Tensor) -> Inputs:
+    """The inputs of the rows ``index``; on a GPU, an ignored row of zeros if there are none.
+
+    It loads the kernels. A CUDA graph that is captured next has all rows, and can load nothing.
+    """
     per_row = {
-        name: tensor[index]
+        name: tensor
         for name in ("x", "target", "row_scale", "lse_scale", "lse", "lse_rest")
         if (tensor := getattr(inputs, name)) is not None
     }
-    return inputs._replace(**per_row)
+    if inputs.x.is_cuda and not len(index):
+        zeros = {name: tensor.new_zeros(1, *tensor.shape[1:]) for name, tensor in per_row.items()}
+        zeros["target"].fill_(spec.ignore_index)
+        return inputs._replace(**zeros)
+    return inputs._replace(**{name: tensor[index] for name, tensor in per_row.items()})
 
 
 def restore(out: Results, index: Tensor, n: int) -> Results:
@@ -57,7 +64,9 @@ def restore(out: Results, index: Tensor, n: int) -> Results:
     captured. It is finite because shards subtract their lse from each other.
     """
     per_row = {
-        name: tensor.new_full((n, *tensor.shape[1:]), left_out).index_copy_(0, index, tensor)
+        name: tensor.new_full((n, *tensor.shape[1:]), left_out).index_copy_(
+            0, index, tensor[: len(index)]
+        )
         for name, left_out in _LEFT_OUT.items()
         if (tensor := getattr(out, name)) is not None
     }
