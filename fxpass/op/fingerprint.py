@@ -20,6 +20,7 @@ after the last block are copied: their digest is exact.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -96,18 +97,29 @@ def _sums_of_rows(bits: Tensor, factors: Tensor) -> Tensor:
     """Weighted sums of integers over their last dimension."""
     cores = torch.get_num_threads()
     most = PER_CORE * (cores if cores > FEW_CORES else 1) if bits.is_cpu else PER_DEVICE
-    if bits.numel() > most and bits.dim() > 1:
-        if len(bits) == 1:
-            return _sums_of_rows(bits[0], factors).unsqueeze(0)
-        step = max(1, len(bits) * most // bits.numel())
-        return torch.cat([_sums_of_rows(part, factors) for part in bits.split(step)])
-    words = bits.long()
     low, high = factors[:, : bits.shape[-1]]
-    # a factor for the high half: the product with the whole word shifts its bits out of the sum
-    products = words >> 32
-    products *= high
-    products.addcmul_(words, low)
-    return products.sum(-1)
+    out = bits.new_empty(bits.shape[:-1], dtype=torch.int64)
+    # new memory for each part would leave holes between the results, as large as the tensor in all
+    place = out.new_empty(2, min(bits.numel(), most))
+    for part, sums in _parts(bits, out, most):
+        words, products = (row[: part.numel()].view(part.shape) for row in place)
+        words = part if part.dtype is torch.int64 else words.copy_(part)
+        # a factor for the high half: the product with the whole word shifts its bits out of the sum
+        torch.bitwise_right_shift(words, 32, out=products).mul_(high).addcmul_(words, low)
+        torch.sum(products, -1, out=sums)
+    return out
+
+
+def _parts(bits: Tensor, sums: Tensor, most: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of at most ``most`` integers, and their parts of ``sums``. A row is one part."""
+    if bits.numel() <= most or bits.dim() == 1:
+        yield bits, sums
+    elif len(bits) == 1:
+        yield from _parts(bits[0], sums[0], most)
+    else:
+        step = max(1, len(bits) * most // bits.numel())
+        for pair in zip(bits.split(step), sums.split(step), strict=True):
+            yield from _parts(*pair, most)
 
 
 @functools.lru_cache(64)

@@ -36,3 +36,25 @@ def test_a_whole_model_that_returns_its_logits():
     done = subprocess.run(program, check=True, capture_output=True, text=True, env=environment)
     peak, imported = map(int, done.stdout.split())
     assert peak - imported <= 0.45 * (2238 << 20) - (406 << 20)
+
+
+DIGEST = """
+import torch
+from fxpass.cli.memory import memory_of
+from fxpass.op.fingerprint import Layout, fingerprint
+
+weight = torch.ones(1 << 13, 1 << 12, dtype={dtype})[:, {columns}]
+memory = memory_of(torch.device("cpu"))
+memory.start()
+fingerprint(weight, Layout.of(weight))
+print(memory.added())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+@pytest.mark.parametrize(("dtype", "columns"), [("torch.float32", ":"), ("torch.bfloat16", "1:")])
+def test_a_digest_leaves_no_holes_in_the_heap(dtype, columns):
+    """128 MiB, with the C library's own thresholds."""
+    program = DIGEST.format(dtype=dtype, columns=columns)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert int(done.stdout) <= 24 << 20, done.stderr
