@@ -217,6 +217,10 @@ def evaluate(expr: Any, z: torch.Tensor) -> torch.Tensor:
         return z
     if expr.is_number:
         return torch.full_like(z, float(expr))
+    if (found := _one_minus_square(expr)) is not None:
+        factor, root = found
+        y = evaluate(root, z)
+        return (1 - y).mul_(1 + y).mul_(factor)
     if isinstance(expr, sympy.Add | sympy.Mul):
         joined = torch.Tensor.add_ if isinstance(expr, sympy.Add) else torch.Tensor.mul_
         numbers = [float(a) for a in expr.args if isinstance(a, sympy.Rational)]
@@ -236,6 +240,16 @@ def evaluate(expr: Any, z: torch.Tensor) -> torch.Tensor:
         return FUNCTIONS[type(expr).__name__].tensor(*operands)
     condition = expr.holds(*operands[:2])
     return torch.where(condition, *(_scalar(a, z) for a in operands[2:]))
+
+
+def _one_minus_square(expr: Any) -> tuple[float, Any] | None:
+    """``c`` and ``y`` of ``c - c*y**2``, the slope of a tanh y. Where y is nearly 1, the rounding of
+    y**2 is as large as the result; (1 - y) * (1 + y) has no such rounding."""
+    number, rest = expr.as_coeff_Add()
+    factor, power = (-rest).as_coeff_Mul()
+    if number != factor or not isinstance(power, sympy.Pow) or power.exp != 2:
+        return None
+    return float(number), power.base
 
 
 def _operand(expr: Any, z: torch.Tensor) -> torch.Tensor | float:

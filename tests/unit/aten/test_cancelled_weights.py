@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fxpass.op.operator import linear_cross_entropy
 from fxpass.spec.spec import Spec
 from tests.support.implementations import centred
-from tests.support.numerics import assert_close, loss_and_gradients
+from tests.support.numerics import assert_as_accurate, loss_and_gradients
 
 N, D, V = 6, 8, 11
 
@@ -94,9 +94,5 @@ def test_a_target_distribution_that_cancels(
         return F.cross_entropy(z, given, weights, label_smoothing=smoothing, reduction="sum")
 
     tensors = [torch.randn(N, D, dtype=dtype).to(where), torch.randn(V, D, dtype=dtype).to(where)]
-    got, theirs, exact = (
-        loss_and_gradients(program, tensors, wide)
-        for program, wide in ((fused, None), (eager, None), (eager, torch.float64))
-    )
-    assert got[1].any()
-    assert_close(got, theirs, exact, dtype)
+    assert loss_and_gradients(fused, tensors)[1].any()
+    assert_as_accurate(fused, eager, tensors, dtype)

@@ -302,3 +302,12 @@ def test_a_branch_that_is_flat_hides_an_infinite_slope(source, program):
     (expected,) = torch.autograd.grad(program(z).sum(), z)
     got = evaluate(derivative(parse(source)), z.detach())
     torch.testing.assert_close(got, expected, rtol=1e-13, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("softcap", ["30*tanh(z/30)", "2*tanh(z)", "tanh(3*z)"])
+def test_the_slope_of_a_saturated_tanh(softcap):
+    """Its error is that of the tanh: the square of a number near 1 is not rounded."""
+    slope, tanh = derivative(parse(softcap)), parse(softcap[softcap.index("tanh") :])
+    z = torch.linspace(0, 8, 200) / float(tanh.args[0].coeff(Z))
+    exact = float(slope.subs(Z, 0)) * (1 - evaluate(tanh, z).double().square())
+    torch.testing.assert_close(evaluate(slope, z).double(), exact, rtol=2**-21, atol=0)
