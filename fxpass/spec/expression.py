@@ -243,8 +243,8 @@ def evaluate(expr: Any, z: torch.Tensor) -> torch.Tensor:
 
 
 def _one_minus_square(expr: Any) -> tuple[float, Any] | None:
-    """``c`` and ``y`` of ``c - c*y**2``, the slope of a tanh y. Where y is nearly 1, the rounding of
-    y**2 is as large as the result; (1 - y) * (1 + y) has no such rounding."""
+    """``c`` and ``y`` of ``c - c*y**2``, the slope of a tanh y. Where y is nearly 1, the rounding
+    of y**2 is as large as the result; (1 - y) * (1 + y) has no such rounding."""
     number, rest = expr.as_coeff_Add()
     factor, power = (-rest).as_coeff_Mul()
     if number != factor or not isinstance(power, sympy.Pow) or power.exp != 2:
