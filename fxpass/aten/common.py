@@ -88,16 +88,18 @@ class Target:
 
     Attributes:
         sums_to_one: whether Q is 1 in every row, but for its rounding.
+        valid: ``[N]``, False for ignored rows; None if no row is ignored.
     """
 
     sums_to_one = True
 
     def __init__(self, inputs: Inputs, spec: Spec) -> None:
-        n, self.classes = inputs.x.shape[0], inputs.weight.shape[0]
+        self.classes = inputs.weight.shape[0]
         self.dtype = compute_dtype(inputs.x.dtype)
         self.smoothing = spec.label_smoothing
         self.all_classes = spec.shard_of or self.classes
-        self.valid = inputs.x.new_ones(n, dtype=torch.bool)
+        self.valid: Tensor | None = None
+        self._like = inputs.x
         w = inputs.class_weight
         self.weight = None if w is None else w.to(self.dtype)
 
@@ -109,7 +111,11 @@ class Target:
     def mass(self, rows: slice, step: int) -> Tensor:
         """Q ``[rows]``; class probabilities are summed ``step`` classes at a time."""
         del step
-        return torch.ones_like(self.valid[rows], dtype=self.dtype)
+        return self._like.new_ones(rows.stop - rows.start, dtype=self.dtype)
+
+    def of_valid(self, values: Tensor, rows: slice) -> Tensor:
+        """``values`` ``[rows]``, and 0 for ignored rows. A ``where``: they may be infinite there."""
+        return values if self.valid is None else torch.where(self.valid[rows], values, 0)
 
     def subtract_from(self, g: Tensor, scale: Tensor, rows: slice, classes: slice) -> None:
         """``g -= scale * q`` for one tile, in place; scale ``[rows]``."""
@@ -123,10 +129,13 @@ class _Indices(Target):
         super().__init__(inputs, spec)
         assert inputs.target is not None
         target = inputs.target.long()  # uint8 cannot hold -100
-        self.valid = is_valid(target, spec)
-        here = self.valid & (target != ELSEWHERE) if spec.shard_of else self.valid
-        self.picked = torch.where(here, target, 0)
-        self.sharp = torch.full_like(self.picked, 1 - self.smoothing, dtype=self.dtype)
+        if spec.ignore_index is not None:
+            self.valid = is_valid(target, spec)
+        here = target != ELSEWHERE if spec.shard_of else self.valid
+        if spec.shard_of and self.valid is not None:
+            here = here & self.valid
+        self.picked = target if here is None else torch.where(here, target, 0)
+        self.sharp = torch.full_like(target, 1 - self.smoothing, dtype=self.dtype)
         if self.weight is not None:
             self.sharp.mul_(self.weight[self.picked])
         if spec.shard_of:
@@ -146,8 +155,10 @@ class _Indices(Target):
 
     def sums(self, z: Tensor, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
         column, mass = self._in_tile(rows, classes)
-        # where(), because the product may be 0 * -inf outside the target's tile
-        dot = torch.where(mass == 0, 0, mass * z.gather(1, column).squeeze(1))
+        dot = z.gather(1, column).squeeze(1)
+        if not (self.sums_to_one and not self.smooth and z.shape[1] == self.classes):
+            # where(), because the product may be 0 * -inf outside the target's tile
+            dot = torch.where(mass == 0, 0, mass * dot)
         if self.smooth:
             w = self.weight
             dot = dot + self.smooth * (z.sum(1) if w is None else z.mv(w[classes]))
@@ -191,7 +202,7 @@ class _Probabilities(Target):
         return q.mul_(z).sum(1), mass
 
     def mass(self, rows: slice, step: int) -> Tensor:
-        total = torch.zeros_like(self.valid[rows], dtype=self.dtype)
+        total = self._like.new_zeros(rows.stop - rows.start, dtype=self.dtype)
         for classes in slices(0, self.classes, step):
             total += self._q(rows, classes).sum(1)
         return total
@@ -266,8 +277,7 @@ def losses(sums: Sums, target: Target, rows: slice, spec: Spec) -> tuple[Tensor,
     lse = sums.highest + log_total
     if spec.target == "none":
         return lse, lse
-    # where(), because the loss of an ignored row may be infinite
-    return torch.where(target.valid[rows], sums.mass * log_total - sums.dot, 0), lse
+    return target.of_valid(sums.mass * log_total - sums.dot, rows), lse
 
 
 # ---------------------------------------------------------------- gradients
@@ -277,9 +287,11 @@ def coefficients(
     inputs: Inputs, target: Target, mass: Tensor, rows: slice
 ) -> tuple[Tensor, Tensor]:
     """The factors of q and of the softmax in the gradient, ``[rows]`` each; mass is Q."""
-    scale = target.valid[rows].to(mass.dtype)
-    if inputs.row_scale is not None:
-        scale = torch.where(target.valid[rows], inputs.row_scale[rows].to(mass.dtype), 0)
+    if inputs.row_scale is None:
+        scale = torch.ones_like(mass)
+    else:
+        scale = inputs.row_scale[rows].to(mass.dtype)
+    scale = target.of_valid(scale, rows)
     share = scale * mass
     if inputs.lse_scale is not None:
         share += inputs.lse_scale[rows].to(mass.dtype)

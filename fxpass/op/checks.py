@@ -10,11 +10,15 @@ an error that names the operand and its shape, dtype or value::
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import torch
 from torch import Tensor
 
 from fxpass.aten import common
 from fxpass.aten.common import Inputs
+from fxpass.plan import plan
 from fxpass.plan.devices import compute_dtype
 from fxpass.spec.dtypes import INDEX_DTYPES
 from fxpass.spec.spec import ELSEWHERE, Spec
@@ -73,27 +77,47 @@ def check_inputs(inputs: Inputs, spec: Spec) -> None:
             raise ValueError(f"{NAME} needs int64 class indices, got {target.dtype}")
 
 
-def check_class_indices(inputs: Inputs, spec: Spec) -> None:
+def check_class_indices(inputs: Inputs, spec: Spec) -> Spec:
     """Checks the values of class indices, without synchronisation with a GPU.
+
+    Returns:
+        The spec; in ATen on a CPU, without its ``ignore_index`` if no row has this index: what
+        follows need not look for ignored rows.
 
     Raises:
         IndexError: an index is neither a class nor ``ignore_index``; on devices other than the CPU,
             a device-side assertion fails instead.
     """
     if inputs.target is None or spec.target == "probabilities":
-        return
-    target, v = inputs.target.long(), inputs.weight.shape[0]
+        return spec
+    v, ignored = inputs.weight.shape[0], spec.ignore_index
     lowest = ELSEWHERE if spec.shard_of else 0
+    on_cpu = inputs.target.device.type == "cpu"
+    if on_cpu and len(inputs.target) and _in_aten(inputs):
+        low, high = (int(index) for index in inputs.target.aminmax())
+        if lowest <= low and high < v and (ignored is None or not low <= ignored <= high):
+            return _without_ignored(spec)
+    target = inputs.target.long()
     wrong = common.is_valid(target, spec) & ((target < lowest) | (target >= v))
-    if target.device.type != "cpu":
+    if not on_cpu:
         torch.ops.aten._assert_async(~wrong.any())
     elif wrong.any():
         # the user does not know the indices of a shard
         which = "A target" if spec.shard_of else f"Target {target[wrong][0].item()}"
         raise IndexError(
             f"{which} is out of bounds: there are {spec.shard_of or v} classes and "
-            f"ignore_index is {spec.ignore_index}"
+            f"ignore_index is {ignored}"
         )
+    return spec
+
+
+@functools.cache  # replace() costs the host as much as five operations
+def _without_ignored(spec: Spec) -> Spec:
+    return dataclasses.replace(spec, ignore_index=None)
+
+
+def _in_aten(inputs: Inputs) -> bool:
+    return plan.implementation_for(inputs.x.device, inputs.x.dtype)[0] == "aten"
 
 
 def _shapes(*tensors: Tensor) -> str:

@@ -91,15 +91,12 @@ def linear_cross_entropy(
     s = Spec.parse(spec)
     inputs = Inputs(x, weight, bias, target, class_weight, logits)
     check_inputs(inputs, s)
-    check_class_indices(inputs, s)
+    s = check_class_indices(inputs, s)
     now, scaled = runs.forward(s, x.dtype)
     one = x.new_ones((), dtype=compute_dtype(x.dtype))
     scale = left = one
     if s.reduction == "mean":
-        rows, weights = counted(inputs, s)
-        scale = weights.to(one.dtype).reciprocal()
-        # without rows the gradients are zeros; class weights that sum to 0 give inf or nan
-        left = torch.where(rows == 0, 0, scale)
+        scale, left = _of_mean(inputs, s, one)
         if scaled:
             inputs, left = inputs._replace(row_scale=left.expand(x.shape[0])), one
     out = compute(inputs, now)
@@ -175,6 +172,18 @@ def _operand_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
 def _gradient_dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
     """The dtypes of the gradients that forward returns."""
     return tuple(map(gradient_dtype, _operand_dtypes(inputs)))
+
+
+def _of_mean(inputs: Inputs, spec: Spec, one: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of the mean's loss and of its gradients, for a ``one`` in the compute dtype."""
+    n = inputs.x.shape[0]
+    every_row = spec.target != "indices" or spec.ignore_index is None
+    if n and every_row and (spec.target != "indices" or inputs.class_weight is None):
+        return (scale := one / n), scale
+    rows, weights = counted(inputs, spec)
+    scale = weights.to(one.dtype).reciprocal()
+    # without rows the gradients are zeros; class weights that sum to 0 give inf or nan
+    return scale, torch.where(rows == 0, 0, scale)
 
 
 def counted(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
