@@ -114,7 +114,7 @@ class Target:
         return self._like.new_ones(rows.stop - rows.start, dtype=self.dtype)
 
     def of_valid(self, values: Tensor, rows: slice) -> Tensor:
-        """``values`` ``[rows]``, and 0 for ignored rows. A ``where``: they may be infinite there."""
+        """``values`` ``[rows]``, 0 for ignored rows, where they may be infinite."""
         return values if self.valid is None else torch.where(self.valid[rows], values, 0)
 
     def subtract_from(self, g: Tensor, scale: Tensor, rows: slice, classes: slice) -> None:
@@ -131,14 +131,14 @@ class _Indices(Target):
         target = inputs.target.long()  # uint8 cannot hold -100
         if spec.ignore_index is not None:
             self.valid = is_valid(target, spec)
-        here = target != ELSEWHERE if spec.shard_of else self.valid
-        if spec.shard_of and self.valid is not None:
-            here = here & self.valid
+        here = self.valid
+        if spec.shard_of:
+            here = target != ELSEWHERE if here is None else here & (target != ELSEWHERE)
         self.picked = target if here is None else torch.where(here, target, 0)
         self.sharp = torch.full_like(target, 1 - self.smoothing, dtype=self.dtype)
         if self.weight is not None:
             self.sharp.mul_(self.weight[self.picked])
-        if spec.shard_of:
+        if spec.shard_of and here is not None:
             self.sharp.masked_fill_(~here, 0)  # no product: a class weight may be inf
         self.smooth = self.smoothing / self.all_classes
         self.sums_to_one = self.weight is None and not spec.shard_of
