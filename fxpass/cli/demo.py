@@ -134,7 +134,8 @@ def read_corpus(classes: int, root: Path | None = None) -> Tensor:
         if len(counts) >= classes:
             break
     index = {word: i for i, (word, _) in enumerate(counts.most_common(classes - 1), start=1)}
-    return torch.tensor([index.get(word, 0) for word in words], dtype=torch.int32)
+    numbers = [index.get(word, 0) for word in words]
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu")
 
 
 def report(rows: Sequence[Row], tokens: int) -> str:

@@ -59,8 +59,9 @@ def session(job: TextJob) -> Session:
     corpus = torch.load(job.corpus).long()
 
     def batch(generator: Generator) -> dict[str, Tensor]:
-        starts = torch.randint(len(corpus) - job.seq, (job.batch, 1), generator=generator)
-        windows = corpus[starts + torch.arange(job.seq + 1)]
+        last = len(corpus) - job.seq
+        starts = torch.randint(last, (job.batch, 1), generator=generator, device="cpu")
+        windows = corpus[starts + torch.arange(job.seq + 1, device="cpu")]
         return {"tokens": windows[:, :-1], "targets": windows[:, 1:]}
 
     return Session(job, lambda: GPT(job), batch)

@@ -22,13 +22,13 @@ from fxpass.op.fingerprint import Layout, fingerprint
 class StaleLogitsError(RuntimeError):
     """Deferred logits can no longer be computed, because an input was changed or freed."""
 
-    def __init__(self, source: str, tensor: Tensor, what: str) -> None:
+    def __init__(self, source: str, tensor: Tensor, what: str, before: str) -> None:
         super().__init__(
             f"the logits of `{source}` were deferred, and one of their inputs, a "
             f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}, "
-            f"{what} before they were used. Use the logits earlier (with FSDP, which frees "
-            "gathered weights: before backward()), keep a copy of them earlier (logits.clone()), "
-            "or have them computed with the loss (FUSEDCE_LOGITS=keep)"
+            f"{what} before they were used. Use the logits, or make a copy of them "
+            f"(logits.clone()), before {before}; or have them computed with the loss "
+            '(FUSEDCE_LOGITS=keep, or options={"fusedce.logits": "keep"})'
         )
 
 
@@ -64,15 +64,18 @@ class Input:
             StaleLogitsError: the tensor was changed in place, or its memory was freed.
         """
         if _freed(self.tensor):
-            raise StaleLogitsError(source, self.tensor, "was freed")
+            before = "backward(): FSDP frees gathered weights" if _ranks() else "this"
+            raise StaleLogitsError(source, self.tensor, "was freed", before)
         if not self._same_version():
-            raise StaleLogitsError(source, self.tensor, "was changed in place")
+            raise StaleLogitsError(source, self.tensor, "was changed in place", self._changes())
         if self._fingerprint is not None:
             with quiet():  # equal() waits for the device
                 now = fingerprint(self.tensor, self._layout)
                 same = torch.equal(self._fingerprint, now)
             if not same:
-                raise StaleLogitsError(source, self.tensor, "was changed in place (through .data)")
+                before = self._changes() + (", with FSDP before backward()" if _ranks() else "")
+                what = "was changed in place (through .data)"
+                raise StaleLogitsError(source, self.tensor, what, before)
             if self._is_clone:
                 self._fingerprint = None
         return self.tensor
@@ -88,6 +91,15 @@ class Input:
     def replace(self, clone: Tensor) -> None:
         """Reads ``clone`` from now on; the next check compares its bits."""
         self.tensor, self._is_clone = clone, True
+
+    def _changes(self) -> str:
+        """What may have changed it."""
+        if not self._is_parameter:
+            return "the program writes to this tensor"
+        return (
+            "load_state_dict(), an update by hand or the step of an optimizer that is no "
+            "torch.optim.Optimizer"
+        )
 
     def _same_version(self) -> bool:
         return self._is_clone or self._version is None or self._version == self.tensor._version
@@ -109,3 +121,8 @@ def quiet() -> Iterator[None]:
 
 def _freed(t: Tensor) -> bool:
     return t.numel() > 0 and t.untyped_storage().size() == 0
+
+
+def _ranks() -> bool:
+    """Whether there are several processes, and perhaps FSDP."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

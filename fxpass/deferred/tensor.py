@@ -69,7 +69,7 @@ LIKE = {
 
 @torch.compiler.disable
 def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
-    """The logits of ``recipe.graph(*inputs)``, computed on first use.
+    """The logits of ``recipe(*inputs)``, computed on first use.
 
     Args:
         recipe: the computation.
@@ -86,7 +86,7 @@ def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
     """
     if any(isinstance(a, Tensor) and is_traceable_wrapper_subclass(a) for a in inputs):
         with torch._C._DisableAutocast():
-            return recipe.graph(*inputs)
+            return recipe(*inputs)
     return _link(recipe, inputs, dropped=False)
 
 
@@ -278,7 +278,7 @@ def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
         # part. The result has to be deferred logits, as at run time. Without Python's dispatcher, a
         # linear of torch 2.11 replaces symbolic sizes by numbers.
         with quiet(), enable_python_dispatcher():
-            value = recipe.graph(*inputs)
+            value = recipe(*inputs)
         logits = DeferredLogits(values.computed(value), value.device)
         if trains and any(isinstance(a, Tensor) and a.requires_grad for a in inputs):
             logits.requires_grad_()

@@ -40,7 +40,7 @@ class Recipe:
     """The computation of logits.
 
     Attributes:
-        graph: called as ``graph(*inputs)``, returns the logits; plain torch operations with
+        graph: returns the logits of the inputs; plain torch operations with
             explicit dtypes.
         rows: positions of the inputs with rows: their leading dimensions are those of the logits,
             and a row of the logits depends only on the same row of these inputs. Empty if unknown.
@@ -54,8 +54,13 @@ class Recipe:
     requires_grad: bool = True
     _layouts: dict[Any, tuple[Tensor, torch.device]] = field(default_factory=dict, repr=False)
 
+    def __call__(self, *inputs: Any) -> Tensor:
+        """The logits."""
+        # The module's own call prints 25 lines to stderr if the graph raises (out of memory).
+        return self.graph.forward(*inputs)
+
     def layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
-        """The shape, dtype and strides of ``graph(*inputs)``, as an empty tensor on the meta
+        """The shape, dtype and strides of the logits, as an empty tensor on the meta
         device, and its device; the graph runs without data."""
         key = tuple(
             (a.shape, a.stride(), a.dtype, a.device)
@@ -73,11 +78,11 @@ class Recipe:
     def _find_layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
         try:  # meta tensors are ten times as fast as fake tensors
             with quiet():
-                out = self.graph(*(_stand_in(a, "meta") for a in inputs))
+                out = self(*(_stand_in(a, "meta") for a in inputs))
             device = next(a.device for a in inputs if isinstance(a, Tensor))
         except (RuntimeError, NotImplementedError):  # the graph names a device
             with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-                out = self.graph(*(_stand_in(a) for a in inputs))
+                out = self(*(_stand_in(a) for a in inputs))
             device = out.device
         with quiet():
             return _stand_in(out, "meta"), device
@@ -107,10 +112,10 @@ class Run:
         """All logits, or the rows with these numbers, ``[*rows.shape, V]``."""
         inputs = self.checked()
         if rows is None:
-            return self.recipe.graph(*inputs)
+            return self.recipe(*inputs)
         for i in self.recipe.rows:
             inputs[i] = _take(inputs[i], rows.flatten())
-        logits = self.recipe.graph(*inputs)
+        logits = self.recipe(*inputs)
         return logits.reshape(*rows.shape, logits.shape[-1])
 
     def gradients(self, needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
@@ -123,7 +128,7 @@ class Run:
                     inputs[i] = inputs[i].detach().requires_grad_()
                     wanted.append(inputs[i])
             with torch.enable_grad():
-                logits = self.recipe.graph(*inputs)
+                logits = self.recipe(*inputs)
             found = iter(torch.autograd.grad(logits, wanted, grad, allow_unused=True))
         return [next(found) if need else None for need in needed]
 

@@ -125,8 +125,7 @@ def _parts(bits: Tensor, sums: Tensor, most: int) -> Iterator[tuple[Tensor, Tens
 @functools.lru_cache(64)
 def _factors(count: int, device: torch.device) -> Tensor:
     """Two rows of random odd 64-bit integers from a fixed seed."""
-    cpu = torch.device("cpu")
-    generator = torch.Generator(cpu).manual_seed(0)
-    size = (2, count)
-    random = torch.randint(-(2**63), 2**63 - 1, size, generator=generator, device=cpu)
+    generator = torch.Generator("cpu").manual_seed(0)
+    ends = -(2**63), 2**63 - 1
+    random = torch.randint(*ends, (2, count), generator=generator, device="cpu")
     return (random | 1).to(device)

@@ -101,7 +101,8 @@ def _unary(
     def evaluate(cls: Any, x: Any) -> Expr | None:
         if not x.is_number:
             return None
-        return exact(tensor(torch.tensor(float(x), dtype=torch.float64)).item())
+        value = torch.tensor(float(x), dtype=torch.float64, device="cpu")
+        return exact(tensor(value).item())
 
     def fdiff(self: Any, argindex: int = 1) -> Any:
         return slope(self.args[0])

@@ -8,6 +8,7 @@ the driver, only which device that is, is simulated.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from fxpass.op import checks, dispatch
 from fxpass.plan import plan
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.settings import Settings
+from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 from tests.support.gpus import T4, V100
 from tests.support.implementations import GRADIENTS, problem
@@ -201,3 +203,75 @@ def test_the_implementation_is_that_of_the_device(gpus):
     assert plan.plan(*sizes, FIRST, Spec()).implementation == "aten"
     assert plan.plan(*sizes, SECOND, Spec()).implementation == "triton"
     assert "Tesla V100 is older than sm_75" in plan.plan(*sizes, FIRST, Spec()).reason
+
+
+# ---------------------------------------------------------------- another default device
+
+
+@pytest.fixture
+def default_of_meta():
+    """Whatever a factory call makes without naming a device has no data."""
+    yield lambda: torch.set_default_device("meta")
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32, torch.float16], ids=str)
+@pytest.mark.parametrize("target", ["indices", "probabilities", "none"])
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+@pytest.mark.parametrize("transform", ["z", "30*tanh(z/30)"])
+def test_the_operator_ignores_the_default_device(
+    transform, strategy, target, dtype, default_of_meta
+):
+    inputs = problem(CPU, dtype, target=target, weighted=target != "none", row_scaled=True)
+    if target == "indices":
+        assert inputs.target is not None
+        inputs.target[2] = -100
+    spec = Spec(target=target, strategy=strategy, transform=expression.parse(transform))
+    results = []
+    for change in (lambda: None, default_of_meta):
+        change()
+        out = dispatch.compute(inputs, spec)
+        saved = inputs._replace(lse=out.lse, lse_rest=out.lse_rest)
+        given = saved if strategy == "tiled" else inputs
+        gradients = dispatch.compute(given, dataclasses.replace(spec, gradients=GRADIENTS))
+        results.append([t for t in (*out, *gradients) if t is not None])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
+def capped(x, weight, labels):
+    logits = 30 * torch.tanh(F.linear(x, weight) / 30)
+    return F.cross_entropy(logits, labels, label_smoothing=0.1), logits
+
+
+def softplus(x, weight, labels):
+    logits = F.softplus(F.linear(x, weight)).clamp(0.1, 2)
+    return F.cross_entropy(logits, labels, reduction="none").sum(), logits
+
+
+def shifted(x, weight, labels):
+    logits = F.linear(x, weight).float()
+    return F.cross_entropy(logits[:-1], labels[1:], ignore_index=3), logits
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+@pytest.mark.parametrize("program", [capped, softplus, shifted])
+def test_a_compiled_program_ignores_the_default_device(program, strategy, default_of_meta):
+    """Deferred logits too: whole, rows, casts, gradients, and after an optimizer's step."""
+    options = {"fusedce.inner": "eager", "fusedce.strategy": strategy}
+    compiled = torch.compile(program, backend="fusedce", options=options)
+    x, weight = torch.randn(N, D), torch.randn(V, D)
+    labels = torch.randint(V, (N,))
+    results = []
+    for run, change in ((program, lambda: None), (compiled, default_of_meta)):
+        change()
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        loss, logits = run(*leaves, labels)
+        loss.backward()
+        some, row = logits.double()[:, 2:5].detach(), logits[2].clone().detach()
+        torch.optim.SGD(leaves[1:], lr=0.1).step()
+        rows = logits[1:].double().sum(-1).detach()
+        results.append([loss.detach(), *(t.grad for t in leaves), some * 1, row, rows])
+    torch.set_default_device(None)
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -13,11 +13,7 @@ from tests.ranks import parallel
 from tests.support import ranks, tiny
 
 FREED = "was freed before they were used"
-ADVICE = (
-    "Use the logits earlier (with FSDP, which frees gathered weights: before backward()), keep a "
-    "copy of them earlier (logits.clone()), or have them computed with the loss "
-    "(FUSEDCE_LOGITS=keep)"
-)
+ADVICE = 'computed with the loss (FUSEDCE_LOGITS=keep, or options={"fusedce.logits": "keep"})'
 BF16 = {"mixed", "autocast", "uneven"}
 
 
@@ -86,4 +82,5 @@ def assert_stale(error: Any, what: str) -> None:
     assert isinstance(error, str), f"values that are off by {error}"
     assert error.startswith("StaleLogitsError: ")
     assert what in error
+    assert "FSDP" in error
     assert error.endswith(ADVICE)

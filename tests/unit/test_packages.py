@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import fxpass
 from tests.conftest import FULL, NEEDS
@@ -114,6 +115,27 @@ def test_the_examples_of_docstrings_run(name, device):
 def test_a_module_fits_its_reader():
     lines = {p: len(p.read_text().splitlines()) for p in ROOT.rglob("*.py")}
     assert max(lines.values()) <= 400, max(lines, key=lambda p: lines[p])
+
+
+def without_device(source: str) -> list[str]:
+    """The calls of ``torch.zeros`` and the like that leave the device to the caller's default."""
+    factories = {function.__name__ for function in _device_constructors()}
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        ast.unparse(call)
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) == "torch"
+        and call.func.attr in factories
+        and not any(keyword.arg == "device" for keyword in call.keywords)
+    ]
+
+
+def test_factory_calls_name_their_device():
+    """``torch.set_default_device`` of the caller decides nothing."""
+    found = {path.name: without_device(path.read_text()) for path in ROOT.rglob("*.py")}
+    assert not {name: calls for name, calls in found.items() if calls}
+    assert without_device("torch.zeros(3); torch.ones(3, device=x.device)") == ["torch.zeros(3)"]
 
 
 def test_a_wheel_has_every_module(tmp_path):

@@ -373,6 +373,19 @@ def test_graph_inputs_that_are_numbers():
     assert weight.grad is not None
 
 
+def test_an_error_of_a_read_prints_nothing_and_the_next_read_works(capfd):
+    """Out of memory, which the program catches."""
+    recipe, _ = recipe_of(lambda x, weight, size: x @ weight.t() + x.new_zeros(size).sum())
+    x, weight = torch.randn(3, D), torch.randn(V, D, requires_grad=True)
+    logits: Any = tensor.defer(recipe, (x, weight, 2**60))
+    for read in (lambda: logits[0].argmax(), lambda: logits.backward(torch.ones(3, V))):
+        with pytest.raises(RuntimeError, match=r"memory|Storage size"):
+            read()
+    assert capfd.readouterr() == ("", "")
+    logits._part.run.inputs[2] = 1  # now there is enough
+    same(logits.detach() * 1, x @ weight.detach().t())
+
+
 # ---- drop ----------------------------------------------------------------------------------------
 
 

@@ -145,6 +145,42 @@ def test_a_changed_input_is_an_error_that_says_what_to_do(index, change):
     same(late * 1, want[0])
 
 
+def test_the_advice_fits_the_cause(monkeypatch):
+    recipe, _ = recipe_of()
+
+    def error_after(change):
+        weight = torch.nn.Parameter(torch.randn(V, D))
+        x = torch.randn(3, D, requires_grad=True) * 1
+        logits = tensor.defer(recipe, (x, weight, torch.randn(V)))
+        change(x.detach(), weight)
+        with pytest.raises(
+            StaleLogitsError, match=r'options=\{"fusedce.logits": "keep"\}'
+        ) as error:
+            logits.sum()
+        return str(error.value)
+
+    def load(x, weight):
+        module = torch.nn.Linear(D, V, bias=False)
+        module.weight = weight
+        module.load_state_dict({"weight": torch.zeros(V, D)})
+
+    changes = {
+        "load_state_dict()": load,
+        "an update by hand": lambda x, weight: weight.data.sub_(1),
+        "an optimizer that is no torch.optim.Optimizer": lambda x, weight: weight.detach().sub_(1),
+        "the program writes to this tensor": lambda x, weight: x.sub_(1),
+        "before this": lambda x, weight: weight.untyped_storage().resize_(0),
+    }
+    for advice, change in changes.items():
+        error = error_after(change)
+        assert advice in error
+        assert "FSDP" not in error
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert "before backward(): FSDP frees" in error_after(changes["before this"])
+    assert "with FSDP before backward()" in error_after(changes["an update by hand"])
+    assert "FSDP" not in error_after(load)
+
+
 def test_a_weight_that_is_replaced_keeps_its_old_values():
     p = pair()
     p.weight.data = torch.zeros(V, D)
