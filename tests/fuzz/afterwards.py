@@ -27,6 +27,9 @@ USES = (
     "seen({o}.detach().numpy().sum())",
     "seen(F.cross_entropy({o}.reshape(-1, {o}.shape[-1]).float(), t.reshape(-1)))",
     'seen(torch.compile(lambda v: v.float().sum(-1), backend="aot_eager")({o}))',
+    'seen(torch.compile(lambda v: (v[::2], v[1::2]), backend="aot_eager", fullgraph=True)({o})[0])',
+    'seen(torch.compile(lambda v: v.max() in v.detach(), backend="aot_eager")({o}))',
+    'g = torch.compile(lambda v: (v[:1], v.T), backend="aot_eager", fullgraph=True)({o})[1]',
     "g = {o}.view(-1)",
     "g = {o}.detach()",
     "g = {o}[0]",
@@ -60,6 +63,11 @@ WRITES = (
     "torch._foreach_mul_([{O}], 2)",
     "F.relu({O}, True)",
     "{O}.numpy().fill(0)",
+    'torch.compile(lambda v: v.mul_(2), backend="aot_eager", fullgraph=True)({O})',
+    'torch.compile(lambda v: v[0].detach().zero_(), backend="aot_eager", fullgraph=True)({O})',
+    'torch.compile(lambda v, u: v.add_(1) + u, backend="aot_eager", fullgraph=True)({O}, {o})',
+    "{O}.apply_(lambda v: v * 2)",
+    "{O}.map_(torch.ones({o}.shape[-1]).to({o}.dtype), lambda v, u: v + u)",
     "g.mul_(2)",
     "g[0] = 3.0",
 )
@@ -94,4 +102,5 @@ OPTIMIZERS = (
     "torch.optim.Adam([{p}], lr=0.1).step()",
     "torch.optim.AdamW([{p}], lr=0.1, foreach=True).step()",
     "torch.optim.SGD([{p}], lr=0.1).zero_grad()",
+    "torch.optim.SGD([{p}], lr=0.1).step(lambda: None)",
 )

@@ -24,6 +24,7 @@ HEADS = (
     "torch.tanh(x @ w.t() + b)",
 )
 DTYPES = ("", "", "", ".bfloat16()", ".double()")
+CLOSURES = ("torch.optim.SGD([w], lr=0.1)", "torch.optim.AdamW([b, w], lr=0.1)")
 INPUTS = ("x", "w", "b", "t")
 WEIGHTS = (
     *[grammar.INPUTS["w"]] * 4,
@@ -56,7 +57,11 @@ def deferral(seed: str) -> Case | None:
     mode = (
         () if rng.random() < 0.85 else (rng.choice(("torch.no_grad()", "torch.inference_mode()")),)
     )
-    session = [*map(Statement, made), Statement(f"z, = program({arguments})", mode)]
+    call = [Statement(f"z, = program({arguments})", mode)]
+    if trains and rng.random() < 0.15:  # in the closure of an optimizer's step
+        step = f"{rng.choice(CLOSURES)}.step(lambda: made.append(program({arguments})))"
+        call = [*map(Statement, ("w.grad = torch.ones_like(w)", "made = []", step, "z, = made[0]"))]
+    session = [*map(Statement, made), *call]
     case = Case(inputs, body, ("z",), tuple(session), INPUTS, seed=rng.randrange(1000), fused=fused)
     env: dict[str, Any] = {}
     exec(case.source(), env)

@@ -210,7 +210,8 @@ class _Body:
     def interrupt(self) -> None:
         """Something that is not on the way from the head to the loss."""
         kind = self.rng.choices(
-            ("write", "integers", "read", "alias", "teacher", "switch"), (45, 15, 20, 10, 10, 2)
+            ("write", "integers", "read", "alias", "teacher", "switch", "break"),
+            (45, 15, 20, 10, 10, 2, 5),
         )[0]
         within = (self.rng.choice(interrupts.CONTEXTS),) if self.rng.random() < 0.15 else ()
         if kind == "write":
@@ -226,6 +227,8 @@ class _Body:
             self.add(interrupts.NEW_ALIASES, "g")
         elif kind == "switch":
             self.add(interrupts.SWITCHES)
+        elif kind == "break":
+            self.add(interrupts.BREAKS)
         elif kind == "teacher":
             self.add(("F.linear({x}, w2).softmax(-1)", "{x} @ wt", "F.linear({x}, e)"), "r", within)
         elif self._tensor(self.scope.z):

@@ -151,6 +151,8 @@ SWITCHES = (
     "torch._C._set_grad_enabled(True)",
 )
 
+BREAKS = ("torch._dynamo.graph_break()",)
+
 CONTEXTS = (
     *["torch.no_grad()"] * 5,
     "torch.enable_grad()",
