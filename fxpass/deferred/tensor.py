@@ -66,6 +66,9 @@ LIKE = {
     aten.zeros_like.default,
 }
 
+ASSIGNED = "deferred logits do not take `.data = other`; write with .copy_(other)"
+RESHAPED = "{} changes the shape of deferred logits in place; work on logits.clone()"
+
 
 @torch.compiler.disable
 def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
@@ -121,15 +124,13 @@ def _in_place(name: str) -> Any:
 
 
 def _cast(name: str) -> Any:
-    """The cast ``name``. Its result is a view of a plain tensor, as all deferred logits with
-    gradients are."""
+    """The cast ``name``. As all deferred logits with gradients, its result has a plain base."""
 
     def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
         result = getattr(super(DeferredLogits, self), name)(*args, **kwargs)
         if type(result) is not DeferredLogits or not result.requires_grad or result._is_view():
             return result
-        part = result._part
-        return view_of(attach_cast(part, result), DeferredLogits(part, result.device))
+        return _root(attach_cast(result._part, result), result._part)
 
     return method
 
@@ -138,9 +139,10 @@ def _cast(name: str) -> Any:
 class DeferredLogits(Tensor):
     """A tensor whose values are computed on first use; made by :func:`defer`."""
 
-    __slots__ = ("_part", "_view")
-    _part: Part
+    __slots__ = ("_computes", "_is_root", "_view")
+    _computes: Part
     _view: Tensor | None
+    _is_root: bool
 
     @staticmethod
     def __new__(cls, part: Part, device: torch.device) -> DeferredLogits:
@@ -154,7 +156,7 @@ class DeferredLogits(Tensor):
             device=device,
         )
         torch._C._set_throw_on_mutable_data_ptr(self)  # C++ code gets an error, not a null pointer
-        self._part, self._view = part, None
+        self._computes, self._view, self._is_root = part, None, False
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
@@ -171,6 +173,14 @@ class DeferredLogits(Tensor):
         if args and isinstance(args[0], DeferredLogits):
             result = _stay_lazy(func, args[0], args[1:], kwargs)
         return _compute(func, args, kwargs) if result is NotImplemented else result
+
+    @property
+    def _part(self) -> Part:
+        part, view = self._computes, self._view
+        storages = [t.untyped_storage()._cdata for t in (view, part.value) if t is not None]
+        if len(set(storages)) == 2:
+            raise _refused(ASSIGNED)  # in compiled code
+        return part
 
     # ---- torch.compile: the next graph gets a plain tensor ---------------------------------------
 
@@ -191,6 +201,13 @@ class DeferredLogits(Tensor):
             self._view = plain
         vars(plain).update(vars(self))  # such as marks of dynamic dimensions
         return plain
+
+    def detach_(self) -> Tensor:
+        if not self._is_root:
+            return super().detach_()
+        torch._C._swap_tensor_impl(self, self.detach())  # autograd detaches no view in place
+        self._view = None
+        return self
 
     bfloat16 = _cast("bfloat16")
     double = _cast("double")
@@ -264,10 +281,7 @@ class DeferredLogits(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise RuntimeError(
-            "deferred logits do not take `.data = other`; write with .copy_(other), or "
-            "have the logits computed with the loss (FUSEDCE_LOGITS=keep)"
-        )
+        raise _refused(ASSIGNED)
 
 
 def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
@@ -290,7 +304,14 @@ def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
     logits = DeferredLogits(part, part.run.device)
     with torch.set_grad_enabled(trains):
         base = attach(part, part.run.device, inputs)
-    return view_of(base, logits) if base.requires_grad else logits
+    return _root(base, part) if base.requires_grad else logits
+
+
+def _root(base: Tensor, part: Part) -> DeferredLogits:
+    """Deferred logits with the history of ``base``, which are no view in eager."""
+    logits = DeferredLogits(part, base.device)
+    logits._is_root = True
+    return view_of(base, logits)
 
 
 plain_in_graphs(DeferredLogits)
@@ -331,7 +352,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is aten.detach_.default:
         return args[0]  # only in inference mode, where there is no autograd history
     if torch.Tag.inplace_view in func.tags:
-        raise _reshaped(func)
+        raise _refused(RESHAPED.format(func))
     schema = func._schema
     silent = func.namespace == "c10d"  # writes to its arguments without declaring it
     by_name = {argument.name: argument for argument in schema.arguments}
@@ -361,7 +382,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = func(*plain_args, **plain_kwargs)
     for t in written.values():
         if t._part.materialise().shape != t.shape:
-            raise _reshaped(func)
+            raise _refused(RESHAPED.format(func))
 
     def rewrap(t: Tensor) -> Tensor:
         if id(t) in written:
@@ -374,8 +395,5 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return pytree.tree_map_only(Tensor, rewrap, result)
 
 
-def _reshaped(func: Any) -> RuntimeError:
-    return RuntimeError(
-        f"{func} changes the shape of deferred logits in place; work on logits.clone(), "
-        "or have the logits computed with the loss (FUSEDCE_LOGITS=keep)"
-    )
+def _refused(what: str) -> RuntimeError:
+    return RuntimeError(f"{what}, or have the logits computed with the loss (FUSEDCE_LOGITS=keep)")

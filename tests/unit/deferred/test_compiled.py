@@ -316,3 +316,36 @@ def test_compiled_autograd():
     loss, z = model(*want)
     (loss + z.square().sum()).backward()
     torch.testing.assert_close([x.grad, w.grad], [t.grad for t in want])
+
+
+def test_data_is_not_assigned_in_compiled_code():
+    """As in eager, an error that says what to do."""
+
+    def assign(z):
+        z.data = torch.ones(N, V)
+
+    options = {"fusedce.inner": "aot_eager"}
+    _, z = torch.compile(model, backend="fusedce", options=options)(*leaves())
+    torch.compile(assign, backend="aot_eager")(z)
+    for use in (z.sum, lambda: z[0], z.tolist, lambda: repr(z)):
+        with pytest.raises(RuntimeError, match=r"copy_.*FUSEDCE_LOGITS=keep"):
+            use()
+
+
+@pytest.mark.parametrize("before", ["logits", "cast"])
+def test_detach_in_place(before):
+    """Of what is no view in eager; a slice is, and cannot be detached in place."""
+
+    def program(compile):
+        x, w = leaves()
+        loss, z = compile(model)(x, w)
+        given = BEFORE[before](z)
+        row = given[0]
+        given.detach_()
+        (loss + row.sum()).backward()
+        return given.requires_grad, given * 1, given.mul_(2), z, w.grad
+
+    check(program)
+    _, z = torch.compile(model, backend="fusedce", options={"fusedce.inner": "eager"})(*leaves())
+    with pytest.raises(RuntimeError, match="Can't detach views in-place"):
+        z[0].detach_()
