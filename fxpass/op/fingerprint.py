@@ -101,8 +101,10 @@ def _sums_of_rows(bits: Tensor, factors: Tensor) -> Tensor:
     out = bits.new_empty(bits.shape[:-1], dtype=torch.int64)
     # new memory for each part would leave holes between the results, as large as the tensor in all
     place = out.new_empty(2, min(bits.numel(), most))
+    words = products = place
     for part, sums in _parts(bits, out, most):
-        words, products = (row[: part.numel()].view(part.shape) for row in place)
+        if products.shape != part.shape:  # all parts but the last are equal
+            words, products = (row[: part.numel()].view(part.shape) for row in place)
         words = part if part.dtype is torch.int64 else words.copy_(part)
         # a factor for the high half: the product with the whole word shifts its bits out of the sum
         torch.bitwise_right_shift(words, 32, out=products).mul_(high).addcmul_(words, low)
