@@ -220,7 +220,8 @@ def evaluate(expr: Any, z: torch.Tensor) -> torch.Tensor:
     if (found := _one_minus_square(expr)) is not None:
         factor, root = found
         y = evaluate(root, z)
-        return (1 - y).mul_(1 + y).mul_(factor)
+        out = 1 - y
+        return out.mul_(1 + y if y is z else y.add_(1)).mul_(factor)
     if isinstance(expr, sympy.Add | sympy.Mul):
         joined = torch.Tensor.add_ if isinstance(expr, sympy.Add) else torch.Tensor.mul_
         numbers = [float(a) for a in expr.args if isinstance(a, sympy.Rational)]

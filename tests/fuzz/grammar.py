@@ -93,6 +93,11 @@ HEADS = (
     "F.linear({x}, {w}[:9], {b}[:9])",
     "F.linear({x}, {w} * {f})",
     "F.linear({x} * 300, {w} / 300)",
+    # factors of f32 logits that 16-bit hidden states cannot take
+    "F.linear({x} * 300, {w} / 300).float() * torch.tensor(200.0)",
+    "F.linear({x} * 300, {w} / 300, {b}).float() / torch.tensor(0.004)",
+    "F.linear({x} * 300, {w} / 300).float() * 200 + {b}",
+    "F.linear({x} / 300, {w} * 300).float() * 1e-4 - {b}",
     "F.linear({x}, {w} + {f} * wt.T)",
     "F.linear({x}, {w} + w2[:, :1] @ wt[:1, :4] * {f}, {b})",
     "F.linear({x}, F.normalize({w}, dim=1) * {b}.unsqueeze(1))",
