@@ -2,7 +2,8 @@
 
 In: tensors that a computation will read later. Out: their unchanged values, or an error::
 
-    given = Input(weight, is_row=False)
+    with quiet():
+        given = Input(weight, is_row=False)
     weight.data.mul_(2)  # bumps no version counter
     given.checked("logits = self.lm_head(x)")  # StaleLogitsError
 """
@@ -33,7 +34,7 @@ class StaleLogitsError(RuntimeError):
 
 
 class Input:
-    """A tensor that a deferred computation will read.
+    """A tensor that a deferred computation will read; made under :func:`quiet`.
 
     It holds an alias of the memory, so that ``weight.data = other`` has no effect on it, the
     version counter, and a fingerprint of the bits.
@@ -49,9 +50,8 @@ class Input:
         self._version = None if tensor.is_inference() else tensor._version
         self._fingerprint = None
         if not _freed(tensor):
-            with quiet():
-                self._layout = Layout.of(self.tensor)  # a clone may have other strides
-                self._fingerprint = fingerprint(self.tensor, self._layout)
+            self._layout = Layout.of(self.tensor)  # a clone may have other strides
+            self._fingerprint = fingerprint(self.tensor, self._layout)
         owner = tensor if tensor._base is None else tensor._base
         # An optimizer may change leaves: parameters and copies of them. It changes hidden states
         # only if they require a gradient as leaves.

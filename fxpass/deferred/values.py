@@ -56,12 +56,10 @@ class Recipe:
 
     def __call__(self, *inputs: Any) -> Tensor:
         """The logits."""
-        # The module's own call prints 25 lines to stderr if the graph raises (out of memory).
-        return self.graph.forward(*inputs)
+        return self.graph.forward(*inputs)  # the module's own call prints the graph if it raises
 
     def layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
-        """The shape, dtype and strides of the logits, as an empty tensor on the meta
-        device, and its device; the graph runs without data."""
+        """Shape, dtype and strides of the logits as an empty meta tensor, and their device."""
         key = tuple(
             (a.shape, a.stride(), a.dtype, a.device)
             if isinstance(a, Tensor)
@@ -330,7 +328,8 @@ class Part:
 
 def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool = False) -> Part:
     """The uncomputed logits of a recipe; if ``dropped``, computing them raises RuntimeError."""
-    run = Run(recipe, inputs, dropped)
+    with quiet():  # once: it costs the host as much as twenty operations
+        run = Run(recipe, inputs, dropped)
     like, rows = run.like, None
     if recipe.rows and like.dim() > 1 and like.numel() and like.is_contiguous():
         rows = _numbers(like.shape[:-1].numel())
