@@ -85,6 +85,12 @@ def _cross_entropy(h: Tensor, labels: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return (F.cross_entropy(F.linear(h, w), labels),)
 
 
+def _merged(h: Tensor, labels: Tensor, up: Tensor, frozen: Tensor) -> tuple[Tensor, ...]:
+    """A LoRA merged into a frozen head: the graph computes the weight."""
+    weight = frozen + up[:, :4] @ up[:4]
+    return (F.cross_entropy(F.linear(h, weight), labels),)
+
+
 def _no_grad_block(h: Tensor, labels: Tensor, w: Tensor, frozen: Tensor) -> tuple[Tensor, ...]:
     """A preference loss: the policy's forward, the reference's without gradients, the loss."""
     logits = F.linear(h, w)
@@ -136,6 +142,7 @@ def _log_prob_chunks(count: int) -> Callable[..., Program]:
 PROGRAMS: dict[str, Callable[[Sizes], Program]] = {
     "plain": _plain,
     "cross-entropy": _head(_cross_entropy),
+    "merged LoRA": _head(_merged, 2),
     "no_grad block": _head(_no_grad_block, 2),
     "KL with a teacher": _head(_teacher, 2),
     "accuracy and entropy": _head(_metrics),

@@ -179,7 +179,7 @@ def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:
         and any(value(n).requires_grad for n in chain.operands if is_tensor(n)),
         changed=changed is not None,
     )
-    for rule in (profitability.too_small, profitability.kept_weight):
+    for rule in profitability.RULES:
         _worth_it(loss, rule(match, settings.min_logits_mb))
     return match
 

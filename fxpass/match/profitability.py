@@ -9,15 +9,18 @@ losses for backward and overwrites them with their gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
 
 from fxpass.graph import hazards
-from fxpass.graph.nodes import hint, is_tensor, value
+from fxpass.graph.calls import storage
+from fxpass.graph.nodes import CASTS, hint, is_tensor, value
+from fxpass.graph.placements import placement_name
 from fxpass.plan.devices import gradient_dtype
-from fxpass.plan.plan import MIB, budget, size
+from fxpass.plan.plan import MIB, budget, plan, size
 
 if TYPE_CHECKING:
     from fxpass.match.match import Match
@@ -64,6 +67,29 @@ def kept_weight(match: Match, least: float) -> str | None:
     )
 
 
+def computed_weight(match: Match, least: float) -> str | None:
+    """Rejects a loss over a weight that the graph computes, such as a merged LoRA, if the weight's
+    gradient takes more memory than the logits. The operator makes this gradient while the computed
+    weight is alive; the inner backend keeps the logits instead, and makes it without the weight."""
+    linear, spec = match.chain.linear, match.spec
+    if not least or "weight" not in spec.gradients or not _is_computed(linear.weight):
+        return None
+    logits, n, v = value(linear.node), hint(match.shape[0]), hint(match.shape[1])
+    d, dtype = hint(value(linear.x).shape[-1]), logits.dtype
+    found = plan(n, d, v, dtype, logits.device, replace(spec, strategy="chunked"))
+    gradient = v * d * gradient_dtype(dtype).itemsize
+    if gradient + found.scratch + found.sums <= match.logits_bytes:
+        return None
+    return (
+        f"the graph computes its weight, whose gradient takes {size(gradient)} for "
+        f"{size(match.logits_bytes)} of logits"
+    )
+
+
+# The rules about one loss.
+RULES = (too_small, kept_weight, computed_weight)
+
+
 def many_gradients(match: Match, matches: Sequence[Match], least: float) -> str | None:
     """Rejects several losses over one weight if their weight gradients, one for each loss, take
     more memory than the logits."""
@@ -93,6 +119,18 @@ def others(match: Match, matches: Sequence[Match]) -> tuple[int | torch.SymInt, 
         and "weight" in m.spec.gradients
         and _stored(m.chain.linear.weight) is weight
     )
+
+
+def _is_computed(weight: Node) -> bool:
+    """Whether a graph computes a weight, so that its memory can be freed after the linear. A cast
+    is not counted: the gradient of what was cast takes as much memory."""
+    while weight.all_input_nodes:
+        source = weight.all_input_nodes[0]
+        is_view = is_tensor(source) and storage(weight) == storage(source)
+        if not (is_view or weight.target in CASTS or placement_name(weight.target)):
+            return True
+        weight = source
+    return False
 
 
 def _stored(node: Node) -> Node:

@@ -110,3 +110,32 @@ def test_the_weight_of_frozen_hidden_states():
     assert not reasons(rows, x.detach(), weight, labels, least=0)
     x, weight, labels = head(d=N // 2)
     assert not reasons(rows, x.detach(), weight, labels)
+
+
+def merged(x, weight, labels, up, down):
+    return plain(x, weight + up @ down * 2, labels)
+
+
+def normalized(x, weight, labels):
+    return plain(x, F.normalize(weight, dim=1).t().contiguous().t(), labels)
+
+
+def test_a_weight_that_the_graph_computes():
+    """Its gradient takes 8 KiB x d."""
+    x, weight, labels = head(d=N)
+    up, down = torch.randn(V, 2, requires_grad=True), torch.randn(2, N)
+    (reason,) = reasons(merged, x, weight.detach(), labels, up, down)
+    assert reason.startswith("the graph computes its weight, whose gradient takes 4.0 MiB for 4.0")
+    assert not reasons(merged, x, weight.detach(), labels, up, down, least=0)
+    assert not reasons(merged, x, weight.detach(), labels, up.detach(), down)
+    assert reasons(normalized, x, weight, labels)
+    x, weight, labels = head(d=N // 2, n=4 * N)
+    assert not reasons(merged, x, weight, labels, up, down[:, : N // 2], budget=8)
+    assert not reasons(normalized, x, weight, labels, budget=8)
+
+
+def test_views_and_casts_of_a_weight_are_not_computed():
+    def sliced(x, weight, labels):
+        return plain(x[:, 1:].bfloat16(), weight.t()[1:].bfloat16().t(), labels)
+
+    assert not reasons(sliced, *head(d=N + 1))
