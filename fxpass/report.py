@@ -159,7 +159,9 @@ def explain_with(
     try:
         # no stored code in place of the function, and none of this code stored
         with _not_compiled_in_place(fn), config.patch(caching_precompile=False):
-            torch.compile(fn, backend=backend)(*args, **kwargs)
+            # torch.compile would change a class for good, and does not trace its construction
+            run = fn if inspect.isclass(fn) else torch.compile(fn, backend=backend)
+            run(*args, **kwargs)
     finally:
         # the code traced here must not run later or count towards the recompile limit
         torch._dynamo.reset()

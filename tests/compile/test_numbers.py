@@ -96,7 +96,6 @@ def compilations(program, numbers, dynamic, **options) -> int:
 def test_a_number_is_compiled_as_often_as_by_the_inner_backend(program, dynamic, numbers):
     options = {"fusedce.inner": "aot_eager"}
     inner = compilations(program, numbers, dynamic, **options, **{"fusedce.enabled": False})
-    assert inner <= 2
     assert compilations(program, numbers, dynamic, **options) == inner
 
 

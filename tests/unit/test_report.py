@@ -314,7 +314,9 @@ def in_a_generator(x, w, target):
 
 def test_text_where_nothing_is_traced():
     assert "\n  nothing was traced: " in str(explain(in_a_generator, *inputs()))
+    before = dict(vars(Model))
     assert "\n  nothing was traced: " in str(explain(Model))
+    assert dict(vars(Model)) == before
 
 
 def test_text_where_dynamo_is_off():

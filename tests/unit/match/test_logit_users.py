@@ -238,6 +238,9 @@ WRITES = {
 @pytest.mark.parametrize("case", WRITES)
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 def test_logits_whose_inputs_the_graph_writes_after_the_loss_are_kept(case, inner):
+    if case == "detached" and torch.__version__ < "2.12":
+        pytest.skip("AOTAutograd refuses the program")
+
     def program(x, weight, bias, factor, labels):
         hidden, head, shift = x * factor, weight * factor, bias * factor
         z = F.linear(hidden, head, shift)
