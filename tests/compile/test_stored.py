@@ -139,7 +139,12 @@ def test_a_function_compiled_ahead_of_time(tmp_path, inner):
         compiled.save_compiled_function(str(tmp_path / name))
         names.append(name)
     assert counters["fusedce"]["matched"] == 2
-    python(tmp_path, AHEAD, *names, PYTHONPATH=os.pathsep.join(sys.path))
+    # torch guards on the number of threads, which differs between workers and other processes
+    same = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    python(tmp_path, AHEAD, *names, **same)
 
 
 @pytest.mark.parametrize("mode", ["defer", "drop"])
