@@ -6,14 +6,17 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpass.report import Report, explain
 
 __all__ = ["Report", "__version__", "explain"]
-__version__ = version("fxpass")
+try:
+    __version__ = version("fxpass")
+except PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0"
 
 
 def __getattr__(name: str) -> Any:

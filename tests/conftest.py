@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -62,8 +63,16 @@ FULL = (
     "unit/kernels/test_tile_compile.py",
     "unit/match/test_spellings.py",
 )
-# What of the extra `test-all` they need.
+# What modules need beside torch, triton, numpy, pytest and expecttest.
 NEEDS = {
+    "benchmarks/test_coverage.py": ("transformers",),
+    "compile/test_models.py": ("transformers",),
+    "defaults/test_models.py": ("transformers",),
+    "ranks/test_ddp.py": ("transformers",),
+    "ranks/test_fsdp.py": ("transformers",),
+    "ranks/test_sequence.py": ("transformers",),
+    "ranks/test_tensor_parallel.py": ("transformers",),
+    "unit/deferred/test_handed_on.py": ("transformers",),
     "libraries/test_accuracy_liger.py": ("liger_kernel",),
     "libraries/test_deepspeed.py": ("deepspeed",),
     "libraries/test_device_maps.py": ("accelerate",),
@@ -83,36 +92,76 @@ def name_of(path: Path) -> str:
     return path.relative_to(HERE).as_posix()
 
 
+def is_full(name: str) -> bool:
+    return name in FULL or name.partition("/")[0] in FULL
+
+
 def pytest_ignore_collect(collection_path, config):
-    """The quick tier does not even import modules that need more than the extra ``test``."""
-    needs = NEEDS.get(name_of(collection_path), ())
+    """The quick tier does not even import the modules of the other one. Without ``-m`` everything
+    that is needed has to be there; with another ``-m``, modules that need more are left out."""
+    name = name_of(collection_path)
     if config.option.markexpr == QUICK:
-        return True if needs else None
-    if missing := [name for name in needs if importlib.util.find_spec(name) is None]:
-        raise pytest.UsageError(
-            f"{collection_path.name} needs {', '.join(missing)}: pip install '.[test-all]'"
-        )
-    return None
+        return True if name in NEEDS and is_full(name) else None
+    missing = [need for need in NEEDS.get(name, ()) if importlib.util.find_spec(need) is None]
+    if missing and not config.option.markexpr:
+        raise pytest.UsageError(f"{name} needs {', '.join(missing)}: pip install '.[test-all]'")
+    return True if missing else None
+
+
+# ---------------------------------------------------------------- tests of kernels
+
+
+def launches(item: pytest.Item) -> bool:
+    """Whether a test gets a device to run kernels on: a GPU, or a CPU through the interpreter."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    given = "device" in item.fixturenames and "device" not in parameters
+    return given and parameters.get("implementation") != "aten"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks what ``FULL`` names. Tests marked ``gpu`` are for machines that have one, ``gpus``
-    for those that have two."""
-    for item in items:
-        name = name_of(item.path)
-        if name in FULL or name.partition("/")[0] in FULL:
-            item.add_marker("full")
+    """Marks what ``FULL`` names, and what launches kernels. Tests marked ``only_gpu`` are for
+    machines that have a GPU, ``only_gpus`` for those that have two."""
+    needed = {"only_gpu": 1, "only_gpus": 2}
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    needed = {"gpu": 1, "gpus": 2}
-    without = [
-        item
-        for item in items
-        if any(there < count and item.get_closest_marker(name) for name, count in needed.items())
-    ]
+    without = []
+    for item in items:
+        if is_full(name_of(item.path)):
+            item.add_marker("full")
+        gpus = max(needed.get(marker.name, 0) for marker in [*item.iter_markers(), pytest.mark.gpu])
+        if gpus or launches(item):
+            item.add_marker("gpu")
+        if gpus > there:
+            without.append(item)
     if without:
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
+
+
+launched: list[object] = []
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ImportError):
+        from triton.runtime import interpreter
+
+        run_grid = interpreter.GridExecutor.__call__
+
+        def taken_down(self, *args, **kwargs):
+            launched.append(self.fn)
+            return run_grid(self, *args, **kwargs)
+
+        interpreter.GridExecutor.__call__ = taken_down
+
+
+@pytest.fixture(autouse=True)
+def _launches_are_marked(request):
+    """``-m gpu`` has every test that launches a kernel, but for the fuzzer's, which are full."""
+    launched.clear()
+    yield
+    marked = any(request.node.get_closest_marker(name) for name in ("gpu", "full"))
+    assert marked or not launched, "this test launches kernels: it wants the fixture device"
+
+
+# ---------------------------------------------------------------- fixtures
 
 
 @pytest.fixture

@@ -198,7 +198,7 @@ def _chunked(spec: Spec, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:
         kernel = source.generate(spec, *flags, whole_row, scratch_columns, wide_bias)
         return Candidate(kernel, tuple(options.items()))
 
-    candidates = row_config.row_candidates(v, x.dtype, gpu.target)
+    candidates = row_config.row_candidates(v, x.dtype, gpu.target, spec)
     return (Launch("row", gpu, tuple(map(candidate, candidates))),)
 
 
@@ -223,7 +223,7 @@ def read_in_place(spec: Spec, logits: Operand | None) -> bool:
 def _tiled(spec: Spec, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:
     # the interpreter multiplies bf16 wrongly, so it gets f32 operands
     dtype = torch.float32 if gpu.target == "cpu" else operands.x.dtype
-    configs = tile_config.configs_for(gpu.target, dtype)
+    configs = tile_config.configs_for(gpu.target, dtype, spec)
     described = tile_config.has_descriptors(gpu.target)
     described = described and _describable(operands.x, dtype, copied=True)
     described = described and _describable(operands.weight, dtype, copied=False)

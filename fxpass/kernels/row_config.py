@@ -1,9 +1,9 @@
 """Launch options of the ``chunked`` kernel.
 
-In: the number of classes, a dtype and a GPU, as compilers name it. Out: options, the default first,
-then other candidates for the tuner::
+In: the number of classes, a dtype, a GPU, as compilers name it, and a spec. Out: options, the
+default first, then other candidates for the tuner, those that spill no registers::
 
-    >>> row_candidates(128256, torch.bfloat16, "sm_90")[0]
+    >>> row_candidates(128256, torch.bfloat16, "sm_90", Spec())[0]
     {'BLOCK_V': 8192, 'num_warps': 16}
 """
 
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import torch
 
+from fxpass.spec.expression import Z
+from fxpass.spec.spec import Spec
+
 # Bytes of a block of a row, in the default configuration.
 _BLOCK_BYTES = 1 << 14
 # Other candidates, (bytes of a block, warps): more work per thread, or smaller programs.
 _BLOCKS = ((_BLOCK_BYTES, 8), (_BLOCK_BYTES // 2, 8), (_BLOCK_BYTES // 4, 4))
-# Bytes of the largest row that fits, with its exponentials, into the registers of 1024 threads.
-_LARGEST_ROW = 1 << 16
+# Elements of the largest row that fits, with its exponentials, into the registers of 1024 threads.
+_LARGEST_ROW = 1 << 14
 
 
 def row_options(v: int, dtype: torch.dtype) -> dict[str, int]:
@@ -26,13 +29,17 @@ def row_options(v: int, dtype: torch.dtype) -> dict[str, int]:
     return {"BLOCK_V": block, "num_warps": max(1, min(16, block // 512))}
 
 
-def row_candidates(v: int, dtype: torch.dtype, target: str) -> list[dict[str, int]]:
+def row_candidates(v: int, dtype: torch.dtype, target: str, spec: Spec) -> list[dict[str, int]]:
     """The default launch options and a few others; one block for the whole row, if it fits into
-    registers."""
+    registers, beside the values that the spec needs for each logit."""
     default = row_options(v, dtype)
     whole = 1 << (v - 1).bit_length()
-    blocks = [(size // dtype.itemsize, warps) for size, warps in _BLOCKS]
+    # 32 elements per thread spill 8 bytes on sm_120
+    sizes = _BLOCKS[1:] if target.startswith("sm_12") else _BLOCKS
+    blocks = [(size // dtype.itemsize, warps) for size, warps in sizes]
     others = [(block, warps) for block, warps in blocks if block <= whole]
-    if default["BLOCK_V"] < whole <= _LARGEST_ROW // dtype.itemsize:
+    dense = spec.target == "probabilities" or spec.label_smoothing > 0
+    largest = default["BLOCK_V"] if dense and spec.transform != Z else _LARGEST_ROW
+    if default["BLOCK_V"] < whole <= largest:
         others.append((whole, 16 if target.startswith("gfx") else 32))
     return [default, *({"BLOCK_V": block, "num_warps": warps} for block, warps in others)]

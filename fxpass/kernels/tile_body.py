@@ -150,6 +150,8 @@ def forward(f: Features, gemm: Gemm) -> list[str]:
         "m = lowest",
         *(f"{name} = tl.full((BLOCK_N,), 0.0, tl.float32)" for name in zeros),
         "first = split * per_split",
+        # vector loads of a distribution, and few addresses of it in registers
+        *["first = tl.multiple_of(first, BLOCK_V)"] * f.probabilities,
         "for start in range(first, tl.minimum(first + per_split, V), BLOCK_V):",
         *indent(
             [

@@ -1,10 +1,13 @@
 """Sizes of tiles for each GPU, and the number of splits of a row's classes.
 
-In: a GPU, as compilers name it, and a dtype. Out: :class:`Config`, the default first, then other
-candidates for the tuner::
+In: a GPU, as compilers name it, a dtype and a spec. Out: :class:`Config`, the default first, then
+other candidates for the tuner, those that spill no registers::
 
-    >>> configs_for("sm_90", torch.bfloat16)[0].BLOCK_V
-    128
+    >>> plain, smoothed = Spec(), Spec(label_smoothing=0.1)
+    >>> [config.BLOCK_V for config in configs_for("sm_90", torch.bfloat16, plain)]
+    [128, 256]
+    >>> [config.BLOCK_V for config in configs_for("sm_90", torch.bfloat16, smoothed)]
+    [128]
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+from fxpass.spec.expression import Z
+from fxpass.spec.spec import Spec
 
 
 class Config(NamedTuple):
@@ -60,19 +66,37 @@ _32_BIT = {
 # Triton's interpreter, where starting a program dominates the time
 _INTERPRETED = (Config(16, 32, 16, 4, 1, 1),)
 
+# The logits that a thread may hold beside other values for each logit, such as those of a transform
+# or of label smoothing. Half as many beside a target distribution, or where separate warps load and
+# leave 168 registers to a thread; a quarter with f32 operands and on AMD's GPUs. A thread without
+# other values may hold more.
+_ELEMENTS = 64
+
 # A GPU without a row uses the row of a GPU with no more registers or shared memory.
 _LIKE = {"sm_87": "sm_80", "sm_103": "sm_100", "gfx950": "gfx942", "gfx90a": "gfx942"}
 _SMALLEST = {"sm": "sm_86", "gfx": "gfx942"}
 
 
-def configs_for(target: str, dtype: torch.dtype) -> tuple[Config, ...]:
+def configs_for(target: str, dtype: torch.dtype, spec: Spec) -> tuple[Config, ...]:
     """The candidates for a target (``sm_90``, ``gfx942``, ``cpu``), the default first."""
     if target == "cpu":
         return _INTERPRETED
     table = _32_BIT if dtype == torch.float32 else _16_BIT
     family = "gfx" if target.startswith("gfx") else "sm"
     known = target if target in table else _LIKE.get(target, _SMALLEST[family])
-    return table[known]
+    configs = table[known]
+    if spec.transform == Z and spec.target != "probabilities" and not spec.label_smoothing:
+        return configs
+    half = specializes_warps(target) or spec.target == "probabilities"
+    quarter = family == "gfx" or dtype == torch.float32
+    most = _ELEMENTS // (4 if quarter else 2 if half else 1)
+    lanes = 64 if family == "gfx" else 32
+
+    def fits(config: Config) -> bool:
+        return most * lanes * config.num_warps >= config.BLOCK_N * config.BLOCK_V
+
+    narrow = configs[0]._replace(BLOCK_V=configs[0].BLOCK_V // 2)
+    return tuple(filter(fits, configs)) or (narrow,)
 
 
 def has_descriptors(target: str) -> bool:

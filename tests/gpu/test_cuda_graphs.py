@@ -19,7 +19,7 @@ def forget_kernels():
     tuning._chosen.clear()
 
 
-@pytest.mark.gpu
+@pytest.mark.only_gpu
 @pytest.mark.parametrize("cache", ["empty", "stored", "deterministic"])
 @pytest.mark.parametrize("ignored", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -27,7 +27,7 @@ def two_gpus(body, head):
     return program, (x, weight)
 
 
-@pytest.mark.gpus
+@pytest.mark.only_gpus
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("current", [0, 1])
@@ -46,7 +46,7 @@ def test_two_gpus(current, inner, strategy):
     numerics.assert_close(got, eager, exact, BF16)
 
 
-@pytest.mark.gpus
+@pytest.mark.only_gpus
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
 def test_two_gpus_have_the_same_bits(strategy):
     """One after the other in one process: kernels and choices of the one are not the other's."""

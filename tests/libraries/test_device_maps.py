@@ -100,7 +100,7 @@ def test_a_head_that_is_a_module_of_a_device_map(tmp_path, caplog):
     assert "or there was a graph break between them" in caplog.text
 
 
-@pytest.mark.gpus
+@pytest.mark.only_gpus
 def test_a_device_map_of_two_gpus(tmp_path):
     model = Network(whole=True)
     ids, labels = torch.randint(V, (2, 4, 6), device="cuda:0")

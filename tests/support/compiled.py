@@ -29,9 +29,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-TARGETS = ("sm_75", "sm_80", "sm_90", "sm_100", "gfx942")
 # bytes of shared memory that one block may have
-SHARED = {"sm_75": 65536, "sm_80": 166912, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
+SHARED = {
+    **{"sm_75": 65536, "sm_80": 166912, "sm_86": 101376, "sm_89": 101376},
+    **{"sm_90": 232448, "sm_100": 232448, "sm_120": 101376, "gfx942": 65536},
+}
+TARGETS = tuple(SHARED)
 
 
 @dataclass(frozen=True)
@@ -207,8 +210,11 @@ def _main(target: str, folder: Path) -> None:
     knobs.nvidia.dump_ptxas_log = True
     knobs.compilation.always_compile = True  # what comes from a cache leaves no log
     work = {label: Unit(**fields) for label, fields in json.load(sys.stdin).items()}
-    found = {label: _compile(unit, target, folder) for label, unit in work.items()}
-    print(json.dumps(found))
+    # equal units, such as one kernel for two numbers of classes, are compiled once
+    texts = {label: repr(unit) for label, unit in work.items()}
+    units = {texts[label]: unit for label, unit in work.items()}
+    found = {text: _compile(unit, target, folder) for text, unit in units.items()}
+    print(json.dumps({label: found[text] for label, text in texts.items()}))
 
 
 if __name__ == "__main__":

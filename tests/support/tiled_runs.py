@@ -13,14 +13,14 @@ from fxpass.kernels.tile_config import Config
 from tests.support.implementations import GRADIENTS, assert_as_autograd
 
 CLASSES = 20
-SMALL = Config(BLOCK_N=16, BLOCK_V=16, BLOCK_D=16, GROUP_N=2, num_warps=1, num_stages=1)
+SMALL = Config(BLOCK_N=16, BLOCK_V=16, BLOCK_D=16, GROUP_N=2, num_warps=4, num_stages=1)
 
 
 def small_blocks(monkeypatch) -> None:
     """Several splits of several tiles, and more than one group of more than one block of rows."""
     interpreted = SMALL._replace(BLOCK_N=8, BLOCK_V=16, BLOCK_D=8)
     small = SMALL if torch.cuda.is_available() else interpreted
-    monkeypatch.setattr(tile_config, "configs_for", lambda target, dtype: (small,))
+    monkeypatch.setattr(tile_config, "configs_for", lambda target, dtype, spec: (small,))
     gpu_of = call.gpu_of
     monkeypatch.setattr(call, "gpu_of", lambda device: gpu_of(device)._replace(processors=3))
     # several passes over what is rounded behind an f32 result

@@ -32,8 +32,10 @@ def far_rows(path, rows, v, dtype):
 
 
 @pytest.mark.parametrize("target", ["indices", "probabilities"])
-def test_offsets_beyond_2_31(tmp_path, target):
+def test_offsets_beyond_2_31(tmp_path, target, device):
     """Every program's offset is a product of numbers that fit 32 bits each."""
+    if device.type == "cuda":
+        pytest.skip("a GPU has no memory with holes")
     rows, v = 131, 16
     inputs = problem("cpu", n=rows, v=v, target=target)
     logits = torch.randn(rows, v)
@@ -134,7 +136,7 @@ def test_candidates(v, dtype, device, tuner):
         assert options["BLOCK_V"] < 2 * v
         assert 1 <= options["num_warps"] <= 32
     whole = [options for options in candidates if options["BLOCK_V"] >= v]
-    assert bool(whole) == (v * dtype.itemsize <= 1 << 16)
+    assert bool(whole) == (v <= 1 << 14)
 
 
 @UNINITIALISED

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fxpass.kernels import fingerprint
-from fxpass.kernels.row_config import row_options
+from fxpass.kernels.row_config import row_candidates, row_options
 from fxpass.kernels.source import generate
 from fxpass.spec.spec import Spec
 from tests.support.compiled import TARGETS, Resources, Unit, _read, _write, compare, resources
@@ -30,6 +30,7 @@ TYPES = {
 }
 ALIGNED = ("logits", "class_weight", "stride", "target_stride", "V")
 CLASSES, FEW_CLASSES, ODD_CLASSES = 128256, 4096, 50257
+SOME_CLASSES = 16032  # one block may have a whole row
 
 PLAIN = "gradients=x"
 SOFTCAP = "transform=30*tanh(z/30) gradients=x"
@@ -43,13 +44,17 @@ KERNELS = {
     "plain, whole rows": (PLAIN, False, (), FEW_CLASSES, ("bf16", "fp32")),
     "plain, odd classes": (PLAIN, False, (), ODD_CLASSES, ("bf16",)),
     "soft-cap": (SOFTCAP, False, (), CLASSES, ("bf16", "fp32")),
+    "plain, some classes": (PLAIN, False, (), SOME_CLASSES, ("bf16",)),
+    "soft-cap, some classes": (SOFTCAP, False, (), SOME_CLASSES, ("bf16",)),
+    "probabilities, some classes": (PROBABILITIES, True, (), SOME_CLASSES, ("bf16",)),
+    "everything, some classes": (EVERYTHING, True, (True,), SOME_CLASSES, ("fp16",)),
     "everything": (EVERYTHING, True, (True,), CLASSES, ("fp16", "fp32")),
     "everything, whole rows": (EVERYTHING, True, (True,), FEW_CLASSES, ("bf16",)),
     "probabilities": (PROBABILITIES, True, (), CLASSES, ("bf16",)),
     "probabilities, whole rows": (PROBABILITIES, True, (), FEW_CLASSES, ("bf16",)),
     "loss and lse": ("lse=true", False, (), CLASSES, ("bf16",)),
     "backward of both": (f"label_smoothing=0.1 {SOFTCAP}", True, (True, True), CLASSES, ("fp16",)),
-    "shard": (SHARD, True, (True, True), CLASSES // 8, ("bf16",)),
+    "shard": (SHARD, True, (True, True), SOME_CLASSES, ("bf16",)),
     "no target": (f"target=none {PLAIN}", False, (), CLASSES, ("bf16",)),
     "backward of no target": (f"target=none {SOFTCAP}", False, (True,), CLASSES, ("fp16",)),
 }
@@ -75,18 +80,35 @@ def unit(words, weighted, scales, classes, dtype, options=None):
     )
 
 
-def units():
+def units(target):
     """One for each row of the table."""
-    return {
+    out = {
         f"{label}, {dtype}": unit(*kernel, dtype)
         for label, (*kernel, dtypes) in KERNELS.items()
         for dtype in dtypes
     }
+    for label in ALL_CANDIDATES if target not in LIKE_SM_80 else ():
+        words, *others, classes, (dtype, *_) = KERNELS[label]
+        spec = Spec.parse(f"{Spec().text()} {words}")
+        candidates = row_candidates(classes, DTYPES[dtype], target, spec)
+        for options in candidates[1:]:
+            size = f"{options['BLOCK_V']} by {options['num_warps']} warps"
+            out[f"{label}, {dtype}, {size}"] = unit(words, *others, classes, dtype, options)
+    return out
+
+
+# The kernels whose every candidate is compiled: those with the most values for each logit.
+ALL_CANDIDATES = (
+    *("everything", "probabilities", "shard"),
+    *(f"{label}, some classes" for label in ("plain", "soft-cap", "probabilities", "everything")),
+)
+# Targets with the registers of sm_80, where the candidates are not compiled once more.
+LIKE_SM_80 = ("sm_86", "sm_89")
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_row_kernels(target):
-    compare(GOLDEN, target, resources(units(), target))
+    compare(GOLDEN, target, resources(units(target), target))
 
 
 # ---------------------------------------------------------------- fingerprints

@@ -1,5 +1,6 @@
 """The kernels of tiles taken to machine code for GPUs that need not be there, and what they take."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from fxpass.kernels.tile_config import configs_for, has_descriptors, specializes
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 from tests.support.compiled import TARGETS, Unit, compare, resources
+from tests.support.tiled_runs import SMALL
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TABLE = Path(__file__).with_name("compiled_tiles.md")
@@ -36,6 +38,7 @@ ALIGNED = (
 PLAIN = Spec()
 SHARD = Spec(label_smoothing=0.1, shard_of=128256)
 EVERYTHING = Spec(label_smoothing=0.1, transform=expression.parse("30*tanh(z/30)"))
+PROBABILITIES = dataclasses.replace(EVERYTHING, target="probabilities")
 
 
 def gemm_of(target, dtype, biased=False):
@@ -46,6 +49,8 @@ def gemm_of(target, dtype, biased=False):
 def unit(kernel, dtype, config, **known):
     """A launch of a kernel of tiles, with operands of one dtype."""
     types = {**TYPES, **dict.fromkeys(OPERANDS, f"*{dtype}")}
+    if "target_stride" in kernel.source:
+        types["target"] = "*fp32"  # probabilities
     if "x_stride" not in kernel.source:
         for name, rows in (("x", config.BLOCK_N), ("weight", config.BLOCK_V)):
             types[name] = f"tensordesc<{dtype}[{rows}, {config.BLOCK_D}]>"
@@ -58,37 +63,49 @@ def unit(kernel, dtype, config, **known):
     return Unit(kernel.source, kernel.name, signature, constants, config.options, aligned)
 
 
-def units(target):
-    """What there is, each dtype and each feature at least once, at the default configuration."""
+def kernels(target):
+    """The label, dtype, spec and text of each kernel, each dtype and each feature at least once."""
     low = "fp16" if target == "sm_75" else "bf16"  # sm_75 has no bf16
-    config = {dtype: configs_for(target, DTYPES[dtype])[0] for dtype in DTYPES}
     gemm = {dtype: gemm_of(target, dtype) for dtype in DTYPES}
     biased = {dtype: gemm[dtype]._replace(biased=True) for dtype in DTYPES}
+    if target != "sm_75":
+        biased["fp32"] = biased["fp32"]._replace(precision="tf32")
     flags = (True, True, True)  # class weights, scales of loss and lse
-    source = tile_source
-    merge = unit(source.merge(SHARD, True), low, config[low], SPLITS=256)
-    return {
-        f"forward, {low}": unit(source.forward(PLAIN, False, gemm[low]), low, config[low]),
-        "forward, everything, fp16": unit(
-            source.forward(EVERYTHING, True, biased["fp16"]), "fp16", config["fp16"]
-        ),
-        f"backward, everything, {low}": unit(
-            source.backward(EVERYTHING, *flags, biased[low]), low, config[low]
-        ),
-        "forward, fp32": unit(source.forward(PLAIN, False, gemm["fp32"]), "fp32", config["fp32"]),
-        "backward, fp32": unit(
-            source.backward(PLAIN, False, True, False, gemm["fp32"]), "fp32", config["fp32"]
-        ),
-        f"backward, shard, {low}": unit(
-            source.backward(SHARD, *flags, gemm[low]), low, config[low]
-        ),
-        "merge, shard": Unit(**{**vars(merge), "options": {"num_warps": 1}}),
-    }
+    forward, backward = tile_source.forward, tile_source.backward
+    for dtype in (low, "fp32"):
+        yield "forward", dtype, PLAIN, forward(PLAIN, False, gemm[dtype])
+        yield "backward", dtype, PLAIN, backward(PLAIN, False, True, False, gemm[dtype])
+    for dtype in (low, "fp32"):
+        for label, spec in (("everything", EVERYTHING), ("probabilities", PROBABILITIES)):
+            yield f"forward, {label}", dtype, spec, forward(spec, True, biased[dtype])
+            yield f"backward, {label}", dtype, spec, backward(spec, *flags, biased[dtype])
+    if low != "fp16":
+        yield "forward, everything", "fp16", EVERYTHING, forward(EVERYTHING, True, biased["fp16"])
+    yield "backward, weights", low, PLAIN, backward(PLAIN, *flags, biased[low])
+    yield "backward, shard", low, SHARD, backward(SHARD, *flags, gemm[low])
+
+
+def units(target):
+    """Every candidate of every kernel; the default has no number."""
+    out = {}
+    for label, dtype, spec, kernel in kernels(target):
+        for place, config in enumerate(configs_for(target, DTYPES[dtype], spec), 1):
+            number = f", candidate {place}" if place > 1 else ""
+            out[f"{label}, {dtype}{number}"] = unit(kernel, dtype, config)
+    merge = unit(tile_source.merge(SHARD, True), "fp32", SMALL, SPLITS=256)
+    return out | {"merge, shard": dataclasses.replace(merge, options={"num_warps": 1})}
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_compile_and_nothing_spills(target):
     compare(TABLE, target, resources(units(target), target))
+
+
+@pytest.mark.parametrize("target", ["sm_75", "sm_90", "sm_100", "gfx942"])
+def test_the_small_tiles_of_other_tests_compile(target):
+    """Warp specialisation needs four warps or more."""
+    small = {label: unit(kernel, dtype, SMALL) for label, dtype, _, kernel in kernels(target)}
+    resources({label: small[label] for label in ("forward", "backward")}, target)
 
 
 def test_descriptors_and_warp_specialisation_where_the_target_has_them():
@@ -130,7 +147,7 @@ for unit in tests.addressed().values():
 
 def addressed():
     """Kernels that together multiply by every stride that there is."""
-    config = configs_for("sm_80", torch.bfloat16)[0]
+    config = configs_for("sm_80", torch.bfloat16, Spec())[0]
     spec, gemm = Spec(target="probabilities", gradients=("x",)), Gemm()
     source = tile_source
     kernels = {

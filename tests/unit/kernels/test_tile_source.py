@@ -310,9 +310,15 @@ def test_mass():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "gfx942"])
 def test_configurations(target, dtype):
-    configs = configs_for(target, dtype)
-    assert len(set(configs)) == len(configs) > 1  # a tuner has something to try
-    for config in configs:
+    plain = configs_for(target, dtype, Spec())
+    assert len(plain) > 1  # a tuner has something to try
+    softcap = configs_for(target, dtype, Spec(transform=SOFTCAP))
+    probabilities = configs_for(target, dtype, Spec(target="probabilities"))
+    narrow = plain[0]._replace(BLOCK_V=plain[0].BLOCK_V // 2)
+    assert softcap[0] in (plain[0], narrow)
+    assert {*softcap, *probabilities} <= {*plain, narrow}
+    assert len(plain) >= len(softcap) >= len(probabilities) >= 1
+    for config in {*plain, *softcap, *probabilities}:
         assert config.sizes | config.options == config._asdict()
         powers = (config.BLOCK_N, config.BLOCK_V, config.BLOCK_D, config.num_warps)
         assert all(power & (power - 1) == 0 for power in powers)
@@ -322,7 +328,7 @@ def test_configurations(target, dtype):
 
 def test_targets_without_a_row_have_that_of_a_smaller_one():
     def of(target):
-        return configs_for(target, torch.bfloat16)
+        return configs_for(target, torch.bfloat16, Spec())
 
     assert of("sm_89") == of("sm_120") == of("sm_86")
     assert of("sm_103") == of("sm_100")

@@ -285,7 +285,7 @@ def described(monkeypatch, device):
     if device.type == "cpu":
         monkeypatch.setattr(tile_config, "has_descriptors", lambda target: True)
     elif not tile_config.has_descriptors(devices.target_of(device)):
-        pytest.fail("this GPU has no tensor descriptors: deselect these tests")
+        pytest.skip("this GPU has no tensor descriptors")
 
 
 def described_of(inputs):

@@ -342,7 +342,7 @@ def test_threads_time_once(clock, best):
     assert clock.timed == [64, 32, 16]
 
 
-@pytest.mark.gpu
+@pytest.mark.only_gpu
 def test_a_gpu_chooses_and_remembers(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     torch.use_deterministic_algorithms(False)

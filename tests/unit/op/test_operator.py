@@ -175,7 +175,7 @@ def test_a_gpu_scales_the_saved_gradient_without_a_wider_copy(saved, dtype):
     assert large == {saved, dtype}
 
 
-@pytest.mark.gpu
+@pytest.mark.only_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_gpu_allocates_no_wider_copy(dtype):
     x = torch.randn(N, 512, dtype=dtype, device="cuda")
