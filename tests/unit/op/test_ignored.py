@@ -14,15 +14,16 @@ from tests.support.launches import Launches
 
 @pytest.mark.parametrize("dirty", ["x", "weight"])
 @pytest.mark.parametrize("strategy", ["chunked", "tiled"])
-def test_a_batch_without_counted_rows_loads_the_kernels(strategy, dirty, monkeypatch):
+def test_a_batch_without_counted_rows_loads_the_kernels(strategy, dirty, device, monkeypatch):
     """And has zeros for results, whatever the operands hold."""
     monkeypatch.setattr(plan, "implementation_for", lambda *_: ("triton", ""))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     launches = Launches(monkeypatch, runs=True)
-    inputs = problem("cpu", d=8)
+    inputs = problem(device, d=8)
     run = Spec(reduction="sum", gradients=GRADIENTS, strategy=strategy)
-    saved = {"lse": torch.zeros(7), "lse_rest": torch.zeros(7)} if strategy == "tiled" else {}
+    zeros = torch.zeros(7, device=device)
+    saved = {"lse": zeros, "lse_rest": zeros} if strategy == "tiled" else {}
     dispatch.compute(inputs._replace(**saved), run)
     kernels = {launch["kernel"] for launch in launches}
     launches.clear()
@@ -33,4 +34,4 @@ def test_a_batch_without_counted_rows_loads_the_kernels(strategy, dirty, monkeyp
         assert not getattr(out, name).any()
         assert getattr(out, name).shape == getattr(inputs, name).shape
     if out.loss is not None:
-        assert torch.equal(out.loss, torch.zeros(7))
+        assert torch.equal(out.loss, zeros)
