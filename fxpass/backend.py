@@ -7,6 +7,11 @@ finds the backend through the entry-point group ``torch_dynamo_backends``, so us
 
 ``torch.compile`` imports this module when it looks up the backend, before it traces. The rewrite
 is imported for the first graph, while Dynamo holds its compile lock.
+
+The import registers the backend, and the entry point is :data:`registered`, which is None. Each
+thread that looks up the name before the backend is registered passes the entry point's value to
+``register_backend``, which raises "duplicate name" for all but the first thread's function, but
+registers nothing for None.
 """
 
 from __future__ import annotations
@@ -15,14 +20,11 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch._dynamo.backends import registry
 from torch.fx import GraphModule
 
 from fxpass.deferred.optimizers import watch_optimizers
-from fxpass.rewrite.dynamo import (
-    describe_encoder_layers,
-    register_in_any_thread,
-    trace_through_log_once,
-)
+from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
 from fxpass.settings import PREFIX, Settings
 
 log = logging.getLogger(__name__)
@@ -68,8 +70,10 @@ def fusedce(
     return take_plain(outcome.restore(compiled))
 
 
-register_in_any_thread("fusedce", fusedce)
 if Settings.read().enabled:
     trace_through_log_once()
     describe_encoder_layers()
     watch_optimizers()  # the logits of the first step may be made in its closure
+registered = None
+if "fusedce" not in registry._COMPILER_FNS:  # it is there when this module is reloaded
+    registry.register_backend(fusedce)

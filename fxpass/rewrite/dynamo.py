@@ -6,10 +6,6 @@ between a linear and its loss (transformers' GPT-2 has one) separates them into 
 they cannot be fused. :func:`trace_through_log_once` makes Dynamo skip the cached methods. Other
 logging calls still break the graph: skipping them would lose messages that users want.
 
-torch's registry of backends imports an entry point in every thread that looks up its name before
-the first thread has registered it, and raises "duplicate name" in all other threads.
-:func:`register_in_any_thread` allows repeated registration.
-
 An encoder layer in evaluation is one operation, which autocast does not cover. torch 2.11 infers
 the shape of its result by running it, which raises for bfloat16 activations and float32 parameters
 before any backend sees the graph. :func:`describe_encoder_layers` adds the meta kernel that later
@@ -25,7 +21,6 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as config
-from torch._dynamo.backends import registry
 
 _CACHED = type(functools.lru_cache(lambda: None))
 
@@ -51,33 +46,6 @@ class _Functions(set[Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> set[str]:
         return {getattr(function, "__qualname__", repr(function)) for function in self}
-
-
-class _Backends(dict[str, Any]):
-    """Backends by name. ``in`` denies the backend ``again``, so that torch registers it again; a
-    look-up by key finds it."""
-
-    def __init__(self, backends: dict[str, Any], again: str) -> None:
-        super().__init__(backends)
-        self.again = again
-
-    def __contains__(self, name: object) -> bool:
-        return name != self.again and super().__contains__(name)
-
-
-def register_in_any_thread(name: str, backend: Any) -> None:
-    """Registers a backend, and allows torch to register it again under this name.
-
-    The module of the entry point calls this function: no thread has registered the entry point
-    before the import of this module ends.
-    """
-    known = registry._COMPILER_FNS
-    if isinstance(known, _Backends):
-        return
-    backend._tags = ()
-    registry._COMPILER_FNS = backends = _Backends({**known, name: backend}, name)
-    for other in known.keys() - backends.keys():  # registered by another thread since the copy
-        backends[other] = known[other]
 
 
 def trace_through_log_once() -> None:

@@ -181,6 +181,8 @@ for _ in range(int(sys.argv[1])):
         thread.join()
 assert not raised, (len(raised), raised[0])
 assert "fusedce" in torch._dynamo.list_backends()
+assert type(registry._COMPILER_FNS) is dict
+assert "fusedce" in registry._COMPILER_FNS
 assert not {"fxpass.rewrite.transform", "fxpass.op.operator", "fxpass.rewrite.inner"} & set(sys.modules)
 print(len(found))
 """
