@@ -243,6 +243,12 @@ def _class_dim(s: Scope) -> str:
     return s.one(str(dim), str(dim - s.env[s.z].dim()))
 
 
+def _bias(s: Scope) -> str:
+    """Of x's dtype: for another, eager's result depends on the strides of x (see the package)."""
+    plain = "b" if s.env["b"].dtype == s.env["x"].dtype else "b.to({x}.dtype)"
+    return s.one(*[plain] * 3, *["b.to({x}.dtype)"] * 3)
+
+
 def _in_place(s: Scope) -> str:
     return s.rng.choice(IN_PLACE_CALLS).replace("{z}", s.hole("A"))
 
@@ -258,6 +264,7 @@ HOLES: dict[str, Callable[[Scope], str]] = {
     "x2": _x2,
     "w": _w,
     "b": lambda s: s.one("b", "b", "b", "b.to({x}.dtype)", "b.bfloat16()", "b.float()"),
+    "bias": _bias,
     "z": lambda s: s.z,
     "V": lambda s: str(s.classes[s.z]),
     "a": _writable,
