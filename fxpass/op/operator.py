@@ -31,6 +31,7 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
     _get_current_graph_task_keep_graph as _keep_graph,
 )
 
+import fxpass.op.kept  # noqa: F401, stored code that imports this module may call it too
 from fxpass.aten import common
 from fxpass.aten.common import Inputs, Results
 from fxpass.op import runs
