@@ -301,10 +301,10 @@ def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
     watch_optimizers()
     part = values.returned(recipe, inputs, dropped)
     assert part.run
-    logits = DeferredLogits(part, part.run.device)
-    with torch.set_grad_enabled(trains):
-        base = attach(part, part.run.device, inputs)
-    return _root(base, part) if base.requires_grad else logits
+    device = part.run.device
+    if trains and any(isinstance(a, Tensor) and a.requires_grad for a in inputs):
+        return _root(attach(part, device, inputs), part)
+    return DeferredLogits(part, device)
 
 
 def _root(base: Tensor, part: Part) -> DeferredLogits:

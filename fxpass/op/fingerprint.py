@@ -3,7 +3,7 @@
 In: a tensor of any dtype, strides and device. Out: a few 64-bit integers on its device; equal bits
 give equal digests::
 
-    >>> weight = torch.ones(512, 64)
+    >>> weight = torch.ones(512, 64)  # 64 blocks
     >>> layout = Layout.of(weight)
     >>> before = fingerprint(weight, layout)
     >>> bool((fingerprint(weight.mul_(2), layout) == before).all()), before.shape
@@ -13,8 +13,8 @@ For each block of 2 KiB, both halves of every 64-bit word are multiplied by diff
 factors and summed modulo 2⁶⁴ (multilinear hashing). It takes one pass over the memory, without
 synchronisation: one kernel on a GPU, elsewhere with temporaries of a few MiB. It always detects a
 change of one half. For each block with several changed halves, the chance of a miss is 2⁻⁶⁴ if the
-lowest bits of a half change, and 2⁻³² if only highest bits change. Short tensors and what remains
-after the last block are copied: their digest is exact.
+lowest bits of a half change, and 2⁻³² if only highest bits change. Tensors of up to 16 KiB and what
+remains after the last block are copied: their digest is exact.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch import Tensor
 from fxpass.plan.devices import implementation_for, on_device
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+COPIED = 2**14  # bytes of a tensor whose copy costs the host less than its sums
 WORD = 8  # bytes of a word
 BLOCK = 256  # words that are summed to one number
 # Words whose products are materialised at a time: they fit into a CPU core's cache, or fill
@@ -64,7 +65,7 @@ def fingerprint(t: Tensor, layout: Layout) -> Tensor:
     bits = bits.view(torch.uint8 if t.dtype is torch.bool else INTEGERS[bits.element_size()])
     bits = bits.permute((*layout.order, *range(t.dim(), bits.dim())))
     in_block = BLOCK * WORD // bits.element_size()
-    if bits.numel() < in_block:
+    if bits.nbytes <= COPIED:
         return bits.flatten().clone()
     if not layout.packed:
         return _sums(bits, in_block)

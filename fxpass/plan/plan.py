@@ -5,7 +5,7 @@ budget. The operator asks for the plan when it runs, so one compiled graph serve
 size::
 
     >>> plan(2048, 512, 32000, torch.float32, torch.device("cpu"), Spec()).rows
-    256
+    352
 
 :mod:`fxpass.plan.choice` has chosen the strategy when the graph was rewritten. Nothing is measured
 or fitted, so equal machines get equal plans. The rules:
@@ -44,9 +44,9 @@ MIB = 1 << 20
 # 4096 rows of Llama-3's logits in bf16.
 GPU_SHARE, GPU_BUDGET = 1 / 64, (256 * MIB, 1024 * MIB)
 # The default budget of a CPU: this many rows of logits, within these bounds in bytes (twice the
-# upper bound in f64). A few hundred rows keep the GEMMs efficient. 16-bit operands have a higher
-# lower bound: their chunks need copies, and each chunk costs one more f32 addition.
-CPU_ROWS, CPU_BUDGET, CPU_BUDGET_16 = 256, (36 * MIB, 128 * MIB), 48 * MIB
+# upper bound in f64). A few hundred rows keep the GEMMs efficient, and each chunk costs one more
+# addition to the f32 gradient of the weight.
+CPU_ROWS, CPU_BUDGET = 256, (48 * MIB, 128 * MIB)
 # Bytes of a tile of logits on a CPU: enough work between two synchronisations of the threads.
 CPU_TILE = 16 * MIB
 # Bytes of a block of logits in the compute dtype, transformed between two GEMMs: small enough for
@@ -106,7 +106,6 @@ def budget(v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> 
         return max(low, min(high, int(total * GPU_SHARE)))
     low, high = CPU_BUDGET
     a = compute_dtype(dtype).itemsize
-    low = CPU_BUDGET_16 if dtype.itemsize == 2 else low
     return max(low, min(high * a // 4, CPU_ROWS * a * v + 4 * MIB))
 
 

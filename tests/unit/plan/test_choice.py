@@ -174,7 +174,7 @@ def test_text():
     one = choose(2048, 512, 32000, F32, CPU, Spec(gradients=BOTH), "auto")
     expecttest.assert_expected_inline(
         str(one),
-        """strategy: chunked, 256 rows at a time: 32 MiB of scratch; the gradients are computed with the loss""",
+        """strategy: chunked, 352 rows at a time: 44 MiB of scratch; the gradients are computed with the loss""",
     )
     two = choose(512, 512, 32000, F32, CPU, Spec(gradients=BOTH), "auto")
     expecttest.assert_expected_inline(
