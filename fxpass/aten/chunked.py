@@ -1,6 +1,6 @@
 """The fused loss in ATen, ``chunked``: chunks of rows, losses and gradients in one pass.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`: the
+In: :class:`fxpass.spec.operands.Inputs` and a spec. Out: :class:`fxpass.spec.operands.Results`: the
 row losses and the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``. It takes
 6·N·D·V operations, and one chunk of ``rows`` rows of logits exists at a time. A chunk has the
 operands' dtype, as in eager, but f32 for fp16, whose range is too small for the gradient of the
@@ -20,10 +20,12 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import common
-from fxpass.aten.common import Inputs, Results, Target, slices
+from fxpass.aten.common import Target, slices
 from fxpass.aten.gemm import Rows, add_product, linear, split_bias
-from fxpass.plan.devices import compute_dtype, gradient_dtype, multiplied_in
+from fxpass.plan.devices import multiplied_in
 from fxpass.spec import expression
+from fxpass.spec.dtypes import compute_dtype, gradient_dtype
+from fxpass.spec.operands import Inputs, Results
 from fxpass.spec.spec import Spec
 
 # Classes of one product, if the weight or its gradient needs a cast; rows of a block of logits that

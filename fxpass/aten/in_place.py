@@ -1,10 +1,10 @@
 """The fused loss in ATen, with the logits in the memory of the weight's gradient.
 
-In: :class:`fxpass.aten.common.Inputs` with N <= D, and a spec whose gradients name the weight. Out:
-:class:`fxpass.aten.common.Results`, as from :mod:`fxpass.aten.chunked`. It takes 6·N·D·V operations
-and one tile of scratch. The first pass writes the logits ``[V, N]`` of all rows into the gradient
-``[V, D]`` and accumulates the sums of the softmax. The second pass turns a tile of logits into its
-gradient, multiplies it, and overwrites the tile with the weight's gradient of its classes.
+In: :class:`fxpass.spec.operands.Inputs` with N <= D, and a spec whose gradients name the weight.
+Out: :class:`fxpass.spec.operands.Results`, as from :mod:`fxpass.aten.chunked`. It takes 6·N·D·V
+operations and one tile of scratch. The first pass writes the logits ``[V, N]`` of all rows into the
+gradient ``[V, D]`` and accumulates the sums of the softmax. The second pass turns a tile of logits
+into its gradient, multiplies it, and overwrites the tile with the weight's gradient of its classes.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import common
-from fxpass.aten.common import Inputs, Results, slices
+from fxpass.aten.common import slices
 from fxpass.aten.gemm import Rows, add_product, split_bias
-from fxpass.plan.devices import compute_dtype, gradient_dtype, multiplied_in
+from fxpass.plan.devices import multiplied_in
 from fxpass.spec import expression
+from fxpass.spec.dtypes import compute_dtype, gradient_dtype
+from fxpass.spec.operands import Inputs, Results
 from fxpass.spec.spec import Spec
 
 

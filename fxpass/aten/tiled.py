@@ -1,8 +1,8 @@
 """The fused loss in ATen, ``tiled``: tiles of rows and classes, gradients in backward.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`. Forward
-(2·N·D·V operations, a spec without gradients) returns loss and lse; its scratch is one tile of
-logits. Backward (6·N·D·V operations) takes this lse, recomputes the logits tile by tile, and
+In: :class:`fxpass.spec.operands.Inputs` and a spec. Out: :class:`fxpass.spec.operands.Results`.
+Forward (2·N·D·V operations, a spec without gradients) returns loss and lse; its scratch is one tile
+of logits. Backward (6·N·D·V operations) takes this lse, recomputes the logits tile by tile, and
 returns the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``. Each gradient is
 rounded once, to the dtype of its operand. The weight's gradient is the only tensor of its size.
 """
@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import common
-from fxpass.aten.common import Inputs, Results, slices
+from fxpass.aten.common import slices
 from fxpass.aten.gemm import Rows, add_product, linear, split_bias
-from fxpass.plan.devices import compute_dtype, multiplied_in
+from fxpass.plan.devices import multiplied_in
 from fxpass.spec import expression
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.operands import Inputs, Results
 from fxpass.spec.spec import Spec
 
 

@@ -22,11 +22,12 @@ import torch
 from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 
+from fxpass.casts.mixed import agreed
 from fxpass.casts.rules import Rule, rule_of
 from fxpass.graph.autocast import autocast_dtype, covers
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name, source_line
-from fxpass.spec.dtypes import agreed, short
+from fxpass.spec.dtypes import short
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def cast_region(region: Region, mixed_dtypes: str) -> list[Cast]:
     """Inserts casts into one region of a Dynamo graph.
 
     Raises:
-        MixedDtypeError: see :func:`fxpass.spec.dtypes.agreed`.
+        MixedDtypeError: see :func:`fxpass.casts.mixed.agreed`.
     """
 
     def autocast(node: Node, rule: Rule, device: torch.device) -> bool:
@@ -136,7 +137,7 @@ def cast_aot_graph(graph: Graph, mixed_dtypes: str) -> list[Cast]:
     """Inserts casts into a joint or inference graph of AOTAutograd, where autocast has ended.
 
     Raises:
-        MixedDtypeError: see :func:`fxpass.spec.dtypes.agreed`.
+        MixedDtypeError: see :func:`fxpass.casts.mixed.agreed`.
     """
     return _cast_graph(graph, AOT, lambda node, rule, device: False, mixed_dtypes)
 

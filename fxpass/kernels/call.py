@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxpass.aten.common import Inputs
 from fxpass.kernels import row_config, source, tile_config, tile_source
 from fxpass.kernels.source import Kernel
 from fxpass.kernels.tile_body import Gemm
 from fxpass.plan.devices import implementation_for, precision, properties_of, target_of
 from fxpass.plan.plan import padded
+from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
 
 

@@ -1,8 +1,8 @@
 """The fused loss on GPUs: GEMMs of the vendor library and one generated kernel per chunk of rows.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`, as from
-:func:`fxpass.aten.chunked.run`. A GEMM writes the logits of a chunk, in the dtype of x, to a buffer
-that all chunks share. The kernel of :mod:`fxpass.kernels.source` computes the row losses and
+In: :class:`fxpass.spec.operands.Inputs` and a spec. Out: :class:`fxpass.spec.operands.Results`, as
+from :func:`fxpass.aten.chunked.run`. A GEMM writes the logits of a chunk, in the dtype of x, to a
+buffer that all chunks share. The kernel of :mod:`fxpass.kernels.source` computes the row losses and
 overwrites the logits with their gradient. Two GEMMs add its products to the f32 gradients of x and
 of the weight::
 
@@ -33,13 +33,14 @@ import triton
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
-from fxpass.aten.common import Inputs, Results
 from fxpass.kernels import call, source, tuning
 from fxpass.kernels.call import Candidate, Launch, Operands
 from fxpass.kernels.scaling import scale_coefficients
 from fxpass.kernels.source import Kernel
-from fxpass.plan.devices import gradient_dtype, on_device
+from fxpass.plan.devices import on_device
 from fxpass.plan.plan import UPCAST_CLASSES, padded
+from fxpass.spec.dtypes import gradient_dtype
+from fxpass.spec.operands import Inputs, Results
 from fxpass.spec.spec import Spec
 
 # Chunks begin at multiples of the rows of a GEMM tile.

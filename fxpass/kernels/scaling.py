@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.aten.common import Inputs, is_valid
+from fxpass.spec.operands import Inputs, is_valid
 from fxpass.spec.spec import Spec
 
 

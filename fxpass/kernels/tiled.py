@@ -1,6 +1,6 @@
 """The ``tiled`` strategy on GPUs: tiles of logits in registers, recomputed in backward.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`.
+In: :class:`fxpass.spec.operands.Inputs` and a spec. Out: :class:`fxpass.spec.operands.Results`.
 Forward computes all logits in one pass of :func:`fxpass.kernels.tile_source.forward`, and returns
 the loss and lse of each row. Backward recomputes the logits of some classes, multiplies their
 gradient by the incoming gradient, and writes it to scratch memory ``[N, classes]``. The vendor's
@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fxpass.aten.common import Inputs, Results
 from fxpass.kernels import call, source, tile_body, tile_config
 from fxpass.kernels.call import Candidate, Launch, Operands
 from fxpass.kernels.chunked import best, class_tiles, load, padded_buffer, product
 from fxpass.kernels.scaling import scale_coefficients
 from fxpass.kernels.tile_config import Config
 from fxpass.plan.devices import on_device
+from fxpass.spec.operands import Inputs, Results
 from fxpass.spec.spec import Spec
 
 # Bytes of the f32 tile of a weight's gradient that is rounded in a second pass.

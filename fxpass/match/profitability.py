@@ -19,8 +19,8 @@ from fxpass.graph import hazards
 from fxpass.graph.calls import storage
 from fxpass.graph.nodes import CASTS, hint, is_tensor, value
 from fxpass.graph.placements import placement_name
-from fxpass.plan.devices import gradient_dtype
 from fxpass.plan.plan import MIB, budget, plan, size
+from fxpass.spec.dtypes import gradient_dtype
 
 if TYPE_CHECKING:
     from fxpass.match.match import Match

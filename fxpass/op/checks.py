@@ -1,7 +1,7 @@
 """Checks the operands and class indices of ``fxpass::linear_cross_entropy``.
 
-In: the tensors of an :class:`fxpass.aten.common.Inputs`, real or fake, and a spec. Out: nothing, or
-an error that names the operand and its shape, dtype or value::
+In: the tensors of an :class:`fxpass.spec.operands.Inputs`, real or fake, and a spec. Out: nothing,
+or an error that names the operand and its shape, dtype or value::
 
     >>> check_inputs(Inputs(torch.ones(4, 8), torch.ones(9, 7), None, None), Spec())
     Traceback (most recent call last):
@@ -16,11 +16,9 @@ import functools
 import torch
 from torch import Tensor
 
-from fxpass.aten import common
-from fxpass.aten.common import Inputs
 from fxpass.plan import plan
-from fxpass.plan.devices import compute_dtype
-from fxpass.spec.dtypes import INDEX_DTYPES
+from fxpass.spec.dtypes import INDEX_DTYPES, compute_dtype
+from fxpass.spec.operands import Inputs, is_valid
 from fxpass.spec.spec import ELSEWHERE, Spec
 
 NAME = "fxpass::linear_cross_entropy"
@@ -98,7 +96,7 @@ def check_class_indices(inputs: Inputs, spec: Spec) -> Spec:
         if lowest <= low and high < v and (ignored is None or not low <= ignored <= high):
             return _without_ignored(spec)
     target = inputs.target.long()
-    wrong = common.is_valid(target, spec) & ((target < lowest) | (target >= v))
+    wrong = is_valid(target, spec) & ((target < lowest) | (target >= v))
     if not on_cpu:
         torch.ops.aten._assert_async(~wrong.any())
     elif wrong.any():

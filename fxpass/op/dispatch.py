@@ -1,6 +1,6 @@
 """Runs a fused loss without its ignored rows, with the implementation and strategy of its plan.
 
-In: :class:`fxpass.aten.common.Inputs` and a spec. Out: :class:`fxpass.aten.common.Results`.
+In: :class:`fxpass.spec.operands.Inputs` and a spec. Out: :class:`fxpass.spec.operands.Results`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Callable
 import torch
 
 from fxpass.aten import chunked, in_place, tiled
-from fxpass.aten.common import Inputs, Results
 from fxpass.op import ignored
 from fxpass.plan import plan
-from fxpass.plan.devices import compute_dtype, on_device
+from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.operands import Inputs, Results
 from fxpass.spec.spec import Spec
 
 

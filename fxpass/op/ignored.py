@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpass.aten.common import Inputs, Results, is_valid
+from fxpass.spec.operands import Inputs, Results, is_valid
 from fxpass.spec.spec import Spec
 
 # The minimum share of ignored rows that is worth the copies of x and of its gradient.

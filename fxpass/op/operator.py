@@ -1,6 +1,6 @@
 """``fxpass::linear_cross_entropy``: the one operator that a rewritten graph calls.
 
-In: the tensors of :class:`fxpass.aten.common.Inputs` and a spec's text. Out: ``(loss, lse, scale,
+In: the tensors of :class:`fxpass.spec.operands.Inputs` and a spec's text. Out: ``(loss, lse, scale,
 x_grad, weight_grad, bias_grad, lse_rest)``; the graph uses the first two.
 
 NOTE: gradients in forward. For ``mean`` and ``sum``, forward computes the gradients with the loss,
@@ -32,12 +32,12 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
 )
 
 import fxpass.op.kept  # noqa: F401, stored code that imports this module may call it too
-from fxpass.aten import common
-from fxpass.aten.common import Inputs, Results
 from fxpass.op import runs
 from fxpass.op.checks import NAME, check_class_indices, check_inputs
 from fxpass.op.dispatch import compute
-from fxpass.plan.devices import compute_dtype, gradient_dtype, on_device
+from fxpass.plan.devices import on_device
+from fxpass.spec.dtypes import compute_dtype, gradient_dtype
+from fxpass.spec.operands import Inputs, Results, is_valid
 from fxpass.spec.spec import GRADIENTS, Spec
 
 _Seven = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -194,7 +194,7 @@ def counted(inputs: Inputs, spec: Spec) -> tuple[Tensor, Tensor]:
         rows = inputs.x.new_full((), inputs.x.shape[0], dtype=torch.int64)
         return rows, rows
     target = inputs.target.long()  # uint8 cannot hold -100
-    valid = common.is_valid(target, spec)
+    valid = is_valid(target, spec)
     rows = valid.sum()
     if inputs.class_weight is None:
         return rows, rows

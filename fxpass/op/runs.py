@@ -14,7 +14,7 @@ import dataclasses
 import torch
 
 from fxpass.kernels.call import Gpu, Launch, Operands, for_call
-from fxpass.plan.devices import gradient_dtype
+from fxpass.spec.dtypes import gradient_dtype
 from fxpass.spec.spec import Spec
 
 

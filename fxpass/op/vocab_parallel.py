@@ -25,10 +25,10 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.aten.common import Inputs, is_valid
 from fxpass.op import runs
 from fxpass.op.operator import counted
-from fxpass.plan.devices import compute_dtype
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.operands import Inputs, is_valid
 from fxpass.spec.spec import ELSEWHERE, IGNORED, Spec
 
 

@@ -16,15 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxpass.plan.devices import (
-    gradient_dtype,
-    has_matrix_units,
-    implementation_for,
-    multiplied_in,
-    target_of,
-)
+from fxpass.plan.devices import has_matrix_units, implementation_for, multiplied_in, target_of
 from fxpass.plan.plan import MIB, Plan, budget, plan, size
-from fxpass.spec.dtypes import short
+from fxpass.spec.dtypes import gradient_dtype, short
 from fxpass.spec.spec import Spec
 
 

@@ -16,21 +16,7 @@ from typing import Any
 import torch
 
 from fxpass.plan import cpu
-from fxpass.spec.dtypes import short
-
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, exponentials and losses: f64 for f64, f32 for everything smaller."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which forward returns the gradients of operands of ``dtype``.
-
-    It is the operands' dtype, but f32 for fp16, whose range is too small for the factor 1 / N and
-    for loss scaling.
-    """
-    return torch.float32 if dtype == torch.float16 else dtype
+from fxpass.spec.dtypes import compute_dtype, short
 
 
 @functools.cache

@@ -27,14 +27,9 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
-from fxpass.plan.devices import (
-    compute_dtype,
-    gradient_dtype,
-    implementation_for,
-    multiplied_in,
-    properties_of,
-)
+from fxpass.plan.devices import implementation_for, multiplied_in, properties_of
 from fxpass.spec import expression
+from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.expression import Z
 from fxpass.spec.spec import Spec
 

@@ -31,7 +31,7 @@ from fxpass.match.folds import Affine, Bias, RowView, Scale, Stack, ToLocal
 from fxpass.match.losses import Loss
 from fxpass.match.match import Match
 from fxpass.match.sharding import as_dtensor
-from fxpass.plan.devices import compute_dtype
+from fxpass.spec.dtypes import compute_dtype
 
 
 class Rewritten(NamedTuple):

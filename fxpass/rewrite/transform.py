@@ -52,7 +52,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     """Inserts casts into ``gm`` and its nested graphs, and rewrites the matches of plain regions.
 
     Raises:
-        MixedDtypeError: see :func:`fxpass.spec.dtypes.agreed`.
+        MixedDtypeError: see :func:`fxpass.casts.mixed.agreed`.
     """
     before = graph_text(gm) if settings.dump else ""
     matches: list[Match] = []

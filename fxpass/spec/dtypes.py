@@ -1,27 +1,18 @@
-"""Chooses the dtype in which an operation computes operands of different dtypes.
+"""The dtypes of an operator call: of class indices, of sums, and of gradients.
 
-In: the dtypes of an operation's operands. Out: one dtype, or None where the operation should raise
-PyTorch's error::
+In: the dtype of the operands. Out: another dtype::
 
-    {bfloat16, float32} -> bfloat16        {float16, bfloat16} -> float32, with a warning
+    >>> compute_dtype(torch.bfloat16), gradient_dtype(torch.float16)
+    (torch.float32, torch.float32)
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Set
-
 import torch
-
-log = logging.getLogger(__name__)
 
 LOW_PRECISION = {torch.float16, torch.bfloat16}
 
 INDEX_DTYPES = (torch.int64, torch.uint8)  # of class indices, as in F.cross_entropy
-
-
-class MixedDtypeError(RuntimeError):
-    """Operands have different dtypes outside autocast, under FUSEDCE_MIXED_DTYPES=error."""
 
 
 def short(dtype: torch.dtype) -> str:
@@ -29,36 +20,15 @@ def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def agreed(dtypes: Set[torch.dtype], mixed_dtypes: str, what: str) -> torch.dtype | None:
-    """The common dtype for operands that autocast does not cast.
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums, exponentials and losses: f64 for f64, f32 for everything smaller."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
-    Low precision with float32 gives the low precision, as under autocast. float16 with bfloat16
-    gives float32, since neither can represent all values of the other, and logs a warning. Other
-    dtypes (float64, complex, integers) give None: they are not autocast's to mix, and the operation
-    raises as in eager.
 
-    Args:
-        dtypes: of the operands, two or more.
-        mixed_dtypes: the setting, ``cast`` or ``error``.
-        what: the operation and its source line, ``linear, at train.py:7 y = self.head(h)``.
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which forward returns the gradients of operands of ``dtype``.
 
-    Raises:
-        MixedDtypeError: the setting is ``error``, and casts could make the dtypes equal.
+    It is the operands' dtype, but f32 for fp16, whose range is too small for the factor 1 / N and
+    for loss scaling.
     """
-    if not dtypes <= LOW_PRECISION | {torch.float32}:
-        return None
-    if mixed_dtypes == "error":
-        names = " and ".join(sorted(map(short, dtypes)))
-        raise MixedDtypeError(
-            f"operands of {names} meet outside autocast in {what}: cast one of them, put the call "
-            "under torch.autocast, or let fxpass cast with FUSEDCE_MIXED_DTYPES=cast"
-        )
-    if dtypes >= LOW_PRECISION:
-        log.warning(
-            "float16 meets bfloat16 in %s: computed in float32. A weight was probably read with "
-            "the wrong dtype, and then its values are wrong too: check how it was loaded",
-            what,
-        )
-        return torch.float32
-    (low,) = dtypes & LOW_PRECISION
-    return low
+    return torch.float32 if dtype == torch.float16 else dtype

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpass.aten.common import Inputs
 from fxpass.op import checks, dispatch
 from fxpass.plan import plan
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.settings import Settings
 from fxpass.spec import expression
+from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
 from tests.support.gpus import T4, V100
 from tests.support.implementations import GRADIENTS, problem

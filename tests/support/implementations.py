@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fxpass.aten.common import Inputs
 from fxpass.kernels import chunked
 from fxpass.spec import expression
+from fxpass.spec.operands import Inputs
 from tests.support.numerics import assert_close, in_other_orders
 
 GRADIENTS = ("x", "weight", "bias")

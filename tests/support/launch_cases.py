@@ -14,10 +14,10 @@ import traceback
 
 import torch
 
-from fxpass.aten.common import Inputs
 from fxpass.kernels import call, chunked, tiled
 from fxpass.kernels.call import Operands
 from fxpass.spec import expression
+from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
 from tests.support.driver import Driver, Launched
 from tests.support.gpus import A100, H200, MI300, T4, Card

@@ -7,9 +7,9 @@ from collections import namedtuple
 
 import torch
 
-from fxpass.aten import common
 from fxpass.kernels import call, tile_config, tiled
 from fxpass.kernels.tile_config import Config
+from fxpass.spec import operands
 from tests.support.implementations import GRADIENTS, assert_as_autograd
 
 CLASSES = 20
@@ -27,7 +27,7 @@ def small_blocks(monkeypatch) -> None:
     monkeypatch.setattr(tiled, "_F32_BYTES", 4 * 5 * 12)
 
 
-Results = namedtuple("Results", common.Results._fields[:5])
+Results = namedtuple("Results", operands.Results._fields[:5])
 
 
 def both(inputs, spec, classes=CLASSES):

@@ -28,7 +28,7 @@ LAW = {
     "casts": {"graph", "spec"},
     "plan": {"spec"},
     "aten": {"spec", "plan"},
-    "kernels": {"spec", "plan", "aten"},
+    "kernels": {"spec", "plan"},
     "op": {"spec", "plan", "aten", "kernels"},
     "match": {"graph", "spec", "plan"},
     "deferred": {"spec", "op", "match", "graph"},

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpass.aten import chunked, tiled
-from fxpass.aten.common import Inputs
 from fxpass.op import ignored
 from fxpass.op.operator import linear_cross_entropy
 from fxpass.plan import plan as plans
 from fxpass.spec import expression
+from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
 from tests.support.numerics import assert_as_accurate, loss_and_gradients
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fxpass.aten import tiled
-from fxpass.aten.common import Inputs
 from fxpass.op.dispatch import compute
 from fxpass.plan.plan import MIB, plan
 from fxpass.spec import expression
+from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
 from tests.support.allocations import Allocations
 

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.aten import chunked as aten_chunked
-from fxpass.aten.common import Inputs
 from fxpass.kernels import chunked as triton_chunked
 from fxpass.kernels import row_config
 from fxpass.kernels.expression import FUNCTIONS
 from fxpass.kernels.source import Kernel, generate
 from fxpass.spec import expression
+from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
 from tests.support.implementations import DTYPES, GRADIENTS, TRANSFORMS, check, problem
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fxpass.aten.common import Inputs
 from fxpass.kernels import call, chunked, row_config, source, tuning
+from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
 from tests.support.allocations import Allocations
 from tests.support.gpus import A100, H200, MI300, T4

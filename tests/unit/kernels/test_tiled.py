@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.aten import chunked
-from fxpass.aten.common import Inputs
 from fxpass.kernels import call, tile_config, tiled
 from fxpass.kernels.call import Operands
 from fxpass.plan import devices
 from fxpass.spec import expression
+from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
 from tests.support.implementations import DTYPES, GRADIENTS, TRANSFORMS, autograd, problem
 from tests.support.numerics import FLOOR, error

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fxpass.aten.common import Inputs
 from fxpass.op import operator
 from fxpass.op.dispatch import compute
 from fxpass.op.operator import linear_cross_entropy, linear_cross_entropy_backward
+from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import ELSEWHERE, IGNORED, REVISION, Spec
 
 pytestmark = [

@@ -62,16 +62,6 @@ def test_the_device_of_the_tests(device):
     assert (got.implementation, got.strategy, got.rows) == (implementation, "chunked", 256)
 
 
-def test_half_precision_is_computed_in_f32_and_f64_in_f64():
-    assert {devices.compute_dtype(dtype) for dtype in (F16, BF16, F32)} == {F32}
-    assert devices.compute_dtype(F64) == F64
-
-
-def test_gradients_have_their_operands_dtype_where_that_has_the_range():
-    kept = {dtype: devices.gradient_dtype(dtype) for dtype in (F16, BF16, F32, F64)}
-    assert kept == {F16: F32, BF16: BF16, F32: F32, F64: F64}
-
-
 # ---------------------------------------------------------------- budgets
 
 
