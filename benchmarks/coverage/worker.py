@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import logging
 import os
 import random
 import re
@@ -37,6 +36,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import fxpass
+from benchmarks.compiled import Records, break_reason, short_path
 from benchmarks.coverage.chain import Chain, chains
 from benchmarks.coverage.models import batches, build, double, vocabulary
 from benchmarks.loss.worker import FLOOR
@@ -44,7 +44,6 @@ from fxpass.backend import fusedce  # before anything is traced, as torch.compil
 
 FORMS = ("loss", "model")
 PLAIN = "plain"  # Dynamo's graph, unchanged
-ROOT = Path(__file__).parents[2]
 CLOSE = 1e-5  # relative, in the Frobenius norm
 # a gradient that is zero up to rounding is compared relative to this part of the largest norm
 SCALE = 1e-3
@@ -217,7 +216,7 @@ def _trace(subject: Subject, inner: str) -> Row:
 def _compile(gm: GraphModule, inputs: list[Any], classes: int, inner: str) -> _Graph:
     found = chains([gm], classes)
     reason = getattr(gm, "compile_subgraph_reason", None)
-    graph = _Graph(found, _break(reason) if reason and reason.graph_break else "", {}, {})
+    graph = _Graph(found, break_reason(reason), {}, {})
     graph.forms[PLAIN] = gm.forward  # the other forms change copies of gm
     for form in FORMS:
         records: list[Any] = []
@@ -229,7 +228,7 @@ def _compile(gm: GraphModule, inputs: list[Any], classes: int, inner: str) -> _G
         if form == "loss":
             fill = _keep_loss(one)
         try:
-            with _Listen(records):
+            with Records(records):
                 graph.forms[form] = fill(_fusedce(one, inputs, inner))
         except Exception as error:
             records.append(_error(error))
@@ -301,26 +300,6 @@ def _scalar(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
-class _Listen(logging.Handler):
-    """Collects the matches and rejections that fxpass logs."""
-
-    def __init__(self, records: list[Any]) -> None:
-        super().__init__(logging.INFO)
-        self.records, self.logger = records, logging.getLogger("fxpass")
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records += [a for a in record.args or () if not isinstance(a, str)]
-
-    def __enter__(self) -> None:
-        self.level_before = self.logger.level
-        self.logger.setLevel(logging.INFO)
-        self.logger.addHandler(self)
-
-    def __exit__(self, *error: object) -> None:
-        self.logger.removeHandler(self)
-        self.logger.setLevel(self.level_before)
-
-
 # ---------------------------------------------------------------- compared
 
 
@@ -374,20 +353,8 @@ def _distance(a: Tensor, b: Tensor, scale: float) -> float:
 # ---------------------------------------------------------------- said in one line
 
 
-def _break(reason: Any) -> str:
-    text = str(reason.reason).strip().splitlines()[0]
-    stack = reason.user_stack or []
-    where = f" at {_short(stack[-1].filename)}:{stack[-1].lineno}" if stack else ""
-    return text[:120] + where
-
-
 def _error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if "/fxpass/" in f.filename), frames[-1])
     text = re.sub(r"\s+", " ", str(error))[:240]
-    return f"{type(error).__name__}: {text} ({_short(frame.filename)}:{frame.lineno})"
-
-
-def _short(file: str) -> str:
-    """The path below site-packages or the checkout."""
-    return file.rpartition("site-packages/")[2].removeprefix(f"{ROOT}/")
+    return f"{type(error).__name__}: {text} ({short_path(frame.filename)}:{frame.lineno})"

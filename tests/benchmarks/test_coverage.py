@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from benchmarks.compiled import Records
 from benchmarks.coverage import __main__ as coverage
 from benchmarks.coverage import worker as coverage_worker
 from benchmarks.coverage.chain import chains
@@ -39,7 +40,7 @@ def test_the_form_of_the_loss_is_what_a_step_gives():
     [in_row] = coverage_worker.examine("LlamaForCausalLM")["forms"]["loss"]["matched"]
     counters.clear()
     found = []
-    with coverage_worker._Listen(found):
+    with Records(found):
         torch.compile(
             lambda **kwargs: model(**kwargs).loss,
             backend="fusedce",
