@@ -1,0 +1,1 @@
+"""Programs of torch alone: one module for each kind, see ``benchmarks.programs.catalog``."""

@@ -1,0 +1,1 @@
+"""Programs that call functions of installed libraries: one module for each library."""
