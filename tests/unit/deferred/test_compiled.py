@@ -59,10 +59,19 @@ def outcome(program: Callable[..., Any], backend: str, inner: str) -> tuple[list
 
 
 def agree(got: list[Any], want: list[Any]) -> bool:
+    return len(got) == len(want) and all(map(alike, got, want))
+
+
+def alike(got: Any, want: Any) -> bool:
+    # a small gradient may be the difference of large ones
+    is_float = isinstance(want, Tensor) and want.is_floating_point() and want.numel()
+    largest = want.detach().abs().max().item() if is_float else 1
     try:
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    except (AssertionError, TypeError):
-        return got == want if not any(isinstance(v, Tensor) for v in (*got, *want)) else False
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6 * max(10, largest))
+    except AssertionError:
+        return False
+    except TypeError:  # strings and None
+        return got == want
     return True
 
 
