@@ -11,16 +11,17 @@ gradients, of ``transform_and_slope``, in f32 arithmetic, and of the functions t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import functools
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import sympy
 from sympy import Expr
 
-from fxpass.kernels import device_functions
 from fxpass.spec import expression
-from fxpass.spec.functions import FUNCTIONS as _FUNCTIONS
-from fxpass.spec.functions import AtMost, Less, Where
+from fxpass.spec.functions import FUNCTIONS, AtMost, Less, Where
 
 
 def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
@@ -65,8 +66,36 @@ def functions(logits: Expr, slope: bool) -> list[str]:
     if slope and not unit.is_number:
         values = [logits, unit]
         out.append(_function("transform_and_slope", values))
-    used = {type(e) for e in sympy.preorder_traversal(values)} & FUNCTIONS.keys()
-    return device_functions.with_callees(cls.__name__ for cls in used) + out
+    called = {type(e).__name__ for e in sympy.preorder_traversal(values)} & FUNCTIONS.keys()
+    return with_callees(called) + out
+
+
+def with_callees(names: Iterable[str]) -> list[str]:
+    """The sources of some functions of :mod:`fxpass.kernels.functions` and of all functions that
+    they call, in the order of the module."""
+    known = _known()
+    needed: set[str] = set()
+    waiting = set(names)
+    while waiting:
+        needed |= waiting
+        waiting = {callee for name in waiting for callee in known[name][1]} - needed
+    return [source for name, (source, _) in known.items() if name in needed]
+
+
+@functools.cache
+def _known() -> dict[str, tuple[str, set[str]]]:
+    """The source of each function and the functions that it calls, by name. The module is read, not
+    imported, because it imports triton."""
+    text = Path(__file__).with_name("functions.py").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    found = {f.name: f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)}
+    return {
+        name: (
+            "\n".join(lines[f.decorator_list[0].lineno - 1 : f.end_lineno]),
+            {node.id for node in ast.walk(f) if isinstance(node, ast.Name)} & found.keys(),
+        )
+        for name, f in found.items()
+    }
 
 
 def _function(name: str, values: list[Expr]) -> str:
@@ -79,11 +108,6 @@ def _function(name: str, values: list[Expr]) -> str:
     lines.append(f"return {', '.join(_text(result) for result in list(results)[: len(values)])}")
     return "\n".join(["@triton.jit", f"def {name}(z):", *(f"    {line}" for line in lines)])
 
-
-# sympy function → the Triton function with the same name
-FUNCTIONS: dict[Any, str] = {
-    function.symbolic: device_functions.SOURCES[name] for name, function in _FUNCTIONS.items()
-}
 
 _SUM, _PRODUCT, _ATOM = 0, 1, 2
 
@@ -149,5 +173,5 @@ _WRITERS: dict[type, Callable[[Any], tuple[str, int]]] = {
     sympy.Pow: _power,
     Less: _where,
     AtMost: _where,
-    **dict.fromkeys(FUNCTIONS, _call),
+    **dict.fromkeys((function.symbolic for function in FUNCTIONS.values()), _call),
 }

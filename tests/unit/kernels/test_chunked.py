@@ -6,14 +6,13 @@ Runs on the GPU where there is one, else in Triton's interpreter.
 import dataclasses
 
 import pytest
-import sympy
 import torch
 import torch.nn.functional as F
 
 from fxpass.aten import chunked as aten_chunked
 from fxpass.kernels import chunked as triton_chunked
 from fxpass.kernels import row_config
-from fxpass.kernels.expression import FUNCTIONS
+from fxpass.kernels.expression import with_callees
 from fxpass.kernels.source import Kernel, generate
 from fxpass.spec import expression
 from fxpass.spec.operands import Inputs
@@ -347,7 +346,7 @@ def apply(x, out, N, BLOCK: tl.constexpr):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 def test_tanh(device):
     head = "import triton\nimport triton.language as tl\n\n\n"
-    source = head + FUNCTIONS[sympy.tanh] + APPLY_TANH
+    source = head + with_callees(["tanh"])[0] + APPLY_TANH
     apply = triton_chunked.load(Kernel("apply", source))
     positive = torch.cat([torch.logspace(-30, 2, 2000), torch.linspace(0, 12, 2000)])
     x = torch.cat([positive, -positive, torch.tensor([torch.inf, -torch.inf, torch.nan])])

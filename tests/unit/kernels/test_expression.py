@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 
-from fxpass.kernels import device_functions, expression
+from fxpass.kernels import expression
 from fxpass.kernels.chunked import load
 from fxpass.kernels.source import Kernel
 from fxpass.spec import functions
@@ -91,7 +91,7 @@ def every_magnitude(device):
 @pytest.mark.parametrize("name", UNARY)
 def test_function_is_within_its_units_in_the_last_place(device, name):
     z = every_magnitude(device)
-    (got,) = applied(device_functions.with_callees([name]), f"{name}(z)", 1, z)
+    (got,) = applied(expression.with_callees([name]), f"{name}(z)", 1, z)
     want = functions.FUNCTIONS[name].tensor(z.double())
     overflows = want.abs() > torch.finfo(torch.float32).max
     assert (got.isinf() | got.isnan())[overflows | want.isinf()].all()
@@ -110,7 +110,7 @@ SPECIAL = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0])
 @pytest.mark.parametrize("name", UNARY)
 def test_function_of_zeros_infinities_and_nan(device, name):
     z = SPECIAL.to(device)
-    (got,) = applied(device_functions.with_callees([name]), f"{name}(z)", 1, z)
+    (got,) = applied(expression.with_callees([name]), f"{name}(z)", 1, z)
     want = functions.FUNCTIONS[name].tensor(z)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0, equal_nan=True)
 

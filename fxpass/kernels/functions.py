@@ -1,24 +1,16 @@
-"""The functions of :mod:`fxpass.spec.functions` as Triton source, in f32, by name.
+"""The functions of :mod:`fxpass.spec.functions` in Triton, in f32, by name.
 
-They call only functions of ``tl``, because libdevice does not run in Triton's interpreter. Errors
-are given in units in the last place of f32, and assume that ``tl.exp`` and ``tl.log`` are within 3,
-as numpy's are. On NVIDIA GPUs the error of ``tl.exp(x)`` is up to ``|x| / 2`` larger, as in any
-softmax.
+:mod:`fxpass.kernels.expression` reads them as text, and copies those that a kernel calls into its
+module. They call each other and functions of ``tl``, but not libdevice, which does not run in
+Triton's interpreter. Errors are given in units in the last place of f32, and assume that ``tl.exp``
+and ``tl.log`` are within 3, as numpy's are. On NVIDIA GPUs the error of ``tl.exp(x)`` is up to
+``|x| / 2`` larger, as in any softmax.
 """
 
-from __future__ import annotations
-
-import re
-from collections.abc import Iterable
+import triton
+import triton.language as tl
 
 
-def _of_tl(name: str, of_tl: str = "") -> str:
-    """A function that calls a function of ``tl``, by default the one with the same name."""
-    return f"@triton.jit\ndef {name}(x):\n    return tl.{of_tl or name}(x)"
-
-
-SOURCES: dict[str, str] = {
-    "tanh": '''\
 @triton.jit
 def tanh(x):
     """Within 2 ulp of the f32 nearest to tanh(x); the polynomial is Cephes' tanhf."""
@@ -30,9 +22,14 @@ def tanh(x):
     p = p * x2 - 3.33332819422e-1
     e = tl.exp(-2.0 * tl.abs(x))
     large = 1.0 - 2.0 * e / (1.0 + e)
-    return tl.where(tl.abs(x) < 0.625, x + x * x2 * p, tl.where(x < 0.0, -large, large))''',
-    "exp": _of_tl("exp"),
-    "expm1": '''\
+    return tl.where(tl.abs(x) < 0.625, x + x * x2 * p, tl.where(x < 0.0, -large, large))
+
+
+@triton.jit
+def exp(x):
+    return tl.exp(x)
+
+
 @triton.jit
 def expm1(x):
     """Within 3 ulp; near 0 by the Taylor series, whose remainder is 1e-8 at 0.5."""
@@ -43,38 +40,71 @@ def expm1(x):
     p = 1.0 + x * (1.0 / 4.0) * p
     p = 1.0 + x * (1.0 / 3.0) * p
     p = 1.0 + x * (1.0 / 2.0) * p
-    return tl.where(tl.abs(x) < 0.5, x * p, tl.exp(x) - 1.0)''',
-    "exp2": _of_tl("exp2"),
-    "log": _of_tl("log"),
-    "log1p": '''\
+    return tl.where(tl.abs(x) < 0.5, x * p, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def exp2(x):
+    return tl.exp2(x)
+
+
+@triton.jit
+def log(x):
+    return tl.log(x)
+
+
 @triton.jit
 def log1p(x):
     """Within 3 ulp: log(u) with u = 1 + x rounded, times x / (u - 1) for what rounding lost."""
     u = 1.0 + x
     d = u - 1.0
     near = tl.where(d == 0.0, x, tl.log(u) * (x / tl.where(d == 0.0, 1.0, d)))
-    return tl.where(x > 1e8, tl.log(u), near)''',
-    "sqrt": _of_tl("sqrt", "sqrt_rn"),
-    "sigmoid": '''\
+    return tl.where(x > 1e8, tl.log(u), near)
+
+
+@triton.jit
+def sqrt(x):
+    return tl.sqrt_rn(x)
+
+
 @triton.jit
 def sigmoid(x):
     """Within 3 ulp, small values too; the exponential cannot overflow."""
     e = tl.exp(-tl.abs(x))
-    return tl.where(x < 0.0, e, 1.0) / (1.0 + e)''',
-    "softplus": '''\
+    return tl.where(x < 0.0, e, 1.0) / (1.0 + e)
+
+
 @triton.jit
 def softplus(x):
     """log(1 + exp(x)) within 4 ulp, small values too; the exponential cannot overflow."""
-    return tl.where(x > 0.0, x, 0.0) + log1p(tl.exp(-tl.abs(x)))''',
-    "erf": _of_tl("erf"),
-    "abs": _of_tl("abs"),
-    "sign": """\
+    return tl.where(x > 0.0, x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def erf(x):
+    return tl.erf(x)
+
+
+@triton.jit
+def abs(x):
+    return tl.abs(x)
+
+
 @triton.jit
 def sign(x):
-    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))""",
-    "sin": _of_tl("sin"),
-    "cos": _of_tl("cos"),
-    "atan": '''\
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
+
+
+@triton.jit
+def sin(x):
+    return tl.sin(x)
+
+
+@triton.jit
+def cos(x):
+    return tl.cos(x)
+
+
 @triton.jit
 def atan(x):
     """Within 3 ulp; ranges and polynomial are Cephes' atanf."""
@@ -89,8 +119,9 @@ def atan(x):
     p = p * t2 + 1.99777106478e-1
     p = p * t2 - 3.33329491539e-1
     out = offset + (t + t * t2 * p)
-    return tl.where(x < 0.0, -out, out)''',
-    "sinh": '''\
+    return tl.where(x < 0.0, -out, out)
+
+
 @triton.jit
 def sinh(x):
     """Within 5 ulp; near 0 by the Taylor series, whose remainder is 2e-10 at 1."""
@@ -102,41 +133,32 @@ def sinh(x):
     p = 1.0 + x2 * (1.0 / 6.0) * p
     e = tl.exp(0.5 * tl.abs(x))
     large = 0.5 * e * e - 0.5 / e / e
-    return tl.where(tl.abs(x) < 1.0, x * p, tl.where(x < 0.0, -large, large))''',
-    "cosh": '''\
+    return tl.where(tl.abs(x) < 1.0, x * p, tl.where(x < 0.0, -large, large))
+
+
 @triton.jit
 def cosh(x):
     """Within 5 ulp; the square of exp(x / 2) overflows where the result does."""
     e = tl.exp(0.5 * tl.abs(x))
-    return 0.5 * e * e + 0.5 / e / e''',
-    "asinh": '''\
+    return 0.5 * e * e + 0.5 / e / e
+
+
 @triton.jit
 def asinh(x):
     """Within 4 ulp; from 1e4 on as log(2x), before squares overflow."""
     a = tl.abs(x)
     small = log1p(a + a * a / (1.0 + tl.sqrt_rn(1.0 + a * a)))
     out = tl.where(a < 1e4, small, tl.log(a) + 0.6931471805599453)
-    return tl.where(x < 0.0, -out, out)''',
-    "maximum": '''\
+    return tl.where(x < 0.0, -out, out)
+
+
 @triton.jit
 def maximum(x, y):
     """nan where x is nan, as in torch.clamp."""
-    return tl.where(x < y, y, x)''',
-    "minimum": '''\
+    return tl.where(x < y, y, x)
+
+
 @triton.jit
 def minimum(x, y):
     """nan where x is nan, as in torch.clamp."""
-    return tl.where(x > y, y, x)''',
-}
-
-
-def with_callees(names: Iterable[str]) -> list[str]:
-    """The sources of some functions and of all functions that they call, in a fixed order."""
-    needed = set(names)
-    waiting = list(needed)
-    while waiting:
-        code = re.sub(r'""".*?"""', "", SOURCES[waiting.pop()], flags=re.DOTALL)
-        called = set(re.findall(r"(?<![\w.])(\w+)\(", code)) & SOURCES.keys()
-        waiting.extend(called - needed)
-        needed |= called
-    return [source for name, source in SOURCES.items() if name in needed]
+    return tl.where(x > y, y, x)
