@@ -1,5 +1,5 @@
 """The fused loss in Triton: generates kernels from a spec, and launches them.
 
-Only ``chunked``, ``tiled`` and ``tuning`` import triton, so that every machine can generate the
-source of a kernel. Imports ``spec``, ``plan``, and from ``aten`` the operands and results.
+Kernels are templates, which every machine can render; only the launchers ``chunked`` and ``tiled``,
+``tuning``, and the kernels that are plain functions import triton. Imports ``spec`` and ``plan``.
 """

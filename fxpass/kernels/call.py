@@ -23,9 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxpass.kernels import row_config, source, tile_config, tile_source
-from fxpass.kernels.source import Kernel
-from fxpass.kernels.tile_body import Gemm
+from fxpass.kernels import render, row_config, tile_config
+from fxpass.kernels.render import Gemm, Kernel
 from fxpass.plan.devices import implementation_for, precision, properties_of, target_of
 from fxpass.plan.plan import padded
 from fxpass.spec.operands import Inputs
@@ -195,7 +194,7 @@ def _chunked(spec: Spec, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:
 
     def candidate(options: dict[str, int]) -> Candidate:
         whole_row = options["BLOCK_V"] >= v
-        kernel = source.generate(spec, *flags, whole_row, scratch_columns, wide_bias)
+        kernel = render.row(spec, *flags, whole_row, scratch_columns, wide_bias)
         return Candidate(kernel, tuple(options.items()))
 
     candidates = row_config.row_candidates(v, x.dtype, gpu.target, spec)
@@ -245,17 +244,17 @@ def _tiled(spec: Spec, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:
     if not spec.gradients:
         merged = {"SPLITS": tile_config.most_splits(gpu.processors), "num_warps": 1}
         return (
-            tiles("forward", tile_source.forward(spec, weighted, gemm)),
-            rows("merge", tile_source.merge(spec, weighted), merged),
+            tiles("forward", render.forward(spec, weighted, gemm)),
+            rows("merge", render.merge(spec, weighted), merged),
         )
     summed = []
     if spec.target == "probabilities":
         options = row_config.row_options(operands.weight.shape[0], torch.float32)
-        summed = [rows("mass", tile_source.mass(spec, weighted), options)]
+        summed = [rows("mass", render.mass(spec, weighted), options)]
     # for fp16, scaling adds the scales of rows to those of the lse
     row_scaled = operands.row_scaled or (operands.lse_scaled and operands.x.dtype == torch.float16)
     flags = (weighted, row_scaled, operands.lse_scaled)
-    return (*summed, tiles("backward", tile_source.backward(spec, *flags, gemm)))
+    return (*summed, tiles("backward", render.backward(spec, *flags, gemm)))
 
 
 def _describable(matrix: Operand, dtype: torch.dtype, copied: bool) -> bool:

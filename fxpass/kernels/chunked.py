@@ -2,9 +2,9 @@
 
 In: :class:`fxpass.spec.operands.Inputs` and a spec. Out: :class:`fxpass.spec.operands.Results`, as
 from :func:`fxpass.aten.chunked.run`. A GEMM writes the logits of a chunk, in the dtype of x, to a
-buffer that all chunks share. The kernel of :mod:`fxpass.kernels.source` computes the row losses and
-overwrites the logits with their gradient. Two GEMMs add its products to the f32 gradients of x and
-of the weight::
+buffer that all chunks share. The kernel of :func:`fxpass.kernels.render.row` computes the row
+losses and overwrites the logits with their gradient. Two GEMMs add its products to the f32
+gradients of x and of the weight::
 
     >>> x, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> inputs = Inputs(x, weight, None, target)
@@ -33,10 +33,10 @@ import triton
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
-from fxpass.kernels import call, source, tuning
+from fxpass.kernels import call, render, tuning
 from fxpass.kernels.call import Candidate, Launch, Operands
+from fxpass.kernels.render import Kernel
 from fxpass.kernels.scaling import scale_coefficients
-from fxpass.kernels.source import Kernel
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import UPCAST_CLASSES, padded
 from fxpass.spec.dtypes import gradient_dtype
@@ -69,7 +69,7 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Results:
     x, weight = inputs.x, inputs.weight
     n, v = x.shape[0], weight.shape[0]
     inputs, unscale = scale_coefficients(inputs, spec)
-    factor = source.gradient_factor(spec)
+    factor = render.gradient_factor(spec)
     loss = x.new_empty(n, dtype=torch.float32)
     lse = torch.empty_like(loss) if spec.lse else None
     shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}

@@ -1,7 +1,7 @@
 """The ``tiled`` strategy on GPUs: tiles of logits in registers, recomputed in backward.
 
 In: :class:`fxpass.spec.operands.Inputs` and a spec. Out: :class:`fxpass.spec.operands.Results`.
-Forward computes all logits in one pass of :func:`fxpass.kernels.tile_source.forward`, and returns
+Forward computes all logits in one pass of :func:`fxpass.kernels.render.forward`, and returns
 the loss and lse of each row. Backward recomputes the logits of some classes, multiplies their
 gradient by the incoming gradient, and writes it to scratch memory ``[N, classes]``. The vendor's
 GEMMs multiply it with the operands. The weight's gradient needs no f32 sums::
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fxpass.kernels import call, source, tile_body, tile_config
+from fxpass.kernels import call, render, tile_config
 from fxpass.kernels.call import Candidate, Launch, Operands
 from fxpass.kernels.chunked import best, class_tiles, load, padded_buffer, product
 from fxpass.kernels.scaling import scale_coefficients
@@ -69,7 +69,9 @@ def _forward(inputs: Inputs, spec: Spec) -> Results:
         return Results(loss, lse, lse_rest=rest)
     logits = _Logits(inputs, spec)
     forward, merge = logits.launches["forward"], logits.launches["merge"]
-    names = tile_body.PARTIALS & set(load(forward.kernel).arg_names)
+    # the partial sums: what one kernel writes and the other reads
+    shared = set(load(forward.kernel).arg_names) & set(load(merge.kernel).arg_names)
+    names = sorted(shared - logits.arguments.keys() - {"splits", "per_split"})
 
     def sums(config: Config) -> _Arguments:
         """Partial sums, written to new tensors, and how the classes are split."""
@@ -132,7 +134,7 @@ class _Gradients:
 
     def __init__(self, inputs: Inputs, spec: Spec, unscale: Tensor | None):
         self._x, self._weight = inputs.x, inputs.weight
-        self._factor, self._unscale = source.gradient_factor(spec), unscale
+        self._factor, self._unscale = render.gradient_factor(spec), unscale
         shapes = {"weight": inputs.weight.shape, "bias": inputs.weight.shape[:1]}
         # tiles overwrite the gradients, if there are rows
         new = inputs.weight.new_empty if len(inputs.x) else inputs.weight.new_zeros

@@ -13,7 +13,7 @@ import pytest
 from tests.gpu.__main__ import Part, main
 
 ROOT = Path(__file__).parents[2]
-# beside torch, triton, sympy, numpy, pytest and expecttest
+# beside torch, triton, sympy, jinja2, numpy, pytest and expecttest
 MORE = (
     *("xdist", "execnet", "transformers", "tokenizers", "accelerate", "datasets", "peft", "trl"),
     *("lightning", "deepspeed", "liger_kernel", "matplotlib", "einops", "safetensors"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fxpass.kernels import chunked, tiled
-from fxpass.kernels.source import Kernel
+from fxpass.kernels.render import Kernel
 
 
 class Launches(list[dict[str, Any]]):

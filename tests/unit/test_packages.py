@@ -138,14 +138,16 @@ def test_factory_calls_name_their_device():
     assert without_device("torch.zeros(3); torch.ones(3, device=x.device)") == ["torch.zeros(3)"]
 
 
-def test_a_wheel_has_every_module(tmp_path):
+def test_a_wheel_has_every_module_and_template(tmp_path):
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     # a build writes beside its sources
     project = tmp_path / "project"
     project.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (project / name).write_text((ROOT.parent / name).read_text())
-    for path in ROOT.rglob("*.py"):
+    templates = sorted(ROOT.rglob("*.jinja"))
+    assert templates
+    for path in (*ROOT.rglob("*.py"), *templates):
         copy = project / "fxpass" / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(path.read_text())
@@ -157,6 +159,7 @@ def test_a_wheel_has_every_module(tmp_path):
     for module in modules:
         path = module.replace(".", "/")
         assert {f"{path}.py", f"{path}/__init__.py"} & inside, module
+    assert {template.relative_to(ROOT.parent).as_posix() for template in templates} <= inside
     assert any(name.endswith("licenses/LICENSE") for name in inside)
 
 

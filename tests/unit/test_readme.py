@@ -79,11 +79,14 @@ def test_the_map_links_every_package_and_public_module():
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.parent.name)
-def test_every_module_of_a_package_has_a_row(package):
-    rows = re.findall(r"^\| \[`(\w+\.py)`\]\((.*?)\) \|", package.read_text(), re.MULTILINE)
-    assert all(name == target for name, target in rows)
+def test_every_module_and_template_of_a_package_has_a_row(package):
+    rows = re.findall(r"^\| \[`(\w+\.py[\w.]*)`\]\((.*?)\) \|", package.read_text(), re.MULTILINE)
+    assert all(name == Path(target).name for name, target in rows)
+    templates = package.parent.glob("templates/*")
     modules = {path.name for path in package.parent.glob("*.py")} - {"__init__.py"}
-    assert sorted(name for name, _ in rows) == sorted(modules)
+    assert sorted(name for name, _ in rows) == sorted(
+        [*modules, *(path.name for path in templates)]
+    )
 
 
 def test_the_readme_is_short():

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from fxpass.aten import chunked as aten_chunked
 from fxpass.kernels import chunked as triton_chunked
-from fxpass.kernels import row_config
+from fxpass.kernels import render, row_config
 from fxpass.kernels.expression import with_callees
-from fxpass.kernels.source import Kernel, generate
+from fxpass.kernels.render import Kernel
 from fxpass.spec import expression
 from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
@@ -110,7 +110,7 @@ WHOLE_ROWS = {
 def test_whole_rows(device, name, lse, dtype):
     """One block holds all 37 classes, so that each logit is read once."""
     spec, weighted = WHOLE_ROWS[name]
-    kernel = generate(spec, weighted, whole_row=True)
+    kernel = render.row(spec, weighted, whole_row=True)
     assert "for start in" not in kernel.source
     spec = dataclasses.replace(spec, lse=lse, gradients=GRADIENTS)
     inputs = problem(
@@ -361,8 +361,8 @@ def test_tanh(device):
 
 
 def test_source_is_a_file(device):
-    kernel = generate(Spec(), weighted=False)
+    kernel = render.row(Spec(), weighted=False)
     function = triton_chunked.load(kernel)
     with open(function.fn.__code__.co_filename) as file:
         assert file.read().strip() == kernel.source.strip()
-    assert triton_chunked.load(generate(Spec(), weighted=False)) is function
+    assert triton_chunked.load(render.row(Spec(), weighted=False)) is function

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fxpass.kernels import call, chunked, row_config, source, tuning
+from fxpass.kernels import call, chunked, render, row_config, tuning
 from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
 from tests.support.allocations import Allocations
@@ -45,7 +45,7 @@ def test_offsets_beyond_2_31(tmp_path, target, device):
         far = far_rows(tmp_path / "target", rows, v, torch.float32)
         inputs = inputs._replace(target=far.copy_(inputs.target))
     loss = torch.empty(rows)
-    kernel = source.generate(Spec(target=target, gradients=("x",)), weighted=False)
+    kernel = render.row(Spec(target=target, gradients=("x",)), weighted=False)
     arguments = {"logits": chunk, "stride": FAR, "target": inputs.target, "loss": loss, "V": v}
     if target == "probabilities":
         arguments["target_stride"] = FAR
@@ -53,7 +53,7 @@ def test_offsets_beyond_2_31(tmp_path, target, device):
     want = F.cross_entropy(logits, inputs.target, reduction="none")
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
     one_hot = F.one_hot(inputs.target, v) if target == "indices" else inputs.target
-    gradient = (logits.softmax(1) - one_hot) * source.GAIN
+    gradient = (logits.softmax(1) - one_hot) * render.GAIN
     torch.testing.assert_close(chunk.clone(), gradient, rtol=1e-4, atol=1e-2)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fxpass.kernels import fingerprint
+from fxpass.kernels.render import row
 from fxpass.kernels.row_config import row_candidates, row_options
-from fxpass.kernels.source import generate
 from fxpass.spec.spec import Spec
 from tests.support.compiled import TARGETS, Resources, Unit, _read, _write, compare, resources
 
@@ -66,7 +66,7 @@ def unit(words, weighted, scales, classes, dtype, options=None):
     spec = Spec.parse(f"{Spec(reduction='sum').text()} {words}".strip())
     names = (*scales, *[False] * (2 - len(scales)))
     whole_row, padded = options["BLOCK_V"] >= classes, classes % 16 != 0
-    kernel = generate(spec, weighted, *names, whole_row, padded)
+    kernel = row(spec, weighted, *names, whole_row, padded)
     target = "*u8" if dtype == "fp32" and words == PLAIN else TYPES["target"]
     if spec.target == "probabilities":
         target = f"*{dtype}"

@@ -16,7 +16,7 @@ import torch
 
 from fxpass.kernels import expression
 from fxpass.kernels.chunked import load
-from fxpass.kernels.source import Kernel
+from fxpass.kernels.render import Kernel
 from fxpass.spec import functions
 from fxpass.spec.expression import derivative, evaluate, parse, text
 from tests.support.numerics import assert_close
@@ -234,7 +234,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from fxpass.kernels.chunked import load
-from fxpass.kernels.source import Kernel
+from fxpass.kernels.render import Kernel
 
 function = load(Kernel("apply", sys.stdin.read()))
 signature = dict(x="*fp32", value="*fp32", slope="*fp32", N="i32", BLOCK="constexpr")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxpass.kernels import tile_source
-from fxpass.kernels.tile_body import Gemm
+from fxpass.kernels import render
+from fxpass.kernels.render import Gemm
 from fxpass.kernels.tile_config import configs_for, has_descriptors, specializes_warps
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
@@ -71,7 +71,7 @@ def kernels(target):
     if target != "sm_75":
         biased["fp32"] = biased["fp32"]._replace(precision="tf32")
     flags = (True, True, True)  # class weights, scales of loss and lse
-    forward, backward = tile_source.forward, tile_source.backward
+    forward, backward = render.forward, render.backward
     for dtype in (low, "fp32"):
         yield "forward", dtype, PLAIN, forward(PLAIN, False, gemm[dtype])
         yield "backward", dtype, PLAIN, backward(PLAIN, False, True, False, gemm[dtype])
@@ -92,7 +92,7 @@ def units(target):
         for place, config in enumerate(configs_for(target, DTYPES[dtype], spec), 1):
             number = f", candidate {place}" if place > 1 else ""
             out[f"{label}, {dtype}{number}"] = unit(kernel, dtype, config)
-    merge = unit(tile_source.merge(SHARD, True), "fp32", SMALL, SPLITS=256)
+    merge = unit(render.merge(SHARD, True), "fp32", SMALL, SPLITS=256)
     return out | {"merge, shard": dataclasses.replace(merge, options={"num_warps": 1})}
 
 
@@ -149,12 +149,11 @@ def addressed():
     """Kernels that together multiply by every stride that there is."""
     config = configs_for("sm_80", torch.bfloat16, Spec())[0]
     spec, gemm = Spec(target="probabilities", gradients=("x",)), Gemm()
-    source = tile_source
     kernels = {
-        "forward": source.forward(spec, False, gemm),
-        "backward": source.backward(spec, False, True, True, gemm),
-        "mass": source.mass(spec, False),
-        "merge": source.merge(spec, False),
+        "forward": render.forward(spec, False, gemm),
+        "backward": render.backward(spec, False, True, True, gemm),
+        "mass": render.mass(spec, False),
+        "merge": render.merge(spec, False),
     }
     return {label: unit(kernel, "bf16", config, SPLITS=16) for label, kernel in kernels.items()}
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.kernels.call import ASSUMED, Candidate, Launch
-from fxpass.kernels.source import Kernel
+from fxpass.kernels.render import Kernel
 from fxpass.report import explain
 from fxpass.rewrite import dump
 

@@ -11,9 +11,8 @@ import torch
 from expecttest import assert_expected_inline
 
 from fxpass.kernels import tile_config
-from fxpass.kernels.tile_body import Gemm
+from fxpass.kernels.render import Gemm, backward, forward, mass, merge
 from fxpass.kernels.tile_config import Config, configs_for, most_splits, per_split
-from fxpass.kernels.tile_source import backward, forward, mass, merge
 from fxpass.spec import expression
 from fxpass.spec.spec import Spec
 from tests.support.golden import without_hash
@@ -276,8 +275,8 @@ def test_text_is_the_same_in_every_process_and_needs_no_triton():
     spec = dataclasses.replace(SMOOTH, reduction="none")
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from fxpass.spec.spec import Spec; from fxpass.kernels.tile_body import Gemm\n"
-        "from fxpass.kernels.tile_source import *\n"
+        "from fxpass.spec.spec import Spec\n"
+        "from fxpass.kernels.render import *\n"
         f"spec = Spec.parse({spec.text()!r})\n"
         "for kernel in (forward(spec, True, Gemm()), merge(spec, True),\n"
         "               backward(spec, True, True, True, Gemm())):\n"
