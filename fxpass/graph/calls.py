@@ -25,6 +25,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
+from fxpass.graph.functions import REFLECTED, function_of_method
 from fxpass.graph.nodes import REQUIRED, NoMatch, Target, is_tensor
 from fxpass.graph.placements import placement_name
 from fxpass.graph.source import call_name
@@ -67,9 +68,12 @@ class Overload:
         return None if any(missing) else given
 
 
-# torch also accepts NumPy's names of some parameters
+# A schema's name of a parameter → the one name that all spellings of a function have for it.
+_NAMES = {"self": "input", "axis0": "dim0", "axis1": "dim1"}
+# In calls, torch also accepts NumPy's names of some parameters.
 _NUMPY_NAMES = {
-    **{"axis": "dim", "keepdims": "keepdim", "self": "input", "x2": "other"},
+    **_NAMES,
+    **{"axis": "dim", "keepdims": "keepdim", "x2": "other"},
     **dict.fromkeys(("x", "a", "x1"), "input"),
 }
 
@@ -89,7 +93,7 @@ def arguments(node: Node, wanted: Mapping[str, Any]) -> dict[str, Any]:
     overload, given = _bound(node, wanted)
     for name, argument in given.items():
         default = overload.parameters.get(name, REQUIRED)
-        if name not in wanted and (default is REQUIRED or argument is not default):
+        if name not in wanted and (default is REQUIRED or not _same(argument, default)):
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {name}=, which is not known")
     found = {name: given.get(name, default) for name, default in wanted.items()}
     for name, argument in found.items():
@@ -116,9 +120,16 @@ def _bound(node: Node, wanted: Mapping[str, Any]) -> tuple[Overload, dict[str, A
     nameless = not forms or all(n.startswith("_") for f in forms for n in f.parameters)
     for form in [Overload(wanted, len(wanted))] if nameless else forms:
         given = form.bind(node.args, node.kwargs)
+        if given is not None and node.target in REFLECTED:
+            first, second, *_ = form.parameters
+            given = {**given, first: given[second], second: given[first]}
         if given is not None:
             return form, given
     raise NoMatch(node, f"%{node.name} ({call_name(node)}) is called in a form that is not known")
+
+
+def _same(argument: Any, default: Any) -> bool:
+    return type(argument) is type(default) and argument == default
 
 
 # ---------------------------------------------------------------- the overloads of a callee
@@ -133,8 +144,9 @@ def overloads(op: str, target: Target) -> tuple[Overload, ...]:
 @functools.lru_cache(maxsize=4096)
 def _overloads(op: str, target: Target, name: str) -> tuple[Overload, ...]:
     if op == "call_method":
-        forms = tuple(map(_of_schema, _schemas(target)))
-        return forms or _of_signature(getattr(torch.Tensor, target, None))
+        # a special method such as __mul__ has the schemas of the function that it calls
+        schemas = _schemas(target) or _schemas(function_of_method(target))
+        return tuple(map(_of_schema, schemas)) or _of_signature(getattr(torch.Tensor, target, None))
     if isinstance(target, torch._ops.OpOverload):
         return (_of_schema(target._schema),)
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -152,7 +164,7 @@ def _schemas(name: str) -> list[Any]:
 def _of_schema(schema: Any) -> Overload:
     parameters, writes, positional = {}, set(), 0
     for argument in schema.arguments:
-        name = "input" if argument.name == "self" else argument.name
+        name = _NAMES.get(argument.name, argument.name)
         default = argument.default_value if argument.has_default_value() else REQUIRED
         parameters[name] = default
         positional += not argument.kwarg_only
@@ -174,7 +186,6 @@ def _of_signature(function: Any) -> tuple[Overload, ...]:
         found = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return ()
-    names = {"self": "input"}
     parameters, positional = {}, 0
     for parameter in found:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -182,7 +193,7 @@ def _of_signature(function: Any) -> tuple[Overload, ...]:
         # no caller can use the name of a positional-only parameter
         hidden = "_" if parameter.kind is parameter.POSITIONAL_ONLY else ""
         default = REQUIRED if parameter.default is parameter.empty else parameter.default
-        parameters[hidden + names.get(parameter.name, parameter.name)] = default
+        parameters[hidden + _NAMES.get(parameter.name, parameter.name)] = default
         positional += parameter.kind is not parameter.KEYWORD_ONLY
     return (Overload(parameters, positional),)
 
@@ -204,9 +215,7 @@ _PURE_FUNCTIONS: set[Target] = {
 _PURE_METHODS = {
     *("float", "double", "half", "bfloat16", "long", "int", "bool", "short", "char", "byte"),
     *("type", "cpu", "cuda", "new_tensor", "ndimension", "element_size", "tolist"),
-    *(f"__{name}__" for name in ("radd", "rsub", "rmul", "rtruediv", "rdiv", "rpow", "matmul")),
-    *(f"__{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "neg", "getitem")),
-    *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "len")),
+    *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "len", "getitem")),
 }
 # Modules whose Python functions write only what one of their parameters asks for.
 _MODULES = ("torch.nn.functional", "torch.functional", "torch")
@@ -232,7 +241,7 @@ def written(node: Node) -> list[Node]:
     if node.op == "call_method":
         if target in _PURE_METHODS:
             return []
-        known = bool(_schemas(target))
+        known = bool(_schemas(function_of_method(target)))
     else:
         if target in _PURE_FUNCTIONS:
             return []

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from torch.fx import Node
 
 from fxpass.graph.calls import storage, written
-from fxpass.graph.nodes import is_tensor, reads_values
+from fxpass.graph.functions import reads_values
+from fxpass.graph.nodes import is_tensor
 from fxpass.graph.source import call_name, source_line
 
 Hazard = tuple[Node, str]

@@ -9,7 +9,6 @@ node that computes, also the expression of the logit after it, or its folds::
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +19,17 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, written
-from fxpass.graph.nodes import CASTS, REQUIRED, NoMatch, Target, is_number, is_tensor, value
+from fxpass.graph.functions import CASTS, function_of, out_of_place
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_number, is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import call_name
 from fxpass.match.folds import Affine, Bias, Fold, Scale
 from fxpass.match.losses import LOG_SOFTMAXES, log_softmax_dim
-from fxpass.match.pointwise import IN_PLACE, POINTWISE
-from fxpass.match.views import VIEWS, View, view_of
+from fxpass.match.pointwise import POINTWISE
+from fxpass.match.views import CLASSES, VIEWS, View, view_of
 from fxpass.spec import expression
 
-STACKS: set[Target] = {torch.stack}
+STACKS = {"stack"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ChainNode:
         dim: position of the class dimension in ``before``.
         in_place: for ``pointwise`` and ``tensor``, whether the node writes to ``before``.
         view: for ``view``, how it rearranges rows.
-        function: for ``pointwise`` and ``tensor``, its key in ``POINTWISE``, out of place.
+        function: for ``pointwise`` and ``tensor``, its key in ``POINTWISE``.
         stacked: for ``stack``, position and size of the new dimension.
     """
 
@@ -54,7 +54,7 @@ class ChainNode:
     dim: int
     in_place: bool = False
     view: View | None = None
-    function: Target = None
+    function: str = ""
     stacked: tuple[int, int] = (0, 0)
 
 
@@ -69,22 +69,22 @@ def read_node(node: Node, dim: int, after: list[ChainNode]) -> ChainNode:
     Raises:
         NoMatch: the call is in no table, or has arguments that cannot be fused.
     """
-    if node.target in STACKS:
+    function = function_of(node)
+    if function in STACKS:
         return _stacked(node, dim, after)
-    if node.target in LOG_SOFTMAXES:
+    if function in LOG_SOFTMAXES:
         if log_softmax_dim(node) != dim:
             raise NoMatch(node, f"%{node.name} (log_softmax) is over another dimension")
         return ChainNode(node, "log_softmax", first_operand(node), dim)
     if placement_name(node.target):
         return ChainNode(node, "placement", first_operand(node), dim)
-    if node.target in CASTS:
+    if function in CASTS:
         _check_cast(node)
         return ChainNode(node, "cast", first_operand(node), dim)
-    if node.target in VIEWS:
+    if function in VIEWS:
         view = view_of(node, dim)
         return ChainNode(node, "view", first_operand(node), view.dim, view=view)
-    function = IN_PLACE.get(node.target, node.target)
-    changed = written(node)
+    function, changed = out_of_place(function), written(node)
     if function not in POINTWISE:
         if changed:
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) changes a tensor in place")
@@ -107,7 +107,7 @@ def _stacked(node: Node, dim: int, after: list[ChainNode]) -> ChainNode:
         raise NoMatch(node, f"%{node.name} (stack) stacks other than the rows of logits")
     at = new
     for reading in reversed(after):
-        if reading.view is None or reading.view.replay is None:
+        if reading.view is None or not reading.view.function:
             continue
         found = _picked(reading, at)
         if found is None:
@@ -123,30 +123,29 @@ def _picked(reading: ChainNode, at: int) -> tuple[int | None, int] | None:
     """The effect of a view on dimension ``at`` of its input: the index that it selects, and the
     dimension's position in its output; None if they are unknown when the graph is traced."""
     assert reading.view is not None
-    assert reading.view.replay is not None
-    _, target, args = reading.view.replay(0)
-    if target == "select":
+    function, args = reading.view.function, reading.view.args
+    if function == "select":
         where, number = args
         if where == at:
             return (number, 0) if isinstance(number, int) else None
         return None, at - (where < at)
-    if target is not operator.getitem:
+    if function != "getitem":
         return None
     before = after = 0
     for entry in args[0]:
         if before == at and entry is not None:
-            whole = isinstance(entry, slice) and entry == slice(None)
+            whole = entry == slice(None)
             return (entry, 0) if type(entry) is int else (None, after) if whole else None
         if isinstance(entry, Node):
             return None
         before += entry is not None
-        after += entry is None or isinstance(entry, slice)
+        after += entry is None or entry is CLASSES or isinstance(entry, slice)
     return None, after
 
 
-def _main_operand(node: Node, function: Target, tensors: list[Node]) -> Node:
+def _main_operand(node: Node, function: str, tensors: list[Node]) -> Node:
     """The logits among several tensor operands."""
-    if _operation(function) is None:
+    if function not in _BINARY:
         raise NoMatch(node, _combines(node))
     shape = value(node).shape
     whole = [n for n in tensors if is_tensor(n) and value(n).shape == shape]
@@ -223,7 +222,7 @@ def tensor_folds(reading: ChainNode) -> list[Fold]:
     Raises:
         NoMatch: the node is neither.
     """
-    node, operation = reading.node, _operation(reading.function)
+    node, operation = reading.node, reading.function
     left, right, *options = arguments(node, POINTWISE[reading.function].signature).values()
     plain = {"alpha": 1, "rounding_mode": None, "inplace": False, "out": None}
     names = list(POINTWISE[reading.function].signature)[2:]
@@ -250,13 +249,7 @@ def tensor_folds(reading: ChainNode) -> list[Fold]:
     return [Scale(other, operation == "div")]
 
 
-def _operation(function: Target) -> str | None:
-    """``add``, ``sub``, ``mul`` or ``div`` for each of their spellings; else None."""
-    name = function if isinstance(function, str) else getattr(function, "__name__", "")
-    return {"truediv": "div", "true_divide": "div"}.get(name, name) if name in _BINARY else None
-
-
-_BINARY = ("add", "sub", "mul", "div", "truediv", "true_divide")
+_BINARY = ("add", "sub", "mul", "div")
 
 
 def _combines(node: Node) -> str:

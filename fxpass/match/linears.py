@@ -7,18 +7,17 @@ In: a node. Out: a :class:`Linear`, or None if the node is no linear::
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fxpass.graph.calls import arguments
-from fxpass.graph.nodes import REQUIRED, NoMatch, Target, attribute_of, is_tensor, value
+from fxpass.graph.calls import arguments, first_operand
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
+from fxpass.match.views import view_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def linear_of(node: Node) -> Linear | None:
     Raises:
         NoMatch: a linear that cannot be fused.
     """
-    read = LINEARS.get(node.target) if node.op in ("call_function", "call_method") else None
+    read = LINEARS.get(function_of(node))
     return None if read is None else read(node)
 
 
@@ -106,25 +105,14 @@ def _einsum(node: Node) -> Linear:
 def _product(node: Node, x: Any, weight: Any, bias: Any) -> Linear:
     """``x @ weight``; reads a weight ``w.t()`` as ``w``."""
     if is_tensor(weight) and value(weight).dim() == 2 and _swaps(weight):
-        return _make(node, x, weight.args[0], bias, transposed=False)
+        return _make(node, x, first_operand(weight), bias, transposed=False)
     return _make(node, x, weight, bias, transposed=True)
 
 
 def _swaps(node: Node) -> bool:
     """Whether a node whose value is a matrix transposes another matrix."""
-    target, args = node.target, cast(tuple[Any, ...], node.args[1:])
-    if not node.args or not is_tensor(node.args[0]) or node.kwargs:
-        return False
-    if target in ("t", torch.t):
-        return True
-    if name := attribute_of(node):
-        return name in ("T", "mT")
-    if target in ("permute", torch.permute) and len(args) == 1:
-        args = tuple(args[0]) if isinstance(args[0], tuple | list) else args
-    elif target not in ("transpose", torch.transpose, "swapaxes", torch.swapaxes, "permute"):
-        return False
-    dims = [d % 2 for d in args if isinstance(d, int)]
-    return dims == [1, 0] or (dims == [0, 1] and target not in ("permute", torch.permute))
+    turns = function_of(node) in ("t", "numpy_T", "mT", "transpose", "permute")
+    return turns and view_of(node, 1).dim == 0
 
 
 def _make(node: Node, x: Any, weight: Any, bias: Any, transposed: bool) -> Linear:
@@ -137,15 +125,10 @@ def _make(node: Node, x: Any, weight: Any, bias: Any, transposed: bool) -> Linea
     return Linear(node, x, weight, bias, transposed, value(node).dim() - 1)
 
 
-LINEARS: dict[Target, Callable[[Node], Linear]] = {
-    F.linear: _linear,
-    operator.matmul: _matmul,
-    torch.matmul: _matmul,
+LINEARS: dict[str, Callable[[Node], Linear]] = {
+    "linear": _linear,
     "matmul": _matmul,
-    "__matmul__": _matmul,
-    torch.mm: _mm,
     "mm": _mm,
-    torch.addmm: _addmm,
     "addmm": _addmm,
-    torch.einsum: _einsum,
+    "einsum": _einsum,
 }

@@ -19,7 +19,8 @@ from torch.fx import Node
 
 from fxpass.graph import hazards
 from fxpass.graph.calls import storage, written
-from fxpass.graph.nodes import CASTS, NoMatch, is_tensor, reads_values, value
+from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place, reads_values
+from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.placements import is_dtensor, is_gathered
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name, source_line
@@ -27,14 +28,14 @@ from fxpass.match.chain_node import STACKS
 from fxpass.match.linears import LINEARS, linear_of
 from fxpass.match.losses import LOG_SOFTMAXES
 from fxpass.match.modes import Mode, cuts_gradients, modes_of
-from fxpass.match.pointwise import IN_PLACE, POINTWISE
+from fxpass.match.pointwise import POINTWISE
 from fxpass.match.views import VIEWS
 from fxpass.settings import Settings
 
 if TYPE_CHECKING:
     from fxpass.match.match import Match
 
-_COMPUTABLE = CASTS | STACKS | LINEARS.keys() | VIEWS.keys() | POINTWISE.keys() | IN_PLACE.keys()
+_COMPUTABLE = CASTS | STACKS | LINEARS.keys() | VIEWS.keys() | POINTWISE.keys()
 
 
 class LogitUsers:
@@ -70,7 +71,8 @@ class LogitUsers:
     def check_inner(self, match: Match) -> None:
         """``NoMatch`` if a node outside the loss reads its log-probabilities."""
         chain = match.chain.nodes
-        start = next((i for i, n in enumerate(chain) if n.target in LOG_SOFTMAXES), len(chain))
+        starts = (i for i, n in enumerate(chain) if function_of(n) in LOG_SOFTMAXES)
+        start = next(starts, len(chain))
         inner = [node for node in match.loss.inner if node not in self._losses]
         for node in (*chain[start:], *inner):
             for user in node.users:
@@ -134,16 +136,20 @@ def _between(output: Node, computed: set[Node], drop: bool) -> tuple[Node, ...]:
             return ()
         if is_dtensor(value(node)) and (not drop or node is output):
             return ()
-        if node.target not in _COMPUTABLE and not (drop and is_gathered(node)):
+        function, changed = function_of(node), written(node)
+        if not _is_computable(function) and not (drop and is_gathered(node)):
             return ()
-        changed = written(node)
-        if changed and (node.target not in IN_PLACE or not computed.issuperset(changed)):
+        if changed and not (is_in_place(function) and computed.issuperset(changed)):
             return ()
         for operand in node.all_input_nodes:
             if operand in computed and operand not in found:
                 found.add(operand)
                 todo.append(operand)
     return tuple(sorted(found))
+
+
+def _is_computable(function: str) -> bool:
+    return function in _COMPUTABLE or out_of_place(function) in POINTWISE
 
 
 # ---------------------------------------------------------------- recomputed later, the same?
@@ -167,20 +173,17 @@ def _computable_at(
 
 def _has_dtype_of_an_operand(node: Node) -> bool:
     """False where autocast up-casts a pointwise function, for which the graph has no node."""
-    if node.target in CASTS or node.target in LINEARS:
+    if function_of(node) in CASTS or function_of(node) in LINEARS:
         return True
     return value(node).dtype in {value(n).dtype for n in node.all_input_nodes if is_tensor(n)}
 
 
 def _weight_casts(nodes: Iterable[Node]) -> list[Node]:
     """Casts of weights and biases that are inputs: recomputed later, they save memory."""
-    linears = [linear_of(node) for node in nodes if node.target in LINEARS]
+    linears = [linear_of(node) for node in nodes]
     weights = [n for linear in linears if linear for n in (linear.weight, linear.bias) if n]
-    return [
-        weight
-        for weight in dict.fromkeys(weights)
-        if weight.target in CASTS and [n.op for n in weight.all_input_nodes] == ["placeholder"]
-    ]
+    casts = [weight for weight in dict.fromkeys(weights) if function_of(weight) in CASTS]
+    return [c for c in casts if [n.op for n in c.all_input_nodes] == ["placeholder"]]
 
 
 def _movable(cast: Node, end: Node) -> bool:

@@ -9,21 +9,20 @@ In: a node. Out: a :class:`Loss` with its logits and its arguments, or None if t
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Node
 
 from fxpass.graph.autocast import autocast_dtype
 from fxpass.graph.calls import arguments, first_operand
-from fxpass.graph.nodes import CASTS, REQUIRED, NoMatch, Target, is_tensor, value
+from fxpass.graph.functions import CASTS, function_of
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
-from fxpass.match.views import VIEWS
+from fxpass.match.views import VIEWS, index_of
 from fxpass.spec.dtypes import INDEX_DTYPES, LOW_PRECISION, short
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ def loss_of(node: Node) -> Loss | None:
     Raises:
         NoMatch: a loss that cannot be fused.
     """
-    read = LOSSES.get(node.target) if node.op in ("call_function", "call_method") else None
+    read = LOSSES.get(function_of(node))
     return None if read is None else read(node)
 
 
@@ -91,6 +90,8 @@ _NLL_LOSS: Mapping[str, Any] = {
     "reduction": "mean",
 }
 _CROSS_ENTROPY = {**_NLL_LOSS, "label_smoothing": 0.0}
+# ATen has numbers for these names.
+_REDUCTIONS: Mapping[Any, str] = {0: "none", 1: "mean", 2: "sum"}
 
 
 def _cross_entropy(node: Node) -> Loss:
@@ -118,6 +119,12 @@ def _nll_loss(node: Node) -> Loss:
     return _named_loss(node, args, log_softmax=True)
 
 
+def _nll_loss_forward(node: Node) -> Loss | None:
+    """The first result of ATen's ``nll_loss_forward``; only autograd uses the second, a sum."""
+    call, position = cast(Any, node.args)
+    return replace(_nll_loss(call), node=node, inner=(call,)) if position == 0 else None
+
+
 def _named_loss(node: Node, args: dict[str, Any], **fields: Any) -> Loss:
     if fields.get("probabilities"):
         args["ignore_index"] = -100  # PyTorch ignores it then, so all values give one spec
@@ -127,7 +134,7 @@ def _named_loss(node: Node, args: dict[str, Any], **fields: Any) -> Loss:
         dim=min(1, value(args["input"]).dim() - 1),
         target=args["target"],
         class_weight=args["weight"],
-        reduction=args["reduction"],
+        reduction=_REDUCTIONS.get(args["reduction"], args["reduction"]),
         ignore_index=args["ignore_index"],
         **fields,
     )
@@ -190,10 +197,10 @@ _TAKE = {"input": REQUIRED, "indices": REQUIRED, "dim": None}
 
 def _picked(node: Node) -> tuple[Node, int, Node] | None:
     """Source, class dimension and index, if ``node`` gathers one element of each row."""
-    if node.target in (torch.gather, "gather"):
+    if function_of(node) == "gather":
         given = arguments(node, _GATHER)
         source, dim, index = given["input"], given["dim"], given["index"]
-    elif node.target in (torch.take_along_dim, "take_along_dim"):
+    elif function_of(node) == "take_along_dim":
         given = arguments(node, _TAKE)
         source, dim, index = given["input"], given["dim"], given["indices"]
     else:
@@ -211,7 +218,7 @@ def _picked(node: Node) -> tuple[Node, int, Node] | None:
 
 
 def _wraps(node: Node) -> str:
-    return "all" if node.target in (torch.take_along_dim, "take_along_dim") else ""
+    return "all" if function_of(node) == "take_along_dim" else ""
 
 
 def _gather(node: Node) -> Loss | None:
@@ -220,7 +227,7 @@ def _gather(node: Node) -> Loss | None:
     if picked is None or not _has_log_softmax(picked[0]):
         return None
     source, dim, index = picked
-    if source.target in LOG_SOFTMAXES and log_softmax_dim(source) != dim:
+    if function_of(source) in LOG_SOFTMAXES and log_softmax_dim(source) != dim:
         return None
     return Loss(
         node,
@@ -235,13 +242,20 @@ def _gather(node: Node) -> Loss | None:
 
 
 def _getitem(node: Node) -> Loss | None:
+    source: Any = node.args[0]
+    if isinstance(source, Node) and function_of(source) == "nll_loss_forward":
+        return _nll_loss_forward(node)
+    return _index(node)
+
+
+def _index(node: Node) -> Loss | None:
     """``log_softmax(z)[arange(N), index]``: minus the row losses."""
-    source, index = cast(Any, node.args)
-    if not (isinstance(index, tuple) and len(index) == 2 and all(map(is_tensor, index))):
+    source, index = cast(Any, node.args[0]), index_of(node)
+    if not (len(index) == 2 and all(map(is_tensor, index))):
         return None
     rows, picked = index
     shape = value(source).shape if is_tensor(source) else ()
-    if len(shape) != 2 or rows.target is not torch.arange or value(picked).dim() != 1:
+    if len(shape) != 2 or function_of(rows) != "arange" or value(picked).dim() != 1:
         return None
     given = arguments(rows, _ARANGE)
     if given["start"] != 0 or given["step"] != 1 or value(rows).dtype != torch.int64:
@@ -263,9 +277,10 @@ _ARANGE = {
 
 def _has_log_softmax(node: Any) -> bool:
     while isinstance(node, Node):
-        if node.target in LOG_SOFTMAXES:
+        function = function_of(node)
+        if function in LOG_SOFTMAXES:
             return True
-        if node.target not in CASTS and node.target not in VIEWS:
+        if function not in CASTS and function not in VIEWS:
             return False
         node = first_operand(node)
     return False
@@ -304,7 +319,7 @@ def _lse_minus_picked(node: Node) -> Loss | None:
     if given["alpha"] != 1 or not all(map(is_tensor, args)):
         return None
     for a, b, negative in ((*args, False), (*reversed(args), True)):
-        lse = _logsumexp(a) if a.target in (torch.logsumexp, "logsumexp") else None
+        lse = _logsumexp(a) if function_of(a) == "logsumexp" else None
         pick, inner = _without_dim(b)
         picked = _picked(pick)
         if lse is None or picked is None or picked[:2] != (lse.logits, lse.dim):
@@ -327,39 +342,36 @@ def _lse_minus_picked(node: Node) -> Loss | None:
 
 def _without_dim(node: Node) -> tuple[Node, tuple[Node, ...]]:
     """The node before a squeeze of its class dimension, and the squeezing node."""
-    if node.target not in ("squeeze", torch.squeeze, "select", torch.select, operator.getitem):
+    function = function_of(node)
+    if function not in ("squeeze", "select", "getitem"):
         return node, ()
     before = first_operand(node)
-    if node.target is operator.getitem:
-        index: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        if not all(i in (slice(None), Ellipsis) or isinstance(i, int) for i in index):
-            return node, ()  # the index may reorder the rows
+    index = index_of(node) if function == "getitem" else ()
+    if not all(i in (slice(None), Ellipsis) or isinstance(i, int) for i in index):
+        return node, ()  # the index may reorder the rows
     if value(before).numel() == value(node).numel():
         return before, (node,)
     return node, ()
 
 
-LOG_SOFTMAXES: set[Target] = {F.log_softmax, torch.log_softmax, "log_softmax"}
+LOG_SOFTMAXES = {"log_softmax", "_log_softmax"}
 
-LOSSES: dict[Target, Callable[[Node], Loss | None]] = {
-    F.cross_entropy: _cross_entropy,
-    F.nll_loss: _nll_loss,
-    torch.gather: _gather,
+LOSSES: dict[str, Callable[[Node], Loss | None]] = {
+    "cross_entropy_loss": _cross_entropy,
+    "nll_loss": _nll_loss,
     "gather": _gather,
-    torch.take_along_dim: _gather,
     "take_along_dim": _gather,
-    operator.getitem: _getitem,
-    torch.logsumexp: _logsumexp,
+    "getitem": _getitem,
+    "index": _index,
     "logsumexp": _logsumexp,
-    operator.sub: _difference,
-    torch.sub: _difference,
     "sub": _difference,
 }
 
 
 def log_softmax_dim(node: Node) -> int:
     """The dimension that a log-softmax node normalises."""
-    given = arguments(node, {"input": REQUIRED, "dim": None, "_stacklevel": 3, "dtype": None})
+    wanted = {"input": REQUIRED, "dim": None, "_stacklevel": 3, "dtype": None}
+    given = arguments(node, {**wanted, "half_to_float": False})
     if not isinstance(given["dim"], int):
         raise NoMatch(node, f"%{node.name} (log_softmax) has no dim=")
     if given["dtype"] == torch.float64 != value(first_operand(node)).dtype:

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from fxpass.graph import hazards
+from fxpass.graph.functions import reads_values
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
@@ -235,7 +236,10 @@ def _without_parts(found: list[Match | Rejection]) -> list[Match | Rejection]:
         if not (
             isinstance(m, Match)
             and m.loss.node in inner
-            and all(user in owners or user in inner for user in m.loss.node.users)
+            and all(
+                user in owners or user in inner or not reads_values(user, m.loss.node)
+                for user in m.loss.node.users
+            )
         )
     ]
 

@@ -63,7 +63,7 @@ def check_modes(loss: Loss, chain: Chain, modes: dict[Node, Mode]) -> None:
     if not value(loss.node).requires_grad:
         return  # nothing that the loss is computed from gets a gradient
     for node in (*chain.nodes, *loss.inner):
-        if cuts_gradients(node, modes):
+        if is_tensor(node) and cuts_gradients(node, modes):
             raise NoMatch(
                 node,
                 f"gradients are switched off at %{node.name} ({source_line(node)}) and on at the "

@@ -1,35 +1,29 @@
-"""The table of spellings of functions of one logit: a node's target → its expression.
+"""The table of functions of one logit: an ATen function's name → its expression.
 
-In: a target (``torch.tanh``, ``operator.mul``, the method name ``"clamp"``) and a call's arguments.
+In: a name (``tanh``, ``mul``, ``clamp``; see :mod:`fxpass.graph.functions`) and a call's arguments.
 Out: an expression::
 
     >>> signature = POINTWISE["clamp"].signature  # input, min, max, inplace, out
     >>> POINTWISE["clamp"].value(sympy.Symbol("z"), exact(-5), exact(5), False, None)
     minimum(maximum(z, -5), 5)
 
-A name has one meaning in torch, ``torch.nn.functional``, ``torch.special``, ``operator`` and as a
-method. So one name makes a row of :data:`POINTWISE` for each place where it exists.
-
 At a corner, an expression makes the comparison of PyTorch's backward. The table lacks functions
-that are not of one logit (``softmax``, ``torch.maximum``), have no useful slope (``round``), are
-random (``rrelu``), depend on the dtype (``nan_to_num``, ``float_power``), or are rarely applied to
-logits (``lgamma``).
+that are not of one logit (``softmax``, ``maximum``), have no useful slope (``round``), are random
+(``rrelu``), depend on the dtype (``nan_to_num``, ``float_power``), or are rarely applied to logits
+(``lgamma``).
 """
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
-import torch
-import torch.nn.functional as F
 from sympy import Expr
 
-from fxpass.graph.nodes import REQUIRED, Target
+from fxpass.graph.nodes import REQUIRED
 from fxpass.spec.functions import call, exact, where
 
 
@@ -89,8 +83,10 @@ def _leaky_relu(x: Any, slope: Any) -> Expr:
     return where(x, ">", 0, x, _number("negative_slope", slope) * x)
 
 
-def _elu(x: Any, alpha: Any) -> Expr:
-    return where(x, "<=", 0, _number("alpha", alpha) * call("expm1", x), x)
+def _elu(x: Any, alpha: Any, scale: Any = 1, input_scale: Any = 1) -> Expr:
+    alpha, scale = _number("alpha", alpha), _number("scale", scale)
+    below = scale * alpha * call("expm1", _number("input_scale", input_scale) * x)
+    return where(x, "<=", 0, below, scale * x)
 
 
 def _celu(x: Any, alpha: Any) -> Expr:
@@ -101,8 +97,7 @@ def _celu(x: Any, alpha: Any) -> Expr:
 
 
 def _selu(x: Any) -> Expr:
-    scale, alpha = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
-    return where(x, "<=", 0, exact(scale * alpha) * call("expm1", x), exact(scale) * x)
+    return _elu(x, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 
 def _gelu(x: Any, approximate: Any) -> Expr:
@@ -144,13 +139,9 @@ def _threshold(x: Any, threshold: Any, value: Any) -> Expr:
 # ---------------------------------------------------------------- the table
 
 
-def _rows(
-    names: str, value: Callable[..., Any], /, operands: int = 1, **parameters: Any
-) -> Iterator[tuple[Target, Spelling]]:
-    """A row for every place where one of the names exists.
-
-    ``value`` takes the operands and the parameters. In signatures, ``inplace`` and ``out`` follow.
-    """
+def _row(value: Callable[..., Any], /, operands: int = 1, **parameters: Any) -> Spelling:
+    """The row of a function. ``value`` takes the operands and the parameters; in the signature,
+    ``inplace`` and ``out`` follow."""
 
     def of_call(*arguments: Any) -> Expr:
         *used, _, out = arguments  # chain_node.py reads whether the call is in place
@@ -159,99 +150,54 @@ def _rows(
         return value(*used)
 
     required = dict.fromkeys(("input", "other")[:operands], REQUIRED)
-    signature = {**required, **parameters, "inplace": False, "out": None}
-    function = Spelling(signature, of_call)
-    for name in names.split():
-        for place in (torch, F, torch.special, operator):
-            if target := getattr(place, name, None):
-                yield target, function
-        if hasattr(torch.Tensor, name):
-            yield name, function
+    return Spelling({**required, **parameters, "inplace": False, "out": None}, of_call)
 
 
-def _function(name: str) -> Callable[[Any], Expr]:
-    return lambda x: call(name, x)
+def _same(name: str) -> Spelling:
+    return _row(lambda x: call(name, x))
 
 
-_SAME = (
-    "exp",
-    "expm1",
-    "exp2",
-    "log",
-    "log1p",
-    "sqrt",
-    "erf",
-    "sin",
-    "cos",
-    "sinh",
-    "cosh",
-    "sign",
+_UNARY = (
+    *("exp", "expm1", "exp2", "log", "log1p", "sqrt", "erf", "sin", "cos", "sinh", "cosh"),
+    *("sign", "abs", "atan", "asinh", "sigmoid"),
 )
 
-POINTWISE: dict[Target, Spelling] = dict(
-    row
-    for rows in (
-        _rows("add", lambda x, y, alpha: x + alpha * y, operands=2, alpha=1),
-        _rows("sub subtract", lambda x, y, alpha: x - alpha * y, operands=2, alpha=1),
-        _rows("rsub", lambda x, y, alpha: y - alpha * x, operands=2, alpha=1),
-        _rows("__radd__", lambda x, y: y + x, operands=2),
-        _rows("__rsub__", lambda x, y: y - x, operands=2),
-        _rows("mul multiply __rmul__", lambda x, y: x * y, operands=2),
-        _rows("div divide true_divide truediv", _div, operands=2, rounding_mode=None),
-        _rows("__rtruediv__ __rdiv__", lambda x, y: _div(y, x, None), operands=2),
-        _rows("pow", _pow, exponent=REQUIRED),
-        _rows("__rpow__", lambda x, y: _pow(y, x), operands=2),
-        _rows("neg negative", lambda x: -x),
-        _rows("positive pos", lambda x: x),
-        _rows("square", lambda x: x**2),
-        _rows("rsqrt", lambda x: 1 / call("sqrt", x)),
-        _rows("reciprocal", lambda x: 1 / x),
-        _rows("abs absolute", _function("abs")),
-        *(_rows(name, _function(name)) for name in _SAME),
-        _rows("log2", lambda x: exact(1 / math.log(2)) * call("log", x)),
-        _rows("log10", lambda x: exact(1 / math.log(10)) * call("log", x)),
-        _rows("atan arctan", _function("atan")),
-        _rows("asinh arcsinh", _function("asinh")),
-        _rows("tanh", sympy.tanh),
-        _rows("sigmoid expit", _function("sigmoid")),
-        _rows("logsigmoid", lambda x: -call("softplus", -x)),
-        _rows("softplus", _softplus, beta=1.0, threshold=20.0),
-        _rows("clamp clip", _clamp, min=None, max=None),
-        _rows("clamp_min", lambda x, low: _clamp(x, low, None), min=REQUIRED),
-        _rows("clamp_max", lambda x, high: _clamp(x, None, high), max=REQUIRED),
-        _rows("relu", lambda x: where(x, "<=", 0, 0, x)),
-        _rows("relu6", lambda x: _hardtanh(x, 0, 6)),
-        _rows("leaky_relu", _leaky_relu, negative_slope=0.01),
-        _rows("elu", _elu, alpha=1.0),
-        _rows("celu", _celu, alpha=1.0),
-        _rows("selu", _selu),
-        _rows("gelu", _gelu, approximate="none"),
-        _rows("silu", lambda x: x * call("sigmoid", x)),
-        _rows("mish", lambda x: x * sympy.tanh(call("softplus", x))),
-        _rows("hardtanh", _hardtanh, min_val=-1.0, max_val=1.0),
-        _rows("hardsigmoid", lambda x: where(x, "<=", -3, 0, where(x, ">=", 3, 1, (x + 3) / 6))),
-        _rows("hardswish", _hardswish),
-        _rows("hardshrink", _hardshrink, lambd=0.5),
-        _rows("softshrink", _softshrink, lambd=0.5),
-        _rows("softsign", lambda x: x / (1 + call("abs", x))),
-        _rows("tanhshrink", lambda x: x - sympy.tanh(x)),
-        _rows("threshold", _threshold, threshold=REQUIRED, value=REQUIRED),
-    )
-    for row in rows
-)
-
-
-def _in_place() -> Iterator[tuple[Target, Target]]:
-    for target in POINTWISE:
-        name = target if isinstance(target, str) else target.__name__
-        for place in (torch, F):
-            if getattr(place, name, None) is target and hasattr(place, f"{name}_"):
-                yield getattr(place, f"{name}_"), target
-        if isinstance(target, str) and hasattr(torch.Tensor, f"{name}_"):
-            yield f"{name}_", target
-        if getattr(operator, name, None) is target and hasattr(operator, f"i{name}"):
-            yield getattr(operator, f"i{name}"), target
-
-
-# Spelling that writes to its first operand → the same function out of place.
-IN_PLACE: dict[Target, Target] = dict(_in_place())
+POINTWISE: dict[str, Spelling] = {
+    **{name: _same(name) for name in _UNARY},
+    "add": _row(lambda x, y, alpha: x + alpha * y, operands=2, alpha=1),
+    "sub": _row(lambda x, y, alpha: x - alpha * y, operands=2, alpha=1),
+    "rsub": _row(lambda x, y, alpha: y - alpha * x, operands=2, alpha=1),
+    "mul": _row(lambda x, y: x * y, operands=2),
+    "div": _row(_div, operands=2, rounding_mode=None),
+    "pow": _row(_pow, exponent=REQUIRED),
+    "neg": _row(lambda x: -x),
+    "positive": _row(lambda x: x),
+    "square": _row(lambda x: x**2),
+    "rsqrt": _row(lambda x: 1 / call("sqrt", x)),
+    "reciprocal": _row(lambda x: 1 / x),
+    "log2": _row(lambda x: exact(1 / math.log(2)) * call("log", x)),
+    "log10": _row(lambda x: exact(1 / math.log(10)) * call("log", x)),
+    "tanh": _row(sympy.tanh),
+    "log_sigmoid": _row(lambda x: -call("softplus", -x)),
+    "softplus": _row(_softplus, beta=1.0, threshold=20.0),
+    "clamp": _row(_clamp, min=None, max=None),
+    "clamp_min": _row(lambda x, low: _clamp(x, low, None), min=REQUIRED),
+    "clamp_max": _row(lambda x, high: _clamp(x, None, high), max=REQUIRED),
+    "relu": _row(lambda x: where(x, "<=", 0, 0, x)),
+    "relu6": _row(lambda x: _hardtanh(x, 0, 6)),
+    "leaky_relu": _row(_leaky_relu, negative_slope=0.01),
+    "elu": _row(_elu, alpha=1.0, scale=1, input_scale=1),
+    "celu": _row(_celu, alpha=1.0),
+    "selu": _row(_selu),
+    "gelu": _row(_gelu, approximate="none"),
+    "silu": _row(lambda x: x * call("sigmoid", x)),
+    "mish": _row(lambda x: x * sympy.tanh(call("softplus", x))),
+    "hardtanh": _row(_hardtanh, min_val=-1.0, max_val=1.0),
+    "hardsigmoid": _row(lambda x: where(x, "<=", -3, 0, where(x, ">=", 3, 1, (x + 3) / 6))),
+    "hardswish": _row(_hardswish),
+    "hardshrink": _row(_hardshrink, lambd=0.5),
+    "softshrink": _row(_softshrink, lambd=0.5),
+    "softsign": _row(lambda x: x / (1 + call("abs", x))),
+    "tanhshrink": _row(lambda x: x - sympy.tanh(x)),
+    "threshold": _row(_threshold, threshold=REQUIRED, value=REQUIRED),
+}

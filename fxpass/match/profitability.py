@@ -17,7 +17,8 @@ from torch.fx import Node
 
 from fxpass.graph import hazards
 from fxpass.graph.calls import storage
-from fxpass.graph.nodes import CASTS, hint, is_tensor, value
+from fxpass.graph.functions import CASTS, function_of
+from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.graph.placements import placement_name
 from fxpass.plan.plan import MIB, budget, plan, size
 from fxpass.spec.dtypes import gradient_dtype
@@ -127,7 +128,7 @@ def _is_computed(weight: Node) -> bool:
     while weight.all_input_nodes:
         source = weight.all_input_nodes[0]
         is_view = is_tensor(source) and storage(weight) == storage(source)
-        if not (is_view or weight.target in CASTS or placement_name(weight.target)):
+        if not (is_view or function_of(weight) in CASTS or placement_name(weight.target)):
             return True
         weight = source
     return False

@@ -6,13 +6,18 @@ class dimension of that tensor may have another size. The rewrite applies this c
 states::
 
     %view = view(%logits, -1, 32000)      ->      %reshape = reshape(%hidden, -1, 64)
+
+    View(dim=1, function="reshape", args=(-1, CLASS_SIZE))
 """
 
 from __future__ import annotations
 
+import math
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -20,9 +25,18 @@ from torch import Size, Tensor
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand
-from fxpass.graph.nodes import ATTRIBUTES, REQUIRED, NoMatch, Target, attribute_of, is_tensor, value
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import REQUIRED, NoMatch, Target, is_tensor, value
 
-Replay = Callable[[Any], tuple[str, Target, tuple[Any, ...]]]
+
+class Hole(Enum):
+    """Stands in a view's arguments for what depends on the tensor that is rearranged."""
+
+    CLASS_SIZE = "the size of its class dimension"
+    CLASSES = "the slice of classes, or all of another tensor's class dimension"
+
+
+CLASS_SIZE, CLASSES = Hole.CLASS_SIZE, Hole.CLASSES
 
 
 @dataclass(frozen=True)
@@ -31,15 +45,34 @@ class View:
 
     Attributes:
         dim: position of the class dimension in the node's input.
-        replay: a function of the size of another tensor's class dimension, an int or a node. It
-            returns the call ``(op, target, args)`` that rearranges the rows of that tensor;
-            ``args`` omits the tensor itself. None if the rows stay in place.
+        function: the method of ``Tensor`` or the function of ``_FUNCTIONS`` that rearranges the
+            rows of another tensor; empty if the rows stay in place.
+        args: the call's arguments after the tensor, with a :class:`Hole` for what depends on it.
         classes: the slice of classes that the node selects; else None.
     """
 
     dim: int
-    replay: Replay | None
+    function: str = ""
+    args: tuple[Any, ...] = ()
     classes: slice | None = None
+
+    def replayed(self, size: Any, classes: slice | None) -> tuple[str, Target, tuple[Any, ...]]:
+        """The call ``(op, target, args)`` on another tensor; ``args`` omits the tensor itself.
+
+        Args:
+            size: the size of its class dimension, an int or a node.
+            classes: the slice that is taken of its class dimension; None for all of it.
+        """
+
+        def filled(argument: Any) -> Any:
+            if isinstance(argument, tuple):
+                return tuple(map(filled, argument))
+            filling = {CLASS_SIZE: size, CLASSES: slice(None) if classes is None else classes}
+            return filling[argument] if isinstance(argument, Hole) else argument
+
+        function = _FUNCTIONS.get(self.function)
+        op = "call_method" if function is None else "call_function"
+        return op, function or self.function, filled(self.args)
 
 
 # The node, the shape of its input, the position of the class dimension in its output.
@@ -48,11 +81,17 @@ ViewReader = Callable[[Node, Size, int], View]
 
 def view_of(node: Node, dim: int) -> View:
     """Reads the view ``node``; ``NoMatch`` if it changes more than rows."""
-    return VIEWS[node.target](node, value(first_operand(node)).shape, dim)
+    return VIEWS[function_of(node)](node, value(first_operand(node)).shape, dim)
 
 
 def _nothing(node: Node, shape: Size, dim: int) -> View:
-    return View(dim, None)  # the operator reads any strides
+    return View(dim)  # the operator reads any strides
+
+
+def _expand(node: Node, shape: Size, dim: int) -> View:
+    if value(node).shape != shape:
+        raise NoMatch(node, f"%{node.name} repeats the logits")
+    return View(dim)
 
 
 # ---------------------------------------------------------------- to another shape
@@ -64,13 +103,11 @@ def _reshape(node: Node, shape: Size, dim: int) -> View:
     new = given["size"] if given["shape"] is None else given["shape"]
     before = _unchanged_from(node, shape, dim)
     if isinstance(new, Node) and isinstance(new.meta.get("example_value"), tuple):
-        return View(before, lambda size: ("call_function", reshape_rows, (new, dim, size)))
+        return View(before, "reshape_rows", (new, dim, CLASS_SIZE))
     new = tuple(new) if isinstance(new, tuple | list) else (new,)
     if not all(isinstance(n, int | Node) for n in new):
         raise NoMatch(node, f"%{node.name}: its arguments are not a shape")
-    return View(
-        before, lambda size: ("call_method", "reshape", (*new[:dim], size, *new[dim + 1 :]))
-    )
+    return View(before, "reshape", (*new[:dim], CLASS_SIZE, *new[dim + 1 :]))
 
 
 def reshape_rows(x: Tensor, shape: Sequence[int], dim: int, size: int) -> Tensor:
@@ -84,7 +121,7 @@ def _flatten(node: Node, shape: Size, dim: int) -> View:
     start, end = given["start_dim"] % len(shape), given["end_dim"] % len(shape)
     if start <= before <= end and start != end:
         raise NoMatch(node, f"%{node.name} joins the class dimension with another one")
-    return View(before, lambda size: ("call_method", "flatten", (start, end)))
+    return View(before, "flatten", (start, end))
 
 
 def _unflatten(node: Node, shape: Size, dim: int) -> View:
@@ -92,17 +129,21 @@ def _unflatten(node: Node, shape: Size, dim: int) -> View:
     before = _unchanged_from(node, shape, dim)
     if given["dim"] % len(shape) == before:
         raise NoMatch(node, f"%{node.name} splits the class dimension")
-    args = (given["dim"] % len(shape), given["sizes"])
-    return View(before, lambda size: ("call_method", "unflatten", args))
+    return View(before, "unflatten", (given["dim"] % len(shape), tuple(given["sizes"])))
 
 
 def _unchanged_from(node: Node, shape: Size, dim: int) -> int:
-    """The class dimension in ``shape``; ``NoMatch`` if it or a dimension after it changes."""
+    """The class dimension in ``shape``; ``NoMatch`` if it changes or is joined with another."""
     after = value(node).shape
     tail = len(after) - dim
-    if len(shape) < tail or tuple(shape[-tail:]) != tuple(after[-tail:]):
-        raise NoMatch(node, f"%{node.name} changes the class dimension")
-    return len(shape) - tail
+    if len(shape) >= tail and tuple(shape[-tail:]) == tuple(after[-tail:]):
+        return len(shape) - tail
+    for before, size in enumerate(shape):
+        sizes = (*shape, *after)
+        same = all(isinstance(s, int) for s in sizes) and size == after[dim]
+        if same and math.prod(shape[before + 1 :]) == math.prod(after[dim + 1 :]):
+            return before
+    raise NoMatch(node, f"%{node.name} changes the class dimension")
 
 
 # ---------------------------------------------------------------- dimensions in another order
@@ -115,18 +156,13 @@ def _transpose(node: Node, shape: Size, dim: int) -> View:
 
 def _swapped(shape: Size, dim: int, a: int, b: int) -> View:
     a, b = a % len(shape), b % len(shape)
-    return View({a: b, b: a}.get(dim, dim), lambda size: ("call_method", "transpose", (a, b)))
-
-
-def _swapaxes(node: Node, shape: Size, dim: int) -> View:
-    given = arguments(node, {"input": REQUIRED, "axis0": REQUIRED, "axis1": REQUIRED})
-    return _swapped(shape, dim, given["axis0"], given["axis1"])
+    return View({a: b, b: a}.get(dim, dim), "transpose", (a, b))
 
 
 def _permute(node: Node, shape: Size, dim: int) -> View:
     dims = arguments(node, {"input": REQUIRED, "dims": REQUIRED})["dims"]
     order = tuple(d % len(shape) for d in (dims if isinstance(dims, tuple | list) else (dims,)))
-    return View(order[dim], lambda size: ("call_method", "permute", order))
+    return View(order[dim], "permute", order)
 
 
 def _movedim(node: Node, shape: Size, dim: int) -> View:
@@ -136,19 +172,19 @@ def _movedim(node: Node, shape: Size, dim: int) -> View:
         raise NoMatch(node, f"%{node.name} moves several dimensions; use permute")
     order = [d for d in range(len(shape)) if d != source % len(shape)]
     order.insert(destination % len(shape), source % len(shape))
-    return View(order[dim], lambda size: ("call_method", "permute", tuple(order)))
+    return View(order[dim], "permute", tuple(order))
 
 
 def _transposed(node: Node, shape: Size, dim: int) -> View:
     last = len(shape) - 1
+    if last > 1 and function_of(node) == "numpy_T":
+        raise NoMatch(node, f"%{node.name} reads .T of the logits")
     return _swapped(shape, dim, max(last - 1, 0), last)
 
 
-def _attribute(node: Node, shape: Size, dim: int) -> View:
-    name = attribute_of(node)
-    if name not in ("T", "mT") or (len(shape) > 2 and name == "T"):
-        raise NoMatch(node, f"%{node.name} reads .{name} of the logits")
-    return _transposed(node, shape, dim)
+def _conjugate(node: Node, shape: Size, dim: int) -> View:
+    name = {"matrix_H": "H"}.get(function_of(node), "mH")
+    raise NoMatch(node, f"%{node.name} reads .{name} of the logits")
 
 
 # ---------------------------------------------------------------- dimensions of one
@@ -158,18 +194,20 @@ def _unsqueeze(node: Node, shape: Size, dim: int) -> View:
     new = arguments(node, {"input": REQUIRED, "dim": REQUIRED})["dim"] % (len(shape) + 1)
     if new == dim:
         raise NoMatch(node, f"%{node.name} makes a class dimension of one")
-    return View(dim - (new < dim), lambda size: ("call_method", "unsqueeze", (new,)))
+    return View(dim - (new < dim), "unsqueeze", (new,))
 
 
 def _squeeze(node: Node, shape: Size, dim: int) -> View:
     gone = arguments(node, {"input": REQUIRED, "dim": None})["dim"]
+    if isinstance(gone, tuple | list) and len(gone) == 1:
+        (gone,) = gone
     if not isinstance(gone, int):
         raise NoMatch(node, f"%{node.name}: name the one dimension that is squeezed")
     gone %= len(shape)
     before = dim + (gone <= dim and len(value(node).shape) < len(shape))
     if gone == before:
         raise NoMatch(node, f"%{node.name} squeezes the class dimension")
-    return View(before, lambda size: ("call_method", "squeeze", (gone,)))
+    return View(before, "squeeze", (gone,))
 
 
 # ---------------------------------------------------------------- some of the rows
@@ -180,8 +218,7 @@ def _select(node: Node, shape: Size, dim: int) -> View:
     gone = given["dim"] % len(shape)
     if gone == dim and len(shape) == dim + 1:
         raise NoMatch(node, f"%{node.name} selects one class")
-    args = (gone, given["index"])
-    return View(dim + (gone <= dim), lambda size: ("call_method", "select", args))
+    return View(dim + (gone <= dim), "select", (gone, given["index"]))
 
 
 def _narrow(node: Node, shape: Size, dim: int) -> View:
@@ -189,12 +226,27 @@ def _narrow(node: Node, shape: Size, dim: int) -> View:
     _, along, *where = arguments(node, wanted).values()
     if along % len(shape) == dim:
         raise NoMatch(node, f"%{node.name} selects classes")
-    args = (along % len(shape), *where)
-    return View(dim, lambda size: ("call_method", "narrow", args))
+    return View(dim, "narrow", (along % len(shape), *where))
 
 
-def _getitem(node: Node, shape: Size, dim: int) -> View:
-    index: Any = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+def index_of(node: Node) -> tuple[Any, ...]:
+    """The index of a ``getitem``, or of ATen's ``index`` and ``slice``, as Python writes it."""
+    if function_of(node) == "getitem":
+        index: Any = node.args[1]
+        return index if isinstance(index, tuple) else (index,)
+    if function_of(node) == "index":
+        given = arguments(node, {"input": REQUIRED, "indices": REQUIRED})
+        return tuple(slice(None) if i is None else i for i in given["indices"])
+    wanted = {"input": REQUIRED, "dim": 0, "start": None, "end": None, "step": 1}
+    _, dim, start, end, step = arguments(node, wanted).values()
+    start = None if start == 0 else start
+    end = None if end == sys.maxsize else end
+    part = slice(start, end, None if step == 1 else step)
+    return (*[slice(None)] * (dim % value(node).dim()), part)
+
+
+def _index(node: Node, shape: Size, dim: int) -> View:
+    index: Any = index_of(node)
     used = sum(1 for i in index if i is not None and i is not Ellipsis)
     if Ellipsis in index:
         at = index.index(Ellipsis)
@@ -206,19 +258,14 @@ def _getitem(node: Node, shape: Size, dim: int) -> View:
     passed = False  # adjacent index tensors share their output dimensions
     for position, entry in enumerate(index):
         if after == dim and isinstance(entry, slice):
-            classes = _some(entry, shape[before])
-            whole = (*index[:position], slice(None), *index[position + 1 :])
-            return View(before, _indexing(whole), classes)
+            rows = (*index[:position], CLASSES, *index[position + 1 :])
+            return View(before, "getitem", (rows,), _some(entry, shape[before]))
         if is_tensor(entry) and not passed:
             after += max(value(entry).dim() for entry in index if is_tensor(entry))
             passed = True
         before += entry is not None
         after += entry is None or isinstance(entry, slice)
     raise NoMatch(node, f"%{node.name} selects one class")
-
-
-def _indexing(index: tuple[Any, ...]) -> Replay:
-    return lambda size: ("call_function", operator.getitem, (index,))
 
 
 def _check_index(node: Node, index: tuple[Any, ...]) -> None:
@@ -251,43 +298,26 @@ def _index_select(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED})
     if given["dim"] % len(shape) == dim:
         raise NoMatch(node, f"%{node.name} selects classes by a tensor")
-    args = (given["dim"], given["index"])
-    return View(dim, lambda size: ("call_method", "index_select", args))
+    return View(dim, "index_select", (given["dim"], given["index"]))
 
 
-VIEWS: dict[Target, ViewReader] = {
-    "view": _reshape,
-    "reshape": _reshape,
-    torch.reshape: _reshape,
+_FUNCTIONS = {"getitem": operator.getitem, "reshape_rows": reshape_rows}
+
+VIEWS: dict[str, ViewReader] = {
+    **dict.fromkeys(("view", "reshape"), _reshape),
     "flatten": _flatten,
-    torch.flatten: _flatten,
     "unflatten": _unflatten,
-    torch.unflatten: _unflatten,
-    "contiguous": _nothing,
-    "clone": _nothing,
-    torch.clone: _nothing,
+    **dict.fromkeys(("contiguous", "clone"), _nothing),
+    "expand": _expand,
     "transpose": _transpose,
-    torch.transpose: _transpose,
-    "swapaxes": _swapaxes,
-    torch.swapaxes: _swapaxes,
-    "swapdims": _transpose,
-    torch.swapdims: _transpose,
     "permute": _permute,
-    torch.permute: _permute,
     "movedim": _movedim,
-    torch.movedim: _movedim,
-    "t": _transposed,
-    torch.t: _transposed,
-    **dict.fromkeys((getattr, *ATTRIBUTES), _attribute),
+    **dict.fromkeys(("t", "numpy_T", "mT"), _transposed),
+    **dict.fromkeys(("mH", "matrix_H"), _conjugate),
     "unsqueeze": _unsqueeze,
-    torch.unsqueeze: _unsqueeze,
     "squeeze": _squeeze,
-    torch.squeeze: _squeeze,
     "select": _select,
-    torch.select: _select,
     "narrow": _narrow,
-    torch.narrow: _narrow,
     "index_select": _index_select,
-    torch.index_select: _index_select,
-    operator.getitem: _getitem,
+    **dict.fromkeys(("getitem", "index", "slice"), _index),
 }

@@ -16,10 +16,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxpass.deferred import tensor
 from fxpass.deferred.tensor import Recipe
+from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import source_line
-from fxpass.match.linears import LINEARS, linear_of
+from fxpass.match.linears import linear_of
 from fxpass.match.views import VIEWS
 from fxpass.rewrite import numbers
 
@@ -47,7 +48,7 @@ def recipe_of(output: Node, nodes: Sequence[Node]) -> tuple[Recipe, tuple[Node, 
             copies[node] = copies[node.all_input_nodes[0]]
             continue
         operands = dict(copies)
-        if node.target in LINEARS and linear_of(node) is not None:
+        if linear_of(node) is not None:
             dtype = value(node).dtype
             for operand in node.all_input_nodes:
                 if value(operand).dtype != dtype:  # the cast that autocast does
@@ -55,7 +56,7 @@ def recipe_of(output: Node, nodes: Sequence[Node]) -> tuple[Recipe, tuple[Node, 
         copies[node] = graph.node_copy(node, operands.__getitem__)
         copies[node].meta = {}
     graph.output(copies[output])
-    head = next(node for node in nodes if node.target in LINEARS)
+    head = next(node for node in nodes if linear_of(node) is not None)
     recipe = Recipe(
         GraphModule({}, graph),
         _row_inputs(nodes, given),
@@ -149,9 +150,9 @@ def _shape_of(node: Node, output: Node) -> Node:
 
 def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:
     """The inputs with rows, if each row of the output depends on the same row of these inputs."""
-    if any(node.target in VIEWS for node in nodes):
+    if any(function_of(node) in VIEWS for node in nodes):
         return ()
-    linears = [linear for node in nodes if node.target in LINEARS if (linear := linear_of(node))]
+    linears = [linear for node in nodes if (linear := linear_of(node))]
     rows = {linear.x for linear in linears}
     shape = value(nodes[-1]).shape[:-1]
     if not all(value(x).shape[:-1] == shape for x in rows):

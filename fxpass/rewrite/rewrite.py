@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 import fxpass.op.kept
 import fxpass.op.operator  # noqa: F401, registers the operators
 from fxpass.casts.casts import Cast, cast
-from fxpass.graph.calls import first_operand
+from fxpass.graph.functions import is_unread
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import Placing, is_dtensor, placements_of
 from fxpass.graph.region import Region
@@ -31,6 +31,7 @@ from fxpass.match.folds import Affine, Bias, RowView, Scale, Stack, ToLocal
 from fxpass.match.losses import Loss
 from fxpass.match.match import Match
 from fxpass.match.sharding import as_dtensor
+from fxpass.match.views import View
 from fxpass.spec.dtypes import compute_dtype
 
 
@@ -56,6 +57,8 @@ def erase(matches: Iterable[Match]) -> None:
         loss = match.loss
         lse = () if match.lse is None else (match.lse.node,)
         for node in (loss.node, *lse, *loss.inner, *reversed(match.chain.nodes)):
+            for user in [u for u in node.users if is_unread(u)]:
+                user.graph.erase_node(user)
             if not node.users and not node._erased:
                 node.graph.erase_node(node)
 
@@ -175,16 +178,23 @@ class _Edit:
     # ------------------------------------------------------------ folds
 
     def _view(self, fold: RowView, to_logits: bool) -> None:
-        replay, classes = fold.view.replay, fold.view.classes
+        classes = fold.view.classes
         if classes is not None:
             self.weight = self._function(operator.getitem, self.weight, classes)
             if self.bias is not None:
                 self.bias = self._function(operator.getitem, self.bias, classes)
-        if replay is not None:
-            op, target, args = replay(self._size(self.match.chain.linear.x, -1))
-            self.x = self._call(op, target, self.x, *args)
+        self.x = self._viewed(fold.view, self.x, None)
         if to_logits and self.logits is not None:
-            self.logits = self._again(fold, self.logits)
+            self.logits = self._viewed(fold.view, self.logits, classes)
+
+    def _viewed(self, view: View, tensor: Node, classes: slice | None) -> Node:
+        """Rearranges the rows of a tensor, and takes the slice ``classes`` of its class dimension.
+
+        The logits may have this rank's classes only."""
+        if not view.function:
+            return tensor
+        op, target, args = view.replayed(self._size(tensor, view.dim), classes)
+        return self._call(op, target, tensor, *args)
 
     def _repeated(self, fold: Stack, node: Node) -> Node:
         node = self._method("unsqueeze", node, fold.dim)
@@ -366,22 +376,3 @@ class _Edit:
         with torch.no_grad(), _fake_mode_of(examples[0]):
             node.meta["example_value"] = function(*examples, **kwargs)
         return node
-
-    def _again(self, fold: RowView, on: Node) -> Node:
-        """Replays a view's node on the logits ``on``, which may have this rank's classes only."""
-        node = fold.node
-        if self.match.sharding is not None:
-            if fold.view.replay is None:
-                return on
-            op, target, args = fold.view.replay(self.match.sharding.count)
-            return self._call(op, target, on, *args)
-        viewed = first_operand(node)
-        args, kwargs = torch.fx.map_arg(
-            (node.args, dict(node.kwargs)), lambda n: on if n is viewed else n
-        )
-        target = node.target
-        if target == "view":  # the strides of ``on`` may not allow a view
-            target, args, kwargs = "reshape", (*args, *kwargs.values()), {}
-        new = self.graph.create_node(node.op, target, args, kwargs)
-        new.meta = dict(node.meta)
-        return new

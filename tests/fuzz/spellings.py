@@ -1,7 +1,8 @@
 """Every way to write a call: from signatures, not by hand.
 
-In: a key of one of the matcher's tables. Out: its signatures as torch itself knows them, and from
-values for their parameters the calls, by position, by keyword and by keyword in another order::
+In: one of the matcher's tables. Out: the spellings of its functions, their signatures as torch itself
+knows them, and from values for their parameters the calls, by position, by keyword and by keyword in
+another order::
 
     >>> list(calls(torch.clamp_min, {"input": "z", "min": "0"}))
     ['torch.clamp_min(z, 0)', 'torch.clamp_min(z, min=0)', 'torch.clamp_min(input=z, min=0)',
@@ -12,17 +13,58 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.fx import Graph
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from fxpass.match.pointwise import IN_PLACE, POINTWISE
+from fxpass.graph.functions import function_of, out_of_place
+from fxpass.match.pointwise import POINTWISE
 
 PLACES = {"torch": torch, "F": F, "torch.special": torch.special, "operator": operator}
+
+
+def name_of(target: Any) -> str:
+    """The name of the ATen function that a target calls."""
+    op = "call_method" if isinstance(target, str) else "call_function"
+    return function_of(Graph().create_node(op, target, (None, "")))
+
+
+@cache
+def _named() -> dict[str, list[Any]]:
+    """ATen function → all functions, methods and overloads of tensors that call it."""
+    functions = (f for place in PLACES.values() for f in vars(place).values() if callable(f))
+    # functorch's dimensions add another index
+    names = (name for name in dir(torch.Tensor) if name != "index")
+    methods = (name for name in names if callable(getattr(torch.Tensor, name)))
+    found: dict[str, list[Any]] = {}
+    # torch.dsmm is equal to torch.mm, but has no signature
+    ordered = sorted(functions, key=lambda f: getattr(f, "__name__", "") != name_of(f))
+    for target in dict.fromkeys((*ordered, *methods, *_overloads())):
+        if not isinstance(target, type) and target is not getattr:
+            found.setdefault(name_of(target), []).append(target)
+    return found
+
+
+def _overloads() -> Iterator[Any]:
+    for name in sorted({s.name.removeprefix("aten::") for s in torch._C._jit_get_all_schemas()}):
+        packet = getattr(torch.ops.aten, name, None) if "::" not in name else None
+        for overload in packet.overloads() if packet is not None else ():
+            arguments = getattr(packet, overload)._schema.arguments
+            takes_tensors = any("Tensor" in str(a.type) for a in arguments)
+            if takes_tensors and not any(a.is_out for a in arguments):
+                yield getattr(packet, overload)
+
+
+def spellings(table: Collection[str], in_place: bool = False) -> list[Any]:
+    """All spellings of the functions of a table; or all of their in-place spellings."""
+    chosen = [n for n in _named() if out_of_place(n) in table and (n not in table) == in_place]
+    return [target for name in chosen for target in _named()[name]]
 
 
 class Parameter(NamedTuple):
@@ -38,7 +80,7 @@ def spelled(target: Any) -> str:
     """How a target is written: ``F.relu``, or ``.relu`` for a method."""
     if isinstance(target, str):
         return f".{target}"
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target}"
     name = target.__name__
     for place, module in PLACES.items():
@@ -56,13 +98,15 @@ def signatures(target: Any) -> list[tuple[Parameter, ...]]:
     """The parameters of each overload of a target; of a method, the tensor is the first one."""
     if isinstance(target, str):
         found = [_of_schema(schema) for schema in _schemas(target)]
-        return found or _inspected(getattr(torch.Tensor, target)) or [_REFLECTED]
+        return found or _inspected(getattr(torch.Tensor, target)) or [_SPECIAL, _SPECIAL[:1]]
+    if isinstance(target, torch._ops.OpOverload):
+        return [_of_schema(target._schema)]
     known = get_signature_for_torch_op(target) or []
     return [*map(_of_python, known), *_inspected(target)]
 
 
-# __radd__ and its like have no signature that one could ask for
-_REFLECTED = (Parameter("self", True), Parameter("other", True, by_keyword=False))
+# __radd__, __neg__ and their like have no signature that one could ask for
+_SPECIAL = (Parameter("self", True), Parameter("other", True, by_keyword=False))
 
 
 def _inspected(function: Any) -> list[tuple[Parameter, ...]]:
@@ -183,8 +227,8 @@ NUMBERS: dict[str, tuple[str, ...]] = {
 
 
 def pointwise_calls(target: Any, first: str = "z") -> Iterator[str]:
-    """Calls of a row of ``POINTWISE`` or ``IN_PLACE``: every way with the first of the numbers, the
-    plainest ways with the others."""
+    """Calls of a function of one logit: every way with the first of the numbers, the plainest ways
+    with the others."""
     seen = set()
     for i in range(max(map(len, NUMBERS.values()))):
         numbers = {name: options[i % len(options)] for name, options in NUMBERS.items()}
@@ -196,4 +240,5 @@ def pointwise_calls(target: Any, first: str = "z") -> Iterator[str]:
 
 def all_pointwise_calls() -> list[str]:
     """Those of every row, with the logits as the hole ``{z}``."""
-    return sorted({c for t in (*POINTWISE, *IN_PLACE) for c in pointwise_calls(t, "{z}")})
+    targets = (*spellings(POINTWISE), *spellings(POINTWISE, in_place=True))
+    return sorted({c for t in targets for c in pointwise_calls(t, "{z}")})

@@ -12,19 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fxpass.match.pointwise import IN_PLACE, POINTWISE, REQUIRED
+from fxpass.graph.functions import REFLECTED
+from fxpass.match.pointwise import POINTWISE, REQUIRED
 from fxpass.spec.expression import Z, derivative, evaluate, exact, parse, text
+from tests.fuzz.spellings import name_of, spelled, spellings
 from tests.support.numerics import assert_close
 
 # Arguments after the logits of the rows that need some, or have several cases; by name.
 NUMBER = [((2.5,), {})]
 ARGUMENTS = {
-    **{key: [*NUMBER, ((-3,), {"alpha": 2})] for key in ("add", "sub", "subtract", "rsub")},
-    **dict.fromkeys(("mul", "multiply", "__radd__", "__rsub__", "__rmul__"), NUMBER),
-    **dict.fromkeys(("div", "divide", "true_divide", "truediv"), NUMBER),
-    **dict.fromkeys(("__rtruediv__", "__rdiv__"), NUMBER),
+    **{key: [*NUMBER, ((-3,), {"alpha": 2})] for key in ("add", "sub", "rsub")},
+    **dict.fromkeys(("mul", "div"), NUMBER),
     "pow": [((e,), {}) for e in (1, 2, 3.0, -2, 0.5, -0.5, 1.5, 0.3)],
-    "__rpow__": [((b,), {}) for b in (2, 10.0, 0.5)],
     "softplus": [((), {}), ((2.0,), {}), ((), {"beta": 0.5, "threshold": 1.0})],
     **{
         key: [
@@ -34,7 +33,7 @@ ARGUMENTS = {
             ((), {"max": 2}),
             ((0.5, -0.5), {}),
         ]
-        for key in ("clamp", "clip")
+        for key in ("clamp",)
     },
     **{key: [((1,), {})] for key in ("clamp_min", "clamp_max")},
     "leaky_relu": [((), {}), ((0.2,), {}), ((), {"negative_slope": -0.5})],
@@ -53,25 +52,9 @@ POSITIVE += [1e-300, 1e-30, 1e-8, 1e-4, 20.00001, 40.0, 89.5, 100.0, 700.0, 1e4,
 POINTS = torch.tensor([*POSITIVE, *(-p for p in POSITIVE), math.nan], dtype=torch.float64)
 
 
-def _name(target):
-    name = target if isinstance(target, str) else target.__name__
-    name = name.removeprefix("special_")
-    return {"log_sigmoid": "logsigmoid", "_threshold": "threshold"}.get(name, name)
-
-
 def _id(call):
     target, operands, kwargs = call
-    place = "Tensor" if isinstance(target, str) else target.__module__
-    return f"{place}.{_name(target)}{operands[1:] or ''}{kwargs or ''}"
-
-
-# A call is a target, its operands with Z where the logits stand, and its keyword arguments.
-CALLS = [
-    (target, (Z, *args), kwargs)
-    for target in POINTWISE
-    for args, kwargs in ARGUMENTS.get(_name(target), [((), {})])
-    if not (kwargs and getattr(target, "__module__", "") == "_operator")  # they have no names
-]
+    return f"{spelled(target)}{operands[1:] or ''}{kwargs or ''}".lstrip(".")
 
 
 def run(call, z):
@@ -80,17 +63,39 @@ def run(call, z):
     return function(*(z if operand is Z else operand for operand in operands), **kwargs)
 
 
+def _takes(target, args, kwargs):
+    """Whether a spelling takes the arguments: an operator has no names, an overload one kind."""
+    if target in REFLECTED and (kwargs or args[0] < 0):
+        return False  # it ignores keywords, and a negative number has no power
+    try:
+        run((target, (Z, *args), kwargs), torch.ones(1))
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+# A call is a target, its operands with Z where the logits stand, and its keyword arguments.
+CALLS = [
+    (target, (Z, *args), kwargs)
+    for target in spellings(POINTWISE)
+    for args, kwargs in ARGUMENTS.get(name_of(target), [((), {})])
+    if _takes(target, args, kwargs)
+]
+
+
 def expression_of(call, z=Z):
     """The expression of a call, with its arguments as the matcher gives them."""
     target, operands, kwargs = call
-    signature = POINTWISE[target].signature
+    row = POINTWISE[name_of(target)]
+    signature = row.signature
     operands = [z if operand is Z else operand for operand in operands]
+    operands = operands[::-1] if target in REFLECTED else operands
     given = dict(zip(signature, operands, strict=False)) | kwargs
     assert given.keys() <= signature.keys()
     assert len(given) == len(operands) + len(kwargs)
     values = [given.get(name, default) for name, default in signature.items()]
     assert REQUIRED not in values
-    return POINTWISE[target].value(*map(constant, values))
+    return row.value(*map(constant, values))
 
 
 def constant(value):
@@ -127,11 +132,11 @@ def check_f32(function, expr, z):
 @pytest.mark.parametrize("call", CALLS, ids=_id)
 def test_value_and_slope_are_those_of_autograd(call):
     points = POINTS[~POINTS.isnan()]
-    if _name(call[0]) in ("hardswish", "pow"):
+    if name_of(call[0]) in ("hardswish", "pow"):
         # PyTorch has nan for hardswish(-inf), inf for (-inf)**1.5, -inf for the slope of (-0.0)**-0.5
         points = points[(points > -math.inf) & ~((points == 0) & points.signbit())]
     # PyTorch's slope of hardsigmoid is the f32 that is next to 1/6
-    slope_rtol = 1e-7 if _name(call[0]) == "hardsigmoid" else 1e-12
+    slope_rtol = 1e-7 if name_of(call[0]) == "hardsigmoid" else 1e-12
     check(lambda z: run(call, z), expression_of(call), points, slope_rtol)
 
 
@@ -270,29 +275,54 @@ def test_what_is_no_logit_transform_says_why(call, reason):
         *(F.dropout, F.rrelu, F.softmin, F.normalize, F.prelu, F.glu, torch.special.log_softmax),
         *(operator.floordiv, operator.mod, operator.matmul, operator.getitem, operator.iadd),
         *("softmax", "sum", "masked_fill", "where", "copy_", "add_", "tanh_", "fill_", "maximum"),
+        *(torch.ops.aten.softmax.int, torch.ops.aten.where.self, torch.ops.prims.tanh.default),
     ],
     ids=lambda target: str(getattr(target, "__name__", target)),
 )
 def test_what_is_not_in_the_table(target):
-    assert target not in POINTWISE
+    assert name_of(target) not in POINTWISE
+
+
+def test_a_function_of_the_user_with_a_name_of_torch():
+    def tanh(z):
+        return z
+
+    assert name_of(tanh) == ""
 
 
 # ---------------------------------------------------------------- in place
 
 
-@pytest.mark.parametrize("target", IN_PLACE, ids=lambda t: _id((t, (Z,), {})))
-def test_in_place_spellings_compute_their_row(target):
-    functional = IN_PLACE[target]
-    ((_, operands, kwargs), *_) = [call for call in CALLS if call[0] == functional]
+def _out_of_place(target):
+    """The first call of the same function that an in-place spelling takes, or None."""
+    for functional, operands, kwargs in CALLS:
+        same = name_of(functional) == name_of(target).removesuffix("_")
+        if same and functional not in REFLECTED and _takes(target, operands[1:], kwargs):
+            return functional, operands, kwargs
+    return None
+
+
+# Some overloads take tensors only.
+IN_PLACE = [(t, c) for t in spellings(POINTWISE, in_place=True) if (c := _out_of_place(t))]
+
+
+@pytest.mark.parametrize(
+    ("target", "call"),
+    IN_PLACE,
+    ids=lambda value: "" if isinstance(value, tuple) else spelled(value),
+)
+def test_in_place_spellings_compute_their_row(target, call):
+    _, operands, kwargs = call
     z = torch.tensor([0.25, 0.5, 2.0])
     changed = z.clone()
     run((target, operands, kwargs), changed)
-    torch.testing.assert_close(changed, run((functional, operands, kwargs), z))
+    torch.testing.assert_close(changed, run(call, z))
 
 
 def test_in_place_spellings_of_every_kind():
-    assert IN_PLACE[operator.iadd] is operator.add
-    assert IN_PLACE["clamp_"] == "clamp"
-    assert POINTWISE[IN_PLACE[torch.relu_]] is POINTWISE[F.relu]
-    assert POINTWISE[IN_PLACE[F.hardtanh_]] is POINTWISE[F.hardtanh]
-    assert not IN_PLACE.keys() & POINTWISE.keys()
+    assert len(IN_PLACE) > 100
+    assert (
+        name_of(operator.iadd) == name_of("add_") == name_of(torch.ops.aten.add_.Tensor) == "add_"
+    )
+    assert name_of(torch.clip_) == name_of("clamp_") == "clamp_"
+    assert name_of(F.hardtanh_) == "hardtanh_"

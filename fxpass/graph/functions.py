@@ -1,0 +1,151 @@
+"""The ATen function that a node calls: one name for all of its spellings.
+
+In: a node of a Dynamo graph. Out: the name of a function, under which the tables of the matcher
+have their rows; with ``_`` at its end if the spelling is in place, as ATen has it::
+
+    torch.div(%z, 2)    %z / 2    %z.true_divide(2)    aten.div.Tensor(%z, 2)    ->    "div"
+    %z /= 2             %z.div_(2)                                               ->    "div_"
+
+:func:`fxpass.graph.calls.arguments` reads the arguments of a call, by one set of names for all
+spellings of a function. So a new spelling is a row of ``_OTHER_NAMES``, and a new function is a row
+of a table in :mod:`fxpass.match`.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from types import BuiltinFunctionType, FunctionType
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Node
+
+from fxpass.graph.nodes import Target
+
+# Python's operators that are functions of ATen. Python gives "operator" other meanings too: of the
+# other names, "index" makes an int.
+_OPERATORS = ("abs", "add", "getitem", "matmul", "mul", "neg", "pos", "pow", "sub", "truediv")
+
+# Methods that take their operands in the opposite order.
+REFLECTED = {
+    **{f"__r{name}__": name for name in ("add", "sub", "mul", "truediv", "pow")},
+    "__rdiv__": "div",
+}
+
+# Another name of a function → ATen's name. ATen's decompositions, and its variants for numbers of
+# dimensions, have the name of the function that they compute.
+_OTHER_NAMES = {
+    **dict.fromkeys(("divide", "true_divide", "truediv"), "div"),
+    **{"subtract": "sub", "multiply": "mul", "negative": "neg", "pos": "positive"},
+    **{"absolute": "abs", "clip": "clamp", "arctan": "atan", "arcsinh": "asinh"},
+    **{"expit": "sigmoid", "logsigmoid": "log_sigmoid"},
+    **dict.fromkeys(("swapaxes", "swapdims"), "transpose"),
+    **dict.fromkeys(("dsmm", "spmm"), "mm"),
+    **{"moveaxis": "movedim", "_unsafe_view": "view", "_to_copy": "to"},
+    **{"T": "numpy_T", "H": "matrix_H", "sym_size": "size", "sym_stride": "stride"},
+    **{"cross_entropy": "cross_entropy_loss", "nll_loss2d_forward": "nll_loss_forward"},
+    **dict.fromkeys(("nll_loss_nd", "nll_loss2d"), "nll_loss"),
+}
+
+
+def function_of(node: Node) -> str:
+    """The name of the ATen function that a node calls; empty if the node calls another function.
+
+    An attribute of a tensor (``z.mT``) is the function that computes it. Functions of Python that
+    torch does not have as operations, such as ``F.cross_entropy``, have ATen's name of what they
+    compute.
+    """
+    if node.op == "call_method":
+        return function_of_method(str(node.target))
+    if node.op != "call_function":
+        return ""
+    if node.target is getattr:
+        return _aten_name(str(node.args[1]))
+    return _of_function(node.target)
+
+
+def is_in_place(function: str) -> bool:
+    """Whether a name is that of an in-place spelling."""
+    return function.endswith("_")
+
+
+def out_of_place(function: str) -> str:
+    """The name of the function that an in-place spelling computes; other names as they are."""
+    return function.removesuffix("_")
+
+
+@functools.lru_cache(maxsize=4096)
+def function_of_method(name: str) -> str:
+    """The name of the ATen function that a method calls."""
+    if name in REFLECTED:
+        return _aten_name(REFLECTED[name])
+    plain = name.removeprefix("__").removesuffix("__")
+    return _aten_name(plain if plain in _OPERATORS else name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_function(target: Target) -> str:
+    packet = getattr(target, "overloadpacket", target)
+    if isinstance(packet, torch._ops.OpOverloadPacket):
+        namespace, _, name = packet._qualified_op_name.partition("::")
+        return _aten_name(name) if namespace == "aten" else ""
+    return _functions().get(target, "")
+
+
+@functools.cache
+def _functions() -> dict[Target, str]:
+    """The functions of torch and Python's operators, by identity: a user's ``tanh`` is none."""
+    found: dict[Target, str] = {}
+    for place in (torch.special, F, torch):
+        for name, function in vars(place).items():
+            if isinstance(function, BuiltinFunctionType | FunctionType):
+                found[function] = _aten_name(name)
+    for name in _OPERATORS:
+        found[getattr(operator, name)] = _aten_name(name)
+        if hasattr(operator, f"i{name}"):
+            found[getattr(operator, f"i{name}")] = f"{_aten_name(name)}_"
+    return found
+
+
+def _aten_name(name: str) -> str:
+    if is_in_place(name) and not name.endswith("__"):
+        return f"{_aten_name(out_of_place(name))}_"
+    name = name.removeprefix("special_")
+    return _OTHER_NAMES.get(name, name)
+
+
+# ---------------------------------------------------------------- casts and metadata
+
+# The example values show dtypes and devices; nothing reads the arguments.
+CASTS = frozenset(
+    ("to", "float", "half", "bfloat16", "double", "type", "type_as", "cpu", "cuda"),
+)
+
+# Read a tensor's sizes, dtype or strides, not its values.
+_METADATA = {
+    *("size", "dim", "numel", "ndimension", "stride", "is_floating_point", "sym_numel"),
+    *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+    *("zeros_like", "ones_like", "empty_like", "full_like", "_assert_tensor_metadata"),
+}
+
+# Read only the sizes, the dtype or the device of their second operand.
+_LIKE = {"to", "type_as", "view_as", "reshape_as", "expand_as"}
+
+# Compute nothing, so that without users they read nothing. Tracers leave them in a graph.
+_ALIASES = {"detach", "alias"}
+
+
+def reads_values(user: Node, node: Node) -> bool:
+    """Whether ``user`` reads the values of ``node``, not only its sizes or its dtype."""
+    function = function_of(user)
+    if function in _METADATA or (function in _ALIASES and not user.users):
+        return False
+    first = user.args[0] if user.args else None
+    return not (function in _LIKE and first is not node)
+
+
+def is_unread(node: Node) -> bool:
+    """Whether a node can be erased with its operand: a check of the operand's dtype, which was true
+    when the graph was traced, or an alias without users."""
+    return function_of(node) in {"_assert_tensor_metadata", *_ALIASES} and not node.users
