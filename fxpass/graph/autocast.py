@@ -7,10 +7,12 @@ for fused operations.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
-from fxpass.graph.region import Region
+from fxpass.graph.region import AUTOCAST, Region
 
 
 def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dtype | None:
@@ -20,6 +22,8 @@ def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dt
         ambient = None
     elif region.outer is not None and region.call is not None:
         ambient = autocast_dtype(region.outer, region.call, device)
+        if region.call.target is AUTOCAST:
+            ambient = _entered(ambient, device, *region.call.args[:3])
     else:
         enabled = torch.is_autocast_enabled(device.type)
         ambient = torch.get_autocast_dtype(device.type) if enabled else None
@@ -28,12 +32,19 @@ def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dt
         if node is site:
             break
         if node.target is torch.amp.autocast_mode._enter_autocast:
-            kind, dtype, on, _ = node.args
-            chosen = (dtype or torch.get_autocast_dtype(device.type)) if on else None
-            stack.append(chosen if kind == device.type else stack[-1])
+            stack.append(_entered(stack[-1], device, *node.args[:3]))
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             stack.pop()
     return stack[-1]
+
+
+def _entered(
+    outside: torch.dtype | None, device: torch.device, kind: Any, dtype: Any, enabled: Any
+) -> torch.dtype | None:
+    """The dtype of autocast on ``device`` in a context of ``kind``, another device or this one."""
+    if kind != device.type:
+        return outside
+    return (dtype or torch.get_autocast_dtype(device.type)) if enabled else None
 
 
 def covers(operator: str, device: torch.device) -> bool:

@@ -15,6 +15,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 _CHECKPOINTS = {torch.ops.higher_order.tag_activation_checkpoint}
+# torch.export has a nested graph for what the program runs in one of these contexts.
+AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+_CONTEXTS = {AUTOCAST, torch.ops.higher_order.wrap_with_set_grad_enabled}
 _AUTOGRAD_FUNCTIONS = {torch.ops.higher_order.autograd_function_apply}
 
 
@@ -25,8 +28,8 @@ class Region:
     Attributes:
         module: the graph.
         outer, call: the region around it and the node there that calls it; None for the outermost.
-        plain: whether losses in it can be fused: it is the outermost graph, or a checkpoint in a
-            plain region, which backward only recomputes.
+        plain: whether losses in it can be fused: it is the outermost graph, or in a plain region a
+            checkpoint, which backward only recomputes, or the graph of a context.
         backward: whether it runs in the backward pass.
     """
 
@@ -56,7 +59,7 @@ def _regions(region: Region, seen: set[int]) -> Iterator[Region]:
                     module=body,
                     outer=region,
                     call=node,
-                    plain=region.plain and node.target in _CHECKPOINTS,
+                    plain=region.plain and node.target in _CHECKPOINTS | _CONTEXTS,
                     backward=region.backward or backward,
                 ),
                 seen,

@@ -35,6 +35,7 @@ def call_name(node: Node) -> str:
 
 def _short(file: str) -> str:
     """Relative to the package folder for installed code, else to the working directory."""
+    file = file.partition(" from ")[0] if file.startswith("<") else file  # generated code
     _, installed, inside = file.rpartition("site-packages" + os.sep)
     if installed:
         return inside
