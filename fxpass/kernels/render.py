@@ -123,11 +123,6 @@ class Features:
         return self.indices and bool(self.shard_of)
 
     @property
-    def all_classes(self) -> str:
-        """The number of classes that smoothing is spread over."""
-        return str(self.shard_of or "V")
-
-    @property
     def ignores(self) -> bool:
         """Whether rows may be ignored."""
         return self.indices and self.ignore_index is not None
