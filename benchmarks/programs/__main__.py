@@ -7,6 +7,7 @@ runs in a few minutes on two cores::
     python -m benchmarks.programs --markdown benchmarks/programs/results.md
     python -m benchmarks.programs --kinds entropies z-losses
     python -m benchmarks.programs --only 'log_softmax.*bf16'
+    FUSEDCE_STRATEGY=tiled python -m benchmarks.programs
 
 The exit status is 1 if a program is WRONG.
 """

@@ -2,7 +2,7 @@
 
 In: a :class:`Program`. Out: a :class:`Result`. The program is compiled with ``backend="fusedce"``;
 its inner backend, :func:`counting`, runs each rewritten graph once by itself and lists the tensors
-of the logits' size in it::
+of the logits' size in it. Nested graphs (activation checkpointing) are not looked into::
 
     >>> from benchmarks.programs.catalog import catalog
     >>> [program] = catalog(only="^nll_loss of log_softmax$", libraries=False)
@@ -46,7 +46,7 @@ class Result:
     """What became of a program.
 
     Attributes:
-        matches: the fused reductions.
+        matches: calls of the fused operator.
         kept: whether the logits of a match are kept.
         left: the functions that make a tensor of the logits' size outside the operator.
         rejections: the reasons.

@@ -15,7 +15,7 @@ from benchmarks.programs.catalog import missing
 from benchmarks.programs.measure import STATUSES, Result
 from benchmarks.programs.operands import SIZES
 
-COLUMNS = ("program", "of", "returns", "status", "reductions", "left", "why not", "equal")
+COLUMNS = ("program", "of", "returns", "status", "matches", "left", "why not", "equal")
 WRONG = "WRONG"
 LONG = 160  # characters of a reason
 
@@ -37,10 +37,11 @@ compiled with `fusedce.min_logits_mb=0`, with `aot_eager` inside, and run forwar
 | silent | nothing is fused, and fxpass says nothing |
 | break | nothing is fused: Dynamo breaks the graph, or no head is in it |
 
-*left* names the functions that make a tensor of the logits' size, outside the operator, in the
-forward graph that fxpass hands on. Given values (soft targets) are not counted, but tensors made
-of them are. *equal*: outputs and gradients are within twice eager's own error against float64, plus
-a few units in the last place, and have eager's dtypes and shapes; otherwise {WRONG}, and where.
+*matches*: calls of the fused operator. *left* names the functions that make a tensor of the logits'
+size, outside the operator, in the forward graph that fxpass hands on. Given values (soft targets)
+are not counted, but tensors made of them are. *equal*: outputs and gradients are within twice
+eager's own error against float64, plus a few units in the last place, and have eager's dtypes and
+shapes; otherwise {WRONG}, and where.
 """
 
 
