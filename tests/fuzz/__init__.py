@@ -6,6 +6,8 @@ statements that matter and printed so that it runs alone::
     python -m tests.fuzz --programs 500 --seed 1
     python -m tests.fuzz --kind programs --seed 1 --first 137 --programs 1
 
+The programs of the kind ``traced`` are graphs of torch.export or make_fx, and eager is the same graph.
+
 A program counts as valid when eager runs it, backward included. It fails when fxpass raises where
 the inner backend alone does not, or when a value, a gradient, a dtype, a shape, what is left in an
 argument, or the state of the random numbers is another one than eager's. Four differences are known

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from . import deferrals, generate, specs
 from .case import Case
 from .minimise import minimise
 from .oracle import Verdict, clean_state, judge
+from .traced import TRACERS
 
 # Compiled code is dropped after so many cases: Dynamo's own tables grow.
 RESET_AFTER = 200
@@ -68,8 +70,15 @@ class Tally:
         )
 
 
+def traced(seed: str) -> Case | None:
+    """A program that is run as a graph of torch.export or make_fx."""
+    case = generate.program(seed)
+    return case and replace(case, tracer=random.Random(seed).choice([*TRACERS]))
+
+
 KINDS: dict[str, Callable[[str], Case | None]] = {
     "programs": generate.program,
+    "traced": traced,
     "specs": specs.spec,
     "deferred": deferrals.deferral,
 }

@@ -33,6 +33,10 @@ from fxpass.deferred.tensor import Recipe, defer
 from fxpass.op.operator import linear_cross_entropy
 """
 
+TRACED_NAMES = """\
+from tests.fuzz.traced import Traced
+"""
+
 INTERPRETED = """\
 import os
 
@@ -62,7 +66,7 @@ def show(run):
 
 
 print("eager")
-show(program)
+show({eager})
 print("fused")
 show({compiled})
 """
@@ -100,6 +104,8 @@ class Case:
         fused: the statements of what stands for the compiled function, where nothing is compiled;
             with :data:`FUSED_NAMES`.
         implementation: ``triton`` where its kernels run, in the interpreter.
+        tracer: what makes a graph of the function, which is run in place of it: a key of
+            :data:`tests.fuzz.traced.TRACERS`; empty for none.
         fixed: whether ``body`` has to stay as it is, since ``fused`` says the same.
     """
 
@@ -114,6 +120,7 @@ class Case:
     fused: tuple[Statement, ...] = ()
     implementation: str = ""
     fixed: bool = False
+    tracer: str = ""
 
     @property
     def may_be_stale(self) -> bool:
@@ -151,10 +158,17 @@ class Case:
     def stand_alone(self) -> str:
         """Source that prints what eager and the fused program give."""
         dynamic = "" if self.dynamic is None else f", dynamic={self.dynamic}"
-        compiled = f'torch.compile(program, backend="fusedce", options={self.options}{dynamic})'
+        keywords = f'backend="fusedce", options={self.options}{dynamic}'
+        eager, compiled = "program", f"torch.compile(program, {keywords})"
         if self.fused:
             compiled = "fused"
-        parts = [self.source(), RUN_ALONE.format(compiled=compiled)]
+        if self.tracer:
+            eager = f"Traced(program, {self.tracer!r})"
+            each = f"lambda graph: torch.compile(graph, {keywords})"
+            compiled = f"Traced(program, {self.tracer!r}, {each})"
+        parts = [self.source(), RUN_ALONE.format(eager=eager, compiled=compiled)]
+        if self.tracer:
+            parts.insert(0, TRACED_NAMES)
         if self.implementation:
             parts.insert(0, INTERPRETED.replace("IMPLEMENTATION", self.implementation))
         return "\n\n".join(parts)

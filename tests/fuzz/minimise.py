@@ -87,6 +87,7 @@ def _simpler(statement: Statement) -> list[Statement]:
 def _with_plain_options(case: Case) -> list[Case]:
     odd = [name for name, plain in PLAIN.items() if case.options.get(name, plain) != plain]
     out = [replace(case, options=case.options | {name: PLAIN[name]}) for name in odd]
+    out += [replace(case, tracer="")] if case.tracer else []
     return [*out, *([] if case.dynamic is None else [replace(case, dynamic=None)])]
 
 

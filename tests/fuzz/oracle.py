@@ -28,6 +28,7 @@ from fxpass.plan import plan
 from tests.support.numerics import FLOOR
 
 from .case import Case
+from .traced import Traced
 
 FUSED, INNER, CHECKED = "fused", "inner", "checked"
 SPREAD = 8  # runs on inputs that differ by a rounding
@@ -149,9 +150,8 @@ def run(
         checks = torch.autograd.graph.saved_tensors_hooks(_saved, _unchanged)
     elif how == FUSED and case.fused:
         program, checks = env["fused"], _implemented_by(case.implementation)
-    elif how and not case.fused:
-        options = case.options | {"fusedce.enabled": how == FUSED}
-        program = torch.compile(program, backend="fusedce", options=options, dynamic=case.dynamic)
+    elif not case.fused:
+        program = _program(case, program, how)
     torch.manual_seed(0)
     with _quiet(), checks, _device_of(case):
         try:
@@ -172,6 +172,18 @@ def run(
         with clean_state():
             gc.collect()
     return out
+
+
+def _program(case: Case, program: Callable[..., Any], how: str) -> Callable[..., Any]:
+    """What stands for the program: traced, compiled, or as it is."""
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        if how not in (FUSED, INNER):
+            return function
+        options = case.options | {"fusedce.enabled": how == FUSED}
+        return torch.compile(function, backend="fusedce", options=options, dynamic=case.dynamic)
+
+    return Traced(program, case.tracer, compiled) if case.tracer else compiled(program)
 
 
 def _wide(source: str) -> str:
