@@ -18,10 +18,10 @@ from torch.fx import Node
 
 from fxpass.graph.autocast import autocast_dtype
 from fxpass.graph.calls import arguments, first_operand
-from fxpass.graph.functions import CASTS, function_of
+from fxpass.graph.functions import CASTS, function_of, reads_values
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.region import Region
-from fxpass.graph.source import source_line
+from fxpass.graph.source import call_name, source_line
 from fxpass.match.views import VIEWS, index_of
 from fxpass.spec.dtypes import INDEX_DTYPES, LOW_PRECISION, short
 
@@ -119,12 +119,6 @@ def _nll_loss(node: Node) -> Loss:
     return _named_loss(node, args, log_softmax=True)
 
 
-def _nll_loss_forward(node: Node) -> Loss | None:
-    """The first result of ATen's ``nll_loss_forward``; only autograd uses the second, a sum."""
-    call, position = cast(Any, node.args)
-    return replace(_nll_loss(call), node=node, inner=(call,)) if position == 0 else None
-
-
 def _named_loss(node: Node, args: dict[str, Any], **fields: Any) -> Loss:
     if fields.get("probabilities"):
         args["ignore_index"] = -100  # PyTorch ignores it then, so all values give one spec
@@ -191,23 +185,19 @@ def check_dtypes(loss: Loss, region: Region) -> None:
 
 # ---------------------------------------------------------------- one log-probability per row
 
-_GATHER = {"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED, "sparse_grad": False}
-_TAKE = {"input": REQUIRED, "indices": REQUIRED, "dim": None}
+# gather has an index, take_along_dim has indices.
+_PICK = {"input": REQUIRED, "dim": None, "index": None, "indices": None, "sparse_grad": False}
 
 
 def _picked(node: Node) -> tuple[Node, int, Node] | None:
     """Source, class dimension and index, if ``node`` gathers one element of each row."""
-    if function_of(node) == "gather":
-        given = arguments(node, _GATHER)
-        source, dim, index = given["input"], given["dim"], given["index"]
-    elif function_of(node) == "take_along_dim":
-        given = arguments(node, _TAKE)
-        source, dim, index = given["input"], given["dim"], given["indices"]
-    else:
+    if function_of(node) not in ("gather", "take_along_dim"):
         return None
+    source, dim, index, indices, sparse = arguments(node, _PICK).values()
+    index = indices if index is None else index
     if not is_tensor(source) or not is_tensor(index) or not isinstance(dim, int):
         return None
-    if value(index).dtype != torch.int64 or given.get("sparse_grad"):
+    if value(index).dtype != torch.int64 or sparse:
         return None
     shape, taken = list(value(source).shape), list(value(index).shape)
     if not shape or len(shape) != len(taken):
@@ -230,22 +220,16 @@ def _gather(node: Node) -> Loss | None:
     if function_of(source) in LOG_SOFTMAXES and log_softmax_dim(source) != dim:
         return None
     return Loss(
-        node,
-        source,
-        dim,
-        index,
-        log_softmax=True,
-        negative=True,
-        keepdim=True,
-        wraps=_wraps(node),
+        node, source, dim, index, log_softmax=True, negative=True, keepdim=True, wraps=_wraps(node)
     )
 
 
 def _getitem(node: Node) -> Loss | None:
-    source: Any = node.args[0]
-    if isinstance(source, Node) and function_of(source) == "nll_loss_forward":
-        return _nll_loss_forward(node)
-    return _index(node)
+    """An index, or the first result of ``nll_loss_forward``, whose second is for autograd."""
+    source, index = cast(Any, node.args)
+    if not isinstance(source, Node) or function_of(source) != "nll_loss_forward":
+        return _index(node)
+    return replace(_nll_loss(source), node=node, inner=(source,)) if index == 0 else None
 
 
 def _index(node: Node) -> Loss | None:
@@ -354,6 +338,35 @@ def _without_dim(node: Node) -> tuple[Node, tuple[Node, ...]]:
     return node, ()
 
 
+# ---------------------------------------------------------------- losses of which nothing is left
+
+
+def _decomposed(node: Node) -> None:
+    """Tracers decompose some losses. ``_log_softmax`` is what is left of one."""
+    reader = next((user for user in node.users if reads_values(user, node)), None)
+    if reader is not None and not _leads_to_loss(node):
+        raise NoMatch(
+            node,
+            f"%{node.name} ({call_name(node)}) is read by %{reader.name} ({call_name(reader)}), "
+            "which is no loss that can be fused",
+        )
+
+
+def _leads_to_loss(node: Node) -> bool:
+    """Whether a node that is read as a loss has the values of ``node``."""
+    for user in node.users:
+        try:
+            if loss_of(user) is not None:
+                return True
+        except NoMatch:
+            return True  # it has a reason of its own
+        function = function_of(user)
+        same = function in CASTS or function in VIEWS or function == "nll_loss_forward"
+        if same and _leads_to_loss(user):
+            return True
+    return False
+
+
 LOG_SOFTMAXES = {"log_softmax", "_log_softmax"}
 
 LOSSES: dict[str, Callable[[Node], Loss | None]] = {
@@ -365,6 +378,7 @@ LOSSES: dict[str, Callable[[Node], Loss | None]] = {
     "index": _index,
     "logsumexp": _logsumexp,
     "sub": _difference,
+    "_log_softmax": _decomposed,
 }
 
 

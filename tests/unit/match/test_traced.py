@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -77,23 +79,103 @@ FUSED = {
     "nll_loss": lambda x, w, b, t: F.nll_loss(last(F.linear(x, w)).log_softmax(-1), t.view(-1)),
     "gather": lambda x, w, b, t: -F.linear(x, w).log_softmax(-1).gather(
         -1, t.unsqueeze(-1)).squeeze(-1).mean(),
+    "more dimensions": lambda x, w, b, t: F.cross_entropy(F.linear(x, w).transpose(1, 2), t),
+    "a z-loss beside it": lambda x, w, b, t: (lambda z: F.cross_entropy(z, t.view(-1))
+        + z.logsumexp(-1).square().mean())(last(F.linear(x, w))),
     "index": lambda x, w, b, t: -last(F.linear(x, w)).log_softmax(-1)[
         torch.arange(B * S), t.view(-1)].mean(),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("case", FUSED)
+# What the tracers that decompose losses leave nothing of.
+WHOLE = {
+    "label smoothing": lambda x, w, b, t: F.cross_entropy(
+        last(F.linear(x, w, b)), t.view(-1), label_smoothing=0.1, ignore_index=3),
+    "probabilities": lambda x, w, b, t: F.cross_entropy(
+        last(F.linear(x, w)), (F.one_hot(t, V) * 0.9).view(-1, V)),
+    "logsumexp": lambda x, w, b, t: (lambda z: (
+        z.logsumexp(-1) - z.gather(-1, t[..., None]).squeeze(-1)).mean())(F.linear(x, w)),
+    "einsum": lambda x, w, b, t: F.cross_entropy(
+        last(torch.einsum("bsd,vd->bsv", x, w)), t.view(-1)),
+}  # fmt: skip
+CASES = [
+    *((case, tracer) for case in FUSED for tracer in (exported, traced)),
+    *((case, tracer) for case in WHOLE for tracer in (exported, traced_before_autograd)),
+    *((case, decomposed) for case in ("with a bias", "shifted", "nll_loss", "one per row")),
+]
+
+
+@pytest.mark.parametrize(("case", "tracer"), CASES)
 def test_fused(case, tracer):
+    function = (FUSED | WHOLE)[case]
     x, weight, labels = inputs()
     tensors = x, weight, PRIOR.clone().requires_grad_()
-    program = TRACERS[tracer](FUSED[case], *tensors, labels)
+    program = tracer(function, *tensors, labels)
     counters.clear()
     fused = torch.compile(program, backend="fusedce", options=OPTIONS)
 
     def eager(*tensors):
-        return FUSED[case](*tensors, labels)
+        return function(*tensors, labels)
 
     dtype = torch.bfloat16 if case == "in float32" else x.dtype
     assert_as_accurate(lambda *tensors: fused(*tensors, labels), eager, tensors, dtype)
     assert counters["fusedce"]["matched"]
+    assert not counters["fusedce"]["rejected"]
+
+
+def under_autocast(x, weight, bias, labels):
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.cross_entropy(last(F.linear(x, weight, bias)), labels.view(-1))
+
+
+def under_no_grad(x, weight, bias, labels):
+    with torch.no_grad():
+        return F.cross_entropy(last(F.linear(x, weight, bias)), labels.view(-1))
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+@pytest.mark.parametrize("function", [under_autocast, under_no_grad])
+def test_contexts(function, tracer):
+    """torch.export has nested graphs for them, and the other tracers the casts that autocast makes."""
+    x, weight, labels = inputs()
+    args = x, weight, PRIOR.clone().requires_grad_(), labels
+    program = TRACERS[tracer](function, *args)
+    counters.clear()
+    results = []
+    for run in (program, torch.compile(program, backend="fusedce", options=OPTIONS)):
+        loss = run(*args)
+        grads = torch.autograd.grad(loss, args[:3]) if loss.requires_grad else ()
+        results.append([loss, *grads])
+    torch.testing.assert_close(*results, rtol=2e-2, atol=2e-2)
+    assert counters["fusedce"]["matched"] == 1
+
+
+def test_returned_logits_are_deferred():
+    def function(x, weight, labels):
+        logits = F.linear(x, weight) / 2
+        return F.cross_entropy(last(logits), labels.view(-1)), logits
+
+    args = inputs()
+    for tracer in (exported, traced):
+        program = tracer(function, *args)
+        fused = torch.compile(program, backend="fusedce", options=OPTIONS)
+        torch.testing.assert_close(list(fused(*args)), list(function(*args)))
+
+
+# Each with the tracer that decomposes it, and the reason.
+REJECTED = {
+    "label smoothing": (traced, "also read by %sum"),
+    "probabilities": (decomposed, "is read by %mul"),
+    "einsum": (traced, "bmm"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejected_with_a_reason(case, caplog):
+    tracer, reason = REJECTED[case]
+    x, weight, labels = inputs()
+    args = x, weight, PRIOR.clone().requires_grad_(), labels
+    caplog.set_level(logging.INFO, "fxpass")
+    torch.compile(tracer(WHOLE[case], *args), backend="fusedce", options=OPTIONS)(*args)
+    assert "not fused" in caplog.text
+    assert reason in caplog.text
