@@ -2,7 +2,7 @@
 
 In: a :class:`Program`. Out: a :class:`Result`. The program is compiled with ``backend="fusedce"``;
 its inner backend, :func:`counting`, runs each rewritten graph once by itself and lists the tensors
-of the logits' size in it. Nested graphs (activation checkpointing) are not looked into::
+of the logits' size in it::
 
     >>> from benchmarks.programs.catalog import catalog
     >>> [program] = catalog(only="^nll_loss of log_softmax$", libraries=False)
@@ -36,6 +36,8 @@ from tests.support.numerics import assert_close, in_other_orders
 INNER = "benchmarks_programs"
 # of a head, not of a copy of the weight
 LARGE = SIZES.v * SIZES.d
+# of a nested graph, its first argument
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 STATUSES = ("fused", "part", "kept", "no", "silent", "break")
 
 Values = dict[str, Tensor | None]
@@ -248,10 +250,17 @@ def counting(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 class _Large(fx.Interpreter):
     """Runs a graph; ``names`` has the function that makes each tensor of the logits' size."""
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, outer: _Large | None = None) -> None:
         super().__init__(gm)
-        self.names: list[str] = []
-        self.known: dict[int, Any] = {}  # the storages, which have to stay alive
+        self.names: list[str] = outer.names if outer else []
+        # the storages, which have to stay alive
+        self.known: dict[int, Any] = outer.known if outer else {}
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is CHECKPOINT:
+            nested, *inputs = args
+            return _Large(nested, self).run(*inputs)
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         made = super().run_node(n)

@@ -5,6 +5,7 @@ In: the results. Out: one text with the totals of every kind and a line for each
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from benchmarks.programs.operands import SIZES
 COLUMNS = ("program", "of", "returns", "status", "matches", "left", "why not", "equal")
 WRONG = "WRONG"
 LONG = 160  # characters of a reason
+# of a program, in a reason: it changes with every program that is added before
+PLACE = re.compile(r"( at )?benchmarks/programs/\S+\.py:\d+ ?")
 
 TEXT = f"""\
 # Programs
@@ -86,7 +89,7 @@ def cells(result: Result) -> list[str]:
         *(result.program.name, result.program.origin, result.program.returns, result.status),
         str(result.matches),
         ", ".join(left),
-        textwrap.shorten(result.reason, LONG, placeholder=" …"),
+        textwrap.shorten(PLACE.sub("", result.reason), LONG, placeholder=" …"),
         f"{WRONG}: {result.wrong}" if result.wrong else "yes",
     ]
 

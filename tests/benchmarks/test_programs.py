@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.programs import __main__ as command
 from benchmarks.programs import catalog as programs
@@ -135,6 +136,19 @@ def test_a_program_without_a_head_is_not_fused():
     assert (result.status, result.reason) == ("break", "no head in the graph")
 
 
+def test_a_checkpointed_graph_is_looked_into():
+    kind = Kind("tests")
+
+    @kind("checkpointed", "a test", "[N]")
+    def _(logits):
+        def middle(logits):
+            return logits.sort(-1).values[:, 7]
+
+        return checkpoint(middle, logits.tanh(), use_reentrant=False)
+
+    assert examine(kind.programs[0]).left == ("linear", "tanh", "sort", "sort")
+
+
 WRONG = {
     "a value": (lambda loss: loss * 1.001, "output 0: 1.0"),
     "a gradient": (lambda loss: loss.detach() + 2 * (loss - loss.detach()), "gradient of x: 1.0"),
@@ -171,10 +185,11 @@ def test_an_index_is_exact():
 
 # ---------------------------------------------------------------- the table and the command
 
+WHY = "%z is read by %y (exp, benchmarks/programs/kinds/z.py:7 exp(z))"
 RESULTS = [
     Result(CASES["fused"], matches=1),
     Result(CASES["kept"], matches=1, kept=True, left=("linear", "sort", "sort")),
-    Result(dataclasses.replace(CASES["no"], name="a | b"), rejections=("why",), left=("linear",)),
+    Result(dataclasses.replace(CASES["no"], name="a | b"), rejections=(WHY,), left=("linear",)),
     Result(dataclasses.replace(CASES["silent"], kind="other"), left=("linear",), wrong="off"),
 ]
 
@@ -183,7 +198,10 @@ def test_the_table():
     text = document(RESULTS)
     assert statuses(text) == {"fused": "fused", "kept": "kept", "a | b": "no", "silent": "silent"}
     assert "| kept | a test | scalar, [N] | kept | 1 | linear, 2 sort |  | yes |" in text
-    assert "| a \\| b | a test | scalar | no | 0 | linear | why | yes |" in text
+    assert (
+        "| a \\| b | a test | scalar | no | 0 | linear | %z is read by %y (exp, exp(z)) | yes |"
+        in text
+    )
     assert "| silent | a test | [N] | silent | 0 | linear |  | WRONG: off |" in text
     assert totals(RESULTS).splitlines()[2:] == [
         "| tests | 3 | 1 | 0 | 1 | 1 | 0 | 0 | 0 |",

@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.programs.program import BF16, F32, Kind
 
@@ -120,6 +121,15 @@ def _(logits):
 def _(sequences):
     rows = [row.log_softmax(-1) for row in sequences]
     return torch.stack([-(row.exp() * row).sum(-1) for row in rows])
+
+
+@kind("checkpointed", "verl's entropy_checkpointing, restated", "[N]")
+def _(logits):
+    def entropy(logits):
+        p = logits.softmax(-1)
+        return logits.logsumexp(-1) - (p * logits).sum(-1)
+
+    return checkpoint(entropy, logits, use_reentrant=False)
 
 
 @kind("of masked tokens, over log V", "RL scripts", "scalar")

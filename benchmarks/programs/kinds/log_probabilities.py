@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.programs.program import BF16, F32, Kind
 
@@ -290,6 +291,24 @@ def _(sequences, tokens):
     log_probs = F.log_softmax(sequences, dim=-1)
     greedy = (log_probs.argmax(dim=-1) == tokens).all(-1)
     return log_probs.gather(2, tokens.unsqueeze(-1)).squeeze(-1).sum(-1), greedy
+
+
+@kind("a checkpointed head", "long-context RL", "[N]")
+def _(x, weight, labels):
+    def picked(x, labels):
+        return F.linear(x, weight).log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+
+    return checkpoint(picked, x, labels, use_reentrant=False)
+
+
+@kind("checkpointed chunks of rows", "long-context RL", "[N]")
+def _(x, weight, labels):
+    def picked(x, labels):
+        logits = F.linear(x, weight)
+        return logits.gather(-1, labels[:, None])[:, 0] - logits.logsumexp(-1)
+
+    parts = zip(x.chunk(2), labels.chunk(2), strict=True)
+    return torch.cat([checkpoint(picked, *part, use_reentrant=False) for part in parts])
 
 
 @kind("autocast, log_softmax in f32", "mixed precision", "[N]")
