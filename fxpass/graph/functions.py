@@ -143,9 +143,3 @@ def reads_values(user: Node, node: Node) -> bool:
         return False
     first = user.args[0] if user.args else None
     return not (function in _LIKE and first is not node)
-
-
-def is_unread(node: Node) -> bool:
-    """Whether a node can be erased with its operand: a check of the operand's dtype, which was true
-    when the graph was traced, or an alias without users."""
-    return function_of(node) in {"_assert_tensor_metadata", *_ALIASES} and not node.users

@@ -123,16 +123,10 @@ def _picked(reading: ChainNode, at: int) -> tuple[int | None, int] | None:
     """The effect of a view on dimension ``at`` of its input: the index that it selects, and the
     dimension's position in its output; None if they are unknown when the graph is traced."""
     assert reading.view is not None
-    function, args = reading.view.function, reading.view.args
-    if function == "select":
-        where, number = args
-        if where == at:
-            return (number, 0) if isinstance(number, int) else None
-        return None, at - (where < at)
-    if function != "getitem":
+    if reading.view.function != "getitem":
         return None
     before = after = 0
-    for entry in args[0]:
+    for entry in reading.view.args[0]:
         if before == at and entry is not None:
             whole = entry == slice(None)
             return (entry, 0) if type(entry) is int else (None, after) if whole else None

@@ -330,7 +330,7 @@ def _without_dim(node: Node) -> tuple[Node, tuple[Node, ...]]:
     if function not in ("squeeze", "select", "getitem"):
         return node, ()
     before = first_operand(node)
-    index = index_of(node) if function == "getitem" else ()
+    index = () if function == "squeeze" else index_of(node)
     if not all(i in (slice(None), Ellipsis) or isinstance(i, int) for i in index):
         return node, ()  # the index may reorder the rows
     if value(before).numel() == value(node).numel():

@@ -129,7 +129,7 @@ def _unflatten(node: Node, shape: Size, dim: int) -> View:
     before = _unchanged_from(node, shape, dim)
     if given["dim"] % len(shape) == before:
         raise NoMatch(node, f"%{node.name} splits the class dimension")
-    return View(before, "unflatten", (given["dim"] % len(shape), tuple(given["sizes"])))
+    return View(before, "unflatten", (given["dim"] % len(shape), given["sizes"]))
 
 
 def _unchanged_from(node: Node, shape: Size, dim: int) -> int:
@@ -213,14 +213,6 @@ def _squeeze(node: Node, shape: Size, dim: int) -> View:
 # ---------------------------------------------------------------- some of the rows
 
 
-def _select(node: Node, shape: Size, dim: int) -> View:
-    given = arguments(node, {"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED})
-    gone = given["dim"] % len(shape)
-    if gone == dim and len(shape) == dim + 1:
-        raise NoMatch(node, f"%{node.name} selects one class")
-    return View(dim + (gone <= dim), "select", (gone, given["index"]))
-
-
 def _narrow(node: Node, shape: Size, dim: int) -> View:
     wanted: dict[str, Any] = dict.fromkeys(("input", "dim", "start", "length"), REQUIRED)
     _, along, *where = arguments(node, wanted).values()
@@ -230,19 +222,23 @@ def _narrow(node: Node, shape: Size, dim: int) -> View:
 
 
 def index_of(node: Node) -> tuple[Any, ...]:
-    """The index of a ``getitem``, or of ATen's ``index`` and ``slice``, as Python writes it."""
-    if function_of(node) == "getitem":
+    """The index of ``getitem``, ``select``, or ATen's ``index`` and ``slice``, as in Python."""
+    function = function_of(node)
+    if function == "getitem":
         index: Any = node.args[1]
         return index if isinstance(index, tuple) else (index,)
-    if function_of(node) == "index":
-        given = arguments(node, {"input": REQUIRED, "indices": REQUIRED})
-        return tuple(slice(None) if i is None else i for i in given["indices"])
-    wanted = {"input": REQUIRED, "dim": 0, "start": None, "end": None, "step": 1}
-    _, dim, start, end, step = arguments(node, wanted).values()
-    start = None if start == 0 else start
-    end = None if end == sys.maxsize else end
-    part = slice(start, end, None if step == 1 else step)
-    return (*[slice(None)] * (dim % value(node).dim()), part)
+    if function == "index":
+        _, indices = arguments(node, {"input": REQUIRED, "indices": REQUIRED}).values()
+        return tuple(slice(None) if i is None else i for i in indices)
+    if function == "select":
+        wanted: dict[str, Any] = dict.fromkeys(("input", "dim", "index"), REQUIRED)
+        _, dim, entry = arguments(node, wanted).values()
+    else:
+        wanted = {"input": REQUIRED, "dim": 0, "start": None, "end": None, "step": 1}
+        _, dim, start, end, step = arguments(node, wanted).values()
+        end = None if end == sys.maxsize else end
+        entry = slice(start or None, end, None if step == 1 else step)
+    return (*[slice(None)] * (dim % value(first_operand(node)).dim()), entry)
 
 
 def _index(node: Node, shape: Size, dim: int) -> View:
@@ -316,8 +312,7 @@ VIEWS: dict[str, ViewReader] = {
     **dict.fromkeys(("mH", "matrix_H"), _conjugate),
     "unsqueeze": _unsqueeze,
     "squeeze": _squeeze,
-    "select": _select,
     "narrow": _narrow,
     "index_select": _index_select,
-    **dict.fromkeys(("getitem", "index", "slice"), _index),
+    **dict.fromkeys(("getitem", "select", "index", "slice"), _index),
 }

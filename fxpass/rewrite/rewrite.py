@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 import fxpass.op.kept
 import fxpass.op.operator  # noqa: F401, registers the operators
 from fxpass.casts.casts import Cast, cast
-from fxpass.graph.functions import is_unread
+from fxpass.graph.functions import reads_values
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import Placing, is_dtensor, placements_of
 from fxpass.graph.region import Region
@@ -57,8 +57,9 @@ def erase(matches: Iterable[Match]) -> None:
         loss = match.loss
         lse = () if match.lse is None else (match.lse.node,)
         for node in (loss.node, *lse, *loss.inner, *reversed(match.chain.nodes)):
-            for user in [u for u in node.users if is_unread(u)]:
-                user.graph.erase_node(user)
+            for user in list(node.users):  # of which only the sizes or the dtype were read
+                if not user.users and not reads_values(user, node):
+                    user.graph.erase_node(user)
             if not node.users and not node._erased:
                 node.graph.erase_node(node)
 
