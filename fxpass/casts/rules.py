@@ -10,18 +10,15 @@ low-precision inputs: they need no row. A new row needs a test which shows that 
 
 from __future__ import annotations
 
-import operator
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Node
 
-from fxpass.graph.nodes import Target
-
-aten = torch.ops.aten
+from fxpass.graph.functions import function_of
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,10 @@ class Rule:
 
 def rule_of(node: Node) -> Rule | None:
     """The rule of a call; None if its operands may have different dtypes."""
-    if node.op not in ("call_function", "call_method"):
+    function = function_of(node)
+    if function not in OPERATIONS:
         return None
-    rule = RULES.get(node.target)
+    rule = _rule(function, getattr(node.target, "_overloadname", ""))
     # mm(a, b, out_dtype=...) allows several dtypes
     given = (*node.args, *node.kwargs.values())
     return None if any(isinstance(a, torch.dtype) for a in given) else rule
@@ -97,49 +95,31 @@ def _counts(example: Any) -> bool:
 # Arguments of these names are masks, which may have another dtype, or outputs.
 _OTHERS = {"attn_mask", "mask", "out"}
 
-# ATen name -> spellings beside torch.<name>, Tensor.<name> and torch.ops.aten.<name>
-_OPERATIONS: dict[str, tuple[Target, ...]] = {
-    "linear": (F.linear,),
-    "matmul": (operator.matmul, operator.imatmul, "__matmul__", "__rmatmul__"),
-    **dict.fromkeys(("mm", "bmm", "mv"), ()),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv"), ()),
-    **dict.fromkeys(("addmm_", "baddbmm_", "addbmm_", "addmv_"), ()),
-    "conv1d": (F.conv1d,),
-    "conv2d": (F.conv2d,),
-    "conv3d": (F.conv3d,),
-    "conv_transpose1d": (F.conv_transpose1d,),
-    "conv_transpose2d": (F.conv_transpose2d,),
-    "conv_transpose3d": (F.conv_transpose3d,),
-    **dict.fromkeys(("convolution", "convolution_backward"), ()),
-    "scaled_dot_product_attention": (F.scaled_dot_product_attention,),
-    **dict.fromkeys(("_native_multi_head_attention", "_transformer_encoder_layer_fwd"), ()),
-}
+# The in-place spellings are functions of their own.
+OPERATIONS = frozenset(
+    (
+        *("linear", "matmul", "mm", "bmm", "mv", "addmm", "baddbmm", "addbmm", "addmv"),
+        *("addmm_", "baddbmm_", "addbmm_", "addmv_"),
+        *("conv1d", "conv2d", "conv3d", "convolution", "convolution_backward"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+        *("scaled_dot_product_attention", "_native_multi_head_attention"),
+        "_transformer_encoder_layer_fwd",
+    )
+)
 
 
-def _rows(name: str, spellings: tuple[Target, ...]) -> dict[Target, Rule]:
-    packet = getattr(aten, name)
-    rows: dict[Target, Rule] = {}
-    for overload in packet.overloads():
-        schema = getattr(packet, overload)._schema
-        arguments = schema.arguments
-        if "out" in overload or any(a.name == "out_dtype" for a in arguments):
+@functools.cache
+def _rule(name: str, overload: str) -> Rule | None:
+    """The rule of an overload; without its name, of the first one, which other spellings call."""
+    packet = getattr(torch.ops.aten, name)
+    for one in [overload] if overload else packet.overloads():
+        arguments = getattr(packet, one)._schema.arguments
+        if "out" in one or any(a.name == "out_dtype" for a in arguments):
             continue
         slots = {
             position: argument.name
             for position, argument in enumerate(arguments)
             if "Tensor" in str(argument.type) and argument.name not in _OTHERS
         }
-        rule = Rule(f"aten::{name}.{overload}".removesuffix(".default"), slots, name.endswith("_"))
-        rows[getattr(packet, overload)] = rule
-        # Python's spellings have the operands of the first overload
-        for target in (*spellings, getattr(torch, name, None), name):
-            if target is not None and (target != name or hasattr(torch.Tensor, name)):
-                rows.setdefault(target, rule)
-    return rows
-
-
-RULES: dict[Target, Rule] = {
-    target: rule
-    for name, spellings in _OPERATIONS.items()
-    for target, rule in _rows(name, spellings).items()
-}
+        return Rule(f"aten::{name}.{one}".removesuffix(".default"), slots, name.endswith("_"))
+    return None

@@ -203,7 +203,8 @@ def _of_signature(function: Any) -> tuple[Overload, ...]:
 _OPERATORS_THAT_WRITE = {
     getattr(operator, name)
     for name in ("setitem", "delitem", *(n for n in operator.__all__ if n[:1] == "i"))
-    if name not in ("index", "indexOf", "inv", "invert", "is_", "is_not", "itemgetter")
+    # tensors have no product in place
+    if name not in ("index", "indexOf", "inv", "invert", "is_", "is_not", "itemgetter", "imatmul")
 }
 _PURE_FUNCTIONS: set[Target] = {
     *({getattr(operator, name) for name in operator.__all__} - _OPERATORS_THAT_WRITE),

@@ -29,7 +29,7 @@ _OPERATORS = ("abs", "add", "getitem", "matmul", "mul", "neg", "pos", "pow", "su
 
 # Methods that take their operands in the opposite order.
 REFLECTED = {
-    **{f"__r{name}__": name for name in ("add", "sub", "mul", "truediv", "pow")},
+    **{f"__r{name}__": name for name in ("add", "sub", "mul", "truediv", "pow", "matmul")},
     "__rdiv__": "div",
 }
 
@@ -105,6 +105,7 @@ def _functions() -> dict[Target, str]:
         found[getattr(operator, name)] = _aten_name(name)
         if hasattr(operator, f"i{name}"):
             found[getattr(operator, f"i{name}")] = f"{_aten_name(name)}_"
+    found[operator.imatmul] = "matmul"  # a tensor has no product in place
     return found
 
 

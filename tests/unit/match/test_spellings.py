@@ -120,6 +120,9 @@ def linear_calls(target: Any) -> Iterable[str]:
             yield f'{spelled(target)}("{equation}", {", ".join(operands)})'
             yield f'{spelled(target)}("{equation}", [{", ".join(operands)}])'
         return
+    if target == "__rmatmul__":
+        yield "wt.__rmatmul__(x)"
+        return
     for first in ("x", "x2", "b"):
         yield from calls(target, OPERANDS, first)
 
