@@ -16,6 +16,8 @@ also where the targets may have another sum, even 0: then only the softmax has t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -41,25 +43,63 @@ def run(
     block: int = BLOCK,
     multiplied: torch.dtype | None = None,
 ) -> Results:
-    """Losses and gradients, in chunks of ``rows`` rows and blocks of ``block`` rows.
+    """Losses and gradients, in chunks of ``rows`` rows and blocks of ``block`` rows; the arguments
+    and the dtypes of the gradients are those of :func:`over_chunks`."""
+    loss = inputs.x.new_empty(inputs.x.shape[0], dtype=compute_dtype(inputs.x.dtype))
+    lse = torch.empty_like(loss) if spec.lse else None
+    target = common.target_of(inputs, spec)
+
+    def to_gradient(few: slice, logits: Tensor, scaled: bool) -> Tensor:
+        loss[few], row_lse, factor = _to_gradient(inputs, spec, target, few, logits, scaled)
+        if lse is not None:
+            lse[few] = row_lse
+        return factor
+
+    grads = over_chunks(inputs, spec.gradients, to_gradient, rows, classes, block, multiplied)
+    return Results(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
+
+
+# Overwrites some rows of logits ``[few, V]`` with their gradient, and returns the factor by which
+# the gradient has still to be multiplied, ``[few]``; it has to be 1 if the last argument is True.
+ToGradient = Callable[[slice, Tensor, bool], Tensor]
+
+
+def over_chunks(
+    inputs: Inputs,
+    gradients: tuple[str, ...],
+    to_gradient: ToGradient,
+    rows: int,
+    classes: int,
+    block: int,
+    multiplied: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """The gradients of x, weight and bias, from a function of some rows of logits.
 
     Deterministic; does not write to its inputs. A gradient has its operand's dtype, with three
     exceptions in f32 (f64 for f64): the weight's gradient if there are several chunks, the bias's,
-    and those of fp16 operands. ``multiplied`` is the dtype of the products; None for the fastest.
+    and those of fp16 operands.
+
+    Args:
+        inputs: x, weight, bias, and the logits if they exist.
+        gradients: the operands whose gradients are returned; if empty, the logits are only read.
+        to_gradient: called once for each block, in the compute dtype.
+        rows: of a chunk.
+        classes: of one product, if the weight or its gradient needs a cast.
+        block: rows that are transformed between two products.
+        multiplied: the dtype of the products; None for the fastest.
     """
     x, weight = inputs.x, inputs.weight
     dtype = compute_dtype(x.dtype)
     multiplied = multiplied or multiplied_in(x.dtype, x.device)
     n, v = x.shape[0], weight.shape[0]
     rows = min(rows, n)
-    loss, factor = (x.new_empty(n, dtype=dtype) for _ in range(2))
-    lse = torch.empty_like(loss) if spec.lse else None
+    factor = x.new_empty(n, dtype=dtype)
     # the first chunk overwrites the gradients, if there is one
     new = x.new_empty if n else x.new_zeros
     returned = gradient_dtype(x.dtype)
     final = returned if rows == n else dtype
     shapes = {"x": (x.shape, returned), "weight": (weight.shape, final), "bias": ((v,), dtype)}
-    grads = {k: new(shapes[k][0], dtype=shapes[k][1]) for k in spec.gradients}
+    grads = {k: new(shapes[k][0], dtype=shapes[k][1]) for k in gradients}
     whole = x.dtype == multiplied and ("weight" not in grads or final == multiplied)
     tiles = slices(0, v, v if whole else classes)
     chunks = _Chunks(inputs, rows, tiles, min(block, rows), multiplied)
@@ -68,16 +108,11 @@ def run(
     x_sums = None
     if "x" in grads and returned != multiplied:
         x_sums = x.new_empty((rows, x.shape[1]), dtype=multiplied)
-    target = common.target_of(inputs, spec)
     for part in slices(0, n, rows):
         chunk = chunks.logits(part, x_rows[part])
         for few in chunks.blocks(part):
             some = chunks.block(few, part)
-            loss[few], row_lse, factor[few] = _to_gradient(
-                inputs, spec, target, few, some, scaled=chunks.narrow
-            )
-            if lse is not None:
-                lse[few] = row_lse
+            factor[few] = to_gradient(few, some, chunks.narrow)
             if "bias" in grads:
                 # beta 0: the first block overwrites uninitialised memory
                 grads["bias"].addmv_(some.t(), factor[few], beta=float(few.start > 0))
@@ -97,7 +132,7 @@ def run(
                 add_product(grads["weight"][place], g.t(), scaled, add=part.start > 0)
         if "x" in grads:
             x_grad.copy_(sums if each is None else sums.mul_(each))
-    return Results(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
+    return grads
 
 
 class _Chunks:
@@ -193,5 +228,5 @@ def _to_gradient(
         factor.fill_(1)
     else:
         target.subtract_from(z, sums.total / sums.mass, rows, every)
-    common.to_logits(spec, z, logits)
+    common.to_logits(spec.transform, z, logits)
     return loss, lse, factor

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from sympy import Expr
 from torch import Tensor
 
 from fxpass.spec import expression
@@ -246,12 +247,12 @@ def coefficients(
     return scale, share
 
 
-def to_logits(spec: Spec, g: Tensor, raw: Tensor) -> None:
+def to_logits(transform: Expr, g: Tensor, raw: Tensor) -> None:
     """Overwrites ``raw``, the linear's output, with its gradient; ``g``, which is overwritten too,
     is the gradient of the transformed logits."""
     if g is raw:
         return
-    slope = expression.derivative(spec.transform)
+    slope = expression.derivative(transform)
     raw.copy_(g.mul_(float(slope) if slope.is_number else expression.evaluate(slope, raw)))
 
 

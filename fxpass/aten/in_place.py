@@ -46,7 +46,7 @@ def run(inputs: Inputs, spec: Spec, classes: int, multiplied: torch.dtype | None
         g = expression.evaluate(spec.transform, raw)
         g.sub_(lse.unsqueeze(1)).exp_().mul_(share.unsqueeze(1))
         target.subtract_from(g, scale, every, some)
-        common.to_logits(spec, g, raw)
+        common.to_logits(spec.transform, g, raw)
         if bias_grad is not None:
             torch.sum(raw, 0, out=bias_grad[some])
         g = logits.multiplied(raw, some)

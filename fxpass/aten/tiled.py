@@ -85,7 +85,7 @@ def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
             g = expression.evaluate(spec.transform, logits)
             g.sub_(lse[part].unsqueeze(1)).exp_().mul_(share.unsqueeze(1))
             target.subtract_from(g, scale, part, some)
-            common.to_logits(spec, g, logits)
+            common.to_logits(spec.transform, g, logits)
             if "bias" in grads:
                 grads["bias"][some] += logits.sum(0)
             g = tiles.multiplied(logits)

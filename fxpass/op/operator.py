@@ -31,7 +31,8 @@ from torch._C._autograd import (  # type: ignore[reportMissingImports]
     _get_current_graph_task_keep_graph as _keep_graph,
 )
 
-import fxpass.op.kept  # noqa: F401, stored code that imports this module may call it too
+import fxpass.op.kept
+import fxpass.op.reductions  # noqa: F401, stored code that imports this module may call them too
 from fxpass.op import runs
 from fxpass.op.checks import NAME, check_class_indices, check_inputs
 from fxpass.op.dispatch import compute

@@ -31,6 +31,7 @@ from fxpass.plan.devices import implementation_for, multiplied_in, properties_of
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.expression import Z
+from fxpass.spec.reductions import Moment, Reductions
 from fxpass.spec.spec import Spec
 
 MIB = 1 << 20
@@ -156,6 +157,38 @@ def _plan(
         over = f"{size(found.scratch)}, is over its budget of {size(allowed)}"
         reason += f"; the smallest block takes {over}"
     return found._replace(implementation=implementation, strategy=strategy, reason=reason)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of_reductions(
+    n: int,
+    d: int,
+    v: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    spec: Reductions,
+    scaled: bool,
+    backward: bool,
+) -> Plan:
+    """The plan for reductions of the logits of x ``[n, d]`` and weight ``[v, d]``, in chunks.
+
+    ``scaled`` says whether rows have a scale, ``backward`` whether this run computes the gradients
+    that the spec names. Gradients of moments' weights do not count as scratch.
+    """
+    products = tuple(g for g in spec.gradients if g in ("x", "weight", "bias"))
+    work = _Work(
+        *(max(1, size) for size in (n, d, v)),
+        e=dtype.itemsize,
+        a=compute_dtype(dtype).itemsize,
+        m=multiplied_in(dtype, device).itemsize,
+        g=gradient_dtype(dtype).itemsize,
+        gradients=products if backward else (),
+        logits_exist=False,
+        temporaries=_copies_of_reductions(spec, scaled, backward),
+    )
+    return _aten_chunked(work, budget(v, dtype, device, 0))._replace(
+        implementation="aten", strategy="chunked"
+    )
 
 
 class _Work(NamedTuple):
@@ -312,6 +345,20 @@ def _temporaries(spec: Spec, gradients: bool) -> int:
     slope = _copies(expression.derivative(spec.transform)) if gradients else 0
     # one copy for the value, which remains while the target or the slope is computed
     return 1 + max(value, slope, dense)
+
+
+def _copies_of_reductions(spec: Reductions, scaled: bool, backward: bool) -> int:
+    """Copies of a block of logits that :mod:`fxpass.aten.reductions` needs at once."""
+    transformed, value = int(spec.transform != Z), _copies(spec.transform)
+    sums = [output for output in spec.outputs if not isinstance(output, str)]
+    weighted = any(output.weight is not None for output in sums)
+    if backward:
+        # beside the transformed logits, their log-softmax and the gradient: softmax, term, weights
+        slope = _copies(expression.derivative(spec.transform)) if transformed else 0
+        return max(value, transformed + scaled + 2 + max(2 + weighted, slope))
+    # the terms of a sum, or the powers of one; its weights, and their product
+    terms = 1 + max(2 * weighted, any(isinstance(o, Moment) and o.b > 0 for o in sums))
+    return max(value, transformed + scaled, max(transformed, scaled) + terms)
 
 
 def _copies(expr: Any) -> int:

@@ -1,0 +1,228 @@
+"""``fxpass::class_reductions``: reductions of a head's logits over the classes, without the logits.
+
+In: hidden states, the head's weight, what its reductions read, and the text of
+:class:`fxpass.spec.reductions.Reductions`. Out: the outputs of every row; backward computes the
+logits again, a chunk of rows at a time::
+
+    >>> x, w, c = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([1, 2, 3, 4])
+    >>> rows, *_ = class_reductions(x, w, None, None, c, [], "r1 outputs=pick;moment(1,1)")
+    >>> log_probs, minus_entropy = rows  # [4] each
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxpass.aten import reductions as aten
+from fxpass.aten.reductions import Operands, Outputs
+from fxpass.plan.devices import on_device
+from fxpass.plan.plan import Plan, plan_of_reductions
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.reductions import OF_PICKS, Reductions
+
+NAME = "fxpass::class_reductions"
+_Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op(NAME, mutates_args=())
+def class_reductions(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    picks: Tensor | None,
+    given: Sequence[Tensor],
+    spec: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Reductions of ``x @ weight.T + bias`` over the classes.
+
+    Args:
+        x: ``[N, D]`` floating point.
+        weight: ``[V, D]``, dtype of x; V is at least 1.
+        bias: ``[V]`` in the dtype of x or of the outputs, or None. A wider bias is added to the
+            up-cast logits.
+        scale: ``[N]`` in the dtype of the outputs, a factor of each row's transformed logits.
+        picks: class indices ``[N]`` or ``[N, K]`` int64, for the outputs ``pick`` and ``at``; else
+            None.
+        given: the weights of moments, ``[V]`` or ``[N, V]`` floating point.
+        spec: the text of a :class:`fxpass.spec.reductions.Reductions`.
+
+    Returns:
+        rows: ``[R, N]`` f32 (f64 for f64 operands), in the order of the spec's outputs; K rows for
+            picks ``[N, K]``.
+        indices: ``[I, N]`` int64, the outputs that are class indices.
+        lse, rest, saved: what backward reads.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together.
+        IndexError: a pick is no class (on CPU; on GPUs a device-side assertion fails).
+    """
+    s = Reductions.parse(spec)
+    operands = Operands(x, weight, bias, scale, picks, tuple(given))
+    _check(operands, s)
+    _check_picks(operands)
+    with on_device(x.device), torch._C._DisableAutocast():
+        out = aten.forward(operands, s, _plan(operands, s, gradients=False))
+    return out.rows, out.indices, out.lse, out.rest, out.saved
+
+
+@torch.library.custom_op(NAME + "_backward", mutates_args=())
+def class_reductions_backward(
+    grad: Tensor,
+    lse: Tensor,
+    rest: Tensor,
+    saved: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    picks: Tensor | None,
+    given: Sequence[Tensor],
+    spec: str,
+) -> list[Tensor]:
+    """The gradients that the spec names, for the gradient ``[R, N]`` of the rows, in the dtypes of
+    their operands. The other arguments are those and the results of :func:`class_reductions`."""
+    s = Reductions.parse(spec)
+    operands = Operands(x, weight, bias, scale, picks, tuple(given))
+    out = Outputs(grad, grad, lse, rest, saved)
+    with on_device(x.device), torch._C._DisableAutocast():
+        plan = _plan(operands, s, gradients=True)
+        found = aten.backward(operands, s, plan, out, grad.to(lse.dtype))
+    return [found[name].to(t.dtype) for name, t in _named(operands) if name in s.gradients]
+
+
+def _named(operands: Operands) -> list[tuple[str, Tensor]]:
+    """The operands that may have a gradient, in the order of ``Reductions.gradients``."""
+    x, weight, bias, scale, _, given = operands
+    named = [("x", x), ("weight", weight), ("bias", bias), ("scale", scale)]
+    named += [(f"given{i}", t) for i, t in enumerate(given)]
+    return [(name, t) for name, t in named if t is not None]
+
+
+def _plan(operands: Operands, spec: Reductions, gradients: bool) -> Plan:
+    x, weight = operands.x, operands.weight
+    n, d, v = *x.shape, weight.shape[0]
+    scaled = operands.scale is not None
+    return plan_of_reductions(n, d, v, x.dtype, x.device, spec, scaled, gradients)
+
+
+def _check(operands: Operands, spec: Reductions) -> None:
+    x, weight, bias, scale, picks, given = operands
+    named = _named(operands) + ([] if picks is None else [("picks", picks)])
+    if any(t.device != x.device for _, t in named):
+        places = ", ".join(f"{name} on {t.device}" for name, t in named)
+        raise ValueError(f"{NAME} needs tensors of one device, got {places}")
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not len(weight):
+        raise ValueError(
+            f"{NAME} needs x [N, D] and weight [V, D] with V >= 1, got {list(x.shape)} and "
+            f"{list(weight.shape)}"
+        )
+    if not x.is_floating_point() or x.dtype != weight.dtype:
+        raise ValueError(
+            f"{NAME} needs x and weight of one floating-point dtype, got {x.dtype} and "
+            f"{weight.dtype}: cast one of them"
+        )
+    n, v, dtype = x.shape[0], weight.shape[0], compute_dtype(x.dtype)
+    shapes: list[tuple[str, Tensor | None, tuple[list[int], ...]]] = [
+        ("bias", bias, ([v],)),
+        ("scale", scale, ([n],)),
+        *((f"given{i}", t, ([v], [n, v])) for i, t in enumerate(given)),
+    ]
+    for name, tensor, allowed in shapes:
+        if tensor is not None and list(tensor.shape) not in allowed:
+            wanted = " or ".join(map(str, allowed))
+            raise ValueError(f"{NAME} needs {name} {wanted}, got {list(tensor.shape)}")
+    if bias is not None and bias.dtype not in (x.dtype, dtype):
+        raise ValueError(f"{NAME} needs a bias of {x.dtype} or {dtype}, got {bias.dtype}")
+    if scale is not None and scale.dtype != dtype:
+        raise ValueError(f"{NAME} needs a scale of {dtype}, got {scale.dtype}")
+    if (picks is None) != set(OF_PICKS).isdisjoint(spec.outputs):
+        raise ValueError(f"{NAME} needs picks for the outputs pick and at, and only for them")
+    if picks is not None and (
+        picks.dtype != torch.int64 or picks.dim() not in (1, 2) or picks.shape[:1] != x.shape[:1]
+    ):
+        raise ValueError(
+            f"{NAME} needs picks [{n}] or [{n}, K] int64, got {list(picks.shape)} {picks.dtype}"
+        )
+    sums = (o for o in spec.outputs if not isinstance(o, str))
+    weights = [o.weight for o in sums if o.weight is not None]
+    if weights and max(weights) >= len(given):
+        raise ValueError(f"{NAME} needs {max(weights) + 1} weights of moments, got {len(given)}")
+    for name, tensor in named:
+        if name.startswith("given") and not tensor.is_floating_point():
+            raise ValueError(f"{NAME} needs a floating-point {name}, got {tensor.dtype}")
+    if absent := set(spec.gradients) - {name for name, _ in named}:
+        raise ValueError(f"{NAME} cannot compute gradients of {', '.join(sorted(absent))}: absent")
+
+
+def _check_picks(operands: Operands) -> None:
+    picks, v = operands.picks, operands.weight.shape[0]
+    if picks is None:
+        return
+    wrong = (picks < 0) | (picks >= v)
+    if picks.device.type != "cpu":
+        torch.ops.aten._assert_async(~wrong.any())
+    elif wrong.any():
+        raise IndexError(f"class {picks[wrong][0].item()} is out of bounds: there are {v} classes")
+
+
+# ---------------------------------------------------------------- the compiler and autograd
+
+
+@class_reductions.register_fake
+def _(x, weight, bias, scale, picks, given, spec: str) -> _Five:
+    s = Reductions.parse(spec)
+    operands = Operands(x, weight, bias, scale, picks, tuple(given))
+    _check(operands, s)
+    out = aten.empty(operands, s)
+    return out.rows, out.indices, out.lse, out.rest, out.saved
+
+
+@class_reductions_backward.register_fake
+def _(grad, lse, rest, saved, x, weight, bias, scale, picks, given, spec: str) -> list[Tensor]:
+    named = _named(Operands(x, weight, bias, scale, picks, tuple(given)))
+    gradients = Reductions.parse(spec).gradients
+    return [t.new_empty(t.shape) for name, t in named if name in gradients]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, weight, bias, scale, picks, given, text = inputs
+    _, indices, lse, rest, saved = output
+    named = dict(_named(Operands(x, weight, bias, scale, picks, tuple(given))))
+    ctx.spec = Reductions.parse(text)
+    for name, tensor in named.items():
+        if tensor.requires_grad and name not in ctx.spec.gradients:
+            raise RuntimeError(
+                f"{NAME}: {name} requires a gradient that the spec does not name ({text!r}); "
+                f"add it to gradients= or detach {name}"
+            )
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(indices, lse, rest, saved)
+    tensors = (x, weight, bias, scale, picks, *given)
+    ctx.present = [t is not None for t in tensors]
+    ctx.save_for_backward(lse, rest, saved, *(t for t in tensors if t is not None))
+
+
+def _backward(ctx, grad: Tensor | None, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{NAME} has no second derivative (create_graph=True). Set FUSEDCE=0 for this model"
+        )
+    lse, rest, saved, *present = ctx.saved_tensors
+    tensors = iter(present)
+    x, weight, bias, scale, picks, *given = (next(tensors) if p else None for p in ctx.present)
+    found = {}
+    if grad is not None:
+        grads = class_reductions_backward(
+            grad, lse, rest, saved, x, weight, bias, scale, picks, given, ctx.spec.text()
+        )
+        found = dict(zip(ctx.spec.gradients, grads, strict=True))
+    of_given = [found.get(f"given{i}") for i in range(len(given))]
+    named = (found.get(name) for name in ("x", "weight", "bias", "scale"))
+    return *named, None, of_given, None
+
+
+class_reductions.register_autograd(_backward, setup_context=_setup_context)

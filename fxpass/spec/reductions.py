@@ -1,0 +1,266 @@
+"""Reductions of a row of logits over its classes, in one normal form.
+
+Let z be a row's logits after a pointwise transform, M their maximum, lse their log-sum-exp, l = z -
+lse their log-softmax and p = exp(l). What programs take from a row is arithmetic on a few outputs:
+
+    lse                the log-sum-exp
+    pick, at           l and z at a given class c
+    moment(a,b,w)      sum_j w_j exp(a l_j) l_j**b, for 0 <= a, b <= 2 and weights w: ones, a vector
+                       of classes [V], or values [N, V]
+    logits(w)          sum_j w_j z_j
+    max, amax, argmax  the largest logit, and its class
+    peak               the largest l
+
+The entropy is -moment(1,1), a sum of p**2 is moment(2,0), an expectation of u is moment(1,0,u), and
+a loss with soft targets q is -moment(0,1,q). The output of a row and its gradient with respect to
+the logits, for an incoming gradient of 1, are
+
+    lse                 M + log S                         p_j
+    pick, peak          (z_c - M) - log S, -log S         1[j = c] - p_j
+    moment              see :func:`normalised`            psi_j - p_j sigma
+
+with S = sum_j exp(z_j - M), psi_j = w_j exp(a l_j) (a l_j**b + b l_j**(b-1)) and sigma = sum_j
+psi_j = a moment(a,b,w) + b moment(a,b-1,w). One pass over the classes accumulates the raw sums
+
+    S_ab[w] = sum_j w_j exp(a (z_j - M)) (z_j - M)**b
+
+under the maximum so far. A new maximum changes them by :func:`shifted`, so that blocks of a row,
+tiles, chunks and vocabulary shards are joined by the same few lines::
+
+    >>> z = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
+    >>> entropy = Moment(1, 1)
+    >>> sums = {m: float(m.term(z - 3).sum()) for m in raw([entropy])}
+    >>> -normalised(entropy, sums, math.log(sums[TOTAL]))
+    0.83239...
+    >>> torch.distributions.Categorical(logits=z).entropy().item()
+    0.83239...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sympy import Expr
+from torch import Tensor
+
+from fxpass.spec import expression
+
+REVISION = "r1"  # as spec.REVISION, of the operator fxpass::class_reductions
+HIGHEST_POWER = 2
+# Far below any log-softmax that counts, and its square is finite: 0 * -inf would be nan.
+LEAST_LOG = -1e15
+
+
+@dataclass(frozen=True, order=True)
+class Moment:
+    """``sum_j w_j exp(a l_j) l_j**b`` of a row.
+
+    Attributes:
+        a, b: powers of the softmax and of the log-softmax, 0 to 2.
+        weight: the position of w among the operands that the call gives; None for ones.
+    """
+
+    a: int
+    b: int
+    weight: int | None = None
+
+    def term(self, y: Tensor) -> Tensor:
+        """``exp(a y) y**b`` at each element, 0 where the exponential is 0."""
+        if not self.a:
+            return y**self.b if self.b else torch.ones_like(y)
+        e = y.exp() if self.a == 1 else (self.a * y).exp_()
+        if self.b:
+            finite = y.clamp(min=LEAST_LOG)
+            for _ in range(self.b):
+                e.mul_(finite)
+        return e
+
+    def slope(self, y: Tensor) -> Tensor:
+        """``psi / w``, the derivative of :meth:`term` by ``y``."""
+        parts = []
+        if self.a:
+            parts.append(self.a * self.term(y))
+        if self.b:
+            parts.append(self.b * dataclasses.replace(self, b=self.b - 1).term(y))
+        return functools.reduce(torch.add, parts) if parts else torch.zeros_like(y)
+
+    def __str__(self) -> str:
+        weight = "" if self.weight is None else f",{self.weight}"
+        return f"moment({self.a},{self.b}{weight})"
+
+
+@dataclass(frozen=True, order=True)
+class LogitSum:
+    """``sum_j w_j z_j`` of a row: not shifted, as a sum of differences would lose digits.
+
+    Attributes:
+        weight: the position of w among the operands that the call gives; None for ones.
+    """
+
+    weight: int | None = None
+
+    def __str__(self) -> str:
+        return f"logits({'' if self.weight is None else self.weight})"
+
+
+# The sum S of a row, without which no log-softmax is known.
+TOTAL = Moment(1, 0)
+
+# The other outputs: rows of floats, and rows of class indices.
+ROWS, INDICES = ("lse", "pick", "at", "max", "amax", "peak"), ("argmax",)
+OF_PICKS = ("pick", "at")  # K rows each
+Output = Moment | LogitSum | str
+
+
+def raw(moments: Iterable[Output]) -> tuple[Moment, ...]:
+    """The sums that one pass accumulates for these outputs, ``TOTAL`` first."""
+    wanted = (m for m in moments if isinstance(m, Moment))
+    lower = (dataclasses.replace(m, b=b) for m in wanted for b in range(m.b + 1))
+    return tuple(dict.fromkeys((TOTAL, *lower)))
+
+
+def normalised(
+    moment: Moment, sums: Mapping[Moment, Any], log_total: Any, exp: Any = math.exp
+) -> Any:
+    """The moment of l = y - log_total, from the raw sums of y = z - M."""
+    if moment == TOTAL:
+        return sums[TOTAL] * exp(-log_total)
+    total = _binomial(moment, sums, -log_total)
+    return total * exp(-moment.a * log_total) if moment.a else total
+
+
+def shifted(moment: Moment, sums: Mapping[Moment, Any], shift: Any, exp: Any = math.exp) -> Any:
+    """The raw sum under a new maximum, where ``shift`` is the old maximum minus the new one."""
+    total = _binomial(moment, sums, shift)
+    return total * exp(moment.a * shift) if moment.a else total
+
+
+def _binomial(moment: Moment, sums: Mapping[Moment, Any], shift: Any) -> Any:
+    """``sum_j w_j exp(a y_j) (y_j + shift)**b``."""
+    total = sums[moment]
+    for k in range(moment.b):
+        lower = sums[dataclasses.replace(moment, b=k)]
+        total = total + math.comb(moment.b, k) * shift ** (moment.b - k) * lower
+    return total
+
+
+def for_slope(moment: Moment) -> tuple[tuple[int, Moment], ...]:
+    """sigma as factors and moments."""
+    lower = [(moment.b, dataclasses.replace(moment, b=moment.b - 1))] if moment.b else []
+    return (*([(moment.a, moment)] if moment.a else []), *lower)
+
+
+# ---------------------------------------------------------------- what one call computes
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """What one call of ``fxpass::class_reductions`` computes, apart from its tensors.
+
+    Attributes:
+        outputs: the outputs, each once.
+        transform: the logit that is reduced, as an expression of the linear's output ``z``.
+        gradients: the operands that need a gradient, of ``x``, ``weight``, ``bias``, ``scale`` and
+            ``given0``, ``given1``, ..., in this order.
+
+    The text form is the operator's last argument::
+
+        >>> Reductions(("lse", Moment(1, 1)), gradients=("x",)).text()
+        'r1 outputs=lse;moment(1,1) gradients=x'
+        >>> Reductions.parse('r1 outputs=pick').outputs
+        ('pick',)
+    """
+
+    outputs: tuple[Output, ...]
+    transform: Expr = expression.Z
+    gradients: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for output in self.outputs:
+            if isinstance(output, str):
+                if output not in (*ROWS, *INDICES):
+                    raise ValueError(f"{output!r} is no reduction of a row of logits")
+                continue
+            if output.weight is not None and output.weight < 0:
+                raise ValueError(f"{output} has a weight at a negative position")
+            if isinstance(output, Moment) and not (
+                0 <= output.a <= HIGHEST_POWER and 0 <= output.b <= HIGHEST_POWER
+            ):
+                raise ValueError(f"{output} has a power that is not 0 to {HIGHEST_POWER}")
+        if not self.outputs:
+            raise ValueError("a call without outputs")
+        if len(set(self.outputs)) != len(self.outputs):
+            raise ValueError("an output is named twice")
+        if self.gradients != tuple(sorted(set(self.gradients), key=_position)):
+            raise ValueError(f"gradients must be named once and in order, got {self.gradients}")
+
+    @property
+    def rows(self) -> tuple[Output, ...]:
+        """The outputs that are floats."""
+        return tuple(o for o in self.outputs if o not in INDICES)
+
+    @property
+    def saved(self) -> tuple[Moment, ...]:
+        """The moments that the gradients of the outputs read."""
+        moments = (m for m in self.outputs if isinstance(m, Moment))
+        read = (m for moment in moments for _, m in for_slope(moment) if m != TOTAL)
+        return tuple(dict.fromkeys(read)) if self.gradients else ()
+
+    def text(self) -> str:
+        """One line; fields at their defaults are left out."""
+        words = [REVISION, f"outputs={';'.join(map(str, self.outputs))}"]
+        if self.transform != expression.Z:
+            words.append(f"transform={expression.text(self.transform)}")
+        if self.gradients:
+            words.append(f"gradients={','.join(self.gradients)}")
+        return " ".join(words)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def parse(text: str) -> Reductions:
+        """The record of a text form; ``ValueError`` for anything that :meth:`text` cannot write."""
+        revision, *words = text.split(" ")
+        if revision != REVISION:
+            raise ValueError(
+                f"this graph was compiled by another version of fxpass ({revision!r}, this is "
+                f"{REVISION!r}): clear the compile cache"
+            )
+        try:
+            found = dict(word.split("=", 1) for word in words)
+            outputs = tuple(map(_output, found.pop("outputs").split(";")))
+            transform = expression.parse(found.pop("transform", "z"))
+            gradients = tuple(filter(None, found.pop("gradients", "").split(",")))
+            spec = Reductions(outputs, transform, gradients)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"not reductions: {text!r}") from error
+        if spec.text() != text:  # one computation, one text, one cache key
+            raise ValueError(f"not reductions: {text!r} (written {spec.text()!r})")
+        return spec
+
+
+def _output(word: str) -> Output:
+    if match := re.fullmatch(r"logits\((\d*)\)", word):
+        return LogitSum(int(match[1]) if match[1] else None)
+    match = re.fullmatch(r"moment\((\d),(\d)(?:,(\d+))?\)", word)
+    if match is None:
+        return word
+    a, b, weight = match.groups()
+    return Moment(int(a), int(b), None if weight is None else int(weight))
+
+
+_NAMED = ("x", "weight", "bias", "scale")
+
+
+def _position(name: str) -> int:
+    if name in _NAMED:
+        return _NAMED.index(name)
+    if re.fullmatch(r"given(0|[1-9][0-9]*)", name) is None:
+        raise ValueError(f"{name!r} is no operand")
+    return len(_NAMED) + int(name.removeprefix("given"))

@@ -1,0 +1,151 @@
+"""Calls of ``fxpass::class_reductions``, and the programs that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxpass.op.reductions import class_reductions
+from fxpass.spec import expression
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.reductions import (
+    INDICES,
+    OF_PICKS,
+    ROWS,
+    TOTAL,
+    LogitSum,
+    Moment,
+    Output,
+    Reductions,
+)
+from tests.support.numerics import assert_as_accurate
+
+N, D, V, K = 7, 5, 11, 3
+INF, NAN = float("inf"), float("nan")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+WEIGHTS = (None, 0, 1)  # ones, classes [V], values [N, V]
+MOMENTS = [Moment(a, b, w) for a in range(3) for b in range(3) for w in WEIGHTS]
+MOMENTS.remove(TOTAL)  # 1, with gradients that are rounding errors
+OUTPUTS: list[Output] = [*ROWS, *MOMENTS, *map(LogitSum, WEIGHTS)]
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "z": lambda z: z,
+    "3*tanh(z/3)": lambda z: 3 * torch.tanh(z / 3),
+    "0.5-0.5*z": lambda z: 0.5 - 0.5 * z,
+}
+
+
+class Case(NamedTuple):
+    """The operands of a call by name, in the order of the operator; ``picks`` apart."""
+
+    tensors: dict[str, Tensor]
+    picks: Tensor | None
+    spec: Reductions
+    frozen: tuple[str, ...] = ()
+
+    def fused(self, *tensors: Tensor) -> Tensor:
+        return self.run(tensors)[0]
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        found = self._named(tensors)
+        given = [t for name, t in found.items() if name.startswith("given")]
+        one = (found.get(name) for name in ("x", "weight", "bias", "scale"))
+        return class_reductions(*one, self.picks, given, self.spec.text())
+
+    def eager(self, *tensors: Tensor) -> Tensor:
+        """The rows ``[R, N]``, by autograd in the dtype of the operands."""
+        found = self._named(tensors)
+        z, bias = found["x"] @ found["weight"].T, found.get("bias")
+        wide = torch.promote_types(z.dtype, torch.float32)
+        if bias is not None:
+            z = F.linear(found["x"], found["weight"], bias) if bias.dtype == z.dtype else z + bias
+        z = TRANSFORMS[expression.text(self.spec.transform)](z.to(wide))
+        if "scale" in found:
+            z = z * found["scale"].unsqueeze(1)
+        log = z.log_softmax(1)
+        picks = None if self.picks is None else self.picks.view(len(z), -1)
+        lines: list[Tensor] = []
+        for output in self.spec.rows:
+            if isinstance(output, Moment | LogitSum):
+                w = 1 if output.weight is None else found[f"given{output.weight}"].to(wide)
+                lines.append(
+                    (w * (z if isinstance(output, LogitSum) else term(output, log))).sum(1)
+                )
+            elif output in OF_PICKS:
+                assert picks is not None
+                lines += (log if output == "pick" else z).gather(1, picks).unbind(1)
+            else:
+                lines.append(
+                    {
+                        "lse": lambda: z.logsumexp(1),
+                        "max": lambda: z.max(1).values,
+                        "amax": lambda: z.amax(1),
+                        "peak": lambda: log.max(1).values,
+                    }[output]()
+                )
+        return torch.stack(lines)
+
+    def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        pairs = zip(self.tensors, tensors, strict=True)
+        return {name: t.detach() if name in self.frozen else t for name, t in pairs}
+
+
+def term(moment: Moment, log: Tensor) -> Tensor:
+    """As programs write it, without a power of 0."""
+    if not moment.a:  # 0 * log: autograd wants a gradient
+        return log**moment.b if moment.b else 1 + 0 * log
+    e = (moment.a * log).exp()
+    return e * log**moment.b if moment.b else e
+
+
+def case(
+    outputs: Sequence[Output],
+    dtype: torch.dtype = torch.float32,
+    transform: str = "z",
+    bias: torch.dtype | None = None,
+    scaled: bool = False,
+    many: bool = False,
+    shape: tuple[int, int, int] = (N, D, V),
+    size: float = 1.0,
+    frozen: tuple[str, ...] = (),
+) -> Case:
+    n, d, v = shape
+    wide = compute_dtype(dtype)
+    tensors = {"x": (size * torch.randn(n, d)).to(dtype), "weight": torch.randn(v, d).to(dtype)}
+    if bias is not None:
+        tensors["bias"] = torch.randn(v).to(bias)
+    if scaled:
+        tensors["scale"] = (0.5 + torch.rand(n)).to(wide)
+    weights = [o.weight for o in outputs if not isinstance(o, str)]
+    for i, sizes in enumerate(([v], [n, v])):
+        if any(w is not None and w >= i for w in weights):
+            tensors[f"given{i}"] = torch.randn(sizes).to(wide if i == 0 else dtype)
+    read = {f"given{w}" for w in weights}
+    frozen += tuple(name for name in tensors if name.startswith("given") and name not in read)
+    picked = not set(OF_PICKS).isdisjoint(outputs)
+    gradients = tuple(name for name in tensors if name not in frozen)
+    return Case(
+        tensors,
+        torch.randint(v, (n, K) if many else (n,)) if picked else None,
+        Reductions(tuple(outputs), expression.parse(transform), gradients),
+        frozen,
+    )
+
+
+def check(found: Case, dtype: torch.dtype = torch.float32) -> None:
+    tensors = list(found.tensors.values())
+    upstream = torch.randn(found.eager(*tensors).shape)
+    assert_as_accurate(found.fused, found.eager, tensors, dtype, upstream)
+
+
+COMBINATIONS: dict[str, list[Output]] = {
+    "a policy's loss": ["pick", Moment(1, 1), "argmax"],
+    "a loss with a z-loss and metrics": ["pick", "lse", "argmax", "amax", "peak"],
+    "smoothing": ["pick", Moment(0, 1), Moment(0, 1, 0)],
+    "two maxima": ["max", "amax", "at", "argmax"],
+    "sums of one weight": [Moment(1, 0, 1), LogitSum(1), Moment(0, 1, 1), Moment(1, 2, 0)],
+    "everything": [*OUTPUTS, *INDICES],
+}

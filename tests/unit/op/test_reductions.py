@@ -1,0 +1,206 @@
+"""``fxpass::class_reductions`` as an operator: schema, fake, autograd, bad input."""
+
+from __future__ import annotations
+
+import expecttest
+import pytest
+import torch
+
+from fxpass.op.reductions import class_reductions, class_reductions_backward
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.reductions import (
+    REVISION,
+)
+from tests.support.reduction_cases import (
+    COMBINATIONS,
+    DTYPES,
+    Case,
+    D,
+    N,
+    V,
+    case,
+)
+
+
+def test_the_operators_of_this_revision():
+    """Graphs in compile caches call them like this: another schema needs another revision."""
+    operators = (torch.ops.fxpass.class_reductions, torch.ops.fxpass.class_reductions_backward)
+    expecttest.assert_expected_inline(
+        "\n".join([REVISION, *(str(operator.default._schema) for operator in operators)]),
+        """\
+r1
+fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, str spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+fxpass::class_reductions_backward(Tensor grad, Tensor lse, Tensor rest, Tensor saved, Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, str spec) -> Tensor[]""",
+    )
+
+
+def arguments(found: Case) -> tuple:
+    given = [t for name, t in found.tensors.items() if name.startswith("given")]
+    named = (found.tensors.get(name) for name in ("x", "weight", "bias", "scale"))
+    return *named, found.picks, given, found.spec.text()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["a policy's loss", "smoothing", "everything"])
+@pytest.mark.parametrize("full", [False, True])
+def test_opcheck(full, name, dtype):
+    outputs = COMBINATIONS[name]
+    found = case(outputs, dtype, bias=dtype if full else None, scaled=full, many=full)
+    forward = arguments(found)
+    with torch.no_grad():
+        rows, _, *saved = class_reductions(*forward)
+    torch.library.opcheck(class_reductions_backward, (torch.ones_like(rows), *saved, *forward))
+    for tensor in found.tensors.values():
+        tensor.requires_grad_()
+    torch.library.opcheck(class_reductions, forward)
+    # torch has no gradients of lists that hold tensors without one
+    frozen = case(outputs, dtype, frozen=tuple(name for name in found.tensors if name != "x"))
+    frozen.tensors["x"].requires_grad_()
+    torch.library.opcheck(class_reductions, arguments(frozen))
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_written_to_operands(dtype):
+    found = case(COMBINATIONS["everything"], dtype, "3*tanh(z/3)", dtype, True, True)
+    assert found.picks is not None
+    before = [t.clone() for t in (*found.tensors.values(), found.picks)]
+    leaves = [t.requires_grad_() for t in found.tensors.values()]
+    rows, indices, *_ = found.run(leaves)
+    grad = torch.ones_like(rows)
+    rows.backward(grad)
+    assert not indices.requires_grad
+    assert all(map(torch.equal, (*found.tensors.values(), found.picks), before))
+    assert torch.equal(grad, torch.ones_like(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_have_the_dtypes_of_their_operands(dtype):
+    wide = compute_dtype(dtype)
+    for bias in (dtype, wide):
+        found = case(COMBINATIONS["everything"], dtype, bias=bias, scaled=True)
+        leaves = [t.requires_grad_() for t in found.tensors.values()]
+        found.fused(*leaves).sum().backward()
+        assert all(t.grad is not None and t.grad.dtype == t.dtype for t in leaves)
+
+
+def test_there_is_no_second_derivative():
+    found = case(["lse"])
+    leaves = [t.requires_grad_() for t in found.tensors.values()]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(found.fused(*leaves).sum(), leaves, create_graph=True)
+
+
+def test_outputs_without_a_gradient():
+    found = case(["argmax"])
+    rows, indices, lse, *_ = found.run([t.requires_grad_() for t in found.tensors.values()])
+    assert rows.shape == (0, N)
+    assert not indices.requires_grad
+    assert not lse.requires_grad
+
+
+def test_a_gradient_that_the_spec_does_not_name():
+    found = case(["lse"], frozen=("weight",))._replace(frozen=())
+    leaves = [t.requires_grad_() for t in found.tensors.values()]
+    with pytest.raises(RuntimeError, match="weight requires a gradient that the spec does not"):
+        found.fused(*leaves)
+
+
+def test_autocast_changes_nothing():
+    found = case(COMBINATIONS["a policy's loss"])
+    tensors = [*found.tensors.values()]
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = found.fused(*tensors)
+    assert torch.equal(cast, found.fused(*tensors))
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("index", [-1, -100, V, 2**40])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_pick_that_is_no_class(many, index):
+    found = case(["pick"], many=many)
+    assert found.picks is not None
+    found.picks[-1] = index
+    with pytest.raises(IndexError, match=f"class {index} is out of bounds: there are {V} classes"):
+        found.fused(*found.tensors.values())
+
+
+F32, META = torch.float32, torch.device("meta")
+DEFAULT = {
+    "x": torch.ones(N, D),
+    "weight": torch.ones(V, D),
+    "bias": None,
+    "scale": None,
+    "picks": None,
+    "given": [],
+    "spec": "r1 outputs=lse",
+}
+PICK = "r1 outputs=pick"
+WRONG = {
+    "needs x .N, D. and weight": [
+        {"x": torch.ones(D)},
+        {"x": torch.ones(1, N, D)},
+        {"weight": torch.ones(V)},
+        {"weight": torch.ones(V, D + 1)},
+        {"weight": torch.ones(0, D)},
+    ],
+    "of one floating-point dtype": [
+        {"x": torch.ones(N, D, dtype=torch.float64)},
+        {"x": torch.ones(N, D).long(), "weight": torch.ones(V, D).long()},
+        {"x": torch.ones(N, D).to(torch.complex64), "weight": torch.ones(V, D).to(torch.complex64)},
+    ],
+    "needs tensors of one device, got x on cpu, weight on meta": [
+        {"weight": torch.ones(V, D, device=META)},
+    ],
+    "needs tensors of one device": [
+        {"bias": torch.ones(V, device=META)},
+        {"scale": torch.ones(N, device=META)},
+        {"picks": torch.ones(N, device=META).long(), "spec": PICK},
+        {"given": [torch.ones(V, device=META)]},
+    ],
+    rf"needs bias \[{V}\], got": [{"bias": torch.ones(1, V)}, {"bias": torch.ones(1)}],
+    "needs a bias of": [{"bias": torch.ones(V).double()}, {"bias": torch.ones(V).half()}],
+    rf"needs scale \[{N}\], got": [{"scale": torch.ones(())}, {"scale": torch.ones(N, 1)}],
+    "needs a scale of torch.float32, got torch.float64": [{"scale": torch.ones(N).double()}],
+    "needs picks for the outputs pick and at": [
+        {"spec": PICK},
+        {"spec": "r1 outputs=at"},
+        {"picks": torch.zeros(N).long()},
+    ],
+    rf"needs picks \[{N}\] or \[{N}, K\] int64": [
+        {"picks": torch.zeros(N).int(), "spec": PICK},
+        {"picks": torch.zeros(N), "spec": PICK},
+        {"picks": torch.zeros(N + 1).long(), "spec": PICK},
+        {"picks": torch.zeros(()).long(), "spec": PICK},
+        {"picks": torch.zeros(N, 2, 2).long(), "spec": PICK},
+    ],
+    rf"needs given0 \[{V}\] or \[{N}, {V}\], got": [
+        {"given": [torch.ones(N)]},
+        {"given": [torch.ones(1, V)]},
+        {"given": [torch.ones(())]},
+    ],
+    "needs a floating-point given1, got torch.int64": [
+        {"given": [torch.ones(V), torch.ones(V).long()]}
+    ],
+    "needs 3 weights of moments, got 1": [
+        {"given": [torch.ones(V)], "spec": "r1 outputs=moment(1,0,2)"},
+        {"given": [torch.ones(V)], "spec": "r1 outputs=logits(2)"},
+    ],
+    "cannot compute gradients of bias, given1: absent": [
+        {"given": [torch.ones(V)], "spec": "r1 outputs=lse gradients=x,bias,given0,given1"},
+    ],
+    "another version of fxpass": [{"spec": "v6 reduction=mean"}],
+    "not reductions": [{"spec": "r1 outputs=loss"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [(message, changes) for message, cases in WRONG.items() for changes in cases],
+)
+def test_operands_that_do_not_fit(message, changes):
+    with pytest.raises(ValueError, match=message):
+        class_reductions(*(DEFAULT | changes).values())

@@ -1,0 +1,233 @@
+"""The algebra of class reductions: texts, sums of blocks joined, values and slopes in float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpass.spec import expression
+from fxpass.spec.reductions import (
+    HIGHEST_POWER,
+    INDICES,
+    REVISION,
+    ROWS,
+    TOTAL,
+    LogitSum,
+    Moment,
+    Reductions,
+    for_slope,
+    normalised,
+    raw,
+    shifted,
+)
+
+POWERS = range(HIGHEST_POWER + 1)
+MOMENTS = [Moment(a, b, w) for a in POWERS for b in POWERS for w in (None, 0)]
+SOFTCAP = expression.parse("30*tanh(z/30)")
+EVERY = ("x", "weight", "bias", "scale", "given0", "given2", "given10")
+SPECS = [
+    *(Reductions((name,)) for name in (*ROWS, *INDICES)),
+    *(Reductions((moment,)) for moment in MOMENTS),
+    Reductions((LogitSum(), LogitSum(0), LogitSum(12), Moment(2, 2, 10))),
+    Reductions(("pick", "lse"), SOFTCAP),
+    Reductions(("pick", Moment(1, 1), "argmax"), SOFTCAP, EVERY),
+    *(Reductions(("lse",), gradients=(name,)) for name in EVERY),
+]
+
+
+# ---------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text())
+def test_round_trip(spec):
+    assert Reductions.parse(spec.text()) == spec
+
+
+def test_one_computation_has_one_text():
+    assert len({spec.text() for spec in SPECS}) == len(SPECS)
+    assert SPECS[-len(EVERY) - 1].text() == (
+        "r1 outputs=pick;moment(1,1);argmax transform=30*tanh(z/30) "
+        "gradients=x,weight,bias,scale,given0,given2,given10"
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "outputs=",
+        "gradients=x",
+        "outputs=lse;",
+        "outputs=lse;lse",
+        "outputs=loss",
+        "outputs=lse,pick",
+        "outputs=moment(1)",
+        "outputs=moment(3,0)",
+        "outputs=moment(0,3)",
+        "outputs=moment(-1,0)",
+        "outputs=moment(1,1,)",
+        "outputs=moment(1,1,-1)",
+        "outputs=moment(1,1,00)",
+        "outputs=moment(1,1,x)",
+        "outputs=moment(\uff11,1)",
+        "outputs=logits",
+        "outputs=logits(-1)",
+        "outputs=logits(01)",
+        "outputs=lse  gradients=x",
+        "outputs=lse ",
+        "outputs=lse gradients=",
+        "outputs=lse gradients=y",
+        "outputs=lse gradients=x,x",
+        "outputs=lse gradients=weight,x",
+        "outputs=lse gradients=given",
+        "outputs=lse gradients=given00",
+        "outputs=lse gradients=given-1",
+        "outputs=lse gradients=given1,given0",
+        "outputs=lse gradients=given\u0663",
+        "outputs=lse gradients=given0,x",
+        "outputs=lse transform=z",
+        "outputs=lse transform=y",
+        "outputs=lse transform=import(z)",
+        "outputs=lse transform=1/0",
+        "outputs=lse outputs=lse",
+        "outputs=lse rows=1",
+        "outputs=lse lse",
+        "gradients=x outputs=lse",
+    ],
+)
+def test_other_texts_are_refused(words):
+    with pytest.raises(ValueError, match="not reductions"):
+        Reductions.parse(f"{REVISION} {words}")
+
+
+@pytest.mark.parametrize("revision", ["r0", "r", "", "v6", "R1"])
+def test_another_revision_is_refused(revision):
+    with pytest.raises(ValueError, match=r"another version of fxpass .*clear the compile cache"):
+        Reductions.parse(f"{revision} outputs=lse")
+
+
+@pytest.mark.parametrize(
+    ("outputs", "gradients", "message"),
+    [
+        ((), (), "without outputs"),
+        (("loss",), (), "'loss' is no reduction"),
+        ((Moment(3, 0),), (), r"moment\(3,0\) has a power"),
+        ((Moment(0, -1),), (), r"moment\(0,-1\) has a power"),
+        ((Moment(1, 1, -1),), (), "negative position"),
+        ((LogitSum(-1),), (), "negative position"),
+        (("max", "max"), (), "named twice"),
+        (("max",), ("weight", "x"), "in order"),
+        (("max",), ("logits",), "'logits' is no operand"),
+    ],
+)
+def test_a_bad_value_is_named(outputs, gradients, message):
+    with pytest.raises(ValueError, match=message):
+        Reductions(outputs, gradients=gradients)
+
+
+def test_outputs_by_their_kinds():
+    spec = Reductions(("argmax", "pick", Moment(1, 2, 3), TOTAL), gradients=("x",))
+    assert spec.rows == ("pick", Moment(1, 2, 3), TOTAL)
+    assert spec.saved == (Moment(1, 2, 3), Moment(1, 1, 3))
+    assert Reductions(spec.outputs).saved == ()
+
+
+# ---------------------------------------------------------------- values
+
+
+def direct(moment: Moment, y: Tensor, w: Tensor) -> float:
+    """The definition."""
+    term = (moment.a * y).exp() * y**moment.b
+    return float((term if moment.weight is None else w * term).sum())
+
+
+def of_block(moments: tuple[Moment, ...], y: Tensor, w: Tensor) -> dict[Moment, float]:
+    terms = {m: m.term(y) for m in moments}
+    return {m: float((t if m.weight is None else w * t).sum()) for m, t in terms.items()}
+
+
+def assert_equal(got: float, exact: float) -> None:
+    assert abs(got - exact) <= 1e-12 * max(1.0, abs(exact)), (got, exact)
+
+
+def test_raw_sums_are_closed_and_begin_with_the_total():
+    assert raw([]) == raw(["lse", "pick", LogitSum(0)]) == (TOTAL,)
+    assert raw([Moment(0, 2, 1)]) == (TOTAL, *(Moment(0, b, 1) for b in POWERS))
+    assert raw([TOTAL, Moment(1, 1)]) == (TOTAL, Moment(1, 1))
+    assert set(raw(MOMENTS)) == {*MOMENTS}
+
+
+@pytest.mark.parametrize("size", [1, 10, 300])
+@pytest.mark.parametrize("moment", MOMENTS, ids=str)
+def test_a_normalised_moment_is_the_sum_over_the_log_softmax(moment, size):
+    z, w = size * torch.randn(23, dtype=torch.float64), torch.randn(23, dtype=torch.float64)
+    sums = of_block(raw([moment]), z - z.max(), w)
+    got = normalised(moment, sums, math.log(sums[TOTAL]))
+    assert_equal(got, direct(moment, z.log_softmax(0), w))
+
+
+@pytest.mark.parametrize("order", ["rising", "falling", "mixed"])
+@pytest.mark.parametrize("seed", range(5))
+def test_blocks_are_joined_under_any_order_of_maxima(seed, order):
+    torch.manual_seed(seed)
+    z, w = 3 * torch.randn(40, dtype=torch.float64), torch.randn(40, dtype=torch.float64)
+    places = {"rising": z.argsort(), "falling": (-z).argsort(), "mixed": torch.arange(40)}
+    cuts = [0, *sorted(torch.randperm(39)[:6].add(1).tolist()), 40]
+    moments, highest, sums = raw(MOMENTS), -1e3, dict.fromkeys(MOMENTS, 0.0)
+    for start, stop in itertools.pairwise(cuts):
+        part = places[order][start:stop]
+        new = max(highest, float(z[part].max()))
+        more = of_block(moments, z[part] - new, w[part])
+        sums = {m: shifted(m, sums, highest - new) + more[m] for m in moments}
+        highest = new
+    for moment in moments:
+        assert_equal(sums[moment], direct(moment, z - z.max(), w))
+
+
+def test_a_shift_takes_tensors_too():
+    sums = {m: torch.rand(3, dtype=torch.float64) for m in MOMENTS}
+    shift = -torch.rand(3, dtype=torch.float64)
+    for moment in MOMENTS:
+        got = shifted(moment, sums, shift, torch.exp)
+        each = [{m: float(s[i]) for m, s in sums.items()} for i in range(3)]
+        for i, one in enumerate(each):
+            assert_equal(float(got[i]), shifted(moment, one, float(shift[i])))
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=str)
+def test_a_class_without_probability_counts_nothing(moment):
+    y = torch.tensor([0.0, -math.inf, -1e30], dtype=torch.float64)
+    term = moment.term(y)
+    if moment.a:
+        assert term[1] == term[2] == 0
+    assert moment.term(torch.tensor([math.nan])).isnan().item() == bool(moment.a or moment.b)
+
+
+# ---------------------------------------------------------------- slopes
+
+
+@pytest.mark.parametrize("moment", MOMENTS, ids=str)
+def test_the_slope_is_autograds(moment):
+    y = (-5 * torch.rand(50, dtype=torch.float64)).requires_grad_()
+    ((moment.a * y).exp() * y**moment.b).sum().backward()
+    assert y.grad is not None
+    assert (moment.slope(y.detach()) - y.grad).abs().max() < 1e-12 * y.grad.abs().max().clamp(1)
+
+
+@pytest.mark.parametrize("size", [1, 10])
+@pytest.mark.parametrize("moment", MOMENTS, ids=str)
+def test_the_gradient_of_the_logits_is_autograds(moment, size):
+    """dz_j = psi_j - p_j sigma."""
+    z = (size * torch.randn(31, dtype=torch.float64)).requires_grad_()
+    w = torch.randn(31, dtype=torch.float64) if moment.weight is not None else torch.ones(31)
+    log = z.log_softmax(0)
+    (w.double() * (moment.a * log).exp() * log**moment.b).sum().backward()
+    log = log.detach()
+    sigma = sum(factor * direct(m, log, w) for factor, m in for_slope(moment))
+    found = w * moment.slope(log) - log.exp() * sigma
+    assert z.grad is not None
+    assert (found - z.grad).abs().max() < 1e-12 * max(1.0, float(z.grad.abs().max()))
