@@ -79,7 +79,7 @@ def read_node(node: Node, dim: int, after: list[ChainNode]) -> ChainNode:
     if placement_name(node.target):
         return ChainNode(node, "placement", first_operand(node), dim)
     if function in CASTS:
-        _check_cast(node)
+        check_cast(node)
         return ChainNode(node, "cast", first_operand(node), dim)
     if function in VIEWS:
         view = view_of(node, dim)
@@ -149,7 +149,7 @@ def _main_operand(node: Node, function: str, tensors: list[Node]) -> Node:
     return computed[0]
 
 
-def _check_cast(node: Node) -> None:
+def check_cast(node: Node) -> None:
     old, new = value(first_operand(node)), value(node)
     if old.device != new.device:
         raise NoMatch(

@@ -23,11 +23,13 @@ from fxpass.graph.source import source_line
 from fxpass.match import profitability
 from fxpass.match.chain import Chain, chain_of, check_operands
 from fxpass.match.folds import Stack
+from fxpass.match.heads import Head, heads_of
 from fxpass.match.logit_users import LogitUsers
 from fxpass.match.losses import Loss, check_dtypes, loss_of
 from fxpass.match.modes import Mode, check_modes, modes_of
+from fxpass.match.schedule import scheduled
 from fxpass.match.sharding import Sharding, check_existing, sharding_of
-from fxpass.plan.choice import Choice, choose
+from fxpass.plan.choice import Choice
 from fxpass.settings import Settings
 from fxpass.spec.spec import GRADIENTS, Spec
 
@@ -42,11 +44,15 @@ class Rejection:
         node: the node at which reading stopped.
         reason: why, as a sentence without its first capital.
         source: the user's line of the loss.
+        costs: whether fusing it, in whatever way, would cost more memory than it saves.
+        linear: the linear of its logits, if it is known.
     """
 
     node: Node
     reason: str
     source: str
+    costs: bool = False
+    linear: Node | None = None
 
     def __str__(self) -> str:
         return f"not fused: {self.source}: {self.reason}"
@@ -112,12 +118,14 @@ class Match:
 
 @dataclass(frozen=True)
 class Found:
-    """The matches and rejections of one region in the graph's order, and its deferred outputs, each
-    with the nodes that compute it: the linears and the nodes after them."""
+    """The matches and rejections of one region in the graph's order, its deferred outputs, each
+    with the nodes that compute it (the linears and the nodes after them), and the heads whose
+    logits are reduced in other ways than by a loss."""
 
     matches: tuple[Match, ...]
     rejections: tuple[Rejection, ...]
     deferred: dict[Node, tuple[Node, ...]]
+    heads: tuple[Head, ...] = ()
 
 
 def find(region: Region, settings: Settings) -> Found:
@@ -134,7 +142,8 @@ def find(region: Region, settings: Settings) -> Found:
                 found.append(_match(loss, modes, settings))
         except NoMatch as no:
             if loss is None or not loss.speculative:
-                found.append(Rejection(no.node, no.reason, source_line(node)))
+                costs = isinstance(no, _Costs)
+                found.append(Rejection(no.node, no.reason, source_line(node), costs))
         except Exception as error:
             # the graph has not changed yet: an unforeseen program runs without the rewrite
             log.warning("%s: reading the graph failed", source_line(node), exc_info=True)
@@ -143,12 +152,46 @@ def find(region: Region, settings: Settings) -> Found:
     found = _with_whole_stacks(_without_gradients(_without_parts(found), settings))
     found, users = _decide(region, found, settings)
     found = _with_lse(found)
+    found, heads = _with_heads(region, found, modes, settings)
     matches = [m for m in found if isinstance(m, Match)]
     return Found(
-        tuple(_scheduled(m, settings, profitability.others(m, matches)) for m in matches),
+        tuple(scheduled(m, settings, profitability.others(m, matches)) for m in matches),
         tuple(m for m in found if isinstance(m, Rejection)),
         users.deferred,
+        heads,
     )
+
+
+def _with_heads(
+    region: Region,
+    found: list[Match | Rejection],
+    modes: dict[Node, Mode],
+    settings: Settings,
+) -> tuple[list[Match | Rejection], tuple[Head, ...]]:
+    """Without the losses of heads all of whose reductions are fused, and these heads."""
+    matches = [m for m in found if isinstance(m, Match)]
+    taken = {m.chain.linear.node for m in matches if m.logits_mode != "keep"}
+    made, stopped = heads_of(region, taken, modes, settings)
+    # a loss that was rejected for another reason than its logits' other readers stays as it is
+    rejected = [m for m in found if isinstance(m, Rejection) and (m.costs or m.linear is None)]
+    stay = {n for m in rejected for n in (m.node, *m.node.all_input_nodes)}
+    made = tuple(head for head in made if stay.isdisjoint(head.nodes))
+    linears = {head.flow.linear.node for head in made}
+    inside = {node for head in made for node in head.nodes}
+    left = [
+        m
+        for m in found
+        if (isinstance(m, Match) and m.chain.linear.node not in linears)
+        or (isinstance(m, Rejection) and m.node not in inside)
+    ]
+    known = {m.linear if isinstance(m, Rejection) else m.chain.linear.node for m in found}
+    known |= {m.node for m in found if isinstance(m, Rejection)}
+    left += [
+        Rejection(no.node, no.reason, source_line(linear))
+        for linear, no in stopped.items()
+        if known.isdisjoint((linear, no.node))
+    ]
+    return left, made
 
 
 def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:
@@ -181,13 +224,17 @@ def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:
         changed=changed is not None,
     )
     for rule in profitability.RULES:
-        _worth_it(loss, rule(match, settings.min_logits_mb))
+        _worth_it(loss, rule(match, settings.min_logits_mb), _Costs)
     return match
 
 
-def _worth_it(loss: Loss, reason: str | None) -> None:
+class _Costs(NoMatch):
+    """Why fusing a loss would cost more memory than it saves."""
+
+
+def _worth_it(loss: Loss, reason: str | None, kind: type[NoMatch] = NoMatch) -> None:
     if reason:
-        raise NoMatch(loss.node, f"{reason} (FUSEDCE_MIN_LOGITS_MB=0 fuses all)")
+        raise kind(loss.node, f"{reason} (FUSEDCE_MIN_LOGITS_MB=0 fuses all)")
 
 
 def _rows(logits: torch.Tensor, dim: int) -> int | torch.SymInt:
@@ -254,10 +301,11 @@ def _without_gradients(
         try:
             if isinstance(one, Match):
                 reason = profitability.many_gradients(one, matches, settings.min_logits_mb)
-                _worth_it(one.loss, reason)
+                _worth_it(one.loss, reason, _Costs)
             out.append(one)
         except NoMatch as no:
-            out.append(Rejection(no.node, no.reason, one.source))
+            linear = one.chain.linear.node if isinstance(one, Match) else one.linear
+            out.append(Rejection(no.node, no.reason, one.source, True, linear))
     return out
 
 
@@ -316,7 +364,7 @@ def _decided(match: Match, users: LogitUsers, settings: Settings) -> Match | Rej
         spec = replace(match.spec, transform=chain.expr)
         return replace(match, logits_mode="keep", chain=chain, spec=spec)
     except NoMatch as no:
-        return Rejection(no.node, no.reason, match.source)
+        return Rejection(no.node, no.reason, match.source, linear=match.chain.linear.node)
 
 
 # ---------------------------------------------------------------- z-loss
@@ -347,47 +395,3 @@ def _joinable(loss: Loss, lse: Loss) -> bool:
     """Whether all users of the log-sum-exp come after the loss, which computes both."""
     of_loss = {loss.node, *loss.inner}
     return all(user > loss.node for user in lse.node.users if user not in of_loss)
-
-
-# ---------------------------------------------------------------- the strategy
-
-
-def _scheduled(
-    match: Match, settings: Settings, others: tuple[int | torch.SymInt, ...] = ()
-) -> Match:
-    """With its strategy, which decides whether forward or backward computes the gradients, so that
-    the compiled graph depends on it."""
-    linear, sharding = match.chain.linear, match.sharding
-    logits, hidden = value(linear.node), value(linear.x)
-    n, v = match.shape[0], hint(match.shape[1])
-    run = match.spec
-    if sharding is not None:  # the sizes of this rank's operator call
-        n, v = n // sharding.rows, sharding.count
-        run = run.of_shard() if run.shard_of else run
-    setting = settings.strategy
-    if match.changed:
-        setting = "chunked"
-    choice = choose(
-        *(n, hint(hidden.shape[-1]), max(1, v), logits.dtype, logits.device),
-        run,
-        setting,
-        logits_exist=match.logits_mode == "keep",
-        others=others,
-    )
-    spec = replace(
-        match.spec,
-        strategy=choice.strategy,
-        memory_mb=choice.spec.memory_mb,
-    )
-    match = replace(match, spec=spec, choice=choice)
-    waits = spec.gradients and spec.gradients_in_backward
-    if (
-        match.logits_mode == "keep"
-        and waits
-        and sharding is None
-        and hazards.leaves(match.chain.base)
-    ):
-        chain = chain_of(match.loss)
-        spec = replace(spec, transform=chain.expr)
-        match = replace(match, chain=chain, spec=spec, recomputed=True)
-    return match

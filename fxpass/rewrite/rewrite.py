@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 
 import fxpass.op.kept
@@ -32,6 +30,7 @@ from fxpass.match.losses import Loss
 from fxpass.match.match import Match
 from fxpass.match.sharding import as_dtensor
 from fxpass.match.views import View
+from fxpass.rewrite.builder import Builder
 from fxpass.spec.dtypes import compute_dtype
 
 
@@ -64,19 +63,12 @@ def erase(matches: Iterable[Match]) -> None:
                 node.graph.erase_node(node)
 
 
-def _fake_mode_of(example: Any) -> AbstractContextManager[Any]:
-    """The fake mode of a DTensor's local tensor: ``redistribute`` makes index tensors, which must
-    be fake too. Operations on other examples enter their fake mode themselves."""
-    local = example.to_local() if is_dtensor(example) else None
-    return local.fake_mode if isinstance(local, FakeTensor) else nullcontext()
-
-
-class _Edit:
+class _Edit(Builder):
     """Builds the operands of one operator call in the graph."""
 
     def __init__(self, graph: Graph, match: Match) -> None:
-        self.graph, self.match, self.site = graph, match, match.loss.node
-        self.casts: list[Cast] = []
+        super().__init__(graph, match.loss.node)
+        self.match = match
         self.logits: Node | None = None
 
     def cast_operands(self) -> None:
@@ -87,7 +79,7 @@ class _Edit:
         self.weight = self._cast(linear.weight)
         self.bias = None if linear.bias is None else self._cast(linear.bias)
         if linear.transposed:
-            self.weight = self._method("t", self.weight)
+            self.weight = self.method("t", self.weight)
         self.whole_weight = self.weight  # a DTensor where it is sharded
         sharding = self.match.sharding
         # the placements of DTensors with this rank's rows
@@ -105,11 +97,11 @@ class _Edit:
         replays the views after ``base`` on the logits."""
         if self.match.logits_mode == "keep" and not self.match.recomputed:
             # no gradient through the logits: the operator has gradients of x and weight
-            self.logits = self._method("detach", self.match.chain.base)
+            self.logits = self.method("detach", self.match.chain.base)
             if is_dtensor(value(self.logits)):
                 assert self.match.sharding is not None
                 placements = self.match.sharding.logits(value(self.logits).dim() - 1)
-                self.logits = self._method("to_local", self._placed(self.logits, placements))
+                self.logits = self.method("to_local", self._placed(self.logits, placements))
         at = self.match.chain.nodes.index(self.match.chain.base)
         before = set(self.match.chain.nodes[: at + 1])
         for fold in self.match.chain.folds:
@@ -138,10 +130,10 @@ class _Edit:
         target, class_weight = self._target(loss), loss.class_weight
         if match.detached:
             self.x, self.weight = (
-                self._method("detach", self.x),
-                self._method("detach", self.weight),
+                self.method("detach", self.x),
+                self.method("detach", self.weight),
             )
-            self.bias = None if self.bias is None else self._method("detach", self.bias)
+            self.bias = None if self.bias is None else self.method("detach", self.bias)
         if sharding is None and match.spec.gradients and match.spec.gradients_in_backward:
             self._keep_for_backward()
         function: Any = torch.ops.fxpass.linear_cross_entropy.default
@@ -170,20 +162,20 @@ class _Edit:
         x of a frozen weight, the weight of frozen hidden states. The user may write to them."""
         keep = torch.ops.fxpass.kept.default
         if self.bias is not None:
-            self.bias = self._function(keep, self.bias)
+            self.bias = self.function(keep, self.bias)
         if "weight" not in self.match.spec.gradients:
-            self.x = self._function(keep, self.x)
+            self.x = self.function(keep, self.x)
         if "x" not in self.match.spec.gradients:
-            self.weight = self._function(keep, self.weight)
+            self.weight = self.function(keep, self.weight)
 
     # ------------------------------------------------------------ folds
 
     def _view(self, fold: RowView, to_logits: bool) -> None:
         classes = fold.view.classes
         if classes is not None:
-            self.weight = self._function(operator.getitem, self.weight, classes)
+            self.weight = self.function(operator.getitem, self.weight, classes)
             if self.bias is not None:
-                self.bias = self._function(operator.getitem, self.bias, classes)
+                self.bias = self.function(operator.getitem, self.bias, classes)
         self.x = self._viewed(fold.view, self.x, None)
         if to_logits and self.logits is not None:
             self.logits = self._viewed(fold.view, self.logits, classes)
@@ -194,34 +186,34 @@ class _Edit:
         The logits may have this rank's classes only."""
         if not view.function:
             return tensor
-        op, target, args = view.replayed(self._size(tensor, view.dim), classes)
-        return self._call(op, target, tensor, *args)
+        op, target, args = view.replayed(self.size(tensor, view.dim), classes)
+        return self.call(op, target, tensor, *args)
 
     def _repeated(self, fold: Stack, node: Node) -> Node:
-        node = self._method("unsqueeze", node, fold.dim)
+        node = self.method("unsqueeze", node, fold.dim)
         sizes = [-1] * value(node).dim()
         sizes[fold.dim] = fold.count
-        return self._method("expand", node, *sizes)
+        return self.method("expand", node, *sizes)
 
     def _affine(self, fold: Affine) -> None:
         factor, shift = float(fold.factor), float(fold.shift)
         if factor != 1:
-            self.x = self._method("mul", self.x, factor)
+            self.x = self.method("mul", self.x, factor)
             if self.bias is not None:
-                self.bias = self._method("mul", self.bias, factor)
+                self.bias = self.method("mul", self.bias, factor)
         if shift:  # in f32, as exact as on the logits: a 16-bit bias would round the shift
             dtype = compute_dtype(self.dtype)
             if self.bias is None:
-                v = self._size(self.weight, 0)
-                self.bias = self._method("new_zeros", self.weight, v, dtype=dtype)
-            self.bias = self._method("add", self._method("to", self.bias, dtype), shift)
+                v = self.size(self.weight, 0)
+                self.bias = self.method("new_zeros", self.weight, v, dtype=dtype)
+            self.bias = self.method("add", self.method("to", self.bias, dtype), shift)
 
     def _scale(self, name: str, factor: Node) -> None:
         # the factor is not cast first: its rounding would affect all logits alike
-        self.x, _ = cast(self.graph, self._method(name, self.x, factor), self.dtype, self.site)
+        self.x, _ = cast(self.graph, self.method(name, self.x, factor), self.dtype, self.site)
         if self.bias is not None:  # a match with a bias has one factor, not one per row
-            one = self._method("reshape", factor, ()) if is_tensor(factor) else factor
-            self.bias = self._method(name, self.bias, one)
+            one = self.method("reshape", factor, ()) if is_tensor(factor) else factor
+            self.bias = self.method(name, self.bias, one)
 
     def _add_bias(self, fold: Bias) -> None:
         # a bias added to up-cast logits is not rounded to the linear's dtype
@@ -231,9 +223,9 @@ class _Edit:
         self.casts += [made] if made else []
         bias = self._classes_here(bias)
         if self.bias is not None:
-            self.bias = self._method("add" if fold.sign > 0 else "sub", self.bias, bias)
+            self.bias = self.method("add" if fold.sign > 0 else "sub", self.bias, bias)
         else:
-            self.bias = bias if fold.sign > 0 else self._method("neg", bias)
+            self.bias = bias if fold.sign > 0 else self.method("neg", bias)
 
     # ------------------------------------------------------------ DTensors to local tensors
 
@@ -257,7 +249,7 @@ class _Edit:
         """This rank's classes of a bias with V elements, as ``[V_r]``."""
         sharding = self.match.sharding
         if value(bias).dim() != 1:
-            bias = self._method("reshape", bias, -1)
+            bias = self.method("reshape", bias, -1)
         if sharding is None:
             return bias
         if is_dtensor(value(bias)):
@@ -265,7 +257,7 @@ class _Edit:
             return self._to_local(self._placed(bias, sharding.weight), self._weight_gradient())
         if int(value(bias).shape[0]) == sharding.count:
             return bias
-        return self._method("narrow", bias, 0, sharding.first, sharding.count)
+        return self.method("narrow", bias, 0, sharding.first, sharding.count)
 
     def _with_rows(self, target: Node | None) -> Node | None:
         """This rank's rows of the target, with all classes. x and target get the same placements:
@@ -278,23 +270,23 @@ class _Edit:
                 self.x = self._placed(self.x, self.row_placements)
         if target is None or not is_dtensor(value(target)):
             return target
-        return self._method("to_local", self._placed(target, self.row_placements))
+        return self.method("to_local", self._placed(target, self.row_placements))
 
     def _whole(self, tensor: Node | None) -> Node | None:
         if tensor is None or not is_dtensor(value(tensor)):
             return tensor
-        return self._method("full_tensor", tensor)
+        return self.method("full_tensor", tensor)
 
     def _placed(self, node: Node, placements: Any) -> Node:
         """A DTensor with other placements."""
         if placements_of(value(node)) == tuple(placements):
             return node
         redistribute: Any = type(value(node)).redistribute  # type: ignore[attr-defined]
-        return self._function(Placing(redistribute, placements=tuple(placements)), node)
+        return self.function(Placing(redistribute, placements=tuple(placements)), node)
 
     def _to_local(self, node: Node, gradient: Any) -> Node:
         to_local: Any = type(value(node)).to_local  # type: ignore[attr-defined]
-        return self._function(Placing(to_local, grad_placements=tuple(gradient)), node)
+        return self.function(Placing(to_local, grad_placements=tuple(gradient)), node)
 
     # ------------------------------------------------------------ to rows and back
 
@@ -302,10 +294,10 @@ class _Edit:
         """``[..., D, ...]`` as ``[N, D]``."""
         dim, rank = self.match.loss.dim, value(node).dim()
         if rank == 1:
-            return self._method("unsqueeze", node, 0)
+            return self.method("unsqueeze", node, 0)
         if dim != rank - 1:
-            node = self._method("movedim", node, dim, -1)
-        return node if rank == 2 else self._method("flatten", node, 0, -2)
+            node = self.method("movedim", node, dim, -1)
+        return node if rank == 2 else self.method("flatten", node, 0, -2)
 
     def _target(self, loss: Loss) -> Node | None:
         target = loss.target
@@ -313,13 +305,13 @@ class _Edit:
             return target and self._rows(target)
         if loss.wraps:
             sharding = self.match.sharding
-            v = self._size(self.weight, 0) if sharding is None else sharding.classes
+            v = self.size(self.weight, 0) if sharding is None else sharding.classes
             if loss.wraps == "all":
-                target = self._method("remainder", target, v)
+                target = self.method("remainder", target, v)
             else:
-                negative, added = self._method("lt", target, 0), self._method("add", target, v)
-                target = self._function(torch.where, negative, added, target)
-        return target if value(target).dim() == 1 else self._method("flatten", target)
+                negative, added = self.method("lt", target, 0), self.method("add", target, v)
+                target = self.function(torch.where, negative, added, target)
+        return target if value(target).dim() == 1 else self.method("flatten", target)
 
     def _hand_over(self, out: Node, position: int, loss: Loss, name: str, scalar: bool) -> None:
         """Replaces a loss by one output of the operator, in the loss's shape and dtype."""
@@ -329,12 +321,12 @@ class _Edit:
         flat = value(self.x).new_empty(() if scalar else value(self.x).shape[:1])
         new.meta["example_value"] = flat.to(compute_dtype(self.dtype))
         if not scalar and value(self.shaped).dim() != 2:
-            like = self._method("select", self.shaped, loss.dim, 0)
-            new = self._method("view_as", new, like)
+            like = self.method("select", self.shaped, loss.dim, 0)
+            new = self.method("view_as", new, like)
         if loss.keepdim:
-            new = self._method("unsqueeze", new, loss.dim)
+            new = self.method("unsqueeze", new, loss.dim)
         if loss.negative:
-            new = self._method("neg", new)
+            new = self.method("neg", new)
         new, _ = cast(self.graph, new, value(old).dtype, old)
         if is_dtensor(value(old)):
             new = self._as_dtensor(new, old, scalar)
@@ -347,33 +339,8 @@ class _Edit:
         assert sharding is not None
         placements = sharding.sums() if scalar else self.row_placements
         to_dtensor = Placing(as_dtensor, placements=tuple(placements))
-        new = self._function(to_dtensor, new, self.whole_weight)
+        new = self.function(to_dtensor, new, self.whole_weight)
         return self._placed(new, sharding.loss_placements(placements_of(value(old))))
 
-    # ------------------------------------------------------------ nodes
-
     def _cast(self, operand: Node) -> Node:
-        node, made = cast(self.graph, operand, self.dtype, self.match.chain.linear.node)
-        self.casts += [made] if made else []
-        return node
-
-    def _size(self, tensor: Node, dim: int) -> int | Node:
-        """One size of a tensor, as a node where it is symbolic."""
-        size = value(tensor).shape[dim]
-        return size if isinstance(size, int) else self._method("size", tensor, dim)
-
-    def _method(self, name: str, *args: Any, **kwargs: Any) -> Node:
-        return self._call("call_method", name, *args, **kwargs)
-
-    def _function(self, function: Any, *args: Any) -> Node:
-        return self._call("call_function", function, *args)
-
-    def _call(self, op: str, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """A new node with its example value and the stack trace of the loss."""
-        node = self.graph.create_node(op, target, args, kwargs)
-        node.meta["stack_trace"] = self.site.meta.get("stack_trace")
-        examples = torch.fx.map_arg(args, lambda n: n.meta["example_value"])
-        function = getattr(type(examples[0]), target) if op == "call_method" else target
-        with torch.no_grad(), _fake_mode_of(examples[0]):
-            node.meta["example_value"] = function(*examples, **kwargs)
-        return node
+        return self.cast(operand, self.dtype, self.match.chain.linear.node)

@@ -24,6 +24,7 @@ from fxpass.match.match import Found, Match, Rejection, find
 from fxpass.op import runs
 from fxpass.rewrite import dump
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
+from fxpass.rewrite.reductions import rewrite_head
 from fxpass.rewrite.rewrite import Rewritten, erase, rewrite
 from fxpass.settings import Settings
 from fxpass.spec.spec import Spec
@@ -67,22 +68,25 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             continue
         found = find(region, settings)
         rejections += found.rejections
-        if not found.matches:
+        if not (found.matches or found.heads):
             continue
         untouched = _copy(region.module.graph)
         try:
-            returned, rewritten = _carry_out(region, found, settings)
+            returned, rewritten, made = _carry_out(region, found, settings)
             generated = {kernel: None for one in rewritten for kernel in _launches(one.call)}
         except Exception as error:
             # an unforeseen program runs without the rewrite
-            log.warning("%s: the rewrite failed", found.matches[0].source, exc_info=True)
+            log.warning(
+                "%s: the rewrite failed", (*found.matches, *found.heads)[0].source, exc_info=True
+            )
             region.module.graph = untouched
             reason = f"fxpass failed to rewrite the graph, please report this: {error!r}"
             rejections += [Rejection(m.loss.node, reason, m.source) for m in found.matches]
+            rejections += [Rejection(h.flow.linear.node, reason, h.source) for h in found.heads]
             continue
-        casts += [cast for one in rewritten for cast in one.casts]
+        casts += made
         kernels |= generated
-        matches += found.matches
+        matches += [*found.matches, *found.heads]
         if region.outer is None:  # no output of a nested graph is deferred
             restore = returned
     for name, records in (("matched", matches), ("rejected", rejections)):
@@ -104,16 +108,20 @@ def _copy(graph: Graph) -> Graph:
     return copied
 
 
-def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Rewritten]]:
-    """Rewrites all matches of a region."""
+def _carry_out(
+    region: Region, found: Found, settings: Settings
+) -> tuple[Restore, list[Rewritten], list[Cast]]:
+    """Rewrites all heads and matches of a region."""
     # before the rewrite, which erases the nodes that recipes copy
     recipes = {output: recipe_of(output, nodes) for output, nodes in found.deferred.items()}
+    casts = [cast for head in found.heads for cast in rewrite_head(region, head)]
     # the last match first: an earlier loss may be its operand
     rewritten = [rewrite(region, match) for match in reversed(found.matches)]
     restore = defer_outputs(region.module, recipes, drop=settings.logits == "drop")
     erase(found.matches)
     region.module.recompile()
-    return restore, rewritten[::-1]
+    rewritten.reverse()
+    return restore, rewritten, casts + [cast for one in rewritten for cast in one.casts]
 
 
 def _launches(call: Node) -> tuple[Launch, ...]:

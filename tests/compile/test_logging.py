@@ -41,7 +41,7 @@ def mixture(x, w, target):
 
 
 def loss_less(x, w, target):
-    return F.linear(x, w).sum()
+    return F.linear(x, w).cumsum(-1).sum()
 
 
 EXPECTED = [

@@ -52,9 +52,8 @@ def test_few_classes():
 def logged(x, weight, labels):
     logits = F.linear(x, weight)
     with torch.no_grad():
-        probabilities = logits.softmax(-1)
-        entropy = -(probabilities * probabilities.log()).sum(-1).mean()
-    return F.cross_entropy(logits, labels), entropy
+        largest = logits.sort(-1, descending=True).values[:, :5].sum()
+    return F.cross_entropy(logits, labels), largest
 
 
 def returned(x, weight, labels):

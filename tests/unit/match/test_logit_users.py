@@ -29,8 +29,8 @@ PROGRAMS = {
     "some of them": (lambda z, loss: (loss, z[:, -1:], z.half()), "defer"),
     "two views": (lambda z, loss: (loss, z[:, -1:], z.float()), "keep"),
     "other classes": (lambda z, loss: (loss, z[..., :3]), "defer"),
-    "their largest": (lambda z, loss: (loss, z.argmax(-1)), "keep"),
-    "them and their largest": (lambda z, loss: (loss, z, z.argmax(-1)), "keep"),
+    "running sums": (lambda z, loss: (loss, z.cumsum(-1)), "keep"),
+    "them and running sums": (lambda z, loss: (loss, z, z.cumsum(-1)), "keep"),
     "softmax": (lambda z, loss: (loss, z.softmax(-1)), "keep"),
     "a sum": (lambda z, loss: (loss + z.square().mean(), z), "keep"),
 }
@@ -96,7 +96,7 @@ def test_two_heads_of_which_one_is_read():
 
     def program(x, weight, labels):
         a, b = F.linear(x, weight), F.linear(x * 2, weight)
-        return loss_of(a, labels) + loss_of(b, labels), a, b.amax(-1)
+        return loss_of(a, labels) + loss_of(b, labels), a, b.cumsum(-1)
 
     x, weight, labels = inputs()
     report = fxpass.explain(program, x, weight, labels)
@@ -189,7 +189,7 @@ def test_kept_logits_that_are_written_to_after_the_loss(inner, reduction):
 def test_kept_logits_that_a_function_writes_to():
     def program(x, weight, labels):
         z = F.linear(x, weight).tanh_()
-        return loss_of(z, labels), z.argmax(-1)
+        return loss_of(z, labels), z.cumsum(-1)
 
     assert "not linear" in reason_of(program, *inputs())
 
@@ -211,7 +211,7 @@ def test_kept_logits_whose_rows_are_viewed_after_a_copy(view):
     def program(x, weight, labels):
         z = F.linear(x, weight)
         shifted = view(z[..., :-1, :].float())
-        return F.cross_entropy(shifted, labels[:, 1:].reshape(-1)), z.argmax(-1)
+        return F.cross_entropy(shifted, labels[:, 1:].reshape(-1)), z.cumsum(-1)
 
     x, weight, labels = inputs(torch.bfloat16)
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})

@@ -165,7 +165,6 @@ def test_returned_logits_are_deferred():
 # Each with the tracer that decomposes it, and the reason.
 REJECTED = {
     "label smoothing": (traced, "also read by %sum"),
-    "probabilities": (decomposed, "is read by %mul"),
     "einsum": (traced, "bmm"),
 }
 

@@ -1,0 +1,268 @@
+"""Functions from tensors with classes to tensors with classes: views, casts, softmax, arithmetic.
+
+In: a node that reads logits. Out: its :class:`fxpass.match.classes.Classes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from sympy import Expr
+from torch.fx import Node
+
+from fxpass.graph.calls import arguments, first_operand, storage, written
+from fxpass.graph.functions import CASTS, function_of, out_of_place
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
+from fxpass.graph.source import call_name
+from fxpass.match.chain_node import check_cast
+from fxpass.match.classes import (
+    Classes,
+    Flow,
+    Step,
+    base_of,
+    check_dim,
+    check_dtype,
+    in_logs,
+    operand_of,
+    picks_rows_and_classes,
+    viewed,
+)
+from fxpass.match.pointwise import POINTWISE
+from fxpass.match.views import VIEWS, View, view_of
+from fxpass.spec.expression import Z
+from fxpass.spec.functions import exact
+
+
+def classes_of(flow: Flow, node: Node, function: str) -> Classes:
+    """What a node computes element by element, or a view of it."""
+    if function in VIEWS and not (function == "getitem" and picks_rows_and_classes(node)):
+        like = operand_of(flow, node)
+        step = _view(node, like)
+        if not step.view.function:
+            return like
+        return viewed(flow, like, step)
+    if function in CASTS:
+        like = operand_of(flow, node)
+        if not value(node).is_floating_point():
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) rounds the logits")
+        check_cast(node)
+        return like
+    if function in ("detach", "alias"):
+        like = operand_of(flow, node)
+        return replace(like, detached=like.detached or function == "detach")
+    if function in ("log_softmax", "_log_softmax", "softmax", "_softmax"):
+        like = operand_of(flow, node)
+        given = arguments(node, _SOFTMAX)
+        check_dim(node, like, given["dim"])
+        check_dtype(node, given)
+        base, _ = base_of(flow, node, like)
+        return replace(like, expr=base.log if "log" in function else sympy.exp(base.log))
+    return _pointwise(flow, node, function)
+
+
+_SOFTMAX = {
+    **{"input": REQUIRED, "dim": REQUIRED, "dtype": None},
+    **{"_stacklevel": 3, "half_to_float": False},
+}
+
+
+def _view(node: Node, like: Classes) -> Step:
+    """The view of a tensor with classes. Views are read from their outputs, so that each position
+    at which the class dimension may be is tried."""
+    size, reason = value(first_operand(node)).shape[like.dim], None
+    for dim in range(value(node).dim() - 1, -1, -1):
+        if value(node).shape[dim] != size:
+            continue
+        try:
+            view = view_of(node, dim)
+        except NoMatch as no:
+            reason = reason or no
+            continue
+        if view.dim == like.dim:
+            return Step(node, view, dim)
+    raise reason or NoMatch(node, f"%{node.name} ({call_name(node)}) changes the classes")
+
+
+def written_of(flow: Flow, node: Node, function: str) -> Classes:
+    """What an in-place function writes to a tensor with classes.
+
+    Raises:
+        NoMatch: an alias of the tensor is read later.
+    """
+    operand, memory = first_operand(node), storage(first_operand(node))
+    for alias in flow.classes:
+        shared = alias is not operand and storage(alias) in (memory, None)
+        if shared and any(user > node for user in alias.users):
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to %{alias.name}")
+    if written(node) != [operand]:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to another tensor")
+    found = _pointwise(flow, node, out_of_place(function))
+    flow.classes[operand] = found
+    return found
+
+
+# Functions whose result is a tuple of parts of the rows.
+PARTS = ("split", "split_with_sizes", "chunk", "unbind")
+
+
+def part_of(flow: Flow, node: Node) -> Classes:
+    """A part of the rows: ``split(z, 4)[1]``."""
+    parts, at = node.args
+    assert isinstance(parts, Node)
+    assert isinstance(at, int)
+    like, sizes = flow.pairs[parts], [t.shape for t in parts.meta["example_value"]]
+    wanted: dict[str, Any] = {"input": REQUIRED, "dim": 0}
+    for name in ("split_size", "split_size_or_sections", "split_sizes", "chunks", "tensor"):
+        wanted[name] = None
+    given = arguments(parts, wanted)
+    axis = given["dim"] % value(first_operand(parts)).dim()
+    if axis == like.dim:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is a part of the classes")
+    if function_of(parts) == "unbind":
+        view = View(like.dim, "select", (axis, at))
+        step = Step(node, view, like.dim - (axis < like.dim))
+    else:
+        lengths = [shape[axis] for shape in sizes]
+        if not all(isinstance(n, int) for n in lengths):
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a size that varies")
+        start = sum(lengths[: at % len(lengths)])
+        step = Step(node, View(like.dim, "narrow", (axis, start, lengths[at])), like.dim)
+    return viewed(flow, like, step)
+
+
+def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
+    spelling = POINTWISE.get(function)
+    if spelling is None and function not in _ALGEBRA:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")
+    signature = spelling.signature if spelling is not None else {"input": REQUIRED}
+    given = arguments(node, signature)
+    tensors = [t for t in given.values() if isinstance(t, Node) and t in flow.classes]
+    like = flow.classes[tensors[0]]
+    if any(_place(flow.classes[t]) != _place(like) for t in tensors):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
+    if value(node).shape != value(tensors[0]).shape:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats the logits")
+    detached = all(flow.classes[t].detached for t in tensors)
+    if len({flow.classes[t].detached for t in tensors}) == 2:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits and detached logits")
+    operands = [_expr(flow, node, like, argument) for argument in given.values()]
+    numbers = all(o is None or not isinstance(o, Expr) or _of_z(o) for o in operands)
+    if spelling is not None and numbers and function != "exp":
+        try:
+            return replace(like, expr=spelling.value(*operands), detached=detached)
+        except ValueError as error:
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+    algebra = _ALGEBRA.get(function)
+    if algebra is None:
+        what = f"%{node.name} ({call_name(node)}) of a softmax, or with a tensor"
+        raise NoMatch(node, f"{what}, is not known")
+    for name in ("rounding_mode", "out"):
+        if given.get(name) is not None:
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {name}=")
+    if function == "exp":
+        operands[0] = in_logs(flow, node, like, operands[0])
+    try:
+        return replace(like, expr=algebra(*operands), detached=detached)
+    except ValueError as error:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+
+
+def _place(classes: Classes) -> tuple[Any, ...]:
+    return classes.steps, classes.dim
+
+
+def _of_z(expr: Any) -> bool:
+    return not isinstance(expr, Expr) or expr.free_symbols <= {Z}
+
+
+# Functions of any expressions, with the parameters of POINTWISE, and their sympy form. In a
+# division the sign of a zero may be lost; the operands are sums and products of finite values.
+_ALGEBRA: dict[str, Callable[..., Expr]] = {
+    "add": lambda x, y, alpha=1, *_: x + alpha * y,
+    "sub": lambda x, y, alpha=1, *_: x - alpha * y,
+    "rsub": lambda x, y, alpha=1, *_: y - alpha * x,
+    "mul": lambda x, y, *_: x * y,
+    "div": lambda x, y, *_: x / y,
+    "neg": lambda x, *_: -x,
+    "positive": lambda x, *_: x,
+    "square": lambda x, *_: x**2,
+    "pow": lambda x, exponent, *_: _small_power(x, exponent),
+    "exp": lambda x, *_: sympy.expand(sympy.exp(sympy.expand(x)), power_exp=True, mul=False),
+    "log": lambda x, *_: _log(x),
+    "clamp": lambda x, low=None, high=None, *_: _unbounded(x, low, high),
+    "clamp_min": lambda x, low, *_: _unbounded(x, low, None),
+    "entr": lambda x, *_: -x * _log(x),
+}
+
+
+def _small_power(x: Expr, exponent: Any) -> Expr:
+    if exponent not in (1, 2):
+        raise ValueError(f"the power {exponent} of a softmax is not fused")
+    return x**exponent
+
+
+def _log(x: Expr) -> Expr:
+    """The logarithm of a softmax, which is positive: a logit may not be."""
+    if x.has(Z):
+        raise ValueError("a logarithm of logits is not fused")
+    return sympy.expand_log(sympy.log(x), force=True)
+
+
+def _unbounded(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
+    """A clamp to finite numbers: where the softmax is 0, an infinite log-softmax counts nothing."""
+    if high is not None or low is None or not low.is_number or low > -1e30:
+        raise ValueError("a clamped softmax is not fused")
+    return x
+
+
+def _expr(flow: Flow, node: Node, like: Classes, argument: Any) -> Any:
+    """An argument of a pointwise function as an expression."""
+    if isinstance(argument, bool) or argument is None or isinstance(argument, str):
+        return argument
+    if isinstance(argument, int | float):
+        return exact(argument)
+    if not isinstance(argument, Node) or not is_tensor(argument):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a number that varies")
+    if argument in flow.classes:
+        return flow.classes[argument].expr
+    if argument in flow.rows and _is_row(value(argument), like, value(node)):
+        return flow.rows[argument]
+    tensor, whole = value(argument), value(node)
+    if (index := _one_hot_of(argument, like, whole)) is not None:
+        symbol = flow.tensor(index, "hot")
+        return symbol
+    if tensor.is_complex():
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an operand of {tensor.dtype}")
+    if tensor.numel() == 1 or _is_row(tensor, like, whole):
+        return flow.tensor(argument, "row")
+    after = whole.dim() - like.dim
+    if tensor.shape[-after:] == whole.shape[-after:] and tensor.numel() == whole.shape[like.dim]:
+        return flow.tensor(argument, "class")
+    if tensor.shape == whole.shape:
+        symbol = flow.tensor(argument, "given")
+        flow.dims[symbol] = like.dim
+        return symbol
+    raise NoMatch(
+        node, f"%{node.name} ({call_name(node)}) has an operand of shape {list(tensor.shape)}"
+    )
+
+
+def _one_hot_of(node: Node, like: Classes, whole: torch.Tensor) -> Node | None:
+    """The class indices of a one-hot tensor in the place of the logits; None for another tensor."""
+    while function_of(node) in CASTS and node.args and is_tensor(node.args[0]):
+        node = first_operand(node)
+    if function_of(node) != "one_hot" or value(node).shape != whole.shape:
+        return None
+    index = first_operand(node)
+    return index if like.dim == whole.dim() - 1 else None
+
+
+def _is_row(tensor: torch.Tensor, like: Classes, whole: torch.Tensor) -> bool:
+    """Whether a tensor has one value for each row, where the classes are."""
+    return tensor.dim() == whole.dim() and list(tensor.shape) == [
+        1 if i == like.dim else size for i, size in enumerate(whole.shape)
+    ]

@@ -1,0 +1,106 @@
+"""The forward flow from a head: what each node behind a linear computes of its logits.
+
+In: a region. Out: for each linear, the reductions over the classes that the program computes, if
+every reader of the logits is understood; else the node at which the reading stopped. A node has one
+of two values:
+
+- :class:`Classes`, a tensor with a class dimension: an expression of the raw logit ``z``, of the
+  log-softmax ``log_k`` and the lse of a *base* (what a softmax was taken of), of symbols of tensors
+  with one value per row or per class, and of given values.
+- rows: an expression of outputs of :mod:`fxpass.spec.reductions`. Everything after it stays in the
+  graph.
+
+For example, ``p = z.softmax(-1)`` is exp(log_0), ``p * z`` is exp(log_0) * (log_0 + lse_0), and its
+sum over the classes is moment(1,1) + lse_0, since the sum of p is 1::
+
+    %p = softmax(%z, -1);  %lse = logsumexp(%z, -1);  %e = %lse - (%p * %z).sum(-1)
+    ->  lse_0 - (moment(1,1) + lse_0), that is -moment(1,1): the entropy
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch.fx import Node
+
+from fxpass.graph.calls import first_operand, written
+from fxpass.graph.functions import CASTS, function_of, is_in_place, reads_values
+from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.source import call_name
+from fxpass.match.classes import Classes, Flow, operand_of
+from fxpass.match.elementwise import PARTS, classes_of, part_of, written_of
+from fxpass.match.linears import Linear
+from fxpass.match.maxima import of_pair
+from fxpass.match.modes import Mode, cuts_gradients
+from fxpass.match.reductions import REDUCTIONS
+from fxpass.spec.expression import Z
+
+
+def flow_of(linear: Linear, modes: dict[Node, Mode]) -> Flow:
+    """Reads all that a graph computes of a linear's output; ``modes`` are those of its nodes.
+
+    Raises:
+        NoMatch: at the first node that is not understood.
+    """
+    flow = Flow(linear)
+    flow.classes[linear.node] = Classes((), linear.dim, Z)
+    for node in linear.node.graph.nodes:
+        read = [n for n in node.all_input_nodes if n in flow.classes and reads_values(node, n)]
+        pairs = [n for n in node.all_input_nodes if n in flow.pairs]
+        if read:
+            _read(flow, node, modes)
+        elif pairs and function_of(pairs[0]) in PARTS:
+            flow.classes[node] = part_of(flow, node)
+        elif pairs:
+            of_pair(flow, node)
+        elif any(n in flow.rows for n in node.all_input_nodes):
+            _same_row(flow, node)
+    return flow
+
+
+def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
+    if node.op == "output":
+        raise NoMatch(node, "the logits are an output of the graph")
+    function = function_of(node)
+    if is_in_place(function):
+        if cuts_gradients(node, modes):
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes without gradients")
+        flow.classes[node] = written_of(flow, node, function)
+        return
+    if written(node):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) may write to the logits")
+    if function in PARTS:
+        flow.pairs[node] = operand_of(flow, node)
+        return
+    reader = REDUCTIONS.get(function)
+    if reader is not None:
+        reader(flow, node)
+        if node not in flow.classes:  # else it is a view
+            return
+    found = flow.classes[node] if reader is not None else classes_of(flow, node, function)
+    if cuts_gradients(node, modes) and not _is_operand(node, function):
+        if value(node).requires_grad:
+            raise NoMatch(node, f"%{node.name} is a view that is taken where gradients are off")
+        found = replace(found, detached=True)
+    elif value(node).requires_grad and found.detached:
+        raise NoMatch(node, f"%{node.name} has a gradient that its operands do not have")
+    flow.classes[node] = found
+
+
+def _is_operand(node: Node, function: str) -> bool:
+    """Whether a cast returns its operand, with the gradients that it has."""
+    same = value(node).dtype == value(first_operand(node)).dtype
+    return same and (function in CASTS or function == "contiguous") and value(node).requires_grad
+
+
+# ---------------------------------------------------------------- rows that stay rows
+
+
+def _same_row(flow: Flow, node: Node) -> None:
+    """A reshaped row has the value of the row."""
+    function = function_of(node)
+    known = function in ("unsqueeze", "view", "reshape") or function in CASTS
+    if known and is_tensor(node) and value(node).is_floating_point():
+        operand = first_operand(node)
+        if operand in flow.rows and value(node).requires_grad == value(operand).requires_grad:
+            flow.rows[node] = flow.rows[operand]

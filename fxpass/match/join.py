@@ -1,0 +1,247 @@
+"""The operator calls for one head: which reductions one call computes, and where it stands.
+
+In: a :class:`fxpass.match.flow.Flow`. Out: a :class:`Call` for each base, after all of its operands
+and before the first node that it replaces. Where there is no such place, there are two calls: an
+operand may be computed from an earlier reduction::
+
+    %lp = log_softmax(%z, -1);  %a = gather(%lp, -1, %labels);  %c = argmax(%lp, -1)
+    ->  one call after %labels, with the outputs pick and argmax
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from sympy import Symbol
+from torch.fx import Node
+
+from fxpass.graph import hazards
+from fxpass.graph.calls import written
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
+from fxpass.graph.placements import is_dtensor
+from fxpass.graph.source import source_line
+from fxpass.match.chain_node import check_plain
+from fxpass.match.classes import Base, Flow, Picked, Reduced, Weighted, symbols_of
+from fxpass.match.linears import Linear
+from fxpass.match.modes import Mode
+from fxpass.match.views import VIEWS
+from fxpass.spec.reductions import INDICES, Output, Reductions
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the operator.
+
+    Attributes:
+        base: the logits that it reduces.
+        after: the last of its operands that are not moved.
+        moved: operands that are moved to it, in the graph's order.
+        outputs: the symbols of its outputs, in the order of the spec; those of picks are left out.
+        picks: the index tensors of the output ``pick``.
+        given: the symbols of the tensors that are weights of moments.
+        spec: what it computes.
+        detached: whether no gradient flows through it.
+    """
+
+    base: Base
+    after: Node
+    moved: tuple[Node, ...]
+    outputs: tuple[Symbol, ...]
+    picks: tuple[Picked, ...]
+    given: tuple[Symbol, ...]
+    spec: Reductions
+    detached: bool
+
+
+def calls_of(flow: Flow, modes: dict[Node, Mode]) -> tuple[Call, ...]:
+    """The calls of a head.
+
+    Raises:
+        NoMatch: an operand cannot be read, or is changed, or the modes of autograd differ.
+    """
+    linear = flow.linear
+    if value(linear.node).device.type != "cpu":
+        raise NoMatch(linear.node, "only losses are fused on a GPU, which has kernels for them")
+    for operand in (linear.x, linear.weight, linear.bias):
+        if operand is not None:
+            check_plain(operand)
+            if is_dtensor(value(operand)):
+                raise NoMatch(operand, f"%{operand.name} is a DTensor: only losses are fused")
+    for reduced in flow.reductions:
+        if not any(s in flow.outputs for s in reduced.symbols):
+            raise NoMatch(reduced.node, f"%{reduced.node.name} is the number {reduced.value}")
+        if reduced.like.detached and value(reduced.node).requires_grad:
+            reason = f"%{reduced.node.name} has a gradient that its logits do not have"
+            raise NoMatch(reduced.node, reason)
+    calls = [call for base in flow.bases for call in _calls(flow, base, modes)]
+    _check_hazards(flow)
+    return tuple(calls)
+
+
+def _calls(flow: Flow, base: Base, modes: dict[Node, Mode]) -> Iterable[Call]:
+    left = [r for r in flow.reductions if _symbols(flow, base, [r])]
+    known: set[Symbol] = set()
+    while left:
+        first = left[0].node
+        ready = [r for r in left if _ready(flow, base, r, first)] or left[:1]
+        symbols = [s for s in _symbols(flow, base, ready) if s not in known]
+        if symbols:
+            known.update(symbols)
+            yield _call(flow, base, ready, symbols, modes)
+        left = [r for r in left if r not in ready]
+
+
+def _ready(flow: Flow, base: Base, reduced: Reduced, first: Node) -> bool:
+    """Whether all operands of a reduction exist before ``first``, or can be moved there."""
+    operands = _operands(flow, base, _symbols(flow, base, [reduced]))
+    return all(_movable(operand, first) is not None for operand in operands)
+
+
+def _movable(node: Node, first: Node) -> list[Node] | None:
+    """The nodes that have to be moved before ``first`` so that ``node`` exists there, in the
+    graph's order; None if they cannot be moved. Only indices are moved: a tensor with gradients
+    would get another mode of autograd."""
+    if node < first:
+        return []
+    if node.op == "placeholder" or not is_tensor(node) or value(node).is_floating_point():
+        return None
+    between = first
+    while between is not node:
+        if written(between):
+            return None
+        between = between.next
+    if function_of(node) not in _PURE or written(node):
+        return None
+    found: dict[Node, None] = {}
+    for operand in node.all_input_nodes:
+        before = _movable(operand, first)
+        if before is None:
+            return None
+        found |= dict.fromkeys(before)
+    return sorted(found | {node: None})
+
+
+# Functions of indices.
+_PURE = {
+    *VIEWS,
+    *("add", "sub", "clamp", "clamp_min", "where", "masked_fill", "remainder", "to", "long"),
+    *("eq", "ne", "lt", "ge", "expand", "arange"),
+}
+
+
+def _symbols(flow: Flow, base: Base, reductions: list[Reduced]) -> list[Symbol]:
+    found = {s for r in reductions for s in r.symbols if s in flow.outputs}
+    return sorted((s for s in found if flow.outputs[s][0] == base), key=lambda s: s.name)
+
+
+def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
+    """The tensors that a call with these outputs reads."""
+    linear = flow.linear
+    nodes = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
+    nodes += [n for step in base.steps for n in step.node.all_input_nodes[1:]]
+    nodes += [flow.tensors[s] for s in symbols_of(base.scale) if s in flow.tensors]
+    for symbol in symbols:
+        output = flow.outputs[symbol][1]
+        if isinstance(output, Picked):
+            nodes.append(output.index)
+        elif isinstance(output, Weighted):
+            nodes.append(flow.tensors[output.weight])
+    return nodes
+
+
+def _call(
+    flow: Flow,
+    base: Base,
+    reductions: list[Reduced],
+    symbols: list[Symbol],
+    modes: dict[Node, Mode],
+) -> Call:
+    linear, first = flow.linear, reductions[0].node
+    moved: dict[Node, None] = {}
+    after = linear.node
+    for operand in _operands(flow, base, symbols):
+        nodes = _movable(operand, first)
+        if nodes is None:
+            reason = f"%{operand.name} is an operand, and is computed after %{first.name}"
+            raise NoMatch(operand, reason)
+        moved |= dict.fromkeys(nodes)
+        after = max(after, operand) if not nodes else after
+    for node in moved:
+        after = max(after, *(n for n in node.all_input_nodes if n not in moved), after)
+    detached = all(r.like.detached or not _differentiable(r, modes) for r in reductions)
+    if not detached and modes[after].grad != modes[linear.node].grad:
+        raise NoMatch(after, f"gradients are switched on or off between %{after.name} and the head")
+    if any(modes[r.node].inference != modes[linear.node].inference for r in reductions):
+        raise NoMatch(first, "its linear and its reduction are not in the same inference mode")
+    picked = (o for s in symbols if isinstance(o := flow.outputs[s][1], Picked))
+    picks = tuple(dict.fromkeys(replace(o, logit=False) for o in picked))
+    weighted = [o for s in symbols if isinstance(o := flow.outputs[s][1], Weighted)]
+    given = tuple(dict.fromkeys(o.weight for o in weighted))
+    outputs: dict[Output, Symbol | None] = {}
+    for symbol in symbols:
+        output = flow.outputs[symbol][1]
+        if isinstance(output, Weighted):
+            outputs[replace(output.moment, weight=given.index(output.weight))] = symbol
+        elif isinstance(output, Picked):
+            outputs["at" if output.logit else "pick"] = None
+        else:
+            outputs[output] = symbol
+    ordered = sorted(outputs, key=lambda o: (o in INDICES, str(o)))
+    scale = [flow.tensors[s] for s in symbols_of(base.scale)]
+    trained = _symbols(flow, base, [r for r in reductions if _differentiable(r, modes)])
+    weights = {o.weight for s in trained if isinstance(o := flow.outputs[s][1], Weighted)}
+    trained_given = [flow.tensors[s] if s in weights else None for s in given]
+    spec = Reductions(
+        tuple(ordered),
+        base.transform,
+        () if detached else _gradients(linear, scale, trained_given),
+    )
+    named = tuple(s for o in ordered if (s := outputs[o]) is not None)
+    return Call(base, after, tuple(sorted(moved)), named, picks, given, spec, detached)
+
+
+def _differentiable(reduced: Reduced, modes: dict[Node, Mode]) -> bool:
+    return modes[reduced.node].grad and value(reduced.node).requires_grad
+
+
+def _gradients(linear: Linear, scale: list[Node], given: Sequence[Node | None]) -> tuple[str, ...]:
+    operands: dict[str, Sequence[Node | None]] = {
+        "x": [linear.x],
+        "weight": [linear.weight],
+        "bias": [linear.bias],
+        "scale": scale,
+    }
+    operands |= {f"given{i}": [node] for i, node in enumerate(given)}
+    return tuple(
+        name
+        for name, nodes in operands.items()
+        if any(n is not None and is_tensor(n) and value(n).requires_grad for n in nodes)
+    )
+
+
+def _check_hazards(flow: Flow) -> None:
+    last = max(r.node for r in flow.reductions)
+    pattern = [n for n in flow.classes if n < last]
+    if found := hazards.hazard(pattern, last):
+        raise NoMatch(*found)
+    if any(value(r.node).requires_grad for r in flow.reductions):
+        end = flow.linear.node.graph.output_node()
+        if found := hazards.hazard(pattern, end):
+            node, reason = found
+            raise NoMatch(node, f"{reason}, and backward computes the gradients from it")
+
+
+def logits_bytes(linear: Linear) -> int:
+    """Bytes of one copy of the logits."""
+    logits = value(linear.node)
+    total = logits.dtype.itemsize
+    for size in logits.shape:
+        total *= hint(size)
+    return total
+
+
+def source_of(flow: Flow) -> str:
+    """The user's line of the first reduction."""
+    return source_line(flow.reductions[0].node)

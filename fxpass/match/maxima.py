@@ -1,0 +1,77 @@
+"""max, amax and argmax over the classes, of what grows with the logits.
+
+In: a node that reads logits. Out: a :class:`fxpass.match.classes.Reduced` in the flow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+from sympy import Expr, Symbol
+from torch.fx import Node
+
+from fxpass.graph.calls import arguments
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import REQUIRED, NoMatch, value
+from fxpass.graph.source import call_name
+from fxpass.match.classes import Base, Classes, Flow, check_dim, fits, in_logs, operand_of, split
+
+
+def maximum(flow: Flow, node: Node) -> None:
+    """max, amax and argmax over the classes, of what grows with the logits."""
+    function, like = function_of(node), operand_of(flow, node)
+    given = _of_maximum(node)
+    check_dim(node, like, given["dim"])
+    if function == "max":
+        flow.pairs[node] = like
+        return
+    if function == "argmax":
+        base, _ = _grows(flow, node, like)
+        symbol = flow.output(base, "argmax")
+        flow.reduce(node, like, symbol, bool(given["keepdim"]), "index")
+        return
+    flow.reduce(node, like, _highest(flow, node, like, "amax"), bool(given["keepdim"]))
+
+
+def _of_maximum(node: Node) -> dict[str, Any]:
+    """The arguments; ``max`` has another overload, with another tensor in the place of ``dim``."""
+    wanted = {"input": REQUIRED, "dim": None, "other": None, "keepdim": False}
+    given = arguments(node, wanted)
+    return given if given["other"] is None else given | {"dim": given["other"]}
+
+
+def of_pair(flow: Flow, node: Node) -> None:
+    """The values or the indices of ``max``."""
+    if function_of(node) != "getitem" or node.args[1] not in (0, 1):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads values and indices")
+    pair = node.args[0]
+    like = flow.pairs[pair]  # type: ignore[index]
+    keepdim = bool(_of_maximum(pair)["keepdim"])  # type: ignore[arg-type]
+    if node.args[1] == 0:
+        flow.reduce(node, like, _highest(flow, node, like, "max"), keepdim)
+    else:
+        base, _ = _grows(flow, node, like)
+        flow.reduce(node, like, flow.output(base, "argmax"), keepdim, "index")
+
+
+def _grows(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
+    """The base with whose logits an expression grows, and the expression in its log-softmax."""
+    expr = in_logs(flow, node, like, like.expr)
+    logs = [base for base in flow.bases if expr.has(base.log)]
+    if len(logs) == 1 and fits(flow, logs[0], like):
+        rest = split(sympy.expand(expr))[1]
+        factor, core = rest.as_coeff_Mul()
+        if factor > 0 and core in (logs[0].log, sympy.exp(logs[0].log)):
+            return logs[0], expr
+    raise NoMatch(node, f"%{node.name} takes the maximum of `{like.expr}`, which is not known")
+
+
+def _highest(flow: Flow, node: Node, like: Classes, output: str) -> Expr:
+    base, expr = _grows(flow, node, like)
+    largest = Symbol("largest", real=True)
+    rows = expr.subs(base.log, largest - base.lse)
+    if rows.has(base.lse) and (output == "max" or not value(node).requires_grad):
+        # of log or of its exponential: equal to what is picked there, bit by bit
+        return expr.subs(base.log, flow.output(base, "peak"))
+    return rows.subs(largest, flow.output(base, output))

@@ -1,0 +1,262 @@
+"""Rewrites the reductions of a head: operator calls replace the linear and all that reads it.
+
+In: a region and a :class:`fxpass.match.heads.Head`. Out: the inserted calls. Each node that reduces
+the logits is replaced by arithmetic on outputs of a call::
+
+    %logits = linear(%h, %w)                        %out = class_reductions(%h, %w, ..., %c, [],
+    %lp = log_softmax(%logits, -1)            ->        'r1 outputs=pick')
+    %log_probs = gather(%lp, -1, %labels)           %log_probs = unsqueeze(getitem(%out, 0)[0], 1)
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from sympy import Symbol
+from torch.fx import Graph, Node
+
+import fxpass.op.kept
+import fxpass.op.reductions  # noqa: F401, registers the operators
+from fxpass.casts.casts import Cast
+from fxpass.graph.nodes import value
+from fxpass.graph.region import Region
+from fxpass.match.classes import Picked, Reduced, Step
+from fxpass.match.heads import Head
+from fxpass.match.join import Call
+from fxpass.match.losses import Loss
+from fxpass.op.row_losses import cross_entropy_of
+from fxpass.rewrite.builder import Builder
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.reductions import INDICES, OF_PICKS
+
+
+def rewrite_head(region: Region, head: Head) -> list[Cast]:
+    """Replaces the reductions of a head in the graph of ``region``; erases what nobody reads.
+
+    Returns:
+        the casts in place of autocast's.
+    """
+    edit = _Edit(region.module.graph, head)
+    for call in head.calls:
+        edit.insert(call)
+    for reduced in head.flow.reductions:
+        edit.replace(reduced)
+    edit.erase()
+    return edit.casts
+
+
+class _Edit(Builder):
+    def __init__(self, graph: Graph, head: Head) -> None:
+        super().__init__(graph, head.flow.reductions[0].node)
+        self.head, self.flow, self.linear = head, head.flow, head.flow.linear
+        self.dtype = value(self.linear.node).dtype
+        self.known: dict[Symbol, Node] = {}  # outputs, flat: [N], or [N, K]
+        self.replaced: dict[Node, Node] = {}  # reductions that are operands of later ones
+
+    # ------------------------------------------------------------ the operator's call
+
+    def insert(self, call: Call) -> None:
+        """Inserts a call after its operands."""
+        after = call.after
+        for node in call.moved:
+            after.append(node)
+            after = node
+        with self.graph.inserting_before(after.next):
+            x = self._rows(self._viewed(self._operand(self.linear.x), call.base.steps), call)
+            weight = self._operand(self.linear.weight)
+            if self.linear.transposed:
+                weight = self.method("t", weight)
+            bias = None if self.linear.bias is None else self._operand(self.linear.bias)
+            gradients = call.spec.gradients
+            if call.detached:
+                x, weight = self.method("detach", x), self.method("detach", weight)
+                bias = bias and self.method("detach", bias)
+            elif gradients:
+                # as autograd of the linear, which saves x for the weight and the weight for x
+                keep = torch.ops.fxpass.kept.default
+                bias = bias and self.function(keep, bias)
+                x = x if "weight" in gradients else self.function(keep, x)
+                weight = weight if "x" in gradients else self.function(keep, weight)
+            scale = self._scale(call, x)
+            picks = [self._index(pick, weight) for pick in call.picks]
+            counts = [value(p).shape[1] if value(p).dim() == 2 else 1 for p in picks]
+            given = [self._given(i, call) for i in range(len(call.given))]
+            index = picks[0] if picks else None
+            if len(picks) > 1:
+                whole = [
+                    p if value(p).dim() == 2 else self.method("unsqueeze", p, 1) for p in picks
+                ]
+                index = self.function(torch.cat, whole, 1)
+            out = self.function(
+                torch.ops.fxpass.class_reductions.default,
+                *(x, weight, bias, scale, index, given, call.spec.text()),
+            )
+            self._unpack(call, out, counts)
+
+    def _unpack(self, call: Call, out: Node, counts: list[int]) -> None:
+        rows = self.function(operator.getitem, out, 0)
+        indices = self.function(operator.getitem, out, 1)
+        at, symbols = 0, iter(call.outputs)
+        for output in call.spec.rows:
+            if output not in OF_PICKS:
+                self.known[next(symbols)] = self.method("select", rows, 0, at)
+                at += 1
+                continue
+            for pick, count in zip(call.picks, counts, strict=True):
+                symbol = self.flow.output(call.base, replace(pick, logit=output == "at"))
+                if count == 1:
+                    self.known[symbol] = self.method("select", rows, 0, at)
+                else:
+                    self.known[symbol] = self.method("t", self.method("narrow", rows, 0, at, count))
+                at += count
+        for i, _ in enumerate(o for o in call.spec.outputs if o in INDICES):
+            self.known[next(symbols)] = self.method("select", indices, 0, i)
+
+    def _operand(self, node: Node) -> Node:
+        return self.cast(node, self.dtype, self.linear.node)
+
+    def _viewed(self, tensor: Node, steps: tuple[Step, ...]) -> Node:
+        for step in steps:
+            size = self.size(tensor, step.view.dim)
+            op, target, args = step.view.replayed(size, None)
+            tensor = self.call(op, target, tensor, *args)
+        return tensor
+
+    def _rows(self, tensor: Node, call: Call) -> Node:
+        """``[..., D, ...]`` as ``[N, D]``."""
+        dim = call.base.steps[-1].dim if call.base.steps else self.linear.dim
+        return self._flat(tensor, dim)
+
+    def _flat(self, tensor: Node, dim: int) -> Node:
+        rank = value(tensor).dim()
+        if rank == 1:
+            return self.method("unsqueeze", tensor, 0)
+        if dim != rank - 1:
+            tensor = self.method("movedim", tensor, dim, -1)
+        return tensor if rank == 2 else self.method("flatten", tensor, 0, -2)
+
+    def _scale(self, call: Call, x: Node) -> Node | None:
+        if call.base.scale == 1:
+            return None
+        scale = self._arithmetic(call.base.scale)
+        scale = self.method("to", scale, compute_dtype(self.dtype))
+        if value(scale).dim() == 0:
+            scale = self.method("expand", scale, self.size(x, 0))
+        return self.method("detach", scale) if call.detached else scale
+
+    def _index(self, pick: Picked, weight: Node) -> Node:
+        index = pick.index
+        if value(index).dtype != torch.int64:
+            index = self.method("long", index)
+        if pick.ignored is not None:
+            index = self.method("masked_fill", index, self.method("eq", index, pick.ignored), 0)
+        if pick.wraps == "all":
+            index = self.method("remainder", index, self.size(weight, 0))
+        elif pick.wraps:
+            negative = self.method("lt", index, 0)
+            added = self.method("add", index, self.size(weight, 0))
+            index = self.function(torch.where, negative, added, index)
+        if pick.dim is None:
+            return self.method("flatten", index)
+        return self._flat(index, pick.dim)
+
+    def _given(self, i: int, call: Call) -> Node:
+        """Weights of a moment as ``[V]`` or ``[N, V]``."""
+        symbol = call.given[i]
+        node, dim = self.flow.tensors[symbol], self.flow.dims.get(symbol)
+        node = self.method("reshape", node, -1) if dim is None else self._flat(node, dim)
+        if not value(node).is_floating_point():
+            node = self.method("to", node, compute_dtype(self.dtype))
+        return node if f"given{i}" in call.spec.gradients else self.method("detach", node)
+
+    # ------------------------------------------------------------ what reads it
+
+    def replace(self, reduced: Reduced) -> None:
+        """Replaces a node by arithmetic on outputs."""
+        old, self.site = reduced.node, reduced.node
+        with self.graph.inserting_before(old):
+            new = self._arithmetic(reduced.value)
+            if reduced.loss is not None:
+                new = self._loss(new, reduced, reduced.loss)
+            if reduced.then != "index" and not value(old).requires_grad:
+                new = self.method("detach", new)  # it is under no_grad, or reads detached logits
+            if reduced.then in ("sum", "mean"):
+                new = self.method(reduced.then, new)
+            elif reduced.loss is None:
+                new = self._shaped(new, reduced)
+            if value(new).dtype != value(old).dtype:
+                new = self.method("to", new, value(old).dtype)
+        new.meta["example_value"] = old.meta["example_value"]
+        old.replace_all_uses_with(new)
+        self.replaced[old] = new
+
+    def _shaped(self, new: Node, reduced: Reduced) -> Node:
+        """Flat rows in the shape of the old node."""
+        like = reduced.like
+        # hidden states in the same shape: the sizes may be symbolic
+        rows = self._viewed(self.linear.x, like.steps)
+        rows = self.method("select", rows, like.dim, 0)
+        if value(new).dim() == 2:  # K picks
+            sizes = [self.size(rows, i) for i in range(value(rows).dim())]
+            new = self.method("reshape", new, *sizes, value(new).shape[1])
+            # a view of the result works where its memory is as in the program
+            return self.method("contiguous", self.method("movedim", new, -1, like.dim))
+        if value(new).dim() == 0:
+            sizes = (self.size(rows, i) for i in range(value(rows).dim()))
+            new = self.method("contiguous", self.method("expand", new, *sizes))
+        else:
+            new = self.method("view_as", new, rows) if value(rows).dim() != 1 else new
+        return self.method("unsqueeze", new, like.dim) if reduced.keepdim else new
+
+    def _loss(self, picked: Node, reduced: Reduced, loss: Loss) -> Node:
+        smooth = None if reduced.mean_log is None else self._arithmetic(reduced.mean_log)
+        classes = self.size(self.linear.weight, int(self.linear.transposed))
+        share = loss.label_smoothing, classes
+        options = loss.reduction, loss.ignore_index, *share
+        assert loss.target is not None
+        target = self.replaced.get(loss.target, loss.target)
+        return self.function(cross_entropy_of, picked, smooth, target, loss.class_weight, *options)
+
+    def _arithmetic(self, expr: Any) -> Any:
+        """An expression of outputs and row symbols, as nodes of flat rows."""
+        if isinstance(expr, Symbol):
+            if expr in self.known:
+                return self.known[expr]
+            tensor = self.flow.tensors[expr]
+            tensor = self.replaced.get(tensor, tensor)
+            if value(tensor).numel() == 1:
+                return self.method("reshape", tensor, ())
+            return self.method("flatten", tensor)
+        if expr.is_number:
+            number = float(expr)
+            return int(number) if expr.is_Integer else number
+        parts = [self._arithmetic(part) for part in expr.args]
+        if isinstance(expr, sympy.Add | sympy.Mul):
+            name = "add" if isinstance(expr, sympy.Add) else "mul"
+            parts.sort(key=lambda p: not isinstance(p, Node))
+            total = parts[0]
+            for part in parts[1:]:
+                total = self.method(name, total, part)
+            return total
+        if isinstance(expr, sympy.Pow):
+            base, power = parts
+            if power == -1:
+                return self.method("reciprocal", base)
+            return self.method("pow", base, power)
+        if isinstance(expr, sympy.exp):
+            return self.method("exp", parts[0])
+        if isinstance(expr, sympy.log):
+            return self.method("log", parts[0])
+        raise ValueError(f"no tensor function for {expr}")
+
+    def erase(self) -> None:
+        """Erases the nodes that nobody reads."""
+        dead = {r.node for r in self.flow.reductions} | set(self.flow.classes)
+        dead |= set(self.flow.pairs)
+        for node in sorted(dead, reverse=True):
+            if not node.users:
+                self.graph.erase_node(node)

@@ -1,0 +1,111 @@
+"""Heads whose logits are only reduced over the classes: what is fused, into which reductions, with
+eager's numbers; and what is left as it was, with the reason."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.programs import B, S, V, check, inputs, report_of
+
+U = torch.linspace(-1, 2, V)
+VALUES = torch.linspace(-1, 2, B * S * V).view(B, S, V)
+
+
+def hot(t):
+    return F.one_hot(t, V)
+
+
+def under_no_grad(program):
+    with torch.no_grad():
+        return program()
+
+
+def by_hand(z):
+    """log-sum-exp"""
+    m = z.amax(-1, keepdim=True)
+    return (z - m).exp().sum(-1).log() + m.squeeze(-1)
+
+
+# logits [B, S, V] and labels [B, S] -> rows, or a number; the reductions of the operator's calls
+ACCEPTED = {
+    "entropy": (
+        lambda z, t: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1), ["moment(1,1)"]),
+    "entropy from lse": (
+        lambda z, t: z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1), ["lse;moment(1,1)"]),
+    "entr": (lambda z, t: torch.special.entr(z.softmax(-1)).sum(-1), ["moment(1,1)"]),
+    "sum of squares": (lambda z, t: z.softmax(-1).square().sum(-1), ["moment(2,0)"]),
+    "expectation": (lambda z, t: (z.softmax(-1) * U).sum(-1), ["moment(1,0,0)"]),
+    "mean and largest logit": (lambda z, t: z.mean(-1) * z.amax(-1), ["amax;logits()"]),
+    "lse by hand": (lambda z, t: by_hand(z), ["amax;lse"]),
+    "two targets": (
+        lambda z, t: z.log_softmax(-1).gather(-1, torch.stack([t, t // 2], -1)), ["pick"]),
+    "one-hot": (lambda z, t: -(hot(t) * z.log_softmax(-1)).sum(-1), ["pick"]),
+    "max and log-probability": (
+        lambda z, t: z.max(-1).values * z.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1),
+        ["max;pick"]),
+    "log-probabilities of some rows": (
+        lambda z, t: z.log_softmax(-1)[:, :-1].gather(-1, t[:, 1:, None].repeat(1, 1, 2)), ["pick"]),
+    "a softmax in another order": (
+        lambda z, t: torch.special.entr(z.softmax(-1).transpose(0, 1)).sum(-1), ["moment(1,1)"]),
+    "no gradients into a softmax": (
+        lambda z, t: (under_no_grad(lambda: z.softmax(-1)) * U).sum(-1) + z.logsumexp(-1),
+        ["lse;moment(1,0,0)"]),
+    "the operand is a maximum of the same logits": (
+        lambda z, t: (z - z.detach().amax(-1, keepdim=True)).logsumexp(-1), ["amax;lse"]),
+}  # fmt: skip
+
+
+def specs_of(report):
+    return [call.spec.text() for head in report.matches for call in head.calls]
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_accepted(case):
+    def program(x, weight, labels):
+        return ACCEPTED[case][0](F.linear(x, weight), labels).square().sum()
+
+    x, weight, labels = inputs()
+    specs = specs_of(report_of(program, x, weight, labels))
+    assert specs == [f"r1 outputs={o} gradients=x,weight" for o in ACCEPTED[case][1]]
+    check(program, labels, x, weight)
+
+
+# ... -> what is left as it was, and why
+REJECTED = {
+    "a cast to 8 bits": (
+        lambda z, t: z.to(torch.float8_e5m2).float().mean(-1), "torch.float8_e5m2"),
+    "a cast to float64": (lambda z, t: z.double().mean(-1), "float64"),
+    "rows in another order, shifted": (
+        lambda z, t: (z - z.logsumexp(-1, True)).transpose(0, 1).gather(-1, t.T[..., None]),
+        "rearranges `-lse_0 + z`"),
+    "rows in another order, with values": (
+        lambda z, t: (z * VALUES).transpose(0, 1).sum(-1) * t.T, "rearranges `given_"),
+    "rows in another order, one-hot": (
+        lambda z, t: (z * hot(t)).transpose(0, 1).sum(-1) * t.T, "rearranges `hot_"),
+    "a view without gradients, and a softmax with": (
+        lambda z, t: z.sum(-1)[:, 0] + under_no_grad(lambda: z[:, 0]).softmax(-1).square().sum(-1),
+        "is a view that is taken where"),
+    "a logarithm of logits": (
+        lambda z, t: torch.special.entr(z.square()).softmax(-1).square().sum(-1),
+        "a logarithm of logits"),
+    "logits that cancel": (
+        lambda z, t: (z - z).softmax(-1).square().sum(-1), "they cancel"),
+    "a write without gradients": (
+        lambda z, t: under_no_grad(lambda: z.mul_(2)).sum(-1), "writes without gradients"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejected(case, caplog):
+    def program(x, weight, labels):
+        return REJECTED[case][0](F.linear(x, weight), labels).square().sum()
+
+    x, weight, labels = inputs()
+    with caplog.at_level(logging.DEBUG, "fxpass.match.heads"):
+        assert not report_of(program, x, weight, labels).matches
+    assert REJECTED[case][1] in caplog.text
+    check(program, labels, x, weight)
