@@ -118,6 +118,23 @@ def _metrics(h: Tensor, labels: Tensor, w: Tensor) -> tuple[Tensor, ...]:
     return loss, accuracy, entropy
 
 
+def _log_probs_and_entropy(h: Tensor, labels: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A policy gradient with an entropy bonus."""
+    log_probs = F.linear(h, w).log_softmax(-1)
+    picked = log_probs.gather(-1, labels[:, None])[:, 0]
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    ratios = (picked - picked.detach()).exp()
+    return (-(ratios * torch.linspace(-1, 2, len(labels))).mean() - 0.01 * entropy.mean(),)
+
+
+def _log_probs_by_rows(h: Tensor, labels: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A loop over four sequences, as in TRL's ``selective_log_softmax``."""
+    logits, index = F.linear(h, w).unflatten(0, (4, -1)), labels.view(4, -1)
+    lse = torch.stack([torch.logsumexp(row, -1) for row in logits])
+    picked = logits.gather(-1, index[..., None])[..., 0] - lse
+    return (-(picked.flatten() * torch.linspace(-1, 2, len(labels))).mean(),)
+
+
 def _chunks(count: int) -> Callable[..., Program]:
     def loss(h: Tensor, labels: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         parts = zip(h.chunk(count), labels.chunk(count), strict=True)
@@ -146,6 +163,8 @@ PROGRAMS: dict[str, Callable[[Sizes], Program]] = {
     "no_grad block": _head(_no_grad_block, 2),
     "KL with a teacher": _head(_teacher, 2),
     "accuracy and entropy": _head(_metrics),
+    "log-probabilities and entropy": _head(_log_probs_and_entropy),
+    "log-probabilities, 4 sequences": _head(_log_probs_by_rows),
     **{f"cross-entropy, {n} chunks": _chunks(n) for n in (4, 16, 32)},
     **{f"log-probabilities, {n} chunks": _log_prob_chunks(n) for n in (4, 16, 32)},
 }

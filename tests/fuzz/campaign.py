@@ -20,7 +20,7 @@ import torch
 from torch._dynamo import guards
 from torch._dynamo.utils import counters
 
-from . import deferrals, generate, specs
+from . import deferrals, generate, heads, specs
 from .case import Case
 from .minimise import minimise
 from .oracle import Verdict, clean_state, judge
@@ -79,6 +79,7 @@ def traced(seed: str) -> Case | None:
 KINDS: dict[str, Callable[[str], Case | None]] = {
     "programs": generate.program,
     "traced": traced,
+    "heads": heads.head,
     "specs": specs.spec,
     "deferred": deferrals.deferral,
 }

@@ -106,6 +106,8 @@ class Case:
         implementation: ``triton`` where its kernels run, in the interpreter.
         tracer: what makes a graph of the function, which is run in place of it: a key of
             :data:`tests.fuzz.traced.TRACERS`; empty for none.
+        zeros: whether a gradient of zeros is as good as none: one operator has several outputs,
+            and gives zeros where the program reads some of them only.
         fixed: whether ``body`` has to stay as it is, since ``fused`` says the same.
     """
 
@@ -119,6 +121,7 @@ class Case:
     seed: int = 0
     fused: tuple[Statement, ...] = ()
     implementation: str = ""
+    zeros: bool = False
     fixed: bool = False
     tracer: str = ""
 

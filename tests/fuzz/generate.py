@@ -32,7 +32,7 @@ def program(seed: str) -> Case | None:
     options |= {name: rng.choice(values) for name, values in OPTIONS.items()}
     case = Case(inputs, (), (), (), (), options, dynamic, rng.randrange(1000))
     mode = rng.choice(((),) * 8 + (("torch.no_grad()",),) * 2 + (("torch.inference_mode()",),))
-    env = _environment(case)
+    env = environment(case)
     before = _before(rng, env)
     body = _Body(rng, env, mode)
     if not body.write():
@@ -59,7 +59,8 @@ def _inputs(rng: random.Random) -> tuple[tuple[str, str], ...]:
     return tuple(out)
 
 
-def _environment(case: Case) -> dict[str, Any]:
+def environment(case: Case) -> dict[str, Any]:
+    """The arguments of a case by name."""
     env: dict[str, Any] = {}
     exec(case.source(), env)
     names = [name for name, _ in case.inputs]

@@ -14,6 +14,7 @@ import io
 import itertools
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +25,9 @@ import torch
 from torch import Tensor
 
 from fxpass.deferred.inputs import StaleLogitsError
+from fxpass.match import heads, match
 from fxpass.plan import plan
+from fxpass.rewrite import transform
 from tests.support.numerics import FLOOR
 
 from .case import Case
@@ -153,7 +156,7 @@ def run(
     elif not case.fused:
         program = _program(case, program, how)
     torch.manual_seed(0)
-    with _quiet(), checks, _device_of(case):
+    with _quiet(), checks, _unforeseen(), _device_of(case):
         try:
             kept = env["session"](program, inputs, seen)
             out.records += [_record(n, v) for n, v in zip(case.kept, kept, strict=True)]
@@ -163,8 +166,11 @@ def run(
         out.records.append(_record("the grad mode", torch.is_grad_enabled()))
         for name, leaf in leaves:
             out.records.append(_record(f"{name} afterwards", leaf))
-            if leaf.grad is not None:
-                out.records.append(_record(f"{name}.grad", leaf.grad))
+            gradient = leaf.grad
+            if gradient is None and case.zeros and leaf.requires_grad:
+                gradient = torch.zeros_like(leaf)
+            if gradient is not None:
+                out.records.append(_record(f"{name}.grad", gradient))
     if out.error is not None:
         # an exception in AOTAutograd holds frames, and these hold guards, which set the state of the
         # dispatcher when they are freed: here, and not in the middle of a later program
@@ -199,6 +205,19 @@ def _record(label: str, value: Any) -> Record:
         return Record(label, torch.tensor(value, device="cpu"), False)
     # a copy of deferred logits is a plain tensor
     return Record(label, value.detach().clone().cpu(), value.requires_grad)
+
+
+@contextlib.contextmanager
+def _unforeseen() -> Iterator[None]:
+    """Raises where fxpass would leave a program as it is because its own code raised."""
+
+    def raises(message: str, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError(message % args) from sys.exc_info()[1]
+
+    with contextlib.ExitStack() as stack:
+        for module in (transform, match, heads):
+            stack.enter_context(mock.patch.object(module.log, "warning", raises))
+        yield
 
 
 def _implemented_by(name: str) -> Any:

@@ -1,0 +1,266 @@
+"""The statements of programs that reduce logits over their classes; see :mod:`tests.fuzz.heads`.
+
+Names: those of :mod:`tests.fuzz.grammar`, a temperature ``tem``, a factor of each row ``s``, a class
+vector ``u``. ``%`` is a number of the statement, so that ``r%`` is a new name. Holes: ``{z}`` logits,
+``{d}`` the dimension of their ``{V}`` classes, ``{y}`` other logits of the same shape, ``{lab}``
+labels of their rows, ``{lab1}`` and ``{labk}`` with a dimension of one or of two where the classes
+are, ``{keep}`` rows with a dimension of one there, ``{row}`` rows without, ``{given}`` values like
+the logits.
+"""
+
+from __future__ import annotations
+
+from .grammar import CASTS, CLASS_SLICES, MOVES, V
+from .grammar import INPUTS as _INPUTS
+
+INPUTS: dict[str, str] = {
+    **{name: _INPUTS[name] for name in ("x", "w", "w2", "wt")},
+    "b": f"torch.randn({V}){{dtype}}{{grad}}",
+    "u": f"torch.randn({V}){{other}}{{grad}}",
+    "cw": f"torch.rand({V}){{dtype}}",
+    "q": f"torch.rand(n, 3, {V}).softmax(-1){{other}}{{grad}}",
+    "s": "(torch.rand(n, 3, 1) + 0.5){other}{grad}",
+    "tem": "(torch.rand(()) + 0.5){other}{grad}",
+    "t": _INPUTS["t"],
+    "m": _INPUTS["m"],
+    "mean": _INPUTS["mean"],
+    "e": _INPUTS["e"],
+    "ids": _INPUTS["ids"],
+    "k": "1",
+    "i": "torch.tensor(1)",
+    "tau": "0.4 * n",
+}
+
+HEADS = (
+    *["F.linear(x, w)"] * 6,
+    *["F.linear(x, w, b)"] * 4,
+    "x @ w.T",
+    "F.linear(x.reshape(-1, 4), w)",
+    "F.linear(x.reshape(-1, 4), w, b)",
+    "F.linear(x.detach(), w)",
+    "F.linear(x, w.detach())",
+    "F.linear(x, w).float()",
+    "F.linear(x, w, b).float()",
+    "F.linear(x[:, :-1], w)",
+)
+
+# ---------------------------------------------------------------- from logits to logits
+
+VIEWS = (
+    *["{z}.view(-1, {V})", "{z}.reshape(-1, {V})", "{z}.flatten(0, 1)"] * 4,
+    *["{z}.transpose(1, -1)", "{z}.transpose(0, 1)", "{z}[:, :-1]", "{z}[..., :-1, :]"] * 2,
+    *["{z}[:, -1]", "{z}[0]", "{z}.select(0, 1)", "{z}.select(1, -1)", "{z}[1:]"] * 2,
+    *["{z}.unbind(0)[{j}]", "{z}.chunk(2)[{j}]", "{z}.split(1)[{j}]", "{z}.contiguous()"],
+    *["{z}.split([1, 2], 1)[1]", "{z}.squeeze(0)", "{z}.unsqueeze(0)"],
+)
+TEMPERATURES = (
+    *("{z} / tem", "{z} * tem", "{z} / s", "s * {z}", "{z} / 0.7", "{z} * 1.5", "{z} / tem.item()"),
+    *("{z} / {keep}.detach().abs().clamp(min=0.5)", "{z} / {keep}.exp().clamp(0.5, 2)"),
+    *("{z}.float() / tem", "{z}.float() / s", "{z} / (tem * 2)", "torch.div({z}, tem)"),
+)
+SOFTCAPS = (
+    *("15 * torch.tanh({z} / 15)", "{z}.tanh() * 3", "{z}.clamp(-2, 2)", "{z} + 1", "-{z}"),
+    *("F.logsigmoid({z})", "{z}.sigmoid()", "F.softplus({z})", "{z} * 0.5 - 1", "{z}.abs()"),
+)
+IN_PLACE = (
+    *("{z} /= tem", "{z}.div_(tem)", "{z} *= 0.5", "{z}.div_(s)", "{z} -= {keep}", "{z}.tanh_()"),
+    *("{z} += u", "{z}.mul_(1.5)", "{z}.sub_({keep})"),
+)
+NORMAL = (
+    *["{z}.log_softmax({d})", "F.log_softmax({z}, dim={d})", "{z}.softmax({d})"] * 3,
+    *("F.log_softmax({z}.float(), {d})", "F.softmax({z}, {d}, dtype=torch.float32)"),
+    *("{z} - {z}.logsumexp({d}, keepdim=True)", "{z} - {keep}", "{z} - {keep}", "{z} + {keep}"),
+    *("{z} - {z}.amax({d}, keepdim=True)", "{z} - {z}.max({d}, keepdim=True).values.detach()"),
+    *("{z} - {z}.detach().amax({d}, True)", "{z}.softmax({d}).log()", "{z}.exp()", "{z} * {keep}"),
+)
+PRODUCTS = (
+    *("{y} * {z}", "{y} - {z}", "{y} + {z}", "{z} * {z}", "{z} ** 2", "{z}.square()", "{z} * u"),
+    *("{z} * {given}", "{given} * {z}", "{z} + u", "{z} - {given}", "{y}.exp() * {z}", "-{z}"),
+    *("{z} * F.one_hot({lab}, {V})", "torch.special.entr({z})", "{z} * {f}", "{z} - {f}"),
+    *("{z} * cw", "{z} / {keep}", "{z}.exp()", "{z}.detach() * {y}", "{z} * {z}.detach()"),
+)
+DETACHED = ("{z}.detach()", "{z}.detach()", "{z}.clone()", "{z}.double()", "{z} * 1")
+
+BEFORE = {
+    VIEWS: 30,
+    CASTS: 15,
+    ("{z}.float()",): 15,
+    TEMPERATURES: 20,
+    SOFTCAPS: 10,
+    IN_PLACE: 10,
+    MOVES: 5,
+    CLASS_SLICES: 1,
+    ("{pointwise}",): 2,
+}
+BETWEEN = {
+    NORMAL: 30,
+    PRODUCTS: 20,
+    VIEWS: 20,
+    ("{z}.float()",): 8,
+    DETACHED: 8,
+    TEMPERATURES: 8,
+    IN_PLACE: 4,
+    SOFTCAPS: 3,
+}
+
+# ---------------------------------------------------------------- from logits to rows
+
+Recipes = tuple[tuple[str, ...], ...]
+
+SUMS: Recipes = (
+    ("r% = {z}.sum({d})",),
+    ("r% = {z}.sum({d}, keepdim=True)",),
+    ("r% = {z}.mean({d})",),
+    ("r% = {z}.mean({d}, True)",),
+    ("r% = torch.sum({z}, dim=({d},))",),
+    ("r% = {z}.sum()",),
+    ("r% = {z}.mean()",),
+    ("r% = {z}.mean(dim={d}, dtype=torch.float32)",),
+    ("r% = ({z} * u).sum({d})",),
+    ("r% = ({z}.softmax({d}) * u).sum({d})",),
+    ("r% = ({z} * {given}).sum({d})",),
+    ("r% = -({given} * {z}.log_softmax({d})).sum({d})",),
+    ("r% = {z}.softmax({d}).square().sum({d})",),
+    ("p% = {z}.softmax({d})", "r% = (p% * p%).sum({d})"),
+    ("lp% = {z}.log_softmax({d})", "r% = -lp%.mean({d})"),
+    ("lp% = {z}.log_softmax({d})", "r% = -(F.one_hot({lab}, {V}) * lp%).sum({d})"),
+    ("r% = (F.one_hot({lab}, {V}).to({z}.dtype) * {z}).sum({d})",),
+    ("r% = (F.one_hot({lab}, {V}) * {z}).sum({d}) - {z}.logsumexp({d})",),
+    ("r% = ({y} * {z}).sum({d})",),
+)
+ENTROPIES: Recipes = (
+    ("lp% = {z}.log_softmax({d})", "p% = lp%.exp()", "r% = -(p% * lp%).sum({d})"),
+    ("p% = {z}.softmax({d})", "lp% = {z}.log_softmax({d})", "r% = -(p% * lp%).sum({d})"),
+    ("p% = {z}.softmax({d})", "r% = {z}.logsumexp({d}) - (p% * {z}).sum({d})"),
+    ("p% = F.softmax({z}, dim={d})", "r% = -(p% * p%.log()).sum({d}, keepdim=True)"),
+    ("p% = {z}.softmax({d})", "r% = torch.special.entr(p%).sum({d})"),
+    ("lp% = {z}.log_softmax({d})", "r% = -(lp%.exp() * lp%.detach()).sum({d})"),
+    ("lp% = {z}.float().log_softmax({d})", "r% = (lp%.exp() * lp% ** 2).sum({d})"),
+    (
+        "lp% = {z} - {z}.logsumexp({d}, keepdim=True)",
+        "p% = F.softmax(lp%, {d})",
+        "lp% = torch.clamp(lp%, min=torch.finfo(lp%.dtype).min)",
+        "r% = -(lp% * p%).sum({d})",
+    ),
+    ("r% = torch.distributions.Categorical(logits={z}, validate_args=False).entropy()",),
+)
+LSES: Recipes = (
+    ("r% = {z}.logsumexp({d})",),
+    ("r% = torch.logsumexp({z}, dim={d}, keepdim=True)",),
+    ("r% = {z}.logsumexp(({d},)).square()",),
+    ("r% = {z}.exp().sum({d}).log()",),
+    ("k% = {z}.amax({d}, keepdim=True)", "r% = k% + ({z} - k%).exp().sum({d}, True).log()"),
+    (
+        "k% = {z}.max({d}, keepdim=True).values.detach()",
+        "r% = (k% + ({z} - k%).exp().sum({d}, keepdim=True).log()).squeeze({d})",
+    ),
+    (
+        "k%, i% = {z}.max({d}, keepdim=True)",
+        "e% = torch.exp({z} - k%)",
+        "r% = torch.log(e%.sum({d})) + k%.squeeze({d})",
+    ),
+    (
+        "k% = {z}.detach().amax({d}, keepdim=True)",
+        "e% = torch.exp({z} - k%)",
+        "p% = e% / e%.sum({d}, keepdim=True)",
+        "r% = p%.gather({d}, {lab1})",
+    ),
+)
+PICKS: Recipes = (
+    ("r% = {z}.gather({d}, {lab1})",),
+    ("r% = {z}.gather({d}, {lab1}).squeeze({d})",),
+    ("r% = torch.gather({z}, {d}, {labk})",),
+    ("r% = {z}.take_along_dim({lab1}, {d})",),
+    ("r% = {z}.take_along_dim({labk} - 3, dim={d})",),
+    ("r% = {z2}[torch.arange({N}), {lab}]",),
+    ("r% = {z2}[torch.arange({N}), {lab} - 3]",),
+    ("lp% = {z}.log_softmax({d})", "r% = lp%.gather({d}, {lab1})"),
+    ("lp% = F.log_softmax({z}.float(), {d})", "r% = -lp%.gather({d}, {lab1}).squeeze({d})"),
+    ("lp% = {z}.log_softmax({d})", "r% = lp%.gather({d}, {labk})"),
+    ("lp% = {z}.log_softmax({d})", "r% = lp%.take_along_dim({labk}, {d}).sum({d})"),
+    ("lp% = {z2}.log_softmax(-1)", "r% = lp%[torch.arange({N}), {lab}]"),
+    ("p% = {z}.softmax({d})", "r% = (1 - p%.gather({d}, {lab1})) ** 2"),
+    ("r% = {z}.gather({d}, {lab1}).squeeze({d}) - {z}.logsumexp({d})",),
+    ("r% = {z}.gather({d}, {labk}) - {z}.logsumexp({d}, keepdim=True)",),
+    ("r% = ({z} - {z}.logsumexp({d}, keepdim=True)).gather({d}, {lab1})",),
+    ("r% = torch.distributions.Categorical(logits={z}, validate_args=False).log_prob({lab})",),
+    (
+        "r% = torch.cat([p.log_softmax(-1).gather(-1, i.unsqueeze(-1)).squeeze(-1) "
+        "for p, i in zip({z}.unbind(0), {lab}.unbind(0))])",
+    ),
+    (
+        "r% = torch.stack([F.log_softmax(p, -1).gather(-1, i.unsqueeze(-1)).squeeze(-1) "
+        "for p, i in zip({z}, {lab})])",
+    ),
+    (
+        "r% = torch.stack([p.gather(-1, i.unsqueeze(-1)).squeeze(-1) - p.logsumexp(-1) "
+        "for p, i in zip({z}.unbind(0), {lab}.unbind(0))])",
+    ),
+    ("r% = torch.cat([(c.softmax(-1) * c.log_softmax(-1)).sum(-1) for c in {z}.split(2)])",),
+    ("r% = torch.cat([c.logsumexp({d}) for c in {z}.chunk(2)])",),
+)
+MAXIMA: Recipes = (
+    ("r% = {z}.argmax({d})",),
+    ("r% = {z}.argmax({d}) == {lab}",),
+    ("r% = ({z}.argmax(dim={d}, keepdim=True) == {lab1}).float()",),
+    ("r% = {z}.amax({d})",),
+    ("r% = {z}.max({d}).values",),
+    ("r% = {z}.max({d})[1]",),
+    ("v%, r% = {z}.max({d})",),
+    ("r%, i% = torch.max({z}, {d}, keepdim=True)",),
+    ("r% = {z}.softmax({d}).amax({d})",),
+    ("r% = {z}.softmax({d}).max({d}).values",),
+    ("r% = {z}.detach().argmax({d})",),
+    ("r% = {z}.amax({d}, keepdim=True) <= {z}.gather({d}, {lab1})",),
+    ("r% = {z}.gather({d}, {lab1}) >= {z}.max({d}, keepdim=True).values",),
+    ("r% = ({z} > {z}.gather({d}, {lab1})).sum({d})",),
+    ("i% = {z}.argmax({d}, keepdim=True)", "r% = {z}.log_softmax({d}).gather({d}, i%)"),
+)
+LOSSES: Recipes = (
+    *[("r% = F.cross_entropy({c}, {l}{args})",)] * 5,
+    ("r% = F.cross_entropy({c}, {l}, label_smoothing=0.1, reduction={reduction})",),
+    ("r% = F.cross_entropy({c}, {l}, reduction={reduction}, ignore_index=2)",),
+    ("r% = F.cross_entropy({c}, torch.where({lm}, {l}, -100), reduction={reduction})",),
+    ("r% = F.cross_entropy({c}, {q}, reduction={reduction})",),
+    ("r% = F.nll_loss(F.log_softmax({c}, {cd}), {l}{nll})",),
+    ("r% = F.nll_loss({c}, {l}{nll})",),
+)
+REDUCTIONS: dict[Recipes, int] = {
+    SUMS: 20,
+    ENTROPIES: 16,
+    LSES: 14,
+    PICKS: 24,
+    MAXIMA: 14,
+    LOSSES: 12,
+}
+
+# ---------------------------------------------------------------- rows
+
+ROWS = (
+    *("-{r}", "{r}.exp()", "{r} * {o}", "{r} + {o}", "{r} - {o}", "{r}.square()", "{r} >= {o}"),
+    *(
+        "{r}.float()",
+        "{r}.unsqueeze(-1)",
+        "{r}.reshape(-1)",
+        "{r}.detach()",
+        "torch.cat([{r}, {o}])",
+    ),
+    *("torch.stack([{r}, {o}])", "({r} - {o}.detach()).exp()", "{r}.to(torch.float32)"),
+    *("torch.minimum({r}, {o})", "{r}.view(-1)", "{r} * 0.5"),
+)
+TERMS = (
+    "{r}.float().mean()",
+    "0.3 * {r}.float().sum()",
+    "{r}.float().square().mean()",
+    "({r} * torch.linspace(-1, 1, {r}.numel()).reshape({s})).sum()",
+    "0.1 * ({r}.float().sin() * {r}.float()).sum()",
+)
+
+# ---------------------------------------------------------------- what is not read
+
+UNKNOWN = (
+    *("{z}.cumsum({d})", "{z}.sort({d}).values", "{z}.roll(1, {d})", "{z}.flip({d})"),
+    *("{z}.topk(3, {d}).values", "{z}.norm(dim={d})", "{z}.var({d})", "{z} @ {z}.mT"),
+    *("{z}.median({d}).values", "F.layer_norm({z}, ({V},))", "torch.cat([{z}, {z}], {d})"),
+    *("{z}.max()", "{z}.numpy(force=True).sum()", "{z}.sum(0)", "{z}.std()"),
+)
