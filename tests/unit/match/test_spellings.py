@@ -84,7 +84,9 @@ def check(target: Any, blocks: Iterable[Sequence[str]], fuses: bool = True) -> N
     """
     legal = [block for block in blocks if in_eager(block)]
     if not legal and isinstance(target, torch._ops.OpOverload):
-        pytest.skip("an overload of other arguments")
+        # one of other arguments, such as pow.Scalar of a number and a tensor; releases add some
+        assert len(target.overloadpacket.overloads()) > 1 or "nll_loss2d" in str(target)
+        return
     assert legal, "eager runs none of them"
     for i in range(0, len(legal), 12):
         case = case_of(legal[i : i + 12])
