@@ -89,6 +89,11 @@ REJECTED = {
     "a view without gradients, and a softmax with": (
         lambda z, t: z.sum(-1)[:, 0] + under_no_grad(lambda: z[:, 0]).softmax(-1).square().sum(-1),
         "is a view that is taken where"),
+    "small differences": (
+        lambda z, t: (z.softmax(-1) - hot(t)).square().sum(-1), "may cancel"),
+    "a rounded quotient": (
+        lambda z, t: z.softmax(-1).div(z.amax(-1, keepdim=True), rounding_mode="floor").sum(-1),
+        "rounding_mode="),
     "a logarithm of logits": (
         lambda z, t: torch.special.entr(z.square()).softmax(-1).square().sum(-1),
         "a logarithm of logits"),
