@@ -4,7 +4,7 @@ In: a region and a :class:`fxpass.match.heads.Head`. Out: the inserted calls. Ea
 the logits is replaced by arithmetic on outputs of a call::
 
     %logits = linear(%h, %w)                        %out = class_reductions(%h, %w, ..., %c, [],
-    %lp = log_softmax(%logits, -1)            ->        'r1 outputs=pick')
+    %lp = log_softmax(%logits, -1)            ->        'r2 outputs=pick')
     %log_probs = gather(%lp, -1, %labels)           %log_probs = unsqueeze(getitem(%out, 0)[0], 1)
 """
 
@@ -93,7 +93,7 @@ class _Edit(Builder):
                 index = self.function(torch.cat, whole, 1)
             out = self.function(
                 torch.ops.fxpass.class_reductions.default,
-                *(x, weight, bias, scale, index, given, call.spec.text()),
+                *(x, weight, bias, scale, index, given, None, call.spec.text()),
             )
             self._unpack(call, out, counts)
 
