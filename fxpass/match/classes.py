@@ -128,10 +128,14 @@ class Reduced:
     mean_log: Expr | None = None
 
     @property
+    def values(self) -> tuple[Expr, ...]:
+        """Its rows: with label smoothing, those of the mean too."""
+        return (self.value,) if self.mean_log is None else (self.value, self.mean_log)
+
+    @property
     def symbols(self) -> set[Any]:
         """The symbols of its values."""
-        others = set() if self.mean_log is None else self.mean_log.free_symbols
-        return self.value.free_symbols | others
+        return set().union(*(rows.free_symbols for rows in self.values))
 
 
 @dataclass

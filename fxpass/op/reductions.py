@@ -88,11 +88,12 @@ def class_reductions(
     with on_device(x.device), torch._C._DisableAutocast():
         out, found = _forward(operands, s)
     total = out.total.sum() if s.total else out.total
-    grads = [
+    of_x, of_weight, of_bias = (
         x.new_empty(0) if name not in found else found[name].to(gradient_dtype(t.dtype))
         for name, t in zip(PRODUCTS, (x, weight, x if bias is None else bias), strict=True)
-    ]
-    return out.rows, out.indices, out.lse, out.rest, out.saved, total, *grads
+    )
+    rows = out.rows, out.indices, out.lse, out.rest, out.saved
+    return *rows, total, of_x, of_weight, of_bias
 
 
 def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
@@ -241,11 +242,12 @@ def _(x, weight, bias, scale, picks, given, coef, spec: str) -> _Nine:
     out = aten.empty(operands, s)
     total = out.lse.new_empty(()) if s.total else out.total
     names = s.gradients if s.total else ()
-    grads = [
+    of_x, of_weight, of_bias = (
         t.new_empty(t.shape, dtype=gradient_dtype(t.dtype)) if name in names else x.new_empty(0)
         for name, t in zip(PRODUCTS, (x, weight, x if bias is None else bias), strict=True)
-    ]
-    return out.rows, out.indices, out.lse, out.rest, out.saved, total, *grads
+    )
+    rows = out.rows, out.indices, out.lse, out.rest, out.saved
+    return *rows, total, of_x, of_weight, of_bias
 
 
 @class_reductions_backward.register_fake
