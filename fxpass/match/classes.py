@@ -16,6 +16,7 @@ from torch.fx import Node
 from fxpass.graph.calls import first_operand
 from fxpass.graph.functions import function_of, reads_values
 from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.region import Region
 from fxpass.graph.source import call_name
 from fxpass.match.linears import Linear
 from fxpass.match.losses import Loss
@@ -144,6 +145,7 @@ class Flow:
 
     Attributes:
         linear: the head's linear.
+        region: the region of the graph.
         classes: nodes with classes.
         rows: nodes of rows whose value is known.
         bases: the bases.
@@ -155,6 +157,7 @@ class Flow:
     """
 
     linear: Linear
+    region: Region
     classes: dict[Node, Classes] = field(default_factory=dict)
     rows: dict[Node, Expr] = field(default_factory=dict)
     bases: list[Base] = field(default_factory=list)
@@ -271,6 +274,20 @@ def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
     if transform.free_symbols != {Z} or not scale.free_symbols <= _rows_of(flow, scale):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
     return flow.base(like, transform, scale), shift
+
+
+def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:
+    """The base of logits of which a softmax is taken, which does not depend on their shift.
+
+    Raises:
+        NoMatch: the shift has a gradient, which is 0 and not None.
+    """
+    base, shift = base_of(flow, node, like)
+    for symbol in symbols_of(shift) & flow.tensors.keys():
+        if value(flow.tensors[symbol]).requires_grad:
+            reason = f"%{node.name} ({call_name(node)}) does not depend on"
+            raise NoMatch(node, f"{reason} %{flow.tensors[symbol].name}, which needs a gradient")
+    return base
 
 
 def fits(flow: Flow, base: Base, like: Classes) -> bool:

@@ -23,12 +23,12 @@ from fxpass.match.classes import (
     Classes,
     Flow,
     Step,
-    base_of,
     check_dim,
     check_dtype,
     in_logs,
     operand_of,
     picks_rows_and_classes,
+    softmax_base_of,
     viewed,
 )
 from fxpass.match.pointwise import POINTWISE
@@ -59,7 +59,7 @@ def classes_of(flow: Flow, node: Node, function: str) -> Classes:
         given = arguments(node, _SOFTMAX)
         check_dim(node, like, given["dim"])
         check_dtype(node, given)
-        base, _ = base_of(flow, node, like)
+        base = softmax_base_of(flow, node, like)
         return replace(like, expr=base.log if "log" in function else sympy.exp(base.log))
     return _pointwise(flow, node, function)
 

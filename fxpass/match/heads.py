@@ -53,6 +53,11 @@ class Head:
         return {*self.flow.classes, *self.flow.pairs, *(r.node for r in self.flow.reductions)}
 
     @property
+    def in_forward(self) -> bool:
+        """Whether forward computes all gradients."""
+        return all(call.total for call in self.calls)
+
+    @property
     def shape(self) -> tuple[int | torch.SymInt, int | torch.SymInt]:
         """Rows and classes."""
         linear = self.flow.linear
@@ -86,7 +91,7 @@ def heads_of(
             linear = linear_of(node)
             if linear is None or not _large(linear, settings.min_logits_mb):
                 continue
-            flow = flow_of(linear, modes)
+            flow = flow_of(linear, region, modes)
             if any(not isinstance(o, LogitSum) for o in flow.computed):
                 head = Head(flow, calls_of(flow, modes), source_of(flow))
                 _check_worth(head, settings.min_logits_mb)

@@ -34,10 +34,11 @@ from fxpass.match.classes import (
     in_logs,
     operand_of,
     picks_rows_and_classes,
+    softmax_base_of,
     symbols_of,
 )
 from fxpass.match.elementwise import classes_of
-from fxpass.match.losses import loss_of
+from fxpass.match.losses import check_dtypes, loss_of
 from fxpass.match.maxima import maximum
 from fxpass.spec.expression import Z
 from fxpass.spec.reductions import HIGHEST_POWER, TOTAL, LogitSum, Moment
@@ -284,6 +285,7 @@ def _loss(flow: Flow, node: Node) -> None:
     loss = loss_of(node)
     if loss is None or loss.logits not in flow.classes or loss.node is not node:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not known")
+    check_dtypes(loss, flow.region)
     like = flow.classes[loss.logits]
     assert loss.target is not None
     if loss.target in flow.classes or loss.class_weight in flow.classes:
@@ -296,7 +298,7 @@ def _loss(flow: Flow, node: Node) -> None:
         if base is None or not fits(flow, base, like):
             raise NoMatch(node, f"%{node.name} reads `{like.expr}`, not a log-softmax")
     else:
-        base, _ = base_of(flow, node, like)
+        base = softmax_base_of(flow, node, like)
     if loss.probabilities:
         if loss.class_weight is not None or loss.label_smoothing:
             raise NoMatch(node, f"%{node.name} has class weights or smoothing of probabilities")
