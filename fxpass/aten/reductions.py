@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Inputs
+from fxpass.spec.reduction_operands import Operands, Outputs, empty
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
@@ -29,67 +29,10 @@ from fxpass.spec.reductions import (
     Moment,
     Output,
     Reductions,
-    for_slope,
+    Terms,
     normalised,
     raw,
 )
-
-
-class Operands(NamedTuple):
-    """The tensors of one call.
-
-    Attributes:
-        x: ``[N, D]``.
-        weight: ``[V, D]``, dtype of x.
-        bias: ``[V]`` in the dtype of x or in the compute dtype, or None.
-        scale: ``[N]``, a factor of each row's transformed logits in the compute dtype, or None.
-        picks: class indices ``[N]`` or ``[N, K]`` int64, or None.
-        given: weights of moments, vectors ``[V]`` or values ``[N, V]``.
-        coef: ``[T, N]`` in the compute dtype, the weights of the total's outputs in their order, K
-            rows for a pick of K classes; None without a total.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    scale: Tensor | None
-    picks: Tensor | None
-    given: tuple[Tensor, ...]
-    coef: Tensor | None = None
-
-    def classes(self) -> Tensor:
-        """The class indices as ``[N, K]``."""
-        assert self.picks is not None
-        return self.picks if self.picks.dim() == 2 else self.picks.unsqueeze(1)
-
-    def weights(self, moment: Moment | LogitSum, rows: slice) -> Tensor | None:
-        """The weights of a sum ``[V]`` or ``[rows, V]`` in the compute dtype; None for ones."""
-        return None if moment.weight is None else self.values(moment.weight, rows)
-
-    def values(self, position: int, rows: slice) -> Tensor:
-        """One of ``given``, ``[V]`` or ``[rows, V]`` in the compute dtype."""
-        w = self.given[position]
-        return (w if w.dim() == 1 else w[rows]).to(compute_dtype(self.x.dtype))
-
-
-class Outputs(NamedTuple):
-    """The outputs of all rows.
-
-    Attributes:
-        rows: ``[R, N]`` in the compute dtype, in the order of ``spec.rows``; K rows for a ``pick``
-            of K classes.
-        indices: ``[I, N]`` int64.
-        lse, rest: ``[N]``, the log-sum-exp and its rounding error.
-        saved: ``[S, N]``, the moments of ``spec.saved``.
-        total: the terms of the total ``[N]``; empty without one.
-    """
-
-    rows: Tensor
-    indices: Tensor
-    lse: Tensor
-    rest: Tensor
-    saved: Tensor
-    total: Tensor
 
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
@@ -149,22 +92,6 @@ def _all(lines: Mapping[Output, Sequence[Tensor]], outputs: Iterable[Output]) ->
     return itertools.chain.from_iterable(lines[output] for output in outputs)
 
 
-def empty(operands: Operands, spec: Reductions) -> Outputs:
-    """Uninitialised outputs, also of fake operands."""
-    n, dtype = operands.x.shape[0], compute_dtype(operands.x.dtype)
-    picked = operands.classes().shape[1] if operands.picks is not None else 0
-    count = sum(picked if output in OF_PICKS else 1 for output in spec.rows)
-    new = operands.x.new_empty
-    return Outputs(
-        new((count, n), dtype=dtype),
-        new((len(spec.indices), n), dtype=torch.int64),
-        new(n, dtype=dtype),
-        new(n, dtype=dtype),
-        new((len(spec.saved), n), dtype=dtype),
-        new(n if spec.total else 0, dtype=dtype),
-    )
-
-
 def backward(
     operands: Operands, spec: Reductions, plan: Plan, out: Outputs, incoming: Tensor
 ) -> dict[str, Tensor]:
@@ -207,14 +134,13 @@ def backward(
     return grads | over_chunks(_linear(operands), products, to_gradient, *sizes)
 
 
-class _Slope:
+class _Slope(Terms):
     """The gradient of some rows of transformed logits, for incoming gradients of their outputs.
 
     It is a sum of polynomials of the log-softmax, each multiplied by a power of the softmax and by
     weights, of values at picked classes, and of what is dense.
 
     Attributes:
-        coefficients: power of the softmax and weights → power of the log-softmax → ``[rows]``.
         picked: class indices and values ``[rows, K]``.
         dense: ``[rows, V]``.
         weighted: the sums, and their incoming gradients.
@@ -229,7 +155,7 @@ class _Slope:
         sums: Mapping[Moment, Tensor],
         z: Tensor,
     ) -> None:
-        self.coefficients: dict[tuple[int, int | None], dict[int, Tensor]] = {}
+        super().__init__()
         self.picked: list[tuple[Tensor, Tensor]] = []
         self.dense: list[Tensor] = []
         self.weighted: list[tuple[Moment | LogitSum, Tensor]] = []
@@ -247,13 +173,13 @@ class _Slope:
         if isinstance(output, Moment | LogitSum):
             self.weighted.append((output, line))
         if isinstance(output, Moment):
-            self._add_moment(output, line, sums)
+            self.add_moment(output, line, sums)
         elif isinstance(output, LogitSum):
-            self._add(0, 0, output.weight, line)
+            self.add(0, 0, output.weight, line)
         elif output in OF_PICKS:
             self.picked.append((self._operands.classes()[self._few], line.t()))
             if output == "pick":
-                self._add(1, 0, None, -line.sum(0))
+                self.add(1, 0, None, -line.sum(0))
         elif output == "amax":  # equal maxima share the gradient
             highest = z == z.amax(1, keepdim=True)
             self.dense.append(highest * (line / highest.sum(1)).unsqueeze(1))
@@ -261,22 +187,7 @@ class _Slope:
             if output != "lse":
                 self.picked.append((z.argmax(1, keepdim=True), line.unsqueeze(1)))
             if output != "max":
-                self._add(1, 0, None, line if output == "lse" else -line)
-
-    def _add(self, a: int, b: int, weight: int | None, factor: Tensor) -> None:
-        """Adds ``factor * w * softmax**a * log_softmax**b``."""
-        polynomial = self.coefficients.setdefault((a, weight), {})
-        polynomial[b] = polynomial[b] + factor if b in polynomial else factor
-
-    def _add_moment(self, moment: Moment, grad: Tensor, sums: Mapping[Moment, Tensor]) -> None:
-        """Adds ``grad * (psi - softmax * sigma)``."""
-        a, b, weight = moment.a, moment.b, moment.weight
-        if a:
-            self._add(a, b, weight, a * grad)
-        if b:
-            self._add(a, b - 1, weight, b * grad)
-        for factor, lower in for_slope(moment):
-            self._add(1, 0, None, -factor * grad * (1 if lower == TOTAL else sums[lower]))
+                self.add(1, 0, None, line if output == "lse" else -line)
 
     def of(self, log: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
         """The gradient, from the log-softmax ``[rows, V]``, which is overwritten; and the factor

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import reductions as aten
-from fxpass.aten.reductions import Operands, Outputs
 from fxpass.op.ignored import selected
 from fxpass.op.saved import scaled
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, plan_of_reductions
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
+from fxpass.spec.reduction_operands import Operands, Outputs, empty
 from fxpass.spec.reductions import OF_PICKS, PRODUCTS, Reductions
 
 NAME = "fxpass::class_reductions"
@@ -238,7 +238,7 @@ def _(x, weight, bias, scale, picks, given, coef, spec: str) -> _Nine:
     s = Reductions.parse(spec)
     operands = Operands(x, weight, bias, scale, picks, tuple(given), coef)
     _check(operands, s)
-    out = aten.empty(operands, s)
+    out = empty(operands, s)
     total = out.lse.new_empty(()) if s.total else out.total
     names = s.gradients if s.total else ()
     grads = [
