@@ -20,7 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpass.spec.operands import Inputs, is_valid
+from fxpass.spec.reduction_operands import Operands
+from fxpass.spec.reductions import OF_PICKS, TOTAL, Moment, Reductions, for_slope
 from fxpass.spec.spec import Spec
+
+# Twice the largest -log(p) of a class that is expected, the slope of the square of log(p).
+_LARGEST_LOG = 64.0
 
 
 class Unscale(NamedTuple):
@@ -64,6 +69,49 @@ def scale_coefficients(inputs: Inputs, spec: Spec) -> tuple[Inputs, Unscale]:
     inputs = inputs._replace(class_weight=class_weight, row_scale=row_scale, lse_scale=lse_scale)
     powers = (None if e is None else _power_of_two(e) for e in (of_classes, exponent))
     return inputs, Unscale(*powers)
+
+
+def scale_incoming(
+    operands: Operands, spec: Reductions, saved: Tensor, incoming: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Incoming gradients of reductions, divided by a power of two for fp16, and this power.
+
+    With the results every gradient of a logit is below 64, the room that ``render.GAIN`` leaves.
+
+    Args:
+        saved: ``[S, N]``, the moments of ``spec.saved``.
+        incoming: ``[R, N]``, the gradients of the outputs.
+
+    Returns:
+        ``[R, N]`` f32, contiguous, and a 0-dim f32 tensor; None is 1.
+    """
+    incoming = incoming.float().contiguous()
+    if operands.x.dtype != torch.float16:
+        return incoming, None
+    sigmas = dict(zip(spec.saved, saved, strict=True))
+    bound, row = torch.zeros_like(incoming[:1].sum(0)), 0
+    for output in spec.rows:
+        count = operands.classes().shape[1] if output in OF_PICKS else 1
+        each = incoming[row : row + count].abs().sum(0)
+        row += count
+        if isinstance(output, str):
+            bound += each
+            continue
+        # psi / w is at most 1, but for a sum of p**2, and for a sum of squares of logarithms
+        size = 1.0
+        if isinstance(output, Moment):
+            size = max(1.0, float(output.a)) if output.a or output.b < 2 else _LARGEST_LOG
+        if output.weight is not None:
+            size = size * operands.given[output.weight].float().abs().amax(-1)
+        if isinstance(output, Moment):
+            moments = ((f, m) for f, m in for_slope(output) if m != TOTAL)
+            size = size + sum(factor * sigmas[m].abs() for factor, m in moments)
+        bound += each * size
+    if operands.scale is not None:
+        bound *= operands.scale.abs()
+    _, exponent = _scaled(bound)
+    assert exponent is not None
+    return incoming / _power_of_two(exponent), _power_of_two(exponent)
 
 
 def _of_counted_rows(inputs: Inputs, spec: Spec, row_scale: Tensor | None) -> Tensor:

@@ -263,6 +263,11 @@ class Reductions:
         """The moments that backward reads."""
         return for_slopes(self.outputs) if self.gradients and not self.total else ()
 
+    @property
+    def trains_weights(self) -> bool:
+        """Whether weights of moments need a gradient."""
+        return any(name not in _NAMED for name in self.gradients)
+
     def text(self) -> str:
         """One line; fields at their defaults are left out."""
         words = [REVISION]
