@@ -200,7 +200,7 @@ class Features:
         found, rows, picked = [], 0, 0
         for output in self.spec.rows:
             k = {0: "", 1: "K"}.get(picked, f"{picked} * K")
-            found.append((output, f"({rows} + {k})" if k else f"{rows}"))
+            found.append((output, f"({rows} + {k})" if k and rows else k or f"{rows}"))
             several = self.several and output in OF_PICKS
             rows, picked = rows + (not several), picked + several
         return found
