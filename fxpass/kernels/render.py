@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import re
 import textwrap
 from dataclasses import dataclass
@@ -303,6 +304,6 @@ def _templates() -> Environment:
         optimized=False,  # a template is compiled in every process, and rendered a few times
     )
     environment.filters["lines"] = _lines
-    numbers = {"GAIN": GAIN, "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG}
+    numbers = {"GAIN": GAIN, "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "LOG2_E": math.log2(math.e)}
     environment.globals.update(numbers, PADDING=PADDING, ELSEWHERE=ELSEWHERE)
     return environment
