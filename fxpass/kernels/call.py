@@ -246,19 +246,14 @@ def for_reductions(
     spec: Reductions,
     operands: OfReductions,
     gpu: Gpu,
-    *,
-    forward: bool = False,
-    backward: bool = False,
+    forward: bool = True,
 ) -> tuple[Launch, ...]:
-    """The kernels of one run of class reductions: of their outputs, of their gradient, or of both
-    in one launch. None for f64, and for gradients of weights of moments: ATen computes these.
-    """
+    """The kernels of one run of class reductions: of forward, with the gradient of a total, or of
+    backward. None for f64, and for gradients of weights of moments: ATen computes these."""
     if operands.x.dtype == torch.float64 or spec.trains_weights:
         return ()
     v = operands.weight.shape[0]
     flags = {
-        "forward": forward,
-        "backward": backward,
         "biased": adds_bias(operands.x, operands.bias, None),
         "scaled": operands.scaled,
         "several": operands.picks not in (None, 1),
@@ -268,7 +263,7 @@ def for_reductions(
 
     def candidate(options: dict[str, int]) -> Candidate:
         whole_row = options["BLOCK_V"] >= v
-        kernel = render_reductions.reductions(spec, whole_row=whole_row, **flags)
+        kernel = render_reductions.reductions(spec, forward, whole_row=whole_row, **flags)
         return Candidate(kernel, tuple(options.items()))
 
     candidates = row_config.reduction_candidates(v, operands.x.dtype, gpu.target, spec)

@@ -9,7 +9,7 @@ their gradient, from which GEMMs compute those of the operands::
     >>> operands = Operands(x, weight, None, None, c, ())
     >>> spec = Reductions(("pick", Moment(1, 1)), gradients=("x",))
     >>> plan = Plan("triton", "chunked", rows=4096, classes=10)
-    >>> out = forward(operands, spec, plan)
+    >>> out, _ = forward(operands, spec, plan)
     >>> out.rows.shape  # log-probabilities and negative entropies
     torch.Size([2, 4])
     >>> backward(operands, spec, plan, out, torch.ones(2, 4))["x"].shape
@@ -34,12 +34,17 @@ from fxpass.spec.reduction_operands import Operands, Outputs, empty
 from fxpass.spec.reductions import Moment, Reductions  # noqa: F401, Moment for the example
 
 
-def forward(operands: Operands, spec: Reductions, plan: Plan) -> Outputs:
-    """The outputs of every row."""
+def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
+    """The outputs of every row, and the gradients of the total, if there is one: a launch for both,
+    of which each logit is computed once. The dtypes are those of :func:`backward`."""
     out = empty(operands, spec)
     with on_device(operands.x.device):
-        _run(operands, spec, plan, out, None, forward=True)
-    return out
+        if operands.coef is None:
+            return out, _run(operands, spec, plan, out, None, forward=True)
+        scaled, factor = scale_incoming(operands, spec.total, operands.coef)
+        grads = _run(operands, spec, plan, out, scaled, forward=True)
+        _unscale(factor, out.total, *grads.values())
+        return out, grads
 
 
 def backward(
@@ -51,25 +56,16 @@ def backward(
     there is one chunk.
     """
     with on_device(operands.x.device):
-        scaled, factor = scale_incoming(operands, spec, out.saved, incoming)
-        grads = _run(operands, spec, plan, out, scaled, backward=True)
-        if factor is not None:
-            for grad in grads.values():
-                grad.mul_(factor)
-    return grads
+        scaled, factor = scale_incoming(operands, spec.rows, incoming)
+        grads = _run(operands, spec, plan, out, scaled, forward=False)
+        _unscale(factor, *grads.values())
+        return grads
 
 
-def forward_and_backward(
-    operands: Operands, spec: Reductions, plan: Plan, incoming: Tensor
-) -> tuple[Outputs, dict[str, Tensor]]:
-    """Both, for incoming gradients that are known before: each logit is computed once."""
-    if operands.x.dtype == torch.float16:  # how large its gradients are, the saved moments say
-        out = forward(operands, spec, plan)
-        return out, backward(operands, spec, plan, out, incoming)
-    out = empty(operands, spec)
-    with on_device(operands.x.device):
-        known = incoming.float().contiguous()
-        return out, _run(operands, spec, plan, out, known, forward=True, backward=True)
+def _unscale(factor: Tensor | None, *tensors: Tensor) -> None:
+    if factor is not None:
+        for tensor in tensors:
+            tensor.mul_(factor)
 
 
 def _run(
@@ -78,16 +74,13 @@ def _run(
     plan: Plan,
     out: Outputs,
     incoming: Tensor | None,
-    *,
-    forward: bool = False,
-    backward: bool = False,
+    forward: bool,
 ) -> dict[str, Tensor]:
-    """Writes ``out`` in forward; returns the gradients in backward."""
+    """Writes ``out`` in forward; returns the gradients of ``incoming``, if there are any."""
     x, v = operands.x, operands.weight.shape[0]
     of_call = OfReductions.of(operands)
-    stages = {"forward": forward, "backward": backward}
-    (row,) = call.for_reductions(spec, of_call, call.gpu_of(x.device), **stages)
-    gradients = spec.gradients if backward else ()
+    (row,) = call.for_reductions(spec, of_call, call.gpu_of(x.device), forward)
+    gradients = () if incoming is None else spec.gradients
     scale_grad = None
     if "scale" in gradients:
         scale_grad = x.new_empty(len(x), dtype=torch.float32)
@@ -109,7 +102,7 @@ def _run(
             **sizes,
         }
         per_row = {"scale": scale, "picks": picks, "lse": out.lse, "rest": out.rest}
-        per_row["scale_grad"] = scale_grad
+        per_row |= {"scale_grad": scale_grad, "total": out.total}
         arguments |= {name: t[part] for name, t in per_row.items() if t is not None}
         per_output = {"saved": out.saved, "incoming": incoming}
         if forward:

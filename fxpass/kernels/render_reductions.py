@@ -1,11 +1,11 @@
 """Renders the Triton kernels of class reductions from ``templates/reductions.py.jinja``.
 
 In: :class:`fxpass.spec.reductions.Reductions` and the optional operands that are present. Out: a
-:class:`fxpass.kernels.render.Kernel` for the outputs, for the gradient, or for both. The algebra
+:class:`fxpass.kernels.render.Kernel` for the outputs, for their gradient, or for both. The algebra
 comes from :mod:`fxpass.spec.reductions`, whose functions get symbols in place of numbers::
 
     >>> entropy = Reductions(("pick", Moment(1, 1)), gradients=("x",))
-    >>> lines = reductions(entropy, forward=True).source.splitlines()
+    >>> lines = reductions(entropy).source.splitlines()
     >>> print([line.strip() for line in lines if "s11 =" in line][-1])
     s11 = decay * (s10 * shift + s11) + tl.sum(e * near, 0)
 
@@ -18,11 +18,20 @@ import functools
 import textwrap
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from sympy import Symbol
 
 from fxpass.kernels import expression, render
+from fxpass.kernels.reduction_text import (
+    Sum,
+    coefficients_of,
+    gradient_name_of,
+    log_name_of,
+    name_of,
+    normalised_of,
+    slope_of,
+    sums_of,
+)
 from fxpass.kernels.render import Kernel
 from fxpass.spec.expression import Z, text
 from fxpass.spec.reductions import (
@@ -32,28 +41,8 @@ from fxpass.spec.reductions import (
     Output,
     Reductions,
     Terms,
-    normalised,
-    raw,
-    shifted,
+    for_slopes,
 )
-
-MAXIMA = ("max", "amax", "argmax")
-
-
-class Sum(NamedTuple):
-    """A sum over the classes.
-
-    Attributes:
-        name: of the variable.
-        term: of one class.
-        grown: the sum so far, under the new maximum.
-        counted: whether it is the number of classes, which needs no sum.
-    """
-
-    name: str
-    term: str
-    grown: str
-    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,8 @@ class Features:
 
     Attributes:
         spec: the outputs, the transform and the moments that are saved.
-        forward, backward: whether the kernel computes the outputs, and the gradient.
+        forward: whether the kernel computes the outputs, and a total with its gradient; otherwise
+            it computes the gradient of outputs.
         biased, scaled: whether there is a bias in f32, and a scale of the rows.
         several: whether a row may have another number of picks than one.
         given: whether each of the weights is ``[N, V]`` and not ``[V]``.
@@ -71,13 +61,27 @@ class Features:
 
     spec: Reductions
     forward: bool
-    backward: bool
     biased: bool = False
     scaled: bool = False
     several: bool = False
     given: tuple[bool, ...] = ()
     whole_row: bool = False
     padded: bool = False
+
+    @property
+    def backward(self) -> bool:
+        """Whether the kernel computes a gradient."""
+        return not self.forward or bool(self.spec.total)
+
+    @property
+    def read(self) -> tuple[Output, ...]:
+        """The outputs, those of the total too."""
+        return tuple(dict.fromkeys((*self.spec.outputs, *self.spec.total)))
+
+    @property
+    def differentiated(self) -> tuple[Output, ...]:
+        """The outputs with incoming gradients, in their order; those of a total are its weights."""
+        return self.spec.total or self.spec.rows
 
     # ------------------------------------------------------------ the logits
 
@@ -113,7 +117,8 @@ class Features:
     def facts(self) -> str:
         """What the docstring of a generated module says."""
         said = {
-            ", ".join(map(str, self.spec.outputs)): True,
+            ", ".join(map(str, self.spec.outputs)): bool(self.spec.outputs),
+            f"total of {', '.join(map(str, self.spec.total))}": bool(self.spec.total),
             "several picks": self.several and bool(self.places_of_picks),
             f"logits {text(self.spec.transform)}": self.transformed,
             "a scale of each row": self.scaled,
@@ -125,18 +130,12 @@ class Features:
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        return tuple(o for o in self.spec.outputs if isinstance(o, Moment))
+        return tuple(o for o in self.read if isinstance(o, Moment))
 
     @cached_property
     def sums(self) -> list[Sum]:
-        """The sums of the first pass; a sum comes after those that it is shifted with."""
-        found = [_of_moment(moment) for moment in raw(self.moments)]
-        for output in self.spec.outputs:
-            if isinstance(output, LogitSum):
-                weight = "" if output.weight is None else f"w{output.weight} * "
-                name = _name(output)
-                found.append(Sum(name, f"{weight}tl.where(inside, z, 0.0)", name))
-        return found
+        """The sums of the first pass."""
+        return sums_of(self.read)
 
     @property
     def sums_logarithms(self) -> bool:
@@ -159,13 +158,13 @@ class Features:
     @property
     def finds(self) -> bool:
         """Whether the kernel looks for the largest logit and its class."""
-        read = (*MAXIMA * self.forward, *("max", "amax", "peak") * self.backward)
-        return not set(read).isdisjoint(self.spec.outputs)
+        found = ("max", "amax", "argmax") if self.forward else ("max", "amax", "peak")
+        return not set(found).isdisjoint(self.spec.outputs)
 
     @property
     def shares(self) -> bool:
         """Whether equal maxima share a gradient."""
-        return self.backward and "amax" in self.spec.outputs
+        return not self.forward and "amax" in self.spec.outputs
 
     @property
     def indexed(self) -> bool:
@@ -178,27 +177,15 @@ class Features:
         under = "sums over the classes under their maximum m"
         return under + (" and the largest logit" if self.finds else "")
 
-    @cached_property
+    @property
     def normalised(self) -> list[tuple[str, str]]:
         """The moments of the log-softmax, by name."""
-        sums = {moment: Symbol(_name(moment)) for moment in raw(self.moments)}
-        log, inverse = Symbol("log_s"), Symbol("inverse")
-        moments = dict.fromkeys((*self.moments, *self.spec.saved))
-        found = [
-            (
-                _log_name(m),
-                expression.text(normalised(m, sums, log, lambda e: inverse ** (-e / log))),
-            )
-            for m in moments
-        ]
-        inverted = any(moment.a for moment in moments)
-        return [("inverse", "1.0 / s10")] * inverted + found
+        return normalised_of(dict.fromkeys((*self.moments, *self.sigmas)))
 
-    @property
-    def places(self) -> list[tuple[Output, str]]:
+    def _places(self, outputs: tuple[Output, ...]) -> list[tuple[Output, str]]:
         """The first row of each output."""
         found, rows, picked = [], 0, 0
-        for output in self.spec.rows:
+        for output in outputs:
             k = {0: "", 1: "K"}.get(picked, f"{picked} * K")
             found.append((output, f"({rows} + {k})" if k and rows else k or f"{rows}"))
             several = self.several and output in OF_PICKS
@@ -206,8 +193,7 @@ class Features:
         return found
 
     @property
-    def stored(self) -> list[tuple[str, str, bool]]:
-        """The place and the value of each output, and whether it has a row for each pick."""
+    def _values(self) -> dict[Output, str]:
         values: dict[Output, str] = {
             "lse": "of_row",
             "pick": "z_c - m - log_s",
@@ -217,36 +203,56 @@ class Features:
             # nan if every logit is -inf
             "peak": 'tl.where(s10 == 0.0, float("nan"), -log_s)',
         }
-        values |= {o: _log_name(o) for o in self.moments}
-        values |= {o: _name(o) for o in self.spec.outputs if isinstance(o, LogitSum)}
-        return [(place, values[output], output in OF_PICKS) for output, place in self.places]
+        values |= {o: log_name_of(o) for o in self.moments}
+        return values | {o: name_of(o) for o in self.read if isinstance(o, LogitSum)}
+
+    @property
+    def stored(self) -> list[tuple[str, str, bool]]:
+        """The place and the value of each output, and whether it has a row for each pick."""
+        places = self._places(self.spec.rows)
+        return [(place, self._values[o], self.several and o in OF_PICKS) for o, place in places]
+
+    @property
+    def picks(self) -> bool:
+        """Whether there are classes that are picked."""
+        return not set(OF_PICKS).isdisjoint(self.read)
 
     @property
     def saved(self) -> list[str]:
-        return [_log_name(moment) for moment in self.spec.saved]
+        return [log_name_of(moment) for moment in self.spec.saved]
 
     # ------------------------------------------------------------ the gradient
 
     @property
     def loaded(self) -> list[tuple[str, int]]:
         """The moments that backward reads."""
-        return [(_log_name(moment), i) for i, moment in enumerate(self.spec.saved)]
+        return [(log_name_of(moment), i) for i, moment in enumerate(self.spec.saved)]
 
     @property
     def incoming(self) -> list[tuple[str, str, bool]]:
-        """The incoming gradient of each output, as :attr:`stored`; of picks, their sum."""
+        """The incoming gradient of each output, as :attr:`stored`."""
+        places = self._places(self.differentiated)
+        return [(gradient_name_of(o), place, self.several and o in OF_PICKS) for o, place in places]
+
+    @property
+    def total(self) -> list[tuple[str, str, bool]]:
+        """The weight and the value of each output of the total, and whether they are vectors."""
         return [
-            (_of_output(output), place, output in OF_PICKS)
-            for output, place in self.places
-            if not (self.several and output == "at")
+            (gradient_name_of(o), self._values[o], self.several and o in OF_PICKS)
+            for o in self.spec.total
         ]
+
+    @property
+    def sigmas(self) -> tuple[Moment, ...]:
+        """The moments that the gradients read."""
+        return for_slopes(self.spec.total) if self.spec.total else self.spec.saved
 
     @cached_property
     def _terms(self) -> Terms:
         terms = Terms()
-        sigmas = {moment: Symbol(_log_name(moment)) for moment in self.spec.saved}
-        for output in self.spec.rows:
-            grad = Symbol(_of_output(output))
+        sigmas = {moment: Symbol(log_name_of(moment)) for moment in self.sigmas}
+        for output in self.differentiated:
+            grad = Symbol(gradient_name_of(output))
             if isinstance(output, Moment):
                 terms.add_moment(output, grad, sigmas)
             elif isinstance(output, LogitSum):
@@ -254,16 +260,13 @@ class Features:
             elif output == "lse":
                 terms.add(1, 0, None, grad)
             elif output in ("pick", "peak"):
-                terms.add(1, 0, None, -grad)
+                several = self.several and output == "pick"
+                terms.add(1, 0, None, -Symbol(f"{grad}_sum") if several else -grad)
         return terms
 
     @property
     def coefficients(self) -> list[tuple[str, str]]:
-        return [
-            (_coefficient(a, b, weight), expression.text(value))
-            for (a, weight), polynomial in self._terms.coefficients.items()
-            for b, value in polynomial.items()
-        ]
+        return coefficients_of(self._terms)
 
     @property
     def of_softmax(self) -> bool:
@@ -277,24 +280,12 @@ class Features:
     @property
     def slope(self) -> str:
         """The gradient of a logit, but for what single classes add."""
-        found, vector = [], False
-        for (a, weight), polynomial in self._terms.coefficients.items():
-            value = ""
-            for b in range(max(polynomial), -1, -1):  # Horner's scheme
-                value = f"l * ({value})" if " + " in value else f"l * {value}" if value else ""
-                if b in polynomial:
-                    coefficient = _coefficient(a, b, weight)
-                    value = f"{coefficient} + {value}" if value else coefficient
-            factors = ["p"] * a + [f"w{weight}"] * (weight is not None)
-            vector |= bool(factors) or max(polynomial) > 0
-            found.append(
-                " * ".join([*factors, f"({value})" if factors and " " in value else value])
-            )
-        return " + ".join([*["tl.zeros((BLOCK_V,), tl.float32)"] * (not vector), *found])
+        return slope_of(self._terms)
 
     @property
     def places_of_picks(self) -> list[str]:
-        return [place for output, place in self.places if output in OF_PICKS]
+        """The rows of incoming gradients of picks."""
+        return [place for o, place in self._places(self.differentiated) if o in OF_PICKS]
 
     @property
     def picked(self) -> str:
@@ -307,7 +298,7 @@ class Features:
         return self._added("max", "peak")
 
     def _added(self, *outputs: str) -> str:
-        return " + ".join(_of_output(o) for o in outputs if o in self.spec.outputs)
+        return " + ".join(gradient_name_of(o) for o in outputs if o in self.differentiated)
 
     # ------------------------------------------------------------ weights
 
@@ -322,16 +313,15 @@ class Features:
     @property
     def weights_read(self) -> list[int]:
         """The positions of the weights, whether a pass reads them or not."""
-        weights = (o.weight for o in self.spec.outputs if not isinstance(o, str))
+        weights = (o.weight for o in self.read if not isinstance(o, str))
         return sorted({w for w in weights if w is not None})
 
 
 @functools.cache
 def reductions(
     spec: Reductions,
+    forward: bool = True,
     *,
-    forward: bool = False,
-    backward: bool = False,
     biased: bool = False,
     scaled: bool = False,
     several: bool = False,
@@ -339,14 +329,12 @@ def reductions(
     whole_row: bool = False,
     padded: bool = False,
 ) -> Kernel:
-    """The kernel for the outputs of rows of logits, for their gradient, or for both at once.
-
-    The gradients have to be multiplied by :func:`gradient_factor`; the arguments are those of
-    :class:`Features`.
-    """
-    stage = "" if forward and backward else "_forward" if forward else "_backward"
-    features = Features(spec, forward, backward, biased, scaled, several, given, whole_row, padded)
-    return render.rendered("reductions", f"class_reductions{stage}", f=features)
+    """The kernel for the outputs of rows of logits, with a total's gradient; or for the gradient of
+    outputs. Gradients have to be multiplied by :func:`gradient_factor`; the arguments are those of
+    :class:`Features`."""
+    features = Features(spec, forward, biased, scaled, several, given, whole_row, padded)
+    name = "class_reductions" if forward else "class_reductions_backward"
+    return render.rendered("reductions", name, f=features)
 
 
 @functools.cache
@@ -354,42 +342,3 @@ def gradient_factor(spec: Reductions) -> float:
     """The factor for the kernels' gradients: the constant part of the slope, divided by GAIN."""
     factor, _ = expression.unit_slope(spec.transform)
     return float(factor) / render.GAIN
-
-
-# ---------------------------------------------------------------- names
-
-
-def _name(output: Moment | LogitSum) -> str:
-    """The variable of a sum."""
-    name = f"s{output.a}{output.b}" if isinstance(output, Moment) else "z_sum"
-    return name if output.weight is None else f"{name}_{output.weight}"
-
-
-def _log_name(moment: Moment) -> str:
-    """The variable of a moment of the log-softmax."""
-    return f"m{_name(moment)[1:]}"
-
-
-def _of_output(output: Output) -> str:
-    """The variable of an incoming gradient."""
-    if isinstance(output, str):
-        return f"d_{output}"
-    return f"d_{_log_name(output) if isinstance(output, Moment) else _name(output)}"
-
-
-def _coefficient(a: int, b: int, weight: int | None) -> str:
-    return f"c{a}{b}" if weight is None else f"c{a}{b}_{weight}"
-
-
-def _of_moment(moment: Moment) -> Sum:
-    a, b, weight = moment.a, moment.b, moment.weight
-    sums = {m: Symbol(_name(m)) for m in raw([moment])}
-    counted = Moment(0, 0)
-    if counted in sums:  # the classes before this block
-        sums[counted] = Symbol("start")
-    shift, decay = Symbol("shift" if a else "gap"), Symbol("decay")
-    grown = expression.text(shifted(moment, sums, shift, lambda e: decay ** (e / shift)))
-    if not a and b > 1:
-        grown = f"tl.where(grows, {grown}, {_name(moment)})"
-    factors = ["e"] * a + ["near" if a else "away"] * b + [f"w{weight}"] * (weight is not None)
-    return Sum(_name(moment), " * ".join(factors), grown, moment == counted)

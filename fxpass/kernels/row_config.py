@@ -42,7 +42,8 @@ def reduction_candidates(
 ) -> list[dict[str, int]]:
     """As :func:`row_candidates`, for reductions. A row that does not fit into the default block is
     kept in registers only where each logit has few other values: no weights, no transform."""
-    weighted = any(not isinstance(o, str) and o.weight is not None for o in spec.outputs)
+    sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
+    weighted = any(o.weight is not None for o in sums)
     light = not weighted and spec.transform == Z and "scale" not in spec.gradients
     return _candidates(v, dtype, target, light)
 

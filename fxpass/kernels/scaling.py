@@ -13,6 +13,7 @@ by which losses and gradients are multiplied afterwards::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor
 
 from fxpass.spec.operands import Inputs, is_valid
 from fxpass.spec.reduction_operands import Operands
-from fxpass.spec.reductions import OF_PICKS, TOTAL, Moment, Reductions, for_slope
+from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Output
 from fxpass.spec.spec import Spec
 
-# Twice the largest -log(p) of a class that is expected, the slope of the square of log(p).
+# About twice the largest -log(p) of a class: the slope of a square of log(p).
 _LARGEST_LOG = 64.0
 
 
@@ -72,15 +73,16 @@ def scale_coefficients(inputs: Inputs, spec: Spec) -> tuple[Inputs, Unscale]:
 
 
 def scale_incoming(
-    operands: Operands, spec: Reductions, saved: Tensor, incoming: Tensor
+    operands: Operands, outputs: Sequence[Output], incoming: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Incoming gradients of reductions, divided by a power of two for fp16, and this power.
 
-    With the results every gradient of a logit is below 64, the room that ``render.GAIN`` leaves.
+    With the results the gradients of the logits are a few units at most; ``render.GAIN`` leaves
+    room for 64.
 
     Args:
-        saved: ``[S, N]``, the moments of ``spec.saved``.
-        incoming: ``[R, N]``, the gradients of the outputs.
+        outputs: what the gradients are of.
+        incoming: ``[R, N]`` in the order of the outputs, K rows for picks of K classes.
 
     Returns:
         ``[R, N]`` f32, contiguous, and a 0-dim f32 tensor; None is 1.
@@ -88,30 +90,31 @@ def scale_incoming(
     incoming = incoming.float().contiguous()
     if operands.x.dtype != torch.float16:
         return incoming, None
-    sigmas = dict(zip(spec.saved, saved, strict=True))
-    bound, row = torch.zeros_like(incoming[:1].sum(0)), 0
-    for output in spec.rows:
+    bound = incoming.new_zeros(incoming.shape[1])
+    row = 0
+    for output in outputs:
         count = operands.classes().shape[1] if output in OF_PICKS else 1
-        each = incoming[row : row + count].abs().sum(0)
+        bound += _largest_slope(operands, output) * incoming[row : row + count].abs().sum(0)
         row += count
-        if isinstance(output, str):
-            bound += each
-            continue
-        # psi / w is at most 1, but for a sum of p**2, and for a sum of squares of logarithms
-        size = 1.0
-        if isinstance(output, Moment):
-            size = max(1.0, float(output.a)) if output.a or output.b < 2 else _LARGEST_LOG
-        if output.weight is not None:
-            size = size * operands.given[output.weight].float().abs().amax(-1)
-        if isinstance(output, Moment):
-            moments = ((f, m) for f, m in for_slope(output) if m != TOTAL)
-            size = size + sum(factor * sigmas[m].abs() for factor, m in moments)
-        bound += each * size
     if operands.scale is not None:
         bound *= operands.scale.abs()
     _, exponent = _scaled(bound)
     assert exponent is not None
-    return incoming / _power_of_two(exponent), _power_of_two(exponent)
+    power = _power_of_two(exponent)
+    return incoming / power, power
+
+
+def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
+    """About the largest gradient of a logit, ``[]`` or ``[N]``, for an incoming gradient of 1."""
+    if isinstance(output, str):
+        return 1.0
+    power = output.b if isinstance(output, Moment) else 0
+    size = _LARGEST_LOG if power > 1 else 1.0
+    w = None if output.weight is None else operands.given[output.weight].float().abs()
+    if isinstance(output, LogitSum) or output.a:
+        return size if w is None else size * w.amax(-1)
+    # of the softmax, there is as much as the weights add up to
+    return size * (operands.weight.shape[0] if w is None else w.sum(-1))
 
 
 def _of_counted_rows(inputs: Inputs, spec: Spec, row_scale: Tensor | None) -> Tensor:

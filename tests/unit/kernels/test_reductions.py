@@ -6,9 +6,11 @@ Runs on the GPU where there is one, else in Triton's interpreter.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from fxpass.kernels import reductions as kernels
 from fxpass.kernels import row_config
@@ -16,7 +18,7 @@ from fxpass.op import reductions as operator
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.reduction_operands import Operands
-from fxpass.spec.reductions import INDICES, LogitSum, Moment
+from fxpass.spec.reductions import INDICES, PRODUCTS, LogitSum, Moment, Output
 from tests.support.numerics import assert_as_accurate
 from tests.support.reduction_cases import COMBINATIONS, INF, NAN, OUTPUTS, TRANSFORMS, Case, case
 
@@ -82,7 +84,8 @@ def test_each_output(output, shape, dtype):
 
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize(
-    ("shape", "many"), [((1, 5, 11), False), ((7, 1, 11), True), ((7, 5, 1), True), ((1, 1, 1), 0)]
+    ("shape", "many"),
+    [((1, 5, 11), False), ((7, 1, 11), True), ((7, 5, 1), True), ((1, 1, 1), False)],
 )
 def test_sizes(shape, many):
     found = case(SOME, bias=torch.float32, scaled=True, many=many, shape=shape, frozen=GIVEN)
@@ -99,7 +102,7 @@ def test_no_rows(shape):
     assert indices.shape == (1, 0)
     rows.sum().backward()
     named = zip(found.tensors, tensors, strict=True)
-    assert not any(t.grad.any() for name, t in named if name not in GIVEN)
+    assert not any(t.grad is not None and t.grad.any() for _, t in named)
 
 
 @pytest.mark.usefixtures("triton")
@@ -155,32 +158,74 @@ def test_nothing_is_written_to_operands_and_the_bits_are_the_same(shape):
     assert all(map(torch.equal, found.tensors.values(), before))
 
 
-# ---------------------------------------------------------------- both passes in one launch
+# ---------------------------------------------------------------- totals
+
+TOTALS: dict[str, list[Output]] = {
+    "a loss": ["pick"],
+    "a policy's loss": ["pick", Moment(1, 1)],
+    "a loss and a z-loss": ["lse", "at", Moment(2, 0)],
+    "soft targets": [Moment(0, 1, 1), LogitSum(0), "lse", Moment(0, 2), Moment(1, 1, 0)],
+}
+TOTAL = 5  # its place among the operator's outputs
 
 
-def operands_of(found: Case) -> Operands:
-    named = [found.tensors.get(name) for name in ("x", "weight", "bias", "scale")]
-    given = (t for name, t in found.tensors.items() if name in GIVEN)
-    return Operands(*named, found.picks, tuple(given))
+def check_total(found: Case, dtype: torch.dtype, outputs: tuple[Output, ...] = ()) -> None:
+    """The sum of the case's outputs with known weights, some of them 0, and its gradients."""
+    gradients = tuple(name for name in found.spec.gradients if name in PRODUCTS)
+    frozen = tuple(name for name in found.tensors if name not in PRODUCTS)
+    found = found._replace(frozen=frozen)
+    total = found.spec.outputs
+    spec = dataclasses.replace(found.spec, outputs=outputs, gradients=gradients, total=total)
+    rows = found.eager(*found.tensors.values())
+    coef = torch.randn(rows.shape)
+    coef[:, 1] = 0
+    coef[0, 2] = 0
+
+    def fused(*tensors: Tensor) -> Tensor:
+        x, weight, bias, scale, picks, given, _ = operands_of(found, tensors)
+        out = operator.class_reductions(
+            x, weight, bias, scale, picks, list(given), coef, spec.text()
+        )
+        if outputs:
+            alone = dataclasses.replace(spec, total=(), gradients=())
+            with torch.no_grad():
+                want = operator.class_reductions(
+                    x, weight, bias, scale, picks, list(given), None, alone.text()
+                )
+            assert all(map(torch.equal, out[:2], want[:2]))
+        return out[TOTAL]
+
+    def eager(*tensors: Tensor) -> Tensor:
+        rows = found.eager(*tensors)
+        return (rows * coef.to(rows.dtype)).sum()
+
+    assert_as_accurate(fused, eager, list(found.tensors.values()), dtype)
 
 
+def operands_of(found: Case, tensors: Sequence[Tensor]) -> Operands:
+    named = found._named(tensors)
+    x, weight = named["x"], named["weight"]
+    given = tuple(t for name, t in named.items() if name in GIVEN)
+    return Operands(x, weight, named.get("bias"), named.get("scale"), found.picks, given)
+
+
+@pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
-@pytest.mark.parametrize("many", [False, True])
-def test_outputs_and_gradients_in_one_launch(triton, many, shape, dtype):
-    """Where the incoming gradients are known before: the same numbers, from the same logits."""
-    found = case(SOME, dtype, "3*tanh(z/3)", None, many, many, shape, frozen=GIVEN)
-    operands, spec = operands_of(found), found.spec
-    plan = Plan("triton", "chunked", rows=2, classes=1)
-    want = kernels.forward(operands, spec, plan)
-    incoming = torch.randn(want.rows.shape)
-    grads = kernels.backward(operands, spec, plan, want, incoming)
-    out, both = kernels.forward_and_backward(operands, spec, plan, incoming)
-    assert all(map(torch.equal, out, want))
-    assert both.keys() == grads.keys()
-    for name, grad in both.items():
-        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        assert (grad - grads[name]).norm() <= tolerance * grads[name].norm(), name
+@pytest.mark.parametrize("name", TOTALS)
+def test_a_total_and_its_gradients_in_one_launch(name, shape, dtype):
+    check_total(case(TOTALS[name], dtype, shape=shape, frozen=GIVEN), dtype)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+@pytest.mark.parametrize("name", ["a policy's loss", "a loss and a z-loss"])
+def test_outputs_beside_a_total(name, shape, dtype):
+    """What they are without a total."""
+    outputs = ("argmax", "max", "pick", Moment(1, 2))
+    found = case(TOTALS[name], dtype, "3*tanh(z/3)", dtype, True, True, shape)
+    check_total(found, dtype, outputs)
 
 
 # ---------------------------------------------------------------- numbers at the edge
@@ -323,17 +368,23 @@ def test_huge_logits(shape, dtype):
 def test_gradients_of_any_magnitude(name, exponent):
     """Stored in fp16, whose range is small; powers of two change no bits."""
     found = case(COMBINATIONS[name], torch.float16, scaled=True, shape=(5, 5, 300), frozen=GIVEN)
-    answers = []
-    rows = found.eager(*found.tensors.values())
-    incoming = torch.randn(rows.shape)
-    operands, plan = operands_of(found), Plan("triton", "chunked", rows=2, classes=1)
-    out = kernels.forward(operands, found.spec, plan)
+    tensors = list(found.tensors.values())
+    incoming = torch.randn(found.eager(*tensors).shape)
+    operands, plan = operands_of(found, tensors), Plan("triton", "chunked", rows=2, classes=1)
+    out, _ = kernels.forward(operands, found.spec, plan)
+    gradients = tuple(name for name in found.spec.gradients if name in PRODUCTS)
+    spec = dataclasses.replace(found.spec, outputs=(), total=found.spec.rows, gradients=gradients)
+    answers, totals = [], []
     for power in (0, exponent):
         scaled = incoming * 2.0**power
         grads = kernels.backward(operands, found.spec, plan, out, scaled)
         answers.append({name: grad * 2.0**-power for name, grad in grads.items()})
-    assert all(torch.equal(answers[0][name], answers[1][name]) for name in answers[0])
-    assert all(grad.isfinite().all() and grad.any() for grad in answers[0].values())
+        of_total, grads = kernels.forward(operands._replace(coef=scaled), spec, plan)
+        totals.append({name: grad * 2.0**-power for name, grad in grads.items()})
+        totals[-1]["total"] = of_total.total * 2.0**-power
+    for plain, other in (answers, totals):
+        assert all(torch.equal(plain[name], other[name]) for name in plain)
+        assert all(grad.isfinite().all() and grad.any() for grad in plain.values())
 
 
 @pytest.mark.usefixtures("triton")
@@ -346,9 +397,12 @@ def test_overflow_of_the_loss_scale_is_seen(value):
     grad = torch.ones_like(rows)
     grad[0, 3] = value
     rows.backward(grad)
-    assert not leaves[0].grad[3].isfinite().any()
-    assert leaves[0].grad[4].isfinite().all()
-    assert not leaves[1].grad.isfinite().any()
+    x_grad, weight_grad = (leaf.grad for leaf in leaves)
+    assert x_grad is not None
+    assert weight_grad is not None
+    assert not x_grad[3].isfinite().any()
+    assert x_grad[4].isfinite().all()
+    assert not weight_grad.isfinite().any()
 
 
 # ---------------------------------------------------------------- which implementation runs
