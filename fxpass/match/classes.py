@@ -142,22 +142,26 @@ class Flow:
         linear: the head's linear.
         classes: nodes with classes.
         rows: nodes of rows whose value is known.
+        cut: such nodes through which the value's gradient does not flow.
         bases: the bases.
         outputs: symbol → the base and the output that it stands for.
         tensors: symbol → the tensor of the graph that it stands for.
         dims: symbol of given values → the position of their class dimension.
         reductions: the nodes that reduce the logits, in the graph's order.
+        unread: such nodes that only tensors with classes read, which are not computed any more.
         pairs: nodes whose value is a pair of values and indices.
     """
 
     linear: Linear
     classes: dict[Node, Classes] = field(default_factory=dict)
     rows: dict[Node, Expr] = field(default_factory=dict)
+    cut: dict[Node, Expr] = field(default_factory=dict)
     bases: list[Base] = field(default_factory=list)
     outputs: dict[Symbol, tuple[Base, Output | Picked | Weighted]] = field(default_factory=dict)
     tensors: dict[Symbol, Node] = field(default_factory=dict)
     dims: dict[Symbol, int] = field(default_factory=dict)
     reductions: list[Reduced] = field(default_factory=list)
+    unread: set[Node] = field(default_factory=set)
     pairs: dict[Node, Classes] = field(default_factory=dict)
 
     @property
@@ -212,8 +216,13 @@ class Flow:
         self.reductions.append(Reduced(node, like, rows, keepdim, then))
         trained = value(node).requires_grad
         same = not like.detached if trained else not value(self.linear.node).requires_grad
-        if same and not then:
-            self.rows[node] = rows
+        if not then:
+            (self.rows if same else self.cut)[node] = rows
+
+    def row(self, node: Node, reader: Node) -> Expr | None:
+        """The value of a node of rows as ``reader`` may use it; None for another node."""
+        cut = None if value(reader).requires_grad else self.cut.get(node)
+        return self.rows.get(node, cut)
 
 
 def keeps_rows(step: Step) -> bool:
@@ -298,18 +307,28 @@ def in_logs(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
     """An expression with the raw logits as log-softmax and lse of a base."""
     if not expr.has(Z):
         return expr
-    for base in flow.bases:
-        if not fits(flow, base, like):
-            continue
+    bases = [base for base in flow.bases if fits(flow, base, like)]
+    read = [base for base in bases if expr.has(base.log)]
+    for base in (*read, *bases):
         replaced = expr.subs(base.logit, base.log + base.lse)
         if not replaced.has(Z):
             return replaced
+    for base in read:  # p * z, where p is the softmax of a multiple of z
+        factor = base.logit / Z
+        if not factor.has(Z):
+            return expr.subs(Z, (base.log + base.lse) / factor)
     poly = sympy.expand(expr)
-    if poly.is_polynomial(Z):
-        base = flow.base(like, Z, sympy.Integer(1))
-        return poly.subs(Z, base.log + base.lse)
-    base, shift = base_of(flow, node, replace(like, expr=expr))
-    return base.log + base.lse + shift
+    if not read and (not poly.is_polynomial(Z) or sympy.Poly(poly, Z).degree() == 1):
+        try:
+            base, shift = base_of(flow, node, replace(like, expr=poly))
+            return base.log + base.lse + shift
+        except NoMatch:
+            if not poly.is_polynomial(Z):
+                raise
+    if not poly.is_polynomial(Z):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{expr}` is not known")
+    base = flow.base(like, Z, sympy.Integer(1))
+    return poly.subs(Z, base.log + base.lse)
 
 
 # ---------------------------------------------------------------- arguments

@@ -138,16 +138,17 @@ def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
     spelling = POINTWISE.get(function)
     if spelling is None and function not in _ALGEBRA:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")
-    signature = spelling.signature if spelling is not None else {"input": REQUIRED}
-    given = arguments(node, signature)
+    signature = _SIGNATURES.get(function) if spelling is None else spelling.signature
+    given = arguments(node, signature or {"input": REQUIRED})
     tensors = [t for t in given.values() if isinstance(t, Node) and t in flow.classes]
     like = flow.classes[tensors[0]]
     if any(_place(flow.classes[t]) != _place(like) for t in tensors):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
     if value(node).shape != value(tensors[0]).shape:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats the logits")
-    detached = all(flow.classes[t].detached for t in tensors)
-    if len({flow.classes[t].detached for t in tensors}) == 2:
+    detached = any(flow.classes[t].detached for t in tensors)
+    differ = len({flow.classes[t].detached for t in tensors}) == 2
+    if differ and value(node).requires_grad:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits and detached logits")
     operands = [_expr(flow, node, like, argument) for argument in given.values()]
     numbers = all(o is None or not isinstance(o, Expr) or _of_z(o) for o in operands)
@@ -196,7 +197,12 @@ _ALGEBRA: dict[str, Callable[..., Expr]] = {
     "clamp": lambda x, low=None, high=None, *_: _unbounded(x, low, high),
     "clamp_min": lambda x, low, *_: _unbounded(x, low, None),
     "entr": lambda x, *_: -x * _log(x),
+    "xlogy": lambda x, y, *_: _xlogy(x, y),
 }
+
+
+# Of functions that POINTWISE does not have, if they have more than one operand.
+_SIGNATURES: dict[str, dict[str, Any]] = {"xlogy": {"input": REQUIRED, "other": REQUIRED}}
 
 
 def _small_power(x: Expr, exponent: Any) -> Expr:
@@ -210,6 +216,13 @@ def _log(x: Expr) -> Expr:
     if x.has(Z):
         raise ValueError("a logarithm of logits is not fused")
     return sympy.expand_log(sympy.log(x), force=True)
+
+
+def _xlogy(x: Expr, y: Expr) -> Expr:
+    """Where x is 0, so is the product: a moment has this only if x is a multiple of a softmax."""
+    if not x.has(sympy.exp):
+        raise ValueError("its first operand is not a softmax")
+    return x * _log(y)
 
 
 def _unbounded(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
@@ -229,8 +242,9 @@ def _expr(flow: Flow, node: Node, like: Classes, argument: Any) -> Any:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a number that varies")
     if argument in flow.classes:
         return flow.classes[argument].expr
-    if argument in flow.rows and _is_row(value(argument), like, value(node)):
-        return flow.rows[argument]
+    known = flow.row(argument, node)
+    if known is not None and _is_row(value(argument), like, value(node)):
+        return known
     tensor, whole = value(argument), value(node)
     if (index := _one_hot_of(argument, like, whole)) is not None:
         symbol = flow.tensor(index, "hot")

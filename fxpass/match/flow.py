@@ -53,9 +53,18 @@ def flow_of(linear: Linear, modes: dict[Node, Mode]) -> Flow:
             flow.classes[node] = part_of(flow, node)
         elif pairs:
             of_pair(flow, node)
-        elif any(n in flow.rows for n in node.all_input_nodes):
+        elif any(n in flow.rows or n in flow.cut for n in node.all_input_nodes):
             _same_row(flow, node)
+    _drop_unread(flow)
     return flow
+
+
+def _drop_unread(flow: Flow) -> None:
+    """Notes the reductions that only tensors with classes read: the lse in ``z - lse``."""
+    operands = set(flow.tensors.values())
+    nodes = (r.node for r in flow.reductions if r.node not in operands)
+    flow.unread = {node for node in nodes if all(user in flow.classes for user in node.users)}
+    flow.reductions = [r for r in flow.reductions if r.node not in flow.unread]
 
 
 def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
@@ -79,8 +88,6 @@ def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
             return
     found = flow.classes[node] if reader is not None else classes_of(flow, node, function)
     if cuts_gradients(node, modes) and not _is_operand(node, function):
-        if value(node).requires_grad:
-            raise NoMatch(node, f"%{node.name} is a view that is taken where gradients are off")
         found = replace(found, detached=True)
     elif value(node).requires_grad and found.detached:
         raise NoMatch(node, f"%{node.name} has a gradient that its operands do not have")
@@ -102,5 +109,7 @@ def _same_row(flow: Flow, node: Node) -> None:
     known = function in ("unsqueeze", "view", "reshape") or function in CASTS
     if known and is_tensor(node) and value(node).is_floating_point():
         operand = first_operand(node)
-        if operand in flow.rows and value(node).requires_grad == value(operand).requires_grad:
-            flow.rows[node] = flow.rows[operand]
+        same = value(node).requires_grad == value(operand).requires_grad
+        for known in (flow.rows, flow.cut):
+            if operand in known and same:
+                known[node] = known[operand]

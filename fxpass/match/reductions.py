@@ -71,7 +71,7 @@ def _sum(flow: Flow, node: Node) -> None:
 
 def _summed(flow: Flow, node: Node, like: Classes) -> Expr:
     """The sum of an expression over the classes, in outputs of one base."""
-    expr, total = sympy.expand(like.expr), sympy.Integer(0)
+    expr, total = _logs_of_products(flow, node, like), sympy.Integer(0)
     _check_cancellation(flow, node, expr)
     rest = sympy.Integer(0)
     for term in sympy.Add.make_args(expr):
@@ -87,11 +87,22 @@ def _summed(flow: Flow, node: Node, like: Classes) -> Expr:
     return total
 
 
+def _logs_of_products(flow: Flow, node: Node, like: Classes) -> Expr:
+    """The expression as a sum, in which products with a softmax have no logits: p * z is p * log +
+    p * lse, so that p * (z - lse) is p * log."""
+    terms = sympy.Add.make_args(sympy.expand(like.expr))
+    logs = {base.log for base in flow.bases}
+    mixed = [t for t in terms if t.has(Z) and not logs.isdisjoint(symbols_of(t))]
+    others = [t for t in terms if t not in mixed]
+    return sympy.expand(sympy.Add(in_logs(flow, node, like, sympy.Add(*mixed)), *others))
+
+
 def _check_cancellation(flow: Flow, node: Node, expr: Expr) -> None:
     """``NoMatch`` for a sum of several terms that may cancel, such as (p - q)**2: eager adds small
     differences, and the sums of the terms would lose their digits.
 
-    Terms of one sign do not cancel, and p * (log + lse) is p * z.
+    Terms of one sign do not cancel, and p * (log + lse) is p * z. A logit and a log-softmax, and
+    multiples of them by given values, are rounded already before eager subtracts given values.
     """
     groups: dict[Any, dict[int, Any]] = {}  # factors but for powers of log or z -> coefficients
     for term in sympy.Add.make_args(expr):
@@ -105,10 +116,18 @@ def _check_cancellation(flow: Flow, node: Node, expr: Expr) -> None:
         if set(found) == {0, 1} and sympy.cancel(found[0] / found[1]) in shifts:
             del found[0]
     left = [one for found in groups.values() for one in found.items()]
+    read = [(others, degree) for others, found in groups.items() for degree in found]
+    rounded = [one for one in read if one[1] or _has_logs(one[0])]
+    if len(rounded) == 1 and rounded[0][1] == 1 and not _has_logs(rounded[0][0]):
+        return
     signs = {rows.is_positive for _, rows in left if rows.is_number}
     one_sign = len(signs) == 1 and all(rows.is_number for _, rows in left)
     if len(left) > 1 and not (one_sign and len({degree for degree, _ in left}) == 1):
         raise NoMatch(node, f"%{node.name} sums `{expr}`, whose terms may cancel")
+
+
+def _has_logs(expr: Expr) -> bool:
+    return any(s == Z or s.name.startswith("log_") for s in symbols_of(expr))
 
 
 def _is_log(factor: Any) -> bool:

@@ -256,7 +256,7 @@ class _Edit(Builder):
     def erase(self) -> None:
         """Erases the nodes that nobody reads."""
         dead = {r.node for r in self.flow.reductions} | set(self.flow.classes)
-        dead |= set(self.flow.pairs)
+        dead |= {*self.flow.pairs, *self.flow.unread}
         for node in sorted(dead, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
