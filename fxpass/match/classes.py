@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import sympy
 import torch
 from sympy import Expr, Symbol
 from torch.fx import Node
@@ -88,6 +87,8 @@ class Picked:
             the end.
         ignored: an index whose rows take class 0; None if there is none.
         logit: whether the logit is picked, and not the log-softmax.
+        pieces: of pieces of the rows that are joined, the picks of each, in order; ``index`` is the
+            first one's.
     """
 
     index: Node
@@ -95,6 +96,31 @@ class Picked:
     wraps: str = ""
     ignored: int | None = None
     logit: bool = False
+    pieces: tuple[Picked, ...] = ()
+
+    @property
+    def count(self) -> int | torch.SymInt:
+        """K."""
+        return 1 if self.dim is None else value(self.index).shape[self.dim]
+
+    @property
+    def indices(self) -> tuple[Node, ...]:
+        """The tensors that it is made of."""
+        return tuple(pick.index for pick in self.pieces or (self,))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of the rows, along their first dimension.
+
+    Attributes:
+        step: the view that takes it.
+        start, stop: the range; None for all that follow.
+    """
+
+    step: Step
+    start: int
+    stop: int | None
 
 
 @dataclass(frozen=True)
@@ -149,7 +175,11 @@ class Flow:
         dims: symbol of given values → the position of their class dimension.
         reductions: the nodes that reduce the logits, in the graph's order.
         unread: such nodes that only tensors with classes read, which are not computed any more.
-        pairs: nodes whose value is a pair of values and indices.
+        pairs: nodes whose value is a tuple of tensors.
+        repeated: nodes that are broadcast to the logits' shape → the tensor that is.
+        same: nodes that equal another tensor, which is cut to its size after that.
+        parts: symbol of an output of some rows → the symbol of this output of all rows, and which
+            rows of it.
     """
 
     linear: Linear
@@ -163,6 +193,9 @@ class Flow:
     reductions: list[Reduced] = field(default_factory=list)
     unread: set[Node] = field(default_factory=set)
     pairs: dict[Node, Classes] = field(default_factory=dict)
+    repeated: dict[Node, Node] = field(default_factory=dict)
+    same: dict[Node, Node] = field(default_factory=dict)
+    parts: dict[Symbol, tuple[Symbol, Part]] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,12 +211,14 @@ class Flow:
         self.tensors[symbol] = node
         return symbol
 
-    def output(self, base: Base, output: Output | Picked) -> Symbol:
+    def output(self, base: Base, output: Output | Picked | Weighted) -> Symbol:
         """The symbol of a reduction of a base."""
         if output == "lse":
             self.outputs[base.lse] = base, output
             return base.lse
         name = str(output)
+        if isinstance(output, Weighted):
+            name = f"{output.moment}_{output.weight.name}"
         if isinstance(output, Picked):
             name = f"{'at' if output.logit else 'pick'}_{output.index.name}"
         symbol = Symbol(f"{name}_of_{base.log}", real=True)
@@ -228,9 +263,16 @@ class Flow:
 def keeps_rows(step: Step) -> bool:
     """Whether flat rows are the same before and after a view. The class dimension is the last one,
     before it and after it."""
-    before, after = value(first_operand(step.node)), value(step.node)
+    before, after = value(operand_of_step(step)), value(step.node)
     last = step.view.dim == before.dim() - 1 and step.dim == after.dim() - 1
     return last and step.view.function in _SAME_ROWS
+
+
+def operand_of_step(step: Step) -> Node:
+    """The tensor of which a view is taken; a part's is that of the tuple."""
+    first = step.node.args[0] if step.node.args else None
+    found = isinstance(first, Node) and not is_tensor(first)
+    return first_operand(first if found else step.node)  # type: ignore[arg-type]
 
 
 def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
@@ -256,39 +298,6 @@ def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
     return replace(found, expr=like.expr.xreplace(others))
 
 
-# ---------------------------------------------------------------- bases
-
-
-def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
-    """The base of logits of which a softmax is taken, and the shift of each row that they have."""
-    expr = sympy.expand(like.expr, deep=False) if like.expr.is_Add else like.expr
-    shift, rest = split(expr)
-    if rest == 0:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads no logits: they cancel")
-    for base in flow.bases:  # log_softmax(log_softmax(z)), or of z + lse
-        if rest == base.log:
-            return base, shift - base.lse
-        if rest == base.logit and fits(flow, base, like):
-            return base, shift
-    scale, transform = rest.as_independent(Z, as_Add=False)
-    number = scale.as_coeff_Mul()[0]
-    scale, transform = scale / number, number * transform
-    if transform.free_symbols != {Z} or not scale.free_symbols <= _rows_of(flow, scale):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
-    return flow.base(like, transform, scale), shift
-
-
-def fits(flow: Flow, base: Base, like: Classes) -> bool:
-    return flow.base(like, base.transform, base.scale) is base
-
-
-def split(expr: Expr) -> tuple[Expr, Expr]:
-    """The terms without classes and those with classes."""
-    terms = sympy.Add.make_args(expr)
-    rows = [t for t in terms if not has_classes(t)]
-    return sympy.Add(*rows), sympy.Add(*(t for t in terms if has_classes(t)))
-
-
 def symbols_of(expr: Any) -> set[Symbol]:
     """The symbols of an expression."""
     return expr.free_symbols
@@ -297,38 +306,6 @@ def symbols_of(expr: Any) -> set[Symbol]:
 def has_classes(expr: Expr) -> bool:
     names = ("log_", "class_", "given_", "hot_")
     return any(s == Z or s.name.startswith(names) for s in symbols_of(expr))
-
-
-def _rows_of(flow: Flow, expr: Expr) -> set[Symbol]:
-    return {s for s in symbols_of(expr) if s in flow.tensors and s.name.startswith("row_")}
-
-
-def in_logs(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
-    """An expression with the raw logits as log-softmax and lse of a base."""
-    if not expr.has(Z):
-        return expr
-    bases = [base for base in flow.bases if fits(flow, base, like)]
-    read = [base for base in bases if expr.has(base.log)]
-    for base in (*read, *bases):
-        replaced = expr.subs(base.logit, base.log + base.lse)
-        if not replaced.has(Z):
-            return replaced
-    for base in read:  # p * z, where p is the softmax of a multiple of z
-        factor = base.logit / Z
-        if not factor.has(Z):
-            return expr.subs(Z, (base.log + base.lse) / factor)
-    poly = sympy.expand(expr)
-    if not read and (not poly.is_polynomial(Z) or sympy.Poly(poly, Z).degree() == 1):
-        try:
-            base, shift = base_of(flow, node, replace(like, expr=poly))
-            return base.log + base.lse + shift
-        except NoMatch:
-            if not poly.is_polynomial(Z):
-                raise
-    if not poly.is_polynomial(Z):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{expr}` is not known")
-    base = flow.base(like, Z, sympy.Integer(1))
-    return poly.subs(Z, base.log + base.lse)
 
 
 # ---------------------------------------------------------------- arguments

@@ -18,21 +18,20 @@ from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
+from fxpass.match.bases import base_of, in_logs
 from fxpass.match.chain_node import check_cast
 from fxpass.match.classes import (
     Classes,
     Flow,
     Step,
-    base_of,
     check_dim,
     check_dtype,
-    in_logs,
     operand_of,
     picks_rows_and_classes,
     viewed,
 )
 from fxpass.match.pointwise import POINTWISE
-from fxpass.match.views import VIEWS, View, view_of
+from fxpass.match.views import VIEWS, view_of
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
 
@@ -103,35 +102,6 @@ def written_of(flow: Flow, node: Node, function: str) -> Classes:
     found = _pointwise(flow, node, out_of_place(function))
     flow.classes[operand] = found
     return found
-
-
-# Functions whose result is a tuple of parts of the rows.
-PARTS = ("split", "split_with_sizes", "chunk", "unbind")
-
-
-def part_of(flow: Flow, node: Node) -> Classes:
-    """A part of the rows: ``split(z, 4)[1]``."""
-    parts, at = node.args
-    assert isinstance(parts, Node)
-    assert isinstance(at, int)
-    like, sizes = flow.pairs[parts], [t.shape for t in parts.meta["example_value"]]
-    wanted: dict[str, Any] = {"input": REQUIRED, "dim": 0}
-    for name in ("split_size", "split_size_or_sections", "split_sizes", "chunks", "tensor"):
-        wanted[name] = None
-    given = arguments(parts, wanted)
-    axis = given["dim"] % value(first_operand(parts)).dim()
-    if axis == like.dim:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is a part of the classes")
-    if function_of(parts) == "unbind":
-        view = View(like.dim, "select", (axis, at))
-        step = Step(node, view, like.dim - (axis < like.dim))
-    else:
-        lengths = [shape[axis] for shape in sizes]
-        if not all(isinstance(n, int) for n in lengths):
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a size that varies")
-        start = sum(lengths[: at % len(lengths)])
-        step = Step(node, View(like.dim, "narrow", (axis, start, lengths[at])), like.dim)
-    return viewed(flow, like, step)
 
 
 def _pointwise(flow: Flow, node: Node, function: str) -> Classes:

@@ -27,12 +27,14 @@ from fxpass.graph.calls import first_operand, written
 from fxpass.graph.functions import CASTS, function_of, is_in_place, reads_values
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
-from fxpass.match.classes import Classes, Flow, operand_of
-from fxpass.match.elementwise import PARTS, classes_of, part_of, written_of
+from fxpass.match.classes import Classes, Flow
+from fxpass.match.elementwise import classes_of, written_of
 from fxpass.match.linears import Linear
 from fxpass.match.maxima import of_pair
 from fxpass.match.modes import Mode, cuts_gradients
+from fxpass.match.parts import join_pieces
 from fxpass.match.reductions import REDUCTIONS
+from fxpass.match.tuples import TUPLES, cut_to_size, member_of, tuple_of
 from fxpass.spec.expression import Z
 
 
@@ -49,13 +51,16 @@ def flow_of(linear: Linear, modes: dict[Node, Mode]) -> Flow:
         pairs = [n for n in node.all_input_nodes if n in flow.pairs]
         if read:
             _read(flow, node, modes)
-        elif pairs and function_of(pairs[0]) in PARTS:
-            flow.classes[node] = part_of(flow, node)
+        elif pairs and function_of(pairs[0]) in TUPLES:
+            member_of(flow, node)
         elif pairs:
             of_pair(flow, node)
+        elif any(n in flow.repeated for n in node.all_input_nodes):
+            cut_to_size(flow, node)
         elif any(n in flow.rows or n in flow.cut for n in node.all_input_nodes):
             _same_row(flow, node)
     _drop_unread(flow)
+    join_pieces(flow)
     return flow
 
 
@@ -78,8 +83,8 @@ def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
         return
     if written(node):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) may write to the logits")
-    if function in PARTS:
-        flow.pairs[node] = operand_of(flow, node)
+    if function in TUPLES:
+        tuple_of(flow, node, not modes[node].grad)
         return
     reader = REDUCTIONS.get(function)
     if reader is not None:

@@ -132,7 +132,8 @@ _PURE = {
 
 
 def _symbols(flow: Flow, base: Base, reductions: list[Reduced]) -> list[Symbol]:
-    found = {s for r in reductions for s in r.symbols if s in flow.outputs}
+    read = {s for r in reductions for s in r.symbols if s in flow.outputs}
+    found = {flow.parts[s][0] if s in flow.parts else s for s in read}
     return sorted((s for s in found if flow.outputs[s][0] == base), key=lambda s: s.name)
 
 
@@ -145,7 +146,7 @@ def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
     for symbol in symbols:
         output = flow.outputs[symbol][1]
         if isinstance(output, Picked):
-            nodes.append(output.index)
+            nodes += output.indices
         elif isinstance(output, Weighted):
             nodes.append(flow.tensors[output.weight])
     return nodes

@@ -19,19 +19,16 @@ from fxpass.graph.calls import arguments, first_operand, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
+from fxpass.match.bases import base_of, fits, in_logs
 from fxpass.match.classes import (
-    Base,
     Classes,
     Flow,
     Picked,
     Reduced,
     Weighted,
-    base_of,
     check_dim,
     check_dtype,
-    fits,
     has_classes,
-    in_logs,
     operand_of,
     picks_rows_and_classes,
     symbols_of,
@@ -161,13 +158,7 @@ def _sum_of_logits(flow: Flow, like: Classes, term: Expr) -> Expr | None:
     base = flow.base(like, transform, sympy.Integer(1))
     if weight is None:
         return rows * flow.output(base, LogitSum())
-    return rows * _weighted(flow, base, LogitSum(), weight)
-
-
-def _weighted(flow: Flow, base: Base, moment: Moment | LogitSum, weight: Symbol) -> Symbol:
-    symbol = Symbol(f"{moment}_{weight.name}_of_{base.log}", real=True)
-    flow.outputs[symbol] = base, Weighted(moment, weight)
-    return symbol
+    return rows * flow.output(base, Weighted(LogitSum(), weight))
 
 
 def _class_symbols(expr: Any) -> list[Symbol]:
@@ -217,7 +208,7 @@ def _summed_term(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr:
     moment = Moment(a, b)
     if weight is None:
         return sympy.Integer(1) if moment == TOTAL else flow.output(base, moment)
-    return _weighted(flow, base, moment, weight)
+    return flow.output(base, Weighted(moment, weight))
 
 
 def _logsumexp(flow: Flow, node: Node) -> None:
@@ -233,7 +224,8 @@ def _gather(flow: Flow, node: Node) -> None:
     names = {"input": REQUIRED, "dim": None if take else REQUIRED}
     names |= {"indices": REQUIRED} if take else {"index": REQUIRED, "sparse_grad": False}
     given = arguments(node, names)
-    like, index = operand_of(flow, node), given["indices" if take else "index"]
+    like = operand_of(flow, node)
+    index: Any = given["indices" if take else "index"]
     check_dim(node, like, given["dim"])
     if not is_tensor(index) or value(index).dtype != torch.int64 or given.get("sparse_grad"):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has no index of int64")
@@ -241,13 +233,13 @@ def _gather(flow: Flow, node: Node) -> None:
     shape[like.dim] = taken[like.dim] if len(taken) == len(shape) else -1
     if shape != taken:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an index of other rows")
-    _pick(flow, node, like, Picked(index, like.dim, "all" if take else ""), keepdim=True)
+    whole = cast(Node, flow.same.get(index, index))
+    _pick(flow, node, like, Picked(whole, like.dim, "all" if take else ""), keepdim=True)
 
 
 def _pick(flow: Flow, node: Node, like: Classes, picked: Picked, keepdim: bool) -> None:
     rows = _at(flow, node, like, like.expr, picked)
-    many = picked.dim is not None and value(picked.index).shape[picked.dim] != 1
-    if not many:
+    if picked.count == 1:
         flow.reduce(node, like, rows, keepdim)
         return
     lse = {base.lse for base in flow.bases}
@@ -321,7 +313,7 @@ def _loss(flow: Flow, node: Node) -> None:
             raise NoMatch(node, f"%{node.name} has class weights or smoothing of probabilities")
         target = flow.tensor(loss.target, "given")
         flow.dims[target] = like.dim
-        rows = -_weighted(flow, base, Moment(0, 1), target)
+        rows = -flow.output(base, Weighted(Moment(0, 1), target))
         flow.reduce(node, like, rows, False, loss.reduction.replace("none", ""))
         return
     picked = Picked(loss.target, None, ignored=loss.ignore_index)
@@ -329,7 +321,8 @@ def _loss(flow: Flow, node: Node) -> None:
     if loss.label_smoothing:
         smooth = flow.output(base, Moment(0, 1))
         if loss.class_weight is not None:
-            smooth = _weighted(flow, base, Moment(0, 1), flow.tensor(loss.class_weight, "class"))
+            weight = flow.tensor(loss.class_weight, "class")
+            smooth = flow.output(base, Weighted(Moment(0, 1), weight))
     rows = flow.output(base, picked)
     flow.reductions.append(Reduced(node, like, rows, loss=loss, mean_log=smooth))
 

@@ -24,7 +24,7 @@ import fxpass.op.reductions  # noqa: F401, registers the operators
 from fxpass.casts.casts import Cast
 from fxpass.graph.nodes import value
 from fxpass.graph.region import Region
-from fxpass.match.classes import Picked, Reduced, Step
+from fxpass.match.classes import Part, Picked, Reduced, Step
 from fxpass.match.heads import Head
 from fxpass.match.join import Call
 from fxpass.match.losses import Loss
@@ -149,6 +149,11 @@ class _Edit(Builder):
         return self.method("detach", scale) if call.detached else scale
 
     def _index(self, pick: Picked, weight: Node) -> Node:
+        if pick.pieces:
+            pieces = [self._index(piece, weight) for piece in pick.pieces]
+            if pick.pieces[0].count == 1:
+                pieces = [self.method("flatten", piece) for piece in pieces]
+            return self.function(torch.cat, pieces, 0)
         index = pick.index
         if value(index).dtype != torch.int64:
             index = self.method("long", index)
@@ -212,6 +217,21 @@ class _Edit(Builder):
             new = self.method("view_as", new, rows) if value(rows).dim() != 1 else new
         return self.method("unsqueeze", new, like.dim) if reduced.keepdim else new
 
+    def _part(self, whole: Symbol, part: Part) -> Node:
+        """Some rows of an output: flat, as the output."""
+        output, step = self.known[whole], part.step
+        x = self._viewed(self.linear.x, self._steps_before(step))
+        first = self.size(x, 1 if step.view.dim == 0 else 0)
+        flat = value(x).dim() == 2
+        rows = output if flat else self.method("unflatten", output, 0, (first, -1))
+        rows = self.function(operator.getitem, rows, slice(part.start, part.stop))
+        return rows if flat else self.method("flatten", rows, 0, 1)
+
+    def _steps_before(self, step: Step) -> tuple[Step, ...]:
+        """The views before a view."""
+        steps = next(c.steps for c in self.flow.classes.values() if step in c.steps)
+        return steps[: steps.index(step)]
+
     def _loss(self, picked: Node, reduced: Reduced, loss: Loss) -> Node:
         smooth = None if reduced.mean_log is None else self._arithmetic(reduced.mean_log)
         classes = self.size(self.linear.weight, int(self.linear.transposed))
@@ -225,6 +245,9 @@ class _Edit(Builder):
         """An expression of outputs and row symbols, as nodes of flat rows."""
         if isinstance(expr, Symbol):
             if expr in self.known:
+                return self.known[expr]
+            if expr in self.flow.parts:
+                self.known[expr] = self._part(*self.flow.parts[expr])
                 return self.known[expr]
             tensor = self.flow.tensors[expr]
             tensor = self.replaced.get(tensor, tensor)
@@ -256,7 +279,9 @@ class _Edit(Builder):
     def erase(self) -> None:
         """Erases the nodes that nobody reads."""
         dead = {r.node for r in self.flow.reductions} | set(self.flow.classes)
-        dead |= {*self.flow.pairs, *self.flow.unread}
+        for node, same in self.flow.same.items():
+            node.replace_all_uses_with(same)
+        dead |= {*self.flow.pairs, *self.flow.unread, *self.flow.repeated, *self.flow.same}
         for node in sorted(dead, reverse=True):
             if not node.users:
                 self.graph.erase_node(node)
