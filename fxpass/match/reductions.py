@@ -190,7 +190,7 @@ def _summed_term(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr:
                 a = int(power)
             else:
                 b = int(power)
-        elif symbol in flow.tensors and weight is None and power == 1:
+        elif symbol is root and symbol in flow.tensors and weight is None and power == 1:
             weight = symbol
         else:
             raise unknown

@@ -124,6 +124,8 @@ REJECTED = {
         "may cancel"),
     "a logarithm that is 0 times infinity": (
         lambda z, t: torch.xlogy(z.square(), z.softmax(-1)).sum(-1), "is not a softmax"),
+    "the exponential of a class vector": (
+        lambda z, t: (z + U).exp().sum(-1).log(), "which is not known"),
     "a softmax and a small number in a logarithm": (
         lambda z, t: (z.softmax(-1) * (z.softmax(-1) + 1e-9).log()).sum(-1), "is not known"),
     "small differences": (
