@@ -10,18 +10,18 @@ operand may be computed from an earlier reduction::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sympy import Symbol
 from torch.fx import Node
 
 from fxpass.graph import hazards
-from fxpass.graph.calls import written
+from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
 from fxpass.graph.placements import is_dtensor
-from fxpass.graph.source import source_line
+from fxpass.graph.source import call_name, source_line
 from fxpass.match.chain_node import check_plain
 from fxpass.match.classes import Base, Flow, Picked, Reduced, Weighted, symbols_of
 from fxpass.match.linears import Linear
@@ -96,7 +96,27 @@ def _calls(flow: Flow, base: Base, modes: dict[Node, Mode]) -> Iterable[Call]:
 def _ready(flow: Flow, base: Base, reduced: Reduced, first: Node) -> bool:
     """Whether all operands of a reduction exist before ``first``, or can be moved there."""
     operands = _operands(flow, base, _symbols(flow, base, [reduced]))
-    return all(_movable(operand, first) is not None for operand in operands)
+    writes = _writes(operands, reduced.node)
+    return all(_movable(n, first) is not None for n in operands) and all(w < first for w in writes)
+
+
+def _writes(operands: Collection[Node], end: Node) -> list[Node]:
+    """The nodes before ``end`` that change operands in place: ``q = zeros(n, v); q.scatter_(...)``.
+
+    Raises:
+        NoMatch: the memory of an operand is unknown.
+    """
+    memory = {storage(node) for node in operands}
+    found = []
+    for node in end.graph.nodes:
+        if node is end:
+            break
+        changed = {storage(operand) for operand in written(node)}
+        if changed and None in memory | changed:
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) may change an operand in place")
+        if not changed.isdisjoint(memory):
+            found.append(node)
+    return found
 
 
 def _movable(node: Node, first: Node) -> list[Node] | None:
@@ -162,7 +182,9 @@ def _call(
     linear, first = flow.linear, reductions[0].node
     moved: dict[Node, None] = {}
     after = linear.node
-    for operand in _operands(flow, base, symbols):
+    operands = _operands(flow, base, symbols)
+    after = max(after, *_writes(operands, first), after)
+    for operand in operands:
         nodes = _movable(operand, first)
         if nodes is None:
             reason = f"%{operand.name} is an operand, and is computed after %{first.name}"

@@ -34,6 +34,13 @@ def metric_of(log_probs):
         return -(log_probs.exp() * log_probs).sum(-1)
 
 
+def filled(made, at, z):
+    """After a node that reads the logits."""
+    made[at] = 3
+    made.add_(z.shape[-1] / 20)
+    return made
+
+
 def by_hand(z):
     """log-sum-exp"""
     m = z.amax(-1, keepdim=True)
@@ -82,6 +89,16 @@ ACCEPTED = {
         ["moment(1,1);pick"]),
     "a given value minus the log-softmax": (
         lambda z, t: (VALUES[0, 0] - z.log_softmax(-1)).sum(-1), ["moment(0,0,0);moment(0,1)"]),
+    "a class vector that is filled in place": (
+        lambda z, t: (filled(torch.zeros(V), 2, z) * z.softmax(-1)).sum(-1), ["moment(1,0,0)"]),
+    "values that are filled in place": (
+        lambda z, t: (filled(torch.zeros(B, S, V), 1, z) * z.log_softmax(-1)).sum(-1),
+        ["moment(0,1,0)"]),
+    "a temperature that is filled in place": (
+        lambda z, t: (z * filled(torch.ones(1), 0, z)).softmax(-1).square().sum(-1),
+        ["moment(2,0)"]),
+    "labels that are changed in place": (
+        lambda z, t: z.softmax(-1).gather(-1, t.clone().sub_(t // 2).unsqueeze(-1)), ["pick"]),
     "the operand is a maximum of the same logits": (
         lambda z, t: (z - z.detach().amax(-1, keepdim=True)).logsumexp(-1), ["amax;lse"]),
 }  # fmt: skip
@@ -118,7 +135,7 @@ REJECTED = {
         lambda z, t: z.sum(-1)[:, 0] + under_no_grad(lambda: z[:, 0]).softmax(-1).square().sum(-1),
         "has a gradient that its operands do not have"),
     "a sum that cancels, with a softmax": (
-        lambda z, t: (z.softmax(-1) * (z.log_softmax(-1) - U)).sum(-1), "may cancel"),
+        lambda z, t: (z.softmax(-1) * (z.softmax(-1) - U)).sum(-1), "may cancel"),
     "differences of given values": (
         lambda z, t: ((VALUES - VALUES.detach().roll(1)) * z.log_softmax(-1) - z).sum(-1),
         "may cancel"),
