@@ -173,6 +173,8 @@ class Flow:
         outputs: symbol → the base and the output that it stands for.
         tensors: symbol → the tensor of the graph that it stands for.
         dims: symbol of given values → the position of their class dimension.
+        exponentials: symbols of given values that are the exponential of their tensor.
+        sums: symbol → an expression of given values alone, of which it is the sum over the classes.
         reductions: the nodes that reduce the logits, in the graph's order.
         unread: such nodes that only tensors with classes read, which are not computed any more.
         pairs: nodes whose value is a tuple of tensors.
@@ -190,6 +192,8 @@ class Flow:
     outputs: dict[Symbol, tuple[Base, Output | Picked | Weighted]] = field(default_factory=dict)
     tensors: dict[Symbol, Node] = field(default_factory=dict)
     dims: dict[Symbol, int] = field(default_factory=dict)
+    exponentials: set[Symbol] = field(default_factory=set)
+    sums: dict[Symbol, Expr] = field(default_factory=dict)
     reductions: list[Reduced] = field(default_factory=list)
     unread: set[Node] = field(default_factory=set)
     pairs: dict[Node, Classes] = field(default_factory=dict)
@@ -209,6 +213,20 @@ class Flow:
         indices (``hot``)."""
         symbol = Symbol(f"{kind}_{node.name}", real=True)
         self.tensors[symbol] = node
+        return symbol
+
+    def exponential(self, node: Node, given: Symbol) -> Symbol:
+        """The symbol of the exponential of given values."""
+        symbol = Symbol(f"given_exp({node.name})", real=True)
+        self.tensors[symbol] = node
+        self.dims[symbol] = self.dims[given]
+        self.exponentials.add(symbol)
+        return symbol
+
+    def sum_of_given(self, expr: Expr) -> Symbol:
+        """The symbol of a sum over the classes of an expression of given values."""
+        symbol = Symbol(f"sum_{expr}", real=True)
+        self.sums[symbol] = expr
         return symbol
 
     def output(self, base: Base, output: Output | Picked | Weighted) -> Symbol:

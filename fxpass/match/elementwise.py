@@ -5,13 +5,14 @@ In: a node that reads logits. Out: its :class:`fxpass.match.classes.Classes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 from sympy import Expr
+from torch import Tensor
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, storage, written
@@ -117,10 +118,8 @@ def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
     if value(node).shape != value(tensors[0]).shape:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats the logits")
     detached = any(flow.classes[t].detached for t in tensors)
-    differ = len({flow.classes[t].detached for t in tensors}) == 2
-    if differ and value(node).requires_grad:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits and detached logits")
-    operands = [_expr(flow, node, like, argument) for argument in given.values()]
+    check_gradients(flow, node, tensors)
+    operands = [expr_of(flow, node, like, argument, value(node)) for argument in given.values()]
     numbers = all(o is None or not isinstance(o, Expr) or _of_z(o) for o in operands)
     if spelling is not None and numbers and function != "exp":
         try:
@@ -140,6 +139,13 @@ def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
         return replace(like, expr=algebra(*operands), detached=detached)
     except ValueError as error:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+
+
+def check_gradients(flow: Flow, node: Node, tensors: Sequence[Node]) -> None:
+    """``NoMatch`` if gradients flow through some of the tensors with classes that a node reads."""
+    differ = len({flow.classes[t].detached for t in tensors}) == 2
+    if differ and value(node).requires_grad:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits and detached logits")
 
 
 def _place(classes: Classes) -> tuple[Any, ...]:
@@ -162,11 +168,11 @@ _ALGEBRA: dict[str, Callable[..., Expr]] = {
     "positive": lambda x, *_: x,
     "square": lambda x, *_: x**2,
     "pow": lambda x, exponent, *_: _small_power(x, exponent),
-    "exp": lambda x, *_: sympy.expand(sympy.exp(sympy.expand(x)), power_exp=True, mul=False),
-    "log": lambda x, *_: _log(x),
+    "exp": lambda x, *_: exponential(x),
+    "log": lambda x, *_: logarithm(x),
     "clamp": lambda x, low=None, high=None, *_: _unbounded(x, low, high),
     "clamp_min": lambda x, low, *_: _unbounded(x, low, None),
-    "entr": lambda x, *_: -x * _log(x),
+    "entr": lambda x, *_: -x * logarithm(x),
     "xlogy": lambda x, y, *_: _xlogy(x, y),
 }
 
@@ -181,7 +187,12 @@ def _small_power(x: Expr, exponent: Any) -> Expr:
     return x**exponent
 
 
-def _log(x: Expr) -> Expr:
+def exponential(x: Expr) -> Expr:
+    """As a product of exponentials."""
+    return sympy.expand(sympy.exp(sympy.expand(x)), power_exp=True, mul=False)
+
+
+def logarithm(x: Expr) -> Expr:
     """The logarithm of a softmax, which is positive: a logit may not be."""
     if x.has(Z):
         raise ValueError("a logarithm of logits is not fused")
@@ -192,7 +203,7 @@ def _xlogy(x: Expr, y: Expr) -> Expr:
     """Where x is 0, so is the product: a moment has this only if x is a multiple of a softmax."""
     if not x.has(sympy.exp):
         raise ValueError("its first operand is not a softmax")
-    return x * _log(y)
+    return x * logarithm(y)
 
 
 def _unbounded(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
@@ -202,8 +213,9 @@ def _unbounded(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
     return x
 
 
-def _expr(flow: Flow, node: Node, like: Classes, argument: Any) -> Any:
-    """An argument of a pointwise function as an expression."""
+def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor) -> Any:
+    """An argument of a pointwise function, whose result has the shape of ``whole``, as an
+    expression."""
     if isinstance(argument, bool) or argument is None or isinstance(argument, str):
         return argument
     if isinstance(argument, int | float):
@@ -211,11 +223,13 @@ def _expr(flow: Flow, node: Node, like: Classes, argument: Any) -> Any:
     if not isinstance(argument, Node) or not is_tensor(argument):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a number that varies")
     if argument in flow.classes:
+        if _place(flow.classes[argument]) != _place(like):
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
         return flow.classes[argument].expr
     known = flow.row(argument, node)
-    if known is not None and _is_row(value(argument), like, value(node)):
+    if known is not None and _is_row(value(argument), like, whole):
         return known
-    tensor, whole = value(argument), value(node)
+    tensor = value(argument)
     if (index := _one_hot_of(argument, like, whole)) is not None:
         symbol = flow.tensor(index, "hot")
         return symbol

@@ -10,6 +10,7 @@ the logits is replaced by arithmetic on outputs of a call::
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import replace
 from typing import Any
@@ -171,12 +172,16 @@ class _Edit(Builder):
 
     def _given(self, i: int, call: Call) -> Node:
         """Weights of a moment as ``[V]`` or ``[N, V]``."""
-        symbol = call.given[i]
-        node, dim = self.flow.tensors[symbol], self.flow.dims.get(symbol)
-        node = self.method("reshape", node, -1) if dim is None else self._flat(node, dim)
+        node = self._values(call.given[i])
         if not value(node).is_floating_point():
             node = self.method("to", node, compute_dtype(self.dtype))
         return node if f"given{i}" in call.spec.gradients else self.method("detach", node)
+
+    def _values(self, symbol: Symbol) -> Node:
+        """The tensor of a symbol as ``[V]`` or ``[N, V]``."""
+        node, dim = self.flow.tensors[symbol], self.flow.dims.get(symbol)
+        node = self.method("reshape", node, -1) if dim is None else self._flat(node, dim)
+        return self.method("exp", node) if symbol in self.flow.exponentials else node
 
     # ------------------------------------------------------------ what reads it
 
@@ -191,6 +196,9 @@ class _Edit(Builder):
                 new = self.method("detach", new)  # it is under no_grad, or reads detached logits
             if reduced.then in ("sum", "mean"):
                 new = self.method(reduced.then, new)
+            elif reduced.then == "batchmean":
+                rows = self._viewed(self.linear.x, reduced.like.steps)
+                new = self.method("div", self.method("sum", new), self.size(rows, 0))
             elif reduced.loss is None:
                 new = self._shaped(new, reduced)
             if value(new).dtype != value(old).dtype:
@@ -249,6 +257,9 @@ class _Edit(Builder):
             if expr in self.flow.parts:
                 self.known[expr] = self._part(*self.flow.parts[expr])
                 return self.known[expr]
+            if expr in self.flow.sums:
+                self.known[expr] = self._sum_of_given(self.flow.sums[expr])
+                return self.known[expr]
             tensor = self.flow.tensors[expr]
             tensor = self.replaced.get(tensor, tensor)
             if value(tensor).numel() == 1:
@@ -275,6 +286,30 @@ class _Edit(Builder):
         if isinstance(expr, sympy.log):
             return self.method("log", parts[0])
         raise ValueError(f"no tensor function for {expr}")
+
+    def _sum_of_given(self, expr: Any) -> Node:
+        """The sum over the classes of an expression of given values."""
+        factors = expr.args if isinstance(expr, sympy.Mul) else (expr,)
+        terms = {s: self._computed(s) for s in expr.free_symbols}
+        plain = [terms[f] for f in factors if f in terms]
+        if len(plain) == len(factors) == 2 and all(value(f).dim() == 2 for f in plain):
+            return self.function(torch.einsum, "nv,nv->n", *plain)  # no product [N, V]
+        return self.method("sum", self._elementwise(expr, terms), -1)
+
+    def _computed(self, symbol: Any) -> Node:
+        """Given values in the dtype in which sums are computed."""
+        return self.method("to", self._values(symbol), compute_dtype(self.dtype))
+
+    def _elementwise(self, expr: Any, terms: dict[Any, Node]) -> Node:
+        """A product of given values, of their powers and their logarithms."""
+        logs: list[Any] = [f.args[0] for f in sympy.Mul.make_args(expr) if isinstance(f, sympy.log)]
+        found = [self.function(torch.special.xlogy, terms[s], terms[s]) for s in logs]
+        rest = sympy.Mul(expr, *(1 / (s * sympy.log(s)) for s in logs))
+        powers: Any = rest.as_powers_dict() if rest != 1 else {}
+        for root, power in powers.items():
+            one = terms[root]
+            found.append(one if power == 1 else self.method("pow", one, int(power)))
+        return functools.reduce(lambda a, b: self.method("mul", a, b), found)
 
     def erase(self) -> None:
         """Erases the nodes that nobody reads."""

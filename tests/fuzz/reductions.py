@@ -127,6 +127,16 @@ SUMS: Recipes = (
     ("r% = (F.one_hot({lab}, {V}).to({z}.dtype) * {z}).sum({d})",),
     ("r% = (F.one_hot({lab}, {V}) * {z}).sum({d}) - {z}.logsumexp({d})",),
     ("r% = ({y} * {z}).sum({d})",),
+    ("r% = {z}.float().softmax({d}) @ u.float()",),
+    ("r% = torch.matmul({z}.softmax({d}), u.to({z}.dtype).unsqueeze(-1))",),
+    ("r% = torch.einsum('...v,v->...', {z}.float().log_softmax({d}), u.float())",),
+    ("p% = {z}.softmax({d})", "r% = torch.einsum('...v,...v->...', p%, {z}.log_softmax({d}))"),
+    ("r% = F.kl_div({z}.log_softmax({d}), {given}, reduction='none').sum({d})",),
+    ("r% = F.kl_div({z}.log_softmax({d}), {given}.log(), reduction='sum', log_target=True)",),
+    ("r% = F.kl_div({given}.log(), {z}.softmax({d}), reduction='none').sum({d})",),
+    ("r% = F.kl_div({z}.log_softmax({d}), {given}, reduction='batchmean')",),
+    ("lp% = {z}.log_softmax({d})", "r% = ({given} * ({given}.log() - lp%)).sum({d})"),
+    ("lp% = {z}.log_softmax({d})", "r% = (lp%.exp() * (lp% - {given})).sum({d})"),
 )
 ENTROPIES: Recipes = (
     ("lp% = {z}.log_softmax({d})", "p% = lp%.exp()", "r% = -(p% * lp%).sum({d})"),
