@@ -23,6 +23,7 @@ from torch.fx import Graph, Node
 import fxpass.op.kept
 import fxpass.op.reductions  # noqa: F401, registers the operators
 from fxpass.casts.casts import Cast
+from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import value
 from fxpass.graph.region import Region
 from fxpass.match.classes import Part, Picked, Reduced, Step
@@ -48,6 +49,15 @@ def rewrite_head(region: Region, head: Head) -> list[Cast]:
         edit.replace(reduced)
     edit.erase()
     return edit.casts
+
+
+_OF_SHAPES = ("zeros_like", "ones_like", "full_like", "size", "dim", "numel")
+
+
+def _is_read_for_its_shape(node: Node) -> bool:
+    """Whether the readers of a tensor read its shape, dtype and device alone."""
+    read = bool(node.users) and all(function_of(user) in _OF_SHAPES for user in node.users)
+    return read and value(node).is_contiguous()  # a tensor like it has its strides
 
 
 class _Edit(Builder):
@@ -318,5 +328,18 @@ class _Edit(Builder):
             node.replace_all_uses_with(same)
         dead |= {*self.flow.pairs, *self.flow.unread, *self.flow.repeated, *self.flow.same}
         for node in sorted(dead, reverse=True):
+            if node in self.flow.classes and _is_read_for_its_shape(node):
+                self._stand_in(node)
             if not node.users:
                 self.graph.erase_node(node)
+
+    def _stand_in(self, node: Node) -> None:
+        """Replaces logits by a tensor of their shape and dtype that takes no memory."""
+        like, linear, dtype = self.flow.classes[node], self.linear, value(node).dtype
+        with self.graph.inserting_before(node):
+            x = self._viewed(linear.x, like.steps)
+            sizes = [self.size(x, i) for i in range(value(x).dim())]
+            sizes[like.dim] = self.size(linear.weight, int(linear.transposed))
+            new = self.method("new_empty", x, (), dtype=dtype)
+            new = self.method("expand", new, *sizes)
+        node.replace_all_uses_with(new)

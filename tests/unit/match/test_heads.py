@@ -94,6 +94,8 @@ ACCEPTED = {
     "values that are filled in place": (
         lambda z, t: (filled(torch.zeros(B, S, V), 1, z) * z.log_softmax(-1)).sum(-1),
         ["moment(0,1,0)"]),
+    "values of the logits' shape": (
+        lambda z, t: (torch.full_like(z, 0.3) * z.log_softmax(-1)).sum(-1), ["moment(0,1,0)"]),
     "a temperature that is filled in place": (
         lambda z, t: (z * filled(torch.ones(1), 0, z)).softmax(-1).square().sum(-1),
         ["moment(2,0)"]),
@@ -116,6 +118,18 @@ def test_accepted(case):
     x, weight, labels = inputs()
     specs = specs_of(report_of(program, x, weight, labels))
     assert specs == [f"r1 outputs={o} gradients=x,weight" for o in ACCEPTED[case][1]]
+    check(program, labels, x, weight)
+
+
+def test_the_shape_of_the_logits_needs_no_logits():
+    def program(x, weight, labels):
+        log_probs = F.linear(x, weight).log_softmax(-1)
+        target = torch.zeros_like(log_probs).scatter(-1, labels[..., None], 1)
+        return -(target * log_probs).sum(-1).sum() / log_probs.shape[0]
+
+    x, weight, labels = inputs()
+    (graph,) = report_of(program, x, weight, labels).after
+    assert "linear" not in graph
     check(program, labels, x, weight)
 
 
