@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import sympy
 import torch
 from sympy import Expr, Symbol
 from torch.fx import Node
@@ -89,6 +88,8 @@ class Picked:
             the end.
         ignored: an index whose rows take class 0; None if there is none.
         logit: whether the logit is picked, and not the log-softmax.
+        pieces: of pieces of the rows that are joined, the picks of each, in order; ``index`` is the
+            first one's.
     """
 
     index: Node
@@ -96,6 +97,31 @@ class Picked:
     wraps: str = ""
     ignored: int | None = None
     logit: bool = False
+    pieces: tuple[Picked, ...] = ()
+
+    @property
+    def count(self) -> int | torch.SymInt:
+        """K."""
+        return 1 if self.dim is None else value(self.index).shape[self.dim]
+
+    @property
+    def indices(self) -> tuple[Node, ...]:
+        """The tensors that it is made of."""
+        return tuple(pick.index for pick in self.pieces or (self,))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A range of the rows, along their first dimension.
+
+    Attributes:
+        step: the view that takes it.
+        start, stop: the range; None for all that follow.
+    """
+
+    step: Step
+    start: int
+    stop: int | None
 
 
 @dataclass(frozen=True)
@@ -148,24 +174,39 @@ class Flow:
         region: the region of the graph.
         classes: nodes with classes.
         rows: nodes of rows whose value is known.
+        cut: such nodes through which the value's gradient does not flow.
         bases: the bases.
         outputs: symbol → the base and the output that it stands for.
         tensors: symbol → the tensor of the graph that it stands for.
         dims: symbol of given values → the position of their class dimension.
+        exponentials: symbols of given values that are the exponential of their tensor.
+        sums: symbol → an expression of given values alone, of which it is the sum over the classes.
         reductions: the nodes that reduce the logits, in the graph's order.
-        pairs: nodes whose value is a pair of values and indices.
+        unread: such nodes that only tensors with classes read, which are not computed any more.
+        pairs: nodes whose value is a tuple of tensors.
+        repeated: nodes that are broadcast to the logits' shape → the tensor that is.
+        same: nodes that equal another tensor, which is cut to its size after that.
+        parts: symbol of an output of some rows → the symbol of this output of all rows, and which
+            rows of it.
     """
 
     linear: Linear
     region: Region
     classes: dict[Node, Classes] = field(default_factory=dict)
     rows: dict[Node, Expr] = field(default_factory=dict)
+    cut: dict[Node, Expr] = field(default_factory=dict)
     bases: list[Base] = field(default_factory=list)
     outputs: dict[Symbol, tuple[Base, Output | Picked | Weighted]] = field(default_factory=dict)
     tensors: dict[Symbol, Node] = field(default_factory=dict)
     dims: dict[Symbol, int] = field(default_factory=dict)
+    exponentials: set[Symbol] = field(default_factory=set)
+    sums: dict[Symbol, Expr] = field(default_factory=dict)
     reductions: list[Reduced] = field(default_factory=list)
+    unread: set[Node] = field(default_factory=set)
     pairs: dict[Node, Classes] = field(default_factory=dict)
+    repeated: dict[Node, Node] = field(default_factory=dict)
+    same: dict[Node, Node] = field(default_factory=dict)
+    parts: dict[Symbol, tuple[Symbol, Part]] = field(default_factory=dict)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -181,12 +222,28 @@ class Flow:
         self.tensors[symbol] = node
         return symbol
 
-    def output(self, base: Base, output: Output | Picked) -> Symbol:
+    def exponential(self, node: Node, given: Symbol) -> Symbol:
+        """The symbol of the exponential of given values."""
+        symbol = Symbol(f"given_exp({node.name})", real=True)
+        self.tensors[symbol] = node
+        self.dims[symbol] = self.dims[given]
+        self.exponentials.add(symbol)
+        return symbol
+
+    def sum_of_given(self, expr: Expr) -> Symbol:
+        """The symbol of a sum over the classes of an expression of given values."""
+        symbol = Symbol(f"sum_{expr}", real=True)
+        self.sums[symbol] = expr
+        return symbol
+
+    def output(self, base: Base, output: Output | Picked | Weighted) -> Symbol:
         """The symbol of a reduction of a base."""
         if output == "lse":
             self.outputs[base.lse] = base, output
             return base.lse
         name = str(output)
+        if isinstance(output, Weighted):
+            name = f"{output.moment}_{output.weight.name}"
         if isinstance(output, Picked):
             name = f"{'at' if output.logit else 'pick'}_{output.index.name}"
         symbol = Symbol(f"{name}_of_{base.log}", real=True)
@@ -219,16 +276,28 @@ class Flow:
         self.reductions.append(Reduced(node, like, rows, keepdim, then))
         trained = value(node).requires_grad
         same = not like.detached if trained else not value(self.linear.node).requires_grad
-        if same and not then:
-            self.rows[node] = rows
+        if not then:
+            (self.rows if same else self.cut)[node] = rows
+
+    def row(self, node: Node, reader: Node) -> Expr | None:
+        """The value of a node of rows as ``reader`` may use it; None for another node."""
+        cut = None if value(reader).requires_grad else self.cut.get(node)
+        return self.rows.get(node, cut)
 
 
 def keeps_rows(step: Step) -> bool:
     """Whether flat rows are the same before and after a view. The class dimension is the last one,
     before it and after it."""
-    before, after = value(first_operand(step.node)), value(step.node)
+    before, after = value(operand_of_step(step)), value(step.node)
     last = step.view.dim == before.dim() - 1 and step.dim == after.dim() - 1
     return last and step.view.function in _SAME_ROWS
+
+
+def operand_of_step(step: Step) -> Node:
+    """The tensor of which a view is taken; a part's is that of the tuple."""
+    first = step.node.args[0] if step.node.args else None
+    found = isinstance(first, Node) and not is_tensor(first)
+    return first_operand(first if found else step.node)  # type: ignore[arg-type]
 
 
 def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
@@ -254,53 +323,6 @@ def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
     return replace(found, expr=like.expr.xreplace(others))
 
 
-# ---------------------------------------------------------------- bases
-
-
-def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
-    """The base of logits of which a softmax is taken, and the shift of each row that they have."""
-    expr = sympy.expand(like.expr, deep=False) if like.expr.is_Add else like.expr
-    shift, rest = split(expr)
-    if rest == 0:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads no logits: they cancel")
-    for base in flow.bases:  # log_softmax(log_softmax(z)), or of z + lse
-        if rest == base.log:
-            return base, shift - base.lse
-        if rest == base.logit and fits(flow, base, like):
-            return base, shift
-    scale, transform = rest.as_independent(Z, as_Add=False)
-    number = scale.as_coeff_Mul()[0]
-    scale, transform = scale / number, number * transform
-    if transform.free_symbols != {Z} or not scale.free_symbols <= _rows_of(flow, scale):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
-    return flow.base(like, transform, scale), shift
-
-
-def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:
-    """The base of logits of which a softmax is taken, which does not depend on their shift.
-
-    Raises:
-        NoMatch: the shift has a gradient, which is 0 and not None.
-    """
-    base, shift = base_of(flow, node, like)
-    for symbol in symbols_of(shift) & flow.tensors.keys():
-        if value(flow.tensors[symbol]).requires_grad:
-            reason = f"%{node.name} ({call_name(node)}) does not depend on"
-            raise NoMatch(node, f"{reason} %{flow.tensors[symbol].name}, which needs a gradient")
-    return base
-
-
-def fits(flow: Flow, base: Base, like: Classes) -> bool:
-    return flow.base(like, base.transform, base.scale) is base
-
-
-def split(expr: Expr) -> tuple[Expr, Expr]:
-    """The terms without classes and those with classes."""
-    terms = sympy.Add.make_args(expr)
-    rows = [t for t in terms if not has_classes(t)]
-    return sympy.Add(*rows), sympy.Add(*(t for t in terms if has_classes(t)))
-
-
 def symbols_of(expr: Any) -> set[Symbol]:
     """The symbols of an expression."""
     return expr.free_symbols
@@ -309,28 +331,6 @@ def symbols_of(expr: Any) -> set[Symbol]:
 def has_classes(expr: Expr) -> bool:
     names = ("log_", "class_", "given_", "hot_")
     return any(s == Z or s.name.startswith(names) for s in symbols_of(expr))
-
-
-def _rows_of(flow: Flow, expr: Expr) -> set[Symbol]:
-    return {s for s in symbols_of(expr) if s in flow.tensors and s.name.startswith("row_")}
-
-
-def in_logs(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
-    """An expression with the raw logits as log-softmax and lse of a base."""
-    if not expr.has(Z):
-        return expr
-    for base in flow.bases:
-        if not fits(flow, base, like):
-            continue
-        replaced = expr.subs(base.logit, base.log + base.lse)
-        if not replaced.has(Z):
-            return replaced
-    poly = sympy.expand(expr)
-    if poly.is_polynomial(Z):
-        base = flow.base(like, Z, sympy.Integer(1))
-        return poly.subs(Z, base.log + base.lse)
-    base, shift = base_of(flow, node, replace(like, expr=expr))
-    return base.log + base.lse + shift
 
 
 # ---------------------------------------------------------------- arguments

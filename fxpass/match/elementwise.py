@@ -5,19 +5,21 @@ In: a node that reads logits. Out: its :class:`fxpass.match.classes.Classes`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import sympy
 import torch
 from sympy import Expr
+from torch import Tensor
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
+from fxpass.match.bases import in_logs, softmax_base_of
 from fxpass.match.chain_node import check_cast
 from fxpass.match.classes import (
     Classes,
@@ -25,14 +27,12 @@ from fxpass.match.classes import (
     Step,
     check_dim,
     check_dtype,
-    in_logs,
     operand_of,
     picks_rows_and_classes,
-    softmax_base_of,
     viewed,
 )
 from fxpass.match.pointwise import POINTWISE
-from fxpass.match.views import VIEWS, View, view_of
+from fxpass.match.views import VIEWS, view_of
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
 
@@ -105,51 +105,21 @@ def written_of(flow: Flow, node: Node, function: str) -> Classes:
     return found
 
 
-# Functions whose result is a tuple of parts of the rows.
-PARTS = ("split", "split_with_sizes", "chunk", "unbind")
-
-
-def part_of(flow: Flow, node: Node) -> Classes:
-    """A part of the rows: ``split(z, 4)[1]``."""
-    parts, at = node.args
-    assert isinstance(parts, Node)
-    assert isinstance(at, int)
-    like, sizes = flow.pairs[parts], [t.shape for t in parts.meta["example_value"]]
-    wanted: dict[str, Any] = {"input": REQUIRED, "dim": 0}
-    for name in ("split_size", "split_size_or_sections", "split_sizes", "chunks", "tensor"):
-        wanted[name] = None
-    given = arguments(parts, wanted)
-    axis = given["dim"] % value(first_operand(parts)).dim()
-    if axis == like.dim:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is a part of the classes")
-    if function_of(parts) == "unbind":
-        view = View(like.dim, "select", (axis, at))
-        step = Step(node, view, like.dim - (axis < like.dim))
-    else:
-        lengths = [shape[axis] for shape in sizes]
-        if not all(isinstance(n, int) for n in lengths):
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a size that varies")
-        start = sum(lengths[: at % len(lengths)])
-        step = Step(node, View(like.dim, "narrow", (axis, start, lengths[at])), like.dim)
-    return viewed(flow, like, step)
-
-
 def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
     spelling = POINTWISE.get(function)
     if spelling is None and function not in _ALGEBRA:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")
-    signature = spelling.signature if spelling is not None else {"input": REQUIRED}
-    given = arguments(node, signature)
+    signature = _SIGNATURES.get(function) if spelling is None else spelling.signature
+    given = arguments(node, signature or {"input": REQUIRED})
     tensors = [t for t in given.values() if isinstance(t, Node) and t in flow.classes]
     like = flow.classes[tensors[0]]
     if any(_place(flow.classes[t]) != _place(like) for t in tensors):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
     if value(node).shape != value(tensors[0]).shape:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats the logits")
-    detached = all(flow.classes[t].detached for t in tensors)
-    if len({flow.classes[t].detached for t in tensors}) == 2:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits and detached logits")
-    operands = [_expr(flow, node, like, argument) for argument in given.values()]
+    detached = any(flow.classes[t].detached for t in tensors)
+    check_gradients(flow, node, tensors)
+    operands = [expr_of(flow, node, like, argument, value(node)) for argument in given.values()]
     numbers = all(o is None or not isinstance(o, Expr) or _of_z(o) for o in operands)
     if spelling is not None and numbers and function != "exp":
         try:
@@ -169,6 +139,13 @@ def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
         return replace(like, expr=algebra(*operands), detached=detached)
     except ValueError as error:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+
+
+def check_gradients(flow: Flow, node: Node, tensors: Sequence[Node]) -> None:
+    """``NoMatch`` if gradients flow through some of the tensors with classes that a node reads."""
+    differ = len({flow.classes[t].detached for t in tensors}) == 2
+    if differ and value(node).requires_grad:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits and detached logits")
 
 
 def _place(classes: Classes) -> tuple[Any, ...]:
@@ -191,12 +168,17 @@ _ALGEBRA: dict[str, Callable[..., Expr]] = {
     "positive": lambda x, *_: x,
     "square": lambda x, *_: x**2,
     "pow": lambda x, exponent, *_: _small_power(x, exponent),
-    "exp": lambda x, *_: sympy.expand(sympy.exp(sympy.expand(x)), power_exp=True, mul=False),
-    "log": lambda x, *_: _log(x),
+    "exp": lambda x, *_: exponential(x),
+    "log": lambda x, *_: logarithm(x),
     "clamp": lambda x, low=None, high=None, *_: _unbounded(x, low, high),
     "clamp_min": lambda x, low, *_: _unbounded(x, low, None),
-    "entr": lambda x, *_: -x * _log(x),
+    "entr": lambda x, *_: -x * logarithm(x),
+    "xlogy": lambda x, y, *_: _xlogy(x, y),
 }
+
+
+# Of functions that POINTWISE does not have, if they have more than one operand.
+_SIGNATURES: dict[str, dict[str, Any]] = {"xlogy": {"input": REQUIRED, "other": REQUIRED}}
 
 
 def _small_power(x: Expr, exponent: Any) -> Expr:
@@ -205,11 +187,23 @@ def _small_power(x: Expr, exponent: Any) -> Expr:
     return x**exponent
 
 
-def _log(x: Expr) -> Expr:
+def exponential(x: Expr) -> Expr:
+    """As a product of exponentials."""
+    return sympy.expand(sympy.exp(sympy.expand(x)), power_exp=True, mul=False)
+
+
+def logarithm(x: Expr) -> Expr:
     """The logarithm of a softmax, which is positive: a logit may not be."""
     if x.has(Z):
         raise ValueError("a logarithm of logits is not fused")
     return sympy.expand_log(sympy.log(x), force=True)
+
+
+def _xlogy(x: Expr, y: Expr) -> Expr:
+    """Where x is 0, so is the product: a moment has this only if x is a multiple of a softmax."""
+    if not x.has(sympy.exp):
+        raise ValueError("its first operand is not a softmax")
+    return x * logarithm(y)
 
 
 def _unbounded(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
@@ -219,8 +213,9 @@ def _unbounded(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
     return x
 
 
-def _expr(flow: Flow, node: Node, like: Classes, argument: Any) -> Any:
-    """An argument of a pointwise function as an expression."""
+def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor) -> Any:
+    """An argument of a pointwise function, whose result has the shape of ``whole``, as an
+    expression."""
     if isinstance(argument, bool) or argument is None or isinstance(argument, str):
         return argument
     if isinstance(argument, int | float):
@@ -228,10 +223,13 @@ def _expr(flow: Flow, node: Node, like: Classes, argument: Any) -> Any:
     if not isinstance(argument, Node) or not is_tensor(argument):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a number that varies")
     if argument in flow.classes:
+        if _place(flow.classes[argument]) != _place(like):
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
         return flow.classes[argument].expr
-    if argument in flow.rows and _is_row(value(argument), like, value(node)):
-        return flow.rows[argument]
-    tensor, whole = value(argument), value(node)
+    known = flow.row(argument, node)
+    if known is not None and _is_row(value(argument), like, whole):
+        return known
+    tensor = value(argument)
     if (index := _one_hot_of(argument, like, whole)) is not None:
         symbol = flow.tensor(index, "hot")
         return symbol

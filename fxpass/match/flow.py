@@ -28,12 +28,14 @@ from fxpass.graph.functions import CASTS, function_of, is_in_place, reads_values
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name
-from fxpass.match.classes import Classes, Flow, operand_of
-from fxpass.match.elementwise import PARTS, classes_of, part_of, written_of
+from fxpass.match.classes import Classes, Flow
+from fxpass.match.elementwise import classes_of, written_of
 from fxpass.match.linears import Linear
 from fxpass.match.maxima import of_pair
 from fxpass.match.modes import Mode, cuts_gradients
+from fxpass.match.parts import join_pieces
 from fxpass.match.reductions import REDUCTIONS
+from fxpass.match.tuples import TUPLES, cut_to_size, member_of, tuple_of
 from fxpass.spec.expression import Z
 
 
@@ -50,13 +52,25 @@ def flow_of(linear: Linear, region: Region, modes: dict[Node, Mode]) -> Flow:
         pairs = [n for n in node.all_input_nodes if n in flow.pairs]
         if read:
             _read(flow, node, modes)
-        elif pairs and function_of(pairs[0]) in PARTS:
-            flow.classes[node] = part_of(flow, node)
+        elif pairs and function_of(pairs[0]) in TUPLES:
+            member_of(flow, node)
         elif pairs:
             of_pair(flow, node)
-        elif any(n in flow.rows for n in node.all_input_nodes):
+        elif any(n in flow.repeated for n in node.all_input_nodes):
+            cut_to_size(flow, node)
+        elif any(n in flow.rows or n in flow.cut for n in node.all_input_nodes):
             _same_row(flow, node)
+    _drop_unread(flow)
+    join_pieces(flow)
     return flow
+
+
+def _drop_unread(flow: Flow) -> None:
+    """Notes the reductions that only tensors with classes read: the lse in ``z - lse``."""
+    operands = set(flow.tensors.values())
+    nodes = (r.node for r in flow.reductions if r.node not in operands)
+    flow.unread = {node for node in nodes if all(user in flow.classes for user in node.users)}
+    flow.reductions = [r for r in flow.reductions if r.node not in flow.unread]
 
 
 def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
@@ -70,8 +84,8 @@ def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
         return
     if written(node):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) may write to the logits")
-    if function in PARTS:
-        flow.pairs[node] = operand_of(flow, node)
+    if function in TUPLES:
+        tuple_of(flow, node, not modes[node].grad)
         return
     reader = REDUCTIONS.get(function)
     if reader is not None:
@@ -80,8 +94,6 @@ def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
             return
     found = flow.classes[node] if reader is not None else classes_of(flow, node, function)
     if cuts_gradients(node, modes) and not _is_operand(node, function):
-        if value(node).requires_grad:
-            raise NoMatch(node, f"%{node.name} is a view that is taken where gradients are off")
         found = replace(found, detached=True)
     elif value(node).requires_grad and found.detached:
         raise NoMatch(node, f"%{node.name} has a gradient that its operands do not have")
@@ -103,5 +115,7 @@ def _same_row(flow: Flow, node: Node) -> None:
     known = function in ("unsqueeze", "view", "reshape") or function in CASTS
     if known and is_tensor(node) and value(node).is_floating_point():
         operand = first_operand(node)
-        if operand in flow.rows and value(node).requires_grad == value(operand).requires_grad:
-            flow.rows[node] = flow.rows[operand]
+        same = value(node).requires_grad == value(operand).requires_grad
+        for known in (flow.rows, flow.cut):
+            if operand in known and same:
+                known[node] = known[operand]

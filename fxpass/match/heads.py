@@ -50,7 +50,8 @@ class Head:
     @property
     def nodes(self) -> set[Node]:
         """The linear and all nodes that read the logits."""
-        return {*self.flow.classes, *self.flow.pairs, *(r.node for r in self.flow.reductions)}
+        flow = self.flow
+        return {*flow.classes, *flow.pairs, *flow.unread, *(r.node for r in flow.reductions)}
 
     @property
     def in_forward(self) -> bool:

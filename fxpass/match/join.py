@@ -10,18 +10,18 @@ operand may be computed from an earlier reduction::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from sympy import Symbol
 from torch.fx import Node
 
 from fxpass.graph import hazards
-from fxpass.graph.calls import written
+from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
 from fxpass.graph.placements import is_dtensor
-from fxpass.graph.source import source_line
+from fxpass.graph.source import call_name, source_line
 from fxpass.match.chain_node import check_plain
 from fxpass.match.classes import Base, Flow, Picked, Reduced, Weighted, symbols_of
 from fxpass.match.linears import Linear
@@ -104,7 +104,27 @@ def _calls(flow: Flow, base: Base, modes: dict[Node, Mode]) -> Iterable[Call]:
 def _ready(flow: Flow, base: Base, reduced: Reduced, first: Node) -> bool:
     """Whether all operands of a reduction exist before ``first``, or can be moved there."""
     operands = _operands(flow, base, _symbols(flow, base, [reduced]))
-    return all(_movable(operand, first) is not None for operand in operands)
+    writes = _writes(operands, reduced.node)
+    return all(_movable(n, first) is not None for n in operands) and all(w < first for w in writes)
+
+
+def _writes(operands: Collection[Node], end: Node) -> list[Node]:
+    """The nodes before ``end`` that change operands in place: ``q = zeros(n, v); q.scatter_(...)``.
+
+    Raises:
+        NoMatch: the memory of an operand is unknown.
+    """
+    memory = {storage(node) for node in operands}
+    found = []
+    for node in end.graph.nodes:
+        if node is end:
+            break
+        changed = {storage(operand) for operand in written(node)}
+        if changed and None in memory | changed:
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) may change an operand in place")
+        if not changed.isdisjoint(memory):
+            found.append(node)
+    return found
 
 
 def _movable(node: Node, first: Node) -> list[Node] | None:
@@ -140,7 +160,8 @@ _PURE = {
 
 
 def _symbols(flow: Flow, base: Base, reductions: list[Reduced]) -> list[Symbol]:
-    found = {s for r in reductions for s in r.symbols if s in flow.outputs}
+    read = {s for r in reductions for s in r.symbols if s in flow.outputs}
+    found = {flow.parts[s][0] if s in flow.parts else s for s in read}
     return sorted((s for s in found if flow.outputs[s][0] == base), key=lambda s: s.name)
 
 
@@ -153,7 +174,7 @@ def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
     for symbol in symbols:
         output = flow.outputs[symbol][1]
         if isinstance(output, Picked):
-            nodes.append(output.index)
+            nodes += output.indices
         elif isinstance(output, Weighted):
             nodes.append(flow.tensors[output.weight])
     return nodes
@@ -217,10 +238,10 @@ def _total(
     return total_of(flow, reductions)
 
 
-def _place(linear: Node, operands: Iterable[Node], first: Node) -> tuple[Node, tuple[Node, ...]]:
+def _place(linear: Node, operands: Collection[Node], first: Node) -> tuple[Node, tuple[Node, ...]]:
     """The node after which the call stands, and the operands that are moved to it."""
     moved: dict[Node, None] = {}
-    after = linear
+    after = max(linear, *_writes(operands, first), linear)
     for operand in operands:
         nodes = _movable(operand, first)
         if nodes is None:

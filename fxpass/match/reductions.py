@@ -7,41 +7,33 @@ function is a row of ``REDUCTIONS``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, cast
 
-import sympy
 import torch
-from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
+from fxpass.match.bases import base_of, fits, in_logs, softmax_base_of
 from fxpass.match.classes import (
-    Base,
     Classes,
     Flow,
     Picked,
     Reduced,
     Weighted,
-    base_of,
     check_dim,
     check_dtype,
-    fits,
-    has_classes,
-    in_logs,
     operand_of,
     picks_rows_and_classes,
-    softmax_base_of,
-    symbols_of,
 )
 from fxpass.match.elementwise import classes_of
 from fxpass.match.losses import check_dtypes, loss_of
 from fxpass.match.maxima import maximum
-from fxpass.spec.expression import Z
-from fxpass.spec.reductions import HIGHEST_POWER, TOTAL, LogitSum, Moment
+from fxpass.match.products import divergence, einsum, matmul
+from fxpass.match.sums import at, summed
+from fxpass.spec.reductions import Moment
 
 
 def _sum(flow: Flow, node: Node) -> None:
@@ -60,7 +52,7 @@ def _sum(flow: Flow, node: Node) -> None:
         check_dim(node, like, dims)
     elif given["keepdim"]:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) keeps dimensions of one")
-    total = _summed(flow, node, like)
+    total = summed(flow, node, like)
     if mean:
         size = value(first_operand(node)).shape[like.dim]
         if not isinstance(size, int):
@@ -68,138 +60,6 @@ def _sum(flow: Flow, node: Node) -> None:
         total = total / size
     then = ("mean" if mean else "sum") if every and rank > 1 else ""
     flow.reduce(node, like, total, bool(given["keepdim"]), then)
-
-
-def _summed(flow: Flow, node: Node, like: Classes) -> Expr:
-    """The sum of an expression over the classes, in outputs of one base."""
-    expr, total = sympy.expand(like.expr), sympy.Integer(0)
-    _check_cancellation(flow, node, expr)
-    rest = sympy.Integer(0)
-    for term in sympy.Add.make_args(expr):
-        found = _at_one_hot(flow, node, like, term)
-        found = _sum_of_logits(flow, like, term) if found is None else found
-        total, rest = (total, rest + term) if found is None else (total + found, rest)
-    expr = sympy.expand(in_logs(flow, node, like, rest))
-    for term in sympy.Add.make_args(expr):
-        if term == 0:
-            continue
-        rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
-        total += rows * _summed_term(flow, node, like, rest)
-    return total
-
-
-def _check_cancellation(flow: Flow, node: Node, expr: Expr) -> None:
-    """``NoMatch`` for a sum of several terms that may cancel, such as (p - q)**2: eager adds small
-    differences, and the sums of the terms would lose their digits.
-
-    Terms of one sign do not cancel, and p * (log + lse) is p * z.
-    """
-    groups: dict[Any, dict[int, Any]] = {}  # factors but for powers of log or z -> coefficients
-    for term in sympy.Add.make_args(expr):
-        rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
-        factors = sympy.Mul.make_args(rest)
-        degree = sum(int(f.as_base_exp()[1]) for f in factors if _is_log(f))  # type: ignore[arg-type]
-        others = sympy.Mul(*(f for f in factors if not _is_log(f)))
-        groups.setdefault(others, {})[degree] = rows
-    shifts = {base.lse for base in flow.bases}
-    for found in groups.values():
-        if set(found) == {0, 1} and sympy.cancel(found[0] / found[1]) in shifts:
-            del found[0]
-    left = [one for found in groups.values() for one in found.items()]
-    signs = {rows.is_positive for _, rows in left if rows.is_number}
-    one_sign = len(signs) == 1 and all(rows.is_number for _, rows in left)
-    if len(left) > 1 and not (one_sign and len({degree for degree, _ in left}) == 1):
-        raise NoMatch(node, f"%{node.name} sums `{expr}`, whose terms may cancel")
-
-
-def _is_log(factor: Any) -> bool:
-    """Whether a factor is a power of a log-softmax or of the logit."""
-    root, power = factor.as_base_exp()
-    is_log = isinstance(root, Symbol) and (root == Z or root.name.startswith("log_"))
-    return is_log and power.is_Integer and power > 0
-
-
-def _at_one_hot(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:
-    """The sum of a term with a one-hot factor: the rest at its class; None for another term."""
-    hot = [s for s in symbols_of(term) if s.name.startswith("hot_")]
-    if len(hot) != 1:
-        return None
-    rest = term.subs(hot[0], 1)  # its powers are equal
-    rows, rest = rest.as_independent(*_class_symbols(rest), as_Add=False)
-    if rest == 1:
-        return rows
-    return rows * _at(flow, node, like, rest, Picked(flow.tensors[hot[0]], None))
-
-
-def _sum_of_logits(flow: Flow, like: Classes, term: Expr) -> Expr | None:
-    """The sum of ``r * w * f(z)`` for a row r, weights w and a function f of one logit, which is
-    the transform of a base; None for another term."""
-    rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
-    others = symbols_of(rest) - {Z}
-    weight = next(iter(others), None)
-    transform = rest if weight is None else rest / weight
-    if len(others) > 1 or not others <= flow.tensors.keys() or symbols_of(transform) != {Z}:
-        return None
-    base = flow.base(like, transform, sympy.Integer(1))
-    if weight is None:
-        return rows * flow.output(base, LogitSum())
-    return rows * _weighted(flow, base, LogitSum(), weight)
-
-
-def _weighted(flow: Flow, base: Base, moment: Moment | LogitSum, weight: Symbol) -> Symbol:
-    symbol = Symbol(f"{moment}_{weight.name}_of_{base.log}", real=True)
-    flow.outputs[symbol] = base, Weighted(moment, weight)
-    return symbol
-
-
-def _class_symbols(expr: Any) -> list[Symbol]:
-    return [s for s in symbols_of(expr) if has_classes(s)]
-
-
-def _summed_term(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr:
-    """The sum of a product ``w * exp(a log) * log**b``."""
-    unknown = NoMatch(node, f"%{node.name} sums `{term}` over the classes, which is not known")
-    a = b = 0
-    weight, base = None, None
-    for factor in sympy.Mul.make_args(term):
-        root, power = factor.as_base_exp()
-        if isinstance(factor, sympy.exp):
-            exponent: Any = factor.args[0]
-            number, symbol = exponent.as_coeff_Mul()
-            power = number
-        else:
-            symbol = root
-        if factor == 1:
-            continue
-        if not isinstance(symbol, Symbol) or not power.is_Integer or power < 0:
-            raise unknown
-        if symbol.name.startswith("log_"):
-            if base is not None and base.log != symbol:
-                raise unknown
-            base = next(one for one in flow.bases if one.log == symbol)
-            if isinstance(factor, sympy.exp):
-                a = int(power)
-            else:
-                b = int(power)
-        elif symbol in flow.tensors and weight is None and power == 1:
-            weight = symbol
-        else:
-            raise unknown
-    if a > HIGHEST_POWER or b > HIGHEST_POWER:
-        raise unknown
-    if base is None and weight is None:
-        size = value(first_operand(node)).shape[like.dim]
-        if not isinstance(size, int):
-            raise unknown
-        return sympy.Integer(size)
-    if base is None:
-        base = flow.bases[0] if flow.bases else flow.base(like, Z, sympy.Integer(1))
-    if not fits(flow, base, like):
-        raise unknown
-    moment = Moment(a, b)
-    if weight is None:
-        return sympy.Integer(1) if moment == TOTAL else flow.output(base, moment)
-    return _weighted(flow, base, moment, weight)
 
 
 def _logsumexp(flow: Flow, node: Node) -> None:
@@ -215,7 +75,8 @@ def _gather(flow: Flow, node: Node) -> None:
     names = {"input": REQUIRED, "dim": None if take else REQUIRED}
     names |= {"indices": REQUIRED} if take else {"index": REQUIRED, "sparse_grad": False}
     given = arguments(node, names)
-    like, index = operand_of(flow, node), given["indices" if take else "index"]
+    like = operand_of(flow, node)
+    index: Any = given["indices" if take else "index"]
     check_dim(node, like, given["dim"])
     if not is_tensor(index) or value(index).dtype != torch.int64 or given.get("sparse_grad"):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has no index of int64")
@@ -223,34 +84,19 @@ def _gather(flow: Flow, node: Node) -> None:
     shape[like.dim] = taken[like.dim] if len(taken) == len(shape) else -1
     if shape != taken:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an index of other rows")
-    _pick(flow, node, like, Picked(index, like.dim, "all" if take else ""), keepdim=True)
+    whole = cast(Node, flow.same.get(index, index))
+    _pick(flow, node, like, Picked(whole, like.dim, "all" if take else ""), keepdim=True)
 
 
 def _pick(flow: Flow, node: Node, like: Classes, picked: Picked, keepdim: bool) -> None:
-    rows = _at(flow, node, like, like.expr, picked)
-    many = picked.dim is not None and value(picked.index).shape[picked.dim] != 1
-    if not many:
+    rows = at(flow, node, like, like.expr, picked)
+    if picked.count == 1:
         flow.reduce(node, like, rows, keepdim)
         return
     lse = {base.lse for base in flow.bases}
     if any(s in flow.tensors or s in lse for s in rows.free_symbols):
         raise NoMatch(node, f"%{node.name} picks several classes of shifted logits")
     flow.reductions.append(Reduced(node, like, rows, keepdim))
-
-
-def _at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Expr:
-    """An expression at given classes, in outputs of one base."""
-    expr = in_logs(flow, node, like, expr)
-    logs = [base for base in flow.bases if expr.has(base.log)]
-    tensors = [s for s in symbols_of(expr) if s in flow.tensors and has_classes(s)]
-    if len(logs) != 1 or tensors or not fits(flow, logs[0], like):
-        raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
-    # of z, which is log + lse, the logit itself is picked: it is exact
-    logit = Symbol("logit", real=True)
-    rows = expr.subs(logs[0].log, logit - logs[0].lse)
-    if rows.has(logs[0].lse):
-        return expr.subs(logs[0].log, flow.output(logs[0], picked))
-    return rows.subs(logit, flow.output(logs[0], replace(picked, logit=True)))
 
 
 def _getitem(flow: Flow, node: Node) -> None:
@@ -304,7 +150,7 @@ def _loss(flow: Flow, node: Node) -> None:
             raise NoMatch(node, f"%{node.name} has class weights or smoothing of probabilities")
         target = flow.tensor(loss.target, "given")
         flow.dims[target] = like.dim
-        rows = -_weighted(flow, base, Moment(0, 1), target)
+        rows = -flow.output(base, Weighted(Moment(0, 1), target))
         flow.reduce(node, like, rows, False, loss.reduction.replace("none", ""))
         return
     picked = Picked(loss.target, None, ignored=loss.ignore_index)
@@ -312,7 +158,8 @@ def _loss(flow: Flow, node: Node) -> None:
     if loss.label_smoothing:
         smooth = flow.output(base, Moment(0, 1))
         if loss.class_weight is not None:
-            smooth = _weighted(flow, base, Moment(0, 1), flow.tensor(loss.class_weight, "class"))
+            weight = flow.tensor(loss.class_weight, "class")
+            smooth = flow.output(base, Weighted(Moment(0, 1), weight))
     rows = flow.output(base, picked)
     flow.reductions.append(Reduced(node, like, rows, loss=loss, mean_log=smooth))
 
@@ -329,4 +176,7 @@ REDUCTIONS: dict[str, Callable[[Flow, Node], None]] = {
     "argmax": maximum,
     "cross_entropy_loss": _loss,
     "nll_loss": _loss,
+    **dict.fromkeys(("matmul", "mv", "mm"), matmul),
+    "einsum": einsum,
+    "kl_div": divergence,
 }

@@ -104,11 +104,13 @@ def _changes(nodes: Collection[Node], first: Node, last: Node) -> bool:
 
 def _is_linear(flow: Flow, reduced: Reduced) -> bool:
     """Whether a reduction is linear in outputs that can be part of a total."""
+    if reduced.then == "batchmean":
+        return False
     for symbol in reduced.symbols & flow.outputs.keys():
         output = flow.outputs[symbol][1]
         if isinstance(output, str) and output not in IN_TOTAL:
             return False
-        if isinstance(output, Picked) and _picks_many(output):
+        if symbol in flow.parts or (isinstance(output, Picked) and output.count != 1):
             return False
         if isinstance(output, Weighted) and value(flow.tensors[output.weight]).requires_grad:
             return False
@@ -120,10 +122,6 @@ def _is_linear(flow: Flow, reduced: Reduced) -> bool:
         if sympy.expand(rows - sum(s * factor for s, factor in parts.items())) != 0:
             return False
     return True
-
-
-def _picks_many(picked: Picked) -> bool:
-    return picked.dim is not None and value(picked.index).shape[picked.dim] != 1
 
 
 def coefficients_of(flow: Flow, rows: Any) -> dict[Symbol, Any]:

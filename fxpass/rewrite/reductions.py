@@ -14,7 +14,6 @@ import operator
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from sympy import Symbol
 from torch.fx import Graph, Node
@@ -22,15 +21,16 @@ from torch.fx import Graph, Node
 import fxpass.op.kept
 import fxpass.op.reductions  # noqa: F401, registers the operators
 from fxpass.casts.casts import Cast
+from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import value
 from fxpass.graph.region import Region
-from fxpass.match.classes import Picked, Reduced, Step, Weighted
+from fxpass.match.classes import Picked, Reduced, Weighted
 from fxpass.match.heads import Head
 from fxpass.match.join import Call
 from fxpass.match.losses import Loss
 from fxpass.match.totals import Total, coefficients_of
 from fxpass.op.row_losses import cross_entropy_of
-from fxpass.rewrite.builder import Builder
+from fxpass.rewrite.arithmetic import Arithmetic
 from fxpass.rewrite.totals import Coefficients
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.reductions import OF_PICKS
@@ -55,13 +55,19 @@ def rewrite_head(region: Region, head: Head) -> list[Cast]:
     return edit.casts
 
 
-class _Edit(Builder):
+_OF_SHAPES = ("zeros_like", "ones_like", "full_like", "size", "dim", "numel")
+
+
+def _is_read_for_its_shape(node: Node) -> bool:
+    """Whether the readers of a tensor read its shape, dtype and device alone."""
+    read = bool(node.users) and all(function_of(user) in _OF_SHAPES for user in node.users)
+    return read and value(node).is_contiguous()  # a tensor like it has its strides
+
+
+class _Edit(Arithmetic):
     def __init__(self, graph: Graph, head: Head) -> None:
-        super().__init__(graph, head.flow.reductions[0].node)
-        self.head, self.flow, self.linear = head, head.flow, head.flow.linear
-        self.dtype = value(self.linear.node).dtype
-        self.known: dict[Symbol, Node] = {}  # outputs, flat: [N], or [N, K]
-        self.replaced: dict[Node, Node] = {}  # reductions that are operands of later ones
+        super().__init__(graph, head.flow.reductions[0].node, head.flow)
+        self.head = head
         self.totals: dict[Node, Node] = {}
 
     # ------------------------------------------------------------ the operator's call
@@ -170,25 +176,10 @@ class _Edit(Builder):
     def _operand(self, node: Node) -> Node:
         return self.cast(node, self.dtype, self.linear.node)
 
-    def _viewed(self, tensor: Node, steps: tuple[Step, ...]) -> Node:
-        for step in steps:
-            size = self.size(tensor, step.view.dim)
-            op, target, args = step.view.replayed(size, None)
-            tensor = self.call(op, target, tensor, *args)
-        return tensor
-
     def _rows(self, tensor: Node, call: Call) -> Node:
         """``[..., D, ...]`` as ``[N, D]``."""
         dim = call.base.steps[-1].dim if call.base.steps else self.linear.dim
         return self._flat(tensor, dim)
-
-    def _flat(self, tensor: Node, dim: int) -> Node:
-        rank = value(tensor).dim()
-        if rank == 1:
-            return self.method("unsqueeze", tensor, 0)
-        if dim != rank - 1:
-            tensor = self.method("movedim", tensor, dim, -1)
-        return tensor if rank == 2 else self.method("flatten", tensor, 0, -2)
 
     def _scale(self, call: Call, x: Node) -> Node | None:
         if call.base.scale == 1:
@@ -200,6 +191,11 @@ class _Edit(Builder):
         return self.method("detach", scale) if call.detached else scale
 
     def _index(self, pick: Picked, weight: Node) -> Node:
+        if pick.pieces:
+            pieces = [self._index(piece, weight) for piece in pick.pieces]
+            if pick.pieces[0].count == 1:
+                pieces = [self.method("flatten", piece) for piece in pieces]
+            return self.function(torch.cat, pieces, 0)
         index = pick.index
         if value(index).dtype != torch.int64:
             index = self.method("long", index)
@@ -217,9 +213,7 @@ class _Edit(Builder):
 
     def _given(self, i: int, call: Call) -> Node:
         """Weights of a moment as ``[V]`` or ``[N, V]``."""
-        symbol = call.given[i]
-        node, dim = self.flow.tensors[symbol], self.flow.dims.get(symbol)
-        node = self.method("reshape", node, -1) if dim is None else self._flat(node, dim)
+        node = self._values(call.given[i])
         if not value(node).is_floating_point():
             node = self.method("to", node, compute_dtype(self.dtype))
         return node if f"given{i}" in call.spec.gradients else self.method("detach", node)
@@ -239,6 +233,9 @@ class _Edit(Builder):
                 new = self.method("detach", new)  # it is under no_grad, or reads detached logits
             if reduced.then in ("sum", "mean"):
                 new = self.method(reduced.then, new)
+            elif reduced.then == "batchmean":
+                rows = self._viewed(self.linear.x, reduced.like.steps)
+                new = self.method("div", self.method("sum", new), self.size(rows, 0))
             elif reduced.loss is None:
                 new = self._shaped(new, reduced)
             if value(new).dtype != value(old).dtype:
@@ -286,43 +283,26 @@ class _Edit(Builder):
     def _classes(self) -> int | Node:
         return self.size(self.linear.weight, int(self.linear.transposed))
 
-    def _arithmetic(self, expr: Any) -> Any:
-        """An expression of outputs and row symbols, as nodes of flat rows."""
-        if isinstance(expr, Symbol):
-            if expr in self.known:
-                return self.known[expr]
-            tensor = self.flow.tensors[expr]
-            tensor = self.replaced.get(tensor, tensor)
-            if value(tensor).numel() == 1:
-                return self.method("reshape", tensor, ())
-            return self.method("flatten", tensor)
-        if expr.is_number:
-            number = float(expr)
-            return int(number) if expr.is_Integer else number
-        parts = [self._arithmetic(part) for part in expr.args]
-        if isinstance(expr, sympy.Add | sympy.Mul):
-            name = "add" if isinstance(expr, sympy.Add) else "mul"
-            parts.sort(key=lambda p: not isinstance(p, Node))
-            total = parts[0]
-            for part in parts[1:]:
-                total = self.method(name, total, part)
-            return total
-        if isinstance(expr, sympy.Pow):
-            base, power = parts
-            if power == -1:
-                return self.method("reciprocal", base)
-            return self.method("pow", base, power)
-        if isinstance(expr, sympy.exp):
-            return self.method("exp", parts[0])
-        if isinstance(expr, sympy.log):
-            return self.method("log", parts[0])
-        raise ValueError(f"no tensor function for {expr}")
-
     def erase(self) -> None:
         """Erases the nodes that nobody reads."""
         dead = {r.node for r in self.flow.reductions} | set(self.flow.classes)
         dead |= {n for call in self.head.calls if call.total for n in call.total.tail}
-        dead |= set(self.flow.pairs)
+        for node, same in self.flow.same.items():
+            node.replace_all_uses_with(same)
+        dead |= {*self.flow.pairs, *self.flow.unread, *self.flow.repeated, *self.flow.same}
         for node in sorted(dead, reverse=True):
+            if node in self.flow.classes and _is_read_for_its_shape(node):
+                self._stand_in(node)
             if not node.users:
                 self.graph.erase_node(node)
+
+    def _stand_in(self, node: Node) -> None:
+        """Replaces logits by a tensor of their shape and dtype that takes no memory."""
+        like, linear, dtype = self.flow.classes[node], self.linear, value(node).dtype
+        with self.graph.inserting_before(node):
+            x = self._viewed(linear.x, like.steps)
+            sizes = [self.size(x, i) for i in range(value(x).dim())]
+            sizes[like.dim] = self.size(linear.weight, int(linear.transposed))
+            new = self.method("new_empty", x, (), dtype=dtype)
+            new = self.method("expand", new, *sizes)
+        node.replace_all_uses_with(new)

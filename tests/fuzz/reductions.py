@@ -127,6 +127,16 @@ SUMS: Recipes = (
     ("r% = (F.one_hot({lab}, {V}).to({z}.dtype) * {z}).sum({d})",),
     ("r% = (F.one_hot({lab}, {V}) * {z}).sum({d}) - {z}.logsumexp({d})",),
     ("r% = ({y} * {z}).sum({d})",),
+    ("r% = {z}.float().softmax({d}) @ u.float()",),
+    ("r% = torch.matmul({z}.softmax({d}), u.to({z}.dtype).unsqueeze(-1))",),
+    ("r% = torch.einsum('...v,v->...', {z}.float().log_softmax({d}), u.float())",),
+    ("p% = {z}.softmax({d})", "r% = torch.einsum('...v,...v->...', p%, {z}.log_softmax({d}))"),
+    ("r% = F.kl_div({z}.log_softmax({d}), {given}, reduction='none').sum({d})",),
+    ("r% = F.kl_div({z}.log_softmax({d}), {given}.log(), reduction='sum', log_target=True)",),
+    ("r% = F.kl_div({given}.log(), {z}.softmax({d}), reduction='none').sum({d})",),
+    ("r% = F.kl_div({z}.log_softmax({d}), {given}, reduction='batchmean')",),
+    ("lp% = {z}.log_softmax({d})", "r% = ({given} * ({given}.log() - lp%)).sum({d})"),
+    ("lp% = {z}.log_softmax({d})", "r% = (lp%.exp() * (lp% - {given})).sum({d})"),
 )
 ENTROPIES: Recipes = (
     ("lp% = {z}.log_softmax({d})", "p% = lp%.exp()", "r% = -(p% * lp%).sum({d})"),
@@ -143,6 +153,12 @@ ENTROPIES: Recipes = (
         "r% = -(lp% * p%).sum({d})",
     ),
     ("r% = torch.distributions.Categorical(logits={z}, validate_args=False).entropy()",),
+    ("r% = ({z}.softmax({d}) * ({z}.logsumexp({d}, keepdim=True) - {z})).sum({d})",),
+    ("p% = {z}.softmax({d})", "r% = -torch.xlogy(p%, p%).sum({d})"),
+    ("p% = ({z} / 2).softmax({d})", "r% = (p% * {z}).sum({d}) - ({z} / 2).logsumexp({d})"),
+    ("lp% = {z}.log_softmax({d})", "r% = (({f} - lp%) * {given}).sum({d})"),
+    ("r% = torch.cat([-(c.softmax(-1) * c.log_softmax(-1)).sum(-1) for c in {z}.split(2)])",),
+    ("r% = torch.cat([torch.special.entr(c.softmax(-1)).sum(-1) for c in ({z}[:1], {z}[1:])])",),
 )
 LSES: Recipes = (
     ("r% = {z}.logsumexp({d})",),
@@ -198,6 +214,18 @@ PICKS: Recipes = (
     ),
     ("r% = torch.cat([(c.softmax(-1) * c.log_softmax(-1)).sum(-1) for c in {z}.split(2)])",),
     ("r% = torch.cat([c.logsumexp({d}) for c in {z}.chunk(2)])",),
+    (
+        "r% = torch.stack([p.softmax(-1).gather(-1, i.unsqueeze(-1)).squeeze(-1) "
+        "for p, i in zip({z}, {lab})])",
+    ),
+    (
+        "i%, z% = torch.broadcast_tensors({lab1}, {z})",
+        "r% = z%.softmax({d}).gather({d}, i%.narrow({d}, 0, 1))",
+    ),
+    (
+        "i%, z% = torch.broadcast_tensors({lab}.unsqueeze(-1), {z})",
+        "r% = z%.log_softmax(-1).exp().gather(-1, i%[..., :1]).squeeze(-1)",
+    ),
 )
 MAXIMA: Recipes = (
     ("r% = {z}.argmax({d})",),

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributions import Categorical
 
 from tests.support.programs import B, S, V, check, inputs, report_of
 
@@ -22,6 +23,22 @@ def hot(t):
 def under_no_grad(program):
     with torch.no_grad():
         return program()
+
+
+def picked(z, t):
+    return z.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1)
+
+
+def metric_of(log_probs):
+    with torch.no_grad():
+        return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def filled(made, at, z):
+    """After a node that reads the logits."""
+    made[at] = 3
+    made.add_(z.shape[-1] / 20)
+    return made
 
 
 def by_hand(z):
@@ -54,6 +71,36 @@ ACCEPTED = {
     "no gradients into a softmax": (
         lambda z, t: (under_no_grad(lambda: z.softmax(-1)) * U).sum(-1) + z.logsumexp(-1),
         ["lse;moment(1,0,0)"]),
+    "entropy from the log-sum-exp and the logits": (
+        lambda z, t: (z.softmax(-1) * (z.logsumexp(-1, True) - z)).sum(-1), ["moment(1,1)"]),
+    "entropy of Categorical": (
+        lambda z, t: Categorical(logits=z, validate_args=False).entropy(), ["moment(1,1)"]),
+    "xlogy": (lambda z, t: torch.xlogy(z.softmax(-1), z.softmax(-1)).sum(-1), ["moment(1,1)"]),
+    "softmax at a temperature times the logits": (
+        lambda z, t: ((z / 2).softmax(-1) * z).sum(-1) + (z / 2).logsumexp(-1),
+        ["lse;moment(1,1) transform=0.5*z"]),
+    "detached entropy from the log-sum-exp, and a log-probability": (
+        lambda z, t: Categorical(logits=z.detach(), validate_args=False).entropy() * picked(z, t),
+        ["moment(1,1);pick"]),
+    "entropy under no_grad of log-probabilities with gradients": (
+        lambda z, t: metric_of(z.log_softmax(-1)) * picked(z, t), ["moment(1,1);pick"]),
+    "metric under no_grad of a view": (
+        lambda z, t: under_no_grad(lambda: metric_of(z.view(-1, V).log_softmax(-1))) * picked(z, t).view(-1),
+        ["moment(1,1);pick"]),
+    "a given value minus the log-softmax": (
+        lambda z, t: (VALUES[0, 0] - z.log_softmax(-1)).sum(-1), ["moment(0,0,0);moment(0,1)"]),
+    "a class vector that is filled in place": (
+        lambda z, t: (filled(torch.zeros(V), 2, z) * z.softmax(-1)).sum(-1), ["moment(1,0,0)"]),
+    "values that are filled in place": (
+        lambda z, t: (filled(torch.zeros(B, S, V), 1, z) * z.log_softmax(-1)).sum(-1),
+        ["moment(0,1,0)"]),
+    "values of the logits' shape": (
+        lambda z, t: (torch.full_like(z, 0.3) * z.log_softmax(-1)).sum(-1), ["moment(0,1,0)"]),
+    "a temperature that is filled in place": (
+        lambda z, t: (z * filled(torch.ones(1), 0, z)).softmax(-1).square().sum(-1),
+        ["moment(2,0)"]),
+    "labels that are changed in place": (
+        lambda z, t: z.softmax(-1).gather(-1, t.clone().sub_(t // 2).unsqueeze(-1)), ["pick"]),
     "the operand is a maximum of the same logits": (
         lambda z, t: (z - z.detach().amax(-1, keepdim=True)).logsumexp(-1), ["amax;lse"]),
 }  # fmt: skip
@@ -74,6 +121,18 @@ def test_accepted(case):
     check(program, labels, x, weight)
 
 
+def test_the_shape_of_the_logits_needs_no_logits():
+    def program(x, weight, labels):
+        log_probs = F.linear(x, weight).log_softmax(-1)
+        target = torch.zeros_like(log_probs).scatter(-1, labels[..., None], 1)
+        return -(target * log_probs).sum(-1).sum() / log_probs.shape[0]
+
+    x, weight, labels = inputs()
+    (graph,) = report_of(program, x, weight, labels).after
+    assert "linear" not in graph
+    check(program, labels, x, weight)
+
+
 # ... -> what is left as it was, and why
 REJECTED = {
     "a cast to 8 bits": (
@@ -88,7 +147,18 @@ REJECTED = {
         lambda z, t: (z * hot(t)).transpose(0, 1).sum(-1) * t.T, "rearranges `hot_"),
     "a view without gradients, and a softmax with": (
         lambda z, t: z.sum(-1)[:, 0] + under_no_grad(lambda: z[:, 0]).softmax(-1).square().sum(-1),
-        "is a view that is taken where"),
+        "has a gradient that its operands do not have"),
+    "a sum that cancels, with a softmax": (
+        lambda z, t: (z.softmax(-1) * (z.softmax(-1) - U)).sum(-1), "may cancel"),
+    "differences of given values": (
+        lambda z, t: ((VALUES - VALUES.detach().roll(1)) * z.log_softmax(-1) - z).sum(-1),
+        "may cancel"),
+    "a logarithm that is 0 times infinity": (
+        lambda z, t: torch.xlogy(z.square(), z.softmax(-1)).sum(-1), "is not a softmax"),
+    "the exponential of a class vector": (
+        lambda z, t: (z + U).exp().sum(-1).log(), "which is not known"),
+    "a softmax and a small number in a logarithm": (
+        lambda z, t: (z.softmax(-1) * (z.softmax(-1) + 1e-9).log()).sum(-1), "is not known"),
     "small differences": (
         lambda z, t: (z.softmax(-1) - hot(t)).square().sum(-1), "may cancel"),
     "a rounded quotient": (

@@ -1,0 +1,97 @@
+"""The logits of which a softmax is taken, and expressions in its log-softmax and log-sum-exp.
+
+In: a tensor with classes. Out: its :class:`fxpass.match.classes.Base` and the shift of each row::
+
+    2 * z + row  ->  the base with the transform 2 * z, and the shift row
+    p * z        ->  exp(log_0) * (log_0 + lse_0)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import sympy
+from sympy import Expr, Symbol
+from torch.fx import Node
+
+from fxpass.graph.nodes import NoMatch, value
+from fxpass.graph.source import call_name
+from fxpass.match.classes import Base, Classes, Flow, has_classes, symbols_of
+from fxpass.spec.expression import Z
+
+
+def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
+    """The base of logits of which a softmax is taken, and the shift of each row that they have."""
+    expr = sympy.expand(like.expr, deep=False) if like.expr.is_Add else like.expr
+    shift, rest = split(expr)
+    if rest == 0:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads no logits: they cancel")
+    for base in flow.bases:  # log_softmax(log_softmax(z)), or of z + lse
+        if rest == base.log:
+            return base, shift - base.lse
+        if rest == base.logit and fits(flow, base, like):
+            return base, shift
+    scale, transform = rest.as_independent(Z, as_Add=False)
+    number = scale.as_coeff_Mul()[0]
+    scale, transform = scale / number, number * transform
+    if transform.free_symbols != {Z} or not scale.free_symbols <= _rows_of(flow, scale):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
+    return flow.base(like, transform, scale), shift
+
+
+def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:
+    """The base of logits of which a softmax is taken, which does not depend on their shift.
+
+    Raises:
+        NoMatch: the shift has a gradient, which is 0 and not None.
+    """
+    base, shift = base_of(flow, node, like)
+    for symbol in symbols_of(shift) & flow.tensors.keys():
+        if value(flow.tensors[symbol]).requires_grad:
+            reason = f"%{node.name} ({call_name(node)}) does not depend on"
+            raise NoMatch(node, f"{reason} %{flow.tensors[symbol].name}, which needs a gradient")
+    return base
+
+
+def fits(flow: Flow, base: Base, like: Classes) -> bool:
+    """Whether a tensor with classes has the rows of a base."""
+    return flow.base(like, base.transform, base.scale) is base
+
+
+def split(expr: Expr) -> tuple[Expr, Expr]:
+    """The terms without classes and those with classes."""
+    terms = sympy.Add.make_args(expr)
+    rows = [t for t in terms if not has_classes(t)]
+    return sympy.Add(*rows), sympy.Add(*(t for t in terms if has_classes(t)))
+
+
+def _rows_of(flow: Flow, expr: Expr) -> set[Symbol]:
+    return {s for s in symbols_of(expr) if s in flow.tensors and s.name.startswith("row_")}
+
+
+def in_logs(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
+    """An expression with the raw logits as log-softmax and lse of a base."""
+    if not expr.has(Z):
+        return expr
+    bases = [base for base in flow.bases if fits(flow, base, like)]
+    read = [base for base in bases if expr.has(base.log)]
+    for base in (*read, *bases):
+        replaced = expr.subs(base.logit, base.log + base.lse)
+        if not replaced.has(Z):
+            return replaced
+    for base in read:  # p * z, where p is the softmax of a multiple of z
+        factor = base.logit / Z
+        if not factor.has(Z):
+            return expr.subs(Z, (base.log + base.lse) / factor)
+    poly = sympy.expand(expr)
+    if not read and (not poly.is_polynomial(Z) or sympy.Poly(poly, Z).degree() == 1):
+        try:
+            base, shift = base_of(flow, node, replace(like, expr=poly))
+            return base.log + base.lse + shift
+        except NoMatch:
+            if not poly.is_polynomial(Z):
+                raise
+    if not poly.is_polynomial(Z):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{expr}` is not known")
+    base = flow.base(like, Z, sympy.Integer(1))
+    return poly.subs(Z, base.log + base.lse)

@@ -1,0 +1,138 @@
+"""Pieces of a head's rows become one reading of all rows, if together they are all rows.
+
+In: a flow whose bases are pieces: ``for piece in logits.split(128)``. Out: the flow with one base
+for all of them. An output of a piece is a part of the output of all rows, so that one call computes
+the pieces, and gives the weight one gradient::
+
+    lse of rows 0 to 128, lse of rows 128 to 192    ->    parts of the lse of rows 0 to 192
+
+Class indices of the pieces are concatenated. Pieces with values [N, V] of their own stay pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from sympy import Symbol
+
+from fxpass.graph.nodes import value
+from fxpass.match.classes import Base, Classes, Flow, Part, Picked, Step, Weighted, operand_of_step
+from fxpass.match.views import CLASSES
+
+
+def join_pieces(flow: Flow) -> None:
+    """Replaces the bases of pieces by bases of all rows."""
+    groups: dict[Any, list[tuple[Part, Base]]] = {}
+    for base in flow.bases:
+        part = _part(base.steps[-1]) if base.steps else None
+        if part is not None:
+            key = tuple(step.node for step in base.steps[:-1]), base.transform, base.scale
+            groups.setdefault(key, []).append((part, base))
+    for (_, transform, scale), pieces in groups.items():
+        step = pieces[0][0].step
+        ranges: dict[tuple[int, int | None], list[Base]] = {}
+        for part, base in sorted(pieces, key=lambda piece: piece[0].start):
+            ranges.setdefault((part.start, part.stop), []).append(base)
+        picks = _joined_picks(flow, list(ranges.values()))
+        if picks is None or not _all_rows(list(ranges)):
+            continue
+        like = Classes(pieces[0][1].steps[:-1], step.view.dim, transform)
+        whole = flow.base(like, transform, scale)
+        for part, base in pieces:
+            i = list(ranges).index((part.start, part.stop))
+            for symbol in _symbols(flow, base):
+                output = flow.outputs[symbol][1]
+                if isinstance(output, Picked):
+                    mine = replace(output, logit=False)
+                    joined = next(pick for pick in picks if pick.pieces[i] == mine)
+                    output = replace(joined, logit=output.logit)
+                flow.parts[symbol] = flow.output(whole, output), part
+
+
+def _symbols(flow: Flow, base: Base) -> list[Symbol]:
+    return [symbol for symbol, (one, _) in flow.outputs.items() if one is base]
+
+
+def _part(step: Step) -> Part | None:
+    """The rows that a view takes; None if it is no range of the first dimension of the rows."""
+    view, shape = step.view, value(operand_of_step(step)).shape
+    if view.classes is not None:
+        return None
+    start: Any
+    if view.function == "narrow":
+        axis, start, length = view.args
+        stop = start + length if isinstance(start, int) else length
+    elif view.function == "select":
+        axis, start = view.args
+        if isinstance(start, int) and start < 0:
+            start = start + shape[axis]
+        stop = start + 1 if isinstance(start, int) else start
+    elif view.function == "getitem":
+        found = _range(view.args[0], shape)
+        if found is None:
+            return None
+        axis, start, stop = found
+    else:
+        return None
+    first = axis == (1 if view.dim == 0 else 0)
+    if not first or not isinstance(start, int) or not isinstance(stop, int | None) or start < 0:
+        return None
+    whole = isinstance(shape[axis], int) and stop == shape[axis]
+    return Part(step, start, None if whole else stop)
+
+
+def _range(index: Sequence[Any], shape: Any) -> tuple[int, Any, Any] | None:
+    """The dimension and the range that an index takes, if it takes one."""
+    taken = [
+        (i, entry)
+        for i, entry in enumerate(index)
+        if entry is not CLASSES and not (isinstance(entry, slice) and entry == slice(None))
+    ]
+    if len(taken) != 1 or len(index) != len(shape):
+        return None
+    axis, entry = taken[0]
+    if isinstance(entry, int) and isinstance(shape[axis], int):
+        entry %= shape[axis]
+        return axis, entry, entry + 1
+    if not isinstance(entry, slice) or entry.step not in (None, 1):
+        return None
+    if isinstance(shape[axis], int) and all(
+        isinstance(e, int | None) for e in (entry.start, entry.stop)
+    ):
+        start, stop, _ = entry.indices(shape[axis])
+        return axis, start, stop
+    return axis, entry.start or 0, entry.stop
+
+
+def _all_rows(ranges: Sequence[tuple[int, int | None]]) -> bool:
+    """Whether ranges, in the order of their first rows, are all rows, each once."""
+    end: int | None = 0
+    for start, stop in ranges:
+        if end is None or start != end:
+            return False
+        end = stop
+    return end is None
+
+
+def _joined_picks(flow: Flow, ranges: Sequence[Sequence[Base]]) -> list[Picked] | None:
+    """Class indices of all rows, each from indices of the pieces; None if they differ. ``ranges``
+    are the bases of each piece."""
+    each: list[list[Picked]] = []
+    for bases in ranges:
+        symbols = [symbol for base in bases for symbol in _symbols(flow, base)]
+        outputs = [flow.outputs[symbol][1] for symbol in symbols]
+        if any(isinstance(o, Weighted) and o.weight in flow.dims for o in outputs):
+            return None
+        picks = (replace(o, logit=False) for o in outputs if isinstance(o, Picked))
+        each.append(list(dict.fromkeys(picks)))
+    if len({len(picks) for picks in each}) != 1:
+        return None
+    joined = []
+    for same in zip(*each, strict=True):
+        counts = [pick.count for pick in same]
+        if not all(isinstance(count, int) for count in counts) or len(set(counts)) != 1:
+            return None
+        joined.append(Picked(same[0].index, None, pieces=same))
+    return joined

@@ -1,0 +1,143 @@
+"""Matrix products and divergences that sum over the classes: ``p @ atoms``, ``einsum``, ``kl_div``.
+
+In: a node that reads logits. Out: a :class:`fxpass.match.classes.Reduced` in the flow: the sum over
+the classes of a product::
+
+    matmul(%p, %atoms)                         ->    the sum of p * atoms
+    kl_div(%log_probs, %q)                     ->    the sum of q * log(q) - q * log_probs
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import sympy
+from sympy import Expr, Symbol
+from torch.fx import Node
+
+from fxpass.graph.calls import arguments
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
+from fxpass.graph.source import call_name
+from fxpass.match.bases import in_logs
+from fxpass.match.classes import Classes, Flow
+from fxpass.match.elementwise import check_gradients, exponential, expr_of, logarithm
+from fxpass.match.sums import summed
+
+
+def matmul(flow: Flow, node: Node) -> None:
+    """``p @ atoms`` with a vector [V] or a matrix [V, 1]."""
+    second = (
+        "vec" if function_of(node) == "mv" else "mat2" if function_of(node) == "mm" else "other"
+    )
+    left, right = arguments(node, {"input": REQUIRED, second: REQUIRED}).values()
+    if left not in flow.classes or right in flow.classes or not is_tensor(right):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not of logits and a vector")
+    like, shape = flow.classes[left], value(right).shape
+    last = like.dim == value(left).dim() - 1
+    column = len(shape) == 2 and isinstance(shape[1], int) and shape[1] == 1
+    if not last or not (len(shape) == 1 or column) or value(left).dim() < 2:
+        shown = list(shape)
+        raise NoMatch(node, f"%{node.name} multiplies the logits by a matrix of shape {shown}")
+    product = replace(like, expr=like.expr * flow.tensor(right, "class"))
+    flow.reduce(node, like, summed(flow, node, product), keepdim=column)
+
+
+def einsum(flow: Flow, node: Node) -> None:
+    """``nv,nv->n``, ``...v,v->...``: products that are summed over the classes alone."""
+    unknown = NoMatch(node, f"%{node.name} ({call_name(node)}) is not a sum over the classes")
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], tuple | list):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or node.kwargs:
+        raise unknown
+    words, arrow, out = equation.replace(" ", "").partition("->")
+    inputs = words.split(",")
+    if not arrow or len(inputs) != len(operands) or not all(map(is_tensor, operands)):
+        raise unknown
+    tensors: list[Any] = operands
+    first = next(i for i, t in enumerate(tensors) if t in flow.classes)
+    letters, like = inputs[first], flow.classes[tensors[first]]
+    rank = value(tensors[first]).dim()
+    plain = letters.removeprefix("...")
+    if plain != letters and like.dim == rank - 1:
+        at = len(letters) - 1
+    elif plain == letters and len(letters) == rank:
+        at = like.dim
+    else:
+        raise unknown
+    one = letters[at]
+    if len(set(plain)) != len(plain) or out != letters[:at] + letters[at + 1 :]:
+        raise unknown
+    expr = sympy.Integer(1)
+    for word, tensor in zip(inputs, tensors, strict=True):
+        whole = value(tensor).shape == value(tensors[first]).shape
+        if word == one and value(tensor).dim() == 1:
+            expr *= flow.tensor(tensor, "class")
+        elif word == letters and whole:
+            expr *= expr_of(flow, node, like, tensor, value(tensors[first]))
+        else:
+            raise unknown
+    check_gradients(flow, node, [t for t in tensors if t in flow.classes])
+    flow.reduce(node, like, summed(flow, node, replace(like, expr=expr)), keepdim=False)
+
+
+_KL = {
+    **{"input": REQUIRED, "target": REQUIRED, "size_average": None, "reduce": None},
+    **{"reduction": "mean", "log_target": False},
+}
+
+
+def divergence(flow: Flow, node: Node) -> None:
+    """``kl_div`` of the logits' log-softmax, or from their softmax."""
+    given = arguments(node, _KL)
+    read = [given["input"], given["target"]]
+    if given["size_average"] is not None or given["reduce"] is not None:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has size_average= or reduce=")
+    if not all(map(is_tensor, read)) or value(read[0]).shape != value(read[1]).shape:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats an operand")
+    known: list[Node] = [t for t in read if t in flow.classes]
+    like, whole = flow.classes[known[0]], value(known[0])
+    check_gradients(flow, node, known)
+    source, target = (expr_of(flow, node, like, t, whole) for t in read)
+    expr = _divergence(flow, node, like, source, target, read[1], bool(given["log_target"]))
+    found = replace(like, expr=expr)
+    reduction = given["reduction"]
+    if isinstance(reduction, int):
+        reduction = ("none", "mean", "sum")[reduction]
+    if reduction == "none":
+        flow.classes[node] = found
+        return
+    rank = whole.dim()
+    if reduction not in ("mean", "sum", "batchmean") or (reduction == "batchmean" and not like.dim):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has reduction={reduction!r}")
+    total = summed(flow, node, found)
+    if reduction == "mean":
+        size = whole.shape[like.dim]
+        if not isinstance(size, int):
+            raise NoMatch(node, f"%{node.name} divides by a number of classes that varies")
+        total = total / size
+    flow.reduce(node, like, total, keepdim=False, then=reduction if rank > 1 else "")
+
+
+def _divergence(
+    flow: Flow, node: Node, like: Classes, source: Expr, target: Expr, tensor: Node, is_log: bool
+) -> Expr:
+    """``q * (log(q) - source)`` of each class, for a target q or log(q)."""
+    hot = not is_log and str(target).startswith("hot_")
+    if target in flow.tensors and target not in flow.dims and not hot:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a target of one value for a row")
+    try:
+        if hot:
+            return -target * source  # 1 * log(1) and 0 * log(0) are 0
+        if not is_log:
+            log = sympy.log(target) if target in flow.tensors else logarithm(target)
+            return sympy.expand(target * log - target * source)
+        if target in flow.dims:
+            q: Expr = flow.exponential(tensor, cast(Symbol, target))
+        else:
+            q = exponential(in_logs(flow, node, like, target))
+    except ValueError as error:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+    return q * target - q * source

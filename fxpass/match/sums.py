@@ -1,0 +1,196 @@
+"""Sums over the classes, and picks of classes, of expressions: in outputs of a base.
+
+In: a tensor with classes. Out: rows, as an expression of outputs and of row symbols::
+
+    p * z    ->    moment(1,1) + lse, since the sum of p is 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import sympy
+from sympy import Expr, Symbol
+from torch.fx import Node
+
+from fxpass.graph.calls import first_operand
+from fxpass.graph.nodes import NoMatch, value
+from fxpass.match.bases import fits, in_logs
+from fxpass.match.classes import Classes, Flow, Picked, Weighted, has_classes, symbols_of
+from fxpass.spec.expression import Z
+from fxpass.spec.reductions import HIGHEST_POWER, TOTAL, LogitSum, Moment
+
+
+def summed(flow: Flow, node: Node, like: Classes) -> Expr:
+    """The sum of an expression over the classes, in outputs of one base."""
+    expr, total = _logs_of_products(flow, node, like), sympy.Integer(0)
+    _check_cancellation(flow, node, expr)
+    rest = sympy.Integer(0)
+    for term in sympy.Add.make_args(expr):
+        found = _at_one_hot(flow, node, like, term)
+        found = _sum_of_logits(flow, like, term) if found is None else found
+        found = _sum_of_given(flow, term) if found is None else found
+        total, rest = (total, rest + term) if found is None else (total + found, rest)
+    expr = sympy.expand(in_logs(flow, node, like, rest))
+    for term in sympy.Add.make_args(expr):
+        if term == 0:
+            continue
+        rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
+        total += rows * _summed_term(flow, node, like, rest)
+    return total
+
+
+def _logs_of_products(flow: Flow, node: Node, like: Classes) -> Expr:
+    """The expression as a sum, in which products with a softmax have no logits: p * z is p * log +
+    p * lse, so that p * (z - lse) is p * log."""
+    terms = sympy.Add.make_args(sympy.expand(like.expr))
+    logs = {base.log for base in flow.bases}
+    mixed = [t for t in terms if t.has(Z) and not logs.isdisjoint(symbols_of(t))]
+    others = [t for t in terms if t not in mixed]
+    return sympy.expand(sympy.Add(in_logs(flow, node, like, sympy.Add(*mixed)), *others))
+
+
+def _check_cancellation(flow: Flow, node: Node, expr: Expr) -> None:
+    """``NoMatch`` for a sum of several terms that may cancel, such as (p - q)**2: eager adds small
+    differences, and the sums of the terms would lose their digits.
+
+    Terms of one sign do not cancel, and p * (log + lse) is p * z. A logit and a log-softmax, and a
+    multiple of either, are rounded already before eager subtracts given values: p * (log - given).
+    """
+    groups: dict[Any, dict[int, Any]] = {}  # factors but for powers of log or z -> coefficients
+    for term in sympy.Add.make_args(expr):
+        rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
+        factors = sympy.Mul.make_args(rest)
+        degree = sum(int(f.as_base_exp()[1]) for f in factors if _is_log(f))  # type: ignore[arg-type]
+        others = sympy.Mul(*(f for f in factors if not _is_log(f)))
+        groups.setdefault(others, {})[degree] = rows
+    shifts = {base.lse for base in flow.bases}
+    for found in groups.values():
+        if set(found) == {0, 1} and sympy.cancel(found[0] / found[1]) in shifts:
+            del found[0]
+    left = [one for found in groups.values() for one in found.items()]
+    logs = [(others, degree) for others, found in groups.items() for degree in found if degree]
+    if [degree for _, degree in logs] == [1]:
+        factor = logs[0][0]
+        given = [others for others, found in groups.items() if 0 in found]
+        if all(not _has_logs(one) or not _has_logs(one / factor) for one in given):
+            return
+    signs = {rows.is_positive for _, rows in left if rows.is_number}
+    one_sign = len(signs) == 1 and all(rows.is_number for _, rows in left)
+    if len(left) > 1 and not (one_sign and len({degree for degree, _ in left}) == 1):
+        raise NoMatch(node, f"%{node.name} sums `{expr}`, whose terms may cancel")
+
+
+def _has_logs(expr: Expr) -> bool:
+    return any(s == Z or s.name.startswith("log_") for s in symbols_of(expr))
+
+
+def _is_log(factor: Any) -> bool:
+    """Whether a factor is a power of a log-softmax or of the logit."""
+    root, power = factor.as_base_exp()
+    is_log = isinstance(root, Symbol) and (root == Z or root.name.startswith("log_"))
+    return is_log and power.is_Integer and power > 0
+
+
+def _at_one_hot(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:
+    """The sum of a term with a one-hot factor: the rest at its class; None for another term."""
+    hot = [s for s in symbols_of(term) if s.name.startswith("hot_")]
+    if len(hot) != 1:
+        return None
+    rest = term.subs(hot[0], 1)  # its powers are equal
+    rows, rest = rest.as_independent(*_class_symbols(rest), as_Add=False)
+    if rest == 1:
+        return rows
+    return rows * at(flow, node, like, rest, Picked(flow.tensors[hot[0]], None))
+
+
+def _sum_of_logits(flow: Flow, like: Classes, term: Expr) -> Expr | None:
+    """The sum of ``r * w * f(z)`` for a row r, weights w and a function f of one logit, which is
+    the transform of a base; None for another term."""
+    rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
+    others = symbols_of(rest) - {Z}
+    weight = next(iter(others), None)
+    transform = rest if weight is None else rest / weight
+    if len(others) > 1 or not others <= flow.tensors.keys() or symbols_of(transform) != {Z}:
+        return None
+    base = flow.base(like, transform, sympy.Integer(1))
+    if weight is None:
+        return rows * flow.output(base, LogitSum())
+    return rows * flow.output(base, Weighted(LogitSum(), weight))
+
+
+def _sum_of_given(flow: Flow, term: Expr) -> Expr | None:
+    """The sum of a product of given values alone, which stays in the graph; None for another term.
+    The sum of one of them is a moment."""
+    rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
+    symbols = symbols_of(rest)
+    alone = all(s.name.startswith(("given_", "class_")) for s in symbols)
+    if not symbols or not alone or isinstance(rest, Symbol):
+        return None
+    return rows * flow.sum_of_given(rest)
+
+
+def _class_symbols(expr: Any) -> list[Symbol]:
+    return [s for s in symbols_of(expr) if has_classes(s)]
+
+
+def _summed_term(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr:
+    """The sum of a product ``w * exp(a log) * log**b``."""
+    unknown = NoMatch(node, f"%{node.name} sums `{term}` over the classes, which is not known")
+    a = b = 0
+    weight, base = None, None
+    for factor in sympy.Mul.make_args(term):
+        root, power = factor.as_base_exp()
+        if isinstance(factor, sympy.exp):
+            exponent: Any = factor.args[0]
+            number, symbol = exponent.as_coeff_Mul()
+            power = number
+        else:
+            symbol = root
+        if factor == 1:
+            continue
+        if not isinstance(symbol, Symbol) or not power.is_Integer or power < 0:
+            raise unknown
+        if symbol.name.startswith("log_"):
+            if base is not None and base.log != symbol:
+                raise unknown
+            base = next(one for one in flow.bases if one.log == symbol)
+            if isinstance(factor, sympy.exp):
+                a = int(power)
+            else:
+                b = int(power)
+        elif symbol is root and symbol in flow.tensors and weight is None and power == 1:
+            weight = symbol
+        else:
+            raise unknown
+    if a > HIGHEST_POWER or b > HIGHEST_POWER:
+        raise unknown
+    if base is None and weight is None:
+        size = value(first_operand(node)).shape[like.dim]
+        if not isinstance(size, int):
+            raise unknown
+        return sympy.Integer(size)
+    if base is None:
+        base = flow.bases[0] if flow.bases else flow.base(like, Z, sympy.Integer(1))
+    if not fits(flow, base, like):
+        raise unknown
+    moment = Moment(a, b)
+    if weight is None:
+        return sympy.Integer(1) if moment == TOTAL else flow.output(base, moment)
+    return flow.output(base, Weighted(moment, weight))
+
+
+def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Expr:
+    """An expression at given classes, in outputs of one base."""
+    expr = in_logs(flow, node, like, expr)
+    logs = [base for base in flow.bases if expr.has(base.log)]
+    tensors = [s for s in symbols_of(expr) if s in flow.tensors and has_classes(s)]
+    if len(logs) != 1 or tensors or not fits(flow, logs[0], like):
+        raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
+    # of z, which is log + lse, the logit itself is picked: it is exact
+    logit = Symbol("logit", real=True)
+    rows = expr.subs(logs[0].log, logit - logs[0].lse)
+    if rows.has(logs[0].lse):
+        return expr.subs(logs[0].log, flow.output(logs[0], picked))
+    return rows.subs(logit, flow.output(logs[0], replace(picked, logit=True)))

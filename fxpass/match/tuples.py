@@ -1,0 +1,120 @@
+"""Functions of logits whose value is a tuple of tensors: parts of the rows, and broadcast tensors.
+
+In: such a node, then the nodes that take tensors out of it. Out: their
+:class:`fxpass.match.classes.Classes`; or for a tensor that is repeated to the shape of the logits,
+and cut to its own shape again, the tensor itself::
+
+    %parts = split(%z, 128);  %part = getitem(%parts, 0)                 ->    rows 0 to 128 of %z
+    %pair = broadcast_tensors(%i, %z);  %z1 = getitem(%pair, 1)          ->    %z
+    %i1 = getitem(%pair, 0);  %i2 = getitem(%i1, (..., slice(None, 1)))  ->    %i
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import Node
+
+from fxpass.graph.calls import arguments, first_operand
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
+from fxpass.graph.source import call_name
+from fxpass.match.classes import Classes, Flow, Step, operand_of, viewed
+from fxpass.match.views import CLASSES, View
+
+# Functions whose result is a tuple of parts of the rows, and all whose result is a tuple.
+PARTS = ("split", "split_with_sizes", "chunk", "unbind")
+TUPLES = (*PARTS, "broadcast_tensors")
+
+
+def tuple_of(flow: Flow, node: Node, off: bool) -> None:
+    """Notes a tuple; ``off`` says that gradients are switched off."""
+    if function_of(node) in PARTS:
+        operand, like = first_operand(node), operand_of(flow, node)
+    else:
+        operand = next(n for n in _broadcast(node) if n in flow.classes)
+        like = flow.classes[operand]
+        if any(shape != value(operand).shape for shape in _shapes(node)):
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats the logits")
+    cut = off and value(operand).requires_grad
+    flow.pairs[node] = replace(like, detached=like.detached or cut)
+
+
+def member_of(flow: Flow, node: Node) -> None:
+    """Notes a tensor that a node takes out of a tuple."""
+    found, at = node.args[0], node.args[1] if len(node.args) == 2 else None
+    if function_of(node) != "getitem" or not isinstance(found, Node) or not isinstance(at, int):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads a tuple of logits")
+    if function_of(found) in PARTS:
+        flow.classes[node] = _part_of(flow, node, found, at)
+        return
+    operand = _broadcast(found)[at]
+    if operand in flow.classes:
+        like = flow.classes[operand]
+        flow.classes[node] = replace(like, detached=like.detached or flow.pairs[found].detached)
+    else:
+        flow.repeated[node] = operand
+
+
+def cut_to_size(flow: Flow, node: Node) -> None:
+    """Notes a tensor that is cut to its own size, after it was repeated.
+
+    Raises:
+        NoMatch: it is not, so that the tensors that were broadcast have to exist.
+    """
+    repeated = next(n for n in node.all_input_nodes if n in flow.repeated)
+    index = node.args[1] if len(node.args) == 2 else ()
+    entries = index if isinstance(index, tuple) else (index,)
+    plain = function_of(node) == "getitem" and all(
+        entry is Ellipsis or (isinstance(entry, slice) and entry.step in (None, 1))
+        for entry in entries
+    )
+    operand = flow.repeated[repeated]
+    # a slice of all of a dimension, or of one entry where all are equal
+    if not plain or value(node).shape != value(operand).shape or node.args[0] is not repeated:
+        reason = f"%{node.name} ({call_name(node)}) reads %{repeated.name}, broadcast to the logits"
+        raise NoMatch(node, reason)
+    flow.same[node] = operand
+
+
+def _broadcast(node: Node) -> list[Node]:
+    given = node.args[0] if len(node.args) == 1 else node.args
+    operands = list(given) if isinstance(given, tuple | list) else []
+    if node.kwargs or not operands or not all(map(is_tensor, operands)):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is called in an unknown form")
+    return operands  # type: ignore[return-value]
+
+
+def _shapes(node: Node) -> list[Any]:
+    return [tensor.shape for tensor in node.meta["example_value"]]
+
+
+def _part_of(flow: Flow, node: Node, parts: Node, at: int) -> Classes:
+    """A part of the rows: ``split(z, 4)[1]``."""
+    like, shapes = flow.pairs[parts], _shapes(parts)
+    rank = value(first_operand(parts)).dim()
+    wanted: dict[str, Any] = {"input": REQUIRED, "dim": 0}
+    for name in ("split_size", "split_size_or_sections", "split_sizes", "chunks", "tensor"):
+        wanted[name] = None
+    axis = arguments(parts, wanted)["dim"] % rank
+    if axis == like.dim:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is a part of the classes")
+    at %= len(shapes)
+    if function_of(parts) == "unbind":
+        view = View(like.dim, "select", (axis, at))
+        return viewed(flow, like, Step(node, view, like.dim - (axis < like.dim)))
+    if len(shapes) == 1:
+        return like
+    lengths = [shape[axis] for shape in shapes]
+    known = [isinstance(length, int) for length in lengths]
+    if not all(known[:at]) or not (known[at] or at == len(lengths) - 1):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a size that varies")
+    start = sum(lengths[:at])
+    if at == len(lengths) - 1:
+        index: list[Any] = [slice(None)] * rank
+        index[axis], index[like.dim] = slice(start, None), CLASSES
+        view = View(like.dim, "getitem", (tuple(index),))
+    else:
+        view = View(like.dim, "narrow", (axis, start, lengths[at]))
+    return viewed(flow, like, Step(node, view, like.dim))

@@ -1,0 +1,138 @@
+"""Expressions of a head's outputs as nodes of a graph.
+
+In: an expression of outputs, rows and given values. Out: the nodes that compute it, flat ``[N]``::
+
+    lse_0 - moment(1,1)    ->    %add = add(%lse, %mul);  %mul = mul(%moment, -1)
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import sympy
+import torch
+from sympy import Symbol
+from torch.fx import Graph, Node
+
+from fxpass.graph.nodes import value
+from fxpass.match.classes import Flow, Part, Step
+from fxpass.rewrite.builder import Builder
+from fxpass.spec.dtypes import compute_dtype
+
+
+class Arithmetic(Builder):
+    """Inserts arithmetic on the outputs of a head.
+
+    Attributes:
+        flow: what was read of the head.
+        dtype: of its logits.
+        known: the outputs, flat: ``[N]``, or ``[N, K]``.
+        replaced: reductions that are operands of later ones.
+    """
+
+    def __init__(self, graph: Graph, site: Node, flow: Flow) -> None:
+        super().__init__(graph, site)
+        self.flow, self.linear = flow, flow.linear
+        self.dtype = value(self.linear.node).dtype
+        self.known: dict[Symbol, Node] = {}
+        self.replaced: dict[Node, Node] = {}
+
+    def _viewed(self, tensor: Node, steps: tuple[Step, ...]) -> Node:
+        for step in steps:
+            size = self.size(tensor, step.view.dim)
+            op, target, args = step.view.replayed(size, None)
+            tensor = self.call(op, target, tensor, *args)
+        return tensor
+
+    def _flat(self, tensor: Node, dim: int) -> Node:
+        rank = value(tensor).dim()
+        if rank == 1:
+            return self.method("unsqueeze", tensor, 0)
+        if dim != rank - 1:
+            tensor = self.method("movedim", tensor, dim, -1)
+        return tensor if rank == 2 else self.method("flatten", tensor, 0, -2)
+
+    def _values(self, symbol: Symbol) -> Node:
+        """The tensor of a symbol as ``[V]`` or ``[N, V]``."""
+        node, dim = self.flow.tensors[symbol], self.flow.dims.get(symbol)
+        node = self.method("reshape", node, -1) if dim is None else self._flat(node, dim)
+        return self.method("exp", node) if symbol in self.flow.exponentials else node
+
+    def _part(self, whole: Symbol, part: Part) -> Node:
+        """Some rows of an output: flat, as the output."""
+        output, step = self.known[whole], part.step
+        x = self._viewed(self.linear.x, self._steps_before(step))
+        first = self.size(x, 1 if step.view.dim == 0 else 0)
+        flat = value(x).dim() == 2
+        rows = output if flat else self.method("unflatten", output, 0, (first, -1))
+        rows = self.function(operator.getitem, rows, slice(part.start, part.stop))
+        return rows if flat else self.method("flatten", rows, 0, 1)
+
+    def _steps_before(self, step: Step) -> tuple[Step, ...]:
+        """The views before a view."""
+        steps = next(c.steps for c in self.flow.classes.values() if step in c.steps)
+        return steps[: steps.index(step)]
+
+    def _arithmetic(self, expr: Any) -> Any:
+        """An expression of outputs and row symbols, as nodes of flat rows."""
+        if isinstance(expr, Symbol):
+            if expr in self.known:
+                return self.known[expr]
+            if expr in self.flow.parts:
+                self.known[expr] = self._part(*self.flow.parts[expr])
+                return self.known[expr]
+            if expr in self.flow.sums:
+                self.known[expr] = self._sum_of_given(self.flow.sums[expr])
+                return self.known[expr]
+            tensor = self.flow.tensors[expr]
+            tensor = self.replaced.get(tensor, tensor)
+            if value(tensor).numel() == 1:
+                return self.method("reshape", tensor, ())
+            return self.method("flatten", tensor)
+        if expr.is_number:
+            number = float(expr)
+            return int(number) if expr.is_Integer else number
+        parts = [self._arithmetic(part) for part in expr.args]
+        if isinstance(expr, sympy.Add | sympy.Mul):
+            name = "add" if isinstance(expr, sympy.Add) else "mul"
+            parts.sort(key=lambda p: not isinstance(p, Node))
+            total = parts[0]
+            for part in parts[1:]:
+                total = self.method(name, total, part)
+            return total
+        if isinstance(expr, sympy.Pow):
+            base, power = parts
+            if power == -1:
+                return self.method("reciprocal", base)
+            return self.method("pow", base, power)
+        if isinstance(expr, sympy.exp):
+            return self.method("exp", parts[0])
+        if isinstance(expr, sympy.log):
+            return self.method("log", parts[0])
+        raise ValueError(f"no tensor function for {expr}")
+
+    def _sum_of_given(self, expr: Any) -> Node:
+        """The sum over the classes of an expression of given values."""
+        factors = expr.args if isinstance(expr, sympy.Mul) else (expr,)
+        terms = {s: self._computed(s) for s in expr.free_symbols}
+        plain = [terms[f] for f in factors if f in terms]
+        if len(plain) == len(factors) == 2 and all(value(f).dim() == 2 for f in plain):
+            return self.function(torch.einsum, "nv,nv->n", *plain)  # no product [N, V]
+        return self.method("sum", self._elementwise(expr, terms), -1)
+
+    def _computed(self, symbol: Any) -> Node:
+        """Given values in the dtype in which sums are computed."""
+        return self.method("to", self._values(symbol), compute_dtype(self.dtype))
+
+    def _elementwise(self, expr: Any, terms: dict[Any, Node]) -> Node:
+        """A product of given values, of their powers and their logarithms."""
+        logs: list[Any] = [f.args[0] for f in sympy.Mul.make_args(expr) if isinstance(f, sympy.log)]
+        found = [self.function(torch.special.xlogy, terms[s], terms[s]) for s in logs]
+        rest = sympy.Mul(expr, *(1 / (s * sympy.log(s)) for s in logs))
+        powers: Any = rest.as_powers_dict() if rest != 1 else {}
+        for root, power in powers.items():
+            one = terms[root]
+            found.append(one if power == 1 else self.method("pow", one, int(power)))
+        return functools.reduce(lambda a, b: self.method("mul", a, b), found)

@@ -1,0 +1,157 @@
+"""Matrix products and divergences of logits: which sums they are, with eager's numbers; what is left
+as it was, and why."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.programs import B, S, V, check, inputs, last, report_of
+
+U = torch.linspace(-1, 2, V)
+Q = torch.linspace(-1, 2, B * S * V).sin().view(B, S, V).softmax(-1)
+LOG_Q = Q.log()
+KL = torch.nn.KLDivLoss(reduction="batchmean", log_target=True)
+
+
+def kl(z, q, **options):
+    return F.kl_div(z.log_softmax(-1), q, **options)
+
+
+# logits [B, S, V] and labels [B, S] -> rows or a number; the reductions of the operator's calls
+CROSS = "moment(0,1,0)"
+ACCEPTED = {
+    "a vector": (lambda z, t: z.softmax(-1) @ U.to(z.dtype), ["moment(1,0,0)"]),
+    "a column": (lambda z, t: torch.matmul(z.softmax(-1), U.to(z.dtype)[:, None]), ["moment(1,0,0)"]),
+    "mv": (lambda z, t: torch.mv(last(z).softmax(-1), U.to(z.dtype)), ["moment(1,0,0)"]),
+    "mm": (lambda z, t: last(z).softmax(-1).mm(U.to(z.dtype).unsqueeze(-1)), ["moment(1,0,0)"]),
+    "einsum with a vector": (
+        lambda z, t: torch.einsum("btv,v->bt", z.softmax(-1), U.to(z.dtype)), ["moment(1,0,0)"]),
+    "einsum with leading dimensions": (
+        lambda z, t: torch.einsum("...v,v->...", z.softmax(-1), U.to(z.dtype)), ["moment(1,0,0)"]),
+    "einsum of one tensor": (
+        lambda z, t: torch.einsum("bvt->bt", z.softmax(-1).square().mT), ["moment(2,0)"]),
+    "einsum of two tensors of logits": (
+        lambda z, t: torch.einsum("btv, btv -> bt", z.softmax(-1), z.log_softmax(-1)),
+        ["moment(1,1)"]),
+    "einsum with values": (
+        lambda z, t: torch.einsum("btv,btv->bt", Q.to(z.dtype), z.log_softmax(-1)), [CROSS]),
+    "einsum with one_hot": (
+        lambda z, t: torch.einsum("btv,btv->bt", F.one_hot(t, V).to(z.dtype), z.log_softmax(-1)),
+        ["pick"]),
+    "einsum of three": (
+        lambda z, t: torch.einsum("v,btv,btv->bt", U.to(z.dtype), z.softmax(-1), z.softmax(-1)),
+        ["moment(2,0,0)"]),
+    "batchmean": (lambda z, t: kl(z, Q, reduction="batchmean"), [CROSS]),
+    "mean": (lambda z, t: kl(z, Q, reduction="mean"), [CROSS]),
+    "sum": (lambda z, t: kl(last(z), last(Q), reduction="sum"), [CROSS]),
+    "none": (lambda z, t: kl(z, Q, reduction="none").sum(-1), [CROSS]),
+    "none, weighted": (lambda z, t: (kl(z, Q, reduction="none") * 3).mean(), [CROSS]),
+    "with zeros": (lambda z, t: kl(z, F.relu(Q - 0.1), reduction="sum"), [CROSS]),
+    "logarithms": (lambda z, t: kl(z, LOG_Q, reduction="sum", log_target=True), [CROSS]),
+    "a module": (lambda z, t: KL(last(z).log_softmax(-1), last(LOG_Q)), [CROSS]),
+    "one-hot": (lambda z, t: kl(z, F.one_hot(t, V).float(), reduction="none").sum(-1), ["pick"]),
+    "by hand": (lambda z, t: (Q * (Q.log() - z.log_softmax(-1))).sum(-1), [CROSS]),
+    "reversed": (
+        lambda z, t: F.kl_div(LOG_Q, z.softmax(-1), reduction="none").sum(-1),
+        ["moment(1,0,0);moment(1,1)"]),
+    "reversed, logarithms": (
+        lambda z, t: F.kl_div(LOG_Q, z.log_softmax(-1), reduction="none", log_target=True).sum(-1),
+        ["moment(1,0,0);moment(1,1)"]),
+    "reversed, by hand": (
+        lambda z, t: (z.softmax(-1) * (z.log_softmax(-1) - LOG_Q)).sum(-1),
+        ["moment(1,0,0);moment(1,1)"]),
+    "at a temperature": (
+        lambda z, t: kl(z / 2, Q, reduction="batchmean") * 4, [f"{CROSS} transform=0.5*z"]),
+}  # fmt: skip
+
+
+def specs_of(report):
+    return [call.spec.text() for head in report.matches for call in head.calls]
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_accepted(case):
+    def program(x, weight, labels):
+        return ACCEPTED[case][0](F.linear(x, weight), labels).square().sum()
+
+    x, weight, labels = inputs()
+    specs = specs_of(report_of(program, x, weight, labels))
+    assert specs == [f"r2 outputs={o} gradients=x,weight" for o in ACCEPTED[case][1]]
+    check(program, labels, x, weight)
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_a_target_with_gradients(is_log):
+    def program(x, weight, teacher, labels):
+        target = teacher.log_softmax(-1) if is_log else teacher.softmax(-1)
+        z = F.linear(x, weight)
+        return kl(z, target, reduction="batchmean", log_target=is_log)
+
+    x, weight, labels = inputs()
+    teacher = torch.randn(B, S, V, requires_grad=True)
+    (spec,) = specs_of(report_of(program, x, weight, teacher, labels))
+    assert spec == f"r2 outputs={CROSS} gradients=x,weight,given0"
+    check(program, labels, x, weight, teacher)
+
+
+def test_vectors_with_gradients():
+    def program(x, weight, atoms, labels):
+        return (F.linear(x, weight).softmax(-1) @ atoms).square().sum()
+
+    x, weight, labels = inputs()
+    check(program, labels, x, weight, torch.randn(V, requires_grad=True))
+    check(program, labels, x, weight, torch.randn(V, 1, requires_grad=True))
+
+
+@pytest.mark.parametrize("target", [Q, Q.bfloat16()])
+def test_16_bits(target):
+    def program(x, weight, labels):
+        log_probs = F.linear(x, weight).float().log_softmax(-1)
+        return F.kl_div(log_probs, target, reduction="none").sum(-1).square().sum()
+
+    x, weight, labels = inputs(torch.bfloat16)
+    assert specs_of(report_of(program, x, weight, labels))
+    check(program, labels, x, weight)
+
+
+REJECTED = {
+    "several columns": (lambda z, t: z.softmax(-1) @ U.to(z.dtype).expand(3, V).T, "a matrix of shape [10, 3]"),
+    "classes that are not the last dimension": (
+        lambda z, t: z.softmax(-1).mT @ torch.ones(S, dtype=z.dtype), "a matrix of shape"),
+    "logits on the right": (
+        lambda z, t: torch.matmul(torch.ones(S, dtype=z.dtype), z.softmax(-1)), "not of logits and a vector"),
+    "a sum over rows": (
+        lambda z, t: torch.einsum("btv,v->b", z.softmax(-1), U.to(z.dtype)), "not a sum over the classes"),
+    "an outer product": (
+        lambda z, t: torch.einsum("btv,bsv->bts", z.softmax(-1), z.softmax(-1)),
+        "not a sum over the classes"),
+    "without an output": (
+        lambda z, t: torch.einsum("btv,v", z.softmax(-1), U.to(z.dtype)), "not a sum over the classes"),
+    "gradients of one of two": (
+        lambda z, t: torch.einsum("btv,btv->bt", z.softmax(-1).detach(), z.log_softmax(-1)),
+        "joins logits and detached logits"),
+    "a target of one row": (lambda z, t: kl(z, Q[0], reduction="sum"), "repeats an operand"),
+    "the old reductions": (
+        lambda z, t: kl(z, Q, size_average=False), "size_average= or reduce="),
+    "a divergence of logits": (
+        lambda z, t: F.kl_div(LOG_Q, z.square(), reduction="sum"), "a logarithm of logits"),
+    "squared": (lambda z, t: kl(z, Q, reduction="none").square().sum(-1), "may cancel"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce", "ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("case", REJECTED)
+def test_rejected(case, caplog):
+    def program(x, weight, labels):
+        return REJECTED[case][0](F.linear(x, weight), labels).square().sum()
+
+    x, weight, labels = inputs()
+    with caplog.at_level(logging.DEBUG, "fxpass.match.heads"):
+        assert not report_of(program, x, weight, labels).matches
+    assert REJECTED[case][1] in caplog.text
+    check(program, labels, x, weight)
