@@ -9,7 +9,7 @@ outputs are computed in f32 (f64 for f64), the logits in the operands' dtype, as
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fxpass.aten import common
 from fxpass.aten.chunked import over_chunks
+from fxpass.aten.slopes import Slope
 from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
@@ -29,7 +30,6 @@ from fxpass.spec.reductions import (
     Moment,
     Output,
     Reductions,
-    for_slope,
     normalised,
     raw,
 )
@@ -45,6 +45,8 @@ class Operands(NamedTuple):
         scale: ``[N]``, a factor of each row's transformed logits in the compute dtype, or None.
         picks: class indices ``[N]`` or ``[N, K]`` int64, or None.
         given: weights of moments, vectors ``[V]`` or values ``[N, V]``.
+        coef: ``[T, N]`` in the compute dtype, the weights of the total's outputs in their order, K
+            rows for a pick of K classes; None without a total.
     """
 
     x: Tensor
@@ -53,6 +55,7 @@ class Operands(NamedTuple):
     scale: Tensor | None
     picks: Tensor | None
     given: tuple[Tensor, ...]
+    coef: Tensor | None = None
 
     def classes(self) -> Tensor:
         """The class indices as ``[N, K]``."""
@@ -78,6 +81,7 @@ class Outputs(NamedTuple):
         indices: ``[I, N]`` int64.
         lse, rest: ``[N]``, the log-sum-exp and its rounding error.
         saved: ``[S, N]``, the moments of ``spec.saved``.
+        total: the terms of the total ``[N]``; empty without one.
     """
 
     rows: Tensor
@@ -85,44 +89,64 @@ class Outputs(NamedTuple):
     lse: Tensor
     rest: Tensor
     saved: Tensor
+    total: Tensor
 
 
-def forward(operands: Operands, spec: Reductions, plan: Plan) -> Outputs:
-    """The outputs of every row."""
+def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
+    """The outputs of every row, and the gradients of the total, if there is one, in the dtypes of
+    :func:`fxpass.aten.chunked.over_chunks`."""
     out = empty(operands, spec)
-    moments = raw(spec.outputs)
+    read = (*spec.outputs, *spec.total)
+    moments = raw(read)
+    # the exponentials of the sum may then become the gradient
+    once = moments == (TOTAL,) and not {"lse", "pick"}.isdisjoint(spec.total)
+    once = once and not any(isinstance(output, LogitSum) for output in spec.total)
 
-    def read(few: slice, logits: Tensor, _: bool) -> Tensor:
-        z = _transformed(operands, spec, few, logits)
-        highest, at = z.max(1)
+    def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor:
+        z = _transformed(operands, spec, few, logits)[1]
+        highest, at = z.max(1) if spec.indices else (z.amax(1), z)
         # clamped: if every logit is -inf, -inf - -inf would make the lse nan
         m = highest.clamp(min=torch.finfo(z.dtype).min)
-        lines = _of_logits(operands, spec, z, few)
+        lines = _of_logits(operands, read, z, few)
         y = z.sub_(m.unsqueeze(1))  # nobody reads these logits again
-        sums = {moment: _sum(operands, moment, y, few) for moment in moments}
+        picked = y.gather(1, operands.classes()[few]) if "pick" in read else y
+        e, sums = _raw_sums(operands, moments, y, few, once)
         log_total = sums[TOTAL].log()
         lse = m + log_total
         out.lse[few], out.rest[few] = lse, torch.where(lse.isfinite(), log_total - (lse - m), 0)
-        lines |= {"lse": [lse], "max": [highest], "amax": [highest]}
         # highest - m is 0, or nan if every logit is -inf
-        lines["peak"] = [highest - m - log_total]
-        for output in spec.rows:
-            if isinstance(output, Moment):
-                lines[output] = [normalised(output, sums, log_total, torch.exp)]
-            elif output == "pick":
-                picked = y.gather(1, operands.classes()[few])
-                lines[output] = (picked - log_total.unsqueeze(1)).unbind(1)
-        every = itertools.chain.from_iterable(lines[output] for output in spec.rows)
-        for place, line in zip(out.rows, every, strict=True):
+        peak = highest - m - log_total
+        lines |= {"lse": [lse], "max": [highest], "amax": [highest], "peak": [peak]}
+        if "pick" in read:
+            lines["pick"] = (picked - log_total.unsqueeze(1)).unbind(1)
+        normal = {m: normalised(m, sums, log_total, torch.exp) for m in moments}
+        lines |= {moment: [line] for moment, line in normal.items()}
+        for place, line in zip(out.rows, _all(lines, spec.rows), strict=True):
             place[few] = line
         for place, moment in zip(out.saved, spec.saved, strict=True):
-            place[few] = normalised(moment, sums, log_total, torch.exp)
+            place[few] = normal[moment]
         for place in out.indices:
             place[few] = at
-        return lse
+        if operands.coef is None:
+            return lse
+        coef = operands.coef[:, few]
+        terms = zip(coef, _all(lines, spec.total), strict=True)
+        out.total[few] = sum(torch.where(c == 0, 0, c * line) for c, line in terms)
+        slope = Slope(operands, few, spec.total, coef, normal, y)
+        if once:
+            g, factor = slope.of_softmax(e, sums[TOTAL], scaled)
+        else:
+            g, factor = slope.of(y.sub_(log_total.unsqueeze(1)), scaled)
+        _to_logits(operands, spec, few, g, logits)
+        return factor
 
-    over_chunks(_linear(operands), (), read, plan.rows, plan.classes, plan.block)
-    return out
+    products = spec.gradients if spec.total else ()
+    sizes = plan.rows, plan.classes, plan.block
+    return out, over_chunks(_linear(operands), products, read_rows, *sizes)
+
+
+def _all(lines: Mapping[Output, Sequence[Tensor]], outputs: Iterable[Output]) -> Iterable[Tensor]:
+    return itertools.chain.from_iterable(lines[output] for output in outputs)
 
 
 def empty(operands: Operands, spec: Reductions) -> Outputs:
@@ -133,10 +157,11 @@ def empty(operands: Operands, spec: Reductions) -> Outputs:
     new = operands.x.new_empty
     return Outputs(
         new((count, n), dtype=dtype),
-        new((len(spec.outputs) - len(spec.rows), n), dtype=torch.int64),
+        new((len(spec.indices), n), dtype=torch.int64),
         new(n, dtype=dtype),
         new(n, dtype=dtype),
         new((len(spec.saved), n), dtype=dtype),
+        new(n if spec.total else 0, dtype=dtype),
     )
 
 
@@ -158,95 +183,28 @@ def backward(
     }
     sigmas = dict(zip(spec.saved, out.saved, strict=True))
 
-    def to_gradient(few: slice, logits: Tensor, _: bool) -> Tensor:
-        unscaled = expression.evaluate(spec.transform, logits)
-        z = unscaled if operands.scale is None else unscaled * operands.scale[few].unsqueeze(1)
-        log = (z - out.lse[few].unsqueeze(1)).sub_(out.rest[few].unsqueeze(1))
-        g, terms = torch.zeros_like(z), _Terms()
-        row, lines = 0, incoming[:, few]
-        for output in spec.rows:
-            if output in OF_PICKS:
-                index = operands.classes()[few]
-                each = lines[row : row + index.shape[1]].t()
-                row += index.shape[1]
-                g.scatter_add_(1, index, each)
-                if output == "pick":
-                    terms.add(1, 0, None, -each.sum(1))
-                continue
-            grad = lines[row]
-            row += 1
-            if isinstance(output, Moment):
-                terms.add_moment(output, grad, {m: sigma[few] for m, sigma in sigmas.items()})
-                if (name := f"given{output.weight}") in grads:
-                    _add_weights(grads[name], output.term(log).mul_(grad.unsqueeze(1)), few)
-            elif isinstance(output, LogitSum):
-                terms.add(0, 0, output.weight, grad)
-                if (name := f"given{output.weight}") in grads:
-                    _add_weights(grads[name], z * grad.unsqueeze(1), few)
-            elif output == "lse":
-                terms.add(1, 0, None, grad)
-            elif output in ("max", "peak"):
-                g.scatter_add_(1, z.argmax(1, keepdim=True), grad.unsqueeze(1))
-                if output == "peak":
-                    terms.add(1, 0, None, -grad)
-            else:  # amax: equal maxima share the gradient
-                _add_shared(g, z, grad)
-        log.clamp_(min=LEAST_LOG)
-        terms.add_to(g, log, lambda weight: operands.values(weight, few))
-        if operands.scale is not None:
-            if "scale" in grads:
-                grads["scale"][few] = (g * unscaled).sum(1)
-            g *= operands.scale[few].unsqueeze(1)
-        common.to_logits(spec.transform, g, logits)
-        return out.lse.new_ones(few.stop - few.start)
+    def to_gradient(few: slice, logits: Tensor, scaled: bool) -> Tensor:
+        unscaled, z = _transformed(operands, spec, few, logits)
+        lines = incoming[:, few]
+        sums = {moment: sigma[few] for moment, sigma in sigmas.items()}
+        slope = Slope(operands, few, spec.rows, lines, sums, z)
+        for output, line in slope.weighted:
+            if isinstance(output, LogitSum) and (name := f"given{output.weight}") in grads:
+                _add_weights(grads[name], z * line.unsqueeze(1), few)
+        # nobody reads these logits again
+        log = z.sub_(out.lse[few].unsqueeze(1)).sub_(out.rest[few].unsqueeze(1))
+        for output, line in slope.weighted:
+            if isinstance(output, Moment) and (name := f"given{output.weight}") in grads:
+                _add_weights(grads[name], output.term(log).mul_(line.unsqueeze(1)), few)
+        g, factor = slope.of(log, scaled)
+        if "scale" in grads:
+            grads["scale"][few] = (g * unscaled).sum(1)
+        _to_logits(operands, spec, few, g, logits)
+        return factor
 
     products = tuple(name for name in spec.gradients if name not in others)
     sizes = plan.rows, plan.classes, plan.block
     return grads | over_chunks(_linear(operands), products, to_gradient, *sizes)
-
-
-class _Terms:
-    """The slope of a row's outputs: polynomials of the log-softmax, each multiplied by a power of
-    the softmax and by weights. A coefficient is ``[rows]``."""
-
-    def __init__(self) -> None:
-        self.coefficients: dict[tuple[int, int | None], dict[int, Tensor]] = {}
-
-    def add(self, a: int, b: int, weight: int | None, factor: Tensor) -> None:
-        """Adds ``factor * w * softmax**a * log_softmax**b``."""
-        polynomial = self.coefficients.setdefault((a, weight), {})
-        polynomial[b] = polynomial[b] + factor if b in polynomial else factor
-
-    def add_moment(self, moment: Moment, grad: Tensor, sigmas: Mapping[Moment, Tensor]) -> None:
-        """Adds ``grad * (psi - softmax * sigma)``."""
-        a, b, weight = moment.a, moment.b, moment.weight
-        if a:
-            self.add(a, b, weight, a * grad)
-        if b:
-            self.add(a, b - 1, weight, b * grad)
-        for factor, lower in for_slope(moment):
-            self.add(1, 0, None, -factor * grad * (1 if lower == TOTAL else sigmas[lower]))
-
-    def add_to(self, g: Tensor, log: Tensor, weights: Callable[[int], Tensor]) -> None:
-        """Adds all terms to ``g`` ``[rows, V]``."""
-        softmax, term = log.exp(), torch.empty_like(log)
-        for (a, weight), polynomial in self.coefficients.items():
-            term.zero_()
-            for b in range(max(polynomial), -1, -1):  # Horner's scheme
-                term.mul_(log)
-                if b in polynomial:
-                    term.add_(polynomial[b].unsqueeze(1))
-            for _ in range(a):
-                term.mul_(softmax)
-            if weight is not None:
-                term.mul_(weights(weight))
-            g += term
-
-
-def _add_shared(g: Tensor, z: Tensor, grad: Tensor) -> None:
-    """Adds the gradient of the maxima: equal ones share it."""
-    highest = z == z.amax(1, keepdim=True)
-    g += highest * (grad / highest.sum(1)).unsqueeze(1)
 
 
 def _add_weights(grad: Tensor, term: Tensor, few: slice) -> None:
@@ -257,17 +215,27 @@ def _add_weights(grad: Tensor, term: Tensor, few: slice) -> None:
         grad[few] += term
 
 
-def _transformed(operands: Operands, spec: Reductions, few: slice, logits: Tensor) -> Tensor:
+def _transformed(
+    operands: Operands, spec: Reductions, few: slice, logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The transformed logits, without the scale of their row and with it."""
     z = expression.evaluate(spec.transform, logits)
-    return z if operands.scale is None else z * operands.scale[few].unsqueeze(1)
+    return z, z if operands.scale is None else z * operands.scale[few].unsqueeze(1)
+
+
+def _to_logits(operands: Operands, spec: Reductions, few: slice, g: Tensor, logits: Tensor) -> None:
+    """Overwrites ``logits`` with their gradient, from that of the transformed and scaled ones."""
+    if operands.scale is not None:
+        g.mul_(operands.scale[few].unsqueeze(1))
+    common.to_logits(spec.transform, g, logits)
 
 
 def _of_logits(
-    operands: Operands, spec: Reductions, z: Tensor, few: slice
+    operands: Operands, outputs: Iterable[Output], z: Tensor, few: slice
 ) -> dict[Output, Sequence[Tensor]]:
     """The outputs that read logits and not their differences."""
     found: dict[Output, Sequence[Tensor]] = {}
-    for output in spec.rows:
+    for output in outputs:
         if isinstance(output, LogitSum):
             found[output] = [_weighted(z, operands.weights(output, few))]
         elif output == "at":
@@ -275,9 +243,30 @@ def _of_logits(
     return found
 
 
-def _sum(operands: Operands, moment: Moment, y: Tensor, few: slice) -> Tensor:
-    """A raw sum of some rows ``[rows]``."""
-    return _weighted(moment.term(y), operands.weights(moment, few))
+def _raw_sums(
+    operands: Operands, moments: Sequence[Moment], y: Tensor, few: slice, in_place: bool
+) -> tuple[Tensor, dict[Moment, Tensor]]:
+    """The raw sums ``[rows]`` of y ``[rows, V]``, and the exponentials of y if ``in_place``.
+
+    One exponential serves all powers of y. y is overwritten, at most by its clamped value unless
+    ``in_place``.
+    """
+    found: dict[Moment, Tensor] = {}
+    for a in sorted({moment.a for moment in moments}):
+        some = [moment for moment in moments if moment.a == a]
+        term = y
+        if a:
+            term = y.exp_() if in_place else (a * y if a > 1 else y).exp()
+        for b in range(max(moment.b for moment in some) + 1):
+            if not a:  # no exponential vanishes: an infinite y counts
+                term = y**b if b else y.new_ones(()).expand_as(y)
+            elif b:
+                y.clamp_(min=LEAST_LOG)  # 0 * -inf would be nan
+                term.mul_(y)
+            for moment in some:
+                if moment.b == b:
+                    found[moment] = _weighted(term, operands.weights(moment, few))
+    return y, found
 
 
 def _weighted(term: Tensor, w: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ import sympy
 from sympy import Expr, Symbol
 from torch.fx import Node
 
-from fxpass.graph.nodes import NoMatch
+from fxpass.graph.nodes import NoMatch, value
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Base, Classes, Flow, has_classes, symbols_of
 from fxpass.spec.expression import Z
@@ -37,6 +37,20 @@ def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
     if transform.free_symbols != {Z} or not scale.free_symbols <= _rows_of(flow, scale):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
     return flow.base(like, transform, scale), shift
+
+
+def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:
+    """The base of logits of which a softmax is taken, which does not depend on their shift.
+
+    Raises:
+        NoMatch: the shift has a gradient, which is 0 and not None.
+    """
+    base, shift = base_of(flow, node, like)
+    for symbol in symbols_of(shift) & flow.tensors.keys():
+        if value(flow.tensors[symbol]).requires_grad:
+            reason = f"%{node.name} ({call_name(node)}) does not depend on"
+            raise NoMatch(node, f"{reason} %{flow.tensors[symbol].name}, which needs a gradient")
+    return base
 
 
 def fits(flow: Flow, base: Base, like: Classes) -> bool:

@@ -15,6 +15,7 @@ from torch.fx import Node
 from fxpass.graph.calls import first_operand
 from fxpass.graph.functions import function_of, reads_values
 from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.region import Region
 from fxpass.graph.source import call_name
 from fxpass.match.linears import Linear
 from fxpass.match.losses import Loss
@@ -154,10 +155,14 @@ class Reduced:
     mean_log: Expr | None = None
 
     @property
+    def values(self) -> tuple[Expr, ...]:
+        """Its rows: with label smoothing, those of the mean too."""
+        return (self.value,) if self.mean_log is None else (self.value, self.mean_log)
+
+    @property
     def symbols(self) -> set[Any]:
         """The symbols of its values."""
-        others = set() if self.mean_log is None else self.mean_log.free_symbols
-        return self.value.free_symbols | others
+        return set().union(*(rows.free_symbols for rows in self.values))
 
 
 @dataclass
@@ -166,6 +171,7 @@ class Flow:
 
     Attributes:
         linear: the head's linear.
+        region: the region of the graph.
         classes: nodes with classes.
         rows: nodes of rows whose value is known.
         cut: such nodes through which the value's gradient does not flow.
@@ -185,6 +191,7 @@ class Flow:
     """
 
     linear: Linear
+    region: Region
     classes: dict[Node, Classes] = field(default_factory=dict)
     rows: dict[Node, Expr] = field(default_factory=dict)
     cut: dict[Node, Expr] = field(default_factory=dict)

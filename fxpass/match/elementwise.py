@@ -19,7 +19,7 @@ from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
-from fxpass.match.bases import base_of, in_logs
+from fxpass.match.bases import in_logs, softmax_base_of
 from fxpass.match.chain_node import check_cast
 from fxpass.match.classes import (
     Classes,
@@ -59,7 +59,7 @@ def classes_of(flow: Flow, node: Node, function: str) -> Classes:
         given = arguments(node, _SOFTMAX)
         check_dim(node, like, given["dim"])
         check_dtype(node, given)
-        base, _ = base_of(flow, node, like)
+        base = softmax_base_of(flow, node, like)
         return replace(like, expr=base.log if "log" in function else sympy.exp(base.log))
     return _pointwise(flow, node, function)
 

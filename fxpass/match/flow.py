@@ -26,6 +26,7 @@ from torch.fx import Node
 from fxpass.graph.calls import first_operand, written
 from fxpass.graph.functions import CASTS, function_of, is_in_place, reads_values
 from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.region import Region
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.elementwise import classes_of, written_of
@@ -38,13 +39,13 @@ from fxpass.match.tuples import TUPLES, cut_to_size, member_of, tuple_of
 from fxpass.spec.expression import Z
 
 
-def flow_of(linear: Linear, modes: dict[Node, Mode]) -> Flow:
-    """Reads all that a graph computes of a linear's output; ``modes`` are those of its nodes.
+def flow_of(linear: Linear, region: Region, modes: dict[Node, Mode]) -> Flow:
+    """Reads all that a region computes of a linear's output; ``modes`` are those of its nodes.
 
     Raises:
         NoMatch: at the first node that is not understood.
     """
-    flow = Flow(linear)
+    flow = Flow(linear, region)
     flow.classes[linear.node] = Classes((), linear.dim, Z)
     for node in linear.node.graph.nodes:
         read = [n for n in node.all_input_nodes if n in flow.classes and reads_values(node, n)]

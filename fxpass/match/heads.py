@@ -54,6 +54,11 @@ class Head:
         return {*flow.classes, *flow.pairs, *flow.unread, *(r.node for r in flow.reductions)}
 
     @property
+    def in_forward(self) -> bool:
+        """Whether forward computes all gradients."""
+        return all(call.total for call in self.calls)
+
+    @property
     def shape(self) -> tuple[int | torch.SymInt, int | torch.SymInt]:
         """Rows and classes."""
         linear = self.flow.linear
@@ -87,7 +92,7 @@ def heads_of(
             linear = linear_of(node)
             if linear is None or not _large(linear, settings.min_logits_mb):
                 continue
-            flow = flow_of(linear, modes)
+            flow = flow_of(linear, region, modes)
             if any(not isinstance(o, LogitSum) for o in flow.computed):
                 head = Head(flow, calls_of(flow, modes), source_of(flow))
                 _check_worth(head, settings.min_logits_mb)

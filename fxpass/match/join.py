@@ -26,8 +26,9 @@ from fxpass.match.chain_node import check_plain
 from fxpass.match.classes import Base, Flow, Picked, Reduced, Weighted, symbols_of
 from fxpass.match.linears import Linear
 from fxpass.match.modes import Mode
+from fxpass.match.totals import Total, passes_gradients, total_of
 from fxpass.match.views import VIEWS
-from fxpass.spec.reductions import INDICES, Output, Reductions
+from fxpass.spec.reductions import INDICES, PRODUCTS, Output, Reductions
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class Call:
         after: the last of its operands that are not moved.
         moved: operands that are moved to it, in the graph's order.
         outputs: the symbols of its outputs, in the order of the spec; those of picks are left out.
-        picks: the index tensors of the output ``pick``.
+        picks: the index tensors of the outputs ``pick`` and ``at``.
         given: the symbols of the tensors that are weights of moments.
         spec: what it computes.
         detached: whether no gradient flows through it.
+        total: the scalar whose gradients forward computes; None if backward computes them.
     """
 
     base: Base
@@ -53,6 +55,14 @@ class Call:
     given: tuple[Symbol, ...]
     spec: Reductions
     detached: bool
+    total: Total | None = None
+
+    @property
+    def unread(self) -> tuple[Reduced, ...]:
+        """The reductions whose rows nothing but the total reads."""
+        if self.total is None:
+            return ()
+        return tuple(r for r in self.total.reductions if r not in self.total.read)
 
 
 def calls_of(flow: Flow, modes: dict[Node, Mode]) -> tuple[Call, ...]:
@@ -106,7 +116,7 @@ def _writes(operands: Collection[Node], end: Node) -> list[Node]:
     Raises:
         NoMatch: the memory of an operand is unknown.
     """
-    memory = {storage(node) for node in operands}
+    memory = {storage(node) for node in operands if is_tensor(node)}
     found = []
     for node in end.graph.nodes:
         if node is end:
@@ -121,11 +131,11 @@ def _writes(operands: Collection[Node], end: Node) -> list[Node]:
 
 def _movable(node: Node, first: Node) -> list[Node] | None:
     """The nodes that have to be moved before ``first`` so that ``node`` exists there, in the
-    graph's order; None if they cannot be moved. Only indices are moved: a tensor with gradients
-    would get another mode of autograd."""
+    graph's order; None if they cannot be moved. A tensor with gradients would get another mode of
+    autograd."""
     if node < first:
         return []
-    if node.op == "placeholder" or not is_tensor(node) or value(node).is_floating_point():
+    if node.op == "placeholder" or not is_tensor(node) or value(node).requires_grad:
         return None
     between = first
     while between is not node:
@@ -143,11 +153,11 @@ def _movable(node: Node, first: Node) -> list[Node] | None:
     return sorted(found | {node: None})
 
 
-# Functions of indices.
+# Functions of indices and masks.
 _PURE = {
     *VIEWS,
     *("add", "sub", "clamp", "clamp_min", "where", "masked_fill", "remainder", "to", "long"),
-    *("eq", "ne", "lt", "ge", "expand", "arange"),
+    *("eq", "ne", "lt", "gt", "le", "ge", "expand", "arange", "float", "type_as", "mul", "neg"),
 }
 
 
@@ -180,10 +190,60 @@ def _call(
     modes: dict[Node, Mode],
 ) -> Call:
     linear, first = flow.linear, reductions[0].node
-    moved: dict[Node, None] = {}
-    after = linear.node
+    detached = all(r.like.detached or not _differentiable(r, modes) for r in reductions)
+    picked = (o for s in symbols if isinstance(o := flow.outputs[s][1], Picked))
+    picks = tuple(dict.fromkeys(replace(o, logit=False) for o in picked))
+    weighted = [o for s in symbols if isinstance(o := flow.outputs[s][1], Weighted)]
+    given = tuple(dict.fromkeys(o.weight for o in weighted))
+    scale = [flow.tensors[s] for s in symbols_of(base.scale)]
+    differentiable = [r for r in reductions if _differentiable(r, modes)]
+    trained = _symbols(flow, base, differentiable)
+    weights = {o.weight for s in trained if isinstance(o := flow.outputs[s][1], Weighted)}
+    trained_given = [flow.tensors[s] if s in weights else None for s in given]
+    gradients = () if detached else _gradients(linear, scale, trained_given)
+    total = None
+    if gradients and set(gradients) <= set(PRODUCTS):
+        total = _total(flow, base, symbols, differentiable, modes)
     operands = _operands(flow, base, symbols)
-    after = max(after, *_writes(operands, first), after)
+    if total is not None and all(_movable(n, first) is not None for n in total.operands):
+        operands += total.operands
+        read = [r for r in reductions if r not in differentiable or r in total.read]
+        symbols = _symbols(flow, base, read)
+    else:
+        total = None
+    after, moved = _place(linear.node, operands, first)
+    if not detached and modes[after].grad != modes[linear.node].grad:
+        raise NoMatch(after, f"gradients are switched on or off between %{after.name} and the head")
+    if any(modes[r.node].inference != modes[linear.node].inference for r in reductions):
+        raise NoMatch(first, "its linear and its reduction are not in the same inference mode")
+    outputs = _named(flow, symbols, given)
+    summed = {} if total is None else _named(flow, trained, given)
+    spec = Reductions(tuple(outputs), base.transform, gradients, tuple(summed))
+    named = tuple(s for s in outputs.values() if s is not None)
+    return Call(base, after, moved, named, picks, given, spec, detached, total)
+
+
+def _total(
+    flow: Flow,
+    base: Base,
+    symbols: list[Symbol],
+    reductions: list[Reduced],
+    modes: dict[Node, Mode],
+) -> Total | None:
+    """The total of the reductions of one call, if no other reduction reads its outputs with
+    gradients, and it reads no other's."""
+    for reduced in flow.reductions:
+        inside = reduced in reductions
+        alien = [s for s in reduced.symbols & flow.outputs.keys() if (s in symbols) != inside]
+        if alien and _differentiable(reduced, modes):
+            return None
+    return total_of(flow, reductions)
+
+
+def _place(linear: Node, operands: Collection[Node], first: Node) -> tuple[Node, tuple[Node, ...]]:
+    """The node after which the call stands, and the operands that are moved to it."""
+    moved: dict[Node, None] = {}
+    after = max(linear, *_writes(operands, first), linear)
     for operand in operands:
         nodes = _movable(operand, first)
         if nodes is None:
@@ -193,15 +253,13 @@ def _call(
         after = max(after, operand) if not nodes else after
     for node in moved:
         after = max(after, *(n for n in node.all_input_nodes if n not in moved), after)
-    detached = all(r.like.detached or not _differentiable(r, modes) for r in reductions)
-    if not detached and modes[after].grad != modes[linear.node].grad:
-        raise NoMatch(after, f"gradients are switched on or off between %{after.name} and the head")
-    if any(modes[r.node].inference != modes[linear.node].inference for r in reductions):
-        raise NoMatch(first, "its linear and its reduction are not in the same inference mode")
-    picked = (o for s in symbols if isinstance(o := flow.outputs[s][1], Picked))
-    picks = tuple(dict.fromkeys(replace(o, logit=False) for o in picked))
-    weighted = [o for s in symbols if isinstance(o := flow.outputs[s][1], Weighted)]
-    given = tuple(dict.fromkeys(o.weight for o in weighted))
+    return after, tuple(sorted(moved))
+
+
+def _named(
+    flow: Flow, symbols: Iterable[Symbol], given: Sequence[Symbol]
+) -> dict[Output, Symbol | None]:
+    """Outputs by their names in a spec, in its order; None for those of picks."""
     outputs: dict[Output, Symbol | None] = {}
     for symbol in symbols:
         output = flow.outputs[symbol][1]
@@ -211,22 +269,12 @@ def _call(
             outputs["at" if output.logit else "pick"] = None
         else:
             outputs[output] = symbol
-    ordered = sorted(outputs, key=lambda o: (o in INDICES, str(o)))
-    scale = [flow.tensors[s] for s in symbols_of(base.scale)]
-    trained = _symbols(flow, base, [r for r in reductions if _differentiable(r, modes)])
-    weights = {o.weight for s in trained if isinstance(o := flow.outputs[s][1], Weighted)}
-    trained_given = [flow.tensors[s] if s in weights else None for s in given]
-    spec = Reductions(
-        tuple(ordered),
-        base.transform,
-        () if detached else _gradients(linear, scale, trained_given),
-    )
-    named = tuple(s for o in ordered if (s := outputs[o]) is not None)
-    return Call(base, after, tuple(sorted(moved)), named, picks, given, spec, detached)
+    return {o: outputs[o] for o in sorted(outputs, key=lambda o: (o in INDICES, str(o)))}
 
 
 def _differentiable(reduced: Reduced, modes: dict[Node, Mode]) -> bool:
-    return modes[reduced.node].grad and value(reduced.node).requires_grad
+    """Whether a gradient reaches a reduction: of a metric that is detached later, none does."""
+    return modes[reduced.node].grad and passes_gradients(reduced.node)
 
 
 def _gradients(linear: Linear, scale: list[Node], given: Sequence[Node | None]) -> tuple[str, ...]:

@@ -169,11 +169,13 @@ def _with_heads(
     settings: Settings,
 ) -> tuple[list[Match | Rejection], tuple[Head, ...]]:
     """Without the losses of heads all of whose reductions are fused, and these heads."""
-    matches = [m for m in found if isinstance(m, Match)]
-    taken = {m.chain.linear.node for m in matches if m.logits_mode != "keep"}
+    matches = [m for m in found if isinstance(m, Match) and m.logits_mode != "keep"]
+    waiting = {m.chain.linear.node for m in matches if _waits(m)}
+    taken = {m.chain.linear.node for m in matches} - waiting
     made, stopped = heads_of(region, taken, modes, settings)
-    # a loss that was rejected for another reason than its logits' other readers stays as it is
-    rejected = [m for m in found if isinstance(m, Rejection) and (m.costs or m.linear is None)]
+    # a total saves a loss that waits for the gradients of its rows the second pass
+    made = tuple(h for h in made if h.flow.linear.node not in waiting or h.in_forward)
+    rejected = [m for m in found if isinstance(m, Rejection) and m.costs]
     stay = {n for m in rejected for n in (m.node, *m.node.all_input_nodes)}
     made = tuple(head for head in made if stay.isdisjoint(head.nodes))
     linears = {head.flow.linear.node for head in made}
@@ -192,6 +194,11 @@ def _with_heads(
         if known.isdisjoint((linear, no.node))
     ]
     return left, made
+
+
+def _waits(match: Match) -> bool:
+    spec = match.spec
+    return bool(spec.gradients) and spec.reduction == "none" and match.sharding is None
 
 
 def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:

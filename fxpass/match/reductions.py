@@ -16,7 +16,7 @@ from fxpass.graph.calls import arguments, first_operand, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
-from fxpass.match.bases import base_of, fits, in_logs
+from fxpass.match.bases import base_of, fits, in_logs, softmax_base_of
 from fxpass.match.classes import (
     Classes,
     Flow,
@@ -29,7 +29,7 @@ from fxpass.match.classes import (
     picks_rows_and_classes,
 )
 from fxpass.match.elementwise import classes_of
-from fxpass.match.losses import loss_of
+from fxpass.match.losses import check_dtypes, loss_of
 from fxpass.match.maxima import maximum
 from fxpass.match.products import divergence, einsum, matmul
 from fxpass.match.sums import at, summed
@@ -131,6 +131,7 @@ def _loss(flow: Flow, node: Node) -> None:
     loss = loss_of(node)
     if loss is None or loss.logits not in flow.classes or loss.node is not node:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not known")
+    check_dtypes(loss, flow.region)
     like = flow.classes[loss.logits]
     assert loss.target is not None
     if loss.target in flow.classes or loss.class_weight in flow.classes:
@@ -143,7 +144,7 @@ def _loss(flow: Flow, node: Node) -> None:
         if base is None or not fits(flow, base, like):
             raise NoMatch(node, f"%{node.name} reads `{like.expr}`, not a log-softmax")
     else:
-        base, _ = base_of(flow, node, like)
+        base = softmax_base_of(flow, node, like)
     if loss.probabilities:
         if loss.class_weight is not None or loss.label_smoothing:
             raise NoMatch(node, f"%{node.name} has class weights or smoothing of probabilities")

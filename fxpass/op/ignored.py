@@ -33,10 +33,16 @@ def counted_rows(inputs: Inputs, spec: Spec) -> Tensor | None:
     lse_is_read = (spec.lse or inputs.lse_scale is not None) and not spec.shard_of
     if lse_is_read or inputs.logits is not None:
         return None
-    if inputs.x.is_cuda and torch.cuda.is_current_stream_capturing():
+    return selected(is_valid(inputs.target.long(), spec))
+
+
+def selected(mask: Tensor) -> Tensor | None:
+    """The indices of the True elements of a mask ``[N]``; None if almost all are, or while a CUDA
+    graph is captured."""
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    index = is_valid(inputs.target.long(), spec).nonzero().squeeze(1)
-    n = inputs.x.shape[0]
+    index = mask.nonzero().squeeze(1)
+    n = mask.shape[0]
     return index if n - index.shape[0] > n * _WORTH_IT else None
 
 

@@ -27,16 +27,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import (  # type: ignore[reportMissingImports]
-    _get_current_graph_task_keep_graph as _keep_graph,
-)
 
 import fxpass.op.kept
 import fxpass.op.reductions  # noqa: F401, stored code that imports this module may call them too
 from fxpass.op import runs
 from fxpass.op.checks import NAME, check_class_indices, check_inputs
 from fxpass.op.dispatch import compute
-from fxpass.plan.devices import on_device
+from fxpass.op.saved import scaled
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.operands import Inputs, Results, is_valid
 from fxpass.spec.spec import GRADIENTS, Spec
@@ -286,42 +283,8 @@ def _backward(ctx, grad: Tensor | None, lse_grad: Tensor | None, *_):
     else:
         assert factor is not None  # a loss with lse computes its gradients in backward
         parts = zip(saved, ctx.dtypes, wanted, strict=True)
-        grads = [_scaled(g, factor, dtype) if needed else None for g, dtype, needed in parts]
+        grads = [scaled(g, factor, dtype) if needed else None for g, dtype, needed in parts]
     return *grads, None, None, None, None
-
-
-# Elements that a CPU multiplies and then rounds: few enough to stay in its caches.
-_ROUNDED_AT_A_TIME = 1 << 16
-
-
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in ``dtype``, for a gradient that forward saved.
-
-    The weight's gradient is the largest tensor of a fused loss, and a second tensor of its size
-    would raise the peak. In a traced graph this function is plain arithmetic: the compiler knows
-    every user of the saved gradient (two equal losses share one) and reuses its memory if possible.
-    In eager only this operator refers to the saved gradient, so it is overwritten in place, unless
-    the autograd graph is retained for another backward. While a CUDA graph is captured it is not
-    overwritten, because a replay may run with a retained graph.
-    """
-    if type(gradient) is not Tensor or torch._C._len_torch_dispatch_stack():
-        return (gradient.to(factor.dtype) * factor).to(dtype)
-    on_cpu = gradient.device.type == "cpu"
-    with on_device(gradient.device):
-        capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
-    last = gradient.dtype == dtype and not capturing and not _keep_graph()
-    if last and on_cpu and factor == 1:  # a GPU would have to synchronise for this comparison
-        return gradient.detach()
-    out = gradient.detach() if last else torch.empty_like(gradient, dtype=dtype)
-    rows = len(gradient)
-    if on_cpu and dtype != factor.dtype:
-        # a CPU materialises the up-cast gradient and the unrounded product; a GPU's kernel does not
-        rows = max(1, _ROUNDED_AT_A_TIME // max(1, gradient[:1].numel()))
-    # one dimension: a factor without dimensions would be rounded to the gradient's dtype first
-    factor = factor.view(1)
-    for some, rounded in zip(gradient.split(rows), out.split(rows), strict=True):
-        torch.mul(some, factor, out=rounded)
-    return out
 
 
 linear_cross_entropy.register_autograd(_backward, setup_context=_setup_context)

@@ -5,8 +5,20 @@ In: hidden states, the head's weight, what its reductions read, and the text of
 logits again, a chunk of rows at a time::
 
     >>> x, w, c = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([1, 2, 3, 4])
-    >>> rows, *_ = class_reductions(x, w, None, None, c, [], "r1 outputs=pick;moment(1,1)")
+    >>> rows, *_ = class_reductions(x, w, None, None, c, [], None, "r2 outputs=pick;moment(1,1)")
     >>> log_probs, minus_entropy = rows  # [4] each
+
+NOTE: gradients in forward. Where a program adds up outputs with coefficients that it knows before
+(a mean, a mask), the operator returns this total, and forward computes its gradients with it: the
+logits are computed once. Backward multiplies the saved gradients by the total's incoming gradient::
+
+    >>> of_mean = torch.full((1, 4), -1 / 4)
+    >>> spec = "r2 outputs=argmax gradients=x total=pick"
+    >>> _, (predicted,), *_, total, _, _, _ = class_reductions(
+    ...     x.requires_grad_(), w, None, None, c, [], of_mean, spec
+    ... )
+    >>> torch.allclose(total, torch.nn.functional.cross_entropy(x @ w.T, c))
+    True
 """
 
 from __future__ import annotations
@@ -18,13 +30,15 @@ from torch import Tensor
 
 from fxpass.aten import reductions as aten
 from fxpass.aten.reductions import Operands, Outputs
+from fxpass.op.ignored import selected
+from fxpass.op.saved import scaled
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, plan_of_reductions
-from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import OF_PICKS, Reductions
+from fxpass.spec.dtypes import compute_dtype, gradient_dtype
+from fxpass.spec.reductions import OF_PICKS, PRODUCTS, Reductions
 
 NAME = "fxpass::class_reductions"
-_Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+_Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op(NAME, mutates_args=())
@@ -35,8 +49,9 @@ def class_reductions(
     scale: Tensor | None,
     picks: Tensor | None,
     given: Sequence[Tensor],
+    coef: Tensor | None,
     spec: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Reductions of ``x @ weight.T + bias`` over the classes.
 
     Args:
@@ -48,6 +63,9 @@ def class_reductions(
         picks: class indices ``[N]`` or ``[N, K]`` int64, for the outputs ``pick`` and ``at``; else
             None.
         given: the weights of moments, ``[V]`` or ``[N, V]`` floating point.
+        coef: ``[T, N]`` in the dtype of the outputs, the weights of the outputs that ``spec.total``
+            names, in its order, K rows for picks ``[N, K]``; None without a total. It has no
+            gradient. A row of zeros adds nothing to the total and its gradients.
         spec: the text of a :class:`fxpass.spec.reductions.Reductions`.
 
     Returns:
@@ -55,18 +73,50 @@ def class_reductions(
             picks ``[N, K]``.
         indices: ``[I, N]`` int64, the outputs that are class indices.
         lse, rest, saved: what backward reads.
+        total: a scalar, the sum of ``coef * output``; size 0 without a total.
+        x_grad, weight_grad, bias_grad: the gradients of the total that the spec names, in the
+            dtypes of their operands, but f32 for fp16; size 0 for the others.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
         IndexError: a pick is no class (on CPU; on GPUs a device-side assertion fails).
     """
     s = Reductions.parse(spec)
-    operands = Operands(x, weight, bias, scale, picks, tuple(given))
+    operands = Operands(x, weight, bias, scale, picks, tuple(given), coef)
     _check(operands, s)
     _check_picks(operands)
     with on_device(x.device), torch._C._DisableAutocast():
-        out = aten.forward(operands, s, _plan(operands, s, gradients=False))
-    return out.rows, out.indices, out.lse, out.rest, out.saved
+        out, found = _forward(operands, s)
+    total = out.total.sum() if s.total else out.total
+    of_x, of_weight, of_bias = (
+        x.new_empty(0) if name not in found else found[name].to(gradient_dtype(t.dtype))
+        for name, t in zip(PRODUCTS, (x, weight, x if bias is None else bias), strict=True)
+    )
+    rows = out.rows, out.indices, out.lse, out.rest, out.saved
+    return *rows, total, of_x, of_weight, of_bias
+
+
+def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
+    """The outputs and gradients, without the rows that add nothing to the total."""
+    coef, n = operands.coef, operands.x.shape[0]
+    if coef is None or spec.outputs:
+        return aten.forward(operands, spec, _plan(operands, spec, bool(spec.total)))
+    index = selected((coef != 0).any(0))
+    if index is None:
+        return aten.forward(operands, spec, _plan(operands, spec, True))
+    some = operands._replace(
+        x=operands.x[index],
+        scale=None if operands.scale is None else operands.scale[index],
+        picks=None if operands.picks is None else operands.picks[index],
+        given=tuple(t if t.dim() == 1 else t[index] for t in operands.given),
+        coef=coef[:, index],
+    )
+    out, grads = aten.forward(some, spec, _plan(some, spec, True))
+    if "x" in grads:
+        zeros = operands.x.new_zeros(operands.x.shape, dtype=grads["x"].dtype)
+        grads["x"] = zeros.index_copy_(0, index, grads["x"])
+    # nobody reads the others: their rows are not outputs
+    return out._replace(lse=out.lse.new_empty(n), rest=out.rest.new_empty(n)), grads
 
 
 @torch.library.custom_op(NAME + "_backward", mutates_args=())
@@ -83,11 +133,12 @@ def class_reductions_backward(
     given: Sequence[Tensor],
     spec: str,
 ) -> list[Tensor]:
-    """The gradients that the spec names, for the gradient ``[R, N]`` of the rows, in the dtypes of
-    their operands. The other arguments are those and the results of :func:`class_reductions`."""
+    """The gradients that a spec without a total names, for the gradient ``[R, N]`` of the rows, in
+    the dtypes of their operands. The other arguments are those and the results of
+    :func:`class_reductions`."""
     s = Reductions.parse(spec)
     operands = Operands(x, weight, bias, scale, picks, tuple(given))
-    out = Outputs(grad, grad, lse, rest, saved)
+    out = Outputs(grad, grad, lse, rest, saved, grad)
     with on_device(x.device), torch._C._DisableAutocast():
         plan = _plan(operands, s, gradients=True)
         found = aten.backward(operands, s, plan, out, grad.to(lse.dtype))
@@ -96,7 +147,7 @@ def class_reductions_backward(
 
 def _named(operands: Operands) -> list[tuple[str, Tensor]]:
     """The operands that may have a gradient, in the order of ``Reductions.gradients``."""
-    x, weight, bias, scale, _, given = operands
+    x, weight, bias, scale, _, given, _ = operands
     named = [("x", x), ("weight", weight), ("bias", bias), ("scale", scale)]
     named += [(f"given{i}", t) for i, t in enumerate(given)]
     return [(name, t) for name, t in named if t is not None]
@@ -110,8 +161,10 @@ def _plan(operands: Operands, spec: Reductions, gradients: bool) -> Plan:
 
 
 def _check(operands: Operands, spec: Reductions) -> None:
-    x, weight, bias, scale, picks, given = operands
-    named = _named(operands) + ([] if picks is None else [("picks", picks)])
+    x, weight, bias, scale, picks, given, coef = operands
+    named = _named(operands) + [
+        (n, t) for n, t in (("picks", picks), ("coef", coef)) if t is not None
+    ]
     if any(t.device != x.device for _, t in named):
         places = ", ".join(f"{name} on {t.device}" for name, t in named)
         raise ValueError(f"{NAME} needs tensors of one device, got {places}")
@@ -139,7 +192,7 @@ def _check(operands: Operands, spec: Reductions) -> None:
         raise ValueError(f"{NAME} needs a bias of {x.dtype} or {dtype}, got {bias.dtype}")
     if scale is not None and scale.dtype != dtype:
         raise ValueError(f"{NAME} needs a scale of {dtype}, got {scale.dtype}")
-    if (picks is None) != set(OF_PICKS).isdisjoint(spec.outputs):
+    if (picks is None) != set(OF_PICKS).isdisjoint((*spec.outputs, *spec.total)):
         raise ValueError(f"{NAME} needs picks for the outputs pick and at, and only for them")
     if picks is not None and (
         picks.dtype != torch.int64 or picks.dim() not in (1, 2) or picks.shape[:1] != x.shape[:1]
@@ -147,7 +200,16 @@ def _check(operands: Operands, spec: Reductions) -> None:
         raise ValueError(
             f"{NAME} needs picks [{n}] or [{n}, K] int64, got {list(picks.shape)} {picks.dtype}"
         )
-    sums = (o for o in spec.outputs if not isinstance(o, str))
+    if (coef is None) != (not spec.total):
+        raise ValueError(f"{NAME} needs coef for a total, and only for it")
+    if coef is not None:
+        many = picks.shape[1] if picks is not None and picks.dim() == 2 else 1
+        lines = sum(many if o in OF_PICKS else 1 for o in spec.total)
+        if list(coef.shape) != [lines, n] or coef.dtype != dtype:
+            raise ValueError(
+                f"{NAME} needs coef [{lines}, {n}] {dtype}, got {list(coef.shape)} {coef.dtype}"
+            )
+    sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
     weights = [o.weight for o in sums if o.weight is not None]
     if weights and max(weights) >= len(given):
         raise ValueError(f"{NAME} needs {max(weights) + 1} weights of moments, got {len(given)}")
@@ -173,12 +235,19 @@ def _check_picks(operands: Operands) -> None:
 
 
 @class_reductions.register_fake
-def _(x, weight, bias, scale, picks, given, spec: str) -> _Five:
+def _(x, weight, bias, scale, picks, given, coef, spec: str) -> _Nine:
     s = Reductions.parse(spec)
-    operands = Operands(x, weight, bias, scale, picks, tuple(given))
+    operands = Operands(x, weight, bias, scale, picks, tuple(given), coef)
     _check(operands, s)
     out = aten.empty(operands, s)
-    return out.rows, out.indices, out.lse, out.rest, out.saved
+    total = out.lse.new_empty(()) if s.total else out.total
+    names = s.gradients if s.total else ()
+    of_x, of_weight, of_bias = (
+        t.new_empty(t.shape, dtype=gradient_dtype(t.dtype)) if name in names else x.new_empty(0)
+        for name, t in zip(PRODUCTS, (x, weight, x if bias is None else bias), strict=True)
+    )
+    rows = out.rows, out.indices, out.lse, out.rest, out.saved
+    return *rows, total, of_x, of_weight, of_bias
 
 
 @class_reductions_backward.register_fake
@@ -189,40 +258,51 @@ def _(grad, lse, rest, saved, x, weight, bias, scale, picks, given, spec: str) -
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, weight, bias, scale, picks, given, text = inputs
-    _, indices, lse, rest, saved = output
+    x, weight, bias, scale, picks, given, coef, text = inputs
+    rows, indices, lse, rest, saved, total, *grads = output
     named = dict(_named(Operands(x, weight, bias, scale, picks, tuple(given))))
-    ctx.spec = Reductions.parse(text)
-    for name, tensor in named.items():
-        if tensor.requires_grad and name not in ctx.spec.gradients:
+    spec = ctx.spec = Reductions.parse(text)
+    for name, tensor in (named | {"coef": coef}).items():
+        if tensor is not None and tensor.requires_grad and name not in spec.gradients:
             raise RuntimeError(
                 f"{NAME}: {name} requires a gradient that the spec does not name ({text!r}); "
                 f"add it to gradients= or detach {name}"
             )
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(indices, lse, rest, saved)
+    ctx.count = len(given)
+    ctx.mark_non_differentiable(indices, lse, rest, saved, *grads, rows if spec.total else total)
+    if spec.total:
+        ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
+        ctx.save_for_backward(*grads)
+        return
     tensors = (x, weight, bias, scale, picks, *given)
     ctx.present = [t is not None for t in tensors]
     ctx.save_for_backward(lse, rest, saved, *(t for t in tensors if t is not None))
 
 
-def _backward(ctx, grad: Tensor | None, *_):
+def _backward(ctx, grad: Tensor | None, _i, _l, _r, _s, total: Tensor | None, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(
             f"{NAME} has no second derivative (create_graph=True). Set FUSEDCE=0 for this model"
         )
-    lse, rest, saved, *present = ctx.saved_tensors
-    tensors = iter(present)
-    x, weight, bias, scale, picks, *given = (next(tensors) if p else None for p in ctx.present)
     found = {}
-    if grad is not None:
+    if ctx.spec.total and total is not None:
+        saved = zip(PRODUCTS, ctx.saved_tensors, ctx.dtypes, strict=True)
+        found = {
+            name: scaled(t, total, dtype) for name, t, dtype in saved if name in ctx.spec.gradients
+        }
+    elif grad is not None:
+        lse, rest, saved, *present = ctx.saved_tensors
+        tensors = iter(present)
+        operands = (next(tensors) if p else None for p in ctx.present)
+        x, weight, bias, scale, picks, *given = operands
         grads = class_reductions_backward(
             grad, lse, rest, saved, x, weight, bias, scale, picks, given, ctx.spec.text()
         )
         found = dict(zip(ctx.spec.gradients, grads, strict=True))
-    of_given = [found.get(f"given{i}") for i in range(len(given))]
+    of_given = [found.get(f"given{i}") for i in range(ctx.count)]
     named = (found.get(name) for name in ("x", "weight", "bias", "scale"))
-    return *named, None, of_given, None
+    return *named, None, of_given, None, None
 
 
 class_reductions.register_autograd(_backward, setup_context=_setup_context)

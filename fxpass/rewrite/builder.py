@@ -62,7 +62,7 @@ class Builder:
 
 
 def _fake_mode_of(example: Any) -> AbstractContextManager[Any]:
-    """The fake mode of a DTensor's local tensor: ``redistribute`` makes index tensors, which must
-    be fake too. Operations on other examples enter their fake mode themselves."""
-    local = example.to_local() if is_dtensor(example) else None
+    """The fake mode of a tensor, of a DTensor's local tensor: functions make tensors of numbers and
+    indices, which must be fake too."""
+    local = example.to_local() if is_dtensor(example) else example
     return local.fake_mode if isinstance(local, FakeTensor) else nullcontext()

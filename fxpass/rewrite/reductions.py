@@ -4,7 +4,7 @@ In: a region and a :class:`fxpass.match.heads.Head`. Out: the inserted calls. Ea
 the logits is replaced by arithmetic on outputs of a call::
 
     %logits = linear(%h, %w)                        %out = class_reductions(%h, %w, ..., %c, [],
-    %lp = log_softmax(%logits, -1)            ->        'r1 outputs=pick')
+    %lp = log_softmax(%logits, -1)            ->        'r2 outputs=pick')
     %log_probs = gather(%lp, -1, %labels)           %log_probs = unsqueeze(getitem(%out, 0)[0], 1)
 """
 
@@ -26,14 +26,18 @@ from fxpass.casts.casts import Cast
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import value
 from fxpass.graph.region import Region
-from fxpass.match.classes import Part, Picked, Reduced, Step
+from fxpass.match.classes import Part, Picked, Reduced, Step, Weighted
 from fxpass.match.heads import Head
 from fxpass.match.join import Call
 from fxpass.match.losses import Loss
+from fxpass.match.totals import Total, coefficients_of
 from fxpass.op.row_losses import cross_entropy_of
 from fxpass.rewrite.builder import Builder
+from fxpass.rewrite.totals import Coefficients
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import INDICES, OF_PICKS
+from fxpass.spec.reductions import OF_PICKS
+
+TOTAL_AT = 5  # among the operator's results
 
 
 def rewrite_head(region: Region, head: Head) -> list[Cast]:
@@ -47,6 +51,8 @@ def rewrite_head(region: Region, head: Head) -> list[Cast]:
         edit.insert(call)
     for reduced in head.flow.reductions:
         edit.replace(reduced)
+    for call in head.calls:
+        edit.replace_total(call)
     edit.erase()
     return edit.casts
 
@@ -67,6 +73,7 @@ class _Edit(Builder):
         self.dtype = value(self.linear.node).dtype
         self.known: dict[Symbol, Node] = {}  # outputs, flat: [N], or [N, K]
         self.replaced: dict[Node, Node] = {}  # reductions that are operands of later ones
+        self.totals: dict[Node, Node] = {}
 
     # ------------------------------------------------------------ the operator's call
 
@@ -102,11 +109,51 @@ class _Edit(Builder):
                     p if value(p).dim() == 2 else self.method("unsqueeze", p, 1) for p in picks
                 ]
                 index = self.function(torch.cat, whole, 1)
+            coef = None if call.total is None else self._coefficients(call, call.total, x)
             out = self.function(
                 torch.ops.fxpass.class_reductions.default,
-                *(x, weight, bias, scale, index, given, call.spec.text()),
+                *(x, weight, bias, scale, index, given, coef, call.spec.text()),
             )
             self._unpack(call, out, counts)
+
+    def _coefficients(self, call: Call, total: Total, x: Node) -> Node:
+        """The coefficients of the total's outputs ``[T, N]``, in the order of the spec."""
+        zeros = self.method("new_zeros", x, self.size(x, 0), dtype=compute_dtype(self.dtype))
+        coefficients = Coefficients(total, self._classes())
+        like = [
+            zeros if reduced.loss or reduced.then else self._shaped(zeros, reduced)
+            for reduced in total.reductions
+            for _ in reduced.values
+        ]
+        out = self.function(coefficients, *like, *coefficients.others)
+        each = iter([self.function(operator.getitem, out, i) for i in range(len(like) + 1)])
+        found: dict[Symbol, Node] = {}
+        for reduced in total.reductions:
+            for rows in reduced.values:
+                coef = self.method("flatten", next(each))
+                for symbol, factor in coefficients_of(self.flow, rows).items():
+                    part = self.method("mul", coef, self._arithmetic(factor))
+                    found[symbol] = (
+                        self.method("add", found[symbol], part) if symbol in found else part
+                    )
+        self.totals[total.node] = next(each)  # the constant
+        lines: list[Node] = []
+        symbols = {self.flow.outputs[s][1]: s for s in found}
+        for output in call.spec.total:
+            if output not in OF_PICKS:
+                lines.append(found[symbols[self._weighted(call, output)]])
+                continue
+            for pick in call.picks:
+                symbol = self.flow.output(call.base, replace(pick, logit=output == "at"))
+                lines.append(found.get(symbol, zeros))
+        return self.function(torch.stack, lines)
+
+    def _weighted(self, call: Call, output: Any) -> Any:
+        """An output as the flow names it."""
+        weight = getattr(output, "weight", None)
+        if weight is None:
+            return output
+        return Weighted(replace(output, weight=None), call.given[weight])
 
     def _unpack(self, call: Call, out: Node, counts: list[int]) -> None:
         rows = self.function(operator.getitem, out, 0)
@@ -124,8 +171,12 @@ class _Edit(Builder):
                 else:
                     self.known[symbol] = self.method("t", self.method("narrow", rows, 0, at, count))
                 at += count
-        for i, _ in enumerate(o for o in call.spec.outputs if o in INDICES):
+        for i, _ in enumerate(call.spec.indices):
             self.known[next(symbols)] = self.method("select", indices, 0, i)
+        if call.total is not None:
+            total = self.function(operator.getitem, out, TOTAL_AT)
+            constant = self.totals[call.total.node]
+            self.totals[call.total.node] = self.method("add", total, constant)
 
     def _operand(self, node: Node) -> Node:
         return self.cast(node, self.dtype, self.linear.node)
@@ -196,7 +247,9 @@ class _Edit(Builder):
     # ------------------------------------------------------------ what reads it
 
     def replace(self, reduced: Reduced) -> None:
-        """Replaces a node by arithmetic on outputs."""
+        """Replaces a node by arithmetic on outputs, unless only a total reads it."""
+        if any(reduced in call.unread for call in self.head.calls):
+            return
         old, self.site = reduced.node, reduced.node
         with self.graph.inserting_before(old):
             new = self._arithmetic(reduced.value)
@@ -216,6 +269,16 @@ class _Edit(Builder):
         new.meta["example_value"] = old.meta["example_value"]
         old.replace_all_uses_with(new)
         self.replaced[old] = new
+
+    def replace_total(self, call: Call) -> None:
+        """Replaces the scalar whose gradients forward computes."""
+        if call.total is None:
+            return
+        old = self.site = call.total.node
+        with self.graph.inserting_before(old):
+            new = self.method("to", self.totals[old], value(old).dtype)
+        new.meta["example_value"] = old.meta["example_value"]
+        old.replace_all_uses_with(new)
 
     def _shaped(self, new: Node, reduced: Reduced) -> Node:
         """Flat rows in the shape of the old node."""
@@ -252,12 +315,14 @@ class _Edit(Builder):
 
     def _loss(self, picked: Node, reduced: Reduced, loss: Loss) -> Node:
         smooth = None if reduced.mean_log is None else self._arithmetic(reduced.mean_log)
-        classes = self.size(self.linear.weight, int(self.linear.transposed))
-        share = loss.label_smoothing, classes
+        share = loss.label_smoothing, self._classes()
         options = loss.reduction, loss.ignore_index, *share
         assert loss.target is not None
         target = self.replaced.get(loss.target, loss.target)
         return self.function(cross_entropy_of, picked, smooth, target, loss.class_weight, *options)
+
+    def _classes(self) -> int | Node:
+        return self.size(self.linear.weight, int(self.linear.transposed))
 
     def _arithmetic(self, expr: Any) -> Any:
         """An expression of outputs and row symbols, as nodes of flat rows."""
@@ -327,6 +392,7 @@ class _Edit(Builder):
         for node, same in self.flow.same.items():
             node.replace_all_uses_with(same)
         dead |= {*self.flow.pairs, *self.flow.unread, *self.flow.repeated, *self.flow.same}
+        dead |= {n for call in self.head.calls if call.total for n in call.total.tail}
         for node in sorted(dead, reverse=True):
             if node in self.flow.classes and _is_read_for_its_shape(node):
                 self._stand_in(node)

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from fxpass.spec import expression
 
-REVISION = "r1"  # as spec.REVISION, of the operator fxpass::class_reductions
+REVISION = "r2"  # as spec.REVISION, of the operator fxpass::class_reductions
 HIGHEST_POWER = 2
 # Far below any log-softmax that counts, and its square is finite: 0 * -inf would be nan.
 LEAST_LOG = -1e15
@@ -116,6 +116,8 @@ TOTAL = Moment(1, 0)
 # The other outputs: rows of floats, and rows of class indices.
 ROWS, INDICES = ("lse", "pick", "at", "max", "amax", "peak"), ("argmax",)
 OF_PICKS = ("pick", "at")  # K rows each
+# The outputs, beside sums, that can be part of a total; the operands whose gradients it has.
+IN_TOTAL, PRODUCTS = ("lse", "pick", "at"), ("x", "weight", "bias")
 Output = Moment | LogitSum | str
 
 
@@ -157,6 +159,13 @@ def for_slope(moment: Moment) -> tuple[tuple[int, Moment], ...]:
     return (*([(moment.a, moment)] if moment.a else []), *lower)
 
 
+def for_slopes(outputs: Iterable[Output]) -> tuple[Moment, ...]:
+    """The moments that the gradients of these outputs read."""
+    moments = (m for m in outputs if isinstance(m, Moment))
+    read = (m for moment in moments for _, m in for_slope(moment) if m != TOTAL)
+    return tuple(dict.fromkeys(read))
+
+
 # ---------------------------------------------------------------- what one call computes
 
 
@@ -169,21 +178,25 @@ class Reductions:
         transform: the logit that is reduced, as an expression of the linear's output ``z``.
         gradients: the operands that need a gradient, of ``x``, ``weight``, ``bias``, ``scale`` and
             ``given0``, ``given1``, ..., in this order.
+        total: the outputs of which the call also returns one weighted sum over all rows, whose
+            weights are known before (a mean, a mask, a policy's advantages). Forward computes the
+            gradients of this sum, of x, weight and bias; the other outputs then have none.
 
     The text form is the operator's last argument::
 
         >>> Reductions(("lse", Moment(1, 1)), gradients=("x",)).text()
-        'r1 outputs=lse;moment(1,1) gradients=x'
-        >>> Reductions.parse('r1 outputs=pick').outputs
+        'r2 outputs=lse;moment(1,1) gradients=x'
+        >>> Reductions.parse('r2 outputs=pick').outputs
         ('pick',)
     """
 
     outputs: tuple[Output, ...]
     transform: Expr = expression.Z
     gradients: tuple[str, ...] = ()
+    total: tuple[Output, ...] = ()
 
     def __post_init__(self) -> None:
-        for output in self.outputs:
+        for output in (*self.outputs, *self.total):
             if isinstance(output, str):
                 if output not in (*ROWS, *INDICES):
                     raise ValueError(f"{output!r} is no reduction of a row of logits")
@@ -194,10 +207,16 @@ class Reductions:
                 0 <= output.a <= HIGHEST_POWER and 0 <= output.b <= HIGHEST_POWER
             ):
                 raise ValueError(f"{output} has a power that is not 0 to {HIGHEST_POWER}")
-        if not self.outputs:
+        if not self.outputs and not self.total:
             raise ValueError("a call without outputs")
-        if len(set(self.outputs)) != len(self.outputs):
-            raise ValueError("an output is named twice")
+        for named in (self.outputs, self.total):
+            if len(set(named)) != len(named):
+                raise ValueError("an output is named twice")
+        for output in self.total:
+            if isinstance(output, str) and output not in IN_TOTAL:
+                raise ValueError(f"{output} cannot be added up over the rows")
+        if self.total and (not self.gradients or not set(self.gradients) <= set(PRODUCTS)):
+            raise ValueError(f"a total has gradients of {', '.join(PRODUCTS)}")
         if self.gradients != tuple(sorted(set(self.gradients), key=_position)):
             raise ValueError(f"gradients must be named once and in order, got {self.gradients}")
 
@@ -207,19 +226,26 @@ class Reductions:
         return tuple(o for o in self.outputs if o not in INDICES)
 
     @property
+    def indices(self) -> tuple[Output, ...]:
+        """The outputs that are class indices."""
+        return tuple(o for o in self.outputs if o in INDICES)
+
+    @property
     def saved(self) -> tuple[Moment, ...]:
-        """The moments that the gradients of the outputs read."""
-        moments = (m for m in self.outputs if isinstance(m, Moment))
-        read = (m for moment in moments for _, m in for_slope(moment) if m != TOTAL)
-        return tuple(dict.fromkeys(read)) if self.gradients else ()
+        """The moments that backward reads."""
+        return for_slopes(self.outputs) if self.gradients and not self.total else ()
 
     def text(self) -> str:
         """One line; fields at their defaults are left out."""
-        words = [REVISION, f"outputs={';'.join(map(str, self.outputs))}"]
+        words = [REVISION]
+        if self.outputs:
+            words.append(f"outputs={';'.join(map(str, self.outputs))}")
         if self.transform != expression.Z:
             words.append(f"transform={expression.text(self.transform)}")
         if self.gradients:
             words.append(f"gradients={','.join(self.gradients)}")
+        if self.total:
+            words.append(f"total={';'.join(map(str, self.total))}")
         return " ".join(words)
 
     @staticmethod
@@ -234,11 +260,14 @@ class Reductions:
             )
         try:
             found = dict(word.split("=", 1) for word in words)
-            outputs = tuple(map(_output, found.pop("outputs").split(";")))
+            outputs, total = (
+                tuple(map(_output, filter(None, found.pop(name, "").split(";"))))
+                for name in ("outputs", "total")
+            )
             transform = expression.parse(found.pop("transform", "z"))
             gradients = tuple(filter(None, found.pop("gradients", "").split(",")))
-            spec = Reductions(outputs, transform, gradients)
-        except (KeyError, ValueError) as error:
+            spec = Reductions(outputs, transform, gradients, total)
+        except ValueError as error:
             raise ValueError(f"not reductions: {text!r}") from error
         if spec.text() != text:  # one computation, one text, one cache key
             raise ValueError(f"not reductions: {text!r} (written {spec.text()!r})")
@@ -255,7 +284,7 @@ def _output(word: str) -> Output:
     return Moment(int(a), int(b), None if weight is None else int(weight))
 
 
-_NAMED = ("x", "weight", "bias", "scale")
+_NAMED = (*PRODUCTS, "scale")
 
 
 def _position(name: str) -> int:

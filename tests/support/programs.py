@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 
 import fxpass
+from fxpass.match.heads import Head
 from fxpass.match.match import Match
 from tests.support.numerics import assert_as_accurate
 
@@ -33,6 +34,15 @@ def match_of(fn, *args) -> Match:
     assert not report.rejections, str(report)
     (match,) = report.matches
     return match
+
+
+def head_of(fn, *args) -> Head:
+    """The only head, whose reductions must be fused."""
+    report = report_of(fn, *args)
+    assert not report.rejections, str(report)
+    (head,) = report.matches
+    assert isinstance(head, Head), str(head)
+    return head
 
 
 def reason_of(fn, *args) -> str:

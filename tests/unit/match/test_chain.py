@@ -10,7 +10,19 @@ from torch._dynamo.utils import counters
 from fxpass.match.folds import Affine, Bias, Scale
 from fxpass.spec.expression import text
 from tests.support.numerics import assert_as_accurate
-from tests.support.programs import B, D, S, V, check, inputs, last, match_of, reason_of, report_of
+from tests.support.programs import (
+    B,
+    D,
+    S,
+    V,
+    check,
+    head_of,
+    inputs,
+    last,
+    match_of,
+    reason_of,
+    report_of,
+)
 
 # z [B, S, V], a vector [V], one number as a tensor, a number per row [B, S, 1] -> logits
 ACCEPTED = {
@@ -103,13 +115,16 @@ NARROW = {
 NARROW_FACTORS = {
     "a constant before a bias": lambda z, b, h, s, r: wide(z) * 200 + b,
     "a small constant before a bias": lambda z, b, h, s, r: wide(z) * 1e-6 + b,
+    "a temperature after a bias": lambda z, b, h, s, r: (wide(z) + b) / s,
+    "a constant before a bias, both in 16 bits": lambda z, b, h, s, r: z * 0.7 + h,
+}
+# operands of the reductions, in f32
+WIDE_FACTORS = {
     "a factor in f32": lambda z, b, h, s, r: wide(z) * s,
     "its exponential": lambda z, b, h, s, r: wide(z) * s.exp(),
-    "a temperature after a bias": lambda z, b, h, s, r: (wide(z) + b) / s,
     "a factor per row in f32": lambda z, b, h, s, r: wide(z) * r,
     "a factor in 16 bits": lambda z, b, h, s, r: z * s,
     "a factor per row in 16 bits": lambda z, b, h, s, r: z * r.to(z.dtype),
-    "a constant before a bias, both in 16 bits": lambda z, b, h, s, r: z * 0.7 + h,
 }
 
 
@@ -155,6 +170,16 @@ def test_factors_that_16_bit_hidden_states_would_round(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", WIDE_FACTORS)
+def test_factors_of_the_reductions(case, dtype):
+    program = narrow_program(WIDE_FACTORS[case])
+    labels, *rest = narrow_tensors(dtype)
+    (call,) = head_of(program, *rest, labels).calls
+    assert call.spec.gradients == ("x", "weight", "scale")
+    check(program, labels, *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_factor_in_place_of_kept_16_bit_logits(dtype):
     """Their values are read as they are; only gradients would meet the factor in the operands."""
 
@@ -172,12 +197,9 @@ REJECTED = {
     "a factor per class": (lambda z, b, s, r: z * b, "combines the logits with another tensor"),
     "a whole tensor": (lambda z, b, s, r: z + torch.ones(B, S, V), "combines the logits"),
     "a number per row added": (lambda z, b, s, r: z + r, "combines the logits"),
-    "in the denominator": (lambda z, b, s, r: s / z, "combines the logits"),
     "a bias after a function": (lambda z, b, s, r: torch.tanh(z) + b, "not linear"),
-    "a temperature after a function": (lambda z, b, s, r: z.relu() * s, "not linear"),
     "a scaled tensor operand": (lambda z, b, s, r: torch.add(z, b, alpha=2), "combines"),
     "a bias, then a number per row": (lambda z, b, s, r: (z + b) * r, "scales a bias"),
-    "a shift, then a number per row": (lambda z, b, s, r: (z + 1) * r, "scales a bias"),
     "a maximum with a tensor": (lambda z, b, s, r: torch.clamp(z, min=b), "combines"),
     "more dimensions": (lambda z, b, s, r: (z[0] + b[None, None])[0], "combines"),
 }  # fmt: skip
@@ -191,6 +213,25 @@ def test_rejected(case):
 
     labels, *rest = tensors()
     assert REJECTED[case][1] in reason_of(program, *rest, labels)
+
+
+REDUCED = {
+    "a number per row added": lambda z, b, s, r: z + r.detach(),
+    "in the denominator": lambda z, b, s, r: s / (z.square() + 1),
+    "a temperature after a function": lambda z, b, s, r: z.relu() * s,
+    "a shift, then a number per row": lambda z, b, s, r: (z + 1) * r,
+}
+
+
+@pytest.mark.parametrize("case", REDUCED)
+def test_factors_and_shifts_that_are_operands_of_the_reductions(case):
+    def program(x, weight, vector, number, rows, labels):
+        logits = REDUCED[case](F.linear(x, weight), vector, number, rows)
+        return F.cross_entropy(last(logits), labels.view(-1))
+
+    labels, *rest = tensors()
+    assert head_of(program, *rest, labels)
+    check(program, labels, *rest)
 
 
 def test_a_factor_that_the_loss_depends_on_twice():

@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fxpass
-from tests.support.programs import B, S, V, check, inputs, last, match_of, reason_of
+from tests.support.programs import B, S, V, check, head_of, inputs, last, match_of, reason_of
 
 WEIGHTS = torch.linspace(0.5, 2, V)
 
@@ -204,8 +204,6 @@ def test_no_loss_and_nothing_said(case):
 REJECTED = {
     "nll_loss without log_softmax": (
         lambda z, t: F.nll_loss(last(z), t.view(-1)), "not a log_softmax"),
-    "log_softmax twice": (
-        lambda z, t: F.nll_loss(last(z.log_softmax(-1).log_softmax(-1)), t.view(-1)), "second"),
     "log_softmax over rows": (
         lambda z, t: F.nll_loss(last(z.log_softmax(1)), t.view(-1)), "another dimension"),
     "scaled log-probabilities": (
@@ -220,6 +218,16 @@ REJECTED = {
 def test_rejected(case):
     program, reason = REJECTED[case]
     assert reason in reason_of(lambda x, w, t: program(F.linear(x, w), t), *inputs())
+
+
+def test_log_softmax_twice():
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        return F.nll_loss(last(z.log_softmax(-1).log_softmax(-1)), labels.view(-1))
+
+    x, weight, labels = inputs()
+    assert head_of(program, x, weight, labels)
+    check(program, labels, x, weight)
 
 
 def weighted(x, weight, labels, class_weight):

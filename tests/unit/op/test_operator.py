@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from fxpass.op import operator
 from fxpass.op.dispatch import compute
 from fxpass.op.operator import linear_cross_entropy, linear_cross_entropy_backward
+from fxpass.op.saved import scaled
 from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import ELSEWHERE, IGNORED, REVISION, Spec
 
@@ -166,10 +166,10 @@ class Returned(TorchFunctionMode):
 )
 def test_a_gpu_scales_the_saved_gradient_without_a_wider_copy(saved, dtype):
     """A GPU's kernel casts what it reads and writes. The operator's backward hides its calls from
-    modes, hence the private name, and tensors on the meta device stand for a GPU's."""
+    modes, hence the function that it calls, and tensors on the meta device stand for a GPU's."""
     gradient = torch.empty(200, 300, dtype=saved, device="meta")
     with Returned() as returned:
-        out = operator._scaled(gradient, torch.empty((), device="meta"), dtype)
+        out = scaled(gradient, torch.empty((), device="meta"), dtype)
     assert out.dtype == dtype
     large = {dtype for dtype, elements in returned.kinds if elements == gradient.numel()}
     assert large == {saved, dtype}

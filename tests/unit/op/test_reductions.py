@@ -28,8 +28,8 @@ def test_the_operators_of_this_revision():
     expecttest.assert_expected_inline(
         "\n".join([REVISION, *(str(operator.default._schema) for operator in operators)]),
         """\
-r1
-fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, str spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+r2
+fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? coef, str spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 fxpass::class_reductions_backward(Tensor grad, Tensor lse, Tensor rest, Tensor saved, Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, str spec) -> Tensor[]""",
     )
 
@@ -37,7 +37,7 @@ fxpass::class_reductions_backward(Tensor grad, Tensor lse, Tensor rest, Tensor s
 def arguments(found: Case) -> tuple:
     given = [t for name, t in found.tensors.items() if name.startswith("given")]
     named = (found.tensors.get(name) for name in ("x", "weight", "bias", "scale"))
-    return *named, found.picks, given, found.spec.text()
+    return *named, found.picks, given, None, found.spec.text()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -49,8 +49,10 @@ def test_opcheck(full, name, dtype):
     found = case(outputs, dtype, bias=dtype if full else None, scaled=full, many=full)
     forward = arguments(found)
     with torch.no_grad():
-        rows, _, *saved = class_reductions(*forward)
-    torch.library.opcheck(class_reductions_backward, (torch.ones_like(rows), *saved, *forward))
+        rows, _, *saved = class_reductions(*forward)[:5]
+    *operands, _, text = forward
+    backward = (torch.ones_like(rows), *saved, *operands, text)
+    torch.library.opcheck(class_reductions_backward, backward)
     for tensor in found.tensors.values():
         tensor.requires_grad_()
     torch.library.opcheck(class_reductions, forward)
@@ -136,9 +138,10 @@ DEFAULT = {
     "scale": None,
     "picks": None,
     "given": [],
-    "spec": "r1 outputs=lse",
+    "coef": None,
+    "spec": "r2 outputs=lse",
 }
-PICK = "r1 outputs=pick"
+PICK = "r2 outputs=pick"
 WRONG = {
     "needs x .N, D. and weight": [
         {"x": torch.ones(D)},
@@ -167,7 +170,7 @@ WRONG = {
     "needs a scale of torch.float32, got torch.float64": [{"scale": torch.ones(N).double()}],
     "needs picks for the outputs pick and at": [
         {"spec": PICK},
-        {"spec": "r1 outputs=at"},
+        {"spec": "r2 outputs=at"},
         {"picks": torch.zeros(N).long()},
     ],
     rf"needs picks \[{N}\] or \[{N}, K\] int64": [
@@ -186,14 +189,14 @@ WRONG = {
         {"given": [torch.ones(V), torch.ones(V).long()]}
     ],
     "needs 3 weights of moments, got 1": [
-        {"given": [torch.ones(V)], "spec": "r1 outputs=moment(1,0,2)"},
-        {"given": [torch.ones(V)], "spec": "r1 outputs=logits(2)"},
+        {"given": [torch.ones(V)], "spec": "r2 outputs=moment(1,0,2)"},
+        {"given": [torch.ones(V)], "spec": "r2 outputs=logits(2)"},
     ],
     "cannot compute gradients of bias, given1: absent": [
-        {"given": [torch.ones(V)], "spec": "r1 outputs=lse gradients=x,bias,given0,given1"},
+        {"given": [torch.ones(V)], "spec": "r2 outputs=lse gradients=x,bias,given0,given1"},
     ],
     "another version of fxpass": [{"spec": "v6 reduction=mean"}],
-    "not reductions": [{"spec": "r1 outputs=loss"}],
+    "not reductions": [{"spec": "r2 outputs=loss"}],
 }
 
 

@@ -1,0 +1,201 @@
+"""Totals: sums over the rows whose coefficients are known before the logits are.
+
+In: the reductions of one call of the operator, and the nodes after them. Out: a :class:`Total` if
+every gradient reaches them through one scalar that is linear in them. Forward then computes the
+gradients with the outputs; a mean, a mask, or the advantages of a policy's loss are coefficients::
+
+    %lp = gather(%log_probs, -1, %labels);  %masked = mul(%lp, %mask);  %loss = sum(%masked)
+    ->  the total %loss, which reads %mask, of the rows %lp
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+from sympy import Symbol
+from torch.fx import Node
+
+from fxpass.graph.calls import storage, written
+from fxpass.graph.functions import CASTS, REFLECTED, function_of, reads_values
+from fxpass.graph.nodes import is_tensor, value
+from fxpass.match.classes import Flow, Picked, Reduced, Weighted, symbols_of
+from fxpass.spec.reductions import IN_TOTAL
+
+
+@dataclass(frozen=True)
+class Total:
+    """A scalar that is linear in reductions, but for a constant.
+
+    Attributes:
+        node: the scalar.
+        reductions: what it adds up.
+        tail: the nodes from the reductions to the scalar, in the graph's order.
+        others: what else these nodes read.
+        read: those of the reductions whose rows are read elsewhere too.
+    """
+
+    node: Node
+    reductions: tuple[Reduced, ...]
+    tail: tuple[Node, ...]
+    others: tuple[Node, ...]
+    read: tuple[Reduced, ...]
+
+    @property
+    def operands(self) -> set[Node]:
+        """The nodes that its coefficients are computed from."""
+        losses = [r.loss for r in self.reductions if r.loss is not None]
+        read = {n for loss in losses for n in (loss.target, loss.class_weight) if n is not None}
+        steps = [step for r in self.reductions for step in r.like.steps]
+        return {*self.others, *read, *(n for s in steps for n in s.node.all_input_nodes[1:])}
+
+
+def total_of(flow: Flow, reductions: Collection[Reduced]) -> Total | None:
+    """The total of these reductions, which have gradients; None if there is none, or if something
+    that it reads may change between its first reduction and the scalar."""
+    if not all(_is_linear(flow, reduced) for reduced in reductions):
+        return None
+    starts = {reduced.node: reduced for reduced in reductions}
+    linear: dict[Node, set[Node]] = {}  # nodes linear in reductions -> these reductions
+    node, end = min(starts), flow.linear.node.graph.output_node()
+    while node is not end:
+        read = {n for n in node.all_input_nodes if n in linear and reads_values(node, n)}
+        if node in starts:
+            linear[node] = {node}
+        elif read and _needs_gradient(node):
+            if not _keeps_linear(node, read):
+                return None
+            linear[node] = set().union(*(linear[n] for n in read))
+        whole = node in linear and value(node).dim() == 0 and starts.keys() <= linear.keys()
+        if whole and _all_gradients_pass(node, linear):
+            found = _total(node, starts, linear)
+            return None if _changes({*linear, *found.operands}, min(starts), node) else found
+        node = node.next
+    return None
+
+
+def _total(node: Node, starts: dict[Node, Reduced], linear: dict[Node, set[Node]]) -> Total:
+    tail = tuple(n for n in linear if n not in starts)
+    inputs = {n for one in tail for n in one.all_input_nodes if n not in linear}
+    read: set[Node] = set()
+    for one, origins in linear.items():
+        if one is not node and any(_reads(u, one) for u in one.users if u not in linear):
+            read |= origins
+    return Total(
+        node,
+        tuple(starts.values()),
+        tail,
+        tuple(sorted(inputs)),
+        tuple(starts[n] for n in starts if n in read),
+    )
+
+
+def _changes(nodes: Collection[Node], first: Node, last: Node) -> bool:
+    """Whether a node between two others may write to the memory of one of ``nodes``."""
+    memory = {storage(n) for n in nodes if is_tensor(n)}
+    while first is not last:
+        if any(storage(n) in {None, *memory} for n in written(first)):
+            return True
+        first = first.next
+    return False
+
+
+def _is_linear(flow: Flow, reduced: Reduced) -> bool:
+    """Whether a reduction is linear in outputs that can be part of a total."""
+    if reduced.then == "batchmean":
+        return False
+    for symbol in reduced.symbols & flow.outputs.keys():
+        output = flow.outputs[symbol][1]
+        if isinstance(output, str) and output not in IN_TOTAL:
+            return False
+        if isinstance(output, Picked) and _picks_many(output):
+            return False
+        if isinstance(output, Weighted) and value(flow.tensors[output.weight]).requires_grad:
+            return False
+    for rows in reduced.values:
+        parts = coefficients_of(flow, rows)
+        read = {s for factor in parts.values() for s in symbols_of(factor)}
+        if any(s not in flow.tensors or value(flow.tensors[s]).requires_grad for s in read):
+            return False
+        if sympy.expand(rows - sum(s * factor for s, factor in parts.items())) != 0:
+            return False
+    return True
+
+
+def _picks_many(picked: Picked) -> bool:
+    return picked.dim is not None and value(picked.index).shape[picked.dim] != 1
+
+
+def coefficients_of(flow: Flow, rows: Any) -> dict[Symbol, Any]:
+    """The factor of each output in an expression that is linear in them."""
+    outputs = sorted(rows.free_symbols & flow.outputs.keys(), key=str)
+    return {symbol: rows.diff(symbol) for symbol in outputs}
+
+
+# ---------------------------------------------------------------- the nodes after the reductions
+
+
+def passes_gradients(node: Node, to: Container[Node] | None = None) -> bool:
+    """Whether a node has gradients from a user; with ``to``, from another one than these."""
+    return value(node).requires_grad and any(
+        user.op == "output" or (reads_values(user, node) and _needs_gradient(user))
+        for user in node.users
+        if to is None or user not in to
+    )
+
+
+def _needs_gradient(node: Node) -> bool:
+    return not is_tensor(node) or value(node).requires_grad
+
+
+def _reads(user: Node, node: Node) -> bool:
+    return user.op == "output" or reads_values(user, node)
+
+
+def _all_gradients_pass(total: Node, linear: dict[Node, set[Node]]) -> bool:
+    """Whether every other linear node has gradients through ``total`` only."""
+    return not any(passes_gradients(n, to=linear) for n in linear if n is not total)
+
+
+def _keeps_linear(node: Node, read: Collection[Node]) -> bool:
+    """Whether a node is linear in ``read``, but for a constant, and in nothing else that has a
+    gradient."""
+    rule = None if node.target in REFLECTED else _LINEAR.get(function_of(node))
+    if "rounding_mode" in node.kwargs:  # of div
+        return False
+    others = [n for n in node.all_input_nodes if n not in read]
+    if rule is None or not is_tensor(node) or not value(node).is_floating_point():
+        return False
+    return rule(node, read) and not any(is_tensor(n) and value(n).requires_grad for n in others)
+
+
+def _in_first(node: Node, read: Collection[Node]) -> bool:
+    return len(read) == 1 and bool(node.args) and node.args[0] in read
+
+
+def _in_one(node: Node, read: Collection[Node]) -> bool:
+    return len(read) == 1 and sum(a in read for a in node.args) == 1
+
+
+def _in_branches(node: Node, read: Collection[Node]) -> bool:
+    return bool(node.args) and node.args[0] not in read
+
+
+def _in_any(node: Node, read: Collection[Node]) -> bool:
+    del node, read
+    return True
+
+
+_LINEAR: dict[str, Callable[[Node, Collection[Node]], bool]] = {
+    **dict.fromkeys(CASTS, _in_first),
+    **dict.fromkeys(("neg", "sum", "mean", "div", "masked_fill", "contiguous", "clone"), _in_first),
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "view_as", "select"), _in_first),
+    **dict.fromkeys(("squeeze", "unsqueeze", "transpose", "permute", "slice"), _in_first),
+    "getitem": _in_first,
+    "mul": _in_one,
+    "dot": _in_one,
+    "where": _in_branches,
+    **dict.fromkeys(("add", "sub", "rsub", "stack", "cat"), _in_any),
+}

@@ -1,0 +1,82 @@
+"""The coefficients of a total: its derivative with respect to what it adds up.
+
+In: a :class:`fxpass.match.totals.Total`. Out: a function from what its nodes read to coefficients,
+which a rewritten graph calls before the logits are computed. The total is linear, so that autograd
+gives them, whatever the nodes are::
+
+    %masked = mul(%lp, %mask);  %loss = sum(%masked)    ->    coefficients(like, %mask) = %mask
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fxpass.match.classes import Reduced
+from fxpass.match.totals import Total
+from fxpass.op.row_losses import cross_entropy_of
+
+
+class Coefficients:
+    """The nodes from reductions to their total, as a function.
+
+    Attributes:
+        leaves: the number of reductions; a cross-entropy with label smoothing counts as two.
+        others: what else the nodes read, in the order of the arguments.
+    """
+
+    def __init__(self, total: Total, classes: int | Node) -> None:
+        self.__name__ = self.__qualname__ = "coefficients"
+        self.__module__ = __name__
+        self._classes = classes
+        graph, known = Graph(), {}
+        starts = [_leaves(graph, reduced) for reduced in total.reductions]
+        self.leaves = sum(map(len, starts))
+        self.others = list(total.others)
+        for reduced in total.reductions:
+            if reduced.loss is not None:
+                operands = (reduced.loss.target, reduced.loss.class_weight, classes)
+                self.others += [n for n in operands if isinstance(n, Node)]
+        self.others = list(dict.fromkeys(self.others))
+        for node in self.others:
+            known[node] = graph.placeholder(node.name)
+        for reduced, leaves in zip(total.reductions, starts, strict=True):
+            known[reduced.node] = self._start(graph, reduced, leaves, known)
+        for node in total.tail:
+            known[node] = graph.node_copy(node, lambda n: known[n])
+        graph.output(known[total.node])
+        self._module = GraphModule(torch.nn.Module(), graph)
+
+    def _start(self, graph: Graph, reduced: Reduced, leaves: list[Node], known: Any) -> Node:
+        """The reduction in terms of its leaves."""
+        loss = reduced.loss
+        if loss is None:
+            return graph.call_method(reduced.then, (leaves[0],)) if reduced.then else leaves[0]
+        assert loss.target is not None
+        weight = None if loss.class_weight is None else known[loss.class_weight]
+        classes = known.get(self._classes, self._classes)
+        options = loss.reduction, loss.ignore_index, loss.label_smoothing, classes
+        picked, smooth = leaves if len(leaves) == 2 else (leaves[0], None)
+        return graph.call_function(
+            cross_entropy_of, (picked, smooth, known[loss.target], weight, *options)
+        )
+
+    def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
+        """The coefficients of each leaf, and the total of zeros.
+
+        Args:
+            tensors: for each leaf a tensor of its shape and of the dtype of the coefficients, whose
+                values do not matter; then :attr:`others`.
+        """
+        with torch.enable_grad():
+            leaves = [torch.zeros_like(t).requires_grad_() for t in tensors[: self.leaves]]
+            total = self._module(*leaves, *tensors[self.leaves :])
+            found = torch.autograd.grad(total, leaves)
+        return *found, total.detach()
+
+
+def _leaves(graph: Graph, reduced: Reduced) -> list[Node]:
+    return [graph.placeholder(f"{reduced.node.name}_{i}") for i in range(len(reduced.values))]

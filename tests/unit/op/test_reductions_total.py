@@ -1,0 +1,209 @@
+"""The total of ``fxpass::class_reductions``: a weighted sum over the rows, gradients in forward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpass.op.reductions import class_reductions
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.reductions import OF_PICKS, PRODUCTS, LogitSum, Moment, Reductions
+from tests.support.allocations import Allocations
+from tests.support.numerics import assert_as_accurate
+from tests.support.reduction_cases import DTYPES, TRANSFORMS, D, N, V, case
+
+TOTALS = {
+    "a loss": ["pick"],
+    "a z-loss": ["lse"],
+    "lse and logit": ["lse", "at"],
+    "a logit": ["at"],
+    "a policy's loss": ["pick", Moment(1, 1)],
+    "smoothing": ["pick", Moment(0, 1), Moment(0, 1, 0)],
+    "soft targets": [Moment(0, 1, 1), LogitSum(0), "lse"],
+    "squares": [Moment(2, 2), Moment(1, 2, 1), Moment(2, 0)],
+    "a mean logit": [LogitSum()],
+}
+
+
+def coefficients(total, many: bool, dtype: torch.dtype, zeros: bool) -> Tensor:
+    lines = sum(3 if many and output in OF_PICKS else 1 for output in total)
+    coef = torch.randn(lines, N).to(compute_dtype(dtype))
+    if zeros:
+        coef[:, 1::2] = 0
+        coef[0, 2] = 0
+    return coef
+
+
+def check(total, dtype, transform="z", outputs=(), scaled=False, many=False, zeros=False):
+    bias = dtype if scaled else None
+    found = case([*total], dtype, transform, bias, scaled, many)
+    gradients = tuple(name for name in found.spec.gradients if name in PRODUCTS)
+    frozen = tuple(name for name in found.tensors if name not in PRODUCTS)
+    found = found._replace(frozen=frozen)
+    spec = dataclasses.replace(found.spec, outputs=outputs, gradients=gradients, total=tuple(total))
+    coef = coefficients(total, many, dtype, zeros)
+
+    def fused(*tensors: Tensor) -> Tensor:
+        named = found._named(tensors)
+        given = [t for name, t in named.items() if name.startswith("given")]
+        one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
+        out = class_reductions(*one, found.picks, given, coef, spec.text())
+        assert not out[0].requires_grad
+        if outputs:
+            with torch.no_grad():
+                alone = dataclasses.replace(spec, total=(), gradients=())
+                one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
+                rows = class_reductions(*one, found.picks, given, None, alone.text())
+            assert all(map(torch.equal, out[:2], rows[:2]))
+        return out[5]
+
+    def eager(*tensors: Tensor) -> Tensor:
+        rows = found.eager(*tensors)
+        return (rows * coef.to(rows.dtype)).sum()
+
+    assert_as_accurate(fused, eager, list(found.tensors.values()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_total_and_its_gradients(chunks, total, dtype, request):
+    if chunks > 1:
+        request.getfixturevalue("few")
+    for transform in TRANSFORMS:
+        for flags in (0, 1, 2, 4, 7):
+            scaled, many, zeros = (bool(flags & bit) for bit in (1, 2, 4))
+            check(total, dtype, transform, (), scaled, many, zeros)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
+def test_other_outputs_are_what_they_are_without_a_total(total, dtype):
+    outputs = tuple(o for o in ("lse", "max", "argmax", Moment(1, 1)))
+    if not set(OF_PICKS).isdisjoint(total):
+        outputs = ("pick", *outputs)
+    check(total, dtype, outputs=outputs, zeros=True)
+    check(total, dtype, "3*tanh(z/3)", outputs, scaled=True)
+
+
+def operands(dtype=torch.float32, rows=N):
+    x, w = torch.randn(rows, D, dtype=dtype), torch.randn(V, D, dtype=dtype)
+    coef = torch.full((1, rows), 1 / max(1, rows), dtype=compute_dtype(dtype))
+    return x.requires_grad_(), w.requires_grad_(), torch.randint(V, (rows,)), coef
+
+
+LOSS = "r2 gradients=x,weight total=pick"
+
+
+def test_rows_that_add_nothing_are_not_multiplied():
+    """Their values do not matter either, as those of ignored rows."""
+    x, w, picks, coef = operands(rows=64)
+    coef[:, 4:] = 0
+    with torch.no_grad():
+        x[4:] = float("nan")
+    out = class_reductions(x, w, None, None, picks, [], coef, LOSS)
+    out[5].backward()
+    few = x.detach()[:4].clone().requires_grad_()
+    loss = (few @ w.detach().t()).log_softmax(1).gather(1, picks[:4, None]).sum() / 64
+    loss.backward()
+    assert torch.allclose(out[5], loss)
+    assert torch.allclose(x.grad[:4], few.grad, atol=1e-6)
+    assert not x.grad[4:].any()
+    assert w.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 1.0])
+def test_no_rows_or_none_that_count(coefficient):
+    for rows in (0, N):
+        x, w, picks, coef = operands(rows=rows)
+        total = class_reductions(x, w, None, None, picks, [], coef * coefficient, LOSS)[5]
+        if rows and coefficient:
+            continue
+        total.backward()
+        assert total.item() == 0
+        assert not w.grad.any()
+        assert x.grad.shape == x.shape
+
+
+def test_two_backwards():
+    x, w, picks, coef = operands()
+    total = class_reductions(x, w, None, None, picks, [], coef, LOSS)[5]
+    first = torch.autograd.grad(total * 3, (x, w), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(total * 3, (x, w))))
+    total = class_reductions(x, w, None, None, picks, [], coef, LOSS)[5]
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(total, (x, w), create_graph=True)
+
+
+def test_an_fp16_gradient_below_its_smallest_number():
+    """A scaled loss brings it back: it is saved in f32."""
+    x, w, picks, coef = operands(torch.float16)
+    total = class_reductions(x, w, None, None, picks, [], coef * 1e-7, LOSS)[5]
+    (grad,) = torch.autograd.grad(total * 2.0**16, w)
+    wide = w.detach().float().requires_grad_()
+    loss = (x.detach().float() @ wide.t()).log_softmax(1).gather(1, picks[:, None]).mean()
+    (exact,) = torch.autograd.grad(loss * 1e-7 * 2**16, wide)
+    assert torch.allclose(grad.float(), exact, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype):
+    x, w, picks, coef = operands(dtype)
+    coef.neg_()  # a positive total: backward in eager overwrites what it multiplies by -1
+    torch.library.opcheck(class_reductions, (x, w, None, None, picks, [], coef, LOSS))
+    spec = "r2 outputs=argmax gradients=weight total=pick"
+    frozen = (x.detach(), w, None, None, picks, [], coef, spec)
+    torch.library.opcheck(class_reductions, frozen)
+
+
+def test_one_chunk_of_logits_and_no_copy():
+    """The logits' memory becomes the gradient: nothing of its size beside it."""
+    x, w = torch.randn(300, 8), torch.randn(4001, 8)
+    picks, coef = torch.randint(4001, (300,)), torch.full((1, 300), 1 / 300)
+    with torch.no_grad(), Allocations() as allocated:
+        out = class_reductions(x, w, None, None, picks, [], coef, LOSS)
+    assert allocated.peak([*out]) < 1.2 * 300 * 4001 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("total=pick", "a total has gradients of x, weight, bias"),
+        ("gradients=scale total=pick", "a total has gradients of x, weight, bias"),
+        ("gradients=x total=max", "max cannot be added up over the rows"),
+        ("gradients=x total=argmax", "argmax cannot be added up over the rows"),
+        ("gradients=x total=pick;pick", "an output is named twice"),
+        ("gradients=x", "a call without outputs"),
+    ],
+)
+def test_no_spec(text, message):
+    with pytest.raises(ValueError, match="not reductions") as raised:
+        Reductions.parse(f"r2 {text}")
+    assert message in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("coef", "spec", "message"),
+    [
+        (None, LOSS, "needs coef for a total, and only for it"),
+        (torch.ones(1, N), "r2 outputs=pick", "needs coef for a total, and only for it"),
+        (torch.ones(N), LOSS, r"needs coef \[1, 7\]"),
+        (torch.ones(2, N), LOSS, r"needs coef \[1, 7\]"),
+        (torch.ones(1, N).double(), LOSS, r"needs coef \[1, 7\] torch.float32"),
+    ],
+)
+def test_bad_coefficients(coef, spec, message):
+    x, w, picks, _ = operands()
+    with pytest.raises(ValueError, match=message):
+        class_reductions(x.detach(), w.detach(), None, None, picks, [], coef, spec)
+
+
+def test_coefficients_with_a_gradient():
+    x, w, picks, coef = operands()
+    with pytest.raises(RuntimeError, match="coef requires a gradient that the spec does not name"):
+        class_reductions(x, w, None, None, picks, [], coef.requires_grad_(), LOSS)
