@@ -7,33 +7,28 @@ In: operands and incoming gradients. Out: the gradient of the transformed logits
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from fxpass.spec.reduction_operands import Operands
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
-    TOTAL,
     LogitSum,
     Moment,
     Output,
-    for_slope,
+    Terms,
 )
 
-if TYPE_CHECKING:
-    from fxpass.aten.reductions import Operands
 
-
-class Slope:
+class Slope(Terms):
     """The gradient of some rows of transformed logits, for incoming gradients of their outputs.
 
     It is a sum of polynomials of the log-softmax, each multiplied by a power of the softmax and by
     weights, of values at picked classes, and of what is dense.
 
     Attributes:
-        coefficients: power of the softmax and weights → power of the log-softmax → ``[rows]``.
         picked: class indices and values ``[rows, K]``.
         dense: ``[rows, V]``.
         weighted: the sums, and their incoming gradients.
@@ -48,7 +43,7 @@ class Slope:
         sums: Mapping[Moment, Tensor],
         z: Tensor,
     ) -> None:
-        self.coefficients: dict[tuple[int, int | None], dict[int, Tensor]] = {}
+        super().__init__()
         self.picked: list[tuple[Tensor, Tensor]] = []
         self.dense: list[Tensor] = []
         self.weighted: list[tuple[Moment | LogitSum, Tensor]] = []
@@ -66,13 +61,13 @@ class Slope:
         if isinstance(output, Moment | LogitSum):
             self.weighted.append((output, line))
         if isinstance(output, Moment):
-            self._add_moment(output, line, sums)
+            self.add_moment(output, line, sums)
         elif isinstance(output, LogitSum):
-            self._add(0, 0, output.weight, line)
+            self.add(0, 0, output.weight, line)
         elif output in OF_PICKS:
             self.picked.append((self._operands.classes()[self._few], line.t()))
             if output == "pick":
-                self._add(1, 0, None, -line.sum(0))
+                self.add(1, 0, None, -line.sum(0))
         elif output == "amax":  # equal maxima share the gradient
             highest = z == z.amax(1, keepdim=True)
             self.dense.append(highest * (line / highest.sum(1)).unsqueeze(1))
@@ -80,22 +75,7 @@ class Slope:
             if output != "lse":
                 self.picked.append((z.argmax(1, keepdim=True), line.unsqueeze(1)))
             if output != "max":
-                self._add(1, 0, None, line if output == "lse" else -line)
-
-    def _add(self, a: int, b: int, weight: int | None, factor: Tensor) -> None:
-        """Adds ``factor * w * softmax**a * log_softmax**b``."""
-        polynomial = self.coefficients.setdefault((a, weight), {})
-        polynomial[b] = polynomial[b] + factor if b in polynomial else factor
-
-    def _add_moment(self, moment: Moment, grad: Tensor, sums: Mapping[Moment, Tensor]) -> None:
-        """Adds ``grad * (psi - softmax * sigma)``."""
-        a, b, weight = moment.a, moment.b, moment.weight
-        if a:
-            self._add(a, b, weight, a * grad)
-        if b:
-            self._add(a, b - 1, weight, b * grad)
-        for factor, lower in for_slope(moment):
-            self._add(1, 0, None, -factor * grad * (1 if lower == TOTAL else sums[lower]))
+                self.add(1, 0, None, line if output == "lse" else -line)
 
     def of(self, log: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
         """The gradient, from the log-softmax ``[rows, V]``, which is overwritten; and the factor

@@ -23,11 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxpass.kernels import render, row_config, tile_config
+from fxpass.kernels import render, render_reductions, row_config, tile_config
 from fxpass.kernels.render import Gemm, Kernel
 from fxpass.plan.devices import implementation_for, precision, properties_of, target_of
 from fxpass.plan.plan import padded
+from fxpass.spec import reduction_operands
 from fxpass.spec.operands import Inputs
+from fxpass.spec.reductions import Reductions
 from fxpass.spec.spec import Spec
 
 
@@ -115,6 +117,30 @@ class Operands(NamedTuple):
         return Operands(x, weight, bias, logits, *(scale is not None for scale in scales))
 
 
+class OfReductions(NamedTuple):
+    """The operands of reductions: whether there is a scale, the number of picks of a row (None
+    without picks), and for each of the given weights whether it is ``[N, V]``."""
+
+    x: Operand
+    weight: Operand
+    bias: Operand | None = None
+    scaled: bool = False
+    picks: int | None = None
+    given: tuple[bool, ...] = ()
+
+    @staticmethod
+    def of(operands: reduction_operands.Operands) -> OfReductions:
+        x, weight, bias = (
+            None if t is None else Operand(tuple(t.shape), t.dtype, t.stride(), aligned(t))
+            for t in (operands.x, operands.weight, operands.bias)
+        )
+        assert x is not None
+        assert weight is not None
+        picks = None if operands.picks is None else operands.classes().shape[1]
+        given = tuple(w.dim() == 2 for w in operands.given)
+        return OfReductions(x, weight, bias, operands.scale is not None, picks, given)
+
+
 def aligned(tensor: Tensor) -> bool:
     """Whether a tensor's first element lies at a multiple of 16 bytes."""
     return tensor.data_ptr() % 16 == 0
@@ -136,7 +162,7 @@ class Launch(NamedTuple):
 
     Attributes:
         stage: ``row`` of ``chunked``; ``forward``, ``merge``, ``mass`` and ``backward`` of
-            ``tiled``.
+            ``tiled``; ``reductions`` and ``reductions_backward``.
         gpu: the GPU that it is for.
         candidates: the default first; :mod:`fxpass.kernels.tuning` chooses one of them.
         described: whether x and weight are tensor descriptors of blocks ``[BLOCK_N, BLOCK_D]`` and
@@ -214,6 +240,35 @@ def read_in_place(spec: Spec, logits: Operand | None) -> bool:
     if logits is None or spec.gradients:
         return False
     return not logits.strides or logits.strides[1] == 1
+
+
+def for_reductions(
+    spec: Reductions,
+    operands: OfReductions,
+    gpu: Gpu,
+    forward: bool = True,
+) -> tuple[Launch, ...]:
+    """The kernels of one run of class reductions: of forward, with the gradient of a total, or of
+    backward. None for f64, and for gradients of weights of moments: ATen computes these."""
+    if operands.x.dtype == torch.float64 or spec.trains_weights:
+        return ()
+    v = operands.weight.shape[0]
+    flags = {
+        "biased": adds_bias(operands.x, operands.bias, None),
+        "scaled": operands.scaled,
+        "several": operands.picks not in (None, 1),
+        "given": operands.given,
+        "padded": padded(v) != v,
+    }
+
+    def candidate(options: dict[str, int]) -> Candidate:
+        whole_row = options["BLOCK_V"] >= v
+        kernel = render_reductions.reductions(spec, forward, whole_row=whole_row, **flags)
+        return Candidate(kernel, tuple(options.items()))
+
+    candidates = row_config.reduction_candidates(v, operands.x.dtype, gpu.target, spec)
+    stage = "reductions" if forward else "reductions_backward"
+    return (Launch(stage, gpu, tuple(map(candidate, candidates))),)
 
 
 # ---------------------------------------------------------------- tiled

@@ -66,29 +66,76 @@ def run(inputs: Inputs, spec: Spec, rows: int) -> Results:
 
 
 def _run(inputs: Inputs, spec: Spec, rows: int) -> Results:
+    x = inputs.x
+    inputs, unscale = scale_coefficients(inputs, spec)
+    loss = x.new_empty(x.shape[0], dtype=torch.float32)
+    lse = torch.empty_like(loss) if spec.lse else None
+    operands = Operands.of(inputs)
+    (row,) = call.for_call(spec, operands, call.gpu_of(x.device))
+
+    def launch(chosen: Candidate, part: slice, chunk: Tensor) -> None:
+        _launch(chosen, inputs, spec, part, chunk, loss, lse)
+
+    factor, in_place = render.gradient_factor(spec), call.read_in_place(spec, operands.logits)
+    grads = over_chunks(inputs, spec.gradients, rows, factor, row, launch, in_place)
+    if unscale.loss is not None:
+        loss.mul_(unscale.loss)
+    if unscale.gradients is not None:
+        for grad in grads.values():
+            grad.mul_(unscale.gradients)
+    return Results(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
+
+
+def over_chunks(
+    inputs: Inputs,
+    gradients: tuple[str, ...],
+    rows: int,
+    factor: float,
+    row: Launch,
+    launch: Callable[[Candidate, slice, Tensor], None],
+    in_place: bool = False,
+) -> dict[str, Tensor]:
+    """The gradients of x, weight and bias, from a kernel that runs on each chunk of logits.
+
+    Args:
+        inputs: x, weight, bias, and the logits if they exist.
+        gradients: the operands whose gradients are returned; if empty, the logits are only read.
+        rows: rows of a chunk, at least 1.
+        factor: of the gradients that the kernel writes.
+        row: the kernel; its fastest candidate is chosen at the first chunk.
+        launch: launches a candidate for some rows and their logits ``[rows, V]``. It is called
+            more than once for the first chunk, with any logits, while candidates are timed.
+        in_place: whether the given logits are read without a copy.
+
+    Returns:
+        f32 gradients; that of a bf16 weight is bf16 if there is one chunk.
+    """
     x, weight = inputs.x, inputs.weight
     n, v = x.shape[0], weight.shape[0]
-    inputs, unscale = scale_coefficients(inputs, spec)
-    factor = render.gradient_factor(spec)
-    loss = x.new_empty(n, dtype=torch.float32)
-    lse = torch.empty_like(loss) if spec.lse else None
     shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
     # the first chunk overwrites the gradients of x and weight; the bias's starts at zero
-    new = {name: x.new_empty if n and name != "bias" else x.new_zeros for name in spec.gradients}
+    new = {name: x.new_empty if n and name != "bias" else x.new_zeros for name in gradients}
     parts = chunks(n, rows)
     # one chunk: the GEMM rounds the weight's gradient to its final dtype
     final = gradient_dtype(x.dtype) if len(parts) == 1 else torch.float32
     dtypes = {"x": torch.float32, "weight": final, "bias": torch.float32}
-    grads = {name: new[name](shapes[name], dtype=dtypes[name]) for name in spec.gradients}
-    operands = Operands.of(inputs)
-    buffer = None
-    if not call.read_in_place(spec, operands.logits):
-        buffer = padded_buffer(x, max(map(_size, parts), default=0), v)
-    (row,) = call.for_call(spec, operands, call.gpu_of(x.device))
-    chosen = _chosen(row, inputs, spec, parts[0], buffer, loss, lse) if parts else row.candidates[0]
+    grads = {name: new[name](shapes[name], dtype=dtypes[name]) for name in gradients}
+    buffer = None if in_place else padded_buffer(x, max(map(_size, parts), default=0), v)
+    chosen = row.candidates[0]
+    if parts:
+        # timed on the uninitialised buffer, before its first GEMM: it needs no memory, and the real
+        # launch overwrites the outputs that the timing wrote
+        first = _logits(inputs, parts[0], None) if buffer is None else buffer[: _size(parts[0])]
+        chosen = best(
+            row,
+            x.device,
+            first.dtype,
+            tuple(first.shape),
+            lambda candidate: launch(candidate, parts[0], first),
+        )
     for part in parts:
         chunk = _logits(inputs, part, buffer)
-        _launch(chosen, inputs, spec, part, chunk, loss, lse)
+        launch(chosen, part, chunk)
         if "bias" in grads:
             grads["bias"].add_(chunk.sum(0, dtype=torch.float32), alpha=factor)
         for classes in class_tiles(x, v):
@@ -97,12 +144,7 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Results:
                 product(grads["x"][part], g, weight[classes], factor, add=classes.start > 0)
             if "weight" in grads:
                 product(grads["weight"][classes], g.t(), x[part], factor, add=part.start > 0)
-    if unscale.loss is not None:
-        loss.mul_(unscale.loss)
-    if unscale.gradients is not None:
-        for grad in grads.values():
-            grad.mul_(unscale.gradients)
-    return Results(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
+    return grads
 
 
 # ---------------------------------------------------------------- the chunk of logits
@@ -151,30 +193,6 @@ def _logits(inputs: Inputs, part: slice, buffer: Tensor | None) -> Tensor:
 
 
 # ---------------------------------------------------------------- the kernel
-
-
-def _chosen(
-    row: Launch,
-    inputs: Inputs,
-    spec: Spec,
-    part: slice,
-    buffer: Tensor | None,
-    loss: Tensor,
-    lse: Tensor | None,
-) -> Candidate:
-    """The fastest candidate for the first chunk; all chunks use it.
-
-    The candidates are timed on the uninitialised buffer, before its first GEMM, and need no memory.
-    The real launch overwrites the losses that the timing wrote.
-    """
-    chunk = _logits(inputs, part, None) if buffer is None else buffer[: _size(part)]
-    return best(
-        row,
-        chunk.device,
-        chunk.dtype,
-        tuple(chunk.shape),
-        lambda candidate: _launch(candidate, inputs, spec, part, chunk, loss, lse),
-    )
 
 
 def best(

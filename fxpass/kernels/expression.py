@@ -109,6 +109,11 @@ def _function(name: str, values: list[Expr]) -> str:
     return "\n".join(["@triton.jit", f"def {name}(z):", *(f"    {line}" for line in lines)])
 
 
+def text(expr: Any) -> str:
+    """An expression of f32 numbers in Triton."""
+    return _text(expr)
+
+
 _SUM, _PRODUCT, _ATOM = 0, 1, 2
 
 

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import re
 import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.ext import Extension
@@ -36,6 +37,7 @@ from sympy import Expr
 from fxpass.kernels import expression
 from fxpass.plan.plan import PADDING
 from fxpass.spec.expression import Z, text
+from fxpass.spec.reductions import LEAST_LOG
 from fxpass.spec.spec import ELSEWHERE, Spec
 
 # Most of a softmax over a vocabulary is below 6e-5, where fp16 loses precision, or below 6e-8, its
@@ -246,14 +248,18 @@ def _features(spec: Spec, **more: bool) -> Features:
 
 # ---------------------------------------------------------------- the templates
 
-_NAME = "linear_cross_entropy_NAME"
+_NAME = "kernel_NAME"
 
 
 def _kernel(template: str, stage: str, features: Features, gemm: Gemm | None = None) -> Kernel:
-    rendered = _templates().get_template(f"{template}.py.jinja")
-    module = _without_unused(rendered.render(f=features, gemm=gemm, name=_NAME))
-    digest = hashlib.sha256(module.encode()).hexdigest()[:8]
-    name = f"linear_cross_entropy{stage}_{digest}"
+    return rendered(template, f"linear_cross_entropy{stage}", f=features, gemm=gemm)
+
+
+def rendered(template: str, name: str, **features: Any) -> Kernel:
+    """The kernel of a template, by its file's name; a hash of the text is added to the name."""
+    found = _templates().get_template(f"{template}.py.jinja")
+    module = _without_unused(found.render(**features, name=_NAME))
+    name = f"{name}_{hashlib.sha256(module.encode()).hexdigest()[:8]}"
     return Kernel(name, module.replace(_NAME, name))
 
 
@@ -298,5 +304,6 @@ def _templates() -> Environment:
         optimized=False,  # a template is compiled in every process, and rendered a few times
     )
     environment.filters["lines"] = _lines
-    environment.globals.update(GAIN=GAIN, LOWEST=LOWEST, PADDING=PADDING, ELSEWHERE=ELSEWHERE)
+    numbers = {"GAIN": GAIN, "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "LOG2_E": math.log2(math.e)}
+    environment.globals.update(numbers, PADDING=PADDING, ELSEWHERE=ELSEWHERE)
     return environment

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from fxpass.spec.expression import Z
+from fxpass.spec.reductions import Reductions
 from fxpass.spec.spec import Spec
 
 # Bytes of a block of a row, in the default configuration.
@@ -32,14 +33,29 @@ def row_options(v: int, dtype: torch.dtype) -> dict[str, int]:
 def row_candidates(v: int, dtype: torch.dtype, target: str, spec: Spec) -> list[dict[str, int]]:
     """The default launch options and a few others; one block for the whole row, if it fits into
     registers, beside the values that the spec needs for each logit."""
+    dense = spec.target == "probabilities" or spec.label_smoothing > 0
+    return _candidates(v, dtype, target, light=not dense or spec.transform == Z)
+
+
+def reduction_candidates(
+    v: int, dtype: torch.dtype, target: str, spec: Reductions
+) -> list[dict[str, int]]:
+    """As :func:`row_candidates`, for reductions. A row that does not fit into the default block is
+    kept in registers only where each logit has few other values: no weights, no transform."""
+    sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
+    weighted = any(o.weight is not None for o in sums)
+    light = not weighted and spec.transform == Z and "scale" not in spec.gradients
+    return _candidates(v, dtype, target, light)
+
+
+def _candidates(v: int, dtype: torch.dtype, target: str, light: bool) -> list[dict[str, int]]:
     default = row_options(v, dtype)
     whole = 1 << (v - 1).bit_length()
     # 32 elements per thread spill 8 bytes on sm_120
     sizes = _BLOCKS[1:] if target.startswith("sm_12") else _BLOCKS
     blocks = [(size // dtype.itemsize, warps) for size, warps in sizes]
     others = [(block, warps) for block, warps in blocks if block <= whole]
-    dense = spec.target == "probabilities" or spec.label_smoothing > 0
-    largest = default["BLOCK_V"] if dense and spec.transform != Z else _LARGEST_ROW
+    largest = _LARGEST_ROW if light else default["BLOCK_V"]
     if default["BLOCK_V"] < whole <= largest:
         others.append((whole, 16 if target.startswith("gfx") else 32))
     return [default, *({"BLOCK_V": block, "num_warps": warps} for block, warps in others)]

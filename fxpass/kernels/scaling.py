@@ -13,6 +13,7 @@ by which losses and gradients are multiplied afterwards::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpass.spec.operands import Inputs, is_valid
+from fxpass.spec.reduction_operands import Operands
+from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Output
 from fxpass.spec.spec import Spec
+
+# About twice the largest -log(p) of a class: the slope of a square of log(p).
+_LARGEST_LOG = 64.0
 
 
 class Unscale(NamedTuple):
@@ -64,6 +70,51 @@ def scale_coefficients(inputs: Inputs, spec: Spec) -> tuple[Inputs, Unscale]:
     inputs = inputs._replace(class_weight=class_weight, row_scale=row_scale, lse_scale=lse_scale)
     powers = (None if e is None else _power_of_two(e) for e in (of_classes, exponent))
     return inputs, Unscale(*powers)
+
+
+def scale_incoming(
+    operands: Operands, outputs: Sequence[Output], incoming: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Incoming gradients of reductions, divided by a power of two for fp16, and this power.
+
+    With the results the gradients of the logits are a few units at most; ``render.GAIN`` leaves
+    room for 64.
+
+    Args:
+        outputs: what the gradients are of.
+        incoming: ``[R, N]`` in the order of the outputs, K rows for picks of K classes.
+
+    Returns:
+        ``[R, N]`` f32, contiguous, and a 0-dim f32 tensor; None is 1.
+    """
+    incoming = incoming.float().contiguous()
+    if operands.x.dtype != torch.float16:
+        return incoming, None
+    bound = incoming.new_zeros(incoming.shape[1])
+    row = 0
+    for output in outputs:
+        count = operands.classes().shape[1] if output in OF_PICKS else 1
+        bound += _largest_slope(operands, output) * incoming[row : row + count].abs().sum(0)
+        row += count
+    if operands.scale is not None:
+        bound *= operands.scale.abs()
+    _, exponent = _scaled(bound)
+    assert exponent is not None
+    power = _power_of_two(exponent)
+    return incoming / power, power
+
+
+def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
+    """About the largest gradient of a logit, ``[]`` or ``[N]``, for an incoming gradient of 1."""
+    if isinstance(output, str):
+        return 1.0
+    power = output.b if isinstance(output, Moment) else 0
+    size = _LARGEST_LOG if power > 1 else 1.0
+    w = None if output.weight is None else operands.given[output.weight].float().abs()
+    if isinstance(output, LogitSum) or output.a:
+        return size if w is None else size * w.amax(-1)
+    # of the softmax, there is as much as the weights add up to
+    return size * (operands.weight.shape[0] if w is None else w.sum(-1))
 
 
 def _of_counted_rows(inputs: Inputs, spec: Spec, row_scale: Tensor | None) -> Tensor:

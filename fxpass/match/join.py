@@ -72,8 +72,6 @@ def calls_of(flow: Flow, modes: dict[Node, Mode]) -> tuple[Call, ...]:
         NoMatch: an operand cannot be read, or is changed, or the modes of autograd differ.
     """
     linear = flow.linear
-    if value(linear.node).device.type != "cpu":
-        raise NoMatch(linear.node, "only losses are fused on a GPU, which has kernels for them")
     for operand in (linear.x, linear.weight, linear.bias):
         if operand is not None:
             check_plain(operand)

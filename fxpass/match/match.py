@@ -170,7 +170,8 @@ def _with_heads(
 ) -> tuple[list[Match | Rejection], tuple[Head, ...]]:
     """Without the losses of heads all of whose reductions are fused, and these heads."""
     matches = [m for m in found if isinstance(m, Match) and m.logits_mode != "keep"]
-    waiting = {m.chain.linear.node for m in matches if _waits(m)}
+    waits = (m for m in matches if m.spec.gradients and m.spec.reduction == "none")
+    waiting = {m.chain.linear.node for m in waits if m.sharding is None}
     taken = {m.chain.linear.node for m in matches} - waiting
     made, stopped = heads_of(region, taken, modes, settings)
     # a total saves a loss that waits for the gradients of its rows the second pass
@@ -194,11 +195,6 @@ def _with_heads(
         if known.isdisjoint((linear, no.node))
     ]
     return left, made
-
-
-def _waits(match: Match) -> bool:
-    spec = match.spec
-    return bool(spec.gradients) and spec.reduction == "none" and match.sharding is None
 
 
 def _match(loss: Loss, modes: dict[Node, Mode], settings: Settings) -> Match:

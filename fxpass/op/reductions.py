@@ -24,17 +24,18 @@ logits are computed once. Backward multiplies the saved gradients by the total's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fxpass.aten import reductions as aten
-from fxpass.aten.reductions import Operands, Outputs
 from fxpass.op.ignored import selected
 from fxpass.op.saved import scaled
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, plan_of_reductions
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
+from fxpass.spec.reduction_operands import Operands, Outputs, empty
 from fxpass.spec.reductions import OF_PICKS, PRODUCTS, Reductions
 
 NAME = "fxpass::class_reductions"
@@ -100,10 +101,10 @@ def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, T
     """The outputs and gradients, without the rows that add nothing to the total."""
     coef, n = operands.coef, operands.x.shape[0]
     if coef is None or spec.outputs:
-        return aten.forward(operands, spec, _plan(operands, spec, bool(spec.total)))
+        return _run_forward(operands, spec)
     index = selected((coef != 0).any(0))
     if index is None:
-        return aten.forward(operands, spec, _plan(operands, spec, True))
+        return _run_forward(operands, spec)
     some = operands._replace(
         x=operands.x[index],
         scale=None if operands.scale is None else operands.scale[index],
@@ -111,12 +112,26 @@ def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, T
         given=tuple(t if t.dim() == 1 else t[index] for t in operands.given),
         coef=coef[:, index],
     )
-    out, grads = aten.forward(some, spec, _plan(some, spec, True))
+    out, grads = _run_forward(some, spec)
     if "x" in grads:
         zeros = operands.x.new_zeros(operands.x.shape, dtype=grads["x"].dtype)
         grads["x"] = zeros.index_copy_(0, index, grads["x"])
     # nobody reads the others: their rows are not outputs
     return out._replace(lse=out.lse.new_empty(n), rest=out.rest.new_empty(n)), grads
+
+
+def _run_forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
+    plan = _plan(operands, spec, gradients=bool(spec.total))
+    return _implementation(plan).forward(operands, spec, plan)
+
+
+def _implementation(plan: Plan) -> ModuleType:
+    """The module whose ``forward`` and ``backward`` run a call."""
+    if plan.implementation == "aten":
+        return aten
+    from fxpass.kernels import reductions as triton  # imports triton, which not every platform has
+
+    return triton
 
 
 @torch.library.custom_op(NAME + "_backward", mutates_args=())
@@ -141,7 +156,7 @@ def class_reductions_backward(
     out = Outputs(grad, grad, lse, rest, saved, grad)
     with on_device(x.device), torch._C._DisableAutocast():
         plan = _plan(operands, s, gradients=True)
-        found = aten.backward(operands, s, plan, out, grad.to(lse.dtype))
+        found = _implementation(plan).backward(operands, s, plan, out, grad.to(lse.dtype))
     return [found[name].to(t.dtype) for name, t in _named(operands) if name in s.gradients]
 
 
@@ -239,7 +254,7 @@ def _(x, weight, bias, scale, picks, given, coef, spec: str) -> _Nine:
     s = Reductions.parse(spec)
     operands = Operands(x, weight, bias, scale, picks, tuple(given), coef)
     _check(operands, s)
-    out = aten.empty(operands, s)
+    out = empty(operands, s)
     total = out.lse.new_empty(()) if s.total else out.total
     names = s.gradients if s.total else ()
     of_x, of_weight, of_bias = (

@@ -13,8 +13,9 @@ import dataclasses
 
 import torch
 
-from fxpass.kernels.call import Gpu, Launch, Operands, for_call
+from fxpass.kernels.call import Gpu, Launch, OfReductions, Operands, for_call, for_reductions
 from fxpass.spec.dtypes import gradient_dtype
+from fxpass.spec.reductions import Reductions
 from fxpass.spec.spec import Spec
 
 
@@ -59,4 +60,14 @@ def launches(spec: Spec, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:
         both = spec.lse and not (spec.shard_of and spec.target == "none")
         operands = operands._replace(row_scaled=True, lse_scaled=both)
         found += for_call(backward(spec), operands, gpu)
+    return found
+
+
+def launches_of_reductions(
+    spec: Reductions, operands: OfReductions, gpu: Gpu
+) -> tuple[Launch, ...]:
+    """As :func:`launches`, of one call of ``fxpass::class_reductions``."""
+    found = for_reductions(spec, operands, gpu)
+    if spec.gradients and not spec.total:
+        found += for_reductions(spec, operands, gpu, forward=False)
     return found

@@ -159,7 +159,6 @@ def _plan(
     return found._replace(implementation=implementation, strategy=strategy, reason=reason)
 
 
-@functools.lru_cache(maxsize=4096)
 def plan_of_reductions(
     n: int,
     d: int,
@@ -172,23 +171,38 @@ def plan_of_reductions(
 ) -> Plan:
     """The plan for reductions of the logits of x ``[n, d]`` and weight ``[v, d]``, in chunks.
 
-    ``scaled`` says whether rows have a scale, ``backward`` whether this run computes the gradients
-    that the spec names. Gradients of moments' weights do not count as scratch.
-    """
-    products = tuple(g for g in spec.gradients if g in ("x", "weight", "bias"))
+    ``scaled``: rows have a scale; ``backward``: this run computes the gradients of the spec."""
+    implementation, reason = implementation_for(device, dtype)
+    if implementation == "triton" and spec.trains_weights:
+        implementation, reason = "aten", "no Triton kernel has gradients of weights of moments"
+    return _of_reductions(n, d, v, dtype, device, spec, scaled, backward, implementation, reason)
+
+
+@functools.lru_cache(maxsize=4096)
+def _of_reductions(
+    n: int,
+    d: int,
+    v: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    spec: Reductions,
+    scaled: bool,
+    backward: bool,
+    implementation: str,
+    reason: str,
+) -> Plan:
     work = _Work(
         *(max(1, size) for size in (n, d, v)),
         e=dtype.itemsize,
         a=compute_dtype(dtype).itemsize,
-        m=multiplied_in(dtype, device).itemsize,
+        m=multiplied_in(dtype, device).itemsize if implementation == "aten" else dtype.itemsize,
         g=gradient_dtype(dtype).itemsize,
-        gradients=products if backward else (),
+        gradients=spec.gradients if backward else (),
         logits_exist=False,
         temporaries=_copies_of_reductions(spec, scaled, backward),
     )
-    return _aten_chunked(work, budget(v, dtype, device, 0))._replace(
-        implementation="aten", strategy="chunked"
-    )
+    found = _RULES[implementation, "chunked"](work, budget(v, dtype, device, 0))
+    return found._replace(implementation=implementation, strategy="chunked", reason=reason)
 
 
 class _Work(NamedTuple):

@@ -12,6 +12,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule, Node
 
@@ -19,7 +20,7 @@ from fxpass.casts.casts import Cast, cast_region, note
 from fxpass.graph.nodes import hint, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
-from fxpass.kernels.call import Launch, Operand, Operands, gpu_for_listing
+from fxpass.kernels.call import Launch, OfReductions, Operand, Operands, gpu_for_listing
 from fxpass.match.match import Found, Match, Rejection, find
 from fxpass.op import runs
 from fxpass.rewrite import dump
@@ -27,9 +28,12 @@ from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_o
 from fxpass.rewrite.reductions import rewrite_head
 from fxpass.rewrite.rewrite import Rewritten, erase, rewrite
 from fxpass.settings import Settings
+from fxpass.spec.reductions import Reductions
 from fxpass.spec.spec import Spec
 
 log = logging.getLogger(__name__)
+
+REDUCTIONS = torch.ops.fxpass.class_reductions.default
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         try:
             returned, rewritten, made = _carry_out(region, found, settings)
             generated = {kernel: None for one in rewritten for kernel in _launches(one.call)}
+            calls = region.module.graph.find_nodes(op="call_function", target=REDUCTIONS)
+            generated |= {kernel: None for one in calls for kernel in _of_reductions(one)}
         except Exception as error:
             # an unforeseen program runs without the rewrite
             log.warning(
@@ -144,6 +150,25 @@ def _launches(call: Node) -> tuple[Launch, ...]:
             shape = (operands.x.shape[0], operands.weight.shape[0])
             operands = operands._replace(logits=Operand(shape, operands.x.dtype))
     return runs.launches(spec, operands, gpu_for_listing(value(x).device))
+
+
+def _of_reductions(call: Node) -> tuple[Launch, ...]:
+    """As :func:`_launches`, of a call of ``fxpass::class_reductions``."""
+    arguments: Any = call.args
+    x, weight, bias, scale, picks, given, _, text = arguments
+    of_row = None
+    if picks is not None:
+        of_row = hint(value(picks).shape[1]) if value(picks).dim() == 2 else 1
+    operands = OfReductions(
+        x=_operand(x),
+        weight=_operand(weight),
+        bias=bias and _operand(bias),
+        scaled=scale is not None,
+        picks=of_row,
+        given=tuple(value(w).dim() == 2 for w in given),
+    )
+    gpu = gpu_for_listing(value(x).device)
+    return runs.launches_of_reductions(Reductions.parse(text), operands, gpu)
 
 
 def _operand(node: Node) -> Operand:

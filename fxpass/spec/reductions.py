@@ -166,6 +166,34 @@ def for_slopes(outputs: Iterable[Output]) -> tuple[Moment, ...]:
     return tuple(dict.fromkeys(read))
 
 
+class Terms:
+    """The slope of a row's outputs: polynomials of the log-softmax, each multiplied by a power of
+    the softmax and by weights.
+
+    Attributes:
+        coefficients: by power of the softmax and position of the weights, then by power of the
+            log-softmax: numbers, tensors ``[rows]`` or symbols.
+    """
+
+    def __init__(self) -> None:
+        self.coefficients: dict[tuple[int, int | None], dict[int, Any]] = {}
+
+    def add(self, a: int, b: int, weight: int | None, factor: Any) -> None:
+        """Adds ``factor * w * softmax**a * log_softmax**b``."""
+        polynomial = self.coefficients.setdefault((a, weight), {})
+        polynomial[b] = polynomial[b] + factor if b in polynomial else factor
+
+    def add_moment(self, moment: Moment, grad: Any, sums: Mapping[Moment, Any]) -> None:
+        """Adds ``grad * (psi - softmax * sigma)``; ``sums`` has the moments of sigma."""
+        a, b, weight = moment.a, moment.b, moment.weight
+        if a:
+            self.add(a, b, weight, a * grad)
+        if b:
+            self.add(a, b - 1, weight, b * grad)
+        for factor, lower in for_slope(moment):
+            self.add(1, 0, None, -factor * grad * (1 if lower == TOTAL else sums[lower]))
+
+
 # ---------------------------------------------------------------- what one call computes
 
 
@@ -234,6 +262,11 @@ class Reductions:
     def saved(self) -> tuple[Moment, ...]:
         """The moments that backward reads."""
         return for_slopes(self.outputs) if self.gradients and not self.total else ()
+
+    @property
+    def trains_weights(self) -> bool:
+        """Whether weights of moments need a gradient."""
+        return any(name not in _NAMED for name in self.gradients)
 
     def text(self) -> str:
         """One line; fields at their defaults are left out."""

@@ -50,9 +50,9 @@ def operands(spec: Reductions, dtype: torch.dtype, scaled: bool) -> Operands:
 def memory_mb(request, monkeypatch):
     budget = request.param * MIB
     monkeypatch.setattr(plans, "CPU_BUDGET", (budget, budget))
-    plan_of_reductions.cache_clear()
+    plans._of_reductions.cache_clear()
     yield request.param
-    plan_of_reductions.cache_clear()
+    plans._of_reductions.cache_clear()
 
 
 def assert_kept(found: Plan, allocated: Allocations, outputs: list[Tensor], memory_mb: int) -> None:

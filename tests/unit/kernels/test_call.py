@@ -92,6 +92,35 @@ PROGRAMS = (
 )
 
 
+def policy(x, w, y):
+    """Log-probabilities, an entropy and an accuracy."""
+    z = F.linear(x, w).float() / 0.7
+    log = z.log_softmax(-1)
+    chosen = log.gather(-1, y.unsqueeze(1)).squeeze(1)
+    entropy = -(log.exp() * log).sum(-1)
+    return (chosen * chosen.detach().exp() + 0.01 * entropy).mean(), z.argmax(-1) == y
+
+
+def several_picks(x, w, y):
+    z = F.linear(x, w).float()
+    return z.log_softmax(-1).gather(-1, torch.stack([y, y // 2, y * 0], 1)).square().sum()
+
+
+def distilled(x, w, y):
+    """From given probabilities."""
+    q = F.one_hot(y, len(w)).float() * 0.5
+    return -(q * F.linear(x, w).float().log_softmax(-1)).sum(-1).square().sum()
+
+
+def accurate(x, w, y):
+    """One kernel: forward computes the gradients of the loss."""
+    z = F.linear(x, w).float()
+    return F.cross_entropy(z, y), z.argmax(-1) == y
+
+
+REDUCTIONS = (policy, several_picks, distilled, accurate)
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize(
     ("strategy", "v", "dtype"),
@@ -110,11 +139,35 @@ def test_what_is_launched_is_listed(program, v, dtype, strategy, recorded, monke
         out = torch.compile(program, backend="fusedce")(*operands, y)
         if needs_gradients:
             (out[0] if isinstance(out, tuple) else out).backward()
-        launched = {launch["kernel"]: launch for launch in recorded}  # once for all chunks
-        assert [kernel.name for kernel in kernels] == [kernel.name for kernel in launched]
-        for kernel, launch in zip(kernels, launched.values(), strict=True):
-            assert kernel.options.items() <= launch.items()
-        assert kernels
+        assert_listed(kernels, recorded)
+
+
+def assert_listed(kernels, recorded):
+    launched = {launch["kernel"]: launch for launch in recorded}  # once for all chunks
+    assert [kernel.name for kernel in kernels] == [kernel.name for kernel in launched]
+    for kernel, launch in zip(kernels, launched.values(), strict=True):
+        assert kernel.options.items() <= launch.items()
+    assert kernels
+
+
+@pytest.mark.parametrize("program", REDUCTIONS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize(("v", "dtype"), [(20, F32), (16, F16), (20000, BF16)])
+def test_reductions_that_are_launched_are_listed(program, v, dtype, recorded, monkeypatch):
+    monkeypatch.setenv("FUSEDCE_INNER", "eager")
+    x, w = torch.randn(N, D, dtype=dtype), torch.randn(v, D, dtype=dtype)
+    y = torch.randint(16, (N,))
+    for needs_gradients in (True, False):
+        operands = [t.clone().requires_grad_(needs_gradients) for t in (x, w)]
+        kernels = explain(program, *operands, y).kernels
+        recorded.clear()
+        out = torch.compile(program, backend="fusedce")(*operands, y)
+        if needs_gradients:
+            (out[0] if isinstance(out, tuple) else out).backward()
+        assert_listed(kernels, recorded)
+        assert [kernel.stage for kernel in kernels] == [
+            "reductions",
+            *["reductions_backward"] * (needs_gradients and program is not accurate),
+        ]
 
 
 # ---------------------------------------------------------------- what it depends on

@@ -1,0 +1,92 @@
+"""The tensors that one call of class reductions reads and returns.
+
+In: the operands of a call. Out: records, and uninitialised outputs of the right shapes::
+
+    >>> x, weight = torch.ones(4, 8), torch.ones(9, 8)
+    >>> operands = Operands(x, weight, None, None, torch.zeros(4, 2, dtype=torch.int64), ())
+    >>> empty(operands, Reductions(("lse", "pick"))).rows.shape  # two picks
+    torch.Size([3, 4])
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Reductions
+
+
+class Operands(NamedTuple):
+    """The tensors of one call.
+
+    Attributes:
+        x: ``[N, D]``.
+        weight: ``[V, D]``, dtype of x.
+        bias: ``[V]`` in the dtype of x or in the compute dtype, or None.
+        scale: ``[N]``, a factor of each row's transformed logits in the compute dtype, or None.
+        picks: class indices ``[N]`` or ``[N, K]`` int64, or None.
+        given: weights of moments, vectors ``[V]`` or values ``[N, V]``.
+        coef: ``[T, N]`` in the compute dtype, the weights of the total's outputs in their order, K
+            rows for a pick of K classes; None without a total.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    picks: Tensor | None
+    given: tuple[Tensor, ...]
+    coef: Tensor | None = None
+
+    def classes(self) -> Tensor:
+        """The class indices as ``[N, K]``."""
+        assert self.picks is not None
+        return self.picks if self.picks.dim() == 2 else self.picks.unsqueeze(1)
+
+    def weights(self, moment: Moment | LogitSum, rows: slice) -> Tensor | None:
+        """The weights of a sum ``[V]`` or ``[rows, V]`` in the compute dtype; None for ones."""
+        return None if moment.weight is None else self.values(moment.weight, rows)
+
+    def values(self, position: int, rows: slice) -> Tensor:
+        """One of ``given``, ``[V]`` or ``[rows, V]`` in the compute dtype."""
+        w = self.given[position]
+        return (w if w.dim() == 1 else w[rows]).to(compute_dtype(self.x.dtype))
+
+
+class Outputs(NamedTuple):
+    """The outputs of all rows.
+
+    Attributes:
+        rows: ``[R, N]`` in the compute dtype, in the order of ``spec.rows``; K rows for a ``pick``
+            of K classes.
+        indices: ``[I, N]`` int64.
+        lse, rest: ``[N]``, the log-sum-exp and its rounding error.
+        saved: ``[S, N]``, the moments of ``spec.saved``.
+        total: the terms of the total ``[N]``; empty without one.
+    """
+
+    rows: Tensor
+    indices: Tensor
+    lse: Tensor
+    rest: Tensor
+    saved: Tensor
+    total: Tensor
+
+
+def empty(operands: Operands, spec: Reductions) -> Outputs:
+    """Uninitialised outputs, also of fake operands."""
+    n, dtype = operands.x.shape[0], compute_dtype(operands.x.dtype)
+    picked = operands.classes().shape[1] if operands.picks is not None else 0
+    count = sum(picked if output in OF_PICKS else 1 for output in spec.rows)
+    new = operands.x.new_empty
+    return Outputs(
+        new((count, n), dtype=dtype),
+        new((len(spec.indices), n), dtype=torch.int64),
+        new(n, dtype=dtype),
+        new(n, dtype=dtype),
+        new((len(spec.saved), n), dtype=dtype),
+        new(n if spec.total else 0, dtype=dtype),
+    )

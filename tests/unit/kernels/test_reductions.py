@@ -1,0 +1,421 @@
+"""The Triton implementation of class reductions against float64 autograd.
+
+Runs on the GPU where there is one, else in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpass.kernels import reductions as kernels
+from fxpass.kernels import row_config
+from fxpass.op import reductions as operator
+from fxpass.plan.plan import Plan
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.reduction_operands import Operands
+from fxpass.spec.reductions import INDICES, PRODUCTS, LogitSum, Moment, Output
+from tests.support.numerics import assert_as_accurate
+from tests.support.reduction_cases import COMBINATIONS, INF, NAN, OUTPUTS, TRANSFORMS, Case, case
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GIVEN = ("given0", "given1")  # their gradients are ATen's
+WHOLE, BLOCKED = (3, 5, 37), (3, 5, 8200)
+# A combination with each kind of output, but few of each: the interpreter needs a second for all.
+SOME = [
+    *("lse", "pick", "at", "amax", "peak", "max"),
+    *(Moment(1, 1), Moment(2, 2, 1), Moment(0, 2, 0), Moment(0, 1), Moment(1, 0, 1)),
+    *(LogitSum(), LogitSum(0), *INDICES),
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+
+
+@pytest.fixture(params=[2], ids=lambda rows: f"chunks of {rows}")
+def triton(request, device, monkeypatch):
+    """The operator runs the kernels, in chunks; new tensors are on their device."""
+    plan = Plan("triton", "chunked", rows=request.param, classes=1)
+    monkeypatch.setattr(operator, "plan_of_reductions", lambda *_: plan)
+    with device:
+        yield device
+
+
+def check(found: Case, dtype: torch.dtype) -> None:
+    tensors = list(found.tensors.values())
+    upstream = torch.randn(found.eager(*tensors).shape)
+    assert_as_accurate(found.fused, found.eager, tensors, dtype, upstream)
+
+
+# ---------------------------------------------------------------- the meaning
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_all_kinds_of_outputs(transform, shape, dtype):
+    full = transform != "z"
+    bias = compute_dtype(dtype) if full else dtype
+    check(case(SOME, dtype, transform, bias, full, full, shape, frozen=GIVEN), dtype)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+@pytest.mark.parametrize("name", [name for name in COMBINATIONS if name != "everything"])
+def test_combinations(name, shape):
+    check(case(COMBINATIONS[name], shape=shape, frozen=GIVEN), torch.float32)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+@pytest.mark.parametrize("output", [*OUTPUTS, COMBINATIONS["everything"]], ids=str)
+def test_each_output(output, shape, dtype):
+    outputs = output if isinstance(output, list) else [output]
+    for transform in TRANSFORMS:
+        check(case(outputs, dtype, transform, shape=shape, frozen=GIVEN), dtype)
+        check(case(outputs, dtype, transform, dtype, True, True, shape, frozen=GIVEN), dtype)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize(
+    ("shape", "many"),
+    [((1, 5, 11), False), ((7, 1, 11), True), ((7, 5, 1), True), ((1, 1, 1), False)],
+)
+def test_sizes(shape, many):
+    found = case(SOME, bias=torch.float32, scaled=True, many=many, shape=shape, frozen=GIVEN)
+    check(found, torch.float32)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("shape", [(0, 5, 11), (0, 5, 8200)])
+def test_no_rows(shape):
+    found = case(SOME, bias=torch.float32, scaled=True, shape=shape, frozen=GIVEN)
+    tensors = [t.requires_grad_() for t in found.tensors.values()]
+    rows, indices, *_ = found.run(tensors)
+    assert rows.shape == (len(found.spec.rows), 0)
+    assert indices.shape == (1, 0)
+    rows.sum().backward()
+    named = zip(found.tensors, tensors, strict=True)
+    assert not any(t.grad is not None and t.grad.any() for _, t in named)
+
+
+@pytest.mark.usefixtures("triton")
+def test_no_picks():
+    check(case(["lse", "pick"])._replace(picks=torch.empty(7, 0, dtype=torch.int64)), torch.float32)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("picks", [[[1, 1, 1]] * 7, [[1, 10, 1]] * 7])
+def test_a_class_that_is_picked_twice(picks):
+    found = case(["pick", "at"], many=True)
+    check(found._replace(picks=torch.tensor(picks)), torch.float32)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("x", "weight", "bias"), ("scale",)])
+def test_frozen_operands(frozen):
+    found = case(SOME, bias=torch.float32, scaled=True, frozen=(*frozen, *GIVEN))
+    check(found, torch.float32)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_non_contiguous_operands(dtype):
+    found = case(SOME, dtype, bias=dtype, scaled=True, many=True, frozen=GIVEN)
+    for name, tensor in found.tensors.items():
+        strided = tensor.repeat_interleave(2, dim=-1)[..., ::2]
+        found.tensors[name] = tensor.T.contiguous().T if name == "x" else strided
+    assert found.picks is not None
+    check(found._replace(picks=found.picks.T.contiguous().T), dtype)
+
+
+@pytest.mark.parametrize("triton", [100], indirect=True)
+def test_one_chunk(triton):
+    check(case(SOME, torch.bfloat16, bias=torch.bfloat16, frozen=GIVEN), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+def test_nothing_is_written_to_operands_and_the_bits_are_the_same(shape):
+    found = case(SOME, torch.bfloat16, "3*tanh(z/3)", torch.bfloat16, True, True, shape)
+    found = found._replace(frozen=GIVEN)
+    spec = dataclasses.replace(found.spec, gradients=("x", "weight", "bias", "scale"))
+    found = found._replace(spec=spec)
+    before = [t.clone() for t in found.tensors.values()]
+    answers = []
+    for _ in range(2):
+        leaves = [t.detach().requires_grad_() for t in found.tensors.values()]
+        rows, indices, *_ = found.run([*leaves[:4], *(t.detach() for t in leaves[4:])])
+        rows.backward(torch.ones_like(rows))
+        answers.append([rows.detach(), indices, *(t.grad for t in leaves[:4])])
+    assert all(map(torch.equal, *answers))
+    assert all(map(torch.equal, found.tensors.values(), before))
+
+
+# ---------------------------------------------------------------- totals
+
+TOTALS: dict[str, list[Output]] = {
+    "a loss": ["pick"],
+    "a policy's loss": ["pick", Moment(1, 1)],
+    "a loss and a z-loss": ["lse", "at", Moment(2, 0)],
+    "soft targets": [Moment(0, 1, 1), LogitSum(0), "lse", Moment(0, 2), Moment(1, 1, 0)],
+}
+TOTAL = 5  # its place among the operator's outputs
+
+
+def check_total(found: Case, dtype: torch.dtype, outputs: tuple[Output, ...] = ()) -> None:
+    """The sum of the case's outputs with known weights, some of them 0, and its gradients."""
+    gradients = tuple(name for name in found.spec.gradients if name in PRODUCTS)
+    frozen = tuple(name for name in found.tensors if name not in PRODUCTS)
+    found = found._replace(frozen=frozen)
+    total = found.spec.outputs
+    spec = dataclasses.replace(found.spec, outputs=outputs, gradients=gradients, total=total)
+    rows = found.eager(*found.tensors.values())
+    coef = torch.randn(rows.shape)
+    coef[:, 1] = 0
+    coef[0, 2] = 0
+
+    def fused(*tensors: Tensor) -> Tensor:
+        x, weight, bias, scale, picks, given, _ = operands_of(found, tensors)
+        out = operator.class_reductions(
+            x, weight, bias, scale, picks, list(given), coef, spec.text()
+        )
+        if outputs:
+            alone = dataclasses.replace(spec, total=(), gradients=())
+            with torch.no_grad():
+                want = operator.class_reductions(
+                    x, weight, bias, scale, picks, list(given), None, alone.text()
+                )
+            assert all(map(torch.equal, out[:2], want[:2]))
+        return out[TOTAL]
+
+    def eager(*tensors: Tensor) -> Tensor:
+        rows = found.eager(*tensors)
+        return (rows * coef.to(rows.dtype)).sum()
+
+    assert_as_accurate(fused, eager, list(found.tensors.values()), dtype)
+
+
+def operands_of(found: Case, tensors: Sequence[Tensor]) -> Operands:
+    named = found._named(tensors)
+    x, weight = named["x"], named["weight"]
+    given = tuple(t for name, t in named.items() if name in GIVEN)
+    return Operands(x, weight, named.get("bias"), named.get("scale"), found.picks, given)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+@pytest.mark.parametrize("name", TOTALS)
+def test_a_total_and_its_gradients_in_one_launch(name, shape, dtype):
+    check_total(case(TOTALS[name], dtype, shape=shape, frozen=GIVEN), dtype)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+@pytest.mark.parametrize("name", ["a policy's loss", "a loss and a z-loss"])
+def test_outputs_beside_a_total(name, shape, dtype):
+    """What they are without a total."""
+    outputs = ("argmax", "max", "pick", Moment(1, 2))
+    found = case(TOTALS[name], dtype, "3*tanh(z/3)", dtype, True, True, shape)
+    check_total(found, dtype, outputs)
+
+
+# ---------------------------------------------------------------- numbers at the edge
+
+
+def assert_as_eager(found: Case, exact: bool = False) -> None:
+    """To rounding, with nan and infinities at the same places."""
+    answers = []
+    for program in (found.fused, found.eager):
+        leaves = [t.detach().requires_grad_() for t in found.tensors.values()]
+        rows = program(*leaves)
+        rows.backward(torch.ones_like(rows))
+        answers.append([rows.detach(), *(leaf.grad for leaf in leaves)])
+    for name, ours, theirs in zip(["rows", *found.tensors], *answers, strict=True):
+        if name not in found.frozen:
+            assert torch.allclose(ours, theirs, 1e-4, 1e-5, equal_nan=True), (name, ours, theirs)
+
+
+def with_logits(outputs, row, shape=WHOLE, **options) -> Case:
+    """Every row has these logits, repeated; hidden states are zero."""
+    found = case(outputs, bias=torch.float32, shape=shape, frozen=GIVEN, **options)
+    times = -(-shape[2] // len(row))
+    found.tensors["bias"] = torch.tensor(row).repeat_interleave(times)[: shape[2]].clone()
+    found.tensors["x"].zero_()
+    return found
+
+
+# One of the classes, or those of more than one block, are the largest.
+SHAPES = pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+
+
+@SHAPES
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("name", ["max", "amax", "peak"])
+def test_equal_maxima(name, shape):
+    """amax shares its gradient, max and peak give it to the first of them, as torch does."""
+    found = with_logits([name, *INDICES], [1.0, 4.0, 4.0, 2.0, 4.0, 0.0], shape)
+    assert_as_eager(found)
+    _, indices, *_ = found.run([*found.tensors.values()])
+    first = int((found.tensors["bias"] == 4).nonzero()[0])
+    assert indices.tolist() == [[first] * shape[0]]
+
+
+@SHAPES
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize(
+    "row",
+    [
+        [-INF] * 3,
+        [-INF, -INF, 1.0, 2.0],
+        [1.0, INF, 2.0],
+        [1.0, 5.0, NAN, 7.0],
+        [NAN, INF, 7.0],
+        [torch.finfo(torch.float32).min] * 3,
+        [-INF, -INF, torch.finfo(torch.float32).min],
+    ],
+    ids=str,
+)
+def test_the_largest_logit_is_torchs(row, shape):
+    found = with_logits(["max", "amax", *INDICES], row, shape)
+    rows, indices, *_ = found.run([*found.tensors.values()])
+    values, first = found.tensors["bias"].max(0)
+    if not values.isnan():  # of equal ones, torch may take another one than the first
+        first = (found.tensors["bias"] == values).nonzero()[0, 0]
+    assert torch.equal(indices, first.expand_as(indices))
+    assert torch.allclose(rows, values.expand_as(rows), equal_nan=True)
+
+
+OF_SOFTMAX = ["lse", "pick", "peak", Moment(1, 0, 0), Moment(2, 0), Moment(2, 0, 1)]
+
+
+@SHAPES
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("outputs", [OF_SOFTMAX, ["at", "max", "amax", *OF_SOFTMAX]], ids=len)
+def test_some_infinite_logits(outputs, shape):
+    found = with_logits(outputs, [-INF, -INF, 2.0, 1.0, -INF, 0.5], shape)
+    assert found.picks is not None
+    found.picks.fill_(int(shape[2] // 6 * 2.5))
+    assert_as_eager(found)
+
+
+@SHAPES
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("bad", [-INF, INF, NAN])
+def test_rows_without_a_distribution(bad, shape):
+    """Every logit is -inf, one is inf, or one is nan."""
+    row = [bad] * 3 if bad == -INF else [0.0, bad, 1.0]
+    outputs = ["pick", "peak", "max", Moment(2, 0), Moment(1, 1), *(["lse"] if bad != INF else [])]
+    for output in outputs:
+        assert_as_eager(with_logits([output], row, shape))
+
+
+@SHAPES
+@pytest.mark.usefixtures("triton")
+def test_a_class_without_probability_counts_nothing(shape):
+    """An entropy, say: eager has nan. The answer is that without these classes."""
+    outputs = [Moment(a, b, w) for a in (1, 2) for b in (1, 2) for w in (None, 0)]
+    row = [-INF, 1.0, 2.0, -INF, 0.0]
+    found = with_logits(outputs, row, shape)
+    kept = found.tensors["bias"].isfinite()
+    answers = []
+    for some in (slice(None), kept):
+        sizes = {n: t if n == "x" else t[some] for n, t in found.tensors.items()}
+        leaves = [t.detach().requires_grad_() for t in sizes.values()]
+        rows = found._replace(tensors=sizes).fused(*leaves)
+        rows.sum().backward()
+        answers.append((rows, leaves[2].grad))
+    (rows, bias), (rows_of_kept, bias_of_kept) = answers
+    assert torch.allclose(rows, rows_of_kept, 1e-5, 1e-6)
+    assert torch.allclose(bias[kept], bias_of_kept, 1e-5, 1e-6)
+    assert not bias[~kept].any()
+
+
+@SHAPES
+@pytest.mark.usefixtures("triton")
+def test_sums_over_infinite_logits_are_eagers(shape):
+    """Infinite, also where the maximum grows afterwards, and nan where the weight is 0."""
+    outputs = [Moment(0, 1), Moment(0, 2), LogitSum(), Moment(0, 1, 0), LogitSum(0), "amax"]
+    found = with_logits(outputs, [-INF, 1.0, 2.0], shape)
+    for of_infinite in (1.0, 0.0):
+        found.tensors["given0"][found.tensors["bias"] == -INF] = of_infinite
+        tensors = [*found.tensors.values()]
+        ours, theirs = found.fused(*tensors), found.eager(*tensors)
+        assert torch.allclose(ours, theirs, 1e-5, 1e-6, equal_nan=True)
+
+
+@SHAPES
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_huge_logits(shape, dtype):
+    check(case(SOME, dtype, bias=dtype, size=1e4, shape=shape, frozen=GIVEN), dtype)
+
+
+# ---------------------------------------------------------------- fp16
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("exponent", [-60, 40])
+@pytest.mark.parametrize("name", ["a policy's loss", "smoothing", "sums of one weight"])
+def test_gradients_of_any_magnitude(name, exponent):
+    """Stored in fp16, whose range is small; powers of two change no bits."""
+    found = case(COMBINATIONS[name], torch.float16, scaled=True, shape=(5, 5, 300), frozen=GIVEN)
+    tensors = list(found.tensors.values())
+    incoming = torch.randn(found.eager(*tensors).shape)
+    operands, plan = operands_of(found, tensors), Plan("triton", "chunked", rows=2, classes=1)
+    out, _ = kernels.forward(operands, found.spec, plan)
+    gradients = tuple(name for name in found.spec.gradients if name in PRODUCTS)
+    spec = dataclasses.replace(found.spec, outputs=(), total=found.spec.rows, gradients=gradients)
+    answers, totals = [], []
+    for power in (0, exponent):
+        scaled = incoming * 2.0**power
+        grads = kernels.backward(operands, found.spec, plan, out, scaled)
+        answers.append({name: grad * 2.0**-power for name, grad in grads.items()})
+        of_total, grads = kernels.forward(operands._replace(coef=scaled), spec, plan)
+        totals.append({name: grad * 2.0**-power for name, grad in grads.items()})
+        totals[-1]["total"] = of_total.total * 2.0**-power
+    for plain, other in (answers, totals):
+        assert all(torch.equal(plain[name], other[name]) for name in plain)
+        assert all(grad.isfinite().all() and grad.any() for grad in plain.values())
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("value", [INF, NAN])
+def test_overflow_of_the_loss_scale_is_seen(value):
+    """GradScaler looks for gradients that are not finite."""
+    found = case(["pick", Moment(1, 1)], torch.float16)
+    leaves = [t.requires_grad_() for t in found.tensors.values()]
+    rows = found.fused(*leaves)
+    grad = torch.ones_like(rows)
+    grad[0, 3] = value
+    rows.backward(grad)
+    x_grad, weight_grad = (leaf.grad for leaf in leaves)
+    assert x_grad is not None
+    assert weight_grad is not None
+    assert not x_grad[3].isfinite().any()
+    assert x_grad[4].isfinite().all()
+    assert not weight_grad.isfinite().any()
+
+
+# ---------------------------------------------------------------- which implementation runs
+
+
+def test_a_row_that_is_heavy_is_not_kept_in_registers():
+    """Weights, a transform or the gradient of a scale need registers for each logit."""
+    for outputs, transform, scaled, whole in (
+        (["pick", Moment(1, 1)], "z", False, True),
+        (["pick", Moment(1, 1)], "z", True, False),
+        (["lse"], "3*tanh(z/3)", False, False),
+        ([Moment(0, 1, 1)], "z", False, False),
+    ):
+        spec = case(outputs, transform=transform, scaled=scaled, frozen=GIVEN).spec
+        found = row_config.reduction_candidates(16032, torch.bfloat16, "sm_90", spec)
+        assert any(one["BLOCK_V"] >= 16032 for one in found) == whole
