@@ -114,7 +114,7 @@ def _writes(operands: Collection[Node], end: Node) -> list[Node]:
     Raises:
         NoMatch: the memory of an operand is unknown.
     """
-    memory = {storage(node) for node in operands}
+    memory = {storage(node) for node in operands if is_tensor(node)}
     found = []
     for node in end.graph.nodes:
         if node is end:

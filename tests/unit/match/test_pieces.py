@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.distributions import Categorical
 
 import fxpass
+from fxpass.spec.reductions import REVISION
 from tests.support.numerics import assert_as_accurate
 from tests.support.programs import B, S, V, check, inputs, last, report_of
 
@@ -101,7 +102,7 @@ def test_accepted(case):
         spec.split(" transform")[0] for spec in specs_of(report_of(program, x, weight, labels))
     ]
     specs = [spec.removesuffix(" gradients=x,weight") for spec in specs]
-    assert specs == [f"r2 outputs={o}" for o in ACCEPTED[case][1]]
+    assert specs == [f"{REVISION} outputs={o}" for o in ACCEPTED[case][1]]
     check(program, labels, x, weight)
 
 
@@ -133,7 +134,7 @@ def test_a_number_of_rows_that_varies():
     x, weight = torch.randn(7, 6, requires_grad=True), torch.randn(V, 6, requires_grad=True)
     torch._dynamo.mark_dynamic(x, 0, min=7, max=9)
     (spec,) = specs_of(report_of(program, x, weight))
-    assert spec == "r2 outputs=moment(1,1) gradients=x,weight"
+    assert spec == f"{REVISION} outputs=moment(1,1) gradients=x,weight"
     torch._dynamo.reset()
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
     for n in (7, 8):

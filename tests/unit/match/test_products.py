@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxpass.spec.reductions import REVISION
 from tests.support.programs import B, S, V, check, inputs, last, report_of
 
 U = torch.linspace(-1, 2, V)
@@ -81,7 +82,7 @@ def test_accepted(case):
 
     x, weight, labels = inputs()
     specs = specs_of(report_of(program, x, weight, labels))
-    assert specs == [f"r2 outputs={o} gradients=x,weight" for o in ACCEPTED[case][1]]
+    assert specs == [f"{REVISION} outputs={o} gradients=x,weight" for o in ACCEPTED[case][1]]
     check(program, labels, x, weight)
 
 
@@ -95,7 +96,7 @@ def test_a_target_with_gradients(is_log):
     x, weight, labels = inputs()
     teacher = torch.randn(B, S, V, requires_grad=True)
     (spec,) = specs_of(report_of(program, x, weight, teacher, labels))
-    assert spec == f"r2 outputs={CROSS} gradients=x,weight,given0"
+    assert spec == f"{REVISION} outputs={CROSS} gradients=x,weight,given0"
     check(program, labels, x, weight, teacher)
 
 
