@@ -40,8 +40,8 @@ def row_candidates(v: int, dtype: torch.dtype, target: str, spec: Spec) -> list[
 def reduction_candidates(
     v: int, dtype: torch.dtype, target: str, spec: Reductions
 ) -> list[dict[str, int]]:
-    """As :func:`row_candidates`, for reductions. A thread has more than 16 logits only where each of
-    them has few other values: no weights, no transform, no gradient of a scale."""
+    """As :func:`row_candidates`, for reductions. A thread has more than 16 logits only where each
+    has few other values: no weights, no transform, no gradient of a scale."""
     sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
     weighted = any(o.weight is not None for o in sums)
     light = not weighted and spec.transform == Z and "scale" not in spec.gradients
