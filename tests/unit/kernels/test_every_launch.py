@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-MODULES = pytest.mark.parametrize("module", ["launch_cases", "reduction_launches"])
+# cases of launches, and of captures, in the quick tier
+COUNTS = {"launch_cases": (40, 16), "reduction_launches": (12, 6)}
+MODULES = pytest.mark.parametrize("module", COUNTS)
 
 
 def check(module: str, what: str, seed: int, count: int) -> None:
@@ -34,13 +36,13 @@ def check(module: str, what: str, seed: int, count: int) -> None:
 
 @MODULES
 def test_launches(module):
-    check(module, "launches", seed=0, count=40)
+    check(module, "launches", seed=0, count=COUNTS[module][0])
 
 
 @MODULES
 def test_a_capture_loads_nothing_that_the_warm_up_did_not(module):
     """Whatever the numbers of rows, and wherever their tensors lie."""
-    check(module, "rows", seed=0, count=16)
+    check(module, "rows", seed=0, count=COUNTS[module][1])
 
 
 @pytest.mark.full
