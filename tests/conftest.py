@@ -60,6 +60,7 @@ FULL = (
     "compile/test_scaler.py",
     "unit/cli/test_demo.py",
     "unit/kernels/test_compile.py",
+    "unit/kernels/test_compile_reductions.py",
     "unit/kernels/test_tile_compile.py",
     "unit/match/test_spellings.py",
 )

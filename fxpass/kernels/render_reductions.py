@@ -237,8 +237,9 @@ class Features:
     @property
     def total(self) -> list[tuple[str, str, bool]]:
         """The weight and the value of each output of the total, and whether they are vectors."""
+        values = {o: f"({v})" if " " in v else v for o, v in self._values.items()}
         return [
-            (gradient_name_of(o), self._values[o], self.several and o in OF_PICKS)
+            (gradient_name_of(o), values[o], self.several and o in OF_PICKS)
             for o in self.spec.total
         ]
 

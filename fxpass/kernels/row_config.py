@@ -40,12 +40,13 @@ def row_candidates(v: int, dtype: torch.dtype, target: str, spec: Spec) -> list[
 def reduction_candidates(
     v: int, dtype: torch.dtype, target: str, spec: Reductions
 ) -> list[dict[str, int]]:
-    """As :func:`row_candidates`, for reductions. A row that does not fit into the default block is
-    kept in registers only where each logit has few other values: no weights, no transform."""
+    """As :func:`row_candidates`, for reductions. A thread has more than 16 logits only where each
+    has few other values: no weights, no transform, no gradient of a scale."""
     sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
     weighted = any(o.weight is not None for o in sums)
     light = not weighted and spec.transform == Z and "scale" not in spec.gradients
-    return _candidates(v, dtype, target, light)
+    found = _candidates(v, dtype, target, light)
+    return [one for one in found if light or one["BLOCK_V"] <= 16 * 32 * one["num_warps"]]
 
 
 def _candidates(v: int, dtype: torch.dtype, target: str, light: bool) -> list[dict[str, int]]:

@@ -111,6 +111,24 @@ def test_a_head_on_another_device(program, devices, gpus):
     assert match.choice.device == devices[program is not weight_moved]
 
 
+def log_probabilities(x, weight, labels):
+    log = F.linear(x.to(weight.device), weight).float().log_softmax(-1)
+    entropy = -(log.exp() * log).sum(-1)
+    labels = labels.to(weight.device)
+    return log.gather(-1, labels.unsqueeze(1)).squeeze(1), entropy, log.argmax(-1) == labels
+
+
+@pytest.mark.parametrize("devices", [(FIRST, FIRST), *PAIRS], ids=lambda p: f"{p[0]}-{p[1]}")
+def test_reductions_of_a_head_on_a_gpu(devices, gpus):
+    """They are one call, where the linear is, and its kernel is listed."""
+    outcome = outcome_of(log_probabilities, devices, gpus)
+    assert len(outcome.matches) == 1
+    assert not outcome.rejections
+    (kernel,) = outcome.kernels
+    assert kernel.stage == "reductions"
+    assert "m11 =" in kernel.source
+
+
 @pytest.mark.parametrize("devices", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 @pytest.mark.parametrize("program", [logits_moved, logits_moved_and_cast, scaled_logits_moved])
 def test_logits_that_move(program, devices, gpus):

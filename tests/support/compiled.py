@@ -76,18 +76,28 @@ def resources(units: Mapping[str, Unit], target: str) -> dict[str, Resources]:
     Raises:
         AssertionError: what the compiler says, where one does not compile.
     """
+    return {label: Resources(*one[:3]) for label, one in _compiled(units, target, False).items()}
+
+
+def loops(units: Mapping[str, Unit], target: str) -> dict[str, list[int]]:
+    """The instructions in each loop of each unit on an NVIDIA GPU, in the order of the code, without
+    those that a branch inside the loop may skip."""
+    return {label: one[3] for label, one in _compiled(units, target, True).items()}
+
+
+def _compiled(units: Mapping[str, Unit], target: str, disassembled: bool) -> dict[str, Any]:
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     work = {label: dataclasses.asdict(unit) for label, unit in units.items()}
     with tempfile.TemporaryDirectory() as directory:
         process = subprocess.run(
-            [sys.executable, "-m", __name__, target, directory],
+            [sys.executable, "-m", __name__, target, directory, *["loops"] * disassembled],
             input=json.dumps(work),
             env={**environ, "TRITON_CACHE_DIR": directory},
             capture_output=True,
             text=True,
         )
     assert not process.returncode, process.stderr
-    return {label: Resources(*numbers) for label, numbers in json.loads(process.stdout).items()}
+    return json.loads(process.stdout)
 
 
 # ---------------------------------------------------------------- the table
@@ -146,7 +156,7 @@ def _read(text: str) -> tuple[str, dict[str, dict[str, str]]]:
 # ---------------------------------------------------------------- in the other process
 
 
-def _compile(unit: Unit, target: str, folder: Path) -> Resources:
+def _compile(unit: Unit, target: str, folder: Path, disassembled: bool) -> list[Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -171,7 +181,30 @@ def _compile(unit: Unit, target: str, folder: Path) -> Resources:
     with contextlib.redirect_stdout(log):  # where Triton prints what ptxas says
         out = triton.compile(source, target=gpu, options=dict(unit.options))
     registers, spills = _of_amdgcn(out.asm["amdgcn"]) if hip else _of_ptxas(log.getvalue())
-    return Resources(registers, spills, out.metadata.shared)
+    loops = _loops(out.asm["cubin"], folder) if disassembled else []
+    return [registers, spills, out.metadata.shared, loops]
+
+
+def _loops(cubin: bytes, folder: Path) -> list[int]:
+    from triton import knobs
+
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    bins = Path(knobs.nvidia.cuobjdump.path).parent
+    environ = {**os.environ, "PATH": f"{bins}:{os.environ.get('PATH', '')}"}
+    command = [knobs.nvidia.cuobjdump.path, "-sass", path]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+    code = {int(at, 16): what for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?) *;", text)}
+    jumps = {at: re.search(r"BRA.* 0x([0-9a-f]+)", what) for at, what in code.items()}
+    targets = {at: int(found[1], 16) for at, found in jumps.items() if found}
+    found = []
+    for end, start in sorted(targets.items()):
+        if start >= end:
+            continue
+        skips = [(a, b) for a, b in targets.items() if start <= a < b <= end]
+        inside = (at for at in code if start <= at <= end and "NOP" not in code[at])
+        found.append(sum(not any(a < at < b for a, b in skips) for at in inside))
+    return found
 
 
 def load(unit: Unit, folder: Path) -> Any:
@@ -204,7 +237,7 @@ def _numbers(pattern: str, text: str) -> list[int]:
     return found
 
 
-def _main(target: str, folder: Path) -> None:
+def _main(target: str, folder: Path, *disassembled: str) -> None:
     from triton import knobs
 
     knobs.nvidia.dump_ptxas_log = True
@@ -213,9 +246,10 @@ def _main(target: str, folder: Path) -> None:
     # equal units, such as one kernel for two numbers of classes, are compiled once
     texts = {label: repr(unit) for label, unit in work.items()}
     units = {texts[label]: unit for label, unit in work.items()}
-    found = {text: _compile(unit, target, folder) for text, unit in units.items()}
+    some = bool(disassembled)
+    found = {text: _compile(unit, target, folder, some) for text, unit in units.items()}
     print(json.dumps({label: found[text] for label, text in texts.items()}))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], Path(sys.argv[2]))
+    _main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

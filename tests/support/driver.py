@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as active
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fxpass.kernels import call, chunked, tiled, tuning
+from fxpass.kernels import call, chunked, reductions, tiled, tuning
 from fxpass.kernels.call import Gpu
 from fxpass.plan.devices import target_of
 from tests.support.gpus import Card, Gpus
@@ -90,7 +90,7 @@ class Driver:
         patch.setattr(call, "aligned", lambda t: t.storage_offset() * t.itemsize % 16 == 0)
         patch.setattr(tuning, "best", self._best)
         load = chunked.load
-        for module in (chunked, tiled):
+        for module in (chunked, reductions, tiled):
             patch.setattr(module, "load", lambda kernel: _Function(load(kernel), self))
         return self
 

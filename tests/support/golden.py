@@ -11,4 +11,5 @@ def without_hash(source: str) -> str:
     >>> without_hash("def linear_cross_entropy_backward_81d713e6(")
     'def linear_cross_entropy_backward_<hash>('
     """
-    return re.sub(r"\b(linear_cross_entropy\w*_)[0-9a-f]{8}\b", r"\1<hash>", source)
+    names = r"\b((?:linear_cross_entropy|class_reductions)\w*_)[0-9a-f]{8}\b"
+    return re.sub(names, r"\1<hash>", source)

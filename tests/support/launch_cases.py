@@ -11,6 +11,8 @@ import json
 import random
 import sys
 import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -154,10 +156,10 @@ def rows(case, driver: Driver) -> None:
         assert not new, f"for {n} rows {new}"
 
 
-def main(what: str, seed: int, count: int) -> None:
-    check = {"launches": run, "rows": rows}[what]
+def report(check: Callable[[dict[str, Any], Driver], None], cases: Iterable) -> None:
+    """Checks each case on its GPU, and prints what was found as JSON."""
     failures, launches, compiled = [], 0, 0
-    by_card = sorted(cases(seed, count), key=lambda case: list(CARDS).index(case["card"]))
+    by_card = sorted(cases, key=lambda case: list(CARDS).index(case["card"]))
     for card, of_card in itertools.groupby(by_card, key=lambda case: case["card"]):
         with Driver(CARDS[card], hip="7.0" if card == "MI300X" else None) as driver:
             for case in of_card:
@@ -171,4 +173,5 @@ def main(what: str, seed: int, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    what, seed, count = sys.argv[1], *map(int, sys.argv[2:])
+    report({"launches": run, "rows": rows}[what], cases(seed, count))

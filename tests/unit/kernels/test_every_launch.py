@@ -13,12 +13,16 @@ from pathlib import Path
 
 import pytest
 
+# cases of launches, and of captures, in the quick tier
+COUNTS = {"launch_cases": (40, 16), "reduction_launches": (12, 6)}
+MODULES = pytest.mark.parametrize("module", COUNTS)
 
-def check(what: str, seed: int, count: int) -> None:
+
+def check(module: str, what: str, seed: int, count: int) -> None:
     """In a process of its own: TRITON_INTERPRET decides at import what a kernel is."""
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     process = subprocess.run(
-        [sys.executable, "-m", "tests.support.launch_cases", what, str(seed), str(count)],
+        [sys.executable, "-m", f"tests.support.{module}", what, str(seed), str(count)],
         cwd=Path(__file__).parents[3],
         env=environ,
         capture_output=True,
@@ -30,22 +34,26 @@ def check(what: str, seed: int, count: int) -> None:
     assert not found["failures"], "\n".join(found["failures"])
 
 
-def test_launches():
-    check("launches", seed=0, count=40)
+@MODULES
+def test_launches(module):
+    check(module, "launches", seed=0, count=COUNTS[module][0])
 
 
-def test_a_capture_loads_nothing_that_the_warm_up_did_not():
+@MODULES
+def test_a_capture_loads_nothing_that_the_warm_up_did_not(module):
     """Whatever the numbers of rows, and wherever their tensors lie."""
-    check("rows", seed=0, count=16)
+    check(module, "rows", seed=0, count=COUNTS[module][1])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 5))
-def test_many_launches(seed):
-    check("launches", seed, count=500)
+@MODULES
+def test_many_launches(module, seed):
+    check(module, "launches", seed, count=500)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 3))
-def test_many_captures(seed):
-    check("rows", seed, count=150)
+@MODULES
+def test_many_captures(module, seed):
+    check(module, "rows", seed, count=150)

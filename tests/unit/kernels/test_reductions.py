@@ -55,8 +55,17 @@ def check(found: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("transform", "shape"),
+    [
+        ("z", WHOLE),
+        ("3*tanh(z/3)", BLOCKED),
+        pytest.param("z", BLOCKED, marks=pytest.mark.full),
+        pytest.param("3*tanh(z/3)", WHOLE, marks=pytest.mark.full),
+        pytest.param("0.5-0.5*z", WHOLE, marks=pytest.mark.full),
+        pytest.param("0.5-0.5*z", BLOCKED, marks=pytest.mark.full),
+    ],
+)
 def test_all_kinds_of_outputs(transform, shape, dtype):
     full = transform != "z"
     bias = compute_dtype(dtype) if full else dtype
@@ -118,14 +127,14 @@ def test_a_class_that_is_picked_twice(picks):
 
 
 @pytest.mark.usefixtures("triton")
-@pytest.mark.parametrize("frozen", [("x",), ("weight",), ("x", "weight", "bias"), ("scale",)])
+@pytest.mark.parametrize("frozen", [("x",), ("weight", "scale"), ("x", "weight", "bias")])
 def test_frozen_operands(frozen):
     found = case(SOME, bias=torch.float32, scaled=True, frozen=(*frozen, *GIVEN))
     check(found, torch.float32)
 
 
 @pytest.mark.usefixtures("triton")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float16])
 def test_non_contiguous_operands(dtype):
     found = case(SOME, dtype, bias=dtype, scaled=True, many=True, frozen=GIVEN)
     for name, tensor in found.tensors.items():
@@ -218,8 +227,10 @@ def test_a_total_and_its_gradients_in_one_launch(name, shape, dtype):
 
 
 @pytest.mark.usefixtures("triton")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [(torch.float32, WHOLE), (torch.bfloat16, BLOCKED), (torch.float16, WHOLE)],
+)
 @pytest.mark.parametrize("name", ["a policy's loss", "a loss and a z-loss"])
 def test_outputs_beside_a_total(name, shape, dtype):
     """What they are without a total."""
@@ -313,8 +324,8 @@ def test_some_infinite_logits(outputs, shape):
 def test_rows_without_a_distribution(bad, shape):
     """Every logit is -inf, one is inf, or one is nan."""
     row = [bad] * 3 if bad == -INF else [0.0, bad, 1.0]
-    outputs = ["pick", "peak", "max", Moment(2, 0), Moment(1, 1), *(["lse"] if bad != INF else [])]
-    for output in outputs:
+    outputs = ["pick", "max", Moment(1, 1), *(["lse"] if bad != INF else [])]
+    for output in [*outputs, *(["peak", Moment(2, 0)] if shape == WHOLE else [])]:
         assert_as_eager(with_logits([output], row, shape))
 
 
@@ -354,7 +365,7 @@ def test_sums_over_infinite_logits_are_eagers(shape):
 
 @SHAPES
 @pytest.mark.usefixtures("triton")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32])
 def test_huge_logits(shape, dtype):
     check(case(SOME, dtype, bias=dtype, size=1e4, shape=shape, frozen=GIVEN), dtype)
 
@@ -363,8 +374,9 @@ def test_huge_logits(shape, dtype):
 
 
 @pytest.mark.usefixtures("triton")
-@pytest.mark.parametrize("exponent", [-60, 40])
-@pytest.mark.parametrize("name", ["a policy's loss", "smoothing", "sums of one weight"])
+@pytest.mark.parametrize(
+    ("name", "exponent"), [("a policy's loss", -60), ("a policy's loss", 40), ("smoothing", 40)]
+)
 def test_gradients_of_any_magnitude(name, exponent):
     """Stored in fp16, whose range is small; powers of two change no bits."""
     found = case(COMBINATIONS[name], torch.float16, scaled=True, shape=(5, 5, 300), frozen=GIVEN)

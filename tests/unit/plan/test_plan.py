@@ -11,8 +11,18 @@ import torch
 
 from fxpass.plan import devices
 from fxpass.plan.devices import implementation_for
-from fxpass.plan.plan import BLOCK, CPU_BUDGET, GPU_BUDGET, MIB, budget, plan, size
+from fxpass.plan.plan import (
+    BLOCK,
+    CPU_BUDGET,
+    GPU_BUDGET,
+    MIB,
+    budget,
+    plan,
+    plan_of_reductions,
+    size,
+)
 from fxpass.spec import expression
+from fxpass.spec.reductions import Reductions
 from fxpass.spec.spec import Spec
 from tests.support.gpus import H200, T4, V100
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
@@ -200,6 +210,28 @@ def test_a_gpus_chunks(head, n, memory_mb, h200):
     else:
         assert got.rows % 64 == 0
         assert got.rows <= most
+
+
+POLICY = "r2 outputs=moment(1,1);pick gradients=x,weight"
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "implementation"),
+    [
+        (POLICY, BF16, "triton"),
+        (POLICY, F64, "aten"),
+        ("r2 outputs=moment(0,1,0) gradients=x", BF16, "triton"),
+        # no kernel has the gradients of weights of moments; ATen runs on any device
+        ("r2 outputs=moment(0,1,0) gradients=x,given0", BF16, "aten"),
+    ],
+)
+def test_the_implementation_of_reductions_on_a_gpu(text, dtype, implementation, h200):
+    """Both passes have the same one."""
+    for backward in (False, True):
+        spec = Reductions.parse(text)
+        got = plan_of_reductions(4096, 4096, 32000, dtype, CUDA, spec, False, backward)
+        assert (got.implementation, got.strategy) == (implementation, "chunked")
+        assert got.scratch <= 1024 * MIB
 
 
 def test_sizes_that_are_planned_again_are_looked_up():

@@ -1,0 +1,132 @@
+"""Kernels of class reductions taken to machine code for GPUs that need not be there.
+
+Registers and shared memory are kept in ``compiled_reductions.md``; nothing spills.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fxpass.kernels.call import Candidate, Gpu, OfReductions, Operand, for_reductions
+from fxpass.kernels.render import row
+from fxpass.kernels.render_reductions import reductions
+from fxpass.spec.reductions import Reductions
+from fxpass.spec.spec import Spec
+from tests.support.compiled import TARGETS, Unit, compare, loops, resources
+
+GOLDEN = Path(__file__).parent / "compiled_reductions.md"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+TYPES = {
+    "bias": "*fp32",
+    "scale": "*fp32",
+    "picks": "*i64",
+    "given0": "*fp32",
+    "given1": "*bf16",
+    "given0_stride": "i32",
+    "given1_stride": "i32",
+    "outputs": "*fp32",
+    "indices": "*i64",
+    "lse": "*fp32",
+    "rest": "*fp32",
+    "saved": "*fp32",
+    "incoming": "*fp32",
+    "total": "*fp32",
+    "scale_grad": "*fp32",
+    "stride": "i32",
+    "N": "i32",
+    "V": "i32",
+}
+CLASSES, SOME_CLASSES, FEW_CLASSES, ODD_CLASSES = 128256, 16032, 4096, 50257
+SOFTCAP = "transform=30*tanh(z/30)"
+POLICY = "outputs=argmax;moment(1,1);pick gradients=x"
+OF_WEIGHTS = "outputs=logits(0);moment(0,1,1);moment(1,2,0) gradients=x"
+MAXIMA = f"outputs=amax;argmax;max;peak {SOFTCAP} gradients=x,scale"
+TOTAL = "outputs=argmax gradients=x total=moment(1,1);pick"
+SQUARES = f"outputs=lse;moment(0,2);moment(1,2);moment(2,2);pick {SOFTCAP} gradients=x,scale"
+
+# label: spec, classes, dtype of the logits, and the operands that are present
+KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
+    "log-probabilities": ("outputs=pick gradients=x", CLASSES, "bf16", {"picks": 1}),
+    "policy": (POLICY, CLASSES, "bf16", {"picks": 1}),
+    "policy, some classes": (POLICY, SOME_CLASSES, "bf16", {"picks": 1}),
+    "policy, fp32": (POLICY, CLASSES, "fp32", {"picks": 1}),
+    "policy, whole rows": (POLICY, FEW_CLASSES, "fp16", {"picks": 1, "scaled": True}),
+    "several picks": (POLICY, ODD_CLASSES, "bf16", {"picks": 20}),
+    "weights": (OF_WEIGHTS, CLASSES, "bf16", {"given": (False, True)}),
+    "weights, whole rows": (OF_WEIGHTS, FEW_CLASSES, "bf16", {"given": (False, True)}),
+    "maxima": (MAXIMA, CLASSES, "bf16", {"scaled": True}),
+    "maxima, whole rows": (MAXIMA, FEW_CLASSES, "bf16", {"scaled": True}),
+    "squares": (SQUARES, ODD_CLASSES, "fp16", {"picks": 1, "scaled": True, "bias": True}),
+    "total": (TOTAL, CLASSES, "bf16", {"picks": 1}),
+    "total, some classes": (TOTAL, SOME_CLASSES, "bf16", {"picks": 1}),
+    "total, whole rows": (TOTAL, FEW_CLASSES, "bf16", {"picks": 1}),
+    "total, several picks": (TOTAL, CLASSES, "bf16", {"picks": 3, "scaled": True}),
+}
+# Targets with the registers of sm_80, where only the default is compiled once more.
+LIKE_SM_80 = ("sm_86", "sm_89")
+
+
+def units(target: str, labels: list[str] | None = None) -> dict[str, Unit]:
+    """One for each candidate of each launch."""
+    found = {}
+    for label in labels or KERNELS:
+        text, classes, dtype, present = KERNELS[label]
+        spec = Reductions.parse(f"r2 {text}")
+        x = Operand((8, 64), DTYPES[dtype])
+        bias = Operand((classes,), torch.float32) if present.get("bias") else None
+        others = {k: v for k, v in present.items() if k != "bias"}
+        operands = OfReductions(x, Operand((classes, 64), DTYPES[dtype]), bias, **others)  # type: ignore[arg-type]
+        for forward in (True, False) if not spec.total else (True,):
+            (launch,) = for_reductions(spec, operands, Gpu("", target, 100), forward)
+            some = launch.candidates[:1] if target in LIKE_SM_80 else launch.candidates
+            for candidate in some:
+                sizes = f"{candidate.options['BLOCK_V']} by {candidate.options['num_warps']} warps"
+                name = f"{label}, {'forward' if forward else 'backward'}, {sizes}"
+                found[name] = unit(candidate, dtype, operands.picks or 0, classes % 16 == 0)
+    return found
+
+
+def unit(candidate: Candidate, dtype: str, picks: int, aligned: bool) -> Unit:
+    source, name = candidate.kernel.source, candidate.kernel.name
+    constants = {"K": picks, "PICKS": 1 << max(0, picks - 1).bit_length()}
+    constants["BLOCK_V"] = candidate.options["BLOCK_V"]
+    return Unit(
+        source,
+        name,
+        {**TYPES, "logits": f"*{dtype}"},
+        {key: value for key, value in constants.items() if f"    {key}: tl.constexpr" in source},
+        {"num_warps": candidate.options["num_warps"]},
+        ("logits", "stride", "given0", "given1", "given1_stride", *["V"] * aligned),
+    )
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_of_reductions(target):
+    compare(GOLDEN, target, resources(units(target), target))
+
+
+# ---------------------------------------------------------------- instructions
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_log_probabilities_and_an_entropy_cost_as_much_as_a_loss(target):
+    """At most 5 % more instructions for a logit, in both passes; the classes of a target's block
+    apart, which only one block has."""
+    options = {"BLOCK_V": 8192, "num_warps": 16}
+    loss = row(Spec(reduction="sum", gradients=("x",), ignore_index=None), weighted=False)
+    of_loss = Unit(
+        loss.source,
+        loss.name,
+        {"logits": "*bf16", "target": "*i64", "loss": "*fp32", "stride": "i32", "V": "i32"},
+        {"BLOCK_V": 8192},
+        {"num_warps": 16},
+        ("logits", "stride", "V"),
+    )
+    policy = reductions(Reductions.parse("r2 gradients=x total=moment(1,1);pick"))
+    of_policy = unit(Candidate(policy, tuple(options.items())), "bf16", 1, True)
+    found = loops({"loss": of_loss, "policy": of_policy}, target)
+    assert [len(one) for one in found.values()] == [2, 2]
+    assert sum(found["policy"]) <= 1.05 * sum(found["loss"]), found
