@@ -94,7 +94,7 @@ def heads_of(
                 continue
             flow = flow_of(linear, region, modes)
             if any(not isinstance(o, LogitSum) for o in flow.computed):
-                head = Head(flow, calls_of(flow, modes), source_of(flow))
+                head = Head(flow, calls_of(flow, modes, settings.memory_mb), source_of(flow))
                 _check_worth(head, settings.min_logits_mb)
                 found.append(head)
         except NoMatch as no:

@@ -65,8 +65,8 @@ class Call:
         return tuple(r for r in self.total.reductions if r not in self.total.read)
 
 
-def calls_of(flow: Flow, modes: dict[Node, Mode]) -> tuple[Call, ...]:
-    """The calls of a head.
+def calls_of(flow: Flow, modes: dict[Node, Mode], memory_mb: int = 0) -> tuple[Call, ...]:
+    """The calls of a head; ``memory_mb`` is their budget.
 
     Raises:
         NoMatch: an operand cannot be read, or is changed, or the modes of autograd differ.
@@ -85,7 +85,7 @@ def calls_of(flow: Flow, modes: dict[Node, Mode]) -> tuple[Call, ...]:
             raise NoMatch(reduced.node, reason)
     calls = [call for base in flow.bases for call in _calls(flow, base, modes)]
     _check_hazards(flow)
-    return tuple(calls)
+    return tuple(replace(c, spec=replace(c.spec, memory_mb=memory_mb)) for c in calls)
 
 
 def _calls(flow: Flow, base: Base, modes: dict[Node, Mode]) -> Iterable[Call]:

@@ -201,7 +201,7 @@ def _of_reductions(
         logits_exist=False,
         temporaries=_copies_of_reductions(spec, scaled, backward),
     )
-    found = _RULES[implementation, "chunked"](work, budget(v, dtype, device, 0))
+    found = _RULES[implementation, "chunked"](work, budget(v, dtype, device, spec.memory_mb))
     return found._replace(implementation=implementation, strategy="chunked", reason=reason)
 
 

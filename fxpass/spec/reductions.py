@@ -209,6 +209,7 @@ class Reductions:
         total: the outputs of which the call also returns one weighted sum over all rows, whose
             weights are known before (a mean, a mask, a policy's advantages). Forward computes the
             gradients of this sum, of x, weight and bias; the other outputs then have none.
+        memory_mb: scratch budget in MiB; 0 leaves it to the plan.
 
     The text form is the operator's last argument::
 
@@ -222,6 +223,7 @@ class Reductions:
     transform: Expr = expression.Z
     gradients: tuple[str, ...] = ()
     total: tuple[Output, ...] = ()
+    memory_mb: int = 0
 
     def __post_init__(self) -> None:
         for output in (*self.outputs, *self.total):
@@ -245,6 +247,8 @@ class Reductions:
                 raise ValueError(f"{output} cannot be added up over the rows")
         if self.total and (not self.gradients or not set(self.gradients) <= set(PRODUCTS)):
             raise ValueError(f"a total has gradients of {', '.join(PRODUCTS)}")
+        if self.memory_mb < 0:
+            raise ValueError(f"memory_mb must not be negative, got {self.memory_mb}")
         if self.gradients != tuple(sorted(set(self.gradients), key=_position)):
             raise ValueError(f"gradients must be named once and in order, got {self.gradients}")
 
@@ -279,6 +283,8 @@ class Reductions:
             words.append(f"gradients={','.join(self.gradients)}")
         if self.total:
             words.append(f"total={';'.join(map(str, self.total))}")
+        if self.memory_mb:
+            words.append(f"memory_mb={self.memory_mb}")
         return " ".join(words)
 
     @staticmethod
@@ -299,7 +305,8 @@ class Reductions:
             )
             transform = expression.parse(found.pop("transform", "z"))
             gradients = tuple(filter(None, found.pop("gradients", "").split(",")))
-            spec = Reductions(outputs, transform, gradients, total)
+            memory_mb = int(found.pop("memory_mb", "0"))
+            spec = Reductions(outputs, transform, gradients, total, memory_mb)
         except ValueError as error:
             raise ValueError(f"not reductions: {text!r}") from error
         if spec.text() != text:  # one computation, one text, one cache key

@@ -139,6 +139,7 @@ class _Body:
         self.statements: list[Statement] = []
         self.rows: list[str] = []
         self.count = 0
+        self.linear = rng.random() < 0.4
 
     def write(self) -> bool:
         """Writes it; whether there is a reduction in it."""
@@ -164,7 +165,12 @@ class _Body:
         return bool(self.rows) and self.loss()
 
     def returned(self) -> tuple[str, ...]:
-        return "loss", *(n for n in self.rows if self.rng.random() < 0.4)
+        names = [n for n in self.rows if self.rng.random() < 0.4]
+        if self.linear:
+            for name in names:
+                self.add(f"{name}.detach()", f"m{name}")
+            names = [f"m{name}" for name in names]
+        return "loss", *names
 
     # ---- statements ------------------------------------------------------------------------------
 
@@ -276,6 +282,7 @@ class _Body:
         terms = []
         for name in self.rows:
             if rng.random() < 0.8:
-                form = rng.choice(reductions.TERMS).replace("{r}", name)
+                table = reductions.LINEAR if self.linear else reductions.TERMS
+                form = rng.choice(table).replace("{r}", name)
                 terms.append(form.replace("{s}", str(tuple(env[name].shape))))
         return self.add(" + ".join(terms) or f"{self.rows[-1]}.float().sum()", "loss")

@@ -283,6 +283,15 @@ TERMS = (
     "({r} * torch.linspace(-1, 1, {r}.numel()).reshape({s})).sum()",
     "0.1 * ({r}.float().sin() * {r}.float()).sum()",
 )
+# Of which forward computes the gradients: their coefficients are known.
+LINEAR = (
+    *TERMS[:2],
+    "({r} * torch.linspace(-1, 1, {r}.numel()).reshape({s})).sum()",
+    "{r}.float().masked_fill(torch.linspace(-1, 1, {r}.numel()).reshape({s}) > 0, 0.25).sum() / 3",
+    "torch.where(torch.linspace(-1, 1, {r}.numel()).reshape({s}) > 0, {r}.float(), 0.5).mean()",
+    "torch.stack([{r}.float(), {r}.float() * 2]).sum()",
+    "(1 - {r}.float()).flatten()[::2].sum()",
+)
 
 # ---------------------------------------------------------------- what is not read
 

@@ -184,3 +184,13 @@ def test_rejected(case, caplog):
         assert not report_of(program, x, weight, labels).matches
     assert REJECTED[case][1] in caplog.text
     check(program, labels, x, weight)
+
+
+def test_the_users_budget(monkeypatch):
+    def program(x, weight, labels):
+        return F.linear(x, weight).softmax(-1).square().sum()
+
+    monkeypatch.setenv("FUSEDCE_MEMORY_MB", "3")
+    (spec,) = specs_of(report_of(program, *inputs()))
+    assert spec.endswith("memory_mb=3")
+    check(program, inputs()[2], *inputs()[:2], memory_mb=1)
