@@ -79,6 +79,7 @@ NEEDS = {
     "libraries/test_device_maps.py": ("accelerate",),
     "libraries/test_lightning.py": ("lightning",),
     "libraries/test_lightning_encoder.py": ("lightning",),
+    "libraries/test_grpo.py": ("trl",),
     "libraries/test_liger.py": ("accelerate", "datasets", "liger_kernel"),
     "libraries/test_llama_recipes.py": ("accelerate", "peft"),
     "libraries/test_peft.py": ("accelerate", "liger_kernel", "peft"),
