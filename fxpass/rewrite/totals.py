@@ -74,7 +74,8 @@ class Coefficients:
         with torch.enable_grad():
             leaves = [torch.zeros_like(t).requires_grad_() for t in tensors[: self.leaves]]
             total = self._module(*leaves, *tensors[self.leaves :])
-            found = torch.autograd.grad(total, leaves)
+            # zeros for a leaf that the total does not read: an entropy that is detached later
+            found = torch.autograd.grad(total, leaves, materialize_grads=True)
         return *found, total.detach()
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
 
-import fxpass
 from fxpass.spec.reductions import REVISION
 from tests.support.numerics import assert_as_accurate
 from tests.support.programs import B, S, V, check, inputs, last, report_of
@@ -77,6 +76,13 @@ ACCEPTED = {
     "broadcast under no_grad": (
         lambda z, t: entropy(under_no_grad(lambda: broadcast(z, t)[1]).detach()) * chance(z, t),
         ["moment(1,1);pick"]),
+    "log-probabilities of Categorical": (
+        lambda z, t: Categorical(logits=z, validate_args=False).log_prob(t), ["pick"]),
+    "losses in pieces": (
+        lambda z, t: each(
+            lambda p, i: F.cross_entropy(p, i, reduction="none"),
+            last(z).split(3), t.view(-1).split(3)),
+        ["pick"]),
     # more calls than one
     "not all rows": (
         lambda z, t: entropy(last(z)[:3]) * entropy(last(z)[4:7]), ["moment(1,1)"] * 2),
@@ -171,17 +177,3 @@ def test_rejected(case, caplog):
     with caplog.at_level(logging.DEBUG, "fxpass.match.heads"):
         assert not report_of(program, x, weight, labels).matches
     assert REJECTED[case][1] in caplog.text
-
-
-def test_categorical_is_read(caplog):
-    """Its log-probabilities: every node is understood."""
-
-    def program(x, weight, labels):
-        return Categorical(logits=F.linear(x, weight), validate_args=False).log_prob(labels).sum()
-
-    x, weight, labels = inputs()
-    with caplog.at_level(logging.DEBUG, "fxpass.match.heads"):
-        report = report_of(program, x, weight, labels)
-    assert "is not known" not in caplog.text
-    assert isinstance(report, fxpass.Report)
-    check(program, labels, x, weight)

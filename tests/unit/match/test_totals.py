@@ -64,6 +64,9 @@ KNOWN = {
     "losses of two targets": (
         lambda z, t: (picked(z, t) - 2 * picked(z, t.clamp(min=2))).mean() + entropy(z).detach().max(),
         "outputs=moment(1,1) gradients=x,weight total=pick"),
+    "an entropy that is detached later": (
+        lambda z, t: (h := -entropy(z), -picked(z, t).mean(), h.detach())[1:],
+        "outputs=moment(1,1) gradients=x,weight total=moment(1,1);pick"),
     "stacked": (
         lambda z, t: torch.stack([picked(z, t), entropy(z)]).mean(),
         "gradients=x,weight total=moment(1,1);pick"),
