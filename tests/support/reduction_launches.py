@@ -16,7 +16,7 @@ from fxpass.kernels import call, reductions
 from fxpass.kernels.call import OfReductions
 from fxpass.plan.plan import Plan
 from fxpass.spec.reduction_operands import Operands, Outputs, empty
-from fxpass.spec.reductions import Reductions
+from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.driver import Driver, Launched
 from tests.support.launch_cases import BF16, CARDS, F16, F32, report
 
@@ -56,10 +56,10 @@ def spec_of(case) -> Reductions:
         words = outputs.split(";")
         total = ";".join(w for w in words if "(" in w or w in IN_TOTAL)
         return Reductions.parse(
-            f"r2 outputs=argmax;lse {transform}gradients={gradients} total={total}"
+            f"{REVISION} outputs=argmax;lse {transform}gradients={gradients} total={total}"
         )
     gradients += ",scale" * case["scaled"]
-    return Reductions.parse(f"r2 outputs={outputs} {transform}gradients={gradients}")
+    return Reductions.parse(f"{REVISION} outputs={outputs} {transform}gradients={gradients}")
 
 
 def operands_of(case, spec: Reductions) -> Operands:

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 
 from fxpass import explain
 from fxpass.kernels import call, tile_config
-from fxpass.kernels.call import ASSUMED, Gpu, Operand, Operands, for_call
+from fxpass.kernels.call import ASSUMED, Gpu, OfReductions, Operand, Operands, for_call
 from fxpass.op import runs
 from fxpass.plan import plan
 from fxpass.rewrite import transform
+from fxpass.spec.reductions import REVISION, Reductions
 from fxpass.spec.spec import Spec
 from tests.support.gpus import H200, MI300, V100
 from tests.support.launches import Launches
@@ -246,6 +247,24 @@ def test_how_tiles_are_loaded(gpu, operands, described, precision):
 def test_a_loss_in_float64_has_no_kernels():
     f64 = Operands(Operand((8, 8), torch.float64), Operand((9, 8), torch.float64))
     assert for_call(Spec(), f64, ASSUMED) == ()
+
+
+def test_reductions_that_aten_computes_have_no_kernels():
+    """In float64, and gradients of weights of moments."""
+    x, weight = Operand((8, 8), F32), Operand((9, 8), F32)
+    wide = (Operand(one.shape, torch.float64) for one in (x, weight))
+    for text, operands, there in (
+        ("outputs=moment(0,1,0) gradients=x", OfReductions(x, weight, given=(False,)), True),
+        (
+            "outputs=moment(0,1,0) gradients=x,given0",
+            OfReductions(x, weight, given=(False,)),
+            False,
+        ),
+        ("outputs=lse gradients=x", OfReductions(*wide), False),
+    ):
+        spec = Reductions.parse(f"{REVISION} {text}")
+        stages = [one.stage for one in runs.launches_of_reductions(spec, operands, ASSUMED)]
+        assert stages == ["reductions", "reductions_backward"] * there
 
 
 # ---------------------------------------------------------------- the GPU of a listing

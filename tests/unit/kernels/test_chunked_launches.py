@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fxpass.kernels import call, chunked, render, row_config, tuning
+from fxpass.kernels import call, chunked, render, render_reductions, row_config, tuning
 from fxpass.spec.operands import Inputs
+from fxpass.spec.reductions import REVISION, Reductions
 from fxpass.spec.spec import Spec
 from tests.support.allocations import Allocations
 from tests.support.gpus import A100, H200, MI300, T4
@@ -54,6 +55,40 @@ def test_offsets_beyond_2_31(tmp_path, target, device):
     torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
     one_hot = F.one_hot(inputs.target, v) if target == "indices" else inputs.target
     gradient = (logits.softmax(1) - one_hot) * render.GAIN
+    torch.testing.assert_close(chunk.clone(), gradient, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.full
+def test_offsets_of_reductions_beyond_2_31(tmp_path, device):
+    """Of the logits, and of weights of moments."""
+    if device.type == "cuda":
+        pytest.skip("a GPU has no memory with holes")
+    rows, v = 131, 16
+    logits, given = torch.randn(rows, v), torch.rand(rows, v)
+    chunk = far_rows(tmp_path / "logits", rows, v, torch.float32)
+    far = far_rows(tmp_path / "given", rows, v, torch.float32)
+    chunk.copy_(logits)
+    far.copy_(given)
+    spec = Reductions.parse(f"{REVISION} gradients=x total=moment(0,1,0)")
+    kernel = render_reductions.reductions(spec, given=(True,), whole_row=True)
+    total, lse, rest = (torch.empty(rows) for _ in range(3))
+    chunked.load(kernel)[(rows,)](
+        logits=chunk,
+        given0=far,
+        given0_stride=FAR,
+        lse=lse,
+        rest=rest,
+        incoming=torch.ones(1, rows),
+        total=total,
+        stride=FAR,
+        N=rows,
+        V=v,
+        BLOCK_V=16,
+        num_warps=1,
+    )
+    log = logits.log_softmax(1)
+    torch.testing.assert_close(total, (given * log).sum(1), rtol=1e-5, atol=1e-5)
+    gradient = (given - log.exp() * given.sum(1, keepdim=True)) * render.GAIN
     torch.testing.assert_close(chunk.clone(), gradient, rtol=1e-4, atol=1e-2)
 
 

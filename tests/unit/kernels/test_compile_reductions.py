@@ -13,7 +13,7 @@ import torch
 from fxpass.kernels.call import Candidate, Gpu, OfReductions, Operand, for_reductions
 from fxpass.kernels.render import row
 from fxpass.kernels.render_reductions import reductions
-from fxpass.spec.reductions import Reductions
+from fxpass.spec.reductions import REVISION, Reductions
 from fxpass.spec.spec import Spec
 from tests.support.compiled import TARGETS, Unit, compare, loops, resources
 
@@ -74,7 +74,7 @@ def units(target: str, labels: list[str] | None = None) -> dict[str, Unit]:
     found = {}
     for label in labels or KERNELS:
         text, classes, dtype, present = KERNELS[label]
-        spec = Reductions.parse(f"r2 {text}")
+        spec = Reductions.parse(f"{REVISION} {text}")
         x = Operand((8, 64), DTYPES[dtype])
         bias = Operand((classes,), torch.float32) if present.get("bias") else None
         others = {k: v for k, v in present.items() if k != "bias"}
@@ -125,7 +125,7 @@ def test_log_probabilities_and_an_entropy_cost_as_much_as_a_loss(target):
         {"num_warps": 16},
         ("logits", "stride", "V"),
     )
-    policy = reductions(Reductions.parse("r2 gradients=x total=moment(1,1);pick"))
+    policy = reductions(Reductions.parse(f"{REVISION} gradients=x total=moment(1,1);pick"))
     of_policy = unit(Candidate(policy, tuple(options.items())), "bf16", 1, True)
     found = loops({"loss": of_loss, "policy": of_policy}, target)
     assert [len(one) for one in found.values()] == [2, 2]

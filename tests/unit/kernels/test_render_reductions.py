@@ -8,12 +8,14 @@ import pytest
 from expecttest import assert_expected_inline
 
 from fxpass.kernels.render_reductions import gradient_factor, reductions
-from fxpass.spec.reductions import Reductions
+from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.golden import without_hash
 
 
 def source(text: str, forward: bool = True, **present) -> str:
-    return without_hash(reductions(Reductions.parse(f"r2 {text}"), forward, **present).source)
+    return without_hash(
+        reductions(Reductions.parse(f"{REVISION} {text}"), forward, **present).source
+    )
 
 
 def body(text: str, forward: bool = True, **present) -> str:
@@ -219,14 +221,14 @@ def test_places_of_outputs(several):
 
 
 def test_the_constant_part_of_a_slope_is_applied_later():
-    spec = Reductions.parse("r2 outputs=lse transform=0.0625*z gradients=x")
+    spec = Reductions.parse(f"{REVISION} outputs=lse transform=0.0625*z gradients=x")
     assert gradient_factor(spec) == 0.0625 / 1024
     assert "slope" not in reductions(spec, forward=False).source
 
 
 def test_specs_with_the_same_text_share_a_kernel():
     names = {
-        reductions(Reductions.parse(f"r2 outputs=pick gradients={gradients}")).name
+        reductions(Reductions.parse(f"{REVISION} outputs=pick gradients={gradients}")).name
         for gradients in ("x", "weight", "x,weight,bias")
     }
     assert len(names) == 1

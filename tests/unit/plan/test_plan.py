@@ -22,7 +22,7 @@ from fxpass.plan.plan import (
     size,
 )
 from fxpass.spec import expression
-from fxpass.spec.reductions import Reductions
+from fxpass.spec.reductions import REVISION, Reductions
 from fxpass.spec.spec import Spec
 from tests.support.gpus import H200, T4, V100
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
@@ -212,7 +212,7 @@ def test_a_gpus_chunks(head, n, memory_mb, h200):
         assert got.rows <= most
 
 
-POLICY = "r2 outputs=moment(1,1);pick gradients=x,weight"
+POLICY = f"{REVISION} outputs=moment(1,1);pick gradients=x,weight"
 
 
 @pytest.mark.parametrize(
@@ -220,9 +220,9 @@ POLICY = "r2 outputs=moment(1,1);pick gradients=x,weight"
     [
         (POLICY, BF16, "triton"),
         (POLICY, F64, "aten"),
-        ("r2 outputs=moment(0,1,0) gradients=x", BF16, "triton"),
+        (f"{REVISION} outputs=moment(0,1,0) gradients=x", BF16, "triton"),
         # no kernel has the gradients of weights of moments; ATen runs on any device
-        ("r2 outputs=moment(0,1,0) gradients=x,given0", BF16, "aten"),
+        (f"{REVISION} outputs=moment(0,1,0) gradients=x,given0", BF16, "aten"),
     ],
 )
 def test_the_implementation_of_reductions_on_a_gpu(text, dtype, implementation, h200):
