@@ -221,14 +221,15 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert command.main(arguments) == 1
 
 
-# ---------------------------------------------------------------- every program
+# ---------------------------------------------------------------- programs of every kind
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_programs_are_right_and_stay_fused(kind):
+    """Each third of them: the table's command runs all."""
     before = statuses(COMMITTED.read_text())
-    results = [examine(program) for program in catalog(kinds=[kind])]
+    results = [examine(program) for program in catalog(kinds=[kind])[::3]]
     assert {r.program.name: r.wrong for r in results if r.wrong} == {}
     assert before.keys() >= {r.program.name for r in results}
     unfused = [r.program.name for r in results if r.status != "fused"]

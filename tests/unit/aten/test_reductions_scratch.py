@@ -85,6 +85,8 @@ def test_the_users_budget_is_the_plans():
     of_call = N, D, V, torch.float32, CPU
     spec = Reductions(("lse",), gradients=ALL, memory_mb=2)
     found = plan_of_reductions(*of_call, spec, False, backward=True)
-    assert found.scratch <= 2 * MIB < plan_of_reductions(*of_call, SPECS["lse"], False, True).scratch
+    assert (
+        found.scratch <= 2 * MIB < plan_of_reductions(*of_call, SPECS["lse"], False, True).scratch
+    )
     with pytest.raises(ValueError, match="memory_mb must not be negative"):
         Reductions(("lse",), memory_mb=-1)
