@@ -18,7 +18,9 @@ import fxpass
 from tests.support import tiny
 
 # torch's own, when Dynamo traces TRL's cached functions
-pytestmark = pytest.mark.filterwarnings("ignore:.*Dynamo detected a call to a `functools.lru_cache`")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*Dynamo detected a call to a `functools.lru_cache`"
+)
 
 STEPS, TEMPERATURE = 10, 0.9
 
