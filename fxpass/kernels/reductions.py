@@ -35,8 +35,8 @@ from fxpass.spec.reductions import Moment, Reductions  # noqa: F401, Moment for 
 
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
-    """The outputs of every row, and the gradients of the total, if there is one: a launch for both,
-    of which each logit is computed once. The dtypes are those of :func:`backward`."""
+    """The outputs of every row, and the gradients of the total, if there is one. One launch has
+    both, so each logit is computed once. The dtypes are those of :func:`backward`."""
     out = empty(operands, spec)
     with on_device(operands.x.device):
         if operands.coef is None:
