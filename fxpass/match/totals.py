@@ -35,6 +35,7 @@ class Total:
         tail: the nodes from the reductions to the scalar, in the graph's order.
         others: what else these nodes read.
         read: those of the reductions whose rows are read elsewhere too.
+        tensors: the tensors in the rows of the reductions that are no outputs.
     """
 
     node: Node
@@ -42,6 +43,7 @@ class Total:
     tail: tuple[Node, ...]
     others: tuple[Node, ...]
     read: tuple[Reduced, ...]
+    tensors: tuple[Node, ...]
 
     @property
     def operands(self) -> set[Node]:
@@ -49,7 +51,8 @@ class Total:
         losses = [r.loss for r in self.reductions if r.loss is not None]
         read = {n for loss in losses for n in (loss.target, loss.class_weight) if n is not None}
         steps = [step for r in self.reductions for step in r.like.steps]
-        return {*self.others, *read, *(n for s in steps for n in s.node.all_input_nodes[1:])}
+        sizes = (n for s in steps for n in s.node.all_input_nodes[1:])
+        return {*self.others, *self.tensors, *read, *sizes}
 
 
 def total_of(flow: Flow, reductions: Collection[Reduced]) -> Total | None:
@@ -70,13 +73,15 @@ def total_of(flow: Flow, reductions: Collection[Reduced]) -> Total | None:
             linear[node] = set().union(*(linear[n] for n in read))
         whole = node in linear and value(node).dim() == 0 and starts.keys() <= linear.keys()
         if whole and _all_gradients_pass(node, linear):
-            found = _total(node, starts, linear)
+            found = _total(flow, node, starts, linear)
             return None if _changes({*linear, *found.operands}, min(starts), node) else found
         node = node.next
     return None
 
 
-def _total(node: Node, starts: dict[Node, Reduced], linear: dict[Node, set[Node]]) -> Total:
+def _total(
+    flow: Flow, node: Node, starts: dict[Node, Reduced], linear: dict[Node, set[Node]]
+) -> Total:
     tail = tuple(n for n in linear if n not in starts)
     inputs = {n for one in tail for n in one.all_input_nodes if n not in linear}
     read: set[Node] = set()
@@ -89,6 +94,7 @@ def _total(node: Node, starts: dict[Node, Reduced], linear: dict[Node, set[Node]
         tail,
         tuple(sorted(inputs)),
         tuple(starts[n] for n in starts if n in read),
+        tuple({n for reduced in starts.values() for n in _tensors(flow, reduced)}),
     )
 
 
@@ -103,8 +109,8 @@ def _changes(nodes: Collection[Node], first: Node, last: Node) -> bool:
 
 
 def _is_linear(flow: Flow, reduced: Reduced) -> bool:
-    """Whether a reduction is linear in outputs that can be part of a total."""
-    if reduced.then == "batchmean":
+    """Whether a reduction is linear in outputs that can be part of a total, but for a constant."""
+    if any(value(n).requires_grad for n in _tensors(flow, reduced)):
         return False
     for symbol in reduced.symbols & flow.outputs.keys():
         output = flow.outputs[symbol][1]
@@ -115,19 +121,25 @@ def _is_linear(flow: Flow, reduced: Reduced) -> bool:
         if isinstance(output, Weighted) and value(flow.tensors[output.weight]).requires_grad:
             return False
     for rows in reduced.values:
-        parts = coefficients_of(flow, rows)
-        read = {s for factor in parts.values() for s in symbols_of(factor)}
-        if any(s not in flow.tensors or value(flow.tensors[s]).requires_grad for s in read):
-            return False
-        if sympy.expand(rows - sum(s * factor for s, factor in parts.items())) != 0:
+        factors, constant = coefficients_of(flow, rows)
+        if any(symbols_of(e) & flow.outputs.keys() for e in (*factors.values(), constant)):
             return False
     return True
 
 
-def coefficients_of(flow: Flow, rows: Any) -> dict[Symbol, Any]:
-    """The factor of each output in an expression that is linear in them."""
+def coefficients_of(flow: Flow, rows: Any) -> tuple[dict[Symbol, Any], Any]:
+    """The factor of each output in an expression that is linear in them, and the constant."""
     outputs = sorted(rows.free_symbols & flow.outputs.keys(), key=str)
-    return {symbol: rows.diff(symbol) for symbol in outputs}
+    factors = {symbol: rows.diff(symbol) for symbol in outputs}
+    return factors, sympy.expand(rows - sum(s * factor for s, factor in factors.items()))
+
+
+def _tensors(flow: Flow, reduced: Reduced) -> set[Node]:
+    """The tensors in the rows of a reduction that are no outputs."""
+    symbols = reduced.symbols - flow.outputs.keys()
+    for symbol in symbols & flow.sums.keys():
+        symbols = symbols | symbols_of(flow.sums[symbol])
+    return {flow.tensors[symbol] for symbol in symbols & flow.tensors.keys()}
 
 
 # ---------------------------------------------------------------- the nodes after the reductions

@@ -114,11 +114,11 @@ class _Edit(Arithmetic):
     def _coefficients(self, call: Call, total: Total, x: Node) -> Node:
         """The coefficients of the total's outputs ``[T, N]``, in the order of the spec."""
         zeros = self.method("new_zeros", x, self.size(x, 0), dtype=compute_dtype(self.dtype))
-        coefficients = Coefficients(total, self._classes())
+        coefficients = Coefficients(total, self._classes(), self._batch)
         like = [
-            zeros if reduced.loss or reduced.then else self._shaped(zeros, reduced)
+            constant if reduced.loss or reduced.then else self._shaped(constant, reduced)
             for reduced in total.reductions
-            for _ in reduced.values
+            for constant in (self._constant(rows, zeros) for rows in reduced.values)
         ]
         out = self.function(coefficients, *like, *coefficients.others)
         each = iter([self.function(operator.getitem, out, i) for i in range(len(like) + 1)])
@@ -126,7 +126,7 @@ class _Edit(Arithmetic):
         for reduced in total.reductions:
             for rows in reduced.values:
                 coef = self.method("flatten", next(each))
-                for symbol, factor in coefficients_of(self.flow, rows).items():
+                for symbol, factor in coefficients_of(self.flow, rows)[0].items():
                     part = self.method("mul", coef, self._arithmetic(factor))
                     found[symbol] = (
                         self.method("add", found[symbol], part) if symbol in found else part
@@ -142,6 +142,14 @@ class _Edit(Arithmetic):
                 symbol = self.flow.output(call.base, replace(pick, logit=output == "at"))
                 lines.append(found.get(symbol, zeros))
         return self.function(torch.stack, lines)
+
+    def _constant(self, rows: Any, zeros: Node) -> Node:
+        """The part of rows that is no output."""
+        constant = coefficients_of(self.flow, rows)[1]
+        return zeros if constant == 0 else self.method("add", zeros, self._arithmetic(constant))
+
+    def _batch(self, reduced: Reduced) -> int | Node:
+        return self.size(self._viewed(self.linear.x, reduced.like.steps), 0)
 
     def _weighted(self, call: Call, output: Any) -> Any:
         """An output as the flow names it."""
@@ -234,8 +242,7 @@ class _Edit(Arithmetic):
             if reduced.then in ("sum", "mean"):
                 new = self.method(reduced.then, new)
             elif reduced.then == "batchmean":
-                rows = self._viewed(self.linear.x, reduced.like.steps)
-                new = self.method("div", self.method("sum", new), self.size(rows, 0))
+                new = self.method("div", self.method("sum", new), self._batch(reduced))
             elif reduced.loss is None:
                 new = self._shaped(new, reduced)
             if value(new).dtype != value(old).dtype:

@@ -9,6 +9,7 @@ gives them, whatever the nodes are::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,10 +29,19 @@ class Coefficients:
         others: what else the nodes read, in the order of the arguments.
     """
 
-    def __init__(self, total: Total, classes: int | Node) -> None:
+    def __init__(
+        self, total: Total, classes: int | Node, batch: Callable[[Reduced], int | Node]
+    ) -> None:
+        """
+        Args:
+            total: the total.
+            classes: their number.
+            batch: the first size of the rows of a reduction.
+        """
         self.__name__ = self.__qualname__ = "coefficients"
         self.__module__ = __name__
         self._classes = classes
+        self._batch = {r.node: batch(r) for r in total.reductions if r.then == "batchmean"}
         graph, known = Graph(), {}
         starts = [_leaves(graph, reduced) for reduced in total.reductions]
         self.leaves = sum(map(len, starts))
@@ -40,6 +50,7 @@ class Coefficients:
             if reduced.loss is not None:
                 operands = (reduced.loss.target, reduced.loss.class_weight, classes)
                 self.others += [n for n in operands if isinstance(n, Node)]
+        self.others += [size for size in self._batch.values() if isinstance(size, Node)]
         self.others = list(dict.fromkeys(self.others))
         for node in self.others:
             known[node] = graph.placeholder(node.name)
@@ -53,6 +64,10 @@ class Coefficients:
     def _start(self, graph: Graph, reduced: Reduced, leaves: list[Node], known: Any) -> Node:
         """The reduction in terms of its leaves."""
         loss = reduced.loss
+        if reduced.then == "batchmean":
+            size = self._batch[reduced.node]
+            total = graph.call_method("sum", (leaves[0],))
+            return graph.call_method("div", (total, known.get(size, size)))
         if loss is None:
             return graph.call_method(reduced.then, (leaves[0],)) if reduced.then else leaves[0]
         assert loss.target is not None
@@ -65,14 +80,14 @@ class Coefficients:
         )
 
     def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
-        """The coefficients of each leaf, and the total of zeros.
+        """The coefficients of each leaf, and the total of the leaves' constants.
 
         Args:
-            tensors: for each leaf a tensor of its shape and of the dtype of the coefficients, whose
-                values do not matter; then :attr:`others`.
+            tensors: for each leaf its constant, in its shape and in the dtype of the coefficients;
+                then :attr:`others`.
         """
         with torch.enable_grad():
-            leaves = [torch.zeros_like(t).requires_grad_() for t in tensors[: self.leaves]]
+            leaves = [t.detach().clone().requires_grad_() for t in tensors[: self.leaves]]
             total = self._module(*leaves, *tensors[self.leaves :])
             # zeros for a leaf that the total does not read: an entropy that is detached later
             found = torch.autograd.grad(total, leaves, materialize_grads=True)

@@ -11,6 +11,7 @@ from tests.support.programs import B, S, V, check, inputs, last, report_of
 
 MASK = torch.tensor([[1.0, 0, 1, 1], [0, 1, 1, 0]])
 ADVANTAGES = torch.linspace(-1, 2, B * S).view(B, S)
+TARGETS = torch.linspace(-1, 1, B * S * V).view(B * S, V).softmax(-1)
 LENGTHS = torch.tensor([3.0, 2.0])
 WEIGHT = torch.linspace(0.5, 1.5, V)
 IGNORED = torch.tensor([[1, -100, 3, 9], [-100, 0, 2, -100]])
@@ -69,6 +70,17 @@ KNOWN = {
         "outputs=moment(1,1) gradients=x,weight total=moment(1,1);pick"),
     "stacked": (
         lambda z, t: torch.stack([picked(z, t), entropy(z)]).mean(),
+        "gradients=x,weight total=moment(1,1);pick"),
+    "divergence from given probabilities": (
+        lambda z, t: F.kl_div(last(z).log_softmax(-1), TARGETS.to(z.dtype), reduction="batchmean"),
+        "gradients=x,weight total=moment(0,1,0)"),
+    "divergences of rows, masked": (
+        lambda z, t: (F.kl_div(
+            last(z).log_softmax(-1), TARGETS.to(z.dtype), reduction="none"
+        ).sum(-1) * MASK.flatten()).mean(),
+        "gradients=x,weight total=moment(0,1,0)"),
+    "rows and a constant": (
+        lambda z, t: ((entropy(z) - 2.5) * MASK).sum() + picked(z + ADVANTAGES[..., None], t).mean(),
         "gradients=x,weight total=moment(1,1);pick"),
     "no row counts": (
         lambda z, t: (F.cross_entropy(last(z), t.view(-1) * 0 - 100), accuracy(z, t)),
@@ -131,6 +143,8 @@ UNKNOWN = {
     "the largest logit": lambda z, t: z.amax(-1).mean() + accuracy(z, t),
     "several classes": (
         lambda z, t: z.log_softmax(-1).gather(-1, torch.stack([t, t], -1)).mean() + accuracy(z, t)),
+    "a factor that is computed after the first reduction": lambda z, t: (
+        z.logsumexp(-1).mean() + (z * (MASK + 1).sin()[..., None]).mean(-1).mean()),
     "a quotient": lambda z, t: (1 / picked(z, t)).sum() + accuracy(z, t),
     "a rounded quotient": (
         lambda z, t: picked(z, t).div(2, rounding_mode="floor").sum() + entropy(z).sum()),
