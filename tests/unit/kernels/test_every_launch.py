@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-# cases of launches, and of captures, in the quick tier
+# cases of launches, and of captures, in the quick tier and for each seed of the full one
 COUNTS = {"launch_cases": (40, 16), "reduction_launches": (12, 6)}
+MANY = {"launch_cases": (500, 150), "reduction_launches": (40, 15)}
 MODULES = pytest.mark.parametrize("module", COUNTS)
 
 
@@ -49,11 +50,11 @@ def test_a_capture_loads_nothing_that_the_warm_up_did_not(module):
 @pytest.mark.parametrize("seed", range(1, 5))
 @MODULES
 def test_many_launches(module, seed):
-    check(module, "launches", seed, count=500)
+    check(module, "launches", seed, count=MANY[module][0])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(1, 3))
 @MODULES
 def test_many_captures(module, seed):
-    check(module, "rows", seed, count=150)
+    check(module, "rows", seed, count=MANY[module][1])
