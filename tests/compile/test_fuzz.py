@@ -21,12 +21,12 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("programs", 7), ("programs", 8), ("deferred", 7)])
-def test_fused_programs_do_what_eager_does(kind, seed):
-    tally = campaign(kind, seed, 120, report=lambda text: None)
+@pytest.mark.parametrize(("kind", "count"), [("programs", 120), ("deferred", 80), ("heads", 40)])
+def test_fused_programs_do_what_eager_does(kind, count):
+    tally = campaign(kind, 7, count, report=lambda text: None)
     assert not tally.failures, "\n".join(tally.failures[:3])
-    assert tally.valid == 120
-    assert kind == "deferred" or tally.fused > 40
+    assert tally.valid == count
+    assert kind == "deferred" or tally.fused > count / 3
 
 
 def test_specs_do_what_they_stand_for():

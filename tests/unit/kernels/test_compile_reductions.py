@@ -15,7 +15,7 @@ from fxpass.kernels.render import row
 from fxpass.kernels.render_reductions import reductions
 from fxpass.spec.reductions import REVISION, Reductions
 from fxpass.spec.spec import Spec
-from tests.support.compiled import TARGETS, Unit, compare, loops, resources
+from tests.support.compiled import Unit, compare, loops, resources
 
 GOLDEN = Path(__file__).parent / "compiled_reductions.md"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -103,7 +103,8 @@ def unit(candidate: Candidate, dtype: str, picks: int, aligned: bool) -> Unit:
     )
 
 
-@pytest.mark.parametrize("target", TARGETS)
+# one of each generation: the others compile the losses
+@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_100", "gfx942"])
 def test_kernels_of_reductions(target):
     compare(GOLDEN, target, resources(units(target), target))
 

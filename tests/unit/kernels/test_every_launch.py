@@ -15,7 +15,7 @@ import pytest
 
 # cases of launches, and of captures, in the quick tier and for each seed of the full one
 COUNTS = {"launch_cases": (40, 16), "reduction_launches": (12, 6)}
-MANY = {"launch_cases": (500, 150), "reduction_launches": (40, 15)}
+MANY = {"launch_cases": (400, 100), "reduction_launches": (60, 15)}
 MODULES = pytest.mark.parametrize("module", COUNTS)
 
 
@@ -47,14 +47,14 @@ def test_a_capture_loads_nothing_that_the_warm_up_did_not(module):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", [1, 2])
 @MODULES
 def test_many_launches(module, seed):
     check(module, "launches", seed, count=MANY[module][0])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", range(1, 3))
+@pytest.mark.parametrize("seed", [1])
 @MODULES
 def test_many_captures(module, seed):
     check(module, "rows", seed, count=MANY[module][1])
