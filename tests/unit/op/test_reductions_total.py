@@ -73,9 +73,9 @@ def check(total, dtype, transform="z", outputs=(), scaled=False, many=False, zer
 def test_the_total_and_its_gradients(chunks, total, dtype, request):
     if chunks > 1:
         request.getfixturevalue("few")
-    for transform in TRANSFORMS:
-        for flags in (0, 1, 2, 4, 7):
-            scaled, many, zeros = (bool(flags & bit) for bit in (1, 2, 4))
+    for flags in (0, 1, 2, 4, 7):
+        scaled, many, zeros = (bool(flags & bit) for bit in (1, 2, 4))
+        for transform in TRANSFORMS if flags == 7 else ("z",):
             check(total, dtype, transform, (), scaled, many, zeros)
 
 
