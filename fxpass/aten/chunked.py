@@ -28,6 +28,7 @@ from fxpass.plan.devices import multiplied_in
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.operands import Inputs, Results
+from fxpass.spec.reduction_operands import Operands
 from fxpass.spec.spec import Spec
 
 # Classes of one product, if the weight or its gradient needs a cast; rows of a block of logits that
@@ -65,7 +66,7 @@ ToGradient = Callable[[slice, Tensor, bool], Tensor]
 
 
 def over_chunks(
-    inputs: Inputs,
+    inputs: Inputs | Operands,
     gradients: tuple[str, ...],
     to_gradient: ToGradient,
     rows: int,
@@ -140,7 +141,7 @@ class _Chunks:
 
     def __init__(
         self,
-        inputs: Inputs,
+        inputs: Inputs | Operands,
         rows: int,
         tiles: list[slice],
         block: int,

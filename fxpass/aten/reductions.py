@@ -20,7 +20,6 @@ from fxpass.aten.slopes import Slope
 from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.operands import Inputs
 from fxpass.spec.reduction_operands import Operands, Outputs, empty
 from fxpass.spec.reductions import (
     LEAST_LOG,
@@ -43,6 +42,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     # the exponentials of the sum may then become the gradient
     once = moments == (TOTAL,) and not {"lse", "pick"}.isdisjoint(spec.total)
     once = once and not any(isinstance(output, LogitSum) for output in spec.total)
+    once = once and bool(spec.gradients)
 
     def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor:
         z = _transformed(operands, spec, few, logits)[1]
@@ -74,6 +74,8 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         coef = operands.coef[:, few]
         terms = zip(coef, _all(lines, spec.total), strict=True)
         out.total[few] = sum(torch.where(c == 0, 0, c * line) for c, line in terms)
+        if not spec.gradients:
+            return lse
         slope = Slope(operands, few, spec.total, coef, normal, y)
         if once:
             g, factor = slope.of_softmax(e, sums[TOTAL], scaled)
@@ -84,7 +86,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
 
     products = spec.gradients if spec.total else ()
     sizes = plan.rows, plan.classes, plan.block
-    return out, over_chunks(_linear(operands), products, read_rows, *sizes)
+    return out, over_chunks(operands, products, read_rows, *sizes)
 
 
 def _all(lines: Mapping[Output, Sequence[Tensor]], outputs: Iterable[Output]) -> Iterable[Tensor]:
@@ -130,7 +132,7 @@ def backward(
 
     products = tuple(name for name in spec.gradients if name not in others)
     sizes = plan.rows, plan.classes, plan.block
-    return grads | over_chunks(_linear(operands), products, to_gradient, *sizes)
+    return grads | over_chunks(operands, products, to_gradient, *sizes)
 
 
 def _add_weights(grad: Tensor, term: Tensor, few: slice) -> None:
@@ -200,7 +202,3 @@ def _weighted(term: Tensor, w: Tensor | None) -> Tensor:
     if w is None:
         return term.sum(1)
     return term.mv(w) if w.dim() == 1 else (w * term).sum(1)
-
-
-def _linear(operands: Operands) -> Inputs:
-    return Inputs(operands.x, operands.weight, operands.bias, None)

@@ -39,6 +39,7 @@ from fxpass.kernels.render import Kernel
 from fxpass.kernels.scaling import scale_coefficients
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import UPCAST_CLASSES, padded
+from fxpass.spec import reduction_operands
 from fxpass.spec.dtypes import gradient_dtype
 from fxpass.spec.operands import Inputs, Results
 from fxpass.spec.spec import Spec
@@ -87,7 +88,7 @@ def _run(inputs: Inputs, spec: Spec, rows: int) -> Results:
 
 
 def over_chunks(
-    inputs: Inputs,
+    inputs: Inputs | reduction_operands.Operands,
     gradients: tuple[str, ...],
     rows: int,
     factor: float,
@@ -174,7 +175,9 @@ def padded_buffer(x: Tensor, rows: int, v: int) -> Tensor:
     return x.new_empty((rows, padded(v)))[:, :v]
 
 
-def _logits(inputs: Inputs, part: slice, buffer: Tensor | None) -> Tensor:
+def _logits(
+    inputs: Inputs | reduction_operands.Operands, part: slice, buffer: Tensor | None
+) -> Tensor:
     """The linear's output for some rows, written to the buffer if there is one."""
     if inputs.logits is not None:
         logits = inputs.logits[part]
@@ -215,7 +218,7 @@ def best(
     return by_options[tuple(options.items())]
 
 
-def _wide_bias(inputs: Inputs) -> Tensor | None:
+def _wide_bias(inputs: Inputs | reduction_operands.Operands) -> Tensor | None:
     """The bias that the kernel adds; None if the GEMM adds it or the given logits include it."""
     if inputs.bias is None or not call.adds_bias(inputs.x, inputs.bias, inputs.logits):
         return None

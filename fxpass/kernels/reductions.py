@@ -29,7 +29,6 @@ from fxpass.kernels.chunked import load, over_chunks
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan
-from fxpass.spec.operands import Inputs
 from fxpass.spec.reduction_operands import Operands, Outputs, empty
 from fxpass.spec.reductions import Moment, Reductions  # noqa: F401, Moment for the example
 
@@ -84,7 +83,7 @@ def _run(
     scale_grad = None
     if "scale" in gradients:
         scale_grad = x.new_empty(len(x), dtype=torch.float32)
-    wide_bias = call.adds_bias(x, operands.bias, None)
+    wide_bias = call.adds_bias(x, operands.bias, operands.logits)
     bias = operands.bias.contiguous() if operands.bias is not None and wide_bias else None
     scale = None if operands.scale is None else operands.scale.contiguous()
     picks = None if operands.picks is None else operands.classes().contiguous()
@@ -118,8 +117,7 @@ def _run(
         known = {name: value for name, value in arguments.items() if name in kernel.arg_names}
         kernel[(len(chunk),)](**known, **chosen.options)
 
-    inputs = Inputs(x, operands.weight, operands.bias, None)
     products = tuple(name for name in gradients if name != "scale")
     factor = render_reductions.gradient_factor(spec)
-    grads = over_chunks(inputs, products, plan.rows, factor, row, launch)
+    grads = over_chunks(operands, products, plan.rows, factor, row, launch)
     return grads if scale_grad is None else grads | {"scale": scale_grad}

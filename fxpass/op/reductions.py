@@ -5,7 +5,8 @@ In: hidden states, the head's weight, what its reductions read, and the text of
 logits again, a chunk of rows at a time::
 
     >>> x, w, c = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([1, 2, 3, 4])
-    >>> rows, *_ = class_reductions(x, w, None, None, c, [], None, "r2 outputs=pick;moment(1,1)")
+    >>> spec = "r3 outputs=pick;moment(1,1)"
+    >>> rows, *_ = class_reductions(x, w, None, None, c, [], None, None, spec)
     >>> log_probs, minus_entropy = rows  # [4] each
 
 NOTE: gradients in forward. Where a program adds up outputs with coefficients that it knows before
@@ -13,9 +14,9 @@ NOTE: gradients in forward. Where a program adds up outputs with coefficients th
 logits are computed once. Backward multiplies the saved gradients by the total's incoming gradient::
 
     >>> of_mean = torch.full((1, 4), -1 / 4)
-    >>> spec = "r2 outputs=argmax gradients=x total=pick"
+    >>> spec = "r3 outputs=argmax gradients=x total=pick"
     >>> _, (predicted,), *_, total, _, _, _ = class_reductions(
-    ...     x.requires_grad_(), w, None, None, c, [], of_mean, spec
+    ...     x.requires_grad_(), w, None, None, c, [], of_mean, None, spec
     ... )
     >>> torch.allclose(total, torch.nn.functional.cross_entropy(x @ w.T, c))
     True
@@ -51,13 +52,15 @@ def class_reductions(
     picks: Tensor | None,
     given: Sequence[Tensor],
     coef: Tensor | None,
+    logits: Tensor | None,
     spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Reductions of ``x @ weight.T + bias`` over the classes.
 
     Args:
         x: ``[N, D]`` floating point.
-        weight: ``[V, D]``, dtype of x; V is at least 1.
+        weight: ``[V, D]``, dtype of x. Without classes, as in an empty vocabulary shard, the lse is
+            -inf, and all other outputs and gradients are 0.
         bias: ``[V]`` in the dtype of x or of the outputs, or None. A wider bias is added to the
             up-cast logits.
         scale: ``[N]`` in the dtype of the outputs, a factor of each row's transformed logits.
@@ -67,6 +70,8 @@ def class_reductions(
         coef: ``[T, N]`` in the dtype of the outputs, the weights of the outputs that ``spec.total``
             names, in its order, K rows for picks ``[N, K]``; None without a total. It has no
             gradient. A row of zeros adds nothing to the total and its gradients.
+        logits: ``[N, V]``, the linear's output with its bias, if the graph needs it anyway; it has
+            no gradient, and those of the operands are computed from it.
         spec: the text of a :class:`fxpass.spec.reductions.Reductions`.
 
     Returns:
@@ -83,7 +88,7 @@ def class_reductions(
         IndexError: a pick is no class (on CPU; on GPUs a device-side assertion fails).
     """
     s = Reductions.parse(spec)
-    operands = Operands(x, weight, bias, scale, picks, tuple(given), coef)
+    operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits)
     _check(operands, s)
     _check_picks(operands)
     with on_device(x.device), torch._C._DisableAutocast():
@@ -100,7 +105,9 @@ def class_reductions(
 def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
     """The outputs and gradients, without the rows that add nothing to the total."""
     coef, n = operands.coef, operands.x.shape[0]
-    if coef is None or spec.outputs:
+    if not len(operands.weight):
+        return _of_no_classes(operands, spec)
+    if coef is None or spec.outputs or operands.logits is not None:
         return _run_forward(operands, spec)
     index = selected((coef != 0).any(0))
     if index is None:
@@ -118,6 +125,18 @@ def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, T
         grads["x"] = zeros.index_copy_(0, index, grads["x"])
     # nobody reads the others: their rows are not outputs
     return out._replace(lse=out.lse.new_empty(n), rest=out.rest.new_empty(n)), grads
+
+
+def _of_no_classes(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
+    """The outputs of a vocabulary shard without classes."""
+    out = empty(operands, spec)
+    for tensor in out:
+        tensor.zero_()
+    for output, line in zip(spec.rows, out.rows, strict=False):
+        line.fill_(-float("inf") if output == "lse" else 0)
+    named = {"x": operands.x, "weight": operands.weight, "bias": operands.bias}
+    names = spec.gradients if spec.total else ()
+    return out, {k: torch.zeros_like(t) for k, t in named.items() if k in names and t is not None}
 
 
 def _run_forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
@@ -146,13 +165,18 @@ def class_reductions_backward(
     scale: Tensor | None,
     picks: Tensor | None,
     given: Sequence[Tensor],
+    logits: Tensor | None,
     spec: str,
 ) -> list[Tensor]:
     """The gradients that a spec without a total names, for the gradient ``[R, N]`` of the rows, in
     the dtypes of their operands. The other arguments are those and the results of
     :func:`class_reductions`."""
     s = Reductions.parse(spec)
-    operands = Operands(x, weight, bias, scale, picks, tuple(given))
+    operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
+    if not len(weight):
+        return [torch.zeros_like(t) for name, t in _named(operands) if name in s.gradients]
+    # a row without an incoming gradient adds nothing, whatever its lse is
+    lse = torch.where((grad != 0).any(0), lse, torch.finfo(lse.dtype).max)
     out = Outputs(grad, grad, lse, rest, saved, grad)
     with on_device(x.device), torch._C._DisableAutocast():
         plan = _plan(operands, s, gradients=True)
@@ -162,9 +186,10 @@ def class_reductions_backward(
 
 def _named(operands: Operands) -> list[tuple[str, Tensor]]:
     """The operands that may have a gradient, in the order of ``Reductions.gradients``."""
-    x, weight, bias, scale, _, given, _ = operands
-    named = [("x", x), ("weight", weight), ("bias", bias), ("scale", scale)]
-    named += [(f"given{i}", t) for i, t in enumerate(given)]
+    named: list[tuple[str, Tensor | None]] = [
+        (name, getattr(operands, name)) for name in ("x", "weight", "bias", "scale")
+    ]
+    named += [(f"given{i}", t) for i, t in enumerate(operands.given)]
     return [(name, t) for name, t in named if t is not None]
 
 
@@ -176,17 +201,16 @@ def _plan(operands: Operands, spec: Reductions, gradients: bool) -> Plan:
 
 
 def _check(operands: Operands, spec: Reductions) -> None:
-    x, weight, bias, scale, picks, given, coef = operands
+    x, weight, bias, scale, picks, given, coef, logits = operands
     named = _named(operands) + [
-        (n, t) for n, t in (("picks", picks), ("coef", coef)) if t is not None
+        (n, t) for n, t in (("picks", picks), ("coef", coef), ("logits", logits)) if t is not None
     ]
     if any(t.device != x.device for _, t in named):
         places = ", ".join(f"{name} on {t.device}" for name, t in named)
         raise ValueError(f"{NAME} needs tensors of one device, got {places}")
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not len(weight):
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"{NAME} needs x [N, D] and weight [V, D] with V >= 1, got {list(x.shape)} and "
-            f"{list(weight.shape)}"
+            f"{NAME} needs x [N, D] and weight [V, D], got {list(x.shape)} and {list(weight.shape)}"
         )
     if not x.is_floating_point() or x.dtype != weight.dtype:
         raise ValueError(
@@ -197,6 +221,7 @@ def _check(operands: Operands, spec: Reductions) -> None:
     shapes: list[tuple[str, Tensor | None, tuple[list[int], ...]]] = [
         ("bias", bias, ([v],)),
         ("scale", scale, ([n],)),
+        ("logits", logits, ([n, v],)),
         *((f"given{i}", t, ([v], [n, v])) for i, t in enumerate(given)),
     ]
     for name, tensor, allowed in shapes:
@@ -237,7 +262,7 @@ def _check(operands: Operands, spec: Reductions) -> None:
 
 def _check_picks(operands: Operands) -> None:
     picks, v = operands.picks, operands.weight.shape[0]
-    if picks is None:
+    if picks is None or not v:
         return
     wrong = (picks < 0) | (picks >= v)
     if picks.device.type != "cpu":
@@ -250,9 +275,9 @@ def _check_picks(operands: Operands) -> None:
 
 
 @class_reductions.register_fake
-def _(x, weight, bias, scale, picks, given, coef, spec: str) -> _Nine:
+def _(x, weight, bias, scale, picks, given, coef, logits, spec: str) -> _Nine:
     s = Reductions.parse(spec)
-    operands = Operands(x, weight, bias, scale, picks, tuple(given), coef)
+    operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits)
     _check(operands, s)
     out = empty(operands, s)
     total = out.lse.new_empty(()) if s.total else out.total
@@ -266,18 +291,20 @@ def _(x, weight, bias, scale, picks, given, coef, spec: str) -> _Nine:
 
 
 @class_reductions_backward.register_fake
-def _(grad, lse, rest, saved, x, weight, bias, scale, picks, given, spec: str) -> list[Tensor]:
+def _(
+    grad, lse, rest, saved, x, weight, bias, scale, picks, given, logits, spec: str
+) -> list[Tensor]:
     named = _named(Operands(x, weight, bias, scale, picks, tuple(given)))
     gradients = Reductions.parse(spec).gradients
     return [t.new_empty(t.shape) for name, t in named if name in gradients]
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x, weight, bias, scale, picks, given, coef, text = inputs
+    x, weight, bias, scale, picks, given, coef, logits, text = inputs
     rows, indices, lse, rest, saved, total, *grads = output
     named = dict(_named(Operands(x, weight, bias, scale, picks, tuple(given))))
     spec = ctx.spec = Reductions.parse(text)
-    for name, tensor in (named | {"coef": coef}).items():
+    for name, tensor in (named | {"coef": coef, "logits": logits}).items():
         if tensor is not None and tensor.requires_grad and name not in spec.gradients:
             raise RuntimeError(
                 f"{NAME}: {name} requires a gradient that the spec does not name ({text!r}); "
@@ -290,7 +317,7 @@ def _setup_context(ctx, inputs, output) -> None:
         ctx.dtypes = [None if t is None else t.dtype for t in (x, weight, bias)]
         ctx.save_for_backward(*grads)
         return
-    tensors = (x, weight, bias, scale, picks, *given)
+    tensors = (x, weight, bias, scale, picks, logits, *given)
     ctx.present = [t is not None for t in tensors]
     ctx.save_for_backward(lse, rest, saved, *(t for t in tensors if t is not None))
 
@@ -310,14 +337,13 @@ def _backward(ctx, grad: Tensor | None, _i, _l, _r, _s, total: Tensor | None, *_
         lse, rest, saved, *present = ctx.saved_tensors
         tensors = iter(present)
         operands = (next(tensors) if p else None for p in ctx.present)
-        x, weight, bias, scale, picks, *given = operands
-        grads = class_reductions_backward(
-            grad, lse, rest, saved, x, weight, bias, scale, picks, given, ctx.spec.text()
-        )
+        x, weight, bias, scale, picks, logits, *given = operands
+        tensors = (lse, rest, saved, x, weight, bias, scale, picks, given, logits)
+        grads = class_reductions_backward(grad, *tensors, ctx.spec.text())
         found = dict(zip(ctx.spec.gradients, grads, strict=True))
     of_given = [found.get(f"given{i}") for i in range(ctx.count)]
     named = (found.get(name) for name in ("x", "weight", "bias", "scale"))
-    return *named, None, of_given, None, None
+    return *named, None, of_given, None, None, None
 
 
 class_reductions.register_autograd(_backward, setup_context=_setup_context)

@@ -4,7 +4,7 @@ In: a region and a :class:`fxpass.match.heads.Head`. Out: the inserted calls. Ea
 the logits is replaced by arithmetic on outputs of a call::
 
     %logits = linear(%h, %w)                        %out = class_reductions(%h, %w, ..., %c, [],
-    %lp = log_softmax(%logits, -1)            ->        'r2 outputs=pick')
+    %lp = log_softmax(%logits, -1)            ->        'r3 outputs=pick')
     %log_probs = gather(%lp, -1, %labels)           %log_probs = unsqueeze(getitem(%out, 0)[0], 1)
 """
 
@@ -107,7 +107,7 @@ class _Edit(Arithmetic):
             coef = None if call.total is None else self._coefficients(call, call.total, x)
             out = self.function(
                 torch.ops.fxpass.class_reductions.default,
-                *(x, weight, bias, scale, index, given, coef, call.spec.text()),
+                *(x, weight, bias, scale, index, given, coef, None, call.spec.text()),
             )
             self._unpack(call, out, counts)
 

@@ -155,7 +155,7 @@ def _launches(call: Node) -> tuple[Launch, ...]:
 def _of_reductions(call: Node) -> tuple[Launch, ...]:
     """As :func:`_launches`, of a call of ``fxpass::class_reductions``."""
     arguments: Any = call.args
-    x, weight, bias, scale, picks, given, _, text = arguments
+    x, weight, bias, scale, picks, given, _, _, text = arguments
     of_row = None
     if picks is not None:
         of_row = hint(value(picks).shape[1]) if value(picks).dim() == 2 else 1

@@ -31,6 +31,8 @@ class Operands(NamedTuple):
         given: weights of moments, vectors ``[V]`` or values ``[N, V]``.
         coef: ``[T, N]`` in the compute dtype, the weights of the total's outputs in their order, K
             rows for a pick of K classes; None without a total.
+        logits: ``[N, V]`` in the dtype of x or in the compute dtype, the linear's output with its
+            bias if it exists anyway; None where it is to be computed. It is not written to.
     """
 
     x: Tensor
@@ -40,6 +42,7 @@ class Operands(NamedTuple):
     picks: Tensor | None
     given: tuple[Tensor, ...]
     coef: Tensor | None = None
+    logits: Tensor | None = None
 
     def classes(self) -> Tensor:
         """The class indices as ``[N, K]``."""

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from fxpass.spec import expression
 
-REVISION = "r2"  # as spec.REVISION, of the operator fxpass::class_reductions
+REVISION = "r3"  # as spec.REVISION, of the operator fxpass::class_reductions
 HIGHEST_POWER = 2
 # Far below any log-softmax that counts, and its square is finite: 0 * -inf would be nan.
 LEAST_LOG = -1e15
@@ -208,14 +208,15 @@ class Reductions:
             ``given0``, ``given1``, ..., in this order.
         total: the outputs of which the call also returns one weighted sum over all rows, whose
             weights are known before (a mean, a mask, a policy's advantages). Forward computes the
-            gradients of this sum, of x, weight and bias; the other outputs then have none.
+            gradients of this sum, of x, weight and bias, if any are named; the other outputs then
+            have none.
         memory_mb: scratch budget in MiB; 0 leaves it to the plan.
 
     The text form is the operator's last argument::
 
         >>> Reductions(("lse", Moment(1, 1)), gradients=("x",)).text()
-        'r2 outputs=lse;moment(1,1) gradients=x'
-        >>> Reductions.parse('r2 outputs=pick').outputs
+        'r3 outputs=lse;moment(1,1) gradients=x'
+        >>> Reductions.parse('r3 outputs=pick').outputs
         ('pick',)
     """
 
@@ -245,7 +246,7 @@ class Reductions:
         for output in self.total:
             if isinstance(output, str) and output not in IN_TOTAL:
                 raise ValueError(f"{output} cannot be added up over the rows")
-        if self.total and (not self.gradients or not set(self.gradients) <= set(PRODUCTS)):
+        if self.total and not set(self.gradients) <= set(PRODUCTS):
             raise ValueError(f"a total has gradients of {', '.join(PRODUCTS)}")
         if self.memory_mb < 0:
             raise ValueError(f"memory_mb must not be negative, got {self.memory_mb}")

@@ -53,7 +53,7 @@ class Case(NamedTuple):
         found = self._named(tensors)
         given = [t for name, t in found.items() if name.startswith("given")]
         one = (found.get(name) for name in ("x", "weight", "bias", "scale"))
-        return class_reductions(*one, self.picks, given, None, self.spec.text())
+        return class_reductions(*one, self.picks, given, None, None, self.spec.text())
 
     def eager(self, *tensors: Tensor) -> Tensor:
         """The rows ``[R, N]``, by autograd in the dtype of the operands."""

@@ -201,15 +201,15 @@ def check_total(found: Case, dtype: torch.dtype, outputs: tuple[Output, ...] = (
     coef[0, 2] = 0
 
     def fused(*tensors: Tensor) -> Tensor:
-        x, weight, bias, scale, picks, given, _ = operands_of(found, tensors)
+        x, weight, bias, scale, picks, given, *_ = operands_of(found, tensors)
         out = operator.class_reductions(
-            x, weight, bias, scale, picks, list(given), coef, spec.text()
+            x, weight, bias, scale, picks, list(given), coef, None, spec.text()
         )
         if outputs:
             alone = dataclasses.replace(spec, total=(), gradients=())
             with torch.no_grad():
                 want = operator.class_reductions(
-                    x, weight, bias, scale, picks, list(given), None, alone.text()
+                    x, weight, bias, scale, picks, list(given), None, None, alone.text()
                 )
             assert all(map(torch.equal, out[:2], want[:2]))
         return out[TOTAL]

@@ -10,6 +10,7 @@ from fxpass.op.reductions import class_reductions, class_reductions_backward
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.reductions import (
     REVISION,
+    Moment,
 )
 from tests.support.reduction_cases import (
     COMBINATIONS,
@@ -28,16 +29,16 @@ def test_the_operators_of_this_revision():
     expecttest.assert_expected_inline(
         "\n".join([REVISION, *(str(operator.default._schema) for operator in operators)]),
         """\
-r2
-fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? coef, str spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
-fxpass::class_reductions_backward(Tensor grad, Tensor lse, Tensor rest, Tensor saved, Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, str spec) -> Tensor[]""",
+r3
+fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? coef, Tensor? logits, str spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+fxpass::class_reductions_backward(Tensor grad, Tensor lse, Tensor rest, Tensor saved, Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? logits, str spec) -> Tensor[]""",
     )
 
 
 def arguments(found: Case) -> tuple:
     given = [t for name, t in found.tensors.items() if name.startswith("given")]
     named = (found.tensors.get(name) for name in ("x", "weight", "bias", "scale"))
-    return *named, found.picks, given, None, found.spec.text()
+    return *named, found.picks, given, None, None, found.spec.text()
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -50,8 +51,8 @@ def test_opcheck(full, name, dtype):
     forward = arguments(found)
     with torch.no_grad():
         rows, _, *saved = class_reductions(*forward)[:5]
-    *operands, _, text = forward
-    backward = (torch.ones_like(rows), *saved, *operands, text)
+    *operands, _, logits, text = forward
+    backward = (torch.ones_like(rows), *saved, *operands, logits, text)
     torch.library.opcheck(class_reductions_backward, backward)
     for tensor in found.tensors.values():
         tensor.requires_grad_()
@@ -139,17 +140,18 @@ DEFAULT = {
     "picks": None,
     "given": [],
     "coef": None,
-    "spec": "r2 outputs=lse",
+    "logits": None,
+    "spec": "r3 outputs=lse",
 }
-PICK = "r2 outputs=pick"
+PICK = "r3 outputs=pick"
 WRONG = {
     "needs x .N, D. and weight": [
         {"x": torch.ones(D)},
         {"x": torch.ones(1, N, D)},
         {"weight": torch.ones(V)},
         {"weight": torch.ones(V, D + 1)},
-        {"weight": torch.ones(0, D)},
     ],
+    "needs logits": [{"logits": torch.ones(N, V + 1)}],
     "of one floating-point dtype": [
         {"x": torch.ones(N, D, dtype=torch.float64)},
         {"x": torch.ones(N, D).long(), "weight": torch.ones(V, D).long()},
@@ -170,7 +172,7 @@ WRONG = {
     "needs a scale of torch.float32, got torch.float64": [{"scale": torch.ones(N).double()}],
     "needs picks for the outputs pick and at": [
         {"spec": PICK},
-        {"spec": "r2 outputs=at"},
+        {"spec": "r3 outputs=at"},
         {"picks": torch.zeros(N).long()},
     ],
     rf"needs picks \[{N}\] or \[{N}, K\] int64": [
@@ -189,14 +191,14 @@ WRONG = {
         {"given": [torch.ones(V), torch.ones(V).long()]}
     ],
     "needs 3 weights of moments, got 1": [
-        {"given": [torch.ones(V)], "spec": "r2 outputs=moment(1,0,2)"},
-        {"given": [torch.ones(V)], "spec": "r2 outputs=logits(2)"},
+        {"given": [torch.ones(V)], "spec": "r3 outputs=moment(1,0,2)"},
+        {"given": [torch.ones(V)], "spec": "r3 outputs=logits(2)"},
     ],
     "cannot compute gradients of bias, given1: absent": [
-        {"given": [torch.ones(V)], "spec": "r2 outputs=lse gradients=x,bias,given0,given1"},
+        {"given": [torch.ones(V)], "spec": "r3 outputs=lse gradients=x,bias,given0,given1"},
     ],
     "another version of fxpass": [{"spec": "v6 reduction=mean"}],
-    "not reductions": [{"spec": "r2 outputs=loss"}],
+    "not reductions": [{"spec": "r3 outputs=loss"}],
 }
 
 
@@ -207,3 +209,49 @@ WRONG = {
 def test_operands_that_do_not_fit(message, changes):
     with pytest.raises(ValueError, match=message):
         class_reductions(*(DEFAULT | changes).values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_that_exist_are_read(dtype):
+    """The logits are not computed again: other logits give other outputs and gradients."""
+    found = case(("pick", Moment(1, 1)), dtype)
+    x, w = (found.tensors[name].requires_grad_() for name in ("x", "weight"))
+    logits = torch.nn.functional.linear(x, w).detach()
+
+    def run(some, weight):
+        rows = class_reductions(x, weight, None, None, found.picks, [], None, some, SPEC)[0]
+        return rows, *torch.autograd.grad(rows.sum(), (x, weight))
+
+    tolerance = (
+        torch.finfo(dtype).eps * 16
+    )  # logits in fp16 are not rounded where they are computed
+    torch.testing.assert_close(run(logits, w), run(None, w), rtol=tolerance, atol=tolerance)
+    other = (w * 2).detach().requires_grad_()
+    assert torch.equal(run(logits, other)[0], run(logits, w)[0])
+
+
+SPEC = "r3 outputs=pick;moment(1,1) gradients=x,weight"
+
+
+def test_a_shard_without_classes_adds_nothing():
+    x, w = torch.ones(3, 4, requires_grad=True), torch.ones(0, 4, requires_grad=True)
+    spec = "r3 outputs=pick;lse gradients=x,weight"
+    picks = torch.zeros(3, dtype=torch.int64)
+    (pick, lse), *_ = class_reductions(x, w, None, None, picks, [], None, None, spec)
+    assert (pick == 0).all()
+    assert (lse == -float("inf")).all()
+    for operand, grad in zip((x, w), torch.autograd.grad(pick.sum(), (x, w)), strict=True):
+        assert torch.equal(grad, torch.zeros_like(operand))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_without_a_gradient_add_nothing(dtype):
+    """Their lse may be infinite: where a program masks all classes of a row."""
+    found = case(("pick",), dtype, bias=dtype)
+    x, w, b = (found.tensors[name] for name in ("x", "weight", "bias"))
+    b = torch.full_like(b, -float("inf")).requires_grad_()
+    spec = "r3 outputs=pick gradients=bias"
+    rows = class_reductions(x.detach(), w.detach(), b, None, found.picks, [], None, None, spec)[0]
+    assert torch.equal(
+        torch.autograd.grad((rows * 0).nan_to_num().sum(), b)[0], torch.zeros_like(b)
+    )

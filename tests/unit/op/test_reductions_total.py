@@ -50,13 +50,13 @@ def check(total, dtype, transform="z", outputs=(), scaled=False, many=False, zer
         named = found._named(tensors)
         given = [t for name, t in named.items() if name.startswith("given")]
         one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
-        out = class_reductions(*one, found.picks, given, coef, spec.text())
+        out = class_reductions(*one, found.picks, given, coef, None, spec.text())
         assert not out[0].requires_grad
         if outputs:
             with torch.no_grad():
                 alone = dataclasses.replace(spec, total=(), gradients=())
                 one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
-                rows = class_reductions(*one, found.picks, given, None, alone.text())
+                rows = class_reductions(*one, found.picks, given, None, None, alone.text())
             assert all(map(torch.equal, out[:2], rows[:2]))
         return out[5]
 
@@ -96,7 +96,7 @@ def operands(dtype=torch.float32, rows=N):
     return x.requires_grad_(), w.requires_grad_(), torch.randint(V, (rows,)), coef
 
 
-LOSS = "r2 gradients=x,weight total=pick"
+LOSS = "r3 gradients=x,weight total=pick"
 
 
 def test_rows_that_add_nothing_are_not_multiplied():
@@ -105,7 +105,7 @@ def test_rows_that_add_nothing_are_not_multiplied():
     coef[:, 4:] = 0
     with torch.no_grad():
         x[4:] = float("nan")
-    out = class_reductions(x, w, None, None, picks, [], coef, LOSS)
+    out = class_reductions(x, w, None, None, picks, [], coef, None, LOSS)
     out[5].backward()
     few = x.detach()[:4].clone().requires_grad_()
     loss = (few @ w.detach().t()).log_softmax(1).gather(1, picks[:4, None]).sum() / 64
@@ -120,7 +120,7 @@ def test_rows_that_add_nothing_are_not_multiplied():
 def test_no_rows_or_none_that_count(coefficient):
     for rows in (0, N):
         x, w, picks, coef = operands(rows=rows)
-        total = class_reductions(x, w, None, None, picks, [], coef * coefficient, LOSS)[5]
+        total = class_reductions(x, w, None, None, picks, [], coef * coefficient, None, LOSS)[5]
         if rows and coefficient:
             continue
         total.backward()
@@ -131,10 +131,10 @@ def test_no_rows_or_none_that_count(coefficient):
 
 def test_two_backwards():
     x, w, picks, coef = operands()
-    total = class_reductions(x, w, None, None, picks, [], coef, LOSS)[5]
+    total = class_reductions(x, w, None, None, picks, [], coef, None, LOSS)[5]
     first = torch.autograd.grad(total * 3, (x, w), retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(total * 3, (x, w))))
-    total = class_reductions(x, w, None, None, picks, [], coef, LOSS)[5]
+    total = class_reductions(x, w, None, None, picks, [], coef, None, LOSS)[5]
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(total, (x, w), create_graph=True)
 
@@ -142,7 +142,7 @@ def test_two_backwards():
 def test_an_fp16_gradient_below_its_smallest_number():
     """A scaled loss brings it back: it is saved in f32."""
     x, w, picks, coef = operands(torch.float16)
-    total = class_reductions(x, w, None, None, picks, [], coef * 1e-7, LOSS)[5]
+    total = class_reductions(x, w, None, None, picks, [], coef * 1e-7, None, LOSS)[5]
     (grad,) = torch.autograd.grad(total * 2.0**16, w)
     wide = w.detach().float().requires_grad_()
     loss = (x.detach().float() @ wide.t()).log_softmax(1).gather(1, picks[:, None]).mean()
@@ -155,9 +155,9 @@ def test_an_fp16_gradient_below_its_smallest_number():
 def test_opcheck(dtype):
     x, w, picks, coef = operands(dtype)
     coef.neg_()  # a positive total: backward in eager overwrites what it multiplies by -1
-    torch.library.opcheck(class_reductions, (x, w, None, None, picks, [], coef, LOSS))
-    spec = "r2 outputs=argmax gradients=weight total=pick"
-    frozen = (x.detach(), w, None, None, picks, [], coef, spec)
+    torch.library.opcheck(class_reductions, (x, w, None, None, picks, [], coef, None, LOSS))
+    spec = "r3 outputs=argmax gradients=weight total=pick"
+    frozen = (x.detach(), w, None, None, picks, [], coef, None, spec)
     torch.library.opcheck(class_reductions, frozen)
 
 
@@ -166,14 +166,13 @@ def test_one_chunk_of_logits_and_no_copy():
     x, w = torch.randn(300, 8), torch.randn(4001, 8)
     picks, coef = torch.randint(4001, (300,)), torch.full((1, 300), 1 / 300)
     with torch.no_grad(), Allocations() as allocated:
-        out = class_reductions(x, w, None, None, picks, [], coef, LOSS)
+        out = class_reductions(x, w, None, None, picks, [], coef, None, LOSS)
     assert allocated.peak([*out]) < 1.2 * 300 * 4001 * 4
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("total=pick", "a total has gradients of x, weight, bias"),
         ("gradients=scale total=pick", "a total has gradients of x, weight, bias"),
         ("gradients=x total=max", "max cannot be added up over the rows"),
         ("gradients=x total=argmax", "argmax cannot be added up over the rows"),
@@ -183,7 +182,7 @@ def test_one_chunk_of_logits_and_no_copy():
 )
 def test_no_spec(text, message):
     with pytest.raises(ValueError, match="not reductions") as raised:
-        Reductions.parse(f"r2 {text}")
+        Reductions.parse(f"r3 {text}")
     assert message in str(raised.value.__cause__)
 
 
@@ -191,7 +190,7 @@ def test_no_spec(text, message):
     ("coef", "spec", "message"),
     [
         (None, LOSS, "needs coef for a total, and only for it"),
-        (torch.ones(1, N), "r2 outputs=pick", "needs coef for a total, and only for it"),
+        (torch.ones(1, N), "r3 outputs=pick", "needs coef for a total, and only for it"),
         (torch.ones(N), LOSS, r"needs coef \[1, 7\]"),
         (torch.ones(2, N), LOSS, r"needs coef \[1, 7\]"),
         (torch.ones(1, N).double(), LOSS, r"needs coef \[1, 7\] torch.float32"),
@@ -200,10 +199,21 @@ def test_no_spec(text, message):
 def test_bad_coefficients(coef, spec, message):
     x, w, picks, _ = operands()
     with pytest.raises(ValueError, match=message):
-        class_reductions(x.detach(), w.detach(), None, None, picks, [], coef, spec)
+        class_reductions(x.detach(), w.detach(), None, None, picks, [], coef, None, spec)
 
 
 def test_coefficients_with_a_gradient():
     x, w, picks, coef = operands()
     with pytest.raises(RuntimeError, match="coef requires a gradient that the spec does not name"):
-        class_reductions(x, w, None, None, picks, [], coef.requires_grad_(), LOSS)
+        class_reductions(x, w, None, None, picks, [], coef.requires_grad_(), None, LOSS)
+
+
+def test_a_total_without_gradients():
+    """As in evaluation: rows without a coefficient are not computed."""
+    x, w, picks = torch.randn(6, 4), torch.randn(9, 4), torch.arange(6)
+    x[0] = float("nan")
+    coef = torch.full((1, 6), -0.2)
+    coef[0, :1] = 0
+    total = class_reductions(x, w, None, None, picks, [], coef, None, "r3 total=pick")[5]
+    want = torch.nn.functional.cross_entropy(x[1:] @ w.t(), picks[1:])
+    torch.testing.assert_close(total, want)
