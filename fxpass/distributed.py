@@ -53,7 +53,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``input @ linear_weight.T + linear_bias``, classes sharded over ranks.
 
-    The names are those of ``torch.nn.functional.linear_cross_entropy``. The ranks exchange three
+    The names are those of ``torch.nn.functional.linear_cross_entropy``. The ranks exchange four
     numbers per row, and in backward the gradient of ``input``. Under autocast the operands are cast
     to its dtype. It reads the settings ``FUSEDCE_STRATEGY`` and ``FUSEDCE_MEMORY_MB``.
 
@@ -197,7 +197,7 @@ def _fused(
     target = target.flatten(0, -2) if probabilities else target.flatten()
     operands = (x, weight, bias, target, class_weight, None)
     loss, _ = vocab_parallel.linear_cross_entropy(
-        *operands, spec.text(), first, group, save_logits=choice.save_logits
+        *operands, spec=spec.text(), first=first, group=group, save_logits=choice.save_logits
     )
     return loss if reduction != "none" else loss.view(rows)
 

@@ -20,7 +20,7 @@ from fxpass.graph.calls import storage
 from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.graph.placements import placement_name
-from fxpass.plan.plan import MIB, budget, plan, size
+from fxpass.plan.plan import MIB, budget, plan_of_reductions, size
 from fxpass.spec.dtypes import gradient_dtype
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def kept_weight(match: Match, least: float) -> str | None:
     """Rejects a loss of frozen hidden states whose backward computes the logits again, if the copy
     of the weight that it keeps for this takes as much memory as the logits."""
     spec = match.spec
-    waits = spec.gradients and spec.gradients_in_backward and "x" not in spec.gradients
+    waits = spec.waits and "x" not in spec.gradients
     if not least or not waits:
         return None
     linear = match.chain.linear
@@ -77,7 +77,8 @@ def computed_weight(match: Match, least: float) -> str | None:
         return None
     logits, n, v = value(linear.node), hint(match.shape[0]), hint(match.shape[1])
     d, dtype = hint(value(linear.x).shape[-1]), logits.dtype
-    found = plan(n, d, v, dtype, logits.device, replace(spec, strategy="chunked"))
+    of_call = replace(spec, strategy="chunked").reductions()
+    found = plan_of_reductions(n, d, v, dtype, logits.device, of_call, False, True)
     gradient = v * d * gradient_dtype(dtype).itemsize
     if gradient + found.scratch + found.sums <= match.logits_bytes:
         return None

@@ -54,10 +54,9 @@ def scheduled(
         memory_mb=choice.spec.memory_mb,
     )
     match = replace(match, spec=spec, choice=choice)
-    waits = spec.gradients and spec.gradients_in_backward
     if (
         match.logits_mode == "keep"
-        and waits
+        and spec.waits
         and sharding is None
         and hazards.leaves(match.chain.base)
     ):

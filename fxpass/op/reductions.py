@@ -24,14 +24,15 @@ logits are computed once. Backward multiplies the saved gradients by the total's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from fxpass.aten import reductions as aten
-from fxpass.op.ignored import selected
+from fxpass.op.ignored import of_all_rows, rows_of, selected
 from fxpass.op.saved import scaled
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, plan_of_reductions
@@ -91,7 +92,7 @@ def class_reductions(
     operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits)
     _check(operands, s)
     _check_picks(operands)
-    with on_device(x.device), torch._C._DisableAutocast():
+    with _alone(x.device):
         out, found = _forward(operands, s)
     total = out.total.sum() if s.total else out.total
     of_x, of_weight, of_bias = (
@@ -112,19 +113,10 @@ def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, T
     index = selected((coef != 0).any(0))
     if index is None:
         return _run_forward(operands, spec)
-    some = operands._replace(
-        x=operands.x[index],
-        scale=None if operands.scale is None else operands.scale[index],
-        picks=None if operands.picks is None else operands.picks[index],
-        given=tuple(t if t.dim() == 1 else t[index] for t in operands.given),
-        coef=coef[:, index],
-    )
-    out, grads = _run_forward(some, spec)
-    if "x" in grads:
-        zeros = operands.x.new_zeros(operands.x.shape, dtype=grads["x"].dtype)
-        grads["x"] = zeros.index_copy_(0, index, grads["x"])
+    out, grads = _run_forward(rows_of(operands, index)._replace(coef=coef[:, index]), spec)
     # nobody reads the others: their rows are not outputs
-    return out._replace(lse=out.lse.new_empty(n), rest=out.rest.new_empty(n)), grads
+    out = out._replace(lse=out.lse.new_empty(n), rest=out.rest.new_empty(n))
+    return out, of_all_rows(grads, operands, index)
 
 
 def _of_no_classes(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
@@ -175,13 +167,36 @@ def class_reductions_backward(
     operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
     if not len(weight):
         return [torch.zeros_like(t) for name, t in _named(operands) if name in s.gradients]
-    # a row without an incoming gradient adds nothing, whatever its lse is
-    lse = torch.where((grad != 0).any(0), lse, torch.finfo(lse.dtype).max)
-    out = Outputs(grad, grad, lse, rest, saved, grad)
-    with on_device(x.device), torch._C._DisableAutocast():
-        plan = _plan(operands, s, gradients=True)
-        found = _implementation(plan).backward(operands, s, plan, out, grad.to(lse.dtype))
+    with _alone(x.device):
+        found = _backward_of_rows(operands, s, Outputs(grad, grad, lse, rest, saved, grad))
     return [found[name].to(t.dtype) for name, t in _named(operands) if name in s.gradients]
+
+
+def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dict[str, Tensor]:
+    """The gradients, without the rows that have no incoming gradient in ``out.rows``."""
+    counts = (out.rows != 0).any(0)
+    index = selected(counts) if operands.logits is None else None
+    some = operands
+    if index is not None:
+        some = rows_of(operands, index)
+        rows, lse, rest, saved = (t[..., index] for t in (out.rows, out.lse, out.rest, out.saved))
+        out = out._replace(rows=rows, lse=lse, rest=rest, saved=saved)
+    else:
+        # such a row adds nothing, whatever its lse is
+        out = out._replace(lse=torch.where(counts, out.lse, torch.finfo(out.lse.dtype).max))
+    plan = _plan(some, spec, gradients=True)
+    incoming = out.rows.to(out.lse.dtype)
+    grads = _implementation(plan).backward(some, spec, plan, out, incoming)
+    return grads if index is None else of_all_rows(grads, operands, index)
+
+
+@contextlib.contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """The operator's own calls: without an ambient autocast, since the graph's casts are explicit,
+    and without autograd, version counters and views, a fifth of the host's time."""
+    plain = torch._C._AutoDispatchBelowADInplaceOrView()
+    with on_device(device), plain, torch._C._DisableAutocast():
+        yield
 
 
 def _named(operands: Operands) -> list[tuple[str, Tensor]]:
@@ -196,8 +211,8 @@ def _named(operands: Operands) -> list[tuple[str, Tensor]]:
 def _plan(operands: Operands, spec: Reductions, gradients: bool) -> Plan:
     x, weight = operands.x, operands.weight
     n, d, v = *x.shape, weight.shape[0]
-    scaled = operands.scale is not None
-    return plan_of_reductions(n, d, v, x.dtype, x.device, spec, scaled, gradients)
+    scaled, exist = operands.scale is not None, operands.logits is not None
+    return plan_of_reductions(n, d, v, x.dtype, x.device, spec, scaled, gradients, exist)
 
 
 def _check(operands: Operands, spec: Reductions) -> None:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxpass.plan.devices import has_matrix_units, implementation_for, multiplied_in, target_of
-from fxpass.plan.plan import MIB, Plan, budget, plan, size
-from fxpass.spec.dtypes import gradient_dtype, short
+from fxpass.plan.devices import implementation_for, multiplied_in
+from fxpass.plan.plan import MIB, Plan, budget, plan_of_reductions, size
+from fxpass.spec.dtypes import gradient_dtype
 from fxpass.spec.spec import Spec
 
 
@@ -63,13 +63,14 @@ class Choice:
         """The plan of the run that computes the gradients, or of forward if there are none."""
         spec = replace(self.spec, strategy=self.strategy)
         sizes = self.n, self.d, self.v, self.dtype, self.device
-        return plan(*sizes, spec, self.logits_exist or self.save_logits)
+        exist = self.logits_exist or self.save_logits
+        return plan_of_reductions(*sizes, spec.reductions(), False, bool(spec.gradients), exist)
 
     def __str__(self) -> str:
         """One line, as ``explain`` prints it."""
         found = self.plan()
         at_a_time = f"{found.rows} rows at a time"
-        if self.strategy == "tiled" or found.in_place:
+        if found.strategy == "tiled" or found.in_place:
             at_a_time = f"{found.rows} rows and {found.classes} classes at a time"
         parts = [f"{size(found.scratch + self.logits * self.save_logits)} of scratch"]
         parts += [f"{size(found.sums)} of f32 sums"] * bool(found.sums)
@@ -107,10 +108,8 @@ def choose(
     ``chunked`` computes the gradients in forward and saves them for backward. Backward returns one
     gradient of the weight in any case; ``chunked`` is chosen if the saved gradients exceed this one
     by no more than the logits take. Otherwise ``tiled`` saves no gradients and backward recomputes
-    the logits. Where the generated kernels would multiply without tensor cores, ``tiled`` is only
-    chosen to stay within the budget, or where several losses would each save a weight gradient. A
-    vocabulary shard saves small logits for backward; the choice's spec then reduces the operator's
-    budget by the bytes of the logits.
+    the logits. A vocabulary shard saves small logits for backward; the choice's spec then reduces
+    the operator's budget by the bytes of the logits.
     """
     symbolic = isinstance(n, torch.SymInt)
     rows, hidden, classes = (_hint(number) for number in (n, d, v))
@@ -123,10 +122,9 @@ def choose(
         return _saving(one)
     found = one.plan()
     fits = not spec.memory_mb or found.scratch + found.sums <= one.allowed
-    in_forward = not replace(spec, strategy="chunked").gradients_in_backward
     if not spec.gradients:
-        why = "there are no gradients"
-    elif not in_forward:
+        return replace(one, reason="there are no gradients")
+    if not replace(spec, strategy="chunked").totals:
         why = "the rows' incoming gradients are known only in backward"
     elif _too_wide(one, others):
         beside = f" of {1 + len(others)} losses over one weight" if others else ""
@@ -135,10 +133,6 @@ def choose(
         why = "a chunk and the f32 sums exceed the budget"
     else:
         return replace(one, reason="the gradients are computed with the loss")
-    saved = spec.gradients and in_forward
-    if _slow_tiles(one) and fits and not (saved and others):
-        why = f"tiles of {short(dtype)} would not be multiplied by this GPU's tensor cores"
-        return replace(one, reason=why)
     return replace(one, strategy="tiled", reason=why)
 
 
@@ -154,13 +148,6 @@ def _too_wide(choice: Choice, others: tuple[int | torch.SymInt, ...]) -> bool:
     saved = (1 + len(others)) * gradient_dtype(choice.dtype).itemsize
     total = choice.n + sum(map(_hint, others))
     return choice.d * (saved - choice.dtype.itemsize) > total * choice.dtype.itemsize
-
-
-def _slow_tiles(choice: Choice) -> bool:
-    """Whether the generated kernels would multiply tiles several times slower than the library."""
-    implementation, _ = implementation_for(choice.device, choice.dtype)
-    slow = not has_matrix_units(choice.dtype, target_of(choice.device))
-    return implementation == "triton" and slow
 
 
 def _can_save(choice: Choice) -> bool:

@@ -168,6 +168,7 @@ def plan_of_reductions(
     spec: Reductions,
     scaled: bool,
     backward: bool,
+    logits_exist: bool = False,
 ) -> Plan:
     """The plan for reductions of the logits of x ``[n, d]`` and weight ``[v, d]``, in chunks.
 

@@ -5,7 +5,7 @@ in place: views of rows are replayed on the hidden states, biases and factors ar
 into the linear's operands, and :func:`erase` erases nodes without users::
 
     %logits = linear(%h, %w)                     %x = reshape(%h, -1, 64)
-    %flat = view(%logits, -1, 32000)      ->     %out = linear_cross_entropy(%x, %w, ..., 'v6 ...')
+    %flat = view(%logits, -1, 32000)      ->     %out = linear_cross_entropy(%x, %w, ..., 'v7 ...')
     %loss = cross_entropy(%flat, %labels)        %loss = getitem(%out, 0)
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 import fxpass.op.kept
-import fxpass.op.operator  # noqa: F401, registers the operators
+import fxpass.op.losses  # noqa: F401, registers the operators
 from fxpass.casts.casts import Cast, cast
 from fxpass.graph.functions import reads_values
 from fxpass.graph.nodes import is_tensor, value
@@ -134,23 +134,25 @@ class _Edit(Builder):
                 self.method("detach", self.weight),
             )
             self.bias = None if self.bias is None else self.method("detach", self.bias)
-        if sharding is None and match.spec.gradients and match.spec.gradients_in_backward:
+        if sharding is None and match.spec.waits:
             self._keep_for_backward()
         function: Any = torch.ops.fxpass.linear_cross_entropy.default
-        more: tuple[Any, ...] = ()
+        of_rank: dict[str, Any] = {}
         if sharding is not None:
             from fxpass.op import vocab_parallel  # not every PyTorch has torch.distributed
 
             function = vocab_parallel.linear_cross_entropy
-            more = (sharding.first, sharding.group, sharding.row_groups)
+            of_rank = {"first": sharding.first, "group": sharding.group}
+            of_rank |= {"row_groups": sharding.row_groups} if sharding.row_groups else {}
             if match.choice is not None and match.choice.save_logits:
-                more = (*more, True)
+                of_rank["save_logits"] = True
             target, class_weight = self._with_rows(target), self._whole(class_weight)
             self._x_to_local()
-        operands = (self.x, self.weight, self.bias, target, class_weight, self.logits)
-        out = self.graph.call_function(
-            function, (*operands, match.spec.text(), *more), name="linear_cross_entropy"
-        )
+        operands = {"x": self.x, "weight": self.weight, "bias": self.bias, "target": target}
+        operands |= {"class_weight": class_weight, "logits": self.logits}
+        present = {name: node for name, node in operands.items() if node is not None}
+        named = {**present, "spec": match.spec.text(), **of_rank}
+        out = self.graph.call_function(function, (), named, name="linear_cross_entropy")
         out.meta["stack_trace"] = loss.node.meta.get("stack_trace")
         self._hand_over(out, 0, loss, "fused_loss", scalar=match.spec.reduction != "none")
         if match.lse is not None:

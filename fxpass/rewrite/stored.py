@@ -28,7 +28,9 @@ from torch._dynamo.aot_compile_types import (
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
-from fxpass.op import operator
+import fxpass.op.kept
+import fxpass.op.losses  # noqa: F401, registers the operators
+from fxpass.op import reductions
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -91,5 +93,5 @@ class WithOperator(SerializableCallable):
 
 def _code_of_operator() -> list[CodeType]:
     """The code of the operator's functions."""
-    functions = [f for f in vars(operator).values() if inspect.isfunction(f)]
-    return [f.__code__ for f in functions if f.__module__ == operator.__name__]
+    functions = [f for f in vars(reductions).values() if inspect.isfunction(f)]
+    return [f.__code__ for f in functions if f.__module__ == reductions.__name__]

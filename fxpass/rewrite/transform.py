@@ -20,7 +20,7 @@ from fxpass.casts.casts import Cast, cast_region, note
 from fxpass.graph.nodes import hint, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
-from fxpass.kernels.call import Launch, OfReductions, Operand, Operands, gpu_for_listing
+from fxpass.kernels.call import Launch, OfReductions, Operand, gpu_for_listing
 from fxpass.match.match import Found, Match, Rejection, find
 from fxpass.op import runs
 from fxpass.rewrite import dump
@@ -28,7 +28,7 @@ from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_o
 from fxpass.rewrite.reductions import rewrite_head
 from fxpass.rewrite.rewrite import Rewritten, erase, rewrite
 from fxpass.settings import Settings
-from fxpass.spec.reductions import Reductions
+from fxpass.spec.reductions import Moment, Reductions
 from fxpass.spec.spec import Spec
 
 log = logging.getLogger(__name__)
@@ -131,25 +131,23 @@ def _carry_out(
 
 
 def _launches(call: Node) -> tuple[Launch, ...]:
-    """The Triton kernels that a call of the operator runs on a GPU, see
+    """The Triton kernels that a fused loss runs on a GPU, see
     :func:`fxpass.kernels.call.gpu_for_listing`."""
-    arguments: Any = call.args
-    x, weight, bias, _, class_weight, logits, text, *sharded = arguments
-    operands = Operands(
-        x=_operand(x),
-        weight=_operand(weight),
-        bias=bias and _operand(bias),
-        logits=logits and _operand(logits),
-        weighted=class_weight is not None,
+    named: Any = call.kwargs
+    spec = Spec.parse(named["spec"])
+    if named.get("group") is not None:
+        spec = spec.of_shard()
+    reductions = spec.reductions("class_weight" in named)
+    read = (*reductions.outputs, *reductions.total)
+    weights = [o.weight for o in read if isinstance(o, Moment) and o.weight is not None]
+    operands = OfReductions(
+        x=_operand(named["x"]),
+        weight=_operand(named["weight"]),
+        bias=_operand(named["bias"]) if "bias" in named else None,
+        picks=1 if "pick" in read else None,
+        given=tuple(spec.target == "probabilities" and i == 0 for i in sorted(weights)),
     )
-    spec = Spec.parse(text)
-    if sharded:
-        _, group, row_groups, *saves_logits = sharded
-        spec = runs.of_rank(spec, group, row_groups)
-        if saves_logits:
-            shape = (operands.x.shape[0], operands.weight.shape[0])
-            operands = operands._replace(logits=Operand(shape, operands.x.dtype))
-    return runs.launches(spec, operands, gpu_for_listing(value(x).device))
+    return runs.launches(reductions, operands, gpu_for_listing(value(named["x"]).device))
 
 
 def _of_reductions(call: Node) -> tuple[Launch, ...]:
@@ -167,8 +165,7 @@ def _of_reductions(call: Node) -> tuple[Launch, ...]:
         picks=of_row,
         given=tuple(value(w).dim() == 2 for w in given),
     )
-    gpu = gpu_for_listing(value(x).device)
-    return runs.launches_of_reductions(Reductions.parse(text), operands, gpu)
+    return runs.launches(Reductions.parse(text), operands, gpu_for_listing(value(x).device))
 
 
 def _operand(node: Node) -> Operand:

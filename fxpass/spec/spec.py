@@ -5,8 +5,8 @@ the key of every cache. Shapes, strides, dtypes and the presence of a bias or of
 not part of a spec: the tensors carry them::
 
     >>> Spec(reduction="sum", label_smoothing=0.1).text()
-    'v6 reduction=sum label_smoothing=0.1'
-    >>> Spec.parse('v6 reduction=sum label_smoothing=0.1').label_smoothing
+    'v7 reduction=sum label_smoothing=0.1'
+    >>> Spec.parse('v7 reduction=sum label_smoothing=0.1').label_smoothing
     0.1
 """
 
@@ -21,21 +21,20 @@ from typing import Any
 from sympy import Expr
 
 from fxpass.spec import expression
+from fxpass.spec.reductions import Moment, Output, Reductions
 
 # A change of the operator's outputs, of their meaning, or of the arguments of the calls in its
 # backward needs a new revision. Every compiled graph contains the revision, so that a compile cache
 # written by another version of fxpass misses instead of pairing an old backward with a new forward.
-REVISION = "v6"
+REVISION = "v7"
 
 REDUCTIONS = ("none", "mean", "sum")
 TARGETS = ("indices", "probabilities", "none")
 GRADIENTS = ("x", "weight", "bias")
 STRATEGIES = ("chunked", "tiled")
 
-_INT64 = range(-(1 << 63), 1 << 63)
-
-# Class indices in a vocabulary shard: a class of another shard, and an ignored row.
 ELSEWHERE, IGNORED = -1, -100
+_INT64 = range(-(1 << 63), 1 << 63)
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,7 @@ class Spec:
         lse: whether the log-sum-exp of every row's logits is an output beside the loss.
         strategy: ``chunked`` (a chunk of rows at a time, gradients in forward) or ``tiled`` (a tile
             of rows and classes at a time, gradients in backward, which recomputes the logits).
-        shard_of: the number of all classes where the weight is a vocabulary shard, else 0. In a
-            shard, the class index -1 means a class of another shard.
+        shard_of: the number of all classes where the weight is a vocabulary shard, else 0.
         memory_mb: scratch budget in MiB; 0 leaves it to the plan.
     """
 
@@ -95,25 +93,37 @@ class Spec:
                 raise ValueError(f"without a target {name} must be {default}, got {value}")
 
     @property
-    def gradients_in_backward(self) -> bool:
-        """Whether backward computes the gradients; else forward does, but for one factor."""
-        return self.reduction == "none" or self.lse or self.strategy == "tiled"
+    def totals(self) -> bool:
+        """Whether the operator returns the sum of the rows' losses, and forward its gradients."""
+        later = self.gradients and self.strategy == "tiled"
+        return self.reduction != "none" and not self.lse and not later
 
     @property
-    def returns_lse(self) -> bool:
-        """Whether the operator returns the log-sum-exp, for its users or for its backward."""
-        return self.lse or self.strategy == "tiled"
+    def waits(self) -> bool:
+        """Whether backward computes the gradients."""
+        return bool(self.gradients) and not self.totals
+
+    def outputs(self, weighted: bool = False) -> tuple[Output, ...]:
+        """The outputs of the operator whose weighted sum is the loss of a row; ``weighted``:
+        there are class weights."""
+        if self.target == "none":
+            return ("lse",)
+        probabilities = self.target == "probabilities"
+        found: list[Output] = [Moment(0, 1, 0) if probabilities else "pick"]
+        if self.label_smoothing:
+            found.append(Moment(0, 1, int(probabilities) if weighted else None))
+        return tuple(found)
+
+    def reductions(self, weighted: bool = False) -> Reductions:
+        """The operator call of this loss; ``weighted``: there are class weights."""
+        read = self.outputs(weighted)
+        total = read if self.totals else ()
+        outputs = () if total else tuple(dict.fromkeys((*["lse"] * self.lse, *read)))
+        return Reductions(outputs, self.transform, self.gradients, total, self.memory_mb)
 
     def of_shard(self) -> Spec:
-        """The spec of one rank's operator call, for this loss over all vocabulary shards.
-
-        The users of the lse also read the lse of ignored rows: then the call ignores no row, and
-        the target of an ignored row is ``ELSEWHERE`` on every rank.
-        """
-        ignores = self.target == "indices" and self.ignore_index is not None and not self.lse
-        ignored = IGNORED if ignores else None
-        ignore_index = self.ignore_index if self.target == "none" else ignored
-        return dataclasses.replace(self, reduction="none", lse=True, ignore_index=ignore_index)
+        """The spec of one rank's operator call, for this loss over all vocabulary shards."""
+        return dataclasses.replace(self, reduction="none", lse=True)
 
     def text(self) -> str:
         """One line; fields at their defaults are left out, except the reduction."""

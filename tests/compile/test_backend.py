@@ -375,7 +375,7 @@ def test_autocast_gives_f32_parameters_f32_gradients(region):
 def test_a_target_out_of_range_is_an_error():
     model, (x, labels) = Model(), batch()
     labels[0, 0] = V
-    with pytest.raises(IndexError, match=f"Target {V} is out of bounds"):
+    with pytest.raises(IndexError, match=f"class {V} is out of bounds"):
         compiled(model)(x, labels)
 
 

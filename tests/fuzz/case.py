@@ -30,7 +30,7 @@ def backward(*tensors):
 
 FUSED_NAMES = """\
 from fxpass.deferred.tensor import Recipe, defer
-from fxpass.op.operator import linear_cross_entropy
+from fxpass.op.losses import linear_cross_entropy
 """
 
 TRACED_NAMES = """\

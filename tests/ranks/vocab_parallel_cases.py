@@ -149,9 +149,9 @@ def run(case: Case, rank: int, world: int, device: torch.device) -> dict[str, An
         whole["target"],
         whole["class_weight"],
         None,
-        spec.text(),
-        here.start,
-        dist.group.WORLD.group_name,  # type: ignore[union-attr]
+        spec=spec.text(),
+        first=here.start,
+        group=dist.group.WORLD.group_name,  # type: ignore[union-attr]
         save_logits=case.saved,
     )
     total = loss if lse is None else loss + 1e-2 * (lse**2).mean()

@@ -100,7 +100,7 @@ return (%cross_entropy,)""",
 %l_labels_: i64[4] = input
 %getitem_1: f32[2, 2, 4] = operator.getitem(%l_h_, (:, :-1, :))
 %reshape_1: f32[4, 4] = reshape(%getitem_1, -1, 4)
-%linear_cross_entropy = fxpass.linear_cross_entropy(x=%reshape_1, weight=%l_w_, target=%l_labels_, spec='v6 reduction=mean transform=30*tanh(z/30) gradients=weight')
+%linear_cross_entropy = fxpass.linear_cross_entropy(x=%reshape_1, weight=%l_w_, target=%l_labels_, spec='v7 reduction=mean transform=30*tanh(z/30) gradients=weight')
 %fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
 return (%fused_loss,)""",
         )

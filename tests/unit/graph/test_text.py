@@ -162,11 +162,11 @@ def test_operands_of_an_operator_have_their_names():
     """ATen's are known; of an operator of a library one has to look them up."""
     graph = Graph()
     x = graph.placeholder("x")
-    operator_of_ours = torch.ops.fxpass.linear_cross_entropy.default
-    graph.call_function(operator_of_ours, (x, x, None, x), {"spec": "v6"})
+    operator_of_ours = torch.ops.fxpass.class_reductions.default
+    graph.call_function(operator_of_ours, (x, x, None, None, x), {"spec": "r3"})
     graph.call_function(torch.ops.aten.add.Tensor, (x, 1))
     lines = graph_text(GraphModule({}, graph)).splitlines()
     assert lines[1:] == [
-        "%linear_cross_entropy_default = fxpass.linear_cross_entropy(x=%x, weight=%x, target=%x, spec='v6')",
+        "%class_reductions_default = fxpass.class_reductions(x=%x, weight=%x, picks=%x, spec='r3')",
         "%add_tensor = aten.add(%x, 1)",
     ]

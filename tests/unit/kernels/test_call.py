@@ -27,7 +27,7 @@ LLAMA = Operands(Operand((8192, 4096), BF16), Operand((128256, 4096), BF16))
 
 
 def listed(spec, operands=LLAMA, gpu=ASSUMED):
-    return runs.launches(Spec.parse(f"v6 {spec}"), operands, gpu)
+    return runs.launches(Spec.parse(f"v7 {spec}"), operands, gpu)
 
 
 # ---------------------------------------------------------------- recorded launches
@@ -317,5 +317,5 @@ LLAMA = Operands(
 )
 
 def listed(spec):
-    return runs.launches(Spec.parse(f"v6 {spec}"), LLAMA, ASSUMED)
+    return runs.launches(Spec.parse(f"v7 {spec}"), LLAMA, ASSUMED)
 """

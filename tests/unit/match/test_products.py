@@ -52,7 +52,7 @@ ACCEPTED = {
     "sum": (lambda z, t: kl(last(z), last(Q), reduction="sum"), [CROSS]),
     "none": (lambda z, t: kl(z, Q, reduction="none").sum(-1), [CROSS]),
     "none, weighted": (lambda z, t: (kl(z, Q, reduction="none") * 3).mean(), [CROSS]),
-    "with zeros": (lambda z, t: kl(z, F.relu(Q - 0.1), reduction="sum"), [CROSS]),
+    "with zeros": (lambda z, t: kl(z, Q * (Q > 0.1), reduction="sum"), [CROSS]),
     "logarithms": (lambda z, t: kl(z, LOG_Q, reduction="sum", log_target=True), [CROSS]),
     "a module": (lambda z, t: KL(last(z).log_softmax(-1), last(LOG_Q)), [CROSS]),
     "one-hot": (lambda z, t: kl(z, F.one_hot(t, V).float(), reduction="none").sum(-1), ["pick"]),

@@ -197,7 +197,7 @@ WRONG = {
     "cannot compute gradients of bias, given1: absent": [
         {"given": [torch.ones(V)], "spec": "r3 outputs=lse gradients=x,bias,given0,given1"},
     ],
-    "another version of fxpass": [{"spec": "v6 reduction=mean"}],
+    "another version of fxpass": [{"spec": "v7 reduction=mean"}],
     "not reductions": [{"spec": "r3 outputs=loss"}],
 }
 

@@ -13,7 +13,6 @@ from fxpass.plan.choice import choose
 from fxpass.plan.devices import multiplied_in
 from fxpass.plan.plan import MIB
 from fxpass.spec.spec import Spec
-from tests.support.gpus import A100, H200, MI250, MI300, RADEON, T4, V100
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64
 
 F16 = torch.float16
@@ -29,8 +28,8 @@ CASES = [(2048, 512, 32000), (1024, 1024, 128256), (2048, 768, 50257), (8192, 20
         (F64, Spec(gradients=BOTH), "chunked"),
         (BF16, Spec(gradients=BOTH), "chunked"),
         (F16, Spec(gradients=("x",)), "chunked"),
-        (F32, Spec(), "tiled"),
-        (BF16, Spec(), "tiled"),
+        (F32, Spec(), "chunked"),
+        (BF16, Spec(), "chunked"),
         (F32, Spec(reduction="none", gradients=BOTH), "tiled"),
         (F32, Spec(lse=True, gradients=BOTH), "tiled"),
     ],
@@ -38,47 +37,6 @@ CASES = [(2048, 512, 32000), (1024, 1024, 128256), (2048, 768, 50257), (8192, 20
 @pytest.mark.parametrize("device", [CPU, CUDA])
 def test_what_is_chosen(n, d, v, dtype, spec, expected, device, h200, tf32):
     assert choose(n, d, v, dtype, device, spec, "auto").strategy == expected
-
-
-NONE = Spec(reduction="none", gradients=BOTH)
-
-
-@pytest.mark.parametrize(
-    ("card", "hip", "dtype", "tf32_is_set", "expected"),
-    [
-        (T4, None, F16, True, "chunked"),
-        (T4, None, BF16, True, "chunked"),
-        (T4, None, F32, True, "chunked"),
-        (A100, None, BF16, False, "tiled"),
-        (A100, None, F32, False, "chunked"),
-        (A100, None, F32, True, "tiled"),
-        (H200, None, F32, False, "chunked"),
-        (H200, None, F64, False, "tiled"),  # in ATen, by the library
-        (V100, None, F16, False, "tiled"),  # in ATen too
-        (MI300, "7.0", F32, False, "tiled"),
-        (MI250, "7.0", F32, True, "tiled"),
-        (RADEON, "7.0", F32, True, "chunked"),
-        (RADEON, "7.0", BF16, False, "tiled"),
-    ],
-)
-@pytest.mark.parametrize("spec", [Spec(), NONE], ids=["no gradients", "none"])
-def test_tiles_need_tensor_cores(card, hip, dtype, tf32_is_set, expected, spec, gpus, request):
-    gpus.have(card, hip=hip)
-    if tf32_is_set:
-        request.getfixturevalue("tf32")
-    assert choose(2048, 512, 32000, dtype, CUDA, spec, "auto").strategy == expected
-
-
-def test_tiles_without_tensor_cores_save_memory(gpus):
-    """They stay where chunks would exceed the user's budget, or save a gradient for each loss."""
-    gpus.have(T4)
-    both, sizes = Spec(gradients=BOTH), (512, 1024, 50000)
-    one = choose(*sizes, F16, CUDA, both, "auto")
-    assert (one.strategy, "tensor cores" in one.reason) == ("chunked", True)
-    assert choose(*sizes, F16, CUDA, both, "auto", False, (512,) * 15).strategy == "tiled"
-    for memory_mb, expected in ((64, "tiled"), (400, "chunked")):  # the f32 sums take 195 MiB
-        spec = dataclasses.replace(NONE, memory_mb=memory_mb)
-        assert choose(4096, 1024, 50000, BF16, CUDA, spec, "auto").strategy == expected
 
 
 def test_fp16_keeps_no_more_than_the_logits():
@@ -184,7 +142,7 @@ def test_text():
     evaluation = choose(2048, 512, 32000, F32, CPU, Spec(), "auto")
     expecttest.assert_expected_inline(
         str(evaluation),
-        """strategy: tiled, 2048 rows and 2000 classes at a time: 16 MiB of scratch; there are no gradients""",
+        """strategy: chunked, 352 rows at a time: 44 MiB of scratch; there are no gradients""",
     )
     shard = choose(512, 512, 4000, F32, CPU, SHARD, "auto")
     expecttest.assert_expected_inline(

@@ -54,7 +54,7 @@ class TestGraphs(expecttest.TestCase):
 %to_1: bf16[10, 6] = to(%l_weight_, torch.bfloat16)
 %getitem_2: bf16[2, 3, 6] = operator.getitem(%to, (:, :-1, :))
 %reshape: bf16[6, 6] = reshape(%getitem_2, -1, 6)
-%linear_cross_entropy = fxpass.linear_cross_entropy(x=%reshape, weight=%to_1, target=%view_1, spec='v6 reduction=mean transform=30*tanh(z/30) gradients=x,weight')
+%linear_cross_entropy = fxpass.linear_cross_entropy(x=%reshape, weight=%to_1, target=%view_1, spec='v7 reduction=mean transform=30*tanh(z/30) gradients=x,weight')
 %fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
 return (%fused_loss,)""",
         )
@@ -69,7 +69,7 @@ return (%fused_loss,)""",
 %l_labels_: i64[2, 4] = input
 %flatten_1: i64[8] = flatten(%l_labels_)
 %flatten_2: f32[8, 6] = flatten(%l_x_, 0, 1)
-%linear_cross_entropy = fxpass.linear_cross_entropy(x=%flatten_2, weight=%l_weight_, target=%flatten_1, spec='v6 reduction=mean gradients=x,weight')
+%linear_cross_entropy = fxpass.linear_cross_entropy(x=%flatten_2, weight=%l_weight_, target=%flatten_1, spec='v7 reduction=mean gradients=x,weight')
 %fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
 return (%fused_loss,)""",
         )
@@ -87,7 +87,7 @@ return (%fused_loss,)""",
 %detach: f32[2, 4, 10] = detach(%logits)
 %flatten_2: f32[8, 6] = flatten(%l_x_, 0, 1)
 %flatten_3: f32[8, 10] = flatten(%detach, 0, 1)
-%linear_cross_entropy = fxpass.linear_cross_entropy(x=%flatten_2, weight=%l_weight_, target=%flatten_1, logits=%flatten_3, spec='v6 reduction=mean gradients=x,weight')
+%linear_cross_entropy = fxpass.linear_cross_entropy(x=%flatten_2, weight=%l_weight_, target=%flatten_1, logits=%flatten_3, spec='v7 reduction=mean gradients=x,weight')
 %fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
 %cumsum: f32[2, 4, 10] = cumsum(%logits, -1)
 return (%fused_loss, %cumsum)""",
@@ -108,7 +108,7 @@ return (%fused_loss, %cumsum)""",
 %l_labels_: i64[2, 4] = input
 %view_1: i64[8] = view(%l_labels_, -1)
 %reshape: bf16[8, 6] = reshape(%l_x_, -1, 6)
-%linear_cross_entropy = fxpass.linear_cross_entropy(x=%reshape, weight=%l_weight_, target=%view_1, spec='v6 reduction=mean strategy=tiled')
+%linear_cross_entropy = fxpass.linear_cross_entropy(x=%reshape, weight=%l_weight_, target=%view_1, spec='v7 reduction=mean')
 %fused_loss: f32[] = operator.getitem(%linear_cross_entropy, 0)
 %to: bf16[] = to(%fused_loss, torch.bfloat16)
 return (%to,)""",

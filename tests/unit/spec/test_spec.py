@@ -87,8 +87,36 @@ def test_what_needs_a_target(name, value):
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("lse", [False, True])
 def test_gradients_wait_for_backward_where_rows_have_their_own(reduction, lse):
-    spec = Spec(reduction, lse=lse)
-    assert spec.gradients_in_backward == (lse or reduction == "none")
+    for strategy in ("chunked", "tiled"):
+        spec = Spec(reduction, lse=lse, gradients=("x",), strategy=strategy)
+        assert spec.waits == (lse or reduction == "none" or strategy == "tiled")
+        assert bool(spec.reductions().total) == spec.totals == (not spec.waits)
+        evaluation = dataclasses.replace(spec, gradients=())
+        assert evaluation.totals == (reduction != "none" and not lse)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    ("words", "plain", "with_weights"),
+    [
+        ("target=none", "lse", "lse"),
+        ("", "pick", "pick"),
+        ("label_smoothing=0.1", "pick;moment(0,1)", "pick;moment(0,1,0)"),
+        ("target=probabilities", "moment(0,1,0)", "moment(0,1,0)"),
+        (
+            "target=probabilities label_smoothing=0.1",
+            "moment(0,1,0);moment(0,1)",
+            "moment(0,1,0);moment(0,1,1)",
+        ),
+    ],
+)
+def test_the_outputs_of_a_loss(words, plain, with_weights, weighted):
+    want = with_weights if weighted else plain
+    spec = Spec.parse(f"{REVISION} reduction=none {words}".strip())
+    assert spec.reductions(weighted).text().split(" ", 1)[1] == f"outputs={want}"
+    spec = dataclasses.replace(spec, lse=True)
+    both = want if want == "lse" else f"lse;{want}"
+    assert spec.reductions(weighted).text().split(" ", 1)[1] == f"outputs={both}"
 
 
 @pytest.mark.parametrize(
@@ -155,30 +183,11 @@ def test_another_revision_says_what_to_do(source):
     assert f"another version of fxpass ({found!r}, this is {REVISION!r})" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("whole", "shard"),
-    [
-        ("reduction=mean", "reduction=none"),
-        ("reduction=sum ignore_index=-1", "reduction=none"),
-        ("reduction=none ignore_index=none", "reduction=none ignore_index=none"),
-        (
-            "reduction=mean target=probabilities ignore_index=5",
-            "reduction=none target=probabilities ignore_index=none",
-        ),
-        ("reduction=mean target=none", "reduction=none target=none"),
-    ],
-)
-def test_of_shard(whole, shard):
-    """Every rank returns rows and their lses, and an ignored row has a target of its own."""
-    rest = "shard_of=12 strategy=tiled memory_mb=3"
-    spec = Spec.parse(f"{REVISION} {whole} gradients=x {rest}").of_shard()
-    assert spec.text() == f"{REVISION} {shard} gradients=x lse=true {rest}"
-    assert spec.gradients_in_backward
-
-
-def test_a_shard_ignores_no_row_where_the_lse_is_read():
-    """An ignored row has one too; its target is a class elsewhere, on every rank."""
-    assert Spec(lse=True, shard_of=12).of_shard().ignore_index is None
+@pytest.mark.parametrize("whole", ["reduction=mean", "reduction=sum ignore_index=-1"])
+def test_of_shard(whole):
+    """Every rank returns rows and their lses."""
+    spec = Spec.parse(f"{REVISION} {whole} gradients=x shard_of=12 strategy=tiled").of_shard()
+    assert (spec.reduction, spec.lse, spec.waits) == ("none", True, True)
 
 
 def test_specs_are_keys():

@@ -1,4 +1,4 @@
-"""Both ATen strategies, through the operator: loss and every gradient against float64."""
+"""The fused loss in ATen: loss and every gradient against float64."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.aten import chunked, tiled
-from fxpass.op import ignored
-from fxpass.op.operator import linear_cross_entropy
-from fxpass.plan import plan as plans
+from fxpass.op import reductions
+from fxpass.op.losses import linear_cross_entropy
+from fxpass.plan.plan import Plan
 from fxpass.spec import expression
-from fxpass.spec.operands import Inputs
 from fxpass.spec.spec import Spec
 from tests.support.numerics import assert_as_accurate, loss_and_gradients
 
@@ -39,11 +37,8 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.fixture(params=["chunked", "tiled"], autouse=True)
 def strategy(request, monkeypatch) -> str:
     """What :func:`programs` runs: chunks of 3 rows, or tiles of 3 rows and 4 classes."""
-
-    def few(n, d, v, dtype, device, spec, kept):
-        return plans.Plan("aten", spec.strategy, 3, 4, "a test")
-
-    monkeypatch.setattr(plans, "plan", few)
+    plan = Plan("aten", request.param, 3, 4, "a test", block=2)
+    monkeypatch.setattr(reductions, "plan_of_reductions", lambda *_: plan)
     monkeypatch.setitem(globals(), "STRATEGY", request.param)
     return request.param
 
@@ -67,8 +62,8 @@ def programs(
 
     def fused(x, weight, bias=None):
         logits = F.linear(x, weight, bias).detach() if keep else None
-        args = (x, weight, bias, target, class_weight, logits, spec.text())
-        loss, lse, *_ = linear_cross_entropy(*args)
+        args = (x, weight, bias, target, class_weight, logits)
+        loss, lse = linear_cross_entropy(*args, spec=spec.text())
         return with_z_loss(loss, lse)
 
     def plain(x, weight, bias=None):
@@ -197,10 +192,11 @@ def test_the_lse_of_rows_that_are_not_finite(value):
     logits = torch.randn(3, 11)
     logits[1] = value
     x, weight = torch.randn(3, 5), torch.randn(11, 5)
-    out = chunked.run(Inputs(x, weight, None, None, logits=logits), Spec(target="none"), 3)
+    spec = Spec("none", "none").text()
+    loss, _ = linear_cross_entropy(x, weight, logits=logits, spec=spec)
     want = logits.logsumexp(1)
     want[1] = want[1] if value < 0 else torch.nan
-    torch.testing.assert_close(out.loss, want, equal_nan=True)
+    torch.testing.assert_close(loss, want, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 11), (1, 1, 2), (3, 7, 1), (300, 3, 13)])
@@ -249,107 +245,6 @@ def test_strided_inputs():
     target = torch.randint(11, (14,))[::2]
     fused, plain = programs(Spec(gradients=gradients(False)), target, None)
     assert_as_accurate(fused, plain, [x, weight], torch.float32)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 100])
-def test_chunks_do_not_change_the_answer(rows):
-    inputs = Inputs(
-        torch.randn(7, 5),
-        torch.randn(11, 5),
-        torch.randn(11),
-        torch.arange(7),
-        row_scale=torch.randn(7),
-        lse_scale=torch.randn(7),
-    )
-    spec = Spec(gradients=("x", "weight", "bias"), lse=True)
-    whole, parts = chunked.run(inputs, spec, 7), chunked.run(inputs, spec, rows)
-    for a, b in zip(whole, parts, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_logits_that_exist_are_used_and_left_alone():
-    x, weight, target = torch.randn(7, 5), torch.randn(11, 5), torch.arange(7)
-    spec = Spec(transform=SOFTCAP, gradients=("x", "weight"))
-    logits = F.linear(x, weight)
-    kept = logits.clone()
-    got = chunked.run(Inputs(x, weight, None, target, logits=logits), spec, 3)
-    want = chunked.run(Inputs(x, weight, None, target), spec, 3)
-    assert torch.equal(logits, kept)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
-    # other logits give another loss: they are what is read
-    other = chunked.run(
-        Inputs(x, weight, None, target, logits=logits + x[:, :1] * weight[:, 0]), spec, 3
-    )
-    assert not torch.allclose(other.loss, want.loss)
-
-
-def test_only_the_gradients_that_are_asked_for():
-    inputs = Inputs(torch.randn(7, 5), torch.randn(11, 5), None, torch.arange(7))
-    out = chunked.run(inputs, Spec(gradients=("x",)), 3)
-    assert out.x is not None
-    assert out.weight is None
-    assert out.bias is None
-    assert out.lse is None
-
-
-@pytest.mark.parametrize("block", [1, 2, 100])
-@pytest.mark.parametrize("target", ["indices", "probabilities"])
-def test_blocks_of_rows_do_not_change_the_answer(target, block):
-    """Between two GEMMs, a few rows at a time."""
-    inputs = Inputs(
-        torch.randn(7, 5),
-        torch.randn(11, 5),
-        torch.randn(11),
-        torch.randn(7, 11).softmax(1) if target == "probabilities" else torch.arange(-1, 6),
-        class_weight=torch.rand(11),
-        row_scale=torch.randn(7),
-        lse_scale=torch.randn(7),
-    )
-    spec = Spec("sum", target, -1, 0.1, SOFTCAP, gradients(True), lse=True)
-    whole = chunked.run(inputs, spec, 7, 11, 7)
-    blocks = chunked.run(inputs, spec, 3, 4, block)
-    torch.testing.assert_close(blocks, whole)
-
-
-@pytest.mark.parametrize("tile", [(1, 1), (2, 3), (7, 4), (100, 11), (3, 100)])
-def test_tiles_do_not_change_the_answer(tile):
-    inputs = Inputs(
-        torch.randn(7, 5),
-        torch.randn(11, 5),
-        torch.randn(11),
-        torch.randn(7, 11).softmax(1),
-        class_weight=torch.rand(11),
-        row_scale=torch.randn(7),
-        lse_scale=torch.randn(7),
-    )
-    spec = Spec(target="probabilities", label_smoothing=0.1, transform=SOFTCAP, lse=True)
-    training = dataclasses.replace(spec, gradients=("x", "weight", "bias"))
-    whole, forward = chunked.run(inputs, training, 7), tiled.run(inputs, spec, *tile)
-    backward = tiled.run(
-        inputs._replace(lse=forward.lse, lse_rest=forward.lse_rest), training, *tile
-    )
-    for a, b in zip(whole[:5], (*forward[:2], *backward[2:5]), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_tiled_rounds_each_gradient_once():
-    """To the operand's dtype, where all is multiplied in f32."""
-    tensors = [torch.randn(7, 5).bfloat16(), torch.randn(11, 5).bfloat16()]
-    spec = Spec(gradients=("x", "weight"))
-
-    def answer(dtype):
-        x, weight = (t.to(dtype) for t in tensors)
-        inputs = Inputs(x, weight, None, torch.arange(7), row_scale=torch.full((7,), 0.3))
-        forward = dataclasses.replace(spec, gradients=())
-        _, lse, *_, rest = tiled.run(inputs, forward, 3, 4, torch.float32)
-        inputs = inputs._replace(lse=lse, lse_rest=rest)
-        return tiled.run(inputs, spec, 3, 4, torch.float32)
-
-    out, whole = answer(torch.bfloat16), answer(torch.float32)
-    for rounded, wide in ((out.x, whole.x), (out.weight, whole.weight)):
-        assert rounded.dtype == torch.bfloat16
-        assert torch.equal(rounded, wide.bfloat16())
 
 
 @pytest.mark.parametrize("kept", [0, 3])
@@ -402,11 +297,11 @@ def test_ignored_rows_are_left_out_of_one_pass_only(monkeypatch, all_rows):
         operands = [t.clone().requires_grad_() for t in (x, weight)]
         with monkeypatch.context() as patch:
             if all_rows == "forward":
-                patch.setattr(ignored, "counted_rows", lambda *_: None)
+                patch.setattr(reductions, "selected", lambda mask: None)
             loss = program(*operands)
         with monkeypatch.context() as patch:
             if all_rows == "backward":
-                patch.setattr(ignored, "counted_rows", lambda *_: None)
+                patch.setattr(reductions, "selected", lambda mask: None)
             grads.append(torch.autograd.grad(loss.sum(), operands))
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs)
