@@ -196,8 +196,8 @@ def _named(operands: Operands) -> list[tuple[str, Tensor]]:
 def _plan(operands: Operands, spec: Reductions, gradients: bool) -> Plan:
     x, weight = operands.x, operands.weight
     n, d, v = *x.shape, weight.shape[0]
-    scaled = operands.scale is not None
-    return plan_of_reductions(n, d, v, x.dtype, x.device, spec, scaled, gradients)
+    of_call = n, d, v, x.dtype, x.device, spec, operands.scale is not None, gradients
+    return plan_of_reductions(*of_call, operands.logits is not None)
 
 
 def _check(operands: Operands, spec: Reductions) -> None:

@@ -49,14 +49,26 @@ class Operands(NamedTuple):
         assert self.picks is not None
         return self.picks if self.picks.dim() == 2 else self.picks.unsqueeze(1)
 
-    def weights(self, moment: Moment | LogitSum, rows: slice) -> Tensor | None:
-        """The weights of a sum ``[V]`` or ``[rows, V]`` in the compute dtype; None for ones."""
-        return None if moment.weight is None else self.values(moment.weight, rows)
+    def columns(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor | None]:
+        """The picks' columns ``[rows, K]`` in a tile of logits, and whether they are in it; None if
+        they all are. Those of other tiles are 0."""
+        column = self.classes()[rows]
+        if classes.stop - classes.start == self.weight.shape[0]:
+            return column, None
+        column = column - classes.start
+        inside = (column >= 0) & (column < classes.stop - classes.start)
+        return torch.where(inside, column, 0), inside
 
-    def values(self, position: int, rows: slice) -> Tensor:
-        """One of ``given``, ``[V]`` or ``[rows, V]`` in the compute dtype."""
+    def weights(self, moment: Moment | LogitSum, rows: slice, classes: slice) -> Tensor | None:
+        """The weights of a sum in a tile of logits, ``[classes]`` or ``[rows, classes]``, in the
+        compute dtype; None for ones."""
+        return None if moment.weight is None else self.values(moment.weight, rows, classes)
+
+    def values(self, position: int, rows: slice, classes: slice) -> Tensor:
+        """One of ``given`` in a tile of logits, in the compute dtype."""
         w = self.given[position]
-        return (w if w.dim() == 1 else w[rows]).to(compute_dtype(self.x.dtype))
+        w = w[classes] if w.dim() == 1 else w[rows, classes]
+        return w.to(compute_dtype(self.x.dtype))
 
 
 class Outputs(NamedTuple):
