@@ -49,11 +49,11 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         if operands.coef is None or not products:
             return sums.log_total
         coef = operands.coef[:, few]
-        slope = Slope(operands, few, every, spec.total, coef, sums.moments, y)
+        slope = Slope(operands, few, spec.total, coef, sums.moments)
         if once and sums.only_total:
-            g, factor = slope.of_softmax(y, sums.total, scaled)
+            g, factor = slope.of_softmax(y, sums.total, every, scaled)
         else:
-            g, factor = slope.of(y, sums.log_total, scaled)
+            g, factor = slope.of(y, sums.log_total, every, scaled)
         slope.to_logits(spec, g, logits)
         return factor
 
@@ -85,15 +85,18 @@ def _in_place(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
     def read(every: slice, some: slice, logits: Tensor) -> None:
         sums.add(transformed(operands, spec, every, logits)[1], some)
 
-    def to_gradient(every: slice, some: slice, logits: Tensor) -> None:
-        z = transformed(operands, spec, every, logits)[1]
-        slope = Slope(operands, every, some, spec.total, coef, sums.moments, z)
-        g, _ = slope.of(z.sub_(out.lse.unsqueeze(1)), out.rest, scaled=True)
-        slope.to_logits(spec, g, logits)
+    def finish() -> tiles.OfTile:
+        sums.write(out)
+        slope = Slope(operands, slice(0, len(operands.x)), spec.total, coef, sums.moments)
 
-    return tiles.in_gradient(
-        operands, spec.gradients, read, lambda: sums.write(out), to_gradient, plan.classes
-    )
+        def to_gradient(every: slice, some: slice, logits: Tensor) -> None:
+            z = transformed(operands, spec, every, logits)[1]
+            g, _ = slope.of(z.sub_(out.lse.unsqueeze(1)), out.rest, some, scaled=True)
+            slope.to_logits(spec, g, logits)
+
+        return to_gradient
+
+    return tiles.in_gradient(operands, spec.gradients, read, finish, plan.classes)
 
 
 def backward(
@@ -113,11 +116,18 @@ def backward(
         if t is not None and name in spec.gradients
     }
     sigmas = dict(zip(spec.saved, out.saved, strict=True))
+    of_part: dict[int, Slope] = {}  # of rows whose classes are in several tiles
 
     def to_gradient(few: slice, some: slice, logits: Tensor, scaled: bool) -> Tensor:
         unscaled, z = transformed(operands, spec, few, logits)
-        sums = {moment: sigma[few] for moment, sigma in sigmas.items()}
-        slope = Slope(operands, few, some, spec.rows, incoming[:, few], sums, z)
+        slope = of_part.get(few.start)
+        if slope is None:
+            sums = {moment: sigma[few] for moment, sigma in sigmas.items()}
+            whole = z.shape[1] == len(operands.weight)
+            of_z = z if whole else None
+            slope = Slope(operands, few, spec.rows, incoming[:, few], sums, of_z)
+            if not whole:
+                of_part[few.start] = slope
         trained = [
             (output, line, grads[f"given{output.weight}"])
             for output, line in slope.weighted
@@ -133,7 +143,7 @@ def backward(
         for output, line, grad in trained:
             if isinstance(output, Moment):
                 _add_weights(grad, output.term(y).mul_(line.unsqueeze(1)), few, some)
-        g, factor = slope.of(y, rest, scaled)
+        g, factor = slope.of(y, rest, some, scaled)
         if "scale" in grads:
             grads["scale"][few] += (g * unscaled).sum(1)
         slope.to_logits(spec, g, logits)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fxpass.spec.reduction_operands import Operands, Outputs
+from fxpass.spec.reduction_operands import Operands, Outputs, columns
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
@@ -97,11 +97,10 @@ class RowSums:
                 before = self._of_logits.get(output)
                 self._of_logits[output] = line if before is None else before + line
         if self._picks:
-            column, inside = self._operands.columns(self._few, classes)
+            column, elsewhere = columns(self._operands.classes()[self._few], classes)
             at = z.gather(1, column)
-            if inside is not None:
-                at = torch.where(inside, at, 0 if self._at is None else self._at)
-            self._at = at
+            # each pick is in one of the tiles
+            self._at = at if self._at is None else torch.where(elsewhere, self._at, at)
 
     def _raw_sums(
         self, y: Tensor, classes: slice, in_place: bool

@@ -149,8 +149,7 @@ def in_gradient(
     inputs: Inputs | Operands,
     gradients: tuple[str, ...],
     read: OfTile,
-    finish: Callable[[], object],
-    to_gradient: OfTile,
+    finish: Callable[[], OfTile],
     classes: int,
     multiplied: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
@@ -163,8 +162,8 @@ def in_gradient(
         inputs: x, weight and bias, with N <= D.
         gradients: the operands whose gradients are returned, among them the weight.
         read: called once for the logits ``[N, classes]`` of each tile, before ``finish``.
-        finish: called once.
-        to_gradient: called once for each tile after ``finish``.
+        finish: called once; what it returns is called once for each tile, and overwrites its logits
+            with their gradient.
         classes: of a tile, at most.
         multiplied: the dtype of the products; None for the fastest.
     """
@@ -173,7 +172,7 @@ def in_gradient(
     every = slice(0, x.shape[0])
     for some in logits.tiles:
         read(every, some, logits.compute(some))
-    finish()
+    to_gradient = finish()
     grads = {"weight": logits.gradient}
     if "x" in gradients:
         grads["x"] = x.new_zeros(x.shape, dtype=logits.dtype)

@@ -49,16 +49,6 @@ class Operands(NamedTuple):
         assert self.picks is not None
         return self.picks if self.picks.dim() == 2 else self.picks.unsqueeze(1)
 
-    def columns(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor | None]:
-        """The picks' columns ``[rows, K]`` in a tile of logits, and whether they are in it; None if
-        they all are. Those of other tiles are 0."""
-        column = self.classes()[rows]
-        if classes.stop - classes.start == self.weight.shape[0]:
-            return column, None
-        column = column - classes.start
-        inside = (column >= 0) & (column < classes.stop - classes.start)
-        return torch.where(inside, column, 0), inside
-
     def weights(self, moment: Moment | LogitSum, rows: slice, classes: slice) -> Tensor | None:
         """The weights of a sum in a tile of logits, ``[classes]`` or ``[rows, classes]``, in the
         compute dtype; None for ones."""
@@ -69,6 +59,14 @@ class Operands(NamedTuple):
         w = self.given[position]
         w = w[classes] if w.dim() == 1 else w[rows, classes]
         return w.to(compute_dtype(self.x.dtype))
+
+
+def columns(index: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
+    """The columns of class indices in a tile of logits, and which of them are not in it: these have
+    another column."""
+    column = index - classes.start
+    inside = column.clamp(0, classes.stop - classes.start - 1)
+    return inside, inside != column
 
 
 class Outputs(NamedTuple):
