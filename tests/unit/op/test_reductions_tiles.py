@@ -294,6 +294,25 @@ def test_classes_without_probability_in_tiles(where, weight, b, a):
     torch.testing.assert_close(out.rows, want.rows, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("largest", [0, 10])
+@pytest.mark.parametrize("bad", [-INF, INF, NAN])
+@pytest.mark.parametrize("where", [0, 6, 9])
+def test_sums_over_infinite_logits_are_those_of_one_chunk(where, bad, largest):
+    """Before and after the tile with the largest logit; the class of a nan is the largest."""
+    outputs = (*SOME, *OF_LARGEST, *INDICES)
+    bias = torch.randn(V)
+    bias[where], bias[largest] = bad, (bad if where == largest else 100)
+    given = (torch.rand(V), torch.rand(N, V))
+    picks = torch.arange(N)
+    operands = Operands(torch.randn(N, D), torch.randn(V, D), bias, None, picks, given)
+    tiled, chunked = (
+        aten.forward(operands, Reductions(outputs), plan)[0]
+        for plan in (Plan("aten", "tiled", 3, 4), Plan("aten", "chunked", 100, 100))
+    )
+    assert torch.equal(tiled.indices, chunked.indices)
+    torch.testing.assert_close(tiled.rows, chunked.rows, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
 @pytest.mark.parametrize("plan", [IN_PLACE, IN_CHUNKS])
 @pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
 @pytest.mark.parametrize("row", [(3e38, 0.0), (-3e38, 0.0), (3e38, 3e38)])
