@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fxpass.aten import common
-from fxpass.aten.common import Target, slices
-from fxpass.aten.gemm import Rows, add_product, linear, split_bias
+from fxpass.aten.common import Target
+from fxpass.aten.gemm import Rows, add_product, linear, slices, split_bias
 from fxpass.plan.devices import multiplied_in
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype

@@ -20,13 +20,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from sympy import Expr
 from torch import Tensor
 
-from fxpass.spec import expression
+from fxpass.aten.gemm import slices
+from fxpass.aten.slopes import through as to_logits
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Inputs, is_valid
 from fxpass.spec.spec import ELSEWHERE, Spec
+
+__all__ = ["slices", "to_logits"]  # moved: for the modules that use them from here
 
 # ---------------------------------------------------------------- targets
 
@@ -245,18 +247,3 @@ def coefficients(
     if inputs.lse_scale is not None:
         share += inputs.lse_scale[rows].to(mass.dtype)
     return scale, share
-
-
-def to_logits(transform: Expr, g: Tensor, raw: Tensor) -> None:
-    """Overwrites ``raw``, the linear's output, with its gradient; ``g``, which is overwritten too,
-    is the gradient of the transformed logits."""
-    if g is raw:
-        return
-    slope = expression.derivative(transform)
-    raw.copy_(g.mul_(float(slope) if slope.is_number else expression.evaluate(slope, raw)))
-
-
-def slices(start: int, stop: int, step: int) -> list[slice]:
-    """Divides ``[start, stop)`` into slices of ``step`` (at least 1); the last may be smaller."""
-    step = max(1, step)
-    return [slice(i, min(i + step, stop)) for i in range(start, stop, step)]

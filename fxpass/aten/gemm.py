@@ -1,7 +1,7 @@
 """Products of the ATen implementation, in the dtype that the device multiplies fastest.
 
 In: operands. Out: products in the dtype of the operands, and sums of products in the dtype of the
-output.
+output; the parts of an operand that are multiplied at a time.
 """
 
 from __future__ import annotations
@@ -61,3 +61,9 @@ def split_bias(bias: Tensor | None, stored: torch.dtype) -> tuple[Tensor | None,
     if bias is None or bias.dtype == stored:
         return bias, None
     return None, bias
+
+
+def slices(start: int, stop: int, step: int) -> list[slice]:
+    """Divides ``[start, stop)`` into slices of ``step`` (at least 1); the last may be smaller."""
+    step = max(1, step)
+    return [slice(i, min(i + step, stop)) for i in range(start, stop, step)]

@@ -10,14 +10,11 @@ into its gradient, multiplies it, and overwrites the tile with the weight's grad
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from fxpass.aten import common
-from fxpass.aten.common import slices
-from fxpass.aten.gemm import Rows, add_product, split_bias
-from fxpass.plan.devices import multiplied_in
+from fxpass.aten.gemm import add_product
+from fxpass.aten.tiles import InGradient
 from fxpass.spec import expression
-from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.operands import Inputs, Results
 from fxpass.spec.spec import Spec
 
@@ -26,7 +23,7 @@ def run(inputs: Inputs, spec: Spec, classes: int, multiplied: torch.dtype | None
     """Losses and gradients, in tiles of ``classes``. Deterministic; does not write to its inputs.
 
     ``multiplied`` is the dtype of the products; None for the fastest one."""
-    logits = _Logits(inputs, min(classes, inputs.weight.shape[0]), multiplied)
+    logits = InGradient(inputs, classes, multiplied)
     x, weight, dtype = inputs.x, inputs.weight, logits.dtype
     n, every = x.shape[0], slice(0, x.shape[0])
     target = common.target_of(inputs, spec)
@@ -56,67 +53,3 @@ def run(inputs: Inputs, spec: Spec, classes: int, multiplied: torch.dtype | None
     # two outputs of an operator must not share memory
     lse = lse.clone() if spec.lse else None
     return Results(loss, lse, x_grad, logits.gradient, bias_grad)
-
-
-class _Logits:
-    """The logits of all rows, in the memory of the weight's gradient.
-
-    Attributes:
-        gradient: ``[V, D]``; before :meth:`finish`, the first N columns of a class are its logits.
-        tiles: the classes of each tile.
-        x, weight: operands in the dtype of the products.
-        dtype: the compute dtype.
-    """
-
-    def __init__(self, inputs: Inputs, classes: int, multiplied: torch.dtype | None) -> None:
-        x, weight = inputs.x, inputs.weight
-        n, v = x.shape[0], weight.shape[0]
-        stored = gradient_dtype(x.dtype)
-        multiplied = multiplied or multiplied_in(x.dtype, x.device)
-        self.dtype = compute_dtype(x.dtype)
-        self.gradient = x.new_empty(weight.shape, dtype=stored)
-        self.tiles = slices(0, v, classes)
-        self.x, self.weight = x.to(multiplied), Rows(weight, classes, multiplied)
-        self._stored = self.gradient[:, :n]
-        self._place = x.new_empty((classes, n), dtype=self.dtype)
-        self._in_f32 = multiplied == self.dtype
-        self._early, self._late = split_bias(inputs.bias, stored)
-
-    def compute(self, classes: slice) -> Tensor:
-        """Computes and stores the logits of some classes, rounded as in eager.
-
-        Returns:
-            the stored logits ``[N, classes]`` in the compute dtype; the caller may overwrite them.
-        """
-        stored, place = self._stored[classes], self._place[: classes.stop - classes.start]
-        weight = self.weight[classes]
-        bias = None if self._early is None else self._early[classes].unsqueeze(1)
-        if self._in_f32:
-            torch.mm(weight, self.x.t(), out=place)
-            stored.copy_(place if bias is None else place.add_(bias))
-        elif bias is None:
-            stored.copy_(weight @ self.x.t())
-        else:
-            stored.copy_(torch.addmm(bias, weight, self.x.t()))
-        return self.read(classes)
-
-    def read(self, classes: slice) -> Tensor:
-        """The stored logits ``[N, classes]`` of some classes, copied to the compute dtype; the
-        caller may overwrite the copy."""
-        place = self._place[: classes.stop - classes.start].copy_(self._stored[classes])
-        return (place if self._late is None else place.add_(self._late[classes].unsqueeze(1))).t()
-
-    def finish(self, gradient: Tensor, classes: slice) -> None:
-        """Overwrites the logits of some classes, whose gradient is given, with the weight's
-        gradient."""
-        if self._in_f32:
-            add_product(self.gradient[classes], gradient, self.x, add=False)
-        else:  # the gradient is in the output's memory, so the product needs a new tensor
-            self.gradient[classes] = gradient @ self.x
-
-    def multiplied(self, gradient: Tensor, classes: slice) -> Tensor:
-        """The gradient of some classes' logits, ``[classes, N]``, in the dtype of the products. A
-        cast overwrites the stored logits."""
-        if self._in_f32:
-            return gradient.t()
-        return self._stored[classes].copy_(gradient.t())

@@ -1,7 +1,6 @@
-"""The gradient of rows of logits, from the incoming gradients of their reductions.
+"""The gradient of tiles of logits, from the incoming gradients of their rows' reductions.
 
-In: operands and incoming gradients. Out: the gradient of the transformed logits, which
-:mod:`fxpass.aten.reductions` hands on to the logits.
+In: operands and incoming gradients. Out: the gradient of the transformed logits, and of the logits.
 """
 
 from __future__ import annotations
@@ -9,15 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+from sympy import Expr
 from torch import Tensor
 
-from fxpass.spec.reduction_operands import Operands
+from fxpass.spec import expression
+from fxpass.spec.reduction_operands import Operands, columns
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
     LogitSum,
     Moment,
     Output,
+    Reductions,
     Terms,
 )
 
@@ -27,6 +29,14 @@ class Slope(Terms):
 
     It is a sum of polynomials of the log-softmax, each multiplied by a power of the softmax and by
     weights, of values at picked classes, and of what is dense.
+
+    Args:
+        operands: of the call.
+        few: the rows.
+        outputs: those that have an incoming gradient.
+        lines: the incoming gradients ``[rows]``, K for picks ``[N, K]``.
+        sums: the normalised moments ``[rows]`` of :func:`fxpass.spec.reductions.for_slopes`.
+        z: the transformed logits of all classes, read for max, amax and peak.
 
     Attributes:
         picked: class indices and values ``[rows, K]``.
@@ -41,13 +51,17 @@ class Slope(Terms):
         outputs: Iterable[Output],
         lines: Tensor,
         sums: Mapping[Moment, Tensor],
-        z: Tensor,
+        z: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.picked: list[tuple[Tensor, Tensor]] = []
         self.dense: list[Tensor] = []
         self.weighted: list[tuple[Moment | LogitSum, Tensor]] = []
         self._operands, self._few = operands, few
+        # a row without an incoming gradient has none, whatever its logits are: 0 * nan is nan
+        self._without = (lines == 0).all(0).unsqueeze(1)
+        # a GPU would have to synchronise
+        self._masked = lines.is_cuda or bool(self._without.any())
         row = 0
         for output in outputs:
             count = operands.classes().shape[1] if output in OF_PICKS else 1
@@ -55,7 +69,7 @@ class Slope(Terms):
             self._add_output(output, line if output in OF_PICKS else line[0], sums, z)
 
     def _add_output(
-        self, output: Output, line: Tensor, sums: Mapping[Moment, Tensor], z: Tensor
+        self, output: Output, line: Tensor, sums: Mapping[Moment, Tensor], z: Tensor | None
     ) -> None:
         """Adds one output; ``line`` is ``[rows]``, or ``[K, rows]`` for picked classes."""
         if isinstance(output, Moment | LogitSum):
@@ -68,55 +82,109 @@ class Slope(Terms):
             self.picked.append((self._operands.classes()[self._few], line.t()))
             if output == "pick":
                 self.add(1, 0, None, -line.sum(0))
-        elif output == "amax":  # equal maxima share the gradient
-            highest = z == z.amax(1, keepdim=True)
-            self.dense.append(highest * (line / highest.sum(1)).unsqueeze(1))
+        elif output == "lse":
+            self.add(1, 0, None, line)
         else:
-            if output != "lse":
+            assert z is not None, "the largest of all classes"
+            if output == "amax":  # equal maxima share the gradient
+                highest = z == z.amax(1, keepdim=True)
+                self.dense.append(highest * (line / highest.sum(1)).unsqueeze(1))
+            else:
                 self.picked.append((z.argmax(1, keepdim=True), line.unsqueeze(1)))
-            if output != "max":
-                self.add(1, 0, None, line if output == "lse" else -line)
+            if output == "peak":
+                self.add(1, 0, None, -line)
 
-    def of(self, log: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
-        """The gradient, from the log-softmax ``[rows, V]``, which is overwritten; and the factor
-        ``[rows]`` by which it has still to be multiplied, which is 1 if ``scaled``."""
+    @property
+    def of_one_softmax(self) -> bool:
+        """Whether the first power of the softmax is all there is, besides picked classes."""
         powers = {key: set(polynomial) for key, polynomial in self.coefficients.items()}
-        if powers == {(1, None): {0}} and not self.dense:
-            return self.of_softmax(log.exp_(), torch.ones_like(log[:, 0]), scaled)
-        log.clamp_(min=LEAST_LOG)
-        softmax = log.exp()
+        return powers == {(1, None): {0}} and not self.dense
+
+    def of(
+        self, y: Tensor, log_total: Tensor, classes: slice, scaled: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient of some classes, where ``y - log_total`` is the log-softmax, ``[rows,
+        classes]`` and ``[rows]``; and the factor ``[rows]`` by which it has still to be multiplied,
+        which is 1 if ``scaled``. It overwrites y."""
+        if self.of_one_softmax:
+            return self.of_softmax(y.exp_(), log_total.exp(), classes, scaled)
+        log = y.sub_(log_total.unsqueeze(1)).clamp_(min=LEAST_LOG)
+        softmax = log.exp() if any(a for a, _ in self.coefficients) else log
         g = None
         for (a, weight), polynomial in self.coefficients.items():
             term = _polynomial(polynomial, log)
             for _ in range(a):
                 term = softmax * term if term.shape[1] == 1 else term.mul_(softmax)
             if weight is not None:
-                w = self._operands.values(weight, self._few)
+                w = self._operands.values(weight, self._few, classes)
                 term = w * term if term.shape[1] == 1 else term.mul_(w)
             if g is None:
                 g = term if term.shape == log.shape else term.expand_as(log).clone()
             else:
                 g += term
+            del term  # before the next one
         g = torch.zeros_like(log) if g is None else g
         for some in self.dense:
             g += some
-        for index, each in self.picked:
+        for index, each in self._picked(classes):
             g.scatter_add_(1, index, each)
-        return g, torch.ones_like(log[:, 0])
+        return g, torch.ones_like(log_total)
 
-    def of_softmax(self, e: Tensor, total: Tensor, scaled: bool) -> tuple[Tensor, Tensor]:
-        """As :meth:`of`, from the softmax ``e / total``, where its first power is all that is left
-        besides picked classes."""
-        share = self.coefficients[1, None][0]
-        alone = [((each != 0).any(1) & (share == 0)).any() for _, each in self.picked]
+    def of_softmax(
+        self, e: Tensor, total: Tensor, classes: slice, scaled: bool
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`of`, from the softmax ``e / total`` of :attr:`of_one_softmax`."""
+        share, picked = self.coefficients[1, None][0], self._picked(classes)
+        alone = (((each != 0).any(1) & (share == 0)).any() for _, each in picked)
         # of a row without softmax, only the picked classes have a gradient
         if scaled or self._operands.scale is not None or any(alone):
             e.mul_((share / total).unsqueeze(1))
-            share, total = torch.ones_like(share), torch.ones_like(share)
-        for index, each in self.picked:
+            for index, each in picked:
+                e.scatter_add_(1, index, each)
+            return e, torch.ones_like(share)
+        for index, each in picked:
             factor = (total / share).masked_fill(share == 0, 0)
             e.scatter_add_(1, index, each * factor.unsqueeze(1))
-        return e, share / total
+        return e, (share / total).masked_fill_(share == 0, 0)
+
+    def _picked(self, classes: slice) -> list[tuple[Tensor, Tensor]]:
+        """:attr:`picked`, in a tile of some classes."""
+        if classes.stop - classes.start == len(self._operands.weight):
+            return self.picked
+        found = []
+        for index, each in self.picked:
+            column, elsewhere = columns(index, classes)
+            found.append((column, each.masked_fill(elsewhere, 0)))
+        return found
+
+    def to_logits(self, spec: Reductions, g: Tensor, logits: Tensor) -> None:
+        """Overwrites ``logits`` with their gradient; ``g``, which is overwritten too, is that of
+        the transformed and scaled ones."""
+        if self._operands.scale is not None:
+            g.mul_(self._operands.scale[self._few].unsqueeze(1))
+        through(spec.transform, g, logits)
+        if self._masked:
+            logits.masked_fill_(self._without, 0)
+
+
+def transformed(
+    operands: Operands, spec: Reductions, few: slice, logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The transformed logits, without the scale of their row and with it."""
+    z = expression.evaluate(spec.transform, logits)
+    return z, z if operands.scale is None else z * operands.scale[few].unsqueeze(1)
+
+
+def through(transform: Expr, g: Tensor, raw: Tensor) -> None:
+    """Overwrites ``raw``, the linear's output, with its gradient; ``g``, which is overwritten too,
+    is the gradient of the transformed logits."""
+    if g is raw:
+        return
+    slope = expression.derivative(transform)
+    if slope == 1:
+        raw.copy_(g)
+    else:
+        raw.copy_(g.mul_(float(slope) if slope.is_number else expression.evaluate(slope, raw)))
 
 
 def _polynomial(polynomial: Mapping[int, Tensor], x: Tensor) -> Tensor:

@@ -10,14 +10,11 @@ rounded once, to the dtype of its operand. The weight's gradient is the only ten
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from fxpass.aten import common
-from fxpass.aten.common import slices
-from fxpass.aten.gemm import Rows, add_product, linear, split_bias
-from fxpass.plan.devices import multiplied_in
+from fxpass.aten.gemm import add_product
+from fxpass.aten.tiles import Tiles
 from fxpass.spec import expression
-from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Inputs, Results
 from fxpass.spec.spec import Spec
 
@@ -32,13 +29,11 @@ def run(
     """Runs forward if the spec names no gradients, else backward, in tiles ``[rows, classes]``.
 
     ``multiplied`` is the dtype of the products; None for the fastest one."""
-    rows, classes = min(rows, inputs.x.shape[0]), min(classes, inputs.weight.shape[0])
-    multiplied = multiplied or multiplied_in(inputs.x.dtype, inputs.x.device)
-    tiles = _Tiles(inputs, rows, classes, multiplied)
+    tiles = Tiles(inputs, rows, classes, multiplied)
     return _backward(inputs, spec, tiles) if spec.gradients else _forward(inputs, spec, tiles)
 
 
-def _forward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
+def _forward(inputs: Inputs, spec: Spec, tiles: Tiles) -> Results:
     x = inputs.x
     loss, lse, rest = (x.new_empty(x.shape[0], dtype=tiles.dtype) for _ in range(3))
     target = common.target_of(inputs, spec)
@@ -56,7 +51,7 @@ def _forward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
     return Results(loss, lse, lse_rest=rest)
 
 
-def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
+def _backward(inputs: Inputs, spec: Spec, tiles: Tiles) -> Results:
     x, weight, lse, rest = inputs.x, inputs.weight, inputs.lse, inputs.lse_rest
     assert lse is not None, "backward of a tiled loss gets the lse that forward returned"
     assert rest is not None
@@ -102,42 +97,3 @@ def _backward(inputs: Inputs, spec: Spec, tiles: _Tiles) -> Results:
         for name, operand in operands.items()
     )
     return Results(None, None, x_grad, weight_grad, bias_grad)
-
-
-class _Tiles:
-    """Tiles of logits in the compute dtype, and the operands of their products."""
-
-    def __init__(self, inputs: Inputs, rows: int, classes: int, multiplied: torch.dtype) -> None:
-        x, weight = inputs.x, inputs.weight
-        self._inputs = inputs
-        self.dtype = compute_dtype(x.dtype)
-        self.widest = classes
-        self.parts = slices(0, x.shape[0], rows)
-        self.classes = slices(0, weight.shape[0], classes)
-        self.x, self.weight = Rows(x, rows, multiplied), Rows(weight, classes, multiplied)
-        self._wide = x.new_empty(rows * classes, dtype=self.dtype)
-        self._narrow = None
-        if multiplied != self.dtype:
-            self._narrow = x.new_empty(rows * classes, dtype=multiplied)
-        # products in f32 are not rounded, so the bias may be added after them
-        self._early, self._late = split_bias(inputs.bias, multiplied)
-
-    def logits(self, x_rows: Tensor, weight: Tensor, rows: slice, classes: slice) -> Tensor:
-        """The linear's output for some rows and classes, in a buffer that every call overwrites."""
-        shape = (x_rows.shape[0], weight.shape[0])
-        out = self._wide[: shape[0] * shape[1]].view(shape)
-        if self._inputs.logits is not None:
-            return out.copy_(self._inputs.logits[rows, classes])
-        early, late = (None if b is None else b[classes] for b in (self._early, self._late))
-        if self._narrow is None:
-            torch.mm(x_rows, weight.t(), out=out)
-            late = early if late is None else late
-        else:
-            out.copy_(linear(x_rows, weight, early, self._narrow[: out.numel()].view(shape)))
-        return out if late is None else out.add_(late)
-
-    def multiplied(self, gradient: Tensor) -> Tensor:
-        """The gradient of a tile in the dtype of the products."""
-        if self._narrow is None:
-            return gradient
-        return self._narrow[: gradient.numel()].view(gradient.shape).copy_(gradient)

@@ -15,6 +15,8 @@ or fitted, so equal machines get equal plans. The rules:
   more memory than a smaller chunk and the f32 sums of the gradients: N <= rows + 2 D for bf16.
 - ``chunked`` on CPUs with N <= D and large logits: the logits ``[V, N]`` share the memory of the
   weight's gradient ``[V, D]``, a tile at a time.
+- Reductions of logits: ``chunked`` if forward computes the gradients of a total, or if they need a
+  row's largest logit; else ``tiled`` (a GPU's forward is ``chunked``).
 - ``tiled``: a block of rows, and as many classes as the budget or the cache allows.
 - A chunk or tile has a minimum size (``BLOCK``, ``LEAST``), even if the budget is smaller.
 """
@@ -22,16 +24,14 @@ or fitted, so equal machines get equal plans. The rules:
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import sympy
 import torch
 
+from fxpass.plan import copies
 from fxpass.plan.devices import implementation_for, multiplied_in, properties_of
-from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.expression import Z
-from fxpass.spec.reductions import Moment, Reductions
+from fxpass.spec.reductions import Reductions
 from fxpass.spec.spec import Spec
 
 MIB = 1 << 20
@@ -136,27 +136,33 @@ def _plan(
     reason: str,
 ) -> Plan:
     strategy = "tiled" if spec.strategy == "tiled" else "chunked"
-    allowed = budget(v, dtype, device, spec.memory_mb)
-    work = _Work(
-        *(max(1, size) for size in (n, d, v)),
-        e=dtype.itemsize,
-        a=compute_dtype(dtype).itemsize,
-        m=multiplied_in(dtype, device).itemsize if implementation == "aten" else dtype.itemsize,
-        g=gradient_dtype(dtype).itemsize,
-        gradients=spec.gradients,
-        logits_exist=logits_exist,
-        temporaries=_temporaries(spec, bool(spec.gradients)),
+    work = _Work.of(
+        (n, d, v),
+        dtype,
+        device,
+        implementation,
+        spec.gradients,
+        logits_exist,
+        copies.of_loss(spec, bool(spec.gradients)),
     )
+    allowed = budget(v, dtype, device, spec.memory_mb)
+    found = _within(work, allowed, bool(spec.memory_mb), implementation, strategy)
+    return found._replace(reason=reason + found.reason)
+
+
+def _within(work: _Work, allowed: int, by_user: bool, implementation: str, strategy: str) -> Plan:
+    """The plan of a strategy within ``allowed`` bytes; its reason says if it needs more."""
     if implementation == "aten" and strategy == "chunked" and work.fits_gradient:
         found = _aten_tiled(work, allowed, one_block=True)._replace(in_place=True)
     else:
         # the user's budget includes the sums
-        sums = work.sums if spec.memory_mb and strategy == "chunked" else 0
+        sums = work.sums if by_user and strategy == "chunked" else 0
         found = _RULES[implementation, strategy](work, max(allowed // 4, allowed - sums))
+    over = ""
     if found.scratch > allowed:
-        over = f"{size(found.scratch)}, is over its budget of {size(allowed)}"
-        reason += f"; the smallest block takes {over}"
-    return found._replace(implementation=implementation, strategy=strategy, reason=reason)
+        taken = f"{size(found.scratch)}, is over its budget of {size(allowed)}"
+        over = f"; the smallest block takes {taken}"
+    return found._replace(implementation=implementation, strategy=strategy, reason=over)
 
 
 def plan_of_reductions(
@@ -170,13 +176,15 @@ def plan_of_reductions(
     backward: bool,
     logits_exist: bool = False,
 ) -> Plan:
-    """The plan for reductions of the logits of x ``[n, d]`` and weight ``[v, d]``, in chunks.
+    """The plan for reductions of the logits of x ``[n, d]`` and weight ``[v, d]``.
 
-    ``scaled``: rows have a scale; ``backward``: this run computes the gradients of the spec."""
+    ``scaled``: rows have a scale; ``backward``: this run computes the gradients of the spec;
+    ``logits_exist``: the logits exist already."""
     implementation, reason = implementation_for(device, dtype)
     if implementation == "triton" and spec.trains_weights:
         implementation, reason = "aten", "no Triton kernel has gradients of weights of moments"
-    return _of_reductions(n, d, v, dtype, device, spec, scaled, backward, implementation, reason)
+    of_call = n, d, v, dtype, device, spec, scaled, backward, logits_exist
+    return _of_reductions(*of_call, implementation, reason)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -189,21 +197,27 @@ def _of_reductions(
     spec: Reductions,
     scaled: bool,
     backward: bool,
+    logits_exist: bool,
     implementation: str,
     reason: str,
 ) -> Plan:
-    work = _Work(
-        *(max(1, size) for size in (n, d, v)),
-        e=dtype.itemsize,
-        a=compute_dtype(dtype).itemsize,
-        m=multiplied_in(dtype, device).itemsize if implementation == "aten" else dtype.itemsize,
-        g=gradient_dtype(dtype).itemsize,
-        gradients=spec.gradients if backward else (),
-        logits_exist=False,
-        temporaries=_copies_of_reductions(spec, scaled, backward),
-    )
-    found = _RULES[implementation, "chunked"](work, budget(v, dtype, device, spec.memory_mb))
-    return found._replace(implementation=implementation, strategy="chunked", reason=reason)
+    gradients = spec.gradients if backward else ()
+    temporaries = copies.of_reductions(spec, scaled, backward)
+    work = _Work.of((n, d, v), dtype, device, implementation, gradients, logits_exist, temporaries)
+    allowed, by_user = budget(v, dtype, device, spec.memory_mb), bool(spec.memory_mb)
+    # gradients of a largest logit need the whole row; those of a total come with its value
+    in_tiles = not (spec.gradients and (spec.total or spec.of_largest))
+    if implementation == "aten":
+        # both passes in one way: their logits are rounded alike
+        strategy = "tiled" if in_tiles else "chunked"
+        found = _within(work, allowed, by_user, implementation, strategy)
+    else:
+        found = _within(work, allowed, by_user, implementation, "chunked")
+        if in_tiles and backward:
+            of_tile = _triton_tiled(work, allowed)
+            scratch = max(found.scratch, of_tile.scratch)
+            found = found._replace(strategy="tiled", classes=of_tile.classes, scratch=scratch)
+    return found._replace(reason=reason + found.reason)
 
 
 class _Work(NamedTuple):
@@ -228,6 +242,22 @@ class _Work(NamedTuple):
     gradients: tuple[str, ...]
     logits_exist: bool
     temporaries: int
+
+    @staticmethod
+    def of(
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        implementation: str,
+        gradients: tuple[str, ...],
+        logits_exist: bool,
+        temporaries: int,
+    ) -> _Work:
+        multiplied = multiplied_in(dtype, device) if implementation == "aten" else dtype
+        dtypes = dtype, compute_dtype(dtype), multiplied, gradient_dtype(dtype)
+        e, a, m, g = (one.itemsize for one in dtypes)
+        n, d, v = (max(1, size) for size in sizes)
+        return _Work(n, d, v, e, a, m, g, gradients, logits_exist, temporaries)
 
     @property
     def fits_gradient(self) -> bool:
@@ -345,51 +375,6 @@ def _parts(total: int, most: int, align: int) -> int:
     most -= most % align
     even = -(-total // -(-total // most))
     return min(most, -(-even // align) * align)
-
-
-# ---------------------------------------------------------------- copies of a block of logits
-
-
-@functools.lru_cache(maxsize=1024)
-def _temporaries(spec: Spec, gradients: bool) -> int:
-    """Copies of a block of logits that the target and the logit transform need at once."""
-    dense = 2 if spec.target == "probabilities" else int(spec.label_smoothing > 0)
-    if spec.transform == Z:
-        return dense
-    value = _copies(spec.transform)
-    slope = _copies(expression.derivative(spec.transform)) if gradients else 0
-    # one copy for the value, which remains while the target or the slope is computed
-    return 1 + max(value, slope, dense)
-
-
-def _copies_of_reductions(spec: Reductions, scaled: bool, backward: bool) -> int:
-    """Copies of a block of logits that :mod:`fxpass.aten.reductions` needs at once."""
-    transformed, value = int(spec.transform != Z), _copies(spec.transform)
-    sums = [output for output in spec.outputs if not isinstance(output, str)]
-    weighted = any(output.weight is not None for output in sums)
-    if backward:
-        # beside the transformed logits, their log-softmax and the gradient: softmax, term, weights
-        slope = _copies(expression.derivative(spec.transform)) if transformed else 0
-        return max(value, transformed + scaled + 2 + max(2 + weighted, slope))
-    # the terms of a sum, or the powers of one; its weights, and their product
-    terms = 1 + max(2 * weighted, any(isinstance(o, Moment) and o.b > 0 for o in sums))
-    return max(value, transformed + scaled, max(transformed, scaled) + terms)
-
-
-def _copies(expr: Any) -> int:
-    """Copies of z that exist at once in :func:`expression.evaluate`, its result included."""
-    if expr == Z:
-        return 0
-    if expr.is_number:
-        return 1
-    joined = isinstance(expr, sympy.Add | sympy.Mul)
-    alive, most = 0, 1
-    for operand in expr.args:
-        if operand.is_number:
-            continue
-        most = max(most, alive + _copies(operand))
-        alive = 1 if joined else alive + (operand != Z)
-    return most if joined else max(most, alive + 1 + isinstance(expr, expression.Where))
 
 
 def size(number: int) -> str:

@@ -49,14 +49,24 @@ class Operands(NamedTuple):
         assert self.picks is not None
         return self.picks if self.picks.dim() == 2 else self.picks.unsqueeze(1)
 
-    def weights(self, moment: Moment | LogitSum, rows: slice) -> Tensor | None:
-        """The weights of a sum ``[V]`` or ``[rows, V]`` in the compute dtype; None for ones."""
-        return None if moment.weight is None else self.values(moment.weight, rows)
+    def weights(self, moment: Moment | LogitSum, rows: slice, classes: slice) -> Tensor | None:
+        """The weights of a sum in a tile of logits, ``[classes]`` or ``[rows, classes]``, in the
+        compute dtype; None for ones."""
+        return None if moment.weight is None else self.values(moment.weight, rows, classes)
 
-    def values(self, position: int, rows: slice) -> Tensor:
-        """One of ``given``, ``[V]`` or ``[rows, V]`` in the compute dtype."""
+    def values(self, position: int, rows: slice, classes: slice) -> Tensor:
+        """One of ``given`` in a tile of logits, in the compute dtype."""
         w = self.given[position]
-        return (w if w.dim() == 1 else w[rows]).to(compute_dtype(self.x.dtype))
+        w = w[classes] if w.dim() == 1 else w[rows, classes]
+        return w.to(compute_dtype(self.x.dtype))
+
+
+def columns(index: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
+    """The columns of class indices in a tile of logits, and which of them are not in it: these have
+    another column."""
+    column = index - classes.start
+    inside = column.clamp(0, classes.stop - classes.start - 1)
+    return inside, inside != column
 
 
 class Outputs(NamedTuple):

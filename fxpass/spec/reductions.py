@@ -116,6 +116,7 @@ TOTAL = Moment(1, 0)
 # The other outputs: rows of floats, and rows of class indices.
 ROWS, INDICES = ("lse", "pick", "at", "max", "amax", "peak"), ("argmax",)
 OF_PICKS = ("pick", "at")  # K rows each
+OF_LARGEST = ("max", "amax", "peak")  # with gradients at a row's largest logit
 # The outputs, beside sums, that can be part of a total; the operands whose gradients it has.
 IN_TOTAL, PRODUCTS = ("lse", "pick", "at"), ("x", "weight", "bias")
 Output = Moment | LogitSum | str
@@ -262,6 +263,17 @@ class Reductions:
     def indices(self) -> tuple[Output, ...]:
         """The outputs that are class indices."""
         return tuple(o for o in self.outputs if o in INDICES)
+
+    @property
+    def of_largest(self) -> bool:
+        """Whether gradients need a row's largest logit."""
+        return not set(OF_LARGEST).isdisjoint(self.outputs)
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it matters which logits are equal when they are rounded to the operands' dtype,
+        as they are in eager."""
+        return self.of_largest or bool(self.indices)
 
     @property
     def saved(self) -> tuple[Moment, ...]:

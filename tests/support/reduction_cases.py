@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.reductions import (
     INDICES,
     OF_PICKS,
+    PRODUCTS,
     ROWS,
     TOTAL,
     LogitSum,
@@ -149,3 +151,74 @@ COMBINATIONS: dict[str, list[Output]] = {
     "sums of one weight": [Moment(1, 0, 1), LogitSum(1), Moment(0, 1, 1), Moment(1, 2, 0)],
     "everything": [*OUTPUTS, *INDICES],
 }
+
+
+# ---------------------------------------------------------------- totals
+
+TOTALS: dict[str, list[Output]] = {
+    "a loss": ["pick"],
+    "a z-loss": ["lse"],
+    "lse and logit": ["lse", "at"],
+    "a logit": ["at"],
+    "a policy's loss": ["pick", Moment(1, 1)],
+    "smoothing": ["pick", Moment(0, 1), Moment(0, 1, 0)],
+    "soft targets": [Moment(0, 1, 1), LogitSum(0), "lse"],
+    "squares": [Moment(2, 2), Moment(1, 2, 1), Moment(2, 0)],
+    "a mean logit": [LogitSum()],
+}
+
+
+def coefficients(
+    total: Sequence[Output], many: bool, dtype: torch.dtype, zeros: bool, rows: int
+) -> Tensor:
+    lines = sum(K if many and output in OF_PICKS else 1 for output in total)
+    coef = torch.randn(lines, rows).to(compute_dtype(dtype))
+    if zeros:
+        coef[:, 1::2] = 0
+        coef[0, 2] = 0
+    return coef
+
+
+def check_total(
+    total: Sequence[Output],
+    dtype: torch.dtype,
+    transform: str = "z",
+    outputs: tuple[Output, ...] = (),
+    scaled: bool = False,
+    many: bool = False,
+    zeros: bool = False,
+    bias: torch.dtype | None = None,
+    shape: tuple[int, int, int] = (N, D, V),
+    size: float = 1.0,
+) -> None:
+    """The total and its gradients against eager, and the other outputs against a call without a
+    total: equal, but for rounding where the logits of another shape are multiplied."""
+    bias = dtype if scaled and bias is None else bias
+    found = case([*total], dtype, transform, bias, scaled, many, shape, size)
+    gradients = tuple(name for name in found.spec.gradients if name in PRODUCTS)
+    frozen = tuple(name for name in found.tensors if name not in PRODUCTS)
+    found = found._replace(frozen=frozen)
+    spec = dataclasses.replace(found.spec, outputs=outputs, gradients=gradients, total=tuple(total))
+    coef = coefficients(total, many, dtype, zeros, shape[0])
+
+    def fused(*tensors: Tensor) -> Tensor:
+        named = found._named(tensors)
+        given = [t for name, t in named.items() if name.startswith("given")]
+        one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
+        out = class_reductions(*one, found.picks, given, coef, None, spec.text())
+        assert not out[0].requires_grad
+        if outputs:
+            with torch.no_grad():
+                alone = dataclasses.replace(spec, total=(), gradients=())
+                one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
+                rows = class_reductions(*one, found.picks, given, None, None, alone.text())
+            tolerance = 16 * torch.finfo(dtype).eps
+            torch.testing.assert_close(out[0], rows[0], rtol=tolerance, atol=tolerance)
+            assert torch.equal(out[1], rows[1])
+        return out[5]
+
+    def eager(*tensors: Tensor) -> Tensor:
+        rows = found.eager(*tensors)
+        return (rows * coef.to(rows.dtype)).sum()
+
+    assert_as_accurate(fused, eager, list(found.tensors.values()), dtype)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpass.aten import reductions
+from fxpass.aten import chunked, reductions, tiles
 from fxpass.aten.reductions import Operands
 from fxpass.plan import plan as plans
 from fxpass.plan.plan import MIB, Plan, plan_of_reductions
 from fxpass.spec import expression
-from fxpass.spec.reductions import LogitSum, Moment, Reductions
+from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Reductions
 from tests.support.allocations import Allocations
 
 N, D, V = 130, 24, 6011
@@ -31,18 +31,35 @@ SPECS = {
     "values": Reductions((Moment(0, 1, 1),), gradients=ALL),
     "values and soft-cap": Reductions((Moment(1, 2, 1), LogitSum(1)), SOFTCAP, (*ALL, "given1")),
     "only the scale": Reductions(("lse",), gradients=("scale",)),
+    "all of it": Reductions(
+        ("pick", "lse", "argmax", Moment(2, 2, 1), Moment(0, 2, 0), LogitSum(1)),
+        GATED,
+        (*ALL, "scale", "given0", "given1"),
+    ),
+}
+TOTALS = {
+    "a loss": Reductions((), gradients=ALL, total=("pick",)),
+    "a loss and metrics": Reductions(
+        ("argmax", "max", Moment(1, 1)), gradients=ALL, total=("pick",)
+    ),
+    "soft-cap": Reductions((), SOFTCAP, ALL, ("pick", "lse")),
+    "gated": Reductions((), GATED, ALL, ("lse", Moment(1, 1))),
+    "smoothing": Reductions((), gradients=ALL, total=("pick", Moment(0, 1))),
+    "a mean logit": Reductions((), gradients=ALL, total=(LogitSum(0), "at")),
+    "soft targets": Reductions((), SOFTCAP, ("weight",), (Moment(0, 1, 1), Moment(2, 2))),
 }
 
 
-def operands(spec: Reductions, dtype: torch.dtype, scaled: bool) -> Operands:
-    picked = "pick" in spec.outputs
+def operands(spec: Reductions, dtype: torch.dtype, scaled: bool, d: int = D) -> Operands:
+    picked = not set(OF_PICKS).isdisjoint((*spec.outputs, *spec.total))
     return Operands(
-        torch.randn(N, D, dtype=dtype),
-        torch.randn(V, D, dtype=dtype),
+        torch.randn(N, d, dtype=dtype),
+        torch.randn(V, d, dtype=dtype),
         torch.randn(V, dtype=dtype),
         torch.ones(N) if scaled else None,
         torch.zeros(N, dtype=torch.int64) if picked else None,
         (torch.rand(V, dtype=dtype), torch.rand(N, V, dtype=dtype)),
+        torch.ones(len(spec.total), N) if spec.total else None,
     )
 
 
@@ -55,14 +72,27 @@ def memory_mb(request, monkeypatch):
     plans._of_reductions.cache_clear()
 
 
-def assert_kept(found: Plan, allocated: Allocations, outputs: list[Tensor], memory_mb: int) -> None:
-    of_rows = (128 + 4 * D) * N  # sums and indices; x's gradient in f32
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(params=[(F32, F32), (BF16, BF16), (BF16, F32)], ids=str)
+def dtype(request, monkeypatch):
+    """The dtype of the operands, which are multiplied in it or in f32."""
+    dtype, multiplied = request.param
+    for module in (plans, chunked, tiles):
+        monkeypatch.setattr(module, "multiplied_in", lambda *_: multiplied)
+    return dtype
+
+
+def assert_kept(
+    found: Plan, allocated: Allocations, outputs: list[Tensor], memory_mb: int, d: int = D
+) -> None:
+    of_rows = (128 + 4 * d) * N  # sums and indices; x's gradient in f32
     taken = allocated.peak(outputs)
     assert found.scratch / 8 < taken <= found.scratch + found.sums + of_rows
     assert found.scratch <= memory_mb * MIB
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", SPECS)
 def test_the_budget_is_kept(name, dtype, memory_mb):
     spec = SPECS[name]
@@ -72,6 +102,7 @@ def test_the_budget_is_kept(name, dtype, memory_mb):
     found = plan_of_reductions(*of_call, backward=False)
     with torch.no_grad(), Allocations() as allocated:
         out, _ = reductions.forward(given, spec, found)
+    assert found.strategy == ("chunked" if spec.of_largest else "tiled")
     assert_kept(found, allocated, [*out], memory_mb)
 
     found = plan_of_reductions(*of_call, backward=True)
@@ -90,3 +121,57 @@ def test_the_users_budget_is_the_plans():
     )
     with pytest.raises(ValueError, match="memory_mb must not be negative"):
         Reductions(("lse",), memory_mb=-1)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("name", TOTALS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_budget_of_a_total_is_kept(in_place, name, scaled, dtype, memory_mb, monkeypatch):
+    spec, d = TOTALS[name], D
+    if in_place:
+        d = N
+        monkeypatch.setattr(plans, "CPU_TILE", memory_mb * MIB // 6)
+    given = operands(spec, dtype, scaled, d)
+    found = plan_of_reductions(N, d, V, dtype, CPU, spec, scaled, True)
+    assert (found.strategy, found.in_place) == ("chunked", in_place)
+    with torch.no_grad(), Allocations() as allocated:
+        out, grads = reductions.forward(given, spec, found)
+    assert_kept(found, allocated, [*out, *grads.values()], memory_mb, d)
+
+
+def test_which_totals_are_in_place():
+    """Those whose logits fit into the weight's gradient, are large, and do not exist yet."""
+    spec = TOTALS["a loss"]
+
+    def in_place(n=600, d=600, v=15000, spec=spec, exist=False):
+        of_call = n, d, v, torch.float32, CPU, spec, False, True, exist
+        return plan_of_reductions(*of_call).in_place
+
+    assert in_place()
+    assert not in_place(n=601)
+    assert not in_place(v=5000)
+    assert not in_place(spec=Reductions((), gradients=("x",), total=("pick",)))
+    assert not in_place(spec=Reductions((), total=("pick",)))
+    assert not in_place(spec=SPECS["lse"])
+    assert not in_place(exist=True)
+
+
+@pytest.mark.parametrize(("n", "d", "v"), [(2048, 512, 32000), (1024, 1024, 128256)])
+def test_evaluation_takes_a_tile(n, d, v, dtype):
+    for spec in (Reductions(("pick",)), Reductions((), total=("pick",))):
+        found = plan_of_reductions(n, d, v, dtype, CPU, spec, False, bool(spec.total))
+        assert found.scratch <= 24 * MIB
+        assert found.rows == n  # the weight is read once
+
+
+def test_the_users_budget_includes_sums():
+    def of(memory_mb):
+        spec = Reductions((), gradients=ALL, total=("pick",), memory_mb=memory_mb)
+        return plan_of_reductions(4096, 256, 32000, torch.bfloat16, CPU, spec, False, True)
+
+    found = of(96)
+    assert found.sums == 32000 * 256 * 4
+    assert found.scratch + found.sums <= 96 * MIB
+    assert "over its budget" not in found.reason
+    assert "; the smallest block takes " in of(1).reason
+    assert " is over its budget of 1.0 MiB" in of(1).reason

@@ -2,69 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-from torch import Tensor
 
 from fxpass.op.reductions import class_reductions
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import OF_PICKS, PRODUCTS, LogitSum, Moment, Reductions
+from fxpass.spec.reductions import OF_PICKS, Moment, Reductions
 from tests.support.allocations import Allocations
-from tests.support.numerics import assert_as_accurate
-from tests.support.reduction_cases import DTYPES, TRANSFORMS, D, N, V, case
-
-TOTALS = {
-    "a loss": ["pick"],
-    "a z-loss": ["lse"],
-    "lse and logit": ["lse", "at"],
-    "a logit": ["at"],
-    "a policy's loss": ["pick", Moment(1, 1)],
-    "smoothing": ["pick", Moment(0, 1), Moment(0, 1, 0)],
-    "soft targets": [Moment(0, 1, 1), LogitSum(0), "lse"],
-    "squares": [Moment(2, 2), Moment(1, 2, 1), Moment(2, 0)],
-    "a mean logit": [LogitSum()],
-}
-
-
-def coefficients(total, many: bool, dtype: torch.dtype, zeros: bool) -> Tensor:
-    lines = sum(3 if many and output in OF_PICKS else 1 for output in total)
-    coef = torch.randn(lines, N).to(compute_dtype(dtype))
-    if zeros:
-        coef[:, 1::2] = 0
-        coef[0, 2] = 0
-    return coef
-
-
-def check(total, dtype, transform="z", outputs=(), scaled=False, many=False, zeros=False):
-    bias = dtype if scaled else None
-    found = case([*total], dtype, transform, bias, scaled, many)
-    gradients = tuple(name for name in found.spec.gradients if name in PRODUCTS)
-    frozen = tuple(name for name in found.tensors if name not in PRODUCTS)
-    found = found._replace(frozen=frozen)
-    spec = dataclasses.replace(found.spec, outputs=outputs, gradients=gradients, total=tuple(total))
-    coef = coefficients(total, many, dtype, zeros)
-
-    def fused(*tensors: Tensor) -> Tensor:
-        named = found._named(tensors)
-        given = [t for name, t in named.items() if name.startswith("given")]
-        one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
-        out = class_reductions(*one, found.picks, given, coef, None, spec.text())
-        assert not out[0].requires_grad
-        if outputs:
-            with torch.no_grad():
-                alone = dataclasses.replace(spec, total=(), gradients=())
-                one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
-                rows = class_reductions(*one, found.picks, given, None, None, alone.text())
-            assert all(map(torch.equal, out[:2], rows[:2]))
-        return out[5]
-
-    def eager(*tensors: Tensor) -> Tensor:
-        rows = found.eager(*tensors)
-        return (rows * coef.to(rows.dtype)).sum()
-
-    assert_as_accurate(fused, eager, list(found.tensors.values()), dtype)
+from tests.support.reduction_cases import DTYPES, TOTALS, TRANSFORMS, D, N, V, check_total
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,7 +21,7 @@ def test_the_total_and_its_gradients(chunks, total, dtype, request):
     for flags in (0, 1, 2, 4, 7):
         scaled, many, zeros = (bool(flags & bit) for bit in (1, 2, 4))
         for transform in TRANSFORMS if flags == 7 else ("z",):
-            check(total, dtype, transform, (), scaled, many, zeros)
+            check_total(total, dtype, transform, (), scaled, many, zeros)
 
 
 @pytest.mark.usefixtures("few")
@@ -86,8 +31,8 @@ def test_other_outputs_are_what_they_are_without_a_total(total, dtype):
     outputs = tuple(o for o in ("lse", "max", "argmax", Moment(1, 1)))
     if not set(OF_PICKS).isdisjoint(total):
         outputs = ("pick", *outputs)
-    check(total, dtype, outputs=outputs, zeros=True)
-    check(total, dtype, "3*tanh(z/3)", outputs, scaled=True)
+    check_total(total, dtype, outputs=outputs, zeros=True)
+    check_total(total, dtype, "3*tanh(z/3)", outputs, scaled=True)
 
 
 def operands(dtype=torch.float32, rows=N):

@@ -216,21 +216,24 @@ POLICY = f"{REVISION} outputs=moment(1,1);pick gradients=x,weight"
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype", "implementation"),
+    ("text", "dtype", "implementation", "strategies"),
     [
-        (POLICY, BF16, "triton"),
-        (POLICY, F64, "aten"),
-        (f"{REVISION} outputs=moment(0,1,0) gradients=x", BF16, "triton"),
+        (POLICY, BF16, "triton", ("chunked", "tiled")),
+        (POLICY, F64, "aten", ("tiled", "tiled")),
+        (f"{REVISION} outputs=moment(0,1,0) gradients=x", BF16, "triton", ("chunked", "tiled")),
+        (f"{REVISION} outputs=peak gradients=x", BF16, "triton", ("chunked", "chunked")),
+        (f"{REVISION} outputs=peak gradients=x", F64, "aten", ("chunked", "chunked")),
+        (f"{REVISION} gradients=x total=pick", BF16, "triton", ("chunked", "chunked")),
         # no kernel has the gradients of weights of moments; ATen runs on any device
-        (f"{REVISION} outputs=moment(0,1,0) gradients=x,given0", BF16, "aten"),
+        (f"{REVISION} outputs=moment(0,1,0) gradients=x,given0", BF16, "aten", ("tiled", "tiled")),
     ],
 )
-def test_the_implementation_of_reductions_on_a_gpu(text, dtype, implementation, h200):
+def test_the_implementation_of_reductions_on_a_gpu(text, dtype, implementation, strategies, h200):
     """Both passes have the same one."""
     for backward in (False, True):
         spec = Reductions.parse(text)
         got = plan_of_reductions(4096, 4096, 32000, dtype, CUDA, spec, False, backward)
-        assert (got.implementation, got.strategy) == (implementation, "chunked")
+        assert (got.implementation, got.strategy) == (implementation, strategies[backward])
         assert got.scratch <= 1024 * MIB
 
 

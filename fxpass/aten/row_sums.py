@@ -1,0 +1,185 @@
+"""The reductions of some rows of logits, from tiles of their classes.
+
+In: tiles of transformed logits ``[rows, classes]``. Out: the outputs of these rows. The raw sums of
+:mod:`fxpass.spec.reductions` are accumulated under the largest logit so far; a tile with a larger
+one changes those before it. Logits that all are in one tile need no change.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fxpass.spec.reduction_operands import Operands, Outputs, columns
+from fxpass.spec.reductions import (
+    LEAST_LOG,
+    OF_PICKS,
+    TOTAL,
+    LogitSum,
+    Moment,
+    Output,
+    Reductions,
+    normalised,
+    raw,
+    shifted,
+)
+
+
+class RowSums:
+    """What is known of some rows from the tiles so far.
+
+    Attributes:
+        total: ``[rows]``, the sum of the exponentials of :meth:`add`.
+        log_total: its logarithm, after :meth:`write`.
+        moments: the normalised moments ``[rows]``, after :meth:`write`.
+    """
+
+    def __init__(self, operands: Operands, spec: Reductions, few: slice) -> None:
+        self._operands, self._spec, self._few = operands, spec, few
+        self._read = (*spec.outputs, *spec.total)
+        self._raw = raw(self._read)
+        self._picks = not set(OF_PICKS).isdisjoint(self._read)
+        # of the tiles so far, [rows] each: the largest logit and its class, the logits at the
+        # picks [rows, K], sums of logits, and the raw sums under the clamped largest logit
+        self._highest: Tensor | None = None
+        self._index: Tensor | None = None
+        self._at: Tensor | None = None
+        self._of_logits: dict[LogitSum, Tensor] = {}
+        self._sums: dict[Moment, Tensor] = {}
+        self.log_total: Tensor
+        self.moments: dict[Moment, Tensor] = {}
+
+    @property
+    def only_total(self) -> bool:
+        """Whether no sum but the total is read."""
+        return self._raw == (TOTAL,)
+
+    @property
+    def total(self) -> Tensor:
+        return self._sums[TOTAL]
+
+    def add(self, z: Tensor, classes: slice, keep: bool = False) -> Tensor:
+        """Adds the transformed logits ``z`` of some classes, each class once and in order.
+
+        Returns:
+            the memory of z, with its differences y to the largest logit so far (the lowest finite
+            number if that is -inf); they are at least ``LEAST_LOG`` where moments are summed. With
+            the exponentials of y if :attr:`only_total` and not ``keep``.
+        """
+        before = self._highest
+        if self._spec.indices:
+            highest, index = z.max(1)
+            if self._index is not None and before is not None:  # the first of equal logits counts
+                later = (highest > before) | (highest.isnan() & ~before.isnan())
+                index = torch.where(later, index + classes.start, self._index)
+            self._index = index
+        else:
+            highest = z.amax(1)
+        self._highest = highest if before is None else torch.maximum(highest, before)
+        self._add_logits(z, classes)
+        # clamped: if every logit is -inf, -inf - -inf would make the lse nan
+        m = _finite(self._highest)
+        y, sums = self._raw_sums(z.sub_(m.unsqueeze(1)), classes, self.only_total and not keep)
+        if before is not None:
+            shift = _finite(before) - m
+            sums = {moment: s + _under(moment, self._sums, shift) for moment, s in sums.items()}
+        self._sums = sums
+        return y
+
+    def _add_logits(self, z: Tensor, classes: slice) -> None:
+        """What reads logits and not their differences."""
+        for output in dict.fromkeys(self._read):
+            if isinstance(output, LogitSum):
+                line = _weighted(z, self._operands.weights(output, self._few, classes))
+                before = self._of_logits.get(output)
+                self._of_logits[output] = line if before is None else before + line
+        if self._picks:
+            column, elsewhere = columns(self._operands.classes()[self._few], classes)
+            at = z.gather(1, column)
+            # each pick is in one of the tiles
+            self._at = at if self._at is None else torch.where(elsewhere, self._at, at)
+
+    def _raw_sums(
+        self, y: Tensor, classes: slice, in_place: bool
+    ) -> tuple[Tensor, dict[Moment, Tensor]]:
+        """The raw sums ``[rows]`` of y ``[rows, classes]``, and y.
+
+        One exponential serves all powers of y. y is overwritten, at most by its clamped value
+        unless ``in_place``.
+        """
+        found: dict[Moment, Tensor] = {}
+        for a in sorted({moment.a for moment in self._raw}):
+            some = [moment for moment in self._raw if moment.a == a]
+            term = y
+            if a:
+                term = y.exp_() if in_place else (a * y if a > 1 else y).exp()
+            for b in range(max(moment.b for moment in some) + 1):
+                if not a:  # no exponential vanishes: an infinite y counts
+                    term = y**b if b else y.new_ones(()).expand_as(y)
+                elif b:
+                    y.clamp_(min=LEAST_LOG)  # 0 * -inf would be nan
+                    term.mul_(y)
+                for moment in some:
+                    if moment.b == b:
+                        w = self._operands.weights(moment, self._few, classes)
+                        found[moment] = _weighted(term, w)
+        return y, {moment: found[moment] for moment in self._raw}
+
+    def write(self, out: Outputs) -> None:
+        """Writes the rows of ``out``, when all classes were added."""
+        few, spec, highest = self._few, self._spec, self._highest
+        assert highest is not None, "there is at least one class"
+        m, self.log_total = _finite(highest), self.total.log()
+        log_total = self.log_total
+        lse = m + log_total
+        out.lse[few], out.rest[few] = lse, torch.where(lse.isfinite(), log_total - (lse - m), 0)
+        self.moments = {n: normalised(n, self._sums, log_total, torch.exp) for n in self._raw}
+        lines: dict[Output, Sequence[Tensor]] = {
+            **{moment: [line] for moment, line in self.moments.items()},
+            **{output: [line] for output, line in self._of_logits.items()},
+            **{"lse": [lse], "max": [highest], "amax": [highest]},
+            # highest - m is 0, or nan if every logit is -inf
+            "peak": [highest - m - log_total],
+        }
+        if self._at is not None:
+            lines["at"] = self._at.unbind(1)
+            if "pick" in self._read:
+                lines["pick"] = (self._at - m.unsqueeze(1) - log_total.unsqueeze(1)).unbind(1)
+        for place, line in zip(out.rows, _all(lines, spec.rows), strict=True):
+            place[few] = line
+        for place, moment in zip(out.saved, spec.saved, strict=True):
+            place[few] = self.moments[moment]
+        if self._index is not None:
+            out.indices[:, few] = self._index
+        if (coef := self._operands.coef) is not None:
+            terms = zip(coef[:, few], _all(lines, spec.total), strict=True)
+            # a row without a coefficient adds nothing, whatever its value is
+            out.total[few] = sum(torch.where(c == 0, 0, c * line) for c, line in terms)
+
+
+def _finite(highest: Tensor) -> Tensor:
+    return highest.clamp(min=torch.finfo(highest.dtype).min)
+
+
+def _under(moment: Moment, sums: Mapping[Moment, Tensor], shift: Tensor) -> Tensor:
+    """The raw sum under a new maximum, where ``shift`` is the old one minus the new one."""
+    if not moment.a and not moment.b:
+        return sums[moment]
+    # where the exponentials vanish, so does the sum: infinity * 0 would be nan
+    some = shift.clamp(min=LEAST_LOG) if moment.a else shift
+    # an infinite sum remains: 0 * -inf would be nan
+    return torch.where(shift == 0, sums[moment], shifted(moment, sums, some, torch.exp))
+
+
+def _all(lines: Mapping[Output, Sequence[Tensor]], outputs: Iterable[Output]) -> Iterable[Tensor]:
+    return itertools.chain.from_iterable(lines[output] for output in outputs)
+
+
+def _weighted(term: Tensor, w: Tensor | None) -> Tensor:
+    """The sum over the classes of ``w * term``."""
+    if w is None:
+        return term.sum(1)
+    return term.mv(w) if w.dim() == 1 else (w * term).sum(1)

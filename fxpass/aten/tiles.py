@@ -1,0 +1,258 @@
+"""Loops over tiles of logits, some rows and some classes at a time.
+
+In: x, weight, bias, and functions of a tile of logits ``[rows, classes]`` in the compute dtype.
+Out: the gradients of x, weight and bias. What the logits are reduced to is the functions' affair.
+
+- :func:`over_tiles` computes every logit once, from functions that know each row's sums already.
+  The part of the weight's gradient that belongs to a tile's classes is final and rounded once, to
+  the weight's dtype: it is the only tensor of its size. Scratch is one tile.
+- :func:`in_gradient` computes every logit once and reads it twice, first for the sums and then for
+  the gradient. For this the logits ``[V, N]`` of all rows, N <= D, are kept in the memory of the
+  weight's gradient ``[V, D]``; a tile is overwritten with the weight's gradient of its classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fxpass.aten.gemm import Rows, add_product, linear, slices, split_bias
+from fxpass.plan.devices import multiplied_in
+from fxpass.spec.dtypes import compute_dtype, gradient_dtype
+from fxpass.spec.operands import Inputs
+from fxpass.spec.reduction_operands import Operands
+
+# A function of a tile: its rows, its classes, and its logits, which the function may overwrite. It
+# has to leave their gradient in their place where a gradient is asked for.
+OfTile = Callable[[slice, slice, Tensor], object]
+
+
+def over_tiles(
+    inputs: Inputs | Operands,
+    gradients: tuple[str, ...],
+    to_gradient: OfTile,
+    rows: int,
+    classes: int,
+    multiplied: torch.dtype | None = None,
+    rounded: bool = False,
+) -> dict[str, Tensor]:
+    """The gradients of x, weight and bias, from a function that overwrites a tile of logits with
+    its gradient.
+
+    Deterministic; does not write to its inputs. The weight's gradient has its dtype, the others
+    have the compute dtype.
+
+    Args:
+        inputs: x, weight, bias, and the logits if they exist.
+        gradients: the operands whose gradients are returned.
+        to_gradient: called once for each tile, in the order of the classes.
+        rows, classes: of a tile, at most.
+        multiplied: the dtype of the products; None for the fastest.
+        rounded: whether logits of bf16 operands are rounded to bf16 even if it is not.
+    """
+    tiles = Tiles(inputs, rows, classes, multiplied, rounded)
+    x, weight, dtype, parts = inputs.x, inputs.weight, tiles.dtype, tiles.parts
+    shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
+    # a tile's part of the weight's gradient is final; those of x and bias accumulate over tiles
+    dtypes = {"x": dtype, "weight": weight.dtype, "bias": dtype}
+    grads = {name: x.new_zeros(shapes[name], dtype=dtypes[name]) for name in gradients}
+    sums = None
+    if "weight" in grads and weight.dtype != dtype and len(parts) > 1:
+        sums = x.new_empty((tiles.widest, x.shape[1]), dtype=dtype)
+    for some in tiles.classes:
+        w = tiles.weight[some]
+        for part in parts:
+            x_rows = tiles.x[part]
+            logits = tiles.logits(x_rows, w, part, some)
+            to_gradient(part, some, logits)
+            if "bias" in grads:
+                grads["bias"][some] += logits.sum(0)
+            if not {"x", "weight"} & grads.keys():
+                continue
+            g = tiles.multiplied(logits)
+            if "x" in grads:
+                add_product(grads["x"][part], g, w, add=True)
+            if "weight" in grads:
+                out = grads["weight"][some] if sums is None else sums[: len(w)]
+                add_product(out, g.t(), x_rows, add=part.start > 0)
+        if sums is not None:
+            grads["weight"][some] = sums[: some.stop - some.start]
+    return grads
+
+
+class Tiles:
+    """Tiles of logits in the compute dtype, and the operands of their products.
+
+    Attributes:
+        dtype: the compute dtype.
+        parts, classes: the rows of each tile, and its classes, ``widest`` at most.
+        x, weight: operands in the dtype of the products.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs | Operands,
+        rows: int,
+        classes: int,
+        multiplied: torch.dtype | None = None,
+        rounded: bool = False,
+    ) -> None:
+        x, weight = inputs.x, inputs.weight
+        rows, classes = min(rows, x.shape[0]), min(classes, weight.shape[0])
+        multiplied = multiplied or multiplied_in(x.dtype, x.device)
+        self._inputs = inputs
+        self.dtype = compute_dtype(x.dtype)
+        self.widest = classes
+        self.parts = slices(0, x.shape[0], rows)
+        self.classes = slices(0, weight.shape[0], classes)
+        self.x, self.weight = Rows(x, rows, multiplied), Rows(weight, classes, multiplied)
+        self._wide = x.new_empty(rows * classes, dtype=self.dtype)
+        self._narrow = None
+        if multiplied != self.dtype:
+            self._narrow = x.new_empty(rows * classes, dtype=multiplied)
+        # fp16 has too small a range: see gradient_dtype
+        self._stored = gradient_dtype(x.dtype) if rounded else self.dtype
+        # products in f32 that are not rounded may have any bias added after them
+        product = self._stored if self._narrow is None else multiplied
+        self._early, self._late = split_bias(inputs.bias, product)
+
+    def logits(self, x_rows: Tensor, weight: Tensor, rows: slice, classes: slice) -> Tensor:
+        """The linear's output for some rows and classes, in a buffer that every call overwrites."""
+        shape = (x_rows.shape[0], weight.shape[0])
+        out = self._wide[: shape[0] * shape[1]].view(shape)
+        if self._inputs.logits is not None:
+            return out.copy_(self._inputs.logits[rows, classes])
+        early, late = (None if b is None else b[classes] for b in (self._early, self._late))
+        if self._narrow is None:
+            torch.mm(x_rows, weight.t(), out=out)
+            if early is not None:
+                out.add_(early)
+            if self._stored != self.dtype:
+                out.copy_(out.to(self._stored))
+        else:
+            out.copy_(linear(x_rows, weight, early, self._narrow[: out.numel()].view(shape)))
+        return out if late is None else out.add_(late)
+
+    def multiplied(self, gradient: Tensor) -> Tensor:
+        """The gradient of a tile in the dtype of the products."""
+        if self._narrow is None:
+            return gradient
+        return self._narrow[: gradient.numel()].view(gradient.shape).copy_(gradient)
+
+
+# ---------------------------------------------------------------- in the weight's gradient
+
+
+def in_gradient(
+    inputs: Inputs | Operands,
+    gradients: tuple[str, ...],
+    read: OfTile,
+    finish: Callable[[], OfTile],
+    classes: int,
+    multiplied: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """The gradients of x, weight and bias, with all logits in the memory of the weight's gradient.
+
+    Deterministic; does not write to its inputs. The weight's gradient has its dtype, but f32 for
+    fp16; the others have the compute dtype.
+
+    Args:
+        inputs: x, weight and bias, with N <= D.
+        gradients: the operands whose gradients are returned, among them the weight.
+        read: called once for the logits ``[N, classes]`` of each tile, before ``finish``.
+        finish: called once; what it returns is called once for each tile, and overwrites its logits
+            with their gradient.
+        classes: of a tile, at most.
+        multiplied: the dtype of the products; None for the fastest.
+    """
+    logits = InGradient(inputs, classes, multiplied)
+    x, v = inputs.x, inputs.weight.shape[0]
+    every = slice(0, x.shape[0])
+    for some in logits.tiles:
+        read(every, some, logits.compute(some))
+    to_gradient = finish()
+    grads = {"weight": logits.gradient}
+    if "x" in gradients:
+        grads["x"] = x.new_zeros(x.shape, dtype=logits.dtype)
+    if "bias" in gradients:
+        grads["bias"] = x.new_empty(v, dtype=logits.dtype)
+    for some in logits.tiles:
+        raw = logits.read(some)
+        to_gradient(every, some, raw)
+        if "bias" in grads:
+            torch.sum(raw, 0, out=grads["bias"][some])
+        g = logits.multiplied(raw, some)
+        if "x" in grads:
+            add_product(grads["x"], g.t(), logits.weight[some], add=True)
+        logits.finish(g, some)
+    return grads
+
+
+class InGradient:
+    """The logits of all rows, in the memory of the weight's gradient.
+
+    Attributes:
+        gradient: ``[V, D]``; before :meth:`finish`, the first N columns of a class are its logits.
+        tiles: the classes of each tile.
+        x, weight: operands in the dtype of the products.
+        dtype: the compute dtype.
+    """
+
+    def __init__(
+        self, inputs: Inputs | Operands, classes: int, multiplied: torch.dtype | None = None
+    ) -> None:
+        x, weight = inputs.x, inputs.weight
+        n, v = x.shape[0], weight.shape[0]
+        assert n <= x.shape[1], "the logits [V, N] of all rows have to fit into [V, D]"
+        classes = min(classes, v)
+        stored = gradient_dtype(x.dtype)
+        multiplied = multiplied or multiplied_in(x.dtype, x.device)
+        self.dtype = compute_dtype(x.dtype)
+        self.gradient = x.new_empty(weight.shape, dtype=stored)
+        self.tiles = slices(0, v, classes)
+        self.x, self.weight = x.to(multiplied), Rows(weight, classes, multiplied)
+        self._stored = self.gradient[:, :n]
+        self._place = x.new_empty((classes, n), dtype=self.dtype)
+        self._in_f32 = multiplied == self.dtype
+        self._early, self._late = split_bias(inputs.bias, stored)
+
+    def compute(self, classes: slice) -> Tensor:
+        """Computes and stores the logits of some classes, rounded as in eager.
+
+        Returns:
+            the stored logits ``[N, classes]`` in the compute dtype; the caller may overwrite them.
+        """
+        stored, place = self._stored[classes], self._place[: classes.stop - classes.start]
+        weight = self.weight[classes]
+        bias = None if self._early is None else self._early[classes].unsqueeze(1)
+        if self._in_f32:
+            torch.mm(weight, self.x.t(), out=place)
+            stored.copy_(place if bias is None else place.add_(bias))
+        elif bias is None:
+            stored.copy_(weight @ self.x.t())
+        else:
+            stored.copy_(torch.addmm(bias, weight, self.x.t()))
+        return self.read(classes)
+
+    def read(self, classes: slice) -> Tensor:
+        """The stored logits ``[N, classes]`` of some classes, copied to the compute dtype; the
+        caller may overwrite the copy."""
+        place = self._place[: classes.stop - classes.start].copy_(self._stored[classes])
+        return (place if self._late is None else place.add_(self._late[classes].unsqueeze(1))).t()
+
+    def finish(self, gradient: Tensor, classes: slice) -> None:
+        """Overwrites the logits of some classes, whose gradient is given, with the weight's
+        gradient."""
+        if self._in_f32:
+            add_product(self.gradient[classes], gradient, self.x, add=False)
+        else:  # the gradient is in the output's memory, so the product needs a new tensor
+            self.gradient[classes] = gradient @ self.x
+
+    def multiplied(self, gradient: Tensor, classes: slice) -> Tensor:
+        """The gradient of some classes' logits, ``[classes, N]``, in the dtype of the products. A
+        cast overwrites the stored logits."""
+        if self._in_f32:
+            return gradient.t()
+        return self._stored[classes].copy_(gradient.t())

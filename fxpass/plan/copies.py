@@ -1,0 +1,106 @@
+"""Counts the copies of a block of logits that exist beside it at once.
+
+In: a computation. Out: the number of its temporaries of the size of a block, which the plan of its
+rows and classes pays for::
+
+    >>> of_reductions(Reductions(("pick",), gradients=("x",)), scaled=False, backward=True)
+    0
+    >>> of_reductions(Reductions(("pick", Moment(1, 1))), scaled=False, backward=False)
+    2
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+
+from fxpass.spec import expression
+from fxpass.spec.expression import Z
+from fxpass.spec.reductions import (
+    OF_PICKS,
+    TOTAL,
+    Moment,
+    Output,
+    Reductions,
+    raw,
+)
+from fxpass.spec.spec import Spec
+
+
+@functools.lru_cache(maxsize=1024)
+def of_loss(spec: Spec, gradients: bool) -> int:
+    """Copies of a block of logits that the target and the logit transform need at once."""
+    dense = 2 if spec.target == "probabilities" else int(spec.label_smoothing > 0)
+    if spec.transform == Z:
+        return dense
+    value = _copies(spec.transform)
+    slope = _copies(expression.derivative(spec.transform)) if gradients else 0
+    # one copy for the value, which remains while the target or the slope is computed
+    return 1 + max(value, slope, dense)
+
+
+@functools.lru_cache(maxsize=1024)
+def of_reductions(spec: Reductions, scaled: bool, backward: bool) -> int:
+    """Copies of a block of logits that :mod:`fxpass.aten.reductions` needs at once; ``scaled``:
+    rows have a scale; ``backward``: this run computes the gradients of the spec."""
+    rounded = int(spec.ranks)  # of 16 bits
+    if not (backward and spec.gradients):
+        return max(rounded, _of_sums(spec, scaled, keep=False))
+    if not spec.total:
+        return max(rounded, _of_slope(spec, spec.rows, scaled))
+    keep = not _of_one_softmax(spec.total)
+    return max(_of_sums(spec, scaled, keep), _of_slope(spec, spec.total, scaled))
+
+
+def _of_sums(spec: Reductions, scaled: bool, keep: bool) -> int:
+    """Copies for the sums; ``keep``: their exponentials may not overwrite the logits."""
+    read = (*spec.outputs, *spec.total)
+    transformed, value = int(spec.transform != Z), _copies(spec.transform)
+    sums = [output for output in read if not isinstance(output, str)]
+    # the terms of a sum, or the powers of one; its weights, and their product
+    terms = int(keep or raw(read) != (TOTAL,))
+    terms += terms and any(isinstance(o, Moment) and o.b > 0 for o in sums)
+    if any(output.weight is not None for output in sums):
+        terms = 3
+    return max(value, transformed + scaled, max(transformed, scaled) + terms)
+
+
+def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
+    """Copies for the gradient of some outputs."""
+    transformed, value = int(spec.transform != Z), _copies(spec.transform)
+    slope = _copies(expression.derivative(spec.transform)) if transformed else 0
+    dense = 2 * ("amax" in outputs)  # with its mask
+    # the transformed logits become the gradient; else there are a softmax, a term and its weights
+    terms = of_scale = int("scale" in spec.gradients)
+    if not _of_one_softmax(outputs) or dense:
+        weighted = any(not isinstance(o, str) and o.weight is not None for o in outputs)
+        terms, slope = 3 + weighted, 1 + max(slope, of_scale)
+    return max(value, transformed + scaled + max(terms + dense, slope))
+
+
+def _of_one_softmax(outputs: Sequence[Output]) -> bool:
+    """As :attr:`fxpass.aten.slopes.Slope.of_one_softmax`, but for ``amax``."""
+    with_softmax = {"lse", "pick", "peak", TOTAL}
+    names = set(outputs)
+    return names <= {*with_softmax, *OF_PICKS, "max", "argmax", "amax"} and bool(
+        names & with_softmax
+    )
+
+
+def _copies(expr: Any) -> int:
+    """Copies of z that exist at once in :func:`expression.evaluate`, its result included."""
+    if expr == Z:
+        return 0
+    if expr.is_number:
+        return 1
+    joined = isinstance(expr, sympy.Add | sympy.Mul)
+    alive, most = 0, 1
+    for operand in expr.args:
+        if operand.is_number:
+            continue
+        most = max(most, alive + _copies(operand))
+        alive = 1 if joined else alive + (operand != Z)
+    return most if joined else max(most, alive + 1 + isinstance(expr, expression.Where))
