@@ -62,21 +62,7 @@ def _aten_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
     return tiled.run(inputs, spec, plan.rows, plan.classes)
 
 
-def _triton_chunked(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
-    from fxpass.kernels.chunked import run  # imports triton, which not every platform has
-
-    return run(inputs, spec, plan.rows)
-
-
-def _triton_tiled(inputs: Inputs, spec: Spec, plan: Plan) -> Results:
-    from fxpass.kernels.tiled import run
-
-    return run(inputs, spec, plan.classes)
-
-
 IMPLEMENTATIONS: dict[tuple[str, str], Callable[[Inputs, Spec, Plan], Results]] = {
     ("aten", "chunked"): _aten_chunked,
     ("aten", "tiled"): _aten_tiled,
-    ("triton", "chunked"): _triton_chunked,
-    ("triton", "tiled"): _triton_tiled,
 }

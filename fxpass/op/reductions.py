@@ -112,14 +112,20 @@ def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, T
     index = selected((coef != 0).any(0))
     if index is None:
         return _run_forward(operands, spec)
-    some = operands._replace(
-        x=operands.x[index],
-        scale=None if operands.scale is None else operands.scale[index],
-        picks=None if operands.picks is None else operands.picks[index],
-        given=tuple(t if t.dim() == 1 else t[index] for t in operands.given),
-        coef=coef[:, index],
-    )
-    out, grads = _run_forward(some, spec)
+
+    def of(rows: Tensor | slice) -> Operands:
+        return operands._replace(
+            x=operands.x[rows],
+            scale=None if operands.scale is None else operands.scale[rows],
+            picks=None if operands.picks is None else operands.picks[rows],
+            given=tuple(t if t.dim() == 1 else t[rows] for t in operands.given),
+            coef=coef[:, rows],
+        )
+
+    if operands.x.is_cuda and not len(index):
+        # A CUDA graph that is captured next has all rows, and can load no kernel.
+        _run_forward(of(slice(0, 1)), spec)
+    out, grads = _run_forward(of(index), spec)
     if "x" in grads:
         zeros = operands.x.new_zeros(operands.x.shape, dtype=grads["x"].dtype)
         grads["x"] = zeros.index_copy_(0, index, grads["x"])

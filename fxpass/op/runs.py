@@ -1,7 +1,6 @@
-"""What one call of the operator computes in forward and in backward, and with which Triton kernels.
+"""What one call of an operator computes in forward and in backward, and with which Triton kernels.
 
-In: the operator's spec and the operands without their data. Out: the specs of its runs, and the
-launches of all of them::
+In: the operator's spec. Out: the specs of its runs, or the launches of all of them::
 
     >>> forward(Spec(reduction="none", gradients=("x",)), torch.float32)
     (Spec(reduction='none', ...gradients=()...), False)
@@ -13,7 +12,7 @@ import dataclasses
 
 import torch
 
-from fxpass.kernels.call import Gpu, Launch, OfReductions, Operands, for_call, for_reductions
+from fxpass.kernels.call import Gpu, Launch, OfReductions, for_reductions
 from fxpass.spec.dtypes import gradient_dtype
 from fxpass.spec.reductions import Reductions
 from fxpass.spec.spec import Spec
@@ -45,28 +44,11 @@ def of_rank(spec: Spec, group: str | None, row_groups: tuple[str, ...]) -> Spec:
     return dataclasses.replace(spec, reduction="sum") if by_all else spec
 
 
-def launches(spec: Spec, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:
-    """The kernels of one call, in order, where every output that is named has a gradient.
-
-    Args:
-        spec: the operator's.
-        operands: those of the call; the scales of rows, which the operator adds, are not read.
-        gpu: the device, which need not exist.
-    """
-    now, scaled = forward(spec, operands.x.dtype)
-    found = for_call(now, operands._replace(row_scaled=scaled, lse_scaled=False), gpu)
-    if spec.gradients and spec.gradients_in_backward:
-        # a shard without targets has one output: the loss of its rows is their lse
-        both = spec.lse and not (spec.shard_of and spec.target == "none")
-        operands = operands._replace(row_scaled=True, lse_scaled=both)
-        found += for_call(backward(spec), operands, gpu)
-    return found
-
-
 def launches_of_reductions(
     spec: Reductions, operands: OfReductions, gpu: Gpu
 ) -> tuple[Launch, ...]:
-    """As :func:`launches`, of one call of ``fxpass::class_reductions``."""
+    """The kernels of one call of ``fxpass::class_reductions``, in order, on a GPU, which need not
+    exist."""
     found = for_reductions(spec, operands, gpu)
     if spec.gradients and not spec.total:
         found += for_reductions(spec, operands, gpu, forward=False)

@@ -201,8 +201,11 @@ def _of_reductions(
         logits_exist=False,
         temporaries=_copies_of_reductions(spec, scaled, backward),
     )
-    found = _RULES[implementation, "chunked"](work, budget(v, dtype, device, spec.memory_mb))
-    return found._replace(implementation=implementation, strategy="chunked", reason=reason)
+    allowed = budget(v, dtype, device, spec.memory_mb)
+    found, strategy = _RULES[implementation, "chunked"](work, allowed), "chunked"
+    if implementation == "triton" and backward and not spec.total:
+        found, strategy = found._replace(classes=_triton_tiled(work, allowed).classes), "tiled"
+    return found._replace(implementation=implementation, strategy=strategy, reason=reason)
 
 
 class _Work(NamedTuple):

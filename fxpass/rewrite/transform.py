@@ -20,16 +20,15 @@ from fxpass.casts.casts import Cast, cast_region, note
 from fxpass.graph.nodes import hint, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
-from fxpass.kernels.call import Launch, OfReductions, Operand, Operands, gpu_for_listing
+from fxpass.kernels.call import Launch, OfReductions, Operand, gpu_for_listing
 from fxpass.match.match import Found, Match, Rejection, find
 from fxpass.op import runs
 from fxpass.rewrite import dump
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
 from fxpass.rewrite.reductions import rewrite_head
-from fxpass.rewrite.rewrite import Rewritten, erase, rewrite
+from fxpass.rewrite.rewrite import erase, rewrite
 from fxpass.settings import Settings
 from fxpass.spec.reductions import Reductions
-from fxpass.spec.spec import Spec
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +75,9 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             continue
         untouched = _copy(region.module.graph)
         try:
-            returned, rewritten, made = _carry_out(region, found, settings)
-            generated = {kernel: None for one in rewritten for kernel in _launches(one.call)}
+            returned, made = _carry_out(region, found, settings)
             calls = region.module.graph.find_nodes(op="call_function", target=REDUCTIONS)
-            generated |= {kernel: None for one in calls for kernel in _of_reductions(one)}
+            generated = {kernel: None for one in calls for kernel in _of_reductions(one)}
         except Exception as error:
             # an unforeseen program runs without the rewrite
             log.warning(
@@ -114,9 +112,7 @@ def _copy(graph: Graph) -> Graph:
     return copied
 
 
-def _carry_out(
-    region: Region, found: Found, settings: Settings
-) -> tuple[Restore, list[Rewritten], list[Cast]]:
+def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Cast]]:
     """Rewrites all heads and matches of a region."""
     # before the rewrite, which erases the nodes that recipes copy
     recipes = {output: recipe_of(output, nodes) for output, nodes in found.deferred.items()}
@@ -127,35 +123,14 @@ def _carry_out(
     erase(found.matches)
     region.module.recompile()
     rewritten.reverse()
-    return restore, rewritten, casts + [cast for one in rewritten for cast in one.casts]
-
-
-def _launches(call: Node) -> tuple[Launch, ...]:
-    """The Triton kernels that a call of the operator runs on a GPU, see
-    :func:`fxpass.kernels.call.gpu_for_listing`."""
-    arguments: Any = call.args
-    x, weight, bias, _, class_weight, logits, text, *sharded = arguments
-    operands = Operands(
-        x=_operand(x),
-        weight=_operand(weight),
-        bias=bias and _operand(bias),
-        logits=logits and _operand(logits),
-        weighted=class_weight is not None,
-    )
-    spec = Spec.parse(text)
-    if sharded:
-        _, group, row_groups, *saves_logits = sharded
-        spec = runs.of_rank(spec, group, row_groups)
-        if saves_logits:
-            shape = (operands.x.shape[0], operands.weight.shape[0])
-            operands = operands._replace(logits=Operand(shape, operands.x.dtype))
-    return runs.launches(spec, operands, gpu_for_listing(value(x).device))
+    return restore, casts + [cast for one in rewritten for cast in one.casts]
 
 
 def _of_reductions(call: Node) -> tuple[Launch, ...]:
-    """As :func:`_launches`, of a call of ``fxpass::class_reductions``."""
+    """The Triton kernels that a call of ``fxpass::class_reductions`` runs on a GPU, see
+    :func:`fxpass.kernels.call.gpu_for_listing`."""
     arguments: Any = call.args
-    x, weight, bias, scale, picks, given, _, _, text = arguments
+    x, weight, bias, scale, picks, given, _, logits, text = arguments
     of_row = None
     if picks is not None:
         of_row = hint(value(picks).shape[1]) if value(picks).dim() == 2 else 1
@@ -166,6 +141,7 @@ def _of_reductions(call: Node) -> tuple[Launch, ...]:
         scaled=scale is not None,
         picks=of_row,
         given=tuple(value(w).dim() == 2 for w in given),
+        logits=logits is not None,
     )
     gpu = gpu_for_listing(value(x).device)
     return runs.launches_of_reductions(Reductions.parse(text), operands, gpu)
@@ -173,6 +149,4 @@ def _of_reductions(call: Node) -> tuple[Launch, ...]:
 
 def _operand(node: Node) -> Operand:
     tensor = value(node)
-    shape, strides = (tuple(map(hint, sizes)) for sizes in (tensor.shape, tensor.stride()))
-    starts_at = hint(tensor.storage_offset()) * tensor.itemsize  # allocations are aligned
-    return Operand(shape, tensor.dtype, strides, aligned=starts_at % 16 == 0)
+    return Operand(tuple(map(hint, tensor.shape)), tensor.dtype)

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from fxpass.kernels.call import Candidate, Gpu, OfReductions, Operand, for_reductions
-from fxpass.kernels.render import row
-from fxpass.kernels.render_reductions import reductions
+from fxpass.kernels.render import reductions, row
 from fxpass.spec.reductions import REVISION, Reductions
 from fxpass.spec.spec import Spec
 from tests.support.compiled import Unit, compare, loops, resources
