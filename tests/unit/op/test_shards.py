@@ -9,46 +9,20 @@ import torch
 
 from fxpass.aten import chunked as aten_chunked
 from fxpass.aten import tiled as aten_tiled
-from fxpass.kernels import chunked as triton_chunked
-from fxpass.kernels import row_config
-from fxpass.kernels import tiled as triton_tiled
 from fxpass.spec import expression
 from fxpass.spec.spec import ELSEWHERE, IGNORED, Spec
 from tests.support.implementations import DTYPES, GRADIENTS, assert_as_autograd, centred, problem
-from tests.support.tiled_runs import small_blocks
 
 N, V, ALL = 7, 21, 50
 AWAY, LEFT_OUT = [1, 5], [3]
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    small_blocks(monkeypatch)
-
-
 # ---------------------------------------------------------------- the implementations, called alike
-
-
-def rows(inputs, spec):
-    return triton_chunked.run(inputs, spec, 4)
-
-
-def rows_in_blocks(inputs, spec):
-    """The kernel of rows, with several blocks in each."""
-    with pytest.MonkeyPatch.context() as patch:
-        options = {"BLOCK_V": 16, "num_warps": 1}
-        patch.setattr(row_config, "row_options", lambda v, dtype: options)
-        return rows(inputs, spec)
 
 
 IMPLEMENTATIONS = {
     "aten chunked": lambda inputs, spec: aten_chunked.run(inputs, spec, 4),
     "aten tiled": lambda inputs, spec: aten_tiled.run(inputs, spec, 4, 16),
-    "whole rows": rows,
-    "blocks": rows_in_blocks,
-    "tiles": lambda inputs, spec: triton_tiled.run(
-        inputs, dataclasses.replace(spec, strategy="tiled"), 20
-    ),
 }
 
 
