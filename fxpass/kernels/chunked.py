@@ -176,16 +176,18 @@ class Gradients:
         x, weight, bias = operands.x, operands.weight, operands.bias
         self._x, self._weight = x, weight
         self._factor, self._sliced, self._unscale = factor, sliced, unscale
-        dtypes = dict.fromkeys(("x", "weight", "bias"), torch.float32)
-        if sliced:
-            dtypes |= {"weight": weight.dtype, "bias": (weight if bias is None else bias).dtype}
-        elif chunks == 1:
-            dtypes["weight"] = gradient_dtype(x.dtype)
-        shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
-        # the first part overwrites the gradients, if there are rows; a sum of biases starts at zero
-        new = x.new_empty if len(x) else x.new_zeros
-        of = {name: new if name != "bias" or sliced else x.new_zeros for name in names}
-        self.found = {name: of[name](shapes[name], dtype=dtypes[name]) for name in names}
+        of_weight = gradient_dtype(x.dtype) if chunks == 1 else torch.float32
+        of_bias = torch.float32 if bias is None or not sliced else bias.dtype
+        shapes: dict[str, tuple[torch.Size, torch.dtype]] = {
+            "x": (x.shape, torch.float32),
+            "weight": (weight.shape, weight.dtype if sliced else of_weight),
+            "bias": (weight.shape[:1], of_bias),
+        }
+        # the first part overwrites the gradients, if there is one; a sum of biases starts at zero
+        self.found: dict[str, Tensor] = {}
+        for name in names:
+            new = x.new_empty if len(x) and (sliced or name != "bias") else x.new_zeros
+            self.found[name] = new(shapes[name][0], dtype=shapes[name][1])
 
     def add(self, part: Part, g: Tensor) -> None:
         """Adds the gradient of a part of the logits; ``g`` is to be multiplied by the factors."""
@@ -207,10 +209,10 @@ class Gradients:
             if weight is not None and self._unscale is None:
                 operand, add = self._x[rows], rows.start > 0
                 product(weight[place], tile.t(), operand, self._factor, add)
-            elif weight is not None:
-                self._add_unscaled(weight[place], tile.t())
+            elif weight is not None and self._unscale is not None:
+                self._write_unscaled(weight[place], tile.t(), self._unscale)
 
-    def _add_unscaled(self, out: Tensor, g: Tensor) -> None:
+    def _write_unscaled(self, out: Tensor, g: Tensor, unscale: Tensor) -> None:
         """``out = factor * unscale * g @ x``, rounded once to the dtype of ``out``.
 
         ``unscale`` is a tensor on the device, which the alpha of a GEMM cannot be, so it needs an
@@ -221,7 +223,7 @@ class Gradients:
             some = slice(start, start + step)
             exact = torch.empty_like(out[some], dtype=torch.float32)
             product(exact, g[some], self._x, self._factor, add=False)
-            out[some] = exact.mul_(self._unscale)
+            out[some] = exact.mul_(unscale)
 
 
 def _mixed_gemm(x: Tensor) -> bool:

@@ -30,6 +30,7 @@ import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from jinja2.ext import Extension
@@ -193,31 +194,23 @@ class Features:
 
     @property
     def sliced(self) -> bool:
+        """Whether a launch may have some of the classes."""
         return not self.forward and in_slices(self.spec)
 
     @property
-    def gain(self) -> str:
-        return f"{GAIN} * " if self.backward else ""
-
-    @property
     def first_pass(self) -> bool:
-        return self.forward or self.finds
+        return not self.sliced
 
     @property
     def finds(self) -> bool:
         """Whether the kernel looks for the largest logit and its class."""
-        if not self.forward:
-            return not in_slices(self.spec)
-        return not {"max", "amax", "argmax"}.isdisjoint(self.spec.outputs)
+        found = not {"max", "amax", "argmax"}.isdisjoint(self.spec.outputs)
+        return found if self.forward else self.first_pass
 
     @property
     def shares(self) -> bool:
         """Whether equal maxima share a gradient."""
         return not self.forward and "amax" in self.spec.outputs
-
-    @property
-    def indexed(self) -> bool:
-        return "argmax" in self.spec.outputs
 
     @property
     def said_of_sums(self) -> str:
@@ -244,14 +237,15 @@ class Features:
 
     @property
     def saved(self) -> list[str]:
+        """The moments that forward writes and backward reads."""
         return [log_name_of(moment) for moment in self.spec.saved]
 
     # ------------------------------------------------------------ the gradient
 
     @property
-    def loaded(self) -> list[tuple[str, int]]:
-        """The moments that backward reads."""
-        return [(log_name_of(moment), i) for i, moment in enumerate(self.spec.saved)]
+    def gain(self) -> str:
+        """The factor of incoming gradients: none for a total without gradients."""
+        return f"{GAIN} * " if self.backward else ""
 
     @property
     def incoming(self) -> list[tuple[str, str, bool]]:
@@ -271,7 +265,7 @@ class Features:
     @property
     def sigmas(self) -> tuple[Moment, ...]:
         """The moments that the gradients read."""
-        return for_slopes(self.spec.total) if self.spec.total else self.spec.saved
+        return for_slopes(self.spec.total) if self.forward and self.backward else self.spec.saved
 
     @cached_property
     def _terms(self) -> Terms:
@@ -331,23 +325,11 @@ class Features:
 
 
 @functools.cache
-def reductions(
-    spec: Reductions,
-    forward: bool = True,
-    *,
-    biased: bool = False,
-    scaled: bool = False,
-    several: bool = False,
-    given: tuple[bool, ...] = (),
-    whole_row: bool = False,
-    ragged: bool = False,
-    apart: bool = False,
-) -> Kernel:
+def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel:
     """The kernel for the outputs of rows of logits, with a total's gradient; or for the gradient of
     outputs. Gradients have to be multiplied by :func:`gradient_factor`; the arguments are those of
     :class:`Features`."""
-    features = Features(spec, forward, biased, scaled, several, given, whole_row, ragged, apart)
-    module = _without_unused(_template().render(f=features, name=_NAME))
+    module = _without_unused(_template().render(f=Features(spec, forward, **present), name=_NAME))
     name = "class_reductions" if forward else "class_reductions_backward"
     name = f"{name}_{hashlib.sha256(module.encode()).hexdigest()[:8]}"
     return Kernel(name, module.replace(_NAME, name))

@@ -45,19 +45,17 @@ GPU_SHARE, GPU_BUDGET = 1 / 64, (256 * MIB, 1024 * MIB)
 CPU_ROWS, CPU_BUDGET = 256, (48 * MIB, 128 * MIB)
 # Bytes of a tile of logits on a CPU: enough work between two synchronisations of the threads.
 CPU_TILE = 16 * MIB
-# Bytes of a block of logits in the compute dtype, transformed between two GEMMs: small enough for
-# the caches, large enough to occupy the threads.
+# Bytes of a block of logits in the compute dtype, transformed between two GEMMs in the caches.
 CACHED = 4 * MIB
 # Minimum sizes that are worth the overhead of an operation: elements of a block of logits,
 # elements of an operand, rows or classes of a tile, rows of a chunk.
 BLOCK, OPERAND, LEAST, LEAST_ROWS = 1 << 14, 1 << 18, 64, 16
-# Rows of a tile at most, unless there are few classes; the generated kernels' classes of a tile are
-# a multiple of SLICE_CLASSES.
+# Rows of a tile at most, unless there are few classes; classes of a GPU's slice are multiples.
 TILE_ROWS, SLICE_CLASSES = 2048, 256
 # Rows and classes are multiples of the GEMM kernels' tile sizes.
 ALIGNMENT = {"aten": 16, "triton": 64}
-# The Triton kernels pad a row of logits to a multiple of this many elements. Vector loads and
-# stores need whole vectors: a mask that ends inside a vector splits it into single elements.
+# The Triton kernels pad a row of logits to a multiple of this many elements: a mask that ends
+# inside a vector splits its load and store into single elements.
 PADDING = 16
 # Classes that a GPU up-casts at a time if its 16-bit GEMM cannot add to an f32 result.
 UPCAST_CLASSES = 8192
@@ -116,9 +114,9 @@ def plan(
 ) -> Plan:
     """The plan for one run over x ``[n, d]`` and weight ``[v, d]`` of ``dtype`` on ``device``.
 
-    ``spec.gradients`` names the gradients that this run computes; ``logits_exist`` says whether the
-    logits exist already. The scratch stays within ``spec.memory_mb`` MiB (0: see :func:`budget`),
-    unless the smallest block is larger; then the plan's reason says so.
+    ``spec.gradients`` names the gradients of this run; ``logits_exist`` says whether there are
+    logits. The scratch stays within ``spec.memory_mb`` MiB (0: see :func:`budget`), unless the
+    smallest block is larger; then the plan's reason says so.
     """
     return _plan(n, d, v, dtype, device, spec, logits_exist, *implementation_for(device, dtype))
 
@@ -169,9 +167,8 @@ def plan_of_reductions(
     scaled: bool,
     backward: bool,
 ) -> Plan:
-    """The plan for reductions of the logits of x ``[n, d]`` and weight ``[v, d]``, in chunks.
-
-    ``scaled``: rows have a scale; ``backward``: this run computes the gradients of the spec."""
+    """The plan for reductions of the logits of x ``[n, d]`` and weight ``[v, d]``; ``scaled``: rows
+    have a scale; ``backward``: this run computes the gradients of the spec."""
     implementation, reason = implementation_for(device, dtype)
     if implementation == "triton" and spec.trains_weights:
         implementation, reason = "aten", "no Triton kernel has gradients of weights of moments"
@@ -202,10 +199,10 @@ def _of_reductions(
         temporaries=_copies_of_reductions(spec, scaled, backward),
     )
     allowed = budget(v, dtype, device, spec.memory_mb)
-    found, strategy = _RULES[implementation, "chunked"](work, allowed), "chunked"
+    found = _RULES[implementation, "chunked"](work, allowed)._replace(strategy="chunked")
     if implementation == "triton" and backward and not spec.total:
-        found, strategy = found._replace(classes=_triton_tiled(work, allowed).classes), "tiled"
-    return found._replace(implementation=implementation, strategy=strategy, reason=reason)
+        found = found._replace(strategy="tiled", classes=_triton_tiled(work, allowed).classes)
+    return found._replace(implementation=implementation, reason=reason)
 
 
 class _Work(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from fxpass.kernels.call import Candidate, Gpu, OfReductions, Operand, for_reductions
 from fxpass.kernels.render import reductions
 from fxpass.spec.reductions import REVISION, Reductions
-from tests.support.compiled import Unit, compare, loops, resources
+from tests.support.compiled import TARGETS, Unit, compare, loops, resources
 
 GOLDEN = Path(__file__).parent / "compiled_reductions.md"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -76,6 +76,7 @@ KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
     "given logits": (POLICY, ODD_CLASSES, "bf16", GIVEN_LOGITS),
     "total, several picks": (TOTAL, CLASSES, "bf16", {"picks": 3, "scaled": True}),
 }
+FREQUENT = ["loss", "log-probabilities", "policy, some classes", "weights"]
 # Targets with the registers of sm_80, where only the default is compiled once more.
 LIKE_SM_80 = ("sm_86", "sm_89")
 
@@ -115,10 +116,11 @@ def unit(candidate: Candidate, dtype: str, picks: int, aligned: bool) -> Unit:
     )
 
 
-# one of each generation: the others compile the losses
-@pytest.mark.parametrize("target", ["sm_75", "sm_80", "sm_90", "sm_100", "gfx942"])
+# one of each generation, and of the others the most frequent kernels
+@pytest.mark.parametrize("target", TARGETS)
 def test_kernels_of_reductions(target):
-    compare(GOLDEN, target, resources(units(target), target))
+    labels = FREQUENT if target in (*LIKE_SM_80, "sm_120") else None
+    compare(GOLDEN, target, resources(units(target, labels), target))
 
 
 # ---------------------------------------------------------------- instructions

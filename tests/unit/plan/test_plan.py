@@ -230,8 +230,13 @@ def test_the_implementation_of_reductions_on_a_gpu(text, dtype, implementation, 
     for backward in (False, True):
         spec = Reductions.parse(text)
         got = plan_of_reductions(4096, 4096, 32000, dtype, CUDA, spec, False, backward)
-        assert (got.implementation, got.strategy) == (implementation, "chunked")
+        sliced = backward and implementation == "triton"
+        assert (got.implementation, got.strategy) == (
+            implementation,
+            "tiled" if sliced else "chunked",
+        )
         assert got.scratch <= 1024 * MIB
+        assert not sliced or got.classes * 4096 * 2 <= 1024 * MIB
 
 
 def test_sizes_that_are_planned_again_are_looked_up():
