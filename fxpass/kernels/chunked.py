@@ -200,17 +200,17 @@ class Gradients:
                 bias.add_(total)
         x, weight = self.found.get("x"), self.found.get("weight")
         for some in class_tiles(g, g.shape[1]):
-            first, tile = classes.start + some.start, g[:, some]
-            place = slice(first, first + tile.shape[1])
+            few, start = g[:, some], classes.start + some.start
+            place = slice(start, start + few.shape[1])
             if x is not None:
-                # The first tile overwrites. For one row, whose classes are one tile, addmm of older
-                # releases of torch may read an f32 sum as 16 bits.
-                product(x[rows], tile, self._weight[place], self._factor, add=first > 0)
-            if weight is not None and self._unscale is None:
-                operand, add = self._x[rows], rows.start > 0
-                product(weight[place], tile.t(), operand, self._factor, add)
-            elif weight is not None and self._unscale is not None:
-                self._write_unscaled(weight[place], tile.t(), self._unscale)
+                # The first classes overwrite. For one row, whose classes are one part, addmm of
+                # older releases of torch may read an f32 sum as 16 bits.
+                product(x[rows], few, self._weight[place], self._factor, add=start > 0)
+            if weight is not None and self._unscale is not None:
+                self._write_unscaled(weight[place], few.t(), self._unscale)
+            elif weight is not None:
+                add = rows.start > 0
+                product(weight[place], few.t(), self._x[rows], self._factor, add)
 
     def _write_unscaled(self, out: Tensor, g: Tensor, unscale: Tensor) -> None:
         """``out = factor * unscale * g @ x``, rounded once to the dtype of ``out``.

@@ -169,7 +169,7 @@ class _Run:
     ) -> Tensor | None:
         """Runs the kernel on some logits; returns the part of the buffer with their gradient."""
         rows, classes = part
-        (n, v) = part.shape
+        n, v = part.shape
         gradient = None if buffer is None else buffer[:n, :v]
         tensors = {name: t[rows] for name, t in self.per_row.items() if t is not None}
         tensors |= {name: t[:, rows] for name, t in self.per_output.items() if t is not None}

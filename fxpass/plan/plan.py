@@ -200,7 +200,7 @@ def _of_reductions(
     )
     allowed = budget(v, dtype, device, spec.memory_mb)
     found = _RULES[implementation, "chunked"](work, allowed)._replace(strategy="chunked")
-    if implementation == "triton" and backward and not spec.total:
+    if implementation == "triton" and backward and not spec.total and dtype.itemsize < 4:
         found = found._replace(strategy="tiled", classes=_triton_tiled(work, allowed).classes)
     return found._replace(implementation=implementation, reason=reason)
 
