@@ -61,7 +61,6 @@ FULL = (
     "unit/cli/test_demo.py",
     "unit/kernels/test_compile.py",
     "unit/kernels/test_compile_reductions.py",
-    "unit/kernels/test_tile_compile.py",
     "unit/match/test_spellings.py",
 )
 # What modules need beside torch, triton, numpy, pytest and expecttest.

@@ -1,17 +1,15 @@
-"""The fused loss in ATen, ``chunked``: chunks of rows, losses and gradients in one pass.
+"""Chunks of rows of logits, and the gradients of the operands, in one pass.
 
-In: :class:`fxpass.spec.operands.Inputs` and a spec. Out: :class:`fxpass.spec.operands.Results`: the
-row losses and the gradients of ``sum(row_scale * row_loss + lse_scale * row_lse)``. It takes
-6·N·D·V operations, and one chunk of ``rows`` rows of logits exists at a time. A chunk has the
-operands' dtype, as in eager, but f32 for fp16, whose range is too small for the gradient of the
+In: operands, and a function that turns some rows of logits into their gradient. Out: the gradients.
+It takes 6·N·D·V operations, and one chunk of ``rows`` rows of logits exists at a time. A chunk has
+the operands' dtype, as in eager, but f32 for fp16, whose range is too small for the gradient of the
 logits. Softmax and sums are computed in f32 (f64 for f64), in blocks that stay in the caches.
 
-If the target distributions sum to 1, the gradient of a row of logits has the factor row_scale /
-sum(exp(z - m)). For f32, f64 and fp16 operands this factor is not multiplied into the gradient
-``[rows, V]`` but into smaller tensors ``[rows, D]``: into x before the product for the weight's
-gradient, and into x's gradient after its product. For bf16 the gradient ``[rows, V]`` is
-multiplied, because rounding it from f32 to bf16 is a pass over it in any case. It is multiplied
-also where the targets may have another sum, even 0: then only the softmax has the factor 0.
+The gradient of a row of logits may have a factor left, such as 1 / sum(exp(z - m)). For f32, f64
+and fp16 operands it is not multiplied into the gradient ``[rows, V]`` but into smaller tensors
+``[rows, D]``: into x before the product for the weight's gradient, and into x's gradient after its
+product. For bf16 the gradient ``[rows, V]`` is multiplied, because rounding it from f32 to bf16 is
+a pass over it in any case.
 """
 
 from __future__ import annotations
@@ -21,44 +19,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fxpass.aten import common
-from fxpass.aten.common import Target
 from fxpass.aten.gemm import Rows, add_product, linear, slices, split_bias
 from fxpass.plan.devices import multiplied_in
-from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.operands import Inputs, Results
-from fxpass.spec.reduction_operands import Operands
-from fxpass.spec.spec import Spec
-
-# Classes of one product, if the weight or its gradient needs a cast; rows of a block of logits that
-# is transformed between two products.
-CLASSES, BLOCK = 8192, 64
-
-
-def run(
-    inputs: Inputs,
-    spec: Spec,
-    rows: int,
-    classes: int = CLASSES,
-    block: int = BLOCK,
-    multiplied: torch.dtype | None = None,
-) -> Results:
-    """Losses and gradients, in chunks of ``rows`` rows and blocks of ``block`` rows; the arguments
-    and the dtypes of the gradients are those of :func:`over_chunks`."""
-    loss = inputs.x.new_empty(inputs.x.shape[0], dtype=compute_dtype(inputs.x.dtype))
-    lse = torch.empty_like(loss) if spec.lse else None
-    target = common.target_of(inputs, spec)
-
-    def to_gradient(few: slice, logits: Tensor, scaled: bool) -> Tensor:
-        loss[few], row_lse, factor = _to_gradient(inputs, spec, target, few, logits, scaled)
-        if lse is not None:
-            lse[few] = row_lse
-        return factor
-
-    grads = over_chunks(inputs, spec.gradients, to_gradient, rows, classes, block, multiplied)
-    return Results(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
-
+from fxpass.spec.operands import Operands
 
 # Overwrites some rows of logits ``[few, V]`` with their gradient, and returns the factor by which
 # the gradient has still to be multiplied, ``[few]``; it has to be 1 if the last argument is True.
@@ -66,7 +30,7 @@ ToGradient = Callable[[slice, Tensor, bool], Tensor]
 
 
 def over_chunks(
-    inputs: Inputs | Operands,
+    inputs: Operands,
     gradients: tuple[str, ...],
     to_gradient: ToGradient,
     rows: int,
@@ -141,7 +105,7 @@ class _Chunks:
 
     def __init__(
         self,
-        inputs: Inputs | Operands,
+        inputs: Operands,
         rows: int,
         tiles: list[slice],
         block: int,
@@ -204,30 +168,3 @@ class _Chunks:
         """Overwrites the logits of some rows with their gradient."""
         if self.narrow:
             self.buffer[few.start - part.start : few.stop - part.start] = gradient
-
-
-def _to_gradient(
-    inputs: Inputs, spec: Spec, target: Target, rows: slice, logits: Tensor, scaled: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrites ``logits`` ``[rows, V]`` with their gradient.
-
-    Returns:
-        loss, lse and the factor by which the gradient has still to be multiplied, ``[rows]`` each;
-        the factor is 1 if ``scaled``.
-    """
-    z = expression.evaluate(spec.transform, logits)
-    every = slice(0, logits.shape[1])
-    sums = common.of_all(common.add_tile(None, z, target, rows, every), spec)
-    loss, lse = common.losses(sums, target, rows, spec)
-    if not spec.gradients:
-        return loss, lse, sums.total
-    scale, share = common.coefficients(inputs, target, sums.mass, rows)
-    factor = share / sums.total
-    if scaled or inputs.lse_scale is not None or not target.sums_to_one:
-        z.mul_(factor.unsqueeze(1))
-        target.subtract_from(z, scale, rows, every)
-        factor.fill_(1)
-    else:
-        target.subtract_from(z, sums.total / sums.mass, rows, every)
-    common.to_logits(spec.transform, z, logits)
-    return loss, lse, factor

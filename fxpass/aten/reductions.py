@@ -20,7 +20,7 @@ from fxpass.aten.row_sums import RowSums
 from fxpass.aten.slopes import Slope, transformed
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reduction_operands import Operands, Outputs, empty
+from fxpass.spec.operands import Operands, Outputs, empty
 from fxpass.spec.reductions import LogitSum, Moment, Reductions
 
 

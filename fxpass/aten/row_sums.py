@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fxpass.spec.reduction_operands import Operands, Outputs, columns
+from fxpass.spec.operands import Operands, Outputs, columns
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,

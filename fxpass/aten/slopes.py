@@ -12,7 +12,7 @@ from sympy import Expr
 from torch import Tensor
 
 from fxpass.spec import expression
-from fxpass.spec.reduction_operands import Operands, columns
+from fxpass.spec.operands import Operands, columns
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,

@@ -21,8 +21,7 @@ from torch import Tensor
 from fxpass.aten.gemm import Rows, add_product, linear, slices, split_bias
 from fxpass.plan.devices import multiplied_in
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.operands import Inputs
-from fxpass.spec.reduction_operands import Operands
+from fxpass.spec.operands import Operands
 
 # A function of a tile: its rows, its classes, and its logits, which the function may overwrite. It
 # has to leave their gradient in their place where a gradient is asked for.
@@ -30,7 +29,7 @@ OfTile = Callable[[slice, slice, Tensor], object]
 
 
 def over_tiles(
-    inputs: Inputs | Operands,
+    inputs: Operands,
     gradients: tuple[str, ...],
     to_gradient: OfTile,
     rows: int,
@@ -93,7 +92,7 @@ class Tiles:
 
     def __init__(
         self,
-        inputs: Inputs | Operands,
+        inputs: Operands,
         rows: int,
         classes: int,
         multiplied: torch.dtype | None = None,
@@ -146,7 +145,7 @@ class Tiles:
 
 
 def in_gradient(
-    inputs: Inputs | Operands,
+    inputs: Operands,
     gradients: tuple[str, ...],
     read: OfTile,
     finish: Callable[[], OfTile],
@@ -201,7 +200,7 @@ class InGradient:
     """
 
     def __init__(
-        self, inputs: Inputs | Operands, classes: int, multiplied: torch.dtype | None = None
+        self, inputs: Operands, classes: int, multiplied: torch.dtype | None = None
     ) -> None:
         x, weight = inputs.x, inputs.weight
         n, v = x.shape[0], weight.shape[0]

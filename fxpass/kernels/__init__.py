@@ -1,5 +1,6 @@
-"""The fused loss in Triton: generates kernels from a spec, and launches them.
+"""Class reductions in Triton: generates kernels from a spec, and launches them.
 
-Kernels are templates, which every machine can render; only the launchers ``chunked`` and ``tiled``,
-``tuning``, and the kernels that are plain functions import triton. Imports ``spec`` and ``plan``.
+Kernels are a template, which every machine can render; only ``chunked`` and ``reductions``, which
+launch them, ``tuning``, and the kernels that are plain functions import triton. Imports ``spec``
+and ``plan``.
 """

@@ -1,16 +1,18 @@
-"""The fused loss on GPUs: GEMMs of the vendor library and one generated kernel per chunk of rows.
+"""Parts of the logits on GPUs, and the products with their gradient, by the vendor's GEMMs.
 
-In: :class:`fxpass.spec.operands.Inputs` and a spec. Out: :class:`fxpass.spec.operands.Results`, as
-from :func:`fxpass.aten.chunked.run`. A GEMM writes the logits of a chunk, in the dtype of x, to a
-buffer that all chunks share. The kernel of :func:`fxpass.kernels.render.row` computes the row
-losses and overwrites the logits with their gradient. Two GEMMs add its products to the f32
-gradients of x and of the weight::
+In: the operands of a call. Out: a chunk of rows of their logits, or a slice of their classes, in
+the dtype of x, in a buffer that all parts share; and from the gradient of each part those of x,
+weight and bias. Between the two, :mod:`fxpass.kernels.reductions` launches a kernel, whose fastest
+candidate :func:`best` chooses::
 
-    >>> x, weight, target = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
-    >>> inputs = Inputs(x, weight, None, target)
-    >>> loss, _, x_grad, *_ = run(inputs, Spec(gradients=("x",)), rows=4096)
-    >>> loss.shape, x_grad.shape
-    (torch.Size([4]), torch.Size([4, 8]))
+    >>> x, weight = torch.randn(4, 8), torch.randn(10, 8)  # on a GPU
+    >>> operands = Operands(x, weight, None, None, None, ())
+    >>> part = Part(slice(0, 2), slice(0, 10))
+    >>> logits = logits_of(operands, part, padded_buffer(x, 2, 10))
+    >>> gradients = Gradients(operands, ("x",), factor=1.0)
+    >>> gradients.add(part, logits)
+    >>> gradients.found["x"].shape
+    torch.Size([4, 8])
 
 Nothing synchronises with the GPU, and the order of the sums is fixed. A CUDA graph can capture it
 after a first run has compiled the kernel and tuned its blocks (:mod:`fxpass.kernels.tuning`).
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,122 +36,31 @@ import triton
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
-from fxpass.kernels import call, render, tuning
-from fxpass.kernels.call import Candidate, Launch, Operands
+from fxpass.kernels import tuning
+from fxpass.kernels.call import Candidate, Launch
 from fxpass.kernels.render import Kernel
-from fxpass.kernels.scaling import scale_coefficients
-from fxpass.plan.devices import on_device
 from fxpass.plan.plan import UPCAST_CLASSES, padded
-from fxpass.spec import reduction_operands
 from fxpass.spec.dtypes import gradient_dtype
-from fxpass.spec.operands import Inputs, Results
-from fxpass.spec.spec import Spec
+from fxpass.spec.operands import Operands
 
 # Chunks begin at multiples of the rows of a GEMM tile.
 _CHUNK_MULTIPLE = 128
+# Bytes of the f32 tile of a weight's gradient that is rounded in a second pass.
+_F32_BYTES = 32 << 20
 
 
-def run(inputs: Inputs, spec: Spec, rows: int) -> Results:
-    """Losses and gradients of ``sum(row_scale * loss + lse_scale * lse)``, ``rows`` rows at a time.
+class Part(NamedTuple):
+    """Some rows and classes of the logits: all rows, or all classes."""
 
-    Args:
-        inputs: x, weight, bias and logits in bf16, f16 or f32, with any strides; an f32 bias with
-            16-bit operands is added in f32.
-        spec: ``lse`` and ``gradients`` name the outputs.
-        rows: rows of a chunk, at least 1; the scratch is one ``[rows, V]`` buffer in the dtype of
-            x.
+    rows: slice
+    classes: slice
 
-    Returns:
-        loss and lse ``[N]`` in f32, and gradients in f32. The gradient of a bf16 weight is bf16 if
-        there is one chunk.
-    """
-    with on_device(inputs.x.device):
-        return _run(inputs, spec, rows)
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.stop - self.rows.start, self.classes.stop - self.classes.start
 
 
-def _run(inputs: Inputs, spec: Spec, rows: int) -> Results:
-    x = inputs.x
-    inputs, unscale = scale_coefficients(inputs, spec)
-    loss = x.new_empty(x.shape[0], dtype=torch.float32)
-    lse = torch.empty_like(loss) if spec.lse else None
-    operands = Operands.of(inputs)
-    (row,) = call.for_call(spec, operands, call.gpu_of(x.device))
-
-    def launch(chosen: Candidate, part: slice, chunk: Tensor) -> None:
-        _launch(chosen, inputs, spec, part, chunk, loss, lse)
-
-    factor, in_place = render.gradient_factor(spec), call.read_in_place(spec, operands.logits)
-    grads = over_chunks(inputs, spec.gradients, rows, factor, row, launch, in_place)
-    if unscale.loss is not None:
-        loss.mul_(unscale.loss)
-    if unscale.gradients is not None:
-        for grad in grads.values():
-            grad.mul_(unscale.gradients)
-    return Results(loss, lse, grads.get("x"), grads.get("weight"), grads.get("bias"))
-
-
-def over_chunks(
-    inputs: Inputs | reduction_operands.Operands,
-    gradients: tuple[str, ...],
-    rows: int,
-    factor: float,
-    row: Launch,
-    launch: Callable[[Candidate, slice, Tensor], None],
-    in_place: bool = False,
-) -> dict[str, Tensor]:
-    """The gradients of x, weight and bias, from a kernel that runs on each chunk of logits.
-
-    Args:
-        inputs: x, weight, bias, and the logits if they exist.
-        gradients: the operands whose gradients are returned; if empty, the logits are only read.
-        rows: rows of a chunk, at least 1.
-        factor: of the gradients that the kernel writes.
-        row: the kernel; its fastest candidate is chosen at the first chunk.
-        launch: launches a candidate for some rows and their logits ``[rows, V]``. It is called
-            more than once for the first chunk, with any logits, while candidates are timed.
-        in_place: whether the given logits are read without a copy.
-
-    Returns:
-        f32 gradients; that of a bf16 weight is bf16 if there is one chunk.
-    """
-    x, weight = inputs.x, inputs.weight
-    n, v = x.shape[0], weight.shape[0]
-    shapes = {"x": x.shape, "weight": weight.shape, "bias": (v,)}
-    # the first chunk overwrites the gradients of x and weight; the bias's starts at zero
-    new = {name: x.new_empty if n and name != "bias" else x.new_zeros for name in gradients}
-    parts = chunks(n, rows)
-    # one chunk: the GEMM rounds the weight's gradient to its final dtype
-    final = gradient_dtype(x.dtype) if len(parts) == 1 else torch.float32
-    dtypes = {"x": torch.float32, "weight": final, "bias": torch.float32}
-    grads = {name: new[name](shapes[name], dtype=dtypes[name]) for name in gradients}
-    buffer = None if in_place else padded_buffer(x, max(map(_size, parts), default=0), v)
-    chosen = row.candidates[0]
-    if parts:
-        # timed on the uninitialised buffer, before its first GEMM: it needs no memory, and the real
-        # launch overwrites the outputs that the timing wrote
-        first = _logits(inputs, parts[0], None) if buffer is None else buffer[: _size(parts[0])]
-        chosen = best(
-            row,
-            x.device,
-            first.dtype,
-            tuple(first.shape),
-            lambda candidate: launch(candidate, parts[0], first),
-        )
-    for part in parts:
-        chunk = _logits(inputs, part, buffer)
-        launch(chosen, part, chunk)
-        if "bias" in grads:
-            grads["bias"].add_(chunk.sum(0, dtype=torch.float32), alpha=factor)
-        for classes in class_tiles(x, v):
-            g = chunk[:, classes]
-            if "x" in grads:
-                product(grads["x"][part], g, weight[classes], factor, add=classes.start > 0)
-            if "weight" in grads:
-                product(grads["weight"][classes], g.t(), x[part], factor, add=part.start > 0)
-    return grads
-
-
-# ---------------------------------------------------------------- the chunk of logits
+# ---------------------------------------------------------------- the logits
 
 
 def chunks(n: int, rows: int) -> list[slice]:
@@ -165,27 +77,29 @@ def chunks(n: int, rows: int) -> list[slice]:
     return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
 
 
-def _size(part: slice) -> int:
-    return part.stop - part.start
-
-
 def padded_buffer(x: Tensor, rows: int, v: int) -> Tensor:
     """An empty buffer ``[rows, v]`` in the dtype of x; rows start at multiples of
     ``plan.PADDING`` elements, for vector loads and GEMMs."""
     return x.new_empty((rows, padded(v)))[:, :v]
 
 
-def _logits(
-    inputs: Inputs | reduction_operands.Operands, part: slice, buffer: Tensor | None
+def logits_of(
+    operands: Operands, part: Part, buffer: Tensor | None, compute: bool = True
 ) -> Tensor:
-    """The linear's output for some rows, written to the buffer if there is one."""
-    if inputs.logits is not None:
-        logits = inputs.logits[part]
-        return logits if buffer is None else buffer[: len(logits)].copy_(logits)
+    """A part of the linear's output, contiguous in its classes: of the given logits, which must not
+    be written to; else in the buffer, where it is not written without ``compute``."""
+    rows, classes = part
+    if operands.logits is not None:
+        given = operands.logits[rows, classes]
+        return given if given.stride(1) == 1 else given.contiguous()
     assert buffer is not None
-    x, weight = inputs.x[part], inputs.weight
-    bias = inputs.bias if _wide_bias(inputs) is None else None
-    out = buffer[: len(x)]
+    n, v = part.shape
+    out = buffer[:n, :v]
+    if not compute:
+        return out
+    x, weight, bias = operands.x[rows], operands.weight[classes], None
+    if operands.bias is not None and operands.bias.dtype == x.dtype:
+        bias = operands.bias[classes]
     if not x.is_cuda:
         # CPUs multiply fp16 up to 100 times slower than f32; one rounding, as on a GPU
         bias = None if bias is None else bias.float()
@@ -218,46 +132,6 @@ def best(
     return by_options[tuple(options.items())]
 
 
-def _wide_bias(inputs: Inputs | reduction_operands.Operands) -> Tensor | None:
-    """The bias that the kernel adds; None if the GEMM adds it or the given logits include it."""
-    if inputs.bias is None or not call.adds_bias(inputs.x, inputs.bias, inputs.logits):
-        return None
-    return inputs.bias.contiguous()
-
-
-def _launch(
-    chosen: Candidate,
-    inputs: Inputs,
-    spec: Spec,
-    part: slice,
-    chunk: Tensor,
-    loss: Tensor,
-    lse: Tensor | None,
-) -> None:
-    """Writes ``loss[part]`` and ``lse[part]``, and overwrites ``chunk`` with its gradient if the
-    spec has gradients."""
-    rows, v = chunk.shape
-    arguments: dict[str, Tensor | int] = {
-        "logits": chunk,
-        "loss": loss[part],
-        "stride": chunk.stride(0),
-        "V": v,
-    }
-    if inputs.target is not None:
-        target = inputs.target[part]
-        target = target if target.stride(-1) == 1 else target.contiguous()
-        arguments["target"] = target
-        if spec.target == "probabilities":
-            arguments["target_stride"] = target.stride(0)
-    if (bias := _wide_bias(inputs)) is not None:
-        arguments["bias"] = bias
-    if inputs.class_weight is not None:
-        arguments["class_weight"] = inputs.class_weight
-    per_row = {"row_scale": inputs.row_scale, "lse_scale": inputs.lse_scale, "lse": lse}
-    arguments |= {name: tensor[part] for name, tensor in per_row.items() if tensor is not None}
-    load(chosen.kernel)[(rows,)](**arguments, **chosen.options)
-
-
 @functools.cache
 def load(kernel: Kernel) -> triton.JITFunction:
     """The kernel as a function that can be launched.
@@ -269,6 +143,87 @@ def load(kernel: Kernel) -> triton.JITFunction:
 
 
 # ---------------------------------------------------------------- gradients
+
+
+class Gradients:
+    """The gradients of x, weight and bias, from the gradients of the parts of the logits, in order.
+
+    Attributes:
+        found: by name. x's is f32. Of chunks of rows the others are f32 too, but that of a bf16
+            weight is bf16 if there is one chunk. Of slices of classes, those of a slice are
+            complete: they are rounded once, to the dtypes of their operands.
+    """
+
+    def __init__(
+        self,
+        operands: Operands,
+        names: tuple[str, ...],
+        factor: float,
+        chunks: int = 1,
+        sliced: bool = False,
+        unscale: Tensor | None = None,
+    ):
+        """Of no part yet.
+
+        Args:
+            operands: of the call.
+            names: the gradients that are computed.
+            factor: of the gradients that :meth:`add` gets.
+            chunks: the number of chunks of rows.
+            sliced: whether the parts are slices of classes.
+            unscale: another factor, 0-dim f32, of what is complete after a slice; None is 1.
+        """
+        x, weight, bias = operands.x, operands.weight, operands.bias
+        self._x, self._weight = x, weight
+        self._factor, self._sliced, self._unscale = factor, sliced, unscale
+        of_weight = gradient_dtype(x.dtype) if chunks == 1 else torch.float32
+        of_bias = torch.float32 if bias is None or not sliced else bias.dtype
+        shapes: dict[str, tuple[torch.Size, torch.dtype]] = {
+            "x": (x.shape, torch.float32),
+            "weight": (weight.shape, weight.dtype if sliced else of_weight),
+            "bias": (weight.shape[:1], of_bias),
+        }
+        # the first part overwrites the gradients, if there is one; a sum of biases starts at zero
+        self.found: dict[str, Tensor] = {}
+        for name in names:
+            new = x.new_empty if len(x) and (sliced or name != "bias") else x.new_zeros
+            self.found[name] = new(shapes[name][0], dtype=shapes[name][1])
+
+    def add(self, part: Part, g: Tensor) -> None:
+        """Adds the gradient of a part of the logits; ``g`` is to be multiplied by the factors."""
+        rows, classes = part
+        if (bias := self.found.get("bias")) is not None:
+            total = g.sum(0, dtype=torch.float32).mul_(self._factor)
+            if self._sliced:
+                bias[classes] = total if self._unscale is None else total.mul_(self._unscale)
+            else:
+                bias.add_(total)
+        x, weight = self.found.get("x"), self.found.get("weight")
+        for some in class_tiles(g, g.shape[1]):
+            few, start = g[:, some], classes.start + some.start
+            place = slice(start, start + few.shape[1])
+            if x is not None:
+                # The first classes overwrite. For one row, whose classes are one part, addmm of
+                # older releases of torch may read an f32 sum as 16 bits.
+                product(x[rows], few, self._weight[place], self._factor, add=start > 0)
+            if weight is not None and self._unscale is not None:
+                self._write_unscaled(weight[place], few.t(), self._unscale)
+            elif weight is not None:
+                add = rows.start > 0
+                product(weight[place], few.t(), self._x[rows], self._factor, add)
+
+    def _write_unscaled(self, out: Tensor, g: Tensor, unscale: Tensor) -> None:
+        """``out = factor * unscale * g @ x``, rounded once to the dtype of ``out``.
+
+        ``unscale`` is a tensor on the device, which the alpha of a GEMM cannot be, so it needs an
+        f32 tile and one more pass over it.
+        """
+        step = max(1, _F32_BYTES // (4 * max(1, out.shape[1])))
+        for start in range(0, len(out), step):
+            some = slice(start, start + step)
+            exact = torch.empty_like(out[some], dtype=torch.float32)
+            product(exact, g[some], self._x, self._factor, add=False)
+            out[some] = exact.mul_(unscale)
 
 
 def _mixed_gemm(x: Tensor) -> bool:

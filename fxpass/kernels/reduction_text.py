@@ -24,7 +24,16 @@ from typing import NamedTuple
 from sympy import Symbol
 
 from fxpass.kernels import expression
-from fxpass.spec.reductions import LogitSum, Moment, Output, Terms, normalised, raw, shifted
+from fxpass.spec.reductions import (
+    OF_PICKS,
+    LogitSum,
+    Moment,
+    Output,
+    Terms,
+    normalised,
+    raw,
+    shifted,
+)
 
 
 class Sum(NamedTuple):
@@ -108,6 +117,56 @@ def slope_of(terms: Terms) -> str:
         vector |= bool(factors) or max(polynomial) > 0
         found.append(" * ".join([*factors, f"({value})" if factors and " " in value else value]))
     return " + ".join([*["tl.zeros((BLOCK_V,), tl.float32)"] * (not vector), *found])
+
+
+def terms_of(outputs: Iterable[Output], moments: Iterable[Moment], several: bool) -> Terms:
+    """The slope of some outputs with incoming gradients, which reads these moments; ``several``:
+    a row may have another number of picks than one."""
+    terms = Terms()
+    sigmas = {moment: Symbol(log_name_of(moment)) for moment in moments}
+    for output in outputs:
+        grad = Symbol(gradient_name_of(output))
+        if isinstance(output, Moment):
+            terms.add_moment(output, grad, sigmas)
+        elif isinstance(output, LogitSum):
+            terms.add(0, 0, output.weight, grad)
+        elif output == "lse":
+            terms.add(1, 0, None, grad)
+        elif output in ("pick", "peak"):
+            of_picks = several and output == "pick"
+            terms.add(1, 0, None, -Symbol(f"{grad}_sum") if of_picks else -grad)
+    return terms
+
+
+# ---------------------------------------------------------------- outputs
+
+_VALUES = {
+    "lse": "of_row",
+    "pick": "z_c - m - log_s",
+    "at": "z_c",
+    "max": "highest",
+    "amax": "highest",
+    # nan if every logit is -inf
+    "peak": 'tl.where(s10 == 0.0, float("nan"), -log_s)',
+}
+
+
+def value_of(output: Output) -> str:
+    """An output of a row, from its sums."""
+    if isinstance(output, str):
+        return _VALUES[output]
+    return log_name_of(output) if isinstance(output, Moment) else name_of(output)
+
+
+def places_of(outputs: Iterable[Output], several: bool) -> list[tuple[Output, str]]:
+    """The first row of each output; ``several``: a pick has K rows."""
+    found, rows, picked = [], 0, 0
+    for output in outputs:
+        k = {0: "", 1: "K"}.get(picked, f"{picked} * K")
+        found.append((output, f"({rows} + {k})" if k and rows else k or f"{rows}"))
+        many = several and output in OF_PICKS
+        rows, picked = rows + (not many), picked + many
+    return found
 
 
 # ---------------------------------------------------------------- names

@@ -1,14 +1,16 @@
-"""Class reductions on GPUs: GEMMs of the vendor library and one generated kernel per chunk of rows.
+"""Class reductions on GPUs: GEMMs of the vendor library and one generated kernel per part.
 
 In: the operands of a call, as :mod:`fxpass.aten.reductions` gets them. Out: the same outputs and
-gradients. A GEMM writes the logits of a chunk, in the dtype of x; the kernel of
-:func:`fxpass.kernels.render_reductions.reductions` reads them, and in backward overwrites them with
-their gradient, from which GEMMs compute those of the operands::
+gradients. A GEMM writes the logits of a chunk of rows, in the dtype of x; the kernel of
+:func:`fxpass.kernels.render.reductions` reads them, and overwrites them with their
+gradient, from which GEMMs compute those of the operands. Backward, which knows each row's lse, can
+take slices of the classes in place of chunks of the rows: the gradient of the weight then needs no
+sums in f32::
 
     >>> x, weight, c = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> operands = Operands(x, weight, None, None, c, ())
     >>> spec = Reductions(("pick", Moment(1, 1)), gradients=("x",))
-    >>> plan = Plan("triton", "chunked", rows=4096, classes=10)
+    >>> plan = Plan("triton", "tiled", rows=4096, classes=8192)
     >>> out, _ = forward(operands, spec, plan)
     >>> out.rows.shape  # log-probabilities and negative entropies
     torch.Size([2, 4])
@@ -23,26 +25,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpass.kernels import call, render_reductions
+from fxpass.kernels import call, chunked, render
 from fxpass.kernels.call import Candidate, OfReductions
-from fxpass.kernels.chunked import load, over_chunks
+from fxpass.kernels.chunked import Gradients, Part, best, load, logits_of, padded_buffer
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan
-from fxpass.spec.reduction_operands import Operands, Outputs, empty
+from fxpass.spec.operands import Operands, Outputs, empty
 from fxpass.spec.reductions import Moment, Reductions  # noqa: F401, Moment for the example
 
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
     """The outputs of every row, and the gradients of the total, if there is one. One launch has
-    both, so each logit is computed once. The dtypes are those of :func:`backward`."""
+    both, so each logit is computed once. The dtypes are those of :class:`Gradients`."""
     out = empty(operands, spec)
     with on_device(operands.x.device):
-        if operands.coef is None:
-            return out, _run(operands, spec, plan, out, None, forward=True)
-        scaled, factor = scale_incoming(operands, spec.total, operands.coef)
-        grads = _run(operands, spec, plan, out, scaled, forward=True)
-        _unscale(factor, out.total, *grads.values())
+        coef, unscale = operands.coef, None
+        if coef is not None and spec.gradients:
+            coef, unscale = scale_incoming(operands, spec.total, coef)
+        elif coef is not None:
+            coef = coef.contiguous()
+        run = _Run(operands, spec, out, coef, forward=True)
+        grads = run.in_chunks(plan.rows)
+        _multiply(unscale, out.total, *grads.values())
         return out, grads
 
 
@@ -51,73 +56,135 @@ def backward(
 ) -> dict[str, Tensor]:
     """The gradients that ``spec`` names, for the incoming gradients ``[R, N]`` of ``out.rows``.
 
-    Of ``out`` it reads lse, rest and saved. Gradients are f32; that of a bf16 weight is bf16 if
-    there is one chunk.
+    Of ``out`` it reads lse, rest and saved. With the strategy ``tiled`` it computes
+    ``plan.classes`` classes of all rows at a time, unless it needs the largest logits; otherwise
+    ``plan.rows`` rows. The dtypes are those of :class:`Gradients`, and f32 for the scale.
     """
     with on_device(operands.x.device):
-        scaled, factor = scale_incoming(operands, spec.rows, incoming)
-        grads = _run(operands, spec, plan, out, scaled, forward=False)
-        _unscale(factor, *grads.values())
+        incoming, unscale = scale_incoming(operands, spec.rows, incoming)
+        run = _Run(operands, spec, out, incoming, forward=False)
+        if plan.strategy == "tiled" and render.in_slices(spec):
+            grads = run.in_slices(plan.classes, unscale)
+            _multiply(unscale, *(grads[name] for name in ("x", "scale") if name in grads))
+            return grads
+        grads = run.in_chunks(plan.rows)
+        _multiply(unscale, *grads.values())
         return grads
 
 
-def _unscale(factor: Tensor | None, *tensors: Tensor) -> None:
+def _multiply(factor: Tensor | None, *tensors: Tensor) -> None:
     if factor is not None:
         for tensor in tensors:
             tensor.mul_(factor)
 
 
-def _run(
-    operands: Operands,
-    spec: Reductions,
-    plan: Plan,
-    out: Outputs,
-    incoming: Tensor | None,
-    forward: bool,
-) -> dict[str, Tensor]:
-    """Writes ``out`` in forward; returns the gradients of ``incoming``, if there are any."""
-    x, v = operands.x, operands.weight.shape[0]
-    of_call = OfReductions.of(operands)
-    (row,) = call.for_reductions(spec, of_call, call.gpu_of(x.device), forward)
-    gradients = () if incoming is None else spec.gradients
-    scale_grad = None
-    if "scale" in gradients:
-        scale_grad = x.new_empty(len(x), dtype=torch.float32)
-    wide_bias = call.adds_bias(x, operands.bias, operands.logits)
-    bias = operands.bias.contiguous() if operands.bias is not None and wide_bias else None
-    scale = None if operands.scale is None else operands.scale.contiguous()
-    picks = None if operands.picks is None else operands.classes().contiguous()
-    # vectors once, values a chunk at a time
-    given = [w.contiguous() if w.dim() == 1 else w for w in operands.given]
-    k = of_call.picks or 0
-    sizes = {"K": k, "PICKS": 1 << max(0, k - 1).bit_length()}
+class _Run:
+    """One run of the kernel over all logits.
 
-    def launch(chosen: Candidate, part: slice, chunk: Tensor) -> None:
-        arguments: dict[str, Tensor | int] = {
-            "logits": chunk,
-            "stride": chunk.stride(0),
-            "N": len(x),
-            "V": v,
-            **sizes,
+    Args:
+        operands, spec: of the call.
+        out: written in forward; backward reads lse, rest and saved.
+        incoming: ``[R, N]`` f32, the gradients of the outputs, or the coefficients of the total.
+        forward: whether outputs are computed.
+    """
+
+    def __init__(
+        self,
+        operands: Operands,
+        spec: Reductions,
+        out: Outputs,
+        incoming: Tensor | None,
+        forward: bool,
+    ):
+        self.operands = operands
+        x, of_call = operands.x, OfReductions.of(operands)
+        (self.row,) = call.for_reductions(spec, of_call, call.gpu_of(x.device), forward)
+        self.gradients = spec.gradients if spec.total or not forward else ()
+        self.products = tuple(name for name in self.gradients if name != "scale")
+        self.factor = render.gradient_factor(spec)
+        wide_bias = operands.bias is not None and of_call.adds_bias
+        self.bias = operands.bias.contiguous() if operands.bias is not None and wide_bias else None
+        # vectors once, values a part at a time
+        self.given = [w.contiguous() if w.dim() == 1 else w for w in operands.given]
+        of_part = x.new_empty(len(x), dtype=torch.float32) if "scale" in self.gradients else None
+        self.scale_grad = None if of_part is None else torch.zeros_like(of_part)
+        self.per_row = {
+            "scale": None if operands.scale is None else operands.scale.contiguous(),
+            "picks": None if operands.picks is None else operands.classes().contiguous(),
+            "lse": out.lse,
+            "rest": out.rest,
+            "total": out.total,
+            "scale_grad": of_part,
         }
-        per_row = {"scale": scale, "picks": picks, "lse": out.lse, "rest": out.rest}
-        per_row |= {"scale_grad": scale_grad, "total": out.total}
-        arguments |= {name: t[part] for name, t in per_row.items() if t is not None}
-        per_output = {"saved": out.saved, "incoming": incoming}
+        self.per_output = {"saved": out.saved, "incoming": incoming}
         if forward:
-            per_output |= {"outputs": out.rows, "indices": out.indices}
-        arguments |= {name: t[:, part] for name, t in per_output.items() if t is not None}
-        for i, w in enumerate(given):
-            some = w if w.dim() == 1 else w[part]
-            some = some if some.stride(-1) == 1 else some.contiguous()
-            arguments |= {f"given{i}": some, f"given{i}_stride": some.stride(0)}
-        if bias is not None:
-            arguments["bias"] = bias
-        kernel = load(chosen.kernel)
-        known = {name: value for name, value in arguments.items() if name in kernel.arg_names}
-        kernel[(len(chunk),)](**known, **chosen.options)
+            self.per_output |= {"outputs": out.rows, "indices": out.indices}
+        k = of_call.picks or 0
+        self.sizes = {"N": len(x), "K": k, "PICKS": 1 << max(0, k - 1).bit_length()}
 
-    products = tuple(name for name in gradients if name != "scale")
-    factor = render_reductions.gradient_factor(spec)
-    grads = over_chunks(operands, products, plan.rows, factor, row, launch)
-    return grads if scale_grad is None else grads | {"scale": scale_grad}
+    def in_chunks(self, rows: int) -> dict[str, Tensor]:
+        """The gradients, ``rows`` rows at a time."""
+        classes = slice(0, len(self.operands.weight))
+        parts = [Part(some, classes) for some in chunked.chunks(len(self.operands.x), rows)]
+        return self._over(parts, Gradients(self.operands, self.products, self.factor, len(parts)))
+
+    def in_slices(self, classes: int, unscale: Tensor | None) -> dict[str, Tensor]:
+        """The gradients, ``classes`` classes at a time; those of the weight and the bias are
+        multiplied by ``unscale``."""
+        rows, v = slice(0, len(self.operands.x)), len(self.operands.weight)
+        slices = [slice(i, min(i + classes, v)) for i in range(0, v, classes)]
+        parts = [Part(rows, some) for some in slices] if rows.stop else []
+        sums = Gradients(self.operands, self.products, self.factor, sliced=True, unscale=unscale)
+        return self._over(parts, sums)
+
+    def _over(self, parts: list[Part], sums: Gradients) -> dict[str, Tensor]:
+        operands, x = self.operands, self.operands.x
+        buffer = None
+        if parts and (self.gradients or operands.logits is None):
+            buffer = padded_buffer(x, *map(max, zip(*(part.shape for part in parts), strict=True)))
+        chosen = self.row.candidates[0]
+        if parts:
+            # timed on the uninitialised buffer, before its first GEMM: it needs no memory, and the
+            # real launch overwrites the outputs that the timing wrote
+            first = logits_of(operands, parts[0], buffer, compute=False)
+            shape = parts[0].shape
+
+            def launch(candidate: Candidate) -> None:
+                self._launch(candidate, parts[0], first, buffer)
+
+            chosen = best(self.row, x.device, first.dtype, shape, launch)
+        for part in parts:
+            logits = logits_of(operands, part, buffer)
+            g = self._launch(chosen, part, logits, buffer)
+            if g is not None and self.gradients:
+                sums.add(part, g)
+            if self.scale_grad is not None:
+                of_part = self.per_row["scale_grad"]
+                assert of_part is not None
+                self.scale_grad[part.rows] += of_part[part.rows]
+        return sums.found | ({} if self.scale_grad is None else {"scale": self.scale_grad})
+
+    def _launch(
+        self, chosen: Candidate, part: Part, logits: Tensor, buffer: Tensor | None
+    ) -> Tensor | None:
+        """Runs the kernel on some logits; returns the part of the buffer with their gradient."""
+        rows, classes = part
+        n, v = part.shape
+        gradient = None if buffer is None else buffer[:n, :v]
+        tensors = {name: t[rows] for name, t in self.per_row.items() if t is not None}
+        tensors |= {name: t[:, rows] for name, t in self.per_output.items() if t is not None}
+        sizes = self.sizes | {"V": v, "slice_start": classes.start, "stride": logits.stride(0)}
+        if gradient is not None:
+            tensors["gradient"] = gradient
+            sizes["gradient_stride"] = gradient.stride(0)
+        if self.bias is not None:
+            tensors["bias"] = self.bias[classes]
+        for i, w in enumerate(self.given):
+            some = w[classes] if w.dim() == 1 else w[rows, classes]
+            some = some if some.stride(-1) == 1 else some.contiguous()
+            tensors[f"given{i}"], sizes[f"given{i}_stride"] = some, some.stride(0)
+        kernel = load(chosen.kernel)
+        arguments = tensors | sizes | {"logits": logits}
+        known = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+        kernel[(n,)](**known, **chosen.options)
+        return gradient

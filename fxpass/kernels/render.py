@@ -1,15 +1,17 @@
-"""Renders the Triton kernels of a spec from the templates in ``templates/``.
+"""Renders the Triton kernels of class reductions from ``templates/reductions.py.jinja``.
 
-In: a spec, the optional operands that are present, and the features of a GEMM. Out:
-:class:`Kernel`, a name and a whole Python module. Features that the spec does not use leave no text
-in it::
+In: :class:`fxpass.spec.reductions.Reductions` and the optional operands that are present. Out:
+:class:`Kernel`, a name and a whole Python module, for the outputs, for their gradient, or for both.
+The algebra comes from :mod:`fxpass.spec.reductions`, whose functions get symbols in place of
+numbers::
 
-    >>> kernel = row(Spec(label_smoothing=0.1), weighted=False)
-    >>> "smooth" in kernel.source, "class_weight" in kernel.source, "ignore_index" in kernel.source
-    (True, False, True)
+    >>> entropy = Reductions(("pick", Moment(1, 1)), gradients=("x",))
+    >>> lines = reductions(entropy).source.splitlines()
+    >>> print([line.strip() for line in lines if "s11 =" in line][-1])
+    s11 = decay * (s10 * shift + s11) + tl.sum(e * near, 0)
 
-A kernel's template says what it computes and what its parameters are. The templates read
-:class:`Features` and :class:`Gemm`, and these conventions hold:
+The template says what the kernel computes and what its parameters are. It reads :class:`Features`,
+and what a call does not ask for leaves no text. Two conventions hold:
 
 - a hole that is alone on its line stands for any number of lines, at its depth;
 - a parameter that the body does not name is left out.
@@ -28,17 +30,35 @@ import textwrap
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from jinja2.ext import Extension
-from sympy import Expr
 
 from fxpass.kernels import expression
+from fxpass.kernels.reduction_text import (
+    Sum,
+    coefficients_of,
+    gradient_name_of,
+    log_name_of,
+    normalised_of,
+    places_of,
+    slope_of,
+    sums_of,
+    terms_of,
+    value_of,
+)
 from fxpass.plan.plan import PADDING
 from fxpass.spec.expression import Z, text
-from fxpass.spec.reductions import LEAST_LOG
-from fxpass.spec.spec import ELSEWHERE, Spec
+from fxpass.spec.reductions import (
+    LEAST_LOG,
+    OF_PICKS,
+    Moment,
+    Output,
+    Reductions,
+    Terms,
+    for_slopes,
+)
 
 # Most of a softmax over a vocabulary is below 6e-5, where fp16 loses precision, or below 6e-8, its
 # smallest number. Gradients are stored multiplied by GAIN, in every dtype: a power of two changes
@@ -58,209 +78,279 @@ class Kernel:
     source: str
 
 
-class Gemm(NamedTuple):
-    """The features of a GEMM that change the text of a kernel.
-
-    Attributes:
-        biased: whether a bias is added.
-        precision: ``input_precision`` of ``tl.dot`` for f32 operands; empty for 16-bit ones.
-        described: whether x and weight are tensor descriptors.
-        warp_specialized: whether separate warps load and multiply.
-    """
-
-    biased: bool = False
-    precision: str = ""
-    described: bool = False
-    warp_specialized: bool = False
-
-
 @dataclass(frozen=True)
 class Features:
-    """The features of a spec and its operands that change the text of a kernel.
+    """What changes the text of a kernel.
 
     Attributes:
-        target, ignore_index, shard_of, transform: as of the spec.
-        smoothing: its ``label_smoothing``.
-        gradient: whether the kernel computes the gradient of the logits.
-        lse: whether the kernel stores the log-sum-exp of each row, also of ignored rows.
-        weighted, row_scaled, lse_scaled, biased: whether these operands are present.
-        whole_row, padded: see :func:`row`.
+        spec: the outputs, the transform and the moments that are saved.
+        forward: whether the kernel computes the outputs, and a total with its gradient; otherwise
+            it computes the gradient of outputs.
+        biased, scaled: whether there is a bias in f32, and a scale of the rows.
+        several: whether a row may have another number of picks than one.
+        given: whether each of the weights is ``[N, V]`` and not ``[V]``.
+        whole_row: whether one block has all classes, so that each logit is read once.
+        ragged: whether the number of classes is no multiple of ``PADDING``.
+        apart: whether the logits are given: they are not written to, nor is what lies behind them.
     """
 
-    target: str
-    ignore_index: int | None
-    shard_of: int
-    smoothing: float
-    transform: Expr
-    gradient: bool
-    lse: bool
-    weighted: bool
-    row_scaled: bool = False
-    lse_scaled: bool = False
-    whole_row: bool = False
-    padded: bool = False
+    spec: Reductions
+    forward: bool
     biased: bool = False
+    scaled: bool = False
+    several: bool = False
+    given: tuple[bool, ...] = ()
+    whole_row: bool = False
+    ragged: bool = False
+    apart: bool = False
 
     @property
-    def indices(self) -> bool:
-        return self.target == "indices"
+    def padded(self) -> bool:
+        """Whether the columns from V to the next multiple of ``PADDING`` may be overwritten."""
+        return self.ragged and not self.apart
 
     @property
-    def probabilities(self) -> bool:
-        return self.target == "probabilities"
+    def backward(self) -> bool:
+        """Whether the kernel computes a gradient."""
+        return not self.forward or bool(self.spec.total and self.spec.gradients)
 
     @property
-    def dense(self) -> bool:
-        """Whether q has more than one entry, so that sum(q * z) runs over the whole row."""
-        return self.probabilities or bool(self.smoothing)
+    def read(self) -> tuple[Output, ...]:
+        """The outputs, those of the total too."""
+        return tuple(dict.fromkeys((*self.spec.outputs, *self.spec.total)))
 
     @property
-    def varies(self) -> bool:
-        """Whether sum(q) over some classes depends on data; otherwise every class weighs one."""
-        return self.dense and (self.probabilities or self.weighted)
+    def differentiated(self) -> tuple[Output, ...]:
+        """The outputs with incoming gradients, in their order; those of a total are its weights."""
+        return self.spec.total or self.spec.rows
 
-    @property
-    def sharded(self) -> bool:
-        """Whether a target class may be in another shard."""
-        return self.indices and bool(self.shard_of)
-
-    @property
-    def ignores(self) -> bool:
-        """Whether rows may be ignored."""
-        return self.indices and self.ignore_index is not None
-
-    @property
-    def every_row(self) -> bool:
-        """Whether ignored rows are computed too."""
-        return self.lse or self.lse_scaled
+    # ------------------------------------------------------------ the logits
 
     @property
     def transformed(self) -> bool:
-        return self.transform != Z
+        return self.spec.transform != Z
 
     @cached_property
     def varying(self) -> bool:
         """Whether the slope of the transform differs from class to class."""
-        return self.gradient and not expression.unit_slope(self.transform)[1].is_number
+        return self.backward and not expression.unit_slope(self.spec.transform)[1].is_number
+
+    @property
+    def scale_gradient(self) -> bool:
+        return self.backward and "scale" in self.spec.gradients
 
     @property
     def functions(self) -> str:
         """The source of each function that transforms a logit."""
-        sources = expression.functions(self.transform, self.gradient) if self.transformed else []
+        if not self.transformed:
+            return ""
+        sources = expression.functions(self.spec.transform, self.backward)
         return "".join(f"{source}\n\n\n" for source in sources)
+
+    @property
+    def title(self) -> str:
+        of_backward = "the gradient of the logits" + " in place" * (not self.apart)
+        if not self.forward:
+            return f"Reductions of rows of logits: {of_backward}"
+        return "Reductions of rows of logits" + f", and {of_backward}" * self.backward
 
     @property
     def facts(self) -> str:
         """What the docstring of a generated module says."""
         said = {
-            "no target" if self.target == "none" else f"class {self.target}": True,
-            f"ignore_index {self.ignore_index}": self.ignores,
-            f"a shard of {self.shard_of} classes": self.sharded,
-            f"label smoothing {self.smoothing!r}": self.smoothing,
-            "class weights": self.weighted,
+            ", ".join(map(str, self.spec.outputs)): bool(self.spec.outputs),
+            f"total of {', '.join(map(str, self.spec.total))}": bool(self.spec.total),
+            "several picks": self.several and bool(self.places_of_picks),
+            f"logits {text(self.spec.transform)}": self.transformed,
+            "a scale of each row": self.scaled,
             "a bias in f32": self.biased,
-            f"logits {text(self.transform)}": self.transformed,
-            "log-sum-exp of every row": self.lse,
-            "gradient of the log-sum-exp": self.lse_scaled,
         }
         return textwrap.fill("; ".join(fact for fact, holds in said.items() if holds), 96)
 
+    # ------------------------------------------------------------ forward
 
-# ---------------------------------------------------------------- the kernels
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        return tuple(o for o in self.read if isinstance(o, Moment))
+
+    @cached_property
+    def sums(self) -> list[Sum]:
+        """The sums of the first pass."""
+        return sums_of(self.read)
+
+    @property
+    def sums_logarithms(self) -> bool:
+        """Whether a term is an exponential times a power of y."""
+        return any(m.a and m.b for m in self.moments)
+
+    @property
+    def sums_powers(self) -> bool:
+        """Whether a term is a power of y."""
+        return any(not m.a and m.b for m in self.moments)
+
+    @property
+    def sums_squares(self) -> bool:
+        return any(not m.a and m.b > 1 for m in self.moments)
+
+    @property
+    def sliced(self) -> bool:
+        """Whether a launch may have some of the classes."""
+        return not self.forward and in_slices(self.spec)
+
+    @property
+    def first_pass(self) -> bool:
+        return not self.sliced
+
+    @property
+    def finds(self) -> bool:
+        """Whether the kernel looks for the largest logit and its class."""
+        found = not {"max", "amax", "argmax"}.isdisjoint(self.spec.outputs)
+        return found if self.forward else self.first_pass
+
+    @property
+    def shares(self) -> bool:
+        """Whether equal maxima share a gradient."""
+        return not self.forward and "amax" in self.spec.outputs
+
+    @property
+    def said_of_sums(self) -> str:
+        if not self.forward:
+            return "the largest logit"
+        under = "sums over the classes under their maximum m"
+        return under + (" and the largest logit" if self.finds else "")
+
+    @property
+    def normalised(self) -> list[tuple[str, str]]:
+        """The moments of the log-softmax, by name."""
+        return normalised_of(dict.fromkeys((*self.moments, *self.sigmas)))
+
+    @property
+    def stored(self) -> list[tuple[str, str, bool]]:
+        """The place and the value of each output, and whether it has a row for each pick."""
+        places = places_of(self.spec.rows, self.several)
+        return [(place, value_of(o), self.several and o in OF_PICKS) for o, place in places]
+
+    @property
+    def picks(self) -> bool:
+        """Whether there are classes that are picked."""
+        return not set(OF_PICKS).isdisjoint(self.read)
+
+    @property
+    def saved(self) -> list[str]:
+        """The moments that forward writes and backward reads."""
+        return [log_name_of(moment) for moment in self.spec.saved]
+
+    # ------------------------------------------------------------ the gradient
+
+    @property
+    def gain(self) -> str:
+        """The factor of incoming gradients: none for a total without gradients."""
+        return f"{GAIN} * " if self.backward else ""
+
+    @property
+    def incoming(self) -> list[tuple[str, str, bool]]:
+        """The incoming gradient of each output, as :attr:`stored`."""
+        places = places_of(self.differentiated, self.several)
+        return [(gradient_name_of(o), place, self.several and o in OF_PICKS) for o, place in places]
+
+    @property
+    def total(self) -> list[tuple[str, str, bool]]:
+        """The weight and the value of each output of the total, and whether they are vectors."""
+        values = {o: value_of(o) for o in self.spec.total}
+        return [
+            (gradient_name_of(o), f"({v})" if " " in v else v, self.several and o in OF_PICKS)
+            for o, v in values.items()
+        ]
+
+    @property
+    def sigmas(self) -> tuple[Moment, ...]:
+        """The moments that the gradients read."""
+        return for_slopes(self.spec.total) if self.forward and self.backward else self.spec.saved
+
+    @cached_property
+    def _terms(self) -> Terms:
+        return terms_of(self.differentiated, self.sigmas, self.several)
+
+    @property
+    def coefficients(self) -> list[tuple[str, str]]:
+        return coefficients_of(self._terms)
+
+    @property
+    def of_softmax(self) -> bool:
+        """Whether the gradient depends on the softmax or its logarithm."""
+        return any(a or max(b) for (a, _), b in self._terms.coefficients.items())
+
+    @property
+    def of_logarithms(self) -> bool:
+        return any(max(b) for b in self._terms.coefficients.values())
+
+    @property
+    def slope(self) -> str:
+        """The gradient of a logit, but for what single classes add."""
+        return slope_of(self._terms)
+
+    @property
+    def places_of_picks(self) -> list[str]:
+        """The rows of incoming gradients of picks."""
+        return [place for o, place in places_of(self.differentiated, self.several) if o in OF_PICKS]
+
+    @property
+    def picked(self) -> str:
+        """What the class that is picked adds to its gradient."""
+        return self._added(*OF_PICKS)
+
+    @property
+    def first(self) -> str:
+        """What the first of the largest logits adds to its gradient."""
+        return self._added("max", "peak")
+
+    def _added(self, *outputs: str) -> str:
+        return " + ".join(gradient_name_of(o) for o in outputs if o in self.differentiated)
+
+    # ------------------------------------------------------------ weights
+
+    @property
+    def weights_of_sums(self) -> list[int]:
+        return self.weights_read if self.forward else []
+
+    @property
+    def weights_of_slope(self) -> list[int]:
+        return sorted({w for _, w in self._terms.coefficients if w is not None})
+
+    @property
+    def weights_read(self) -> list[int]:
+        """The positions of the weights, whether a pass reads them or not."""
+        weights = (o.weight for o in self.read if not isinstance(o, str))
+        return sorted({w for w in weights if w is not None})
 
 
 @functools.cache
-def row(
-    spec: Spec,
-    weighted: bool,
-    row_scaled: bool = False,
-    lse_scaled: bool = False,
-    whole_row: bool = False,
-    padded: bool = False,
-    biased: bool = False,
-) -> Kernel:
-    """``chunked``: losses of rows of logits, and the gradients of the logits if the spec names any.
+def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel:
+    """The kernel for the outputs of rows of logits, with a total's gradient; or for the gradient of
+    outputs. Gradients have to be multiplied by :func:`gradient_factor`; the arguments are those of
+    :class:`Features`."""
+    module = _without_unused(_template().render(f=Features(spec, forward, **present), name=_NAME))
+    name = "class_reductions" if forward else "class_reductions_backward"
+    name = f"{name}_{hashlib.sha256(module.encode()).hexdigest()[:8]}"
+    return Kernel(name, module.replace(_NAME, name))
 
-    The gradients have to be multiplied by :func:`gradient_factor`.
 
-    Args:
-        spec: the loss.
-        weighted, row_scaled, lse_scaled, biased: whether these operands are present.
-        whole_row: whether one block has all classes, so that each logit is read once.
-        padded: whether the kernel may overwrite the columns from V to the next multiple of 16.
-    """
-    gradient = bool(spec.gradients)
-    scaled = {"row_scaled": row_scaled and gradient, "lse_scaled": lse_scaled and gradient}
-    more = {"whole_row": whole_row, "padded": padded, "biased": biased}
-    features = _features(spec, gradient=gradient, lse=spec.lse, weighted=weighted, **scaled, **more)
-    return _kernel("row", "", features)
+def in_slices(spec: Reductions) -> bool:
+    """Whether the gradient of outputs can be computed for some of the classes at a time: it needs
+    the lse and other sums of a row, which forward has saved, but not its largest logit."""
+    return {"max", "amax", "peak"}.isdisjoint(spec.outputs)
 
 
 @functools.cache
-def forward(spec: Spec, weighted: bool, gemm: Gemm) -> Kernel:
-    """``tiled``: partial sums over the logits of each row."""
-    return _kernel("tile_forward", "_forward", _of_forward(spec, weighted), gemm)
-
-
-@functools.cache
-def merge(spec: Spec, weighted: bool) -> Kernel:
-    """``tiled``: losses and log-sum-exps of the partial sums."""
-    return _kernel("merge", "_merge", _of_forward(spec, weighted))
-
-
-@functools.cache
-def mass(spec: Spec, weighted: bool) -> Kernel:
-    """``tiled``: the sum of each row's target distribution, for class probabilities."""
-    return _kernel("mass", "_mass", _of_forward(spec, weighted))
-
-
-@functools.cache
-def backward(spec: Spec, weighted: bool, row_scaled: bool, lse_scaled: bool, gemm: Gemm) -> Kernel:
-    """``tiled``: the gradient of some classes' logits, to be multiplied by
-    :func:`gradient_factor`."""
-    scaled = {"row_scaled": row_scaled, "lse_scaled": lse_scaled}
-    features = _features(spec, gradient=True, lse=False, weighted=weighted, **scaled)
-    return _kernel("tile_backward", "_backward", features, gemm)
-
-
-@functools.cache
-def gradient_factor(spec: Spec) -> float:
+def gradient_factor(spec: Reductions) -> float:
     """The factor for the kernels' gradients: the constant part of the slope, divided by GAIN."""
     factor, _ = expression.unit_slope(spec.transform)
     return float(factor) / GAIN
 
 
-def _of_forward(spec: Spec, weighted: bool) -> Features:
-    # the lse of every row is stored, ignored rows included: backward needs it
-    return _features(spec, gradient=False, lse=True, weighted=weighted)
-
-
-def _features(spec: Spec, **more: bool) -> Features:
-    return Features(
-        target=spec.target,
-        ignore_index=spec.ignore_index,
-        shard_of=spec.shard_of,
-        smoothing=spec.label_smoothing,
-        transform=spec.transform,
-        **more,
-    )
-
-
-# ---------------------------------------------------------------- the templates
+# ---------------------------------------------------------------- the template
 
 _NAME = "kernel_NAME"
-
-
-def _kernel(template: str, stage: str, features: Features, gemm: Gemm | None = None) -> Kernel:
-    return rendered(template, f"linear_cross_entropy{stage}", f=features, gemm=gemm)
-
-
-def rendered(template: str, name: str, **features: Any) -> Kernel:
-    """The kernel of a template, by its file's name; a hash of the text is added to the name."""
-    found = _templates().get_template(f"{template}.py.jinja")
-    module = _without_unused(found.render(**features, name=_NAME))
-    name = f"{name}_{hashlib.sha256(module.encode()).hexdigest()[:8]}"
-    return Kernel(name, module.replace(_NAME, name))
 
 
 def _without_unused(module: str) -> str:
@@ -293,7 +383,7 @@ def _lines(lines: str, depth: str) -> str:
 
 
 @functools.cache
-def _templates() -> Environment:
+def _template() -> Template:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).with_name("templates")),
         undefined=StrictUndefined,
@@ -304,6 +394,6 @@ def _templates() -> Environment:
         optimized=False,  # a template is compiled in every process, and rendered a few times
     )
     environment.filters["lines"] = _lines
-    numbers = {"GAIN": GAIN, "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "LOG2_E": math.log2(math.e)}
-    environment.globals.update(numbers, PADDING=PADDING, ELSEWHERE=ELSEWHERE)
-    return environment
+    environment.globals.update(GAIN=GAIN, LOWEST=LOWEST, LEAST_LOG=LEAST_LOG, PADDING=PADDING)
+    environment.globals["LOG2_E"] = math.log2(math.e)
+    return environment.get_template("reductions.py.jinja")

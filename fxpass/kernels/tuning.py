@@ -20,15 +20,15 @@ directory, so the next process times nothing. This module adds to the autotuner 
   for each new number of tokens.
 - It tunes a function that launches a candidate on scratch memory. ``Autotuner._bench`` launches one
   kernel with the arguments of the real launch. Here a candidate also decides which kernel runs (one
-  block per row, or several), the number of partial sums, and the block that a tensor descriptor
-  loads. In the autotuner this would need a hook in each configuration, and ``check_disk_cache``
-  stores nothing for configurations with hooks. The kernel that overwrites logits with their
-  gradient would also need ``restore_value``, a copy of the chunk within the measured time.
+  block per row, or several). In the autotuner this would need a hook in each configuration, and
+  ``check_disk_cache`` stores nothing for configurations with hooks. The kernel that overwrites
+  logits with their gradient would also need ``restore_value``, a copy of the chunk within the
+  measured time.
 - It spends little time on slow kernels (:class:`Timer`). ``triton.testing.do_bench`` launches each
   candidate at least six times, however long that takes.
 - It stores no times if a candidate ran out of memory, which says nothing about its speed.
 - It does not clear the L2 cache, for which ``triton.testing.do_bench`` allocates 256 MiB, as much
-  as the whole scratch of a fused loss. It skips every candidate that fails; ``Autotuner._bench``
+  as the whole scratch of a call. It skips every candidate that fails; ``Autotuner._bench``
   skips only three types of errors.
 """
 

@@ -20,7 +20,7 @@ from fxpass.graph.calls import storage
 from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.graph.placements import placement_name
-from fxpass.plan.plan import MIB, budget, plan_of_reductions, size
+from fxpass.plan.plan import MIB, budget, plan, size
 from fxpass.spec.dtypes import gradient_dtype
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def computed_weight(match: Match, least: float) -> str | None:
     logits, n, v = value(linear.node), hint(match.shape[0]), hint(match.shape[1])
     d, dtype = hint(value(linear.x).shape[-1]), logits.dtype
     of_call = replace(spec, strategy="chunked").reductions()
-    found = plan_of_reductions(n, d, v, dtype, logits.device, of_call, False, True)
+    found = plan(n, d, v, dtype, logits.device, of_call, False, True)
     gradient = v * d * gradient_dtype(dtype).itemsize
     if gradient + found.scratch + found.sums <= match.logits_bytes:
         return None

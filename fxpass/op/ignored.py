@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpass.spec.reduction_operands import Operands
+from fxpass.spec.operands import Operands
 
 # The minimum share of rows without a coefficient that is worth the copies of x and of its gradient.
 _WORTH_IT = 1 / 16

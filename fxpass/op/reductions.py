@@ -35,9 +35,9 @@ from fxpass.aten import reductions as aten
 from fxpass.op.ignored import of_all_rows, rows_of, selected
 from fxpass.op.saved import scaled
 from fxpass.plan.devices import on_device
-from fxpass.plan.plan import Plan, plan_of_reductions
+from fxpass.plan.plan import Plan, plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.reduction_operands import Operands, Outputs, empty
+from fxpass.spec.operands import Operands, Outputs, empty
 from fxpass.spec.reductions import OF_PICKS, PRODUCTS, Reductions
 
 NAME = "fxpass::class_reductions"
@@ -113,7 +113,14 @@ def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, T
     index = selected((coef != 0).any(0))
     if index is None:
         return _run_forward(operands, spec)
-    out, grads = _run_forward(rows_of(operands, index)._replace(coef=coef[:, index]), spec)
+
+    def of(rows: Tensor) -> Operands:
+        return rows_of(operands, rows)._replace(coef=coef[:, rows])
+
+    if operands.x.is_cuda and not len(index):
+        # a CUDA graph that is captured next has all rows, and can load no kernel
+        _run_forward(of(index.new_zeros(1)), spec)
+    out, grads = _run_forward(of(index), spec)
     # nobody reads the others: their rows are not outputs
     out = out._replace(lse=out.lse.new_empty(n), rest=out.rest.new_empty(n))
     return out, of_all_rows(grads, operands, index)
@@ -212,7 +219,7 @@ def _plan(operands: Operands, spec: Reductions, gradients: bool) -> Plan:
     x, weight = operands.x, operands.weight
     n, d, v = *x.shape, weight.shape[0]
     scaled, exist = operands.scale is not None, operands.logits is not None
-    return plan_of_reductions(n, d, v, x.dtype, x.device, spec, scaled, gradients, exist)
+    return plan(n, d, v, x.dtype, x.device, spec, scaled, gradients, exist)
 
 
 def _check(operands: Operands, spec: Reductions) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxpass.plan.devices import implementation_for, multiplied_in
-from fxpass.plan.plan import MIB, Plan, budget, plan_of_reductions, size
+from fxpass.plan.plan import MIB, Plan, budget, plan, size
 from fxpass.spec.dtypes import gradient_dtype
 from fxpass.spec.spec import Spec
 
@@ -64,7 +64,7 @@ class Choice:
         spec = replace(self.spec, strategy=self.strategy)
         sizes = self.n, self.d, self.v, self.dtype, self.device
         exist = self.logits_exist or self.save_logits
-        return plan_of_reductions(*sizes, spec.reductions(), False, bool(spec.gradients), exist)
+        return plan(*sizes, spec.reductions(), False, bool(spec.gradients), exist)
 
     def __str__(self) -> str:
         """One line, as ``explain`` prints it."""

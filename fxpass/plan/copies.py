@@ -3,9 +3,9 @@
 In: a computation. Out: the number of its temporaries of the size of a block, which the plan of its
 rows and classes pays for::
 
-    >>> of_reductions(Reductions(("pick",), gradients=("x",)), scaled=False, backward=True)
+    >>> of(Reductions(("pick",), gradients=("x",)), scaled=False, backward=True)
     0
-    >>> of_reductions(Reductions(("pick", Moment(1, 1))), scaled=False, backward=False)
+    >>> of(Reductions(("pick", Moment(1, 1))), scaled=False, backward=False)
     2
 """
 
@@ -27,23 +27,10 @@ from fxpass.spec.reductions import (
     Reductions,
     raw,
 )
-from fxpass.spec.spec import Spec
 
 
 @functools.lru_cache(maxsize=1024)
-def of_loss(spec: Spec, gradients: bool) -> int:
-    """Copies of a block of logits that the target and the logit transform need at once."""
-    dense = 2 if spec.target == "probabilities" else int(spec.label_smoothing > 0)
-    if spec.transform == Z:
-        return dense
-    value = _copies(spec.transform)
-    slope = _copies(expression.derivative(spec.transform)) if gradients else 0
-    # one copy for the value, which remains while the target or the slope is computed
-    return 1 + max(value, slope, dense)
-
-
-@functools.lru_cache(maxsize=1024)
-def of_reductions(spec: Reductions, scaled: bool, backward: bool) -> int:
+def of(spec: Reductions, scaled: bool, backward: bool) -> int:
     """Copies of a block of logits that :mod:`fxpass.aten.reductions` needs at once; ``scaled``:
     rows have a scale; ``backward``: this run computes the gradients of the spec."""
     rounded = int(spec.ranks)  # of 16 bits

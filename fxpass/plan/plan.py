@@ -4,7 +4,9 @@ In: sizes, dtype, device, the strategy and the user's budget. Out: a :class:`Pla
 budget. The operator asks for the plan when it runs, so one compiled graph serves every batch
 size::
 
-    >>> plan(2048, 512, 32000, torch.float32, torch.device("cpu"), Spec()).rows
+    >>> spec = Reductions((), gradients=("x", "weight"), total=("pick",))
+    >>> of_call = 2048, 512, 32000, torch.float32, torch.device("cpu"), spec
+    >>> plan(*of_call, scaled=False, backward=True).rows
     352
 
 :mod:`fxpass.plan.choice` has chosen the strategy when the graph was rewritten. Nothing is measured
@@ -15,8 +17,8 @@ or fitted, so equal machines get equal plans. The rules:
   more memory than a smaller chunk and the f32 sums of the gradients: N <= rows + 2 D for bf16.
 - ``chunked`` on CPUs with N <= D and large logits: the logits ``[V, N]`` share the memory of the
   weight's gradient ``[V, D]``, a tile at a time.
-- Reductions of logits: ``chunked`` if forward computes the gradients of a total, or if they need a
-  row's largest logit; else ``tiled`` (a GPU's forward is ``chunked``).
+- ``chunked`` if forward computes the gradients of a total, or if they need a row's largest logit;
+  else ``tiled`` (a GPU's forward is ``chunked``, and so is its backward in f32).
 - ``tiled``: a block of rows, and as many classes as the budget or the cache allows.
 - A chunk or tile has a minimum size (``BLOCK``, ``LEAST``), even if the budget is smaller.
 """
@@ -32,7 +34,6 @@ from fxpass.plan import copies
 from fxpass.plan.devices import implementation_for, multiplied_in, properties_of
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.reductions import Reductions
-from fxpass.spec.spec import Spec
 
 MIB = 1 << 20
 
@@ -45,19 +46,17 @@ GPU_SHARE, GPU_BUDGET = 1 / 64, (256 * MIB, 1024 * MIB)
 CPU_ROWS, CPU_BUDGET = 256, (48 * MIB, 128 * MIB)
 # Bytes of a tile of logits on a CPU: enough work between two synchronisations of the threads.
 CPU_TILE = 16 * MIB
-# Bytes of a block of logits in the compute dtype, transformed between two GEMMs: small enough for
-# the caches, large enough to occupy the threads.
+# Bytes of a block of logits in the compute dtype, transformed between two GEMMs in the caches.
 CACHED = 4 * MIB
 # Minimum sizes that are worth the overhead of an operation: elements of a block of logits,
 # elements of an operand, rows or classes of a tile, rows of a chunk.
 BLOCK, OPERAND, LEAST, LEAST_ROWS = 1 << 14, 1 << 18, 64, 16
-# Rows of a tile at most, unless there are few classes; the generated kernels' classes of a tile are
-# a multiple of SLICE_CLASSES.
+# Rows of a tile at most, unless there are few classes; classes of a GPU's slice are multiples.
 TILE_ROWS, SLICE_CLASSES = 2048, 256
 # Rows and classes are multiples of the GEMM kernels' tile sizes.
 ALIGNMENT = {"aten": 16, "triton": 64}
-# The Triton kernels pad a row of logits to a multiple of this many elements. Vector loads and
-# stores need whole vectors: a mask that ends inside a vector splits it into single elements.
+# The Triton kernels pad a row of logits to a multiple of this many elements: a mask that ends
+# inside a vector splits its load and store into single elements.
 PADDING = 16
 # Classes that a GPU up-casts at a time if its 16-bit GEMM cannot add to an f32 result.
 UPCAST_CLASSES = 8192
@@ -67,7 +66,8 @@ class Plan(NamedTuple):
     """How one fused loss runs.
 
     Attributes:
-        implementation, strategy: the keys of the code in ``fxpass.op.dispatch``.
+        implementation: ``aten`` or ``triton``.
+        strategy: ``chunked`` or ``tiled``.
         rows: of a chunk (``tiled``: of a tile).
         classes: of a tile (``chunked``: of one GEMM).
         block: rows of a chunk that the ATen implementation transforms between two GEMMs.
@@ -111,84 +111,25 @@ def plan(
     v: int,
     dtype: torch.dtype,
     device: torch.device,
-    spec: Spec,
-    logits_exist: bool = False,
-) -> Plan:
-    """The plan for one run over x ``[n, d]`` and weight ``[v, d]`` of ``dtype`` on ``device``.
-
-    ``spec.gradients`` names the gradients that this run computes; ``logits_exist`` says whether the
-    logits exist already. The scratch stays within ``spec.memory_mb`` MiB (0: see :func:`budget`),
-    unless the smallest block is larger; then the plan's reason says so.
-    """
-    return _plan(n, d, v, dtype, device, spec, logits_exist, *implementation_for(device, dtype))
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    n: int,
-    d: int,
-    v: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    spec: Spec,
-    logits_exist: bool,
-    implementation: str,
-    reason: str,
-) -> Plan:
-    strategy = "tiled" if spec.strategy == "tiled" else "chunked"
-    work = _Work.of(
-        (n, d, v),
-        dtype,
-        device,
-        implementation,
-        spec.gradients,
-        logits_exist,
-        copies.of_loss(spec, bool(spec.gradients)),
-    )
-    allowed = budget(v, dtype, device, spec.memory_mb)
-    found = _within(work, allowed, bool(spec.memory_mb), implementation, strategy)
-    return found._replace(reason=reason + found.reason)
-
-
-def _within(work: _Work, allowed: int, by_user: bool, implementation: str, strategy: str) -> Plan:
-    """The plan of a strategy within ``allowed`` bytes; its reason says if it needs more."""
-    if implementation == "aten" and strategy == "chunked" and work.fits_gradient:
-        found = _aten_tiled(work, allowed, one_block=True)._replace(in_place=True)
-    else:
-        # the user's budget includes the sums
-        sums = work.sums if by_user and strategy == "chunked" else 0
-        found = _RULES[implementation, strategy](work, max(allowed // 4, allowed - sums))
-    over = ""
-    if found.scratch > allowed:
-        taken = f"{size(found.scratch)}, is over its budget of {size(allowed)}"
-        over = f"; the smallest block takes {taken}"
-    return found._replace(implementation=implementation, strategy=strategy, reason=over)
-
-
-def plan_of_reductions(
-    n: int,
-    d: int,
-    v: int,
-    dtype: torch.dtype,
-    device: torch.device,
     spec: Reductions,
     scaled: bool,
     backward: bool,
     logits_exist: bool = False,
 ) -> Plan:
-    """The plan for reductions of the logits of x ``[n, d]`` and weight ``[v, d]``.
+    """The plan for one run over x ``[n, d]`` and weight ``[v, d]`` of ``dtype`` on ``device``.
 
     ``scaled``: rows have a scale; ``backward``: this run computes the gradients of the spec;
-    ``logits_exist``: the logits exist already."""
+    ``logits_exist``: the logits exist already. The scratch stays within ``spec.memory_mb`` MiB (0:
+    see :func:`budget`), unless the smallest block is larger; then the plan's reason says so."""
     implementation, reason = implementation_for(device, dtype)
     if implementation == "triton" and spec.trains_weights:
         implementation, reason = "aten", "no Triton kernel has gradients of weights of moments"
     of_call = n, d, v, dtype, device, spec, scaled, backward, logits_exist
-    return _of_reductions(*of_call, implementation, reason)
+    return _plan(*of_call, implementation, reason)
 
 
 @functools.lru_cache(maxsize=4096)
-def _of_reductions(
+def _plan(
     n: int,
     d: int,
     v: int,
@@ -202,7 +143,7 @@ def _of_reductions(
     reason: str,
 ) -> Plan:
     gradients = spec.gradients if backward else ()
-    temporaries = copies.of_reductions(spec, scaled, backward)
+    temporaries = copies.of(spec, scaled, backward)
     work = _Work.of((n, d, v), dtype, device, implementation, gradients, logits_exist, temporaries)
     allowed, by_user = budget(v, dtype, device, spec.memory_mb), bool(spec.memory_mb)
     # gradients of a largest logit need the whole row; those of a total come with its value
@@ -213,11 +154,26 @@ def _of_reductions(
         found = _within(work, allowed, by_user, implementation, strategy)
     else:
         found = _within(work, allowed, by_user, implementation, "chunked")
-        if in_tiles and backward:
+        # f32 has no sums to save, and slices round logits in another way than forward
+        if in_tiles and backward and dtype.itemsize < 4:
             of_tile = _triton_tiled(work, allowed)
             scratch = max(found.scratch, of_tile.scratch)
             found = found._replace(strategy="tiled", classes=of_tile.classes, scratch=scratch)
-    return found._replace(reason=reason + found.reason)
+    if found.scratch > allowed:
+        taken = f"{size(found.scratch)}, is over its budget of {size(allowed)}"
+        reason += f"; the smallest block takes {taken}"
+    return found._replace(reason=reason)
+
+
+def _within(work: _Work, allowed: int, by_user: bool, implementation: str, strategy: str) -> Plan:
+    """The plan of a strategy within ``allowed`` bytes, if these are enough for a block."""
+    if implementation == "aten" and strategy == "chunked" and work.fits_gradient:
+        found = _aten_tiled(work, allowed, one_block=True)._replace(in_place=True)
+    else:
+        # the user's budget includes the sums
+        sums = work.sums if by_user and strategy == "chunked" else 0
+        found = _RULES[implementation, strategy](work, max(allowed // 4, allowed - sums))
+    return found._replace(implementation=implementation, strategy=strategy)
 
 
 class _Work(NamedTuple):

@@ -1,7 +1,7 @@
 """Rewrites a match: one operator call replaces the linear, its loss and the nodes between them.
 
-In: a region and a :class:`fxpass.match.match.Match`. Out: a :class:`Rewritten`. The graph changes
-in place: views of rows are replayed on the hidden states, biases and factors are folded
+In: a region and a :class:`fxpass.match.match.Match`. Out: the casts that were made. The graph
+changes in place: views of rows are replayed on the hidden states, biases and factors are folded
 into the linear's operands, and :func:`erase` erases nodes without users::
 
     %logits = linear(%h, %w)                     %x = reshape(%h, -1, 64)
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -34,20 +34,14 @@ from fxpass.rewrite.builder import Builder
 from fxpass.spec.dtypes import compute_dtype
 
 
-class Rewritten(NamedTuple):
-    """A match that was replaced: the operator's call, and the casts in place of autocast's."""
-
-    call: Node
-    casts: list[Cast]
-
-
-def rewrite(region: Region, match: Match) -> Rewritten:
-    """Replaces the match in the graph of ``region``."""
+def rewrite(region: Region, match: Match) -> list[Cast]:
+    """Replaces the match in the graph of ``region``; returns the casts in place of autocast's."""
     with region.module.graph.inserting_before(match.loss.node):
         edit = _Edit(region.module.graph, match)
         edit.cast_operands()
         edit.fold()
-        return Rewritten(edit.replace(), edit.casts)
+        edit.replace()
+        return edit.casts
 
 
 def erase(matches: Iterable[Match]) -> None:
@@ -124,7 +118,7 @@ class _Edit(Builder):
         if self.logits is not None:
             self.logits = self._rows(self.logits)
 
-    def replace(self) -> Node:
+    def replace(self) -> None:
         """Inserts the operator call and passes its results to the users of the old nodes."""
         match, loss, sharding = self.match, self.match.loss, self.match.sharding
         target, class_weight = self._target(loss), loss.class_weight
@@ -157,7 +151,6 @@ class _Edit(Builder):
         self._hand_over(out, 0, loss, "fused_loss", scalar=match.spec.reduction != "none")
         if match.lse is not None:
             self._hand_over(out, 1, match.lse, "fused_lse", scalar=False)
-        return out
 
     def _keep_for_backward(self) -> None:
         """Copies operands that backward reads and autograd of the linear would not save: the bias,

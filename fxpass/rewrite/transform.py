@@ -10,30 +10,23 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch._dynamo.utils import counters
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from fxpass.casts.casts import Cast, cast_region, note
-from fxpass.graph.nodes import hint, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
-from fxpass.kernels.call import Launch, OfReductions, Operand, gpu_for_listing
+from fxpass.kernels.call import Launch
 from fxpass.match.match import Found, Match, Rejection, find
-from fxpass.op import runs
 from fxpass.rewrite import dump
+from fxpass.rewrite.listing import launches_of
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
 from fxpass.rewrite.reductions import rewrite_head
-from fxpass.rewrite.rewrite import Rewritten, erase, rewrite
+from fxpass.rewrite.rewrite import erase, rewrite
 from fxpass.settings import Settings
-from fxpass.spec.reductions import Moment, Reductions
-from fxpass.spec.spec import Spec
 
 log = logging.getLogger(__name__)
-
-REDUCTIONS = torch.ops.fxpass.class_reductions.default
 
 
 @dataclass(frozen=True)
@@ -76,10 +69,8 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             continue
         untouched = _copy(region.module.graph)
         try:
-            returned, rewritten, made = _carry_out(region, found, settings)
-            generated = {kernel: None for one in rewritten for kernel in _launches(one.call)}
-            calls = region.module.graph.find_nodes(op="call_function", target=REDUCTIONS)
-            generated |= {kernel: None for one in calls for kernel in _of_reductions(one)}
+            returned, made = _carry_out(region, found, settings)
+            generated = dict.fromkeys(launches_of(region.module.graph))
         except Exception as error:
             # an unforeseen program runs without the rewrite
             log.warning(
@@ -114,62 +105,14 @@ def _copy(graph: Graph) -> Graph:
     return copied
 
 
-def _carry_out(
-    region: Region, found: Found, settings: Settings
-) -> tuple[Restore, list[Rewritten], list[Cast]]:
+def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Cast]]:
     """Rewrites all heads and matches of a region."""
     # before the rewrite, which erases the nodes that recipes copy
     recipes = {output: recipe_of(output, nodes) for output, nodes in found.deferred.items()}
     casts = [cast for head in found.heads for cast in rewrite_head(region, head)]
     # the last match first: an earlier loss may be its operand
-    rewritten = [rewrite(region, match) for match in reversed(found.matches)]
+    of_matches = [rewrite(region, match) for match in reversed(found.matches)]
     restore = defer_outputs(region.module, recipes, drop=settings.logits == "drop")
     erase(found.matches)
     region.module.recompile()
-    rewritten.reverse()
-    return restore, rewritten, casts + [cast for one in rewritten for cast in one.casts]
-
-
-def _launches(call: Node) -> tuple[Launch, ...]:
-    """The Triton kernels that a fused loss runs on a GPU, see
-    :func:`fxpass.kernels.call.gpu_for_listing`."""
-    named: Any = call.kwargs
-    spec = Spec.parse(named["spec"])
-    if named.get("group") is not None:
-        spec = spec.of_shard()
-    reductions = spec.reductions("class_weight" in named)
-    read = (*reductions.outputs, *reductions.total)
-    weights = [o.weight for o in read if isinstance(o, Moment) and o.weight is not None]
-    operands = OfReductions(
-        x=_operand(named["x"]),
-        weight=_operand(named["weight"]),
-        bias=_operand(named["bias"]) if "bias" in named else None,
-        picks=1 if "pick" in read else None,
-        given=tuple(spec.target == "probabilities" and i == 0 for i in sorted(weights)),
-    )
-    return runs.launches(reductions, operands, gpu_for_listing(value(named["x"]).device))
-
-
-def _of_reductions(call: Node) -> tuple[Launch, ...]:
-    """As :func:`_launches`, of a call of ``fxpass::class_reductions``."""
-    arguments: Any = call.args
-    x, weight, bias, scale, picks, given, _, _, text = arguments
-    of_row = None
-    if picks is not None:
-        of_row = hint(value(picks).shape[1]) if value(picks).dim() == 2 else 1
-    operands = OfReductions(
-        x=_operand(x),
-        weight=_operand(weight),
-        bias=bias and _operand(bias),
-        scaled=scale is not None,
-        picks=of_row,
-        given=tuple(value(w).dim() == 2 for w in given),
-    )
-    return runs.launches(Reductions.parse(text), operands, gpu_for_listing(value(x).device))
-
-
-def _operand(node: Node) -> Operand:
-    tensor = value(node)
-    shape, strides = (tuple(map(hint, sizes)) for sizes in (tensor.shape, tensor.stride()))
-    starts_at = hint(tensor.storage_offset()) * tensor.itemsize  # allocations are aligned
-    return Operand(shape, tensor.dtype, strides, aligned=starts_at % 16 == 0)
+    return restore, casts + [cast for made in reversed(of_matches) for cast in made]

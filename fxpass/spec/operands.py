@@ -1,8 +1,11 @@
-"""The tensors that one run of a fused loss reads and returns, and the rows that count.
+"""The tensors that one call of class reductions reads and returns.
 
-In: the operands of a call. Out: records, whose fields are None where a call has no such tensor::
+In: the operands of a call. Out: records, and uninitialised outputs of the right shapes::
 
-    >>> Inputs(torch.ones(4, 8), torch.ones(9, 8), None, torch.tensor([1, 2, -100, 3])).logits
+    >>> x, weight = torch.ones(4, 8), torch.ones(9, 8)
+    >>> operands = Operands(x, weight, None, None, torch.zeros(4, 2, dtype=torch.int64), ())
+    >>> empty(operands, Reductions(("lse", "pick"))).rows.shape  # two picks
+    torch.Size([3, 4])
 """
 
 from __future__ import annotations
@@ -12,56 +15,91 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxpass.spec.spec import Spec
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Reductions
 
 
-class Inputs(NamedTuple):
-    """The tensors of one fused loss.
+class Operands(NamedTuple):
+    """The tensors of one call.
 
     Attributes:
         x: ``[N, D]``.
         weight: ``[V, D]``, dtype of x.
-        bias: ``[V]`` in the dtype of x or in the compute dtype, or None; a wider bias is added in
-            the compute dtype.
-        target: class indices ``[N]`` int64, class probabilities ``[N, V]``, or None.
-        class_weight: ``[V]`` or None.
-        logits: ``[N, V]`` if they exist already.
-        row_scale: incoming gradients of the row losses, ``[N]``; None for ones.
-        lse_scale: incoming gradients of the lse, ``[N]``; None for zeros.
-        lse, lse_rest: ``[N]`` in the compute dtype, as forward returned them.
+        bias: ``[V]`` in the dtype of x or in the compute dtype, or None.
+        scale: ``[N]``, a factor of each row's transformed logits in the compute dtype, or None.
+        picks: class indices ``[N]`` or ``[N, K]`` int64, or None.
+        given: weights of moments, vectors ``[V]`` or values ``[N, V]``.
+        coef: ``[T, N]`` in the compute dtype, the weights of the total's outputs in their order, K
+            rows for a pick of K classes; None without a total.
+        logits: ``[N, V]`` in the dtype of x or in the compute dtype, the linear's output with its
+            bias if it exists anyway; None where it is to be computed. It is not written to.
     """
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
-    target: Tensor | None
-    class_weight: Tensor | None = None
+    scale: Tensor | None
+    picks: Tensor | None
+    given: tuple[Tensor, ...]
+    coef: Tensor | None = None
     logits: Tensor | None = None
-    row_scale: Tensor | None = None
-    lse_scale: Tensor | None = None
-    lse: Tensor | None = None
-    lse_rest: Tensor | None = None
+
+    def classes(self) -> Tensor:
+        """The class indices as ``[N, K]``."""
+        assert self.picks is not None
+        return self.picks if self.picks.dim() == 2 else self.picks.unsqueeze(1)
+
+    def weights(self, moment: Moment | LogitSum, rows: slice, classes: slice) -> Tensor | None:
+        """The weights of a sum in a tile of logits, ``[classes]`` or ``[rows, classes]``, in the
+        compute dtype; None for ones."""
+        return None if moment.weight is None else self.values(moment.weight, rows, classes)
+
+    def values(self, position: int, rows: slice, classes: slice) -> Tensor:
+        """One of ``given`` in a tile of logits, in the compute dtype."""
+        w = self.given[position]
+        w = w[classes] if w.dim() == 1 else w[rows, classes]
+        return w.to(compute_dtype(self.x.dtype))
 
 
-class Results(NamedTuple):
-    """The outputs that the spec asks for.
+def columns(index: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
+    """The columns of class indices in a tile of logits, and which of them are not in it: these have
+    another column."""
+    column = index - classes.start
+    inside = column.clamp(0, classes.stop - classes.start - 1)
+    return inside, inside != column
+
+
+class Outputs(NamedTuple):
+    """The outputs of all rows.
 
     Attributes:
-        loss, lse: ``[N]`` in the compute dtype.
-        x, weight, bias: gradients, in the dtype of their operand or in the compute dtype.
-        lse_rest: ``[N]``, the rounding error of lse; for ``tiled`` only.
+        rows: ``[R, N]`` in the compute dtype, in the order of ``spec.rows``; K rows for a ``pick``
+            of K classes.
+        indices: ``[I, N]`` int64.
+        lse, rest: ``[N]``, the log-sum-exp and its rounding error.
+        saved: ``[S, N]``, the moments of ``spec.saved``.
+        total: the terms of the total ``[N]``; empty without one.
     """
 
-    loss: Tensor | None = None
-    lse: Tensor | None = None
-    x: Tensor | None = None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    lse_rest: Tensor | None = None
+    rows: Tensor
+    indices: Tensor
+    lse: Tensor
+    rest: Tensor
+    saved: Tensor
+    total: Tensor
 
 
-def is_valid(target: Tensor, spec: Spec) -> Tensor:
-    """A mask ``[rows]``: False where a class index ``[rows]`` int64 is ``ignore_index``."""
-    if spec.ignore_index is None:
-        return torch.ones_like(target, dtype=torch.bool)
-    return target != spec.ignore_index
+def empty(operands: Operands, spec: Reductions) -> Outputs:
+    """Uninitialised outputs, also of fake operands."""
+    n, dtype = operands.x.shape[0], compute_dtype(operands.x.dtype)
+    picked = operands.classes().shape[1] if operands.picks is not None else 0
+    count = sum(picked if output in OF_PICKS else 1 for output in spec.rows)
+    new = operands.x.new_empty
+    return Outputs(
+        new((count, n), dtype=dtype),
+        new((len(spec.indices), n), dtype=torch.int64),
+        new(n, dtype=dtype),
+        new(n, dtype=dtype),
+        new((len(spec.saved), n), dtype=dtype),
+        new(n if spec.total else 0, dtype=dtype),
+    )

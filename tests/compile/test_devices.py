@@ -17,15 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpass.op import checks, dispatch
-from fxpass.plan import plan
+from fxpass.kernels import reductions
+from fxpass.op import reductions as operator
+from fxpass.op.losses import linear_cross_entropy
+from fxpass.plan import devices, plan
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.settings import Settings
 from fxpass.spec import expression
-from fxpass.spec.operands import Inputs
+from fxpass.spec.operands import Operands
+from fxpass.spec.reductions import REVISION, Reductions
 from fxpass.spec.spec import Spec
 from tests.support.gpus import T4, V100
-from tests.support.implementations import GRADIENTS, problem
 from tests.support.launches import Launches
 
 N, D, V = 24, 16, 50
@@ -149,9 +151,10 @@ def test_logits_on_the_cpu(weight_device, matched, gpus):
 
 
 def test_the_operator_wants_one_device():
-    made = problem(CPU, F32, bias=False)
-    with pytest.raises(ValueError, match="x on cpu, weight on cuda:1, target on cpu"):
-        checks.check_inputs(made._replace(weight=made.weight.as_subclass(OnSecond)), Spec())
+    x, weight = torch.randn(N, D), torch.randn(V, D).as_subclass(OnSecond)
+    operands = Operands(x, weight, None, None, None, ())
+    with pytest.raises(ValueError, match="x on cpu, weight on cuda:1"):
+        operator._check(operands, Reductions(("lse",)))
 
 
 # ---------------------------------------------------------------- launches
@@ -165,9 +168,26 @@ class OnSecond(Tensor):
     is_cuda: Any = True
 
 
-def on_second(inputs: Inputs) -> Inputs:
-    moved: Any = (None if t is None else t.as_subclass(OnSecond) for t in inputs)
-    return Inputs(*moved)
+def on_second(given: Operands) -> Operands:
+    """Operands, some of which are tuples of tensors."""
+
+    def moved(value: Any) -> Any:
+        return tuple(map(moved, value)) if isinstance(value, tuple) else value.as_subclass(OnSecond)
+
+    return Operands(*(None if value is None else moved(value) for value in given))
+
+
+def operands(dtype: torch.dtype, total: int = 0) -> Operands:
+    found = Operands(
+        x=torch.randn(7, D).to(dtype),
+        weight=torch.randn(V, D).to(dtype),
+        bias=torch.randn(V),
+        scale=torch.rand(7),
+        picks=torch.randint(V, (7,)),
+        given=(torch.randn(V),),
+        coef=torch.randn(total, 7) if total else None,
+    )
+    return on_second(found)
 
 
 @pytest.fixture
@@ -188,39 +208,72 @@ def check_launches(launches, gpus) -> None:
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-@pytest.mark.parametrize("target", ["indices", "probabilities"])
-@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
-def test_everything_happens_on_the_device_of_the_tensors(strategy, target, dtype, launches, gpus):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "outputs=moment(0,1,0);pick gradients=x,weight,bias,scale",
+        "outputs=amax;argmax;pick gradients=x,weight,bias,scale",
+        "gradients=x,weight,bias total=moment(0,1,0);pick",
+        "outputs=argmax total=moment(0,1,0);pick",
+    ],
+)
+def test_everything_happens_on_the_device_of_the_tensors(text, dtype, launches, gpus):
     """Launches with it current, scratch and results, and what is asked of a device."""
-    inputs = on_second(problem(CPU, dtype, target=target, weighted=True, row_scaled=True))
-    if strategy == "tiled":
-        out = dispatch.compute(inputs, Spec(target=target, strategy=strategy))
-        assert out.lse is not None
-        inputs = inputs._replace(lse=out.lse, lse_rest=out.lse_rest)
-    spec = Spec(target=target, strategy=strategy, gradients=GRADIENTS)
-    out = dispatch.compute(inputs, spec)
-    assert {t.device for t in out if t is not None} == {SECOND}
+    spec = Reductions.parse(f"{REVISION} {text}")
+    given = operands(dtype, len(spec.total))
+    some = plan.plan(7, D, V, dtype, SECOND, spec, True, bool(spec.gradients))
+    assert some.implementation == "triton"
+    out, grads = reductions.forward(given, spec, some)
+    if spec.gradients and not spec.total:
+        grads = reductions.backward(given, spec, some, out, torch.ones_like(out.rows))
+    assert grads.keys() == set(spec.gradients)
+    assert {t.device for t in (*out, *grads.values())} == {SECOND}
     check_launches(launches, gpus)
+
+
+LOSS = Reductions((), gradients=("x", "weight"), total=("pick",))
 
 
 def test_it_is_the_stream_of_the_tensors_that_may_be_recorded(launches, gpus):
     """A CUDA graph: nothing is waited for then, so that no row is left out."""
     gpus.capturing = 1
-    inputs = on_second(problem(CPU, F32))
-    assert inputs.target is not None
-    inputs.target.fill_(-100)  # would be left out
-    dispatch.compute(inputs, Spec())
+    given = operands(F32, total=1)
+    assert given.coef is not None
+    given.coef.zero_()  # would be left out
+    with devices.on_device(SECOND):
+        operator._forward(given, LOSS)
     check_launches(launches, gpus)
     assert [len(launch["logits"]) for launch in launches] == [7]
+
+
+@pytest.mark.parametrize("spec", [LOSS, Reductions((), total=("pick",))], ids=str)
+@pytest.mark.parametrize("counted", [0, 1])
+def test_a_batch_without_counted_rows_loads_the_kernels(counted, spec, launches, gpus):
+    """A graph that is captured next has all rows. Whatever they hold, the results are zeros."""
+    given = operands(F32, total=1)
+    assert given.coef is not None
+    given.coef[:, counted:] = 0
+    given.x[counted:] = torch.nan
+    with devices.on_device(SECOND):
+        out, grads = operator._forward(given, spec)
+    check_launches(launches, gpus)
+    assert [len(launch["logits"]) for launch in launches] == [1]
+    assert grads.keys() == set(spec.gradients)
+    if not counted:
+        assert not any(t.any() for t in (out.total.sum(), *grads.values()))
+        assert all(grads[name].shape == getattr(given, name).shape for name in grads)
 
 
 def test_the_implementation_is_that_of_the_device(gpus):
     """An old GPU beside a new one: each does what it can."""
     gpus.have(V100, T4)
-    sizes = N, D, V, BF16
-    assert plan.plan(*sizes, FIRST, Spec()).implementation == "aten"
-    assert plan.plan(*sizes, SECOND, Spec()).implementation == "triton"
-    assert "Tesla V100 is older than sm_75" in plan.plan(*sizes, FIRST, Spec()).reason
+
+    def of(device: torch.device) -> plan.Plan:
+        return plan.plan(N, D, V, BF16, device, LOSS, False, True)
+
+    assert of(FIRST).implementation == "aten"
+    assert of(SECOND).implementation == "triton"
+    assert "Tesla V100 is older than sm_75" in of(FIRST).reason
 
 
 # ---------------------------------------------------------------- another default device
@@ -240,19 +293,22 @@ def default_of_meta():
 def test_the_operator_ignores_the_default_device(
     transform, strategy, target, dtype, default_of_meta
 ):
-    inputs = problem(CPU, dtype, target=target, weighted=target != "none", row_scaled=True)
-    if target == "indices":
-        assert inputs.target is not None
-        inputs.target[2] = -100
-    spec = Spec(target=target, strategy=strategy, transform=expression.parse(transform))
+    targets = {
+        "indices": torch.arange(N).masked_fill(torch.arange(N) == 2, -100),
+        "probabilities": torch.randn(N, V).softmax(1),
+        "none": None,
+    }
+    names = ("x", "weight", "bias")
+    spec = Spec("none", target, strategy=strategy, transform=expression.parse(transform))
+    text = dataclasses.replace(spec, gradients=names).text()
+    leaves = [torch.randn(s, dtype=dtype).requires_grad_() for s in ((N, D), (V, D), (V,))]
+    class_weight = torch.rand(V) if target != "none" else None
+    upstream = torch.randn(N)
     results = []
     for change in (lambda: None, default_of_meta):
         change()
-        out = dispatch.compute(inputs, spec)
-        saved = inputs._replace(lse=out.lse, lse_rest=out.lse_rest)
-        given = saved if strategy == "tiled" else inputs
-        gradients = dispatch.compute(given, dataclasses.replace(spec, gradients=GRADIENTS))
-        results.append([t for t in (*out, *gradients) if t is not None])
+        loss, _ = linear_cross_entropy(*leaves, targets[target], class_weight, spec=text)
+        results.append([loss, *torch.autograd.grad(loss, leaves, upstream)])
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
 

@@ -7,27 +7,31 @@ import dataclasses
 import pytest
 import torch
 
-from fxpass.kernels import chunked, tile_config, tuning
-from fxpass.kernels.call import Operands, for_call, gpu_of
-from fxpass.plan.devices import target_of
-from fxpass.spec import expression
-from fxpass.spec.spec import Spec
-from tests.support import implementations, tiled_runs
-from tests.support.implementations import GRADIENTS, problem
+from fxpass.kernels import reductions, tuning
+from fxpass.op import reductions as operator
+from fxpass.plan.plan import Plan
+from fxpass.spec.operands import Operands
+from fxpass.spec.reductions import PRODUCTS, LogitSum, Moment
+from tests.support.numerics import error
+from tests.support.reduction_cases import Case, case, check
 
-SOFTCAP = expression.parse("30*tanh(z/30)")
-SPECS = {
-    "plain": Spec(gradients=GRADIENTS),
-    "everything": Spec(gradients=GRADIENTS, label_smoothing=0.1, transform=SOFTCAP, ignore_index=3),
-    "probabilities": Spec(gradients=GRADIENTS, target="probabilities", label_smoothing=0.1),
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WEIGHTS = ("given0", "given1")  # their gradients are ATen's
+# outputs, transform, and whether there are a scale of rows and several picks
+CASES = {
+    "a loss": (["pick"], "z", False),
+    "a policy's loss": (["pick", Moment(1, 1), "argmax"], "3*tanh(z/3)", True),
+    "soft targets": ([Moment(0, 1, 1), LogitSum(0), "lse"], "z", False),
+    "maxima": (["max", "amax", "peak", "argmax"], "0.5-0.5*z", True),
 }
 # The most candidates that any GPU is offered.
 MOST = 5
 
 
 @pytest.fixture
-def take(monkeypatch):
-    """``take(2)``: the third candidate is taken wherever there is a choice."""
+def take(monkeypatch, device):
+    """``take(2)``: the third candidate is taken wherever there is a choice, in several chunks and
+    slices."""
 
     def take(place):
         taken = []
@@ -39,76 +43,74 @@ def take(monkeypatch):
         monkeypatch.setattr(tuning, "best", best)
         return taken
 
-    return take
+    in_parts(monkeypatch)
+    with device:
+        yield take
 
 
-def inputs_of(device, dtype, spec, v):
-    """Rows and classes for several tiles, the last of them not full; rows of 16 bytes."""
-    features = {"weighted": spec.label_smoothing > 0, "lse_scaled": spec.label_smoothing > 0}
-    inputs = problem(
-        device, dtype, n=300, d=192, v=v, target=spec.target, row_scaled=True, size=0.1, **features
-    )
-    if spec.target == "indices":
-        inputs.target[1] = 3
-        inputs.row_scale[inputs.target == 3] = 0.0  # what is ignored in a loss beside an lse
-    return inputs
+def in_parts(monkeypatch) -> None:
+    plan = Plan("triton", "tiled", rows=200, classes=768)
+    monkeypatch.setattr(operator, "plan", lambda *_: plan)
 
 
-@pytest.mark.only_gpu
-@pytest.mark.parametrize("dtype", implementations.DTYPES, ids=str)
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("place", range(MOST))
-def test_tiles(place, name, dtype, device, take):
-    spec = SPECS[name]
-    if place >= len(tile_config.configs_for(target_of(device), dtype, spec)):
-        pytest.skip("this GPU has no more candidates")
-    taken = take(place)
-    tiled_runs.check(inputs_of(device, dtype, spec, v=1016), spec, classes=512)
-    assert taken == [True, True]  # forward and backward
+def made(name: str, dtype: torch.dtype, v: int) -> Case:
+    outputs, transform, full = CASES[name]
+    shape = (300, 192, v)
+    found = case(outputs, dtype, transform, dtype, full, full, shape, 0.1, frozen=WEIGHTS)
+    for tensor in found.tensors.values():
+        tensor.mul_(0.5)  # of logits that are not all in the transform's flat part
+    return found
 
 
 @pytest.mark.only_gpu
 @pytest.mark.parametrize("v", [1016, 5003, 16384, 40000])
-@pytest.mark.parametrize("dtype", implementations.DTYPES, ids=str)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("place", range(MOST))
-def test_rows(place, name, dtype, v, device, take):
+def test_rows(place, name, dtype, v, take):
     taken = take(place)
-    spec = dataclasses.replace(SPECS[name], lse=True)
-    implementations.check(inputs_of(device, dtype, spec, v), spec, rows=200)
-    if not all(taken):
+    check(made(name, dtype, v), dtype)
+    if not any(taken):
         pytest.skip("this GPU has no more candidates")
 
 
 @pytest.mark.only_gpu
-@pytest.mark.parametrize("dtype", implementations.DTYPES, ids=str)
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("v", [1016, 5003, 16384, 40000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["a loss", "soft targets"])
+@pytest.mark.parametrize("place", range(MOST))
+def test_totals(place, name, dtype, v, take):
+    """Their gradients are those of the outputs, however these were computed."""
+    taken = take(place)
+    found = made(name, dtype, v)
+    named = found.tensors
+    given = tuple(t for one, t in named.items() if one in WEIGHTS)
+    x, weight, bias = (named[one] for one in PRODUCTS)
+    operands = Operands(x, weight, bias, named.get("scale"), found.picks, given)
+    plan = Plan("triton", "tiled", rows=200, classes=768)
+    out, _ = reductions.forward(operands, found.spec, plan)
+    coef = torch.randn_like(out.rows)
+    want = reductions.backward(operands, found.spec, plan, out, coef)
+    spec = dataclasses.replace(found.spec, outputs=(), total=found.spec.rows, gradients=PRODUCTS)
+    of_total, grads = reductions.forward(operands._replace(coef=coef), spec, plan)
+    assert error(of_total.total.sum(), (coef * out.rows).sum()) < 1e-4
+    for one, grad in grads.items():
+        # two roundings of each logit's gradient, and one of those of weight and bias
+        assert error(grad, want[one]) < 4 * torch.finfo(dtype).eps + 1e-6
+    if not any(taken):
+        pytest.skip("this GPU has no more candidates")
+
+
+@pytest.mark.only_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
 def test_what_is_timed_and_chosen(name, dtype, device, tmp_path, monkeypatch):
     """Without deterministic algorithms the tuner launches each candidate, on the real buffers."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tuning, "_chosen", {})
     torch.use_deterministic_algorithms(False)
-    inputs, spec = inputs_of(device, dtype, SPECS[name], v=1016), SPECS[name]
-    tiled_runs.check(inputs, spec, classes=512)
-    implementations.check(inputs, spec, rows=200)
+    in_parts(monkeypatch)
+    with device:
+        check(made(name, dtype, v=1016), dtype)
     assert tuning._chosen
     assert list(tmp_path.rglob("*.autotune.json"))
-
-
-@pytest.mark.only_gpu
-@pytest.mark.parametrize("dtype", implementations.DTYPES[1:], ids=str)
-def test_tiles_are_read_as_the_hardware_can(dtype, device):
-    """Through tensor descriptors on Hopper and later, and multiplied by its warp groups."""
-    target = target_of(device)
-    if not tile_config.has_descriptors(target):
-        pytest.skip("this GPU has no tensor descriptors")
-    tiled_runs.check(inputs_of(device, dtype, SPECS["plain"], v=1016), SPECS["plain"], classes=512)
-    spec = dataclasses.replace(SPECS["plain"], gradients=())
-    operands = Operands.of(inputs_of(device, dtype, spec, v=1016))
-    forward, _ = for_call(dataclasses.replace(spec, strategy="tiled"), operands, gpu_of(device))
-    caches = chunked.load(forward.kernel).device_caches
-    compiled = [one for kernels, *_ in caches.values() for one in kernels.values()]
-    assert compiled
-    for one in compiled:
-        assert "cp.async.bulk.tensor" in one.asm["ptx"]
-        assert target != "sm_90" or "wgmma.mma_async" in one.asm["ptx"]

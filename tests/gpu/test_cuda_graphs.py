@@ -21,7 +21,7 @@ def forget_kernels():
 
 @pytest.mark.only_gpu
 @pytest.mark.parametrize("cache", ["empty", "stored", "deterministic"])
-@pytest.mark.parametrize("ignored", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("ignored", [0.0, 0.1, 0.5, 1.0])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_cuda_graphs(reduction, ignored, cache, monkeypatch, tmp_path):
     """Recorded once and replayed on other data, with the numbers of each step's own data.

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from fxpass.spec import expression
 from tests.ranks.vocab_parallel_cases import CASES, GRADIENTS, N, weights
 from tests.support import ranks
-from tests.support.implementations import TRANSFORMS
 from tests.support.numerics import assert_close
+from tests.support.targets import TRANSFORMS
 
 
 def whole(case, dtype):

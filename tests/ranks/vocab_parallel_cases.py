@@ -12,7 +12,7 @@ from torch import Tensor
 from fxpass.op import vocab_parallel
 from fxpass.spec.expression import parse
 from fxpass.spec.spec import Spec
-from tests.support.implementations import centred
+from tests.support.targets import centred
 
 N, D = 7, 5
 SOFTCAP = parse("30*tanh(z/30)")

@@ -5,7 +5,7 @@ In: :class:`Unit`, a kernel's source with the types and options of one launch. O
 compared with the one in the repository::
 
     units = {"a kernel": Unit(source, "kernel", {"x": "*bf16", "N": "i32"}, {"BLOCK": 64})}
-    compare(Path("tests/unit/kernels/compiled_rows.md"), "sm_90", resources(units, "sm_90"))
+    compare(Path("tests/unit/kernels/compiled_reductions.md"), "sm_90", resources(units, "sm_90"))
 
 Triton brings its assemblers along. They run in a process of their own, without TRITON_INTERPRET:
 that variable decides at import what ``triton.jit`` makes of a function.

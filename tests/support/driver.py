@@ -5,7 +5,7 @@ kernel is generated as Triton's IR (not machine code), as in a launch on the GPU
 Tensors have no data. Needs a process without TRITON_INTERPRET::
 
     with Driver(H200) as driver, driver.mode:
-        chunked.run(inputs, spec, rows=4096)
+        reductions.forward(operands, spec, plan)
         driver.launched, driver.compiled
 """
 
@@ -20,9 +20,8 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as active
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fxpass.kernels import call, chunked, reductions, tiled, tuning
+from fxpass.kernels import call, chunked, reductions, tuning
 from fxpass.kernels.call import Gpu
 from fxpass.plan.devices import target_of
 from tests.support.gpus import Card, Gpus
@@ -72,7 +71,7 @@ class Driver:
         patch = self.patch
         Gpus(patch).have(self.card, hip=self.hip)
         name = target_of(CUDA)
-        self.gpu = Gpu(self.card.name, name, self.card.multi_processor_count)
+        self.gpu = Gpu(self.card.name, name)
         target = GPUTarget("hip", name, 64) if self.hip else GPUTarget("cuda", int(name[3:]), 32)
         patch.setattr(
             active,
@@ -87,10 +86,9 @@ class Driver:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
         patch.setattr(torch, "addmm", self._addmm)
         patch.setattr(call, "gpu_of", lambda device: self.gpu)
-        patch.setattr(call, "aligned", lambda t: t.storage_offset() * t.itemsize % 16 == 0)
         patch.setattr(tuning, "best", self._best)
         load = chunked.load
-        for module in (chunked, reductions, tiled):
+        for module in (chunked, reductions):
             patch.setattr(module, "load", lambda kernel: _Function(load(kernel), self))
         return self
 
@@ -155,15 +153,8 @@ class _Function:
         self.driver.launched.append(Launched(name, frozenset(options.items())))
 
 
-OPTIONS = {"BLOCK_N", "BLOCK_V", "BLOCK_D", "GROUP_N", "SPLITS", "num_warps", "num_stages"}
+OPTIONS = {"BLOCK_V", "num_warps"}
 
 
 def _bound(argument: Any) -> Any:
-    if isinstance(argument, TensorDescriptor):
-        return TensorDescriptor(
-            Pointer(argument.base, 1 << 12),
-            list(argument.shape),
-            list(argument.strides),
-            argument.block_shape,
-        )
     return Pointer(argument, 1 << 12) if isinstance(argument, FakeTensor) else argument

@@ -1,4 +1,4 @@
-"""Fused losses with every combination of features, and their launches on GPUs that need not be
+"""Class reductions with combinations of features, and their launches on GPUs that need not be
 there. Run by ``test_every_launch.py`` in a process of its own.
 
     python -m tests.support.launch_cases launches SEED COUNT
@@ -16,142 +16,144 @@ from typing import Any
 
 import torch
 
-from fxpass.kernels import call, chunked, tiled
-from fxpass.kernels.call import Operands
-from fxpass.spec import expression
-from fxpass.spec.operands import Inputs
-from fxpass.spec.spec import Spec
+from fxpass.kernels import call, reductions, render
+from fxpass.kernels.call import OfReductions
+from fxpass.plan.plan import Plan
+from fxpass.spec.operands import Operands, empty
+from fxpass.spec.reductions import IN_TOTAL, OF_PICKS, REVISION, Reductions
 from tests.support.driver import Driver, Launched
 from tests.support.gpus import A100, H200, MI300, T4, Card
 
 B200 = Card("NVIDIA B200", 10, 0, 180 << 30, 148)
 CARDS = {"T4": T4, "A100": A100, "H200": H200, "B200": B200, "MI300X": MI300}
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-GRADIENTS = ("x", "weight", "bias")
 
 FEATURES = {
     "card": tuple(CARDS),
-    "strategy": ("chunked", "tiled"),
     "dtype": (BF16, F16, F32),
-    "target": ("indices", "uint8", "every row", "probabilities", "shard", "none"),
-    "smoothing": (0.0, 0.1),
-    "weighted": (False, True),
+    "outputs": (
+        *("pick", "argmax;moment(1,1);pick", "amax;argmax;lse;max;peak", "at;lse;pick"),
+        *("logits(0);moment(0,1,1);moment(1,2)", "logits();moment(0,2);moment(2,2,0)"),
+    ),
     "transform": ("z", "30*tanh(z/30)", "0.5*z"),
     "bias": ("", "narrow", "wide"),
-    "run": ("forward", "forward and lse", "gradients", "scaled", "both scales"),
-    "sizes": ((130, 64, 4096), (1, 64, 128256), (17, 33, 50257), (300, 8, 1)),
+    "scaled": (False, True),
+    "picks": (0, 1, 3),  # 0: a vector [N]
+    "run": ("forward", "backward", "backward", "total", "evaluation"),
+    "classes": (256, 65536),  # of a slice
+    "logits": ("", "", "contiguous", "strided", "wide"),
+    "sizes": (
+        *((130, 64, 4096), (1, 64, 128256), (17, 33, 50257), (300, 8, 1), (20, 8, 257)),
+        (1 << 20, 8, 2),
+    ),
     "layout": ("contiguous", "strided", "misaligned"),
 }
 
 
 def cases(seed: int, count: int):
-    """A random but fixed sample of the combinations that exist (of 350,000)."""
+    """A random but fixed sample of the combinations (of 500,000)."""
     chosen = random.Random(seed)
     made = (
         {name: chosen.choice(values) for name, values in FEATURES.items()}
         for _ in itertools.count()
     )
-    return itertools.islice(filter(exists, made), count)
+    return itertools.islice(made, count)
 
 
-def exists(case) -> bool:
-    if case["target"] == "none" and (case["weighted"] or case["smoothing"]):
-        return False
-    return case["card"] != "T4" or case["dtype"] != BF16 or case["strategy"] == "chunked"
+def spec_of(case) -> Reductions:
+    gradients = "x,weight" + ",bias" * bool(case["bias"])
+    transform = f"transform={case['transform']} " * (case["transform"] != "z")
+    total = ";".join(w for w in case["outputs"].split(";") if "(" in w or w in IN_TOTAL)
+    if case["run"] == "total":
+        text = f"outputs=argmax;lse {transform}gradients={gradients} total={total}"
+    elif case["run"] == "evaluation":
+        text = f"outputs=argmax;lse {transform}total={total}"
+    else:
+        gradients += ",scale" * case["scaled"]
+        text = f"outputs={case['outputs']} {transform}gradients={gradients}"
+    return Reductions.parse(f"{REVISION} {text}")
 
 
-def inputs_of(case) -> Inputs:
+def operands_of(case, spec: Reductions) -> Operands:
     n, d, v = case["sizes"]
     dtype = case["dtype"]
+    new = case.get("rows") == "new"
 
-    def matrix(rows, columns, dtype, layout=case["layout"]):
+    def matrix(rows, columns, dtype=dtype, layout=case["layout"]):
         if layout == "strided":
             return torch.empty(rows, columns + 3, dtype=dtype)[:, :columns]
         if layout == "misaligned":
             return torch.empty(rows * columns + 1, dtype=dtype)[1:].view(rows, columns)
         return torch.empty(rows, columns, dtype=dtype)
 
-    def vector(size, dtype=F32):
-        start = int(size != n or case.get("rows") != "new")
-        return torch.empty(size + start, dtype=dtype)[start:]
+    def of_rows(*shape, dtype=F32):
+        start = int(not new)
+        return torch.empty(shape[0] + start, *shape[1:], dtype=dtype)[start:]
 
-    target = {
-        "none": lambda: None,
-        "probabilities": lambda: matrix(n, v, F32),
-        "uint8": lambda: vector(n, torch.uint8),
-    }.get(case["target"], lambda: vector(n, torch.int64))()
-    bias = {"": None, "narrow": vector(v, dtype), "wide": vector(v)}[case["bias"]]
-    scaled = case["run"] in ("scaled", "both scales")
-    saved = case["strategy"] == "tiled"
-    new = case.get("rows") == "new"
-    return Inputs(
-        x=matrix(n, d, dtype, "contiguous" if new else case["layout"]),
-        weight=matrix(v, d, dtype),
+    bias = {"": None, "narrow": torch.empty(v, dtype=dtype), "wide": torch.empty(v)}[case["bias"]]
+    k = case["picks"]
+    picks = of_rows(*((n, k) if k else (n,)), dtype=torch.int64)
+    read = {*spec.outputs, *spec.total}
+    lines = sum(max(1, k) if output in OF_PICKS else 1 for output in spec.total)
+    logits = None
+    if case["logits"]:
+        wide = F32 if case["logits"] == "wide" else dtype
+        logits = matrix(n, v, wide, case["logits"])
+    return Operands(
+        x=torch.empty(n, d, dtype=dtype) if new else matrix(n, d),
+        weight=matrix(v, d),
         bias=bias,
-        target=target,
-        class_weight=vector(v) if case["weighted"] else None,
-        row_scale=vector(n) if scaled else None,
-        lse_scale=vector(n) if case["run"] == "both scales" else None,
-        lse=vector(n) if saved else None,
-        lse_rest=vector(n) if saved else None,
-    )
-
-
-def spec_of(case) -> Spec:
-    target = case["target"]
-    kind = target if target in ("probabilities", "none") else "indices"
-    forward = case["run"].startswith("forward")
-    gradients = () if forward else GRADIENTS if case["bias"] else GRADIENTS[:2]
-    return Spec(
-        reduction="sum",
-        target=kind,
-        ignore_index=None if target == "every row" else -100,
-        label_smoothing=case["smoothing"],
-        gradients=gradients,
-        lse=case["run"] == "forward and lse",
-        shard_of=200000 if target == "shard" else 0,
-        strategy=case["strategy"],
-        transform=expression.parse(case["transform"]),
+        scale=of_rows(n) if case["scaled"] else None,
+        picks=picks if not read.isdisjoint(OF_PICKS) else None,
+        given=(torch.empty(v), matrix(n, v)),
+        coef=torch.empty(lines, n) if spec.total else None,
+        logits=logits,
     )
 
 
 def run(case, driver: Driver) -> None:
-    """Launches all candidates of all kernels of a case.
+    """Launches all candidates of the kernel of a case.
 
     Raises:
         AssertionError: something else was launched than is listed.
     """
     del driver.launched[:]
-    spec = spec_of(case)
+    spec, forward = spec_of(case), case["run"] != "backward"
+    n, _, v = case["sizes"]
+    plan = Plan("triton", "chunked" if forward else "tiled", rows=4096, classes=case["classes"])
     with driver.mode:
-        inputs = inputs_of(case)
-        expected = call.for_call(spec, Operands.of(inputs), driver.gpu)
-        if case["strategy"] == "tiled":
-            tiled.run(inputs, spec, classes=65536)
+        operands = operands_of(case, spec)
+        (launch,) = call.for_reductions(spec, OfReductions.of(operands), driver.gpu, forward)
+        if forward:
+            reductions.forward(operands, spec, plan)
         else:
-            chunked.run(inputs, spec, rows=4096)
-    listed = {
-        Launched(c.kernel.name, frozenset(c.items)) for one in expected for c in one.candidates
-    }
+            out = empty(operands, spec)
+            reductions.backward(operands, spec, plan, out, torch.empty_like(out.rows))
+    listed = {Launched(c.kernel.name, frozenset(c.items)) for c in launch.candidates}
     launched = set(driver.launched)
     if not driver.tries:
-        listed = {Launched(one.name, frozenset(one.options.items())) for one in expected}
+        listed = {Launched(launch.name, frozenset(launch.options.items()))}
     assert launched == listed, f"launched {launched}, listed {listed}"
+    if not driver.tries:
+        sliced = not forward and render.in_slices(spec)
+        parts = -(-v // case["classes"]) if sliced else -(-n // 4096)
+        assert len(driver.launched) == parts
 
 
 def rows(case, driver: Driver) -> None:
-    """Runs a case as CUDA graphs do: the warm-up leaves ignored rows out, so that its x and targets
-    are new tensors; the capture has all rows, wherever they lie.
+    """Runs a case as CUDA graphs do: the warm-up leaves rows out, so that its operands are new
+    tensors; the capture has all rows, wherever they lie, and slices of other sizes.
 
     Raises:
         AssertionError: the capture compiles a kernel that the warm-up did not load.
     """
     driver.tries = True
-    run({**case, "sizes": (40, *case["sizes"][1:]), "rows": "new"}, driver)
+    _, d, v = case["sizes"]
+    run({**case, "sizes": (40, d, v), "classes": 1 << 17, "rows": "new"}, driver)
     driver.tries = False  # a capture takes the default for sizes that were not timed
     loaded = len(driver.compiled)
     for n in (1, 16, 896, 4099):
-        run({**case, "sizes": (n, *case["sizes"][1:])}, driver)
+        run({**case, "sizes": (n, d, v)}, driver)
         new = driver.compiled[loaded:]
         assert not new, f"for {n} rows {new}"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxpass.kernels import chunked, reductions, tiled
+from fxpass.kernels import chunked, reductions
 from fxpass.kernels.render import Kernel
 
 
@@ -31,5 +31,5 @@ class Launches(list[dict[str, Any]]):
             if runs:
                 taken.function[grid](**arguments)
 
-        for module in (chunked, reductions, tiled):
+        for module in (chunked, reductions):
             patch.setattr(module, "load", Taken)

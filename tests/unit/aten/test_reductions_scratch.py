@@ -9,7 +9,7 @@ from torch import Tensor
 from fxpass.aten import chunked, reductions, tiles
 from fxpass.aten.reductions import Operands
 from fxpass.plan import plan as plans
-from fxpass.plan.plan import MIB, Plan, plan_of_reductions
+from fxpass.plan.plan import MIB, Plan, plan
 from fxpass.spec import expression
 from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Reductions
 from tests.support.allocations import Allocations
@@ -67,9 +67,9 @@ def operands(spec: Reductions, dtype: torch.dtype, scaled: bool, d: int = D) -> 
 def memory_mb(request, monkeypatch):
     budget = request.param * MIB
     monkeypatch.setattr(plans, "CPU_BUDGET", (budget, budget))
-    plans._of_reductions.cache_clear()
+    plans._plan.cache_clear()
     yield request.param
-    plans._of_reductions.cache_clear()
+    plans._plan.cache_clear()
 
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -99,13 +99,13 @@ def test_the_budget_is_kept(name, dtype, memory_mb):
     scaled = memory_mb == 1 or "scale" in spec.gradients
     given = operands(spec, dtype, scaled)
     of_call = N, D, V, dtype, CPU, spec, scaled
-    found = plan_of_reductions(*of_call, backward=False)
+    found = plan(*of_call, backward=False)
     with torch.no_grad(), Allocations() as allocated:
         out, _ = reductions.forward(given, spec, found)
     assert found.strategy == ("chunked" if spec.of_largest else "tiled")
     assert_kept(found, allocated, [*out], memory_mb)
 
-    found = plan_of_reductions(*of_call, backward=True)
+    found = plan(*of_call, backward=True)
     incoming = torch.ones_like(out.rows)
     with torch.no_grad(), Allocations() as allocated:
         grads = reductions.backward(given, spec, found, out, incoming)
@@ -115,10 +115,8 @@ def test_the_budget_is_kept(name, dtype, memory_mb):
 def test_the_users_budget_is_the_plans():
     of_call = N, D, V, torch.float32, CPU
     spec = Reductions(("lse",), gradients=ALL, memory_mb=2)
-    found = plan_of_reductions(*of_call, spec, False, backward=True)
-    assert (
-        found.scratch <= 2 * MIB < plan_of_reductions(*of_call, SPECS["lse"], False, True).scratch
-    )
+    found = plan(*of_call, spec, False, backward=True)
+    assert found.scratch <= 2 * MIB < plan(*of_call, SPECS["lse"], False, True).scratch
     with pytest.raises(ValueError, match="memory_mb must not be negative"):
         Reductions(("lse",), memory_mb=-1)
 
@@ -132,7 +130,7 @@ def test_the_budget_of_a_total_is_kept(in_place, name, scaled, dtype, memory_mb,
         d = N
         monkeypatch.setattr(plans, "CPU_TILE", memory_mb * MIB // 6)
     given = operands(spec, dtype, scaled, d)
-    found = plan_of_reductions(N, d, V, dtype, CPU, spec, scaled, True)
+    found = plan(N, d, V, dtype, CPU, spec, scaled, True)
     assert (found.strategy, found.in_place) == ("chunked", in_place)
     with torch.no_grad(), Allocations() as allocated:
         out, grads = reductions.forward(given, spec, found)
@@ -145,7 +143,7 @@ def test_which_totals_are_in_place():
 
     def in_place(n=600, d=600, v=15000, spec=spec, exist=False):
         of_call = n, d, v, torch.float32, CPU, spec, False, True, exist
-        return plan_of_reductions(*of_call).in_place
+        return plan(*of_call).in_place
 
     assert in_place()
     assert not in_place(n=601)
@@ -159,7 +157,7 @@ def test_which_totals_are_in_place():
 @pytest.mark.parametrize(("n", "d", "v"), [(2048, 512, 32000), (1024, 1024, 128256)])
 def test_evaluation_takes_a_tile(n, d, v, dtype):
     for spec in (Reductions(("pick",)), Reductions((), total=("pick",))):
-        found = plan_of_reductions(n, d, v, dtype, CPU, spec, False, bool(spec.total))
+        found = plan(n, d, v, dtype, CPU, spec, False, bool(spec.total))
         assert found.scratch <= 24 * MIB
         assert found.rows == n  # the weight is read once
 
@@ -167,7 +165,7 @@ def test_evaluation_takes_a_tile(n, d, v, dtype):
 def test_the_users_budget_includes_sums():
     def of(memory_mb):
         spec = Reductions((), gradients=ALL, total=("pick",), memory_mb=memory_mb)
-        return plan_of_reductions(4096, 256, 32000, torch.bfloat16, CPU, spec, False, True)
+        return plan(4096, 256, 32000, torch.bfloat16, CPU, spec, False, True)
 
     found = of(96)
     assert found.sums == 32000 * 256 * 4

@@ -1,335 +1,371 @@
-"""The Triton implementation against float64 autograd and against its oracle, fxpass.aten.common.
+"""How logits are computed in parts: offsets, launch options, GEMMs, CUDA graphs.
 
-Runs on the GPU where there is one, else in Triton's interpreter.
+What is computed is in ``test_reductions.py``.
 """
 
-import dataclasses
+from __future__ import annotations
+
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fxpass.aten import chunked as aten_chunked
-from fxpass.kernels import chunked as triton_chunked
-from fxpass.kernels import render, row_config
+from fxpass.kernels import chunked, reductions, render, row_config, tuning
+from fxpass.kernels.chunked import Gradients, Part
 from fxpass.kernels.expression import with_callees
 from fxpass.kernels.render import Kernel
-from fxpass.spec import expression
-from fxpass.spec.operands import Inputs
-from fxpass.spec.spec import Spec
-from tests.support.implementations import DTYPES, GRADIENTS, TRANSFORMS, check, problem
+from fxpass.plan.plan import Plan
+from fxpass.spec.operands import Operands
+from fxpass.spec.reductions import REVISION, Moment, Reductions
+from tests.support.allocations import Allocations
+from tests.support.gpus import A100, H200, MI300, T4
+from tests.support.launches import Launches
+from tests.support.numerics import error
 
-# Classes: several blocks in a row, and several tiles of a weight of 16 bits.
-MANY = 8200
-
-
-# ---------------------------------------------------------------- the meaning
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("target", ["indices", "probabilities"])
-def test_targets(device, target, weighted, smoothing, dtype):
-    inputs = problem(device, dtype, v=MANY, target=target, weighted=weighted, row_scaled=True)
-    check(inputs, Spec(gradients=GRADIENTS, target=target, label_smoothing=smoothing))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("logits", TRANSFORMS)
-def test_transforms(device, logits, dtype):
-    spec = Spec(gradients=GRADIENTS, transform=expression.parse(logits), label_smoothing=0.1)
-    check(problem(device, dtype, v=MANY, size=2.0), spec)
+def operands(n, v, dtype=torch.float32, d=5, bias=None, total=None, **more) -> Operands:
+    """Of picks, and coefficients of a total of so many outputs."""
+    x, weight, picks = torch.randn(n, d), torch.randn(v, d), torch.randint(v, (n,))
+    bias = None if bias is None else torch.randn(v).to(bias)
+    coef = None if total is None else torch.randn(total, n)
+    given = Operands(x.to(dtype), weight.to(dtype), bias, None, picks, (), coef)
+    return given._replace(**more)
 
 
-def test_everything_together(device):
-    spec = Spec(
-        gradients=GRADIENTS,
-        label_smoothing=0.3,
-        ignore_index=4,
-        transform=expression.parse("30*tanh(z/30)"),
+def plan(rows: int = 4096, classes: int = 1 << 20, strategy: str = "tiled") -> Plan:
+    return Plan("triton", strategy, rows=rows, classes=classes)
+
+
+LOSS = Reductions((), gradients=("x", "weight"), total=("pick",))
+EVALUATED = Reductions((), total=("pick",))
+ROWS = Reductions(("pick", "lse"), gradients=("x", "weight", "bias"))
+
+FAR = 1 << 24  # elements from row to row: row 128 starts at element 2**31
+
+
+def far_rows(path, rows, v, dtype):
+    """``[rows, v]`` in a file of holes, so far apart that their offsets pass 2**31.
+
+    As much room lies before them, so that offsets that wrap around would read and write holes.
+    """
+    before, size = 1 << 31, (1 << 31) + rows * FAR
+    whole = torch.from_file(str(path), shared=True, size=size, dtype=dtype)
+    return whole.as_strided((rows, v), (FAR, 1), before)
+
+
+def test_offsets_beyond_2_31(tmp_path, device):
+    """Of the logits, and of weights of moments: products of numbers that fit 32 bits each."""
+    if device.type == "cuda":
+        pytest.skip("a GPU has no memory with holes")
+    rows, v = 131, 16
+    logits, given = torch.randn(rows, v), torch.rand(rows, v)
+    chunk = far_rows(tmp_path / "logits", rows, v, torch.float32)
+    far = far_rows(tmp_path / "given", rows, v, torch.float32)
+    chunk.copy_(logits)
+    far.copy_(given)
+    spec = Reductions.parse(f"{REVISION} gradients=x total=moment(0,1,0)")
+    kernel = render.reductions(spec, given=(True,), whole_row=True)
+    total, lse, rest = (torch.empty(rows) for _ in range(3))
+    chunked.load(kernel)[(rows,)](
+        logits=chunk,
+        given0=far,
+        given0_stride=FAR,
+        lse=lse,
+        rest=rest,
+        incoming=torch.ones(1, rows),
+        total=total,
+        stride=FAR,
+        N=rows,
+        V=v,
+        BLOCK_V=16,
+        num_warps=1,
     )
-    inputs = problem(device, v=MANY, weighted=True, row_scaled=True)
-    inputs.target[2] = 4
-    check(inputs, spec)
+    log = logits.log_softmax(1)
+    torch.testing.assert_close(total, (given * log).sum(1), rtol=1e-5, atol=1e-5)
+    gradient = (given - log.exp() * given.sum(1, keepdim=True)) * render.GAIN
+    torch.testing.assert_close(chunk.clone(), gradient, rtol=1e-4, atol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("target", ["indices", "probabilities"])
-def test_loss_and_lse(device, target, weighted, smoothing, dtype):
-    """Rows that only the loss, only the lse, both and neither give a gradient; ignored ones too."""
-    inputs = problem(
-        device,
-        dtype,
-        n=10,
-        v=MANY,
-        target=target,
-        weighted=weighted,
-        row_scaled=True,
-        lse_scaled=True,
-    )
-    inputs.row_scale[[0, 2]] = 0
-    inputs.lse_scale[[1, 2]] = 0
-    if target == "indices":
-        inputs.target[[4, 7]] = 3
-    ignore_index = 3 if target == "indices" else -100
-    spec = Spec("sum", target, ignore_index, smoothing, gradients=GRADIENTS, lse=True)
-    out = check(inputs, spec)
-    assert not out.x[2].any()
-    if target == "indices":
-        assert not out.loss[[4, 7]].any()
-        assert out.lse[[4, 7]].all()
-        assert out.x[[4, 7]].any(1).all()
-    # neither output needs the other one to be there
-    without = triton_chunked.run(inputs, dataclasses.replace(spec, lse=False), rows=3)
-    assert without.lse is None
-    assert all(torch.equal(a, b) for a, b in zip(out[2:5], without[2:5], strict=True))
-    forward = triton_chunked.run(inputs, dataclasses.replace(spec, gradients=()), rows=3)
-    assert torch.equal(forward.loss, out.loss)
-    assert torch.equal(forward.lse, out.lse)
-    # the gradient of a loss alone is that of all its rows
-    check(inputs._replace(row_scale=None), spec)
-
-
-WHOLE_ROWS = {
-    "smoothing": (Spec(label_smoothing=0.1), False),
-    "class weights": (Spec(label_smoothing=0.1), True),
-    "sharp class weights": (Spec(), True),
-    "probabilities": (Spec(target="probabilities"), False),
-    "smooth probabilities": (Spec(target="probabilities", label_smoothing=0.1), True),
-    "soft-cap": (Spec(label_smoothing=0.1, transform=expression.parse("30*tanh(z/30)")), True),
-    "no target": (Spec(target="none", transform=expression.parse("0.0625*z")), False),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("lse", [False, True])
-@pytest.mark.parametrize("name", WHOLE_ROWS)
-def test_whole_rows(device, name, lse, dtype):
-    """One block holds all 37 classes, so that each logit is read once."""
-    spec, weighted = WHOLE_ROWS[name]
-    kernel = render.row(spec, weighted, whole_row=True)
-    assert "for start in" not in kernel.source
-    spec = dataclasses.replace(spec, lse=lse, gradients=GRADIENTS)
-    inputs = problem(
-        device, dtype, target=spec.target, weighted=weighted, row_scaled=True, lse_scaled=lse
-    )
-    if spec.target == "indices":
-        inputs.target[3] = -100
-    check(inputs, spec)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("logits", TRANSFORMS)
-def test_transforms_with_the_lse(device, logits, dtype):
-    spec = Spec(gradients=GRADIENTS, transform=expression.parse(logits), lse=True)
-    inputs = problem(device, dtype, v=MANY, size=2.0, row_scaled=True, lse_scaled=True)
-    inputs.target[3] = -100
-    check(inputs, spec)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("logits", TRANSFORMS)
-@pytest.mark.parametrize("row_scaled", [False, True])
-def test_no_target(device, row_scaled, logits, dtype):
-    inputs = problem(device, dtype, v=MANY, target="none", row_scaled=row_scaled, size=2.0)
-    spec = Spec(target="none", gradients=GRADIENTS, transform=expression.parse(logits), lse=True)
-    out = check(inputs, spec)
-    assert torch.equal(out.loss, out.lse)
-
-
-@pytest.mark.parametrize("spec", [Spec(target="none"), Spec(ignore_index=None), Spec(lse=True)])
-@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 1, 37), (7, 5, 1), (0, 5, 37)])
-def test_sizes_of_what_else_there_is(device, shape, spec):
-    n, d, v = shape
-    spec = dataclasses.replace(spec, gradients=GRADIENTS)
-    target, lse = ("none" if spec.target == "none" else "indices"), spec.lse
-    inputs = problem(device, n=n, d=d, v=v, target=target, row_scaled=lse, lse_scaled=lse)
-    check(inputs, spec, rows=2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_more_classes_than_one_block_holds(device, dtype):
-    v = row_config.row_options(1 << 20, dtype)["BLOCK_V"] + 5
-    check(problem(device, dtype, n=3, v=v), Spec(gradients=GRADIENTS), rows=2)
+# ---------------------------------------------------------------- how it is walked
 
 
 @pytest.mark.parametrize(
-    "gradients", [(), ("x",), ("weight",), ("bias",), ("x", "weight"), GRADIENTS]
+    ("n", "rows", "starts"),
+    [
+        (0, 4, []),
+        (4100, 4096, [0, 2176]),  # and not 4096 + 4
+        (8192, 4096, [0, 4096]),
+        (8193, 4096, [0, 2816, 5632]),
+        (7, 3, [0, 3, 6]),
+        (300, 200, [0, 200]),  # no more than was allowed
+        (300, 299, [0, 256]),
+        (5, 100, [0]),
+        (1, 1, [0]),
+    ],
 )
-def test_only_what_is_asked_for(device, gradients):
-    check(problem(device), Spec(gradients=gradients))
+def test_chunks(n, rows, starts):
+    parts = chunked.chunks(n, rows)
+    assert [part.start for part in parts] == starts
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(n))
 
 
-@pytest.mark.parametrize("shape", [(1, 5, 37), (7, 1, 37), (7, 5, 1), (7, 5, 2), (1, 1, 1)])
-@pytest.mark.parametrize("rows", [1, 100])
-def test_sizes(device, shape, rows):
-    n, d, v = shape
-    check(problem(device, n=n, d=d, v=v), Spec(gradients=GRADIENTS), rows=rows)
+@pytest.mark.parametrize("n", [1, 127, 128, 129, 1000, 4097, 12289])
+@pytest.mark.parametrize("rows", [1, 3, 64, 128, 1000, 4096])
+def test_chunks_are_few_and_none_is_too_large(n, rows):
+    parts = chunked.chunks(n, rows)
+    assert max(part.stop - part.start for part in parts) <= rows
+    assert len(parts) <= -(-n // rows)
 
 
-def test_no_rows(device):
-    out = triton_chunked.run(problem(device, n=0), Spec(gradients=GRADIENTS), rows=1)
-    assert out.loss.shape == (0,)
-    assert [float(grad.abs().sum()) for grad in out[2:5]] == [0.0, 0.0, 0.0]
+@pytest.mark.parametrize("rows", [3, 4096])
+def test_the_buffer_is_no_larger_than_the_chunks(device, rows):
+    v = 1000  # to the next multiple of 16
+    with device:
+        given = operands(7, v, total=1)
+    spec = Reductions((), gradients=("x",), total=("pick",))
+    with Allocations() as allocations:
+        out, grads = reductions.forward(given, spec, plan(rows))
+    of_gemms = 2 * min(7, rows) * v if device.type == "cpu" else 0  # which have no out= there
+    allowed = (min(7, rows) * 1008 + of_gemms) * 4 + 1000
+    assert allocations.peak([*out, *grads.values()]) <= allowed
 
 
-def test_no_bias(device):
-    out = check(problem(device, bias=False), Spec(gradients=("x", "weight")))
-    assert out.bias is None
+@pytest.mark.parametrize("classes", [100, 4096])
+def test_the_buffer_is_no_larger_than_a_slice(device, classes):
+    v = 1000
+    with device:
+        given = operands(7, v)
+        out, _ = reductions.forward(given, ROWS, plan())
+        incoming = torch.ones_like(out.rows)
+    with Allocations() as allocations:
+        grads = reductions.backward(given, ROWS, plan(classes=classes), out, incoming)
+    columns = min(1008, -(-classes // 16) * 16)
+    of_gemms = 2 * 7 * min(v, classes) if device.type == "cpu" else 0
+    assert allocations.peak([*grads.values()]) <= (7 * columns + of_gemms) * 4 + 1000
 
 
-# ---------------------------------------------------------------- class indices
+# NumPy's, of memory that holds nan
+UNINITIALISED = pytest.mark.filterwarnings("ignore:.* encountered.*:RuntimeWarning")
 
 
-@pytest.mark.parametrize("ignored", [[0], [1, 2, 6], range(7)])
-@pytest.mark.parametrize("ignore_index", [-100, 3, 1 << 40])
-def test_ignored_rows(device, ignored, ignore_index):
-    inputs = problem(device)
-    inputs.target[list(ignored)] = ignore_index
-    out = check(inputs, Spec(gradients=GRADIENTS, ignore_index=ignore_index))
-    assert not out.loss[list(ignored)].any()
-    assert not out.x[list(ignored)].any()
+class Tuner:
+    """Stands for Triton's autotuner, which needs a GPU: tries all candidates, takes the last."""
+
+    def __init__(self):
+        self.candidates = []
+
+    def best(self, kernel, device, dtype, sizes, candidates, launch):
+        for candidate in candidates:
+            launch(candidate)
+        self.candidates += candidates
+        return candidates[-1]
 
 
-@pytest.mark.parametrize("gradients", [(), GRADIENTS])
-def test_no_row_is_ignored_without_an_ignore_index(device, gradients):
-    inputs = problem(device)
-    spec = Spec(gradients=gradients, ignore_index=None)
-    ours = check(inputs, spec)
-    other = triton_chunked.run(inputs, dataclasses.replace(spec, ignore_index=-100), rows=3)
-    assert all(a is b or torch.equal(a, b) for a, b in zip(ours, other, strict=True))
+@pytest.fixture
+def tuner(monkeypatch):
+    tuner = Tuner()
+    monkeypatch.setattr(tuning, "best", tuner.best)
+    return tuner
 
 
-def test_uint8_targets_reach_class_156(device):
-    # -100 as uint8 is 156
-    inputs = problem(device, v=200)
-    inputs.target[:] = torch.tensor([156, 0, 199, 1, 156, 2, 3])
-    spec = Spec(gradients=GRADIENTS)
-    out = check(inputs._replace(target=inputs.target.to(torch.uint8)), spec)
-    assert out.loss.all()
+@UNINITIALISED
+@pytest.mark.parametrize("v", [1, 37, 1000, 8192, 8193, 32000, 50257, 128256])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_candidates(v, dtype, device, tuner):
+    """The default first, no block twice as large as the row, no more threads than there can be."""
+    with device:
+        given = operands(1, v, dtype)
+        out, _ = reductions.forward(given, ROWS, plan())
+        forward = len(tuner.candidates)
+        reductions.backward(given, ROWS, plan(), out, torch.ones_like(out.rows))
+    for candidates in (tuner.candidates[:forward], tuner.candidates[forward:]):
+        check_candidates(candidates, v, dtype)
 
 
-# ---------------------------------------------------------------- layouts
+def check_candidates(candidates, v, dtype) -> None:
+    assert candidates[0] == row_config.row_options(v, dtype)
+    assert len(candidates) <= 5
+    for options in candidates:
+        assert options["BLOCK_V"] < 2 * v
+        assert 1 <= options["num_warps"] <= 32
+    whole = [options for options in candidates if options["BLOCK_V"] >= v]
+    assert bool(whole) == (v <= 1 << 14)
 
 
-def test_non_contiguous(device):
-    inputs = problem(device, n=14, d=10, v=74, weighted=True, row_scaled=True)
-    strided = Inputs(
-        x=inputs.x.t().contiguous().t()[::2, ::2],
-        weight=inputs.weight[::2, ::2],
-        bias=inputs.bias[::2],
-        target=(inputs.target // 2)[::2],
-        class_weight=inputs.class_weight[::2],
-        row_scale=inputs.row_scale[::2],
-    )
-    check(strided, Spec(gradients=GRADIENTS, label_smoothing=0.1))
-    check(strided._replace(row_scale=inputs.row_scale[:1].expand(7)), Spec(gradients=GRADIENTS))
+@UNINITIALISED
+@pytest.mark.parametrize("given_logits", [False, True])
+def test_blocks_are_tuned_in_the_buffer(device, tuner, monkeypatch, given_logits):
+    """Whatever is tried on uninitialised memory (here: nan) leaves nothing behind, and what is
+    chosen runs; so do logits that are only read."""
+    launches = Launches(monkeypatch, runs=True)
+    with device:
+        x, w = torch.randn(10, 5), torch.randn(1500, 5)
+        logits = x @ w.T if given_logits else None
+        given = operands(10, 1500, total=1, x=x, weight=w, logits=logits)
+        for spec in (LOSS, EVALUATED):
+            del launches[:], tuner.candidates[:]
+            out, grads = reductions.forward(given, spec, plan(rows=4))
+            blocks = [launch["BLOCK_V"] for launch in launches]
+            tried = [candidate["BLOCK_V"] for candidate in tuner.candidates]
+            assert {2048, 1024} <= set(tried)  # whole rows, and parts of them
+            assert blocks == [*tried, *[tried[-1]] * 3]  # a launch for each chunk
+            assert given.coef is not None
+            assert given.picks is not None
+            loss = -F.cross_entropy(x @ w.T, given.picks, reduction="none") * given.coef[0]
+            torch.testing.assert_close(out.total, loss, rtol=1e-5, atol=1e-5)
+            assert all(grad.isfinite().all() for grad in grads.values())
+        backward = Reductions(("pick",), gradients=("x", "scale"))
+        scaled = given._replace(coef=None, scale=torch.rand(10))
+        out, _ = reductions.forward(scaled, backward, plan())
+        found = [
+            reductions.backward(scaled, backward, plan(classes=some), out, torch.ones(1, 10))
+            for some in (1500, 400)
+        ]
+    for name in ("x", "scale"):  # what is tried is not added
+        assert error(found[1][name], found[0][name]) < 1e-5
+    assert logits is None or torch.equal(logits, x @ w.T)
 
 
-@pytest.mark.parametrize("layout", ["rows", "columns", "expanded"])
-def test_non_contiguous_probabilities(device, layout):
-    inputs = problem(device, target="probabilities")
-    p = inputs.target
-    strided = {
-        "rows": torch.cat([p, p], 1)[:, :37],
-        "columns": p.t().contiguous().t(),
-        "expanded": p[:1].expand(7, 37),
-    }[layout]
-    check(inputs._replace(target=strided), Spec(gradients=GRADIENTS, target="probabilities"))
+# ---------------------------------------------------------------- products
 
 
-@pytest.mark.parametrize("gradients", [(), GRADIENTS])
-@pytest.mark.parametrize("layout", ["contiguous", "padded", "transposed"])
-def test_given_logits_are_used(device, layout, gradients):
-    inputs = problem(device)
-    logits = torch.randn(7, 37, device=device)
-    given = {
-        "contiguous": logits,
-        "padded": F.pad(logits, (3, 4))[:, 3:-4],
-        "transposed": logits.t().contiguous().t(),
-    }[layout]
-    copy = given.clone()
-    out = triton_chunked.run(inputs._replace(logits=given), Spec(gradients=gradients), rows=3)
-    want = aten_chunked.run(inputs._replace(logits=copy), Spec(gradients=gradients), rows=3)
-    torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
-    assert torch.equal(given, copy)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sliced", [False, True])
+def test_products(device, dtype, sliced):
+    """Of parts of a gradient: their sums are those of the whole."""
+    with device:
+        given = operands(6, 50, dtype, d=7, bias=dtype)
+        g = torch.randn(6, 64).to(dtype)[:, :50]  # rows are padded
+    names = ("x", "weight", "bias")
+    starts = range(0, 50, 20) if sliced else range(0, 6, 4)
+    parts = [
+        Part(slice(0, 6), slice(i, min(i + 20, 50)))
+        if sliced
+        else Part(slice(i, min(i + 4, 6)), slice(0, 50))
+        for i in starts
+    ]
+    unscale = torch.tensor(0.5, device=device) if sliced else None
+    sums = Gradients(given, names, 4.0, len(parts), sliced, unscale)
+    for part in parts:
+        sums.add(part, g[part.rows, part.classes])
+    x, w, wide = given.x.double(), given.weight.double(), g.double()
+    times = 2.0 if sliced else 4.0
+    want = {"x": 4 * wide @ w, "weight": times * wide.T @ x, "bias": times * wide.sum(0)}
+    for name, grad in sums.found.items():
+        rounded = sliced and name != "x"
+        assert grad.dtype == (dtype if rounded else torch.float32)
+        assert error(grad, want[name]) < (torch.finfo(dtype).eps if rounded else 1e-6)
 
 
-# ---------------------------------------------------------------- numbers at the edge
+# ---------------------------------------------------------------- what only a GPU does
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("target", ["indices", "probabilities"])
-def test_huge_logits(device, target, smoothing):
-    """A row of logits near 3e4 that differ by ones: the maximum has to go before sums are taken."""
-    inputs = problem(device, v=MANY, target=target, bias=False)
-    logits = torch.full_like(inputs.x @ inputs.weight.t(), 3e4) + torch.randn(MANY, device=device)
-    spec = Spec(target=target, label_smoothing=smoothing)
-    want = F.cross_entropy(
-        logits.double(),
-        inputs.target.double() if target == "probabilities" else inputs.target,
-        label_smoothing=smoothing,
-        reduction="none",
-    )
-    out = triton_chunked.run(inputs._replace(logits=logits), spec, rows=3)
-    torch.testing.assert_close(out.loss.double(), want, rtol=1e-6, atol=1e-6)
+def addmm_of_fakes(add, a, b, **more):
+    """``torch.addmm`` of tensors without values. That of torch 2.11 takes out_dtype= for beta, so
+    that the operands are checked here."""
+    try:
+        return ADDMM(add, a, b, **more)
+    except TypeError as error:
+        if not re.search("multiple values for argument 'beta'|'torch.dtype' and", str(error)):
+            raise
+    assert (a @ b).shape == add.shape
+    assert more["out_dtype"] == more["out"].dtype == add.dtype
+    return more["out"]
 
 
-ODD_ROWS = {
-    "padded classes": [*range(30), *[-torch.inf] * 7],
-    "a whole block masked": [*[-torch.inf] * 16, *range(21)],
-    "masked by the lowest number": [*[torch.finfo(torch.float32).min] * 20, *range(17)],
-    "masked beside a huge one": [*[torch.finfo(torch.float32).min] * 20, *[3e38] * 17],
-    "huge": [*[1e33] * 20, *[9e32] * 17],
-    "all masked": [-torch.inf] * 37,
-    "infinite": [*range(36), torch.inf],
-    "nan": [*range(36), torch.nan],
-}
+ADDMM = torch.addmm
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
-@pytest.mark.parametrize("row", ODD_ROWS)
-@pytest.mark.parametrize("target", [0, "probabilities"])
-def test_odd_rows_that_are_whole(device, row, target):
-    odd_row_as_in_aten(device, row, target, 0.1, "z", times=1)
+@pytest.mark.parametrize("run", ["total", "evaluation", "chunks", "slices"])
+def test_nothing_waits_for_the_gpu(monkeypatch, run):
+    """Nothing asks for the value of a tensor: these have none, and say so when they are asked.
+
+    They also check what is multiplied with what, for the GEMMs that only GPUs have.
+    """
+    launches = Launches(monkeypatch)
+    # a torch without CUDA has no such tensors on a GPU: these are on the CPU
+    monkeypatch.setattr(chunked, "_mixed_gemm", lambda x: True)
+    monkeypatch.setattr(torch, "addmm", addmm_of_fakes)
+    gradients = ("x", "weight", "bias")
+    outputs = ("pick", Moment(1, 1), *["max"] * (run == "chunks"))
+    total = run in ("total", "evaluation")
+    spec = Reductions(() if total else outputs, gradients=gradients, total=outputs if total else ())
+    if run == "evaluation":
+        spec = Reductions((), total=outputs)
+    given = operands(7, 37, torch.bfloat16, bias=torch.bfloat16, total=2 if total else None)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = Operands(*(mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in given))
+        out, grads = reductions.forward(fake, spec, plan(rows=3))
+        assert len(launches) == 3
+        if not total:
+            del launches[:]
+            some = plan(rows=3, classes=16)
+            grads = reductions.backward(fake, spec, some, out, torch.empty_like(out.rows))
+            assert len(launches) == 3
+        assert [t.shape for t in grads.values()] == [(7, 5), (37, 5), (37,)][: 3 * len(grads)]
+        narrow = torch.bfloat16 if run == "slices" else torch.float32
+        wanted = {"x": torch.float32, "weight": narrow, "bias": narrow}
+        assert {name: t.dtype for name, t in grads.items()} == (
+            {} if run == "evaluation" else wanted
+        )
+        with pytest.raises(DataDependentOutputException):
+            fake.x.sum().item()
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
-@pytest.mark.parametrize("row", ODD_ROWS)
-@pytest.mark.parametrize("target", [0, 20, "probabilities", "none"])
-@pytest.mark.parametrize(("smoothing", "logits"), [(0.0, "z"), (0.1, "z"), (0.1, "30*tanh(z/30)")])
-def test_odd_rows_as_in_aten(device, row, target, smoothing, logits):
-    odd_row_as_in_aten(device, row, target, smoothing, logits, times=256)
+class OnGpu:
+    """A tensor's dtype and device, without the device."""
+
+    is_cuda = True
+    device = torch.device("cuda", 0)
+
+    def __init__(self, dtype):
+        self.dtype = dtype
 
 
-def odd_row_as_in_aten(device, row, target, smoothing, logits, times):
-    """``times`` classes have each logit of the row."""
-    index = isinstance(target, int)
-    kind = "indices" if index else target
-    inputs = problem(device, n=1, v=37 * times, target=kind, lse_scaled=True)
-    if index:
-        inputs.target[0] = target * times
-    row_of_logits = torch.tensor([ODD_ROWS[row]], device=device).repeat_interleave(times, 1)
-    inputs = inputs._replace(logits=row_of_logits)
-    spec = Spec(
-        gradients=GRADIENTS,
-        lse=True,
-        target=kind,
-        label_smoothing=0.0 if target == "none" else smoothing,
-        transform=expression.parse(logits),
-    )
-    ours, want = triton_chunked.run(inputs, spec, 1), aten_chunked.run(inputs, spec, 1)
-    torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5, equal_nan=True)
+@pytest.mark.parametrize(
+    ("dtype", "card", "mixed"),
+    [
+        (torch.bfloat16, H200, True),
+        (torch.bfloat16, A100, True),
+        (torch.bfloat16, T4, False),  # PyTorch refuses
+        (torch.float16, T4, True),
+        (torch.float32, T4, True),
+    ],
+)
+def test_which_gemms_add_to_f32(gpus, dtype, card, mixed):
+    """All classes are multiplied at once where they can be added to an f32 result."""
+    gpus.have(card)
+    assert at_once(OnGpu(dtype)) == mixed
+    assert at_once(torch.empty(1, dtype=dtype)) == (dtype == torch.float32)
 
 
-def test_same_bits_every_time(device):
-    inputs = problem(device, torch.bfloat16, weighted=True, row_scaled=True, lse_scaled=True)
-    spec = Spec(gradients=GRADIENTS, label_smoothing=0.1, lse=True)
-    first, second = (triton_chunked.run(inputs, spec, rows=3) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first[:5], second[:5], strict=True))
+def at_once(x) -> bool:
+    return len(list(chunked.class_tiles(x, 128256))) == 1
+
+
+def test_fp16_sums_and_f32_results_exclude_each_other(gpus):
+    gpus.have(H200)
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_fp16_accumulation = matmul.allow_fp16_accumulation, True
+    try:
+        assert not at_once(OnGpu(torch.float16))
+    finally:
+        matmul.allow_fp16_accumulation = before
+    assert at_once(OnGpu(torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("library", "mixed"), [("Cublas", True), ("Cublaslt", True), ("Ck", False)]
+)
+def test_hip_adds_to_f32(gpus, monkeypatch, library, mixed):
+    gpus.have(MI300, hip="7.0")
+    backend = getattr(torch._C._BlasBackend, library)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: backend)
+    assert at_once(OnGpu(torch.bfloat16)) == mixed
 
 
 # ---------------------------------------------------------------- tanh, loading
@@ -347,7 +383,7 @@ def apply(x, out, N, BLOCK: tl.constexpr):
 def test_tanh(device):
     head = "import triton\nimport triton.language as tl\n\n\n"
     source = head + with_callees(["tanh"])[0] + APPLY_TANH
-    apply = triton_chunked.load(Kernel("apply", source))
+    apply = chunked.load(Kernel("apply", source))
     positive = torch.cat([torch.logspace(-30, 2, 2000), torch.linspace(0, 12, 2000)])
     x = torch.cat([positive, -positive, torch.tensor([torch.inf, -torch.inf, torch.nan])])
     x = x.to(device)
@@ -361,8 +397,8 @@ def test_tanh(device):
 
 
 def test_source_is_a_file(device):
-    kernel = render.row(Spec(), weighted=False)
-    function = triton_chunked.load(kernel)
+    kernel = render.reductions(Reductions(("lse",)))
+    function = chunked.load(kernel)
     with open(function.fn.__code__.co_filename) as file:
         assert file.read().strip() == kernel.source.strip()
-    assert triton_chunked.load(render.row(Spec(), weighted=False)) is function
+    assert chunked.load(render.reductions(Reductions(("lse",)))) is function

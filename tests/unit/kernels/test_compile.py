@@ -1,6 +1,6 @@
-"""Generated kernels taken to machine code for GPUs that need not be there, and what they take.
+"""Kernels taken to machine code for GPUs that need not be there: fingerprints; what is compared.
 
-Read from the compiled kernels and kept in ``compiled_rows.md``, at the default launch options.
+Those of reductions are in ``test_compile_reductions.py``.
 """
 
 import re
@@ -10,106 +10,11 @@ import pytest
 import torch
 
 from fxpass.kernels import fingerprint
-from fxpass.kernels.render import row
-from fxpass.kernels.row_config import row_candidates, row_options
-from fxpass.spec.spec import Spec
+from fxpass.kernels.call import Candidate
+from fxpass.kernels.render import reductions
+from fxpass.spec.reductions import Reductions
 from tests.support.compiled import TARGETS, Resources, Unit, _read, _write, compare, resources
-
-GOLDEN = Path(__file__).parent / "compiled_rows.md"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TYPES = {
-    "target": "*i64",
-    "class_weight": "*fp32",
-    "row_scale": "*fp32",
-    "lse_scale": "*fp32",
-    "loss": "*fp32",
-    "lse": "*fp32",
-    "stride": "i32",
-    "target_stride": "i32",
-    "V": "i32",
-}
-ALIGNED = ("logits", "class_weight", "stride", "target_stride", "V")
-CLASSES, FEW_CLASSES, ODD_CLASSES = 128256, 4096, 50257
-SOME_CLASSES = 16032  # one block may have a whole row
-
-PLAIN = "gradients=x"
-SOFTCAP = "transform=30*tanh(z/30) gradients=x"
-EVERYTHING = f"ignore_index=-1 label_smoothing=0.1 {SOFTCAP}"
-PROBABILITIES = "target=probabilities label_smoothing=0.1 gradients=x"
-SHARD = f"label_smoothing=0.1 gradients=x shard_of={CLASSES}"
-# label: spec, class weights, scales of loss and lse, classes, dtypes of the logits
-KERNELS = {
-    "forward": ("", False, (), CLASSES, ("bf16",)),
-    "plain": (PLAIN, False, (), CLASSES, ("bf16", "fp16", "fp32")),
-    "plain, whole rows": (PLAIN, False, (), FEW_CLASSES, ("bf16", "fp32")),
-    "plain, odd classes": (PLAIN, False, (), ODD_CLASSES, ("bf16",)),
-    "soft-cap": (SOFTCAP, False, (), CLASSES, ("bf16", "fp32")),
-    "plain, some classes": (PLAIN, False, (), SOME_CLASSES, ("bf16",)),
-    "soft-cap, some classes": (SOFTCAP, False, (), SOME_CLASSES, ("bf16",)),
-    "probabilities, some classes": (PROBABILITIES, True, (), SOME_CLASSES, ("bf16",)),
-    "everything, some classes": (EVERYTHING, True, (True,), SOME_CLASSES, ("fp16",)),
-    "everything": (EVERYTHING, True, (True,), CLASSES, ("fp16", "fp32")),
-    "everything, whole rows": (EVERYTHING, True, (True,), FEW_CLASSES, ("bf16",)),
-    "probabilities": (PROBABILITIES, True, (), CLASSES, ("bf16",)),
-    "probabilities, whole rows": (PROBABILITIES, True, (), FEW_CLASSES, ("bf16",)),
-    "loss and lse": ("lse=true", False, (), CLASSES, ("bf16",)),
-    "backward of both": (f"label_smoothing=0.1 {SOFTCAP}", True, (True, True), CLASSES, ("fp16",)),
-    "shard": (SHARD, True, (True, True), SOME_CLASSES, ("bf16",)),
-    "no target": (f"target=none {PLAIN}", False, (), CLASSES, ("bf16",)),
-    "backward of no target": (f"target=none {SOFTCAP}", False, (True,), CLASSES, ("fp16",)),
-}
-
-
-def unit(words, weighted, scales, classes, dtype, options=None):
-    """One launch of the kernel of a spec."""
-    options = options or row_options(classes, DTYPES[dtype])
-    spec = Spec.parse(f"{Spec(reduction='sum').text()} {words}".strip())
-    names = (*scales, *[False] * (2 - len(scales)))
-    whole_row, padded = options["BLOCK_V"] >= classes, classes % 16 != 0
-    kernel = row(spec, weighted, *names, whole_row, padded)
-    target = "*u8" if dtype == "fp32" and words == PLAIN else TYPES["target"]
-    if spec.target == "probabilities":
-        target = f"*{dtype}"
-    return Unit(
-        kernel.source,
-        kernel.name,
-        {**TYPES, "logits": f"*{dtype}", "target": target},
-        {"BLOCK_V": options["BLOCK_V"]},
-        {"num_warps": options["num_warps"]},
-        tuple(name for name in ALIGNED if name != "V" or not padded),
-    )
-
-
-def units(target):
-    """One for each row of the table."""
-    out = {
-        f"{label}, {dtype}": unit(*kernel, dtype)
-        for label, (*kernel, dtypes) in KERNELS.items()
-        for dtype in dtypes
-    }
-    for label in ALL_CANDIDATES if target not in LIKE_SM_80 else ():
-        words, *others, classes, (dtype, *_) = KERNELS[label]
-        spec = Spec.parse(f"{Spec().text()} {words}")
-        candidates = row_candidates(classes, DTYPES[dtype], target, spec)
-        for options in candidates[1:]:
-            size = f"{options['BLOCK_V']} by {options['num_warps']} warps"
-            out[f"{label}, {dtype}, {size}"] = unit(words, *others, classes, dtype, options)
-    return out
-
-
-# The kernels whose every candidate is compiled: those with the most values for each logit.
-ALL_CANDIDATES = (
-    *("everything", "probabilities", "shard"),
-    *(f"{label}, some classes" for label in ("plain", "soft-cap", "probabilities", "everything")),
-)
-# Targets with the registers of sm_80, where the candidates are not compiled once more.
-LIKE_SM_80 = ("sm_86", "sm_89")
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_row_kernels(target):
-    compare(GOLDEN, target, resources(units(target), target))
-
+from tests.unit.kernels.test_compile_reductions import GOLDEN, unit
 
 # ---------------------------------------------------------------- fingerprints
 
@@ -168,8 +73,9 @@ def test_fingerprints_compile_and_nothing_spills(target, monkeypatch):
 
 def test_a_spill_is_found():
     """A hundred and more values in each of 32 threads, all of which are needed to the end."""
-    large = unit(PLAIN, False, (), 8192, "fp32", {"BLOCK_V": 1 << 13, "num_warps": 1})
-    found = resources({"large": large}, "sm_80")
+    kernel = reductions(Reductions((), gradients=("x",), total=("pick",)), whole_row=True)
+    large = Candidate(kernel, (("BLOCK_V", 1 << 13), ("num_warps", 1)))
+    found = resources({"large": unit(large, "fp32", 1, True)}, "sm_80")
     assert found["large"].spills
     with pytest.raises(AssertionError, match="sm_80 spills"):
         compare(GOLDEN, "sm_80", found)

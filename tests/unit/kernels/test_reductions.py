@@ -6,42 +6,63 @@ Runs on the GPU where there is one, else in Triton's interpreter.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fxpass.kernels import chunked, row_config
 from fxpass.kernels import reductions as kernels
-from fxpass.kernels import row_config
 from fxpass.op import reductions as operator
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reduction_operands import Operands
+from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import INDICES, PRODUCTS, LogitSum, Moment, Output
-from tests.support.numerics import assert_as_accurate
+from tests.support.allocations import Allocations
+from tests.support.numerics import assert_as_accurate, error
 from tests.support.reduction_cases import COMBINATIONS, INF, NAN, OUTPUTS, TRANSFORMS, Case, case
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GIVEN = ("given0", "given1")  # their gradients are ATen's
 WHOLE, BLOCKED = (3, 5, 37), (3, 5, 8200)
 # A combination with each kind of output, but few of each: the interpreter needs a second for all.
-SOME = [
-    *("lse", "pick", "at", "amax", "peak", "max"),
+# The gradient of maxima is computed in chunks of rows, that of others in slices of classes.
+IN_SLICES = [
+    *("lse", "pick", "at"),
     *(Moment(1, 1), Moment(2, 2, 1), Moment(0, 2, 0), Moment(0, 1), Moment(1, 0, 1)),
     *(LogitSum(), LogitSum(0), *INDICES),
 ]
+SOME = [*IN_SLICES, "amax", "peak", "max"]
+BOTH = pytest.mark.parametrize("outputs", [SOME, IN_SLICES], ids=["chunks", "slices"])
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 
 
 @pytest.fixture(params=[2], ids=lambda rows: f"chunks of {rows}")
 def triton(request, device, monkeypatch):
-    """The operator runs the kernels, in chunks; new tensors are on their device."""
-    plan = Plan("triton", "chunked", rows=request.param, classes=1)
-    monkeypatch.setattr(operator, "plan_of_reductions", lambda *_: plan)
+    """The operator runs the kernels, in chunks or slices; new tensors are on their device."""
+
+    def plan(n, d, v, *others):
+        # several slices; of those with several blocks, the last one has less than one
+        return Plan("triton", "tiled", rows=request.param, classes=16 if v < 8192 else 8192)
+
+    monkeypatch.setattr(operator, "plan", plan)
     with device:
         yield device
+
+
+@pytest.fixture
+def f32_in_chunks(triton, monkeypatch):
+    """As it is planned: backward computes the logits of forward again, to the last bit."""
+    sliced = operator.plan
+
+    def plan(n, d, v, dtype, *others):
+        found = sliced(n, d, v, dtype, *others)
+        return found._replace(strategy="chunked") if dtype == torch.float32 else found
+
+    monkeypatch.setattr(operator, "plan", plan)
 
 
 def check(found: Case, dtype: torch.dtype) -> None:
@@ -66,10 +87,11 @@ def check(found: Case, dtype: torch.dtype) -> None:
         pytest.param("0.5-0.5*z", BLOCKED, marks=pytest.mark.full),
     ],
 )
-def test_all_kinds_of_outputs(transform, shape, dtype):
+@BOTH
+def test_all_kinds_of_outputs(outputs, transform, shape, dtype):
     full = transform != "z"
     bias = compute_dtype(dtype) if full else dtype
-    check(case(SOME, dtype, transform, bias, full, full, shape, frozen=GIVEN), dtype)
+    check(case(outputs, dtype, transform, bias, full, full, shape, frozen=GIVEN), dtype)
 
 
 @pytest.mark.usefixtures("triton")
@@ -80,7 +102,7 @@ def test_combinations(name, shape):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("triton")
+@pytest.mark.usefixtures("triton", "f32_in_chunks")
 @pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
 @pytest.mark.parametrize("i", range(len(OUTPUTS)), ids=lambda i: str(OUTPUTS[i]))
 def test_each_output(i, shape):
@@ -95,10 +117,15 @@ def test_each_output(i, shape):
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
-def test_everything(shape, dtype):
+@pytest.mark.parametrize("sliced", [False, True])
+def test_everything(sliced, shape, dtype):
+    outputs = [
+        output
+        for output in COMBINATIONS["everything"]
+        if not sliced or output not in ("max", "amax", "peak")
+    ]
     for transform in TRANSFORMS:
-        found = case(COMBINATIONS["everything"], dtype, transform, shape=shape, frozen=GIVEN)
-        check(found, dtype)
+        check(case(outputs, dtype, transform, shape=shape, frozen=GIVEN), dtype)
 
 
 @pytest.mark.usefixtures("triton")
@@ -106,15 +133,17 @@ def test_everything(shape, dtype):
     ("shape", "many"),
     [((1, 5, 11), False), ((7, 1, 11), True), ((7, 5, 1), True), ((1, 1, 1), False)],
 )
-def test_sizes(shape, many):
-    found = case(SOME, bias=torch.float32, scaled=True, many=many, shape=shape, frozen=GIVEN)
+@BOTH
+def test_sizes(outputs, shape, many):
+    found = case(outputs, bias=torch.float32, scaled=True, many=many, shape=shape, frozen=GIVEN)
     check(found, torch.float32)
 
 
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("shape", [(0, 5, 11), (0, 5, 8200)])
-def test_no_rows(shape):
-    found = case(SOME, bias=torch.float32, scaled=True, shape=shape, frozen=GIVEN)
+@BOTH
+def test_no_rows(outputs, shape):
+    found = case(outputs, bias=torch.float32, scaled=True, shape=shape, frozen=GIVEN)
     tensors = [t.requires_grad_() for t in found.tensors.values()]
     rows, indices, *_ = found.run(tensors)
     assert rows.shape == (len(found.spec.rows), 0)
@@ -138,15 +167,17 @@ def test_a_class_that_is_picked_twice(picks):
 
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("frozen", [("x",), ("weight", "scale"), ("x", "weight", "bias")])
-def test_frozen_operands(frozen):
-    found = case(SOME, bias=torch.float32, scaled=True, frozen=(*frozen, *GIVEN))
+@BOTH
+def test_frozen_operands(outputs, frozen):
+    found = case(outputs, bias=torch.float32, scaled=True, frozen=(*frozen, *GIVEN))
     check(found, torch.float32)
 
 
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("dtype", [torch.float16])
-def test_non_contiguous_operands(dtype):
-    found = case(SOME, dtype, bias=dtype, scaled=True, many=True, frozen=GIVEN)
+@BOTH
+def test_non_contiguous_operands(outputs, dtype):
+    found = case(outputs, dtype, bias=dtype, scaled=True, many=True, frozen=GIVEN)
     for name, tensor in found.tensors.items():
         strided = tensor.repeat_interleave(2, dim=-1)[..., ::2]
         found.tensors[name] = tensor.T.contiguous().T if name == "x" else strided
@@ -161,8 +192,9 @@ def test_one_chunk(triton):
 
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
-def test_nothing_is_written_to_operands_and_the_bits_are_the_same(shape):
-    found = case(SOME, torch.bfloat16, "3*tanh(z/3)", torch.bfloat16, True, True, shape)
+@BOTH
+def test_nothing_is_written_to_operands_and_the_bits_are_the_same(outputs, shape):
+    found = case(outputs, torch.bfloat16, "3*tanh(z/3)", torch.bfloat16, True, True, shape)
     found = found._replace(frozen=GIVEN)
     spec = dataclasses.replace(found.spec, gradients=("x", "weight", "bias", "scale"))
     found = found._replace(spec=spec)
@@ -175,6 +207,111 @@ def test_nothing_is_written_to_operands_and_the_bits_are_the_same(shape):
         answers.append([rows.detach(), indices, *(t.grad for t in leaves[:4])])
     assert all(map(torch.equal, *answers))
     assert all(map(torch.equal, found.tensors.values(), before))
+
+
+# ---------------------------------------------------------------- given logits
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda z: z,
+    "padded": lambda z: F.pad(z, (3, 4))[:, 3:-4],
+    "transposed": lambda z: z.t().contiguous().t(),
+}
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize(
+    ("dtype", "wide", "shape", "layout"),
+    [
+        (torch.bfloat16, False, WHOLE, "contiguous"),
+        (torch.float32, False, BLOCKED, "padded"),
+        (torch.float16, True, WHOLE, "transposed"),
+        (torch.bfloat16, True, BLOCKED, "contiguous"),
+        (torch.float32, False, WHOLE, "padded"),
+    ],
+)
+@BOTH
+def test_given_logits(outputs, dtype, wide, shape, layout):
+    """They include the bias, and may be f32 where the operands are not; they are not written to."""
+    bias = torch.float32 if wide else dtype
+    found = case(outputs, dtype, bias=bias, scaled=True, many=True, shape=shape, frozen=GIVEN)
+
+    def fused(*tensors: Tensor) -> Tensor:
+        x, w, b, *others = operands_of(found, tensors)
+        with torch.no_grad():
+            z = F.linear(x, w) + b if wide else F.linear(x, w, b)
+        z = LAYOUTS[layout](z)
+        seen.append((z, z.clone()))
+        return operator.class_reductions(x, w, b, *others[:3], None, z, found.spec.text())[0]
+
+    seen: list[tuple[Tensor, Tensor]] = []
+    tensors = list(found.tensors.values())
+    upstream = torch.randn(found.eager(*tensors).shape)
+    assert_as_accurate(fused, found.eager, tensors, dtype, upstream)
+    assert all(torch.equal(*one) for one in seen)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("layout", ["contiguous", "padded"])
+@pytest.mark.parametrize("total", [False, True])
+def test_given_logits_that_are_only_read_take_no_memory(total, layout):
+    found = case(["pick"], shape=(40, 5, 1000), frozen=("x", "weight"))
+    x, w = found.tensors.values()
+    z = LAYOUTS[layout](x @ w.T)
+    some = {"outputs": (), "total": ("pick",)} if total else {}
+    spec = dataclasses.replace(found.spec, gradients=(), **some)
+    coef = torch.ones(1, 40) if total else None
+    before = z.clone()
+    with torch.no_grad(), Allocations() as allocated:
+        out = operator.class_reductions(x, w, None, None, found.picks, [], coef, z, spec.text())
+    assert allocated.peak([*out]) < 1000
+    assert torch.equal(z, before)
+    assert found.picks is not None
+    want = before.log_softmax(1).gather(1, found.picks.unsqueeze(1)).squeeze(1)
+    got = out[TOTAL] if total else out[0][0]
+    torch.testing.assert_close(got, want.sum() if total else want)
+
+
+# ---------------------------------------------------------------- slices
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.usefixtures("triton")
+def test_gradients_are_rounded_once_however_many_slices_there_are(dtype, monkeypatch):
+    """To the dtypes of the weight and of the bias; the others are sums."""
+    monkeypatch.setattr(chunked, "_F32_BYTES", 4 * 16 * 20)  # several passes behind an f32 result
+    found = case(IN_SLICES, dtype, bias=dtype, scaled=True, shape=(24, 16, 90), frozen=GIVEN)
+    operands = operands_of(found, list(found.tensors.values()))
+    answers = []
+    for classes in (16, 90, 1 << 20):
+        plan = Plan("triton", "tiled", rows=100, classes=classes)
+        out, _ = kernels.forward(operands, found.spec, plan)
+        answers.append(kernels.backward(operands, found.spec, plan, out, torch.ones_like(out.rows)))
+    many, one, more = answers
+    assert all(torch.equal(one[name], more[name]) for name in one)
+    assert {name: grad.dtype for name, grad in many.items()} == {
+        **{"x": torch.float32, "weight": dtype, "bias": dtype, "scale": torch.float32}
+    }
+    for name in ("weight", "bias"):
+        assert error(many[name], one[name]) < (1e-6 if dtype == torch.float32 else 1e-4)
+    # in f32 the order of a sum hardly shows behind one rounding; six roundings are off by 2e-3
+    for name in ("x", "scale"):
+        assert error(many[name], one[name]) < 2e-4
+
+
+@pytest.mark.parametrize(("v", "added"), [(37, [False]), (200, [False, True, True])])
+@pytest.mark.usefixtures("triton")
+def test_the_first_slice_overwrites_the_gradient_of_x(v, added, monkeypatch):
+    """An addmm of one row may read an f32 sum as 16 bits; all its classes are one slice."""
+    adds, product = [], chunked.product
+    monkeypatch.setattr(
+        chunked, "product", lambda *args, add: (adds.append(add), product(*args, add))[1]
+    )
+    found = case(["pick"], torch.float32, shape=(1, 8, v), frozen=("weight",))
+    operands = operands_of(found, list(found.tensors.values()))
+    plan = Plan("triton", "tiled", rows=100, classes=80)
+    out, _ = kernels.forward(operands, found.spec, plan)
+    kernels.backward(operands, found.spec, plan, out, torch.ones(1, 1))
+    assert adds == added
 
 
 # ---------------------------------------------------------------- totals
@@ -198,7 +335,8 @@ def check_total(found: Case, dtype: torch.dtype, outputs: tuple[Output, ...] = (
     rows = found.eager(*found.tensors.values())
     coef = torch.randn(rows.shape)
     coef[:, 1] = 0
-    coef[0, 2] = 0
+    if len(coef) > 1:
+        coef[0, 2] = 0
 
     def fused(*tensors: Tensor) -> Tensor:
         x, weight, bias, scale, picks, given, *_ = operands_of(found, tensors)
@@ -234,6 +372,31 @@ def operands_of(found: Case, tensors: Sequence[Tensor]) -> Operands:
 @pytest.mark.parametrize("name", TOTALS)
 def test_a_total_and_its_gradients_in_one_launch(name, shape, dtype):
     check_total(case(TOTALS[name], dtype, shape=shape, frozen=GIVEN), dtype)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("name", ["a policy's loss", "soft targets"])
+def test_a_total_without_gradients(name, given, shape, dtype):
+    """Of the same bits, with logits that exist too."""
+    found = case(TOTALS[name], dtype, shape=shape, frozen=GIVEN)
+    operands = operands_of(found, list(found.tensors.values()))
+    coef = torch.randn(found.eager(*found.tensors.values()).shape)
+    logits = operands.x @ operands.weight.T if given else None
+    operands = operands._replace(coef=coef, logits=logits)
+    outputs, plan = ("argmax", "lse"), Plan("triton", "chunked", rows=2, classes=1)
+    spec = dataclasses.replace(found.spec, outputs=outputs, total=found.spec.outputs)
+    answers = []
+    for gradients in (("x",), ()):
+        some = dataclasses.replace(spec, gradients=gradients)
+        out, grads = kernels.forward(operands, some, plan)
+        assert grads.keys() == set(gradients)
+        answers.append(out)
+    assert torch.equal(answers[0].rows, answers[1].rows)
+    assert torch.equal(answers[0].indices, answers[1].indices)
+    torch.testing.assert_close(answers[0].total, answers[1].total, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("triton")
@@ -380,6 +543,17 @@ def test_huge_logits(shape, dtype):
     check(case(SOME, dtype, bias=dtype, size=1e4, shape=shape, frozen=GIVEN), dtype)
 
 
+@SHAPES
+@pytest.mark.usefixtures("triton")
+def test_huge_logits_that_differ_by_ones(shape):
+    """A softmax from an lse in f32 alone would be off by half of f32's spacing, 1e-3 here. (Logits
+    of a slice are not to the last bit what they are in forward, so that all are from the bias.)"""
+    found = case(["pick", "lse", Moment(1, 1)], bias=torch.float32, shape=shape, frozen=GIVEN)
+    found.tensors["x"].mul_(2.0**-20)
+    found.tensors["bias"].add_(3e4)
+    check(found, torch.float32)
+
+
 # ---------------------------------------------------------------- fp16
 
 
@@ -387,12 +561,14 @@ def test_huge_logits(shape, dtype):
 @pytest.mark.parametrize(
     ("name", "exponent"), [("a policy's loss", -60), ("a policy's loss", 40), ("smoothing", 40)]
 )
-def test_gradients_of_any_magnitude(name, exponent):
-    """Stored in fp16, whose range is small; powers of two change no bits."""
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_gradients_of_any_magnitude(strategy, name, exponent):
+    """Of logits in fp16, whose range is small; powers of two change no bits. (Slices return
+    gradients of the weight in fp16.)"""
     found = case(COMBINATIONS[name], torch.float16, scaled=True, shape=(5, 5, 300), frozen=GIVEN)
     tensors = list(found.tensors.values())
     incoming = torch.randn(found.eager(*tensors).shape)
-    operands, plan = operands_of(found, tensors), Plan("triton", "chunked", rows=2, classes=1)
+    operands, plan = operands_of(found, tensors), Plan("triton", strategy, rows=2, classes=256)
     out, _ = kernels.forward(operands, found.spec, plan)
     gradients = tuple(name for name in found.spec.gradients if name in PRODUCTS)
     spec = dataclasses.replace(found.spec, outputs=(), total=found.spec.rows, gradients=gradients)
@@ -400,7 +576,9 @@ def test_gradients_of_any_magnitude(name, exponent):
     for power in (0, exponent):
         scaled = incoming * 2.0**power
         grads = kernels.backward(operands, found.spec, plan, out, scaled)
-        answers.append({name: grad * 2.0**-power for name, grad in grads.items()})
+        wide = {name: grad for name, grad in grads.items() if grad.dtype == torch.float32}
+        assert ("weight" in wide) == (strategy == "chunked")
+        answers.append({name: grad * 2.0**-power for name, grad in wide.items()})
         of_total, grads = kernels.forward(operands._replace(coef=scaled), spec, plan)
         totals.append({name: grad * 2.0**-power for name, grad in grads.items()})
         totals[-1]["total"] = of_total.total * 2.0**-power
@@ -439,5 +617,5 @@ def test_a_row_that_is_heavy_is_not_kept_in_registers():
         ([Moment(0, 1, 1)], "z", False, False),
     ):
         spec = case(outputs, transform=transform, scaled=scaled, frozen=GIVEN).spec
-        found = row_config.reduction_candidates(16032, torch.bfloat16, "sm_90", spec)
+        found = row_config.row_candidates(16032, torch.bfloat16, "sm_90", spec)
         assert any(one["BLOCK_V"] >= 16032 for one in found) == whole

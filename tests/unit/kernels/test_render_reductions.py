@@ -7,7 +7,7 @@ import re
 import pytest
 from expecttest import assert_expected_inline
 
-from fxpass.kernels.render_reductions import gradient_factor, reductions
+from fxpass.kernels.render import gradient_factor, reductions
 from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.golden import without_hash
 
@@ -84,7 +84,7 @@ def class_reductions_<hash>(
     inverse = 1.0 / s10
     m11 = inverse * (-log_s * s10 + s11)
 
-    # the logits become their gradient; fp16 would lose what is below 6e-8, hence the factor
+    # the gradient of the logits; fp16 would lose what is below 6e-8, hence the factor
     d_m11 = 1024.0 * tl.load(incoming + 0 * N + row)
     d_pick = 1024.0 * tl.load(incoming + 1 * N + row)
     of_total = tl.where(d_m11 == 0.0, 0.0, d_m11 * m11)
@@ -118,9 +118,9 @@ def test_backward_of_log_probabilities():
     of_row = tl.load(lse + row)
     rounding = tl.load(rest + row)
 
-    # the logits become their gradient; fp16 would lose what is below 6e-8, hence the factor
+    # the gradient of the logits; fp16 would lose what is below 6e-8, hence the factor
     d_pick = 1024.0 * tl.load(incoming + 0 * N + row)
-    c = tl.load(picks + row).to(tl.int32)
+    c = tl.load(picks + row).to(tl.int32) - slice_start
     c10 = -d_pick
     for start in range(0, V, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
@@ -173,7 +173,7 @@ EVERYTHING = (
     "outputs=amax;argmax;at;logits(0);lse;max;moment(0,2,1);moment(1,2);peak;pick "
     "transform=30*tanh(z/30) gradients=x,scale"
 )
-PRESENT = {"biased": True, "scaled": True, "several": True, "given": (False, True), "padded": True}
+PRESENT = {"biased": True, "scaled": True, "several": True, "given": (False, True), "ragged": True}
 
 
 def parameters(text: str) -> list[str]:
@@ -194,6 +194,43 @@ def test_the_operands_of_everything():
         *(*rows, "incoming", "scale_grad"),
         *sizes,
     ]
+    several = {"several": True, "ragged": True}
+    assert parameters(source("outputs=pick gradients=x", forward=False, **several)) == [
+        *("logits", "picks", "lse", "rest", "incoming"),
+        *("stride", "N", "V", "slice_start", "K", "PICKS", "BLOCK_V"),
+    ]
+    assert parameters(source("gradients=x total=pick", apart=True))[:3] == [
+        *("logits", "gradient", "picks")
+    ]
+
+
+def test_a_total_without_gradients():
+    text = body("total=pick")
+    assert "tl.store(total + row, of_total)" in text
+    assert "1024" not in text
+    assert text.count("for start in") == 1
+
+
+def test_logits_that_are_given_are_only_read():
+    """Nor is what lies behind them."""
+    for forward in (True, False):
+        text = source("outputs=pick gradients=x", forward, apart=True, ragged=True)
+        assert "tl.store(logits" not in text
+        assert ("tl.store(gradient + cols, g, mask=inside)" in text) == (not forward)
+        assert "padded" not in text
+        assert "padded" in source("outputs=pick gradients=x", forward, ragged=True)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_a_launch_does_not_depend_on(ragged, apart):
+    """The last slice of the classes may have any number of them, and the first one starts at 0."""
+    options = {"ragged": ragged, "apart": apart}
+    text = source("outputs=pick gradients=x", False, **options)
+    assert ('do_not_specialize=["N", "slice_start", "V"]' in text) == ragged
+    assert ('do_not_specialize=["N", "slice_start"]' in text) == (not ragged)
+    assert 'do_not_specialize=["N"]' in source("outputs=pick gradients=x", **options)
+    assert 'do_not_specialize=["N"]' in source("outputs=max gradients=x", False, **options)
 
 
 def test_what_is_not_asked_for_leaves_no_text():

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from fxpass.op.losses import linear_cross_entropy
 from fxpass.spec.spec import Spec
 from tests.support.numerics import assert_as_accurate, loss_and_gradients
+from tests.support.targets import centred
 
 N, D, V = 6, 8, 11
 
@@ -52,13 +53,6 @@ def test_what_is_finite_is_what_is_in_eager(implementation, device, strategy, ca
         assert torch.equal(a.isfinite(), b.isfinite())
         if case == "ignored":
             assert not a.any()
-
-
-def centred(n, v):
-    """Targets ``[n, v]`` whose rows sum to exactly 0."""
-    target = torch.zeros(n, v)
-    target[:, 1], target[:, -2] = 0.5, -0.5
-    return target
 
 
 CANCELLING = torch.eye(V)[1] - torch.eye(V)[2]  # class weights

@@ -38,7 +38,7 @@ REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
 def strategy(request, monkeypatch) -> str:
     """What :func:`programs` runs: chunks of 3 rows, or tiles of 3 rows and 4 classes."""
     plan = Plan("aten", request.param, 3, 4, "a test", block=2)
-    monkeypatch.setattr(reductions, "plan_of_reductions", lambda *_: plan)
+    monkeypatch.setattr(reductions, "plan", lambda *_: plan)
     monkeypatch.setitem(globals(), "STRATEGY", request.param)
     return request.param
 

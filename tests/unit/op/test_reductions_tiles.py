@@ -13,7 +13,7 @@ from fxpass.op.reductions import class_reductions
 from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reduction_operands import Operands
+from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import INDICES, OF_LARGEST, LogitSum, Moment, Output, Reductions
 from tests.support.reduction_cases import (
     COMBINATIONS,

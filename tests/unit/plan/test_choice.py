@@ -142,12 +142,12 @@ def test_text():
     evaluation = choose(2048, 512, 32000, F32, CPU, Spec(), "auto")
     expecttest.assert_expected_inline(
         str(evaluation),
-        """strategy: chunked, 352 rows at a time: 44 MiB of scratch; there are no gradients""",
+        """strategy: chunked, 2048 rows and 2000 classes at a time: 16 MiB of scratch; there are no gradients""",
     )
     shard = choose(512, 512, 4000, F32, CPU, SHARD, "auto")
     expecttest.assert_expected_inline(
         str(shard),
-        """strategy: chunked, 512 rows at a time: 17 MiB of scratch; a shard's logits are saved for backward""",
+        """strategy: chunked, 512 rows and 4000 classes at a time: 16 MiB of scratch; a shard's logits are saved for backward""",
     )
 
 

@@ -10,17 +10,9 @@ import pytest
 import torch
 
 from fxpass.plan import devices
+from fxpass.plan import plan as plans
 from fxpass.plan.devices import implementation_for
-from fxpass.plan.plan import (
-    BLOCK,
-    CPU_BUDGET,
-    GPU_BUDGET,
-    MIB,
-    budget,
-    plan,
-    plan_of_reductions,
-    size,
-)
+from fxpass.plan.plan import BLOCK, CPU_BUDGET, GPU_BUDGET, MIB, budget, size
 from fxpass.spec import expression
 from fxpass.spec.reductions import REVISION, Reductions
 from fxpass.spec.spec import Spec
@@ -31,6 +23,12 @@ F16 = torch.float16
 SOFTCAP = expression.parse("30*tanh(z/30)")
 
 # ---------------------------------------------------------------- implementations
+
+
+def plan(n, d, v, dtype, device, spec, logits_exist=False):
+    """The plan of the run that computes the gradients of a loss, or of forward without any."""
+    run = spec.reductions(), False, bool(spec.gradients)
+    return plans.plan(n, d, v, dtype, device, *run, logits_exist)
 
 
 def test_the_cpu_runs_aten_and_says_in_which_dtype():
@@ -69,7 +67,7 @@ def test_the_device_of_the_tests(device):
     for dtype in (BF16, F16, F32):
         assert implementation_for(device, dtype)[0] == implementation
     got = plan(256, 64, 1000, BF16, device, Spec())
-    assert (got.implementation, got.strategy, got.rows) == (implementation, "chunked", 256)
+    assert (got.implementation, got.rows) == (implementation, 256)
 
 
 # ---------------------------------------------------------------- budgets
@@ -232,7 +230,7 @@ def test_the_implementation_of_reductions_on_a_gpu(text, dtype, implementation, 
     """Both passes have the same one."""
     for backward in (False, True):
         spec = Reductions.parse(text)
-        got = plan_of_reductions(4096, 4096, 32000, dtype, CUDA, spec, False, backward)
+        got = plans.plan(4096, 4096, 32000, dtype, CUDA, spec, False, backward)
         assert (got.implementation, got.strategy) == (implementation, strategies[backward])
         assert got.scratch <= 1024 * MIB
 

@@ -1,0 +1,100 @@
+"""Incoming gradients of any magnitude, of logits that are stored in fp16.
+
+Runs on the GPU where there is one, else in Triton's interpreter. See also
+``test_reductions.py::test_gradients_of_any_magnitude``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpass.kernels import reductions as kernels
+from fxpass.kernels.scaling import scale_incoming
+from fxpass.plan.plan import Plan
+from fxpass.spec.operands import Operands
+from fxpass.spec.reductions import Moment, Reductions
+from tests.support.numerics import error
+
+PLANS = {
+    "chunks": Plan("triton", "chunked", rows=1000, classes=1000),
+    "slices": Plan("triton", "tiled", rows=1000, classes=16),
+}
+BOTH = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+PICK = Reductions(("pick",), gradients=("x", "weight", "bias"))
+
+
+def operands(n: int = 7, v: int = 37, size: float = 1.0, dtype=torch.float16) -> Operands:
+    x, weight, bias = size * torch.randn(n, 5), torch.randn(v, 5), torch.randn(v)
+    picks = torch.randint(v, (n,))
+    return Operands(x.to(dtype), weight.to(dtype), bias.to(dtype), None, picks, ())
+
+
+def gradients(given: Operands, spec: Reductions, plan: Plan, incoming: Tensor) -> dict[str, Tensor]:
+    out, _ = kernels.forward(given, spec, plan)
+    return kernels.backward(given, spec, plan, out, incoming)
+
+
+@BOTH
+def test_fp16_keeps_small_probabilities(device, plan):
+    """One class takes it all; the others' probabilities, 1e-7, have one bit in fp16."""
+    with device:
+        logits = torch.randn(4, 37).half()
+        logits[:, 0] = 16
+        given = operands(4)._replace(logits=logits, picks=torch.zeros(4, dtype=torch.int64))
+        scale = 2.0**12  # what a gradient scaler multiplies with, as fp16 gradients need
+        grad = gradients(given, PICK, plan, torch.full((1, 4), -scale))["bias"].double() / scale
+    want = logits.double().softmax(1).sum(0)
+    # two roundings, of the logits' gradient and of the bias's: half a unit in fp16's last place each
+    assert ((grad - want)[1:].abs() <= 2**-10 * want[1:]).all()
+
+
+@BOTH
+def test_many_rows_of_one_class_do_not_overflow_fp16(device, plan):
+    """80 gradients of nearly -1, times the gain, are beyond 65504."""
+    with device:
+        given = operands(80, 5, size=0.1)
+        incoming = torch.ones(1, 80)
+        assert given.picks is not None
+        given.picks.zero_()
+        found = gradients(given, PICK, plan, incoming)
+        wide = given._replace(x=given.x.float(), weight=given.weight.float())
+        want = gradients(wide._replace(bias=given.bias), PICK, plan, incoming)  # type: ignore[arg-type]
+    for name, grad in found.items():
+        assert error(grad, want[name]) < 2e-3
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_incoming_gradients_of_zero(device, plan, dtype):
+    with device:
+        found = gradients(operands(dtype=dtype), PICK, plan, torch.zeros(1, 7))
+    assert not any(grad.any() for grad in found.values())
+
+
+@BOTH
+def test_the_dtype_of_new_tensors_does_not_matter(device, plan):
+    spec = Reductions(("pick", Moment(1, 1)), gradients=("x", "weight", "bias"))
+    with device:
+        given, incoming = operands(), torch.randn(2, 7)
+        want = gradients(given, spec, plan, incoming)
+        torch.set_default_dtype(torch.float16)
+        try:
+            found = gradients(given, spec, plan, incoming)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-45, 2.0**-126, 1.0, 1e30, float("inf"), float("nan")])
+def test_the_power(value):
+    """A power of two below the largest gradient, or 1 / 2**126 below all normal numbers."""
+    incoming = torch.tensor([[value, 0.0]])
+    found, power = scale_incoming(operands(2), ["pick"], incoming)
+    assert power is not None
+    assert torch.frexp(power).mantissa == 0.5
+    assert torch.equal(found * power, incoming) or value != value
+    if 2.0**-126 <= value < float("inf"):
+        assert 1 <= found[0, 0] < 2
+    assert scale_incoming(operands(dtype=torch.bfloat16), ["pick"], incoming)[1] is None
