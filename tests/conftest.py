@@ -185,16 +185,6 @@ def h200(gpus):
     gpus.have(H200)
 
 
-@pytest.fixture
-def tf32():
-    """The library may multiply f32 matrices in TF32."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.fp32_precision = before
-
-
 @pytest.fixture(params=["aten", "triton"])
 def implementation(request, device, monkeypatch):
     """Each implementation in turn, on tensors of a device that it runs on (Triton's interpreter: any)."""

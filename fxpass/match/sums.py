@@ -94,15 +94,21 @@ def _is_log(factor: Any) -> bool:
 
 
 def _at_one_hot(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:
-    """The sum of a term with a one-hot factor: the rest at its class; None for another term."""
+    """The sum of a term with a one-hot factor: the rest at its class; None for another term, as
+    exp(hot * z), which is 1 at the other classes."""
     hot = [s for s in symbols_of(term) if s.name.startswith("hot_")]
-    if len(hot) != 1:
+    if len(hot) != 1 or not any(_is_power_of(f, hot[0]) for f in sympy.Mul.make_args(term)):
         return None
     rest = term.subs(hot[0], 1)  # its powers are equal
     rows, rest = rest.as_independent(*_class_symbols(rest), as_Add=False)
     if rest == 1:
         return rows
     return rows * at(flow, node, like, rest, Picked(flow.tensors[hot[0]], None))
+
+
+def _is_power_of(factor: Any, symbol: Symbol) -> bool:
+    root, power = factor.as_base_exp()
+    return root == symbol and power.is_positive is True
 
 
 def _sum_of_logits(flow: Flow, like: Classes, term: Expr) -> Expr | None:

@@ -59,31 +59,6 @@ def target_of(device: torch.device) -> str:
     return f"sm_{gpu.major}{gpu.minor}"
 
 
-def precision(dtype: torch.dtype, target: str) -> str:
-    """``input_precision`` of ``tl.dot`` for f32 operands, by torch's setting for the vendor's
-    GEMMs: ``tf32`` where Triton has it for the target, else ``ieee``. Empty for 16-bit operands."""
-    if dtype != torch.float32:
-        return ""
-    # allow_tf32 raises if the user set the newer fp32_precision
-    wanted = torch.backends.cuda.matmul.fp32_precision == "tf32"
-    nvidia = target.startswith("sm_") and target != "sm_75"
-    return "tf32" if wanted and (nvidia or target == "gfx942") else "ieee"
-
-
-def has_matrix_units(dtype: torch.dtype, target: str) -> bool:
-    """Whether ``tl.dot`` multiplies operands of ``dtype`` with the target's matrix units (tensor
-    cores), as the vendor's GEMMs do or better. Otherwise it is several times slower than they are.
-
-    Triton 3.7 does not use Turing's tensor cores. NVIDIA's multiply f32 only in TF32; AMD's
-    Instinct GPUs (gfx9) have them for any dtype, Radeon GPUs (gfx11 and later) for 16 bits.
-    """
-    if target == "sm_75":
-        return False
-    if dtype != torch.float32 or target.startswith("gfx9"):
-        return True
-    return precision(dtype, target) == "tf32"
-
-
 def multiplied_in(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype in which the ATen implementation multiplies operands of ``dtype``."""
     return cpu.multiplied_in(dtype)[0] if device.type == "cpu" else compute_dtype(dtype)

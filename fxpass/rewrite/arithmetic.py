@@ -94,6 +94,9 @@ class Arithmetic(Builder):
         if expr.is_number:
             number = float(expr)
             return int(number) if expr.is_Integer else number
+        if isinstance(expr, sympy.Mul):
+            # of exp(lse) * exp(-max), the first factor may be infinite and the second 0
+            expr = sympy.powsimp(expr, combine="exp")
         parts = [self._arithmetic(part) for part in expr.args]
         if isinstance(expr, sympy.Add | sympy.Mul):
             name = "add" if isinstance(expr, sympy.Add) else "mul"

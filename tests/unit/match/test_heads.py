@@ -121,6 +121,21 @@ def test_accepted(case):
     check(program, labels, x, weight)
 
 
+@pytest.mark.parametrize("largest", [100, 30000])
+def test_large_logits_minus_their_largest(largest):
+    """Their lse is too large for the exponential, and so is the largest of them."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight) * largest
+        m = z.max(-1, keepdim=True).values.detach()
+        return ((z - m).exp().sum(-1).log() + m.squeeze(-1)).sum()
+
+    x, weight, labels = inputs()
+    (report,) = specs_of(report_of(program, x, weight, labels))
+    assert "outputs=lse;max" in report
+    check(program, labels, x, weight)
+
+
 def test_the_shape_of_the_logits_needs_no_logits():
     def program(x, weight, labels):
         log_probs = F.linear(x, weight).log_softmax(-1)
@@ -157,6 +172,8 @@ REJECTED = {
         lambda z, t: torch.xlogy(z.square(), z.softmax(-1)).sum(-1), "is not a softmax"),
     "the exponential of a class vector": (
         lambda z, t: (z + U).exp().sum(-1).log(), "which is not known"),
+    "the exponential of one-hot logits": (
+        lambda z, t: (z * hot(t)).exp().sum(-1).log(), "which is not known"),
     "a softmax and a small number in a logarithm": (
         lambda z, t: (z.softmax(-1) * (z.softmax(-1) + 1e-9).log()).sum(-1), "is not known"),
     "small differences": (

@@ -35,7 +35,7 @@ CASES = [(2048, 512, 32000), (1024, 1024, 128256), (2048, 768, 50257), (8192, 20
     ],
 )
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_what_is_chosen(n, d, v, dtype, spec, expected, device, h200, tf32):
+def test_what_is_chosen(n, d, v, dtype, spec, expected, device, h200):
     assert choose(n, d, v, dtype, device, spec, "auto").strategy == expected
 
 
