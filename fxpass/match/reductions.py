@@ -93,9 +93,6 @@ def _pick(flow: Flow, node: Node, like: Classes, picked: Picked, keepdim: bool) 
     if picked.count == 1:
         flow.reduce(node, like, rows, keepdim)
         return
-    lse = {base.lse for base in flow.bases}
-    if any(s in flow.tensors or s in lse for s in rows.free_symbols):
-        raise NoMatch(node, f"%{node.name} picks several classes of shifted logits")
     flow.reductions.append(Reduced(node, like, rows, keepdim))
 
 

@@ -194,6 +194,8 @@ def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Exp
     tensors = [s for s in symbols_of(expr) if s in flow.tensors and has_classes(s)]
     if len(logs) != 1 or tensors or not fits(flow, logs[0], like):
         raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
+    if any(not isinstance(f, sympy.exp | sympy.log) for f in expr.atoms(sympy.Function)):
+        raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
     # of z, which is log + lse, the logit itself is picked: it is exact
     logit = Symbol("logit", real=True)
     rows = expr.subs(logs[0].log, logit - logs[0].lse)

@@ -101,6 +101,8 @@ class Arithmetic(Builder):
         if isinstance(expr, sympy.Add | sympy.Mul):
             name = "add" if isinstance(expr, sympy.Add) else "mul"
             parts.sort(key=lambda p: not isinstance(p, Node))
+            if any(isinstance(p, Node) and value(p).dim() == 2 for p in parts):  # [N, K]
+                parts = [self._column(p) for p in parts]
             total = parts[0]
             for part in parts[1:]:
                 total = self.method(name, total, part)
@@ -115,6 +117,11 @@ class Arithmetic(Builder):
         if isinstance(expr, sympy.log):
             return self.method("log", parts[0])
         raise ValueError(f"no tensor function for {expr}")
+
+    def _column(self, part: Any) -> Any:
+        """A row ``[N]`` as ``[N, 1]``, beside K picks of each row."""
+        is_row = isinstance(part, Node) and value(part).dim() == 1
+        return self.method("unsqueeze", part, 1) if is_row else part
 
     def _sum_of_given(self, expr: Any) -> Node:
         """The sum over the classes of an expression of given values."""

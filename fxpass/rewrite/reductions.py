@@ -104,15 +104,19 @@ class _Edit(Arithmetic):
                     p if value(p).dim() == 2 else self.method("unsqueeze", p, 1) for p in picks
                 ]
                 index = self.function(torch.cat, whole, 1)
-            coef = None if call.total is None else self._coefficients(call, call.total, x)
+            coef = None
+            if call.total is not None:
+                of_picks = dict(zip(call.picks, counts, strict=True))
+                coef = self._coefficients(call, call.total, x, of_picks)
             out = self.function(
                 torch.ops.fxpass.class_reductions.default,
                 *(x, weight, bias, scale, index, given, coef, None, call.spec.text()),
             )
             self._unpack(call, out, counts)
 
-    def _coefficients(self, call: Call, total: Total, x: Node) -> Node:
-        """The coefficients of the total's outputs ``[T, N]``, in the order of the spec."""
+    def _coefficients(self, call: Call, total: Total, x: Node, counts: dict[Picked, int]) -> Node:
+        """The coefficients of the total's outputs ``[T, N]``, in the order of the spec; ``counts``
+        are those of picks of a row."""
         zeros = self.method("new_zeros", x, self.size(x, 0), dtype=compute_dtype(self.dtype))
         coefficients = Coefficients(total, self._classes(), self._batch)
         like = [
@@ -140,7 +144,8 @@ class _Edit(Arithmetic):
                 continue
             for pick in call.picks:
                 symbol = self.flow.output(call.base, replace(pick, logit=output == "at"))
-                lines.append(found.get(symbol, zeros))
+                # several picks of a row are beside the total
+                lines += [found.get(symbol, zeros)] * counts[pick]
         return self.function(torch.stack, lines)
 
     def _constant(self, rows: Any, zeros: Node) -> Node:

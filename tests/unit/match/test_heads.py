@@ -136,6 +136,34 @@ def test_large_logits_minus_their_largest(largest):
     check(program, labels, x, weight)
 
 
+def test_several_picks_of_shifted_logits():
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        shifted = z - z.detach().amax(-1, keepdim=True)
+        picks = shifted.gather(-1, torch.stack([labels, labels // 2], -1))
+        return picks.square().sum() + z.logsumexp(-1).sum()
+
+    x, weight, labels = inputs()
+    assert specs_of(report_of(program, x, weight, labels)) == [
+        "r3 outputs=amax gradients=x,weight total=lse",
+        "r3 outputs=at gradients=x,weight",
+    ]
+    check(program, labels, x, weight)
+
+
+def test_several_picks_beside_a_total():
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        both = z.detach().gather(-1, torch.stack([labels, labels // 2], -1))
+        log_probs = z.log_softmax(-1).gather(-1, labels.unsqueeze(-1))
+        return log_probs.mean() + (both > 0).sum()
+
+    x, weight, labels = inputs()
+    (spec,) = specs_of(report_of(program, x, weight, labels))
+    assert spec == "r3 outputs=at gradients=x,weight total=pick"
+    check(program, labels, x, weight)
+
+
 def test_the_shape_of_the_logits_needs_no_logits():
     def program(x, weight, labels):
         log_probs = F.linear(x, weight).log_softmax(-1)
@@ -184,6 +212,9 @@ REJECTED = {
     "a logarithm of logits": (
         lambda z, t: torch.special.entr(z.square()).softmax(-1).square().sum(-1),
         "a logarithm of logits"),
+    "a function of a logit at a class": (
+        lambda z, t: z.log_softmax(-1).sum(-1) + (hot(t) * z.clamp(-2, 2)).sum(-1),
+        "at a class, which is not known"),
     "logits that cancel": (
         lambda z, t: (z - z).softmax(-1).square().sum(-1), "they cancel"),
     "a write without gradients": (
