@@ -53,7 +53,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``input @ linear_weight.T + linear_bias``, classes sharded over ranks.
 
-    The names are those of ``torch.nn.functional.linear_cross_entropy``. The ranks exchange four
+    The names are those of ``torch.nn.functional.linear_cross_entropy``. The ranks exchange three
     numbers per row, and in backward the gradient of ``input``. Under autocast the operands are cast
     to its dtype. It reads the settings ``FUSEDCE_STRATEGY`` and ``FUSEDCE_MEMORY_MB``.
 

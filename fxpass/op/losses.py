@@ -153,20 +153,24 @@ def _reduce(inputs: Inputs, spec: Spec, found: Terms, coef: Tensor | None) -> tu
 # ---------------------------------------------------------------- coefficients
 
 
-def terms(inputs: Inputs, spec: Spec, factor: Tensor | None = None, first: int = 0) -> Terms:
+def terms(
+    inputs: Inputs, spec: Spec, factor: Tensor | None = None, shard: tuple[int, int] | None = None
+) -> Terms:
     """The coefficients of the rows' losses, times ``factor``, and the operands that they need.
 
-    ``first`` is the first class of a vocabulary shard: the terms are those of its classes.
+    ``shard`` has the first class and the number of classes of a vocabulary shard: the terms are
+    those of its classes.
     """
     x, weight, _, target, w, _ = inputs
-    n, count = x.shape[0], weight.shape[0]
+    n = x.shape[0]
+    first, count = shard or (0, weight.shape[0])
     one = x.new_ones((), dtype=compute_dtype(x.dtype))
     one = one if factor is None else factor
     every = spec.outputs(w is not None)
     if target is None:
         return Terms({every[0]: one.expand(n)}, None, [])
     w = None if w is None else w.detach().to(one.dtype)
-    here = slice(first, first + count) if spec.shard_of else slice(None)
+    here = slice(first, first + count) if shard else slice(None)
     given = [] if w is None or len(every) == 1 else [w[here]]
     sharp = (spec.label_smoothing - 1) * one
     smooth = -spec.label_smoothing / (spec.shard_of or count) * one

@@ -31,6 +31,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+import fxpass.op.kept  # noqa: F401, stored code that imports this module may call it too
 from fxpass.aten import reductions as aten
 from fxpass.op.ignored import of_all_rows, rows_of, selected
 from fxpass.op.saved import scaled

@@ -2,8 +2,9 @@
 
 In: plain tensors, the rank's first class, names of process groups. Out: the loss, the same on all
 ranks of the group. Each rank runs ``fxpass::class_reductions`` over its classes; a row's target
-may be in another shard. Then the ranks exchange four numbers per row. With lse_r, loss_r and Q_r
-of shard r (Q_r is its part of the sum Q of the target distribution) and m = max(lse_r),
+may be in another shard. Then the ranks exchange three numbers per row, and Q where a rank does not
+know it alone (class probabilities). With lse_r, loss_r and Q_r of shard r (Q_r is its part of the
+sum Q of the target distribution) and m = max(lse_r),
 
     lse  = m + log(sum_r exp(lse_r - m))
     loss = sum_r(loss_r + Q_r * (m - lse_r)) + Q * log(sum_r exp(lse_r - m))
@@ -82,13 +83,13 @@ def linear_cross_entropy(
         for rows in row_groups:
             count = all_reduce(count, "sum", rows)
         factor = losses.of_mean(count, inputs)
-    found = losses.terms(inputs, s, factor, first)
-    if group is None and s.totals:
+    if group is not None:
+        loss, lse = _rows(inputs, s, factor, (first, weight.shape[0]), group)
+        return losses.added(loss, s, factor), lse if s.lse else None
+    found = losses.terms(inputs, s, factor)
+    if s.totals:
         return losses.total(inputs, s, found, factor), None
-    if group is None:
-        loss, lse = losses.rows(inputs, s, found)
-    else:
-        loss, lse = _rows(inputs, s, found, group)
+    loss, lse = losses.rows(inputs, s, found)
     return losses.added(loss, s, factor), lse if s.lse else None
 
 
@@ -99,8 +100,11 @@ def _logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
 
 
-def _rows(inputs: Inputs, spec: Spec, found: losses.Terms, group: str) -> tuple[Tensor, Tensor]:
-    """Each row's loss and lse over all classes, ``[N]``, from the terms of this rank's classes."""
+def _rows(
+    inputs: Inputs, spec: Spec, factor: Tensor | None, shard: tuple[int, int], group: str
+) -> tuple[Tensor, Tensor]:
+    """Each row's loss, times ``factor``, and lse over all classes, ``[N]``."""
+    found = losses.terms(inputs, spec, factor, shard)
     loss, lse = losses.rows(inputs, spec.of_shard(), found)
     assert lse is not None
     highest = all_reduce(lse.detach(), "max", group)
@@ -108,21 +112,26 @@ def _rows(inputs: Inputs, spec: Spec, found: losses.Terms, group: str) -> tuple[
     if inputs.target is None:
         lse = highest + _Sum.apply(total, group).log()
         return lse, lse
-    mass = _mass(inputs, found)
+    mass = _mass(found, shard[1])
     # where(): without classes, or with -inf logits only, the lse is -inf, and 0 * inf would be nan
     part = loss + torch.where(mass == 0, 0, mass * (highest - lse))
-    total, part, mass = _Sum.apply(torch.stack([total, part, mass]), group).unbind()
+    if spec.target == "probabilities":
+        total, part, mass = _Sum.apply(torch.stack([total, part, mass]), group).unbind()
+    else:
+        total, part = _Sum.apply(torch.stack([total, part]), group).unbind()
+        whole = 0, spec.shard_of
+        mass = _mass(losses.terms(inputs, spec, factor, whole), spec.shard_of)
     log_total = total.log()
     return part + torch.where(mass == 0, 0, mass * log_total), highest + log_total
 
 
-def _mass(inputs: Inputs, found: losses.Terms) -> Tensor:
-    """Q_r, the sum of the target distribution over this rank's classes, ``[N]``."""
+def _mass(found: losses.Terms, count: int) -> Tensor:
+    """Q_r ``[N]``, the sum of the target distribution over ``count`` classes, from their terms."""
     mass = torch.zeros_like(next(iter(found.coefficients.values())))
     for output, coefficient in found.coefficients.items():
         of_one: Tensor | int = 1
         if isinstance(output, Moment):
-            of_one = inputs.weight.shape[0]
+            of_one = count
             if output.weight is not None:
                 of_one = found.given[output.weight].to(mass.dtype).sum(-1)
         mass = mass - coefficient * of_one

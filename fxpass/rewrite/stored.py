@@ -28,9 +28,7 @@ from torch._dynamo.aot_compile_types import (
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
-import fxpass.op.kept
-import fxpass.op.losses  # noqa: F401, registers the operators
-from fxpass.op import reductions
+from fxpass.op import losses
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -93,5 +91,5 @@ class WithOperator(SerializableCallable):
 
 def _code_of_operator() -> list[CodeType]:
     """The code of the operator's functions."""
-    functions = [f for f in vars(reductions).values() if inspect.isfunction(f)]
-    return [f.__code__ for f in functions if f.__module__ == reductions.__name__]
+    functions = [f for f in vars(losses).values() if inspect.isfunction(f)]
+    return [f.__code__ for f in functions if f.__module__ == losses.__name__]

@@ -64,6 +64,6 @@ sys.exit(main(["--jobs", "1", "--collect-only", "-p", "no:cacheprovider"]))
         [sys.executable, "-c", command], cwd=ROOT, env=environ, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for module in ("test_chunked", "test_reductions", "test_scaling", "test_shards"):
+    for module in ("test_chunked", "test_reductions", "test_scaling", "test_losses"):
         assert f"{module}.py::" in done.stdout
     assert "aten]" not in done.stdout  # an implementation that launches nothing
