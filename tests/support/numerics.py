@@ -42,15 +42,17 @@ def assert_close(
     exact: Answer,
     dtype: torch.dtype,
     others: Callable[[], Iterable[Answer]] = tuple,
+    floor: float = 0.0,
 ) -> None:
-    """Each of ``got`` is within twice eager's error of ``exact``, plus the dtype's floor. ``others``
-    gives eager's answers in other orders of summation; it is called if they make a difference."""
+    """Each of ``got`` is within twice eager's error of ``exact``, plus the dtype's floor, or
+    ``floor`` if it is higher. ``others`` gives eager's answers in other orders of summation; it is
+    called if they make a difference."""
     bounds = [0.0] * len(exact)
 
     def wrong(answer: Answer) -> list[str]:
         found = []
         for i, (ours, theirs, true) in enumerate(zip(got, answer, exact, strict=True)):
-            bounds[i] = max(bounds[i], 2 * error(theirs, true) + FLOOR[dtype])
+            bounds[i] = max(bounds[i], 2 * error(theirs, true) + max(floor, FLOOR[dtype]))
             if not error(ours, true) <= bounds[i]:
                 found.append(f"value {i}: {error(ours, true):.2e} > {bounds[i]:.2e}")
         return found
@@ -69,11 +71,13 @@ def assert_as_accurate(
     dtype: torch.dtype,
     upstream: Tensor | None = None,
     wide: torch.dtype | None = None,
+    floor: float = 0.0,
 ) -> None:
     """The loss of ``fused`` and the gradients of all ``tensors`` are as accurate as ``program``'s,
     in eager. The first tensors are x ``[..., D]`` and weight ``[V, D]``.
 
-    ``wide`` is the dtype in which eager computes, if it is not that of the tensors.
+    ``wide`` is the dtype in which eager computes, if it is not that of the tensors; ``floor`` is as
+    of :func:`assert_close`.
     """
 
     def answer(x: Tensor, weight: Tensor, dtype: torch.dtype | None = wide) -> Answer:
@@ -89,7 +93,7 @@ def assert_as_accurate(
 
     exact = answer(*tensors[:2], torch.float64)
     got = loss_and_gradients(fused, tensors, None, upstream)
-    assert_close(got, answer(*tensors[:2]), exact, dtype, others)
+    assert_close(got, answer(*tensors[:2]), exact, dtype, others, floor)
 
 
 def in_other_orders(

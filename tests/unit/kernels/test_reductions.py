@@ -53,22 +53,15 @@ def triton(request, device, monkeypatch):
         yield device
 
 
-@pytest.fixture
-def f32_in_chunks(triton, monkeypatch):
-    """As it is planned: backward computes the logits of forward again, to the last bit."""
-    sliced = operator.plan
-
-    def plan(n, d, v, dtype, *others):
-        found = sliced(n, d, v, dtype, *others)
-        return found._replace(strategy="chunked") if dtype == torch.float32 else found
-
-    monkeypatch.setattr(operator, "plan", plan)
+# exp(l) is 2**x of a rounded log2(e) * l, as on a GPU: some units in the last place more than
+# eager's on a CPU, which sums that cancel amplify.
+FLOOR = 4e-6
 
 
 def check(found: Case, dtype: torch.dtype) -> None:
     tensors = list(found.tensors.values())
     upstream = torch.randn(found.eager(*tensors).shape)
-    assert_as_accurate(found.fused, found.eager, tensors, dtype, upstream)
+    assert_as_accurate(found.fused, found.eager, tensors, dtype, upstream, floor=FLOOR)
 
 
 # ---------------------------------------------------------------- the meaning
@@ -102,7 +95,7 @@ def test_combinations(name, shape):
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("triton", "f32_in_chunks")
+@pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
 @pytest.mark.parametrize("i", range(len(OUTPUTS)), ids=lambda i: str(OUTPUTS[i]))
 def test_each_output(i, shape):
