@@ -102,6 +102,14 @@ def arguments(node: Node, wanted: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def others_of(node: Node) -> list[Node]:
+    """The nodes that a call reads beside its first operand, whatever the order of keywords."""
+    if node.args:  # the first of them may be a tuple
+        return node.all_input_nodes[1:]
+    first = first_operand(node)
+    return [n for n in node.all_input_nodes if n is not first]
+
+
 def first_operand(node: Node) -> Node:
     """A call's first argument, positional or by name, which has to be a tensor of the graph.
 

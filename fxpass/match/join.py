@@ -17,7 +17,7 @@ from sympy import Symbol
 from torch.fx import Node
 
 from fxpass.graph import hazards
-from fxpass.graph.calls import storage, written
+from fxpass.graph.calls import others_of, storage, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
 from fxpass.graph.placements import is_dtensor
@@ -169,7 +169,7 @@ def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
     """The tensors that a call with these outputs reads."""
     linear = flow.linear
     nodes = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
-    nodes += [n for step in base.steps for n in step.node.all_input_nodes[1:]]
+    nodes += [n for step in base.steps for n in others_of(step.node)]
     nodes += [flow.tensors[s] for s in symbols_of(base.scale) if s in flow.tensors]
     for symbol in symbols:
         output = flow.outputs[symbol][1]

@@ -18,7 +18,7 @@ import sympy
 from sympy import Symbol
 from torch.fx import Node
 
-from fxpass.graph.calls import storage, written
+from fxpass.graph.calls import others_of, storage, written
 from fxpass.graph.functions import CASTS, REFLECTED, function_of, reads_values
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.match.classes import Flow, Picked, Reduced, Weighted, symbols_of
@@ -51,7 +51,7 @@ class Total:
         losses = [r.loss for r in self.reductions if r.loss is not None]
         read = {n for loss in losses for n in (loss.target, loss.class_weight) if n is not None}
         steps = [step for r in self.reductions for step in r.like.steps]
-        sizes = (n for s in steps for n in s.node.all_input_nodes[1:])
+        sizes = (n for s in steps for n in others_of(s.node))
         return {*self.others, *self.tensors, *read, *sizes}
 
 

@@ -151,6 +151,20 @@ def test_several_picks_of_shifted_logits():
     check(program, labels, x, weight)
 
 
+def test_a_view_whose_index_comes_first():
+    """Among the keywords; it is computed after the linear."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        z = torch.index_select(index=labels[0] * 0 + 1, input=z, dim=1)
+        log_probs = z.log_softmax(-1)
+        return -(log_probs.exp() * log_probs).sum(-1).mean()
+
+    x, weight, labels = inputs()
+    assert specs_of(report_of(program, x, weight, labels))
+    check(program, labels, x, weight)
+
+
 def test_several_picks_beside_a_total():
     def program(x, weight, labels):
         z = F.linear(x, weight)
