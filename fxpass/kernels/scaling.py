@@ -26,6 +26,7 @@ from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Output
 
 # About twice the largest -log(p) of a class: the slope of a square of log(p).
 _LARGEST_LOG = 64.0
+_LEAST_SLOPE = 2.0**-14
 
 
 def scale_incoming(
@@ -54,6 +55,8 @@ def scale_incoming(
         row += count
     if operands.scale is not None:
         bound *= operands.scale.abs()
+    # weights of 0 have no slope, and what is divided must stay finite
+    bound = torch.maximum(bound, incoming.abs().sum(0) * _LEAST_SLOPE)
     # f32's smallest normal number is appended, so that zeros and empty tensors have an exponent
     largest = F.pad(bound, (0, 1), value=2.0**-126).amax()
     # clamped to f32's normal powers: frexp's exponent of inf and nan is unspecified

@@ -169,13 +169,13 @@ def terms(
     every = spec.outputs(w is not None)
     if target is None:
         return Terms({every[0]: one.expand(n)}, None, [])
-    w = None if w is None else w.detach().to(one.dtype)
+    w = None if w is None else w.to(one.dtype)
     here = slice(first, first + count) if shard else slice(None)
     given = [] if w is None or len(every) == 1 else [w[here]]
     sharp = (spec.label_smoothing - 1) * one
     smooth = -spec.label_smoothing / (spec.shard_of or count) * one
     if spec.target == "probabilities":
-        q = target.detach()[:, here]
+        q = target[:, here]
         q = q if w is None else q.to(one.dtype) * w[here]
         lines = [sharp.expand(n), smooth.expand(n)]
         return Terms(dict(zip(every, lines, strict=False)), None, [q, *given])
@@ -207,7 +207,7 @@ def counted(inputs: Inputs, spec: Spec) -> Tensor:
     if w is None:
         return counts.sum()
     index = target.long().clamp(0, w.shape[0] - 1)  # the operator checks the indices
-    return torch.where(counts, w.detach().to(compute_dtype(inputs.x.dtype))[index], 0).sum()
+    return torch.where(counts, w.to(compute_dtype(inputs.x.dtype))[index], 0).sum()
 
 
 def of_mean(count: Tensor, inputs: Inputs) -> Tensor:

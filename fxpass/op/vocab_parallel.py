@@ -111,7 +111,7 @@ def _rows(
     total = (lse - highest).exp()
     if inputs.target is None:
         lse = highest + _Sum.apply(total, group).log()
-        return lse, lse
+        return found.coefficients["lse"] * lse, lse
     mass = _mass(found, shard[1])
     # where(): without classes, or with -inf logits only, the lse is -inf, and 0 * inf would be nan
     part = loss + torch.where(mass == 0, 0, mass * (highest - lse))

@@ -27,7 +27,7 @@ def whole(case, dtype):
     target, class_weight = tensors["target"], tensors["class_weight"]
     spec = case.spec
     if spec.target == "none":
-        loss = lse
+        loss = lse.mean() if spec.reduction == "mean" else lse
     else:
         loss = F.cross_entropy(
             z,

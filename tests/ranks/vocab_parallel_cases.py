@@ -108,6 +108,7 @@ CASES = {
     "z-loss, ignored": Case(Spec(lse=True, label_smoothing=0.1), v=13, ignored=True),
     "z-loss, ignored, tiled": Case(Spec(lse=True, strategy="tiled"), v=13, ignored=True),
     "lse": Case(Spec(target="none", reduction="none"), v=13),
+    "mean lse": Case(Spec(target="none"), v=13),
     "tiled": Case(Spec(strategy="tiled", label_smoothing=0.1), v=13, weighted=True, ignored=True),
     "saved": Case(Spec(), v=13, bias=True, saved=True),
     "saved, sum": Case(Spec(reduction="sum", transform=SOFTCAP), v=13, bias=True, saved=True),

@@ -271,3 +271,23 @@ def test_no_rows_give_nan_as_in_eager():
         assert loss("mean").isnan()
         assert loss("sum") == 0
         assert loss("none").shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["target", "class_weight"])
+def test_targets_and_class_weights_have_no_gradient(name):
+    """An error, and not a gradient that is missing."""
+    spec = Spec(target="probabilities", gradients=("x",))
+    x, weight, _, target, class_weight, _ = arguments(spec, bias=False)
+    named = {"target": target, "class_weight": class_weight}
+    named[name] = named[name].requires_grad_()
+    with pytest.raises(RuntimeError, match="requires a gradient"):
+        linear_cross_entropy(x, weight, **named, spec=spec.text())
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_class_weights_of_zero_in_fp16(strategy):
+    spec = Spec("sum", "probabilities", gradients=("x", "weight"), strategy=strategy)
+    x, weight, _, target, *_ = arguments(spec, torch.float16, bias=False)
+    loss, _ = linear_cross_entropy(x, weight, None, target, torch.zeros(V), spec=spec.text())
+    for grad in torch.autograd.grad(loss, (x, weight)):
+        assert not grad.any()
