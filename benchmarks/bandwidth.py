@@ -88,8 +88,9 @@ _flops, _memory, _within, _across, _latency, _node, _budget = RATES
 _three = sympy.Integer(3)
 _row = Exchange(False, "all_reduce", a * N)
 HEADS = {
-    # maximum; then sum of exponentials and loss in one. On one rank fusedce computes gradients in
-    # forward; among more backward computes the logits again, unless half of the budget holds them.
+    # maximum; then sum of exponentials and the target's logit in one. On one rank fusedce computes
+    # gradients in forward; among more backward computes the logits again, unless half of the budget
+    # holds them.
     "fusedce": Head(
         (_row, Exchange(False, "all_reduce", 2 * a * N)),
         Piecewise((3, Eq(W, 1) | (2 * e * N * V / W <= _budget)), (4, True)),

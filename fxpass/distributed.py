@@ -23,6 +23,7 @@ from torch import Tensor
 from fxpass.graph.placements import is_dtensor, placements_of
 from fxpass.match.sharding import compiled_for_all_ranks
 from fxpass.op import vocab_parallel
+from fxpass.op.collectives import all_reduce, waited
 from fxpass.plan.choice import choose
 from fxpass.settings import Settings
 from fxpass.spec import expression
@@ -54,8 +55,9 @@ def linear_cross_entropy(
     """Cross-entropy of ``input @ linear_weight.T + linear_bias``, classes sharded over ranks.
 
     The names are those of ``torch.nn.functional.linear_cross_entropy``. The ranks exchange three
-    numbers per row, and in backward the gradient of ``input``. Under autocast the operands are cast
-    to its dtype. It reads the settings ``FUSEDCE_STRATEGY`` and ``FUSEDCE_MEMORY_MB``.
+    numbers per row, up to six with label smoothing and class probabilities, and in backward the
+    gradient of ``input``. Under autocast the operands are cast to its dtype. It reads the settings
+    ``FUSEDCE_STRATEGY`` and ``FUSEDCE_MEMORY_MB``.
 
     Args:
         input: ``[..., D]`` hidden states, floating point: the same on all ranks, or this rank's
@@ -211,7 +213,7 @@ def _whole_rows(x: Tensor, group: str, sequence_dim: int | None) -> Tensor:
     if sequence_dim is None:
         return _SumGradient.apply(x, group)
     gathered = funcol.all_gather_tensor_autograd(x, sequence_dim, cast(Any, group))
-    return vocab_parallel.waited(gathered)
+    return waited(gathered)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -228,4 +230,4 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return vocab_parallel.all_reduce(grad, "sum", ctx.group), None
+        return all_reduce(grad, "sum", ctx.group), None

@@ -81,11 +81,11 @@ class RowSums:
         self._highest = highest if before is None else torch.maximum(highest, before)
         self._add_logits(z, classes)
         # clamped: if every logit is -inf, -inf - -inf would make the lse nan
-        m = _finite(self._highest)
+        m = finite(self._highest)
         y, sums = self._raw_sums(z.sub_(m.unsqueeze(1)), classes, self.only_total and not keep)
         if before is not None:
-            shift = _finite(before) - m
-            sums = {moment: s + _under(moment, self._sums, shift) for moment, s in sums.items()}
+            shift = finite(before) - m
+            sums = {moment: s + under(moment, self._sums, shift) for moment, s in sums.items()}
         self._sums = sums
         return y
 
@@ -132,7 +132,7 @@ class RowSums:
         """Writes the rows of ``out``, when all classes were added."""
         few, spec, highest = self._few, self._spec, self._highest
         assert highest is not None, "there is at least one class"
-        m, self.log_total = _finite(highest), self.total.log()
+        m, self.log_total = finite(highest), self.total.log()
         log_total = self.log_total
         lse = m + log_total
         out.lse[few], out.rest[few] = lse, torch.where(lse.isfinite(), log_total - (lse - m), 0)
@@ -160,18 +160,20 @@ class RowSums:
             out.total[few] = sum(torch.where(c == 0, 0, c * line) for c, line in terms)
 
 
-def _finite(highest: Tensor) -> Tensor:
+def finite(highest: Tensor) -> Tensor:
+    """Largest logits, the lowest finite number for -inf."""
     return highest.clamp(min=torch.finfo(highest.dtype).min)
 
 
-def _under(moment: Moment, sums: Mapping[Moment, Tensor], shift: Tensor) -> Tensor:
+def under(moment: Moment, sums: Mapping[Moment, Tensor], shift: Tensor) -> Tensor:
     """The raw sum under a new maximum, where ``shift`` is the old one minus the new one."""
     if not moment.a and not moment.b:
         return sums[moment]
     # where the exponentials vanish, so does the sum: infinity * 0 would be nan
     some = shift.clamp(min=LEAST_LOG) if moment.a else shift
     # an infinite sum remains: 0 * -inf would be nan
-    return torch.where(shift == 0, sums[moment], shifted(moment, sums, some, torch.exp))
+    line = sums[moment]
+    return torch.where(line.isinf(), line, shifted(moment, sums, some, torch.exp))
 
 
 def _all(lines: Mapping[Output, Sequence[Tensor]], outputs: Iterable[Output]) -> Iterable[Tensor]:

@@ -103,7 +103,8 @@ def linear_cross_entropy(
     if s.totals:
         loss = total(inputs, s, found, factor)
         return loss, loss.new_empty(0)
-    loss, lse = rows(inputs, s, found)
+    outputs, *_ = reduced(inputs, s, found)
+    loss, lse = rows(inputs, s, found, outputs)
     return added(loss, s, factor), loss.new_empty(0) if lse is None else lse
 
 
@@ -118,7 +119,7 @@ _LIBRARY.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAu
 def total(inputs: Inputs, spec: Spec, found: Terms, factor: Tensor | None) -> Tensor:
     """The sum of the rows' losses, whose gradients forward computes."""
     coef = torch.stack(list(found.coefficients.values()))
-    return added(_reduce(inputs, spec, found, coef)[TOTAL], spec, factor)
+    return added(reduced(inputs, spec, found, coef)[TOTAL], spec, factor)
 
 
 def added(loss: Tensor, spec: Spec, factor: Tensor | None) -> Tensor:
@@ -128,9 +129,8 @@ def added(loss: Tensor, spec: Spec, factor: Tensor | None) -> Tensor:
     return loss if factor is None else loss + 0 * factor
 
 
-def rows(inputs: Inputs, spec: Spec, found: Terms) -> tuple[Tensor, Tensor | None]:
-    """Each row's loss, and its lse if the spec names it, ``[N]``."""
-    outputs, *_ = _reduce(inputs, spec, found, None)
+def rows(inputs: Inputs, spec: Spec, found: Terms, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Each row's loss, and its lse if the spec names it, ``[N]``, from the operator's rows."""
     weighted = inputs.class_weight is not None
     named = dict(zip(spec.reductions(weighted).rows, outputs.unbind(), strict=True))
     # where(): an ignored row adds 0 even if its output is nan, and passes no gradient on
@@ -141,7 +141,9 @@ def rows(inputs: Inputs, spec: Spec, found: Terms) -> tuple[Tensor, Tensor | Non
 TOTAL = 5  # the position of the total among the operator's results
 
 
-def _reduce(inputs: Inputs, spec: Spec, found: Terms, coef: Tensor | None) -> tuple[Tensor, ...]:
+def reduced(
+    inputs: Inputs, spec: Spec, found: Terms, coef: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """The operator's results."""
     x, weight, bias, _, class_weight, logits = inputs
     return torch.ops.fxpass.class_reductions(
@@ -154,23 +156,22 @@ def _reduce(inputs: Inputs, spec: Spec, found: Terms, coef: Tensor | None) -> tu
 
 
 def terms(
-    inputs: Inputs, spec: Spec, factor: Tensor | None = None, shard: tuple[int, int] | None = None
+    inputs: Inputs, spec: Spec, factor: Tensor | None = None, first: int | None = None
 ) -> Terms:
     """The coefficients of the rows' losses, times ``factor``, and the operands that they need.
 
-    ``shard`` has the first class and the number of classes of a vocabulary shard: the terms are
-    those of its classes.
+    ``first`` is the first class of a vocabulary shard: the weights are those of its classes, the
+    picks are among all classes.
     """
     x, weight, _, target, w, _ = inputs
-    n = x.shape[0]
-    first, count = shard or (0, weight.shape[0])
+    n, count = x.shape[0], weight.shape[0]
     one = x.new_ones((), dtype=compute_dtype(x.dtype))
     one = one if factor is None else factor
     every = spec.outputs(w is not None)
     if target is None:
         return Terms({every[0]: one.expand(n)}, None, [])
     w = None if w is None else w.to(one.dtype)
-    here = slice(first, first + count) if shard else slice(None)
+    here = slice(None) if first is None else slice(first, first + count)
     given = [] if w is None or len(every) == 1 else [w[here]]
     sharp = (spec.label_smoothing - 1) * one
     smooth = -spec.label_smoothing / (spec.shard_of or count) * one
@@ -179,14 +180,11 @@ def terms(
         q = q if w is None else q.to(one.dtype) * w[here]
         lines = [sharp.expand(n), smooth.expand(n)]
         return Terms(dict(zip(every, lines, strict=False)), None, [q, *given])
-    index, counts = target.long(), is_counted(target, spec)
-    inside = counts & (index >= first) & (index < first + count)
-    # the operator raises for an index that is no class, of no shard
-    elsewhere = counts & ((index < 0) | (index >= (spec.shard_of or count)))
-    picks = torch.where(inside, index - first, torch.where(elsewhere, index, 0))
+    counts = is_counted(target, spec)
+    picks = torch.where(counts, target.long(), 0)
     if w is not None:
-        sharp = sharp * w[torch.where(counts & ~elsewhere, index, 0)]
-    lines = [torch.where(inside, sharp, 0), torch.where(counts, smooth, 0)]
+        sharp = sharp * w[picks.clamp(0, w.shape[0] - 1)]  # the operator checks the indices
+    lines = [torch.where(counts, sharp, 0), torch.where(counts, smooth, 0)]
     return Terms(dict(zip(every, lines, strict=False)), picks, given)
 
 

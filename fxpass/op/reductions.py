@@ -61,8 +61,8 @@ def class_reductions(
 
     Args:
         x: ``[N, D]`` floating point.
-        weight: ``[V, D]``, dtype of x. Without classes, as in an empty vocabulary shard, the lse is
-            -inf, and all other outputs and gradients are 0.
+        weight: ``[V, D]``, dtype of x. Without classes, as in an empty vocabulary shard, lse, max
+            and amax are -inf, and all other outputs and gradients are 0.
         bias: ``[V]`` in the dtype of x or of the outputs, or None. A wider bias is added to the
             up-cast logits.
         scale: ``[N]`` in the dtype of the outputs, a factor of each row's transformed logits.
@@ -133,7 +133,7 @@ def _of_no_classes(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[
     for tensor in out:
         tensor.zero_()
     for output, line in zip(spec.rows, out.rows, strict=False):
-        line.fill_(-float("inf") if output == "lse" else 0)
+        line.fill_(-float("inf") if output in ("lse", "max", "amax") else 0)
     named = {"x": operands.x, "weight": operands.weight, "bias": operands.bias}
     names = spec.gradients if spec.total else ()
     return out, {k: torch.zeros_like(t) for k, t in named.items() if k in names and t is not None}
@@ -283,6 +283,25 @@ def _check(operands: Operands, spec: Reductions) -> None:
         raise ValueError(f"{NAME} cannot compute gradients of {', '.join(sorted(absent))}: absent")
 
 
+def check_gradients(operands: Operands, spec: Reductions) -> None:
+    """``RuntimeError`` for an operand that requires a gradient which the spec does not name."""
+    others = [("coef", operands.coef), ("logits", operands.logits)]
+    for name, tensor in (*_named(operands), *others):
+        if tensor is not None and tensor.requires_grad and name not in spec.gradients:
+            raise RuntimeError(
+                f"{NAME}: {name} requires a gradient that the spec does not name "
+                f"({spec.text()!r}); add it to gradients= or detach {name}"
+            )
+
+
+def check_first_derivative() -> None:
+    """``RuntimeError`` in a backward that is to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{NAME} has no second derivative (create_graph=True). Set FUSEDCE=0 for this model"
+        )
+
+
 def _check_picks(operands: Operands) -> None:
     picks, v = operands.picks, operands.weight.shape[0]
     if picks is None or not v:
@@ -325,14 +344,8 @@ def _(
 def _setup_context(ctx, inputs, output) -> None:
     x, weight, bias, scale, picks, given, coef, logits, text = inputs
     rows, indices, lse, rest, saved, total, *grads = output
-    named = dict(_named(Operands(x, weight, bias, scale, picks, tuple(given))))
     spec = ctx.spec = Reductions.parse(text)
-    for name, tensor in (named | {"coef": coef, "logits": logits}).items():
-        if tensor is not None and tensor.requires_grad and name not in spec.gradients:
-            raise RuntimeError(
-                f"{NAME}: {name} requires a gradient that the spec does not name ({text!r}); "
-                f"add it to gradients= or detach {name}"
-            )
+    check_gradients(Operands(x, weight, bias, scale, picks, tuple(given), coef, logits), spec)
     ctx.set_materialize_grads(False)
     ctx.count = len(given)
     ctx.mark_non_differentiable(indices, lse, rest, saved, *grads, rows if spec.total else total)
@@ -346,10 +359,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor | None, _i, _l, _r, _s, total: Tensor | None, *_):
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{NAME} has no second derivative (create_graph=True). Set FUSEDCE=0 for this model"
-        )
+    check_first_derivative()
     found = {}
     if ctx.spec.total and total is not None:
         saved = zip(PRODUCTS, ctx.saved_tensors, ctx.dtypes, strict=True)

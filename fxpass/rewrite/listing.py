@@ -16,8 +16,16 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpass.graph.nodes import hint, value
-from fxpass.kernels.call import Launch, OfReductions, Operand, gpu_for_listing, launches
+from fxpass.kernels.call import (
+    Launch,
+    OfReductions,
+    Operand,
+    for_reductions,
+    gpu_for_listing,
+    launches,
+)
 from fxpass.spec.reductions import Moment, Reductions
+from fxpass.spec.shards import of_backward, of_forward
 from fxpass.spec.spec import Spec
 
 
@@ -26,14 +34,22 @@ def launches_of(graph: Graph) -> Iterator[Launch]:
     for node in graph.nodes:
         if node.target is torch.ops.fxpass.class_reductions.default:
             spec, operands = _of_reductions(node)
+            shard = False
         elif getattr(node.target, "__name__", "").startswith("linear_cross_entropy"):
             if "spec" not in node.kwargs:
                 continue  # core's own function
             spec, operands = _of_loss(node)
+            shard = node.kwargs.get("group") is not None
         else:
             continue
         x: Any = node.kwargs.get("x") or node.args[0]
-        yield from launches(spec, operands, gpu_for_listing(value(x).device))
+        gpu = gpu_for_listing(value(x).device)
+        if not shard:
+            yield from launches(spec, operands, gpu)
+            continue
+        yield from for_reductions(of_forward(spec), operands, gpu)
+        if spec.gradients:
+            yield from for_reductions(of_backward(spec), operands, gpu, forward=False)
 
 
 def _of_loss(call: Node) -> tuple[Reductions, OfReductions]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from fxpass import explain
 from fxpass.kernels import call
 from fxpass.kernels.call import ASSUMED, OfReductions, Operand, for_reductions, launches
+from fxpass.op import vocab_parallel
 from fxpass.plan import plan
 from fxpass.rewrite import listing
 from fxpass.spec.reductions import REVISION, Reductions
+from fxpass.spec.spec import Spec
 from tests.support.gpus import H200, MI300, V100
 from tests.support.launches import Launches
 
@@ -157,6 +161,39 @@ def test_what_is_launched_is_listed(program, v, dtype, recorded, monkeypatch):
         ]
 
 
+@pytest.fixture
+def alone():
+    """The name of a process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "spec", [Spec(shard_of=V), Spec("none", label_smoothing=0.1, lse=True, shard_of=V)]
+)
+@pytest.mark.parametrize("gradients", [(), ("x", "weight")])
+def test_what_a_vocabulary_shard_launches_is_listed(spec, gradients, recorded, alone):
+    tensors = {"x": torch.randn(N, D), "weight": torch.randn(V, D), "target": torch.zeros(N).long()}
+    text = dataclasses.replace(spec, gradients=gradients).text()
+    named = {"spec": text, "first": 0, "group": alone}
+    graph = torch.fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in tensors}
+    for name, node in nodes.items():
+        node.meta["example_value"] = tensors[name]
+    graph.call_function(vocab_parallel.linear_cross_entropy, (), nodes | named)
+    kernels = list(listing.launches_of(graph))
+    recorded.clear()
+    for name in gradients:
+        tensors[name].requires_grad_()
+    loss, _ = vocab_parallel.linear_cross_entropy(**tensors, **named)
+    if gradients:
+        loss.sum().backward()
+    assert_listed(kernels, recorded)
+    backward = ["reductions_backward"] if gradients else []
+    assert [one.stage for one in kernels] == ["reductions", *backward]
+
+
 # ---------------------------------------------------------------- what it depends on
 
 
@@ -270,6 +307,7 @@ LISTED = """\
 import torch
 from fxpass.kernels.call import *
 from fxpass.spec.reductions import REVISION, Reductions
+from fxpass.spec.spec import Spec
 
 LLAMA = OfReductions(
     Operand((8192, 4096), torch.bfloat16), Operand((128256, 4096), torch.bfloat16), picks=1

@@ -1,0 +1,313 @@
+"""Class reductions of a head whose classes are sharded over the ranks of a process group.
+
+In: the operands of ``fxpass::class_reductions`` for this rank's classes, its first class and the
+name of the group. Out: the operator's rows and indices over the classes of all ranks. Each rank
+runs the operator over its classes, and the ranks merge its outputs, a few numbers per row. With
+lse_r and moments M_r of shard r, m = max(lse_r) and d_r = lse_r - m,
+
+    L = log(sum_r exp(d_r))     S_ab = sum_r exp(a d_r) sum_k C(b,k) d_r**(b-k) M_ak,r
+    lse = m + L                 M_ab = exp(-a L) sum_k C(b,k) (-L)**(b-k) S_ak
+
+so the ranks exchange a maximum of lse_r, and of the largest logit if an output reads it, and then
+one sum: of S, of the logits at the picks, each of which one rank has, and of sums of logits. The
+first class with the largest logit is a minimum that they exchange along with the sum.
+
+Backward exchanges nothing: each rank runs the operator's backward over its classes, with the lse
+and the moments of all of them. A log-probability has the gradient 1[j = c] - p_j, which is that of
+the logit at c, of one rank, and of -lse, of all ranks::
+
+    rows, indices = class_reductions(
+        x, w, None, None, picks, [], None, "r3 outputs=pick;moment(1,1) gradients=x,weight",
+        first=0, classes=9, group=group,
+    )
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fxpass.aten.row_sums import finite, under
+from fxpass.op.collectives import all_reduce, started, waited
+from fxpass.op.reductions import check_first_derivative, check_gradients
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.operands import Operands
+from fxpass.spec.reductions import (
+    LEAST_LOG,
+    OF_PICKS,
+    TOTAL,
+    LogitSum,
+    Moment,
+    Output,
+    Reductions,
+    normalised,
+    raw,
+)
+from fxpass.spec.shards import PARTS, of_backward, of_forward
+
+
+def class_reductions(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    picks: Tensor | None,
+    given: Sequence[Tensor],
+    logits: Tensor | None,
+    spec: str,
+    *,
+    first: int,
+    classes: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """Reductions over the classes of all ranks of ``group``.
+
+    Backward returns this rank's part of the gradients of x, scale and weights of moments; where all
+    ranks have the same tensor, the caller sums its gradient over ``group``.
+
+    Args:
+        x: ``[N, D]`` floating point, the same on all ranks.
+        weight: ``[V_r, D]``, dtype of x, the classes from ``first`` on; V_r may be 0.
+        bias: ``[V_r]`` in the dtype of x or of the outputs, or None.
+        scale: ``[N]`` in the dtype of the outputs, the same on all ranks, or None.
+        picks: class indices ``[N]`` or ``[N, K]`` int64 among all classes, the same on all ranks,
+            for the outputs ``pick`` and ``at``; else None.
+        given: the weights of moments, ``[V_r]`` or ``[N, V_r]`` floating point.
+        logits: ``[N, V_r]``, the linear's output with its bias if it exists anyway; no gradient.
+        spec: the text of a :class:`fxpass.spec.reductions.Reductions` without a total.
+        first: this rank's first class. Shards do not overlap.
+        classes: the number of all classes.
+        group: the name of the process group.
+
+    Returns:
+        rows: ``[R, N]`` f32 (f64 for f64 operands), in the order of the spec's outputs; K rows for
+            picks ``[N, K]``.
+        indices: ``[I, N]`` int64 among all classes.
+
+        Both are the same on all ranks.
+
+    Raises:
+        ValueError: the spec has a total; operands do not fit together.
+        IndexError: a pick is none of the classes (on CPU; on GPUs a device-side assertion fails).
+        RuntimeError: a tensor needs a gradient that the spec does not name.
+    """
+    s = Reductions.parse(spec)
+    if s.total:
+        raise ValueError(f"a total needs an lse of all classes before its gradients: {spec!r}")
+    operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
+    if torch.is_grad_enabled():
+        check_gradients(operands, s)
+    shard = _Shard(first, classes, group)
+    return _Merged.apply(s, shard, picks, logits, x, weight, bias, scale, *given)
+
+
+class _Shard(NamedTuple):
+    first: int
+    classes: int
+    group: str
+
+
+class _OfAll(NamedTuple):
+    """The reductions of all classes, and what backward of one shard reads, ``[1, N]`` if not said.
+
+    Attributes:
+        rows, indices: see :func:`class_reductions`.
+        lse, rest: the log-sum-exp and its rounding error.
+        saved: ``[S, N]``, the moments of ``spec.saved``.
+        inside: ``[K, N]``, whether a pick is a class of this shard, or None.
+        leads: whether this shard has the first class with the largest logit, or None.
+        share: the part of the classes with the largest logit that this shard has, or None.
+    """
+
+    rows: Tensor
+    indices: Tensor
+    lse: Tensor
+    rest: Tensor
+    saved: Tensor
+    inside: Tensor | None
+    leads: Tensor | None
+    share: Tensor | None
+
+
+class _Merged(torch.autograd.Function):
+    """Rows and indices over all classes. Every rank computes the same loss from them, so the
+    incoming gradient is complete on every rank and is not summed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        spec: Reductions,
+        shard: _Shard,
+        picks: Tensor | None,
+        logits: Tensor | None,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        scale: Tensor | None,
+        *given: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        inside = None
+        if picks is not None:
+            picks, inside = _in_shard(picks, shard, len(weight))
+        operands = Operands(x, weight, bias, scale, picks, given, logits=logits)
+        out = _merged(operands, spec, inside, shard)
+        ctx.spec = spec
+        ctx.mark_non_differentiable(out.indices)
+        ctx.save_for_backward(*out[2:], picks, logits, x, weight, bias, scale, *given)
+        return out.rows, out.indices
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        check_first_derivative()
+        spec: Reductions = ctx.spec
+        lse, rest, saved, inside, leads, share, picks, logits, *operands = ctx.saved_tensors
+        x, weight, bias, scale, *given = operands
+        local = of_backward(spec)
+        lines = _by_output(grad, spec.rows, 0 if inside is None else len(inside))
+        lines = _of_shard(lines, local, {"at": inside, "max": leads, "amax": share})
+        grads = torch.ops.fxpass.class_reductions_backward(
+            torch.cat([grad[:0], *lines]),
+            *(lse[0], rest[0], saved, x, weight, bias, scale, picks, given, logits),
+            local.text(),
+        )
+        found = dict(zip(spec.gradients, grads, strict=True))
+        named = ("x", "weight", "bias", "scale", *(f"given{i}" for i in range(len(given))))
+        return None, None, None, None, *map(found.get, named)
+
+
+def _of_shard(
+    lines: Mapping[Output, Tensor], local: Reductions, own: Mapping[Output, Tensor | None]
+) -> list[Tensor]:
+    """The gradients of the outputs of one shard's backward, from those of all classes, ``[1, N]``,
+    or ``[K, N]`` of picks; ``own``: the part of an output's gradient that belongs to the shard."""
+    found = []
+    for output in local.rows:
+        parts = {o: lines[o] for o in PARTS.get(output, (output,)) if o in lines}
+        if output == "lse":
+            parts = {o: t if o == "lse" else -t.sum(0, keepdim=True) for o, t in parts.items()}
+        line, part = functools.reduce(torch.add, parts.values()), own.get(output)
+        found.append(line if part is None else torch.where(part != 0, line * part, 0))
+    return found
+
+
+# ---------------------------------------------------------------- forward
+
+
+def _in_shard(picks: Tensor, shard: _Shard, count: int) -> tuple[Tensor, Tensor]:
+    """The picks among this shard's ``count`` classes, and which of them are: the others are 0, but
+    indices that are no class of any shard, for which the operator raises."""
+    column = picks - shard.first
+    inside = (column >= 0) & (column < count)
+    elsewhere = (picks >= 0) & (picks < shard.classes)
+    return torch.where(inside, column, torch.where(elsewhere, 0, picks)), inside
+
+
+def _merged(operands: Operands, spec: Reductions, inside: Tensor | None, shard: _Shard) -> _OfAll:
+    sums, tied = raw(spec.outputs), bool(spec.gradients) and "amax" in spec.outputs
+    local, index, rest = _run(operands, of_forward(spec))
+    largest, many = local.get("amax"), 0
+    if inside is not None:
+        inside = inside.view(operands.classes().shape).t()
+        many = len(inside)
+    of_shard = [local["lse"]] if largest is None else [local["lse"], largest]
+    m, *highest = all_reduce(torch.cat(of_shard), "max", shard.group).split(1)
+    m = finite(m)
+
+    parts = _parts(operands, local, sums, (local["lse"] - m) + rest)
+    if inside is not None:
+        parts["at"] = torch.where(inside, local["at"], 0)
+    least = leads = share = None
+    if largest is not None:
+        # a nan is larger than any number, as in torch
+        here = ((largest == highest[0]) | largest.isnan()) & bool(len(operands.weight))
+        if tied:
+            parts["amax"] = torch.where(here, _ties(operands, spec), 0)
+        if len(index):
+            index = torch.where(here, shard.first + index, shard.classes)
+            least = started(index, "min", shard.group)
+    added = all_reduce(torch.cat(list(parts.values())), "sum", shard.group)
+    if least is not None:
+        least = waited(least)
+        leads = least == index
+    total = _by_output(added, parts, many)
+    if tied:
+        share = parts["amax"] / total.pop("amax")
+
+    found, rest = _found(total, sums, m)
+    if highest:
+        found |= {"max": highest[0], "amax": highest[0]}
+        found["peak"] = (highest[0] - found["lse"]) - rest
+    rows, saved = (
+        torch.cat([rest[:0], *(found[output] for output in outputs)])
+        for outputs in (spec.rows, spec.saved)
+    )
+    indices = index[:0] if least is None or not spec.indices else least
+    return _OfAll(rows, indices, found["lse"], rest, saved, inside, leads, share)
+
+
+def _parts(
+    operands: Operands, local: Mapping[Output, Tensor], sums: Iterable[Moment], d: Tensor
+) -> dict[Output, Tensor]:
+    """What this shard adds to sums over all classes, where ``d`` is its lse without the maximum."""
+    if not len(operands.weight):
+        d = d.clamp(min=LEAST_LOG)  # 0 * -inf would be nan
+    moments = {m: local.get(m, torch.ones_like(d)) for m in sums}  # TOTAL is 1
+    parts: dict[Output, Tensor] = {o: t for o, t in local.items() if isinstance(o, LogitSum)}
+    for moment in sums:
+        # if every logit is -inf, the log-softmax in the shard is not known, that of all classes is
+        none = 0 if moment.a else moments[Moment(0, 0, moment.weight)] * d**moment.b
+        parts[moment] = torch.where(d == -torch.inf, none, under(moment, moments, d))
+    return parts
+
+
+def _found(
+    total: Mapping[Output, Tensor], sums: Iterable[Moment], m: Tensor
+) -> tuple[dict[Output, Tensor], Tensor]:
+    """The outputs of all classes, from sums under the maximum ``m``; the lse's rounding error."""
+    moments = {moment: total[moment] for moment in sums}
+    log_total = moments[TOTAL].log()
+    lse = m + log_total
+    rest = torch.where(lse.isfinite(), log_total - (lse - m), 0)
+    found: dict[Output, Tensor] = {**total, "lse": lse}
+    for moment, line in moments.items():
+        value = normalised(moment, moments, log_total, torch.exp)
+        # an infinite sum remains: 0 * -inf would be nan
+        found[moment] = torch.where(line.isinf(), line, value)
+    if "at" in total:
+        found["pick"] = (total["at"] - lse) - rest
+    return found, rest
+
+
+def _ties(operands: Operands, spec: Reductions) -> Tensor:
+    """How many classes of the shard have its largest logit, ``[1, N]``: multiplied by a power of
+    two, which rounds nothing, all other exponentials vanish."""
+    scale = operands.scale
+    if scale is None:
+        scale = torch.ones_like(operands.x[:, 0], dtype=compute_dtype(operands.x.dtype))
+    scaled = operands._replace(scale=scale * 2.0**64, picks=None)
+    peak = _run(scaled, dataclasses.replace(spec, outputs=("peak",), gradients=()))[0]["peak"]
+    # every logit is -inf
+    return torch.where(peak.isnan(), len(operands.weight), (-peak).exp().round())
+
+
+def _run(operands: Operands, local: Reductions) -> tuple[dict[Output, Tensor], Tensor, Tensor]:
+    """The outputs of the shard, by name; its indices ``[I, N]``; the rounding error of its lse
+    ``[N]``."""
+    x, weight, bias, scale, picks, given, _, logits = operands
+    rows, indices, _, rest, *_ = torch.ops.fxpass.class_reductions(
+        x, weight, bias, scale, picks, given, None, logits, local.text()
+    )
+    many = 0 if picks is None else operands.classes().shape[1]
+    return _by_output(rows, local.rows, many), indices, rest
+
+
+def _by_output(rows: Tensor, outputs: Iterable[Output], many: int) -> dict[Output, Tensor]:
+    """The lines of each output in ``[R, N]``: ``[1, N]``, or ``[many, N]`` of picks."""
+    outputs = list(outputs)
+    sizes = [many if output in OF_PICKS else 1 for output in outputs]
+    return dict(zip(outputs, rows.split(sizes), strict=True))

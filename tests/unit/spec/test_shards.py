@@ -1,0 +1,40 @@
+"""The operator calls of a vocabulary shard."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpass.spec.reductions import REVISION, Reductions
+from fxpass.spec.shards import of_backward, of_forward
+
+
+@pytest.mark.parametrize(
+    ("whole", "forward", "backward"),
+    [
+        ("pick", "lse;at", "lse;at"),
+        ("at;lse;pick", "lse;at", "lse;at"),
+        ("at", "lse;at", "at"),
+        ("logits()", "lse;logits()", "logits()"),
+        ("moment(1,1)", "lse;moment(1,1)", "moment(1,1)"),
+        (
+            "moment(0,2,1);moment(1,1,0)",
+            "lse;moment(0,0,1);moment(0,1,1);moment(0,2,1);moment(1,0,0);moment(1,1,0)",
+            "moment(0,2,1);moment(1,1,0)",
+        ),
+        ("amax", "lse;amax", "amax"),
+        ("argmax;pick", "lse;at;amax;argmax", "lse;at;argmax"),
+        ("max", "lse;amax;argmax", "max"),
+        ("peak;amax", "lse;amax;argmax", "lse;max;amax"),
+    ],
+)
+def test_the_calls_of_a_shard(whole, forward, backward):
+    common = "transform=3*tanh(z/3)"
+    some = f"{common} gradients=x,given0"
+    spec = Reductions.parse(f"{REVISION} outputs={whole} {some} memory_mb=9")
+    assert of_forward(spec).text() == f"{REVISION} outputs={forward} {common} memory_mb=9"
+    assert of_backward(spec).text() == f"{REVISION} outputs={backward} {some} memory_mb=9"
+
+
+def test_without_gradients_nobody_asks_for_the_first_class():
+    spec = Reductions(("max", "peak"))
+    assert of_forward(spec).outputs == ("lse", "amax")
