@@ -119,6 +119,9 @@ CASES = {
         "an impossible shard": Case(POSSIBLE, bias=True, many=True, impossible=range(4)),
         "an impossible last shard": Case(POSSIBLE, bias=True, tied=True, impossible=range(4, V)),
         "impossible classes": Case(POSSIBLE, bias=True, scaled=True, impossible=range(2, 9, 2)),
+        "no possible class": Case(
+            ("lse", "at", "pick", *LARGEST, Moment(1, 1)), bias=True, impossible=range(V)
+        ),
         "impossible classes of weights": Case(
             (Moment(0, 1), Moment(0, 2), LogitSum()), bias=True, impossible=range(4)
         ),
@@ -199,6 +202,50 @@ def refused(rank: int, device: torch.device) -> list[str]:
     return said
 
 
+def compiled(rank: int, device: torch.device) -> list[Tensor]:
+    """A loss, a metric, and the gradients of x and weight: compiled, then eager."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, 5, device=device), torch.randn(4, 5, device=device)
+    picks = torch.tensor([1, 0, 3, 2], device=device)
+    spec = "r3 outputs=pick;moment(1,1);argmax;amax gradients=x,weight"
+    shard = {"first": 2 * rank, "classes": 4, "group": dist.group.WORLD.group_name}  # type: ignore[union-attr]
+
+    @torch.compiler.allow_in_graph
+    def reduced(x: Tensor, weight: Tensor, picks: Tensor) -> tuple[Tensor, Tensor]:
+        return sharded.class_reductions(
+            *(x, weight, None, None, picks, [], None, spec),
+            **shard,  # type: ignore[arg-type]
+        )
+
+    def program(x: Tensor, weight: Tensor, picks: Tensor) -> tuple[Tensor, Tensor]:
+        (log, minus_entropy, highest), (predicted,) = reduced(x, weight, picks)
+        return (log.exp() * minus_entropy + highest).sum(), predicted == picks
+
+    found = []
+    for function in (torch.compile(program, backend="aot_eager", fullgraph=True), program):
+        leaves = x.clone().requires_grad_(), weight[shard["first"] :][:2].clone().requires_grad_()
+        loss, right = function(*leaves, picks)
+        found += [loss.detach(), right, *torch.autograd.grad(loss, leaves)]
+    return [t.cpu() for t in found]
+
+
+def twice(rank: int, device: torch.device) -> str:
+    """The error of a second derivative."""
+    x = torch.ones(3, 4, device=device, requires_grad=True)
+    rows, _ = sharded.class_reductions(
+        *(x, torch.ones(2, 4, device=device), None, None, None, [], None),
+        "r3 outputs=lse gradients=x",
+        first=2 * rank,
+        classes=4,
+        group=dist.group.WORLD.group_name,  # type: ignore[union-attr]
+    )
+    try:
+        torch.autograd.grad(rows.sum(), x, create_graph=True)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, case in CASES.items():
@@ -208,4 +255,5 @@ def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
             raise RuntimeError(f"in case {name!r}") from error
     if world == 2 and device.type == "cpu":  # an assertion on a GPU ends the process
         out["refused"] = refused(rank, device)
+    out |= {"compiled": compiled(rank, device), "twice": twice(rank, device)} if world == 2 else {}
     return out

@@ -54,6 +54,13 @@ def test_as_of_all_classes(name, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("an impossible")])
+def test_an_impossible_shard_has_finite_gradients(name, world):
+    for rank in ranks.run(MODULE, world):
+        assert all(rank[name][key].isfinite().all() for key in CASES[name].problem().tensors)
+
+
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_exchange_a_maximum_and_a_sum(name, world):
     """And, where the first class counts, its index; nothing in backward."""
@@ -70,3 +77,13 @@ def test_calls_that_are_refused():
         assert sizes.startswith("ValueError: fxpass::class_reductions needs picks [3] or [3, K]")
         assert unnamed.startswith("RuntimeError: fxpass::class_reductions: x requires a gradient")
         assert total.startswith("ValueError: a total needs")
+
+
+def test_a_second_derivative_is_refused():
+    for rank in ranks.run(MODULE, 2):
+        assert "no second derivative" in rank["twice"]
+
+
+def test_compiled_as_in_eager():
+    for rank in ranks.run(MODULE, 2):
+        torch.testing.assert_close(rank["compiled"][:4], rank["compiled"][4:])

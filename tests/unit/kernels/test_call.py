@@ -162,10 +162,13 @@ def test_what_is_launched_is_listed(program, v, dtype, recorded, monkeypatch):
 
 
 @pytest.fixture
-def alone():
+def alone(tmp_path, monkeypatch):
     """The name of a process group of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD.group_name
+    if sys.platform == "linux":
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    meeting = f"file://{tmp_path}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield dist.group.WORLD.group_name  # type: ignore[union-attr]
     dist.destroy_process_group()
 
 
