@@ -114,6 +114,7 @@ CASES = {
         ),
         "everything, logits that exist": Case(EVERYTHING, bias=True, many=True, saved=True),
         "everything, large logits": Case(EVERYTHING, large=30.0),
+        "ties of huge logits": Case(("pick", "peak", Moment(1, 1)), tied=True, large=1000.0),
         "everything, an empty shard": Case(EVERYTHING, bias=True, scaled=True, sizes=EMPTY),
         "everything, an empty first shard": Case(EVERYTHING, tied=True, sizes=FIRST_EMPTY),
         "an impossible shard": Case(POSSIBLE, bias=True, many=True, impossible=range(4)),
