@@ -65,7 +65,7 @@ def fusedce(
     outcome = transform(gm, with_kept_logits(settings) if stored else settings)
     examples, take_plain = plain_inputs(example_inputs)
     compiled = compile_inner(settings.inner, gm, examples, mode, rest, settings.mixed_dtypes)
-    if stored and outcome.matches:
+    if stored and outcome.heads:
         compiled = with_operator(compiled)
     return take_plain(outcome.restore(compiled))
 

@@ -28,7 +28,8 @@ from fxpass.casts.casts import Cast, cast_lines, note
 from fxpass.graph.source import source_of
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import Launch
-from fxpass.match.match import Match, Rejection
+from fxpass.match.heads import Head
+from fxpass.match.match import Rejection
 from fxpass.plan.plan import size
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
 from fxpass.rewrite.stored import with_kept_logits
@@ -45,7 +46,7 @@ class Report:
             breaks.
         breaks: the place and reason of each graph break; nodes before and after a break cannot be
             fused with each other.
-        matches: the fused losses.
+        matches: the fused heads, each with its operator calls.
         rejections: the losses that were not fused, each with its reason.
         casts: every inserted cast, with the user's line.
         kernels: the Triton kernels that the matches launch on a GPU, each with ``.name``,
@@ -60,7 +61,7 @@ class Report:
 
     graphs: int
     breaks: tuple[str, ...]
-    matches: tuple[Match, ...]
+    matches: tuple[Head, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
     kernels: tuple[Launch, ...]
@@ -70,14 +71,14 @@ class Report:
     labels_missing: bool = False
 
     def __str__(self) -> str:
+        losses = sum(match.losses for match in self.matches)
         lines = [
-            f"{_count(self.graphs, 'graph')}, {_count(len(self.matches), 'loss', 'losses')} fused, "
+            f"{_count(self.graphs, 'graph')}, {_count(losses, 'loss', 'losses')} fused, "
             f"{len(self.rejections)} not fused, {_count(len(self.casts), 'cast')}"
         ]
         for match in self.matches:
             lines.append(f"  {match}")
-            if match.choice is not None:
-                lines.append(f"    {match.choice}")
+            lines += [f"    {call.choice}" for call in match.calls]
         records = (*_counted(map(str, self.rejections)), *cast_lines(self.casts))
         lines += [f"  {record}" for record in records]
         lines += [f"  graph break: {place}" for place in self.breaks]
@@ -165,7 +166,7 @@ def explain_with(
     finally:
         # the code traced here must not run later or count towards the recompile limit
         torch._dynamo.reset()
-    matches = tuple(m for o in outcomes for m in o.matches)
+    matches = tuple(head for o in outcomes for head in o.heads)
     return Report(
         graphs=len(outcomes),
         breaks=tuple(breaks),

@@ -36,9 +36,10 @@ def assert_fused(fn: Callable[..., Any], *args: Any, losses: int = 1, **kwargs: 
     Returns the report. If it fails, the ``AssertionError`` lists every rejection with its reason.
     """
     report = _explain(fn, *args, **kwargs)
-    if len(report.matches) != losses:
+    found = sum(match.losses for match in report.matches)
+    if found != losses:
         expected = f"{losses} fused loss{'es' if losses != 1 else ''}"
-        raise AssertionError(f"expected {expected}, found {len(report.matches)}\n{report}")
+        raise AssertionError(f"expected {expected}, found {found}\n{report}")
     return report
 
 

@@ -31,7 +31,7 @@ from benchmarks.compiled import Records, break_reason
 from benchmarks.programs.operands import SIZES
 from benchmarks.programs.program import Function, Program
 from fxpass.match.heads import Head
-from fxpass.match.match import Match, Rejection
+from fxpass.match.match import Rejection
 from tests.support.numerics import assert_close, in_other_orders
 
 INNER = "benchmarks_programs"
@@ -110,7 +110,7 @@ def _examine(program: Program) -> Result:
         wrong = f"raises {type(error).__name__}: " + " ".join(str(error).split())[:200]
     finally:
         torch._dynamo.reset()
-    matches = [record for record in records if isinstance(record, Match | Head)]
+    matches = [record for record in records if isinstance(record, Head)]
     return Result(
         program,
         matches=len(matches),

@@ -42,3 +42,8 @@ def is_tensor(argument: Any) -> bool:
 def is_number(node: Node) -> bool:
     """Whether a node's value is a float that varies from call to call."""
     return isinstance(node.meta.get("example_value"), torch.SymFloat)
+
+
+def needs_gradient(node: Any) -> bool:
+    """Whether an argument of a call is a tensor that needs a gradient."""
+    return is_tensor(node) and value(node).requires_grad

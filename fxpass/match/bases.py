@@ -14,7 +14,7 @@ import sympy
 from sympy import Expr, Symbol
 from torch.fx import Node
 
-from fxpass.graph.nodes import NoMatch, value
+from fxpass.graph.nodes import NoMatch, needs_gradient
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Base, Classes, Flow, has_classes, symbols_of
 from fxpass.spec.expression import Z
@@ -47,7 +47,7 @@ def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:
     """
     base, shift = base_of(flow, node, like)
     for symbol in symbols_of(shift) & flow.tensors.keys():
-        if value(flow.tensors[symbol]).requires_grad:
+        if needs_gradient(flow.tensors[symbol]):
             reason = f"%{node.name} ({call_name(node)}) does not depend on"
             raise NoMatch(node, f"{reason} %{flow.tensors[symbol].name}, which needs a gradient")
     return base

@@ -5,7 +5,7 @@ In: a head. Out: a :class:`Flow`, which :mod:`fxpass.match.flow` fills; see ther
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,10 +13,8 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
-from fxpass.graph.functions import function_of, reads_values
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.region import Region
-from fxpass.graph.source import call_name
 from fxpass.match.linears import Linear
 from fxpass.match.losses import Loss
 from fxpass.match.views import View
@@ -24,7 +22,7 @@ from fxpass.spec.expression import Z
 from fxpass.spec.reductions import LogitSum, Moment, Output
 
 # Views that keep the order of the rows, so that they do not matter to flat rows.
-_SAME_ROWS = ("", "reshape", "reshape_rows", "flatten", "unflatten", "unsqueeze", "squeeze")
+_SAME_ROWS = ("to_local", "reshape", "reshape_rows", "flatten", "unflatten", "unsqueeze", "squeeze")
 
 
 @dataclass(frozen=True)
@@ -38,20 +36,57 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Taken:
+    """Some of the classes: an index tensor ``[V']``, or start, stop and step of a slice."""
+
+    index: Node | tuple[Any, ...]
+
+    @property
+    def entry(self) -> Any:
+        """The index of the classes."""
+        return slice(*self.index) if isinstance(self.index, tuple) else self.index
+
+
+@dataclass(frozen=True)
+class Added:
+    """``factor`` times the vector ``[V]`` of a symbol is added to the linear's output."""
+
+    bias: Symbol
+    factor: Expr
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """The linear's output is multiplied by a factor, an expression of row symbols."""
+
+    factor: Expr
+
+
+Edit = Taken | Added | Scaled
+
+
+@dataclass(frozen=True)
 class Classes:
     """A tensor with a class dimension.
 
     Attributes:
         steps: the views from the linear's output to it.
         dim: position of the class dimension.
-        expr: one element.
+        expr: one element; ``z`` is the linear's output after the edits.
         detached: whether no gradient flows through it.
+        edits: changes of the linear's operands.
     """
 
     steps: tuple[Step, ...]
     dim: int
     expr: Expr
     detached: bool = False
+    edits: tuple[Edit, ...] = ()
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Equal for tensors whose elements are of the same rows and classes."""
+        return self.steps, self.dim, self.edits
 
 
 @dataclass(frozen=True)
@@ -60,12 +95,14 @@ class Base:
 
     Attributes:
         steps: the views from the linear's output to them, but for those that keep the rows' order.
+        edits: changes of the linear's operands.
         transform: one logit, as an expression of ``z``.
         scale: a factor of each row, as an expression of row symbols.
         log, lse: the symbols of the log-softmax and of the log-sum-exp.
     """
 
     steps: tuple[Step, ...]
+    edits: tuple[Edit, ...]
     transform: Expr
     scale: Expr
     log: Symbol
@@ -75,6 +112,16 @@ class Base:
     def logit(self) -> Expr:
         """The logit as an expression of ``z`` and row symbols."""
         return self.transform * self.scale
+
+    @property
+    def factors(self) -> set[Symbol]:
+        """The symbols of factors in the edits."""
+        return factors_of(self.edits)
+
+    @property
+    def biases(self) -> list[Symbol]:
+        """The symbols of what is added to the linear's bias."""
+        return [edit.bias for edit in self.edits if isinstance(edit, Added)]
 
 
 @dataclass(frozen=True)
@@ -125,6 +172,25 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Stacked:
+    """A stack of several heads' logits.
+
+    Attributes:
+        node: the stack.
+        like: the stack, or a view of it, as if all its logits were the head's.
+        axis: the dimension of the heads.
+        position: the head's index in it.
+        count: its size.
+    """
+
+    node: Node
+    like: Classes
+    axis: int
+    position: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Weighted:
     """A sum whose weights are the tensor of a symbol."""
 
@@ -142,7 +208,8 @@ class Reduced:
         value: the rows, as an expression of outputs and row symbols.
         keepdim: whether the class dimension stays, with one element (or K picks).
         then: ``sum`` or ``mean`` if the rows are reduced too; ``index`` for class indices.
-        loss: for a cross-entropy, whose rows are picked log-probabilities: its arguments.
+        loss: for a cross-entropy, its arguments. Its rows are log-probabilities, picked or weighted
+            with the target's probabilities.
         mean_log: for a cross-entropy with label smoothing, the sum of the log-probabilities.
     """
 
@@ -153,6 +220,12 @@ class Reduced:
     then: str = ""
     loss: Loss | None = None
     mean_log: Expr | None = None
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether the rows are reduced too."""
+        reduction = self.then if self.loss is None else self.loss.reduction
+        return reduction in ("sum", "mean", "batchmean")
 
     @property
     def values(self) -> tuple[Expr, ...]:
@@ -178,14 +251,20 @@ class Flow:
         bases: the bases.
         outputs: symbol → the base and the output that it stands for.
         tensors: symbol → the tensor of the graph that it stands for.
+        repeated_rows: symbol of a tensor that is broadcast to the rows → a tensor with these rows.
         dims: symbol of given values → the position of their class dimension.
         exponentials: symbols of given values that are the exponential of their tensor.
+        products: symbols of given values that are their tensor times class weights → the weights.
         sums: symbol → an expression of given values alone, of which it is the sum over the classes.
         reductions: the nodes that reduce the logits, in the graph's order.
         unread: such nodes that only tensors with classes read, which are not computed any more.
         pairs: nodes whose value is a tuple of tensors.
+        stacks: stacks of logits, and views of them.
         repeated: nodes that are broadcast to the logits' shape → the tensor that is.
         same: nodes that equal another tensor, which is cut to its size after that.
+        sharding: how its classes and rows are distributed over ranks; None on one rank.
+        stops: why readers of the logits are not understood.
+        left: tensors with classes, and stacks, among the outputs of the graph.
         parts: symbol of an output of some rows → the symbol of this output of all rows, and which
             rows of it.
     """
@@ -198,15 +277,27 @@ class Flow:
     bases: list[Base] = field(default_factory=list)
     outputs: dict[Symbol, tuple[Base, Output | Picked | Weighted]] = field(default_factory=dict)
     tensors: dict[Symbol, Node] = field(default_factory=dict)
+    repeated_rows: dict[Symbol, Classes] = field(default_factory=dict)
     dims: dict[Symbol, int] = field(default_factory=dict)
     exponentials: set[Symbol] = field(default_factory=set)
+    products: dict[Symbol, Node] = field(default_factory=dict)
     sums: dict[Symbol, Expr] = field(default_factory=dict)
     reductions: list[Reduced] = field(default_factory=list)
     unread: set[Node] = field(default_factory=set)
     pairs: dict[Node, Classes] = field(default_factory=dict)
+    stacks: dict[Node, Stacked] = field(default_factory=dict)
     repeated: dict[Node, Node] = field(default_factory=dict)
     same: dict[Node, Node] = field(default_factory=dict)
+    sharding: Any = None
+    stops: list[NoMatch] = field(default_factory=list)
+    left: tuple[Node, ...] = ()
     parts: dict[Symbol, tuple[Symbol, Part]] = field(default_factory=dict)
+
+    @property
+    def inside(self) -> set[Node]:
+        """The linear and all nodes with values of logits."""
+        known = (self.classes, self.pairs, self.stacks, self.unread, self.repeated, self.same)
+        return set().union(*known)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -228,6 +319,15 @@ class Flow:
         self.tensors[symbol] = node
         self.dims[symbol] = self.dims[given]
         self.exponentials.add(symbol)
+        return symbol
+
+    def given(self, node: Node, dim: int, weights: Node | None = None) -> Symbol:
+        """The symbol of given values, times class weights."""
+        symbol = self.tensor(node, "given")
+        if weights is not None:
+            symbol = Symbol(f"{symbol}*{weights.name}", real=True)
+            self.tensors[symbol], self.products[symbol] = node, weights
+        self.dims[symbol] = dim
         return symbol
 
     def sum_of_given(self, expr: Expr) -> Symbol:
@@ -252,15 +352,14 @@ class Flow:
 
     def base(self, like: Classes, transform: Expr, scale: Expr) -> Base:
         """The base of these logits."""
-        steps = like.steps
-        while steps and keeps_rows(steps[-1]):
-            steps = steps[:-1]
+        steps = trimmed(like.steps)
         for base in self.bases:
-            if (base.steps, base.transform, base.scale) == (steps, transform, scale):
+            known = base.steps, base.edits, base.transform, base.scale
+            if known == (steps, like.edits, transform, scale):
                 return base
         k = len(self.bases)
         log, lse = Symbol(f"log_{k}", real=True), Symbol(f"lse_{k}", real=True)
-        self.bases.append(Base(steps, transform, scale, log, lse))
+        self.bases.append(Base(steps, like.edits, transform, scale, log, lse))
         self.outputs[lse] = self.bases[-1], "lse"
         return self.bases[-1]
 
@@ -285,42 +384,15 @@ class Flow:
         return self.rows.get(node, cut)
 
 
-def keeps_rows(step: Step) -> bool:
-    """Whether flat rows are the same before and after a view. The class dimension is the last one,
-    before it and after it."""
-    before, after = value(operand_of_step(step)), value(step.node)
-    last = step.view.dim == before.dim() - 1 and step.dim == after.dim() - 1
-    return last and step.view.function in _SAME_ROWS
+def factors_of(edits: tuple[Edit, ...]) -> set[Symbol]:
+    """The symbols of factors in edits."""
+    factors = [edit.factor for edit in edits if isinstance(edit, Added | Scaled)]
+    return set().union(*map(symbols_of, factors))
 
 
-def operand_of_step(step: Step) -> Node:
-    """The tensor of which a view is taken; a part's is that of the tuple."""
-    first = step.node.args[0] if step.node.args else None
-    found = isinstance(first, Node) and not is_tensor(first)
-    return first_operand(first if found else step.node)  # type: ignore[arg-type]
-
-
-def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
-    """A view of a tensor with classes. The log-softmax of other rows is one of another base.
-
-    Raises:
-        NoMatch: it rearranges rows whose values depend on tensors or reductions of these rows.
-    """
-    found = replace(like, steps=(*like.steps, step), dim=step.dim)
-    if keeps_rows(step):
-        return found
-    logs = {base.log: base for base in flow.bases if like.expr.has(base.log)}
-    read = symbols_of(like.expr).union(*(symbols_of(base.scale) for base in logs.values()))
-    for symbol in read:
-        tensor = flow.tensors.get(symbol)
-        alike = tensor is None or symbol.name.startswith("class_") or value(tensor).numel() == 1
-        if not alike or symbol in flow.outputs:
-            node = step.node
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) rearranges `{like.expr}`")
-    others: Any = {
-        log: flow.base(found, base.transform, base.scale).log for log, base in logs.items()
-    }
-    return replace(found, expr=like.expr.xreplace(others))
+def is_one_number(node: Node) -> bool:
+    """Whether a node is a number, or a tensor of one."""
+    return not is_tensor(node) or value(node).numel() == 1
 
 
 def symbols_of(expr: Any) -> set[Symbol]:
@@ -333,39 +405,34 @@ def has_classes(expr: Expr) -> bool:
     return any(s == Z or s.name.startswith(names) for s in symbols_of(expr))
 
 
-# ---------------------------------------------------------------- arguments
+def trimmed(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """Steps without the last ones that keep the rows' order."""
+    while steps and keeps_rows(steps[-1]):
+        steps = steps[:-1]
+    return steps
 
 
-def operand_of(flow: Flow, node: Node) -> Classes:
-    operand = first_operand(node)
-    if operand not in flow.classes:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads logits in another place")
-    others = [n for n in node.all_input_nodes if n is not operand and n in flow.classes]
-    if any(reads_values(node, n) for n in others):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads logits in two places")
-    return flow.classes[operand]
+def taken(edit: Edit, count: int | torch.SymInt) -> int | torch.SymInt:
+    """The number of classes after an edit."""
+    if not isinstance(edit, Taken):
+        return count
+    if isinstance(edit.index, Node):
+        return value(edit.index).shape[0]
+    numbers = all(isinstance(n, int | None) for n in edit.index)
+    return len(range(*slice(*edit.index).indices(int(count)))) if numbers else count
 
 
-def check_dim(node: Node, like: Classes, dim: Any) -> None:
-    if isinstance(dim, tuple | list) and len(dim) == 1:
-        (dim,) = dim
-    rank = len(value(first_operand(node)).shape)
-    if not isinstance(dim, int) or dim % rank != like.dim:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not over the classes alone")
+def keeps_rows(step: Step) -> bool:
+    """Whether flat rows are the same before and after a view. The class dimension is the last one,
+    before it and after it."""
+    if step.view.function not in _SAME_ROWS:
+        return False
+    before, after = value(operand_of_step(step)), value(step.node)
+    return step.view.dim == before.dim() - 1 and step.dim == after.dim() - 1
 
 
-def check_dtype(node: Node, given: dict[str, Any]) -> None:
-    if (given.get("dtype") == torch.float64) != (
-        value(first_operand(node)).dtype == torch.float64 and given.get("dtype") is not None
-    ):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) casts to float64")
-
-
-def picks_rows_and_classes(node: Node) -> bool:
-    index = node.args[1] if len(node.args) == 2 else None
-    return (
-        isinstance(index, tuple)
-        and len(index) == 2
-        and all(map(is_tensor, index))
-        and function_of(index[0]) == "arange"  # type: ignore[arg-type]
-    )
+def operand_of_step(step: Step) -> Node:
+    """The tensor of which a view is taken; a part's is that of the tuple."""
+    first = step.node.args[0] if step.node.args else None
+    found = isinstance(first, Node) and not is_tensor(first)
+    return first_operand(first if found else step.node)  # type: ignore[arg-type]

@@ -17,34 +17,35 @@ from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import CASTS, function_of, out_of_place
-from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_number, is_tensor, value
+from fxpass.graph.placements import TO_LOCAL, placement_name
 from fxpass.graph.source import call_name
 from fxpass.match.bases import in_logs, softmax_base_of
-from fxpass.match.chain_node import check_cast
-from fxpass.match.classes import (
-    Classes,
-    Flow,
-    Step,
+from fxpass.match.classes import Classes, Flow, Step
+from fxpass.match.operands import (
+    check_cast,
     check_dim,
     check_dtype,
     operand_of,
     picks_rows_and_classes,
     viewed,
+    with_bias,
+    with_scale,
 )
 from fxpass.match.pointwise import POINTWISE
-from fxpass.match.views import VIEWS, view_of
+from fxpass.match.views import VIEWS, View, view_of
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
 
 
 def classes_of(flow: Flow, node: Node, function: str) -> Classes:
     """What a node computes element by element, or a view of it."""
-    if function in VIEWS and not (function == "getitem" and picks_rows_and_classes(node)):
+    if function in VIEWS and not picks_rows_and_classes(node):
         like = operand_of(flow, node)
-        step = _view(node, like)
-        if not step.view.function:
-            return like
-        return viewed(flow, like, step)
+        return viewed(flow, like, view_step(node, like))
+    if placement_name(node.target):
+        like = operand_of(flow, node)
+        return _placed(node, like)
     if function in CASTS:
         like = operand_of(flow, node)
         if not value(node).is_floating_point():
@@ -64,18 +65,26 @@ def classes_of(flow: Flow, node: Node, function: str) -> Classes:
     return _pointwise(flow, node, function)
 
 
+def _placed(node: Node, like: Classes) -> Classes:
+    """The same values, placed in another way; from ``to_local`` on, views are of local tensors."""
+    if placement_name(node.target) not in TO_LOCAL:
+        return like
+    step = Step(node, View(like.dim, "to_local"), like.dim)
+    return replace(like, steps=(*like.steps, step))
+
+
 _SOFTMAX = {
     **{"input": REQUIRED, "dim": REQUIRED, "dtype": None},
     **{"_stacklevel": 3, "half_to_float": False},
 }
 
 
-def _view(node: Node, like: Classes) -> Step:
+def view_step(node: Node, like: Classes) -> Step:
     """The view of a tensor with classes. Views are read from their outputs, so that each position
     at which the class dimension may be is tried."""
     size, reason = value(first_operand(node)).shape[like.dim], None
     for dim in range(value(node).dim() - 1, -1, -1):
-        if value(node).shape[dim] != size:
+        if value(node).shape[dim] != size and function_of(node) not in _TAKE:
             continue
         try:
             view = view_of(node, dim)
@@ -85,6 +94,10 @@ def _view(node: Node, like: Classes) -> Step:
         if view.dim == like.dim:
             return Step(node, view, dim)
     raise reason or NoMatch(node, f"%{node.name} ({call_name(node)}) changes the classes")
+
+
+# Views that may select classes.
+_TAKE = {"getitem", "index", "index_select", "narrow", "slice"}
 
 
 def written_of(flow: Flow, node: Node, function: str) -> Classes:
@@ -113,13 +126,16 @@ def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
     given = arguments(node, signature or {"input": REQUIRED})
     tensors = [t for t in given.values() if isinstance(t, Node) and t in flow.classes]
     like = flow.classes[tensors[0]]
-    if any(_place(flow.classes[t]) != _place(like) for t in tensors):
+    if any(flow.classes[t].place != like.place for t in tensors):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
     if value(node).shape != value(tensors[0]).shape:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats the logits")
     detached = any(flow.classes[t].detached for t in tensors)
     check_gradients(flow, node, tensors)
     operands = [expr_of(flow, node, like, argument, value(node)) for argument in given.values()]
+    if len(tensors) == 1 and function in POINTWISE and function not in _OF_ROWS:
+        like = with_scale(flow, node, like)  # a function of what is a multiple of a logit
+        operands[list(given.values()).index(tensors[0])] = like.expr
     numbers = all(o is None or not isinstance(o, Expr) or _of_z(o) for o in operands)
     if spelling is not None and numbers and function != "exp":
         try:
@@ -136,9 +152,10 @@ def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
     if function == "exp":
         operands[0] = in_logs(flow, node, like, operands[0])
     try:
-        return replace(like, expr=algebra(*operands), detached=detached)
+        found = replace(like, expr=algebra(*operands), detached=detached)
     except ValueError as error:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+    return with_bias(flow, node, found)
 
 
 def check_gradients(flow: Flow, node: Node, tensors: Sequence[Node]) -> None:
@@ -146,10 +163,6 @@ def check_gradients(flow: Flow, node: Node, tensors: Sequence[Node]) -> None:
     differ = len({flow.classes[t].detached for t in tensors}) == 2
     if differ and value(node).requires_grad:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits and detached logits")
-
-
-def _place(classes: Classes) -> tuple[Any, ...]:
-    return classes.steps, classes.dim
 
 
 def _of_z(expr: Any) -> bool:
@@ -175,6 +188,10 @@ _ALGEBRA: dict[str, Callable[..., Expr]] = {
     "entr": lambda x, *_: -x * logarithm(x),
     "xlogy": lambda x, y, *_: _xlogy(x, y),
 }
+
+
+# Those of expressions with row symbols.
+_OF_ROWS = _ALGEBRA.keys() - {"clamp", "clamp_min"}
 
 
 # Of functions that POINTWISE does not have, if they have more than one operand.
@@ -220,10 +237,12 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
         return argument
     if isinstance(argument, int | float):
         return exact(argument)
+    if isinstance(argument, Node) and is_number(argument):
+        return flow.tensor(argument, "row")
     if not isinstance(argument, Node) or not is_tensor(argument):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a number that varies")
     if argument in flow.classes:
-        if _place(flow.classes[argument]) != _place(like):
+        if flow.classes[argument].place != like.place:
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
         return flow.classes[argument].expr
     known = flow.row(argument, node)
@@ -241,8 +260,10 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
     if tensor.shape[-after:] == whole.shape[-after:] and tensor.numel() == whole.shape[like.dim]:
         return flow.tensor(argument, "class")
     if tensor.shape == whole.shape:
-        symbol = flow.tensor(argument, "given")
-        flow.dims[symbol] = like.dim
+        return flow.given(argument, like.dim)
+    if tensor.dim() <= whole.dim() and _repeats_rows(tensor, like, whole):
+        symbol = flow.tensor(argument, "row")
+        flow.repeated_rows[symbol] = like
         return symbol
     raise NoMatch(
         node, f"%{node.name} ({call_name(node)}) has an operand of shape {list(tensor.shape)}"
@@ -264,3 +285,13 @@ def _is_row(tensor: torch.Tensor, like: Classes, whole: torch.Tensor) -> bool:
     return tensor.dim() == whole.dim() and list(tensor.shape) == [
         1 if i == like.dim else size for i, size in enumerate(whole.shape)
     ]
+
+
+def _repeats_rows(tensor: torch.Tensor, like: Classes, whole: torch.Tensor) -> bool:
+    """Whether a tensor has one value for several rows, where the classes are: ``[B, 1, 1]``."""
+    shape = (*[1] * (whole.dim() - tensor.dim()), *tensor.shape)
+    rows = [
+        (s, w) for i, (s, w) in enumerate(zip(shape, whole.shape, strict=True)) if i != like.dim
+    ]
+    numbers = all(isinstance(s, int) and isinstance(w, int) for s, w in rows if s != 1)
+    return shape[like.dim] == 1 and numbers and all(s in (1, w) for s, w in rows)

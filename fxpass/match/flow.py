@@ -1,8 +1,7 @@
 """The forward flow from a head: what each node behind a linear computes of its logits.
 
-In: a region. Out: for each linear, the reductions over the classes that the program computes, if
-every reader of the logits is understood; else the node at which the reading stopped. A node has one
-of two values:
+In: a region. Out: for each linear, the reductions over the classes that the program computes, and
+the nodes at which the reading stopped. A node has one of two values:
 
 - :class:`Classes`, a tensor with a class dimension: an expression of the raw logit ``z``, of the
   log-softmax ``log_k`` and the lse of a *base* (what a softmax was taken of), of symbols of tensors
@@ -33,8 +32,10 @@ from fxpass.match.elementwise import classes_of, written_of
 from fxpass.match.linears import Linear
 from fxpass.match.maxima import of_pair
 from fxpass.match.modes import Mode, cuts_gradients
+from fxpass.match.operands import operand_of
 from fxpass.match.parts import join_pieces
-from fxpass.match.reductions import REDUCTIONS
+from fxpass.match.reductions import REDUCTIONS, of_loss
+from fxpass.match.stacks import stack_of, taken_from_stack
 from fxpass.match.tuples import TUPLES, cut_to_size, member_of, tuple_of
 from fxpass.spec.expression import Z
 
@@ -42,27 +43,51 @@ from fxpass.spec.expression import Z
 def flow_of(linear: Linear, region: Region, modes: dict[Node, Mode]) -> Flow:
     """Reads all that a region computes of a linear's output; ``modes`` are those of its nodes.
 
+    A reader that is not understood needs the logits: it is one of the flow's ``stops``.
+
     Raises:
-        NoMatch: at the first node that is not understood.
+        NoMatch: it may also write to them, and another node reads them after that.
     """
     flow = Flow(linear, region)
     flow.classes[linear.node] = Classes((), linear.dim, Z)
+    end: NoMatch | None = None
     for node in linear.node.graph.nodes:
-        read = [n for n in node.all_input_nodes if n in flow.classes and reads_values(node, n)]
-        pairs = [n for n in node.all_input_nodes if n in flow.pairs]
-        if read:
-            _read(flow, node, modes)
-        elif pairs and function_of(pairs[0]) in TUPLES:
-            member_of(flow, node)
-        elif pairs:
-            of_pair(flow, node)
-        elif any(n in flow.repeated for n in node.all_input_nodes):
-            cut_to_size(flow, node)
-        elif any(n in flow.rows or n in flow.cut for n in node.all_input_nodes):
-            _same_row(flow, node)
+        try:
+            if _follow(flow, node, modes) and end is not None:
+                raise end
+        except NoMatch as no:
+            if no is end:
+                raise
+            flow.stops.append(no)
+            end = no if written(node) else end
     _drop_unread(flow)
     join_pieces(flow)
     return flow
+
+
+def _follow(flow: Flow, node: Node, modes: dict[Node, Mode]) -> bool:
+    """Notes what a node computes; whether it reads logits that were noted before."""
+    read = [n for n in node.all_input_nodes if n in flow.classes and reads_values(node, n)]
+    pairs = [n for n in node.all_input_nodes if n in flow.pairs]
+    stacks = [n for n in node.all_input_nodes if n in flow.stacks]
+    if node.op == "output":
+        flow.left = (*read, *stacks)
+        return False
+    if read:
+        _read(flow, node, modes)
+    elif stacks:
+        taken_from_stack(flow, node)
+    elif pairs and function_of(pairs[0]) in TUPLES:
+        member_of(flow, node)
+    elif pairs and function_of(pairs[0]) == "nll_loss_forward":
+        of_loss(flow, node)
+    elif pairs:
+        of_pair(flow, node)
+    elif any(n in flow.repeated for n in node.all_input_nodes):
+        cut_to_size(flow, node)
+    elif any(n in flow.rows or n in flow.cut for n in node.all_input_nodes):
+        _same_row(flow, node)
+    return bool(read or stacks or pairs)
 
 
 def _drop_unread(flow: Flow) -> None:
@@ -74,8 +99,6 @@ def _drop_unread(flow: Flow) -> None:
 
 
 def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
-    if node.op == "output":
-        raise NoMatch(node, "the logits are an output of the graph")
     function = function_of(node)
     if is_in_place(function):
         if cuts_gradients(node, modes):
@@ -86,6 +109,12 @@ def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) may write to the logits")
     if function in TUPLES:
         tuple_of(flow, node, not modes[node].grad)
+        return
+    if function == "nll_loss_forward":
+        flow.pairs[node] = operand_of(flow, node)
+        return
+    if function == "stack":
+        stack_of(flow, node)
         return
     reader = REDUCTIONS.get(function)
     if reader is not None:

@@ -1,29 +1,32 @@
-"""Heads whose logits the program only reduces over the classes.
+"""Heads: linears whose large outputs the program reduces over the classes.
 
-In: a region, and the linears of the losses that are fused already. Out: a :class:`Head` for every
-other linear with large outputs whose readers are all understood, else the reason why not.
+In: a region. Out: a :class:`Head` for every linear whose reductions are fused, the outputs of the
+graph that are deferred, and for every other linear why it is none. Logits that a node of the graph
+reads in a way that is not understood, or that are an output that cannot be deferred, are kept: the
+operator reads them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
 
+from fxpass.graph import hazards
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
+from fxpass.match import profitability
 from fxpass.match.classes import Flow
 from fxpass.match.flow import flow_of
-from fxpass.match.join import Call, calls_of, logits_bytes, source_of
-from fxpass.match.linears import LINEARS, Linear, linear_of
-from fxpass.match.modes import Mode
-from fxpass.match.profitability import LEAST_CLASSES
-from fxpass.plan.plan import MIB, size
+from fxpass.match.join import Call, Options, calls_of, shape_of
+from fxpass.match.leaving import Deferred, deferred_outputs
+from fxpass.match.linears import LINEARS, linear_of
+from fxpass.match.modes import Mode, modes_of
 from fxpass.settings import Settings
 from fxpass.spec.reductions import LogitSum
 
@@ -32,116 +35,218 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Head:
-    """A head whose reductions can be fused.
+    """A head whose reductions are fused.
 
     Attributes:
         flow: what the program computes of its logits.
         calls: the operator calls.
-        source: the user's line of the first reduction.
+        logits_mode: ``never``: the logits are never materialised; ``keep``: the graph materialises
+            them, and the operator reads them; ``defer`` or ``drop``: a deferred or dropped tensor
+            takes their place among the graph's outputs.
     """
 
     flow: Flow
     calls: tuple[Call, ...]
-    source: str
-
-    logits_mode = "never"
-    choice = None
+    logits_mode: str
 
     @property
-    def nodes(self) -> set[Node]:
-        """The linear and all nodes that read the logits."""
-        flow = self.flow
-        return {*flow.classes, *flow.pairs, *flow.unread, *(r.node for r in flow.reductions)}
+    def source(self) -> str:
+        """The user's line of the first reduction."""
+        return source_line(self.flow.reductions[0].node)
 
     @property
-    def in_forward(self) -> bool:
-        """Whether forward computes all gradients."""
-        return all(call.total for call in self.calls)
+    def losses(self) -> int:
+        """How many losses its reductions are; those without a name count as one."""
+        return max(1, sum(r.loss is not None for r in self.flow.reductions))
+
+    @property
+    def beside(self) -> set[Node]:
+        """The logits that are in a stack with those of the head."""
+        return {n for stack in self.flow.stacks.values() for n in stack.node.all_input_nodes}
 
     @property
     def shape(self) -> tuple[int | torch.SymInt, int | torch.SymInt]:
         """Rows and classes."""
-        linear = self.flow.linear
-        rows: int | torch.SymInt = 1
-        for i, n in enumerate(value(linear.node).shape):
-            rows = rows * n if i != linear.dim else rows
-        return rows, value(linear.node).shape[linear.dim]
+        return shape_of(self.flow.linear)
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes of one copy of the logits in the linear's output dtype."""
-        return logits_bytes(self.flow.linear)
+        """Bytes of one copy of this rank's logits in the linear's output dtype."""
+        n, v = map(hint, self.shape)
+        if self.flow.sharding is not None:
+            n, v = n // self.flow.sharding.rows, self.flow.sharding.count
+        return n * v * self.flow.dtype.itemsize
 
     def __str__(self) -> str:
         n, v = self.shape
+        left = {
+            "keep": " (logits kept: another node reads them)",
+            "defer": " (logits deferred: computed when they are first used)",
+            "drop": " (logits dropped: their values cannot be used)",
+        }
         specs = "; ".join(call.spec.text() for call in self.calls)
-        return f"fused: {self.source}: logits [{n}, {v}], {specs}"
+        ranks = f" ({self.flow.sharding})" if str(self.flow.sharding or "") else ""
+        kept = left.get(self.logits_mode, "")
+        return f"fused: {self.source}: logits [{n}, {v}]{ranks}, {specs}{kept}"
 
 
-def heads_of(
-    region: Region, taken: Collection[Node], modes: dict[Node, Mode], settings: Settings
-) -> tuple[tuple[Head, ...], dict[Node, NoMatch]]:
-    """The heads of a region, but those whose linear is ``taken``; and for linears that look like
-    heads, where the reading stopped."""
-    found: list[Head] = []
-    stopped: dict[Node, NoMatch] = {}
+@dataclass
+class Heads:
+    """The heads of a region.
+
+    Attributes:
+        fused: the heads, in the graph's order.
+        deferred: outputs of the graph, each with the nodes that compute it.
+        reasons: for other linears, why they are not fused.
+        costs: those of them that would cost more than they save.
+        stops: nodes that read logits in a way that is not understood, and why.
+    """
+
+    fused: list[Head] = field(default_factory=list)
+    deferred: Deferred = field(default_factory=dict)
+    reasons: dict[Node, NoMatch] = field(default_factory=dict)
+    costs: set[Node] = field(default_factory=set)
+    stops: dict[Node, NoMatch] = field(default_factory=dict)
+
+
+def heads_of(region: Region, settings: Settings) -> Heads:
+    """Reads all linears of a region, and decides which are fused."""
+    modes = modes_of(region.module.graph)
+    found = Heads()
+    flows = list(_flows(region, modes, settings, found))
+    while True:
+        found.deferred = _deferred(region, flows, modes, settings)
+        found.fused = list(_decided(flows, modes, settings, found))
+        if len(found.fused) == len(flows):
+            return found
+        # the logits of a rejected head have to exist: decide again
+        flows = [head.flow for head in found.fused]
+
+
+def _flows(
+    region: Region, modes: dict[Node, Mode], settings: Settings, found: Heads
+) -> Iterable[Flow]:
+    """The flows of large linears with reductions that are more than sums of logits."""
     for node in region.module.graph.nodes:
-        if node in taken or function_of(node) not in LINEARS:
+        if function_of(node) not in LINEARS:
             continue
         try:
             linear = linear_of(node)
-            if linear is None or not _large(linear, settings.min_logits_mb):
+            if linear is None or not is_tensor(node):
                 continue
+            if reason := profitability.too_small(linear, settings.min_logits_mb):
+                found.costs.add(node)
+                raise NoMatch(node, reason)
             flow = flow_of(linear, region, modes)
+            for no in flow.stops:
+                log.debug("%s: %s", source_line(node), no.reason)
+                found.stops[no.node] = no
             if any(not isinstance(o, LogitSum) for o in flow.computed):
-                head = Head(flow, calls_of(flow, modes, settings.memory_mb), source_of(flow))
-                _check_worth(head, settings.min_logits_mb)
-                found.append(head)
+                yield flow
+            elif flow.stops:
+                found.reasons[node] = flow.stops[0]
         except NoMatch as no:
             log.debug("%s: %s", source_line(node), no.reason)
-            if settings.min_logits_mb and _looks_like_a_head(node, no):
-                stopped[node] = no
-        except Exception:
+            found.reasons[node] = no
+        except Exception as error:
             # the graph has not changed yet: an unforeseen program runs without the rewrite
             log.warning("%s: reading the graph failed", source_line(node), exc_info=True)
-    return tuple(head for head in found if not _reads_others(head, found)), stopped
+            reason = f"fxpass failed to read it, please report this: {error!r}"
+            found.reasons[node] = NoMatch(node, reason)
 
 
-def _reads_others(head: Head, found: Collection[Head]) -> bool:
-    """Whether an operand of a head is a reduction of another head, which the rewrite replaces."""
-    replaced = {r.node for other in found if other is not head for r in other.flow.reductions}
-    operands = {n for node in head.nodes for n in node.all_input_nodes}
-    return not replaced.isdisjoint(operands)
+def _deferred(
+    region: Region, flows: Collection[Flow], modes: dict[Node, Mode], settings: Settings
+) -> Deferred:
+    """The deferred outputs: those of heads whose logits do not have to exist anyway."""
+    if _mode(flows, settings) == "keep":
+        return {}
+    inside = set().union(*(flow.inside for flow in flows)) if flows else set()
+    drop = settings.logits == "drop"
+    found = dict(deferred_outputs(region, inside, modes, drop=drop))
+    while True:
+        free = {f.linear.node for f in flows if not _is_kept(f, found)}
+        left = {
+            output: nodes
+            for output, nodes in found.items()
+            if all(node in free for node in nodes if function_of(node) in LINEARS)
+        }
+        if left == found:
+            return found
+        found = left
 
 
-def _looks_like_a_head(linear: Node, stop: NoMatch) -> bool:
+def _mode(flows: Iterable[Flow], settings: Settings) -> str:
+    """``keep``, ``defer`` or ``drop``: what becomes of logits that are outputs."""
+    if settings.logits != "auto":
+        return settings.logits
+    trained = (value(r.node).requires_grad for flow in flows for r in flow.reductions)
+    return "defer" if any(trained) else "keep"
+
+
+def _is_kept(flow: Flow, deferred: Deferred) -> bool:
+    return bool(flow.stops) or any(node not in deferred for node in flow.left)
+
+
+def _decided(
+    flows: Collection[Flow], modes: dict[Node, Mode], settings: Settings, found: Heads
+) -> Iterable[Head]:
+    """The heads of flows, without those that cannot be fused, or cost more than they save."""
+    made: list[Head] = []
+    for flow in flows:
+        kept = _is_kept(flow, found.deferred)
+        mode = "keep" if kept else _mode(flows, settings) if flow.left else "never"
+        try:
+            if kept:
+                _check_kept(flow, settings.min_logits_mb)
+            made.append(Head(flow, calls_of(flow, Options(modes, settings, kept)), mode))
+        except NoMatch as no:
+            log.debug("%s: %s", source_line(flow.linear.node), no.reason)
+            found.reasons[flow.linear.node] = no
+        except Exception as error:
+            # the graph has not changed yet: an unforeseen program runs without the rewrite
+            log.warning(
+                "%s: reading the graph failed", source_line(flow.linear.node), exc_info=True
+            )
+            reason = f"fxpass failed to read it, please report this: {error!r}"
+            found.reasons[flow.linear.node] = NoMatch(flow.linear.node, reason)
+    known = {node for head in made for node in head.flow.classes}
+    for head in made:
+        linear = head.flow.linear
+        others = profitability.others(head, made)
+        try:
+            for beside in head.beside:
+                if beside not in known:
+                    reason = f"its logits are in a stack with %{beside.name}, which is not fused"
+                    raise NoMatch(beside, reason)
+            if others:
+                options = Options(modes, settings, head.logits_mode == "keep", others)
+                head = replace(head, calls=calls_of(head.flow, options))
+            for rule in profitability.RULES:
+                if reason := rule(head, made, settings.min_logits_mb):
+                    found.costs.add(linear.node)
+                    raise NoMatch(linear.node, reason)
+            yield head
+        except NoMatch as no:
+            found.reasons[linear.node] = no
+
+
+def _check_kept(flow: Flow, least: float) -> None:
+    """``NoMatch`` if fusing the reductions of logits that exist gains nothing."""
+    why = flow.stops[0] if flow.stops else None
+    if not any(r.loss for r in flow.reductions):
+        raise why or NoMatch(flow.left[0], "the logits are an output of the graph")
+    trained = any(value(r.node).requires_grad for r in flow.reductions)
+    if least and trained and not hazards.leaves(flow.linear.node):
+        reason = "another node of the graph reads its logits, so they are saved for backward anyway"
+        raise NoMatch(why.node if why else flow.left[0], f"{reason} ({profitability.FUSES_ALL})")
+
+
+def looks_like_a_head(linear: Node, stop: NoMatch) -> bool:
     """Whether a linear has more outputs than inputs, and they are neither the inputs of another
     linear, as those of a hidden layer, nor outputs of the graph."""
     read = linear_of(linear)
     if read is None or stop.node.op == "output" or function_of(stop.node) in LINEARS:
         return False
     v = hint(value(linear).shape[read.dim])
-    return v > hint(value(read.x).shape[-1]) and v >= LEAST_CLASSES
-
-
-def _check_worth(head: Head, least: float) -> None:
-    """``NoMatch`` if the gradients of the weight, one for each call, or a copy of the weight take
-    more memory than the logits; see :mod:`fxpass.match.profitability`."""
-    linear = head.flow.linear
-    if not least:
-        return
-    weight = value(linear.weight)
-    one = hint(weight.shape[0]) * hint(weight.shape[1]) * value(linear.node).dtype.itemsize
-    trained = [call.spec.gradients for call in head.calls if call.spec.gradients]
-    taken = one * sum("weight" in gradients for gradients in trained) - one
-    taken += one * sum("x" not in gradients for gradients in trained)
-    if taken > 0 and taken >= head.logits_bytes:
-        reason = f"{len(trained)} passes over its weight would take {size(taken)} for gradients"
-        raise NoMatch(linear.node, f"{reason} or copies of it, for {size(head.logits_bytes)}")
-
-
-def _large(linear: Linear, least: float) -> bool:
-    if not is_tensor(linear.node):
-        return False
-    classes = hint(value(linear.node).shape[linear.dim])
-    return not least or (logits_bytes(linear) >= least * MIB and classes >= LEAST_CLASSES)
+    return v > hint(value(read.x).shape[-1]) and v >= profitability.LEAST_CLASSES

@@ -13,21 +13,35 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from sympy import Symbol
 from torch.fx import Node
 
 from fxpass.graph import hazards
 from fxpass.graph.calls import others_of, storage, written
 from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
+from fxpass.graph.nodes import NoMatch, hint, is_tensor, needs_gradient, value
 from fxpass.graph.placements import is_dtensor
-from fxpass.graph.source import call_name, source_line
-from fxpass.match.chain_node import check_plain
-from fxpass.match.classes import Base, Flow, Picked, Reduced, Weighted, symbols_of
+from fxpass.graph.source import call_name
+from fxpass.match.classes import (
+    Base,
+    Flow,
+    Picked,
+    Reduced,
+    Weighted,
+    symbols_of,
+    taken,
+    trimmed,
+)
 from fxpass.match.linears import Linear
 from fxpass.match.modes import Mode
+from fxpass.match.operands import check_plain
+from fxpass.match.sharding import sharding_of
 from fxpass.match.totals import Total, passes_gradients, total_of
 from fxpass.match.views import VIEWS
+from fxpass.plan.choice import Choice, choose
+from fxpass.settings import Settings
+from fxpass.spec.expression import Z
 from fxpass.spec.reductions import INDICES, PRODUCTS, Output, Reductions
 
 
@@ -44,7 +58,9 @@ class Call:
         given: the symbols of the tensors that are weights of moments.
         spec: what it computes.
         detached: whether no gradient flows through it.
+        choice: whether forward or backward computes the gradients, and why.
         total: the scalar whose gradients forward computes; None if backward computes them.
+        logits: a node whose logits the operator reads; None if it computes them.
     """
 
     base: Base
@@ -55,7 +71,9 @@ class Call:
     given: tuple[Symbol, ...]
     spec: Reductions
     detached: bool
+    choice: Choice
     total: Total | None = None
+    logits: Node | None = None
 
     @property
     def unread(self) -> tuple[Reduced, ...]:
@@ -65,8 +83,25 @@ class Call:
         return tuple(r for r in self.total.reductions if r not in self.total.read)
 
 
-def calls_of(flow: Flow, modes: dict[Node, Mode], memory_mb: int = 0) -> tuple[Call, ...]:
-    """The calls of a head; ``memory_mb`` is their budget.
+@dataclass(frozen=True)
+class Options:
+    """What decides about the calls of a head, beside the flow.
+
+    Attributes:
+        modes: those of the graph's nodes.
+        settings: the user's.
+        kept: whether the graph computes the logits anyway.
+        others: the rows of calls of other heads that make a gradient of the same weight.
+    """
+
+    modes: dict[Node, Mode]
+    settings: Settings
+    kept: bool = False
+    others: tuple[int | torch.SymInt, ...] = ()
+
+
+def calls_of(flow: Flow, options: Options) -> tuple[Call, ...]:
+    """The calls of a head.
 
     Raises:
         NoMatch: an operand cannot be read, or is changed, or the modes of autograd differ.
@@ -75,20 +110,19 @@ def calls_of(flow: Flow, modes: dict[Node, Mode], memory_mb: int = 0) -> tuple[C
     for operand in (linear.x, linear.weight, linear.bias):
         if operand is not None:
             check_plain(operand)
-            if is_dtensor(value(operand)):
-                raise NoMatch(operand, f"%{operand.name} is a DTensor: only losses are fused")
+    flow.sharding = sharding_of(flow)
     for reduced in flow.reductions:
         if not any(s in flow.outputs for s in reduced.symbols):
             raise NoMatch(reduced.node, f"%{reduced.node.name} is the number {reduced.value}")
         if reduced.like.detached and value(reduced.node).requires_grad:
             reason = f"%{reduced.node.name} has a gradient that its logits do not have"
             raise NoMatch(reduced.node, reason)
-    calls = [call for base in flow.bases for call in _calls(flow, base, modes)]
-    _check_hazards(flow)
-    return tuple(replace(c, spec=replace(c.spec, memory_mb=memory_mb)) for c in calls)
+    calls = tuple(call for base in flow.bases for call in _calls(flow, base, options))
+    _check_hazards(flow, calls)
+    return calls
 
 
-def _calls(flow: Flow, base: Base, modes: dict[Node, Mode]) -> Iterable[Call]:
+def _calls(flow: Flow, base: Base, options: Options) -> Iterable[Call]:
     left = [r for r in flow.reductions if _symbols(flow, base, [r])]
     known: set[Symbol] = set()
     while left:
@@ -97,7 +131,7 @@ def _calls(flow: Flow, base: Base, modes: dict[Node, Mode]) -> Iterable[Call]:
         symbols = [s for s in _symbols(flow, base, ready) if s not in known]
         if symbols:
             known.update(symbols)
-            yield _call(flow, base, ready, symbols, modes)
+            yield _call(flow, base, ready, symbols, options)
         left = [r for r in left if r not in ready]
 
 
@@ -170,55 +204,108 @@ def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
     linear = flow.linear
     nodes = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
     nodes += [n for step in base.steps for n in others_of(step.node)]
-    nodes += [flow.tensors[s] for s in symbols_of(base.scale) if s in flow.tensors]
+    nodes += [flow.tensors[s] for s in symbols_of(base.scale) | base.factors]
+    nodes += [flow.tensors[s] for s in base.biases]
     for symbol in symbols:
         output = flow.outputs[symbol][1]
         if isinstance(output, Picked):
             nodes += output.indices
         elif isinstance(output, Weighted):
             nodes.append(flow.tensors[output.weight])
+            nodes += [flow.products[output.weight]] if output.weight in flow.products else []
     return nodes
 
 
 def _call(
-    flow: Flow,
-    base: Base,
-    reductions: list[Reduced],
-    symbols: list[Symbol],
-    modes: dict[Node, Mode],
+    flow: Flow, base: Base, reductions: list[Reduced], symbols: list[Symbol], options: Options
 ) -> Call:
-    linear, first = flow.linear, reductions[0].node
-    detached = all(r.like.detached or not _differentiable(r, modes) for r in reductions)
+    linear, first, modes = flow.linear, reductions[0].node, options.modes
+    differentiable = [r for r in reductions if _differentiable(r, modes)]
+    detached = all(r.like.detached or r not in differentiable for r in reductions)
     picked = (o for s in symbols if isinstance(o := flow.outputs[s][1], Picked))
     picks = tuple(dict.fromkeys(replace(o, logit=False) for o in picked))
     weighted = [o for s in symbols if isinstance(o := flow.outputs[s][1], Weighted)]
     given = tuple(dict.fromkeys(o.weight for o in weighted))
-    scale = [flow.tensors[s] for s in symbols_of(base.scale)]
-    differentiable = [r for r in reductions if _differentiable(r, modes)]
     trained = _symbols(flow, base, differentiable)
-    weights = {o.weight for s in trained if isinstance(o := flow.outputs[s][1], Weighted)}
-    trained_given = [flow.tensors[s] if s in weights else None for s in given]
-    gradients = () if detached else _gradients(linear, scale, trained_given)
-    total = None
-    if gradients and set(gradients) <= set(PRODUCTS):
+    gradients = () if detached else _gradients(flow, base, trained, given)
+    operands, logits = _operands(flow, base, symbols), None
+    memory = options.settings.memory_mb
+    waiting = Reductions(
+        tuple(_named(flow, symbols, given)), base.transform, gradients, memory_mb=memory
+    )
+    total, of_total = None, None
+    # the ranks of a sharded head exchange what its gradients need after forward
+    if gradients and set(gradients) <= set(PRODUCTS) and flow.sharding is None:
         total = _total(flow, base, symbols, differentiable, modes)
-    operands = _operands(flow, base, symbols)
     if total is not None and all(_movable(n, first) is not None for n in total.operands):
-        operands += total.operands
         read = [r for r in reductions if r not in differentiable or r in total.read]
-        symbols = _symbols(flow, base, read)
+        left = _symbols(flow, base, read)
+        summed = tuple(_named(flow, trained, given))
+        of_total = replace(waiting, outputs=tuple(_named(flow, left, given)), total=summed)
+    choice = _choice(flow, base, of_total, waiting, options)
+    spec = choice.spec
+    if spec.total:
+        assert total is not None
+        operands += total.operands
+        symbols = left
     else:
         total = None
+    if options.kept:
+        logits = existing_logits(flow, base)
+        waits = bool(gradients) and total is None
+        # the user may write to logits that are an output too, before backward reads them
+        logits = None if waits and hazards.leaves(logits) else logits
+        operands += [] if logits is None else [logits]
     after, moved = _place(linear.node, operands, first)
     if not detached and modes[after].grad != modes[linear.node].grad:
         raise NoMatch(after, f"gradients are switched on or off between %{after.name} and the head")
     if any(modes[r.node].inference != modes[linear.node].inference for r in reductions):
         raise NoMatch(first, "its linear and its reduction are not in the same inference mode")
-    outputs = _named(flow, symbols, given)
-    summed = {} if total is None else _named(flow, trained, given)
-    spec = Reductions(tuple(outputs), base.transform, gradients, tuple(summed))
-    named = tuple(s for s in outputs.values() if s is not None)
-    return Call(base, after, moved, named, picks, given, spec, detached, total)
+    named = tuple(s for s in _named(flow, symbols, given).values() if s is not None)
+    return Call(base, after, moved, named, picks, given, spec, detached, choice, total, logits)
+
+
+def _choice(
+    flow: Flow, base: Base, total: Reductions | None, waiting: Reductions, options: Options
+) -> Choice:
+    logits, d = value(flow.linear.node), value(flow.linear.x).shape[-1]
+    n, v = shape_of(flow.linear)
+    for edit in base.edits:
+        v = taken(edit, v)
+    if flow.sharding is not None:  # the sizes of this rank's call
+        n, v = n // flow.sharding.rows, flow.sharding.count
+    setting = options.settings.strategy
+    # the other calls of this head make a gradient of its weight too
+    others = options.others + (n,) * (len(flow.bases) - 1) * ("weight" in waiting.gradients)
+    return choose(
+        *(n, hint(d), max(1, hint(v)), logits.dtype, logits.device),
+        *(total, waiting, setting, options.kept, others),
+        sharded=flow.sharding is not None and flow.sharding.group is not None,
+    )
+
+
+def existing_logits(flow: Flow, base: Base) -> Node:
+    """The node of the logits before a base's transform, which no node writes to.
+
+    Raises:
+        NoMatch: there is none.
+    """
+    last = {storage(n): n for n in sorted(flow.classes) if written(n)}
+    for node, like in flow.classes.items():
+        if last.get(storage(node), node) is not node:
+            continue
+        steps = trimmed(like.steps)
+        if like.expr == Z and like.edits == base.edits and steps == base.steps[: len(steps)]:
+            if flow.sharding is None:
+                return node
+            if flow.sharding.rows > 1:
+                raise NoMatch(node, "its logits exist anyway, and their rows are sharded")
+            if flow.sharding.weight is None or is_dtensor(value(node)):
+                return node
+    reason = "its logits exist anyway, and a node writes to them"
+    if flow.sharding is not None:
+        reason += " after they were gathered from all ranks"
+    raise NoMatch(flow.linear.node, reason)
 
 
 def _total(
@@ -275,42 +362,42 @@ def _differentiable(reduced: Reduced, modes: dict[Node, Mode]) -> bool:
     return modes[reduced.node].grad and passes_gradients(reduced.node)
 
 
-def _gradients(linear: Linear, scale: list[Node], given: Sequence[Node | None]) -> tuple[str, ...]:
+def _gradients(
+    flow: Flow, base: Base, trained: Iterable[Symbol], given: Sequence[Symbol]
+) -> tuple[str, ...]:
+    """The operands that get a gradient from the outputs ``trained``."""
+    linear = flow.linear
+    weights = {o.weight for s in trained if isinstance(o := flow.outputs[s][1], Weighted)}
+    scale = [flow.tensors[s] for s in symbols_of(base.scale)]
+    factors = [flow.tensors[s] for s in base.factors]
+    biases = [linear.bias, *(flow.tensors[s] for s in base.biases)]
     operands: dict[str, Sequence[Node | None]] = {
-        "x": [linear.x],
+        "x": [linear.x, *factors],
         "weight": [linear.weight],
-        "bias": [linear.bias],
+        "bias": [*biases, *factors] if any(biases) else [],
         "scale": scale,
     }
-    operands |= {f"given{i}": [node] for i, node in enumerate(given)}
-    return tuple(
-        name
-        for name, nodes in operands.items()
-        if any(n is not None and is_tensor(n) and value(n).requires_grad for n in nodes)
-    )
+    of_given = [[flow.tensors[s]] if s in weights else [] for s in given]
+    operands |= {f"given{i}": nodes for i, nodes in enumerate(of_given)}
+    return tuple(name for name, nodes in operands.items() if any(map(needs_gradient, nodes)))
 
 
-def _check_hazards(flow: Flow) -> None:
+def _check_hazards(flow: Flow, calls: Sequence[Call]) -> None:
     last = max(r.node for r in flow.reductions)
     pattern = [n for n in flow.classes if n < last]
     if found := hazards.hazard(pattern, last):
         raise NoMatch(*found)
-    if any(value(r.node).requires_grad for r in flow.reductions):
+    if any(call.spec.gradients and call.total is None for call in calls):
         end = flow.linear.node.graph.output_node()
         if found := hazards.hazard(pattern, end):
             node, reason = found
             raise NoMatch(node, f"{reason}, and backward computes the gradients from it")
 
 
-def logits_bytes(linear: Linear) -> int:
-    """Bytes of one copy of the logits."""
-    logits = value(linear.node)
-    total = logits.dtype.itemsize
-    for size in logits.shape:
-        total *= hint(size)
-    return total
-
-
-def source_of(flow: Flow) -> str:
-    """The user's line of the first reduction."""
-    return source_line(flow.reductions[0].node)
+def shape_of(linear: Linear) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """Rows and classes."""
+    rows: int | torch.SymInt = 1
+    shape = value(linear.node).shape
+    for i, n in enumerate(shape):
+        rows = rows * n if i != linear.dim else rows
+    return rows, shape[linear.dim]

@@ -15,10 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from fxpass.graph.nodes import NoMatch, is_tensor, value
-from fxpass.graph.source import source_line
-from fxpass.match.chain import Chain
-from fxpass.match.losses import Loss
+from fxpass.graph.nodes import is_tensor, value
 
 
 class Mode(NamedTuple):
@@ -52,20 +49,3 @@ def cuts_gradients(node: Node, modes: dict[Node, Mode]) -> bool:
     needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
     # a view made under no_grad, or a write there, has requires_grad, but passes no gradient on
     return needs and not (value(node).requires_grad and modes[node].grad)
-
-
-def check_modes(loss: Loss, chain: Chain, modes: dict[Node, Mode]) -> None:
-    """``NoMatch`` if recomputing the chain at the loss would give other gradients."""
-    if modes[chain.linear.node].inference != modes[loss.node].inference:
-        raise NoMatch(
-            chain.linear.node, "its linear and the loss are not in the same inference mode"
-        )
-    if not value(loss.node).requires_grad:
-        return  # nothing that the loss is computed from gets a gradient
-    for node in (*chain.nodes, *loss.inner):
-        if is_tensor(node) and cuts_gradients(node, modes):
-            raise NoMatch(
-                node,
-                f"gradients are switched off at %{node.name} ({source_line(node)}) and on at the "
-                "loss",
-            )

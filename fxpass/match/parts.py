@@ -28,9 +28,14 @@ def join_pieces(flow: Flow) -> None:
     for base in flow.bases:
         part = _part(base.steps[-1]) if base.steps else None
         if part is not None:
-            key = tuple(step.node for step in base.steps[:-1]), base.transform, base.scale
+            key = (
+                tuple(step.node for step in base.steps[:-1]),
+                base.transform,
+                base.scale,
+                base.edits,
+            )
             groups.setdefault(key, []).append((part, base))
-    for (_, transform, scale), pieces in groups.items():
+    for (_, transform, scale, edits), pieces in groups.items():
         step = pieces[0][0].step
         ranges: dict[tuple[int, int | None], list[Base]] = {}
         for part, base in sorted(pieces, key=lambda piece: piece[0].start):
@@ -38,7 +43,7 @@ def join_pieces(flow: Flow) -> None:
         picks = _joined_picks(flow, list(ranges.values()))
         if picks is None or not _all_rows(list(ranges)):
             continue
-        like = Classes(pieces[0][1].steps[:-1], step.view.dim, transform)
+        like = Classes(pieces[0][1].steps[:-1], step.view.dim, transform, edits=edits)
         whole = flow.base(like, transform, scale)
         for part, base in pieces:
             i = list(ranges).index((part.start, part.stop))

@@ -17,22 +17,14 @@ from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
 from fxpass.match.bases import base_of, fits, in_logs, softmax_base_of
-from fxpass.match.classes import (
-    Classes,
-    Flow,
-    Picked,
-    Reduced,
-    Weighted,
-    check_dim,
-    check_dtype,
-    operand_of,
-    picks_rows_and_classes,
-)
+from fxpass.match.classes import Classes, Flow, Picked, Reduced, Weighted
 from fxpass.match.elementwise import classes_of
 from fxpass.match.losses import check_dtypes, loss_of
 from fxpass.match.maxima import maximum
+from fxpass.match.operands import check_dim, check_dtype, operand_of, picks_rows_and_classes
 from fxpass.match.products import divergence, einsum, matmul
 from fxpass.match.sums import at, summed
+from fxpass.match.views import index_of
 from fxpass.spec.reductions import Moment
 
 
@@ -99,10 +91,9 @@ def _pick(flow: Flow, node: Node, like: Classes, picked: Picked, keepdim: bool) 
 def _getitem(flow: Flow, node: Node) -> None:
     """``z[arange(N), index]``; any other index is a view."""
     if not picks_rows_and_classes(node):
-        flow.classes[node] = classes_of(flow, node, "getitem")
+        flow.classes[node] = classes_of(flow, node, function_of(node))
         return
-    like, picked = operand_of(flow, node), cast(Any, node.args[1])
-    rows, index = picked
+    like, (rows, index) = operand_of(flow, node), index_of(node)
     if like.dim != 1 or value(index).dtype != torch.int64 or value(index).dim() != 1:
         raise NoMatch(node, f"%{node.name} indexes rows and classes")
     given = arguments(rows, _ARANGE)
@@ -123,8 +114,8 @@ _ARANGE = {
 # ---------------------------------------------------------------- losses
 
 
-def _loss(flow: Flow, node: Node) -> None:
-    """cross_entropy and nll_loss with class indices, or cross_entropy with given probabilities."""
+def of_loss(flow: Flow, node: Node) -> None:
+    """cross_entropy and nll_loss."""
     loss = loss_of(node)
     if loss is None or loss.logits not in flow.classes or loss.node is not node:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not known")
@@ -142,22 +133,17 @@ def _loss(flow: Flow, node: Node) -> None:
             raise NoMatch(node, f"%{node.name} reads `{like.expr}`, not a log-softmax")
     else:
         base = softmax_base_of(flow, node, like)
-    if loss.probabilities:
-        if loss.class_weight is not None or loss.label_smoothing:
-            raise NoMatch(node, f"%{node.name} has class weights or smoothing of probabilities")
-        target = flow.tensor(loss.target, "given")
-        flow.dims[target] = like.dim
-        rows = -flow.output(base, Weighted(Moment(0, 1), target))
-        flow.reduce(node, like, rows, False, loss.reduction.replace("none", ""))
-        return
-    picked = Picked(loss.target, None, ignored=loss.ignore_index)
     smooth = None
     if loss.label_smoothing:
         smooth = flow.output(base, Moment(0, 1))
         if loss.class_weight is not None:
             weight = flow.tensor(loss.class_weight, "class")
             smooth = flow.output(base, Weighted(Moment(0, 1), weight))
-    rows = flow.output(base, picked)
+    if loss.probabilities:
+        target = flow.given(loss.target, like.dim, loss.class_weight)
+        rows = flow.output(base, Weighted(Moment(0, 1), target))
+    else:
+        rows = flow.output(base, Picked(loss.target, None, ignored=loss.ignore_index))
     flow.reductions.append(Reduced(node, like, rows, loss=loss, mean_log=smooth))
 
 
@@ -167,12 +153,12 @@ REDUCTIONS: dict[str, Callable[[Flow, Node], None]] = {
     "logsumexp": _logsumexp,
     "gather": _gather,
     "take_along_dim": _gather,
-    "getitem": _getitem,
+    **dict.fromkeys(("getitem", "index"), _getitem),
     "max": maximum,
     "amax": maximum,
     "argmax": maximum,
-    "cross_entropy_loss": _loss,
-    "nll_loss": _loss,
+    "cross_entropy_loss": of_loss,
+    "nll_loss": of_loss,
     **dict.fromkeys(("matmul", "mv", "mm"), matmul),
     "einsum": einsum,
     "kl_div": divergence,

@@ -1,9 +1,9 @@
 """Sharded heads: how classes and rows of a loss are distributed over ranks, read from DTensors.
 
-In: the chain from a linear to its loss. Out: a :class:`Sharding`, or None on one rank. The nodes of
-a chain compute the same values on DTensors as on plain tensors, and ``redistribute`` changes
-placements only. So the chain is read through placement nodes, and each rank computes the loss on
-its vocabulary shard of the weight, wherever the program gathers the logits::
+In: what a program computes of a linear's output. Out: a :class:`Sharding`, or None on one rank. The
+nodes compute the same values on DTensors as on plain tensors, and ``redistribute`` changes
+placements only. So the flow is read through placement nodes, and each rank computes the reductions
+of its vocabulary shard of the weight, wherever the program gathers the logits::
 
     %x = from_local(%h, mesh, [Replicate()])     %weight: DTensor [Shard(0)]
     %z = linear(%x, %weight)                     classes 50 to 99 of 100 are on this rank
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
-from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.nodes import NoMatch, needs_gradient, value
 from fxpass.graph.placements import (
     FROM_LOCAL,
     TO_LOCAL,
@@ -30,9 +30,8 @@ from fxpass.graph.placements import (
     placement_name,
     placements_of,
 )
-from fxpass.match.chain import Chain
-from fxpass.match.folds import Bias, RowView, Scale
-from fxpass.match.losses import Loss
+from fxpass.match.classes import Flow, Reduced, Scaled, Taken, Weighted, symbols_of
+from fxpass.match.linears import Linear
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -113,34 +112,32 @@ class Sharding:
         return ", ".join(parts)
 
 
-def sharding_of(loss: Loss, chain: Chain) -> Sharding | None:
-    """The sharding of a loss; None without DTensors.
+def sharding_of(flow: Flow) -> Sharding | None:
+    """The sharding of a head; None without DTensors.
 
     Raises:
         NoMatch: the operator does not support the placements of classes or rows.
     """
-    linear = chain.linear
+    linear = flow.linear
     operands = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
-    examples = [value(n) for n in (*chain.nodes, *operands)]
-    if not any(map(is_dtensor, examples)):
+    if not any(is_dtensor(value(n)) for n in (*flow.classes, *operands)):
         return None
     if compiled_for_all_ranks():
         raise NoMatch(
-            loss.node,
+            linear.node,
             "one rank compiles for all ranks (compile_on_one_rank), but the graph contains numbers "
             "of this rank's classes",
         )
-    found = _of_weight(chain) if is_dtensor(value(linear.weight)) else _of_local_linear(chain)
-    _check_chain(chain, found)
-    _check_folds(chain, found)
-    return _of_loss(loss, found)
+    found = _of_weight(linear) if is_dtensor(value(linear.weight)) else _of_local_linear(flow)
+    _check_placements(flow, found)
+    _check_edits(flow, found)
+    return _of_reductions(flow, found)
 
 
-def _of_weight(chain: Chain) -> Sharding:
+def _of_weight(linear: Linear) -> Sharding:
     """The sharding of a linear whose x and weight are DTensors."""
     from torch.distributed.tensor.placement_types import Replicate
 
-    linear = chain.linear
     x, weight = value(linear.x), value(linear.weight)
     mesh: Any = weight.device_mesh  # type: ignore[attr-defined]
     if not is_dtensor(x):
@@ -175,11 +172,11 @@ def _at_zero(placements: Sequence[Placement], class_dim: int) -> tuple[Placement
     return tuple(Shard(0) if _is_shard(p, class_dim) else p for p in placements)
 
 
-def _of_local_linear(chain: Chain) -> Sharding:
+def _of_local_linear(flow: Flow) -> Sharding:
     """The sharding of a linear of plain tensors whose output ``from_local`` makes a DTensor."""
-    entry = next((n for n in chain.nodes if placement_name(n.target) in FROM_LOCAL), None)
-    if entry is None or is_dtensor(value(chain.linear.node)):
-        raise NoMatch(chain.linear.node, "the head's input is a DTensor and its weight is not")
+    entry = next((n for n in flow.classes if placement_name(n.target) in FROM_LOCAL), None)
+    if entry is None or is_dtensor(value(flow.linear.node)):
+        raise NoMatch(flow.linear.node, "the head's input is a DTensor and its weight is not")
     logits = value(entry)
     placements, last = placements_of(logits), logits.dim() - 1
     over = [i for i, p in enumerate(placements) if not p.is_replicate()]
@@ -188,7 +185,7 @@ def _of_local_linear(chain: Chain) -> Sharding:
     dims = tuple("classes" if i in over else "" for i in range(len(placements)))
     mesh: Any = logits.device_mesh  # type: ignore[attr-defined]
     found = _make(mesh, logits, last, dims, None, None)
-    if found.count != value(chain.linear.node).shape[-1]:
+    if found.count != value(flow.linear.node).shape[-1]:
         raise NoMatch(entry, "this rank's logits are not its part of the DTensor that they become")
     return found
 
@@ -248,15 +245,15 @@ def group_name(mesh: Any, dim: int) -> str:
 # ---------------------------------------------------------------- what cannot be fused
 
 
-def _check_chain(chain: Chain, found: Sharding) -> None:
+def _check_placements(flow: Flow, found: Sharding) -> None:
     """``NoMatch`` unless every rank has all classes of its rows where DTensors become plain."""
-    for node in chain.nodes:
+    for node in flow.classes:
         if not is_dtensor(value(node)):
             continue
         placements = placements_of(value(node))
         if any(p.is_partial() for p in placements):
             raise NoMatch(node, f"%{node.name} is placed {_names(placements)}")
-    for node in chain.nodes:
+    for node in flow.classes:
         name = placement_name(node.target)
         if name not in (*FROM_LOCAL, *TO_LOCAL):
             continue
@@ -281,52 +278,60 @@ def _check_chain(chain: Chain, found: Sharding) -> None:
                 raise NoMatch(node, f"%{node.name} ({name}) redistributes the rows before the loss")
 
 
-def _check_folds(chain: Chain, found: Sharding) -> None:
-    for fold in chain.folds:
-        if isinstance(fold, RowView) and fold.view.classes is not None:
-            raise NoMatch(fold.node, f"%{fold.node.name} selects some classes of sharded logits")
-        if isinstance(fold, Scale):
-            raise NoMatch(fold.operand, "sharded logits are multiplied by a tensor")
-        if isinstance(fold, Bias):
-            bias = value(fold.operand)
-            whole = not is_dtensor(bias) and bias.numel() != found.count
-            if whole and bias.requires_grad:
-                raise NoMatch(
-                    fold.operand, f"%{fold.operand.name}, a bias of sharded logits, is not sharded"
-                )
+def _check_edits(flow: Flow, found: Sharding) -> None:
+    for base in flow.bases:
+        node = flow.linear.node
+        scaled = base.scale != 1 or any(isinstance(edit, Scaled) for edit in base.edits)
+        if found.rows > 1 and scaled:
+            raise NoMatch(node, "logits with sharded rows are multiplied by a tensor")
+        for symbol in symbols_of(base.scale) | base.factors:
+            if needs_gradient(flow.tensors[symbol]):
+                reason = "sharded logits are multiplied by a tensor that needs a gradient"
+                raise NoMatch(node, reason)
+        if any(isinstance(edit, Taken) for edit in base.edits):
+            raise NoMatch(node, f"%{node.name}: the program selects some classes of sharded logits")
+        for bias in (flow.tensors[symbol] for symbol in base.biases):
+            example = value(bias)
+            whole = not is_dtensor(example) and example.numel() != found.count
+            if whole and example.requires_grad:
+                reason = f"%{bias.name}, a bias of sharded logits, is not sharded"
+                raise NoMatch(bias, reason)
+
+    for _, output in flow.outputs.values():
+        if isinstance(output, Weighted) and needs_gradient(flow.tensors[output.weight]):
+            what = f"%{flow.tensors[output.weight].name}, values of sharded classes"
+            raise NoMatch(flow.linear.node, f"{what}, needs a gradient")
 
 
-def _of_loss(loss: Loss, found: Sharding) -> Sharding:
-    """The sharding for a loss of DTensors, or of each rank's rows."""
-    local = not is_dtensor(value(loss.logits))
-    if local:
-        found = replace(found, row_groups=())  # each rank reduces over its rows
-    elif found.weight is None:
-        raise NoMatch(loss.node, "its logits are a DTensor, but its linear is of plain tensors")
-    for operand in (loss.target, loss.class_weight):
-        if not is_tensor(operand):
+def _of_reductions(flow: Flow, found: Sharding) -> Sharding:
+    """The sharding for reductions of DTensors, or of each rank's rows."""
+    local = {not is_dtensor(value(n)) for r in flow.reductions for n in _logits_of(flow, r)}
+    if len(local) != 1:
+        raise NoMatch(flow.linear.node, "some of its reductions are of DTensors, and some are not")
+    if True in local:
+        for node in flow.tensors.values():
+            if is_dtensor(node.meta["example_value"]):
+                raise NoMatch(node, f"%{node.name} is a DTensor and the logits are not")
+        return replace(found, row_groups=())  # each rank reduces over its rows
+    if found.weight is None:
+        raise NoMatch(
+            flow.linear.node, "its logits are a DTensor, but its linear is of plain tensors"
+        )
+    for reduced in flow.reductions:
+        if found.rows == 1:
             continue
-        assert isinstance(operand, Node)
-        if is_dtensor(value(operand)):
-            if local:
-                raise NoMatch(loss.node, f"%{operand.name} is a DTensor and the logits are not")
-        elif operand is loss.target and found.row_groups:
-            raise NoMatch(loss.node, f"the rows are sharded, and %{operand.name} is a plain tensor")
-    if found.rows > 1 and loss.reduction == "none" and loss.dim != value(loss.logits).dim() - 1:
-        raise NoMatch(loss.node, "its rows are sharded and come after its classes")
+        if reduced.loss is None or not reduced.is_scalar:
+            reason = "its rows are sharded: only the mean or sum of a loss is fused"
+            raise NoMatch(reduced.node, reason)
+        target = reduced.loss.target
+        if not is_dtensor(value(target)):
+            reason = f"the rows are sharded, and %{target.name} is a plain tensor"
+            raise NoMatch(reduced.node, reason)
     return found
 
 
-def check_existing(chain: Chain, found: Sharding) -> None:
-    """``NoMatch`` if the operator cannot read the existing logits of this rank's classes."""
-    if found.rows > 1:
-        raise NoMatch(chain.base, "its logits exist anyway, and their rows are sharded")
-    if found.weight is not None and not is_dtensor(value(chain.base)):
-        raise NoMatch(
-            chain.base,
-            "its logits exist anyway, and a node writes to them after they were gathered from all "
-            "ranks",
-        )
+def _logits_of(flow: Flow, reduced: Reduced) -> list[Node]:
+    return [n for n in reduced.node.all_input_nodes if n in flow.classes]
 
 
 def _check_mesh(node: Node, mesh: Any) -> None:

@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from fxpass.graph.calls import others_of, storage, written
 from fxpass.graph.functions import CASTS, REFLECTED, function_of, reads_values
-from fxpass.graph.nodes import is_tensor, value
+from fxpass.graph.nodes import is_tensor, needs_gradient, value
 from fxpass.match.classes import Flow, Picked, Reduced, Weighted, symbols_of
 from fxpass.spec.reductions import IN_TOTAL
 
@@ -49,7 +49,7 @@ class Total:
     def operands(self) -> set[Node]:
         """The nodes that its coefficients are computed from."""
         losses = [r.loss for r in self.reductions if r.loss is not None]
-        read = {n for loss in losses for n in (loss.target, loss.class_weight) if n is not None}
+        read = {n for loss in losses for n in loss.indices if n is not None}
         steps = [step for r in self.reductions for step in r.like.steps]
         sizes = (n for s in steps for n in others_of(s.node))
         return {*self.others, *self.tensors, *read, *sizes}
@@ -110,7 +110,7 @@ def _changes(nodes: Collection[Node], first: Node, last: Node) -> bool:
 
 def _is_linear(flow: Flow, reduced: Reduced) -> bool:
     """Whether a reduction is linear in outputs that can be part of a total, but for a constant."""
-    if any(value(n).requires_grad for n in _tensors(flow, reduced)):
+    if any(map(needs_gradient, _tensors(flow, reduced))):
         return False
     for symbol in reduced.symbols & flow.outputs.keys():
         output = flow.outputs[symbol][1]
@@ -118,7 +118,7 @@ def _is_linear(flow: Flow, reduced: Reduced) -> bool:
             return False
         if symbol in flow.parts or (isinstance(output, Picked) and output.count != 1):
             return False
-        if isinstance(output, Weighted) and value(flow.tensors[output.weight]).requires_grad:
+        if isinstance(output, Weighted) and needs_gradient(flow.tensors[output.weight]):
             return False
     for rows in reduced.values:
         factors, constant = coefficients_of(flow, rows)
@@ -176,7 +176,7 @@ def _keeps_linear(node: Node, read: Collection[Node]) -> bool:
     others = [n for n in node.all_input_nodes if n not in read]
     if rule is None or not is_tensor(node) or not value(node).is_floating_point():
         return False
-    return rule(node, read) and not any(is_tensor(n) and value(n).requires_grad for n in others)
+    return rule(node, read) and not any(map(needs_gradient, others))
 
 
 def _in_first(node: Node, read: Collection[Node]) -> bool:

@@ -20,7 +20,8 @@ from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
-from fxpass.match.classes import Classes, Flow, Step, operand_of, viewed
+from fxpass.match.classes import Classes, Flow, Step
+from fxpass.match.operands import operand_of, viewed
 from fxpass.match.views import CLASSES, View
 
 # Functions whose result is a tuple of parts of the rows, and all whose result is a tuple.

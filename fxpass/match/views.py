@@ -48,20 +48,22 @@ class View:
         function: the method of ``Tensor`` or the function of ``_FUNCTIONS`` that rearranges the
             rows of another tensor; empty if the rows stay in place.
         args: the call's arguments after the tensor, with a :class:`Hole` for what depends on it.
-        classes: the slice of classes that the node selects; else None.
+        classes: the slice or index tensor of the classes that the node selects; else None.
     """
 
     dim: int
     function: str = ""
     args: tuple[Any, ...] = ()
-    classes: slice | None = None
+    classes: slice | Node | None = None
 
-    def replayed(self, size: Any, classes: slice | None) -> tuple[str, Target, tuple[Any, ...]]:
+    def replayed(
+        self, size: Any, classes: slice | Node | None
+    ) -> tuple[str, Target, tuple[Any, ...]]:
         """The call ``(op, target, args)`` on another tensor; ``args`` omits the tensor itself.
 
         Args:
             size: the size of its class dimension, an int or a node.
-            classes: the slice that is taken of its class dimension; None for all of it.
+            classes: what is taken of its class dimension; None for all of it.
         """
 
         def filled(argument: Any) -> Any:
@@ -217,7 +219,10 @@ def _narrow(node: Node, shape: Size, dim: int) -> View:
     wanted: dict[str, Any] = dict.fromkeys(("input", "dim", "start", "length"), REQUIRED)
     _, along, *where = arguments(node, wanted).values()
     if along % len(shape) == dim:
-        raise NoMatch(node, f"%{node.name} selects classes")
+        start, length = where
+        if not isinstance(start, int) or not isinstance(length, int) or start < 0:
+            raise NoMatch(node, f"%{node.name} selects classes by numbers that vary")
+        return View(dim, classes=_some(slice(start, start + length), shape[dim]))
     return View(dim, "narrow", (along % len(shape), *where))
 
 
@@ -250,6 +255,8 @@ def _index(node: Node, shape: Size, dim: int) -> View:
     else:
         index = (*index, *[slice(None)] * (len(shape) - used))
     _check_index(node, index)
+    if len(index) > dim and _takes_classes(index, dim):
+        return View(dim, classes=index[dim])
     before = after = 0  # the dimensions of input and output before this entry
     passed = False  # adjacent index tensors share their output dimensions
     for position, entry in enumerate(index):
@@ -262,6 +269,13 @@ def _index(node: Node, shape: Size, dim: int) -> View:
         before += entry is not None
         after += entry is None or isinstance(entry, slice)
     raise NoMatch(node, f"%{node.name} selects one class")
+
+
+def _takes_classes(index: tuple[Any, ...], dim: int) -> bool:
+    """Whether an index tensor ``[V']`` selects classes, and all rows stay."""
+    rest = (*index[:dim], *index[dim + 1 :])
+    whole = all(isinstance(entry, slice) and entry == slice(None) for entry in rest)
+    return whole and is_tensor(index[dim]) and value(index[dim]).dim() == 1
 
 
 def _check_index(node: Node, index: tuple[Any, ...]) -> None:
@@ -293,11 +307,21 @@ def _some(entry: slice, size: Any) -> slice | None:
 def _index_select(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED})
     if given["dim"] % len(shape) == dim:
-        raise NoMatch(node, f"%{node.name} selects classes by a tensor")
+        return View(dim, classes=given["index"])
     return View(dim, "index_select", (given["dim"], given["index"]))
 
 
-_FUNCTIONS = {"getitem": operator.getitem, "reshape_rows": reshape_rows}
+def repeat_rows(x: Tensor, dim: int, count: int) -> Tensor:
+    """``count`` views of ``x`` along a new dimension."""
+    x = x.unsqueeze(dim)
+    return x.expand(*x.shape[:dim], count, *x.shape[dim + 1 :])
+
+
+_FUNCTIONS = {
+    "getitem": operator.getitem,
+    "reshape_rows": reshape_rows,
+    "repeat_rows": repeat_rows,
+}
 
 VIEWS: dict[str, ViewReader] = {
     **dict.fromkeys(("view", "reshape"), _reshape),

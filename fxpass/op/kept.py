@@ -33,3 +33,10 @@ def _backward(_, grad: Tensor) -> Tensor:
 
 
 kept.register_autograd(_backward)
+
+
+def saved_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits ``[N, V]`` that backward reads, too; autograd does not see them."""
+    # the graph's casts are explicit: an ambient autocast must not cast again
+    with torch.no_grad(), torch.amp.autocast(x.device.type, enabled=False):
+        return torch.nn.functional.linear(x, weight, bias)

@@ -1,13 +1,16 @@
-"""Chooses the strategy of one fused loss when its graph is rewritten.
+"""Chooses whether forward or backward computes the gradients of one operator call.
 
-In: sizes, dtype, device, spec and the user's setting. Out: a :class:`Choice` with its reason::
+In: sizes, dtype, device, the call's spec and the user's setting. Out: a :class:`Choice` with its
+reason::
 
-    >>> spec = Spec(gradients=("x", "weight"))
-    >>> choose(2048, 512, 32000, torch.float32, torch.device("cpu"), spec, "auto").strategy
+    >>> total = Reductions((), gradients=("x", "weight"), total=("pick",))
+    >>> waiting = Reductions(("pick",), gradients=("x", "weight"))
+    >>> of_call = 2048, 512, 32000, torch.float32, torch.device("cpu"), total, waiting
+    >>> choose(*of_call, "auto").strategy
     'chunked'
 
-A compiled graph cannot change the strategy, because it fixes whether forward or backward computes
-the gradients. :mod:`fxpass.plan.plan` plans the rows and classes when the operator runs.
+A compiled graph cannot change the strategy. :mod:`fxpass.plan.plan` plans the rows and classes when
+the operator runs.
 """
 
 from __future__ import annotations
@@ -19,35 +22,38 @@ import torch
 from fxpass.plan.devices import implementation_for, multiplied_in
 from fxpass.plan.plan import MIB, Plan, budget, plan, size
 from fxpass.spec.dtypes import gradient_dtype
-from fxpass.spec.spec import Spec
+from fxpass.spec.reductions import Reductions
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The strategy of one fused loss, and the facts behind the choice.
+    """The strategy of one call, and the facts behind the choice.
 
     Attributes:
-        strategy: ``chunked`` or ``tiled``.
         reason: the reason for the strategy, in a few words.
         n, d, v: rows, hidden size and classes; hints where a size is symbolic.
         dtype, device: of x and weight.
-        spec: the computation.
+        spec: the computation; with a total, forward computes the gradients.
         symbolic: whether the number of rows is symbolic.
         logits_exist: whether the graph computes the logits anyway.
         save_logits: whether forward saves the logits for backward.
     """
 
-    strategy: str
     reason: str
     n: int
     d: int
     v: int
     dtype: torch.dtype
     device: torch.device
-    spec: Spec
+    spec: Reductions
     symbolic: bool = False
     logits_exist: bool = False
     save_logits: bool = False
+
+    @property
+    def strategy(self) -> str:
+        """``chunked`` if forward computes the gradients, or if there are none, else ``tiled``."""
+        return "tiled" if self.spec.gradients and not self.spec.total else "chunked"
 
     @property
     def allowed(self) -> int:
@@ -61,10 +67,9 @@ class Choice:
 
     def plan(self) -> Plan:
         """The plan of the run that computes the gradients, or of forward if there are none."""
-        spec = replace(self.spec, strategy=self.strategy)
         sizes = self.n, self.d, self.v, self.dtype, self.device
         exist = self.logits_exist or self.save_logits
-        return plan(*sizes, spec.reductions(), False, bool(spec.gradients), exist)
+        return plan(*sizes, self.spec, False, bool(self.spec.gradients), exist)
 
     def __str__(self) -> str:
         """One line, as ``explain`` prints it."""
@@ -88,10 +93,12 @@ def choose(
     v: int | torch.SymInt,
     dtype: torch.dtype,
     device: torch.device,
-    spec: Spec,
+    total: Reductions | None,
+    waiting: Reductions,
     setting: str,
     logits_exist: bool = False,
     others: tuple[int | torch.SymInt, ...] = (),
+    sharded: bool = False,
 ) -> Choice:
     """Chooses the strategy for x ``[n, d]`` and weight ``[v, d]``.
 
@@ -99,11 +106,14 @@ def choose(
         n, d, v: rows, hidden size and classes; the hint decides where a size is symbolic.
         dtype: of x and weight, after casts.
         device: of x and weight.
-        spec: the computation; its ``strategy`` is not read.
+        total: the call whose forward computes the gradients; None if they are known only in
+            backward.
+        waiting: the call whose backward computes the gradients.
         setting: ``auto``, ``chunked`` or ``tiled``.
         logits_exist: whether the graph computes the logits anyway.
-        others: the number of rows of each other loss over the same weight in this graph; each of
-            these losses saves its gradients for backward.
+        others: the rows of each other call over the same weight in this graph; each of them saves
+            its gradients for backward.
+        sharded: whether it is a call of a vocabulary shard.
 
     ``chunked`` computes the gradients in forward and saves them for backward. Backward returns one
     gradient of the weight in any case; ``chunked`` is chosen if the saved gradients exceed this one
@@ -113,27 +123,28 @@ def choose(
     """
     symbolic = isinstance(n, torch.SymInt)
     rows, hidden, classes = (_hint(number) for number in (n, d, v))
-    one = Choice("chunked", "", rows, hidden, classes, dtype, device, spec, symbolic, logits_exist)
-    if logits_exist and not _too_wide(one, others):
-        return replace(one, reason="the logits exist anyway")
+    facts = rows, hidden, classes, dtype, device
+    later = Choice("", *facts, waiting, symbolic, logits_exist)
+    now = later if total is None else replace(later, spec=total)
+    too_wide = total is not None and _too_wide(now, others)
+    if logits_exist and not too_wide:
+        return replace(now, reason="the logits exist anyway")
     if setting != "auto":
-        return replace(one, strategy=setting, reason="as set")
-    if spec.shard_of and spec.gradients and _can_save(one):
-        return _saving(one)
-    found = one.plan()
-    fits = not spec.memory_mb or found.scratch + found.sums <= one.allowed
-    if not spec.gradients:
-        return replace(one, reason="there are no gradients")
-    if not replace(spec, strategy="chunked").totals:
-        why = "the rows' incoming gradients are known only in backward"
-    elif _too_wide(one, others):
+        return replace(later if setting == "tiled" else now, reason="as set")
+    if sharded and waiting.gradients and _can_save(later):
+        return _saving(later)
+    if not waiting.gradients:
+        return replace(now, reason="there are no gradients")
+    if total is None:
+        return replace(later, reason="the rows' incoming gradients are known only in backward")
+    if too_wide:
         beside = f" of {1 + len(others)} losses over one weight" if others else ""
         why = f"saved gradients{beside} would take more than the logits"
-    elif not fits:
-        why = "a chunk and the f32 sums exceed the budget"
-    else:
-        return replace(one, reason="the gradients are computed with the loss")
-    return replace(one, strategy="tiled", reason=why)
+        return replace(later, reason=why)
+    found = now.plan()
+    if total.memory_mb and found.scratch + found.sums > now.allowed:
+        return replace(later, reason="a chunk and the f32 sums exceed the budget")
+    return replace(now, reason="the gradients are computed with the loss")
 
 
 def _hint(number: int | torch.SymInt) -> int:

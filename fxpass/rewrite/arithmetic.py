@@ -16,31 +16,44 @@ import torch
 from sympy import Symbol
 from torch.fx import Graph, Node
 
-from fxpass.graph.nodes import value
-from fxpass.match.classes import Flow, Part, Step
-from fxpass.rewrite.builder import Builder
+from fxpass.graph.nodes import is_number, value
+from fxpass.match.classes import Classes, Flow, Part, Step
+from fxpass.rewrite.local import Local
 from fxpass.spec.dtypes import compute_dtype
 
 
-class Arithmetic(Builder):
+class Arithmetic(Local):
     """Inserts arithmetic on the outputs of a head.
 
     Attributes:
         flow: what was read of the head.
         dtype: of its logits.
+        hidden: the hidden states of which views are taken.
         known: the outputs, flat: ``[N]``, or ``[N, K]``.
-        replaced: reductions that are operands of later ones.
+        replaced: reductions, of all heads, and what has taken their place: they may be operands.
     """
 
-    def __init__(self, graph: Graph, site: Node, flow: Flow) -> None:
-        super().__init__(graph, site)
+    def __init__(self, graph: Graph, site: Node, flow: Flow, replaced: dict[Node, Node]) -> None:
+        super().__init__(graph, site, flow.sharding)
         self.flow, self.linear = flow, flow.linear
         self.dtype = value(self.linear.node).dtype
         self.known: dict[Symbol, Node] = {}
-        self.replaced: dict[Node, Node] = {}
+        self.hidden = self.linear.x
+        if self.sharding is not None:
+            with graph.inserting_before(self.linear.node):
+                x = self.cast(self.linear.x, self.dtype, self.linear.node)
+                self.hidden = self.hidden_here(x)
+        self.replaced = replaced
+
+    def current(self, node: Node) -> Node:
+        """The node that has taken the place of a node."""
+        return self.replaced.get(node, node)
 
     def _viewed(self, tensor: Node, steps: tuple[Step, ...]) -> Node:
         for step in steps:
+            if step.view.function == "to_local":
+                tensor = self.x_to_local(tensor)
+                continue
             size = self.size(tensor, step.view.dim)
             op, target, args = step.view.replayed(size, None)
             tensor = self.call(op, target, tensor, *args)
@@ -55,15 +68,20 @@ class Arithmetic(Builder):
         return tensor if rank == 2 else self.method("flatten", tensor, 0, -2)
 
     def _values(self, symbol: Symbol) -> Node:
-        """The tensor of a symbol as ``[V]`` or ``[N, V]``."""
-        node, dim = self.flow.tensors[symbol], self.flow.dims.get(symbol)
+        """The tensor of a symbol as ``[V]`` or ``[N, V]``, with this rank's classes."""
+        node, dim = self.current(self.flow.tensors[symbol]), self.flow.dims.get(symbol)
         node = self.method("reshape", node, -1) if dim is None else self._flat(node, dim)
+        node = self.classes_here(node)
+        if symbol in self.flow.products:
+            node = self.method("to", node, compute_dtype(self.dtype))
+            weights = self.classes_here(self.current(self.flow.products[symbol]))
+            return self.method("mul", node, weights)
         return self.method("exp", node) if symbol in self.flow.exponentials else node
 
     def _part(self, whole: Symbol, part: Part) -> Node:
         """Some rows of an output: flat, as the output."""
         output, step = self.known[whole], part.step
-        x = self._viewed(self.linear.x, self._steps_before(step))
+        x = self._viewed(self.hidden, self._steps_before(step))
         first = self.size(x, 1 if step.view.dim == 0 else 0)
         flat = value(x).dim() == 2
         rows = output if flat else self.method("unflatten", output, 0, (first, -1))
@@ -86,11 +104,16 @@ class Arithmetic(Builder):
             if expr in self.flow.sums:
                 self.known[expr] = self._sum_of_given(self.flow.sums[expr])
                 return self.known[expr]
-            tensor = self.flow.tensors[expr]
-            tensor = self.replaced.get(tensor, tensor)
+            tensor = self.current(self.flow.tensors[expr])
+            if is_number(tensor):
+                dtype = compute_dtype(self.dtype)
+                one = self.method("new_ones", self.linear.x, (), dtype=dtype)
+                return self.method("mul", one, tensor)
             if value(tensor).numel() == 1:
-                return self.method("reshape", tensor, ())
-            return self.method("flatten", tensor)
+                return self.method("reshape", self.whole(tensor), ())
+            if expr in self.flow.repeated_rows:
+                tensor = self._repeated(tensor, self.flow.repeated_rows[expr])
+            return self.rows_here(self.method("flatten", tensor))
         if expr.is_number:
             number = float(expr)
             return int(number) if expr.is_Integer else number
@@ -117,6 +140,13 @@ class Arithmetic(Builder):
         if isinstance(expr, sympy.log):
             return self.method("log", parts[0])
         raise ValueError(f"no tensor function for {expr}")
+
+    def _repeated(self, tensor: Node, like: Classes) -> Node:
+        """A tensor that is broadcast to the rows of logits."""
+        x = self._viewed(self.hidden, like.steps)
+        sizes = [self.size(x, i) for i in range(value(x).dim())]
+        sizes[like.dim] = 1
+        return self.method("expand", tensor, *sizes)
 
     def _column(self, part: Any) -> Any:
         """A row ``[N]`` as ``[N, 1]``, beside K picks of each row."""

@@ -11,6 +11,7 @@ the logits is replaced by arithmetic on outputs of a call::
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,19 +19,20 @@ import torch
 from sympy import Symbol
 from torch.fx import Graph, Node
 
-import fxpass.op.kept
 import fxpass.op.reductions  # noqa: F401, registers the operators
 from fxpass.casts.casts import Cast
+from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import value
+from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.match.classes import Picked, Reduced, Weighted
 from fxpass.match.heads import Head
 from fxpass.match.join import Call
 from fxpass.match.losses import Loss
 from fxpass.match.totals import Total, coefficients_of
-from fxpass.op.row_losses import cross_entropy_of
-from fxpass.rewrite.arithmetic import Arithmetic
+from fxpass.op.kept import saved_logits
+from fxpass.op.row_losses import cross_entropy_of, loss_coefficients
+from fxpass.rewrite.operands import Operands
 from fxpass.rewrite.totals import Coefficients
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.reductions import OF_PICKS
@@ -38,21 +40,44 @@ from fxpass.spec.reductions import OF_PICKS
 TOTAL_AT = 5  # among the operator's results
 
 
-def rewrite_head(region: Region, head: Head) -> list[Cast]:
-    """Replaces the reductions of a head in the graph of ``region``; erases what nobody reads.
+def rewrite_heads(region: Region, heads: Sequence[Head]) -> list[Cast]:
+    """Replaces the reductions of heads in the graph of ``region``; erases what nobody reads.
 
     Returns:
         the casts in place of autocast's.
     """
-    edit = _Edit(region.module.graph, head)
-    for call in head.calls:
-        edit.insert(call)
-    for reduced in head.flow.reductions:
-        edit.replace(reduced)
-    for call in head.calls:
-        edit.replace_total(call)
-    edit.erase()
-    return edit.casts
+    graph, replaced = region.module.graph, {}
+    edits = [_Edit(graph, head, replaced) for head in heads]
+    for edit in edits:
+        for call in edit.head.calls:
+            edit.insert(call)
+        for reduced in edit.flow.reductions:
+            edit.replace(reduced)
+        for call in edit.head.calls:
+            edit.replace_total(call)
+    _erase(graph, edits)
+    return [cast for edit in edits for cast in edit.casts]
+
+
+def _erase(graph: Graph, edits: Sequence[_Edit]) -> None:
+    """Erases the nodes that nobody reads."""
+    dead: dict[Node, _Edit] = {}
+    for edit in edits:
+        dead |= dict.fromkeys(edit.dead(), edit)
+    for node in sorted(dead, reverse=True):
+        if node in dead[node].flow.classes and _is_read_for_its_shape(node):
+            dead[node].stand_in(node)
+        if not node.users and not _is_seen_elsewhere(node):
+            graph.erase_node(node)
+
+
+def _is_seen_elsewhere(node: Node) -> bool:
+    """Whether a node that stays reads what a node writes in place."""
+    memory = {storage(operand) for operand in written(node)}
+    if not memory:
+        return False
+    aliases = (n for n in node.graph.nodes if is_tensor(n) and storage(n) in memory)
+    return any(user > node for alias in aliases for user in alias.users)
 
 
 _OF_SHAPES = ("zeros_like", "ones_like", "full_like", "size", "dim", "numel")
@@ -64,9 +89,9 @@ def _is_read_for_its_shape(node: Node) -> bool:
     return read and value(node).is_contiguous()  # a tensor like it has its strides
 
 
-class _Edit(Arithmetic):
-    def __init__(self, graph: Graph, head: Head) -> None:
-        super().__init__(graph, head.flow.reductions[0].node, head.flow)
+class _Edit(Operands):
+    def __init__(self, graph: Graph, head: Head, replaced: dict[Node, Node]) -> None:
+        super().__init__(graph, head.flow.reductions[0].node, head.flow, replaced)
         self.head = head
         self.totals: dict[Node, Node] = {}
 
@@ -79,23 +104,18 @@ class _Edit(Arithmetic):
             after.append(node)
             after = node
         with self.graph.inserting_before(after.next):
-            x = self._rows(self._viewed(self._operand(self.linear.x), call.base.steps), call)
-            weight = self._operand(self.linear.weight)
-            if self.linear.transposed:
-                weight = self.method("t", weight)
-            bias = None if self.linear.bias is None else self._operand(self.linear.bias)
+            x, weight, bias, picks = self._edited(call)
             gradients = call.spec.gradients
             if call.detached:
                 x, weight = self.method("detach", x), self.method("detach", weight)
                 bias = bias and self.method("detach", bias)
-            elif gradients:
+            elif gradients and call.total is None and self.sharding is None:
                 # as autograd of the linear, which saves x for the weight and the weight for x
                 keep = torch.ops.fxpass.kept.default
                 bias = bias and self.function(keep, bias)
                 x = x if "weight" in gradients else self.function(keep, x)
                 weight = weight if "x" in gradients else self.function(keep, weight)
             scale = self._scale(call, x)
-            picks = [self._index(pick, weight) for pick in call.picks]
             counts = [value(p).shape[1] if value(p).dim() == 2 else 1 for p in picks]
             given = [self._given(i, call) for i in range(len(call.given))]
             index = picks[0] if picks else None
@@ -108,30 +128,39 @@ class _Edit(Arithmetic):
             if call.total is not None:
                 of_picks = dict(zip(call.picks, counts, strict=True))
                 coef = self._coefficients(call, call.total, x, of_picks)
-            out = self.function(
-                torch.ops.fxpass.class_reductions.default,
-                *(x, weight, bias, scale, index, given, coef, None, call.spec.text()),
-            )
-            self._unpack(call, out, counts)
+            operands = x, weight, bias, scale, index, given
+            self._unpack(call, self._called(call, operands, coef), counts)
+
+    def _called(self, call: Call, operands: tuple[Any, ...], coef: Node | None) -> Node:
+        """The operator's call; for a vocabulary shard, over the classes of all ranks."""
+        logits, sharding, text = self._logits(call), self.sharding, call.spec.text()
+        if sharding is None or sharding.group is None:
+            op = torch.ops.fxpass.class_reductions.default
+            return self.function(op, *operands, coef, logits, text)
+        from fxpass.op import sharded  # not every PyTorch has torch.distributed
+
+        if call.choice.save_logits:
+            logits = self.function(saved_logits, *operands[:3])
+        of_rank: dict[str, Any] = {"first": sharding.first, "classes": sharding.classes}
+        of_rank["group"] = sharding.group
+        function = sharded.class_reductions
+        return self.call("call_function", function, *operands, logits, text, **of_rank)
 
     def _coefficients(self, call: Call, total: Total, x: Node, counts: dict[Picked, int]) -> Node:
         """The coefficients of the total's outputs ``[T, N]``, in the order of the spec; ``counts``
         are those of picks of a row."""
         zeros = self.method("new_zeros", x, self.size(x, 0), dtype=compute_dtype(self.dtype))
-        coefficients = Coefficients(total, self._classes(), self._batch)
-        like = [
-            constant if reduced.loss or reduced.then else self._shaped(constant, reduced)
-            for reduced in total.reductions
-            for constant in (self._constant(rows, zeros) for rows in reduced.values)
-        ]
-        out = self.function(coefficients, *like, *coefficients.others)
-        each = iter([self.function(operator.getitem, out, i) for i in range(len(like) + 1)])
+        out, leaves = self._derivatives(call, total, zeros)
+        each = iter([self.function(operator.getitem, out, i) for i in range(leaves + 1)])
         found: dict[Symbol, Node] = {}
         for reduced in total.reductions:
             for rows in reduced.values:
-                coef = self.method("flatten", next(each))
+                coef = next(each)
+                coef = coef if value(coef).dim() == 1 else self.method("flatten", coef)
                 for symbol, factor in coefficients_of(self.flow, rows)[0].items():
-                    part = self.method("mul", coef, self._arithmetic(factor))
+                    part = coef
+                    if factor != 1:
+                        part = self.method("mul", coef, self._arithmetic(factor))
                     found[symbol] = (
                         self.method("add", found[symbol], part) if symbol in found else part
                     )
@@ -148,13 +177,31 @@ class _Edit(Arithmetic):
                 lines += [found.get(symbol, zeros)] * counts[pick]
         return self.function(torch.stack, lines)
 
+    def _derivatives(self, call: Call, total: Total, zeros: Node) -> tuple[Node, int]:
+        """The derivatives of a total by the rows that it adds up, and its constant; and the number
+        of these rows."""
+        classes = self.counts[call.base.edits]
+        (reduced, *more), loss = total.reductions, total.reductions[0].loss
+        if loss is not None and not (more or total.tail):
+            smoothed = reduced.mean_log is not None
+            arguments = zeros, smoothed, *self._of_loss(reduced, loss)
+            return self.function(loss_coefficients, *arguments), 1 + smoothed
+        coefficients = Coefficients(total, classes, self._batch)
+        like = [
+            constant if reduced.is_scalar else self._shaped(constant, reduced)
+            for reduced in total.reductions
+            for constant in (self._constant(rows, zeros) for rows in reduced.values)
+        ]
+        others = (self.current(node) for node in coefficients.others)
+        return self.function(coefficients, *like, *others), len(like)
+
     def _constant(self, rows: Any, zeros: Node) -> Node:
         """The part of rows that is no output."""
         constant = coefficients_of(self.flow, rows)[1]
         return zeros if constant == 0 else self.method("add", zeros, self._arithmetic(constant))
 
     def _batch(self, reduced: Reduced) -> int | Node:
-        return self.size(self._viewed(self.linear.x, reduced.like.steps), 0)
+        return self.size(self._viewed(self.hidden, reduced.like.steps), 0)
 
     def _weighted(self, call: Call, output: Any) -> Any:
         """An output as the flow names it."""
@@ -164,8 +211,11 @@ class _Edit(Arithmetic):
         return Weighted(replace(output, weight=None), call.given[weight])
 
     def _unpack(self, call: Call, out: Node, counts: list[int]) -> None:
-        rows = self.function(operator.getitem, out, 0)
-        indices = self.function(operator.getitem, out, 1)
+        rows = indices = out
+        if call.spec.rows:
+            rows = self.function(operator.getitem, out, 0)
+        if call.spec.indices:
+            indices = self.function(operator.getitem, out, 1)
         at, symbols = 0, iter(call.outputs)
         for output in call.spec.rows:
             if output not in OF_PICKS:
@@ -186,51 +236,6 @@ class _Edit(Arithmetic):
             constant = self.totals[call.total.node]
             self.totals[call.total.node] = self.method("add", total, constant)
 
-    def _operand(self, node: Node) -> Node:
-        return self.cast(node, self.dtype, self.linear.node)
-
-    def _rows(self, tensor: Node, call: Call) -> Node:
-        """``[..., D, ...]`` as ``[N, D]``."""
-        dim = call.base.steps[-1].dim if call.base.steps else self.linear.dim
-        return self._flat(tensor, dim)
-
-    def _scale(self, call: Call, x: Node) -> Node | None:
-        if call.base.scale == 1:
-            return None
-        scale = self._arithmetic(call.base.scale)
-        scale = self.method("to", scale, compute_dtype(self.dtype))
-        if value(scale).dim() == 0:
-            scale = self.method("expand", scale, self.size(x, 0))
-        return self.method("detach", scale) if call.detached else scale
-
-    def _index(self, pick: Picked, weight: Node) -> Node:
-        if pick.pieces:
-            pieces = [self._index(piece, weight) for piece in pick.pieces]
-            if pick.pieces[0].count == 1:
-                pieces = [self.method("flatten", piece) for piece in pieces]
-            return self.function(torch.cat, pieces, 0)
-        index = pick.index
-        if value(index).dtype != torch.int64:
-            index = self.method("long", index)
-        if pick.ignored is not None:
-            index = self.method("masked_fill", index, self.method("eq", index, pick.ignored), 0)
-        if pick.wraps == "all":
-            index = self.method("remainder", index, self.size(weight, 0))
-        elif pick.wraps:
-            negative = self.method("lt", index, 0)
-            added = self.method("add", index, self.size(weight, 0))
-            index = self.function(torch.where, negative, added, index)
-        if pick.dim is None:
-            return self.method("flatten", index)
-        return self._flat(index, pick.dim)
-
-    def _given(self, i: int, call: Call) -> Node:
-        """Weights of a moment as ``[V]`` or ``[N, V]``."""
-        node = self._values(call.given[i])
-        if not value(node).is_floating_point():
-            node = self.method("to", node, compute_dtype(self.dtype))
-        return node if f"given{i}" in call.spec.gradients else self.method("detach", node)
-
     # ------------------------------------------------------------ what reads it
 
     def replace(self, reduced: Reduced) -> None:
@@ -248,10 +253,11 @@ class _Edit(Arithmetic):
                 new = self.method(reduced.then, new)
             elif reduced.then == "batchmean":
                 new = self.method("div", self.method("sum", new), self._batch(reduced))
-            elif reduced.loss is None:
+            elif not reduced.is_scalar:
                 new = self._shaped(new, reduced)
             if value(new).dtype != value(old).dtype:
                 new = self.method("to", new, value(old).dtype)
+            new = self.result(new, old, self.weight)
         new.meta["example_value"] = old.meta["example_value"]
         old.replace_all_uses_with(new)
         self.replaced[old] = new
@@ -262,15 +268,18 @@ class _Edit(Arithmetic):
             return
         old = self.site = call.total.node
         with self.graph.inserting_before(old):
-            new = self.method("to", self.totals[old], value(old).dtype)
+            new = self.totals[old]
+            if value(new).dtype != value(old).dtype:
+                new = self.method("to", new, value(old).dtype)
         new.meta["example_value"] = old.meta["example_value"]
         old.replace_all_uses_with(new)
+        self.replaced[old] = new
 
     def _shaped(self, new: Node, reduced: Reduced) -> Node:
         """Flat rows in the shape of the old node."""
         like = reduced.like
         # hidden states in the same shape: the sizes may be symbolic
-        rows = self._viewed(self.linear.x, like.steps)
+        rows = self._viewed(self.hidden, like.steps)
         rows = self.method("select", rows, like.dim, 0)
         if value(new).dim() == 2:  # K picks
             sizes = [self.size(rows, i) for i in range(value(rows).dim())]
@@ -286,35 +295,34 @@ class _Edit(Arithmetic):
 
     def _loss(self, picked: Node, reduced: Reduced, loss: Loss) -> Node:
         smooth = None if reduced.mean_log is None else self._arithmetic(reduced.mean_log)
-        share = loss.label_smoothing, self._classes()
-        options = loss.reduction, loss.ignore_index, *share
-        assert loss.target is not None
-        target = self.replaced.get(loss.target, loss.target)
-        return self.function(cross_entropy_of, picked, smooth, target, loss.class_weight, *options)
+        return self.function(cross_entropy_of, picked, smooth, *self._of_loss(reduced, loss))
 
-    def _classes(self) -> int | Node:
-        return self.size(self.linear.weight, int(self.linear.transposed))
+    def _of_loss(self, reduced: Reduced, loss: Loss) -> tuple[Any, ...]:
+        """The arguments of ``cross_entropy_of`` after the log-probabilities."""
+        target, weight = (n and self.current(n) for n in loss.indices)
+        if target is not None and value(target).dim() != 1:
+            target = self.method("flatten", target)
+        target = target and self.rows_here(target)
+        weight = weight and self.whole(weight)
+        share = loss.label_smoothing, self.counts[reduced.like.edits]
+        groups = () if self.sharding is None else self.sharding.row_groups
+        return target, weight, loss.reduction, loss.ignore_index, *share, groups
 
-    def erase(self) -> None:
-        """Erases the nodes that nobody reads."""
-        dead = {r.node for r in self.flow.reductions} | set(self.flow.classes)
-        dead |= {n for call in self.head.calls if call.total for n in call.total.tail}
+    def dead(self) -> set[Node]:
+        """The nodes that nobody reads if no other node reads them."""
         for node, same in self.flow.same.items():
             node.replace_all_uses_with(same)
-        dead |= {*self.flow.pairs, *self.flow.unread, *self.flow.repeated, *self.flow.same}
-        for node in sorted(dead, reverse=True):
-            if node in self.flow.classes and _is_read_for_its_shape(node):
-                self._stand_in(node)
-            if not node.users:
-                self.graph.erase_node(node)
+        dead = {r.node for r in self.flow.reductions} | self.flow.inside
+        return dead | {n for call in self.head.calls if call.total for n in call.total.tail}
 
-    def _stand_in(self, node: Node) -> None:
+    def stand_in(self, node: Node) -> None:
         """Replaces logits by a tensor of their shape and dtype that takes no memory."""
-        like, linear, dtype = self.flow.classes[node], self.linear, value(node).dtype
+        like, dtype = self.flow.classes[node], value(node).dtype
         with self.graph.inserting_before(node):
-            x = self._viewed(linear.x, like.steps)
+            x = self._viewed(self.hidden, like.steps)
             sizes = [self.size(x, i) for i in range(value(x).dim())]
-            sizes[like.dim] = self.size(linear.weight, int(linear.transposed))
+            size = value(node).shape[like.dim]
+            sizes[like.dim] = size if isinstance(size, int) else self.counts[like.edits]
             new = self.method("new_empty", x, (), dtype=dtype)
             new = self.method("expand", new, *sizes)
         node.replace_all_uses_with(new)

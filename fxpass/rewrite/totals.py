@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxpass.match.classes import Reduced
 from fxpass.match.totals import Total
-from fxpass.op.row_losses import cross_entropy_of
+from fxpass.op.row_losses import cross_entropy_of, derivatives
 
 
 class Coefficients:
@@ -48,7 +48,7 @@ class Coefficients:
         self.others = list(total.others)
         for reduced in total.reductions:
             if reduced.loss is not None:
-                operands = (reduced.loss.target, reduced.loss.class_weight, classes)
+                operands = (*reduced.loss.indices, classes)
                 self.others += [n for n in operands if isinstance(n, Node)]
         self.others += [size for size in self._batch.values() if isinstance(size, Node)]
         self.others = list(dict.fromkeys(self.others))
@@ -70,14 +70,11 @@ class Coefficients:
             return graph.call_method("div", (total, known.get(size, size)))
         if loss is None:
             return graph.call_method(reduced.then, (leaves[0],)) if reduced.then else leaves[0]
-        assert loss.target is not None
-        weight = None if loss.class_weight is None else known[loss.class_weight]
         classes = known.get(self._classes, self._classes)
-        options = loss.reduction, loss.ignore_index, loss.label_smoothing, classes
         picked, smooth = leaves if len(leaves) == 2 else (leaves[0], None)
-        return graph.call_function(
-            cross_entropy_of, (picked, smooth, known[loss.target], weight, *options)
-        )
+        target, weight = (n and known[n] for n in loss.indices)
+        options = loss.reduction, loss.ignore_index, loss.label_smoothing, classes
+        return graph.call_function(cross_entropy_of, (picked, smooth, target, weight, *options))
 
     def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
         """The coefficients of each leaf, and the total of the leaves' constants.
@@ -86,12 +83,8 @@ class Coefficients:
             tensors: for each leaf its constant, in its shape and in the dtype of the coefficients;
                 then :attr:`others`.
         """
-        with torch.enable_grad():
-            leaves = [t.detach().clone().requires_grad_() for t in tensors[: self.leaves]]
-            total = self._module(*leaves, *tensors[self.leaves :])
-            # zeros for a leaf that the total does not read: an entropy that is detached later
-            found = torch.autograd.grad(total, leaves, materialize_grads=True)
-        return *found, total.detach()
+        others = tensors[self.leaves :]
+        return derivatives(lambda *leaves: self._module(*leaves, *others), tensors[: self.leaves])
 
 
 def _leaves(graph: Graph, reduced: Reduced) -> list[Node]:

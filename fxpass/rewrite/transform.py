@@ -18,12 +18,12 @@ from fxpass.casts.casts import Cast, cast_region, note
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import Launch
-from fxpass.match.match import Found, Match, Rejection, find
+from fxpass.match.heads import Head
+from fxpass.match.match import Found, Rejection, find
 from fxpass.rewrite import dump
 from fxpass.rewrite.listing import launches_of
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
-from fxpass.rewrite.reductions import rewrite_head
-from fxpass.rewrite.rewrite import erase, rewrite
+from fxpass.rewrite.reductions import rewrite_heads
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ class Outcome:
     """What was done to one graph.
 
     Attributes:
-        matches, rejections, casts: in the order of the graph.
+        heads, rejections, casts: in the order of the graph.
         kernels: the launches of Triton kernels on a GPU.
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
     """
 
-    matches: tuple[Match, ...]
+    heads: tuple[Head, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
     kernels: tuple[Launch, ...]
@@ -53,7 +53,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         MixedDtypeError: see :func:`fxpass.casts.mixed.agreed`.
     """
     before = graph_text(gm) if settings.dump else ""
-    matches: list[Match] = []
+    heads: list[Head] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
     kernels: dict[Launch, None] = {}
@@ -65,7 +65,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             continue
         found = find(region, settings)
         rejections += found.rejections
-        if not (found.matches or found.heads):
+        if not found.heads:
             continue
         untouched = _copy(region.module.graph)
         try:
@@ -73,27 +73,24 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
             generated = dict.fromkeys(launches_of(region.module.graph))
         except Exception as error:
             # an unforeseen program runs without the rewrite
-            log.warning(
-                "%s: the rewrite failed", (*found.matches, *found.heads)[0].source, exc_info=True
-            )
+            log.warning("%s: the rewrite failed", found.heads[0].source, exc_info=True)
             region.module.graph = untouched
             reason = f"fxpass failed to rewrite the graph, please report this: {error!r}"
-            rejections += [Rejection(m.loss.node, reason, m.source) for m in found.matches]
             rejections += [Rejection(h.flow.linear.node, reason, h.source) for h in found.heads]
             continue
         casts += made
         kernels |= generated
-        matches += [*found.matches, *found.heads]
+        heads += found.heads
         if region.outer is None:  # no output of a nested graph is deferred
             restore = returned
-    for name, records in (("matched", matches), ("rejected", rejections)):
-        counters["fusedce"][name] += len(records)
-        for record in records:
-            log.info("%s", record)
+    counters["fusedce"]["matched"] += sum(head.losses for head in heads)
+    counters["fusedce"]["rejected"] += len(rejections)
+    for record in (*heads, *rejections):
+        log.info("%s", record)
     note(casts)
     if settings.dump:
         dump.write(settings.dump, before, graph_text(gm), kernels)
-    return Outcome(tuple(matches), tuple(rejections), tuple(casts), tuple(kernels), restore)
+    return Outcome(tuple(heads), tuple(rejections), tuple(casts), tuple(kernels), restore)
 
 
 def _copy(graph: Graph) -> Graph:
@@ -106,13 +103,11 @@ def _copy(graph: Graph) -> Graph:
 
 
 def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Cast]]:
-    """Rewrites all heads and matches of a region."""
+    """Rewrites all heads of a region."""
     # before the rewrite, which erases the nodes that recipes copy
     recipes = {output: recipe_of(output, nodes) for output, nodes in found.deferred.items()}
-    casts = [cast for head in found.heads for cast in rewrite_head(region, head)]
-    # the last match first: an earlier loss may be its operand
-    of_matches = [rewrite(region, match) for match in reversed(found.matches)]
+    # the outputs read these nodes no more, so that the rewrite erases them
     restore = defer_outputs(region.module, recipes, drop=settings.logits == "drop")
-    erase(found.matches)
+    casts = rewrite_heads(region, found.heads)
     region.module.recompile()
-    return restore, casts + [cast for made in reversed(of_matches) for cast in made]
+    return restore, casts

@@ -107,10 +107,11 @@ def outcome_of(program, devices, gpus) -> Outcome:
 def test_a_head_on_another_device(program, devices, gpus):
     """What the linear reads may be moved: the loss is computed where the linear is."""
     outcome = outcome_of(program, devices, gpus)
-    (match,) = outcome.matches
+    assert not outcome.rejections, outcome.rejections
+    (head,) = outcome.heads
     assert not outcome.rejections
-    assert match.choice is not None
-    assert match.choice.device == devices[program is not weight_moved]
+    (call,) = head.calls
+    assert call.choice.device == devices[program is not weight_moved]
 
 
 def log_probabilities(x, weight, labels):
@@ -124,7 +125,7 @@ def log_probabilities(x, weight, labels):
 def test_reductions_of_a_head_on_a_gpu(devices, gpus):
     """They are one call, where the linear is, and its kernel is listed."""
     outcome = outcome_of(log_probabilities, devices, gpus)
-    assert len(outcome.matches) == 1
+    assert len(outcome.heads) == 1
     assert not outcome.rejections
     (kernel,) = outcome.kernels
     assert kernel.stage == "reductions"
@@ -136,7 +137,7 @@ def test_reductions_of_a_head_on_a_gpu(devices, gpus):
 def test_logits_that_move(program, devices, gpus):
     """They would have to exist."""
     outcome = outcome_of(program, devices, gpus)
-    assert not outcome.matches
+    assert not outcome.heads
     (rejection,) = outcome.rejections
     x_device, weight_device = devices
     assert f"moves the logits from {weight_device} to {x_device}" in rejection.reason
@@ -145,7 +146,7 @@ def test_logits_that_move(program, devices, gpus):
 @pytest.mark.parametrize(("weight_device", "matched"), [(FIRST, 0), (CPU, 1)], ids=str)
 def test_logits_on_the_cpu(weight_device, matched, gpus):
     outcome = outcome_of(logits_on_the_cpu, (weight_device, weight_device), gpus)
-    assert len(outcome.matches) == matched  # from the CPU to the CPU is no way
+    assert len(outcome.heads) == matched  # from the CPU to the CPU is no way
     for rejection in outcome.rejections:
         assert "from cuda:0 to cpu; move the labels to cuda:0 instead" in rejection.reason
 

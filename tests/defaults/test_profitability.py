@@ -91,7 +91,7 @@ def test_gradients_of_one_weight(d, count, fused):
         assert not found
     else:
         assert len(found) == count
-        assert "4 losses over one weight make a gradient of it each" in found[0]
+        assert "4 passes over one weight make a gradient of it each" in found[0]
         assert not reasons(chunks(count), x, weight, labels, least=0, budget=1)
         assert not reasons(chunks(count), x, weight.detach(), labels, budget=1)
 

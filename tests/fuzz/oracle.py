@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fxpass.deferred.inputs import StaleLogitsError
-from fxpass.match import heads, match
+from fxpass.match import heads
 from fxpass.plan import plan
 from fxpass.rewrite import transform
 from tests.support.numerics import FLOOR
@@ -215,7 +215,7 @@ def _unforeseen() -> Iterator[None]:
         raise AssertionError(message % args) from sys.exc_info()[1]
 
     with contextlib.ExitStack() as stack:
-        for module in (transform, match, heads):
+        for module in (transform, heads):
             stack.enter_context(mock.patch.object(module.log, "warning", raises))
         yield
 

@@ -97,7 +97,6 @@ REASONS = {
     "hidden sharded": "the head's weight is placed [S(1)]",
     "own classes": "gives each rank only its part of the logits",
     "own rows": "gives each rank only its part of the logits, [S(1)]",
-    "scaled": "sharded logits are multiplied by a tensor",
     "some classes": "selects some classes of sharded logits",
     "compiled on one rank": "one rank compiles for all ranks (compile_on_one_rank)",
 }

@@ -9,7 +9,7 @@ import torch
 
 import fxpass
 from fxpass.match.heads import Head
-from fxpass.match.match import Match
+from fxpass.spec.reductions import Reductions
 from tests.support.numerics import assert_as_accurate
 
 B, S, D, V = 2, 4, 6, 10
@@ -28,21 +28,18 @@ def report_of(fn, *args) -> fxpass.Report:
         return fxpass.explain(fn, *args)
 
 
-def match_of(fn, *args) -> Match:
-    """The only loss, which must be fused."""
-    report = report_of(fn, *args)
-    assert not report.rejections, str(report)
-    (match,) = report.matches
-    return match
-
-
 def head_of(fn, *args) -> Head:
     """The only head, whose reductions must be fused."""
     report = report_of(fn, *args)
     assert not report.rejections, str(report)
     (head,) = report.matches
-    assert isinstance(head, Head), str(head)
     return head
+
+
+def spec_of(fn, *args) -> Reductions:
+    """That of the only call of the only head."""
+    (call,) = head_of(fn, *args).calls
+    return call.spec
 
 
 def reason_of(fn, *args) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.programs import B, D, S, V, inputs, last, report_of
+from tests.support.programs import B, D, S, V, inputs, last, report_of, spec_of
 
 N = B * S
 
@@ -158,8 +158,7 @@ def test_in_place_by_position_or_by_name_is_the_same(program):
             z = program(F.linear(x, weight), *args, **kwargs)
             return F.cross_entropy(last(z), labels.view(-1))
 
-        (match,) = report_of(loss, x, weight, labels).matches
-        texts.add(match.spec.text())
+        texts.add(spec_of(loss, x, weight, labels).text())
     assert len(texts) == 1
 
 

@@ -101,6 +101,8 @@ ACCEPTED = {
         ["moment(2,0)"]),
     "labels that are changed in place": (
         lambda z, t: z.softmax(-1).gather(-1, t.clone().sub_(t // 2).unsqueeze(-1)), ["pick"]),
+    "lse with a class vector, by hand": (
+        lambda z, t: (z + U).exp().sum(-1).log(), ["lse"]),
     "the operand is a maximum of the same logits": (
         lambda z, t: (z - z.detach().amax(-1, keepdim=True)).logsumexp(-1), ["amax;lse"]),
 }  # fmt: skip
@@ -212,8 +214,6 @@ REJECTED = {
         "may cancel"),
     "a logarithm that is 0 times infinity": (
         lambda z, t: torch.xlogy(z.square(), z.softmax(-1)).sum(-1), "is not a softmax"),
-    "the exponential of a class vector": (
-        lambda z, t: (z + U).exp().sum(-1).log(), "which is not known"),
     "the exponential of one-hot logits": (
         lambda z, t: (z * hot(t)).exp().sum(-1).log(), "which is not known"),
     "a softmax and a small number in a logarithm": (

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.programs import D, V, check, inputs, last, match_of, reason_of
+from tests.support.programs import D, V, check, head_of, inputs, last, reason_of
 
 BIAS = torch.linspace(-1, 1, V)
 
@@ -39,7 +39,7 @@ def test_accepted(case):
         return F.cross_entropy(last(ACCEPTED[case](x, weight)), labels.view(-1))
 
     x, weight, labels = inputs()
-    match_of(program, x, weight, labels)
+    head_of(program, x, weight, labels)
     check(program, labels, x, weight)
 
 
@@ -53,7 +53,7 @@ def test_under_autocast(case):
     x, weight, labels = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         eager = program(x, weight, labels)
-        match = match_of(program, x, weight, labels)
+        match = head_of(program, x, weight, labels)
         fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
         assert fused(x, weight, labels).dtype == eager.dtype
     assert match.logits_bytes == 8 * V * 2

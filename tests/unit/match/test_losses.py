@@ -9,7 +9,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fxpass
-from tests.support.programs import B, S, V, check, head_of, inputs, last, match_of, reason_of
+from tests.support.programs import B, S, V, check, head_of, inputs, last, reason_of, spec_of
 
 WEIGHTS = torch.linspace(0.5, 2, V)
 
@@ -60,7 +60,7 @@ def test_accepted(case):
         return ACCEPTED[case](F.linear(x, weight) * 2, labels)
 
     x, weight, labels = inputs()
-    match_of(program, x, weight, labels)
+    head_of(program, x, weight, labels)
     check(program, labels, x, weight)
 
 
@@ -74,12 +74,12 @@ def test_all_together():
             loss = F.cross_entropy(z, target(labels, z), WEIGHTS.to(z), label_smoothing=0.1)
             return loss + 1e-2 * z.logsumexp(-1).square().mean()
 
-        assert match_of(program, x, weight, labels).spec.lse
+        assert "lse" in spec_of(program, x, weight, labels).outputs
         check(program, labels, x, weight)
 
 
 def test_a_z_loss_that_is_read_before_the_loss():
-    """Then the two are not joined, and each is right on its own."""
+    """Then it has a call of its own: the labels are computed from it."""
 
     def program(x, weight, labels):
         z = last(F.linear(x, weight))
@@ -87,8 +87,8 @@ def test_a_z_loss_that_is_read_before_the_loss():
         return F.cross_entropy(z, (labels.view(-1) + z_loss.detach().long()) % V) + z_loss.mean()
 
     x, weight, labels = inputs()
-    report = fxpass.explain(program, x, weight, labels)
-    assert [m.spec.lse for m in report.matches] == [False, False]
+    calls = head_of(program, x, weight, labels).calls
+    assert [(c.spec.outputs, c.spec.total) for c in calls] == [(("lse",), ()), ((), ("pick",))]
     check(program, labels, x, weight)
 
 
@@ -100,7 +100,7 @@ def test_a_difference_and_a_z_loss():
         return loss + 1e-2 * lse.square().mean()
 
     x, weight, labels = inputs()
-    assert match_of(program, x, weight, labels).spec.lse
+    assert spec_of(program, x, weight, labels).outputs == ("at", "lse")
     check(program, labels, x, weight)
 
 
@@ -111,8 +111,8 @@ def test_several_losses_over_one_head():
         return shifted + 0.3 * F.cross_entropy(last(z.float()), labels.view(-1) // 2)
 
     x, weight, labels = inputs()
-    report = fxpass.explain(program, x, weight, labels)
-    assert [m.logits_mode for m in report.matches] == ["never", "never"]
+    head = head_of(program, x, weight, labels)
+    assert (head.logits_mode, head.losses, len(head.calls)) == ("never", 2, 2)
     check(program, labels, x, weight)
 
 
@@ -166,8 +166,8 @@ def test_heads_stacked_and_read_together():
 def test_a_module_of_linear_and_loss():
     module = nn.LinearCrossEntropyLoss(6, V, bias=True, label_smoothing=0.1)
     x, _, labels = inputs()
-    match = match_of(lambda x: module(x.view(-1, 6), labels.view(-1)), x)
-    assert match.spec.gradients == ("x", "weight", "bias")
+    spec = spec_of(lambda x: module(x.view(-1, 6), labels.view(-1)), x)
+    assert spec.gradients == ("x", "weight", "bias")
 
 
 def test_an_index_that_would_be_ignored():
@@ -210,7 +210,7 @@ REJECTED = {
         lambda z, t: F.nll_loss(last(z.log_softmax(-1)) * 2, t.view(-1)), "probabilities"),
     "log-probabilities that are also read": (
         lambda z, t: (lambda p: F.nll_loss(p, t.view(-1)) + p.exp().sum())(
-            last(z).log_softmax(-1)), "has to exist"),
+            last(z).log_softmax(-1)), "is the number 1"),
 }  # fmt: skip
 
 
@@ -270,7 +270,7 @@ def test_class_weights_of_another_dtype_for_probabilities(other):
         return loss.to(x.dtype)
 
     x, weight, labels = inputs()
-    match_of(program, x, weight, labels)
+    head_of(program, x, weight, labels)
     check(program, labels, x, weight)
 
 
@@ -314,7 +314,7 @@ def test_class_weights_that_autocast_casts(dtype, inside, caplog):
     caplog.set_level("INFO", "fxpass")
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
     with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
-        match_of(program, x, weight, labels, WEIGHTS.to(dtype))
+        head_of(program, x, weight, labels, WEIGHTS.to(dtype))
         program(x, weight, labels, WEIGHTS.to(dtype))
         for run in (program, fused):
             with pytest.raises(RuntimeError, match="expected scalar type"):

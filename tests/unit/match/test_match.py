@@ -13,9 +13,9 @@ import fxpass
 from fxpass.rewrite.transform import transform
 from fxpass.settings import Settings
 from fxpass.spec.expression import text
-from tests.support.programs import B, D, S, V, check, inputs, last, match_of, reason_of
+from tests.support.programs import B, D, S, V, check, head_of, inputs, last, reason_of, spec_of
 
-# what stands between linear and loss -> the logits that enter the loss, as an expression
+# what stands between linear and loss -> the logits whose softmax is taken: a shift cancels
 CHAINS = {
     "view": (lambda z: z.view(-1, V), "z"),
     "view of a tuple": (lambda z: z.view((-1, V)), "z"),
@@ -35,26 +35,26 @@ CHAINS = {
     "scale": (lambda z: last(z * 0.125), "0.125*z"),
     "scale from the left": (lambda z: last(0.125 * z), "0.125*z"),
     "temperature": (lambda z: last(z / 0.5), "2*z"),
-    "shift": (lambda z: last(z - 1 + 3), "z+2"),
+    "shift": (lambda z: last(z - 1 + 3), "z"),
     "square": (lambda z: last(z * z), "z**2"),
     "negation": (lambda z: last(-z), "-z"),
-    "subtraction from a number": (lambda z: last(1 - z), "1-z"),
-    "methods": (lambda z: last(z.mul(2).add(1).sub(3).div(4).neg()), "0.5-0.5*z"),
+    "subtraction from a number": (lambda z: last(1 - z), "-z"),
+    "methods": (lambda z: last(z.mul(2).add(1).sub(3).div(4).neg()), "-0.5*z"),
     "torch functions": (
         lambda z: last(torch.neg(torch.div(torch.sub(torch.add(torch.mul(z, 2), 1), 3), 4))),
-        "0.5-0.5*z",
+        "-0.5*z",
     ),
     "soft-cap": (lambda z: last(30 * torch.tanh(z / 30)), "30*tanh(z/30)"),
     "soft-cap by method": (lambda z: last((z / 30).tanh() * 30), "30*tanh(z/30)"),
     "sigmoid": (lambda z: last(torch.sigmoid(z)), "sigmoid(z)"),
     "sigmoid by method": (lambda z: last(z.sigmoid()), "sigmoid(z)"),
-    "alpha": (lambda z: last(torch.add(z, 1, alpha=2)), "z+2"),
+    "alpha": (lambda z: last(torch.add(z, 1, alpha=2)), "z"),
     "clamp": (lambda z: last(z.clamp(-1, 1)), "minimum(maximum(z,-1),1)"),
     "square root of a softplus": (
         lambda z: last(F.softplus(z).sqrt()),
         "sqrt(where(z>20,z,softplus(z)))",
     ),
-    "in place": (lambda z: last(z.mul_(2).add_(1)), "2*z+1"),
+    "in place": (lambda z: last(z.mul_(2).add_(1)), "2*z"),
     "in place by operator": (lambda z: last(operator.itruediv(z, 2)), "0.5*z"),
     "in place on a view": (lambda z: last(z).mul_(2), "2*z"),
 }
@@ -68,7 +68,7 @@ def test_a_chain_that_fuses(chain):
         return F.cross_entropy(between(F.linear(x, weight)), labels.view(-1))
 
     x, weight, labels = inputs()
-    assert text(match_of(program, x, weight, labels).spec.transform) == expected
+    assert text(spec_of(program, x, weight, labels).transform) == expected
     check(program, labels, x, weight)
 
 
@@ -144,9 +144,12 @@ def test_a_loss_that_fuses(program):
 def test_a_bias():
     linear = nn.Linear(D, V)
     x, _, labels = inputs()
-    match = match_of(lambda x: F.cross_entropy(last(linear(x)), labels.view(-1)), x)
-    assert match.chain.linear.bias is not None
-    assert match.spec.gradients == ("x", "weight", "bias")
+
+    def program(x):
+        return F.cross_entropy(last(linear(x)), labels.view(-1))
+
+    assert head_of(program, x).flow.linear.bias is not None
+    assert spec_of(program, x).gradients == ("x", "weight", "bias")
 
 
 def test_only_gradients_that_somebody_needs():
@@ -155,10 +158,10 @@ def test_only_gradients_that_somebody_needs():
     def program(x, weight):
         return F.cross_entropy(last(F.linear(x, weight)), labels.view(-1))
 
-    assert match_of(program, x, weight.detach()).spec.gradients == ("x",)
-    assert match_of(program, x.detach(), weight).spec.gradients == ("weight",)
+    assert spec_of(program, x, weight.detach()).gradients == ("x",)
+    assert spec_of(program, x.detach(), weight).gradients == ("weight",)
     with torch.no_grad():
-        assert match_of(program, x, weight).spec.gradients == ()
+        assert spec_of(program, x, weight).gradients == ()
 
 
 def test_sizes_may_be_read():
@@ -170,7 +173,7 @@ def test_sizes_may_be_read():
 
     torch._dynamo.mark_dynamic(x, 0)
     torch._dynamo.mark_dynamic(labels, 0)
-    match_of(program, x, weight, labels)
+    head_of(program, x, weight, labels)
 
 
 # ---------------------------------------------------------------- rejections
@@ -191,8 +194,8 @@ REJECTED = {
     "dropout": (loss_of(lambda z: last(F.dropout(z, 0.1))), "is not known"),
     "rounding division": (loss_of(lambda z: last(z.div(2, rounding_mode="floor"))), "rounding"),
     "an infinite constant": (loss_of(lambda z: last(z * float("inf"))), "finite constants"),
-    "constant logits": (loss_of(lambda z: last(z * 0)), "do not depend"),
-    "random in place": (loss_of(lambda z: last(z.bernoulli_())), "in place"),
+    "constant logits": (loss_of(lambda z: last(z * 0)), "they cancel"),
+    "random in place": (loss_of(lambda z: last(z.bernoulli_())), "is not known"),
     "float64": (loss_of(lambda z: last(z).double()), "float64"),
     "deprecated reduce": (loss_of(last, reduce=True), "deprecated"),
     "no linear": (
@@ -238,7 +241,7 @@ def test_a_writer_of_the_logits():
         logits[..., 0] = 0
         return F.cross_entropy(last(logits), labels.view(-1))
 
-    assert "may change %logits in place" in reason_of(program, *inputs())
+    assert "may write to the logits" in reason_of(program, *inputs())
 
 
 @pytest.mark.parametrize("operand", ["x", "weight", "a view of x"])
@@ -264,7 +267,7 @@ def test_a_change_of_another_tensor_is_no_hindrance():
         other.add_(1)
         return F.cross_entropy(last(logits), labels.view(-1)) * other.sum()
 
-    match_of(program, *inputs())
+    head_of(program, *inputs())
 
 
 def linear_under_no_grad(x, weight, labels):
@@ -300,7 +303,7 @@ def both_under_no_grad(x, weight, labels):
 def test_gradients_switched_off_and_on(program):
     """What counts is whether anything on the way loses its gradient, not who switches between."""
     x, weight, labels = inputs()
-    match_of(program, x, weight, labels)
+    head_of(program, x, weight, labels)
     check(program, labels, x, weight)
 
 
@@ -312,7 +315,7 @@ def test_gradients_switched_off_on_the_way():
 
     x, weight, labels = inputs()
     bias = torch.zeros(V, requires_grad=True)
-    assert "gradients are switched off at %logits" in reason_of(program, x, weight, bias, labels)
+    assert "gradients are switched on or off between" in reason_of(program, x, weight, bias, labels)
 
 
 def test_a_view_that_is_taken_under_no_grad():
@@ -325,7 +328,7 @@ def test_a_view_that_is_taken_under_no_grad():
         return F.cross_entropy(logits, labels.view(-1))
 
     x, weight, labels = inputs()
-    assert "gradients are switched off" in reason_of(program, x, weight, labels)
+    assert "has a gradient that its logits do not have" in reason_of(program, x, weight, labels)
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
     fused(x, weight, labels).backward()
     assert x.grad is None
@@ -390,7 +393,7 @@ def test_a_write_to_what_cannot_be_compared():
         doubled = torch.func.vmap(lambda row: row.clone().mul_(2))(other)
         return F.cross_entropy(last(logits), labels.view(-1)) * doubled.sum()
 
-    assert "in place between" in reason_of(program, *inputs(), torch.ones(3, 3))
+    assert "may change an operand in place" in reason_of(program, *inputs(), torch.ones(3, 3))
 
 
 def test_integer_hidden_states():
@@ -424,4 +427,4 @@ def test_logits_too_small_to_matter():
     assert "KiB, fewer than 1 MiB (FUSEDCE_MIN_LOGITS_MB=0" in outcome.rejections[0].reason
     outcome = transform(graphs[0], Settings(min_logits_mb=1e-4))
     assert "logits take hardly more memory" in outcome.rejections[0].reason
-    assert len(transform(graphs[0], Settings(min_logits_mb=0)).matches) == 1
+    assert len(transform(graphs[0], Settings(min_logits_mb=0)).heads) == 1

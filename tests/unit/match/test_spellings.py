@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from fxpass.graph.functions import CASTS
-from fxpass.match.chain_node import STACKS
 from fxpass.match.linears import LINEARS
-from fxpass.match.losses import LOG_SOFTMAXES, LOSSES
+from fxpass.match.losses import LOSSES
 from fxpass.match.pointwise import POINTWISE
+from fxpass.match.reductions import REDUCTIONS
 from fxpass.match.views import VIEWS
 from tests.fuzz.case import Case, Statement
 from tests.fuzz.minimise import minimise
@@ -154,7 +154,10 @@ ATEN_ARGUMENTS = {"reduction": "2"}
 INDEX_ARGUMENTS = {"indices": "[torch.arange(6), t2]", "b": "(torch.arange(6), t2)"}
 
 
-@pytest.mark.parametrize("target", ids(spellings(LOSSES.keys() - LOG_SOFTMAXES)))
+OF_LOSSES = LOSSES.keys() | {"gather", "take_along_dim", "index", "logsumexp", "sub"}
+
+
+@pytest.mark.parametrize("target", ids(spellings(OF_LOSSES)))
 def test_losses(target):
     name, values = name_of(target), LOSS_ARGUMENTS
     if isinstance(target, torch._ops.OpOverload):
@@ -176,12 +179,33 @@ def test_the_first_of_two_results(target):
     check(target, blocks, fuses="2d" not in str(target))
 
 
-@pytest.mark.parametrize("target", ids(spellings(LOG_SOFTMAXES)))
+@pytest.mark.parametrize("target", ids(spellings(("log_softmax", "_log_softmax"))))
 def test_log_softmax(target):
     values = {"dim": "-1", "dtype": "torch.float32", "_stacklevel": "3", "half_to_float": "False"}
     picked = "loss = -a.gather(-1, u).mean()"
     check(target, ([*LOGITS, f"a = {call}", picked] for call in calls(target, values, "a")))
 
+
+# ---------------------------------------------------------------- other reductions
+
+# Their other functions are linears too, or divergences.
+OF_CLASSES = REDUCTIONS.keys() - LINEARS.keys() - OF_LOSSES - {"mv", "kl_div"}
+SUMS = {"dim": "-1", "keepdim": "True", "dtype": "torch.float32"}
+
+
+@pytest.mark.parametrize("target", ids(spellings(OF_CLASSES)))
+def test_reductions(target):
+    """Of a softmax, beside a log-sum-exp: a sum of logits alone is not fused."""
+    rows = "a = a if isinstance(a, torch.Tensor) else a.values"
+    blocks = (
+        ["b = F.linear(x2, w)", f"a = {first}", f"a = {call}", rows, *LOSS_OF_ROWS]
+        for first in ("b.softmax(-1)", "b * 2")
+        for call in calls(target, SUMS, "a")
+    )
+    check(target, blocks, fuses="max.default" not in str(target))
+
+
+LOSS_OF_ROWS = ("loss = (a.float() + b.logsumexp(-1).sum()).sum()",)
 
 # ---------------------------------------------------------------- views
 
@@ -218,7 +242,7 @@ def test_views(target):
     )
 
 
-@pytest.mark.parametrize("target", ids(spellings(STACKS)))
+@pytest.mark.parametrize("target", ids(spellings(("stack",))))
 def test_stacks(target):
     heads = "[F.linear(x, w), x @ wt]"
     both = LOSS.replace("z.", "one.") + " + " + LOSS.replace("z.", "two.").removeprefix("loss = ")

@@ -101,6 +101,7 @@ WHOLE = {
 CASES = [
     *((case, tracer) for case in FUSED for tracer in (exported, traced)),
     *((case, tracer) for case in WHOLE for tracer in (exported, traced_before_autograd)),
+    ("label smoothing", traced),
     *((case, decomposed) for case in ("with a bias", "shifted", "nll_loss", "one per row")),
 ]
 
@@ -163,10 +164,7 @@ def test_returned_logits_are_deferred():
 
 
 # Each with the tracer that decomposes it, and the reason.
-REJECTED = {
-    "label smoothing": (traced, "also read by %sum"),
-    "einsum": (traced, "bmm"),
-}
+REJECTED = {"einsum": (traced, "bmm")}
 
 
 @pytest.mark.parametrize("case", REJECTED)

@@ -45,7 +45,7 @@ def test_a_graph_before_and_after_and_its_kernels(by_environment, tmp_path, monk
     after = before.with_name(before.name.replace("before", "after"))
     assert before.read_text() == report.before[0] + "\n"
     assert after.read_text() == report.after[0] + "\n"
-    assert "linear_cross_entropy" in after.read_text()
+    assert "class_reductions" in after.read_text()
     (kernel,) = report.kernels
     assert (folder / f"{kernel.name}.py").read_text() == kernel.source
     assert len(list(folder.iterdir())) == 3
@@ -57,7 +57,7 @@ def test_two_graphs_give_two_pairs(tmp_path):
     befores = sorted(tmp_path.glob("*_before.txt"))
     assert ["reduction='sum'" in path.read_text() for path in befores] == [False, True]
     afters = sorted(tmp_path.glob("*_after.txt"))
-    assert ["reduction=sum" in path.read_text() for path in afters] == [False, True]
+    assert ["'sum'" in path.read_text() for path in afters] == [False, True]
     assert [a.name.replace("after", "before") for a in afters] == [b.name for b in befores]
 
 

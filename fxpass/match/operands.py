@@ -1,0 +1,184 @@
+"""The logits among a call's arguments, and views and edits of tensors with classes.
+
+In: a node that reads a tensor with classes. Out: the :class:`fxpass.match.classes.Classes` of its
+operand; or of its result, if the node rearranges rows, selects classes, or adds a bias::
+
+    getitem(%z, (slice(None), %chosen))    ->    edits = (Taken(%chosen),)
+    add(%z, %bias)                         ->    edits = (Added(class_bias, 1),)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import sympy
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.fx import Node
+
+from fxpass.graph.calls import first_operand
+from fxpass.graph.functions import function_of, reads_values
+from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.placements import is_dtensor
+from fxpass.graph.source import call_name
+from fxpass.match.classes import (
+    Added,
+    Classes,
+    Flow,
+    Scaled,
+    Step,
+    Taken,
+    factors_of,
+    has_classes,
+    is_one_number,
+    keeps_rows,
+    symbols_of,
+)
+from fxpass.match.views import index_of
+from fxpass.spec.dtypes import short
+from fxpass.spec.expression import Z
+
+
+def operand_of(flow: Flow, node: Node) -> Classes:
+    operand = first_operand(node)
+    if operand not in flow.classes:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads logits in another place")
+    others = [n for n in node.all_input_nodes if n is not operand and n in flow.classes]
+    if any(reads_values(node, n) for n in others):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads logits in two places")
+    return flow.classes[operand]
+
+
+def check_dim(node: Node, like: Classes, dim: Any) -> None:
+    if isinstance(dim, tuple | list) and len(dim) == 1:
+        (dim,) = dim
+    rank = len(value(first_operand(node)).shape)
+    if not isinstance(dim, int) or dim % rank != like.dim:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not over the classes alone")
+
+
+def check_dtype(node: Node, given: dict[str, Any]) -> None:
+    if (given.get("dtype") == torch.float64) != (
+        value(first_operand(node)).dtype == torch.float64 and given.get("dtype") is not None
+    ):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) casts to float64")
+
+
+def picks_rows_and_classes(node: Node) -> bool:
+    """Whether a node is ``z[arange(N), index]``."""
+    index = index_of(node) if function_of(node) in ("getitem", "index") else ()
+    return len(index) == 2 and all(map(is_tensor, index)) and function_of(index[0]) == "arange"
+
+
+def check_cast(node: Node) -> None:
+    old, new = value(first_operand(node)), value(node)
+    if old.device != new.device:
+        raise NoMatch(
+            node,
+            f"%{node.name} moves the logits from {old.device} to {new.device}; move the labels to "
+            f"{old.device} instead, and the loss afterwards",
+        )
+    if new.dtype.itemsize < 2:
+        raise NoMatch(node, f"%{node.name} rounds the logits to {new.dtype}")
+    if new.dtype == torch.float64 and old.dtype != torch.float64:
+        raise NoMatch(
+            node, f"%{node.name} casts {old.dtype} logits to float64; the fused loss is f32"
+        )
+
+
+def check_plain(node: Node) -> None:
+    """``NoMatch`` unless a node's value is a floating-point tensor, plain or a DTensor."""
+    example = value(node)
+    if not example.is_floating_point():
+        raise NoMatch(node, f"%{node.name} is {example.dtype}, not floating point")
+    if example.dtype.itemsize < 2:
+        raise NoMatch(node, f"%{node.name} is {example.dtype}, which the fused loss does not take")
+    if is_functorch_wrapped_tensor(example):
+        raise NoMatch(node, f"%{node.name} is inside a torch.func transform (vmap, grad, ...)")
+    plain = (torch._subclasses.FakeTensor, torch.nn.Parameter)
+    if not (type(example) is torch.Tensor or isinstance(example, plain) or is_dtensor(example)):
+        raise NoMatch(node, f"%{node.name} is a {type(example).__name__}, not a plain tensor")
+
+
+# ---------------------------------------------------------------- views and edits
+
+
+def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
+    """A view of a tensor with classes. The log-softmax of other rows is one of another base.
+
+    Raises:
+        NoMatch: it rearranges rows whose values depend on tensors or reductions of these rows.
+    """
+    found = like if step.view.classes is None else _taken(like, step)
+    if not step.view.function:
+        return found
+    found = replace(found, steps=(*like.steps, step), dim=step.dim)
+    if keeps_rows(step):
+        return found
+    logs = {base.log: base for base in flow.bases if like.expr.has(base.log)}
+    read = symbols_of(like.expr).union(*(symbols_of(base.scale) for base in logs.values()))
+    read |= factors_of(like.edits)
+    for symbol in read:
+        tensor = flow.tensors.get(symbol)
+        alike = tensor is None or symbol.name.startswith("class_") or is_one_number(tensor)
+        if not alike or symbol in flow.outputs:
+            node = step.node
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) rearranges `{like.expr}`")
+    others: Any = {
+        log: flow.base(found, base.transform, base.scale).log for log, base in logs.items()
+    }
+    return replace(found, expr=like.expr.xreplace(others))
+
+
+def _taken(like: Classes, step: Step) -> Classes:
+    """Some of the classes of a function of the logits alone."""
+    if any(s != Z and has_classes(s) for s in symbols_of(like.expr)):
+        node = step.node
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) selects classes of `{like.expr}`")
+    index: Any = step.view.classes
+    if isinstance(index, slice):
+        index = index.start, index.stop, index.step
+    return replace(like, edits=(*like.edits, Taken(index)))
+
+
+def with_bias(flow: Flow, node: Node, like: Classes) -> Classes:
+    """An expression that is linear in the logit and in vectors ``[V]``, with these as biases."""
+    vectors = sorted((s for s in symbols_of(like.expr) if s.name.startswith("class_")), key=str)
+    if not vectors or not like.expr.has(Z):
+        return like
+    factor = like.expr.diff(Z)
+    factors = [sympy.expand(like.expr.diff(v)) for v in vectors]
+    if any(has_classes(f) for f in (factor, *factors)) or factor == 0:
+        return like
+    of_rows = [flow.tensors.get(s) for s in symbols_of(factor).union(*map(symbols_of, factors))]
+    if not all(t is not None and is_one_number(t) for t in of_rows):
+        like = with_scale(flow, node, like)
+        factor = like.expr.diff(Z)
+        if not all(f.is_number for f in (factor, *factors)):
+            return like
+    rest = like.expr.subs(dict.fromkeys(vectors, 0))
+    added = (Added(v, f / factor) for v, f in zip(vectors, factors, strict=True))
+    return replace(like, expr=rest, edits=(*like.edits, *added))
+
+
+def with_scale(flow: Flow, node: Node, like: Classes) -> Classes:
+    """A multiple of the logit by row symbols, with these as a factor of the hidden states. They are
+    in f32: 16 bits would round the factor, or overflow.
+
+    Raises:
+        NoMatch: the hidden states have 16 bits, or a bias would get a factor for each row.
+    """
+    factor = like.expr.diff(Z)
+    rows = factor.as_independent(*symbols_of(factor), as_Add=False)[1]
+    if rows in (0, 1) or has_classes(factor) or not symbols_of(rows) <= flow.tensors.keys():
+        return like
+    what = f"%{node.name} ({call_name(node)}) comes after a factor of the logits, which"
+    if flow.dtype.itemsize < torch.float32.itemsize:
+        where = f"{short(flow.dtype)} hidden states and rounded there"
+        raise NoMatch(node, f"{what} would be multiplied into the {where}")
+    biased = flow.linear.bias is not None or any(isinstance(e, Added) for e in like.edits)
+    if biased and not all(is_one_number(flow.tensors[s]) for s in symbols_of(rows)):
+        raise NoMatch(node, f"{what} would scale a bias by a factor per row")
+    expr = sympy.expand(like.expr).subs(Z, Z / rows)
+    return replace(like, expr=sympy.expand(expr), edits=(*like.edits, Scaled(rows)))

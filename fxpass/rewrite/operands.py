@@ -1,0 +1,120 @@
+"""The operands of an operator call, as nodes of a graph.
+
+In: a :class:`fxpass.match.join.Call`. Out: nodes of the hidden states ``[N, D]``, the weight
+``[V, D]``, the bias, class indices, weights of moments and existing logits, after the views and
+edits of the logits that the call reduces::
+
+    getitem(%z, (..., slice(None, -1), slice(None)))    ->    getitem(%x, ...)
+    getitem(%z, (..., %chosen))                         ->    getitem(%weight, %chosen)
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from fxpass.graph.nodes import value
+from fxpass.match.classes import Edit, Flow, Picked, Scaled, Taken, trimmed
+from fxpass.match.join import Call
+from fxpass.rewrite.arithmetic import Arithmetic
+from fxpass.spec.dtypes import compute_dtype
+
+
+class Operands(Arithmetic):
+    """Inserts the operands of calls.
+
+    Attributes:
+        counts: the number of classes after edits.
+        weight: the last call's weight before they are taken; a DTensor if it is sharded.
+    """
+
+    def __init__(self, graph: Graph, site: Node, flow: Flow, replaced: dict[Node, Node]) -> None:
+        super().__init__(graph, site, flow, replaced)
+        self.counts: dict[tuple[Edit, ...], int | Node] = {}
+        self.weight = self.linear.weight
+
+    def _operand(self, node: Node) -> Node:
+        return self.cast(node, self.dtype, self.linear.node)
+
+    def _edited(self, call: Call) -> tuple[Node, Node, Node | None, list[Node]]:
+        """The hidden states ``[N, D]``, weight ``[V, D]`` and bias of the logits of a call, and its
+        class indices."""
+        linear, edits, dtype = self.linear, call.base.edits, compute_dtype(self.dtype)
+        x = self._rows(self._viewed(self._operand(self.hidden), call.base.steps), call)
+        weight = self._operand(linear.weight)
+        weight = self.weight = self.method("t", weight) if linear.transposed else weight
+        for edit in edits:
+            if isinstance(edit, Taken):
+                weight = self.function(operator.getitem, weight, edit.entry)
+        self.counts[edits] = self.size(weight, 0)
+        picks = [self._index(pick, self.counts[edits]) for pick in call.picks]
+        x, picks = self.same_rows(x, picks)
+        bias = None if linear.bias is None else self.classes_here(self._operand(linear.bias))
+        for edit in edits:
+            if isinstance(edit, Taken):
+                bias = bias and self.function(operator.getitem, bias, edit.entry)
+            elif isinstance(edit, Scaled):
+                factor = self._arithmetic(edit.factor)
+                x = self.method("to", self.method("mul", x, self._column(factor)), self.dtype)
+                bias = bias and self.method("mul", bias, factor)
+            else:  # in f32: the program may add it to up-cast logits
+                more = self.method("to", self._values(edit.bias), dtype)
+                if edit.factor != 1:
+                    more = self.method("mul", more, self._arithmetic(edit.factor))
+                if bias is not None:
+                    more = self.method("add", self.method("to", bias, dtype), more)
+                bias = more
+        return x, self.weight_here(weight), bias, picks
+
+    def _rows(self, tensor: Node, call: Call) -> Node:
+        """``[..., D, ...]`` as ``[N, D]``."""
+        dim = call.base.steps[-1].dim if call.base.steps else self.linear.dim
+        return self._flat(tensor, dim)
+
+    def _scale(self, call: Call, x: Node) -> Node | None:
+        if call.base.scale == 1:
+            return None
+        scale = self._arithmetic(call.base.scale)
+        scale = self.method("to", scale, compute_dtype(self.dtype))
+        if value(scale).dim() == 0:
+            scale = self.method("expand", scale, self.size(x, 0))
+        return self.method("detach", scale) if call.detached else scale
+
+    def _index(self, pick: Picked, classes: int | Node) -> Node:
+        if pick.pieces:
+            pieces = [self._index(piece, classes) for piece in pick.pieces]
+            if pick.pieces[0].count == 1:
+                pieces = [self.method("flatten", piece) for piece in pieces]
+            return self.function(torch.cat, pieces, 0)
+        index = self.current(pick.index)
+        if value(index).dtype != torch.int64:
+            index = self.method("long", index)
+        if pick.ignored is not None:
+            index = self.method("masked_fill", index, self.method("eq", index, pick.ignored), 0)
+        if pick.wraps == "all":
+            index = self.method("remainder", index, classes)
+        elif pick.wraps:
+            negative = self.method("lt", index, 0)
+            added = self.method("add", index, classes)
+            index = self.function(torch.where, negative, added, index)
+        if pick.dim is None:
+            return index if value(index).dim() == 1 else self.method("flatten", index)
+        return self._flat(index, pick.dim)
+
+    def _given(self, i: int, call: Call) -> Node:
+        """Weights of a moment as ``[V]`` or ``[N, V]``."""
+        node = self._values(call.given[i])
+        if not value(node).is_floating_point():
+            node = self.method("to", node, compute_dtype(self.dtype))
+        return node if f"given{i}" in call.spec.gradients else self.method("detach", node)
+
+    def _logits(self, call: Call) -> Node | None:
+        """The existing logits ``[N, V]``; the gradients are those of x and weight."""
+        if call.logits is None:
+            return None
+        like = self.flow.classes[call.logits]
+        logits = self.logits_here(self.method("detach", call.logits))
+        rest = call.base.steps[len(trimmed(like.steps)) :]
+        return self._rows(self._viewed(logits, rest), call)
