@@ -12,8 +12,7 @@ function, in eager or inside ``torch.compile``::
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,12 +21,14 @@ from torch import Tensor
 
 from fxpass.graph.placements import is_dtensor, placements_of
 from fxpass.match.sharding import compiled_for_all_ranks
-from fxpass.op import vocab_parallel
+from fxpass.op import losses
 from fxpass.op.collectives import all_reduce, waited
+from fxpass.op.kept import saved_logits
+from fxpass.op.losses import Shard
 from fxpass.plan.choice import choose
 from fxpass.settings import Settings
 from fxpass.spec import expression
-from fxpass.spec.spec import Spec
+from fxpass.spec.reductions import Reductions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -93,13 +94,7 @@ def linear_cross_entropy(
     return _fused(*tensors, *shard, *options)
 
 
-class _Shard(NamedTuple):
-    first: int
-    classes: int
-    group: str
-
-
-def _shard_of(weight: Tensor, group: Any, classes: int | None) -> _Shard:
+def _shard_of(weight: Tensor, group: Any, classes: int | None) -> Shard:
     """This rank's first class, the number of all classes, and the group that shards them."""
     if compiled_for_all_ranks():
         raise ValueError(
@@ -125,10 +120,10 @@ def _shard_of(weight: Tensor, group: Any, classes: int | None) -> _Shard:
             f"have {here}: classes are divided as by torch.chunk. If the number of all classes is "
             "not this rank's number times the number of ranks, pass classes="
         )
-    return _Shard(first, total, group.group_name)
+    return Shard(first, total, group.group_name)
 
 
-def _of_dtensor(weight: Any) -> _Shard:
+def _of_dtensor(weight: Any) -> Shard:
     placements = placements_of(weight)
     over = [i for i, p in enumerate(placements) if not p.is_replicate()]
     if len(over) != 1 or not placements[over[0]].is_shard(0):
@@ -139,7 +134,7 @@ def _of_dtensor(weight: Any) -> _Shard:
     # Dynamo of torch 2.11 cannot trace DTensor's function for this
     group = weight.device_mesh.get_group(over[0])
     classes = int(weight.shape[0])
-    return _Shard(_dealt(classes, group)[0], classes, group.group_name)
+    return Shard(_dealt(classes, group)[0], classes, group.group_name)
 
 
 def _dealt(classes: int, group: dist.ProcessGroup) -> tuple[int, int]:
@@ -181,25 +176,24 @@ def _fused(
         )
     leaves = {"x": x, "weight": weight, "bias": bias}
     needed = [k for k, t in leaves.items() if t is not None and t.requires_grad]
-    settings = Settings.read()
-    spec = Spec(
-        reduction=reduction,
-        target="probabilities" if probabilities else "indices",
-        ignore_index=None if probabilities else ignore_index,
-        label_smoothing=label_smoothing,
-        transform=expression.parse(logits),
-        gradients=tuple(needed) if torch.is_grad_enabled() else (),
-        shard_of=classes,
-        memory_mb=settings.memory_mb,
-    )
+    gradients = tuple(needed) if torch.is_grad_enabled() else ()
+    settings, transform = Settings.read(), expression.parse(logits)
+    target = target.flatten(0, -2) if probabilities else target.flatten()
     x = x.flatten(0, -2)
     sizes = (x.shape[0], x.shape[1], max(1, weight.shape[0]))
-    choice = choose(*sizes, x.dtype, x.device, spec.of_shard(), settings.strategy)
-    spec = dataclasses.replace(spec, strategy=choice.strategy, memory_mb=choice.spec.memory_mb)
-    target = target.flatten(0, -2) if probabilities else target.flatten()
-    operands = (x, weight, bias, target, class_weight, None)
-    loss, _ = vocab_parallel.linear_cross_entropy(
-        *operands, spec=spec.text(), first=first, group=group, save_logits=choice.save_logits
+    waiting = Reductions(("lse",), transform, gradients, memory_mb=settings.memory_mb)
+    setting = settings.strategy
+    choice = choose(*sizes, x.dtype, x.device, None, waiting, setting, sharded=True)
+    loss = losses.linear_cross_entropy(
+        *(x, weight, bias, target, class_weight),
+        saved_logits(x, weight, bias) if choice.save_logits else None,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        transform=transform,
+        gradients=gradients,
+        memory_mb=choice.spec.memory_mb,
+        shard=Shard(first, classes, group),
     )
     return loss if reduction != "none" else loss.view(rows)
 

@@ -28,7 +28,7 @@ from fxpass.casts.casts import Cast, cast_lines, note
 from fxpass.graph.source import source_of
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import Launch
-from fxpass.match.heads import Head
+from fxpass.match.head import Head
 from fxpass.match.match import Rejection
 from fxpass.plan.plan import size
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once

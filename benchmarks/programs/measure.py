@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from benchmarks.compiled import Records, break_reason
 from benchmarks.programs.operands import SIZES
 from benchmarks.programs.program import Function, Program
-from fxpass.match.heads import Head
+from fxpass.match.head import Head
 from fxpass.match.match import Rejection
 from tests.support.numerics import assert_close, in_other_orders
 
@@ -50,7 +50,7 @@ class Result:
 
     Attributes:
         matches: calls of the fused operator.
-        kept: whether the logits of a match are kept.
+        kept: whether the logits of a head are kept.
         left: the functions that make a tensor of the logits' size outside the operator.
         rejections: the reasons.
         breaks: the reasons of Dynamo's graph breaks.
@@ -110,11 +110,11 @@ def _examine(program: Program) -> Result:
         wrong = f"raises {type(error).__name__}: " + " ".join(str(error).split())[:200]
     finally:
         torch._dynamo.reset()
-    matches = [record for record in records if isinstance(record, Head)]
+    heads = [record for record in records if isinstance(record, Head)]
     return Result(
         program,
-        matches=len(matches),
-        kept=any(match.logits_mode == "keep" for match in matches),
+        matches=sum(len(head.calls) for head in heads),
+        kept=any(head.logits_mode == "keep" for head in heads),
         left=tuple(found.left),
         rejections=tuple(r.reason for r in records if isinstance(r, Rejection)),
         breaks=tuple(found.breaks),

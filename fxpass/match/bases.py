@@ -16,7 +16,8 @@ from torch.fx import Node
 
 from fxpass.graph.nodes import NoMatch, needs_gradient
 from fxpass.graph.source import call_name
-from fxpass.match.classes import Base, Classes, Flow, has_classes, symbols_of
+from fxpass.match.classes import Base, Classes, Flow, has_classes
+from fxpass.match.edits import symbols_of
 from fxpass.spec.expression import Z
 
 
@@ -34,6 +35,11 @@ def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
     scale, transform = rest.as_independent(Z, as_Add=False)
     number = scale.as_coeff_Mul()[0]
     scale, transform = scale / number, number * transform
+    others = [flow.tensors[s] for s in symbols_of(transform) & flow.tensors.keys()]
+    if others:
+        names = ", ".join(sorted(f"%{other.name}" for other in others))
+        reason = f"combines the logits with another tensor ({names})"
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) {reason}: `{like.expr}`")
     if transform.free_symbols != {Z} or not scale.free_symbols <= _rows_of(flow, scale):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
     return flow.base(like, transform, scale), shift

@@ -12,57 +12,21 @@ import torch
 from sympy import Expr, Symbol
 from torch.fx import Node
 
-from fxpass.graph.calls import first_operand
-from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.nodes import NoMatch, value
 from fxpass.graph.region import Region
+from fxpass.match.edits import (
+    Added,
+    Edit,
+    Step,
+    factors_of,
+    keeps_rows,
+    symbols_of,
+    trimmed,
+)
 from fxpass.match.linears import Linear
 from fxpass.match.losses import Loss
-from fxpass.match.views import View
 from fxpass.spec.expression import Z
 from fxpass.spec.reductions import LogitSum, Moment, Output
-
-# Views that keep the order of the rows, so that they do not matter to flat rows.
-_SAME_ROWS = ("to_local", "reshape", "reshape_rows", "flatten", "unflatten", "unsqueeze", "squeeze")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One view of the logits: the node, how it rearranges rows, and the position of the class
-    dimension in its output."""
-
-    node: Node
-    view: View
-    dim: int
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Some of the classes: an index tensor ``[V']``, or start, stop and step of a slice."""
-
-    index: Node | tuple[Any, ...]
-
-    @property
-    def entry(self) -> Any:
-        """The index of the classes."""
-        return slice(*self.index) if isinstance(self.index, tuple) else self.index
-
-
-@dataclass(frozen=True)
-class Added:
-    """``factor`` times the vector ``[V]`` of a symbol is added to the linear's output."""
-
-    bias: Symbol
-    factor: Expr
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """The linear's output is multiplied by a factor, an expression of row symbols."""
-
-    factor: Expr
-
-
-Edit = Taken | Added | Scaled
 
 
 @dataclass(frozen=True)
@@ -179,14 +143,14 @@ class Stacked:
         node: the stack.
         like: the stack, or a view of it, as if all its logits were the head's.
         axis: the dimension of the heads.
-        position: the head's index in it.
+        positions: where the head's logits are in it.
         count: its size.
     """
 
     node: Node
     like: Classes
     axis: int
-    position: int
+    positions: tuple[int, ...]
     count: int
 
 
@@ -384,55 +348,13 @@ class Flow:
         return self.rows.get(node, cut)
 
 
-def factors_of(edits: tuple[Edit, ...]) -> set[Symbol]:
-    """The symbols of factors in edits."""
-    factors = [edit.factor for edit in edits if isinstance(edit, Added | Scaled)]
-    return set().union(*map(symbols_of, factors))
-
-
-def is_one_number(node: Node) -> bool:
-    """Whether a node is a number, or a tensor of one."""
-    return not is_tensor(node) or value(node).numel() == 1
-
-
-def symbols_of(expr: Any) -> set[Symbol]:
-    """The symbols of an expression."""
-    return expr.free_symbols
-
-
 def has_classes(expr: Expr) -> bool:
     names = ("log_", "class_", "given_", "hot_")
     return any(s == Z or s.name.startswith(names) for s in symbols_of(expr))
 
 
-def trimmed(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Steps without the last ones that keep the rows' order."""
-    while steps and keeps_rows(steps[-1]):
-        steps = steps[:-1]
-    return steps
-
-
-def taken(edit: Edit, count: int | torch.SymInt) -> int | torch.SymInt:
-    """The number of classes after an edit."""
-    if not isinstance(edit, Taken):
-        return count
-    if isinstance(edit.index, Node):
-        return value(edit.index).shape[0]
-    numbers = all(isinstance(n, int | None) for n in edit.index)
-    return len(range(*slice(*edit.index).indices(int(count)))) if numbers else count
-
-
-def keeps_rows(step: Step) -> bool:
-    """Whether flat rows are the same before and after a view. The class dimension is the last one,
-    before it and after it."""
-    if step.view.function not in _SAME_ROWS:
-        return False
-    before, after = value(operand_of_step(step)), value(step.node)
-    return step.view.dim == before.dim() - 1 and step.dim == after.dim() - 1
-
-
-def operand_of_step(step: Step) -> Node:
-    """The tensor of which a view is taken; a part's is that of the tuple."""
-    first = step.node.args[0] if step.node.args else None
-    found = isinstance(first, Node) and not is_tensor(first)
-    return first_operand(first if found else step.node)  # type: ignore[arg-type]
+def rest_of(base: Base, like: Classes) -> tuple[Step, ...] | None:
+    """The views from a tensor with classes to the logits of a base; None if there are none."""
+    common = min(len(base.steps), len(like.steps))
+    same = base.steps[:common] == like.steps[:common]
+    return base.steps[common:] if same and all(map(keeps_rows, like.steps[common:])) else None

@@ -21,7 +21,8 @@ from fxpass.graph.nodes import REQUIRED, NoMatch, is_number, is_tensor, value
 from fxpass.graph.placements import TO_LOCAL, placement_name
 from fxpass.graph.source import call_name
 from fxpass.match.bases import in_logs, softmax_base_of
-from fxpass.match.classes import Classes, Flow, Step
+from fxpass.match.classes import Classes, Flow
+from fxpass.match.edits import Step, symbols_of
 from fxpass.match.operands import (
     check_cast,
     check_dim,
@@ -118,6 +119,10 @@ def written_of(flow: Flow, node: Node, function: str) -> Classes:
     return found
 
 
+# Tensors of the logits' shape in one expression: hidden layers add many on their way.
+MOST_GIVEN = 4
+
+
 def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
     spelling = POINTWISE.get(function)
     if spelling is None and function not in _ALGEBRA:
@@ -142,6 +147,11 @@ def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
             return replace(like, expr=spelling.value(*operands), detached=detached)
         except ValueError as error:
             raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+    joined = {s for o in operands if isinstance(o, Expr) for s in symbols_of(o) if s in flow.dims}
+    if len(joined) > MOST_GIVEN:
+        raise NoMatch(
+            node, f"%{node.name} ({call_name(node)}) joins logits and {len(joined)} tensors"
+        )
     algebra = _ALGEBRA.get(function)
     if algebra is None:
         what = f"%{node.name} ({call_name(node)}) of a softmax, or with a tensor"
@@ -257,7 +267,8 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
     if tensor.numel() == 1 or _is_row(tensor, like, whole):
         return flow.tensor(argument, "row")
     after = whole.dim() - like.dim
-    if tensor.shape[-after:] == whole.shape[-after:] and tensor.numel() == whole.shape[like.dim]:
+    of_classes = list(tensor.shape[-after : -after + 1 or None]) == [whole.shape[like.dim]]
+    if of_classes and tensor.numel() == whole.shape[like.dim] and tensor.dim() <= whole.dim():
         return flow.tensor(argument, "class")
     if tensor.shape == whole.shape:
         return flow.given(argument, like.dim)

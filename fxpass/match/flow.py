@@ -34,6 +34,7 @@ from fxpass.match.maxima import of_pair
 from fxpass.match.modes import Mode, cuts_gradients
 from fxpass.match.operands import operand_of
 from fxpass.match.parts import join_pieces
+from fxpass.match.pointwise import POINTWISE
 from fxpass.match.reductions import REDUCTIONS, of_loss
 from fxpass.match.stacks import stack_of, taken_from_stack
 from fxpass.match.tuples import TUPLES, cut_to_size, member_of, tuple_of
@@ -51,7 +52,11 @@ def flow_of(linear: Linear, region: Region, modes: dict[Node, Mode]) -> Flow:
     flow = Flow(linear, region)
     flow.classes[linear.node] = Classes((), linear.dim, Z)
     end: NoMatch | None = None
+    noted = (flow.classes, flow.pairs, flow.stacks, flow.repeated, flow.rows, flow.cut)
+    readers = set(linear.node.users)
     for node in linear.node.graph.nodes:
+        if node not in readers:
+            continue
         try:
             if _follow(flow, node, modes) and end is not None:
                 raise end
@@ -60,6 +65,8 @@ def flow_of(linear: Linear, region: Region, modes: dict[Node, Mode]) -> Flow:
                 raise
             flow.stops.append(no)
             end = no if written(node) else end
+        if any(node in table for table in noted):
+            readers.update(node.users)
     _drop_unread(flow)
     join_pieces(flow)
     return flow
@@ -100,7 +107,7 @@ def _drop_unread(flow: Flow) -> None:
 
 def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
     function = function_of(node)
-    if is_in_place(function):
+    if is_in_place(function) or (written(node) and function in POINTWISE):
         if cuts_gradients(node, modes):
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes without gradients")
         flow.classes[node] = written_of(flow, node, function)

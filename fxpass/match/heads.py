@@ -12,7 +12,6 @@ import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch.fx import Node
 
 from fxpass.graph import hazards
@@ -23,7 +22,8 @@ from fxpass.graph.source import source_line
 from fxpass.match import profitability
 from fxpass.match.classes import Flow
 from fxpass.match.flow import flow_of
-from fxpass.match.join import Call, Options, calls_of, shape_of
+from fxpass.match.head import Head
+from fxpass.match.join import Options, calls_of
 from fxpass.match.leaving import Deferred, deferred_outputs
 from fxpass.match.linears import LINEARS, linear_of
 from fxpass.match.modes import Mode, modes_of
@@ -31,63 +31,6 @@ from fxpass.settings import Settings
 from fxpass.spec.reductions import LogitSum
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Head:
-    """A head whose reductions are fused.
-
-    Attributes:
-        flow: what the program computes of its logits.
-        calls: the operator calls.
-        logits_mode: ``never``: the logits are never materialised; ``keep``: the graph materialises
-            them, and the operator reads them; ``defer`` or ``drop``: a deferred or dropped tensor
-            takes their place among the graph's outputs.
-    """
-
-    flow: Flow
-    calls: tuple[Call, ...]
-    logits_mode: str
-
-    @property
-    def source(self) -> str:
-        """The user's line of the first reduction."""
-        return source_line(self.flow.reductions[0].node)
-
-    @property
-    def losses(self) -> int:
-        """How many losses its reductions are; those without a name count as one."""
-        return max(1, sum(r.loss is not None for r in self.flow.reductions))
-
-    @property
-    def beside(self) -> set[Node]:
-        """The logits that are in a stack with those of the head."""
-        return {n for stack in self.flow.stacks.values() for n in stack.node.all_input_nodes}
-
-    @property
-    def shape(self) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-        """Rows and classes."""
-        return shape_of(self.flow.linear)
-
-    @property
-    def logits_bytes(self) -> int:
-        """Bytes of one copy of this rank's logits in the linear's output dtype."""
-        n, v = map(hint, self.shape)
-        if self.flow.sharding is not None:
-            n, v = n // self.flow.sharding.rows, self.flow.sharding.count
-        return n * v * self.flow.dtype.itemsize
-
-    def __str__(self) -> str:
-        n, v = self.shape
-        left = {
-            "keep": " (logits kept: another node reads them)",
-            "defer": " (logits deferred: computed when they are first used)",
-            "drop": " (logits dropped: their values cannot be used)",
-        }
-        specs = "; ".join(call.spec.text() for call in self.calls)
-        ranks = f" ({self.flow.sharding})" if str(self.flow.sharding or "") else ""
-        kept = left.get(self.logits_mode, "")
-        return f"fused: {self.source}: logits [{n}, {v}]{ranks}, {specs}{kept}"
 
 
 @dataclass

@@ -23,16 +23,8 @@ from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, needs_gradient, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.graph.source import call_name
-from fxpass.match.classes import (
-    Base,
-    Flow,
-    Picked,
-    Reduced,
-    Weighted,
-    symbols_of,
-    taken,
-    trimmed,
-)
+from fxpass.match.classes import Base, Flow, Picked, Reduced, Weighted, rest_of
+from fxpass.match.edits import symbols_of, taken
 from fxpass.match.linears import Linear
 from fxpass.match.modes import Mode
 from fxpass.match.operands import check_plain
@@ -233,23 +225,23 @@ def _call(
     waiting = Reductions(
         tuple(_named(flow, symbols, given)), base.transform, gradients, memory_mb=memory
     )
-    total, of_total = None, None
+    total, of_total, left = None, None, symbols
     # the ranks of a sharded head exchange what its gradients need after forward
-    if gradients and set(gradients) <= set(PRODUCTS) and flow.sharding is None:
-        total = _total(flow, base, symbols, differentiable, modes)
+    if set(gradients) <= set(PRODUCTS) and flow.sharding is None:
+        trains = differentiable if gradients else reductions
+        total = _total(flow, base, symbols, trains, modes)
     if total is not None and all(_movable(n, first) is not None for n in total.operands):
-        read = [r for r in reductions if r not in differentiable or r in total.read]
+        read = [r for r in reductions if r not in total.reductions or r in total.read]
         left = _symbols(flow, base, read)
-        summed = tuple(_named(flow, trained, given))
+        summed = tuple(_named(flow, _symbols(flow, base, list(total.reductions)), given))
         of_total = replace(waiting, outputs=tuple(_named(flow, left, given)), total=summed)
     choice = _choice(flow, base, of_total, waiting, options)
     spec = choice.spec
     if spec.total:
         assert total is not None
         operands += total.operands
-        symbols = left
     else:
-        total = None
+        total, left = None, symbols
     if options.kept:
         logits = existing_logits(flow, base)
         waits = bool(gradients) and total is None
@@ -261,7 +253,7 @@ def _call(
         raise NoMatch(after, f"gradients are switched on or off between %{after.name} and the head")
     if any(modes[r.node].inference != modes[linear.node].inference for r in reductions):
         raise NoMatch(first, "its linear and its reduction are not in the same inference mode")
-    named = tuple(s for s in _named(flow, symbols, given).values() if s is not None)
+    named = tuple(s for s in _named(flow, left, given).values() if s is not None)
     return Call(base, after, moved, named, picks, given, spec, detached, choice, total, logits)
 
 
@@ -294,8 +286,7 @@ def existing_logits(flow: Flow, base: Base) -> Node:
     for node, like in flow.classes.items():
         if last.get(storage(node), node) is not node:
             continue
-        steps = trimmed(like.steps)
-        if like.expr == Z and like.edits == base.edits and steps == base.steps[: len(steps)]:
+        if like.expr == Z and like.edits == base.edits and rest_of(base, like) is not None:
             if flow.sharding is None:
                 return node
             if flow.sharding.rows > 1:
@@ -316,7 +307,12 @@ def _total(
     modes: dict[Node, Mode],
 ) -> Total | None:
     """The total of the reductions of one call, if no other reduction reads its outputs with
-    gradients, and it reads no other's."""
+    gradients, and it reads no other's; without gradients, of one loss, whose ignored rows are left
+    out then."""
+    if not any(_differentiable(r, modes) for r in reductions):
+        (first, *more) = reductions
+        alone = first.loss is not None and first.is_scalar and not more
+        return Total(first.node, (first,), (), (), (), ()) if alone else None
     for reduced in flow.reductions:
         inside = reduced in reductions
         alien = [s for s in reduced.symbols & flow.outputs.keys() if (s in symbols) != inside]

@@ -1,7 +1,7 @@
 """Finds heads whose logits are reduced in a graph, and says of every loss why it is not fused.
 
 In: a region of a Dynamo graph, with ``example_value`` on its nodes. Out: the
-:class:`fxpass.match.heads.Head` that :mod:`fxpass.rewrite.reductions` rewrites, and a
+:class:`fxpass.match.head.Head` that :mod:`fxpass.rewrite.reductions` rewrites, and a
 :class:`Rejection` for every loss, and every linear that looks like a head, of which the logits have
 to exist. The graph does not change.
 """
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from fxpass.graph.functions import CASTS, function_of
+from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import NoMatch, is_tensor
 from fxpass.graph.placements import placement_name
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name, source_line
-from fxpass.match.heads import Head, Heads, heads_of, looks_like_a_head
+from fxpass.match.head import Head
+from fxpass.match.heads import Heads, heads_of, looks_like_a_head
 from fxpass.match.leaving import Deferred
 from fxpass.match.losses import loss_of
 from fxpass.match.pointwise import POINTWISE
@@ -86,7 +87,7 @@ def _why_not(logits: Node, found: Heads) -> NoMatch:
         node = todo.pop()
         if known := found.reasons.get(node) or stops.get(node):
             return known
-        function = function_of(node)
+        function = out_of_place(function_of(node))
         if node.op not in ("call_function", "call_method"):
             no = NoMatch(node, _not_computed_here(node))
         elif any(function in table for table in _BETWEEN) or placement_name(node.target):

@@ -22,15 +22,13 @@ from fxpass.graph.functions import function_of, reads_values
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.graph.source import call_name
-from fxpass.match.classes import (
+from fxpass.match.classes import Classes, Flow, has_classes
+from fxpass.match.edits import (
     Added,
-    Classes,
-    Flow,
     Scaled,
     Step,
     Taken,
     factors_of,
-    has_classes,
     is_one_number,
     keeps_rows,
     symbols_of,

@@ -144,7 +144,7 @@ def _row(value: Callable[..., Any], /, operands: int = 1, **parameters: Any) -> 
     ``inplace`` and ``out`` follow."""
 
     def of_call(*arguments: Any) -> Expr:
-        *used, _, out = arguments  # chain_node.py reads whether the call is in place
+        *used, _, out = arguments  # the reader asks the schema whether the call is in place
         if out is not None:
             raise ValueError("it writes to out=")
         return value(*used)

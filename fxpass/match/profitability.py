@@ -9,7 +9,6 @@ backward and overwrites them with their gradients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -18,13 +17,11 @@ from fxpass.graph.calls import storage
 from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.graph.placements import placement_name
+from fxpass.match.head import Head
+from fxpass.match.join import Call
 from fxpass.match.linears import Linear
 from fxpass.plan.plan import MIB, budget, plan, size
 from fxpass.spec.dtypes import gradient_dtype
-
-if TYPE_CHECKING:
-    from fxpass.match.heads import Head
-    from fxpass.match.join import Call
 
 # With fewer classes, target, sums and gradients of a row take as much memory as its logits.
 LEAST_CLASSES = 256

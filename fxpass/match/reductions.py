@@ -6,13 +6,14 @@ function is a row of ``REDUCTIONS``.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
-from fxpass.graph.calls import arguments, first_operand, written
+from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
@@ -99,7 +100,9 @@ def _getitem(flow: Flow, node: Node) -> None:
     given = arguments(rows, _ARANGE)
     n = value(first_operand(node)).shape[0]
     whole = given["start"] == 0 and given["step"] == 1 and value(rows).shape[0] == n
-    changed = any(rows in written(user) for user in rows.users)
+    memory = {storage(rows), None}
+    nodes = itertools.takewhile(lambda n: n is not node, node.graph.nodes)
+    changed = any(storage(tensor) in memory for n in nodes for tensor in written(n))
     if changed or not whole or value(index).shape[0] != n:
         raise NoMatch(node, f"%{node.name} indexes some of the rows")
     _pick(flow, node, like, Picked(index, None, "negative"), keepdim=False)

@@ -30,7 +30,8 @@ from fxpass.graph.placements import (
     placement_name,
     placements_of,
 )
-from fxpass.match.classes import Flow, Reduced, Scaled, Taken, Weighted, symbols_of
+from fxpass.match.classes import Flow, Reduced, Weighted
+from fxpass.match.edits import Scaled, Taken, symbols_of
 from fxpass.match.linears import Linear
 
 if TYPE_CHECKING:

@@ -16,14 +16,15 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, value
-from fxpass.match.classes import Flow, Stacked, Step
+from fxpass.match.classes import Flow, Stacked
+from fxpass.match.edits import Step
 from fxpass.match.elementwise import view_step
 from fxpass.match.operands import viewed
 from fxpass.match.views import CLASSES, VIEWS, View
 
 
 def stack_of(flow: Flow, node: Node) -> None:
-    """Notes a stack with the logits of one head at one position."""
+    """Notes a stack with the logits of one head."""
     given = arguments(node, {"tensors": REQUIRED, "dim": 0})
     tensors, new = given["tensors"], given["dim"] % value(node).dim()
     unknown = NoMatch(node, f"%{node.name} (stack) stacks other than the rows of logits")
@@ -33,14 +34,14 @@ def stack_of(flow: Flow, node: Node) -> None:
     like = flow.classes[tensors[at[0]]]
     dim = like.dim + (new <= like.dim)
     if (
-        len(at) != 1
+        len({tensors[i] for i in at}) != 1
         or like.detached
         or value(node).shape[dim] != value(tensors[at[0]]).shape[like.dim]
     ):
         raise unknown
     view = View(like.dim, "repeat_rows", (new, len(tensors)))
     found = viewed(flow, like, Step(node, view, dim))
-    flow.stacks[node] = Stacked(node, found, new, at[0], len(tensors))
+    flow.stacks[node] = Stacked(node, found, new, tuple(at), len(tensors))
 
 
 def taken_from_stack(flow: Flow, node: Node) -> None:
@@ -66,7 +67,7 @@ def taken_from_stack(flow: Flow, node: Node) -> None:
     picked, axis = _picked(step, stack.axis, unknown)
     if picked is None:
         flow.stacks[node] = replace(stack, like=viewed(flow, stack.like, step), axis=axis)
-    elif picked % stack.count == stack.position:
+    elif picked % stack.count in stack.positions:
         flow.classes[node] = viewed(flow, stack.like, step)
 
 

@@ -17,7 +17,8 @@ from torch.fx import Node
 from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import NoMatch, value
 from fxpass.match.bases import fits, in_logs
-from fxpass.match.classes import Classes, Flow, Picked, Weighted, has_classes, symbols_of
+from fxpass.match.classes import Classes, Flow, Picked, Weighted, has_classes
+from fxpass.match.edits import symbols_of
 from fxpass.spec.expression import Z
 from fxpass.spec.reductions import HIGHEST_POWER, TOTAL, LogitSum, Moment
 

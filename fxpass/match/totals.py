@@ -21,7 +21,8 @@ from torch.fx import Node
 from fxpass.graph.calls import others_of, storage, written
 from fxpass.graph.functions import CASTS, REFLECTED, function_of, reads_values
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
-from fxpass.match.classes import Flow, Picked, Reduced, Weighted, symbols_of
+from fxpass.match.classes import Flow, Picked, Reduced, Weighted
+from fxpass.match.edits import symbols_of
 from fxpass.spec.reductions import IN_TOTAL
 
 

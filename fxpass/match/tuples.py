@@ -20,7 +20,8 @@ from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
-from fxpass.match.classes import Classes, Flow, Step
+from fxpass.match.classes import Classes, Flow
+from fxpass.match.edits import Step
 from fxpass.match.operands import operand_of, viewed
 from fxpass.match.views import CLASSES, View
 

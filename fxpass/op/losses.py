@@ -1,213 +1,233 @@
-"""``fxpass::linear_cross_entropy``: a cross-entropy as arithmetic on ``fxpass::class_reductions``.
+"""Losses from the log-probabilities of the rows, and the fused loss as a function.
 
-In: the operands of a linear and of its loss, and a spec's text. Out: the loss, and the lse if the
-spec names it. A rewritten graph calls this operator; it has no kernel of its own, and a compiler
-traces what it calls::
+In: log-probabilities, picked at the targets or weighted with them. Out: what ``F.cross_entropy``
+returns for the logits. A rewritten graph calls these functions as operators, which the compiler
+traces::
 
-    >>> x, w, t = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)
-    >>> loss, lse = linear_cross_entropy(x, w, target=t, spec="v7 reduction=mean lse=true")
-    >>> loss_with_z_loss = loss + 1e-4 * (lse**2).mean()
-
-With l the log-softmax of a row, V classes, smoothing s, class weights w and the target c or q,
-
-    class indices    loss = - (1 - s) w_c l_c - s / V sum_j w_j l_j
-    probabilities    loss = - (1 - s) sum_j w_j q_j l_j - s / V sum_j w_j l_j
-    no target        loss = lse
-
-so a row's loss is a sum of outputs, each multiplied by a coefficient that is known before. For
-``mean`` and ``sum``, the operator returns the total of all rows, and forward computes its
-gradients. For ``none``, with an lse, and for the strategy ``tiled``, it returns the outputs of the
-rows, and backward computes the logits again.
+    >>> z, t = torch.randn(4, 9), torch.tensor([1, 2, -100, 3])
+    >>> picked = z.log_softmax(1)[torch.arange(4), t.clamp(min=0)]
+    >>> loss = cross_entropy_of(picked, None, t, None, "mean", -100, 0.0, 9)
+    >>> torch.allclose(loss, torch.nn.functional.cross_entropy(z, t))
+    True
 """
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from sympy import Expr
 from torch import Tensor
 
 import fxpass.op.reductions  # noqa: F401, registers the operator
+from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import Output
-from fxpass.spec.spec import Spec
+from fxpass.spec.reductions import Moment, Output, Reductions
+
+REDUCTIONS = ("none", "mean", "sum")
+TOTAL = 5  # the position of the total among the operator's results
 
 
-class Inputs(NamedTuple):
-    """The tensors of a fused loss.
+def cross_entropy_of(picked: Tensor, mean_log: Tensor | None, *arguments: Any) -> Tensor:
+    """The cross-entropy: the sum of the log-probabilities times :func:`loss_coefficients`.
+
+    Args:
+        picked: the log-probabilities at the targets, of any shape with N elements; any number in
+            ignored rows. For class probabilities, the sums of the log-probabilities times the
+            (weighted) probabilities.
+        mean_log: the (weighted) sums of all log-probabilities, with label smoothing.
+        arguments: those of :func:`loss_coefficients` from ``target`` on.
+
+    Returns:
+        a scalar (with ``row_groups`` this rank's part of it), or the shape of ``picked`` for
+        ``none``, in the dtype of ``picked``.
+    """
+    target, _, reduction, ignore_index, *_ = arguments
+    logs = (picked,) if mean_log is None else (picked, mean_log)
+    *coefficients, constant = loss_coefficients(picked, len(logs) == 2, *arguments)
+    losses = sum(c * log for c, log in zip(coefficients, logs, strict=True))
+    assert isinstance(losses, Tensor)
+    if target is not None and ignore_index is not None:
+        losses = losses.masked_fill(target.reshape(picked.shape) == ignore_index, 0)
+    return losses if reduction == "none" else losses.sum() + constant
+
+
+def loss_coefficients(
+    like: Tensor,
+    smoothed: bool,
+    target: Tensor | None,
+    weight: Tensor | None,
+    reduction: str,
+    ignore_index: int | None,
+    smoothing: float,
+    classes: int,
+    row_groups: Sequence[str] = (),
+) -> list[Tensor]:
+    """What the log-probabilities of each row are multiplied by in a cross-entropy.
+
+    Args:
+        like: a tensor with N elements, in the dtype of the coefficients.
+        smoothed: whether there is a sum of all log-probabilities, with label smoothing.
+        target: class indices with N elements; None for class probabilities.
+        weight: class weights ``[V]`` or None; not read for class probabilities.
+        reduction, ignore_index, smoothing: as in ``F.cross_entropy``.
+        classes: V.
+        row_groups: names of process groups that shard the rows; ``mean`` is over all rows.
+
+    Returns:
+        those of the target's log-probabilities and, if ``smoothed``, of their sums, in the shape of
+        ``like``; and what is added to the loss: 0, or nan for the mean over no rows.
+    """
+    of_row, left_out = torch.ones_like(like), None
+    if target is not None:
+        index = target.reshape(like.shape).long()  # uint8 cannot hold -100
+        if weight is not None:  # the operator raises for an index that is no class
+            of_row = weight.to(like.dtype)[index.clamp(0, weight.shape[0] - 1)]
+        if ignore_index is not None:
+            left_out = index == ignore_index
+            of_row = of_row.masked_fill(left_out, 0)
+    factor = torch.ones_like(like.sum())
+    if reduction == "mean":
+        count = of_row.sum()
+        for group in row_groups:
+            from fxpass.op.collectives import all_reduce  # not every PyTorch has torch.distributed
+
+            count = all_reduce(count, "sum", group)
+        factor = count.reciprocal()
+    found = [(smoothing - 1) * factor * of_row]
+    if smoothed:
+        found.append((-smoothing / classes * factor).expand_as(like))
+    if left_out is not None:
+        found = [coefficients.masked_fill(left_out, 0) for coefficients in found]
+    return [*found, 0 * factor]
+
+
+_ARGUMENTS = (
+    "Tensor? target, Tensor? weight, str reduction, int? ignore_index, float smoothing, "
+    "SymInt classes, str[] row_groups"
+)
+# operators, since torch can store a graph only if it calls no other Python function
+_LIBRARY = torch.library.Library("fxpass", "FRAGMENT")
+for _function, _schema in (
+    (cross_entropy_of, f"(Tensor picked, Tensor? mean_log, {_ARGUMENTS}) -> Tensor"),
+    (loss_coefficients, f"(Tensor like, bool smoothed, {_ARGUMENTS}) -> Tensor[]"),
+):
+    _LIBRARY.define(_function.__name__ + _schema)
+    _LIBRARY.impl(_function.__name__, _function, "CompositeImplicitAutograd")
+
+
+# ---------------------------------------------------------------- the fused loss
+
+
+class Shard(NamedTuple):
+    """The classes of one rank.
 
     Attributes:
-        x: ``[N, D]`` floating point.
-        weight: ``[V, D]``, dtype of x.
-        bias: ``[V]`` in the dtype of x or in the compute dtype, or None.
-        target: class indices ``[N]`` int64 or uint8, class probabilities ``[N, V]``, or None.
-        class_weight: ``[V]`` floating point, or None; None without a target.
-        logits: ``[N, V]``, the linear's output if the graph needs it anyway, else None.
+        first: its first class.
+        classes: the number of all classes.
+        group: the name of the process group that shards them.
     """
 
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor | None
-    class_weight: Tensor | None = None
-    logits: Tensor | None = None
-
-
-class Terms(NamedTuple):
-    """What the losses of the rows add up.
-
-    Attributes:
-        coefficients: of each output of the operator, ``[N]`` in the compute dtype; 0 in rows that
-            are ignored.
-        picks: class indices ``[N]`` int64, or None.
-        given: the weights of moments.
-    """
-
-    coefficients: dict[Output, Tensor]
-    picks: Tensor | None
-    given: list[Tensor]
+    first: int
+    classes: int
+    group: str
 
 
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
-    target: Tensor | None = None,
+    bias: Tensor | None,
+    target: Tensor,
     class_weight: Tensor | None = None,
     logits: Tensor | None = None,
     *,
-    spec: str,
-) -> tuple[Tensor, Tensor]:
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    transform: Expr = expression.Z,
+    gradients: tuple[str, ...] = (),
+    in_forward: bool = True,
+    memory_mb: int = 0,
+    shard: Shard | None = None,
+) -> Tensor:
     """Cross-entropy of ``x @ weight.T + bias`` without the logits.
 
     Args:
-        x, weight, bias, target, class_weight, logits: see :class:`Inputs`.
-        spec: the text of a :class:`fxpass.spec.spec.Spec`.
+        x: ``[N, D]`` floating point.
+        weight: ``[V, D]``, dtype of x; with ``shard`` the rank's classes.
+        bias: ``[V]`` in the dtype of x or in the compute dtype, or None.
+        target: class indices ``[N]`` int64 or uint8, or class probabilities ``[N, V]``, of all
+            classes.
+        class_weight: ``[V]`` floating point, of all classes, or None.
+        logits: ``[N, V]``, the linear's output if it exists anyway, else None.
+        reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``; None ignores no row.
+        transform: the logit that enters the loss, as an expression of the linear's output ``z``.
+        gradients: which of ``x``, ``weight``, ``bias`` need a gradient.
+        in_forward: whether forward computes the gradients, if it can: not for ``none``, nor for a
+            shard.
+        memory_mb: scratch budget in MiB; 0 leaves it to the plan.
+        shard: the rank's classes; None if this process has all of them.
 
     Returns:
-        loss: f32 (f64 for f64 operands), a scalar, or ``[N]`` for ``none``.
-        lse: ``[N]``, the log-sum-exp of the transformed logits of every row, ignored rows included,
-            if the spec says ``lse=true``; else of size 0.
+        f32 (f64 for f64 operands), a scalar, or ``[N]`` for ``none``.
 
     Raises:
+        ValueError: shapes, dtypes or devices do not fit together, or an option is not allowed.
+        RuntimeError: the target or the class weights need a gradient.
         IndexError: a class index is outside ``[0, V)`` and not ``ignore_index`` (on CPU; on GPUs a
-            device-side assertion fails, as in PyTorch's loss).
-
-    ``lse`` is for the z-loss of https://arxiv.org/abs/2204.02311, ``loss + c * (lse**2).mean()``.
+            device-side assertion fails).
     """
-    s = Spec.parse(spec)
-    inputs = Inputs(x, weight, bias, target, class_weight, logits)
-    factor = of_mean(counted(inputs, s), inputs) if s.reduction == "mean" else None
-    found = terms(inputs, s, factor)
-    if s.totals:
-        loss = total(inputs, s, found, factor)
-        return loss, loss.new_empty(0)
-    outputs, *_ = reduced(inputs, s, found)
-    loss, lse = rows(inputs, s, found, outputs)
-    return added(loss, s, factor), loss.new_empty(0) if lse is None else lse
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if any(t is not None and t.requires_grad for t in (target, class_weight)):
+        raise RuntimeError("the target or the class weights requires a gradient: detach them")
+    outputs, given = _outputs(target, class_weight, label_smoothing, weight, shard)
+    picks = index = None
+    if not target.is_floating_point():
+        picks = index = target.long()  # uint8 cannot hold -100
+        if ignore_index is not None:
+            picks = index.masked_fill(index == ignore_index, 0)
+    classes = weight.shape[0] if shard is None else shard.classes
+    arguments = index, class_weight, reduction, ignore_index, label_smoothing, classes
+    names = tuple(sorted(outputs, key=str))
+    operands = x, weight, bias, None, picks, given
+    if in_forward and reduction != "none" and shard is None:
+        zeros = x.new_zeros(x.shape[0], dtype=compute_dtype(x.dtype))
+        *found, constant = loss_coefficients(zeros, len(outputs) == 2, *arguments)
+        coef = torch.stack([found[outputs.index(name)] for name in names])
+        text = Reductions((), transform, gradients, names, memory_mb).text()
+        return torch.ops.fxpass.class_reductions(*operands, coef, logits, text)[TOTAL] + constant
+    text = Reductions(names, transform, gradients, memory_mb=memory_mb).text()
+    if shard is None:
+        rows, *_ = torch.ops.fxpass.class_reductions(*operands, None, logits, text)
+    else:
+        from fxpass.op import sharded  # not every PyTorch has torch.distributed
+
+        rows, _ = sharded.class_reductions(*operands, logits, text, **shard._asdict())
+    logs = [rows[names.index(output)] for output in outputs]
+    return cross_entropy_of(logs[0], logs[1] if len(logs) == 2 else None, *arguments)
 
 
-_LIBRARY = torch.library.Library("fxpass", "FRAGMENT")
-_LIBRARY.define(
-    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias=None, Tensor? target=None, "
-    "Tensor? class_weight=None, Tensor? logits=None, *, str spec) -> (Tensor, Tensor)"
-)
-_LIBRARY.impl("linear_cross_entropy", linear_cross_entropy, "CompositeImplicitAutograd")
-
-
-def total(inputs: Inputs, spec: Spec, found: Terms, factor: Tensor | None) -> Tensor:
-    """The sum of the rows' losses, whose gradients forward computes."""
-    coef = torch.stack(list(found.coefficients.values()))
-    return added(reduced(inputs, spec, found, coef)[TOTAL], spec, factor)
-
-
-def added(loss: Tensor, spec: Spec, factor: Tensor | None) -> Tensor:
-    """The reduction of rows' losses that are multiplied by ``factor`` already."""
-    loss = loss if spec.reduction == "none" else loss.sum()
-    # without valid rows the factor is infinite and the mean is nan, as in PyTorch
-    return loss if factor is None else loss + 0 * factor
-
-
-def rows(inputs: Inputs, spec: Spec, found: Terms, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Each row's loss, and its lse if the spec names it, ``[N]``, from the operator's rows."""
-    weighted = inputs.class_weight is not None
-    named = dict(zip(spec.reductions(weighted).rows, outputs.unbind(), strict=True))
-    # where(): an ignored row adds 0 even if its output is nan, and passes no gradient on
-    parts = (torch.where(c == 0, 0, c * named[o]) for o, c in found.coefficients.items())
-    return functools.reduce(torch.add, parts), named["lse"] if spec.lse else None
-
-
-TOTAL = 5  # the position of the total among the operator's results
-
-
-def reduced(
-    inputs: Inputs, spec: Spec, found: Terms, coef: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """The operator's results."""
-    x, weight, bias, _, class_weight, logits = inputs
-    return torch.ops.fxpass.class_reductions(
-        *(x, weight, bias, None, found.picks, found.given, coef, logits),
-        spec.reductions(class_weight is not None).text(),
-    )
-
-
-# ---------------------------------------------------------------- coefficients
-
-
-def terms(
-    inputs: Inputs, spec: Spec, factor: Tensor | None = None, first: int | None = None
-) -> Terms:
-    """The coefficients of the rows' losses, times ``factor``, and the operands that they need.
-
-    ``first`` is the first class of a vocabulary shard: the weights are those of its classes, the
-    picks are among all classes.
-    """
-    x, weight, _, target, w, _ = inputs
-    n, count = x.shape[0], weight.shape[0]
-    one = x.new_ones((), dtype=compute_dtype(x.dtype))
-    one = one if factor is None else factor
-    every = spec.outputs(w is not None)
-    if target is None:
-        return Terms({every[0]: one.expand(n)}, None, [])
-    w = None if w is None else w.to(one.dtype)
-    here = slice(None) if first is None else slice(first, first + count)
-    given = [] if w is None or len(every) == 1 else [w[here]]
-    sharp = (spec.label_smoothing - 1) * one
-    smooth = -spec.label_smoothing / (spec.shard_of or count) * one
-    if spec.target == "probabilities":
-        q = target[:, here]
-        q = q if w is None else q.to(one.dtype) * w[here]
-        lines = [sharp.expand(n), smooth.expand(n)]
-        return Terms(dict(zip(every, lines, strict=False)), None, [q, *given])
-    counts = is_counted(target, spec)
-    picks = torch.where(counts, target.long(), 0)
-    if w is not None:
-        sharp = sharp * w[picks.clamp(0, w.shape[0] - 1)]  # the operator checks the indices
-    lines = [torch.where(counts, sharp, 0), torch.where(counts, smooth, 0)]
-    return Terms(dict(zip(every, lines, strict=False)), picks, given)
-
-
-def is_counted(target: Tensor, spec: Spec) -> Tensor:
-    """A mask ``[N]``: False where a class index is ``ignore_index``."""
-    if spec.ignore_index is None:
-        return torch.ones_like(target, dtype=torch.bool)
-    return target.long() != spec.ignore_index  # uint8 cannot hold -100
-
-
-def counted(inputs: Inputs, spec: Spec) -> Tensor:
-    """The divisor of ``mean``: the number of rows that are not ignored, or the sum of the class
-    weights of their targets."""
-    target, w = inputs.target, inputs.class_weight
-    if target is None or spec.target == "probabilities":
-        return inputs.x.new_full((), inputs.x.shape[0], dtype=torch.int64)
-    counts = is_counted(target, spec)
-    if w is None:
-        return counts.sum()
-    index = target.long().clamp(0, w.shape[0] - 1)  # the operator checks the indices
-    return torch.where(counts, w.to(compute_dtype(inputs.x.dtype))[index], 0).sum()
-
-
-def of_mean(count: Tensor, inputs: Inputs) -> Tensor:
-    """The factor of ``mean``, in the compute dtype."""
-    return count.to(compute_dtype(inputs.x.dtype)).reciprocal()
+def _outputs(
+    target: Tensor,
+    class_weight: Tensor | None,
+    smoothing: float,
+    weight: Tensor,
+    shard: Shard | None,
+) -> tuple[list[Output], list[Tensor]]:
+    """The reductions of a loss, the picked log-probabilities first, and the weights of moments."""
+    dtype, count = compute_dtype(weight.dtype), weight.shape[0]
+    given: list[Tensor] = []
+    outputs: list[Output] = ["pick"]
+    if target.is_floating_point():
+        outputs = [Moment(0, 1, 0)]
+        given.append(target if class_weight is None else target.to(dtype) * class_weight)
+    if smoothing:
+        outputs.append(Moment(0, 1, None if class_weight is None else len(given)))
+        given += [] if class_weight is None else [class_weight.to(dtype)]
+    if shard is not None:
+        given = [w[..., shard.first : shard.first + count] for w in given]
+    return outputs, given

@@ -17,7 +17,8 @@ from sympy import Symbol
 from torch.fx import Graph, Node
 
 from fxpass.graph.nodes import is_number, value
-from fxpass.match.classes import Classes, Flow, Part, Step
+from fxpass.match.classes import Classes, Flow, Part
+from fxpass.match.edits import Step
 from fxpass.rewrite.local import Local
 from fxpass.spec.dtypes import compute_dtype
 
@@ -104,7 +105,7 @@ class Arithmetic(Local):
             if expr in self.flow.sums:
                 self.known[expr] = self._sum_of_given(self.flow.sums[expr])
                 return self.known[expr]
-            tensor = self.current(self.flow.tensors[expr])
+            tensor = self._wide(self.current(self.flow.tensors[expr]))
             if is_number(tensor):
                 dtype = compute_dtype(self.dtype)
                 one = self.method("new_ones", self.linear.x, (), dtype=dtype)
@@ -140,6 +141,14 @@ class Arithmetic(Local):
         if isinstance(expr, sympy.log):
             return self.method("log", parts[0])
         raise ValueError(f"no tensor function for {expr}")
+
+    def _wide(self, tensor: Node) -> Node:
+        """A tensor in the dtype of the outputs at least: the program promotes it to that."""
+        dtype = compute_dtype(self.dtype)
+        floats = not is_number(tensor) and value(tensor).is_floating_point()
+        if not floats or value(tensor).dtype.itemsize >= dtype.itemsize:
+            return tensor
+        return self.method("to", tensor, dtype)
 
     def _repeated(self, tensor: Node, like: Classes) -> Node:
         """A tensor that is broadcast to the rows of logits."""

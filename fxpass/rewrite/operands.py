@@ -16,7 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpass.graph.nodes import value
-from fxpass.match.classes import Edit, Flow, Picked, Scaled, Taken, trimmed
+from fxpass.match.classes import Flow, Picked, rest_of
+from fxpass.match.edits import Edit, Scaled, Taken
 from fxpass.match.join import Call
 from fxpass.rewrite.arithmetic import Arithmetic
 from fxpass.spec.dtypes import compute_dtype
@@ -26,7 +27,7 @@ class Operands(Arithmetic):
     """Inserts the operands of calls.
 
     Attributes:
-        counts: the number of classes after edits.
+        counts: the number of classes that edits take, for nodes after the call.
         weight: the last call's weight before they are taken; a DTensor if it is sharded.
     """
 
@@ -34,6 +35,12 @@ class Operands(Arithmetic):
         super().__init__(graph, site, flow, replaced)
         self.counts: dict[tuple[Edit, ...], int | Node] = {}
         self.weight = self.linear.weight
+
+    def count(self, edits: tuple[Edit, ...]) -> int | Node:
+        """The number of all classes after edits, for a node at the insertion point."""
+        if any(isinstance(edit, Taken) for edit in edits):
+            return self.counts[edits]
+        return self.size(self.linear.weight, int(self.linear.transposed))
 
     def _operand(self, node: Node) -> Node:
         return self.cast(node, self.dtype, self.linear.node)
@@ -49,7 +56,7 @@ class Operands(Arithmetic):
             if isinstance(edit, Taken):
                 weight = self.function(operator.getitem, weight, edit.entry)
         self.counts[edits] = self.size(weight, 0)
-        picks = [self._index(pick, self.counts[edits]) for pick in call.picks]
+        picks = [self._index(pick, self.count(edits)) for pick in call.picks]
         x, picks = self.same_rows(x, picks)
         bias = None if linear.bias is None else self.classes_here(self._operand(linear.bias))
         for edit in edits:
@@ -116,5 +123,7 @@ class Operands(Arithmetic):
             return None
         like = self.flow.classes[call.logits]
         logits = self.logits_here(self.method("detach", call.logits))
-        rest = call.base.steps[len(trimmed(like.steps)) :]
-        return self._rows(self._viewed(logits, rest), call)
+        rest = rest_of(call.base, like)
+        assert rest is not None
+        dim = rest[-1].dim if rest else like.dim
+        return self._flat(self._viewed(logits, rest), dim)

@@ -23,21 +23,19 @@ import fxpass.op.reductions  # noqa: F401, registers the operators
 from fxpass.casts.casts import Cast
 from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import is_tensor, value
+from fxpass.graph.nodes import is_tensor, needs_gradient, value
 from fxpass.graph.region import Region
 from fxpass.match.classes import Picked, Reduced, Weighted
-from fxpass.match.heads import Head
+from fxpass.match.head import Head
 from fxpass.match.join import Call
 from fxpass.match.losses import Loss
 from fxpass.match.totals import Total, coefficients_of
 from fxpass.op.kept import saved_logits
-from fxpass.op.row_losses import cross_entropy_of, loss_coefficients
+from fxpass.op.losses import TOTAL
 from fxpass.rewrite.operands import Operands
 from fxpass.rewrite.totals import Coefficients
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.reductions import OF_PICKS
-
-TOTAL_AT = 5  # among the operator's results
 
 
 def rewrite_heads(region: Region, heads: Sequence[Head]) -> list[Cast]:
@@ -94,6 +92,8 @@ class _Edit(Operands):
         super().__init__(graph, head.flow.reductions[0].node, head.flow, replaced)
         self.head = head
         self.totals: dict[Node, Node] = {}
+        operands = self.linear.x, self.linear.weight, self.linear.bias, *self.flow.tensors.values()
+        self.trained = any(map(needs_gradient, operands))
 
     # ------------------------------------------------------------ the operator's call
 
@@ -106,7 +106,7 @@ class _Edit(Operands):
         with self.graph.inserting_before(after.next):
             x, weight, bias, picks = self._edited(call)
             gradients = call.spec.gradients
-            if call.detached:
+            if call.detached and self.trained:
                 x, weight = self.method("detach", x), self.method("detach", weight)
                 bias = bias and self.method("detach", bias)
             elif gradients and call.total is None and self.sharding is None:
@@ -180,12 +180,14 @@ class _Edit(Operands):
     def _derivatives(self, call: Call, total: Total, zeros: Node) -> tuple[Node, int]:
         """The derivatives of a total by the rows that it adds up, and its constant; and the number
         of these rows."""
-        classes = self.counts[call.base.edits]
+        classes = self.count(call.base.edits)
         (reduced, *more), loss = total.reductions, total.reductions[0].loss
         if loss is not None and not (more or total.tail):
             smoothed = reduced.mean_log is not None
             arguments = zeros, smoothed, *self._of_loss(reduced, loss)
-            return self.function(loss_coefficients, *arguments), 1 + smoothed
+            return self.function(
+                torch.ops.fxpass.loss_coefficients.default, *arguments
+            ), 1 + smoothed
         coefficients = Coefficients(total, classes, self._batch)
         like = [
             constant if reduced.is_scalar else self._shaped(constant, reduced)
@@ -232,7 +234,7 @@ class _Edit(Operands):
         for i, _ in enumerate(call.spec.indices):
             self.known[next(symbols)] = self.method("select", indices, 0, i)
         if call.total is not None:
-            total = self.function(operator.getitem, out, TOTAL_AT)
+            total = self.function(operator.getitem, out, TOTAL)
             constant = self.totals[call.total.node]
             self.totals[call.total.node] = self.method("add", total, constant)
 
@@ -247,7 +249,7 @@ class _Edit(Operands):
             new = self._arithmetic(reduced.value)
             if reduced.loss is not None:
                 new = self._loss(new, reduced, reduced.loss)
-            if reduced.then != "index" and not value(old).requires_grad:
+            if self.trained and reduced.then != "index" and not value(old).requires_grad:
                 new = self.method("detach", new)  # it is under no_grad, or reads detached logits
             if reduced.then in ("sum", "mean"):
                 new = self.method(reduced.then, new)
@@ -295,7 +297,8 @@ class _Edit(Operands):
 
     def _loss(self, picked: Node, reduced: Reduced, loss: Loss) -> Node:
         smooth = None if reduced.mean_log is None else self._arithmetic(reduced.mean_log)
-        return self.function(cross_entropy_of, picked, smooth, *self._of_loss(reduced, loss))
+        op = torch.ops.fxpass.cross_entropy_of.default
+        return self.function(op, picked, smooth, *self._of_loss(reduced, loss))
 
     def _of_loss(self, reduced: Reduced, loss: Loss) -> tuple[Any, ...]:
         """The arguments of ``cross_entropy_of`` after the log-probabilities."""
@@ -304,7 +307,7 @@ class _Edit(Operands):
             target = self.method("flatten", target)
         target = target and self.rows_here(target)
         weight = weight and self.whole(weight)
-        share = loss.label_smoothing, self.counts[reduced.like.edits]
+        share = loss.label_smoothing, self.count(reduced.like.edits)
         groups = () if self.sharding is None else self.sharding.row_groups
         return target, weight, loss.reduction, loss.ignore_index, *share, groups
 
@@ -318,11 +321,13 @@ class _Edit(Operands):
     def stand_in(self, node: Node) -> None:
         """Replaces logits by a tensor of their shape and dtype that takes no memory."""
         like, dtype = self.flow.classes[node], value(node).dtype
+        size = value(node).shape[like.dim]
+        if not isinstance(size, int) and like.edits:
+            return  # the number of classes that are taken is known only later
         with self.graph.inserting_before(node):
             x = self._viewed(self.hidden, like.steps)
             sizes = [self.size(x, i) for i in range(value(x).dim())]
-            size = value(node).shape[like.dim]
-            sizes[like.dim] = size if isinstance(size, int) else self.counts[like.edits]
+            sizes[like.dim] = size if isinstance(size, int) else self.count(like.edits)
             new = self.method("new_empty", x, (), dtype=dtype)
             new = self.method("expand", new, *sizes)
         node.replace_all_uses_with(new)

@@ -28,7 +28,7 @@ from torch._dynamo.aot_compile_types import (
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
-from fxpass.op import losses
+from fxpass.op import losses, reductions
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -90,6 +90,9 @@ class WithOperator(SerializableCallable):
 
 
 def _code_of_operator() -> list[CodeType]:
-    """The code of the operator's functions."""
-    functions = [f for f in vars(losses).values() if inspect.isfunction(f)]
-    return [f.__code__ for f in functions if f.__module__ == losses.__name__]
+    """The code of the operators' functions."""
+    each = [(module, f) for module in (losses, reductions) for f in vars(module).values()]
+    functions = [
+        f for module, f in each if inspect.isfunction(f) and f.__module__ == module.__name__
+    ]
+    return [f.__code__ for f in functions]

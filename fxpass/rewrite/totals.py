@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+import fxpass.op.losses  # noqa: F401, registers the operators
 from fxpass.match.classes import Reduced
 from fxpass.match.totals import Total
-from fxpass.op.row_losses import cross_entropy_of, derivatives
 
 
 class Coefficients:
@@ -74,7 +74,8 @@ class Coefficients:
         picked, smooth = leaves if len(leaves) == 2 else (leaves[0], None)
         target, weight = (n and known[n] for n in loss.indices)
         options = loss.reduction, loss.ignore_index, loss.label_smoothing, classes
-        return graph.call_function(cross_entropy_of, (picked, smooth, target, weight, *options))
+        op = torch.ops.fxpass.cross_entropy_of.default
+        return graph.call_function(op, (picked, smooth, target, weight, *options, ()))
 
     def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
         """The coefficients of each leaf, and the total of the leaves' constants.
@@ -83,8 +84,12 @@ class Coefficients:
             tensors: for each leaf its constant, in its shape and in the dtype of the coefficients;
                 then :attr:`others`.
         """
-        others = tensors[self.leaves :]
-        return derivatives(lambda *leaves: self._module(*leaves, *others), tensors[: self.leaves])
+        with torch.enable_grad():
+            leaves = [t.detach().clone().requires_grad_() for t in tensors[: self.leaves]]
+            total = self._module(*leaves, *tensors[self.leaves :])
+            # zeros for a leaf that the total does not read: an entropy that is detached later
+            found = torch.autograd.grad(total, leaves, materialize_grads=True)
+        return *found, total.detach()
 
 
 def _leaves(graph: Graph, reduced: Reduced) -> list[Node]:

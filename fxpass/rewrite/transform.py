@@ -18,7 +18,7 @@ from fxpass.casts.casts import Cast, cast_region, note
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import Launch
-from fxpass.match.heads import Head
+from fxpass.match.head import Head
 from fxpass.match.match import Found, Rejection, find
 from fxpass.rewrite import dump
 from fxpass.rewrite.listing import launches_of

@@ -46,9 +46,9 @@ def loss_less(x, w, target):
 
 EXPECTED = [
     "fused: train.py:6 loss = F.cross_entropy(F.linear(x, w), target): logits [4, 10], "
-    "v7 reduction=mean gradients=weight",
+    "r3 gradients=weight total=pick",
     "not fused: train.py:7 return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), target): %cumsum (cumsum) "
-    "between the linear and the loss is not known",
+    "of the logits is not known",
     "cast: %l_x_, %l_w_ float32 -> bfloat16: train.py:6 loss = F.cross_entropy(F.linear(x, w), target)",
 ]
 

@@ -31,6 +31,7 @@ def backward(*tensors):
 FUSED_NAMES = """\
 from fxpass.deferred.tensor import Recipe, defer
 from fxpass.op.losses import linear_cross_entropy
+from fxpass.spec.expression import parse
 """
 
 TRACED_NAMES = """\

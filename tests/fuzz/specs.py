@@ -1,7 +1,7 @@
 """Random specs of the operator: the program that each stands for, and the operator's call.
 
 In: a seed. Out: a :class:`Case` whose body is plain PyTorch and whose fused function calls
-``fxpass.op.losses`` with a random :class:`fxpass.spec.spec.Spec`, in one of the implementations.
+``fxpass.op.losses`` with random options, in one of the implementations.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 
 from fxpass.spec import expression
-from fxpass.spec.spec import GRADIENTS, Spec
+from tests.support.losses import GRADIENTS, Spec
 
 from .case import Case, Statement
 
@@ -56,22 +56,21 @@ def spec(seed: str) -> Case:
     rng = random.Random(seed)
     n, d, v = (rng.choice(sizes) for sizes in SIZES.values())
     dtype, bias = rng.choice(DTYPES), rng.random() < 0.5
-    target = rng.choice(("indices", "indices", "probabilities", "none"))
+    target = rng.choice(("indices", "indices", "probabilities"))
     named = tuple(g for g in GRADIENTS if rng.random() < 0.7 and (bias or g != "bias"))
     transforms = rng.sample(TRANSFORMS, rng.choice((0, 0, 1, 1, 2)))
     logits = expression.Z
     for text, _ in transforms:
         logits = expression.parse(text).subs(expression.Z, logits)
-    weighted = target != "none" and rng.random() < 0.3
+    weighted = rng.random() < 0.3
     ignore_index = rng.choice((-100, -100, 0, None)) if target == "indices" else -100
     chosen = Spec(
         reduction=rng.choice(("none", "mean", "sum")),
         target=target,
         ignore_index=ignore_index,
-        label_smoothing=rng.choice((0.0, 0.0, 0.1, 1.0)) if target != "none" else 0.0,
+        label_smoothing=rng.choice((0.0, 0.0, 0.1, 1.0)),
         transform=expression.parse(expression.text(logits)),
         gradients=named,
-        lse=rng.random() < 0.3,
         strategy=rng.choice(("chunked", "tiled")),
         memory_mb=rng.choice((0, 0, 1)),
     )
@@ -87,8 +86,11 @@ def spec(seed: str) -> Case:
         ),
     ]
     kept = "F.linear(x, w, b).detach()" if rng.random() < 0.2 else "None"
-    outputs = ("loss", "lse") if chosen.lse else ("loss",)
-    call = f"linear_cross_entropy(x, w, b, t, cw, {kept}, spec={chosen.text()!r})"
+    outputs = ("loss",)
+    options = chosen.options()
+    transform = f"transform=parse({expression.text(options.pop('transform'))!r})"
+    named = ", ".join([transform, *(f"{name}={option!r}" for name, option in options.items())])
+    call = f"linear_cross_entropy(x, w, b, t, cw, {kept}, {named})"
     return Case(
         tuple(inputs),
         tuple(map(Statement, _meaning(chosen, [torch for _, torch in transforms], dtype))),
@@ -96,7 +98,7 @@ def spec(seed: str) -> Case:
         _session(rng, outputs, bool(named)),
         ("x", "w", *(["b"] if bias else []), *outputs),
         seed=rng.randrange(1000),
-        fused=(Statement(f"loss, lse = {call}"),),
+        fused=(Statement(f"loss = {call}"),),
         implementation=rng.choice(("", "", "triton")),
         fixed=True,
     )
@@ -116,8 +118,6 @@ def _operand(rng: random.Random, name: str, rows: str, columns: str, named: tupl
 
 
 def _target(rng: random.Random, spec: Spec, n: int, v: int) -> str:
-    if spec.target == "none":
-        return "None"
     if spec.target == "probabilities":
         one = f"torch.eye({v})[torch.randint({v}, ({n},))]"
         sums_to_zero, of_any_sum = f"{one} - {one}", f"4 * torch.randn({n}, {v})"
@@ -139,10 +139,6 @@ def _class_weight(rng: random.Random, spec: Spec, v: int) -> str:
 def _meaning(spec: Spec, transforms: list[str], dtype: str) -> list[str]:
     cast = "" if dtype == ".double()" else ".float()"
     body = [f"z = F.linear(x, w, b){cast}", *(f"z = {text}" for text in transforms)]
-    body.append("lse = z.logsumexp(1)")
-    if spec.target == "none":
-        reduced = {"none": "lse + 0", "mean": "lse.mean()", "sum": "lse.sum()"}
-        return [*body, f"loss = {reduced[spec.reduction]}"]
     if spec.ignore_index is not None and spec.target == "indices":
         ignored = f", ignore_index={spec.ignore_index}"
     else:

@@ -23,22 +23,16 @@ def whole(case, dtype):
     at_least_f32 = torch.promote_types(dtype, torch.float32)
     transform = TRANSFORMS[expression.text(case.spec.transform)]
     z = transform(F.linear(x, weight, bias).to(at_least_f32))
-    lse = z.logsumexp(1)
     target, class_weight = tensors["target"], tensors["class_weight"]
     spec = case.spec
-    if spec.target == "none":
-        loss = lse.mean() if spec.reduction == "mean" else lse
-    else:
-        loss = F.cross_entropy(
-            z,
-            target.to(at_least_f32) if spec.target == "probabilities" else target,
-            None if class_weight is None else class_weight.to(at_least_f32),
-            ignore_index=-100 if spec.ignore_index is None else spec.ignore_index,
-            label_smoothing=spec.label_smoothing,
-            reduction=spec.reduction,
-        )
-    if spec.lse:
-        loss = loss + 1e-2 * (lse**2).mean()
+    loss = F.cross_entropy(
+        z,
+        target.to(at_least_f32) if spec.target == "probabilities" else target,
+        None if class_weight is None else class_weight.to(at_least_f32),
+        ignore_index=-100 if spec.ignore_index is None else spec.ignore_index,
+        label_smoothing=spec.label_smoothing,
+        reduction=spec.reduction,
+    )
     (loss if loss.dim() == 0 else (loss * weights(N)).sum()).backward()
     return {"loss": loss.detach()} | {
         name: t.grad for name, t in zip(GRADIENTS, (x, weight, bias), strict=True) if t is not None

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fxpass.op import vocab_parallel
+from fxpass.op.kept import saved_logits
+from fxpass.op.losses import Shard
 from fxpass.spec.expression import parse
-from fxpass.spec.spec import Spec
+from tests.support.losses import Spec, linear_cross_entropy
 from tests.support.targets import centred
 
 N, D = 7, 5
@@ -63,7 +64,7 @@ class Case:
             probabilities = centred(N, self.v)
         elif self.cancelling:
             class_weight, index[:] = centred(1, self.v)[0], 0
-        targets = {"indices": index, "probabilities": probabilities, "none": None}
+        targets = {"indices": index, "probabilities": probabilities}
         bias = randn(self.v).to(self.dtype) if self.bias else None
         if bias is not None and self.padding:
             bias[-self.padding :] = -torch.inf
@@ -104,11 +105,6 @@ CASES = {
     "weights that cancel": Case(
         Spec("none", label_smoothing=0.1), v=13, weighted=True, cancelling=True
     ),
-    "z-loss": Case(Spec(lse=True), v=13),
-    "z-loss, ignored": Case(Spec(lse=True, label_smoothing=0.1), v=13, ignored=True),
-    "z-loss, ignored, tiled": Case(Spec(lse=True, strategy="tiled"), v=13, ignored=True),
-    "lse": Case(Spec(target="none", reduction="none"), v=13),
-    "mean lse": Case(Spec(target="none"), v=13),
     "tiled": Case(Spec(strategy="tiled", label_smoothing=0.1), v=13, weighted=True, ignored=True),
     "saved": Case(Spec(), v=13, bias=True, saved=True),
     "saved, sum": Case(Spec(reduction="sum", transform=SOFTCAP), v=13, bias=True, saved=True),
@@ -118,7 +114,6 @@ CASES = {
         Spec(label_smoothing=0.2), v=13, weighted=True, ignored=True, saved=True
     ),
     "saved, probabilities": Case(Spec(target="probabilities"), v=13, saved=True),
-    "saved, z-loss, ignored": Case(Spec(lse=True), v=13, ignored=True, saved=True),
     "saved, bfloat16": Case(Spec(), v=13, dtype=torch.bfloat16, saved=True),
     "saved, float16": Case(Spec(), v=13, bias=True, dtype=torch.float16, saved=True),
     "bfloat16": Case(Spec(), v=13, dtype=torch.bfloat16),
@@ -144,20 +139,15 @@ def run(case: Case, rank: int, world: int, device: torch.device) -> dict[str, An
     )
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x, weight, bias)]
     names = tuple(n for n, t in zip(GRADIENTS, leaves, strict=True) if t is not None)
-    spec = dataclasses.replace(case.spec, shard_of=case.v, gradients=names)
-    loss, lse = vocab_parallel.linear_cross_entropy(
-        *leaves,  # type: ignore[arg-type]
-        whole["target"],
-        whole["class_weight"],
-        None,
-        spec=spec.text(),
-        first=here.start,
-        group=dist.group.WORLD.group_name,  # type: ignore[union-attr]
-        save_logits=case.saved,
+    spec = dataclasses.replace(case.spec, gradients=names)
+    operands: Any = (*leaves, whole["target"], whole["class_weight"])
+    logits = saved_logits(*operands[:3]) if case.saved else None
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    loss = linear_cross_entropy(
+        *operands, logits, spec=spec, shard=Shard(here.start, case.v, group)
     )
-    total = loss if lse is None else loss + 1e-2 * (lse**2).mean()
-    (total.sum() if loss.dim() == 0 else (total * weights(N).to(device)).sum()).backward()
-    out: dict[str, Any] = {"loss": total.detach()}
+    (loss if loss.dim() == 0 else (loss * weights(N).to(device)).sum()).backward()
+    out: dict[str, Any] = {"loss": loss.detach()}
     x_grad = leaves[0].grad  # type: ignore[union-attr]
     dist.all_reduce(x_grad)
     out["x"] = x_grad

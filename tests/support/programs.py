@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 
 import fxpass
-from fxpass.match.heads import Head
+from fxpass.match.head import Head
 from fxpass.spec.reductions import Reductions
 from tests.support.numerics import assert_as_accurate
 

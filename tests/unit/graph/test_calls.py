@@ -194,6 +194,21 @@ def test_rows_hidden_size_and_classes_may_all_vary(between):
     assert torch._dynamo.utils.counters["frames"]["total"] == 1
 
 
+def test_calls_that_share_the_number_of_classes():
+    """It is read where the first of them stands."""
+
+    def program(x, weight, labels):
+        log = F.linear(x, weight).log_softmax(1)
+        loss = F.nll_loss(log, labels)
+        given = torch.arange(weight.shape[0]).expand(log.shape) / 7 + loss.detach()
+        cross = (log.exp() * (log - given)).sum(-1)
+        p = F.softmax(log, dim=1)
+        entropy = -(p * p.log()).sum(1)
+        return (loss * torch.ones(())).sum() + cross.sin().sum() + entropy.square().sum()
+
+    varying(program, *SIZES, dynamic=True)
+
+
 def test_a_view_to_a_whole_size():
     torch._dynamo.utils.counters.clear()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -15,11 +14,10 @@ import torch.nn.functional as F
 from fxpass import explain
 from fxpass.kernels import call
 from fxpass.kernels.call import ASSUMED, OfReductions, Operand, for_reductions, launches
-from fxpass.op import vocab_parallel
+from fxpass.op import sharded
 from fxpass.plan import plan
 from fxpass.rewrite import listing
 from fxpass.spec.reductions import REVISION, Reductions
-from fxpass.spec.spec import Spec
 from tests.support.gpus import H200, MI300, V100
 from tests.support.launches import Launches
 
@@ -125,8 +123,7 @@ def kept(x, w, y):
     return F.cross_entropy(z, y), z.cumsum(-1).detach()
 
 
-LOSSES = (plain, smoothed, probabilities, kept)
-IN_FORWARD = (accurate, everything, *LOSSES)
+IN_FORWARD = (accurate, everything, plain, smoothed, probabilities, kept)
 PROGRAMS = (policy, several_picks, distilled, rows, z_loss, maxima, each_row, with_lse, *IN_FORWARD)
 
 
@@ -154,7 +151,7 @@ def test_what_is_launched_is_listed(program, v, dtype, recorded, monkeypatch):
             (out[0] if isinstance(out, tuple) else out).backward()
         assert_listed(kernels, recorded)
         # f32 gradients of fp16 operands would take more than the few logits
-        waits = program not in IN_FORWARD or (dtype == F16 and program in LOSSES)
+        waits = program not in IN_FORWARD or dtype == F16
         assert [kernel.stage for kernel in kernels] == [
             "reductions",
             *["reductions_backward"] * (needs_gradients and waits),
@@ -172,26 +169,26 @@ def alone(tmp_path, monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    "spec", [Spec(shard_of=V), Spec("none", label_smoothing=0.1, lse=True, shard_of=V)]
-)
+@pytest.mark.parametrize("text", ["outputs=pick", "outputs=moment(1,1);pick;argmax"])
 @pytest.mark.parametrize("gradients", [(), ("x", "weight")])
-def test_what_a_vocabulary_shard_launches_is_listed(spec, gradients, recorded, alone):
-    tensors = {"x": torch.randn(N, D), "weight": torch.randn(V, D), "target": torch.zeros(N).long()}
-    text = dataclasses.replace(spec, gradients=gradients).text()
-    named = {"spec": text, "first": 0, "group": alone}
+def test_what_a_vocabulary_shard_launches_is_listed(text, gradients, recorded, alone):
+    text = f"{REVISION} {text}" + f" gradients={','.join(gradients)}" * bool(gradients)
+    x, weight, picks = torch.randn(N, D), torch.randn(V, D), torch.zeros(N).long()
     graph = torch.fx.Graph()
-    nodes = {name: graph.placeholder(name) for name in tensors}
-    for name, node in nodes.items():
-        node.meta["example_value"] = tensors[name]
-    graph.call_function(vocab_parallel.linear_cross_entropy, (), nodes | named)
+    nodes = [graph.placeholder(name) for name in ("x", "weight", "picks")]
+    for node, tensor in zip(nodes, (x, weight, picks), strict=True):
+        node.meta["example_value"] = tensor
+    x_node, weight_node, picks_node = nodes
+    named = {"first": 0, "classes": V, "group": alone}
+    function = sharded.class_reductions
+    operands = (x_node, weight_node, None, None, picks_node, [], None, text)
+    graph.call_function(function, operands, named)
     kernels = list(listing.launches_of(graph))
     recorded.clear()
-    for name in gradients:
-        tensors[name].requires_grad_()
-    loss, _ = vocab_parallel.linear_cross_entropy(**tensors, **named)
+    leaves = [t.requires_grad_(bool(gradients)) for t in (x, weight)]
+    rows, _ = function(*leaves, None, None, picks, [], None, text, **named)
     if gradients:
-        loss.sum().backward()
+        rows.sum().backward()
     assert_listed(kernels, recorded)
     backward = ["reductions_backward"] if gradients else []
     assert [one.stage for one in kernels] == ["reductions", *backward]
@@ -310,7 +307,6 @@ LISTED = """\
 import torch
 from fxpass.kernels.call import *
 from fxpass.spec.reductions import REVISION, Reductions
-from fxpass.spec.spec import Spec
 
 LLAMA = OfReductions(
     Operand((8192, 4096), torch.bfloat16), Operand((128256, 4096), torch.bfloat16), picks=1

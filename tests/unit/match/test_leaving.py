@@ -143,21 +143,24 @@ def test_logits_of_a_checkpointed_region():
     torch.testing.assert_close(fused(x, weight, labels), program(x, weight, labels))
 
 
-@pytest.mark.parametrize("mode", ["keep", "defer"])
-def test_logits_that_are_written_to(mode):
-    """The loss reads those that are kept where nothing writes any more."""
+@pytest.mark.parametrize("kept", [False, True])
+def test_logits_that_are_written_to(kept):
+    """Where they are kept, the linear's output does not exist any more."""
 
     def program(x, weight, bias, labels):
         z = F.linear(x, weight)
         z += bias
         z /= 2
-        read = z.cumsum(-1) if mode == "keep" else z.argmax(-1)
+        read = z.cumsum(-1) if kept else z.argmax(-1)
         return F.cross_entropy(30 * torch.tanh(last(z) / 30), labels.view(-1)), read, z
 
     x, weight, labels = inputs()
     bias = torch.randn(V, requires_grad=True)
-    (match,) = fxpass.explain(program, x, weight, bias, labels).matches
-    assert match.logits_mode == mode
+    report = fxpass.explain(program, x, weight, bias, labels)
+    assert [match.logits_mode for match in report.matches] == ["defer"] * (not kept)
+    assert [r.reason for r in report.rejections] == [
+        "its logits exist anyway, and a node writes to them"
+    ] * kept
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
     expected, got = program(x, weight, bias, labels), fused(x, weight, bias, labels)
     torch.testing.assert_close(list(got), list(expected))

@@ -135,6 +135,20 @@ def under_no_grad(x, weight, bias, labels):
 
 
 @pytest.mark.parametrize("tracer", TRACERS)
+def test_rows_that_were_written(tracer):
+    """Through a view of them, as the tracers write it."""
+
+    def function(x, weight, labels):
+        rows = torch.arange(B * S)
+        rows[0] = 1
+        return -last(F.linear(x, weight)).log_softmax(-1)[rows, labels.view(-1)].mean()
+
+    args = inputs()
+    fused = torch.compile(TRACERS[tracer](function, *args), backend="fusedce", options=OPTIONS)
+    torch.testing.assert_close(fused(*args), function(*args))
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
 @pytest.mark.parametrize("function", [under_autocast, under_no_grad])
 def test_contexts(function, tracer):
     """torch.export has nested graphs for them, and the other tracers the casts that autocast makes."""

@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpass.op import reductions
-from fxpass.op.losses import linear_cross_entropy
 from fxpass.plan.plan import Plan
 from fxpass.spec import expression
-from fxpass.spec.spec import Spec
+from tests.support.losses import Spec, linear_cross_entropy
 from tests.support.numerics import assert_as_accurate, loss_and_gradients
 
 STRATEGY = "chunked"
@@ -24,13 +23,6 @@ TRANSFORMS = {
     expression.Z: lambda z: z,
     SOFTCAP: lambda z: 30 * torch.tanh(z / 30),
     expression.parse("z/4"): lambda z: z / 4,
-}
-
-
-REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda rows: rows,
-    "mean": torch.mean,
-    "sum": torch.sum,
 }
 
 
@@ -44,35 +36,19 @@ def strategy(request, monkeypatch) -> str:
 
 
 def programs(
-    spec: Spec,
-    target: Tensor | None,
-    class_weight: Tensor | None,
-    z_loss: float = 0.0,
-    keep: bool = False,
+    spec: Spec, target: Tensor, class_weight: Tensor | None, keep: bool = False
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The fused operator and the program it stands for, both of (x, weight[, bias]).
-
-    With ``lse=true`` in the spec, ``z_loss * lse**2`` is added; a factor of 0 leaves it out.
-    """
+    """The fused loss and the program it stands for, both of (x, weight[, bias])."""
     spec = dataclasses.replace(spec, strategy=STRATEGY)
-    reduce = REDUCE[spec.reduction]
-
-    def with_z_loss(loss, lse):
-        return loss + reduce(z_loss * lse**2) if z_loss else loss
 
     def fused(x, weight, bias=None):
         logits = F.linear(x, weight, bias).detach() if keep else None
-        args = (x, weight, bias, target, class_weight, logits)
-        loss, lse = linear_cross_entropy(*args, spec=spec.text())
-        return with_z_loss(loss, lse)
+        return linear_cross_entropy(x, weight, bias, target, class_weight, logits, spec=spec)
 
     def plain(x, weight, bias=None):
         z = TRANSFORMS[spec.transform](F.linear(x, weight, bias))
-        lse = z.logsumexp(1)
-        if target is None:
-            return with_z_loss(reduce(lse), lse)
         soft = spec.target == "probabilities"
-        loss = F.cross_entropy(
+        return F.cross_entropy(
             z,
             target.to(z.dtype) if soft else target,
             None if class_weight is None else class_weight.to(z.dtype),
@@ -80,7 +56,6 @@ def programs(
             ignore_index=-100 if spec.ignore_index is None else spec.ignore_index,
             label_smoothing=spec.label_smoothing,
         )
-        return with_z_loss(loss, lse)
 
     return fused, plain
 
@@ -93,7 +68,6 @@ def check(
     weighted: bool = False,
     scale: float = 1.0,
     target: Tensor | None = None,
-    z_loss: float = 0.0,
     keep: bool = False,
 ) -> None:
     n, d, v = shape
@@ -107,7 +81,7 @@ def check(
             target[1::20] = spec.ignore_index  # too few to be left out beforehand
     class_weight = torch.rand(v) if weighted else None
     upstream = torch.arange(1.0, n + 1) if spec.reduction == "none" else None
-    fused, plain = programs(spec, target, class_weight, z_loss, keep)
+    fused, plain = programs(spec, target, class_weight, keep)
     wide = torch.float32 if dtype == torch.float16 else dtype  # eager has no fp16 loss on CPUs
     assert_as_accurate(fused, plain, tensors, dtype, upstream, wide)
 
@@ -127,44 +101,14 @@ def test_every_combination_of_features(target, reduction, dtype):
         check(spec, dtype, bias=bias, weighted=weighted)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("target", ["indices", "probabilities"])
-def test_a_z_loss_beside_every_combination_of_features(target, reduction, dtype):
-    for smoothing, weighted, bias, logits in itertools.product(
-        (0.0, 0.1), (False, True), (False, True), TRANSFORMS
-    ):
-        spec = Spec(reduction, target, -100, smoothing, logits, gradients(bias), lse=True)
-        check(spec, dtype, bias=bias, weighted=weighted, z_loss=1e-2, keep=weighted)
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("z_loss", [0.0, 1e-4, 1.0, 1e4])
-def test_z_losses_of_any_weight(z_loss, reduction):
-    """Of weight 0: nothing reads the lse, and no gradient arrives there."""
-    for weighted in (False, True):
-        spec = Spec(reduction, label_smoothing=0.1, gradients=gradients(True), lse=True)
-        check(spec, bias=True, weighted=weighted, z_loss=z_loss)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("lse", [False, True])
-def test_no_target(lse, reduction, dtype):
-    for bias, logits in itertools.product((False, True), TRANSFORMS):
-        spec = Spec(reduction, "none", transform=logits, gradients=gradients(bias), lse=lse)
-        check(spec, dtype, bias=bias, z_loss=0.1 * lse, keep=bias)
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("lse", [False, True])
-def test_no_row_is_ignored_without_an_ignore_index(lse, reduction, weighted):
-    spec = Spec(reduction, ignore_index=None, gradients=gradients(True), lse=lse)
-    check(spec, bias=True, weighted=weighted, z_loss=0.1 * lse)
+def test_no_row_is_ignored_without_an_ignore_index(reduction, weighted):
+    spec = Spec(reduction, ignore_index=None, gradients=gradients(True))
+    check(spec, bias=True, weighted=weighted)
 
 
-NEW = [Spec(lse=True), Spec(target="none"), Spec(ignore_index=None)]
+NEW = [Spec(label_smoothing=0.1), Spec(target="probabilities"), Spec(ignore_index=None)]
 
 
 @pytest.mark.parametrize("spec", NEW)
@@ -172,7 +116,7 @@ NEW = [Spec(lse=True), Spec(target="none"), Spec(ignore_index=None)]
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_sizes_of_what_else_there_is(reduction, shape, spec):
     spec = dataclasses.replace(spec, reduction=reduction, gradients=gradients(True))
-    check(spec, shape=shape, bias=True, z_loss=0.1 * spec.lse)
+    check(spec, shape=shape, bias=True)
 
 
 @pytest.mark.parametrize("spec", NEW)
@@ -183,20 +127,7 @@ def test_huge_logits_of_what_else_there_is(dtype, reduction, spec):
         spec = dataclasses.replace(
             spec, reduction=reduction, transform=logits, gradients=gradients(False)
         )
-        check(spec, dtype, scale=1e4, z_loss=1e-6 * spec.lse)
-
-
-@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
-def test_the_lse_of_rows_that_are_not_finite(value):
-    """A row without any class has an lse of -inf, as in eager; an infinite one shows as nan."""
-    logits = torch.randn(3, 11)
-    logits[1] = value
-    x, weight = torch.randn(3, 5), torch.randn(11, 5)
-    spec = Spec("none", "none").text()
-    loss, _ = linear_cross_entropy(x, weight, logits=logits, spec=spec)
-    want = logits.logsumexp(1)
-    want[1] = want[1] if value < 0 else torch.nan
-    torch.testing.assert_close(loss, want, equal_nan=True)
+        check(spec, dtype, scale=1e4)
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 11), (1, 1, 2), (3, 7, 1), (300, 3, 13)])
@@ -220,8 +151,6 @@ def test_every_row_ignored(reduction, weighted, smoothing):
     target = torch.full((7,), -1)
     for keep in (False, True):  # rows of given logits are never left out beforehand
         check(spec, shape=(7, 5, 11), weighted=weighted, target=target, keep=keep)
-    spec = dataclasses.replace(spec, lse=True)
-    check(spec, shape=(7, 5, 11), weighted=weighted, target=target, z_loss=0.1)
 
 
 def test_a_padded_class_with_a_bias_of_minus_infinity():

@@ -57,9 +57,7 @@ def test_fp16_keeps_no_more_than_the_logits():
     for n, expected in ((100, "tiled"), (1023, "tiled"), (1024, "chunked")):
         got = chosen(n, 1024, 50000, F16, CPU, TRAINED)
         assert got.strategy == expected
-    assert (
-        "more than the logits" in chosen(9, 64, 99, F16, CPU, TRAINED).reason
-    )
+    assert "more than the logits" in chosen(9, 64, 99, F16, CPU, TRAINED).reason
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])

@@ -15,8 +15,8 @@ from fxpass.plan.devices import implementation_for
 from fxpass.plan.plan import BLOCK, CPU_BUDGET, GPU_BUDGET, MIB, budget, size
 from fxpass.spec import expression
 from fxpass.spec.reductions import REVISION, Reductions
-from fxpass.spec.spec import Spec
 from tests.support.gpus import H200, T4, V100
+from tests.support.losses import Spec
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
 
 F16 = torch.float16

@@ -1,0 +1,74 @@
+"""A head: what a program reduces from a linear's output, and the operator calls that compute it.
+
+In: a flow and its calls. Out: a :class:`Head`, which :mod:`fxpass.rewrite.reductions` rewrites, and
+which is a match of a report.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from fxpass.graph.nodes import hint
+from fxpass.graph.source import source_line
+from fxpass.match.classes import Flow
+from fxpass.match.join import Call, shape_of
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head whose reductions are fused.
+
+    Attributes:
+        flow: what the program computes of its logits.
+        calls: the operator calls.
+        logits_mode: ``never``: the logits are never materialised; ``keep``: the graph materialises
+            them, and the operator reads them; ``defer`` or ``drop``: a deferred or dropped tensor
+            takes their place among the graph's outputs.
+    """
+
+    flow: Flow
+    calls: tuple[Call, ...]
+    logits_mode: str
+
+    @property
+    def source(self) -> str:
+        """The user's line of the first reduction."""
+        return source_line(self.flow.reductions[0].node)
+
+    @property
+    def losses(self) -> int:
+        """How many losses its reductions are; those without a name count as one."""
+        return max(1, sum(r.loss is not None for r in self.flow.reductions))
+
+    @property
+    def beside(self) -> set[Node]:
+        """The logits that are in a stack with those of the head."""
+        return {n for stack in self.flow.stacks.values() for n in stack.node.all_input_nodes}
+
+    @property
+    def shape(self) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+        """Rows and classes."""
+        return shape_of(self.flow.linear)
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of one copy of this rank's logits in the linear's output dtype."""
+        n, v = map(hint, self.shape)
+        if self.flow.sharding is not None:
+            n, v = n // self.flow.sharding.rows, self.flow.sharding.count
+        return n * v * self.flow.dtype.itemsize
+
+    def __str__(self) -> str:
+        n, v = self.shape
+        left = {
+            "keep": " (logits kept: another node reads them)",
+            "defer": " (logits deferred: computed when they are first used)",
+            "drop": " (logits dropped: their values cannot be used)",
+        }
+        specs = "; ".join(call.spec.text() for call in self.calls)
+        ranks = f" ({self.flow.sharding})" if str(self.flow.sharding or "") else ""
+        kept = left.get(self.logits_mode, "")
+        return f"fused: {self.source}: logits [{n}, {v}]{ranks}, {specs}{kept}"

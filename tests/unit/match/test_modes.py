@@ -1,0 +1,124 @@
+"""Modes of autograd between linear and loss: no_grad, inference mode, torch.func."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.support.programs import V, check, head_of, inputs, last, reason_of
+
+
+def linear_under_no_grad(x, weight, labels):
+    with torch.no_grad():
+        logits = F.linear(x, weight)
+    return F.cross_entropy(last(logits), labels.view(-1)) + x.sum() + weight.sum()
+
+
+def loss_under_no_grad(x, weight, labels):
+    logits = F.linear(x, weight)
+    with torch.no_grad():
+        loss = F.cross_entropy(last(logits), labels.view(-1))
+    return loss + x.sum() + weight.sum()
+
+
+def teacher_in_between(x, weight, labels):
+    logits = F.linear(x, weight)
+    with torch.no_grad():
+        teacher = F.linear(x.detach().flip(0), weight).cumsum(-1).mean()
+    return F.cross_entropy(last(logits), labels.view(-1)) * teacher
+
+
+def both_under_no_grad(x, weight, labels):
+    with torch.no_grad():
+        loss = F.cross_entropy(last(F.linear(x, weight)), labels.view(-1))
+    return loss * x.sum() * weight.sum()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [linear_under_no_grad, loss_under_no_grad, teacher_in_between, both_under_no_grad],
+)
+def test_gradients_switched_off_and_on(program):
+    """What counts is whether anything on the way loses its gradient, not who switches between."""
+    x, weight, labels = inputs()
+    head_of(program, x, weight, labels)
+    check(program, labels, x, weight)
+
+
+def test_gradients_switched_off_on_the_way():
+    def program(x, weight, bias, labels):
+        with torch.no_grad():
+            logits = F.linear(x, weight)
+        return F.cross_entropy(last(logits + bias), labels.view(-1))
+
+    x, weight, labels = inputs()
+    bias = torch.zeros(V, requires_grad=True)
+    assert "gradients are switched on or off between" in reason_of(program, x, weight, bias, labels)
+
+
+def test_a_view_that_is_taken_under_no_grad():
+    """It says that it needs a gradient, and passes none on."""
+
+    def program(x, weight, labels):
+        logits = F.linear(x, weight)
+        with torch.no_grad():
+            logits = logits.flatten(0, -2)
+        return F.cross_entropy(logits, labels.view(-1))
+
+    x, weight, labels = inputs()
+    assert "has a gradient that its logits do not have" in reason_of(program, x, weight, labels)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    fused(x, weight, labels).backward()
+    assert x.grad is None
+
+
+def test_inference_mode_at_the_linear_only():
+    def program(x, weight, labels):
+        with torch.inference_mode():
+            logits = F.linear(x, weight)
+        return F.cross_entropy(last(logits), labels.view(-1))
+
+    args = inputs()
+    assert "inference mode" in reason_of(program, *args)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    torch.testing.assert_close(fused(*args), program(*args))
+
+
+def test_inference_mode_that_is_switched_off():
+    """Which switches gradients on, whatever they were."""
+
+    def program(x, weight, labels):
+        logits = F.linear(x, weight)
+        with torch.inference_mode(False):
+            return F.cross_entropy(last(logits), labels.view(-1))
+
+    args = inputs()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+            loss, expected = fused(*args), program(*args)
+        torch.testing.assert_close(loss, expected)
+        assert loss.requires_grad == expected.requires_grad
+
+
+def per_example(x, weight, labels):
+    def loss(x, labels):
+        return F.cross_entropy(F.linear(x, weight), labels)
+
+    return torch.func.vmap(loss)(x, labels)
+
+
+def functional_gradient(x, weight, labels):
+    def loss(weight):
+        return F.cross_entropy(last(F.linear(x, weight)), labels.view(-1))
+
+    return torch.func.grad(loss)(weight)
+
+
+@pytest.mark.parametrize("program", [per_example, functional_gradient])
+def test_a_loss_inside_a_functional_transform(program):
+    x, weight, labels = (t.detach() for t in inputs())
+    assert "torch.func transform" in reason_of(program, x, weight, labels)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+    torch.testing.assert_close(fused(x, weight, labels), program(x, weight, labels))
