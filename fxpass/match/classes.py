@@ -14,15 +14,7 @@ from torch.fx import Node
 
 from fxpass.graph.nodes import NoMatch, value
 from fxpass.graph.region import Region
-from fxpass.match.edits import (
-    Added,
-    Edit,
-    Step,
-    factors_of,
-    keeps_rows,
-    symbols_of,
-    trimmed,
-)
+from fxpass.match.edits import Added, Edit, Step, Taken, factors_of, keeps_rows, symbols_of, trimmed
 from fxpass.match.linears import Linear
 from fxpass.match.losses import Loss
 from fxpass.spec.expression import Z
@@ -81,6 +73,13 @@ class Base:
     def factors(self) -> set[Symbol]:
         """The symbols of factors in the edits."""
         return factors_of(self.edits)
+
+    @property
+    def indices(self) -> list[Node]:
+        """The nodes that select classes."""
+        taken = [edit.index for edit in self.edits if isinstance(edit, Taken)]
+        parts = [part for i in taken for part in (i if isinstance(i, tuple) else (i,))]
+        return [part for part in parts if isinstance(part, Node)]
 
     @property
     def biases(self) -> list[Symbol]:

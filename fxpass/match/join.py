@@ -197,7 +197,7 @@ def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
     nodes = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
     nodes += [n for step in base.steps for n in others_of(step.node)]
     nodes += [flow.tensors[s] for s in symbols_of(base.scale) | base.factors]
-    nodes += [flow.tensors[s] for s in base.biases]
+    nodes += [flow.tensors[s] for s in base.biases] + base.indices
     for symbol in symbols:
         output = flow.outputs[symbol][1]
         if isinstance(output, Picked):
@@ -268,7 +268,8 @@ def _choice(
         n, v = n // flow.sharding.rows, flow.sharding.count
     setting = options.settings.strategy
     # the other calls of this head make a gradient of its weight too
-    others = options.others + (n,) * (len(flow.bases) - 1) * ("weight" in waiting.gradients)
+    calls = sum(bool(_symbols(flow, one, flow.reductions)) for one in flow.bases)
+    others = options.others + (n,) * (calls - 1) * ("weight" in waiting.gradients)
     return choose(
         *(n, hint(d), max(1, hint(v)), logits.dtype, logits.device),
         *(total, waiting, setting, options.kept, others),

@@ -170,6 +170,8 @@ class _Body:
             for name in names:
                 self.add(f"{name}.detach()", f"m{name}")
             names = [f"m{name}" for name in names]
+        if self.rng.random() < 0.15:
+            names.append(self.rng.choice(list(self.scope.classes)))
         return "loss", *names
 
     # ---- statements ------------------------------------------------------------------------------

@@ -62,6 +62,14 @@ SOFTCAPS = (
     *("15 * torch.tanh({z} / 15)", "{z}.tanh() * 3", "{z}.clamp(-2, 2)", "{z} + 1", "-{z}"),
     *("F.logsigmoid({z})", "{z}.sigmoid()", "F.softplus({z})", "{z} * 0.5 - 1", "{z}.abs()"),
 )
+# Edits of the linear's operands: biases, classes in another order, factors before a function.
+EDITS = (
+    *("{z} + u", "{z} - u", "u - {z}", "{z} * 0.7 + u", "({z} + 1) + cw", "{z} / tem + u"),
+    *("{z}.float() + u", "{z}.index_select({d}, torch.arange({V}).flip(0))", "{z} + b + u"),
+    *("{z}[..., torch.arange({V} - 1, -1, -1)]", "{z}.narrow({d}, 0, {V})", "{z} / s[:1, :1]"),
+    *("torch.tanh({z} * tem)", "torch.tanh({z} / s) * 2", "F.softplus({z} / tem)"),
+    *("torch.stack([{z}, {z}], 1)[:, 1]", "{z} * (1 + tem).detach() - cw"),
+)
 IN_PLACE = (
     *("{z} /= tem", "{z}.div_(tem)", "{z} *= 0.5", "{z}.div_(s)", "{z} -= {keep}", "{z}.tanh_()"),
     *("{z} += u", "{z}.mul_(1.5)", "{z}.sub_({keep})"),
@@ -87,6 +95,7 @@ BEFORE = {
     ("{z}.float()",): 15,
     TEMPERATURES: 20,
     SOFTCAPS: 10,
+    EDITS: 15,
     IN_PLACE: 10,
     MOVES: 5,
     CLASS_SLICES: 1,
@@ -101,6 +110,7 @@ BETWEEN = {
     TEMPERATURES: 8,
     IN_PLACE: 4,
     SOFTCAPS: 3,
+    EDITS: 4,
 }
 
 # ---------------------------------------------------------------- from logits to rows

@@ -12,7 +12,7 @@ from torch.distributions import Categorical
 
 from fxpass.spec.reductions import REVISION
 from tests.support.numerics import assert_as_accurate
-from tests.support.programs import B, S, V, check, inputs, last, report_of
+from tests.support.programs import B, S, V, check, head_of, inputs, last, report_of
 
 VALUES = torch.linspace(-1, 2, B * S * V).view(-1, V)
 
@@ -177,3 +177,17 @@ def test_rejected(case, caplog):
     with caplog.at_level(logging.DEBUG, "fxpass.match.heads"):
         assert not report_of(program, x, weight, labels).matches
     assert REJECTED[case][1] in caplog.text
+
+
+def test_classes_that_are_chosen_after_an_earlier_reduction():
+    """The index exists at the call that reads it."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        first = z.softmax(-1).amax(-1)
+        chosen = z.index_select(-1, torch.arange(V).flip(0))
+        return first.sum() - chosen.log_softmax(-1).gather(-1, labels[..., None]).sum()
+
+    x, weight, labels = inputs()
+    assert head_of(program, x, weight, labels)
+    check(program, labels, x, weight)

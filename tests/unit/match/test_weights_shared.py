@@ -11,6 +11,7 @@ import fxpass.backend  # noqa: F401
 from fxpass import testing
 from tests.support.allocations import Allocations
 from tests.support.numerics import assert_as_accurate
+from tests.support.programs import head_of
 
 N, D, V = 64, 32, 500
 
@@ -77,3 +78,15 @@ def test_memory_is_no_more_than_without(chunks):
             compiled(*leaves, target).backward()
         peaks.append(allocated.peak([]))
     assert peaks[1] <= 1.05 * peaks[0]
+
+
+def test_logits_that_no_call_reduces_save_no_gradient():
+    """The log-softmax of all rows, of which the program reads some."""
+
+    def program(x, weight, labels):
+        logs = F.linear(x, weight).log_softmax(-1)[:, :-1]
+        return -logs.gather(-1, labels[:, 1:, None]).mean()
+
+    x, weight = torch.randn(2, 4, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
+    (call,) = head_of(program, x, weight, torch.randint(V, (2, 4))).calls
+    assert call.choice.strategy == "chunked", call.choice
