@@ -142,6 +142,8 @@ def _decided(
         try:
             if kept:
                 _check_kept(flow, settings.min_logits_mb)
+                # the program may compare others with the logits, bit by bit
+                flow.reductions = [r for r in flow.reductions if r.loss is not None]
             made.append(Head(flow, calls_of(flow, Options(modes, settings, kept)), mode))
         except NoMatch as no:
             log.debug("%s: %s", source_line(flow.linear.node), no.reason)

@@ -353,3 +353,18 @@ def test_a_write_without_gradients_is_not_deferred():
         found.append(torch.autograd.grad(loss + z.sum(), (x, weight)))
     for eager, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-5)
+
+
+def test_a_logit_that_is_compared_with_kept_logits():
+    """The rank of the target: no logit is larger than itself."""
+
+    def program(x, weight, labels):
+        z = F.hardsigmoid(last(F.linear(x, weight)))
+        rank = (z > z.gather(1, labels.view(-1, 1))).sum(1)
+        return F.cross_entropy(z, labels.view(-1)), rank
+
+    x, weight, labels = inputs()
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    (loss, rank), (expected, counted) = (f(x, weight, labels) for f in (fused, program))
+    assert torch.equal(rank, counted)
+    torch.testing.assert_close(loss, expected)
