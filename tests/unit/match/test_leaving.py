@@ -368,3 +368,16 @@ def test_a_logit_that_is_compared_with_kept_logits():
     (loss, rank), (expected, counted) = (f(x, weight, labels) for f in (fused, program))
     assert torch.equal(rank, counted)
     torch.testing.assert_close(loss, expected)
+
+
+def test_a_narrow_temperature_of_wide_logits():
+    """An f32 tensor is promoted before the division."""
+    x, weight, labels = (t.detach() for t in inputs(torch.float64))
+    temperature = torch.tensor(0.7)
+
+    def program(x, weight, labels):
+        return F.cross_entropy(last(F.linear(x, weight)) / temperature, labels.view(-1))
+
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    got, expected = fused(x, weight, labels), program(x, weight, labels)
+    torch.testing.assert_close(got, expected, rtol=1e-13, atol=0)
