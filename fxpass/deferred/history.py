@@ -40,7 +40,7 @@ def attach_cast(part: Part, cast: Tensor) -> Tensor:
 
 def view_of(base: Tensor, result: Tensor, view: Any = aten.alias.default) -> Any:
     """``result``, which autograd takes for ``view(base)``."""
-    with torch.inference_mode(base.is_inference()), torch.enable_grad(), _Returns(result):
+    with torch._C._InferenceMode(base.is_inference()), torch.enable_grad(), _Returns(result):
         return view(base)
 
 
@@ -82,7 +82,7 @@ class _Shadow(torch.autograd.Function):
 
 
 def _without_memory(like: Tensor, device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape).detach()
+    return torch.empty_strided(like.shape, (0,) * like.dim(), dtype=like.dtype, device=device)
 
 
 class _Returns(TorchDispatchMode):

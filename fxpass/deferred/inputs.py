@@ -11,10 +11,12 @@ In: tensors that a computation will read later. Out: their unchanged values, or 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpass.op.fingerprint import Layout, fingerprint
@@ -110,11 +112,12 @@ def quiet() -> Iterator[None]:
     """Computes plain values, regardless of the caller's modes: without autocast (the dtypes are
     explicit), autograd, tracing, and inference mode (whose tensors cannot be written or saved
     later)."""
+    modes = _len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()
     with (
         torch._C._DisableAutocast(),
         torch.inference_mode(False),
         torch.no_grad(),
-        _disable_current_modes(),
+        _disable_current_modes() if modes else nullcontext(),
     ):
         yield
 

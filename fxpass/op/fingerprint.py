@@ -53,17 +53,21 @@ class Layout(NamedTuple):
     @staticmethod
     def of(t: Tensor) -> Layout:
         """The fastest layout of a tensor."""
-        order = tuple(sorted(range(t.dim()), key=t.stride, reverse=True))
-        return Layout(order, t.permute(order).is_contiguous() and not t.data_ptr() % WORD)
+        order, dense = tuple(range(t.dim())), t.is_contiguous()
+        if not dense:
+            order = tuple(sorted(order, key=t.stride, reverse=True))
+            dense = t.permute(order).is_contiguous()
+        return Layout(order, dense and not t.data_ptr() % WORD)
 
 
 def fingerprint(t: Tensor, layout: Layout) -> Tensor:
     """The digest of a tensor, 1-dimensional, int64 unless it is a copy."""
-    bits = t.detach()
+    bits = t.detach() if t.requires_grad else t
     if t.is_complex():
         bits = torch.view_as_real(bits)
     bits = bits.view(torch.uint8 if t.dtype is torch.bool else INTEGERS[bits.element_size()])
-    bits = bits.permute((*layout.order, *range(t.dim(), bits.dim())))
+    if layout.order != tuple(range(t.dim())):
+        bits = bits.permute((*layout.order, *range(t.dim(), bits.dim())))
     in_block = BLOCK * WORD // bits.element_size()
     if bits.nbytes <= COPIED:
         return bits.flatten().clone()
