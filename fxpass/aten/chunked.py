@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fxpass.aten.gemm import Rows, add_product, linear, slices, split_bias
+from fxpass.aten.gemm import Rows, add_product, joined, linear, part_of, slices, split_bias
 from fxpass.plan.devices import multiplied_in
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.operands import Operands
@@ -58,7 +58,6 @@ def over_chunks(
     multiplied = multiplied or multiplied_in(x.dtype, x.device)
     n, v = x.shape[0], weight.shape[0]
     rows = min(rows, n)
-    factor = x.new_empty(n, dtype=dtype)
     # the first chunk overwrites the gradients, if there is one
     new = x.new_empty if n else x.new_zeros
     returned = gradient_dtype(x.dtype)
@@ -74,29 +73,36 @@ def over_chunks(
     if "x" in grads and returned != multiplied:
         x_sums = x.new_empty((rows, x.shape[1]), dtype=multiplied)
     for part in slices(0, n, rows):
-        chunk = chunks.logits(part, x_rows[part])
+        chunk, factors = chunks.logits(part, x_rows[part]), []
         for few in chunks.blocks(part):
             some = chunks.block(few, part)
-            factor[few] = to_gradient(few, some, chunks.narrow)
+            factor = to_gradient(few, some, chunks.narrow)
+            factors.append(factor)
             if "bias" in grads:
                 # beta 0: the first block overwrites uninitialised memory
-                grads["bias"].addmv_(some.t(), factor[few], beta=float(few.start > 0))
+                grads["bias"].addmv_(some.t(), factor, beta=float(few.start > 0))
             if grads:
                 chunks.keep(few, part, some)
-        each = None if chunks.narrow else factor[part].unsqueeze(1)
-        scaled = x_rows[part] if each is None else (x[part] * each).to(multiplied)
-        x_grad = grads.get("x", x)[part]
+        if not grads:
+            continue
+        each = None if chunks.narrow else joined(factors).unsqueeze(1)
+        scaled = x_rows[part] if each is None else part_of(x, part) * each
+        x_grad = part_of(grads.get("x", x), part)
         sums = x_grad if x_sums is None else x_sums[: x_grad.shape[0]]
         if "x" in grads and not copied:
             torch.mm(chunk, weight, out=sums)
         for place in tiles:
-            g = chunks.multiplied(chunk[:, place])
+            g = chunks.multiplied(part_of(chunk, place, 1))
             if "x" in grads and copied:
                 add_product(sums, g, weight_rows[place], add=place.start > 0)
             if "weight" in grads:
-                add_product(grads["weight"][place], g.t(), scaled, add=part.start > 0)
+                of_classes = part_of(grads["weight"], place)
+                add_product(of_classes, g.t(), scaled, add=part.start > 0)
         if "x" in grads:
-            x_grad.copy_(sums if each is None else sums.mul_(each))
+            if each is not None:
+                sums.mul_(each)
+            if x_sums is not None:
+                x_grad.copy_(sums)
     return grads
 
 
@@ -131,12 +137,12 @@ class _Chunks:
     def logits(self, part: slice, x_rows: Tensor) -> Tensor:
         """The chunk ``[rows, V]`` with the linear's output; uninitialised if the inputs have
         logits, which :meth:`block` reads."""
-        out = self.buffer[: part.stop - part.start]
+        out = part_of(self.buffer, slice(0, part.stop - part.start))
         if self.inputs.logits is not None:
             return out
         for place in self.tiles:
             bias = None if self.early is None else self.early[place]
-            tile, weight = out[:, place], self.weight[place]
+            tile, weight = part_of(out, place, 1), self.weight[place]
             if self.tile is None:
                 linear(x_rows, weight, bias, tile)
                 continue
@@ -157,7 +163,7 @@ class _Chunks:
     def block(self, few: slice, part: slice) -> Tensor:
         """Some rows of logits in the compute dtype ``[few, V]``; the caller may overwrite them."""
         given = self.inputs.logits
-        place = self.buffer[few.start - part.start : few.stop - part.start]
+        place = part_of(self.buffer, slice(few.start - part.start, few.stop - part.start))
         source = place if given is None else given[few]
         out = place if self.room is None else self.room[: few.stop - few.start]
         if source is not out:

@@ -24,7 +24,7 @@ class Rows:
 
     def __getitem__(self, rows: slice) -> Tensor:
         """``[rows, D]``; valid until the next call."""
-        some = self._operand[rows]
+        some = part_of(self._operand, rows)
         return some if self._place is None else self._place[: some.shape[0]].copy_(some)
 
 
@@ -61,6 +61,18 @@ def split_bias(bias: Tensor | None, stored: torch.dtype) -> tuple[Tensor | None,
     if bias is None or bias.dtype == stored:
         return bias, None
     return None, bias
+
+
+def part_of(t: Tensor, some: slice, dim: int = 0) -> Tensor:
+    """Some rows (or columns) of a tensor; the tensor if they are all, as in small calls, in which a
+    view costs the host as much as an addition."""
+    size = some.stop - some.start
+    return t if size == t.shape[dim] else t.narrow(dim, some.start, size)
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Parts one after the other; without a copy if there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def slices(start: int, stop: int, step: int) -> list[slice]:

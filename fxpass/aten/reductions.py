@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fxpass.aten import tiles
 from fxpass.aten.chunked import over_chunks
+from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import RowSums
 from fxpass.aten.slopes import Slope, transformed
 from fxpass.plan.plan import Plan
@@ -48,7 +49,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         sums.write(out)
         if operands.coef is None or not products:
             return sums.log_total
-        coef = operands.coef[:, few]
+        coef = part_of(operands.coef, few, 1)
         slope = Slope(operands, few, spec.total, coef, sums.moments)
         if once and sums.only_total:
             g, factor = slope.of_softmax(y, sums.total, every, scaled)
@@ -87,11 +88,12 @@ def _in_place(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
 
     def finish() -> tiles.OfTile:
         sums.write(out)
+        lse, rest = sums.lse_and_rest()
         slope = Slope(operands, slice(0, len(operands.x)), spec.total, coef, sums.moments)
 
         def to_gradient(every: slice, some: slice, logits: Tensor) -> None:
             z = transformed(operands, spec, every, logits)[1]
-            g, _ = slope.of(z.sub_(out.lse.unsqueeze(1)), out.rest, some, scaled=True)
+            g, _ = slope.of(z.sub_(lse.unsqueeze(1)), rest, some, scaled=True)
             slope.to_logits(spec, g, logits)
 
         return to_gradient

@@ -7,13 +7,13 @@ one changes those before it. Logits that all are in one tile need no change.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from fxpass.spec.operands import Operands, Outputs, columns
+from fxpass.aten.gemm import joined, part_of
+from fxpass.spec.operands import Operands, Outputs
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
@@ -45,6 +45,7 @@ class RowSums:
         # of the tiles so far, [rows] each: the largest logit and its class, the logits at the
         # picks [rows, K], sums of logits, and the raw sums under the clamped largest logit
         self._highest: Tensor | None = None
+        self._clamped: Tensor
         self._index: Tensor | None = None
         self._at: Tensor | None = None
         self._of_logits: dict[LogitSum, Tensor] = {}
@@ -84,9 +85,9 @@ class RowSums:
         m = finite(self._highest)
         y, sums = self._raw_sums(z.sub_(m.unsqueeze(1)), classes, self.only_total and not keep)
         if before is not None:
-            shift = finite(before) - m
+            shift = self._clamped - m
             sums = {moment: s + under(moment, self._sums, shift) for moment, s in sums.items()}
-        self._sums = sums
+        self._sums, self._clamped = sums, m
         return y
 
     def _add_logits(self, z: Tensor, classes: slice) -> None:
@@ -97,7 +98,8 @@ class RowSums:
                 before = self._of_logits.get(output)
                 self._of_logits[output] = line if before is None else before + line
         if self._picks:
-            column, elsewhere = columns(self._operands.classes()[self._few], classes)
+            index = part_of(self._operands.classes(), self._few)
+            column, elsewhere = self._operands.columns(index, classes)
             at = z.gather(1, column)
             # each pick is in one of the tiles
             self._at = at if self._at is None else torch.where(elsewhere, self._at, at)
@@ -129,35 +131,57 @@ class RowSums:
         return y, {moment: found[moment] for moment in self._raw}
 
     def write(self, out: Outputs) -> None:
-        """Writes the rows of ``out``, when all classes were added."""
-        few, spec, highest = self._few, self._spec, self._highest
-        assert highest is not None, "there is at least one class"
-        m, self.log_total = finite(highest), self.total.log()
-        log_total = self.log_total
-        lse = m + log_total
-        out.lse[few], out.rest[few] = lse, torch.where(lse.isfinite(), log_total - (lse - m), 0)
-        self.moments = {n: normalised(n, self._sums, log_total, torch.exp) for n in self._raw}
-        lines: dict[Output, Sequence[Tensor]] = {
-            **{moment: [line] for moment, line in self.moments.items()},
-            **{output: [line] for output, line in self._of_logits.items()},
-            **{"lse": [lse], "max": [highest], "amax": [highest]},
-            # highest - m is 0, or nan if every logit is -inf
-            "peak": [highest - m - log_total],
+        """Writes the rows of ``out``, when all classes were added: of a spec with a total not lse
+        and rest, which its backward does not read."""
+        few, spec = self._few, self._spec
+        self.log_total = self.total.log()
+        self.moments = {
+            moment: normalised(moment, self._sums, self.log_total, torch.exp)
+            for moment in self._raw
+            if moment != TOTAL or TOTAL in self._read  # every call sums it, and few read it
         }
-        if self._at is not None:
-            lines["at"] = self._at.unbind(1)
-            if "pick" in self._read:
-                lines["pick"] = (self._at - m.unsqueeze(1) - log_total.unsqueeze(1)).unbind(1)
-        for place, line in zip(out.rows, _all(lines, spec.rows), strict=True):
-            place[few] = line
-        for place, moment in zip(out.saved, spec.saved, strict=True):
-            place[few] = self.moments[moment]
+        if spec.rows:
+            out.rows[:, few] = self._lines(spec.rows)
+        if spec.saved:
+            out.saved[:, few] = self._lines(spec.saved)
         if self._index is not None:
             out.indices[:, few] = self._index
-        if (coef := self._operands.coef) is not None:
-            terms = zip(coef[:, few], _all(lines, spec.total), strict=True)
+        if not spec.total:
+            out.lse[few], out.rest[few] = self.lse_and_rest()
+        elif (coef := self._operands.coef) is not None:
+            some = part_of(coef, few, 1)
             # a row without a coefficient adds nothing, whatever its value is
-            out.total[few] = sum(torch.where(c == 0, 0, c * line) for c, line in terms)
+            terms = torch.where(some.bool(), some * self._lines(spec.total), 0)
+            torch.sum(terms, 0, out=part_of(out.total, few))
+
+    def lse_and_rest(self) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp ``[rows]`` and its rounding error, after :meth:`write`."""
+        m, log_total = self._clamped, self.log_total
+        lse = m + log_total
+        return lse, torch.where(lse.isfinite(), log_total - (lse - m), 0)
+
+    def _lines(self, outputs: Iterable[Output]) -> Tensor:
+        """Outputs that are floats, ``[R, rows]``."""
+        return joined([self._line(output) for output in outputs])
+
+    def _line(self, output: Output) -> Tensor:
+        """One output, ``[1, rows]``, or ``[K, rows]`` for picks."""
+        m, log_total = self._clamped, self.log_total
+        if output in OF_PICKS:
+            assert self._at is not None, "the call has picks"
+            at = self._at.t()
+            return at if output == "at" else at - m - log_total
+        if isinstance(output, Moment):
+            line = self.moments[output]
+        elif isinstance(output, LogitSum):
+            line = self._of_logits[output]
+        elif output == "lse":
+            line = m + log_total
+        else:
+            assert self._highest is not None, "there is at least one class"
+            # highest - m is 0, or nan if every logit is -inf
+            line = self._highest - m - log_total if output == "peak" else self._highest
+        return line.unsqueeze(0)
 
 
 def finite(highest: Tensor) -> Tensor:
@@ -174,10 +198,6 @@ def under(moment: Moment, sums: Mapping[Moment, Tensor], shift: Tensor) -> Tenso
     # an infinite sum remains: 0 * -inf would be nan
     line = sums[moment]
     return torch.where(line.isinf(), line, shifted(moment, sums, some, torch.exp))
-
-
-def _all(lines: Mapping[Output, Sequence[Tensor]], outputs: Iterable[Output]) -> Iterable[Tensor]:
-    return itertools.chain.from_iterable(lines[output] for output in outputs)
 
 
 def _weighted(term: Tensor, w: Tensor | None) -> Tensor:

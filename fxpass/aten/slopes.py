@@ -11,8 +11,9 @@ import torch
 from sympy import Expr
 from torch import Tensor
 
+from fxpass.aten.gemm import part_of
 from fxpass.spec import expression
-from fxpass.spec.operands import Operands, columns
+from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
@@ -58,15 +59,25 @@ class Slope(Terms):
         self.dense: list[Tensor] = []
         self.weighted: list[tuple[Moment | LogitSum, Tensor]] = []
         self._operands, self._few = operands, few
-        # a row without an incoming gradient has none, whatever its logits are: 0 * nan is nan
-        self._without = (lines == 0).all(0).unsqueeze(1)
-        # a GPU would have to synchronise
-        self._masked = lines.is_cuda or bool(self._without.any())
         row = 0
         for output in outputs:
             count = operands.classes().shape[1] if output in OF_PICKS else 1
             line, row = lines[row : row + count], row + count
             self._add_output(output, line if output in OF_PICKS else line[0], sums, z)
+        powers = {key: set(polynomial) for key, polynomial in self.coefficients.items()}
+        # the first power of the softmax is all there is, besides picked classes
+        self._of_one_softmax = powers == {(1, None): {0}} and not self.dense
+        # and every row has some of it, so none is without an incoming gradient; a GPU would have to
+        # synchronise
+        self._in_every_row = (
+            self._of_one_softmax and not lines.is_cuda and bool(self.coefficients[1, None][0].all())
+        )
+        # a row without an incoming gradient has none, whatever its logits are: 0 * nan is nan
+        self._without = None
+        if not self._in_every_row:
+            counts = lines.any(0)
+            if lines.is_cuda or not counts.all():
+                self._without = ~counts.unsqueeze(1)
 
     def _add_output(
         self, output: Output, line: Tensor, sums: Mapping[Moment, Tensor], z: Tensor | None
@@ -79,9 +90,9 @@ class Slope(Terms):
         elif isinstance(output, LogitSum):
             self.add(0, 0, output.weight, line)
         elif output in OF_PICKS:
-            self.picked.append((self._operands.classes()[self._few], line.t()))
+            self.picked.append((part_of(self._operands.classes(), self._few), line.t()))
             if output == "pick":
-                self.add(1, 0, None, -line.sum(0))
+                self.add(1, 0, None, -(line.sum(0) if line.shape[0] != 1 else line[0]))
         elif output == "lse":
             self.add(1, 0, None, line)
         else:
@@ -94,19 +105,13 @@ class Slope(Terms):
             if output == "peak":
                 self.add(1, 0, None, -line)
 
-    @property
-    def of_one_softmax(self) -> bool:
-        """Whether the first power of the softmax is all there is, besides picked classes."""
-        powers = {key: set(polynomial) for key, polynomial in self.coefficients.items()}
-        return powers == {(1, None): {0}} and not self.dense
-
     def of(
         self, y: Tensor, log_total: Tensor, classes: slice, scaled: bool
     ) -> tuple[Tensor, Tensor]:
         """The gradient of some classes, where ``y - log_total`` is the log-softmax, ``[rows,
         classes]`` and ``[rows]``; and the factor ``[rows]`` by which it has still to be multiplied,
         which is 1 if ``scaled``. It overwrites y."""
-        if self.of_one_softmax:
+        if self._of_one_softmax:
             return self.of_softmax(y.exp_(), log_total.exp(), classes, scaled)
         log = y.sub_(log_total.unsqueeze(1)).clamp_(min=LEAST_LOG)
         softmax = log.exp() if any(a for a, _ in self.coefficients) else log
@@ -133,28 +138,25 @@ class Slope(Terms):
     def of_softmax(
         self, e: Tensor, total: Tensor, classes: slice, scaled: bool
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`of`, from the softmax ``e / total`` of :attr:`of_one_softmax`."""
+        """As :meth:`of`, from the softmax ``e / total``, where its first power is all there is."""
         share, picked = self.coefficients[1, None][0], self._picked(classes)
-        alone = (((each != 0).any(1) & (share == 0)).any() for _, each in picked)
+        factor = share / total
         # of a row without softmax, only the picked classes have a gradient
-        if scaled or self._operands.scale is not None or any(alone):
-            e.mul_((share / total).unsqueeze(1))
+        if scaled or self._operands.scale is not None or not self._in_every_row:
+            e.mul_(factor.unsqueeze(1))
             for index, each in picked:
                 e.scatter_add_(1, index, each)
             return e, torch.ones_like(share)
         for index, each in picked:
-            factor = (total / share).masked_fill(share == 0, 0)
-            e.scatter_add_(1, index, each * factor.unsqueeze(1))
-        return e, (share / total).masked_fill_(share == 0, 0)
+            e.scatter_add_(1, index, each / factor.unsqueeze(1))
+        return e, factor
 
     def _picked(self, classes: slice) -> list[tuple[Tensor, Tensor]]:
         """:attr:`picked`, in a tile of some classes."""
-        if classes.stop - classes.start == len(self._operands.weight):
-            return self.picked
         found = []
         for index, each in self.picked:
-            column, elsewhere = columns(index, classes)
-            found.append((column, each.masked_fill(elsewhere, 0)))
+            column, elsewhere = self._operands.columns(index, classes)
+            found.append((column, each if elsewhere is None else each.masked_fill(elsewhere, 0)))
         return found
 
     def to_logits(self, spec: Reductions, g: Tensor, logits: Tensor) -> None:
@@ -163,7 +165,7 @@ class Slope(Terms):
         if self._operands.scale is not None:
             g.mul_(self._operands.scale[self._few].unsqueeze(1))
         through(spec.transform, g, logits)
-        if self._masked:
+        if self._without is not None:
             logits.masked_fill_(self._without, 0)
 
 

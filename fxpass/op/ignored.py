@@ -23,9 +23,8 @@ def selected(mask: Tensor) -> Tensor | None:
     graph is captured, which must not depend on values. On a GPU it synchronises with the mask."""
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    index = mask.nonzero().squeeze(1)
-    n = mask.shape[0]
-    return index if n - index.shape[0] > n * _WORTH_IT else None
+    index, n = mask.nonzero(), mask.shape[0]
+    return index.squeeze(1) if n - index.shape[0] > n * _WORTH_IT else None
 
 
 def rows_of(operands: Operands, index: Tensor) -> Operands:

@@ -24,12 +24,12 @@ logits are computed once. Backward multiplies the saved gradients by the total's
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
 
 import fxpass.op.kept  # noqa: F401, stored code that imports this module may call it too
 from fxpass.aten import reductions as aten
@@ -80,7 +80,7 @@ def class_reductions(
         rows: ``[R, N]`` f32 (f64 for f64 operands), in the order of the spec's outputs; K rows for
             picks ``[N, K]``.
         indices: ``[I, N]`` int64, the outputs that are class indices.
-        lse, rest, saved: what backward reads.
+        lse, rest, saved: what backward reads; size 0 with a total.
         total: a scalar, the sum of ``coef * output``; size 0 without a total.
         x_grad, weight_grad, bias_grad: the gradients of the total that the spec names, in the
             dtypes of their operands, but f32 for fp16; size 0 for the others.
@@ -92,27 +92,35 @@ def class_reductions(
     s = Reductions.parse(spec)
     operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits)
     _check(operands, s)
-    _check_picks(operands)
-    with _alone(x.device):
+    # without an ambient autocast, since the graph's casts are explicit, and without autograd,
+    # version counters and views, a fifth of the host's time
+    with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
+        _check_picks(operands)
         out, found = _forward(operands, s)
-    total = out.total.sum() if s.total else out.total
-    of_x, of_weight, of_bias = (
-        x.new_empty(0) if name not in found else found[name].to(gradient_dtype(t.dtype))
-        for name, t in zip(PRODUCTS, (x, weight, x if bias is None else bias), strict=True)
-    )
+        total = out.total.sum() if s.total else out.total
+        of_x, of_weight, of_bias = (
+            x.new_empty(0) if t is None or name not in found else _saved(found[name], t.dtype)
+            for name, t in zip(PRODUCTS, (x, weight, bias), strict=True)
+        )
     rows = out.rows, out.indices, out.lse, out.rest, out.saved
     return *rows, total, of_x, of_weight, of_bias
 
 
+def _saved(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of an operand of ``dtype``, as forward returns it."""
+    dtype = gradient_dtype(dtype)
+    return gradient if gradient.dtype == dtype else gradient.to(dtype)
+
+
 def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
     """The outputs and gradients, without the rows that add nothing to the total."""
-    coef, n = operands.coef, operands.x.shape[0]
+    coef = operands.coef
     if not len(operands.weight):
         return _of_no_classes(operands, spec)
-    if coef is None or spec.outputs or operands.logits is not None:
-        return _run_forward(operands, spec)
-    index = selected((coef != 0).any(0))
-    if index is None:
+    index = None
+    if coef is not None and not spec.outputs and operands.logits is None:
+        index = None if coef.is_cpu and coef.all() else selected(coef.any(0))
+    if coef is None or index is None:
         return _run_forward(operands, spec)
 
     def of(rows: Tensor) -> Operands:
@@ -122,8 +130,6 @@ def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, T
         # a CUDA graph that is captured next has all rows, and can load no kernel
         _run_forward(of(index.new_zeros(1)), spec)
     out, grads = _run_forward(of(index), spec)
-    # nobody reads the others: their rows are not outputs
-    out = out._replace(lse=out.lse.new_empty(n), rest=out.rest.new_empty(n))
     return out, of_all_rows(grads, operands, index)
 
 
@@ -175,14 +181,14 @@ def class_reductions_backward(
     operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
     if not len(weight):
         return [torch.zeros_like(t) for name, t in _named(operands) if name in s.gradients]
-    with _alone(x.device):
+    with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
         found = _backward_of_rows(operands, s, Outputs(grad, grad, lse, rest, saved, grad))
     return [found[name].to(t.dtype) for name, t in _named(operands) if name in s.gradients]
 
 
 def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dict[str, Tensor]:
     """The gradients, without the rows that have no incoming gradient in ``out.rows``."""
-    counts = (out.rows != 0).any(0)
+    counts = out.rows.any(0)
     index = selected(counts) if operands.logits is None else None
     some = operands
     if index is not None:
@@ -196,15 +202,6 @@ def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dic
     incoming = out.rows.to(out.lse.dtype)
     grads = _implementation(plan).backward(some, spec, plan, out, incoming)
     return grads if index is None else of_all_rows(grads, operands, index)
-
-
-@contextlib.contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
-    """The operator's own calls: without an ambient autocast, since the graph's casts are explicit,
-    and without autograd, version counters and views, a fifth of the host's time."""
-    plain = torch._C._AutoDispatchBelowADInplaceOrView()
-    with on_device(device), plain, torch._C._DisableAutocast():
-        yield
 
 
 def _named(operands: Operands) -> list[tuple[str, Tensor]]:
@@ -304,13 +301,15 @@ def check_first_derivative() -> None:
 
 def _check_picks(operands: Operands) -> None:
     picks, v = operands.picks, operands.weight.shape[0]
-    if picks is None or not v:
+    if picks is None or not v or not picks.numel():
         return
-    wrong = (picks < 0) | (picks >= v)
+    least, largest = picks.aminmax()
     if picks.device.type != "cpu":
-        torch.ops.aten._assert_async(~wrong.any())
-    elif wrong.any():
-        raise IndexError(f"class {picks[wrong][0].item()} is out of bounds: there are {v} classes")
+        torch.ops.aten._assert_async((least >= 0) & (largest < v))
+        return
+    for index in (int(least), int(largest)):
+        if not 0 <= index < v:
+            raise IndexError(f"class {index} is out of bounds: there are {v} classes")
 
 
 # ---------------------------------------------------------------- the compiler and autograd

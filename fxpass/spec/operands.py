@@ -60,13 +60,14 @@ class Operands(NamedTuple):
         w = w[classes] if w.dim() == 1 else w[rows, classes]
         return w.to(compute_dtype(self.x.dtype))
 
-
-def columns(index: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
-    """The columns of class indices in a tile of logits, and which of them are not in it: these have
-    another column."""
-    column = index - classes.start
-    inside = column.clamp(0, classes.stop - classes.start - 1)
-    return inside, inside != column
+    def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor | None]:
+        """The columns of class indices in a tile of logits, and which of them are not in it: these
+        have another column. None if the tile has all classes."""
+        if classes.stop - classes.start == self.weight.shape[0]:
+            return index, None
+        column = index - classes.start
+        inside = column.clamp(0, classes.stop - classes.start - 1)
+        return inside, inside != column
 
 
 class Outputs(NamedTuple):
@@ -76,7 +77,8 @@ class Outputs(NamedTuple):
         rows: ``[R, N]`` in the compute dtype, in the order of ``spec.rows``; K rows for a ``pick``
             of K classes.
         indices: ``[I, N]`` int64.
-        lse, rest: ``[N]``, the log-sum-exp and its rounding error.
+        lse, rest: ``[N]``, the log-sum-exp and its rounding error; empty with a total, whose
+            gradients forward computes.
         saved: ``[S, N]``, the moments of ``spec.saved``.
         total: the terms of the total ``[N]``; empty without one.
     """
@@ -94,12 +96,12 @@ def empty(operands: Operands, spec: Reductions) -> Outputs:
     n, dtype = operands.x.shape[0], compute_dtype(operands.x.dtype)
     picked = operands.classes().shape[1] if operands.picks is not None else 0
     count = sum(picked if output in OF_PICKS else 1 for output in spec.rows)
-    new = operands.x.new_empty
+    new, of_backward = operands.x.new_empty, 0 if spec.total else n
     return Outputs(
         new((count, n), dtype=dtype),
         new((len(spec.indices), n), dtype=torch.int64),
-        new(n, dtype=dtype),
-        new(n, dtype=dtype),
+        new(of_backward, dtype=dtype),
+        new(of_backward, dtype=dtype),
         new((len(spec.saved), n), dtype=dtype),
         new(n if spec.total else 0, dtype=dtype),
     )
