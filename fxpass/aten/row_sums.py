@@ -102,7 +102,9 @@ class RowSums:
             column, elsewhere = self._operands.columns(index, classes)
             at = z.gather(1, column)
             # each pick is in one of the tiles
-            self._at = at if self._at is None else torch.where(elsewhere, self._at, at)
+            if self._at is not None and elsewhere is not None:
+                at = torch.where(elsewhere, self._at, at)
+            self._at = at
 
     def _raw_sums(
         self, y: Tensor, classes: slice, in_place: bool
