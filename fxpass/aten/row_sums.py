@@ -152,8 +152,8 @@ class RowSums:
             out.lse[few], out.rest[few] = self.lse_and_rest()
         elif (coef := self._operands.coef) is not None:
             some = part_of(coef, few, 1)
-            # a row without a coefficient adds nothing, whatever its value is
-            terms = torch.where(some.bool(), some * self._lines(spec.total), 0)
+            # a row without a coefficient adds this 0, whatever its value is
+            terms = torch.where(some.bool(), some * self._lines(spec.total), some)
             torch.sum(terms, 0, out=part_of(out.total, few))
 
     def lse_and_rest(self) -> tuple[Tensor, Tensor]:
