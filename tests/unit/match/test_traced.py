@@ -152,6 +152,9 @@ def test_rows_that_were_written(tracer):
 @pytest.mark.parametrize("function", [under_autocast, under_no_grad])
 def test_contexts(function, tracer):
     """torch.export has nested graphs for them, and the other tracers the casts that autocast makes."""
+    before_autograd = tracer == "traced_before_autograd" and function is under_autocast
+    if before_autograd and torch.__version__ < "2.12":
+        pytest.skip("Dynamo fails on such graphs, with any backend")
     x, weight, labels = inputs()
     args = x, weight, PRIOR.clone().requires_grad_(), labels
     program = TRACERS[tracer](function, *args)
