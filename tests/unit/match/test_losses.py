@@ -162,7 +162,7 @@ def test_heads_stacked_and_read_together():
     assert "of several linears" in reason_of(program, *inputs())
 
 
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="torch 2.11 has none")
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="from torch 2.13 on")
 def test_a_module_of_linear_and_loss():
     module = nn.LinearCrossEntropyLoss(6, V, bias=True, label_smoothing=0.1)
     x, _, labels = inputs()
