@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from fxpass.deferred import tensor
@@ -100,8 +101,13 @@ def defer_outputs(
 
     def restore(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> tuple[Any, ...]:
+            trains = torch.is_grad_enabled()
             known = (*args, *read_from(*args), *compiled(*args))
-            made = {recipe: make(recipe, [known[i] for i in given]) for recipe, given in deferrals}
+            # a graph may end with gradients off, after the logits
+            with torch.set_grad_enabled(trains or torch.is_grad_enabled()):
+                made = {
+                    recipe: make(recipe, [known[i] for i in given]) for recipe, given in deferrals
+                }
             return tuple(made[p] if isinstance(p, Recipe) else known[p] for p in places)
 
         return run

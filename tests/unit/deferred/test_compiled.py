@@ -358,3 +358,26 @@ def test_detach_in_place(before):
     _, z = torch.compile(model, backend="fusedce", options={"fusedce.inner": "eager"})(*leaves())
     with pytest.raises(RuntimeError, match="Can't detach views in-place"):
         z[0].detach_()
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_graph_that_ends_without_gradients(inner):
+    """What turned them off came after the logits, which have their gradient."""
+
+    def program(x, w, labels):
+        z = F.linear(x, w)
+        loss = F.cross_entropy(z, labels)
+        torch.set_grad_enabled(False)
+        return z, loss
+
+    args = torch.randn(6, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
+    labels = torch.randint(11, (6,))
+    options = {"fusedce.inner": inner, "fusedce.logits": "defer"}
+    grads = []
+    for run in (program, torch.compile(program, backend="fusedce", options=options)):
+        with torch.enable_grad():  # what it sets back afterwards
+            z, loss = run(*args, labels)
+            assert not torch.is_grad_enabled()
+        assert z.requires_grad
+        grads.append(torch.autograd.grad(z.square().sum() + loss, args))
+    torch.testing.assert_close(*grads)
