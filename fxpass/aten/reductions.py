@@ -21,6 +21,7 @@ from fxpass.aten.row_sums import RowSums
 from fxpass.aten.slopes import Slope, transformed
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.expression import operands as beside
 from fxpass.spec.operands import Operands, Outputs, empty
 from fxpass.spec.reductions import LogitSum, Moment, Reductions
 
@@ -44,7 +45,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor:
         sums = RowSums(operands, spec, few)
         # nobody reads these logits again
-        z = transformed(operands, spec, few, logits)[1]
+        z = transformed(operands, spec, few, logits, every)[1]
         y = sums.add(z, every, keep=bool(products) and not once)
         sums.write(out)
         if operands.coef is None or not products:
@@ -55,7 +56,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
             g, factor = slope.of_softmax(y, sums.total, every, scaled)
         else:
             g, factor = slope.of(y, sums.log_total, every, scaled)
-        slope.to_logits(spec, g, logits)
+        slope.to_logits(spec, g, logits, every)
         return factor
 
     return out, over_chunks(operands, products, read_rows, plan.rows, plan.classes, plan.block)
@@ -69,7 +70,7 @@ def _in_tiles(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
         if some.start == 0:
             of_part[part.start] = RowSums(operands, spec, part)
         sums = of_part[part.start]
-        sums.add(transformed(operands, spec, part, logits)[1], some)
+        sums.add(transformed(operands, spec, part, logits, some)[1], some)
         if some.stop == len(operands.weight):
             of_part.pop(part.start).write(out)
 
@@ -84,7 +85,7 @@ def _in_place(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
     sums = RowSums(operands, spec, slice(0, len(operands.x)))
 
     def read(every: slice, some: slice, logits: Tensor) -> None:
-        sums.add(transformed(operands, spec, every, logits)[1], some)
+        sums.add(transformed(operands, spec, every, logits, some)[1], some)
 
     def finish() -> tiles.OfTile:
         sums.write(out)
@@ -92,9 +93,9 @@ def _in_place(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
         slope = Slope(operands, slice(0, len(operands.x)), spec.total, coef, sums.moments)
 
         def to_gradient(every: slice, some: slice, logits: Tensor) -> None:
-            z = transformed(operands, spec, every, logits)[1]
+            z = transformed(operands, spec, every, logits, some)[1]
             g, _ = slope.of(z.sub_(lse.unsqueeze(1)), rest, some, scaled=True)
-            slope.to_logits(spec, g, logits)
+            slope.to_logits(spec, g, logits, some)
 
         return to_gradient
 
@@ -119,9 +120,10 @@ def backward(
     }
     sigmas = dict(zip(spec.saved, out.saved, strict=True))
     of_part: dict[int, Slope] = {}  # of rows whose classes are in several tiles
+    of_transform = [i for k, i in beside(spec.transform) if k == "given" and f"given{i}" in grads]
 
     def to_gradient(few: slice, some: slice, logits: Tensor, scaled: bool) -> Tensor:
-        unscaled, z = transformed(operands, spec, few, logits)
+        unscaled, z = transformed(operands, spec, few, logits, some)
         slope = of_part.get(few.start)
         if slope is None:
             sums = {moment: sigma[few] for moment, sigma in sigmas.items()}
@@ -137,18 +139,20 @@ def backward(
         ]
         for output, line, grad in trained:
             if isinstance(output, LogitSum):
-                _add_weights(grad, z * line.unsqueeze(1), few, some)
+                _add(grad, z * line.unsqueeze(1), few, some)
         rest = out.rest[few]
         y = z.sub_(out.lse[few].unsqueeze(1))  # nobody reads these logits again
         if trained:
             y, rest = y.sub_(rest.unsqueeze(1)), torch.zeros_like(rest)
         for output, line, grad in trained:
             if isinstance(output, Moment):
-                _add_weights(grad, output.term(y).mul_(line.unsqueeze(1)), few, some)
-        g, factor = slope.of(y, rest, some, scaled)
+                _add(grad, output.term(y).mul_(line.unsqueeze(1)), few, some)
+        g, factor = slope.of(y, rest, some, scaled or bool(of_transform))
         if "scale" in grads:
             grads["scale"][few] += (g * unscaled).sum(1)
-        slope.to_logits(spec, g, logits)
+        for i in of_transform:
+            _add(grads[f"given{i}"], slope.of_given(spec, i, g, logits, some), few, some)
+        slope.to_logits(spec, g, logits, some)
         return factor
 
     products = tuple(name for name in spec.gradients if name not in others)
@@ -164,8 +168,8 @@ def backward(
     return grads | over_chunks(operands, products, of_rows, *sizes)
 
 
-def _add_weights(grad: Tensor, term: Tensor, few: slice, some: slice) -> None:
-    """Adds the gradient of a moment's weights, of a tile."""
+def _add(grad: Tensor, term: Tensor, few: slice, some: slice) -> None:
+    """Adds the gradient of given values, of a tile."""
     if grad.dim() == 1:
         grad[some] += term.sum(0)
     else:

@@ -159,34 +159,45 @@ class Slope(Terms):
             found.append((column, each if elsewhere is None else each.masked_fill(elsewhere, 0)))
         return found
 
-    def to_logits(self, spec: Reductions, g: Tensor, logits: Tensor) -> None:
-        """Overwrites ``logits`` with their gradient; ``g``, which is overwritten too, is that of
-        the transformed and scaled ones."""
+    def to_logits(self, spec: Reductions, g: Tensor, logits: Tensor, classes: slice) -> None:
+        """Overwrites the logits of some classes with their gradient; ``g``, which is overwritten
+        too, is that of the transformed and scaled ones."""
+        slope = expression.derivative(spec.transform)
         if self._operands.scale is not None:
             g.mul_(self._operands.scale[self._few].unsqueeze(1))
-        through(spec.transform, g, logits)
+        if slope != 1:
+            g.mul_(self._at(slope, logits, classes))
+        if g is not logits:
+            logits.copy_(g)
         if self._without is not None:
             logits.masked_fill_(self._without, 0)
 
+    def of_given(
+        self, spec: Reductions, position: int, g: Tensor, logits: Tensor, classes: slice
+    ) -> Tensor:
+        """The gradient of given values that the transform reads, at some classes ``[rows,
+        classes]``; ``g`` is as for :meth:`to_logits`, which is called afterwards."""
+        slope = expression.derivative(spec.transform, expression.given(position))
+        found = g * self._at(slope, logits, classes)
+        if self._operands.scale is not None:
+            found.mul_(self._operands.scale[self._few].unsqueeze(1))
+        return found if self._without is None else found.masked_fill_(self._without, 0)
+
+    def _at(self, slope: Expr, logits: Tensor, classes: slice) -> Tensor | float:
+        """A slope at each of the linear's outputs."""
+        if slope.is_number:
+            return float(slope)
+        values = self._operands.of_transform(slope, self._few, classes)
+        return expression.evaluate(slope, logits, values)
+
 
 def transformed(
-    operands: Operands, spec: Reductions, few: slice, logits: Tensor
+    operands: Operands, spec: Reductions, few: slice, logits: Tensor, classes: slice
 ) -> tuple[Tensor, Tensor]:
-    """The transformed logits, without the scale of their row and with it."""
-    z = expression.evaluate(spec.transform, logits)
+    """The transformed logits of some classes, without the scale of their row and with it."""
+    values = operands.of_transform(spec.transform, few, classes)
+    z = expression.evaluate(spec.transform, logits, values)
     return z, z if operands.scale is None else z * operands.scale[few].unsqueeze(1)
-
-
-def through(transform: Expr, g: Tensor, raw: Tensor) -> None:
-    """Overwrites ``raw``, the linear's output, with its gradient; ``g``, which is overwritten too,
-    is the gradient of the transformed logits."""
-    if g is raw:
-        return
-    slope = expression.derivative(transform)
-    if slope == 1:
-        raw.copy_(g)
-    else:
-        raw.copy_(g.mul_(float(slope) if slope.is_number else expression.evaluate(slope, raw)))
 
 
 def _polynomial(polynomial: Mapping[int, Tensor], x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import sympy
 from sympy import Expr
 
 from fxpass.spec import expression
+from fxpass.spec.expression import operands
 from fxpass.spec.functions import FUNCTIONS, AtMost, Less, Where
 
 
@@ -60,12 +61,12 @@ def functions(logits: Expr, slope: bool) -> list[str]:
         slope: whether to add ``transform_and_slope``, which returns both; it is omitted if the unit
             slope is a constant.
     """
-    values = [logits]
-    out = [_function("transform", values)]
+    values, parameters = [logits], ["z", *(f"{kind}{i}" for kind, i in operands(logits))]
+    out = [_function("transform", parameters, values)]
     unit = unit_slope(logits)[1]
     if slope and not unit.is_number:
         values = [logits, unit]
-        out.append(_function("transform_and_slope", values))
+        out.append(_function("transform_and_slope", parameters, values))
     called = {type(e).__name__ for e in sympy.preorder_traversal(values)} & FUNCTIONS.keys()
     return with_callees(called) + out
 
@@ -98,15 +99,17 @@ def _known() -> dict[str, tuple[str, set[str]]]:
     }
 
 
-def _function(name: str, values: list[Expr]) -> str:
-    """A function of the linear's output ``z``; common subexpressions are computed once."""
+def _function(name: str, parameters: list[str], values: list[Expr]) -> str:
+    """A function of the linear's output ``z`` and of what the transform reads beside it; common
+    subexpressions are computed once."""
     # The base of an integer power is printed several times; as an extra value, cse names it.
     powers = [p for value in values for p in value.atoms(sympy.Pow) if p.exp.is_Integer]
     bases = sorted({p.base for p in powers if not p.base.is_Atom}, key=sympy.default_sort_key)
     shared, results = sympy.cse([*values, *bases], symbols=sympy.numbered_symbols("u"))
     lines = [f"{symbol} = {_text(value)}" for symbol, value in shared]
     lines.append(f"return {', '.join(_text(result) for result in list(results)[: len(values)])}")
-    return "\n".join(["@triton.jit", f"def {name}(z):", *(f"    {line}" for line in lines)])
+    define = f"def {name}({', '.join(parameters)}):"
+    return "\n".join(["@triton.jit", define, *(f"    {line}" for line in lines)])
 
 
 def text(expr: Any) -> str:

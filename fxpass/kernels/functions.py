@@ -106,6 +106,12 @@ def cos(x):
 
 
 @triton.jit
+def acos(x):
+    """Within 4 ulp; nan outside [-1, 1]."""
+    return 2.0 * atan(tl.sqrt_rn((1.0 - x) / (1.0 + x)))
+
+
+@triton.jit
 def atan(x):
     """Within 3 ulp; ranges and polynomial are Cephes' atanf."""
     a = tl.abs(x)

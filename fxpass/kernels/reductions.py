@@ -105,7 +105,8 @@ class _Run:
         wide_bias = operands.bias is not None and of_call.adds_bias
         self.bias = operands.bias.contiguous() if operands.bias is not None and wide_bias else None
         # vectors once, values a part at a time
-        self.given = [w.contiguous() if w.dim() == 1 else w for w in operands.given]
+        given = (w.view(torch.uint8) if w.dtype == torch.bool else w for w in operands.given)
+        self.given = [w.contiguous() if w.dim() == 1 else w for w in given]
         of_part = x.new_empty(len(x), dtype=torch.float32) if "scale" in self.gradients else None
         self.scale_grad = None if of_part is None else torch.zeros_like(of_part)
         self.per_row = {

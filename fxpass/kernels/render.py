@@ -11,10 +11,7 @@ numbers::
     s11 = decay * (s10 * shift + s11) + tl.sum(e * near, 0)
 
 The template says what the kernel computes and what its parameters are. It reads :class:`Features`,
-and what a call does not ask for leaves no text. Two conventions hold:
-
-- a hole that is alone on its line stands for any number of lines, at its depth;
-- a parameter that the body does not name is left out.
+and what a call does not ask for leaves no text.
 
 The name of a kernel is a hash of the text: it is the same in every process, and specs with the same
 text share a kernel. The module does not import triton, so it runs on any platform.
@@ -25,15 +22,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import re
 import textwrap
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
-
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from jinja2.ext import Extension
 
 from fxpass.kernels import expression
 from fxpass.kernels.reduction_text import (
@@ -48,8 +40,9 @@ from fxpass.kernels.reduction_text import (
     terms_of,
     value_of,
 )
+from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
-from fxpass.spec.expression import Z, text
+from fxpass.spec.expression import Z, operands, text
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
@@ -68,6 +61,10 @@ GAIN = 1024.0
 
 # f32's lowest number, the initial maximum. -inf would give exp(-inf - -inf), which is nan.
 LOWEST = "-3.4028234663852886e38"
+
+_CONSTANTS = {"GAIN": GAIN, "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "PADDING": PADDING}
+_CONSTANTS["LOG2_E"] = math.log2(math.e)
+_NAME = "kernel_NAME"
 
 
 @dataclass(frozen=True)
@@ -134,6 +131,23 @@ class Features:
     def varying(self) -> bool:
         """Whether the slope of the transform differs from class to class."""
         return self.backward and not expression.unit_slope(self.spec.transform)[1].is_number
+
+    @property
+    def hits(self) -> list[int]:
+        """The picks that the transform compares classes with."""
+        return [i for kind, i in operands(self.spec.transform) if kind == "hit"]
+
+    @property
+    def weights_of_transform(self) -> list[int]:
+        """The positions of the given values that the transform reads."""
+        return [i for kind, i in operands(self.spec.transform) if kind == "given"]
+
+    def transform(self, logit: str, given: str = "w{}", hit: str = "h{}") -> str:
+        """The arguments of the transform: a logit and what is read beside it, as text of its
+        position."""
+        text = {"given": given, "hit": hit}
+        read = (text[kind].format(i) for kind, i in operands(self.spec.transform))
+        return ", ".join((logit, *read))
 
     @property
     def scale_gradient(self) -> bool:
@@ -311,17 +325,21 @@ class Features:
 
     @property
     def weights_of_sums(self) -> list[int]:
-        return self.weights_read if self.forward else []
+        return self._weights_of_outputs if self.forward else []
 
     @property
     def weights_of_slope(self) -> list[int]:
         return sorted({w for _, w in self._terms.coefficients if w is not None})
 
     @property
-    def weights_read(self) -> list[int]:
-        """The positions of the weights, whether a pass reads them or not."""
+    def _weights_of_outputs(self) -> list[int]:
         weights = (o.weight for o in self.read if not isinstance(o, str))
         return sorted({w for w in weights if w is not None})
+
+    @property
+    def weights_read(self) -> list[int]:
+        """The positions of the given values, whether a pass reads them or not."""
+        return sorted({*self._weights_of_outputs, *self.weights_of_transform})
 
 
 @functools.cache
@@ -329,7 +347,7 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
     """The kernel for the outputs of rows of logits, with a total's gradient; or for the gradient of
     outputs. Gradients have to be multiplied by :func:`gradient_factor`; the arguments are those of
     :class:`Features`."""
-    module = _without_unused(_template().render(f=Features(spec, forward, **present), name=_NAME))
+    module = rendered(f=Features(spec, forward, **present), name=_NAME, **_CONSTANTS)
     name = "class_reductions" if forward else "class_reductions_backward"
     name = f"{name}_{hashlib.sha256(module.encode()).hexdigest()[:8]}"
     return Kernel(name, module.replace(_NAME, name))
@@ -346,54 +364,3 @@ def gradient_factor(spec: Reductions) -> float:
     """The factor for the kernels' gradients: the constant part of the slope, divided by GAIN."""
     factor, _ = expression.unit_slope(spec.transform)
     return float(factor) / GAIN
-
-
-# ---------------------------------------------------------------- the template
-
-_NAME = "kernel_NAME"
-
-
-def _without_unused(module: str) -> str:
-    """The module without the parameters that its kernel's body does not name, in the signature and
-    in the lists of names that ``triton.jit`` gets."""
-    functions, jit, kernel = module.rpartition("@triton.jit(")
-    signature, end, body = kernel.partition("):\n")
-    used = set(re.findall(r"\w+", re.sub("#.*", "", body)))
-
-    def named(names: re.Match[str]) -> str:
-        kept = [name for name in re.findall(r"\w+", names[0]) if name in used]
-        return "[" + ", ".join(f'"{name}"' for name in kept) + "]"
-
-    options, define, *parameters = signature.splitlines(keepends=True)
-    parameters = [line for line in parameters if re.findall(r"\w+", line)[0] in used]
-    options = re.sub(r"\[.*?\]", named, options)
-    return "".join([functions, jit, options, define, *parameters, end, body])
-
-
-class _WholeLines(Extension):
-    """Fills a hole that is alone on its line with whole lines, at the depth of the hole."""
-
-    def preprocess(self, source: str, name: str | None, filename: str | None = None) -> str:
-        lines = r"{% filter lines('\1') %}{{ \2 }}{% endfilter %}\n"
-        return re.sub(r"^( *)\{\{ ([^{}]+) \}\}\n", lines, source, flags=re.M)
-
-
-def _lines(lines: str, depth: str) -> str:
-    return textwrap.indent(lines if not lines or lines.endswith("\n") else f"{lines}\n", depth)
-
-
-@functools.cache
-def _template() -> Template:
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        extensions=[_WholeLines],
-        optimized=False,  # a template is compiled in every process, and rendered a few times
-    )
-    environment.filters["lines"] = _lines
-    environment.globals.update(GAIN=GAIN, LOWEST=LOWEST, LEAST_LOG=LEAST_LOG, PADDING=PADDING)
-    environment.globals["LOG2_E"] = math.log2(math.e)
-    return environment.get_template("reductions.py.jinja")

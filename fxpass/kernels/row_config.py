@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from fxpass.spec.expression import Z
+from fxpass.spec.expression import Z, operands
 from fxpass.spec.reductions import Reductions
 
 # Bytes of a block of a row, in the default configuration.
@@ -49,5 +49,7 @@ def row_candidates(
     largest = _LARGEST_ROW if light else default["BLOCK_V"]
     if default["BLOCK_V"] < whole <= largest:
         others.append((whole, 16 if target.startswith("gfx") else 32))
+    if operands(spec.transform):
+        others = []  # they spill on sm_80
     found = [default, *({"BLOCK_V": block, "num_warps": warps} for block, warps in others)]
     return [one for one in found if light or one["BLOCK_V"] <= 16 * 32 * one["num_warps"]]

@@ -38,6 +38,7 @@ from fxpass.op.saved import scaled
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
+from fxpass.spec.expression import operands as operands_of
 from fxpass.spec.operands import Operands, Outputs, empty
 from fxpass.spec.reductions import OF_PICKS, PRODUCTS, Reductions
 
@@ -68,7 +69,8 @@ def class_reductions(
         scale: ``[N]`` in the dtype of the outputs, a factor of each row's transformed logits.
         picks: class indices ``[N]`` or ``[N, K]`` int64, for the outputs ``pick`` and ``at``; else
             None.
-        given: the weights of moments, ``[V]`` or ``[N, V]`` floating point.
+        given: the weights of moments, ``[V]`` or ``[N, V]`` floating point, and operands of the
+            transform, which may be masks too.
         coef: ``[T, N]`` in the dtype of the outputs, the weights of the outputs that ``spec.total``
             names, in its order, K rows for picks ``[N, K]``; None without a total. It has no
             gradient. A row of zeros adds nothing to the total and its gradients.
@@ -252,14 +254,21 @@ def _check(operands: Operands, spec: Reductions) -> None:
         raise ValueError(f"{NAME} needs a bias of {x.dtype} or {dtype}, got {bias.dtype}")
     if scale is not None and scale.dtype != dtype:
         raise ValueError(f"{NAME} needs a scale of {dtype}, got {scale.dtype}")
-    if (picks is None) != set(OF_PICKS).isdisjoint((*spec.outputs, *spec.total)):
-        raise ValueError(f"{NAME} needs picks for the outputs pick and at, and only for them")
+    read = operands_of(spec.transform)
+    hits = [i for kind, i in read if kind == "hit"]
+    picked = bool(hits) or not set(OF_PICKS).isdisjoint((*spec.outputs, *spec.total))
+    if (picks is None) == picked:
+        raise ValueError(
+            f"{NAME} needs picks for the outputs pick and at and for hits, and only for them"
+        )
     if picks is not None and (
         picks.dtype != torch.int64 or picks.dim() not in (1, 2) or picks.shape[:1] != x.shape[:1]
     ):
         raise ValueError(
             f"{NAME} needs picks [{n}] or [{n}, K] int64, got {list(picks.shape)} {picks.dtype}"
         )
+    if hits and max(hits) >= operands.classes().shape[1]:
+        raise ValueError(f"{NAME} needs {max(hits) + 1} picks of a row for hit{max(hits)}")
     if (coef is None) != (not spec.total):
         raise ValueError(f"{NAME} needs coef for a total, and only for it")
     if coef is not None:
@@ -270,12 +279,13 @@ def _check(operands: Operands, spec: Reductions) -> None:
                 f"{NAME} needs coef [{lines}, {n}] {dtype}, got {list(coef.shape)} {coef.dtype}"
             )
     sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
-    weights = [o.weight for o in sums if o.weight is not None]
-    if weights and max(weights) >= len(given):
-        raise ValueError(f"{NAME} needs {max(weights) + 1} weights of moments, got {len(given)}")
-    for name, tensor in named:
-        if name.startswith("given") and not tensor.is_floating_point():
-            raise ValueError(f"{NAME} needs a floating-point {name}, got {tensor.dtype}")
+    weights = {o.weight for o in sums if o.weight is not None}
+    needed = max((*weights, *(i for kind, i in read if kind == "given")), default=-1) + 1
+    if needed > len(given):
+        raise ValueError(f"{NAME} needs {needed} given values, got {len(given)}")
+    for i, tensor in enumerate(given):
+        if not (tensor.is_floating_point() or (tensor.dtype == torch.bool and i not in weights)):
+            raise ValueError(f"{NAME} needs a floating-point given{i}, got {tensor.dtype}")
     if absent := set(spec.gradients) - {name for name, _ in named}:
         raise ValueError(f"{NAME} cannot compute gradients of {', '.join(sorted(absent))}: absent")
 

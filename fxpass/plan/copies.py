@@ -45,7 +45,7 @@ def of(spec: Reductions, scaled: bool, backward: bool) -> int:
 def _of_sums(spec: Reductions, scaled: bool, keep: bool) -> int:
     """Copies for the sums; ``keep``: their exponentials may not overwrite the logits."""
     read = (*spec.outputs, *spec.total)
-    transformed, value = int(spec.transform != Z), _copies(spec.transform)
+    transformed, value = int(spec.transform != Z), _of_expression(spec.transform)
     sums = [output for output in read if not isinstance(output, str)]
     # the terms of a sum, or the powers of one; its weights, and their product
     terms = int(keep or raw(read) != (TOTAL,))
@@ -57,14 +57,16 @@ def _of_sums(spec: Reductions, scaled: bool, keep: bool) -> int:
 
 def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
     """Copies for the gradient of some outputs."""
-    transformed, value = int(spec.transform != Z), _copies(spec.transform)
-    slope = _copies(expression.derivative(spec.transform)) if transformed else 0
+    transformed, value = int(spec.transform != Z), _of_expression(spec.transform)
+    slope = _of_expression(expression.derivative(spec.transform)) if transformed else 0
     dense = 2 * ("amax" in outputs)  # with its mask
     # the transformed logits become the gradient; else there are a softmax, a term and its weights
     terms = of_scale = int("scale" in spec.gradients)
     if not _of_one_softmax(outputs) or dense:
         weighted = any(not isinstance(o, str) and o.weight is not None for o in outputs)
         terms, slope = 3 + weighted, 1 + max(slope, of_scale)
+    if any(f"given{i}" in spec.gradients for _, i in expression.operands(spec.transform)):
+        slope += 2
     return max(value, transformed + scaled + max(terms + dense, slope))
 
 
@@ -77,9 +79,15 @@ def _of_one_softmax(outputs: Sequence[Output]) -> bool:
     )
 
 
+def _of_expression(expr: Any) -> int:
+    """Copies of z that exist at once where an expression is evaluated, its operands and its result
+    included."""
+    return len(expression.operands(expr)) + _copies(expr)
+
+
 def _copies(expr: Any) -> int:
     """Copies of z that exist at once in :func:`expression.evaluate`, its result included."""
-    if expr == Z:
+    if isinstance(expr, sympy.Symbol):
         return 0
     if expr.is_number:
         return 1
@@ -89,5 +97,5 @@ def _copies(expr: Any) -> int:
         if operand.is_number:
             continue
         most = max(most, alive + _copies(operand))
-        alive = 1 if joined else alive + (operand != Z)
+        alive = 1 if joined else alive + (not isinstance(operand, sympy.Symbol))
     return most if joined else max(most, alive + 1 + isinstance(expr, expression.Where))

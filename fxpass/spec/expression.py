@@ -1,7 +1,8 @@
 """The function that a graph applies to one logit between the linear and the loss.
 
-In: scalars and function names. Out: a sympy expression in the symbol ``Z`` (the linear's raw
-output), its exact derivative, its value on tensors, and a text form that round-trips::
+In: scalars, function names and tensors of the call. Out: a sympy expression in the symbol ``Z``
+(the linear's raw output), its exact derivative, its value on tensors, and a text form that
+round-trips::
 
     >>> softcap = 30 * sympy.tanh(Z / exact(30.0))
     >>> text(softcap)
@@ -12,14 +13,21 @@ output), its exact derivative, its value on tensors, and a text form that round-
     '1-tanh(z/30)**2'
 
 A constant is the exact rational of the double that the user wrote: sympy's Floats would lose digits
-in arithmetic. The functions are those of :mod:`fxpass.spec.functions`.
+in arithmetic. The functions are those of :mod:`fxpass.spec.functions`. Beside z, an expression may
+read ``given0``, ``given1``, ...: the call's given values at the logit's class (a mask of classes, a
+factor of each class, targets ``[N, V]``), and ``hit0``, ``hit1``, ...: 1 at the class of the row's
+first, second, ... pick, else 0 (a margin at the target)::
+
+    >>> text(where(given(0), ">", 0, -sympy.oo, Z - 5 * hit(0)))
+    'where(given0>0,-inf,-5*hit0+z)'
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -33,14 +41,35 @@ from fxpass.spec.functions import FUNCTIONS, Where, exact, where
 Z = sympy.Symbol("z")
 
 
+def given(position: int) -> sympy.Symbol:
+    """The symbol of one of the call's given values, at the class of the logit."""
+    return sympy.Symbol(f"given{position}")
+
+
+def hit(position: int) -> sympy.Symbol:
+    """The symbol that is 1 at one of the row's picks, and 0 at other classes."""
+    return sympy.Symbol(f"hit{position}")
+
+
+_OPERAND = re.compile(r"(given|hit)(0|[1-9][0-9]*)")
+
+
 @functools.cache
-def derivative(expr: Expr) -> Expr:
-    """d expr / dz, exactly.
+def operands(expr: Expr) -> tuple[tuple[str, int], ...]:
+    """What an expression reads beside the logit: ``given`` or ``hit``, and its position."""
+    names = sorted(symbol.name for symbol in expr.free_symbols - {Z})  # type: ignore[attr-defined]
+    found = (_OPERAND.fullmatch(name) for name in names)
+    return tuple((match[1], int(match[2])) for match in found if match)
+
+
+@functools.cache
+def derivative(expr: Expr, by: sympy.Symbol = Z) -> Expr:
+    """d expr / dz, or another symbol's, exactly.
 
     Where a branch has slope zero, the derivative is zero even if other factors overflow: autograd
     too selects zero there, and does not multiply by zero.
     """
-    return _masked(sympy.diff(expr, Z))
+    return _masked(sympy.diff(expr, by))
 
 
 def _masked(expr: Any) -> Any:
@@ -93,7 +122,10 @@ def _text(expr: Any, level: int) -> str:
         out = f"{_text(base, _POWER)}**{_text(exponent, _POWER)}"
         return f"({out})" if level == _POWER else out
     if isinstance(expr, Where):
-        x, y, a, b = (_text(operand, _SUM) for operand in expr.args)
+        x, y, a, b = (
+            "-inf" if operand is sympy.S.NegativeInfinity else _text(operand, _SUM)
+            for operand in expr.args
+        )
         first = f"{y}{expr.mirrored}{x}" if expr.args[0].is_number else f"{x}{expr.symbol}{y}"
         return f"where({first},{a},{b})"
     name = type(expr).__name__
@@ -144,8 +176,8 @@ _MAX_BITS = 8192
 def parse(source: str) -> Expr:
     """The expression of a text form.
 
-    The parser walks the syntax tree and accepts numbers, ``z``, ``+ - * / **``, ``where`` and the
-    names in ``FUNCTIONS``; it executes nothing. Raises ``ValueError`` for anything else.
+    The parser walks the syntax tree and accepts numbers, ``z``, operands, ``+ - * / **``, ``where``
+    and the names in ``FUNCTIONS``; it executes nothing. Raises ``ValueError`` for anything else.
     """
     try:
         tree = ast.parse(source, mode="eval")
@@ -166,6 +198,10 @@ def _read(node: ast.expr, source: str) -> Expr:
             return exact(value)
         case ast.Name(id="z"):
             return Z
+        case ast.Name(id=name) if _OPERAND.fullmatch(name):
+            return sympy.Symbol(name)
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
+            return sympy.S.NegativeInfinity  # only a branch of a where has it in its text form
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_read(operand, source)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
@@ -181,7 +217,7 @@ def _read(node: ast.expr, source: str) -> Expr:
             x, y, a, b = (_read(operand, source) for operand in (left, right, *branches))
             return where(x, _COMPARISONS[type(op)], y, a, b)
     raise ValueError(
-        f"not a logit transform: {source!r} (allowed: numbers, z, + - * / **, "
+        f"not a logit transform: {source!r} (allowed: numbers, z, given0, hit0, + - * / **, "
         f"{', '.join(FUNCTIONS)}, where(x<y,a,b))"
     )
 
@@ -208,39 +244,52 @@ _COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 # ---------------------------------------------------------------- value on tensors
 
 
-def evaluate(expr: Any, z: torch.Tensor) -> torch.Tensor:
+def evaluate(
+    expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor] | None = None
+) -> torch.Tensor:
     """``expr`` at every element of ``z``, in the dtype of ``z``; never writes to ``z``.
 
-    Returns ``z`` itself for the expression ``Z``, otherwise a tensor of the same shape.
+    ``values`` has the operands beside z by name, in the dtype of z; their shapes broadcast to z's.
+    Returns ``z`` itself for the expression ``Z``, otherwise a tensor of the same shape, which is
+    new if z is in the expression.
     """
-    if expr == Z:
-        return z
+    return z if expr == Z else _evaluate(expr, z, values or {}).expand_as(z)
+
+
+def _evaluate(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The value of a part of the expression, which may have fewer elements."""
+    if isinstance(expr, sympy.Symbol):
+        return z if expr == Z else values[expr.name]
     if expr.is_number:
-        return torch.full_like(z, float(expr))
+        return _scalar(float(expr), z)
     if (found := _one_minus_square(expr)) is not None:
         factor, root = found
-        y = evaluate(root, z)
+        y = _evaluate(root, z, values)
         out = 1 - y
-        return out.mul_(1 + y if y is z else y.add_(1)).mul_(factor)
+        return out.mul_(1 + y if isinstance(root, sympy.Symbol) else y.add_(1)).mul_(factor)
     if isinstance(expr, sympy.Add | sympy.Mul):
-        joined = torch.Tensor.add_ if isinstance(expr, sympy.Add) else torch.Tensor.mul_
+        added = isinstance(expr, sympy.Add)
+        joined, in_place = (
+            (torch.add, torch.Tensor.add_) if added else (torch.mul, torch.Tensor.mul_)
+        )
         numbers = [float(a) for a in expr.args if isinstance(a, sympy.Rational)]
         terms = [a for a in expr.args if not isinstance(a, sympy.Rational)]
-        first = evaluate(terms[0], z)
-        out = first.clone() if first is z else first
+        out = _evaluate(terms[0], z, values)
+        out = out.clone() if isinstance(terms[0], sympy.Symbol) else out
         for term in terms[1:]:
-            joined(out, evaluate(term, z))
+            other = _evaluate(term, z, values)
+            out = in_place(out, other) if out.shape == z.shape else joined(out, other)
         for number in numbers:
-            joined(out, number)
+            in_place(out, number)
         return out
     if isinstance(expr, sympy.Pow):
         base, exponent = expr.as_base_exp()
-        return evaluate(base, z).pow(float(exponent))
-    operands = [_operand(operand, z) for operand in expr.args]
+        return _evaluate(base, z, values).pow(float(exponent))
+    parts = [float(a) if a.is_number else _evaluate(a, z, values) for a in expr.args]
     if not isinstance(expr, Where):
-        return FUNCTIONS[type(expr).__name__].tensor(*operands)
-    condition = expr.holds(*operands[:2])
-    return torch.where(condition, *(_scalar(a, z) for a in operands[2:]))
+        return FUNCTIONS[type(expr).__name__].tensor(*parts)
+    condition = expr.holds(*parts[:2])
+    return torch.where(condition, *(_scalar(a, z) for a in parts[2:]))
 
 
 def _one_minus_square(expr: Any) -> tuple[float, Any] | None:
@@ -251,10 +300,6 @@ def _one_minus_square(expr: Any) -> tuple[float, Any] | None:
     if number != factor or not isinstance(power, sympy.Pow) or power.exp != 2:
         return None
     return float(number), power.base
-
-
-def _operand(expr: Any, z: torch.Tensor) -> torch.Tensor | float:
-    return float(expr) if expr.is_number else evaluate(expr, z)
 
 
 def _scalar(operand: torch.Tensor | float, z: torch.Tensor) -> torch.Tensor:

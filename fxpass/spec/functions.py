@@ -153,6 +153,7 @@ _TABLE = (
     _unary("sign", torch.sign, lambda x: sympy.Integer(0)),
     _unary("sin", torch.sin, lambda x: call("cos", x)),
     _unary("cos", torch.cos, lambda x: -call("sin", x)),
+    _unary("acos", torch.acos, lambda x: -1 / call("sqrt", 1 - x**2)),
     _unary("atan", torch.atan, lambda x: 1 / (1 + x**2)),
     _unary("sinh", torch.sinh, lambda x: call("cosh", x)),
     _unary("cosh", torch.cosh, lambda x: call("sinh", x)),

@@ -13,9 +13,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from sympy import Expr
 from torch import Tensor
 
 from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.expression import operands
 from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Reductions
 
 
@@ -28,7 +30,7 @@ class Operands(NamedTuple):
         bias: ``[V]`` in the dtype of x or in the compute dtype, or None.
         scale: ``[N]``, a factor of each row's transformed logits in the compute dtype, or None.
         picks: class indices ``[N]`` or ``[N, K]`` int64, or None.
-        given: weights of moments, vectors ``[V]`` or values ``[N, V]``.
+        given: weights of moments and operands of the transform, ``[V]`` or ``[N, V]``.
         coef: ``[T, N]`` in the compute dtype, the weights of the total's outputs in their order, K
             rows for a pick of K classes; None without a total.
         logits: ``[N, V]`` in the dtype of x or in the compute dtype, the linear's output with its
@@ -59,6 +61,22 @@ class Operands(NamedTuple):
         w = self.given[position]
         w = w[classes] if w.dim() == 1 else w[rows, classes]
         return w.to(compute_dtype(self.x.dtype))
+
+    def of_transform(self, transform: Expr, rows: slice, classes: slice) -> dict[str, Tensor]:
+        """What a logit's transform, or its slope, reads in a tile beside the logits, by name."""
+        found = {}
+        for kind, position in operands(transform):
+            if kind == "given":
+                tensor = self.values(position, rows, classes)
+            else:
+                index = self.classes()[rows, position : position + 1]
+                column, elsewhere = self.columns(index, classes)
+                shape = len(index), classes.stop - classes.start
+                tensor = self.x.new_zeros(shape, dtype=compute_dtype(self.x.dtype))
+                hits = tensor.new_ones(()) if elsewhere is None else (~elsewhere).to(tensor.dtype)
+                tensor.scatter_(1, column, hits.expand_as(column))
+            found[f"{kind}{position}"] = tensor
+        return found
 
     def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor | None]:
         """The columns of class indices in a tile of logits, and which of them are not in it: these

@@ -204,7 +204,8 @@ class Reductions:
 
     Attributes:
         outputs: the outputs, each once.
-        transform: the logit that is reduced, as an expression of the linear's output ``z``.
+        transform: the logit that is reduced, as an expression of the linear's output ``z`` and of
+            given values and picks (:mod:`fxpass.spec.expression`).
         gradients: the operands that need a gradient, of ``x``, ``weight``, ``bias``, ``scale`` and
             ``given0``, ``given1``, ..., in this order.
         total: the outputs of which the call also returns one weighted sum over all rows, whose
@@ -282,7 +283,7 @@ class Reductions:
 
     @property
     def trains_weights(self) -> bool:
-        """Whether weights of moments need a gradient."""
+        """Whether weights of moments, or operands of the transform, need a gradient."""
         return any(name not in _NAMED for name in self.gradients)
 
     def text(self) -> str:

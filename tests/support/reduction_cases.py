@@ -33,11 +33,17 @@ WEIGHTS = (None, 0, 1)  # ones, classes [V], values [N, V]
 MOMENTS = [Moment(a, b, w) for a in range(3) for b in range(3) for w in WEIGHTS]
 MOMENTS.remove(TOTAL)  # 1, with gradients that are rounding errors
 OUTPUTS: list[Output] = [*ROWS, *MOMENTS, *map(LogitSum, WEIGHTS)]
-TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
+# Of the logits and the call's other tensors by name, in the compute dtype.
+TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "z": lambda z: z,
     "3*tanh(z/3)": lambda z: 3 * torch.tanh(z / 3),
     "0.5-0.5*z": lambda z: 0.5 - 0.5 * z,
 }
+# A mask of classes, values [N, V] and a margin at a row's first pick.
+MASKED = "where(given2>0,-2,0.25*given3*z-hit0)"
+TRANSFORMS[MASKED] = lambda z, given2, given3, hit0: torch.where(
+    given2 > 0, -2, 0.25 * given3 * z - hit0
+)
 
 
 class Case(NamedTuple):
@@ -53,7 +59,7 @@ class Case(NamedTuple):
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         found = self._named(tensors)
-        given = [t for name, t in found.items() if name.startswith("given")]
+        given = given_of(found)
         one = (found.get(name) for name in ("x", "weight", "bias", "scale"))
         return class_reductions(*one, self.picks, given, None, None, self.spec.text())
 
@@ -64,11 +70,16 @@ class Case(NamedTuple):
         wide = torch.promote_types(z.dtype, torch.float32)
         if bias is not None:
             z = F.linear(found["x"], found["weight"], bias) if bias.dtype == z.dtype else z + bias
-        z = TRANSFORMS[expression.text(self.spec.transform)](z.to(wide))
+        picks = None if self.picks is None else self.picks.view(len(z), -1)
+        read = {f"{kind}{i}" for kind, i in expression.operands(self.spec.transform)}
+        beside = {name: found[name].to(wide) for name in read & found.keys()}
+        if "hit0" in read:
+            assert picks is not None
+            beside["hit0"] = F.one_hot(picks[:, 0], z.shape[1]).to(wide)
+        z = TRANSFORMS[expression.text(self.spec.transform)](z.to(wide), **beside)
         if "scale" in found:
             z = z * found["scale"].unsqueeze(1)
         log = z.log_softmax(1)
-        picks = None if self.picks is None else self.picks.view(len(z), -1)
         lines: list[Tensor] = []
         for output in self.spec.rows:
             if isinstance(output, Moment | LogitSum):
@@ -100,7 +111,7 @@ class Case(NamedTuple):
             for size in (*x.shape, len(weight))
         )
         axes = {"x": (n, d), "weight": (v, d), "bias": (v,), "scale": (n,)}
-        axes |= {"given0": (v,), "given1": (n, v)}
+        axes |= {"given0": (v,), "given1": (n, v), "given2": (v,), "given3": (n, v)}
         other = self
         if self.picks is not None:
             other = self._replace(picks=v.argsort()[self.picks[n]])
@@ -118,6 +129,11 @@ class Case(NamedTuple):
     def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         pairs = zip(self.tensors, tensors, strict=True)
         return {name: t.detach() if name in self.frozen else t for name, t in pairs}
+
+
+def given_of(named: dict[str, Tensor]) -> list[Tensor]:
+    """The given tensors of a call; ``given2`` as a mask."""
+    return [t > 0 if n == "given2" else t for n, t in named.items() if n.startswith("given")]
 
 
 def term(moment: Moment, log: Tensor) -> Tensor:
@@ -147,12 +163,17 @@ def case(
     if scaled:
         tensors["scale"] = (0.5 + torch.rand(n)).to(wide)
     weights = [o.weight for o in outputs if not isinstance(o, str)]
+    beside = expression.operands(expression.parse(transform))
+    positions = [i for kind, i in beside if kind == "given"]
     for i, sizes in enumerate(([v], [n, v])):
-        if any(w is not None and w >= i for w in weights):
+        if any(w is not None and w >= i for w in (*weights, *positions)):
             tensors[f"given{i}"] = torch.randn(sizes).to(wide if i == 0 else dtype)
-    read = {f"given{w}" for w in weights}
+    if positions:
+        tensors["given2"] = (torch.rand(v) < 0.2).to(wide)
+        tensors["given3"] = torch.randn(n, v).to(dtype)
+    read = {f"given{w}" for w in (*weights, *([3] if positions else []))}
     frozen += tuple(name for name in tensors if name.startswith("given") and name not in read)
-    picked = not set(OF_PICKS).isdisjoint(outputs)
+    picked = ("hit", 0) in beside or not set(OF_PICKS).isdisjoint(outputs)
     gradients = tuple(name for name in tensors if name not in frozen)
     return Case(
         tensors,
@@ -233,7 +254,7 @@ def check_total(
 
     def fused(*tensors: Tensor) -> Tensor:
         named = found._named(tensors)
-        given = [t for name, t in named.items() if name.startswith("given")]
+        given = given_of(named)
         one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
         out = class_reductions(*one, found.picks, given, coef, None, spec.text())
         assert not out[0].requires_grad

@@ -52,6 +52,8 @@ POLICY_LOSS = "gradients=x total=moment(1,1);pick"
 TOTAL = f"outputs=argmax {POLICY_LOSS}"
 SQUARES = f"outputs=lse;moment(0,2);moment(1,2);moment(2,2);pick {SOFTCAP} gradients=x,scale"
 
+MASK = "transform=where(given0>0,-inf,given1*z-0.5*hit0)"
+
 GIVEN_LOGITS = {"picks": 1, "logits": True}
 
 # label: spec, classes, dtype of the logits, and the operands that are present
@@ -74,6 +76,18 @@ KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
     "evaluated loss": ("total=pick", CLASSES, "bf16", {"picks": 1}),
     "loss of given logits": ("gradients=x total=pick", CLASSES, "bf16", GIVEN_LOGITS),
     "given logits": (POLICY, ODD_CLASSES, "bf16", GIVEN_LOGITS),
+    "mask and margin": (
+        f"outputs=argmax {MASK} {POLICY_LOSS}",
+        CLASSES,
+        "bf16",
+        {"picks": 1, "given": (False, True)},
+    ),
+    "mask and margin, whole rows": (
+        f"outputs=argmax;moment(1,1);pick {MASK} gradients=x",
+        FEW_CLASSES,
+        "bf16",
+        {"picks": 1, "given": (False, True)},
+    ),
     "total, several picks": (TOTAL, CLASSES, "bf16", {"picks": 3, "scaled": True}),
 }
 FREQUENT = ["loss", "log-probabilities", "policy, some classes", "weights"]

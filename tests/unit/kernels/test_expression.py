@@ -75,6 +75,7 @@ def value_and_slope(expr, z):
 ULPS = {
     **dict.fromkeys(("tanh", "erf", "abs", "sign", "sqrt", "exp2", "sin", "cos"), 2),
     **dict.fromkeys(("exp", "log", "expm1", "log1p", "sigmoid", "atan"), 3),
+    "acos": 4,
     **dict.fromkeys(("softplus", "asinh"), 4),
     **dict.fromkeys(("sinh", "cosh"), 5),
 }

@@ -22,10 +22,19 @@ from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import INDICES, PRODUCTS, LogitSum, Moment, Output
 from tests.support.allocations import Allocations
 from tests.support.numerics import assert_as_accurate, error
-from tests.support.reduction_cases import COMBINATIONS, INF, NAN, OUTPUTS, TRANSFORMS, Case, case
+from tests.support.reduction_cases import (
+    COMBINATIONS,
+    INF,
+    MASKED,
+    NAN,
+    OUTPUTS,
+    TRANSFORMS,
+    Case,
+    case,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GIVEN = ("given0", "given1")  # their gradients are ATen's
+GIVEN = ("given0", "given1", "given3")  # their gradients are ATen's
 WHOLE, BLOCKED = (3, 5, 37), (3, 5, 8200)
 # A combination with each kind of output, but few of each: the interpreter needs a second for all.
 # The gradient of maxima is computed in chunks of rows, that of others in slices of classes.
@@ -74,6 +83,8 @@ def check(found: Case, dtype: torch.dtype) -> None:
     [
         ("z", WHOLE),
         ("3*tanh(z/3)", BLOCKED),
+        (MASKED, WHOLE),
+        pytest.param(MASKED, BLOCKED, marks=pytest.mark.full),
         pytest.param("z", BLOCKED, marks=pytest.mark.full),
         pytest.param("3*tanh(z/3)", WHOLE, marks=pytest.mark.full),
         pytest.param("0.5-0.5*z", WHOLE, marks=pytest.mark.full),

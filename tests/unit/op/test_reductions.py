@@ -190,7 +190,7 @@ WRONG = {
     "needs a floating-point given1, got torch.int64": [
         {"given": [torch.ones(V), torch.ones(V).long()]}
     ],
-    "needs 3 weights of moments, got 1": [
+    "needs 3 given values, got 1": [
         {"given": [torch.ones(V)], "spec": "r3 outputs=moment(1,0,2)"},
         {"given": [torch.ones(V)], "spec": "r3 outputs=logits(2)"},
     ],
