@@ -25,7 +25,10 @@ from fxpass.graph.nodes import Target
 
 # Python's operators that are functions of ATen. Python gives "operator" other meanings too: of the
 # other names, "index" makes an int.
-_OPERATORS = ("abs", "add", "getitem", "matmul", "mul", "neg", "pos", "pow", "sub", "truediv")
+_OPERATORS = (
+    *("abs", "add", "getitem", "matmul", "mul", "neg", "pos", "pow", "sub", "truediv"),
+    *("ge", "gt", "le", "lt"),
+)
 
 # Methods that take their operands in the opposite order.
 REFLECTED = {
@@ -38,8 +41,9 @@ REFLECTED = {
 _OTHER_NAMES = {
     **dict.fromkeys(("divide", "true_divide", "truediv"), "div"),
     **{"subtract": "sub", "multiply": "mul", "negative": "neg", "pos": "positive"},
-    **{"absolute": "abs", "clip": "clamp", "arctan": "atan", "arcsinh": "asinh"},
+    **{"absolute": "abs", "clip": "clamp", "arccos": "acos", "arctan": "atan", "arcsinh": "asinh"},
     **{"expit": "sigmoid", "logsigmoid": "log_sigmoid"},
+    **{"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"},
     **dict.fromkeys(("swapaxes", "swapdims"), "transpose"),
     **dict.fromkeys(("dsmm", "spmm"), "mm"),
     **{"moveaxis": "movedim", "_unsafe_view": "view", "_to_copy": "to"},

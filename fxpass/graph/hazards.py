@@ -19,13 +19,14 @@ from fxpass.graph.source import call_name, source_line
 Hazard = tuple[Node, str]
 
 
-def hazard(pattern: Collection[Node], last: Node) -> Hazard | None:
+def hazard(pattern: Collection[Node], last: Node, replaced: Collection[Node] = ()) -> Hazard | None:
     """The first reason why ``pattern``, recomputed at ``last``, would give another result.
 
     Args:
         pattern: nodes of one graph. They are recomputed from each other's recomputed values, and
             from the values that all other operands have at ``last``.
         last: the last node of the pattern, a node after it, or the graph's output.
+        replaced: nodes outside the pattern that read its recomputed values.
 
     A node outside the pattern must not write to an operand or a result of a pattern node, between
     this node and ``last``. A pattern node may write to its operand (``z += 1``) if no node outside
@@ -43,7 +44,7 @@ def hazard(pattern: Collection[Node], last: Node) -> Hazard | None:
     node = nodes[0]
     while node is not last:
         if node in inside:
-            found = _seen_from_outside(node, inside)
+            found = _seen_from_outside(node, inside.union(replaced))
             if found:
                 return found
         else:

@@ -16,8 +16,9 @@ from torch.fx import Node
 
 from fxpass.graph.nodes import NoMatch, needs_gradient
 from fxpass.graph.source import call_name
-from fxpass.match.classes import Base, Classes, Flow, has_classes
+from fxpass.match.classes import OF_CLASS, Base, Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
+from fxpass.match.masks import of_classes_alone
 from fxpass.spec.expression import Z
 
 
@@ -32,17 +33,27 @@ def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
             return base, shift - base.lse
         if rest == base.logit and fits(flow, base, like):
             return base, shift
-    scale, transform = rest.as_independent(Z, as_Add=False)
+    classes = [s for s in symbols_of(rest) if has_classes(s)]
+    scale, transform = rest.as_independent(*classes, as_Add=False)
     number = scale.as_coeff_Mul()[0]
     scale, transform = scale / number, number * transform
-    others = [flow.tensors[s] for s in symbols_of(transform) & flow.tensors.keys()]
-    if others:
-        names = ", ".join(sorted(f"%{other.name}" for other in others))
-        reason = f"combines the logits with another tensor ({names})"
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) {reason}: `{like.expr}`")
-    if transform.free_symbols != {Z} or not scale.free_symbols <= _rows_of(flow, scale):
+    check_given(flow, node, transform)
+    reads = transform.has(Z) and of_classes_alone(transform)
+    if not reads or not scale.free_symbols <= _rows_of(flow, scale):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
     return flow.base(like, transform, scale), shift
+
+
+def check_given(flow: Flow, node: Node, transform: Expr) -> None:
+    """``NoMatch`` if a function of one logit reads rows, or values of its own that are trained."""
+    for symbol in sorted(symbols_of(transform) & flow.tensors.keys(), key=str):
+        tensor = flow.tensors[symbol]
+        # values [N, V] with gradients take as much memory as the logits
+        trained = symbol in flow.dims and needs_gradient(tensor)
+        if trained or not symbol.name.startswith(OF_CLASS):
+            reason = f"combines the logits with another tensor (%{tensor.name}"
+            reason += ", which needs a gradient)" if trained else ")"
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) {reason}: `{transform}`")
 
 
 def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:

@@ -52,7 +52,7 @@ class Base:
     Attributes:
         steps: the views from the linear's output to them, but for those that keep the rows' order.
         edits: changes of the linear's operands.
-        transform: one logit, as an expression of ``z``.
+        transform: one logit, as an expression of ``z`` and of what is given at its class.
         scale: a factor of each row, as an expression of row symbols.
         log, lse: the symbols of the log-softmax and of the log-sum-exp.
     """
@@ -68,6 +68,18 @@ class Base:
     def logit(self) -> Expr:
         """The logit as an expression of ``z`` and row symbols."""
         return self.transform * self.scale
+
+    @property
+    def given(self) -> list[Symbol]:
+        """The symbols of the tensors that the transform reads, but for one-hot tensors."""
+        symbols = sorted(symbols_of(self.transform) - {Z}, key=str)
+        return [s for s in symbols if not s.name.startswith("hot_")]
+
+    @property
+    def hits(self) -> list[Symbol]:
+        """The symbols of the one-hot tensors that the transform reads."""
+        symbols = sorted(symbols_of(self.transform) - {Z}, key=str)
+        return [s for s in symbols if s.name.startswith("hot_")]
 
     @property
     def factors(self) -> set[Symbol]:
@@ -308,7 +320,7 @@ class Flow:
         if isinstance(output, Weighted):
             name = f"{output.moment}_{output.weight.name}"
         if isinstance(output, Picked):
-            name = f"{'at' if output.logit else 'pick'}_{output.index.name}"
+            name = f"{'at' if output.logit else 'pick'}_{output.index.name}{output.wraps}"
         symbol = Symbol(f"{name}_of_{base.log}", real=True)
         self.outputs[symbol] = base, output
         return symbol
@@ -327,11 +339,16 @@ class Flow:
         return self.bases[-1]
 
     @property
-    def computed(self) -> list[Any]:
-        """The outputs that the reductions read."""
+    def of_classes(self) -> bool:
+        """Whether a reduction is more than a sum of functions of one output, as a mean of hidden
+        values, or of its square error, is."""
         read = {s for reduced in self.reductions for s in reduced.symbols if s in self.outputs}
-        found = [self.outputs[symbol][1] for symbol in read]
-        return [o.moment if isinstance(o, Weighted) else o for o in found]
+        for base, output in map(self.outputs.__getitem__, read):
+            reads = symbols_of(base.transform) != {Z} and not base.transform.is_polynomial(Z)
+            moment = output.moment if isinstance(output, Weighted) else output
+            if reads or not isinstance(moment, LogitSum):
+                return True
+        return False
 
     def reduce(self, node: Node, like: Classes, rows: Expr, keepdim: bool, then: str = "") -> None:
         """Notes that a node reduces a tensor with classes to these rows."""
@@ -347,9 +364,12 @@ class Flow:
         return self.rows.get(node, cut)
 
 
+# The names of symbols of what is given at a class.
+OF_CLASS = ("class_", "given_", "hot_")
+
+
 def has_classes(expr: Expr) -> bool:
-    names = ("log_", "class_", "given_", "hot_")
-    return any(s == Z or s.name.startswith(names) for s in symbols_of(expr))
+    return any(s == Z or s.name.startswith(("log_", *OF_CLASS)) for s in symbols_of(expr))
 
 
 def rest_of(base: Base, like: Classes) -> tuple[Step, ...] | None:

@@ -5,6 +5,7 @@ In: a node that reads logits. Out: its :class:`fxpass.match.classes.Classes`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from fxpass.graph.source import call_name
 from fxpass.match.bases import in_logs, softmax_base_of
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Step, symbols_of
+from fxpass.match.masks import made_of, of_classes_alone
 from fxpass.match.operands import (
     check_cast,
     check_dim,
@@ -33,7 +35,7 @@ from fxpass.match.operands import (
     with_bias,
     with_scale,
 )
-from fxpass.match.pointwise import POINTWISE
+from fxpass.match.pointwise import MASKS, POINTWISE
 from fxpass.match.views import VIEWS, View, view_of
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
@@ -49,7 +51,8 @@ def classes_of(flow: Flow, node: Node, function: str) -> Classes:
         return _placed(node, like)
     if function in CASTS:
         like = operand_of(flow, node)
-        if not value(node).is_floating_point():
+        compared = value(first_operand(node)).dtype == torch.bool
+        if compared or not value(node).is_floating_point():
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) rounds the logits")
         check_cast(node)
         return like
@@ -124,7 +127,7 @@ MOST_GIVEN = 4
 
 
 def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
-    spelling = POINTWISE.get(function)
+    spelling = POINTWISE.get(function) or MASKS.get(function)
     if spelling is None and function not in _ALGEBRA:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")
     signature = _SIGNATURES.get(function) if spelling is None else spelling.signature
@@ -135,23 +138,26 @@ def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
     if value(node).shape != value(tensors[0]).shape:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats the logits")
-    detached = any(flow.classes[t].detached for t in tensors)
-    check_gradients(flow, node, tensors)
+    floats = [t for t in tensors if value(t).is_floating_point()]  # and no conditions
+    detached = any(flow.classes[t].detached for t in floats)
+    check_gradients(flow, node, floats)
     operands = [expr_of(flow, node, like, argument, value(node)) for argument in given.values()]
     if len(tensors) == 1 and function in POINTWISE and function not in _OF_ROWS:
         like = with_scale(flow, node, like)  # a function of what is a multiple of a logit
         operands[list(given.values()).index(tensors[0])] = like.expr
-    numbers = all(o is None or not isinstance(o, Expr) or _of_z(o) for o in operands)
-    if spelling is not None and numbers and function != "exp":
-        try:
-            return replace(like, expr=spelling.value(*operands), detached=detached)
-        except ValueError as error:
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+    _check_infinities(node, function, operands)
     joined = {s for o in operands if isinstance(o, Expr) for s in symbols_of(o) if s in flow.dims}
     if len(joined) > MOST_GIVEN:
         raise NoMatch(
             node, f"%{node.name} ({call_name(node)}) joins logits and {len(joined)} tensors"
         )
+    of_logits = not any(isinstance(o, Expr) and not of_classes_alone(o) for o in operands)
+    if spelling is not None and of_logits and function != "exp":
+        try:
+            found = replace(like, expr=spelling.value(*operands), detached=detached)
+        except ValueError as error:
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+        return with_bias(flow, node, found)
     algebra = _ALGEBRA.get(function)
     if algebra is None:
         what = f"%{node.name} ({call_name(node)}) of a softmax, or with a tensor"
@@ -175,8 +181,14 @@ def check_gradients(flow: Flow, node: Node, tensors: Sequence[Node]) -> None:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits and detached logits")
 
 
-def _of_z(expr: Any) -> bool:
-    return not isinstance(expr, Expr) or expr.free_symbols <= {Z}
+def _check_infinities(node: Node, function: str, operands: Sequence[Any]) -> None:
+    """``NoMatch`` for an infinite number in a function but ``where``, whose branch it may be."""
+    infinite = [i for i, o in enumerate(operands) if o is sympy.S.NegativeInfinity]
+    masks = function == "masked_fill" or (function == "where" and node.op == "call_function")
+    if (infinite and not masks) or (infinite == [0]):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an infinite operand")
+    if function == "where" and not masks:  # a method, whose operands are in another order
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")
 
 
 # Functions of any expressions, with the parameters of POINTWISE, and their sympy form. In a
@@ -246,6 +258,12 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
     if isinstance(argument, bool) or argument is None or isinstance(argument, str):
         return argument
     if isinstance(argument, int | float):
+        if argument == -math.inf:
+            return sympy.S.NegativeInfinity
+        if not math.isfinite(argument):
+            raise NoMatch(
+                node, f"%{node.name} ({call_name(node)}) needs finite constants, got {argument}"
+            )
         return exact(argument)
     if isinstance(argument, Node) and is_number(argument):
         return flow.tensor(argument, "row")
@@ -259,9 +277,9 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
     if known is not None and _is_row(value(argument), like, whole):
         return known
     tensor = value(argument)
-    if (index := _one_hot_of(argument, like, whole)) is not None:
-        symbol = flow.tensor(index, "hot")
-        return symbol
+    made = made_of(flow, argument, like, whole)
+    if made is not None:
+        return made
     if tensor.is_complex():
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an operand of {tensor.dtype}")
     if tensor.numel() == 1 or _is_row(tensor, like, whole):
@@ -279,16 +297,6 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
     raise NoMatch(
         node, f"%{node.name} ({call_name(node)}) has an operand of shape {list(tensor.shape)}"
     )
-
-
-def _one_hot_of(node: Node, like: Classes, whole: torch.Tensor) -> Node | None:
-    """The class indices of a one-hot tensor in the place of the logits; None for another tensor."""
-    while function_of(node) in CASTS and node.args and is_tensor(node.args[0]):
-        node = first_operand(node)
-    if function_of(node) != "one_hot" or value(node).shape != whole.shape:
-        return None
-    index = first_operand(node)
-    return index if like.dim == whole.dim() - 1 else None
 
 
 def _is_row(tensor: torch.Tensor, like: Classes, whole: torch.Tensor) -> bool:

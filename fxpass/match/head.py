@@ -14,7 +14,8 @@ from torch.fx import Node
 from fxpass.graph.nodes import hint
 from fxpass.graph.source import source_line
 from fxpass.match.classes import Flow
-from fxpass.match.join import Call, shape_of
+from fxpass.match.join import Call
+from fxpass.match.linears import shape_of
 
 
 @dataclass(frozen=True)

@@ -10,29 +10,29 @@ operand may be computed from an earlier reduction::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from sympy import Symbol
+from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.graph import hazards
 from fxpass.graph.calls import others_of, storage, written
-from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import NoMatch, hint, is_tensor, needs_gradient, value
+from fxpass.graph.nodes import NoMatch, hint, needs_gradient, value
 from fxpass.graph.placements import is_dtensor
-from fxpass.graph.source import call_name
 from fxpass.match.classes import Base, Flow, Picked, Reduced, Weighted, rest_of
 from fxpass.match.edits import symbols_of, taken
-from fxpass.match.linears import Linear
+from fxpass.match.linears import shape_of
+from fxpass.match.masks import index_of
 from fxpass.match.modes import Mode
 from fxpass.match.operands import check_plain
+from fxpass.match.place import movable, place, writes
 from fxpass.match.sharding import sharding_of
 from fxpass.match.totals import Total, passes_gradients, total_of
-from fxpass.match.views import VIEWS
 from fxpass.plan.choice import Choice, choose
 from fxpass.settings import Settings
+from fxpass.spec import expression
 from fxpass.spec.expression import Z
 from fxpass.spec.reductions import INDICES, PRODUCTS, Output, Reductions
 
@@ -130,59 +130,8 @@ def _calls(flow: Flow, base: Base, options: Options) -> Iterable[Call]:
 def _ready(flow: Flow, base: Base, reduced: Reduced, first: Node) -> bool:
     """Whether all operands of a reduction exist before ``first``, or can be moved there."""
     operands = _operands(flow, base, _symbols(flow, base, [reduced]))
-    writes = _writes(operands, reduced.node)
-    return all(_movable(n, first) is not None for n in operands) and all(w < first for w in writes)
-
-
-def _writes(operands: Collection[Node], end: Node) -> list[Node]:
-    """The nodes before ``end`` that change operands in place: ``q = zeros(n, v); q.scatter_(...)``.
-
-    Raises:
-        NoMatch: the memory of an operand is unknown.
-    """
-    memory = {storage(node) for node in operands if is_tensor(node)}
-    found = []
-    for node in end.graph.nodes:
-        if node is end:
-            break
-        changed = {storage(operand) for operand in written(node)}
-        if changed and None in memory | changed:
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) may change an operand in place")
-        if not changed.isdisjoint(memory):
-            found.append(node)
-    return found
-
-
-def _movable(node: Node, first: Node) -> list[Node] | None:
-    """The nodes that have to be moved before ``first`` so that ``node`` exists there, in the
-    graph's order; None if they cannot be moved. A tensor with gradients would get another mode of
-    autograd."""
-    if node < first:
-        return []
-    if node.op == "placeholder" or not is_tensor(node) or value(node).requires_grad:
-        return None
-    between = first
-    while between is not node:
-        if written(between):
-            return None
-        between = between.next
-    if function_of(node) not in _PURE or written(node):
-        return None
-    found: dict[Node, None] = {}
-    for operand in node.all_input_nodes:
-        before = _movable(operand, first)
-        if before is None:
-            return None
-        found |= dict.fromkeys(before)
-    return sorted(found | {node: None})
-
-
-# Functions of indices and masks.
-_PURE = {
-    *VIEWS,
-    *("add", "sub", "clamp", "clamp_min", "where", "masked_fill", "remainder", "to", "long"),
-    *("eq", "ne", "lt", "gt", "le", "ge", "expand", "arange", "float", "type_as", "mul", "neg"),
-}
+    changes = writes(operands, reduced.node)
+    return all(movable(n, first) is not None for n in operands) and all(w < first for w in changes)
 
 
 def _symbols(flow: Flow, base: Base, reductions: list[Reduced]) -> list[Symbol]:
@@ -197,7 +146,8 @@ def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
     nodes = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
     nodes += [n for step in base.steps for n in others_of(step.node)]
     nodes += [flow.tensors[s] for s in symbols_of(base.scale) | base.factors]
-    nodes += [flow.tensors[s] for s in base.biases] + base.indices
+    nodes += [flow.tensors[s] for s in (*base.biases, *base.given, *base.hits)] + base.indices
+    nodes += [flow.products[s] for s in base.given if s in flow.products]
     for symbol in symbols:
         output = flow.outputs[symbol][1]
         if isinstance(output, Picked):
@@ -216,21 +166,28 @@ def _call(
     detached = all(r.like.detached or r not in differentiable for r in reductions)
     picked = (o for s in symbols if isinstance(o := flow.outputs[s][1], Picked))
     picks = tuple(dict.fromkeys(replace(o, logit=False) for o in picked))
+    of_hits = {s: _picked_too(flow.tensors[s], picks) for s in base.hits}
+    picks = tuple(dict.fromkeys((*picks, *of_hits.values())))
     weighted = [o for s in symbols if isinstance(o := flow.outputs[s][1], Weighted)]
-    given = tuple(dict.fromkeys(o.weight for o in weighted))
+    given = tuple(dict.fromkeys((*(o.weight for o in weighted), *base.given)))
     trained = _symbols(flow, base, differentiable)
     gradients = () if detached else _gradients(flow, base, trained, given)
     operands, logits = _operands(flow, base, symbols), None
     memory = options.settings.memory_mb
+    named = {s: expression.given(i) for i, s in enumerate(given)}
+    for symbol, pick in of_hits.items():
+        before = (hint(other.count) for other in picks[: picks.index(pick)])
+        named[symbol] = expression.hit(sum(before))
+    transform: Expr = base.transform.xreplace(named)  # type: ignore[assignment]
     waiting = Reductions(
-        tuple(_named(flow, symbols, given)), base.transform, gradients, memory_mb=memory
+        tuple(_named(flow, symbols, given)), transform, gradients, memory_mb=memory
     )
     total, of_total, left = None, None, symbols
     # the ranks of a sharded head exchange what its gradients need after forward
     if set(gradients) <= set(PRODUCTS) and flow.sharding is None:
         trains = differentiable if gradients else reductions
         total = _total(flow, base, symbols, trains, modes)
-    if total is not None and all(_movable(n, first) is not None for n in total.operands):
+    if total is not None and all(movable(n, first) is not None for n in total.operands):
         read = [r for r in reductions if r not in total.reductions or r in total.read]
         left = _symbols(flow, base, read)
         summed = tuple(_named(flow, _symbols(flow, base, list(total.reductions)), given))
@@ -248,13 +205,23 @@ def _call(
         # the user may write to logits that are an output too, before backward reads them
         logits = None if waits and hazards.leaves(logits) else logits
         operands += [] if logits is None else [logits]
-    after, moved = _place(linear.node, operands, first)
+    after, moved = place(linear.node, operands, first)
     if not detached and modes[after].grad != modes[linear.node].grad:
-        raise NoMatch(after, f"gradients are switched on or off between %{after.name} and the head")
+        if modes[first].grad != modes[linear.node].grad:
+            reason = f"gradients are switched on or off between %{after.name} and the head"
+            raise NoMatch(after, reason)
+        after = first.prev
     if any(modes[r.node].inference != modes[linear.node].inference for r in reductions):
         raise NoMatch(first, "its linear and its reduction are not in the same inference mode")
     named = tuple(s for s in _named(flow, left, given).values() if s is not None)
     return Call(base, after, moved, named, picks, given, spec, detached, choice, total, logits)
+
+
+def _picked_too(index: Node, picks: Sequence[Picked]) -> Picked:
+    """The classes of a one-hot tensor, as the one of the picks that has them anyway. An index that
+    is no class, such as an ignored one, is none of a one-hot tensor either."""
+    alike = (p for p in picks if not (p.wraps or p.pieces or p.dim) and index_of(p.index) is index)
+    return next(alike, Picked(index, None))
 
 
 def _choice(
@@ -322,22 +289,6 @@ def _total(
     return total_of(flow, reductions)
 
 
-def _place(linear: Node, operands: Collection[Node], first: Node) -> tuple[Node, tuple[Node, ...]]:
-    """The node after which the call stands, and the operands that are moved to it."""
-    moved: dict[Node, None] = {}
-    after = max(linear, *_writes(operands, first), linear)
-    for operand in operands:
-        nodes = _movable(operand, first)
-        if nodes is None:
-            reason = f"%{operand.name} is an operand, and is computed after %{first.name}"
-            raise NoMatch(operand, reason)
-        moved |= dict.fromkeys(nodes)
-        after = max(after, operand) if not nodes else after
-    for node in moved:
-        after = max(after, *(n for n in node.all_input_nodes if n not in moved), after)
-    return after, tuple(sorted(moved))
-
-
 def _named(
     flow: Flow, symbols: Iterable[Symbol], given: Sequence[Symbol]
 ) -> dict[Output, Symbol | None]:
@@ -374,7 +325,8 @@ def _gradients(
         "bias": [*biases, *factors] if any(biases) else [],
         "scale": scale,
     }
-    of_given = [[flow.tensors[s]] if s in weights else [] for s in given]
+    read = weights.union(base.given)
+    of_given = [[flow.tensors[s], flow.products.get(s)] if s in read else [] for s in given]
     operands |= {f"given{i}": nodes for i, nodes in enumerate(of_given)}
     return tuple(name for name, nodes in operands.items() if any(map(needs_gradient, nodes)))
 
@@ -382,19 +334,11 @@ def _gradients(
 def _check_hazards(flow: Flow, calls: Sequence[Call]) -> None:
     last = max(r.node for r in flow.reductions)
     pattern = [n for n in flow.classes if n < last]
-    if found := hazards.hazard(pattern, last):
+    replaced = [r.node for r in flow.reductions]
+    if found := hazards.hazard(pattern, last, replaced):
         raise NoMatch(*found)
     if any(call.spec.gradients and call.total is None for call in calls):
         end = flow.linear.node.graph.output_node()
-        if found := hazards.hazard(pattern, end):
+        if found := hazards.hazard(pattern, end, replaced):
             node, reason = found
             raise NoMatch(node, f"{reason}, and backward computes the gradients from it")
-
-
-def shape_of(linear: Linear) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-    """Rows and classes."""
-    rows: int | torch.SymInt = 1
-    shape = value(linear.node).shape
-    for i, n in enumerate(shape):
-        rows = rows * n if i != linear.dim else rows
-    return rows, shape[linear.dim]

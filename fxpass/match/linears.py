@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -132,3 +133,12 @@ LINEARS: dict[str, Callable[[Node], Linear]] = {
     "addmm": _addmm,
     "einsum": _einsum,
 }
+
+
+def shape_of(linear: Linear) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """Rows and classes."""
+    rows: int | torch.SymInt = 1
+    shape = value(linear.node).shape
+    for i, n in enumerate(shape):
+        rows = rows * n if i != linear.dim else rows
+    return rows, shape[linear.dim]

@@ -21,7 +21,7 @@ from fxpass.match.head import Head
 from fxpass.match.heads import Heads, heads_of, looks_like_a_head
 from fxpass.match.leaving import Deferred
 from fxpass.match.losses import loss_of
-from fxpass.match.pointwise import POINTWISE
+from fxpass.match.pointwise import MASKS, POINTWISE
 from fxpass.match.views import VIEWS
 from fxpass.settings import Settings
 
@@ -99,7 +99,7 @@ def _why_not(logits: Node, found: Heads) -> NoMatch:
 
 
 _SOFTMAX = {"log_softmax", "_log_softmax", "softmax", "_softmax", "nll_loss_forward"}
-_BETWEEN = (CASTS, VIEWS, POINTWISE, _SOFTMAX, {"stack"})
+_BETWEEN = (CASTS, VIEWS, POINTWISE, MASKS, _SOFTMAX, {"stack"})
 
 
 def _not_computed_here(node: Node) -> str:

@@ -115,7 +115,7 @@ def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
     if keeps_rows(step):
         return found
     logs = {base.log: base for base in flow.bases if like.expr.has(base.log)}
-    read = symbols_of(like.expr).union(*(symbols_of(base.scale) for base in logs.values()))
+    read = symbols_of(like.expr).union(*(symbols_of(base.logit) for base in logs.values()))
     read |= factors_of(like.edits)
     for symbol in read:
         tensor = flow.tensors.get(symbol)

@@ -24,7 +24,7 @@ import sympy
 from sympy import Expr
 
 from fxpass.graph.nodes import REQUIRED
-from fxpass.spec.functions import call, exact, where
+from fxpass.spec.functions import Where, call, exact, where
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,12 @@ def _threshold(x: Any, threshold: Any, value: Any) -> Expr:
 # ---------------------------------------------------------------- the table
 
 
+def _where(condition: Any, x: Any, y: Any) -> Expr:
+    if isinstance(condition, Where) and condition.args[2:] == (1, 0):
+        return condition.func(*condition.args[:2], x, y)  # type: ignore[return-value]
+    return where(condition, ">", 0, x, y)
+
+
 def _row(value: Callable[..., Any], /, operands: int = 1, **parameters: Any) -> Spelling:
     """The row of a function. ``value`` takes the operands and the parameters; in the signature,
     ``inplace`` and ``out`` follow."""
@@ -159,7 +165,7 @@ def _same(name: str) -> Spelling:
 
 _UNARY = (
     *("exp", "expm1", "exp2", "log", "log1p", "sqrt", "erf", "sin", "cos", "sinh", "cosh"),
-    *("sign", "abs", "atan", "asinh", "sigmoid"),
+    *("sign", "abs", "acos", "atan", "asinh", "sigmoid"),
 )
 
 POINTWISE: dict[str, Spelling] = {
@@ -200,4 +206,17 @@ POINTWISE: dict[str, Spelling] = {
     "softsign": _row(lambda x: x / (1 + call("abs", x))),
     "tanhshrink": _row(lambda x: x - sympy.tanh(x)),
     "threshold": _row(_threshold, threshold=REQUIRED, value=REQUIRED),
+}
+
+# Functions of masks, and comparisons, which give 1 or 0.
+MASKS: dict[str, Spelling] = {
+    **{
+        name: _row(lambda x, y, sign=sign: where(x, sign, y, 1, 0), operands=2)
+        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+    },
+    "where": Spelling(
+        {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED, "out": None},
+        lambda condition, x, y, _: _where(condition, x, y),
+    ),
+    "masked_fill": _row(lambda x, mask, y: _where(mask, y, x), mask=REQUIRED, value=REQUIRED),
 }

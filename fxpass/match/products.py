@@ -1,4 +1,4 @@
-"""Matrix products and divergences that sum over the classes: ``p @ atoms``, ``einsum``, ``kl_div``.
+"""Matrix products and losses that sum over the classes: ``p @ atoms``, ``einsum``, ``kl_div``.
 
 In: a node that reads logits. Out: a :class:`fxpass.match.classes.Reduced` in the flow: the sum over
 the classes of a product::
@@ -16,14 +16,16 @@ import sympy
 from sympy import Expr, Symbol
 from torch.fx import Node
 
-from fxpass.graph.calls import arguments
+from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
 from fxpass.match.bases import in_logs
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.elementwise import check_gradients, exponential, expr_of, logarithm
+from fxpass.match.masks import of_classes_alone
 from fxpass.match.sums import summed
+from fxpass.spec.functions import call
 
 
 def matmul(flow: Flow, node: Node) -> None:
@@ -83,9 +85,32 @@ def einsum(flow: Flow, node: Node) -> None:
     flow.reduce(node, like, summed(flow, node, replace(like, expr=expr)), keepdim=False)
 
 
+_REDUCTION = {"size_average": None, "reduce": None, "reduction": "mean"}
+_BINARY = {
+    **{"input": REQUIRED, "target": REQUIRED, "weight": None, "pos_weight": None, **_REDUCTION},
+}
+
+
+def binary(flow: Flow, node: Node) -> None:
+    """``binary_cross_entropy_with_logits``, of targets that are given values."""
+    given = arguments(node, _BINARY)
+    logits = given["input"]
+    if not is_tensor(logits) or logits not in flow.classes:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a target made of the logits")
+    like, whole = flow.classes[logits], value(logits)
+    target, weight, positive = (
+        sympy.Integer(1) if t is None else expr_of(flow, node, like, t, whole)
+        for t in (given["target"], given["weight"], given["pos_weight"])
+    )
+    of_target = 1 + (positive - 1) * target
+    expr = (1 - target) * like.expr + of_target * call("softplus", -like.expr)
+    if not of_classes_alone(expr):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{expr}` is not known")
+    _reduce(flow, node, replace(like, expr=weight * expr), given)
+
+
 _KL = {
-    **{"input": REQUIRED, "target": REQUIRED, "size_average": None, "reduce": None},
-    **{"reduction": "mean", "log_target": False},
+    **{"input": REQUIRED, "target": REQUIRED, **_REDUCTION, "log_target": False},
 }
 
 
@@ -93,8 +118,6 @@ def divergence(flow: Flow, node: Node) -> None:
     """``kl_div`` of the logits' log-softmax, or from their softmax."""
     given = arguments(node, _KL)
     read = [given["input"], given["target"]]
-    if given["size_average"] is not None or given["reduce"] is not None:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has size_average= or reduce=")
     if not all(map(is_tensor, read)) or value(read[0]).shape != value(read[1]).shape:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats an operand")
     known: list[Node] = [t for t in read if t in flow.classes]
@@ -102,17 +125,23 @@ def divergence(flow: Flow, node: Node) -> None:
     check_gradients(flow, node, known)
     source, target = (expr_of(flow, node, like, t, whole) for t in read)
     expr = _divergence(flow, node, like, source, target, read[1], bool(given["log_target"]))
-    found = replace(like, expr=expr)
-    reduction = given["reduction"]
+    _reduce(flow, node, replace(like, expr=expr), given)
+
+
+def _reduce(flow: Flow, node: Node, like: Classes, given: dict[str, Any]) -> None:
+    """Notes the elements of a loss, or their sum or mean."""
+    if given["size_average"] is not None or given["reduce"] is not None:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has size_average= or reduce=")
+    whole, reduction = value(first_operand(node)), given["reduction"]
     if isinstance(reduction, int):
         reduction = ("none", "mean", "sum")[reduction]
     if reduction == "none":
-        flow.classes[node] = found
+        flow.classes[node] = like
         return
     rank = whole.dim()
     if reduction not in ("mean", "sum", "batchmean") or (reduction == "batchmean" and not like.dim):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has reduction={reduction!r}")
-    total = summed(flow, node, found)
+    total = summed(flow, node, like)
     if reduction == "mean":
         size = whole.shape[like.dim]
         if not isinstance(size, int):

@@ -23,7 +23,7 @@ from fxpass.match.elementwise import classes_of
 from fxpass.match.losses import check_dtypes, loss_of
 from fxpass.match.maxima import maximum
 from fxpass.match.operands import check_dim, check_dtype, operand_of, picks_rows_and_classes
-from fxpass.match.products import divergence, einsum, matmul
+from fxpass.match.products import binary, divergence, einsum, matmul
 from fxpass.match.sums import at, summed
 from fxpass.match.views import index_of
 from fxpass.spec.reductions import Moment
@@ -31,6 +31,8 @@ from fxpass.spec.reductions import Moment
 
 def _sum(flow: Flow, node: Node) -> None:
     like = operand_of(flow, node)
+    if not value(first_operand(node)).is_floating_point():
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) counts logits")
     given = arguments(node, {"input": REQUIRED, "dim": None, "keepdim": False, "dtype": None})
     check_dtype(node, given)
     dims: Any = given["dim"]
@@ -165,4 +167,5 @@ REDUCTIONS: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys(("matmul", "mv", "mm"), matmul),
     "einsum": einsum,
     "kl_div": divergence,
+    "binary_cross_entropy_with_logits": binary,
 }

@@ -283,9 +283,11 @@ def _check_edits(flow: Flow, found: Sharding) -> None:
     for base in flow.bases:
         node = flow.linear.node
         scaled = base.scale != 1 or any(isinstance(edit, Scaled) for edit in base.edits)
-        if found.rows > 1 and scaled:
+        if found.rows > 1 and (scaled or base.given):
             raise NoMatch(node, "logits with sharded rows are multiplied by a tensor")
-        for symbol in symbols_of(base.scale) | base.factors:
+        if base.hits:
+            raise NoMatch(node, "sharded logits have a margin at a class")
+        for symbol in symbols_of(base.scale).union(base.factors, base.given):
             if needs_gradient(flow.tensors[symbol]):
                 reason = "sharded logits are multiplied by a tensor that needs a gradient"
                 raise NoMatch(node, reason)

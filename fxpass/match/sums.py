@@ -16,21 +16,41 @@ from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import NoMatch, value
-from fxpass.match.bases import fits, in_logs
+from fxpass.match.bases import check_given, fits, in_logs
 from fxpass.match.classes import Classes, Flow, Picked, Weighted, has_classes
 from fxpass.match.edits import symbols_of
+from fxpass.match.masks import of_classes_alone
 from fxpass.spec.expression import Z
 from fxpass.spec.reductions import HIGHEST_POWER, TOTAL, LogitSum, Moment
 
 
 def summed(flow: Flow, node: Node, like: Classes) -> Expr:
     """The sum of an expression over the classes, in outputs of one base."""
+    if (found := _sum_of_function(flow, node, like)) is not None:
+        return found
+    return _summed_terms(flow, node, like)
+
+
+def _sum_of_function(flow: Flow, node: Node, like: Classes) -> Expr | None:
+    """The sum of a function of the logit that has several terms, which cancel in part before they
+    are added up; None for another expression."""
+    rest = like.expr.as_independent(*_class_symbols(like.expr), as_Add=False)[1]
+    several = of_classes_alone(rest) and sympy.expand(rest).is_Add
+    if not several or rest.is_polynomial(Z):
+        return None
+    try:
+        return _sum_of_logits(flow, node, like, like.expr)
+    except NoMatch:  # weights that need a gradient
+        return None
+
+
+def _summed_terms(flow: Flow, node: Node, like: Classes) -> Expr:
     expr, total = _logs_of_products(flow, node, like), sympy.Integer(0)
     _check_cancellation(flow, node, expr)
     rest = sympy.Integer(0)
     for term in sympy.Add.make_args(expr):
         found = _at_one_hot(flow, node, like, term)
-        found = _sum_of_logits(flow, like, term) if found is None else found
+        found = _sum_of_logits(flow, node, like, term) if found is None else found
         found = _sum_of_given(flow, term) if found is None else found
         total, rest = (total, rest + term) if found is None else (total + found, rest)
     expr = sympy.expand(in_logs(flow, node, like, rest))
@@ -112,15 +132,18 @@ def _is_power_of(factor: Any, symbol: Symbol) -> bool:
     return root == symbol and power.is_positive is True
 
 
-def _sum_of_logits(flow: Flow, like: Classes, term: Expr) -> Expr | None:
-    """The sum of ``r * w * f(z)`` for a row r, weights w and a function f of one logit, which is
-    the transform of a base; None for another term."""
+def _sum_of_logits(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:
+    """The sum of ``r * w * f(z)`` for a row r, weights w and a function f of one logit and of what
+    is given at its class, which is the transform of a base; None for another term."""
     rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
     others = symbols_of(rest) - {Z}
     weight = next(iter(others), None)
     transform = rest if weight is None else rest / weight
-    if len(others) > 1 or not others <= flow.tensors.keys() or symbols_of(transform) != {Z}:
+    if not rest.has(Z) or not others <= flow.tensors.keys():
         return None
+    if symbols_of(transform) != {Z} or (weight is not None and weight.name.startswith("hot_")):
+        weight, transform = None, rest
+        check_given(flow, node, transform)
     base = flow.base(like, transform, sympy.Integer(1))
     if weight is None:
         return rows * flow.output(base, LogitSum())

@@ -111,9 +111,10 @@ class Operands(Arithmetic):
         return self._flat(index, pick.dim)
 
     def _given(self, i: int, call: Call) -> Node:
-        """Weights of a moment as ``[V]`` or ``[N, V]``."""
+        """Weights of a moment, or what a transform reads, as ``[V]`` or ``[N, V]``."""
         node = self._values(call.given[i])
-        if not value(node).is_floating_point():
+        mask = value(node).dtype == torch.bool and call.given[i] in call.base.given
+        if not (value(node).is_floating_point() or mask):
             node = self.method("to", node, compute_dtype(self.dtype))
         return node if f"given{i}" in call.spec.gradients else self.method("detach", node)
 

@@ -134,6 +134,22 @@ def soft_targets(z: Tensor, t: Tensor) -> Tensor:
     return -(soft * z.log_softmax(-1)).sum(-1).mean()
 
 
+def masked(z: Tensor, t: Tensor) -> Tensor:
+    """A factor of each class, and some that are masked."""
+    classes = torch.arange(z.shape[-1], device=z.device)
+    return mean((z * (1 + 0.1 * classes)).masked_fill(classes % 5 == 1, -3.0), t)
+
+
+def binary(z: Tensor, t: Tensor) -> Tensor:
+    """Of all classes, with targets of each row."""
+    soft = torch.eye(z.shape[-1], device=z.device).to(z.dtype)[t] * 0.7 + 0.02
+    return F.binary_cross_entropy_with_logits(z, soft, reduction="none").sum(-1).mean()
+
+
+def with_margin(z: Tensor, t: Tensor) -> Tensor:
+    return mean(z - 0.5 * F.one_hot(t, z.shape[-1]), t)
+
+
 def of_own_rows(z: Tensor, t: Tensor) -> Tensor:
     return mean(z, t[:, : z.shape[1]])
 
@@ -215,6 +231,8 @@ FUSED = {
     "policy of DTensors": Case(policy_of_dtensors),
     "accuracy": Case(with_accuracy, GATHERED, parallel=False),
     "soft targets": Case(soft_targets, GATHERED, parallel=False),
+    "masked": Case(masked, GATHERED, parallel=False),
+    "binary": Case(binary, GATHERED, parallel=False),
 }
 LEFT = {
     "hidden sharded": Case(
@@ -223,6 +241,7 @@ LEFT = {
     "own classes": Case(of_own_classes, ColwiseParallel(), v=12, parallel=False),
     "own rows": Case(of_own_rows, ColwiseParallel(output_layouts=Shard(1)), parallel=False),
     "some classes": Case(narrow, GATHERED, parallel=False),
+    "margin": Case(with_margin, GATHERED, parallel=False),
     "compiled on one rank": Case(mean, v=12, inner="aot_eager", on_one_rank=True),
 }
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
 
-from tests.support.programs import B, S, V, check, inputs, report_of
+from tests.support.programs import B, S, V, check, head_of, inputs, last, report_of
 
 U = torch.linspace(-1, 2, V)
 VALUES = torch.linspace(-1, 2, B * S * V).view(B, S, V)
@@ -106,6 +106,27 @@ ACCEPTED = {
     "the operand is a maximum of the same logits": (
         lambda z, t: (z - z.detach().amax(-1, keepdim=True)).logsumexp(-1), ["amax;lse"]),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_index_that_is_read_in_two_ways(first):
+    """An ignored label is class 0 of a loss, and a class counted from the end elsewhere."""
+    label = -3
+
+    def program(x, weight, labels):
+        z = last(F.linear(x, weight))
+        rows = torch.arange(z.shape[0])
+        loss = F.cross_entropy(z, labels, ignore_index=label) if first else 0
+        picked = z.log_softmax(-1)[rows, labels]
+        if not first:
+            loss = F.cross_entropy(z, labels, ignore_index=label)
+        return loss + picked.square().sum()
+
+    x, weight, labels = inputs()
+    labels = labels.flatten()
+    labels[2] = label
+    assert len(head_of(program, x, weight, labels).calls) == 1
+    check(program, labels, x, weight)
 
 
 def specs_of(report):
@@ -214,8 +235,6 @@ REJECTED = {
         "may cancel"),
     "a logarithm that is 0 times infinity": (
         lambda z, t: torch.xlogy(z.square(), z.softmax(-1)).sum(-1), "is not a softmax"),
-    "the exponential of one-hot logits": (
-        lambda z, t: (z * hot(t)).exp().sum(-1).log(), "which is not known"),
     "a softmax and a small number in a logarithm": (
         lambda z, t: (z.softmax(-1) * (z.softmax(-1) + 1e-9).log()).sum(-1), "is not known"),
     "small differences": (

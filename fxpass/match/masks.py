@@ -1,0 +1,115 @@
+"""Tensors of the logits' shape that are made of one-hot tensors and numbers.
+
+In: an operand of a pointwise function of logits. Out: its expression, so that no such tensor is
+computed: a margin ``0.35 * one_hot(%labels, V)`` at the target is ``0.35 * hot_labels``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sympy import Expr, Symbol
+from torch import Tensor
+from torch.fx import Node
+
+from fxpass.graph.calls import arguments, first_operand, storage, written
+from fxpass.graph.functions import CASTS, function_of, out_of_place
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
+from fxpass.match.classes import OF_CLASS, Classes, Flow
+from fxpass.match.pointwise import MASKS, POINTWISE
+from fxpass.spec.expression import Z
+from fxpass.spec.functions import exact
+
+
+def made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | None:
+    """The expression of a tensor in the place of the logits; None if it is not made of one-hot
+    tensors and numbers alone, or if it is written to."""
+    function = out_of_place(function_of(node))
+    if value(node).shape != whole.shape or node in flow.classes:
+        return None
+    if like.dim != whole.dim() - 1 or any(writer is not node for writer in _writers(node)):
+        return None
+    if function in (*CASTS, "bool", "long", "int") and node.args and is_tensor(node.args[0]):
+        return _cast(node, made_of(flow, first_operand(node), like, whole))
+    if function == "one_hot":
+        return _hot(flow, node, first_operand(node))
+    if function == "scatter":
+        return _scattered(flow, node, like)
+    spelling = POINTWISE.get(function) or MASKS.get(function)
+    rounded = whole.dtype == torch.float64 and value(node).dtype == torch.float32
+    if spelling is None or written(node) or rounded:
+        return None
+    try:
+        given = arguments(node, spelling.signature).values()
+        found = [made_of(flow, n, like, whole) if is_tensor(n) else number_of(n) for n in given]
+        tensors = [one for n, one in zip(given, found, strict=True) if isinstance(n, Node)]
+        return spelling.value(*found) if tensors and None not in tensors else None
+    except (ValueError, NoMatch):
+        return None
+
+
+def number_of(argument: Any) -> Any:
+    """A number of Python as an expression; None, booleans and strings as they are. ``ValueError``
+    for infinity and nan."""
+    if isinstance(argument, bool) or not isinstance(argument, int | float):
+        return argument
+    return exact(argument)
+
+
+_SCATTER = {
+    **{"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED},
+    **{"src": None, "value": None, "reduce": None},
+}
+
+
+def _scattered(flow: Flow, node: Node, like: Classes) -> Expr | None:
+    """``zeros_like(%z).scatter(-1, %index, number)``."""
+    try:
+        given = arguments(node, _SCATTER)
+    except NoMatch:
+        return None
+    zeros, index = given["input"], given["index"]
+    number = given["src"] if given["value"] is None else given["value"]
+    fresh = is_tensor(zeros) and function_of(zeros) in ("zeros_like", "zeros", "new_zeros")
+    if not fresh or list(zeros.users) != [node] or given["reduce"] is not None:
+        return None
+    rows = [*value(node).shape[:-1], 1]
+    of_classes = isinstance(given["dim"], int) and given["dim"] % len(rows) == like.dim
+    if not of_classes or not is_tensor(index) or list(value(index).shape) != rows:
+        return None
+    if not isinstance(number, bool | int | float) or value(index).dtype != torch.int64:
+        return None
+    hot = _hot(flow, node, index)
+    return None if hot is None else exact(float(number)) * hot
+
+
+def _hot(flow: Flow, node: Node, index: Node) -> Symbol | None:
+    """The symbol of a one-hot tensor; None if its class indices change after ``node``."""
+    changed = any(writer > node for writer in _writers(index))
+    return None if changed else flow.tensor(index_of(index), "hot")
+
+
+def index_of(node: Node) -> Node:
+    """The tensor of which class indices are a view that keeps their order."""
+    while function_of(node) in ("view", "reshape", "unsqueeze", "flatten", "contiguous"):
+        node = first_operand(node)
+    return node
+
+
+def _cast(node: Node, made: Expr | None) -> Expr | None:
+    """A one-hot tensor is the same in every dtype; another tensor loses digits as an integer."""
+    kept = isinstance(made, Symbol) or value(node).is_floating_point()
+    return made if kept else None
+
+
+def _writers(node: Node) -> list[Node]:
+    """The nodes that write to the memory of a tensor."""
+    memory, nodes = storage(node), node.graph.nodes
+    return [n for n in nodes if any(storage(t) in (memory, None) for t in written(n))]
+
+
+def of_classes_alone(expr: Any) -> bool:
+    """Whether an expression is one of a logit and of what is given at its class, without a softmax
+    and without rows."""
+    return all(s == Z or s.name.startswith(OF_CLASS) for s in expr.free_symbols)

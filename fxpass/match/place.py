@@ -1,0 +1,87 @@
+"""Where an operator call stands: after its operands, some of which are moved to it.
+
+In: the nodes that a call reads, and the first node that it replaces. Out: the node after which the
+call stands, and the operands that are moved::
+
+    %lp = log_softmax(%z, -1);  %e = entropy(%lp);  %t = labels[1:];  %a = gather(%lp, -1, %t)
+    ->  the call stands before %e, and %t is moved to it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch.fx import Node
+
+from fxpass.graph.calls import storage, written
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.source import call_name
+from fxpass.match.views import VIEWS
+
+
+def writes(operands: Collection[Node], end: Node) -> list[Node]:
+    """The nodes before ``end`` that change operands in place: ``q = zeros(n, v); q.scatter_(...)``.
+
+    Raises:
+        NoMatch: the memory of an operand is unknown.
+    """
+    memory = {storage(node) for node in operands if is_tensor(node)}
+    found = []
+    for node in end.graph.nodes:
+        if node is end:
+            break
+        changed = {storage(operand) for operand in written(node)}
+        if changed and None in memory | changed:
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) may change an operand in place")
+        if not changed.isdisjoint(memory):
+            found.append(node)
+    return found
+
+
+def movable(node: Node, first: Node) -> list[Node] | None:
+    """The nodes that have to be moved before ``first`` so that ``node`` exists there, in the
+    graph's order; None if they cannot be moved. A tensor with gradients would get another mode of
+    autograd."""
+    if node < first:
+        return []
+    if node.op == "placeholder" or not is_tensor(node) or value(node).requires_grad:
+        return None
+    between = first
+    while between is not node:
+        if written(between):
+            return None
+        between = between.next
+    if function_of(node) not in _PURE or written(node):
+        return None
+    found: dict[Node, None] = {}
+    for operand in node.all_input_nodes:
+        before = movable(operand, first)
+        if before is None:
+            return None
+        found |= dict.fromkeys(before)
+    return sorted(found | {node: None})
+
+
+# Functions of indices and masks.
+_PURE = {
+    *VIEWS,
+    *("add", "sub", "clamp", "clamp_min", "where", "masked_fill", "remainder", "to", "long"),
+    *("eq", "ne", "lt", "gt", "le", "ge", "expand", "arange", "float", "type_as", "mul", "neg"),
+}
+
+
+def place(linear: Node, operands: Collection[Node], first: Node) -> tuple[Node, tuple[Node, ...]]:
+    """The node after which the call stands, and the operands that are moved to it."""
+    moved: dict[Node, None] = {}
+    after = max(linear, *writes(operands, first), linear)
+    for operand in operands:
+        nodes = movable(operand, first)
+        if nodes is None:
+            reason = f"%{operand.name} is an operand, and is computed after %{first.name}"
+            raise NoMatch(operand, reason)
+        moved |= dict.fromkeys(nodes)
+        after = max(after, operand) if not nodes else after
+    for node in moved:
+        after = max(after, *(n for n in node.all_input_nodes if n not in moved), after)
+    return after, tuple(sorted(moved))

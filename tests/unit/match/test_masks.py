@@ -1,0 +1,311 @@
+"""What is given at a class: masks, factors and margins of classes, targets of all classes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fxpass.spec.expression import text
+from tests.support.programs import B, D, S, V, check, head_of, inputs, reason_of, report_of, spec_of
+
+BANNED = torch.arange(V) % 3 == 1
+U = torch.rand(V) + 0.5
+TARGETS = (torch.rand(B, S, V) < 0.3).float()
+HELD = torch.rand(B, S, V) < 0.3
+HELD[..., 0] = False  # a row without classes has no softmax
+MARGINS = torch.rand(V)
+
+
+def targets(z):
+    return TARGETS.to(torch.promote_types(z.dtype, torch.float32))
+
+
+def hot(t):
+    return F.one_hot(t, V)
+
+
+def cosine(z):
+    return (z / 4).clamp(-1 + 1e-6, 1 - 1e-6)
+
+
+def arc(z, t):
+    sine = (1 - cosine(z).square()).sqrt()
+    phi = torch.where(cosine(z) > -0.8, cosine(z) * 0.9 - sine * 0.4, cosine(z) - 0.2)
+    at = torch.zeros_like(z).scatter_(-1, t.unsqueeze(-1), 1.0)
+    return 16 * (at * phi + (1.0 - at) * cosine(z))
+
+
+def in_place(z, mask):
+    z.masked_fill_(mask, -5)
+    return z
+
+
+# Of logits [B, S, V] and labels [B, S]; the transform.
+LOGITS = {
+    "masked classes": (lambda z, t: z.masked_fill(BANNED, -5), "where(given0>0,-5,z)"),
+    "masked with -inf": (lambda z, t: z.masked_fill(BANNED & (BANNED.sum() > V), -math.inf),
+        "where(given0>0,-inf,z)"),
+    "masked in place": (lambda z, t: in_place(z, BANNED), "where(given0>0,-5,z)"),
+    "masked elements": (lambda z, t: z.masked_fill(HELD, -5), "where(given0>0,-5,z)"),
+    "where of a mask": (lambda z, t: torch.where(BANNED, -5.0, z), "where(given0>0,-5,z)"),
+    "where of a mask, twice the logits": (
+        lambda z, t: torch.where(HELD, torch.tanh(z), 2 * z), "where(given0>0,tanh(z),2*z)"),
+    "a factor of each class": (lambda z, t: z * U, "given0*z"),
+    "a temperature of each class": (lambda z, t: z / U[None], "z*given0**(-1)"),
+    "a factor and a bias of each class": (lambda z, t: z * U + MARGINS, "given0+given1*z"),
+    "a function of a factor": (lambda z, t: torch.tanh(z * U), "tanh(given0*z)"),
+    "values of all classes": (lambda z, t: z + TARGETS, "given0+z"),
+    "CosFace": (lambda z, t: 16.0 * (z - 0.35 * hot(t)), "-5.6*hit0+16*z"),
+    "margins of classes": (lambda z, t: z - hot(t) * MARGINS, "-given0+z"),
+    "ArcFace": (lambda z, t: 8.0 * torch.cos(cosine(z).acos() + 0.5 * hot(t).float()), ""),
+    "ArcFace by sines": (arc, ""),
+    "a margin by scatter_": (
+        lambda z, t: z - torch.zeros_like(z).scatter_(-1, t.unsqueeze(-1), 0.5), "-0.5*hit0+z"),
+    "a margin by scatter": (
+        lambda z, t: z - torch.zeros_like(z).scatter(-1, t.unsqueeze(-1), 0.5), "-0.5*hit0+z"),
+    "all but the target": (
+        lambda z, t: z.masked_fill(hot(t).bool(), -7), "where(hit0>0,-7,z)"),
+    "a margin at another class": (lambda z, t: z + hot((t + 1) % V), "hit1+z"),
+    "margins of rows": (lambda z, t: z - hot(t) * MARGINS[t].unsqueeze(-1), "-given0+z"),
+    "a margin by a mask of elements": (
+        lambda z, t: torch.where(torch.arange(V) == t.unsqueeze(-1), z - 0.5, z),
+        "where(given0>0,z-0.5,z)"),
+}  # fmt: skip
+
+
+def losses(name):
+    def program(x, weight, labels):
+        logits = LOGITS[name][0](F.linear(x, weight), labels)
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1))
+
+    return program
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_losses(name):
+    x, weight, labels = inputs()
+    found = text(spec_of(losses(name), x, weight, labels).transform)
+    assert found == LOGITS[name][1] or not LOGITS[name][1]
+    check(losses(name), labels, x, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", LOGITS)
+def test_losses_in_other_dtypes(name, dtype):
+    check(losses(name), *inputs(dtype)[::-1][:1], *inputs(dtype)[:2])
+
+
+def reductions(name):
+    def program(x, weight, labels):
+        z = LOGITS[name][0](F.linear(x, weight), labels)
+        log = z.log_softmax(-1)
+        entropy = -(log.exp() * log).sum(-1)
+        picked = log.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+        return (picked * entropy).square().sum() + (z.argmax(-1) == labels).sum()
+
+    return program
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_other_reductions(name):
+    x, weight, labels = inputs()
+    (head,) = report_of(reductions(name), x, weight, labels).matches
+    assert len(head.calls) == 1
+    check(reductions(name), labels, x, weight)
+
+
+# ---------------------------------------------------------------- sums over the classes
+
+SUMS = {
+    "bce_with_logits": lambda z, t: F.binary_cross_entropy_with_logits(z, targets(z)),
+    "bce_with_logits, sum, by keyword": lambda z, t: F.binary_cross_entropy_with_logits(
+        target=targets(z), input=z, reduction="sum"),
+    "bce_with_logits, none": lambda z, t: F.binary_cross_entropy_with_logits(
+        z, targets(z), reduction="none").sum(-1).square().sum(),
+    "bce_with_logits, weights": lambda z, t: F.binary_cross_entropy_with_logits(
+        z, targets(z), weight=U.to(targets(z)), pos_weight=MARGINS.to(targets(z))),
+    "bce_with_logits of one_hot": lambda z, t: F.binary_cross_entropy_with_logits(z, hot(t).to(targets(z))),
+    "softplus": lambda z, t: (F.softplus(z) - targets(z) * z).sum(-1).mean(),
+    "logsigmoid": lambda z, t: -(
+        targets(z) * F.logsigmoid(z) + (1 - targets(z)) * F.logsigmoid(-z)).sum(-1).mean(),
+    "sigmoid focal": lambda z, t: (
+        F.binary_cross_entropy_with_logits(z, targets(z), reduction="none")
+        * (1 - z.sigmoid() * targets(z) - (1 - z.sigmoid()) * (1 - targets(z))) ** 2).sum(),
+    "a function at one_hot": lambda z, t: (hot(t) * z.clamp(-1, 1)).sum(-1).square().sum(),
+    "the exponential of one-hot logits": lambda z, t: (
+        (z * hot(t)).exp().sum(-1).log().square().sum()),
+}  # fmt: skip
+
+
+def sums(name):
+    return lambda x, weight, labels: SUMS[name](F.linear(x, weight), labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_functions(name, dtype):
+    x, weight, labels = inputs(dtype)
+    (head,) = report_of(sums(name), x, weight, labels).matches
+    assert len(head.calls) == 1
+    check(sums(name), labels, x, weight)
+
+
+def test_confident_logits():
+    """Where softplus and the target's logit cancel, no digit is lost."""
+
+    def program(x, weight, labels):
+        return F.binary_cross_entropy_with_logits(300 * F.linear(x, weight), hot(labels).float())
+
+    x, weight, labels = inputs()
+    assert report_of(program, x, weight, labels).matches
+    check(program, labels, x, weight)
+
+
+TRAINED = {
+    "a factor of each class": lambda z, u, v: z * u,
+    "a temperature of each class": lambda z, u, v: z / (u + 0.5),
+    "a bias after a function": lambda z, u, v: torch.tanh(z) * 3 + u,
+    "vector scaling": lambda z, u, v: z * u + u.square(),
+    "an exponent of both": lambda z, u, v: torch.tanh(z * u) * 2 - v,
+    "masked values": lambda z, u, v: torch.where(BANNED, z * u, z - v),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TRAINED)
+def test_what_is_trained(name, dtype):
+    def program(x, weight, u, v, labels):
+        z = TRAINED[name](F.linear(x, weight), u, v)
+        entropy = torch.special.entr(z.softmax(-1)).sum(-1)
+        return F.cross_entropy(z.view(-1, V), labels.view(-1)) + entropy.square().mean()
+
+    x, weight, labels = inputs(dtype)
+    u, v = U.to(dtype, copy=True).requires_grad_(), TARGETS.to(dtype)
+    (call,) = head_of(program, x, weight, u, v, labels).calls
+    assert any(name.startswith("given") for name in call.spec.gradients)
+    check(program, labels, x, weight, u, v)
+
+
+# ---------------------------------------------------------------- what is left alone
+
+
+def written(t):
+    made = hot(t).float()
+    made[..., 0] = 0.5
+    return made
+
+
+def test_other_logits_that_are_trained():
+    """They, and their gradients, take as much memory as the logits."""
+
+    def program(x, weight, others, labels):
+        return F.cross_entropy((F.linear(x, weight) + others).view(-1, V), labels.view(-1))
+
+    x, weight, labels = inputs()
+    others = TARGETS.clone().requires_grad_()
+    assert "which needs a gradient" in reason_of(program, x, weight, others, labels)
+    check(program, labels, x, weight, others)
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+@pytest.mark.parametrize("values", [True, False])
+def test_some_rows_after_a_margin(softmax, values):
+    """What is given has the rows from before."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight) - (TARGETS if values else 0.4 * hot(labels))
+        z = z.log_softmax(-1) if softmax else z
+        return F.cross_entropy(z[1:].flatten(0, 1), labels[1:].flatten())
+
+    x, weight, labels = inputs()
+    report_of(program, x, weight, labels)
+    check(program, labels, x, weight)
+
+
+@pytest.mark.parametrize("margin", [True, False])
+@pytest.mark.parametrize("scattered", [True, False])
+def test_labels_that_change_after_a_one_hot_tensor(margin, scattered):
+    def program(x, weight, labels):
+        t, z = labels.clone(), F.linear(x, weight)
+        at = hot(t)
+        if scattered:
+            at = torch.zeros_like(z).scatter_(-1, t.unsqueeze(-1), 1.0)
+        z = z - 0.5 * at if margin else z
+        t.copy_((t + 1) % V)
+        loss = F.cross_entropy(z.view(-1, V), labels.view(-1))
+        return loss if margin else loss + (at * z.log_softmax(-1)).sum(-1).mean()
+
+    x, weight, labels = inputs()
+    check(program, labels, x, weight)
+
+
+def test_a_one_hot_tensor_that_is_written_to():
+    def program(x, weight, labels):
+        return F.cross_entropy((F.linear(x, weight) * written(labels)).view(-1, V), labels.view(-1))
+
+    x, weight, labels = inputs()
+    assert text(spec_of(program, x, weight, labels).transform) == "given0*z"
+    check(program, labels, x, weight)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_comparisons_are_not_counted(dim):
+    """How many logits are large is a count; where they are, a branch."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        return F.cross_entropy(z.view(-1, V), labels.view(-1)), (z > 0).sum(dim - 2)
+
+    x, weight, labels = inputs()
+    loss, count = torch.compile(program, backend="fusedce")(x, weight, labels)
+    assert torch.equal(count, program(x, weight, labels)[1])
+    assert loss.isfinite()
+
+
+def test_ignored_labels_have_no_margin():
+    """A label that is ignored is no class, and no element of a mask."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        z = torch.where(torch.arange(V) == labels.unsqueeze(-1), z - 0.5, z)
+        loss = F.cross_entropy(z.view(-1, V), labels.view(-1))
+        return loss + z.logsumexp(-1).square().mean()
+
+    x, weight, labels = inputs()
+    labels[0, 1] = -100
+    assert report_of(program, x, weight, labels).matches
+    check(program, labels, x, weight)
+
+
+def test_hidden_values_are_no_classes():
+    """A regression is a sum of functions of outputs too, but none is a class."""
+
+    def program(x, weight):
+        return (
+            F.mse_loss(F.linear(x, weight), TARGETS)
+            + (F.linear(x, weight) - TARGETS).square().sum()
+        )
+
+    x, weight, _ = inputs()
+    report = report_of(program, x, weight)
+    assert not report.matches
+    assert not report.rejections
+
+
+@pytest.mark.parametrize("kept", ["keep", "defer"])
+def test_returned_logits(kept):
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        shown = z.masked_fill(BANNED, -5) * U
+        return F.cross_entropy(shown.view(-1, V), labels.view(-1)), z
+
+    x, weight, labels = inputs()
+    chosen = {"fusedce.logits": kept, "fusedce.inner": "eager"}
+    torch._dynamo.reset()
+    loss, z = torch.compile(program, backend="fusedce", options=chosen)(x, weight, labels)
+    theirs = program(x, weight, labels)
+    torch.testing.assert_close((loss, z * 1), theirs)
+    assert x.shape[-1] == D
