@@ -28,7 +28,6 @@ from fxpass.match.leaving import Deferred, deferred_outputs
 from fxpass.match.linears import LINEARS, linear_of
 from fxpass.match.modes import Mode, modes_of
 from fxpass.settings import Settings
-from fxpass.spec.reductions import LogitSum
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ def heads_of(region: Region, settings: Settings) -> Heads:
     """Reads all linears of a region, and decides which are fused."""
     modes = modes_of(region.module.graph)
     found = Heads()
-    flows = list(_flows(region, modes, settings, found))
+    flows = list(_owned(list(_flows(region, modes, settings, found)), found))
     while True:
         found.deferred = _deferred(region, flows, modes, settings)
         found.fused = list(_decided(flows, modes, settings, found))
@@ -84,7 +83,7 @@ def _flows(
             for no in flow.stops:
                 log.debug("%s: %s", source_line(node), no.reason)
                 found.stops[no.node] = no
-            if any(not isinstance(o, LogitSum) for o in flow.computed):
+            if flow.of_classes:
                 yield flow
             elif flow.stops:
                 found.reasons[node] = flow.stops[0]
@@ -96,6 +95,31 @@ def _flows(
             log.warning("%s: reading the graph failed", source_line(node), exc_info=True)
             reason = f"fxpass failed to read it, please report this: {error!r}"
             found.reasons[node] = NoMatch(node, reason)
+
+
+def _owned(flows: Collection[Flow], found: Heads) -> Iterable[Flow]:
+    """The flows, where a reduction that reads the logits of several heads is one of one head, and
+    stops the others: of a student, not of its teacher, and else of the last one."""
+    owners: dict[Node, Flow] = {}
+    for flow in flows:
+        for reduced in flow.reductions:
+            owner = owners.get(reduced.node)
+            if owner is None or _trains(flow) or not _trains(owner):
+                owners[reduced.node] = flow
+    for flow in flows:
+        for reduced in [r for r in flow.reductions if owners[r.node] is not flow]:
+            other = owners[reduced.node].linear.node
+            no = NoMatch(reduced.node, f"%{reduced.node.name} is fused with the head %{other.name}")
+            flow.stops.append(no)
+            flow.reductions.remove(reduced)
+        if flow.reductions:
+            yield flow
+        else:
+            found.reasons[flow.linear.node] = flow.stops[-1]
+
+
+def _trains(flow: Flow) -> bool:
+    return value(flow.linear.node).requires_grad
 
 
 def _deferred(
