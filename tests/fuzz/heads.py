@@ -123,7 +123,7 @@ class _Scope(Scope):
         """Values in the place of the logits."""
         shape = tuple(self.env[self.z].shape)
         if shape == tuple(self.env["q"].shape):
-            return "q"
+            return "F.linear(x, w2).softmax(-1)" if self.maybe(0.2) else "q"
         if len(shape) == 2 and shape[0] * shape[1] == self.env["q"].numel():
             return f"q.reshape(-1, {shape[1]})"
         return f"torch.linspace(0.1, 1.3, {self.env[self.z].numel()}).reshape({shape})"
@@ -162,6 +162,8 @@ class _Body:
                 self.arithmetic()
             if rng.random() < 0.03:
                 self.unknown()
+            if rng.random() < 0.04:
+                self.add(rng.choice(reductions.CHANGES))
         return bool(self.rows) and self.loss()
 
     def returned(self) -> tuple[str, ...]:

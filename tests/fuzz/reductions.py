@@ -70,10 +70,28 @@ EDITS = (
     *("torch.tanh({z} * tem)", "torch.tanh({z} / s) * 2", "F.softplus({z} / tem)"),
     *("torch.stack([{z}, {z}], 1)[:, 1]", "{z} * (1 + tem).detach() - cw"),
 )
+# What is given at a class: masks, factors, margins at a target, values of all classes.
+MASKS = (
+    *("{z}.masked_fill(u > 0.4, -9)", "{z}.masked_fill({given} > 0.3, -5.0)", "{z} * cw"),
+    *("torch.where(cw > 0.7, -6.0, {z})", "torch.where({given} > 0.2, {z}, {z} * 0.5)"),
+    *("torch.where({z} > 0.3, {z}, 0.2 * {z} + 0.24)", "{z} / (cw + 0.5)", "{z} * u.detach()"),
+    *("torch.tanh({z} * cw)", "{z} + {given}.detach()", "{z} - 0.35 * F.one_hot({lab}, {V})"),
+    *("2 * ({z} - F.one_hot({lab}, {V}).to({z}.dtype) * 0.5)", "{z} * (1 + F.one_hot({lab}, {V}))"),
+    *("{z} - torch.zeros_like({z}).scatter({d}, {lab1}, 0.4)", "{z}.clamp(-0.9, 0.9).acos()"),
+    *(
+        "{z}.masked_fill(F.one_hot({lab}, {V}).bool(), -4)",
+        "torch.where({z}.detach() > 0, {z}, {z} * 0.7)",
+    ),
+    *("torch.where(torch.arange({V}) == {lab}.unsqueeze(-1), {z} - 0.4, {z})", "{z} * {given}"),
+    *("torch.sin({z} - F.one_hot({lab}, {V}) * u.detach())", "{z}.masked_fill(cw > 0.9, {f})"),
+)
 IN_PLACE = (
     *("{z} /= tem", "{z}.div_(tem)", "{z} *= 0.5", "{z}.div_(s)", "{z} -= {keep}", "{z}.tanh_()"),
-    *("{z} += u", "{z}.mul_(1.5)", "{z}.sub_({keep})"),
+    *("{z} += u", "{z}.mul_(1.5)", "{z}.sub_({keep})", "{z}.masked_fill_(cw > 0.6, -7)"),
+    *("{z} *= cw", "{z} -= 0.3 * F.one_hot({lab}, {V})"),
 )
+# Tensors that are read before, and perhaps after.
+CHANGES = ("t.copy_((t + 1) % 7)", "cw.mul_(0.5)", "t[0] = 2", "cw[2] = 0.1")
 NORMAL = (
     *["{z}.log_softmax({d})", "F.log_softmax({z}, dim={d})", "{z}.softmax({d})"] * 3,
     *("F.log_softmax({z}.float(), {d})", "F.softmax({z}, {d}, dtype=torch.float32)"),
@@ -96,6 +114,7 @@ BEFORE = {
     TEMPERATURES: 20,
     SOFTCAPS: 10,
     EDITS: 15,
+    MASKS: 15,
     IN_PLACE: 10,
     MOVES: 5,
     CLASS_SLICES: 1,
@@ -111,6 +130,7 @@ BETWEEN = {
     IN_PLACE: 4,
     SOFTCAPS: 3,
     EDITS: 4,
+    MASKS: 6,
 }
 
 # ---------------------------------------------------------------- from logits to rows
@@ -147,6 +167,18 @@ SUMS: Recipes = (
     ("r% = F.kl_div({z}.log_softmax({d}), {given}, reduction='batchmean')",),
     ("lp% = {z}.log_softmax({d})", "r% = ({given} * ({given}.log() - lp%)).sum({d})"),
     ("lp% = {z}.log_softmax({d})", "r% = (lp%.exp() * (lp% - {given})).sum({d})"),
+)
+BINARIES: Recipes = (
+    (
+        "r% = F.binary_cross_entropy_with_logits({z}, {given}.to({z}.dtype), reduction='none').sum({d})",
+    ),
+    ("r% = F.binary_cross_entropy_with_logits({z}, {given}, pos_weight=cw, reduction='sum')",),
+    ("r% = F.binary_cross_entropy_with_logits({z}, {given}.detach(), weight=cw)",),
+    ("r% = (F.softplus({z}) - {given} * {z}).sum({d})",),
+    ("r% = -({given} * F.logsigmoid({z}) + (1 - {given}) * F.logsigmoid(-{z})).sum({d})",),
+    ("r% = (F.one_hot({lab}, {V}) * {z}.tanh()).sum({d})",),
+    ("p% = {z}.sigmoid()", "r% = ((1 - p%) ** 2 * {given} * F.softplus(-{z})).sum({d})"),
+    ("r% = ({z}.tanh() * cw + {z}.sigmoid() * {given}).mean({d})",),
 )
 ENTROPIES: Recipes = (
     ("lp% = {z}.log_softmax({d})", "p% = lp%.exp()", "r% = -(p% * lp%).sum({d})"),
@@ -265,6 +297,7 @@ LOSSES: Recipes = (
 )
 REDUCTIONS: dict[Recipes, int] = {
     SUMS: 20,
+    BINARIES: 8,
     ENTROPIES: 16,
     LSES: 14,
     PICKS: 24,
