@@ -135,6 +135,25 @@ def _log_probs_by_rows(h: Tensor, labels: Tensor, w: Tensor) -> tuple[Tensor, ..
     return (-(picked.flatten() * torch.linspace(-1, 2, len(labels))).mean(),)
 
 
+def _masked(h: Tensor, labels: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """A vocabulary whose last classes are padding."""
+    count = len(w) - len(w) // 16
+    logits = F.linear(h, w).masked_fill(torch.arange(len(w)) >= count, -1e4)
+    return (F.cross_entropy(logits, labels.clamp(max=count - 1)),)
+
+
+def _margin(h: Tensor, labels: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """CosFace."""
+    cosines = F.linear(F.normalize(h), F.normalize(w))
+    margins = 0.35 * F.one_hot(labels, len(w))
+    return (F.cross_entropy(16 * (cosines - margins), labels),)
+
+
+def _binary(h: Tensor, labels: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    logits = F.linear(h, w)
+    return (F.binary_cross_entropy_with_logits(logits, F.one_hot(labels, len(w)).to(logits)),)
+
+
 def _chunks(count: int) -> Callable[..., Program]:
     def loss(h: Tensor, labels: Tensor, w: Tensor) -> tuple[Tensor, ...]:
         parts = zip(h.chunk(count), labels.chunk(count), strict=True)
@@ -165,6 +184,9 @@ PROGRAMS: dict[str, Callable[[Sizes], Program]] = {
     "accuracy and entropy": _head(_metrics),
     "log-probabilities and entropy": _head(_log_probs_and_entropy),
     "log-probabilities, 4 sequences": _head(_log_probs_by_rows),
+    "masked classes": _head(_masked),
+    "margin at the target": _head(_margin),
+    "binary cross-entropy": _head(_binary),
     **{f"cross-entropy, {n} chunks": _chunks(n) for n in (4, 16, 32)},
     **{f"log-probabilities, {n} chunks": _log_prob_chunks(n) for n in (4, 16, 32)},
 }
