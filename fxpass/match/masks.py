@@ -86,8 +86,11 @@ def _scattered(flow: Flow, node: Node, like: Classes) -> Expr | None:
 
 def _hot(flow: Flow, node: Node, index: Node) -> Symbol | None:
     """The symbol of a one-hot tensor; None if its class indices change after ``node``."""
-    changed = any(writer > node for writer in _writers(index))
-    return None if changed else flow.tensor(index_of(index), "hot")
+    base = index_of(index)
+    if any(writer > base for writer in _writers(base)):
+        base = index  # a view may be a copy, from before
+    changed = any(writer > node for writer in _writers(base))
+    return None if changed else flow.tensor(base, "hot")
 
 
 def index_of(node: Node) -> Node:

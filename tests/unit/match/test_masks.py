@@ -227,9 +227,16 @@ def test_some_rows_after_a_margin(softmax, values):
 
 @pytest.mark.parametrize("margin", [True, False])
 @pytest.mark.parametrize("scattered", [True, False])
-def test_labels_that_change_after_a_one_hot_tensor(margin, scattered):
+@pytest.mark.parametrize("copied", [True, False])
+def test_labels_that_change_after_a_one_hot_tensor(margin, scattered, copied):
     def program(x, weight, labels):
         t, z = labels.clone(), F.linear(x, weight)
+        if copied:  # the view of a transposed tensor is a copy
+            hot_of = t.t().reshape(-1)
+            z = z.transpose(0, 1).reshape(-1, V)
+            z = z - 0.5 * F.one_hot(hot_of, V)
+            t.copy_((t + 1) % V)
+            return F.cross_entropy(z, labels.t().reshape(-1))
         at = hot(t)
         if scattered:
             at = torch.zeros_like(z).scatter_(-1, t.unsqueeze(-1), 1.0)
