@@ -164,11 +164,8 @@ class Arithmetic(Local):
 
     def _sum_of_given(self, expr: Any) -> Node:
         """The sum over the classes of an expression of given values."""
-        factors = expr.args if isinstance(expr, sympy.Mul) else (expr,)
         terms = {s: self._computed(s) for s in expr.free_symbols}
-        plain = [terms[f] for f in factors if f in terms]
-        if len(plain) == len(factors) == 2 and all(value(f).dim() == 2 for f in plain):
-            return self.function(torch.einsum, "nv,nv->n", *plain)  # no product [N, V]
+        # no einsum: autocast around it would make it one of bf16
         return self.method("sum", self._elementwise(expr, terms), -1)
 
     def _computed(self, symbol: Any) -> Node:

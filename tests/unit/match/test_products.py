@@ -160,3 +160,17 @@ def test_rejected(case, caplog):
         assert not report_of(program, x, weight, labels).matches
     assert REJECTED[case][1] in caplog.text
     check(program, labels, x, weight)
+
+
+def test_sums_of_given_values_under_autocast():
+    """What the rewrite inserts keeps its dtype."""
+
+    def program(x, weight, labels):
+        log = F.linear(x, weight).log_softmax(-1)
+        q = torch.full_like(log, 1 / 7).detach() + torch.linspace(0, 1, log.shape[-1])
+        with torch.autocast("cpu", torch.bfloat16):
+            return (q * (q.log() - log)).sum(-1).square().sum()
+
+    x, weight, labels = inputs()
+    assert report_of(program, x, weight, labels).matches
+    check(program, labels, x, weight)
