@@ -10,8 +10,11 @@ numbers::
     >>> print([line.strip() for line in lines if "s11 =" in line][-1])
     s11 = decay * (s10 * shift + s11) + tl.sum(e * near, 0)
 
-The template says what the kernel computes and what its parameters are. It reads :class:`Features`,
-and what a call does not ask for leaves no text.
+The template says what the kernel computes and what its parameters and variables are. Of an output
+``moment(1,2,w0)``, s12_0 is the sum under the largest logit m, m12_0 the moment of the log-softmax,
+d_m12_0 its incoming gradient. With y = z - m, e is exp(y), and ``near`` and ``away`` are y without
+infinities and without what lies behind the classes; under a new maximum, ``shift`` and ``gap`` are
+the old one minus the new one, and decay = exp(shift).
 
 The name of a kernel is a hash of the text: it is the same in every process, and specs with the same
 text share a kernel. The module does not import triton, so it runs on any platform.
@@ -23,34 +26,27 @@ import functools
 import hashlib
 import math
 import textwrap
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from sympy import Symbol
 
 from fxpass.kernels import expression
-from fxpass.kernels.reduction_text import (
-    Sum,
-    coefficients_of,
-    gradient_name_of,
-    log_name_of,
-    normalised_of,
-    places_of,
-    slope_of,
-    sums_of,
-    terms_of,
-    value_of,
-)
 from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
 from fxpass.spec.expression import Z, operands, text
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
+    LogitSum,
     Moment,
     Output,
     Reductions,
     Terms,
     for_slopes,
+    normalised,
+    raw,
+    shifted,
 )
 
 # Most of a softmax over a vocabulary is below 6e-5, where fp16 loses precision, or below 6e-8, its
@@ -67,32 +63,26 @@ _CONSTANTS["LOG2_E"] = math.log2(math.e)
 _NAME = "kernel_NAME"
 
 
-@dataclass(frozen=True)
-class Kernel:
+class Kernel(NamedTuple):
     """A generated kernel: the function's name and the module that defines it."""
 
     name: str
     source: str
 
 
-@dataclass(frozen=True)
-class Features:
-    """What changes the text of a kernel.
+class Features(NamedTuple):
+    """What changes the text of a kernel, beside its spec.
 
     Attributes:
-        spec: the outputs, the transform and the moments that are saved.
-        forward: whether the kernel computes the outputs, and a total with its gradient; otherwise
-            it computes the gradient of outputs.
         biased, scaled: whether there is a bias in f32, and a scale of the rows.
         several: whether a row may have another number of picks than one.
         given: whether each of the weights is ``[N, V]`` and not ``[V]``.
         whole_row: whether one block has all classes, so that each logit is read once.
-        ragged: whether the number of classes is no multiple of ``PADDING``.
+        ragged: whether the number of classes is no multiple of ``PADDING``: the columns up to the
+            next one may be overwritten.
         apart: whether the logits are given: they are not written to, nor is what lies behind them.
     """
 
-    spec: Reductions
-    forward: bool
     biased: bool = False
     scaled: bool = False
     several: bool = False
@@ -101,253 +91,23 @@ class Features:
     ragged: bool = False
     apart: bool = False
 
-    @property
-    def padded(self) -> bool:
-        """Whether the columns from V to the next multiple of ``PADDING`` may be overwritten."""
-        return self.ragged and not self.apart
-
-    @property
-    def backward(self) -> bool:
-        """Whether the kernel computes a gradient."""
-        return not self.forward or bool(self.spec.total and self.spec.gradients)
-
-    @property
-    def read(self) -> tuple[Output, ...]:
-        """The outputs, those of the total too."""
-        return tuple(dict.fromkeys((*self.spec.outputs, *self.spec.total)))
-
-    @property
-    def differentiated(self) -> tuple[Output, ...]:
-        """The outputs with incoming gradients, in their order; those of a total are its weights."""
-        return self.spec.total or self.spec.rows
-
-    # ------------------------------------------------------------ the logits
-
-    @property
-    def transformed(self) -> bool:
-        return self.spec.transform != Z
-
-    @cached_property
-    def varying(self) -> bool:
-        """Whether the slope of the transform differs from class to class."""
-        return self.backward and not expression.unit_slope(self.spec.transform)[1].is_number
-
-    @property
-    def hits(self) -> list[int]:
-        """The picks that the transform compares classes with."""
-        return [i for kind, i in operands(self.spec.transform) if kind == "hit"]
-
-    @property
-    def weights_of_transform(self) -> list[int]:
-        """The positions of the given values that the transform reads."""
-        return [i for kind, i in operands(self.spec.transform) if kind == "given"]
-
-    def transform(self, logit: str, given: str = "w{}", hit: str = "h{}") -> str:
-        """The arguments of the transform: a logit and what is read beside it, as text of its
-        position."""
-        text = {"given": given, "hit": hit}
-        read = (text[kind].format(i) for kind, i in operands(self.spec.transform))
-        return ", ".join((logit, *read))
-
-    @property
-    def scale_gradient(self) -> bool:
-        return self.backward and "scale" in self.spec.gradients
-
-    @property
-    def functions(self) -> str:
-        """The source of each function that transforms a logit."""
-        if not self.transformed:
-            return ""
-        sources = expression.functions(self.spec.transform, self.backward)
-        return "".join(f"{source}\n\n\n" for source in sources)
-
-    @property
-    def title(self) -> str:
-        of_backward = "the gradient of the logits" + " in place" * (not self.apart)
-        if not self.forward:
-            return f"Reductions of rows of logits: {of_backward}"
-        return "Reductions of rows of logits" + f", and {of_backward}" * self.backward
-
-    @property
-    def facts(self) -> str:
-        """What the docstring of a generated module says."""
-        said = {
-            ", ".join(map(str, self.spec.outputs)): bool(self.spec.outputs),
-            f"total of {', '.join(map(str, self.spec.total))}": bool(self.spec.total),
-            "several picks": self.several and bool(self.places_of_picks),
-            f"logits {text(self.spec.transform)}": self.transformed,
-            "a scale of each row": self.scaled,
-            "a bias in f32": self.biased,
-        }
-        return textwrap.fill("; ".join(fact for fact, holds in said.items() if holds), 96)
-
-    # ------------------------------------------------------------ forward
-
-    @property
-    def moments(self) -> tuple[Moment, ...]:
-        return tuple(o for o in self.read if isinstance(o, Moment))
-
-    @cached_property
-    def sums(self) -> list[Sum]:
-        """The sums of the first pass."""
-        return sums_of(self.read)
-
-    @property
-    def sums_logarithms(self) -> bool:
-        """Whether a term is an exponential times a power of y."""
-        return any(m.a and m.b for m in self.moments)
-
-    @property
-    def sums_powers(self) -> bool:
-        """Whether a term is a power of y."""
-        return any(not m.a and m.b for m in self.moments)
-
-    @property
-    def sums_squares(self) -> bool:
-        return any(not m.a and m.b > 1 for m in self.moments)
-
-    @property
-    def sliced(self) -> bool:
-        """Whether a launch may have some of the classes."""
-        return not self.forward and in_slices(self.spec)
-
-    @property
-    def first_pass(self) -> bool:
-        return not self.sliced
-
-    @property
-    def finds(self) -> bool:
-        """Whether the kernel looks for the largest logit and its class."""
-        found = not {"max", "amax", "argmax"}.isdisjoint(self.spec.outputs)
-        return found if self.forward else self.first_pass
-
-    @property
-    def shares(self) -> bool:
-        """Whether equal maxima share a gradient."""
-        return not self.forward and "amax" in self.spec.outputs
-
-    @property
-    def said_of_sums(self) -> str:
-        if not self.forward:
-            return "the largest logit"
-        under = "sums over the classes under their maximum m"
-        return under + (" and the largest logit" if self.finds else "")
-
-    @property
-    def normalised(self) -> list[tuple[str, str]]:
-        """The moments of the log-softmax, by name."""
-        return normalised_of(dict.fromkeys((*self.moments, *self.sigmas)))
-
-    @property
-    def stored(self) -> list[tuple[str, str, bool]]:
-        """The place and the value of each output, and whether it has a row for each pick."""
-        places = places_of(self.spec.rows, self.several)
-        return [(place, value_of(o), self.several and o in OF_PICKS) for o, place in places]
-
-    @property
-    def picks(self) -> bool:
-        """Whether there are classes that are picked."""
-        return not set(OF_PICKS).isdisjoint(self.read)
-
-    @property
-    def saved(self) -> list[str]:
-        """The moments that forward writes and backward reads."""
-        return [log_name_of(moment) for moment in self.spec.saved]
-
-    # ------------------------------------------------------------ the gradient
-
-    @property
-    def gain(self) -> str:
-        """The factor of incoming gradients: none for a total without gradients."""
-        return f"{GAIN} * " if self.backward else ""
-
-    @property
-    def incoming(self) -> list[tuple[str, str, bool]]:
-        """The incoming gradient of each output, as :attr:`stored`."""
-        places = places_of(self.differentiated, self.several)
-        return [(gradient_name_of(o), place, self.several and o in OF_PICKS) for o, place in places]
-
-    @property
-    def total(self) -> list[tuple[str, str, bool]]:
-        """The weight and the value of each output of the total, and whether they are vectors."""
-        values = {o: value_of(o) for o in self.spec.total}
-        return [
-            (gradient_name_of(o), f"({v})" if " " in v else v, self.several and o in OF_PICKS)
-            for o, v in values.items()
-        ]
-
-    @property
-    def sigmas(self) -> tuple[Moment, ...]:
-        """The moments that the gradients read."""
-        return for_slopes(self.spec.total) if self.forward and self.backward else self.spec.saved
-
-    @cached_property
-    def _terms(self) -> Terms:
-        return terms_of(self.differentiated, self.sigmas, self.several)
-
-    @property
-    def coefficients(self) -> list[tuple[str, str]]:
-        return coefficients_of(self._terms)
-
-    @property
-    def of_softmax(self) -> bool:
-        """Whether the gradient depends on the softmax or its logarithm."""
-        return any(a or max(b) for (a, _), b in self._terms.coefficients.items())
-
-    @property
-    def of_logarithms(self) -> bool:
-        return any(max(b) for b in self._terms.coefficients.values())
-
-    @property
-    def slope(self) -> str:
-        """The gradient of a logit, but for what single classes add."""
-        return slope_of(self._terms)
-
-    @property
-    def places_of_picks(self) -> list[str]:
-        """The rows of incoming gradients of picks."""
-        return [place for o, place in places_of(self.differentiated, self.several) if o in OF_PICKS]
-
-    @property
-    def picked(self) -> str:
-        """What the class that is picked adds to its gradient."""
-        return self._added(*OF_PICKS)
-
-    @property
-    def first(self) -> str:
-        """What the first of the largest logits adds to its gradient."""
-        return self._added("max", "peak")
-
-    def _added(self, *outputs: str) -> str:
-        return " + ".join(gradient_name_of(o) for o in outputs if o in self.differentiated)
-
-    # ------------------------------------------------------------ weights
-
-    @property
-    def weights_of_sums(self) -> list[int]:
-        return self._weights_of_outputs if self.forward else []
-
-    @property
-    def weights_of_slope(self) -> list[int]:
-        return sorted({w for _, w in self._terms.coefficients if w is not None})
-
-    @property
-    def _weights_of_outputs(self) -> list[int]:
-        weights = (o.weight for o in self.read if not isinstance(o, str))
-        return sorted({w for w in weights if w is not None})
-
-    @property
-    def weights_read(self) -> list[int]:
-        """The positions of the given values, whether a pass reads them or not."""
-        return sorted({*self._weights_of_outputs, *self.weights_of_transform})
-
 
 @functools.cache
 def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel:
     """The kernel for the outputs of rows of logits, with a total's gradient; or for the gradient of
     outputs. Gradients have to be multiplied by :func:`gradient_factor`; the arguments are those of
     :class:`Features`."""
-    module = rendered(f=Features(spec, forward, **present), name=_NAME, **_CONSTANTS)
+    f, backward = Features(**present), not forward or bool(spec.total and spec.gradients)
+    module = rendered(
+        **_CONSTANTS,
+        **_of_module(spec, f, forward, backward),
+        **_of_logits(spec, backward),
+        **_of_sums(spec, f),
+        **_of_gradient(spec, f, forward),
+        **{"f": f, "spec": spec, "forward": forward, "backward": backward, "name": _NAME},
+        sliced=not forward and in_slices(spec),
+        gain=f"{GAIN} * " if backward else "",
+    )
     name = "class_reductions" if forward else "class_reductions_backward"
     name = f"{name}_{hashlib.sha256(module.encode()).hexdigest()[:8]}"
     return Kernel(name, module.replace(_NAME, name))
@@ -356,7 +116,7 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
 def in_slices(spec: Reductions) -> bool:
     """Whether the gradient of outputs can be computed for some of the classes at a time: it needs
     the lse and other sums of a row, which forward has saved, but not its largest logit."""
-    return {"max", "amax", "peak"}.isdisjoint(spec.outputs)
+    return not spec.of_largest
 
 
 @functools.cache
@@ -364,3 +124,218 @@ def gradient_factor(spec: Reductions) -> float:
     """The factor for the kernels' gradients: the constant part of the slope, divided by GAIN."""
     factor, _ = expression.unit_slope(spec.transform)
     return float(factor) / GAIN
+
+
+# ---------------------------------------------------------------- what the template reads
+
+
+def _of_module(spec: Reductions, f: Features, forward: bool, backward: bool) -> dict[str, Any]:
+    """The functions before the kernel, and what the docstring says."""
+    transformed = spec.transform != Z
+    sources = expression.functions(spec.transform, backward) if transformed else []
+    parts = ["Reductions of rows of logits"] + [", and "] * (forward and backward)
+    parts += [": "] * (not forward)
+    parts += ["the gradient of the logits" + " in place" * (not f.apart)] * backward
+    said = {
+        ", ".join(map(str, spec.outputs)): bool(spec.outputs),
+        f"total of {', '.join(map(str, spec.total))}": bool(spec.total),
+        "several picks": f.several and not set(OF_PICKS).isdisjoint((*spec.outputs, *spec.total)),
+        f"logits {text(spec.transform)}": transformed,
+        "a scale of each row": f.scaled,
+        "a bias in f32": f.biased,
+    }
+    return {
+        "title": "".join(parts),
+        "facts": textwrap.fill("; ".join(fact for fact, holds in said.items() if holds), 96),
+        "functions": "".join(f"{source}\n\n\n" for source in sources),
+    }
+
+
+def _of_logits(spec: Reductions, backward: bool) -> dict[str, Any]:
+    """How a logit is transformed, and the given values that are read at its class."""
+    read = operands(spec.transform)
+
+    def transform(logit: str, given: str, hit: str) -> str:
+        """The arguments of the transform: a logit and what is read beside it, as text of its
+        position."""
+        return ", ".join((logit, *({"given": given, "hit": hit}[k].format(i) for k, i in read)))
+
+    sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
+    weights = {o.weight for o in sums if o.weight is not None}
+    return {
+        "transformed": spec.transform != Z,
+        "transform": transform,
+        "with_slope": backward and not expression.unit_slope(spec.transform)[1].is_number,
+        "hits": [i for kind, i in read if kind == "hit"],
+        "positions": sorted({*weights, *(i for kind, i in read if kind == "given")}),
+    }
+
+
+class Sum(NamedTuple):
+    """A sum over the classes: a variable, the term of one class, the sum so far under the new
+    maximum, and whether it is the number of classes, which needs no sum."""
+
+    name: str
+    term: str
+    grown: str
+    counted: bool = False
+
+
+def sums_of(outputs: Iterable[Output]) -> list[Sum]:
+    """The sums that these outputs need; a sum comes after those that it is shifted with.
+
+    >>> for one in sums_of([Moment(1, 1)]):
+    ...     print(f"{one.name}: {one.grown} + sum({one.term})")
+    s10: decay * s10 + sum(e)
+    s11: decay * (s10 * shift + s11) + sum(e * near)
+    """
+    outputs = list(outputs)
+    found = [_of_moment(moment) for moment in raw(outputs)]
+    for output in outputs:
+        if isinstance(output, LogitSum):
+            term = " * ".join([*_weight(output), "tl.where(inside, z, 0.0)"])
+            found.append(Sum(_name(output), term, _name(output)))
+    return found
+
+
+def _of_moment(moment: Moment) -> Sum:
+    a, b, name = moment.a, moment.b, _name(moment)
+    sums = {m: Symbol(_name(m)) for m in raw([moment])}
+    counted = Moment(0, 0)
+    if counted in sums:  # the classes before this block
+        sums[counted] = Symbol("start")
+    shift, decay = Symbol("shift" if a else "gap"), Symbol("decay")
+    # e is a multiple of the shift
+    grown = expression.text(shifted(moment, sums, shift, lambda e: decay ** (e / shift)))
+    if not a and b > 1:
+        grown = f"tl.where(grows, {grown}, {name})"
+    term = " * ".join(["e"] * a + ["near" if a else "away"] * b + _weight(moment))
+    return Sum(name, term, grown, moment == counted)
+
+
+# ``peak``: nan if every logit is -inf
+_VALUES = {"lse": "of_row", "pick": "z_c - m - log_s", "at": "z_c", "max": "highest"}
+_VALUES |= {"amax": "highest", "peak": 'tl.where(s10 == 0.0, float("nan"), -log_s)'}
+
+
+def _of_sums(spec: Reductions, f: Features) -> dict[str, Any]:
+    """The sums of the first pass, and the outputs."""
+    read = tuple(dict.fromkeys((*spec.outputs, *spec.total)))
+    sums = {m: Symbol(_name(m)) for m in raw(read)}
+    log, inverse = Symbol("log_s"), Symbol("inverse")
+
+    def of_log(moment: Moment) -> str:
+        """The moment of the log-softmax; e is a multiple of the logarithm."""
+        return expression.text(normalised(moment, sums, log, lambda e: inverse ** (-e / log)))
+
+    def value(output: Output) -> str:
+        return _VALUES[output] if isinstance(output, str) else _name(output, "m")
+
+    def of_total(output: Output) -> str:
+        d, v = _gradient(output), value(output)
+        term = f"tl.where({d} == 0.0, 0.0, {d} * {f'({v})' if ' ' in v else v})"
+        return f"tl.sum({term}, 0)" if f.several and output in OF_PICKS else term
+
+    return {
+        "sums": sums_of(read),
+        "normalised": [(_name(moment, "m"), of_log(moment)) for moment in sums],
+        "stored": [(place, value(o), mask) for o, place, mask in _places(spec.rows, f.several)],
+        "saved": [_name(moment, "m") for moment in spec.saved],
+        "total": [of_total(output) for output in spec.total],
+    }
+
+
+def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
+    """The incoming gradients, those of a total are its weights, and the gradient of a logit."""
+    outputs = spec.total or spec.rows
+    sigmas = {moment: Symbol(_name(moment, "m")) for moment in for_slopes(outputs)}
+    terms = _terms(outputs, sigmas, f.several)
+    places = _places(outputs, f.several)
+    of_each = _places(outputs, f.several, each="i")
+
+    def added(some: Iterable[str]) -> str:
+        return " + ".join(_gradient(output) for output in some if output in outputs)
+
+    return {
+        "incoming": [(_gradient(output), *place) for output, *place in places],
+        "coefficients": [
+            (_coefficient(a, b, weight), expression.text(value))
+            for (a, weight), polynomial in terms.coefficients.items()
+            for b, value in polynomial.items()
+        ],
+        "slope": _slope(terms),
+        "places_of_picks": [place for output, place, _ in of_each if output in OF_PICKS],
+        "picked": added(OF_PICKS),
+        "at_first": "" if forward else added(("max", "peak")),
+        "shares": not forward and "amax" in outputs,
+    }
+
+
+def _terms(outputs: Iterable[Output], sigmas: dict[Moment, Any], several: bool) -> Terms:
+    """The slope of some outputs with incoming gradients, but for what single classes add."""
+    terms = Terms()
+    for output in outputs:
+        grad = Symbol(_gradient(output))
+        if isinstance(output, Moment):
+            terms.add_moment(output, grad, sigmas)
+        elif isinstance(output, LogitSum):
+            terms.add(0, 0, output.weight, grad)
+        elif output == "lse":
+            terms.add(1, 0, None, grad)
+        elif output in ("pick", "peak"):
+            of_picks = several and output == "pick"
+            terms.add(1, 0, None, -Symbol(f"{grad}_sum") if of_picks else -grad)
+    return terms
+
+
+def _slope(terms: Terms) -> str:
+    """The slope of a logit, from its coefficients; a block of zeros if there are none."""
+    found, vector = [], False
+    for (a, weight), polynomial in terms.coefficients.items():
+        value = ""
+        for b in range(max(polynomial), -1, -1):  # Horner's scheme
+            value = f"l * ({value})" if " + " in value else f"l * {value}" if value else ""
+            if b in polynomial:
+                coefficient = _coefficient(a, b, weight)
+                value = f"{coefficient} + {value}" if value else coefficient
+        factors = ["p"] * a + [f"w{weight}"] * (weight is not None)
+        vector |= bool(factors) or max(polynomial) > 0
+        found.append(" * ".join([*factors, f"({value})" if factors and " " in value else value]))
+    return " + ".join([*["tl.zeros((BLOCK_V,), tl.float32)"] * (not vector), *found])
+
+
+def _places(
+    outputs: Iterable[Output], several: bool, each: str = "k"
+) -> list[tuple[Output, str, str]]:
+    """The row of each output, and the mask of its picks; ``several``: a pick has K rows."""
+    found, rows, picked = [], 0, 0
+    for output in outputs:
+        many = several and output in OF_PICKS
+        of_picks = [{1: "K"}.get(picked, f"{picked} * K")] * (picked > 0)
+        place = " + ".join([*[f"{rows}"] * (rows > 0 or not picked), *of_picks, *[each] * many])
+        mask = ", mask=k < K" * many
+        found.append((output, f"({place})" if " " in place else place, mask))
+        rows, picked = rows + (not many), picked + many
+    return found
+
+
+# ---------------------------------------------------------------- names
+
+
+def _name(output: Moment | LogitSum, kind: str = "s") -> str:
+    """The variable of a sum, or with ``kind`` m that of a moment of the log-softmax."""
+    name = f"{kind}{output.a}{output.b}" if isinstance(output, Moment) else "z_sum"
+    return name if output.weight is None else f"{name}_{output.weight}"
+
+
+def _gradient(output: Output) -> str:
+    """The variable of an incoming gradient."""
+    return f"d_{output if isinstance(output, str) else _name(output, 'm')}"
+
+
+def _coefficient(a: int, b: int, weight: int | None) -> str:
+    return _name(Moment(a, b, weight), "c")
+
+
+def _weight(output: Moment | LogitSum) -> list[str]:
+    return [] if output.weight is None else [f"w{output.weight}"]

@@ -1,17 +1,28 @@
 """Fills the template of the kernels.
 
 In: what ``templates/reductions.py.jinja`` reads. Out: the text of a Python module. Two conventions
-hold:
+let the template read like the kernels:
 
 - a hole that is alone on its line stands for any number of lines, at its depth;
-- a parameter that the body does not name is left out.
+- what nothing reads leaves no text: assignments (which only load and compute), loops of nothing
+  else, the comment above them, and parameters::
+
+    >>> kernel = "@triton.jit\\ndef f(\\n    x,\\n    y,\\n):\\n    a = x\\n    print(y)\\n"
+    >>> print(without_unread(kernel), end="")
+    @triton.jit
+    def f(
+        y,
+    ):
+        print(y)
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +31,74 @@ from jinja2.ext import Extension
 
 
 def rendered(**values: Any) -> str:
-    """The module, without parameters that are not used."""
-    return _without_unused(_template().render(values))
+    """The module, without what nothing reads."""
+    return without_unread(_template().render(values))
 
 
-def _without_unused(module: str) -> str:
-    """The module without the parameters that its kernel's body does not name, in the signature and
-    in the lists of names that ``triton.jit`` gets."""
-    functions, jit, kernel = module.rpartition("@triton.jit(")
-    signature, end, body = kernel.partition("):\n")
-    used = set(re.findall(r"\w+", re.sub("#.*", "", body)))
+def without_unread(module: str) -> str:
+    """The module, whose last function is the kernel, without what the kernel does not read."""
+    kernel = ast.parse(module).body[-1]
+    assert isinstance(kernel, ast.FunctionDef)
+    unread: list[ast.stmt | ast.arg] = []
+    read = _read_before(kernel.body, set(), unread)
+    parameters = {p.arg for p in kernel.args.args if p.arg in read}
+    unread += [p for p in kernel.args.args if p.arg not in read]
+    gone = {i for one in unread for i in range(one.lineno - 1, one.end_lineno or one.lineno)}
+    lines, kept = module.splitlines(keepends=True), list[str]()
+    for i in range(len(lines) - 1, -1, -1):
+        line = lines[i]
+        if i + 1 in gone and line.lstrip().startswith("#"):
+            gone.add(i)
+        inside = i >= kernel.body[0].lineno
+        # one empty line in place of several, and none at the end
+        if i not in gone and not (inside and line == "\n" and kept[-1:] in ([], ["\n"])):
+            kept.append(line)
+    text = "".join(reversed(kept))
 
     def named(names: re.Match[str]) -> str:
-        kept = [name for name in re.findall(r"\w+", names[0]) if name in used]
-        return "[" + ", ".join(f'"{name}"' for name in kept) + "]"
+        """A list of names that ``triton.jit`` gets."""
+        return str([name for name in re.findall(r"\w+", names[0]) if name in parameters])
 
-    options, define, *parameters = signature.splitlines(keepends=True)
-    parameters = [line for line in parameters if re.findall(r"\w+", line)[0] in used]
-    options = re.sub(r"\[.*?\]", named, options)
-    return "".join([functions, jit, options, define, *parameters, end, body])
+    jit = lines[kernel.decorator_list[0].lineno - 1]
+    return text.replace(jit, re.sub(r"\[.*?\]", named, jit).replace("'", '"'))
+
+
+def _read_before(
+    body: list[ast.stmt], after: set[str], unread: list[ast.stmt | ast.arg]
+) -> set[str]:
+    """The names whose values before some statements are read, where ``after`` are read after them.
+    Adds to ``unread`` the statements whose results are not."""
+    read = set(after)
+    for statement in reversed(body):
+        if isinstance(statement, ast.For | ast.If):
+            # the next turn of a loop may read what this one writes
+            while (more := read | _read_before(statement.body, read, inside := [])) != read:
+                read = more
+            if all(one in inside for one in statement.body):
+                unread.append(statement)
+            else:
+                unread += inside
+                header = statement.iter if isinstance(statement, ast.For) else statement.test
+                read |= _names([header], ast.Load)
+            continue
+        written = set[str]()
+        if isinstance(statement, ast.Assign):
+            written = _names(statement.targets, ast.Store)
+        elif isinstance(statement, ast.AugAssign):
+            written = _names([statement.target], ast.Store)
+        if written and read.isdisjoint(written):
+            unread.append(statement)
+            continue
+        if isinstance(statement, ast.Assign):
+            read -= written
+        read |= _names([statement], ast.Load)
+    return read
+
+
+def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> set[str]:
+    """The names that are loaded or stored."""
+    found = (one for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name))
+    return {one.id for one in found if isinstance(one.ctx, context)}
 
 
 class _WholeLines(Extension):

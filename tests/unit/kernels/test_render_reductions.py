@@ -56,7 +56,7 @@ def class_reductions_<hash>(
     c = tl.load(picks + row).to(tl.int32)
     z_c = tl.load(logits + c).to(tl.float32)
 
-    # sums over the classes under their maximum m; m is the maximum so far
+    # the largest logit so far: m is finite, sums are those under m
     lowest = tl.full((), -3.4028234663852886e38, tl.float32)
     m = lowest
     s10 = tl.full((), 0.0, tl.float32)
@@ -84,13 +84,12 @@ def class_reductions_<hash>(
     inverse = 1.0 / s10
     m11 = inverse * (-log_s * s10 + s11)
 
-    # the gradient of the logits; fp16 would lose what is below 6e-8, hence the factor
+    # fp16 gradients would lose what is below 6e-8, hence the factor
     d_m11 = 1024.0 * tl.load(incoming + 0 * N + row)
     d_pick = 1024.0 * tl.load(incoming + 1 * N + row)
     of_total = tl.where(d_m11 == 0.0, 0.0, d_m11 * m11)
     of_total += tl.where(d_pick == 0.0, 0.0, d_pick * (z_c - m - log_s))
     tl.store(total + row, of_total * 0.0009765625)
-    c = tl.load(picks + row).to(tl.int32)
     c11 = d_m11
     c10 = -d_m11 * m11 - d_pick
     for start in range(0, V, BLOCK_V):
@@ -115,18 +114,20 @@ def test_backward_of_log_probabilities():
     row = tl.program_id(0).to(tl.int64)
     N = N.to(tl.int64)
     logits += row * stride
-    of_row = tl.load(lse + row)
-    rounding = tl.load(rest + row)
-
-    # the gradient of the logits; fp16 would lose what is below 6e-8, hence the factor
-    d_pick = 1024.0 * tl.load(incoming + 0 * N + row)
     c = tl.load(picks + row).to(tl.int32) - slice_start
+
+    # in place of the maximum and the logarithm of the sum: the lse and its rounding error
+    m = tl.load(lse + row)
+    log_s = tl.load(rest + row)
+
+    # fp16 gradients would lose what is below 6e-8, hence the factor
+    d_pick = 1024.0 * tl.load(incoming + 0 * N + row)
     c10 = -d_pick
     for start in range(0, V, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
         inside = cols < V
         z = tl.load(logits + cols, mask=inside, other=-float("inf")).to(tl.float32)
-        l = (z - of_row) - rounding
+        l = z - m - log_s
         p = tl.exp2(1.4426950408889634 * l)
         g = p * c10
         if (start <= c) & (c < start + BLOCK_V):
@@ -141,24 +142,26 @@ def test_an_accuracy_of_whole_rows():
         body("outputs=argmax", whole_row=True),
         """\
     row = tl.program_id(0).to(tl.int64)
-    N = N.to(tl.int64)
     logits += row * stride
 
-    # sums over the classes under their maximum m and the largest logit
+    # the largest logit so far: m is finite, sums are those under m
+    lowest = tl.full((), -3.4028234663852886e38, tl.float32)
+    m = lowest
+    highest = tl.full((), -float("inf"), tl.float32)
     cols = tl.arange(0, BLOCK_V)
     inside = cols < V
     z = tl.load(logits + cols, mask=inside, other=-float("inf")).to(tl.float32)
-    highest = tl.max(z, 0)
-    m = tl.maximum(highest, -3.4028234663852886e38)
-    y = z - m
+    top = tl.max(z, 0)
+    highest = tl.maximum(highest, top)
+    higher = tl.maximum(m, top)
+    y = z - higher
     e = tl.exp2(1.4426950408889634 * y)
     s10 = tl.sum(e, 0)
+    m = higher
     log_s = tl.log(s10)
     of_row = m + log_s
 
-    # the first of equal maxima, but a nan before them
     first = tl.min(tl.where(z != z, cols - V, tl.where(z == highest, cols, V)), 0)
-    highest = tl.where(first < 0, float("nan"), highest)
     first = tl.where(first < 0, first + V, first)
 
     tl.store(lse + row, of_row)
@@ -253,7 +256,7 @@ def test_what_is_not_asked_for_leaves_no_text():
 def test_places_of_outputs(several):
     """K picks are K rows."""
     text = source("outputs=at;lse;pick;max gradients=x", several=several)
-    places = ["(0 + k)", "K", "((1 + K) + k)", "(1 + 2 * K)"] if several else ["0", "1", "2", "3"]
+    places = ["(0 + k)", "K", "(1 + K + k)", "(1 + 2 * K)"] if several else ["0", "1", "2", "3"]
     assert [f"outputs + {place} * N" in text for place in places] == [True] * 4
 
 
