@@ -5,8 +5,8 @@ In: a spec, the operands without their data, and a GPU. Out: a :class:`Launch` f
     >>> x, weight = Operand((8192, 4096), torch.bfloat16), Operand((128256, 4096), torch.bfloat16)
     >>> spec = Reductions((), gradients=("x",), total=("pick",))
     >>> (row,) = for_reductions(spec, OfReductions(x, weight, picks=1), ASSUMED)
-    >>> row.stage, row.options["BLOCK_V"]
-    ('reductions', 8192)
+    >>> row.stage, row.options
+    ('reductions', {'BLOCK_V': 8192, 'num_warps': 16})
 
 :func:`for_reductions` is pure. The launcher :mod:`fxpass.kernels.reductions` launches what it
 returns, and ``explain`` lists it. It does not depend on the number of rows: with rows left out, or
@@ -20,22 +20,18 @@ from typing import NamedTuple
 
 import torch
 
-from fxpass.kernels import render, row_config
+from fxpass.kernels import render
 from fxpass.kernels.render import Kernel
 from fxpass.plan.devices import implementation_for, properties_of, target_of
 from fxpass.plan.plan import padded
+from fxpass.spec.expression import Z, operands
 from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import Reductions
 
 
 class Gpu(NamedTuple):
-    """What the choice of kernels and options reads of a GPU.
-
-    Attributes:
-        name: for people.
-        target: the architecture as compilers name it: ``sm_90``, ``gfx942``; ``cpu`` for Triton's
-            interpreter.
-    """
+    """What the choice of kernels reads of a GPU: its name for people, and the architecture as
+    compilers name it: ``sm_90``, ``gfx942``; ``cpu`` for Triton's interpreter."""
 
     name: str
     target: str
@@ -46,13 +42,12 @@ class Gpu(NamedTuple):
 
 # The GPU of a listing on a machine without one.
 ASSUMED = Gpu("an H200, assumed", "sm_90")
-INTERPRETER = Gpu("Triton's interpreter", "cpu")
 
 
 def gpu_of(device: torch.device) -> Gpu:
     """The GPU of a device; the interpreter for a CPU."""
     if device.type != "cuda":
-        return INTERPRETER
+        return Gpu("Triton's interpreter", "cpu")
     return Gpu(properties_of(device).name, target_of(device))
 
 
@@ -75,9 +70,8 @@ class Operand(NamedTuple):
 
 
 class OfReductions(NamedTuple):
-    """The operands of reductions: whether there is a scale, the number of picks of a row (None
-    without picks), for each of the given weights whether it is ``[N, V]``, and whether there are
-    given logits."""
+    """The operands of a call: the number of picks of a row (None without picks), for each of the
+    given values whether it is ``[N, V]``, and whether there are a scale and given logits."""
 
     x: Operand
     weight: Operand
@@ -95,16 +89,16 @@ class OfReductions(NamedTuple):
 
     @staticmethod
     def of(operands: Operands) -> OfReductions:
-        x, weight, bias = (
-            None if t is None else Operand(tuple(t.shape), t.dtype)
-            for t in (operands.x, operands.weight, operands.bias)
+        x, weight, bias, scale, picks, given, _, logits = operands
+        return OfReductions(
+            Operand(tuple(x.shape), x.dtype),
+            Operand(tuple(weight.shape), weight.dtype),
+            None if bias is None else Operand(tuple(bias.shape), bias.dtype),
+            scale is not None,
+            None if picks is None else operands.classes().shape[1],
+            tuple(w.dim() == 2 for w in given),
+            logits is not None,
         )
-        assert x is not None
-        assert weight is not None
-        picks = None if operands.picks is None else operands.classes().shape[1]
-        given = tuple(w.dim() == 2 for w in operands.given)
-        scaled, logits = operands.scale is not None, operands.logits is not None
-        return OfReductions(x, weight, bias, scaled, picks, given, logits)
 
 
 class Candidate(NamedTuple):
@@ -124,7 +118,8 @@ class Launch(NamedTuple):
     Attributes:
         stage: ``reductions`` or ``reductions_backward``.
         gpu: the GPU that it is for.
-        candidates: the default first; :mod:`fxpass.kernels.tuning` chooses one of them.
+        candidates: the default, whose properties these are, comes first;
+            :mod:`fxpass.kernels.tuning` chooses one of them.
     """
 
     stage: str
@@ -133,7 +128,6 @@ class Launch(NamedTuple):
 
     @property
     def kernel(self) -> Kernel:
-        """The default candidate's kernel."""
         return self.candidates[0].kernel
 
     @property
@@ -146,39 +140,36 @@ class Launch(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """The default candidate's options."""
         return self.candidates[0].options
 
 
 def for_reductions(
-    spec: Reductions,
-    operands: OfReductions,
-    gpu: Gpu,
-    forward: bool = True,
+    spec: Reductions, operands: OfReductions, gpu: Gpu, forward: bool = True
 ) -> tuple[Launch, ...]:
     """The kernels of one run of class reductions: of forward, with the gradient of a total, or of
     backward. None for f64, and for gradients of weights of moments: ATen computes these."""
     if operands.x.dtype == torch.float64 or spec.trains_weights:
         return ()
     v = operands.weight.shape[0]
-    flags = {
-        "biased": operands.adds_bias,
-        "scaled": operands.scaled,
-        "several": operands.picks not in (None, 1),
-        "given": operands.given,
-        "ragged": padded(v) != v,
-        "apart": operands.logits,
-    }
 
-    def candidate(options: dict[str, int]) -> Candidate:
-        whole_row = options["BLOCK_V"] >= v
-        kernel = render.reductions(spec, forward, whole_row=whole_row, **flags)
-        return Candidate(kernel, tuple(options.items()))
+    def candidate(block: int, warps: int) -> Candidate:
+        kernel = render.reductions(
+            spec,
+            forward,
+            biased=operands.adds_bias,
+            scaled=operands.scaled,
+            several=operands.picks not in (None, 1),
+            given=operands.given,
+            whole_row=block >= v,
+            ragged=padded(v) != v,
+            apart=operands.logits,
+        )
+        return Candidate(kernel, (("BLOCK_V", block), ("num_warps", warps)))
 
     sliced = not forward and render.in_slices(spec)
-    candidates = row_config.row_candidates(v, operands.x.dtype, gpu.target, spec, sliced)
+    found = blocks(v, operands.x.dtype, gpu.target, spec, sliced)
     stage = "reductions" if forward else "reductions_backward"
-    return (Launch(stage, gpu, tuple(map(candidate, candidates))),)
+    return (Launch(stage, gpu, tuple(candidate(*sizes) for sizes in found)),)
 
 
 def launches(spec: Reductions, operands: OfReductions, gpu: Gpu) -> tuple[Launch, ...]:
@@ -188,3 +179,46 @@ def launches(spec: Reductions, operands: OfReductions, gpu: Gpu) -> tuple[Launch
     if spec.gradients and not spec.total:
         found += for_reductions(spec, operands, gpu, forward=False)
     return found
+
+
+# ---------------------------------------------------------------- sizes of blocks
+
+# Bytes of a block of a row, in the default configuration.
+_BLOCK_BYTES = 1 << 14
+# Other candidates, (bytes of a block, warps): more work per thread, or smaller programs. The large
+# one spills 8 bytes on sm_120. A slice may have a few hundred classes only.
+_LARGE, *_BLOCKS = ((_BLOCK_BYTES, 8), (_BLOCK_BYTES // 2, 8), (_BLOCK_BYTES // 4, 4))
+_SMALL = (_BLOCK_BYTES // 16, 1)
+# Elements of the largest row that fits, with its exponentials, into the registers of 1024 threads.
+_LARGEST_ROW = 1 << 14
+
+
+def blocks(
+    v: int, dtype: torch.dtype, target: str, spec: Reductions, sliced: bool = False
+) -> list[tuple[int, int]]:
+    """The classes of a block and the warps of each candidate, none of which spills registers.
+
+    The default has blocks of up to 16 KiB of a row and 16 elements per thread: enough loads in
+    flight. A thread of another candidate has more logits only where each has few other values: no
+    weights, no transform, no gradient of a scale. ``sliced``: a launch may have some of the
+    classes.
+
+    >>> blocks(128256, torch.bfloat16, "sm_90", Reductions(("pick",)))
+    [(8192, 16), (8192, 8), (4096, 8), (2048, 4)]
+    """
+    sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
+    weighted = any(o.weight is not None for o in sums)
+    light = not weighted and spec.transform == Z and "scale" not in spec.gradients
+    whole = 1 << (v - 1).bit_length()
+    block = min(whole, _BLOCK_BYTES // dtype.itemsize)
+    default = block, max(1, min(16, block // 512))
+    if operands(spec.transform):
+        return [default]  # others spill on sm_80
+    sizes = [*_BLOCKS, _SMALL] if sliced else _BLOCKS
+    if not sliced and not target.startswith("sm_12"):
+        sizes = [_LARGE, *sizes]
+    others = [(size // dtype.itemsize, warps) for size, warps in sizes]
+    others = [(size, warps) for size, warps in others if size <= whole]
+    if light and block < whole <= _LARGEST_ROW:
+        others.append((whole, 16 if target.startswith("gfx") else 32))
+    return [default, *(one for one in others if light or one[0] <= 16 * 32 * one[1])]

@@ -2,8 +2,7 @@
 
 In: the operands of a call. Out: a chunk of rows of their logits, or a slice of their classes, in
 the dtype of x, in a buffer that all parts share; and from the gradient of each part those of x,
-weight and bias. Between the two, :mod:`fxpass.kernels.reductions` launches a kernel, whose fastest
-candidate :func:`best` chooses::
+weight and bias. Between the two, :mod:`fxpass.kernels.reductions` launches a kernel::
 
     >>> x, weight = torch.randn(4, 8), torch.randn(10, 8)  # on a GPU
     >>> operands = Operands(x, weight, None, None, None, ())
@@ -13,9 +12,6 @@ candidate :func:`best` chooses::
     >>> gradients.add(part, logits)
     >>> gradients.found["x"].shape
     torch.Size([4, 8])
-
-Nothing synchronises with the GPU, and the order of the sums is fixed. A CUDA graph can capture it
-after a first run has compiled the kernel and tuned its blocks (:mod:`fxpass.kernels.tuning`).
 
 In PyTorch 2.11 to 2.13 (``aten/src/ATen/native/cuda/Blas.cpp``), ``addmm`` with ``out_dtype`` and
 ``out`` equal to its first argument copies nothing. It calls ``cublasGemmEx`` with 16-bit operands,
@@ -27,7 +23,7 @@ rows start at multiples of 16 elements.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -36,8 +32,6 @@ import triton
 from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
-from fxpass.kernels import tuning
-from fxpass.kernels.call import Candidate, Launch
 from fxpass.kernels.render import Kernel
 from fxpass.plan.plan import UPCAST_CLASSES, padded
 from fxpass.spec.dtypes import gradient_dtype
@@ -109,36 +103,10 @@ def logits_of(
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
-# ---------------------------------------------------------------- the kernel
-
-
-def best(
-    launch: Launch,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: tuple[int, ...],
-    run: Callable[[Candidate], object],
-) -> Candidate:
-    """The fastest candidate, from :mod:`fxpass.kernels.tuning`; ``run`` launches a candidate."""
-    by_options = {candidate.items: candidate for candidate in launch.candidates}
-    options = tuning.best(
-        load(launch.kernel),
-        device,
-        dtype,
-        sizes,
-        [candidate.options for candidate in launch.candidates],
-        lambda options: run(by_options[tuple(options.items())]),
-    )
-    return by_options[tuple(options.items())]
-
-
 @functools.cache
 def load(kernel: Kernel) -> triton.JITFunction:
-    """The kernel as a function that can be launched.
-
-    The source is written to a file in Inductor's cache directory, named by its hash. Tracebacks
-    show its lines, and only users with write access to the cache can change the code.
-    """
+    """The kernel as a function that can be launched. The source is written to a file in Inductor's
+    cache directory, named by its hash: tracebacks show its lines."""
     return getattr(PyCodeCache.load(kernel.source), kernel.name)
 
 
@@ -147,6 +115,14 @@ def load(kernel: Kernel) -> triton.JITFunction:
 
 class Gradients:
     """The gradients of x, weight and bias, from the gradients of the parts of the logits, in order.
+
+    Args:
+        operands: of the call.
+        names: the gradients that are computed.
+        factor: of the gradients that :meth:`add` gets.
+        chunks: the number of chunks of rows.
+        sliced: whether the parts are slices of classes.
+        unscale: another factor, 0-dim f32, of what is complete after a slice; None is 1.
 
     Attributes:
         found: by name. x's is f32. Of chunks of rows the others are f32 too, but that of a bf16
@@ -163,31 +139,18 @@ class Gradients:
         sliced: bool = False,
         unscale: Tensor | None = None,
     ):
-        """Of no part yet.
-
-        Args:
-            operands: of the call.
-            names: the gradients that are computed.
-            factor: of the gradients that :meth:`add` gets.
-            chunks: the number of chunks of rows.
-            sliced: whether the parts are slices of classes.
-            unscale: another factor, 0-dim f32, of what is complete after a slice; None is 1.
-        """
         x, weight, bias = operands.x, operands.weight, operands.bias
         self._x, self._weight = x, weight
         self._factor, self._sliced, self._unscale = factor, sliced, unscale
-        of_weight = gradient_dtype(x.dtype) if chunks == 1 else torch.float32
-        of_bias = torch.float32 if bias is None or not sliced else bias.dtype
-        shapes: dict[str, tuple[torch.Size, torch.dtype]] = {
-            "x": (x.shape, torch.float32),
-            "weight": (weight.shape, weight.dtype if sliced else of_weight),
-            "bias": (weight.shape[:1], of_bias),
-        }
-        # the first part overwrites the gradients, if there is one; a sum of biases starts at zero
+        dtypes = {"weight": gradient_dtype(x.dtype)} if chunks == 1 else {}
+        if sliced:
+            dtypes = {"weight": weight.dtype, "bias": weight.dtype if bias is None else bias.dtype}
+        shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
         self.found: dict[str, Tensor] = {}
         for name in names:
+            # the first part overwrites the gradients, if there is one; a sum of biases starts at 0
             new = x.new_empty if len(x) and (sliced or name != "bias") else x.new_zeros
-            self.found[name] = new(shapes[name][0], dtype=shapes[name][1])
+            self.found[name] = new(shapes[name], dtype=dtypes.get(name, torch.float32))
 
     def add(self, part: Part, g: Tensor) -> None:
         """Adds the gradient of a part of the logits; ``g`` is to be multiplied by the factors."""
@@ -213,11 +176,8 @@ class Gradients:
                 product(weight[place], few.t(), self._x[rows], self._factor, add)
 
     def _write_unscaled(self, out: Tensor, g: Tensor, unscale: Tensor) -> None:
-        """``out = factor * unscale * g @ x``, rounded once to the dtype of ``out``.
-
-        ``unscale`` is a tensor on the device, which the alpha of a GEMM cannot be, so it needs an
-        f32 tile and one more pass over it.
-        """
+        """``out = factor * unscale * g @ x``, rounded once to the dtype of ``out``. The alpha of a
+        GEMM cannot be a tensor on the device: this takes an f32 tile and a pass over it."""
         step = max(1, _F32_BYTES // (4 * max(1, out.shape[1])))
         for start in range(0, len(out), step):
             some = slice(start, start + step)

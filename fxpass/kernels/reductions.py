@@ -9,7 +9,7 @@ sums in f32::
 
     >>> x, weight, c = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> operands = Operands(x, weight, None, None, c, ())
-    >>> spec = Reductions(("pick", Moment(1, 1)), gradients=("x",))
+    >>> spec = Reductions.parse("r3 outputs=pick;moment(1,1) gradients=x")
     >>> plan = Plan("triton", "tiled", rows=4096, classes=8192)
     >>> out, _ = forward(operands, spec, plan)
     >>> out.rows.shape  # log-probabilities and negative entropies
@@ -17,7 +17,8 @@ sums in f32::
     >>> backward(operands, spec, plan, out, torch.ones(2, 4))["x"].shape
     torch.Size([4, 8])
 
-Nothing synchronises with the GPU, and the order of the sums is fixed.
+Nothing synchronises with the GPU, and the order of the sums is fixed. A CUDA graph can capture it
+after a first run has compiled the kernel and tuned its blocks.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpass.kernels import call, chunked, render
+from fxpass.kernels import call, render, tuning
 from fxpass.kernels.call import Candidate, OfReductions
-from fxpass.kernels.chunked import Gradients, Part, best, load, logits_of, padded_buffer
+from fxpass.kernels.chunked import Gradients, Part, chunks, load, logits_of, padded_buffer
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.reductions import Moment, Reductions  # noqa: F401, Moment for the example
+from fxpass.spec.reductions import Reductions
 
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
@@ -41,12 +42,9 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     out = empty(operands, spec)
     with on_device(operands.x.device):
         coef, unscale = operands.coef, None
-        if coef is not None and spec.gradients:
+        if coef is not None:
             coef, unscale = scale_incoming(operands, spec.total, coef)
-        elif coef is not None:
-            coef = coef.contiguous()
-        run = _Run(operands, spec, out, coef, forward=True)
-        grads = run.in_chunks(plan.rows)
+        grads = _Run(operands, spec, out, coef, forward=True).in_chunks(plan.rows)
         _multiply(unscale, out.total, *grads.values())
         return out, grads
 
@@ -66,9 +64,9 @@ def backward(
         if plan.strategy == "tiled" and render.in_slices(spec):
             grads = run.in_slices(plan.classes, unscale)
             _multiply(unscale, *(grads[name] for name in ("x", "scale") if name in grads))
-            return grads
-        grads = run.in_chunks(plan.rows)
-        _multiply(unscale, *grads.values())
+        else:
+            grads = run.in_chunks(plan.rows)
+            _multiply(unscale, *grads.values())
         return grads
 
 
@@ -96,39 +94,37 @@ class _Run:
         incoming: Tensor | None,
         forward: bool,
     ):
-        self.operands = operands
-        x, of_call = operands.x, OfReductions.of(operands)
+        x, bias, scale, picks = operands.x, operands.bias, operands.scale, operands.picks
+        of_call = OfReductions.of(operands)
+        self.operands, self.factor = operands, render.gradient_factor(spec)
         (self.row,) = call.for_reductions(spec, of_call, call.gpu_of(x.device), forward)
         self.gradients = spec.gradients if spec.total or not forward else ()
-        self.products = tuple(name for name in self.gradients if name != "scale")
-        self.factor = render.gradient_factor(spec)
-        wide_bias = operands.bias is not None and of_call.adds_bias
-        self.bias = operands.bias.contiguous() if operands.bias is not None and wide_bias else None
-        # vectors once, values a part at a time
-        given = (w.view(torch.uint8) if w.dtype == torch.bool else w for w in operands.given)
-        self.given = [w.contiguous() if w.dim() == 1 else w for w in given]
-        of_part = x.new_empty(len(x), dtype=torch.float32) if "scale" in self.gradients else None
-        self.scale_grad = None if of_part is None else torch.zeros_like(of_part)
-        self.per_row = {
-            "scale": None if operands.scale is None else operands.scale.contiguous(),
-            "picks": None if operands.picks is None else operands.classes().contiguous(),
-            # the kernel of a total writes them, and nobody reads them
-            "lse": torch.empty_like(out.total) if spec.total else out.lse,
-            "rest": torch.empty_like(out.total) if spec.total else out.rest,
-            "total": out.total,
-            "scale_grad": of_part,
+        # the kernel of a total writes them, and nobody reads them
+        lse, rest = (torch.empty_like(out.total) if spec.total else t for t in (out.lse, out.rest))
+        self.scale_grad = torch.zeros_like(lse) if "scale" in self.gradients else None
+        self.of_row = {
+            "scale": None if scale is None else scale.contiguous(),
+            "picks": None if picks is None else operands.classes().contiguous(),
+            "scale_grad": None if self.scale_grad is None else torch.empty_like(lse),
+            **{"lse": lse, "rest": rest, "total": out.total},
         }
-        self.per_output = {"saved": out.saved, "incoming": incoming}
+        self.of_output = {"saved": out.saved, "incoming": incoming}
         if forward:
-            self.per_output |= {"outputs": out.rows, "indices": out.indices}
+            self.of_output |= {"outputs": out.rows, "indices": out.indices}
+        given = (w.view(torch.uint8) if w.dtype == torch.bool else w for w in operands.given)
+        # vectors once, values a part at a time
+        self.of_class = {
+            f"given{i}": w.contiguous() if w.dim() == 1 else w for i, w in enumerate(given)
+        }
+        if bias is not None and of_call.adds_bias:
+            self.of_class["bias"] = bias.contiguous()
         k = of_call.picks or 0
         self.sizes = {"N": len(x), "K": k, "PICKS": 1 << max(0, k - 1).bit_length()}
 
     def in_chunks(self, rows: int) -> dict[str, Tensor]:
         """The gradients, ``rows`` rows at a time."""
         classes = slice(0, len(self.operands.weight))
-        parts = [Part(some, classes) for some in chunked.chunks(len(self.operands.x), rows)]
-        return self._over(parts, Gradients(self.operands, self.products, self.factor, len(parts)))
+        return self._over([Part(some, classes) for some in chunks(len(self.operands.x), rows)])
 
     def in_slices(self, classes: int, unscale: Tensor | None) -> dict[str, Tensor]:
         """The gradients, ``classes`` classes at a time; those of the weight and the bias are
@@ -136,12 +132,14 @@ class _Run:
         rows, v = slice(0, len(self.operands.x)), len(self.operands.weight)
         slices = [slice(i, min(i + classes, v)) for i in range(0, v, classes)]
         parts = [Part(rows, some) for some in slices] if rows.stop else []
-        sums = Gradients(self.operands, self.products, self.factor, sliced=True, unscale=unscale)
-        return self._over(parts, sums)
+        return self._over(parts, sliced=True, unscale=unscale)
 
-    def _over(self, parts: list[Part], sums: Gradients) -> dict[str, Tensor]:
-        operands, x = self.operands, self.operands.x
-        buffer = None
+    def _over(
+        self, parts: list[Part], sliced: bool = False, unscale: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        operands, x, buffer = self.operands, self.operands.x, None
+        products = tuple(name for name in self.gradients if name != "scale")
+        sums = Gradients(operands, products, self.factor, len(parts), sliced, unscale)
         if parts and (self.gradients or operands.logits is None):
             buffer = padded_buffer(x, *map(max, zip(*(part.shape for part in parts), strict=True)))
         chosen = self.row.candidates[0]
@@ -149,20 +147,19 @@ class _Run:
             # timed on the uninitialised buffer, before its first GEMM: it needs no memory, and the
             # real launch overwrites the outputs that the timing wrote
             first = logits_of(operands, parts[0], buffer, compute=False)
-            shape = parts[0].shape
-
-            def launch(candidate: Candidate) -> None:
-                self._launch(candidate, parts[0], first, buffer)
-
-            chosen = best(self.row, x.device, first.dtype, shape, launch)
+            chosen = tuning.best(
+                load(self.row.kernel),
+                x.device,
+                first.dtype,
+                parts[0].shape,
+                self.row.candidates,
+                lambda candidate: self._launch(candidate, parts[0], first, buffer),
+            )
         for part in parts:
-            logits = logits_of(operands, part, buffer)
-            g = self._launch(chosen, part, logits, buffer)
+            g = self._launch(chosen, part, logits_of(operands, part, buffer), buffer)
             if g is not None and self.gradients:
                 sums.add(part, g)
-            if self.scale_grad is not None:
-                of_part = self.per_row["scale_grad"]
-                assert of_part is not None
+            if self.scale_grad is not None and (of_part := self.of_row["scale_grad"]) is not None:
                 self.scale_grad[part.rows] += of_part[part.rows]
         return sums.found | ({} if self.scale_grad is None else {"scale": self.scale_grad})
 
@@ -173,20 +170,17 @@ class _Run:
         rows, classes = part
         n, v = part.shape
         gradient = None if buffer is None else buffer[:n, :v]
-        tensors = {name: t[rows] for name, t in self.per_row.items() if t is not None}
-        tensors |= {name: t[:, rows] for name, t in self.per_output.items() if t is not None}
-        sizes = self.sizes | {"V": v, "slice_start": classes.start, "stride": logits.stride(0)}
+        given = {name: t[rows] for name, t in self.of_row.items() if t is not None}
+        given |= {name: t[:, rows] for name, t in self.of_output.items() if t is not None}
+        sizes = {**self.sizes, "V": v, "slice_start": classes.start, "stride": logits.stride(0)}
         if gradient is not None:
-            tensors["gradient"] = gradient
-            sizes["gradient_stride"] = gradient.stride(0)
-        if self.bias is not None:
-            tensors["bias"] = self.bias[classes]
-        for i, w in enumerate(self.given):
-            some = w[classes] if w.dim() == 1 else w[rows, classes]
-            some = some if some.stride(-1) == 1 else some.contiguous()
-            tensors[f"given{i}"], sizes[f"given{i}_stride"] = some, some.stride(0)
+            given["gradient"], sizes["gradient_stride"] = gradient, gradient.stride(0)
+        for name, t in self.of_class.items():
+            some = t[classes] if t.dim() == 1 else t[rows, classes]
+            given[name] = some if some.stride(-1) == 1 else some.contiguous()
+            sizes[f"{name}_stride"] = given[name].stride(0)
         kernel = load(chosen.kernel)
-        arguments = tensors | sizes | {"logits": logits}
+        arguments = {**given, **sizes, "logits": logits}
         known = {name: value for name, value in arguments.items() if name in kernel.arg_names}
         kernel[(n,)](**known, **chosen.options)
         return gradient

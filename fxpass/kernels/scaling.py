@@ -32,17 +32,11 @@ _LEAST_SLOPE = 2.0**-14
 def scale_incoming(
     operands: Operands, outputs: Sequence[Output], incoming: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Incoming gradients of reductions, divided by a power of two for fp16, and this power.
+    """Incoming gradients ``[R, N]`` of some outputs, K rows for picks of K classes, divided by a
+    power of two for fp16: ``[R, N]`` f32, contiguous; and this power, 0-dim f32, None for 1.
 
     With the results the gradients of the logits are a few units at most; ``render.GAIN`` leaves
     room for 64.
-
-    Args:
-        outputs: what the gradients are of.
-        incoming: ``[R, N]`` in the order of the outputs, K rows for picks of K classes.
-
-    Returns:
-        ``[R, N]`` f32, contiguous, and a 0-dim f32 tensor; None is 1.
     """
     incoming = incoming.float().contiguous()
     if operands.x.dtype != torch.float16:
@@ -59,8 +53,8 @@ def scale_incoming(
     bound = torch.maximum(bound, incoming.abs().sum(0) * _LEAST_SLOPE)
     # f32's smallest normal number is appended, so that zeros and empty tensors have an exponent
     largest = F.pad(bound, (0, 1), value=2.0**-126).amax()
-    # clamped to f32's normal powers: frexp's exponent of inf and nan is unspecified
-    power = _power_of_two(torch.frexp(largest).exponent.clamp(-125, 127) - 1)
+    # the exponent's bits; those of inf and nan are clamped to 2**126
+    power = (largest.view(torch.int32) & 0x7F800000).clamp(max=253 << 23).view(torch.float32)
     return incoming / power, power
 
 
@@ -75,11 +69,3 @@ def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
         return size if w is None else size * w.amax(-1)
     # of the softmax, there is as much as the weights add up to
     return size * (operands.weight.shape[0] if w is None else w.sum(-1))
-
-
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """2 to the power of int32 exponents, as f32; inf or 0 outside the range of normal numbers.
-
-    It sets the bits, because pow() rounds on some devices and depends on torch's default dtype.
-    """
-    return ((exponent + 127).clamp(0, 255) << 23).view(torch.float32)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from fxpass.kernels import chunked, reductions, render, row_config, tuning
+from fxpass.kernels import call, chunked, reductions, render, tuning
 from fxpass.kernels.chunked import Gradients, Part
 from fxpass.kernels.expression import with_callees
 from fxpass.kernels.render import Kernel
@@ -161,7 +161,7 @@ class Tuner:
     def best(self, kernel, device, dtype, sizes, candidates, launch):
         for candidate in candidates:
             launch(candidate)
-        self.candidates += candidates
+        self.candidates += [candidate.options for candidate in candidates]
         return candidates[-1]
 
 
@@ -187,7 +187,8 @@ def test_candidates(v, dtype, device, tuner):
 
 
 def check_candidates(candidates, v, dtype) -> None:
-    assert candidates[0] == row_config.row_options(v, dtype)
+    block, warps = call.blocks(v, dtype, "sm_90", ROWS)[0]
+    assert candidates[0] == {"BLOCK_V": block, "num_warps": warps}
     assert len(candidates) <= 5
     for options in candidates:
         assert options["BLOCK_V"] < 2 * v

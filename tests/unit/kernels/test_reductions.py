@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.kernels import chunked, row_config
+from fxpass.kernels import call, chunked
 from fxpass.kernels import reductions as kernels
 from fxpass.op import reductions as operator
 from fxpass.plan.plan import Plan
@@ -624,5 +624,5 @@ def test_a_row_that_is_heavy_is_not_kept_in_registers():
         ([Moment(0, 1, 1)], "z", False, False),
     ):
         spec = case(outputs, transform=transform, scaled=scaled, frozen=GIVEN).spec
-        found = row_config.row_candidates(16032, torch.bfloat16, "sm_90", spec)
-        assert any(one["BLOCK_V"] >= 16032 for one in found) == whole
+        found = call.blocks(16032, torch.bfloat16, "sm_90", spec)
+        assert any(block >= 16032 for block, _ in found) == whole
