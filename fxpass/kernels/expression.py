@@ -1,9 +1,9 @@
 """Prints a logit transform and its slope as Triton functions.
 
-In: the expression that a graph applies to one logit. Out: the source of ``transform`` and, for
-gradients, of ``transform_and_slope``, in f32 arithmetic, and of the functions they call::
+In: the expression that a graph applies to one logit. Out: the source of ``transform`` and of
+``transform_and_slope``, in f32 arithmetic, and of the functions they call::
 
-    >>> print(functions(expression.parse("z*z/2"), slope=True)[-1])
+    >>> print(functions(expression.parse("z*z/2"))[-1])
     @triton.jit
     def transform_and_slope(z):
         return 0.5 * (z * z), z
@@ -11,9 +11,7 @@ gradients, of ``transform_and_slope``, in f32 arithmetic, and of the functions t
 
 from __future__ import annotations
 
-import ast
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,50 +51,22 @@ def _normalized(expr: Any) -> tuple[Any, Any]:
     return factor, rest
 
 
-def functions(logits: Expr, slope: bool) -> list[str]:
-    """The source of ``transform`` and of the functions it calls, one string per function.
+# The source of all functions that a transform may call beside those of ``tl``. It is read, not
+# imported, because it imports triton.
+LIBRARY = "".join(
+    Path(__file__).with_name("functions.py").read_text(encoding="utf-8").partition("@")[1:]
+)
 
-    Args:
-        logits: the transformed logit, as an expression in the linear's output.
-        slope: whether to add ``transform_and_slope``, which returns both; it is omitted if the unit
-            slope is a constant.
-    """
-    values, parameters = [logits], ["z", *(f"{kind}{i}" for kind, i in operands(logits))]
-    out = [_function("transform", parameters, values)]
+
+def functions(logits: Expr) -> list[str]:
+    """The source of ``transform``, and of ``transform_and_slope``, which returns both, unless the
+    unit slope is a constant; ``logits``: the transformed logit."""
+    parameters = ["z", *(f"{kind}{i}" for kind, i in operands(logits))]
     unit = unit_slope(logits)[1]
-    if slope and not unit.is_number:
-        values = [logits, unit]
-        out.append(_function("transform_and_slope", parameters, values))
-    called = {type(e).__name__ for e in sympy.preorder_traversal(values)} & FUNCTIONS.keys()
-    return with_callees(called) + out
-
-
-def with_callees(names: Iterable[str]) -> list[str]:
-    """The sources of some functions of :mod:`fxpass.kernels.functions` and of all functions that
-    they call, in the order of the module."""
-    known = _known()
-    needed: set[str] = set()
-    waiting = set(names)
-    while waiting:
-        needed |= waiting
-        waiting = {callee for name in waiting for callee in known[name][1]} - needed
-    return [source for name, (source, _) in known.items() if name in needed]
-
-
-@functools.cache
-def _known() -> dict[str, tuple[str, set[str]]]:
-    """The source of each function and the functions that it calls, by name. The module is read, not
-    imported, because it imports triton."""
-    text = Path(__file__).with_name("functions.py").read_text(encoding="utf-8")
-    lines = text.splitlines()
-    found = {f.name: f for f in ast.parse(text).body if isinstance(f, ast.FunctionDef)}
-    return {
-        name: (
-            "\n".join(lines[f.decorator_list[0].lineno - 1 : f.end_lineno]),
-            {node.id for node in ast.walk(f) if isinstance(node, ast.Name)} & found.keys(),
-        )
-        for name, f in found.items()
-    }
+    out = [_function("transform", parameters, [logits])]
+    if not unit.is_number:
+        out.append(_function("transform_and_slope", parameters, [logits, unit]))
+    return out
 
 
 def _function(name: str, parameters: list[str], values: list[Expr]) -> str:
@@ -106,22 +76,18 @@ def _function(name: str, parameters: list[str], values: list[Expr]) -> str:
     powers = [p for value in values for p in value.atoms(sympy.Pow) if p.exp.is_Integer]
     bases = sorted({p.base for p in powers if not p.base.is_Atom}, key=sympy.default_sort_key)
     shared, results = sympy.cse([*values, *bases], symbols=sympy.numbered_symbols("u"))
-    lines = [f"{symbol} = {_text(value)}" for symbol, value in shared]
-    lines.append(f"return {', '.join(_text(result) for result in list(results)[: len(values)])}")
+    lines = [f"{symbol} = {text(value)}" for symbol, value in shared]
+    lines.append(f"return {', '.join(text(result) for result in list(results)[: len(values)])}")
     define = f"def {name}({', '.join(parameters)}):"
     return "\n".join(["@triton.jit", define, *(f"    {line}" for line in lines)])
-
-
-def text(expr: Any) -> str:
-    """An expression of f32 numbers in Triton."""
-    return _text(expr)
 
 
 _SUM, _PRODUCT, _ATOM = 0, 1, 2
 
 
-def _text(expr: Any, level: int = _SUM) -> str:
-    """The expression in Triton, in parentheses if its precedence is lower than ``level``."""
+def text(expr: Any, level: int = _SUM) -> str:
+    """An expression of f32 numbers in Triton, in parentheses if its precedence is lower than
+    ``level``."""
     write = _number if expr.is_number else _WRITERS[type(expr)]
     out, strength = write(expr)
     return f"({out})" if strength < level else out
@@ -138,7 +104,7 @@ def _number(number: Expr) -> tuple[str, int]:
 
 
 def _sum(expr: sympy.Add) -> tuple[str, int]:
-    first, *rest = (_text(term, _SUM) for term in expr.as_ordered_terms())
+    first, *rest = (text(term, _SUM) for term in expr.as_ordered_terms())
     joined = (f" - {t[1:]}" if t.startswith("-") else f" + {t}" for t in rest)
     return first + "".join(joined), _SUM
 
@@ -146,33 +112,38 @@ def _sum(expr: sympy.Add) -> tuple[str, int]:
 def _product(expr: sympy.Mul) -> tuple[str, int]:
     coefficient, rest = expr.as_coeff_Mul()
     parts = rest.as_ordered_factors()
-    factors = " * ".join(_text(part, _ATOM) for part in parts)
+    factors = " * ".join(text(part, _ATOM) for part in parts)
     if coefficient == 1:
         return factors, _PRODUCT
     if coefficient == -1:
-        return f"-{factors if len(parts) > 1 else _text(rest, _PRODUCT)}", _SUM
+        return f"-{factors if len(parts) > 1 else text(rest, _PRODUCT)}", _SUM
     return f"{_number(coefficient)[0]} * {factors}", _PRODUCT if coefficient > 0 else _SUM
 
 
 def _power(expr: sympy.Pow) -> tuple[str, int]:
     base, exponent = expr.as_base_exp()
     if not exponent.is_Integer:
-        return f"tl.exp({_number(exponent)[0]} * tl.log({_text(base)}))", _ATOM
-    product = " * ".join([_text(base, _ATOM)] * abs(int(exponent)))
+        return f"tl.exp({_number(exponent)[0]} * tl.log({text(base)}))", _ATOM
+    product = " * ".join([text(base, _ATOM)] * abs(int(exponent)))
     if exponent > 0:
         return product, _PRODUCT
     return f"1.0 / {f'({product})' if exponent < -1 else product}", _PRODUCT
 
 
 def _call(expr: Expr) -> tuple[str, int]:
-    return f"{type(expr).__name__}({', '.join(map(_text, expr.args))})", _ATOM
+    name = type(expr).__name__
+    return f"{_BUILT_IN.get(name, name)}({', '.join(map(text, expr.args))})", _ATOM
 
 
 def _where(expr: Where) -> tuple[str, int]:
-    x, y, a, b = map(_text, expr.args)
+    x, y, a, b = map(text, expr.args)
     first = f"{y} {expr.mirrored} {x}" if expr.args[0].is_number else f"{x} {expr.symbol} {y}"
     return f"tl.where({first}, {a}, {b})", _ATOM
 
+
+# The functions of :mod:`fxpass.spec.functions` that ``tl`` has.
+_BUILT_IN = {name: f"tl.{name}" for name in ("exp", "exp2", "log", "erf", "abs", "sin", "cos")}
+_BUILT_IN["sqrt"] = "tl.sqrt_rn"
 
 _WRITERS: dict[type, Callable[[Any], tuple[str, int]]] = {
     sympy.Symbol: lambda symbol: (str(symbol), _ATOM),

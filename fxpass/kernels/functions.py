@@ -1,10 +1,9 @@
-"""The functions of :mod:`fxpass.spec.functions` in Triton, in f32, by name.
+"""The functions of :mod:`fxpass.spec.functions` that ``tl`` does not have, in Triton, in f32.
 
-:mod:`fxpass.kernels.expression` reads them as text, and copies those that a kernel calls into its
-module. They call each other and functions of ``tl``, but not libdevice, which does not run in
-Triton's interpreter. Errors are given in units in the last place of f32, and assume that ``tl.exp``
-and ``tl.log`` are within 3, as numpy's are. On NVIDIA GPUs the error of ``tl.exp(x)`` is up to
-``|x| / 2`` larger, as in any softmax.
+Every generated module has those of them that its kernel calls. They call each other and functions
+of ``tl``, but not libdevice, which does not run in Triton's interpreter. Errors are given in units
+in the last place of f32, and assume that ``tl.exp`` and ``tl.log`` are within 3, as numpy's are. On
+NVIDIA GPUs the error of ``tl.exp(x)`` is up to ``|x| / 2`` larger, as in any softmax.
 """
 
 import triton
@@ -26,11 +25,6 @@ def tanh(x):
 
 
 @triton.jit
-def exp(x):
-    return tl.exp(x)
-
-
-@triton.jit
 def expm1(x):
     """Within 3 ulp; near 0 by the Taylor series, whose remainder is 1e-8 at 0.5."""
     p = 1.0 + x * (1.0 / 8.0)
@@ -44,27 +38,12 @@ def expm1(x):
 
 
 @triton.jit
-def exp2(x):
-    return tl.exp2(x)
-
-
-@triton.jit
-def log(x):
-    return tl.log(x)
-
-
-@triton.jit
 def log1p(x):
     """Within 3 ulp: log(u) with u = 1 + x rounded, times x / (u - 1) for what rounding lost."""
     u = 1.0 + x
     d = u - 1.0
     near = tl.where(d == 0.0, x, tl.log(u) * (x / tl.where(d == 0.0, 1.0, d)))
     return tl.where(x > 1e8, tl.log(u), near)
-
-
-@triton.jit
-def sqrt(x):
-    return tl.sqrt_rn(x)
 
 
 @triton.jit
@@ -81,28 +60,8 @@ def softplus(x):
 
 
 @triton.jit
-def erf(x):
-    return tl.erf(x)
-
-
-@triton.jit
-def abs(x):
-    return tl.abs(x)
-
-
-@triton.jit
 def sign(x):
     return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
-
-
-@triton.jit
-def sin(x):
-    return tl.sin(x)
-
-
-@triton.jit
-def cos(x):
-    return tl.cos(x)
 
 
 @triton.jit

@@ -132,7 +132,7 @@ def gradient_factor(spec: Reductions) -> float:
 def _of_module(spec: Reductions, f: Features, forward: bool, backward: bool) -> dict[str, Any]:
     """The functions before the kernel, and what the docstring says."""
     transformed = spec.transform != Z
-    sources = expression.functions(spec.transform, backward) if transformed else []
+    sources = expression.functions(spec.transform) if transformed else []
     parts = ["Reductions of rows of logits"] + [", and "] * (forward and backward)
     parts += [": "] * (not forward)
     parts += ["the gradient of the logits" + " in place" * (not f.apart)] * backward
@@ -147,7 +147,7 @@ def _of_module(spec: Reductions, f: Features, forward: bool, backward: bool) -> 
     return {
         "title": "".join(parts),
         "facts": textwrap.fill("; ".join(fact for fact, holds in said.items() if holds), 96),
-        "functions": "".join(f"{source}\n\n\n" for source in sources),
+        "functions": "\n\n".join([expression.LIBRARY, *(f"{source}\n" for source in sources), ""]),
     }
 
 

@@ -5,7 +5,7 @@ let the template read like the kernels:
 
 - a hole that is alone on its line stands for any number of lines, at its depth;
 - what nothing reads leaves no text: assignments (which only load and compute), loops of nothing
-  else, the comment above them, and parameters::
+  else, the comment above them, parameters, and functions::
 
     >>> kernel = "@triton.jit\\ndef f(\\n    x,\\n    y,\\n):\\n    a = x\\n    print(y)\\n"
     >>> print(without_unread(kernel), end="")
@@ -37,13 +37,17 @@ def rendered(**values: Any) -> str:
 
 def without_unread(module: str) -> str:
     """The module, whose last function is the kernel, without what the kernel does not read."""
-    kernel = ast.parse(module).body[-1]
-    assert isinstance(kernel, ast.FunctionDef)
+    *_, kernel = functions = [f for f in ast.parse(module).body if isinstance(f, ast.FunctionDef)]
     unread: list[ast.stmt | ast.arg] = []
     read = _read_before(kernel.body, set(), unread)
     parameters = {p.arg for p in kernel.args.args if p.arg in read}
     unread += [p for p in kernel.args.args if p.arg not in read]
     gone = {i for one in unread for i in range(one.lineno - 1, one.end_lineno or one.lineno)}
+    for function in reversed(functions[:-1]):
+        if function.name in read:
+            read |= _names([function], ast.Load)
+        else:  # with two empty lines after it
+            gone |= set(range(function.lineno - 2, (function.end_lineno or 0) + 2))
     lines, kept = module.splitlines(keepends=True), list[str]()
     for i in range(len(lines) - 1, -1, -1):
         line = lines[i]
@@ -59,7 +63,7 @@ def without_unread(module: str) -> str:
         """A list of names that ``triton.jit`` gets."""
         return str([name for name in re.findall(r"\w+", names[0]) if name in parameters])
 
-    jit = lines[kernel.decorator_list[0].lineno - 1]
+    jit = lines[kernel.lineno - 2]
     return text.replace(jit, re.sub(r"\[.*?\]", named, jit).replace("'", '"'))
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from fxpass.kernels import call, chunked, reductions, render, tuning
 from fxpass.kernels.chunked import Gradients, Part
-from fxpass.kernels.expression import with_callees
+from fxpass.kernels.expression import LIBRARY
 from fxpass.kernels.render import Kernel
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands
@@ -383,7 +383,7 @@ def apply(x, out, N, BLOCK: tl.constexpr):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 def test_tanh(device):
     head = "import triton\nimport triton.language as tl\n\n\n"
-    source = head + with_callees(["tanh"])[0] + APPLY_TANH
+    source = head + LIBRARY + APPLY_TANH
     apply = chunked.load(Kernel("apply", source))
     positive = torch.cat([torch.logspace(-30, 2, 2000), torch.linspace(0, 12, 2000)])
     x = torch.cat([positive, -positive, torch.tensor([torch.inf, -torch.inf, torch.nan])])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -16,9 +17,10 @@ import torch
 
 from fxpass.kernels import expression
 from fxpass.kernels.chunked import load
-from fxpass.kernels.render import Kernel
+from fxpass.kernels.render import Kernel, reductions
 from fxpass.spec import functions
 from fxpass.spec.expression import derivative, evaluate, parse, text
+from fxpass.spec.reductions import Reductions
 from tests.support.numerics import assert_close
 from tests.unit.match.test_pointwise import (
     CALLS,
@@ -44,12 +46,16 @@ def apply(x, value, slope, N, BLOCK: tl.constexpr):
 """
 
 
-def applied(sources, call, results, z):
-    """What generated functions return for every element of ``z``, as f32."""
+def module(expr, kernel):
+    return "\n\n\n".join([HEAD, expression.LIBRARY, *expression.functions(expr), kernel])
+
+
+def applied(expr, call, results, z):
+    """What the functions of an expression return for every element of ``z``, as f32."""
     names = ["value", "slope"][:results]
     store = "\n    ".join(f"tl.store({n} + i, {n}_of_z, mask=i < N)" for n in names)
     apply = APPLY.format(results=", ".join(f"{n}_of_z" for n in names), call=call, store=store)
-    kernel = load(Kernel("apply", "\n\n\n".join([HEAD, *sources, apply])))
+    kernel = load(Kernel("apply", module(expr, apply)))
     value, slope = torch.empty_like(z), torch.empty_like(z)
     block = 1 << 12
     kernel[(-(-len(z) // block),)](z, value, slope, len(z), BLOCK=block)
@@ -58,13 +64,12 @@ def applied(sources, call, results, z):
 
 def value_and_slope(expr, z):
     factor, unit = expression.unit_slope(expr)
-    sources = expression.functions(expr, slope=True)
     if unit.is_number:
-        (value,) = applied(sources, "transform(z)", 1, z)
+        (value,) = applied(expr, "transform(z)", 1, z)
         return value, torch.full_like(z, float(factor * unit))
-    value, slope = applied(sources, "transform_and_slope(z)", 2, z)
+    value, slope = applied(expr, "transform_and_slope(z)", 2, z)
     assert torch.equal(
-        *(torch.nan_to_num(v) for v in (value, *applied(sources, "transform(z)", 1, z)))
+        *(torch.nan_to_num(v) for v in (value, *applied(expr, "transform(z)", 1, z)))
     )
     return value, slope * float(factor)
 
@@ -92,7 +97,7 @@ def every_magnitude(device):
 @pytest.mark.parametrize("name", UNARY)
 def test_function_is_within_its_units_in_the_last_place(device, name):
     z = every_magnitude(device)
-    (got,) = applied(expression.with_callees([name]), f"{name}(z)", 1, z)
+    (got,) = applied(parse(f"{name}(z)"), "transform(z)", 1, z)
     want = functions.FUNCTIONS[name].tensor(z.double())
     overflows = want.abs() > torch.finfo(torch.float32).max
     assert (got.isinf() | got.isnan())[overflows | want.isinf()].all()
@@ -111,7 +116,7 @@ SPECIAL = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0])
 @pytest.mark.parametrize("name", UNARY)
 def test_function_of_zeros_infinities_and_nan(device, name):
     z = SPECIAL.to(device)
-    (got,) = applied(expression.with_callees([name]), f"{name}(z)", 1, z)
+    (got,) = applied(parse(f"{name}(z)"), "transform(z)", 1, z)
     want = functions.FUNCTIONS[name].tensor(z)
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0, equal_nan=True)
 
@@ -162,32 +167,31 @@ def test_corners_and_infinities_as_in_aten(device, source):
 
 
 def test_only_what_is_called_is_defined():
-    def defined(source, slope):
-        written = expression.functions(parse(source), slope=slope)
-        return [
-            line.split("(")[0][4:] for f in written for line in f.splitlines() if "def " in line
-        ]
+    def defined(source, forward):
+        spec = Reductions(("lse",), parse(source), gradients=("x",))
+        found = reductions(spec, forward=forward, whole_row=forward).source
+        return re.findall(r"^def (\w+)", found, re.MULTILINE)[:-1]
 
-    assert defined("2*z", slope=True) == ["transform"]
-    assert defined("softplus(z)", slope=False) == ["log1p", "softplus", "transform"]
-    assert defined("softplus(z)", slope=True) == [
-        *("log1p", "sigmoid", "softplus", "transform", "transform_and_slope"),
+    assert defined("2*z", forward=False) == ["transform"]
+    assert defined("softplus(z)", forward=True) == ["log1p", "softplus", "transform"]
+    assert defined("softplus(z)", forward=False) == [
+        *("log1p", "sigmoid", "softplus", "transform_and_slope"),
     ]
-    assert defined("where(z<0,0,z)", slope=True) == ["transform", "transform_and_slope"]
+    assert defined("where(z<0,0,z)", forward=False) == ["transform_and_slope"]
 
 
 @pytest.mark.parametrize(
     ("source", "printed"),
     [
         ("where(z<=0,0,z)", "return tl.where(z <= 0.0, 0.0, z)"),
-        ("where(z>2,1,exp(z))", "return tl.where(z > 2.0, 1.0, exp(z))"),
+        ("where(z>2,1,exp(z))", "return tl.where(z > 2.0, 1.0, tl.exp(z))"),
         ("minimum(maximum(z,-5),5)/2", "return 0.5 * minimum(maximum(z, -5.0), 5.0)"),
         ("-where(2*z+1<z**2,-1,z)", "return -tl.where(2.0 * z + 1.0 < z * z, -1.0, z)"),
-        ("sqrt(z+1)**3", "u0 = sqrt(z + 1.0)\n    return u0 * u0 * u0"),
+        ("sqrt(z+1)**3", "u0 = tl.sqrt_rn(z + 1.0)\n    return u0 * u0 * u0"),
     ],
 )
 def test_text(source, printed):
-    assert expression.functions(parse(source), slope=False)[-1].endswith(printed)
+    assert expression.functions(parse(source))[0].endswith(printed)
 
 
 # ---------------------------------------------------------------- constants of slopes
@@ -250,8 +254,6 @@ print(json.dumps(sizes))
 
 
 def test_every_function_compiles(tmp_path):
-    sources = expression.functions(parse(EVERYTHING), slope=True)
-    assert len(sources) == len(functions.FUNCTIONS) + 2
     apply = APPLY.format(
         results="value_of_z, slope_of_z",
         call="transform_and_slope(z)",
@@ -261,7 +263,7 @@ def test_every_function_compiles(tmp_path):
     process = subprocess.run(
         [sys.executable, "-c", COMPILE, *TARGETS],
         env={**environ, "TRITON_CACHE_DIR": str(tmp_path)},
-        input="\n\n\n".join([HEAD, *sources, apply]),
+        input=module(parse(EVERYTHING), apply),
         capture_output=True,
         text=True,
     )
