@@ -36,7 +36,6 @@ def over_chunks(
     rows: int,
     classes: int,
     block: int,
-    multiplied: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """The gradients of x, weight and bias, from a function of some rows of logits.
 
@@ -51,11 +50,9 @@ def over_chunks(
         rows: of a chunk.
         classes: of one product, if the weight or its gradient needs a cast.
         block: rows that are transformed between two products.
-        multiplied: the dtype of the products; None for the fastest.
     """
     x, weight = inputs.x, inputs.weight
-    dtype = compute_dtype(x.dtype)
-    multiplied = multiplied or multiplied_in(x.dtype, x.device)
+    dtype, multiplied = compute_dtype(x.dtype), multiplied_in(x.dtype, x.device)
     n, v = x.shape[0], weight.shape[0]
     rows = min(rows, n)
     # the first chunk overwrites the gradients, if there is one
@@ -107,70 +104,65 @@ def over_chunks(
 
 
 class _Chunks:
-    """One chunk of logits, in the operands' dtype, and its blocks in the compute dtype."""
+    """One chunk of logits, in the operands' dtype, and its blocks in the compute dtype.
+
+    Attributes:
+        weight: the weight in the dtype of the products.
+        narrow: whether blocks are copies of the chunk's rows, in a wider dtype.
+    """
 
     def __init__(
-        self,
-        inputs: Operands,
-        rows: int,
-        tiles: list[slice],
-        block: int,
-        multiplied: torch.dtype,
+        self, inputs: Operands, rows: int, tiles: list[slice], block: int, multiplied: torch.dtype
     ) -> None:
-        self.inputs, self.tiles = inputs, tiles
         x, v = inputs.x, inputs.weight.shape[0]
-        self.dtype = compute_dtype(x.dtype)
-        stored = gradient_dtype(x.dtype)
-        self.buffer = x.new_empty((rows, v), dtype=stored)
+        dtype, stored = compute_dtype(x.dtype), gradient_dtype(x.dtype)
         widest = max((t.stop - t.start for t in tiles), default=0)
+        self._given, self._tiles, self._few = inputs.logits, tiles, block
+        self._buffer = x.new_empty((rows, v), dtype=stored)
         self.weight = Rows(inputs.weight, widest, multiplied)
-        self.tile = None if stored == multiplied else x.new_empty(rows * widest, dtype=multiplied)
-        self.few = block
-        self.narrow = stored != self.dtype
-        self.room = None
-        if self.narrow:
-            self.room = x.new_empty((block, v), dtype=self.dtype)
-        self.early, self.late = split_bias(inputs.bias, stored)
+        self._tile = None if stored == multiplied else x.new_empty(rows * widest, dtype=multiplied)
+        self.narrow = stored != dtype
+        self._room = x.new_empty((block, v), dtype=dtype) if self.narrow else None
+        self._early, self._late = split_bias(inputs.bias, stored)
         if inputs.logits is not None:
-            self.late = None  # given logits include the bias
+            self._late = None  # given logits include the bias
 
     def logits(self, part: slice, x_rows: Tensor) -> Tensor:
         """The chunk ``[rows, V]`` with the linear's output; uninitialised if the inputs have
         logits, which :meth:`block` reads."""
-        out = part_of(self.buffer, slice(0, part.stop - part.start))
-        if self.inputs.logits is not None:
+        out = part_of(self._buffer, slice(0, part.stop - part.start))
+        if self._given is not None:
             return out
-        for place in self.tiles:
-            bias = None if self.early is None else self.early[place]
+        for place in self._tiles:
+            bias = None if self._early is None else self._early[place]
             tile, weight = part_of(out, place, 1), self.weight[place]
-            if self.tile is None:
+            if self._tile is None:
                 linear(x_rows, weight, bias, tile)
                 continue
-            wide = torch.mm(x_rows, weight.t(), out=self.tile[: tile.numel()].view(tile.shape))
+            wide = torch.mm(x_rows, weight.t(), out=self._tile[: tile.numel()].view(tile.shape))
             tile.copy_(wide if bias is None else wide.add_(bias))
         return out
 
     def multiplied(self, gradient: Tensor) -> Tensor:
         """The gradient of a tile of logits in the dtype of the products."""
-        if self.tile is None:
+        if self._tile is None:
             return gradient
-        return self.tile[: gradient.numel()].view(gradient.shape).copy_(gradient)
+        return self._tile[: gradient.numel()].view(gradient.shape).copy_(gradient)
 
     def blocks(self, part: slice) -> list[slice]:
         """The blocks of rows of a chunk."""
-        return slices(part.start, part.stop, self.few)
+        return slices(part.start, part.stop, self._few)
 
     def block(self, few: slice, part: slice) -> Tensor:
         """Some rows of logits in the compute dtype ``[few, V]``; the caller may overwrite them."""
-        given = self.inputs.logits
-        place = part_of(self.buffer, slice(few.start - part.start, few.stop - part.start))
-        source = place if given is None else given[few]
-        out = place if self.room is None else self.room[: few.stop - few.start]
+        place = part_of(self._buffer, slice(few.start - part.start, few.stop - part.start))
+        source = place if self._given is None else self._given[few]
+        out = place if self._room is None else self._room[: few.stop - few.start]
         if source is not out:
             out.copy_(source)
-        return out if self.late is None else out.add_(self.late)
+        return out if self._late is None else out.add_(self._late)
 
     def keep(self, few: slice, part: slice, gradient: Tensor) -> None:
         """Overwrites the logits of some rows with their gradient."""
         if self.narrow:
-            self.buffer[few.start - part.start : few.stop - part.start] = gradient
+            self._buffer[few.start - part.start : few.stop - part.start] = gradient

@@ -30,21 +30,14 @@ class Rows:
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
     """``out = a @ b``, or ``out += a @ b``; without ``add`` the old values are not read."""
-    if add and out.dtype == a.dtype:
-        out.addmm_(a, b)
-    elif add:  # out is wider than the 16-bit product
-        _add(out, a @ b)
-    elif out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    else:
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, beta=int(add), out=out)
+    elif not add:
         out.copy_(a @ b)
-
-
-def _add(out: Tensor, narrow: Tensor) -> None:
-    """``out += narrow``, some rows at a time: torch up-casts a whole operand before it adds."""
-    rows = max(1, _ADDED_AT_A_TIME // max(1, out.shape[1]))
-    for some, more in zip(out.split(rows), narrow.split(rows), strict=True):
-        some.add_(more)
+    else:  # out is wider than the 16-bit product: torch up-casts a whole operand before it adds
+        rows = max(1, _ADDED_AT_A_TIME // max(1, out.shape[1]))
+        for some, more in zip(out.split(rows), (a @ b).split(rows), strict=True):
+            some.add_(more)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

@@ -74,15 +74,14 @@ def _in_tiles(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
         if some.stop == len(operands.weight):
             of_part.pop(part.start).write(out)
 
-    sizes = plan.rows, plan.classes
-    tiles.over_tiles(operands, (), read, *sizes, rounded=spec.ranks)
+    tiles.over_tiles(operands, (), read, plan.rows, plan.classes, rounded=spec.ranks)
 
 
 def _in_place(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) -> dict[str, Tensor]:
     """Writes the outputs of every row, and returns the gradients of the total."""
-    coef = operands.coef
+    coef, every = operands.coef, slice(0, len(operands.x))
     assert coef is not None, "logits are in the place of a gradient that forward computes"
-    sums = RowSums(operands, spec, slice(0, len(operands.x)))
+    sums = RowSums(operands, spec, every)
 
     def read(every: slice, some: slice, logits: Tensor) -> None:
         sums.add(transformed(operands, spec, every, logits, some)[1], some)
@@ -90,7 +89,7 @@ def _in_place(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
     def finish() -> tiles.OfTile:
         sums.write(out)
         lse, rest = sums.lse_and_rest()
-        slope = Slope(operands, slice(0, len(operands.x)), spec.total, coef, sums.moments)
+        slope = Slope(operands, every, spec.total, coef, sums.moments)
 
         def to_gradient(every: slice, some: slice, logits: Tensor) -> None:
             z = transformed(operands, spec, every, logits, some)[1]
@@ -127,10 +126,9 @@ def backward(
         slope = of_part.get(few.start)
         if slope is None:
             sums = {moment: sigma[few] for moment, sigma in sigmas.items()}
-            whole = z.shape[1] == len(operands.weight)
-            of_z = z if whole else None
-            slope = Slope(operands, few, spec.rows, incoming[:, few], sums, of_z)
-            if not whole:
+            of_all = z if z.shape[1] == len(operands.weight) else None
+            slope = Slope(operands, few, spec.rows, incoming[:, few], sums, of_all)
+            if of_all is None:
                 of_part[few.start] = slope
         trained = [
             (output, line, grads[f"given{output.weight}"])
@@ -155,17 +153,15 @@ def backward(
         slope.to_logits(spec, g, logits, some)
         return factor
 
-    products = tuple(name for name in spec.gradients if name not in others)
+    products, sizes = tuple(n for n in spec.gradients if n not in others), (plan.rows, plan.classes)
     if plan.strategy == "tiled":
         of_tile = functools.partial(to_gradient, scaled=True)
-        sizes = plan.rows, plan.classes
         return grads | tiles.over_tiles(operands, products, of_tile, *sizes, rounded=spec.ranks)
 
     def of_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor:
         return to_gradient(few, slice(0, logits.shape[1]), logits, scaled)
 
-    sizes = plan.rows, plan.classes, plan.block
-    return grads | over_chunks(operands, products, of_rows, *sizes)
+    return grads | over_chunks(operands, products, of_rows, *sizes, plan.block)
 
 
 def _add(grad: Tensor, term: Tensor, few: slice, some: slice) -> None:

@@ -29,13 +29,8 @@ from fxpass.spec.reductions import (
 
 
 class RowSums:
-    """What is known of some rows from the tiles so far.
-
-    Attributes:
-        total: ``[rows]``, the sum of the exponentials of :meth:`add`.
-        log_total: its logarithm, after :meth:`write`.
-        moments: the normalised moments ``[rows]``, after :meth:`write`.
-    """
+    """What is known of some rows from the tiles so far. :meth:`write` sets ``log_total``, the
+    logarithm of ``total``, and the normalised ``moments``, ``[rows]`` each."""
 
     def __init__(self, operands: Operands, spec: Reductions, few: slice) -> None:
         self._operands, self._spec, self._few = operands, spec, few
@@ -53,13 +48,12 @@ class RowSums:
         self.log_total: Tensor
         self.moments: dict[Moment, Tensor] = {}
 
-    @property
-    def only_total(self) -> bool:
-        """Whether no sum but the total is read."""
-        return self._raw == (TOTAL,)
+        # no other sum is read
+        self.only_total = self._raw == (TOTAL,)
 
     @property
     def total(self) -> Tensor:
+        """The sum of the exponentials of :meth:`add`."""
         return self._sums[TOTAL]
 
     def add(self, z: Tensor, classes: slice, keep: bool = False) -> Tensor:
@@ -83,7 +77,8 @@ class RowSums:
         self._add_logits(z, classes)
         # clamped: if every logit is -inf, -inf - -inf would make the lse nan
         m = finite(self._highest)
-        y, sums = self._raw_sums(z.sub_(m.unsqueeze(1)), classes, self.only_total and not keep)
+        y = z.sub_(m.unsqueeze(1))
+        sums = self._raw_sums(y, classes, self.only_total and not keep)
         if before is not None:
             shift = self._clamped - m
             sums = {moment: s + under(moment, self._sums, shift) for moment, s in sums.items()}
@@ -106,14 +101,9 @@ class RowSums:
                 at = torch.where(elsewhere, self._at, at)
             self._at = at
 
-    def _raw_sums(
-        self, y: Tensor, classes: slice, in_place: bool
-    ) -> tuple[Tensor, dict[Moment, Tensor]]:
-        """The raw sums ``[rows]`` of y ``[rows, classes]``, and y.
-
-        One exponential serves all powers of y. y is overwritten, at most by its clamped value
-        unless ``in_place``.
-        """
+    def _raw_sums(self, y: Tensor, classes: slice, in_place: bool) -> dict[Moment, Tensor]:
+        """The raw sums ``[rows]`` of y ``[rows, classes]``, which is overwritten, unless
+        ``in_place`` at most by its clamped value. One exponential serves all powers of y."""
         found: dict[Moment, Tensor] = {}
         for a in sorted({moment.a for moment in self._raw}):
             some = [moment for moment in self._raw if moment.a == a]
@@ -130,7 +120,7 @@ class RowSums:
                     if moment.b == b:
                         w = self._operands.weights(moment, self._few, classes)
                         found[moment] = _weighted(term, w)
-        return y, {moment: found[moment] for moment in self._raw}
+        return {moment: found[moment] for moment in self._raw}
 
     def write(self, out: Outputs) -> None:
         """Writes the rows of ``out``, when all classes were added: of a spec with a total not lse
@@ -142,18 +132,17 @@ class RowSums:
             for moment in self._raw
             if moment != TOTAL or TOTAL in self._read  # every call sums it, and few read it
         }
-        if spec.rows:
-            out.rows[:, few] = self._lines(spec.rows)
-        if spec.saved:
-            out.saved[:, few] = self._lines(spec.saved)
+        for rows, outputs in ((out.rows, spec.rows), (out.saved, spec.saved)):
+            if outputs:
+                rows[:, few] = self._lines(outputs)
         if self._index is not None:
             out.indices[:, few] = self._index
         if not spec.total:
             out.lse[few], out.rest[few] = self.lse_and_rest()
         elif (coef := self._operands.coef) is not None:
-            some = part_of(coef, few, 1)
+            coef = part_of(coef, few, 1)
             # a row without a coefficient adds this 0, whatever its value is
-            terms = torch.where(some.bool(), some * self._lines(spec.total), some)
+            terms = torch.where(coef.bool(), coef * self._lines(spec.total), coef)
             torch.sum(terms, 0, out=part_of(out.total, few))
 
     def lse_and_rest(self) -> tuple[Tensor, Tensor]:
@@ -163,7 +152,6 @@ class RowSums:
         return lse, torch.where(lse.isfinite(), log_total - (lse - m), 0)
 
     def _lines(self, outputs: Iterable[Output]) -> Tensor:
-        """Outputs that are floats, ``[R, rows]``."""
         return joined([self._line(output) for output in outputs])
 
     def _line(self, output: Output) -> Tensor:
@@ -173,10 +161,8 @@ class RowSums:
             assert self._at is not None, "the call has picks"
             at = self._at.t()
             return at if output == "at" else at - m - log_total
-        if isinstance(output, Moment):
-            line = self.moments[output]
-        elif isinstance(output, LogitSum):
-            line = self._of_logits[output]
+        if not isinstance(output, str):
+            line = self.moments[output] if isinstance(output, Moment) else self._of_logits[output]
         elif output == "lse":
             line = m + log_total
         else:

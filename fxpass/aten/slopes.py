@@ -26,10 +26,9 @@ from fxpass.spec.reductions import (
 
 
 class Slope(Terms):
-    """The gradient of some rows of transformed logits, for incoming gradients of their outputs.
-
-    It is a sum of polynomials of the log-softmax, each multiplied by a power of the softmax and by
-    weights, of values at picked classes, and of what is dense.
+    """The gradient of some rows of transformed logits, for incoming gradients of their outputs: the
+    sum of these terms, of values at ``picked`` classes ``[rows, K]``, and of ``dense`` values
+    ``[rows, V]``.
 
     Args:
         operands: of the call.
@@ -40,9 +39,7 @@ class Slope(Terms):
         z: the transformed logits of all classes, read for max, amax and peak.
 
     Attributes:
-        picked: class indices and values ``[rows, K]``.
-        dense: ``[rows, V]``.
-        weighted: the sums, and their incoming gradients.
+        weighted: the sums among the outputs, and their incoming gradients.
     """
 
     def __init__(
@@ -95,13 +92,13 @@ class Slope(Terms):
                 self.add(1, 0, None, -(line.sum(0) if line.shape[0] != 1 else line[0]))
         elif output == "lse":
             self.add(1, 0, None, line)
+        elif z is None:
+            raise AssertionError("the largest of all classes")
+        elif output == "amax":  # equal maxima share the gradient
+            highest = z == z.amax(1, keepdim=True)
+            self.dense.append(highest * (line / highest.sum(1)).unsqueeze(1))
         else:
-            assert z is not None, "the largest of all classes"
-            if output == "amax":  # equal maxima share the gradient
-                highest = z == z.amax(1, keepdim=True)
-                self.dense.append(highest * (line / highest.sum(1)).unsqueeze(1))
-            else:
-                self.picked.append((z.argmax(1, keepdim=True), line.unsqueeze(1)))
+            self.picked.append((z.argmax(1, keepdim=True), line.unsqueeze(1)))
             if output == "peak":
                 self.add(1, 0, None, -line)
 
@@ -139,15 +136,12 @@ class Slope(Terms):
         self, e: Tensor, total: Tensor, classes: slice, scaled: bool
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`of`, from the softmax ``e / total``, where its first power is all there is."""
-        share, picked = self.coefficients[1, None][0], self._picked(classes)
-        factor = share / total
+        factor = self.coefficients[1, None][0] / total
         # of a row without softmax, only the picked classes have a gradient
         if scaled or self._operands.scale is not None or not self._in_every_row:
             e.mul_(factor.unsqueeze(1))
-            for index, each in picked:
-                e.scatter_add_(1, index, each)
-            return e, torch.ones_like(share)
-        for index, each in picked:
+            factor = torch.ones_like(factor)
+        for index, each in self._picked(classes):
             e.scatter_add_(1, index, each / factor.unsqueeze(1))
         return e, factor
 

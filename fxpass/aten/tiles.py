@@ -34,11 +34,10 @@ def over_tiles(
     to_gradient: OfTile,
     rows: int,
     classes: int,
-    multiplied: torch.dtype | None = None,
     rounded: bool = False,
 ) -> dict[str, Tensor]:
     """The gradients of x, weight and bias, from a function that overwrites a tile of logits with
-    its gradient.
+    its gradient, called in the order of the classes.
 
     Deterministic; does not write to its inputs. The weight's gradient has its dtype, the others
     have the compute dtype.
@@ -46,12 +45,10 @@ def over_tiles(
     Args:
         inputs: x, weight, bias, and the logits if they exist.
         gradients: the operands whose gradients are returned.
-        to_gradient: called once for each tile, in the order of the classes.
         rows, classes: of a tile, at most.
-        multiplied: the dtype of the products; None for the fastest.
-        rounded: whether logits of bf16 operands are rounded to bf16 even if it is not.
+        rounded: whether logits of bf16 operands are rounded to bf16, also by f32 products.
     """
-    tiles = Tiles(inputs, rows, classes, multiplied, rounded)
+    tiles = _Tiles(inputs, rows, classes, rounded)
     x, weight, dtype, parts = inputs.x, inputs.weight, tiles.dtype, tiles.parts
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
     # a tile's part of the weight's gradient is final; those of x and bias accumulate over tiles
@@ -81,7 +78,7 @@ def over_tiles(
     return grads
 
 
-class Tiles:
+class _Tiles:
     """Tiles of logits in the compute dtype, and the operands of their products.
 
     Attributes:
@@ -90,32 +87,21 @@ class Tiles:
         x, weight: operands in the dtype of the products.
     """
 
-    def __init__(
-        self,
-        inputs: Operands,
-        rows: int,
-        classes: int,
-        multiplied: torch.dtype | None = None,
-        rounded: bool = False,
-    ) -> None:
+    def __init__(self, inputs: Operands, rows: int, classes: int, rounded: bool) -> None:
         x, weight = inputs.x, inputs.weight
         rows, classes = min(rows, x.shape[0]), min(classes, weight.shape[0])
-        multiplied = multiplied or multiplied_in(x.dtype, x.device)
-        self._inputs = inputs
-        self.dtype = compute_dtype(x.dtype)
-        self.widest = classes
+        multiplied = multiplied_in(x.dtype, x.device)
+        self._inputs, self.dtype, self.widest = inputs, compute_dtype(x.dtype), classes
         self.parts = slices(0, x.shape[0], rows)
         self.classes = slices(0, weight.shape[0], classes)
         self.x, self.weight = Rows(x, rows, multiplied), Rows(weight, classes, multiplied)
         self._wide = x.new_empty(rows * classes, dtype=self.dtype)
-        self._narrow = None
-        if multiplied != self.dtype:
-            self._narrow = x.new_empty(rows * classes, dtype=multiplied)
+        narrow = multiplied != self.dtype
+        self._narrow = x.new_empty(rows * classes, dtype=multiplied) if narrow else None
         # fp16 has too small a range: see gradient_dtype
         self._stored = gradient_dtype(x.dtype) if rounded else self.dtype
         # products in f32 that are not rounded may have any bias added after them
-        product = self._stored if self._narrow is None else multiplied
-        self._early, self._late = split_bias(inputs.bias, product)
+        self._early, self._late = split_bias(inputs.bias, multiplied if narrow else self._stored)
 
     def logits(self, x_rows: Tensor, weight: Tensor, rows: slice, classes: slice) -> Tensor:
         """The linear's output for some rows and classes, in a buffer that every call overwrites."""
@@ -150,7 +136,6 @@ def in_gradient(
     read: OfTile,
     finish: Callable[[], OfTile],
     classes: int,
-    multiplied: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
     """The gradients of x, weight and bias, with all logits in the memory of the weight's gradient.
 
@@ -164,94 +149,45 @@ def in_gradient(
         finish: called once; what it returns is called once for each tile, and overwrites its logits
             with their gradient.
         classes: of a tile, at most.
-        multiplied: the dtype of the products; None for the fastest.
     """
-    logits = InGradient(inputs, classes, multiplied)
-    x, v = inputs.x, inputs.weight.shape[0]
-    every = slice(0, x.shape[0])
-    for some in logits.tiles:
-        read(every, some, logits.compute(some))
+    x, weight, n, v = inputs.x, inputs.weight, len(inputs.x), len(inputs.weight)
+    assert n <= x.shape[1], "the logits [V, N] of all rows have to fit into [V, D]"
+    dtype, multiplied = compute_dtype(x.dtype), multiplied_in(x.dtype, x.device)
+    every, tiles, narrow = slice(0, n), slices(0, v, classes), multiplied != dtype
+    gradient = x.new_empty(weight.shape, dtype=gradient_dtype(x.dtype))
+    stored, room = gradient[:, :n], x.new_empty((min(classes, v), n), dtype=dtype)
+    xs, weights = x.to(multiplied), Rows(weight, min(classes, v), multiplied)
+    early, late = split_bias(inputs.bias, gradient.dtype)
+
+    def logits(some: slice) -> Tensor:
+        """``[N, classes]``, copied to the compute dtype; may be overwritten."""
+        place = room[: some.stop - some.start].copy_(stored[some])
+        return (place if late is None else place.add_(late[some].unsqueeze(1))).t()
+
+    for some in tiles:
+        w, bias = weights[some], None if early is None else early[some].unsqueeze(1)
+        if narrow:
+            stored[some] = w @ xs.t() if bias is None else torch.addmm(bias, w, xs.t())
+        else:
+            place = torch.mm(w, xs.t(), out=room[: len(w)])
+            stored[some] = place if bias is None else place.add_(bias)
+        read(every, some, logits(some))
     to_gradient = finish()
-    grads = {"weight": logits.gradient}
+    grads = {"weight": gradient}
     if "x" in gradients:
-        grads["x"] = x.new_zeros(x.shape, dtype=logits.dtype)
+        grads["x"] = x.new_zeros(x.shape, dtype=dtype)
     if "bias" in gradients:
-        grads["bias"] = x.new_empty(v, dtype=logits.dtype)
-    for some in logits.tiles:
-        raw = logits.read(some)
+        grads["bias"] = x.new_empty(v, dtype=dtype)
+    for some in tiles:
+        raw = logits(some)
         to_gradient(every, some, raw)
         if "bias" in grads:
             torch.sum(raw, 0, out=grads["bias"][some])
-        g = logits.multiplied(raw, some)
+        g = stored[some].copy_(raw.t()) if narrow else raw.t()
         if "x" in grads:
-            add_product(grads["x"], g.t(), logits.weight[some], add=True)
-        logits.finish(g, some)
-    return grads
-
-
-class InGradient:
-    """The logits of all rows, in the memory of the weight's gradient.
-
-    Attributes:
-        gradient: ``[V, D]``; before :meth:`finish`, the first N columns of a class are its logits.
-        tiles: the classes of each tile.
-        x, weight: operands in the dtype of the products.
-        dtype: the compute dtype.
-    """
-
-    def __init__(
-        self, inputs: Operands, classes: int, multiplied: torch.dtype | None = None
-    ) -> None:
-        x, weight = inputs.x, inputs.weight
-        n, v = x.shape[0], weight.shape[0]
-        assert n <= x.shape[1], "the logits [V, N] of all rows have to fit into [V, D]"
-        classes = min(classes, v)
-        stored = gradient_dtype(x.dtype)
-        multiplied = multiplied or multiplied_in(x.dtype, x.device)
-        self.dtype = compute_dtype(x.dtype)
-        self.gradient = x.new_empty(weight.shape, dtype=stored)
-        self.tiles = slices(0, v, classes)
-        self.x, self.weight = x.to(multiplied), Rows(weight, classes, multiplied)
-        self._stored = self.gradient[:, :n]
-        self._place = x.new_empty((classes, n), dtype=self.dtype)
-        self._in_f32 = multiplied == self.dtype
-        self._early, self._late = split_bias(inputs.bias, stored)
-
-    def compute(self, classes: slice) -> Tensor:
-        """Computes and stores the logits of some classes, rounded as in eager.
-
-        Returns:
-            the stored logits ``[N, classes]`` in the compute dtype; the caller may overwrite them.
-        """
-        stored, place = self._stored[classes], self._place[: classes.stop - classes.start]
-        weight = self.weight[classes]
-        bias = None if self._early is None else self._early[classes].unsqueeze(1)
-        if self._in_f32:
-            torch.mm(weight, self.x.t(), out=place)
-            stored.copy_(place if bias is None else place.add_(bias))
-        elif bias is None:
-            stored.copy_(weight @ self.x.t())
+            add_product(grads["x"], g.t(), weights[some], add=True)
+        if narrow:  # the gradient is in the output's memory, so the product needs a new tensor
+            gradient[some] = g @ xs
         else:
-            stored.copy_(torch.addmm(bias, weight, self.x.t()))
-        return self.read(classes)
-
-    def read(self, classes: slice) -> Tensor:
-        """The stored logits ``[N, classes]`` of some classes, copied to the compute dtype; the
-        caller may overwrite the copy."""
-        place = self._place[: classes.stop - classes.start].copy_(self._stored[classes])
-        return (place if self._late is None else place.add_(self._late[classes].unsqueeze(1))).t()
-
-    def finish(self, gradient: Tensor, classes: slice) -> None:
-        """Overwrites the logits of some classes, whose gradient is given, with the weight's
-        gradient."""
-        if self._in_f32:
-            add_product(self.gradient[classes], gradient, self.x, add=False)
-        else:  # the gradient is in the output's memory, so the product needs a new tensor
-            self.gradient[classes] = gradient @ self.x
-
-    def multiplied(self, gradient: Tensor, classes: slice) -> Tensor:
-        """The gradient of some classes' logits, ``[classes, N]``, in the dtype of the products. A
-        cast overwrites the stored logits."""
-        if self._in_f32:
-            return gradient.t()
-        return self._stored[classes].copy_(gradient.t())
+            add_product(gradient[some], g, xs, add=False)
+    return grads
