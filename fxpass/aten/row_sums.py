@@ -89,7 +89,7 @@ class RowSums:
         """What reads logits and not their differences."""
         for output in dict.fromkeys(self._read):
             if isinstance(output, LogitSum):
-                line = _weighted(z, self._operands.weights(output, self._few, classes))
+                line = self._weighted(z, output, classes)
                 before = self._of_logits.get(output)
                 self._of_logits[output] = line if before is None else before + line
         if self._picks:
@@ -118,9 +118,15 @@ class RowSums:
                     term.mul_(y)
                 for moment in some:
                     if moment.b == b:
-                        w = self._operands.weights(moment, self._few, classes)
-                        found[moment] = _weighted(term, w)
+                        found[moment] = self._weighted(term, moment, classes)
         return {moment: found[moment] for moment in self._raw}
+
+    def _weighted(self, term: Tensor, output: Moment | LogitSum, classes: slice) -> Tensor:
+        """The sum over the classes of ``w * term``."""
+        if output.weight is None:
+            return term.sum(1)
+        w = self._operands.values(output.weight, self._few, classes)
+        return term.mv(w) if w.dim() == 1 else (w * term).sum(1)
 
     def write(self, out: Outputs) -> None:
         """Writes the rows of ``out``, when all classes were added: of a spec with a total not lse
@@ -186,10 +192,3 @@ def under(moment: Moment, sums: Mapping[Moment, Tensor], shift: Tensor) -> Tenso
     # an infinite sum remains: 0 * -inf would be nan
     line = sums[moment]
     return torch.where(line.isinf(), line, shifted(moment, sums, some, torch.exp))
-
-
-def _weighted(term: Tensor, w: Tensor | None) -> Tensor:
-    """The sum over the classes of ``w * term``."""
-    if w is None:
-        return term.sum(1)
-    return term.mv(w) if w.dim() == 1 else (w * term).sum(1)

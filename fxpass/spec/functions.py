@@ -107,8 +107,7 @@ def _unary(
     def fdiff(self: Any, argindex: int = 1) -> Any:
         return slope(self.args[0])
 
-    members = {"eval": classmethod(evaluate), "fdiff": fdiff, "nargs": 1, "__module__": __name__}
-    return LogitFunction(type(sympy.Function)(name, (sympy.Function,), members), tensor)
+    return LogitFunction(_symbolic(name, 1, evaluate, fdiff=fdiff), tensor)
 
 
 def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) -> LogitFunction:
@@ -121,13 +120,14 @@ def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) 
         x, y = self.args
         return slope(x, y, sympy.diff(x, s), sympy.diff(y, s))
 
-    members = {"eval": classmethod(evaluate), "_eval_derivative": derivative, "nargs": 2}
-    members["__module__"] = __name__
-    return LogitFunction(type(sympy.Function)(name, (sympy.Function,), members), tensor, arity=2)
+    symbolic = _symbolic(name, 2, evaluate, _eval_derivative=derivative)
+    return LogitFunction(symbolic, tensor, arity=2)
 
 
-def _softplus(x: Tensor) -> Tensor:
-    return F.logsigmoid(-x).neg_()  # log(1 + exp(x)) would overflow
+def _symbolic(name: str, nargs: int, evaluate: Callable[..., Any], **members: Any) -> Any:
+    """A class of sympy functions."""
+    members |= {"eval": classmethod(evaluate), "nargs": nargs, "__module__": __name__}
+    return type(sympy.Function)(name, (sympy.Function,), members)
 
 
 def call(name: str, *operands: Any) -> Expr:
@@ -147,7 +147,8 @@ _TABLE = (
     _unary("log1p", torch.log1p, lambda x: 1 / (1 + x)),
     _unary("sqrt", torch.sqrt, lambda x: 1 / (2 * call("sqrt", x))),
     _unary("sigmoid", torch.sigmoid, lambda x: call("sigmoid", x) * (1 - call("sigmoid", x))),
-    _unary("softplus", _softplus, lambda x: call("sigmoid", x)),
+    # log(1 + exp(x)) would overflow
+    _unary("softplus", lambda x: F.logsigmoid(-x).neg_(), lambda x: call("sigmoid", x)),
     _unary("erf", torch.erf, lambda x: exact(2 / math.sqrt(math.pi)) * call("exp", -(x**2))),
     _unary("abs", torch.abs, lambda x: call("sign", x)),
     _unary("sign", torch.sign, lambda x: sympy.Integer(0)),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.expression import operands
-from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Reductions
+from fxpass.spec.reductions import OF_PICKS, Reductions
 
 
 class Operands(NamedTuple):
@@ -34,7 +34,7 @@ class Operands(NamedTuple):
         coef: ``[T, N]`` in the compute dtype, the weights of the total's outputs in their order, K
             rows for a pick of K classes; None without a total.
         logits: ``[N, V]`` in the dtype of x or in the compute dtype, the linear's output with its
-            bias if it exists anyway; None where it is to be computed. It is not written to.
+            bias if it exists anyway, else None. It is not written to.
     """
 
     x: Tensor
@@ -51,19 +51,15 @@ class Operands(NamedTuple):
         assert self.picks is not None
         return self.picks if self.picks.dim() == 2 else self.picks.unsqueeze(1)
 
-    def weights(self, moment: Moment | LogitSum, rows: slice, classes: slice) -> Tensor | None:
-        """The weights of a sum in a tile of logits, ``[classes]`` or ``[rows, classes]``, in the
-        compute dtype; None for ones."""
-        return None if moment.weight is None else self.values(moment.weight, rows, classes)
-
     def values(self, position: int, rows: slice, classes: slice) -> Tensor:
-        """One of ``given`` in a tile of logits, in the compute dtype."""
+        """One of ``given`` in a tile of logits, ``[classes]`` or ``[rows, classes]``, in the
+        compute dtype."""
         w = self.given[position]
         w = w[classes] if w.dim() == 1 else w[rows, classes]
         return w.to(compute_dtype(self.x.dtype))
 
     def of_transform(self, transform: Expr, rows: slice, classes: slice) -> dict[str, Tensor]:
-        """What a logit's transform, or its slope, reads in a tile beside the logits, by name."""
+        """What an expression reads in a tile beside the logits, by name."""
         found = {}
         for kind, position in operands(transform):
             if kind == "given":
@@ -79,8 +75,8 @@ class Operands(NamedTuple):
         return found
 
     def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor | None]:
-        """The columns of class indices in a tile of logits, and which of them are not in it: these
-        have another column. None if the tile has all classes."""
+        """The columns of class indices in a tile of logits, any column for those that are not in
+        it, and which these are; None if the tile has all classes."""
         if classes.stop - classes.start == self.weight.shape[0]:
             return index, None
         column = index - classes.start

@@ -51,6 +51,7 @@ from sympy import Expr
 from torch import Tensor
 
 from fxpass.spec import expression
+from fxpass.spec.expression import Z
 
 REVISION = "r3"  # as spec.REVISION, of the operator fxpass::class_reductions
 HIGHEST_POWER = 2
@@ -82,15 +83,6 @@ class Moment:
                 e.mul_(finite)
         return e
 
-    def slope(self, y: Tensor) -> Tensor:
-        """``psi / w``, the derivative of :meth:`term` by ``y``."""
-        parts = []
-        if self.a:
-            parts.append(self.a * self.term(y))
-        if self.b:
-            parts.append(self.b * dataclasses.replace(self, b=self.b - 1).term(y))
-        return functools.reduce(torch.add, parts) if parts else torch.zeros_like(y)
-
     def __str__(self) -> str:
         weight = "" if self.weight is None else f",{self.weight}"
         return f"moment({self.a},{self.b}{weight})"
@@ -98,11 +90,8 @@ class Moment:
 
 @dataclass(frozen=True, order=True)
 class LogitSum:
-    """``sum_j w_j z_j`` of a row: not shifted, as a sum of differences would lose digits.
-
-    Attributes:
-        weight: the position of w among the operands that the call gives; None for ones.
-    """
+    """``sum_j w_j z_j`` of a row: not shifted, as a sum of differences would lose digits. The
+    weight is as of :class:`Moment`."""
 
     weight: int | None = None
 
@@ -135,23 +124,17 @@ def normalised(
     """The moment of l = y - log_total, from the raw sums of y = z - M."""
     if moment == TOTAL:
         return sums[TOTAL] * exp(-log_total)
-    total = _binomial(moment, sums, -log_total)
-    return total * exp(-moment.a * log_total) if moment.a else total
+    return shifted(moment, sums, -log_total, exp)
 
 
 def shifted(moment: Moment, sums: Mapping[Moment, Any], shift: Any, exp: Any = math.exp) -> Any:
-    """The raw sum under a new maximum, where ``shift`` is the old maximum minus the new one."""
-    total = _binomial(moment, sums, shift)
-    return total * exp(moment.a * shift) if moment.a else total
-
-
-def _binomial(moment: Moment, sums: Mapping[Moment, Any], shift: Any) -> Any:
-    """``sum_j w_j exp(a y_j) (y_j + shift)**b``."""
+    """The raw sum under a new maximum, where ``shift`` is the old maximum minus the new one:
+    ``exp(a shift) sum_j w_j exp(a y_j) (y_j + shift)**b``."""
     total = sums[moment]
     for k in range(moment.b):
         lower = sums[dataclasses.replace(moment, b=k)]
         total = total + math.comb(moment.b, k) * shift ** (moment.b - k) * lower
-    return total
+    return total * exp(moment.a * shift) if moment.a else total
 
 
 def for_slope(moment: Moment) -> tuple[tuple[int, Moment], ...]:
@@ -162,19 +145,14 @@ def for_slope(moment: Moment) -> tuple[tuple[int, Moment], ...]:
 
 def for_slopes(outputs: Iterable[Output]) -> tuple[Moment, ...]:
     """The moments that the gradients of these outputs read."""
-    moments = (m for m in outputs if isinstance(m, Moment))
-    read = (m for moment in moments for _, m in for_slope(moment) if m != TOTAL)
+    read = (m for o in outputs if isinstance(o, Moment) for _, m in for_slope(o) if m != TOTAL)
     return tuple(dict.fromkeys(read))
 
 
 class Terms:
     """The slope of a row's outputs: polynomials of the log-softmax, each multiplied by a power of
-    the softmax and by weights.
-
-    Attributes:
-        coefficients: by power of the softmax and position of the weights, then by power of the
-            log-softmax: numbers, tensors ``[rows]`` or symbols.
-    """
+    the softmax and by weights. ``coefficients`` has their numbers, tensors ``[rows]`` or symbols:
+    by power of the softmax and position of the weights, then by power of the log-softmax."""
 
     def __init__(self) -> None:
         self.coefficients: dict[tuple[int, int | None], dict[int, Any]] = {}
@@ -223,22 +201,19 @@ class Reductions:
     """
 
     outputs: tuple[Output, ...]
-    transform: Expr = expression.Z
+    transform: Expr = Z
     gradients: tuple[str, ...] = ()
     total: tuple[Output, ...] = ()
     memory_mb: int = 0
 
     def __post_init__(self) -> None:
         for output in (*self.outputs, *self.total):
-            if isinstance(output, str):
-                if output not in (*ROWS, *INDICES):
-                    raise ValueError(f"{output!r} is no reduction of a row of logits")
-                continue
-            if output.weight is not None and output.weight < 0:
+            if isinstance(output, str) and output not in (*ROWS, *INDICES):
+                raise ValueError(f"{output!r} is no reduction of a row of logits")
+            if not isinstance(output, str) and (output.weight or 0) < 0:
                 raise ValueError(f"{output} has a weight at a negative position")
-            if isinstance(output, Moment) and not (
-                0 <= output.a <= HIGHEST_POWER and 0 <= output.b <= HIGHEST_POWER
-            ):
+            powers = (output.a, output.b) if isinstance(output, Moment) else ()
+            if not all(0 <= power <= HIGHEST_POWER for power in powers):
                 raise ValueError(f"{output} has a power that is not 0 to {HIGHEST_POWER}")
         if not self.outputs and not self.total:
             raise ValueError("a call without outputs")
@@ -288,18 +263,14 @@ class Reductions:
 
     def text(self) -> str:
         """One line; fields at their defaults are left out."""
-        words = [REVISION]
-        if self.outputs:
-            words.append(f"outputs={';'.join(map(str, self.outputs))}")
-        if self.transform != expression.Z:
-            words.append(f"transform={expression.text(self.transform)}")
-        if self.gradients:
-            words.append(f"gradients={','.join(self.gradients)}")
-        if self.total:
-            words.append(f"total={';'.join(map(str, self.total))}")
-        if self.memory_mb:
-            words.append(f"memory_mb={self.memory_mb}")
-        return " ".join(words)
+        fields = {
+            "outputs": ";".join(map(str, self.outputs)),
+            "transform": "" if self.transform == Z else expression.text(self.transform),
+            "gradients": ",".join(self.gradients),
+            "total": ";".join(map(str, self.total)),
+            "memory_mb": self.memory_mb or "",
+        }
+        return " ".join([REVISION, *(f"{k}={text}" for k, text in fields.items() if text)])
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -314,12 +285,12 @@ class Reductions:
         try:
             found = dict(word.split("=", 1) for word in words)
             outputs, total = (
-                tuple(map(_output, filter(None, found.pop(name, "").split(";"))))
+                tuple(map(_output, filter(None, found.get(name, "").split(";"))))
                 for name in ("outputs", "total")
             )
-            transform = expression.parse(found.pop("transform", "z"))
-            gradients = tuple(filter(None, found.pop("gradients", "").split(",")))
-            memory_mb = int(found.pop("memory_mb", "0"))
+            transform = expression.parse(found.get("transform", "z"))
+            gradients = tuple(filter(None, found.get("gradients", "").split(",")))
+            memory_mb = int(found.get("memory_mb", "0"))
             spec = Reductions(outputs, transform, gradients, total, memory_mb)
         except ValueError as error:
             raise ValueError(f"not reductions: {text!r}") from error
@@ -330,12 +301,10 @@ class Reductions:
 
 def _output(word: str) -> Output:
     if match := re.fullmatch(r"logits\((\d*)\)", word):
-        return LogitSum(int(match[1]) if match[1] else None)
-    match = re.fullmatch(r"moment\((\d),(\d)(?:,(\d+))?\)", word)
-    if match is None:
-        return word
-    a, b, weight = match.groups()
-    return Moment(int(a), int(b), None if weight is None else int(weight))
+        return LogitSum(*map(int, filter(None, match.groups())))
+    if match := re.fullmatch(r"moment\((\d),(\d)(?:,(\d+))?\)", word):
+        return Moment(*map(int, filter(None, match.groups())))
+    return word
 
 
 _NAMED = (*PRODUCTS, "scale")
