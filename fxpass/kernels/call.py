@@ -1,10 +1,12 @@
 """Which Triton kernels class reductions launch on a GPU, and with which options.
 
-In: a spec, the operands without their data, and a GPU. Out: a :class:`Launch` for each kernel::
+In: a spec, the operands, whose data is not read, and a GPU. Out: a :class:`Launch` for each
+kernel::
 
-    >>> x, weight = Operand((8192, 4096), torch.bfloat16), Operand((128256, 4096), torch.bfloat16)
+    >>> x, weight = torch.empty(8192, 64, device="meta"), torch.empty(128256, 64, device="meta")
+    >>> operands = Operands(x.bfloat16(), weight.bfloat16(), None, None, x[:, 0].long(), ())
     >>> spec = Reductions((), gradients=("x",), total=("pick",))
-    >>> (row,) = for_reductions(spec, OfReductions(x, weight, picks=1), ASSUMED)
+    >>> (row,) = for_reductions(spec, operands, ASSUMED)
     >>> row.stage, row.options
     ('reductions', {'BLOCK_V': 8192, 'num_warps': 16})
 
@@ -24,7 +26,7 @@ from fxpass.kernels import render
 from fxpass.kernels.render import Kernel
 from fxpass.plan.devices import implementation_for, properties_of, target_of
 from fxpass.plan.plan import padded
-from fxpass.spec.expression import Z, operands
+from fxpass.spec import expression
 from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import Reductions
 
@@ -60,45 +62,6 @@ def gpu_for_listing(device: torch.device) -> Gpu:
         device = torch.device("cuda", torch.cuda.current_device())
     runs, _ = implementation_for(device, torch.float32)
     return gpu_of(device) if runs == "triton" else ASSUMED
-
-
-class Operand(NamedTuple):
-    """A tensor without its data."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class OfReductions(NamedTuple):
-    """The operands of a call: the number of picks of a row (None without picks), for each of the
-    given values whether it is ``[N, V]``, and whether there are a scale and given logits."""
-
-    x: Operand
-    weight: Operand
-    bias: Operand | None = None
-    scaled: bool = False
-    picks: int | None = None
-    given: tuple[bool, ...] = ()
-    logits: bool = False
-
-    @property
-    def adds_bias(self) -> bool:
-        """Whether the kernel adds the bias, because the GEMM would round it to the narrower dtype
-        of the logits. Given logits include it."""
-        return self.bias is not None and not self.logits and self.bias.dtype != self.x.dtype
-
-    @staticmethod
-    def of(operands: Operands) -> OfReductions:
-        x, weight, bias, scale, picks, given, _, logits = operands
-        return OfReductions(
-            Operand(tuple(x.shape), x.dtype),
-            Operand(tuple(weight.shape), weight.dtype),
-            None if bias is None else Operand(tuple(bias.shape), bias.dtype),
-            scale is not None,
-            None if picks is None else operands.classes().shape[1],
-            tuple(w.dim() == 2 for w in given),
-            logits is not None,
-        )
 
 
 class Candidate(NamedTuple):
@@ -143,8 +106,15 @@ class Launch(NamedTuple):
         return self.candidates[0].options
 
 
+def adds_bias(operands: Operands) -> bool:
+    """Whether the kernel adds the bias, because the GEMM would round it to the narrower dtype of
+    the logits. Given logits include it."""
+    bias = operands.bias
+    return bias is not None and operands.logits is None and bias.dtype != operands.x.dtype
+
+
 def for_reductions(
-    spec: Reductions, operands: OfReductions, gpu: Gpu, forward: bool = True
+    spec: Reductions, operands: Operands, gpu: Gpu, forward: bool = True
 ) -> tuple[Launch, ...]:
     """The kernels of one run of class reductions: of forward, with the gradient of a total, or of
     backward. None for f64, and for gradients of weights of moments: ATen computes these."""
@@ -156,13 +126,13 @@ def for_reductions(
         kernel = render.reductions(
             spec,
             forward,
-            biased=operands.adds_bias,
-            scaled=operands.scaled,
-            several=operands.picks not in (None, 1),
-            given=operands.given,
+            biased=adds_bias(operands),
+            scaled=operands.scale is not None,
+            several=operands.picks is not None and operands.classes().shape[1] != 1,
+            given=tuple(w.dim() == 2 for w in operands.given),
             whole_row=block >= v,
             ragged=padded(v) != v,
-            apart=operands.logits,
+            apart=operands.logits is not None,
         )
         return Candidate(kernel, (("BLOCK_V", block), ("num_warps", warps)))
 
@@ -172,7 +142,7 @@ def for_reductions(
     return (Launch(stage, gpu, tuple(candidate(*sizes) for sizes in found)),)
 
 
-def launches(spec: Reductions, operands: OfReductions, gpu: Gpu) -> tuple[Launch, ...]:
+def launches(spec: Reductions, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:
     """The kernels of one call of class reductions, in order, where every output that is named has a
     gradient; the GPU need not exist."""
     found = for_reductions(spec, operands, gpu)
@@ -208,11 +178,11 @@ def blocks(
     """
     sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
     weighted = any(o.weight is not None for o in sums)
-    light = not weighted and spec.transform == Z and "scale" not in spec.gradients
+    light = not weighted and spec.transform == expression.Z and "scale" not in spec.gradients
     whole = 1 << (v - 1).bit_length()
     block = min(whole, _BLOCK_BYTES // dtype.itemsize)
     default = block, max(1, min(16, block // 512))
-    if operands(spec.transform):
+    if expression.operands(spec.transform):
         return [default]  # others spill on sm_80
     sizes = [*_BLOCKS, _SMALL] if sliced else _BLOCKS
     if not sliced and not target.startswith("sm_12"):

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fxpass.kernels import call, render, tuning
-from fxpass.kernels.call import Candidate, OfReductions
+from fxpass.kernels.call import Candidate
 from fxpass.kernels.chunked import Gradients, Part, chunks, load, logits_of, padded_buffer
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.devices import on_device
@@ -95,9 +95,8 @@ class _Run:
         forward: bool,
     ):
         x, bias, scale, picks = operands.x, operands.bias, operands.scale, operands.picks
-        of_call = OfReductions.of(operands)
         self.operands, self.factor = operands, render.gradient_factor(spec)
-        (self.row,) = call.for_reductions(spec, of_call, call.gpu_of(x.device), forward)
+        (self.row,) = call.for_reductions(spec, operands, call.gpu_of(x.device), forward)
         self.gradients = spec.gradients if spec.total or not forward else ()
         # the kernel of a total writes them, and nobody reads them
         lse, rest = (torch.empty_like(out.total) if spec.total else t for t in (out.lse, out.rest))
@@ -116,9 +115,9 @@ class _Run:
         self.of_class = {
             f"given{i}": w.contiguous() if w.dim() == 1 else w for i, w in enumerate(given)
         }
-        if bias is not None and of_call.adds_bias:
+        if bias is not None and call.adds_bias(operands):
             self.of_class["bias"] = bias.contiguous()
-        k = of_call.picks or 0
+        k = 0 if picks is None else operands.classes().shape[1]
         self.sizes = {"N": len(x), "K": k, "PICKS": 1 << max(0, k - 1).bit_length()}
 
     def in_chunks(self, rows: int) -> dict[str, Tensor]:

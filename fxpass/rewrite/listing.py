@@ -16,14 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpass.graph.nodes import hint, value
-from fxpass.kernels.call import (
-    Launch,
-    OfReductions,
-    Operand,
-    for_reductions,
-    gpu_for_listing,
-    launches,
-)
+from fxpass.kernels.call import Launch, for_reductions, gpu_for_listing, launches
+from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import Reductions
 from fxpass.spec.shards import of_backward, of_forward
 
@@ -44,23 +38,13 @@ def launches_of(graph: Graph) -> Iterator[Launch]:
             yield from for_reductions(of_backward(spec), operands, gpu, forward=False)
 
 
-def _of_reductions(call: Node) -> tuple[Reductions, OfReductions]:
-    arguments: Any = call.args
+def _of_reductions(call: Node) -> tuple[Reductions, Operands]:
+    arguments: Any = torch.fx.map_arg(call.args, _without_data)
     x, weight, bias, scale, picks, given, *_, logits, text = arguments
-    of_row = None
-    if picks is not None:
-        of_row = hint(value(picks).shape[1]) if value(picks).dim() == 2 else 1
-    return Reductions.parse(text), OfReductions(
-        x=_operand(x),
-        weight=_operand(weight),
-        bias=bias and _operand(bias),
-        scaled=scale is not None,
-        picks=of_row,
-        given=tuple(value(w).dim() == 2 for w in given),
-        logits=logits is not None,
-    )
+    operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
+    return Reductions.parse(text), operands
 
 
-def _operand(node: Node) -> Operand:
+def _without_data(node: Node) -> torch.Tensor:
     tensor = value(node)
-    return Operand(tuple(map(hint, tensor.shape)), tensor.dtype)
+    return torch.empty([hint(n) for n in tensor.shape], dtype=tensor.dtype, device="meta")

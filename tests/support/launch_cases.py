@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from fxpass.kernels import call, reductions, render
-from fxpass.kernels.call import OfReductions
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands, empty
 from fxpass.spec.reductions import IN_TOTAL, OF_PICKS, REVISION, Reductions
@@ -123,7 +122,7 @@ def run(case, driver: Driver) -> None:
     plan = Plan("triton", "chunked" if forward else "tiled", rows=4096, classes=case["classes"])
     with driver.mode:
         operands = operands_of(case, spec)
-        (launch,) = call.for_reductions(spec, OfReductions.of(operands), driver.gpu, forward)
+        (launch,) = call.for_reductions(spec, operands, driver.gpu, forward)
         if forward:
             reductions.forward(operands, spec, plan)
         else:

@@ -13,21 +13,22 @@ import torch.nn.functional as F
 
 from fxpass import explain
 from fxpass.kernels import call
-from fxpass.kernels.call import ASSUMED, OfReductions, Operand, for_reductions, launches
+from fxpass.kernels.call import ASSUMED, for_reductions, launches
 from fxpass.op import sharded
 from fxpass.plan import plan
 from fxpass.rewrite import listing
 from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.gpus import H200, MI300, V100
 from tests.support.launches import Launches
+from tests.support.without_data import operands
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 N, D, V = 6, 8, 20
-LLAMA = OfReductions(Operand((8192, 4096), BF16), Operand((128256, 4096), BF16), picks=1)
+LLAMA = operands(8192, 4096, 128256, BF16, picks=1)
 
 
-def listed(text, operands=LLAMA, gpu=ASSUMED):
-    return launches(Reductions.parse(f"{REVISION} {text}"), operands, gpu)
+def listed(text, of_call=LLAMA, gpu=ASSUMED):
+    return launches(Reductions.parse(f"{REVISION} {text}"), of_call, gpu)
 
 
 # ---------------------------------------------------------------- recorded launches
@@ -143,10 +144,10 @@ def test_what_is_launched_is_listed(program, v, dtype, recorded, monkeypatch):
     x, w = torch.randn(N, D, dtype=dtype), torch.randn(v, D, dtype=dtype)
     y = torch.randint(16, (N,))
     for needs_gradients in (True, False):
-        operands = [t.clone().requires_grad_(needs_gradients) for t in (x, w)]
-        kernels = explain(program, *operands, y).kernels
+        given = [t.clone().requires_grad_(needs_gradients) for t in (x, w)]
+        kernels = explain(program, *given, y).kernels
         recorded.clear()
-        out = torch.compile(program, backend="fusedce")(*operands, y)
+        out = torch.compile(program, backend="fusedce")(*given, y)
         if needs_gradients:
             (out[0] if isinstance(out, tuple) else out).backward()
         assert_listed(kernels, recorded)
@@ -181,8 +182,8 @@ def test_what_a_vocabulary_shard_launches_is_listed(text, gradients, recorded, a
     x_node, weight_node, picks_node = nodes
     named = {"first": 0, "classes": V, "group": alone}
     function = sharded.class_reductions
-    operands = (x_node, weight_node, None, None, picks_node, [], None, text)
-    graph.call_function(function, operands, named)
+    arguments = (x_node, weight_node, None, None, picks_node, [], None, text)
+    graph.call_function(function, arguments, named)
     kernels = list(listing.launches_of(graph))
     recorded.clear()
     leaves = [t.requires_grad_(bool(gradients)) for t in (x, weight)]
@@ -203,9 +204,7 @@ BACKWARD = "outputs=pick gradients=x,weight"
 @pytest.mark.parametrize("text", [BACKWARD, "gradients=x total=pick", "outputs=max gradients=x"])
 def test_rows_do_not_matter(text):
     """With rows left out, the same kernels run; a captured graph runs all rows."""
-    some = [
-        listed(text, LLAMA._replace(x=Operand((n, 4096), BF16))) for n in (1, 2, 100, 896, 8192)
-    ]
+    some = [listed(text, operands(n, 4096, 128256, BF16, picks=1)) for n in (1, 2, 100, 896, 8192)]
     assert all(launches == some[0] for launches in some)
 
 
@@ -213,15 +212,14 @@ def test_rows_do_not_matter(text):
     ("v", "whole", "padded"), [(4096, True, False), (50257, False, True), (128256, False, False)]
 )
 def test_blocks_of_a_row(v, whole, padded):
-    for one in listed(BACKWARD, LLAMA._replace(weight=Operand((v, 4096), BF16))):
+    for one in listed(BACKWARD, operands(8192, 4096, v, BF16, picks=1)):
         assert ("for start in" not in one.source) == whole == (one.options["BLOCK_V"] >= v)
         assert ("padded" in one.source) == padded
 
 
 def test_a_candidate_is_a_kernel_with_its_options():
     """One block for each row is another kernel."""
-    operands = LLAMA._replace(weight=Operand((12000, 4096), BF16))
-    for one in listed(BACKWARD, operands):
+    for one in listed(BACKWARD, operands(8192, 4096, 12000, BF16, picks=1)):
         whole = ["for start in" not in candidate.kernel.source for candidate in one.candidates]
         assert whole == [candidate.options["BLOCK_V"] >= 12000 for candidate in one.candidates]
         assert whole == [False, False, False, False, True]
@@ -233,8 +231,8 @@ def test_a_candidate_is_a_kernel_with_its_options():
 )
 def test_who_adds_the_bias(bias, logits, added):
     """The kernel, if the GEMM would round it; given logits include it, and are not overwritten."""
-    of_bias = None if bias is None else Operand((128256,), bias)
-    for one in listed(BACKWARD, LLAMA._replace(bias=of_bias, logits=logits)):
+    given = operands(8192, 4096, 128256, BF16, bias, picks=1, logits=logits)
+    for one in listed(BACKWARD, given):
         assert ("tl.load(bias" in one.source) == added
         assert not (logits and "tl.store(logits" in one.source)
 
@@ -252,15 +250,13 @@ def test_a_slice_may_be_narrow():
 
 def test_reductions_that_aten_computes_have_no_kernels():
     """In float64, and gradients of weights of moments."""
-    x, weight = Operand((8, 8), F32), Operand((9, 8), F32)
-    wide = (Operand(one.shape, torch.float64) for one in (x, weight))
-    one = OfReductions(x, weight, given=(False,))
-    for text, operands, there in (
+    one = operands(8, 8, 9, F32, given=(False,))
+    for text, of_call, there in (
         ("outputs=moment(0,1,0) gradients=x", one, True),
         ("outputs=moment(0,1,0) gradients=x,given0", one, False),
-        ("outputs=lse gradients=x", OfReductions(*wide), False),
+        ("outputs=lse gradients=x", operands(8, 8, 9, torch.float64), False),
     ):
-        stages = [launch.stage for launch in listed(text, operands)]
+        stages = [launch.stage for launch in listed(text, of_call)]
         assert stages == ["reductions", "reductions_backward"] * there
 
 
@@ -307,10 +303,9 @@ LISTED = """\
 import torch
 from fxpass.kernels.call import *
 from fxpass.spec.reductions import REVISION, Reductions
+from tests.support.without_data import operands
 
-LLAMA = OfReductions(
-    Operand((8192, 4096), torch.bfloat16), Operand((128256, 4096), torch.bfloat16), picks=1
-)
+LLAMA = operands(8192, 4096, 128256, torch.bfloat16, picks=1)
 
 def listed(text):
     return launches(Reductions.parse(f"{REVISION} {text}"), LLAMA, ASSUMED)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxpass.kernels.call import Candidate, Gpu, OfReductions, Operand, for_reductions
+from fxpass.kernels.call import Candidate, Gpu, for_reductions
 from fxpass.kernels.render import reductions
 from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.compiled import TARGETS, Unit, compare, loops, resources
+from tests.support.without_data import operands
 
 GOLDEN = Path(__file__).parent / "compiled_reductions.md"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -68,7 +69,7 @@ KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
     "weights, whole rows": (OF_WEIGHTS, FEW_CLASSES, "bf16", {"given": (False, True)}),
     "maxima": (MAXIMA, CLASSES, "bf16", {"scaled": True}),
     "maxima, whole rows": (MAXIMA, FEW_CLASSES, "bf16", {"scaled": True}),
-    "squares": (SQUARES, ODD_CLASSES, "fp16", {"picks": 1, "scaled": True, "bias": True}),
+    "squares": (SQUARES, ODD_CLASSES, "fp16", {"picks": 1, "scaled": True, "bias": torch.float32}),
     "total": (TOTAL, CLASSES, "bf16", {"picks": 1}),
     "total, some classes": (TOTAL, SOME_CLASSES, "bf16", {"picks": 1}),
     "total, whole rows": (TOTAL, FEW_CLASSES, "bf16", {"picks": 1}),
@@ -101,17 +102,14 @@ def units(target: str, labels: list[str] | None = None) -> dict[str, Unit]:
     for label in labels or KERNELS:
         text, classes, dtype, present = KERNELS[label]
         spec = Reductions.parse(f"{REVISION} {text}")
-        x = Operand((8, 64), DTYPES[dtype])
-        bias = Operand((classes,), torch.float32) if present.get("bias") else None
-        others = {k: v for k, v in present.items() if k != "bias"}
-        operands = OfReductions(x, Operand((classes, 64), DTYPES[dtype]), bias, **others)  # type: ignore[arg-type]
+        given = operands(8, 64, classes, DTYPES[dtype], **present)  # type: ignore[arg-type]
         for forward in (True, False) if not spec.total else (True,):
-            (launch,) = for_reductions(spec, operands, Gpu("", target), forward)
+            (launch,) = for_reductions(spec, given, Gpu("", target), forward)
             some = launch.candidates[:1] if target in LIKE_SM_80 else launch.candidates
             for candidate in some:
                 sizes = f"{candidate.options['BLOCK_V']} by {candidate.options['num_warps']} warps"
                 name = f"{label}, {'forward' if forward else 'backward'}, {sizes}"
-                found[name] = unit(candidate, dtype, operands.picks or 0, classes % 16 == 0)
+                found[name] = unit(candidate, dtype, present.get("picks", 0), classes % 16 == 0)  # type: ignore[arg-type]
     return found
 
 
