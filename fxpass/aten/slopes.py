@@ -16,6 +16,7 @@ from fxpass.spec import expression
 from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import (
     LEAST_LOG,
+    OF_LARGEST,
     OF_PICKS,
     LogitSum,
     Moment,
@@ -60,7 +61,7 @@ class Slope(Terms):
         for output in outputs:
             count = operands.classes().shape[1] if output in OF_PICKS else 1
             line, row = lines[row : row + count], row + count
-            self._add_output(output, line if output in OF_PICKS else line[0], sums, z)
+            self._add_output(output, line, sums, z)
         powers = {key: set(polynomial) for key, polynomial in self.coefficients.items()}
         # the first power of the softmax is all there is, besides picked classes
         self._of_one_softmax = powers == {(1, None): {0}} and not self.dense
@@ -79,28 +80,20 @@ class Slope(Terms):
     def _add_output(
         self, output: Output, line: Tensor, sums: Mapping[Moment, Tensor], z: Tensor | None
     ) -> None:
-        """Adds one output; ``line`` is ``[rows]``, or ``[K, rows]`` for picked classes."""
+        """Adds one output; ``line`` is ``[K, rows]``, K = 1 but for picks."""
+        grad = line[0] if len(line) == 1 else line.sum(0)
         if isinstance(output, Moment | LogitSum):
-            self.weighted.append((output, line))
-        if isinstance(output, Moment):
-            self.add_moment(output, line, sums)
-        elif isinstance(output, LogitSum):
-            self.add(0, 0, output.weight, line)
+            self.weighted.append((output, grad))
         elif output in OF_PICKS:
             self.picked.append((part_of(self._operands.classes(), self._few), line.t()))
-            if output == "pick":
-                self.add(1, 0, None, -(line.sum(0) if line.shape[0] != 1 else line[0]))
-        elif output == "lse":
-            self.add(1, 0, None, line)
-        elif z is None:
-            raise AssertionError("the largest of all classes")
-        elif output == "amax":  # equal maxima share the gradient
-            highest = z == z.amax(1, keepdim=True)
-            self.dense.append(highest * (line / highest.sum(1)).unsqueeze(1))
-        else:
-            self.picked.append((z.argmax(1, keepdim=True), line.unsqueeze(1)))
-            if output == "peak":
-                self.add(1, 0, None, -line)
+        elif output in OF_LARGEST:
+            assert z is not None, "the largest of all classes"
+            if output == "amax":  # equal maxima share the gradient
+                highest = z == z.amax(1, keepdim=True)
+                self.dense.append(highest * (grad / highest.sum(1)).unsqueeze(1))
+            else:
+                self.picked.append((z.argmax(1, keepdim=True), line.t()))
+        self.add_output(output, grad, sums)
 
     def of(
         self, y: Tensor, log_total: Tensor, classes: slice, scaled: bool

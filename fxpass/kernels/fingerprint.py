@@ -57,21 +57,9 @@ def sums(bits: Tensor, factors: Tensor) -> Tensor:
     bits = bits[(None,) * (3 - bits.dim())]
     outer, rows, columns = bits.shape
     block = factors.shape[1]
-    pieces = -(-columns // block)
+    pieces, many = -(-columns // block), ELEMENTS // block
     out = factors.new_empty(outer * rows * pieces)
-    many = ELEMENTS // block
+    sizes = len(out), pieces, rows, columns, *bits.stride()
     launch: Any = weighted_sums[(-(-len(out) // many),)]
-    launch(
-        bits,
-        factors,
-        out,
-        len(out),
-        pieces,
-        rows,
-        columns,
-        *bits.stride(),
-        BLOCK=block,
-        SUMS=many,
-        num_warps=WARPS,
-    )
+    launch(bits, factors, out, *sizes, BLOCK=block, SUMS=many, num_warps=WARPS)
     return out

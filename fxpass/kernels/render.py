@@ -22,6 +22,7 @@ text share a kernel. The module does not import triton, so it runs on any platfo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -34,7 +35,7 @@ from sympy import Symbol
 from fxpass.kernels import expression
 from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
-from fxpass.spec.expression import Z, operands, text
+from fxpass.spec.expression import Z, operands
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
@@ -100,8 +101,7 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
     f, backward = Features(**present), not forward or bool(spec.total and spec.gradients)
     module = rendered(
         **_CONSTANTS,
-        **_of_module(spec, f, forward, backward),
-        **_of_logits(spec, backward),
+        **_of_logits(spec, f, backward),
         **_of_sums(spec, f),
         **_of_gradient(spec, f, forward),
         **{"f": f, "spec": spec, "forward": forward, "backward": backward, "name": _NAME},
@@ -129,31 +129,12 @@ def gradient_factor(spec: Reductions) -> float:
 # ---------------------------------------------------------------- what the template reads
 
 
-def _of_module(spec: Reductions, f: Features, forward: bool, backward: bool) -> dict[str, Any]:
-    """The functions before the kernel, and what the docstring says."""
-    transformed = spec.transform != Z
-    sources = expression.functions(spec.transform) if transformed else []
-    parts = ["Reductions of rows of logits"] + [", and "] * (forward and backward)
-    parts += [": "] * (not forward)
-    parts += ["the gradient of the logits" + " in place" * (not f.apart)] * backward
-    said = {
-        ", ".join(map(str, spec.outputs)): bool(spec.outputs),
-        f"total of {', '.join(map(str, spec.total))}": bool(spec.total),
-        "several picks": f.several and not set(OF_PICKS).isdisjoint((*spec.outputs, *spec.total)),
-        f"logits {text(spec.transform)}": transformed,
-        "a scale of each row": f.scaled,
-        "a bias in f32": f.biased,
-    }
-    return {
-        "title": "".join(parts),
-        "facts": textwrap.fill("; ".join(fact for fact, holds in said.items() if holds), 96),
-        "functions": "\n\n".join([expression.LIBRARY, *(f"{source}\n" for source in sources), ""]),
-    }
-
-
-def _of_logits(spec: Reductions, backward: bool) -> dict[str, Any]:
-    """How a logit is transformed, and the given values that are read at its class."""
-    read = operands(spec.transform)
+def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
+    """What the docstring says, how a logit is transformed, and the given values at its class."""
+    read, transformed = operands(spec.transform), spec.transform != Z
+    said = dataclasses.replace(spec, gradients=(), memory_mb=0).text().split(" ")[1:]
+    said += [name for name in ("biased", "scaled", "several", "apart") if getattr(f, name)]
+    functions = expression.functions(spec.transform) if transformed else []
 
     def transform(logit: str, given: str, hit: str) -> str:
         """The arguments of the transform: a logit and what is read beside it, as text of its
@@ -163,7 +144,9 @@ def _of_logits(spec: Reductions, backward: bool) -> dict[str, Any]:
     sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
     weights = {o.weight for o in sums if o.weight is not None}
     return {
-        "transformed": spec.transform != Z,
+        "facts": textwrap.fill(", ".join(said), 96),
+        "functions": "\n\n".join([expression.LIBRARY, *(f"{text}\n" for text in functions), ""]),
+        "transformed": transformed,
         "transform": transform,
         "with_slope": backward and not expression.unit_slope(spec.transform)[1].is_number,
         "hits": [i for kind, i in read if kind == "hit"],
@@ -249,7 +232,10 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
     """The incoming gradients, those of a total are its weights, and the gradient of a logit."""
     outputs = spec.total or spec.rows
     sigmas = {moment: Symbol(_name(moment, "m")) for moment in for_slopes(outputs)}
-    terms = _terms(outputs, sigmas, f.several)
+    terms = Terms()
+    for output in outputs:
+        of_picks = "_sum" if f.several and output in OF_PICKS else ""
+        terms.add_output(output, Symbol(f"{_gradient(output)}{of_picks}"), sigmas)
     places = _places(outputs, f.several)
     of_each = _places(outputs, f.several, each="i")
 
@@ -269,23 +255,6 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
         "at_first": "" if forward else added(("max", "peak")),
         "shares": not forward and "amax" in outputs,
     }
-
-
-def _terms(outputs: Iterable[Output], sigmas: dict[Moment, Any], several: bool) -> Terms:
-    """The slope of some outputs with incoming gradients, but for what single classes add."""
-    terms = Terms()
-    for output in outputs:
-        grad = Symbol(_gradient(output))
-        if isinstance(output, Moment):
-            terms.add_moment(output, grad, sigmas)
-        elif isinstance(output, LogitSum):
-            terms.add(0, 0, output.weight, grad)
-        elif output == "lse":
-            terms.add(1, 0, None, grad)
-        elif output in ("pick", "peak"):
-            of_picks = several and output == "pick"
-            terms.add(1, 0, None, -Symbol(f"{grad}_sum") if of_picks else -grad)
-    return terms
 
 
 def _slope(terms: Terms) -> str:

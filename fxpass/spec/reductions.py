@@ -162,15 +162,21 @@ class Terms:
         polynomial = self.coefficients.setdefault((a, weight), {})
         polynomial[b] = polynomial[b] + factor if b in polynomial else factor
 
-    def add_moment(self, moment: Moment, grad: Any, sums: Mapping[Moment, Any]) -> None:
-        """Adds ``grad * (psi - softmax * sigma)``; ``sums`` has the moments of sigma."""
-        a, b, weight = moment.a, moment.b, moment.weight
-        if a:
-            self.add(a, b, weight, a * grad)
-        if b:
-            self.add(a, b - 1, weight, b * grad)
-        for factor, lower in for_slope(moment):
-            self.add(1, 0, None, -factor * grad * (1 if lower == TOTAL else sums[lower]))
+    def add_output(self, output: Output, grad: Any, sums: Mapping[Moment, Any]) -> None:
+        """Adds the slope of an output, but for what single classes add; of a moment ``psi - softmax
+        * sigma``, where ``sums`` has the moments of sigma."""
+        if isinstance(output, LogitSum):
+            self.add(0, 0, output.weight, grad)
+        elif isinstance(output, str):
+            if output in ("lse", "pick", "peak"):
+                self.add(1, 0, None, grad if output == "lse" else -grad)
+        else:
+            if output.a:
+                self.add(output.a, output.b, output.weight, output.a * grad)
+            if output.b:
+                self.add(output.a, output.b - 1, output.weight, output.b * grad)
+            for factor, lower in for_slope(output):
+                self.add(1, 0, None, -factor * grad * (1 if lower == TOTAL else sums[lower]))
 
 
 # ---------------------------------------------------------------- what one call computes

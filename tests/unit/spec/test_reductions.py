@@ -221,7 +221,7 @@ def test_the_gradient_of_the_logits_is_autograds(moment, size):
     (w.double() * (moment.a * log).exp() * log**moment.b).sum().backward()
     log = log.detach()
     terms = Terms()
-    terms.add_moment(moment, 1.0, {m: direct(m, log, w) for m in for_slopes([moment])})
+    terms.add_output(moment, 1.0, {m: direct(m, log, w) for m in for_slopes([moment])})
     found = sum(
         (w if weight is not None else 1) * (a * log).exp() * factor * log**b
         for (a, weight), polynomial in terms.coefficients.items()
