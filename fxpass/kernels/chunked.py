@@ -14,10 +14,8 @@ weight and bias. Between the two, :mod:`fxpass.kernels.reductions` launches a ke
     torch.Size([4, 8])
 
 In PyTorch 2.11 to 2.13 (``aten/src/ATen/native/cuda/Blas.cpp``), ``addmm`` with ``out_dtype`` and
-``out`` equal to its first argument copies nothing. It calls ``cublasGemmEx`` with 16-bit operands,
-an f32 result and ``beta``, so the GEMM accumulates each chunk into the f32 gradient. The GEMM reads
-the view ``[:, :V]`` of the padded chunk through its leading dimension, without a copy. For every V,
-rows start at multiples of 16 elements.
+``out`` equal to its first argument copies nothing: the GEMM of 16-bit operands accumulates each
+chunk into the f32 gradient, and reads the view ``[:, :V]`` of the padded chunk as it lies.
 """
 
 from __future__ import annotations
@@ -140,27 +138,23 @@ class Gradients:
         unscale: Tensor | None = None,
     ):
         x, weight, bias = operands.x, operands.weight, operands.bias
-        self._x, self._weight = x, weight
-        self._factor, self._sliced, self._unscale = factor, sliced, unscale
+        self._x, self._weight, self._factor, self._unscale = x, weight, factor, unscale
         dtypes = {"weight": gradient_dtype(x.dtype)} if chunks == 1 else {}
         if sliced:
             dtypes = {"weight": weight.dtype, "bias": weight.dtype if bias is None else bias.dtype}
         shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
-        self.found: dict[str, Tensor] = {}
-        for name in names:
-            # the first part overwrites the gradients, if there is one; a sum of biases starts at 0
-            new = x.new_empty if len(x) and (sliced or name != "bias") else x.new_zeros
-            self.found[name] = new(shapes[name], dtype=dtypes.get(name, torch.float32))
+        # the first part overwrites the gradients, if there is one
+        new = x.new_empty if len(x) else x.new_zeros
+        self.found = {k: new(shapes[k], dtype=dtypes.get(k, torch.float32)) for k in names}
 
     def add(self, part: Part, g: Tensor) -> None:
         """Adds the gradient of a part of the logits; ``g`` is to be multiplied by the factors."""
         rows, classes = part
         if (bias := self.found.get("bias")) is not None:
             total = g.sum(0, dtype=torch.float32).mul_(self._factor)
-            if self._sliced:
-                bias[classes] = total if self._unscale is None else total.mul_(self._unscale)
-            else:
-                bias.add_(total)
+            if self._unscale is not None:
+                total.mul_(self._unscale)
+            (bias.add_ if rows.start else bias[classes].copy_)(total)
         x, weight = self.found.get("x"), self.found.get("weight")
         for some in class_tiles(g, g.shape[1]):
             few, start = g[:, some], classes.start + some.start
@@ -172,8 +166,7 @@ class Gradients:
             if weight is not None and self._unscale is not None:
                 self._write_unscaled(weight[place], few.t(), self._unscale)
             elif weight is not None:
-                add = rows.start > 0
-                product(weight[place], few.t(), self._x[rows], self._factor, add)
+                product(weight[place], few.t(), self._x[rows], self._factor, rows.start > 0)
 
     def _write_unscaled(self, out: Tensor, g: Tensor, unscale: Tensor) -> None:
         """``out = factor * unscale * g @ x``, rounded once to the dtype of ``out``. The alpha of a
@@ -207,9 +200,8 @@ def class_tiles(x: Tensor, v: int) -> Iterator[slice]:
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, factor: float, add: bool) -> None:
-    """``out = factor * a @ b``, or ``out +=``, accumulated in f32.
-
-    ``out`` is f32; without ``add`` it may have the dtype of ``a``."""
+    """``out = factor * a @ b``, or ``out +=``, accumulated in f32: ``out`` is f32; without ``add``
+    it may have the dtype of ``a``."""
     beta = int(add)  # 0: the old values, which may be nan, are not read
     if out.dtype != torch.float32:
         assert not add, "each addition would round to 16 bits"

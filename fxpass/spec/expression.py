@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import operator
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -64,11 +65,8 @@ def operands(expr: Expr) -> tuple[tuple[str, int], ...]:
 
 @functools.cache
 def derivative(expr: Expr, by: sympy.Symbol = Z) -> Expr:
-    """d expr / dz, or another symbol's, exactly.
-
-    Where a branch has slope zero, the derivative is zero even if other factors overflow: autograd
-    too selects zero there, and does not multiply by zero.
-    """
+    """d expr / dz, or another symbol's, exactly. Where a branch has slope zero, it is zero even if
+    other factors overflow: autograd too selects zero there, and does not multiply by zero."""
     return _masked(sympy.diff(expr, by))
 
 
@@ -144,7 +142,7 @@ def _product(expr: sympy.Mul) -> str:
         factors = f"({factors})"  # else sympy distributes the number over the sum when parsed
     if coefficient == -1:
         return f"-{factors}"
-    if _is_double(coefficient):
+    if coefficient == Fraction(float(coefficient)):
         return f"{_number(coefficient, _SUM)}*{factors}"
     top = {1: "", -1: "-"}.get(coefficient.numerator, f"{coefficient.numerator}*")
     return f"{top}{factors}/{coefficient.denominator}"
@@ -159,13 +157,9 @@ def _fraction(number: Any) -> Fraction:
     return fraction
 
 
-def _is_double(number: Fraction) -> bool:
-    return number == Fraction(float(number))
-
-
 def _number(number: Fraction, level: int) -> str:
-    exact_as_float = number.denominator != 1 and _is_double(number)
-    out = repr(float(number)) if exact_as_float else str(number)
+    is_double = number.denominator != 1 and number == Fraction(float(number))
+    out = repr(float(number)) if is_double else str(number)
     return f"({out})" if level > _SUM and not out.replace(".", "").isdigit() else out
 
 
@@ -174,11 +168,8 @@ _MAX_BITS = 8192
 
 
 def parse(source: str) -> Expr:
-    """The expression of a text form.
-
-    The parser walks the syntax tree and accepts numbers, ``z``, operands, ``+ - * / **``, ``where``
-    and the names in ``FUNCTIONS``; it executes nothing. Raises ``ValueError`` for anything else.
-    """
+    """The expression of a text form: numbers, ``z``, operands, ``+ - * / **``, ``where`` and the
+    names in ``FUNCTIONS``. It executes nothing, and raises ``ValueError`` for anything else."""
     try:
         tree = ast.parse(source, mode="eval")
     except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: deep nesting
@@ -230,12 +221,9 @@ def _power(base: Any, exponent: Any) -> Expr:
     return base**exponent
 
 
-_OPERATORS: dict[type[ast.operator], Callable[[Expr, Expr], Expr]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.Div: lambda a, b: a / b,
-    ast.Pow: _power,
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul},
+    **{ast.Div: operator.truediv, ast.Pow: _power},
 }
 
 _COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
@@ -247,12 +235,9 @@ _COMPARISONS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
 def evaluate(
     expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """``expr`` at every element of ``z``, in the dtype of ``z``; never writes to ``z``.
-
-    ``values`` has the operands beside z by name, in the dtype of z; their shapes broadcast to z's.
-    Returns ``z`` itself for the expression ``Z``, otherwise a tensor of the same shape, which is
-    new if z is in the expression.
-    """
+    """``expr`` at every element of ``z``, in the dtype of ``z``, which is not written to: ``z``
+    itself for the expression ``Z``, otherwise a tensor of the same shape, new if z is in ``expr``.
+    ``values`` has the operands beside z by name, in the dtype of z; their shapes broadcast."""
     return z if expr == Z else _evaluate(expr, z, values or {}).expand_as(z)
 
 
@@ -268,19 +253,15 @@ def _evaluate(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) ->
         out = 1 - y
         return out.mul_(1 + y if isinstance(root, sympy.Symbol) else y.add_(1)).mul_(factor)
     if isinstance(expr, sympy.Add | sympy.Mul):
-        added = isinstance(expr, sympy.Add)
-        joined, in_place = (
-            (torch.add, torch.Tensor.add_) if added else (torch.mul, torch.Tensor.mul_)
-        )
+        name = "add" if isinstance(expr, sympy.Add) else "mul"
         numbers = [float(a) for a in expr.args if isinstance(a, sympy.Rational)]
-        terms = [a for a in expr.args if not isinstance(a, sympy.Rational)]
-        out = _evaluate(terms[0], z, values)
-        out = out.clone() if isinstance(terms[0], sympy.Symbol) else out
-        for term in terms[1:]:
-            other = _evaluate(term, z, values)
-            out = in_place(out, other) if out.shape == z.shape else joined(out, other)
+        first, *terms = (a for a in expr.args if not isinstance(a, sympy.Rational))
+        out = _evaluate(first, z, values)
+        out = out.clone() if isinstance(first, sympy.Symbol) else out
+        for other in (_evaluate(term, z, values) for term in terms):
+            out = getattr(out, f"{name}_" if out.shape == z.shape else name)(other)
         for number in numbers:
-            in_place(out, number)
+            getattr(out, f"{name}_")(number)
         return out
     if isinstance(expr, sympy.Pow):
         base, exponent = expr.as_base_exp()

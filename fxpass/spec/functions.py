@@ -35,11 +35,8 @@ def exact(value: float) -> Expr:
 
 
 class LogitFunction(NamedTuple):
-    """One function of an expression: its sympy class and its torch equivalent.
-
-    ``tensor`` returns a new tensor and does not write to its operands. The second operand of a
-    binary function may be a float.
-    """
+    """One function of an expression: its sympy class and its torch equivalent, which returns a new
+    tensor. The second operand of a binary function may be a float."""
 
     symbolic: Any
     tensor: Callable[..., Tensor]
@@ -101,8 +98,7 @@ def _unary(
     def evaluate(cls: Any, x: Any) -> Expr | None:
         if not x.is_number:
             return None
-        value = torch.tensor(float(x), dtype=torch.float64, device="cpu")
-        return exact(tensor(value).item())
+        return exact(tensor(torch.tensor(float(x), dtype=torch.float64, device="cpu")).item())
 
     def fdiff(self: Any, argindex: int = 1) -> Any:
         return slope(self.args[0])

@@ -61,12 +61,8 @@ LEAST_LOG = -1e15
 
 @dataclass(frozen=True, order=True)
 class Moment:
-    """``sum_j w_j exp(a l_j) l_j**b`` of a row.
-
-    Attributes:
-        a, b: powers of the softmax and of the log-softmax, 0 to 2.
-        weight: the position of w among the operands that the call gives; None for ones.
-    """
+    """``sum_j w_j exp(a l_j) l_j**b`` of a row, a and b 0 to 2; ``weight``: the position of w among
+    the operands that the call gives, None for ones."""
 
     a: int
     b: int
@@ -223,9 +219,8 @@ class Reductions:
                 raise ValueError(f"{output} has a power that is not 0 to {HIGHEST_POWER}")
         if not self.outputs and not self.total:
             raise ValueError("a call without outputs")
-        for named in (self.outputs, self.total):
-            if len(set(named)) != len(named):
-                raise ValueError("an output is named twice")
+        if any(len(set(named)) != len(named) for named in (self.outputs, self.total)):
+            raise ValueError("an output is named twice")
         for output in self.total:
             if isinstance(output, str) and output not in IN_TOTAL:
                 raise ValueError(f"{output} cannot be added up over the rows")
@@ -253,8 +248,7 @@ class Reductions:
 
     @property
     def ranks(self) -> bool:
-        """Whether it matters which logits are equal when they are rounded to the operands' dtype,
-        as they are in eager."""
+        """Whether it matters which logits are equal in the operands' dtype, as in eager."""
         return self.of_largest or bool(self.indices)
 
     @property
