@@ -5,11 +5,10 @@ It takes 6·N·D·V operations, and one chunk of ``rows`` rows of logits exists 
 the operands' dtype, as in eager, but f32 for fp16, whose range is too small for the gradient of the
 logits. Softmax and sums are computed in f32 (f64 for f64), in blocks that stay in the caches.
 
-The gradient of a row of logits may have a factor left, such as 1 / sum(exp(z - m)). For f32, f64
-and fp16 operands it is not multiplied into the gradient ``[rows, V]`` but into smaller tensors
-``[rows, D]``: into x before the product for the weight's gradient, and into x's gradient after its
-product. For bf16 the gradient ``[rows, V]`` is multiplied, because rounding it from f32 to bf16 is
-a pass over it in any case.
+The gradient of a row of logits may have a factor left, such as 1 / sum(exp(z - m)). It is not
+multiplied into the gradient ``[rows, V]`` but into smaller tensors ``[rows, D]``: x before the
+product for the weight's gradient, and x's gradient after its product. Not for bf16, because
+rounding the gradient from f32 is a pass over it in any case.
 """
 
 from __future__ import annotations
@@ -46,10 +45,9 @@ def over_chunks(
     Args:
         inputs: x, weight, bias, and the logits if they exist.
         gradients: the operands whose gradients are returned; if empty, the logits are only read.
-        to_gradient: called once for each block, in the compute dtype.
+        to_gradient: called once for each block of ``block`` rows, in the compute dtype.
         rows: of a chunk.
         classes: of one product, if the weight or its gradient needs a cast.
-        block: rows that are transformed between two products.
     """
     x, weight = inputs.x, inputs.weight
     dtype, multiplied = compute_dtype(x.dtype), multiplied_in(x.dtype, x.device)

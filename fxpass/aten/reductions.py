@@ -18,7 +18,7 @@ from fxpass.aten import tiles
 from fxpass.aten.chunked import over_chunks
 from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import RowSums
-from fxpass.aten.slopes import Slope, transformed
+from fxpass.aten.slopes import Slope, add_of_values, transformed
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.expression import operands as beside
@@ -56,7 +56,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
             g, factor = slope.of_softmax(y, sums.total, every, scaled)
         else:
             g, factor = slope.of(y, sums.log_total, every, scaled)
-        slope.to_logits(spec, g, logits, every)
+        slope.to_logits(spec.transform, g, logits, every)
         return factor
 
     return out, over_chunks(operands, products, read_rows, plan.rows, plan.classes, plan.block)
@@ -94,7 +94,7 @@ def _in_place(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
         def to_gradient(every: slice, some: slice, logits: Tensor) -> None:
             z = transformed(operands, spec, every, logits, some)[1]
             g, _ = slope.of(z.sub_(lse.unsqueeze(1)), rest, some, scaled=True)
-            slope.to_logits(spec, g, logits, some)
+            slope.to_logits(spec.transform, g, logits, some)
 
         return to_gradient
 
@@ -119,7 +119,8 @@ def backward(
     }
     sigmas = dict(zip(spec.saved, out.saved, strict=True))
     of_part: dict[int, Slope] = {}  # of rows whose classes are in several tiles
-    of_transform = [i for k, i in beside(spec.transform) if k == "given" and f"given{i}" in grads]
+    given = (i for kind, i in beside(spec.transform) if kind == "given")
+    of_transform = {i: grads[f"given{i}"] for i in given if f"given{i}" in grads}
 
     def to_gradient(few: slice, some: slice, logits: Tensor, scaled: bool) -> Tensor:
         unscaled, z = transformed(operands, spec, few, logits, some)
@@ -137,20 +138,18 @@ def backward(
         ]
         for output, line, grad in trained:
             if isinstance(output, LogitSum):
-                _add(grad, z * line.unsqueeze(1), few, some)
+                add_of_values(grad, z * line.unsqueeze(1), few, some)
         rest = out.rest[few]
         y = z.sub_(out.lse[few].unsqueeze(1))  # nobody reads these logits again
         if trained:
             y, rest = y.sub_(rest.unsqueeze(1)), torch.zeros_like(rest)
         for output, line, grad in trained:
             if isinstance(output, Moment):
-                _add(grad, output.term(y).mul_(line.unsqueeze(1)), few, some)
+                add_of_values(grad, output.term(y).mul_(line.unsqueeze(1)), few, some)
         g, factor = slope.of(y, rest, some, scaled or bool(of_transform))
         if "scale" in grads:
             grads["scale"][few] += (g * unscaled).sum(1)
-        for i in of_transform:
-            _add(grads[f"given{i}"], slope.of_given(spec, i, g, logits, some), few, some)
-        slope.to_logits(spec, g, logits, some)
+        slope.to_logits(spec.transform, g, logits, some, of_transform)
         return factor
 
     products, sizes = tuple(n for n in spec.gradients if n not in others), (plan.rows, plan.classes)
@@ -162,11 +161,3 @@ def backward(
         return to_gradient(few, slice(0, logits.shape[1]), logits, scaled)
 
     return grads | over_chunks(operands, products, of_rows, *sizes, plan.block)
-
-
-def _add(grad: Tensor, term: Tensor, few: slice, some: slice) -> None:
-    """Adds the gradient of given values, of a tile."""
-    if grad.dim() == 1:
-        grad[some] += term.sum(0)
-    else:
-        grad[few, some] += term

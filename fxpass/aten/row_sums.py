@@ -47,9 +47,7 @@ class RowSums:
         self._sums: dict[Moment, Tensor] = {}
         self.log_total: Tensor
         self.moments: dict[Moment, Tensor] = {}
-
-        # no other sum is read
-        self.only_total = self._raw == (TOTAL,)
+        self.only_total = self._raw == (TOTAL,)  # no other sum is read
 
     @property
     def total(self) -> Tensor:
@@ -129,8 +127,7 @@ class RowSums:
         return term.mv(w) if w.dim() == 1 else (w * term).sum(1)
 
     def write(self, out: Outputs) -> None:
-        """Writes the rows of ``out``, when all classes were added: of a spec with a total not lse
-        and rest, which its backward does not read."""
+        """Writes the rows of ``out``, when all classes were added; of a total no lse and rest."""
         few, spec = self._few, self._spec
         self.log_total = self.total.log()
         self.moments = {
@@ -185,10 +182,10 @@ def finite(highest: Tensor) -> Tensor:
 
 def under(moment: Moment, sums: Mapping[Moment, Tensor], shift: Tensor) -> Tensor:
     """The raw sum under a new maximum, where ``shift`` is the old one minus the new one."""
-    if not moment.a and not moment.b:
-        return sums[moment]
-    # where the exponentials vanish, so does the sum: infinity * 0 would be nan
-    some = shift.clamp(min=LEAST_LOG) if moment.a else shift
-    # an infinite sum remains: 0 * -inf would be nan
     line = sums[moment]
-    return torch.where(line.isinf(), line, shifted(moment, sums, some, torch.exp))
+    if not moment.a and not moment.b:
+        return line
+    # where the exponentials vanish, so does the sum: infinity * 0 would be nan
+    shift = shift.clamp(min=LEAST_LOG) if moment.a else shift
+    # an infinite sum remains: 0 * -inf would be nan
+    return torch.where(line.isinf(), line, shifted(moment, sums, shift, torch.exp))

@@ -146,29 +146,32 @@ class Slope(Terms):
             found.append((column, each if elsewhere is None else each.masked_fill(elsewhere, 0)))
         return found
 
-    def to_logits(self, spec: Reductions, g: Tensor, logits: Tensor, classes: slice) -> None:
+    def to_logits(
+        self,
+        transform: Expr,
+        g: Tensor,
+        logits: Tensor,
+        classes: slice,
+        given: Mapping[int, Tensor] | None = None,
+    ) -> None:
         """Overwrites the logits of some classes with their gradient; ``g``, which is overwritten
-        too, is that of the transformed and scaled ones."""
-        slope = expression.derivative(spec.transform)
+        too, is that of the transformed and scaled ones. ``given``: gradients of given values that
+        the transform reads, by position, to which those of these classes are added."""
         if self._operands.scale is not None:
             g.mul_(self._operands.scale[self._few].unsqueeze(1))
+        for position, grad in (given or {}).items():
+            slope = expression.derivative(transform, expression.given(position))
+            found = g * self._at(slope, logits, classes)
+            if self._without is not None:
+                found.masked_fill_(self._without, 0)
+            add_of_values(grad, found, self._few, classes)
+        slope = expression.derivative(transform)
         if slope != 1:
             g.mul_(self._at(slope, logits, classes))
         if g is not logits:
             logits.copy_(g)
         if self._without is not None:
             logits.masked_fill_(self._without, 0)
-
-    def of_given(
-        self, spec: Reductions, position: int, g: Tensor, logits: Tensor, classes: slice
-    ) -> Tensor:
-        """The gradient of given values that the transform reads, at some classes ``[rows,
-        classes]``; ``g`` is as for :meth:`to_logits`, which is called afterwards."""
-        slope = expression.derivative(spec.transform, expression.given(position))
-        found = g * self._at(slope, logits, classes)
-        if self._operands.scale is not None:
-            found.mul_(self._operands.scale[self._few].unsqueeze(1))
-        return found if self._without is None else found.masked_fill_(self._without, 0)
 
     def _at(self, slope: Expr, logits: Tensor, classes: slice) -> Tensor | float:
         """A slope at each of the linear's outputs."""
@@ -185,6 +188,14 @@ def transformed(
     values = operands.of_transform(spec.transform, few, classes)
     z = expression.evaluate(spec.transform, logits, values)
     return z, z if operands.scale is None else z * operands.scale[few].unsqueeze(1)
+
+
+def add_of_values(grad: Tensor, term: Tensor, few: slice, classes: slice) -> None:
+    """Adds the gradient of given values, ``[V]`` or ``[N, V]``, of a tile ``[rows, classes]``."""
+    if grad.dim() == 1:
+        grad[classes] += term.sum(0)
+    else:
+        grad[few, classes] += term
 
 
 def _polynomial(polynomial: Mapping[int, Tensor], x: Tensor) -> Tensor:
