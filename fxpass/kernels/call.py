@@ -54,8 +54,8 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def gpu_for_listing(device: torch.device) -> Gpu:
-    """The GPU that a listing is made for: the device, or the current GPU for a device that is none,
-    or :data:`ASSUMED` if no GPU of this machine runs the kernels."""
+    """The GPU that a listing is made for: the device, else the current GPU, or :data:`ASSUMED` if
+    it does not run the kernels."""
     if not torch.cuda.is_available():
         return ASSUMED
     if device.type != "cuda" or device.index is None:
@@ -76,14 +76,8 @@ class Candidate(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel of a run.
-
-    Attributes:
-        stage: ``reductions`` or ``reductions_backward``.
-        gpu: the GPU that it is for.
-        candidates: the default, whose properties these are, comes first;
-            :mod:`fxpass.kernels.tuning` chooses one of them.
-    """
+    """One kernel of a run, of the stage ``reductions`` or ``reductions_backward``, for a GPU: its
+    candidates, of which :mod:`fxpass.kernels.tuning` chooses one, and the default, the first."""
 
     stage: str
     gpu: Gpu

@@ -1,11 +1,9 @@
 """Class reductions on GPUs: GEMMs of the vendor library and one generated kernel per part.
 
 In: the operands of a call, as :mod:`fxpass.aten.reductions` gets them. Out: the same outputs and
-gradients. A GEMM writes the logits of a chunk of rows, in the dtype of x; the kernel of
-:func:`fxpass.kernels.render.reductions` reads them, and overwrites them with their
-gradient, from which GEMMs compute those of the operands. Backward, which knows each row's lse, can
-take slices of the classes in place of chunks of the rows: the gradient of the weight then needs no
-sums in f32::
+gradients. A GEMM writes the logits of a chunk of rows, or in backward of a slice of the classes, in
+the dtype of x; the kernel of :func:`fxpass.kernels.render.reductions` reads them, and overwrites
+them with their gradient, from which GEMMs compute those of the operands::
 
     >>> x, weight, c = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> operands = Operands(x, weight, None, None, c, ())
@@ -77,14 +75,8 @@ def _multiply(factor: Tensor | None, *tensors: Tensor) -> None:
 
 
 class _Run:
-    """One run of the kernel over all logits.
-
-    Args:
-        operands, spec: of the call.
-        out: written in forward; backward reads lse, rest and saved.
-        incoming: ``[R, N]`` f32, the gradients of the outputs, or the coefficients of the total.
-        forward: whether outputs are computed.
-    """
+    """One run of the kernel over all logits: ``out`` is written in forward, read in backward;
+    ``incoming`` ``[R, N]`` f32 are the gradients of the outputs, or the weights of the total's."""
 
     def __init__(
         self,

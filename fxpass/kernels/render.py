@@ -30,6 +30,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import sympy
 from sympy import Symbol
 
 from fxpass.kernels import expression
@@ -258,19 +259,15 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
 
 
 def _slope(terms: Terms) -> str:
-    """The slope of a logit, from its coefficients; a block of zeros if there are none."""
-    found, vector = [], False
+    """The slope of a logit, from its coefficients; a block if each class has the same."""
+    log, softmax, found = Symbol("l"), Symbol("p"), []
     for (a, weight), polynomial in terms.coefficients.items():
-        value = ""
-        for b in range(max(polynomial), -1, -1):  # Horner's scheme
-            value = f"l * ({value})" if " + " in value else f"l * {value}" if value else ""
-            if b in polynomial:
-                coefficient = _coefficient(a, b, weight)
-                value = f"{coefficient} + {value}" if value else coefficient
-        factors = ["p"] * a + [f"w{weight}"] * (weight is not None)
-        vector |= bool(factors) or max(polynomial) > 0
-        found.append(" * ".join([*factors, f"({value})" if factors and " " in value else value]))
-    return " + ".join([*["tl.zeros((BLOCK_V,), tl.float32)"] * (not vector), *found])
+        sums = sympy.Add(*(Symbol(_coefficient(a, b, weight)) * log**b for b in polynomial))
+        w = 1 if weight is None else Symbol(f"w{weight}")
+        found.append(softmax**a * w * sympy.horner(sums, wrt=log))
+    slope = expression.text(sympy.Add(*found))
+    vector = any(a or w is not None or max(b) for (a, w), b in terms.coefficients.items())
+    return slope if vector else f"tl.zeros((BLOCK_V,), tl.float32) + {slope}"
 
 
 def _places(

@@ -22,7 +22,6 @@ import ast
 import functools
 import re
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def without_unread(module: str) -> str:
     gone = {i for one in unread for i in range(one.lineno - 1, one.end_lineno or one.lineno)}
     for function in reversed(functions[:-1]):
         if function.name in read:
-            read |= _names([function], ast.Load)
+            read |= _names(function, ast.Load)
         else:  # with two empty lines after it
             gone |= set(range(function.lineno - 2, (function.end_lineno or 0) + 2))
     lines, kept = module.splitlines(keepends=True), list[str]()
@@ -80,28 +79,22 @@ def _read_before(
                 read = more
             if all(one in inside for one in statement.body):
                 unread.append(statement)
-            else:
-                unread += inside
-                header = statement.iter if isinstance(statement, ast.For) else statement.test
-                read |= _names([header], ast.Load)
-            continue
-        written = set[str]()
-        if isinstance(statement, ast.Assign):
-            written = _names(statement.targets, ast.Store)
-        elif isinstance(statement, ast.AugAssign):
-            written = _names([statement.target], ast.Store)
-        if written and read.isdisjoint(written):
+                continue
+            unread += inside
+            header = statement.iter if isinstance(statement, ast.For) else statement.test
+            read |= _names(header, ast.Load)
+        elif (written := _names(statement, ast.Store)) and read.isdisjoint(written):
             unread.append(statement)
-            continue
-        if isinstance(statement, ast.Assign):
-            read -= written
-        read |= _names([statement], ast.Load)
+        else:
+            if isinstance(statement, ast.Assign):  # and not +=, which reads
+                read -= written
+            read |= _names(statement, ast.Load)
     return read
 
 
-def _names(nodes: Iterable[ast.AST], context: type[ast.expr_context]) -> set[str]:
+def _names(node: ast.AST, context: type[ast.expr_context]) -> set[str]:
     """The names that are loaded or stored."""
-    found = (one for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name))
+    found = (one for one in ast.walk(node) if isinstance(one, ast.Name))
     return {one.id for one in found if isinstance(one.ctx, context)}
 
 

@@ -99,7 +99,7 @@ def class_reductions_<hash>(
         l = z - m - log_s
         p = tl.exp2(1.4426950408889634 * l)
         l = tl.maximum(l, -1000000000000000.0)
-        g = p * (c10 + l * c11)
+        g = p * (c10 + c11 * l)
         if (start <= c) & (c < start + BLOCK_V):
             g += tl.where(cols == c, d_pick, 0.0)
         tl.store(logits + cols, g, mask=inside)
@@ -129,7 +129,7 @@ def test_backward_of_log_probabilities():
         z = tl.load(logits + cols, mask=inside, other=-float("inf")).to(tl.float32)
         l = z - m - log_s
         p = tl.exp2(1.4426950408889634 * l)
-        g = p * c10
+        g = c10 * p
         if (start <= c) & (c < start + BLOCK_V):
             g += tl.where(cols == c, d_pick, 0.0)
         tl.store(logits + cols, g, mask=inside)
