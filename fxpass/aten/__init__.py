@@ -1,5 +1,5 @@
-"""The fused loss in ATen: the reference of the tests, and the implementation for CPUs.
+"""Class reductions in ATen: the reference of the tests, and the implementation for CPUs.
 
-``common`` has the operands and the arithmetic of a tile; ``chunked``, ``tiled`` and ``in_place``
-loop over chunks or tiles of logits. Imports ``spec`` and ``plan``.
+``reductions`` runs a call; ``chunked`` and ``tiles`` loop over parts of the logits, whose
+arithmetic is in ``row_sums`` and ``slopes``. Imports ``spec`` and ``plan``.
 """

@@ -90,40 +90,24 @@ def where(x: Any, comparison: str, y: Any, a: Any, b: Any) -> Expr:
 # ---------------------------------------------------------------- functions
 
 
-def _unary(
-    name: str, tensor: Callable[[Tensor], Tensor], slope: Callable[[Any], Any]
+def _function(
+    name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any], arity: int = 1
 ) -> LogitFunction:
-    """A unary function with the given derivative; applied to a number, it is a number."""
+    """A function with a derivative: ``slope(x)``, or of ``x, y, dx, dy``. Of numbers, a number."""
 
-    def evaluate(cls: Any, x: Any) -> Expr | None:
-        if not x.is_number:
+    def evaluate(cls: Any, *args: Any) -> Expr | None:
+        if not all(x.is_number for x in args):
             return None
-        return exact(tensor(torch.tensor(float(x), dtype=torch.float64, device="cpu")).item())
-
-    def fdiff(self: Any, argindex: int = 1) -> Any:
-        return slope(self.args[0])
-
-    return LogitFunction(_symbolic(name, 1, evaluate, fdiff=fdiff), tensor)
-
-
-def _bound(name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any]) -> LogitFunction:
-    """maximum or minimum; where the operands are equal, it has the slope of ``torch.clamp``."""
-
-    def evaluate(cls: Any, x: Any, y: Any) -> Expr | None:
-        return slope(x, y, x, y) if x.is_number and y.is_number else None
+        numbers = (torch.tensor(float(x), dtype=torch.float64, device="cpu") for x in args)
+        return exact(tensor(*numbers).item())
 
     def derivative(self: Any, s: Any) -> Any:
-        x, y = self.args
-        return slope(x, y, sympy.diff(x, s), sympy.diff(y, s))
+        inner = [sympy.diff(x, s) for x in self.args]
+        return slope(*self.args) * inner[0] if arity == 1 else slope(*self.args, *inner)
 
-    symbolic = _symbolic(name, 2, evaluate, _eval_derivative=derivative)
-    return LogitFunction(symbolic, tensor, arity=2)
-
-
-def _symbolic(name: str, nargs: int, evaluate: Callable[..., Any], **members: Any) -> Any:
-    """A class of sympy functions."""
-    members |= {"eval": classmethod(evaluate), "nargs": nargs, "__module__": __name__}
-    return type(sympy.Function)(name, (sympy.Function,), members)
+    members = {"eval": classmethod(evaluate), "_eval_derivative": derivative, "nargs": arity}
+    members["__module__"] = __name__
+    return LogitFunction(type(sympy.Function)(name, (sympy.Function,), members), tensor, arity)
 
 
 def call(name: str, *operands: Any) -> Expr:
@@ -136,27 +120,27 @@ def call(name: str, *operands: Any) -> Expr:
 ABOVE, BELOW = (">", "<") if torch.__version__ >= "2.14.0a0" else (">=", "<=")
 
 _TABLE = (
-    _unary("exp", torch.exp, lambda x: call("exp", x)),
-    _unary("expm1", torch.expm1, lambda x: call("exp", x)),
-    _unary("exp2", torch.exp2, lambda x: exact(math.log(2)) * call("exp2", x)),
-    _unary("log", torch.log, lambda x: 1 / x),
-    _unary("log1p", torch.log1p, lambda x: 1 / (1 + x)),
-    _unary("sqrt", torch.sqrt, lambda x: 1 / (2 * call("sqrt", x))),
-    _unary("sigmoid", torch.sigmoid, lambda x: call("sigmoid", x) * (1 - call("sigmoid", x))),
+    _function("exp", torch.exp, lambda x: call("exp", x)),
+    _function("expm1", torch.expm1, lambda x: call("exp", x)),
+    _function("exp2", torch.exp2, lambda x: exact(math.log(2)) * call("exp2", x)),
+    _function("log", torch.log, lambda x: 1 / x),
+    _function("log1p", torch.log1p, lambda x: 1 / (1 + x)),
+    _function("sqrt", torch.sqrt, lambda x: 1 / (2 * call("sqrt", x))),
+    _function("sigmoid", torch.sigmoid, lambda x: call("sigmoid", x) * (1 - call("sigmoid", x))),
     # log(1 + exp(x)) would overflow
-    _unary("softplus", lambda x: F.logsigmoid(-x).neg_(), lambda x: call("sigmoid", x)),
-    _unary("erf", torch.erf, lambda x: exact(2 / math.sqrt(math.pi)) * call("exp", -(x**2))),
-    _unary("abs", torch.abs, lambda x: call("sign", x)),
-    _unary("sign", torch.sign, lambda x: sympy.Integer(0)),
-    _unary("sin", torch.sin, lambda x: call("cos", x)),
-    _unary("cos", torch.cos, lambda x: -call("sin", x)),
-    _unary("acos", torch.acos, lambda x: -1 / call("sqrt", 1 - x**2)),
-    _unary("atan", torch.atan, lambda x: 1 / (1 + x**2)),
-    _unary("sinh", torch.sinh, lambda x: call("cosh", x)),
-    _unary("cosh", torch.cosh, lambda x: call("sinh", x)),
-    _unary("asinh", torch.asinh, lambda x: 1 / call("sqrt", 1 + x**2)),
-    _bound("maximum", torch.clamp_min, lambda x, y, a, b: where(x, ABOVE, y, a, b)),
-    _bound("minimum", torch.clamp_max, lambda x, y, a, b: where(x, BELOW, y, a, b)),
+    _function("softplus", lambda x: F.logsigmoid(-x).neg_(), lambda x: call("sigmoid", x)),
+    _function("erf", torch.erf, lambda x: exact(2 / math.sqrt(math.pi)) * call("exp", -(x**2))),
+    _function("abs", torch.abs, lambda x: call("sign", x)),
+    _function("sign", torch.sign, lambda x: sympy.Integer(0)),
+    _function("sin", torch.sin, lambda x: call("cos", x)),
+    _function("cos", torch.cos, lambda x: -call("sin", x)),
+    _function("acos", torch.acos, lambda x: -1 / call("sqrt", 1 - x**2)),
+    _function("atan", torch.atan, lambda x: 1 / (1 + x**2)),
+    _function("sinh", torch.sinh, lambda x: call("cosh", x)),
+    _function("cosh", torch.cosh, lambda x: call("sinh", x)),
+    _function("asinh", torch.asinh, lambda x: 1 / call("sqrt", 1 + x**2)),
+    _function("maximum", torch.clamp_min, lambda x, y, a, b: where(x, ABOVE, y, a, b), 2),
+    _function("minimum", torch.clamp_max, lambda x, y, a, b: where(x, BELOW, y, a, b), 2),
 )
 
 # Functions by their names in text forms and in generated Triton.

@@ -91,8 +91,7 @@ class Outputs(NamedTuple):
         rows: ``[R, N]`` in the compute dtype, in the order of ``spec.rows``; K rows for a ``pick``
             of K classes.
         indices: ``[I, N]`` int64.
-        lse, rest: ``[N]``, the log-sum-exp and its rounding error; empty with a total, whose
-            gradients forward computes.
+        lse, rest: ``[N]``, the log-sum-exp and its rounding error; empty with a total.
         saved: ``[S, N]``, the moments of ``spec.saved``.
         total: the terms of the total ``[N]``; empty without one.
     """

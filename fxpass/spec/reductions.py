@@ -189,9 +189,8 @@ class Reductions:
         gradients: the operands that need a gradient, of ``x``, ``weight``, ``bias``, ``scale`` and
             ``given0``, ``given1``, ..., in this order.
         total: the outputs of which the call also returns one weighted sum over all rows, whose
-            weights are known before (a mean, a mask, a policy's advantages). Forward computes the
-            gradients of this sum, of x, weight and bias, if any are named; the other outputs then
-            have none.
+            weights are known before (a mean, a mask, a policy's advantages). Forward computes its
+            gradients, of x, weight and bias; the other outputs then have none.
         memory_mb: scratch budget in MiB; 0 leaves it to the plan.
 
     The text form is the operator's last argument::
