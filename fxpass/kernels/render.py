@@ -155,46 +155,38 @@ def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
     }
 
 
-class Sum(NamedTuple):
-    """A sum over the classes: a variable, the term of one class, the sum so far under the new
-    maximum, and whether it is the number of classes, which needs no sum."""
+def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
+    """The sums over the classes that these outputs need, but the number of classes: a variable, the
+    term of one class, and the sum so far under the new maximum. A sum comes after those that it is
+    shifted with.
 
-    name: str
-    term: str
-    grown: str
-    counted: bool = False
-
-
-def sums_of(outputs: Iterable[Output]) -> list[Sum]:
-    """The sums that these outputs need; a sum comes after those that it is shifted with.
-
-    >>> for one in sums_of([Moment(1, 1)]):
-    ...     print(f"{one.name}: {one.grown} + sum({one.term})")
-    s10: decay * s10 + sum(e)
-    s11: decay * (s10 * shift + s11) + sum(e * near)
+    >>> for name, term, grown in sums_of([Moment(1, 1)]):
+    ...     print(f"{name} = {grown} + sum({term})")
+    s10 = decay * s10 + sum(e)
+    s11 = decay * (s10 * shift + s11) + sum(e * near)
     """
     outputs = list(outputs)
-    found = [_of_moment(moment) for moment in raw(outputs)]
+    found = [_of_moment(moment) for moment in raw(outputs) if moment != _COUNTED]
     for output in outputs:
         if isinstance(output, LogitSum):
             term = " * ".join([*_weight(output), "tl.where(inside, z, 0.0)"])
-            found.append(Sum(_name(output), term, _name(output)))
+            found.append((_name(output), term, _name(output)))
     return found
 
 
-def _of_moment(moment: Moment) -> Sum:
+_COUNTED = Moment(0, 0)
+
+
+def _of_moment(moment: Moment) -> tuple[str, str, str]:
     a, b, name = moment.a, moment.b, _name(moment)
-    sums = {m: Symbol(_name(m)) for m in raw([moment])}
-    counted = Moment(0, 0)
-    if counted in sums:  # the classes before this block
-        sums[counted] = Symbol("start")
+    # of the classes before this block there are ``start``
+    sums = {m: Symbol("start" if m == _COUNTED else _name(m)) for m in raw([moment])}
     shift, decay = Symbol("shift" if a else "gap"), Symbol("decay")
     # e is a multiple of the shift
     grown = expression.text(shifted(moment, sums, shift, lambda e: decay ** (e / shift)))
     if not a and b > 1:
         grown = f"tl.where(grows, {grown}, {name})"
-    term = " * ".join(["e"] * a + ["near" if a else "away"] * b + _weight(moment))
-    return Sum(name, term, grown, moment == counted)
+    return name, " * ".join(["e"] * a + ["near" if a else "away"] * b + _weight(moment)), grown
 
 
 # ``peak``: nan if every logit is -inf
