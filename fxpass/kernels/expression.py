@@ -11,7 +11,6 @@ In: the expression that a graph applies to one logit. Out: the source of ``trans
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from sympy import Expr
 
 from fxpass.spec import expression
 from fxpass.spec.expression import operands
-from fxpass.spec.functions import FUNCTIONS, AtMost, Less, Where
+from fxpass.spec.functions import FUNCTIONS, Where
 
 
 def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
@@ -84,13 +83,40 @@ def _function(name: str, parameters: list[str], values: list[Expr]) -> str:
 
 _SUM, _PRODUCT, _ATOM = 0, 1, 2
 
+# The functions of :mod:`fxpass.spec.functions` that ``tl`` has.
+_BUILT_IN = {name: f"tl.{name}" for name in ("exp", "exp2", "log", "erf", "abs", "sin", "cos")}
+_BUILT_IN["sqrt"] = "tl.sqrt_rn"
+
 
 def text(expr: Any, level: int = _SUM) -> str:
     """An expression of f32 numbers in Triton, in parentheses if its precedence is lower than
     ``level``."""
-    write = _number if expr.is_number else _WRITERS[type(expr)]
-    out, strength = write(expr)
+    out, strength = _written(expr)
     return f"({out})" if strength < level else out
+
+
+def _written(expr: Any) -> tuple[str, int]:
+    """The text, and the precedence of its outermost operation."""
+    if expr.is_number:
+        return _number(expr)
+    if isinstance(expr, sympy.Symbol):
+        return expr.name, _ATOM
+    if isinstance(expr, sympy.Add):
+        first, *rest = (text(term) for term in expr.as_ordered_terms())
+        joined = (f" - {t[1:]}" if t.startswith("-") else f" + {t}" for t in rest)
+        return first + "".join(joined), _SUM
+    if isinstance(expr, sympy.Mul):
+        return _product(expr)
+    if isinstance(expr, sympy.Pow):
+        return _power(expr)
+    args = [text(arg) for arg in expr.args]
+    if isinstance(expr, Where):
+        x, y, *branches = args
+        first = f"{y} {expr.mirrored} {x}" if expr.args[0].is_number else f"{x} {expr.symbol} {y}"
+        return f"tl.where({', '.join([first, *branches])})", _ATOM
+    name = type(expr).__name__
+    assert FUNCTIONS[name].symbolic is type(expr), expr
+    return f"{_BUILT_IN.get(name, name)}({', '.join(args)})", _ATOM
 
 
 def _number(number: Expr) -> tuple[str, int]:
@@ -101,12 +127,6 @@ def _number(number: Expr) -> tuple[str, int]:
     elif abs(value) >= 2.0**128:
         return ('float("inf")' if value > 0 else '-float("inf")'), _PRODUCT
     return repr(value), _SUM if value < 0 else _ATOM
-
-
-def _sum(expr: sympy.Add) -> tuple[str, int]:
-    first, *rest = (text(term, _SUM) for term in expr.as_ordered_terms())
-    joined = (f" - {t[1:]}" if t.startswith("-") else f" + {t}" for t in rest)
-    return first + "".join(joined), _SUM
 
 
 def _product(expr: sympy.Mul) -> tuple[str, int]:
@@ -128,29 +148,3 @@ def _power(expr: sympy.Pow) -> tuple[str, int]:
     if exponent > 0:
         return product, _PRODUCT
     return f"1.0 / {f'({product})' if exponent < -1 else product}", _PRODUCT
-
-
-def _call(expr: Expr) -> tuple[str, int]:
-    name = type(expr).__name__
-    return f"{_BUILT_IN.get(name, name)}({', '.join(map(text, expr.args))})", _ATOM
-
-
-def _where(expr: Where) -> tuple[str, int]:
-    x, y, a, b = map(text, expr.args)
-    first = f"{y} {expr.mirrored} {x}" if expr.args[0].is_number else f"{x} {expr.symbol} {y}"
-    return f"tl.where({first}, {a}, {b})", _ATOM
-
-
-# The functions of :mod:`fxpass.spec.functions` that ``tl`` has.
-_BUILT_IN = {name: f"tl.{name}" for name in ("exp", "exp2", "log", "erf", "abs", "sin", "cos")}
-_BUILT_IN["sqrt"] = "tl.sqrt_rn"
-
-_WRITERS: dict[type, Callable[[Any], tuple[str, int]]] = {
-    sympy.Symbol: lambda symbol: (str(symbol), _ATOM),
-    sympy.Add: _sum,
-    sympy.Mul: _product,
-    sympy.Pow: _power,
-    Less: _where,
-    AtMost: _where,
-    **dict.fromkeys((function.symbolic for function in FUNCTIONS.values()), _call),
-}
