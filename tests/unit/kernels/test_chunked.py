@@ -153,7 +153,7 @@ UNINITIALISED = pytest.mark.filterwarnings("ignore:.* encountered.*:RuntimeWarni
 
 
 class Tuner:
-    """Stands for Triton's autotuner, which needs a GPU: tries all candidates, takes the last."""
+    """Stands for the tuner, which needs a GPU: tries all candidates, takes the last."""
 
     def __init__(self):
         self.candidates = []
