@@ -42,10 +42,11 @@ def without_unread(module: str) -> str:
     parameters = {p.arg for p in kernel.args.args if p.arg in read}
     unread += [p for p in kernel.args.args if p.arg not in read]
     gone = {i for one in unread for i in range(one.lineno - 1, one.end_lineno or one.lineno)}
-    for function in reversed(functions[:-1]):
-        if function.name in read:
-            read |= _names(function, ast.Load)
-        else:  # with two empty lines after it
+    calls = {function.name: _names(function, ast.Load) for function in functions}
+    while more := set[str]().union(*(calls[name] for name in read & calls.keys())) - read:
+        read |= more
+    for function in functions[:-1]:
+        if function.name not in read:  # with two empty lines after it
             gone |= set(range(function.lineno - 2, (function.end_lineno or 0) + 2))
     lines, kept = module.splitlines(keepends=True), list[str]()
     for i in range(len(lines) - 1, -1, -1):
@@ -74,6 +75,9 @@ def _read_before(
     read = set(after)
     for statement in reversed(body):
         if isinstance(statement, ast.For | ast.If):
+            counter = ast.Tuple([]) if isinstance(statement, ast.If) else statement.target
+            own = _names(counter, ast.Store)
+            assert read.isdisjoint(own), "a loop's counter is read after it"
             # the next turn of a loop may read what this one writes
             while (more := read | _read_before(statement.body, read, inside := [])) != read:
                 read = more
@@ -82,7 +86,7 @@ def _read_before(
                 continue
             unread += inside
             header = statement.iter if isinstance(statement, ast.For) else statement.test
-            read |= _names(header, ast.Load)
+            read = (read - own) | _names(header, ast.Load)
         elif (written := _names(statement, ast.Store)) and read.isdisjoint(written):
             unread.append(statement)
         else:

@@ -5,6 +5,7 @@ Runs on the GPU where there is one, else in Triton's interpreter.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
@@ -178,6 +179,16 @@ def test_only_what_is_called_is_defined():
         *("log1p", "sigmoid", "softplus", "transform_and_slope"),
     ]
     assert defined("where(z<0,0,z)", forward=False) == ["transform_and_slope"]
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("source", EXPRESSIONS)
+def test_what_is_called_is_defined(source, forward):
+    """Functions call each other."""
+    kernel = reductions(Reductions(("lse", "pick"), parse(source), ("x",)), forward=forward)
+    nodes = list(ast.walk(ast.parse(kernel.source)))
+    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    assert called - {"range", "float"} <= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
 
 
 @pytest.mark.parametrize(
