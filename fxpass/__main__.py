@@ -149,24 +149,14 @@ def _at_least(minimum: int) -> Callable[[str], int]:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from fxpass.cli import demo, demo_worker
+    from fxpass.cli import demo
 
     _check_settings()
-    device = demo.default_device() if options.device is None else options.device
-    problem = demo.device_problem(device)
-    if problem:
-        raise UsageError(problem)
-    job = demo_worker.TextJob(
-        provider="",
-        corpus="",
-        device=device,
-        dtype=options.dtype or demo.default_dtype(device),
-        layers=options.layers,
-        width=options.heads * demo_worker.HEAD_WIDTH,
-        classes=demo.CLASSES,
-        batch=options.batch or demo.default_batch(device),
-        seq=options.seq,
-    )
+    sizes = options.layers, options.heads, options.batch, options.seq
+    try:
+        job = demo.job_of(options.device, options.dtype, *sizes)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     return demo.run(job, options.providers, options.steps, options.picture)
 
 

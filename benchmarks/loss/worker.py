@@ -19,7 +19,7 @@ from torch import Tensor
 from benchmarks.loss import reference
 from benchmarks.loss.case import CHECKED_ROWS, FLOOR, Case
 from benchmarks.loss.providers import BARE, PROVIDERS, Loss
-from fxpass.cli.memory import memory_of
+from fxpass.cli.memory import Memory
 from fxpass.cli.process import serve
 
 __all__ = ["FLOOR", "Case", "Session", "errors", "run_step"]
@@ -78,7 +78,7 @@ class Session:
         self.device = torch.device(case.device)
         self.provider = PROVIDERS[case.provider]
         self.loss_of = self.provider(case.softcap)
-        self.memory = memory_of(self.device)
+        self.memory = Memory(self.device)
         self.tensors: Tensors | None = None
         if not self.provider.compiles and case.provider != BARE:
             # the first call imports and sets up libraries, which must not count as the first step

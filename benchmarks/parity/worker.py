@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.parity.cases import PROGRAMS, Sizes
-from fxpass.cli.memory import memory_of
+from fxpass.cli.memory import Memory
 from fxpass.cli.process import serve
 
 
@@ -40,7 +40,7 @@ class Session:
         self.program = PROGRAMS[job.program](Sizes(job.n, job.d, job.v))
         options: Any = {"fusedce.inner": job.inner}
         self.function = torch.compile(self.program.function, backend="fusedce", options=options)
-        self.memory = memory_of(torch.device("cpu"))
+        self.memory = Memory(torch.device("cpu"))
 
     def check(self) -> dict[str, Any]:
         """The largest distance of an output or gradient from eager's, relative to its norm."""

@@ -6,7 +6,6 @@ output, a picture if matplotlib is installed, and the exit status.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -15,52 +14,42 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from fxpass.cli import doctor
-from fxpass.cli.demo_worker import TextJob
+from fxpass.cli.demo_worker import HEAD_WIDTH, TextJob
 from fxpass.cli.training import MIB, UNTIMED_STEPS, Row, table, train
 
 CLASSES = 50_304  # GPT-2's vocabulary, padded to a multiple of 64
 WORKER = "fxpass.cli.demo_worker"
 
 
-def default_device() -> str:
-    """``cuda`` (also for HIP) if torch has such a device, else ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def job_of(
+    device: str | None, dtype: str | None, layers: int, heads: int, batch: int | None, seq: int
+) -> TextJob:
+    """A job without provider and corpus; None is the default for the device.
 
-
-def device_problem(device: str) -> str:
-    """Why ``device`` cannot be used; empty if it can."""
+    Raises:
+        ValueError: torch cannot use the device.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=device)
-        return ""
+        kind = torch.empty(0, device=device).device.type
     except (RuntimeError, AssertionError) as error:
-        return f"--device {device}: {str(error).splitlines()[0]}"
-
-
-def default_dtype(device: str) -> str:
-    """``bfloat16`` on a GPU with native bf16, else ``float32``."""
-    on_gpu = torch.device(device).type == "cuda"
-    native = on_gpu and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bfloat16" if native else "float32"
-
-
-def default_batch(device: str) -> int:
-    """Sequences per step."""
-    return 8 if torch.device(device).type == "cpu" else 16
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = dtype or ("bfloat16" if native else "float32")
+    batch = batch or (8 if kind == "cpu" else 16)
+    return TextJob("", device, dtype, layers, heads * HEAD_WIDTH, CLASSES, batch, seq, corpus="")
 
 
 def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> int:
-    """Trains with eager and the providers and prints the comparison.
-
-    Args:
-        job: the sizes; provider and corpus are set here.
-        steps: of each provider, more than ``UNTIMED_STEPS``.
+    """Trains with eager and the providers, ``steps`` steps each (more than ``UNTIMED_STEPS``), and
+    prints the comparison.
 
     Returns:
         0; or 1 if a provider failed, fusedce fused nothing or the curves disagree.
@@ -77,7 +66,11 @@ def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> in
     print(f"model   GPT of {job}, on {job.device}")
     copy = job.tokens * job.classes * 4 / MIB
     print(f"logits  [{job.tokens}, {job.classes}], {copy:.0f} MiB a copy in float32", flush=True)
-    with _ending(), tempfile.TemporaryDirectory(prefix="fxpass-demo-") as folder:
+    for name in ("SIGTERM", "SIGHUP"):  # so that ``with`` and ``finally`` clean up
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, _end)
+    with tempfile.TemporaryDirectory(prefix="fxpass-demo-") as folder:
         file = Path(folder) / "corpus.pt"
         torch.save(corpus, file)
         job = dataclasses.replace(job, corpus=str(file))
@@ -89,38 +82,19 @@ def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> in
     found = problems(rows, steps)
     for text in found:
         print(f"fxpass demo: {text}", file=sys.stderr)
-    return 1 if found else 0
+    return int(bool(found))
 
 
-@contextlib.contextmanager
-def _ending() -> Iterator[None]:
-    """Makes the signals that end a process raise, so that ``with`` and ``finally`` clean up."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    known = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    # nohup ignores SIGHUP
-    ending = [number for number in known if signal.getsignal(number) is signal.SIG_DFL]
-    for number in ending:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in ending:
-            signal.signal(number, signal.SIG_DFL)
+def _end(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
 
 
 def read_corpus(classes: int, root: Path | None = None) -> Tensor:
-    """A text that every machine has: Python sources, until there are as many words as classes.
+    """A text that every machine has, int32 ``[tokens]``: Python sources of ``root`` (the standard
+    library), until there are as many words as classes.
 
-    Args:
-        classes: size of the vocabulary: the most frequent words and signs, and 0 for all others. A
-            trimmed Python may have fewer words; the last classes do not occur then.
-        root: by default the standard library of the running Python.
-
-    Returns:
-        int32 ``[tokens]``.
+    The classes are the most frequent words and signs, and 0 for all others. A trimmed Python may
+    have fewer words; the last classes do not occur then.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     words: list[str] = []
@@ -140,23 +114,23 @@ def read_corpus(classes: int, root: Path | None = None) -> Tensor:
 
 def report(rows: Sequence[Row], tokens: int) -> str:
     """The fused losses, the loss curves, and the table, of rows with at least one step."""
-    parts = []
+    blocks = []
     for row in rows:
         if row.notes:
             fused, others = (row.counters.get(name, 0) for name in ("matched", "rejected"))
-            counts = f"{row.name}: {fused} fused, {others} not fused"
-            parts.append("\n".join([counts, *(f"  {n}" for n in row.notes)]))
+            blocks.append([f"{row.name}: {fused} fused, {others} not fused"])
+            blocks[-1] += [f"  {note}" for note in row.notes]
     steps = max(len(row.losses) for row in rows)
     shown = sorted({round(i * (steps - 1) / 9) for i in range(10)})
-    lines = ["loss at  " + "".join(f"{i + 1:>7}" for i in shown)]
+    blocks.append(["loss at  " + "".join(f"{i + 1:>7}" for i in shown)])
     for row in rows:
         curve = "".join(f"{row.losses[i]:>7.3f}" for i in shown if i < len(row.losses))
-        lines.append(f"{row.name:<9}{curve}")
-    told = (
-        "extra MiB: a step's peak memory beyond the memory in use between steps\n"
-        f"steps: timed steps; {UNTIMED_STEPS} untimed steps come first"
-    )
-    return "\n\n".join([*parts, "\n".join(lines), table(rows, tokens), told])
+        blocks[-1].append(f"{row.name:<9}{curve}")
+    told = [
+        "extra MiB: a step's peak memory beyond the memory in use between steps",
+        f"steps: timed steps; {UNTIMED_STEPS} untimed steps come first",
+    ]
+    return "\n\n".join(map("\n".join, [*blocks, [table(rows, tokens)], told]))
 
 
 def problems(rows: Sequence[Row], steps: int) -> list[str]:
@@ -174,11 +148,7 @@ def problems(rows: Sequence[Row], steps: int) -> list[str]:
 
 
 def draw(rows: Sequence[Row], job: TextJob, path: Path) -> bool:
-    """Draws loss curves, tokens per second and memory into ``path``.
-
-    Returns:
-        False if matplotlib is not installed.
-    """
+    """Draws loss curves, tokens per second and memory; False if matplotlib is not installed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]

@@ -10,7 +10,7 @@ In: a :class:`fxpass.cli.doctor_machine.Machine`. Out: problems (:func:`findings
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fxpass.cli.doctor_machine import Device, Machine, read_compilers, read_machine
@@ -25,18 +25,6 @@ NEEDED = (
     ("Python.h", ("cpu", "cuda"), "install Python's headers, such as apt-get install python3-dev"),
 )
 
-# (minimum compute capability, how bf16 is multiplied, advice), the newest first; the same as
-# torch.cuda.is_bf16_supported(including_emulation=False), which answers for the current device only
-BF16 = (
-    ((8, 0), "native", ""),
-    ((7, 0), "emulated", "train in float16 there, with torch.amp.GradScaler"),
-    (
-        (0, 0),  # without tensor cores
-        "emulated",
-        "stay with float32 there, and set FUSEDCE_INNER=aot_eager: Inductor needs sm_70",
-    ),
-)
-
 
 class Finding(NamedTuple):
     """A problem or warning with its remedy; a problem makes fxpass unusable."""
@@ -47,11 +35,7 @@ class Finding(NamedTuple):
 
 
 def run() -> int:
-    """Reads the machine and prints the report.
-
-    Returns:
-        1 if there is a problem, else 0; warnings do not count.
-    """
+    """Reads the machine and prints the report; returns 1 if there is a problem, else 0."""
     machine = read_machine()
     print(text(machine))
     return int(any(finding.level == "problem" for finding in findings(machine)))
@@ -67,103 +51,65 @@ def inductor_problem(device_type: str) -> str:
 
 def findings(machine: Machine) -> list[Finding]:
     """All findings, problems first."""
-    found = [finding for check in CHECKS for finding in check(machine)]
+    found = [Finding(*row) for row in (*_of_torch(machine), *_of_devices(machine))]
     return sorted(found, key=lambda finding: finding.level != "problem")
 
 
-def _torch_version(machine: Machine) -> Iterator[Finding]:
-    version = machine.versions["torch"]
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    lowest, highest = SUPPORTED_TORCH
+def _of_torch(machine: Machine) -> Iterator[tuple[str, str, str]]:
+    versions, (lowest, highest) = machine.versions, SUPPORTED_TORCH
+    numbers = re.match(r"(\d+)\.(\d+)", versions["torch"])
     if not numbers or not lowest <= (int(numbers[1]), int(numbers[2])) <= highest:
         advice = "install {}.{} to {}.{}".format(*lowest, *highest)
-        yield Finding("problem", f"torch {version} is not supported", advice)
-
-
-def _settings(machine: Machine) -> Iterator[Finding]:
+        yield "problem", f"torch {versions['torch']} is not supported", advice
     if machine.settings_error:
-        yield Finding("problem", machine.settings_error, "correct or unset the variable")
-
-
-def _broken_driver(machine: Machine) -> Iterator[Finding]:
+        yield "problem", machine.settings_error, "correct or unset the variable"
     if machine.error:
-        yield Finding(
-            "problem",
-            f"torch cannot start the accelerator: {machine.error}",
-            "repair its driver, or set CUDA_VISIBLE_DEVICES= to use the CPU",
-        )
-
-
-def _no_device(machine: Machine) -> Iterator[Finding]:
-    """A torch with GPU support that finds no GPU, for a known reason."""
-    built = machine.versions["cuda"] or machine.versions["hip"]
+        advice = "repair its driver, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+        yield "problem", f"torch cannot start the accelerator: {machine.error}", advice
     reasons = [*machine.said, *(f"{name}={value}" for name, value in machine.hiding.items())]
+    built = versions["cuda"] or versions["hip"]
     if built and reasons and not machine.devices and not machine.error:
-        yield Finding(
+        yield (
             "warning",
             f"torch is built for GPUs and sees none: {'; '.join(reasons)}",
             "unset the variables that hide devices, or install a torch for the driver",
         )
 
 
-def _no_code(machine: Machine) -> Iterator[Finding]:
+def _of_devices(machine: Machine) -> Iterator[tuple[str, str, str]]:
+    used = best = machine.used
+    emulating: dict[str, list[str]] = {}  # by advice
     for device in machine.devices:
+        best = device if stronger(device, best) else best
+        if advice := bf16(device)[1]:
+            emulating.setdefault(advice, []).append(_name(device))
         if not has_code(device, machine.arch_list):
-            yield Finding(
-                "problem" if device == machine.used else "warning",
+            yield (
+                "problem" if device == used else "warning",
                 f"this torch has no code for {_name(device)}, which is {device.arch}, only for "
                 + ", ".join(machine.arch_list),
                 "install a build of torch that has: https://pytorch.org/get-started/locally/",
             )
-
-
-def _inductor(machine: Machine) -> Iterator[Finding]:
     on_gpu = any(device.label.startswith("cuda") for device in machine.devices)
     for device_type in ("cpu", "cuda") if on_gpu else ("cpu",):
         if lacking := _lacking(machine.compilers, device_type):
-            yield Finding(
+            yield (
                 "warning",
                 f"Inductor cannot compile for {device_type}: {lacking}",
                 "install what is missing, or set FUSEDCE_INNER=aot_eager, which needs none of it",
             )
-
-
-def _weaker_default(machine: Machine) -> Iterator[Finding]:
-    used = machine.used
-    best = used
-    for device in machine.devices:
-        best = device if stronger(device, best) else best
     if best != used:
         module, _, index = best.label.partition(":")
-        yield Finding(
+        yield (
             "warning",
             f"{_name(used)} is the default, and {_name(best)} is stronger: "
             f"{_strength(best)} against {_strength(used)}",
             f"call torch.{module}.set_device({index}) first, or let CUDA_VISIBLE_DEVICES name it "
             "alone; with CUDA_DEVICE_ORDER=PCI_BUS_ID the numbers there are those of nvidia-smi",
         )
-
-
-def _emulated_bf16(machine: Machine) -> Iterator[Finding]:
-    names: dict[str, list[str]] = {}
-    for device in machine.devices:
-        names.setdefault(bf16(device)[1], []).append(_name(device))
-    names.pop("", None)  # nothing has to be done
-    for advice, emulating in names.items():
-        told = "though torch.cuda.is_bf16_supported() is True"
-        yield Finding("warning", f"bf16 is emulated on {', '.join(emulating)}, {told}", advice)
-
-
-CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
-    _torch_version,
-    _settings,
-    _broken_driver,
-    _no_device,
-    _no_code,
-    _inductor,
-    _weaker_default,
-    _emulated_bf16,
-)
+    told = "though torch.cuda.is_bf16_supported() is True"
+    for advice, names in emulating.items():
+        yield "warning", f"bf16 is emulated on {', '.join(names)}, {told}", advice
 
 
 def _lacking(compilers: Mapping[str, str], device_type: str) -> str:
@@ -175,11 +121,20 @@ def _lacking(compilers: Mapping[str, str], device_type: str) -> str:
 
 
 def bf16(device: Device) -> tuple[str, str]:
-    """How an NVIDIA GPU multiplies bf16, and advice; both empty for other devices."""
+    """How an NVIDIA GPU multiplies bf16, and advice; both empty for other devices.
+
+    The same as ``torch.cuda.is_bf16_supported(including_emulation=False)``, which answers for the
+    current device only.
+    """
     capability = device.capability
     if capability is None:
         return "", ""
-    return next((word, advice) for since, word, advice in BF16 if capability >= since)
+    if capability >= (8, 0):
+        return "native", ""
+    if capability >= (7, 0):
+        return "emulated", "train in float16 there, with torch.amp.GradScaler"
+    advice = "stay with float32 there, and set FUSEDCE_INNER=aot_eager: Inductor needs sm_70"
+    return "emulated", advice  # without tensor cores
 
 
 def has_code(device: Device, arch_list: Sequence[str]) -> bool:
@@ -200,11 +155,10 @@ def has_code(device: Device, arch_list: Sequence[str]) -> bool:
 
 
 def stronger(left: Device, right: Device) -> bool:
-    """Whether ``left`` is the better device for training than ``right``.
+    """Whether ``left`` is the better device for training than ``right``: by native bf16, else by
+    more processors or more memory, and less of neither.
 
-    A device with native bf16 is stronger than a device without. Otherwise ``left`` needs more
-    processors or more memory, and less of neither. Devices with the same name are equal, although
-    ECC or a display may reduce the memory of one.
+    Devices with the same name are equal, although ECC or a display may reduce the memory of one.
     """
     if bf16(left)[0] != bf16(right)[0]:
         return bf16(left)[0] == "native"
@@ -219,27 +173,18 @@ def stronger(left: Device, right: Device) -> bool:
 def text(machine: Machine) -> str:
     """The whole report."""
     devices = (*machine.devices, machine.cpu)
-    sections: tuple[tuple[str, list[tuple[str, ...]]], ...] = (
-        ("versions", [(name, version or "-") for name, version in machine.versions.items()]),
-        ("devices", [(*_cells(d), "used" if d == machine.used else "") for d in devices]),
-        (
-            "devices hidden by",
-            [(name, value or "(empty)") for name, value in machine.hiding.items()],
-        ),
-        (
-            "what Inductor needs",
-            [
-                (tool, machine.compilers[tool] or "not found", f"for {' and '.join(types)}")
-                for tool, types, _ in NEEDED
-            ],
-        ),
-        (
-            "fused loss",
-            [(d.label, *row) for d in devices for row in d.implementations],
-        ),
-        ("settings", list(machine.settings)),
-    )
-    blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections if rows]
+    sections: dict[str, list[tuple[str, ...]]] = {
+        "versions": [(name, version or "-") for name, version in machine.versions.items()],
+        "devices": [(*_cells(d), "used" if d == machine.used else "") for d in devices],
+        "devices hidden by": [(k, value or "(empty)") for k, value in machine.hiding.items()],
+        "what Inductor needs": [
+            (tool, machine.compilers[tool] or "not found", f"for {' and '.join(types)}")
+            for tool, types, _ in NEEDED
+        ],
+        "fused loss": [(d.label, *row) for d in devices for row in d.implementations],
+        "settings": list(machine.settings),
+    }
+    blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections.items() if rows]
     found = [f"{f.level}: {f.text}\n  do: {f.advice}" for f in findings(machine)]
     return "\n\n".join([*blocks, "\n".join(found or ["no problems found"])])
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fxpass.plan.devices import implementation_for
+from fxpass.plan.devices import implementation_for, target_of
 from fxpass.settings import TABLE, Settings
 
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -54,30 +54,18 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts about a machine.
+    """The facts about a machine; empty where they are unknown."""
 
-    Attributes:
-        versions: of packages, and of the CUDA or HIP that torch is built for; empty if missing.
-        compilers: tool → path; empty if missing.
-        devices: the accelerators that torch finds, in torch's order.
-        default_index: index of torch's default device in ``devices``.
-        arch_list: the GPUs that torch has code for; empty if unknown.
-        error: torch's error while it looked for devices; empty if none.
-        said: torch's warnings while it looked for devices.
-        hiding: variable → value, for the set variables that hide devices.
-        settings: rows of (variable, value, ``environment`` or ``default``, meaning).
-        settings_error: why the settings cannot be read; empty if they can.
-    """
-
-    versions: Mapping[str, str]
-    compilers: Mapping[str, str]
+    versions: Mapping[str, str]  # of packages, and of the CUDA or HIP that torch is built for
+    compilers: Mapping[str, str]  # tool → path
     cpu: Device
-    devices: tuple[Device, ...] = ()
-    default_index: int = 0
-    arch_list: tuple[str, ...] = ()
-    error: str = ""
-    said: tuple[str, ...] = ()
-    hiding: Mapping[str, str] = field(default_factory=dict)
+    devices: tuple[Device, ...] = ()  # the accelerators that torch finds, in torch's order
+    default_index: int = 0  # of torch's default device in ``devices``
+    arch_list: tuple[str, ...] = ()  # the GPUs that torch has code for
+    error: str = ""  # torch's error while it looked for devices
+    said: tuple[str, ...] = ()  # torch's warnings while it looked for devices
+    hiding: Mapping[str, str] = field(default_factory=dict)  # set variables that hide devices
+    # (variable, value, ``environment`` or ``default``, meaning), or why they cannot be read
     settings: tuple[tuple[str, ...], ...] = ()
     settings_error: str = ""
 
@@ -151,24 +139,18 @@ def _read(device: torch.device) -> Device:
     if device.type == "cpu":
         name = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
         arch = torch.backends.cpu.get_cpu_capability()
-    elif device.type == "cuda" and torch.version.hip:
-        arch = properties.gcnArchName.partition(":")[0]
     elif device.type == "cuda":
-        arch = f"sm_{properties.major}{properties.minor}"
-    implementations: dict[tuple[str, str], list[str]] = {}
+        arch = target_of(device)
+    rows: dict[tuple[str, str], list[str]] = {}
     for dtype in DTYPES:
-        dtypes = implementations.setdefault(implementation_for(device, dtype), [])
-        dtypes.append(str(dtype).removeprefix("torch."))
+        rows.setdefault(implementation_for(device, dtype), []).append(str(dtype)[len("torch.") :])
     return Device(
         str(device),
         name,
         arch,
         getattr(properties, "multi_processor_count", 0),
         getattr(properties, "total_memory", 0),
-        tuple(
-            (", ".join(dtypes), *implementation)
-            for implementation, dtypes in implementations.items()
-        ),
+        tuple((", ".join(dtypes), *implementation) for implementation, dtypes in rows.items()),
     )
 
 

@@ -9,23 +9,44 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import sys
 from pathlib import Path
 
 import torch
 
+_RESET = Path("/proc/self/clear_refs")
+
 
 class Memory:
-    """Peak memory of this process from :meth:`start` on, in bytes; unknown on this platform."""
+    """Peak memory in bytes from :meth:`start` on: of the tensors on a GPU, or of this process.
 
-    rest: int | None = None
+    None where it is unknown: on a CPU without Linux, or on another accelerator.
+
+    Attributes:
+        rest: the memory in use at :meth:`start`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.rest = device, None
+        self._by_linux = device.type == "cpu" and os.access(_RESET, os.W_OK)
 
     def start(self) -> None:
         """Resets the peak, and records the memory in use now."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.rest = torch.cuda.memory_allocated(self.device)
+        elif self._by_linux:
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+            if trim is not None:
+                trim(0)
+            _RESET.write_text("5")  # resets the peak of resident memory
+            self.rest = _status("VmRSS")
 
     def peak(self) -> int | None:
         """Largest memory in use since :meth:`start`."""
-        return None
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return _status("VmHWM") if self._by_linux else None
 
     def added(self) -> int | None:
         """The peak beyond the memory in use at :meth:`start`."""
@@ -33,57 +54,6 @@ class Memory:
         return None if peak is None or self.rest is None else peak - self.rest
 
 
-class ProcMemory(Memory):
-    """Resident memory as Linux counts it."""
-
-    def start(self) -> None:
-        gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-        if trim is not None:
-            trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
-        self.rest = self._status("VmRSS")
-
-    def peak(self) -> int | None:
-        return self._status("VmHWM")
-
-    @staticmethod
-    def _status(field: str) -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-        raise OSError(f"/proc/self/status has no {field}")
-
-
-class ProcessMemory(Memory):
-    """The peak over the life of the process, compilation included; POSIX has nothing better."""
-
-    def peak(self) -> int | None:
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-class CudaMemory(Memory):
-    """Memory of the tensors on one GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def start(self) -> None:
-        gc.collect()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.rest = torch.cuda.memory_allocated(self.device)
-
-    def peak(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self.device)
-
-
-def memory_of(device: torch.device) -> Memory:
-    """The best measure that this machine has for ``device``."""
-    if device.type == "cuda":
-        return CudaMemory(device)
-    if device.type != "cpu" or sys.platform == "win32":
-        return Memory()
-    return ProcMemory() if os.access("/proc/self/clear_refs", os.W_OK) else ProcessMemory()
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,20 +32,19 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """A process of ``python -m module job``."""
+    """A process of ``python -m module job``; its first answer means that it is ready.
+
+    Args:
+        module: the module to run; it calls :func:`serve`.
+        job: a dataclass, passed to the module as JSON.
+        timeout: seconds that one answer may take.
+        environ: added to this process's environment.
+    """
 
     def __init__(
         self, module: str, job: Any, timeout: float, environ: Mapping[str, str] | None = None
     ) -> None:
-        """Starts the process; its first answer means that it is ready.
-
-        Args:
-            module: the module to run; it calls :func:`serve`.
-            job: a dataclass, passed to the module as JSON.
-            timeout: seconds that one answer may take.
-            environ: added to this process's environment.
-        """
-        self.timeout = timeout
+        self.timeout, self.log = timeout, ""
         self.printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() closes it)
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, json.dumps(dataclasses.asdict(job))],
@@ -54,35 +54,6 @@ class Worker:
             text=True,
             env={**os.environ, **(environ or {})},
         )
-        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
-        self.log = ""
-
-    def _read(self) -> None:
-        assert self.process.stdout
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put("")
-
-    def answer(self) -> dict[str, Any]:
-        """The next answer.
-
-        Raises:
-            WorkerError: the process gave no answer and has ended.
-        """
-        try:
-            line = self.lines.get(timeout=self.timeout)
-        except queue.Empty:
-            self.kill()
-            raise WorkerError(f"took more than {self.timeout:g} s") from None
-        if not line:
-            raise WorkerError(self._how_it_died())
-        found = json.loads(line)
-        if "error" in found:
-            self.kill()
-            raise WorkerError(found["error"])
-        return found
 
     def send(self, command: str) -> None:
         """Sends one command; the caller has to read its answer."""
@@ -91,18 +62,37 @@ class Worker:
             self.process.stdin.write(command + "\n")
             self.process.stdin.flush()
 
-    def ask(self, command: str) -> dict[str, Any]:
-        """The answer to one command.
+    def answer(self) -> dict[str, Any]:
+        """The next answer.
 
         Raises:
             WorkerError: the process gave no answer and has ended.
         """
+        assert self.process.stdout
+        begin = time.monotonic()
+        timer = threading.Timer(self.timeout, self.process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            line = self.process.stdout.readline()
+        finally:
+            timer.cancel()
+        late = time.monotonic() - begin >= self.timeout
+        found = json.loads(line) if line else {"error": ""}
+        if "error" not in found:
+            return found
+        self.kill() if line else self.close()
+        raise WorkerError(found["error"] or self._how_it_died(late))
+
+    def ask(self, command: str) -> dict[str, Any]:
+        """The answer to one command; raises as :meth:`answer`."""
         self.send(command)
         return self.answer()
 
-    def _how_it_died(self) -> str:
-        self.close()
+    def _how_it_died(self, late: bool) -> str:
         code = self.process.returncode
+        if late:
+            return f"took more than {self.timeout:g} s"
         if code == -signal.SIGKILL:
             return "killed by the system, most likely because of its memory"
         last = (self.log.strip().splitlines() or ["it printed no reason"])[-1]
@@ -117,17 +107,11 @@ class Worker:
         """Ends the process after its current command; stores the end of its output in ``log``."""
         if self.printed.closed:
             return
-        assert self.process.stdin
-        assert self.process.stdout
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
         try:
-            self.process.wait(GRACE)
+            self.process.communicate(timeout=GRACE)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.process.wait()
-        self.reader.join()
-        self.process.stdout.close()
+            self.process.communicate()
         self.printed.seek(0)
         self.log = self.printed.read()[-LOG:]
         self.printed.close()
@@ -138,24 +122,18 @@ def serve(make: Callable[[dict[str, Any]], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # other prints must not look like answers
-
-    def answer(function: Callable[[], dict[str, Any]]) -> None:
+    session = None
+    for command in itertools.chain([""], sys.stdin):
+        found: dict[str, Any] = {}
         try:
-            found = function()
+            if session is None:
+                session = make(json.loads(sys.argv[1]))
+            else:
+                found = getattr(session, command.strip())()
         except Exception as error:
             traceback.print_exc()
             found = {"error": reason(error)}
         print(json.dumps(found), file=results, flush=True)
-
-    sessions: list[Any] = []
-
-    def start() -> dict[str, Any]:
-        sessions.append(make(json.loads(sys.argv[1])))
-        return {}
-
-    answer(start)
-    for line in sys.stdin:
-        answer(getattr(sessions[0], line.strip()))
 
 
 def reason(error: Exception) -> str:

@@ -8,21 +8,21 @@ result.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
-from fxpass.cli.memory import memory_of
+from fxpass.cli.memory import Memory
 from fxpass.cli.process import Worker, WorkerError
 
 MIB = 2**20
@@ -80,7 +80,12 @@ class Job:
 
 
 class Session:
-    """A model with its provider and optimizer; every command runs the next training step."""
+    """A model with its provider and optimizer; every command runs the next training step.
+
+    Args:
+        make: makes the model; called with a batch, the model returns a mapping with "loss".
+        batch: makes the arguments of one step; the generator is the same for every provider.
+    """
 
     def __init__(
         self,
@@ -88,15 +93,12 @@ class Session:
         make: Callable[[], nn.Module],
         batch: Callable[[Generator], dict[str, Tensor]],
     ) -> None:
-        """Makes the model.
-
-        Args:
-            make: makes the model; called with a batch, the model returns a mapping with "loss".
-            batch: makes the arguments of one step; the generator is the same for every provider.
-        """
         self.job, self.batch, self.steps = job, batch, 0
         self.device = torch.device(job.device)
-        self.notes = _Notes()
+        self.notes = BufferingHandler(capacity=10_000)  # a line per match, rejection and cast
+        logger = logging.getLogger("fxpass")
+        logger.addHandler(self.notes)
+        logger.setLevel(logging.INFO)
         torch.manual_seed(0)
         self.model = make().to(self.device)
         self.run: Callable[..., Any] = self.model
@@ -104,7 +106,7 @@ class Session:
             self.run = torch.compile(self.model, backend=job.provider)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=job.dtype == "float16")
-        self.memory = memory_of(self.device)
+        self.memory = Memory(self.device)
 
     def step(self) -> dict[str, Any]:
         """Runs forward, backward, clipping and AdamW; returns seconds, loss and gradient norm."""
@@ -135,21 +137,8 @@ class Session:
         # eager never imports Dynamo
         dynamo = sys.modules.get("torch._dynamo.utils")
         counters = dict(dynamo.counters["fusedce"]) if dynamo else {}
-        return {**answer, "counters": counters, "notes": self.notes.lines}
-
-
-class _Notes(logging.Handler):
-    """Collects fxpass's log: a line per match, rejection and cast."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-        logger = logging.getLogger("fxpass")
-        logger.addHandler(self)
-        logger.setLevel(logging.INFO)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        notes = [record.getMessage() for record in self.notes.buffer]
+        return {**answer, "counters": counters, "notes": notes}
 
 
 # ---------------------------------------------------------------- all of them
@@ -181,15 +170,6 @@ class Row:
     notes: list[str] = field(default_factory=list)
     differences: tuple[float, float] | None = None
 
-    def add(self, answer: dict[str, Any], timed: bool) -> None:
-        """Adds the answer of a session."""
-        self.losses.append(answer.pop("loss"))
-        self.norms.append(answer.pop("norm"))
-        seconds = answer.pop("seconds")
-        if timed:
-            self.seconds.append(seconds)
-        vars(self).update(answer)
-
 
 def train(
     module: str,
@@ -204,7 +184,6 @@ def train(
     Args:
         module: serves a :class:`Session`.
         job: the sizes; its provider is replaced.
-        names: the providers.
         rounds: timed steps of each provider.
         timeout: seconds that a step may take.
         environ: added to the processes' environment.
@@ -214,14 +193,13 @@ def train(
     """
     rows = [Row(name) for name in dict.fromkeys(["eager", *names])]
     workers: dict[str, Worker] = {}
-    steps = UNTIMED_STEPS + rounds
 
     def answer(row: Row) -> dict[str, Any]:
         try:
             return workers[row.name].answer()
         except WorkerError as error:
             row.failure, row.log = str(error), workers.pop(row.name).log
-            tell(f"{row.name}: {row.failure}", 0)
+            _tell(f"{row.name}: {row.failure}")
             return {}
 
     def take(command: str, turn: Sequence[Row], timed: bool) -> None:
@@ -230,54 +208,42 @@ def train(
             workers[row.name].send(command)
         for row in alive:
             if found := answer(row):
-                seconds = f"{found['seconds']:.2f} s" if timed else "not timed"
-                row.add(found, timed)
-                tell(f"{row.name} {len(row.losses)}/{steps}: {row.losses[-1]:.3f}, {seconds}", 1)
+                row.losses.append(found.pop("loss"))
+                row.norms.append(found.pop("norm"))
+                row.seconds += [seconds := found.pop("seconds")] * timed
+                vars(row).update(found)
+                step = f"{row.name} {len(row.losses)}/{UNTIMED_STEPS + rounds}"
+                told = f"{seconds:.2f} s" if timed else "not timed"
+                _tell(f"{step}: {row.losses[-1]:.3f}, {told}")
 
     alone = [[row] for row in rows]
     # compilation for a GPU times kernels, so processes must not compile at the same time
     warm_up = [rows] if job.device == "cpu" else alone
-    with _progress(len(rows) * steps) as tell:
-        try:
-            for row in rows:  # the processes import at the same time
-                of_row = dataclasses.replace(job, provider=row.name)
-                workers[row.name] = Worker(module, of_row, timeout, environ)
-            for row in rows:
-                answer(row)
-            for turn in warm_up * WARM_UP_STEPS:
-                take("step", turn, timed=False)
-            for turn in alone:
-                take("measure", turn, timed=False)
-            for turn in alone * rounds:
-                take("step", turn, timed=True)
-            for worker in workers.values():
-                worker.close()
-        except KeyboardInterrupt:
-            tell("interrupted", 0)
-        finally:  # the processes also end if this one is told to, or cannot print
-            for worker in workers.values():
-                worker.kill()
+    try:
+        for row in rows:  # the processes import at the same time
+            of_row = dataclasses.replace(job, provider=row.name)
+            workers[row.name] = Worker(module, of_row, timeout, environ)
+        for row in rows:
+            answer(row)
+        for turn in warm_up * WARM_UP_STEPS:
+            take("step", turn, timed=False)
+        for turn in alone:
+            take("measure", turn, timed=False)
+        for turn in alone * rounds:
+            take("step", turn, timed=True)
+        for worker in workers.values():
+            worker.close()
+    except KeyboardInterrupt:
+        _tell("interrupted")
+    finally:  # the processes also end if this one is told to, or cannot print
+        for worker in workers.values():
+            worker.kill()
     refuse(rows, job.dtype)
     return rows
 
 
-@contextlib.contextmanager
-def _progress(steps: int) -> Iterator[Callable[[str, int], None]]:
-    """tqdm's bar if tqdm is installed and standard error is a terminal, else lines of text."""
-    try:
-        from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
-    except ImportError:
-        tqdm = None
-    if tqdm is None or not sys.stderr.isatty():
-        yield lambda text, done: print(text, file=sys.stderr, flush=True)
-        return
-    with tqdm(total=steps, unit="step", postfix="the first steps compile") as bar:
-
-        def tell(text: str, done: int) -> None:
-            bar.set_postfix_str(text)
-            bar.update(done)
-
-        yield tell
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- judging and telling
@@ -288,22 +254,21 @@ def refuse(rows: Sequence[Row], dtype: str) -> None:
     eager = next((row for row in rows if row.name == "eager" and row.losses), None)
     for row in rows:
         steps = min(len(row.losses), len(eager.losses)) if eager else 0
-        if eager is None and row.losses:
+        if eager and steps and not row.failure:
+            loss = max_difference(eager.losses[:steps], row.losses[:steps])
+            norm = max_difference(eager.norms[:steps], row.norms[:steps])
+            row.differences = (loss[0], norm[0])
+            found = zip(("loss", "gradient norm"), (loss, norm), TOLERANCE[dtype], strict=True)
+            for name, (difference, step), bound in found:
+                if not difference <= bound:
+                    row.failure = row.failure or (
+                        f"refused: {name} differs from eager's by {difference:.1e} at step {step} "
+                        f"(bound {bound:.0e})"
+                    )
+        elif row.losses:
             row.failure = row.failure or "refused: eager has no numbers to compare with"
-        if eager is None or row.failure or not steps:
+        if row.failure:
             row.seconds.clear()
-            continue
-        loss = max_difference(eager.losses[:steps], row.losses[:steps])
-        norm = max_difference(eager.norms[:steps], row.norms[:steps])
-        row.differences = (loss[0], norm[0])
-        found = zip(("loss", "gradient norm"), (loss, norm), TOLERANCE[dtype], strict=True)
-        for name, (difference, step), bound in found:
-            if not difference <= bound and not row.failure:
-                row.failure = (
-                    f"refused: {name} differs from eager's by {difference:.1e} at step {step} "
-                    f"(bound {bound:.0e})"
-                )
-                row.seconds.clear()
 
 
 def max_difference(expected: Sequence[float], actual: Sequence[float]) -> tuple[float, int]:
@@ -312,12 +277,13 @@ def max_difference(expected: Sequence[float], actual: Sequence[float]) -> tuple[
     The first gradients under a GradScaler may overflow; two values that are not finite count as
     equal.
     """
-    differences = []
-    for left, right in zip(expected, actual, strict=True):
-        if math.isfinite(left) and math.isfinite(right):
-            differences.append(abs(right - left) / max(abs(left), 1e-12))
-        else:
-            differences.append(math.inf if math.isfinite(left) or math.isfinite(right) else 0.0)
+
+    def difference(left: float, right: float) -> float:
+        if math.isfinite(left) != math.isfinite(right):
+            return math.inf
+        return abs(right - left) / max(abs(left), 1e-12) if math.isfinite(left) else 0.0
+
+    differences = list(map(difference, expected, actual))
     worst = max(range(len(differences)), key=differences.__getitem__)
     return differences[worst], worst + 1
 

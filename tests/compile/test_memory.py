@@ -40,11 +40,11 @@ def test_a_whole_model_that_returns_its_logits():
 
 DIGEST = """
 import torch
-from fxpass.cli.memory import memory_of
+from fxpass.cli.memory import Memory
 from fxpass.op.fingerprint import Layout, fingerprint
 
 weight = torch.ones(1 << 13, 1 << 12, dtype={dtype})[:, {columns}]
-memory = memory_of(torch.device("cpu"))
+memory = Memory(torch.device("cpu"))
 memory.start()
 fingerprint(weight, Layout.of(weight))
 print(memory.added())

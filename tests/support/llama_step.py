@@ -11,13 +11,13 @@ import sys
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fxpass.cli.memory import memory_of
+from fxpass.cli.memory import Memory
 
 VOCABULARY, ROWS, HIDDEN = 64000, 2048, 128
 
 
 def main(backend: str) -> None:
-    memory = memory_of(torch.device("cpu"))
+    memory = Memory(torch.device("cpu"))
     memory.start()
     imported = memory.rest
     torch.manual_seed(0)

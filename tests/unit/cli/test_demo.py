@@ -14,7 +14,7 @@ import torch
 
 from fxpass.cli import demo
 from fxpass.cli.demo_worker import TextJob, session
-from fxpass.cli.memory import memory_of
+from fxpass.cli.memory import Memory
 from fxpass.cli.training import Row, train
 
 MIB = 2**20
@@ -69,7 +69,7 @@ def test_training_is_deterministic_and_learns(dtype: str, tmp_path: Path) -> Non
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
 def test_memory_is_the_peak_since_start() -> None:
-    memory = memory_of(torch.device("cpu"))
+    memory = Memory(torch.device("cpu"))
     torch.ones(256 * MIB // 4)  # before the start: must not count
     memory.start()
     torch.ones(64 * MIB // 4)
