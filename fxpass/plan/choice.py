@@ -27,28 +27,18 @@ from fxpass.spec.reductions import Reductions
 
 @dataclass(frozen=True)
 class Choice:
-    """The strategy of one call, and the facts behind the choice.
+    """The strategy of one call, and the facts behind the choice."""
 
-    Attributes:
-        reason: the reason for the strategy, in a few words.
-        n, d, v: rows, hidden size and classes; hints where a size is symbolic.
-        dtype, device: of x and weight.
-        spec: the computation; with a total, forward computes the gradients.
-        symbolic: whether the number of rows is symbolic.
-        logits_exist: whether the graph computes the logits anyway.
-        save_logits: whether forward saves the logits for backward.
-    """
-
-    reason: str
-    n: int
+    reason: str  # for the strategy, in a few words
+    n: int  # rows, hidden size and classes; hints where a size is symbolic
     d: int
     v: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of x and weight, as their device
     device: torch.device
-    spec: Reductions
-    symbolic: bool = False
-    logits_exist: bool = False
-    save_logits: bool = False
+    spec: Reductions  # with a total, forward computes the gradients
+    symbolic: bool = False  # whether the number of rows is symbolic
+    logits_exist: bool = False  # whether the graph computes the logits anyway
+    save_logits: bool = False  # whether forward saves the logits for backward
 
     @property
     def strategy(self) -> str:
@@ -100,12 +90,16 @@ def choose(
     others: tuple[int | torch.SymInt, ...] = (),
     sharded: bool = False,
 ) -> Choice:
-    """Chooses the strategy for x ``[n, d]`` and weight ``[v, d]``.
+    """Chooses the strategy for x ``[n, d]`` and weight ``[v, d]`` of ``dtype`` after casts; for the
+    hint where a size is symbolic.
+
+    ``chunked`` computes the gradients in forward and saves them for backward. Backward returns one
+    gradient of the weight in any case; ``chunked`` is chosen if the saved gradients exceed this one
+    by no more than the logits take. Otherwise ``tiled`` saves no gradients and backward recomputes
+    the logits. A vocabulary shard saves small logits for backward; the choice's spec then reduces
+    the operator's budget by the bytes of the logits.
 
     Args:
-        n, d, v: rows, hidden size and classes; the hint decides where a size is symbolic.
-        dtype: of x and weight, after casts.
-        device: of x and weight.
         total: the call whose forward computes the gradients; None if they are known only in
             backward.
         waiting: the call whose backward computes the gradients.
@@ -114,12 +108,6 @@ def choose(
         others: the rows of each other call over the same weight in this graph; each of them saves
             its gradients for backward.
         sharded: whether it is a call of a vocabulary shard.
-
-    ``chunked`` computes the gradients in forward and saves them for backward. Backward returns one
-    gradient of the weight in any case; ``chunked`` is chosen if the saved gradients exceed this one
-    by no more than the logits take. Otherwise ``tiled`` saves no gradients and backward recomputes
-    the logits. A vocabulary shard saves small logits for backward; the choice's spec then reduces
-    the operator's budget by the bytes of the logits.
     """
     symbolic = isinstance(n, torch.SymInt)
     rows, hidden, classes = (_hint(number) for number in (n, d, v))
@@ -162,10 +150,8 @@ def _too_wide(choice: Choice, others: tuple[int | torch.SymInt, ...]) -> bool:
 
 
 def _can_save(choice: Choice) -> bool:
-    """Whether forward may save the logits, so that backward does not recompute them.
-
-    They may take half of the budget; the other half is scratch. An implementation that multiplies
-    in a wider dtype cannot save them."""
+    """Whether forward may save the logits for backward: within half of the budget, the other half
+    is scratch. An implementation that multiplies in a wider dtype cannot save them."""
     implementation, _ = implementation_for(choice.device, choice.dtype)
     wider = implementation == "aten" and multiplied_in(choice.dtype, choice.device) != choice.dtype
     return not wider and 2 * choice.logits <= choice.allowed

@@ -9,18 +9,16 @@ size::
     >>> plan(*of_call, scaled=False, backward=True).rows
     352
 
-:mod:`fxpass.plan.choice` has chosen the strategy when the graph was rewritten. Nothing is measured
-or fitted, so equal machines get equal plans. The rules:
+Nothing is measured or fitted, so equal machines get equal plans. The rules, where the targets, lse
+and losses of the rows do not count as scratch, and a chunk or tile has a minimum size:
 
-- The targets, lse and losses of the rows do not count as scratch.
+- ``chunked`` if forward computes the gradients of a total, or if they need a row's largest logit;
+  else ``tiled`` (a GPU's forward is ``chunked``, and so is its backward in f32).
 - ``chunked``: equal chunks, as large as the budget allows. But one chunk of all rows if it takes no
   more memory than a smaller chunk and the f32 sums of the gradients: N <= rows + 2 D for bf16.
 - ``chunked`` on CPUs with N <= D and large logits: the logits ``[V, N]`` share the memory of the
   weight's gradient ``[V, D]``, a tile at a time.
-- ``chunked`` if forward computes the gradients of a total, or if they need a row's largest logit;
-  else ``tiled`` (a GPU's forward is ``chunked``, and so is its backward in f32).
 - ``tiled``: a block of rows, and as many classes as the budget or the cache allows.
-- A chunk or tile has a minimum size (``BLOCK``, ``LEAST``), even if the budget is smaller.
 """
 
 from __future__ import annotations
@@ -63,29 +61,17 @@ UPCAST_CLASSES = 8192
 
 
 class Plan(NamedTuple):
-    """How one fused loss runs.
+    """How one fused loss runs."""
 
-    Attributes:
-        implementation: ``aten`` or ``triton``.
-        strategy: ``chunked`` or ``tiled``.
-        rows: of a chunk (``tiled``: of a tile).
-        classes: of a tile (``chunked``: of one GEMM).
-        block: rows of a chunk that the ATen implementation transforms between two GEMMs.
-        reason: the reason for the implementation.
-        in_place: whether the logits share the memory of the weight's gradient.
-        scratch: bytes allocated beside the outputs, at most.
-        sums: bytes of the f32 sums of the weight's gradient, if several chunks need them.
-    """
-
-    implementation: str
-    strategy: str
-    rows: int
-    classes: int
-    reason: str = ""
-    block: int = 64
-    in_place: bool = False
-    scratch: int = 0
-    sums: int = 0
+    implementation: str  # ``aten`` or ``triton``
+    strategy: str  # ``chunked`` or ``tiled``
+    rows: int  # of a chunk or tile
+    classes: int  # of a tile; ``chunked``: of one GEMM
+    reason: str = ""  # for the implementation
+    block: int = 64  # rows of a chunk that the ATen implementation transforms between two GEMMs
+    in_place: bool = False  # whether the logits share the memory of the weight's gradient
+    scratch: int = 0  # bytes allocated beside the outputs, at most
+    sums: int = 0  # bytes of the f32 sums of the weight's gradient, if several chunks need them
 
 
 def budget(v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> int:
@@ -124,112 +110,57 @@ def plan(
     implementation, reason = implementation_for(device, dtype)
     if implementation == "triton" and spec.trains_weights:
         implementation, reason = "aten", "no Triton kernel has gradients of weights of moments"
-    of_call = n, d, v, dtype, device, spec, scaled, backward, logits_exist
-    return _plan(*of_call, implementation, reason)
+    sizes = max(1, n), max(1, d), max(1, v)
+    run = _Run(*sizes, dtype, device, implementation, spec, scaled, backward, logits_exist)
+    return _plan(run, reason)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    n: int,
-    d: int,
-    v: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    spec: Reductions,
-    scaled: bool,
-    backward: bool,
-    logits_exist: bool,
-    implementation: str,
-    reason: str,
-) -> Plan:
-    gradients = spec.gradients if backward else ()
-    temporaries = copies.of(spec, scaled, backward)
-    work = _Work.of((n, d, v), dtype, device, implementation, gradients, logits_exist, temporaries)
-    allowed, by_user = budget(v, dtype, device, spec.memory_mb), bool(spec.memory_mb)
-    # gradients of a largest logit need the whole row; those of a total come with its value
-    in_tiles = not (spec.gradients and (spec.total or spec.of_largest))
-    if implementation == "aten":
-        # both passes in one way: their logits are rounded alike
-        strategy = "tiled" if in_tiles else "chunked"
-        found = _within(work, allowed, by_user, implementation, strategy)
-    else:
-        found = _within(work, allowed, by_user, implementation, "chunked")
-        # f32 has no sums to save, and slices round logits in another way than forward
-        if in_tiles and backward and dtype.itemsize < 4:
-            of_tile = _triton_tiled(work, allowed)
-            scratch = max(found.scratch, of_tile.scratch)
-            found = found._replace(strategy="tiled", classes=of_tile.classes, scratch=scratch)
-    if found.scratch > allowed:
-        taken = f"{size(found.scratch)}, is over its budget of {size(allowed)}"
-        reason += f"; the smallest block takes {taken}"
-    return found._replace(reason=reason)
-
-
-def _within(work: _Work, allowed: int, by_user: bool, implementation: str, strategy: str) -> Plan:
-    """The plan of a strategy within ``allowed`` bytes, if these are enough for a block."""
-    if implementation == "aten" and strategy == "chunked" and work.fits_gradient:
-        found = _aten_tiled(work, allowed, one_block=True)._replace(in_place=True)
-    else:
-        # the user's budget includes the sums
-        sums = work.sums if by_user and strategy == "chunked" else 0
-        found = _RULES[implementation, strategy](work, max(allowed // 4, allowed - sums))
-    return found._replace(implementation=implementation, strategy=strategy)
-
-
-class _Work(NamedTuple):
-    """One run of a fused loss.
-
-    Attributes:
-        n, d, v: its sizes, at least 1.
-        e, a, m, g: bytes of an element of the operands, in the compute dtype, in the dtype of the
-            products, and of the gradients.
-        gradients: the gradients that the run computes.
-        logits_exist: whether the logits exist already.
-        temporaries: copies of a block of logits that exist beside it.
-    """
+class _Run(NamedTuple):
+    """The arguments of :func:`plan`; the sizes are at least 1."""
 
     n: int
     d: int
     v: int
-    e: int
-    a: int
-    m: int
-    g: int
-    gradients: tuple[str, ...]
+    dtype: torch.dtype
+    device: torch.device
+    implementation: str
+    spec: Reductions
+    scaled: bool
+    backward: bool
     logits_exist: bool
-    temporaries: int
 
-    @staticmethod
-    def of(
-        sizes: tuple[int, int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        implementation: str,
-        gradients: tuple[str, ...],
-        logits_exist: bool,
-        temporaries: int,
-    ) -> _Work:
-        multiplied = multiplied_in(dtype, device) if implementation == "aten" else dtype
-        dtypes = dtype, compute_dtype(dtype), multiplied, gradient_dtype(dtype)
-        e, a, m, g = (one.itemsize for one in dtypes)
-        n, d, v = (max(1, size) for size in sizes)
-        return _Work(n, d, v, e, a, m, g, gradients, logits_exist, temporaries)
+    @property
+    def bytes(self) -> tuple[int, int, int, int]:
+        """The size of an element of the operands, in the compute dtype, in the dtype of the
+        products, and of the gradients."""
+        on_gpu = self.implementation == "triton"
+        multiplied = self.dtype if on_gpu else multiplied_in(self.dtype, self.device)
+        dtypes = self.dtype, compute_dtype(self.dtype), multiplied, gradient_dtype(self.dtype)
+        e, a, m, g = (dtype.itemsize for dtype in dtypes)
+        return e, a, m, g
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The gradients that the run computes."""
+        return self.spec.gradients if self.backward else ()
+
+    @property
+    def temporaries(self) -> int:
+        """Copies of a block of logits that exist beside it."""
+        return copies.of(self.spec, self.scaled, self.backward)
 
     @property
     def fits_gradient(self) -> bool:
         """Whether the logits of all rows fit into the weight's gradient and are large enough."""
-        large = self.n * self.v * self.g > CPU_TILE
+        large = self.n * self.v * self.bytes[-1] > CPU_TILE
         fits = "weight" in self.gradients and self.n <= self.d
         return large and fits and not self.logits_exist
 
     @property
     def sums(self) -> int:
         """Bytes of the f32 sums of the weight's gradient, if the returned gradient is narrower."""
-        return self.v * self.d * self.a if "weight" in self.gradients and self.g < self.a else 0
-
-    def vectors(self, allowed: int) -> int:
-        """Bytes of copies of the bias and the class weights, at most half of the budget."""
-        return min(2 * self.a * self.v, allowed // 2)
+        _, a, _, g = self.bytes
+        return self.v * self.d * a if "weight" in self.gradients and g < a else 0
 
     def rows(self, most: int, row: int, least: int, align: int) -> int:
         """Rows of a chunk: equal chunks of at most ``most`` rows, but not below the minimum
@@ -240,73 +171,102 @@ class _Work(NamedTuple):
         return _parts(self.n, max(most, least, BLOCK // self.v), align)
 
 
-def _aten_chunked(w: _Work, allowed: int) -> Plan:
-    wide = w.g == w.a  # the stored logits have the compute dtype and are transformed in place
-    copied = w.m != w.e  # operands, and the gradient of narrower logits, are cast before products
-    share = min(allowed // 4, CPU_TILE) if copied or not wide else 0
-    # a block of narrower logits in the compute dtype, and the temporaries of the loss
-    copies, vectors = w.temporaries + (not wide), w.vectors(allowed)
-    block = min(w.n, max(1, min(CACHED, allowed // (4 * max(1, copies))) // (w.a * w.v)))
-    # the logits, copies of x that are cast or scaled, and the unrounded gradient of x
-    row = w.g * w.v + w.m * (copied + wide + (copied and not wide)) * w.d
-    blocks = block * w.a * w.v * copies
-    left = allowed - share - blocks - vectors
-    rows = w.rows(left // row, row, LEAST_ROWS, ALIGNMENT["aten"])
-    block = min(block, rows)
-    sums = w.sums if rows < w.n else 0
-    # per class: the cast gradient of the logits, the cast weight, the product for its gradient
-    column = w.m * (rows * (w.m != w.g) + w.d * (copied + ("weight" in w.gradients)))
-    classes = w.v
-    if copied or sums:
-        classes = _parts(w.v, max(share // column, _least(rows, w.d)), ALIGNMENT["aten"])
-    taken = rows * row + blocks + (classes * column if share else 0) + vectors
-    return Plan("", "", rows, classes, block=block, scratch=taken, sums=sums)
+@functools.lru_cache(maxsize=4096)
+def _plan(run: _Run, reason: str) -> Plan:
+    spec = run.spec
+    allowed = budget(run.v, run.dtype, run.device, spec.memory_mb)
+    # the user's budget includes the sums
+    for_chunks = max(allowed // 4, allowed - run.sums * bool(spec.memory_mb))
+    # gradients of a largest logit need the whole row; those of a total come with its value
+    in_tiles = not (spec.gradients and (spec.total or spec.of_largest))
+    if run.implementation == "triton":
+        found = _triton_chunked(run, for_chunks)
+        # f32 has no sums to save, and slices round logits in another way than forward
+        if in_tiles and run.gradients and run.dtype.itemsize < 4:
+            found = _triton_tiled(run, allowed, found)
+    elif in_tiles:  # both passes: their logits are rounded alike
+        found = _aten_tiled(run, allowed)
+    elif run.fits_gradient:
+        found = _aten_tiled(run, allowed, in_place=True)
+    else:
+        found = _aten_chunked(run, for_chunks)
+    if found.scratch > allowed:
+        taken = f"{size(found.scratch)}, is over its budget of {size(allowed)}"
+        reason += f"; the smallest block takes {taken}"
+    return found._replace(reason=reason)
 
 
-def _aten_tiled(w: _Work, allowed: int, one_block: bool = False) -> Plan:
-    vectors = w.vectors(allowed)
-    allowed = min(allowed, CPU_TILE * (1 + one_block)) - vectors
-    copied, narrow = w.m != w.e, w.m != w.a
-    backward = bool(w.gradients)
-    row = w.d * w.m * (copied + (backward and narrow))
-    column = w.d * (w.m * (copied + (backward and narrow)) + w.a * (backward and w.e != w.a))
-    cell = w.a * (1 + w.temporaries) + w.m * narrow
+def _aten_chunked(run: _Run, allowed: int) -> Plan:
+    n, d, v = run[:3]
+    e, a, m, g = run.bytes
     align = ALIGNMENT["aten"]
-    rows = w.n
-    if not one_block:
+    wide = g == a  # the stored logits have the compute dtype and are transformed in place
+    copied = m != e  # operands, and the gradient of narrower logits, are cast before products
+    share = min(allowed // 4, CPU_TILE) if copied or not wide else 0
+    vectors = _vectors(run, allowed)
+    # a block of narrower logits in the compute dtype, and the temporaries of the loss
+    copies = run.temporaries + (not wide)
+    block = min(n, max(1, min(CACHED, allowed // (4 * max(1, copies))) // (a * v)))
+    blocks = block * a * v * copies
+    # the logits, copies of x that are cast or scaled, and the unrounded gradient of x
+    row = g * v + m * (copied + wide + (copied and not wide)) * d
+    rows = run.rows((allowed - share - blocks - vectors) // row, row, LEAST_ROWS, align)
+    sums = run.sums if rows < n else 0
+    # per class: the cast gradient of the logits, the cast weight, the product for its gradient
+    column = m * (rows * (m != g) + d * (copied + ("weight" in run.gradients)))
+    classes = v
+    if copied or sums:
+        classes = _parts(v, max(share // column, _least(rows, d)), align)
+    taken = rows * row + blocks + (classes * column if share else 0) + vectors
+    return Plan("aten", "chunked", rows, classes, "", min(block, rows), scratch=taken, sums=sums)
+
+
+def _aten_tiled(run: _Run, allowed: int, in_place: bool = False) -> Plan:
+    n, d, v = run[:3]
+    e, a, m, _ = run.bytes
+    align = ALIGNMENT["aten"]
+    vectors = _vectors(run, allowed)
+    allowed = min(allowed, CPU_TILE * (1 + in_place)) - vectors
+    narrow, backward = m != a, bool(run.gradients)
+    operand = m * ((m != e) + (backward and narrow))
+    row, column = d * operand, d * (operand + a * (backward and e != a))
+    cell = a * (1 + run.temporaries) + m * narrow
+    rows = n
+    if not in_place:
         most = min(TILE_ROWS, allowed // (2 * row) if row else TILE_ROWS)
         # few classes: more rows
-        most = max(most, (allowed - w.v * column) // (row + w.v * cell))
-        rows = _parts(w.n, max(most, _least(w.v, w.d)), align)
+        most = max(most, (allowed - v * column) // (row + v * cell))
+        rows = _parts(n, max(most, _least(v, d)), align)
     most = (allowed - rows * row) // (column + rows * cell)
-    classes = _parts(w.v, max(most, _least(rows, w.d)), align)
+    classes = _parts(v, max(most, _least(rows, d)), align)
     taken = rows * row + classes * column + rows * classes * cell + vectors
-    return Plan("", "", rows, classes, scratch=taken)
+    strategy = "chunked" if in_place else "tiled"
+    return Plan("aten", strategy, rows, classes, in_place=in_place, scratch=taken)
 
 
-def _triton_chunked(w: _Work, allowed: int) -> Plan:
+def _triton_chunked(run: _Run, allowed: int) -> Plan:
+    n, d, v = run[:3]
+    e, a, _, _ = run.bytes
     # ROCm may have to multiply f32 copies of some classes
-    copies = 4 * min(w.v, UPCAST_CLASSES) if torch.version.hip and w.e < w.a else 0
-    row = w.e * padded(w.v) + copies + (4 * w.d if copies else 0)
-    rows = w.rows((allowed - copies * w.d) // row, row, LEAST, ALIGNMENT["triton"])
-    sums = w.sums if rows < w.n else 0
-    return Plan("", "", rows, w.v, scratch=rows * row + copies * w.d, sums=sums)
+    copies = 4 * min(v, UPCAST_CLASSES) if torch.version.hip and e < a else 0
+    row = e * padded(v) + copies + (4 * d if copies else 0)
+    rows = run.rows((allowed - copies * d) // row, row, LEAST, ALIGNMENT["triton"])
+    sums = run.sums if rows < n else 0
+    return Plan("triton", "chunked", rows, v, scratch=rows * row + copies * d, sums=sums)
 
 
-def _triton_tiled(w: _Work, allowed: int) -> Plan:
-    if not w.gradients:
-        return Plan("", "", w.n, w.v)
-    most = allowed // (w.n * w.e)
-    classes = min(w.v, max(SLICE_CLASSES, most - most % SLICE_CLASSES))
-    return Plan("", "", w.n, classes, scratch=w.n * w.e * padded(classes))
+def _triton_tiled(run: _Run, allowed: int, chunks: Plan) -> Plan:
+    """Slices of classes of all rows, in place of chunks with an equal scratch or a smaller one."""
+    row = run.n * run.bytes[0]
+    most = allowed // row
+    classes = min(run.v, max(SLICE_CLASSES, most - most % SLICE_CLASSES))
+    scratch = max(chunks.scratch, row * padded(classes))
+    return chunks._replace(strategy="tiled", classes=classes, scratch=scratch)
 
 
-_RULES = {
-    ("aten", "chunked"): _aten_chunked,
-    ("aten", "tiled"): _aten_tiled,
-    ("triton", "chunked"): _triton_chunked,
-    ("triton", "tiled"): _triton_tiled,
-}
+def _vectors(run: _Run, allowed: int) -> int:
+    """Bytes of copies of the bias and the class weights, at most half of the budget."""
+    return min(2 * run.bytes[1] * run.v, allowed // 2)
 
 
 def padded(classes: int) -> int:
