@@ -21,14 +21,14 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule
 
-from fxpass.casts import casts, mixed, rules
+from fxpass.casts import casts, rules
 from fxpass.casts.casts import Cast, cast_aot_graph
 from fxpass.graph import autocast
 from fxpass.spec import dtypes
 
 Record = Callable[[list[Cast]], None]
 
-_SOURCES = tuple(module.__file__ or "" for module in (autocast, rules, casts, mixed, dtypes))
+_SOURCES = tuple(module.__file__ or "" for module in (autocast, rules, casts, dtypes))
 
 
 class CastPass(CustomGraphPass):

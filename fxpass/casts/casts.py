@@ -15,19 +15,18 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 
-from fxpass.casts.mixed import agreed
 from fxpass.casts.rules import Rule, rule_of
 from fxpass.graph.autocast import autocast_dtype, covers
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name, source_line
-from fxpass.spec.dtypes import short
+from fxpass.spec.dtypes import LOW_PRECISION, short
 
 log = logging.getLogger(__name__)
 
@@ -48,15 +47,11 @@ def cast_lines(casts: Sequence[Cast]) -> list[str]:
     for made in casts:
         change = f"{short(made.old)} -> {short(made.new)}"
         places.setdefault((change, made.source), []).append(f"%{made.operand}")
-    return [
-        f"cast: {_some(operands)} {change}: {source}"
-        for (change, source), operands in places.items()
-    ]
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    lines = []
+    for (change, source), names in places.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        lines.append(f"cast: {', '.join(names[:_SHOWN])}{more} {change}: {source}")
+    return lines
 
 
 _SHOWN = 3  # an encoder layer has twelve parameters
@@ -73,6 +68,44 @@ def note(casts: Sequence[Cast]) -> None:
         logged.add(line)
 
 
+class MixedDtypeError(RuntimeError):
+    """Operands have different dtypes outside autocast, under FUSEDCE_MIXED_DTYPES=error."""
+
+
+def agreed(dtypes: Set[torch.dtype], mixed_dtypes: str, what: str) -> torch.dtype | None:
+    """The common dtype for two or more ``dtypes`` of operands that autocast does not cast.
+
+    Low precision with float32 gives the low precision, as under autocast. float16 with bfloat16
+    gives float32, since neither can represent all values of the other, and logs a warning. Other
+    dtypes (float64, complex, integers) give None: they are not autocast's to mix, and the operation
+    raises as in eager.
+
+    Args:
+        mixed_dtypes: the setting, ``cast`` or ``error``.
+        what: the operation and its source line, ``linear, at train.py:7 y = self.head(h)``.
+
+    Raises:
+        MixedDtypeError: the setting is ``error``, and casts could make the dtypes equal.
+    """
+    if not dtypes <= LOW_PRECISION | {torch.float32}:
+        return None
+    if mixed_dtypes == "error":
+        names = " and ".join(sorted(map(short, dtypes)))
+        raise MixedDtypeError(
+            f"operands of {names} meet outside autocast in {what}: cast one of them, put the call "
+            "under torch.autocast, or let fxpass cast with FUSEDCE_MIXED_DTYPES=cast"
+        )
+    if dtypes >= LOW_PRECISION:
+        log.warning(
+            "float16 meets bfloat16 in %s: computed in float32. A weight was probably read with "
+            "the wrong dtype, and then its values are wrong too: check how it was loaded",
+            what,
+        )
+        return torch.float32
+    (low,) = dtypes & LOW_PRECISION
+    return low
+
+
 @dataclass(frozen=True)
 class Dialect:
     """The form of a cast in Dynamo's or in AOTAutograd's graphs.
@@ -85,13 +118,19 @@ class Dialect:
     key: str
     cast: Callable[[Graph, Node, torch.dtype], Node]
 
-    def make(self, graph: Graph, operand: Node, dtype: torch.dtype, site: Node) -> Node:
+    def dtype(self, node: Node) -> torch.dtype:
+        """The dtype of a node's example value."""
+        return node.meta[self.key].dtype
+
+    def make(
+        self, graph: Graph, operand: Node, dtype: torch.dtype, site: Node
+    ) -> tuple[Node, Cast]:
         """Casts ``operand`` at the graph's insertion point; the node has the meta of ``site``."""
         node = self.cast(graph, operand, dtype)
         # AOT's partitioner reads its notes on the site: forward or backward, recompute or not
         node.meta = {k: v for k, v in site.meta.items() if k != "tensor_meta"}
         node.meta[self.key] = operand.meta[self.key].to(dtype)
-        return node
+        return node, Cast(operand.name, self.dtype(operand), dtype, source_line(site))
 
 
 DYNAMO = Dialect("example_value", lambda graph, x, dtype: graph.call_method("to", (x, dtype)))
@@ -109,18 +148,16 @@ def cast(graph: Graph, operand: Node, dtype: torch.dtype, site: Node) -> tuple[N
     Returns the operand itself and None if it has this dtype already; else a ``.to`` node with the
     stack trace of ``site``. Autograd casts its gradient back to the operand's dtype.
     """
-    old = operand.meta[DYNAMO.key].dtype
-    if old == dtype:
+    if DYNAMO.dtype(operand) == dtype:
         return operand, None
-    node = DYNAMO.make(graph, operand, dtype, site)
-    return node, Cast(operand.name, old, dtype, source_line(site))
+    return DYNAMO.make(graph, operand, dtype, site)
 
 
 def cast_region(region: Region, mixed_dtypes: str) -> list[Cast]:
     """Inserts casts into one region of a Dynamo graph.
 
     Raises:
-        MixedDtypeError: see :func:`fxpass.casts.mixed.agreed`.
+        MixedDtypeError: see :func:`agreed`.
     """
 
     def autocast(node: Node, rule: Rule, device: torch.device) -> bool:
@@ -137,7 +174,7 @@ def cast_aot_graph(graph: Graph, mixed_dtypes: str) -> list[Cast]:
     """Inserts casts into a joint or inference graph of AOTAutograd, where autocast has ended.
 
     Raises:
-        MixedDtypeError: see :func:`fxpass.casts.mixed.agreed`.
+        MixedDtypeError: see :func:`agreed`.
     """
     return _cast_graph(graph, AOT, lambda node, rule, device: False, mixed_dtypes)
 
@@ -151,92 +188,64 @@ def _cast_graph(
     casts: list[Cast] = []
     for node in list(graph.nodes):
         rule = rule_of(node)
-        if rule is None:
+        operands = rule.operands(node, dialect.key) if rule else {}
+        dtypes = {slot: dialect.dtype(operand) for slot, operand in operands.items()}
+        if rule is None or len(set(dtypes.values())) < 2:
             continue
-        operands = rule.operands(node, dialect.key)
-        examples = [operand.meta[dialect.key] for operand in operands.values()]
-        dtypes = {example.dtype for example in examples}
-        if len(dtypes) < 2 or autocast(node, rule, examples[0].device):
+        if autocast(node, rule, next(iter(operands.values())).meta[dialect.key].device):
             continue
-        site = _Site(graph, dialect, node, operands)
         written = rule.written(node)
-        if written is not None:
-            dtypes.add(site.dtype_of(written))
-        dtype = agreed(dtypes, mixed_dtypes, f"{call_name(node)}, at {source_line(node)}")
+        all_dtypes = {*dtypes.values(), *([] if written is None else [dialect.dtype(written)])}
+        what = f"{call_name(node)}, at {source_line(node)}"
+        dtype = agreed(all_dtypes, mixed_dtypes, what)
         if dtype is None:
             continue
-        factors = {operands[slot].meta[dialect.key].dtype for slot in rule.factors(operands)}
-        if factors == {torch.float32}:
+        if {dtypes[slot] for slot in rule.factors(operands)} == {torch.float32}:
             dtype = torch.float32  # an addend does not lower the precision of a product
         if written is None:
-            casts += site.cast_operands(dtype)
-            site.cast_results(dtype)
-        elif site.dtype_of(written) == torch.float32:
-            # a float32 accumulator is not rounded to the dtype of a product
-            casts += site.cast_operands(torch.float32)
-        else:
-            if site.dtype_of(written) != dtype:
-                site.write_by_copy(written, dtype)
-            casts += site.cast_operands(dtype)
+            _cast_results(node, dialect, dtype)
+        elif dialect.dtype(written) == torch.float32:
+            dtype = torch.float32  # this accumulator is not rounded to the dtype of a product
+        elif dialect.dtype(written) != dtype:
+            node = _write_by_copy(node, dialect, written, dtype)
+        with graph.inserting_before(node):
+            for slot, operand in operands.items():
+                if dtypes[slot] != dtype:
+                    new, made = dialect.make(graph, operand, dtype, node)
+                    change = node.update_arg if isinstance(slot, int) else node.update_kwarg
+                    change(slot, new)  # pyright: ignore[reportArgumentType]
+                    casts.append(made)
     return casts
 
 
-class _Site:
-    """One call whose operands have different dtypes."""
+def _write_by_copy(node: Node, dialect: Dialect, written: Node, dtype: torch.dtype) -> Node:
+    """Computes a new tensor in ``dtype`` and copies it to ``written``, of another dtype; returns
+    the node of the new tensor."""
+    graph = node.graph
+    with graph.inserting_before(node):
+        if node.kwargs.get("out") is written:
+            kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
+            fresh = graph.create_node(node.op, node.target, node.args, kwargs)
+        else:
+            name = call_name(node).removesuffix("_")
+            fresh = graph.create_node("call_method", name, node.args, dict(node.kwargs))
+        fresh.meta = {**node.meta, dialect.key: node.meta[dialect.key].to(dtype)}
+        copied = graph.call_method("copy_", (written, fresh))
+        copied.meta = dict(node.meta)
+    node.replace_all_uses_with(copied)
+    graph.erase_node(node)
+    return fresh
 
-    def __init__(
-        self, graph: Graph, dialect: Dialect, node: Node, operands: dict[int | str, Node]
-    ) -> None:
-        self.graph, self.dialect = graph, dialect
-        self.node, self.operands = node, operands
 
-    def dtype_of(self, node: Node) -> torch.dtype:
-        return node.meta[self.dialect.key].dtype
-
-    def write_by_copy(self, written: Node, dtype: torch.dtype) -> None:
-        """Computes a new tensor in ``dtype`` and copies it to ``written``, of another dtype."""
-        node = self.node
-        with self.graph.inserting_before(node):
-            if node.kwargs.get("out") is written:
-                kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
-                fresh = self.graph.create_node(node.op, node.target, node.args, kwargs)
-            else:
-                name = call_name(node).removesuffix("_")
-                fresh = self.graph.create_node("call_method", name, node.args, dict(node.kwargs))
-            fresh.meta = dict(node.meta)
-            fresh.meta[self.dialect.key] = node.meta[self.dialect.key].to(dtype)
-            copied = self.graph.call_method("copy_", (written, fresh))
-            copied.meta = dict(node.meta)
-        node.replace_all_uses_with(copied)
-        self.graph.erase_node(node)
-        self.node = fresh
-
-    def cast_operands(self, dtype: torch.dtype) -> list[Cast]:
-        """Casts every operand to ``dtype``."""
-        casts = []
-        with self.graph.inserting_before(self.node):
-            for slot, operand in self.operands.items():
-                if self.dtype_of(operand) == dtype:
-                    continue
-                new = self.dialect.make(self.graph, operand, dtype, self.node)
-                if isinstance(slot, int):
-                    self.node.update_arg(slot, new)
-                else:
-                    self.node.update_kwarg(slot, new)
-                record = Cast(operand.name, self.dtype_of(operand), dtype, source_line(self.node))
-                casts.append(record)
-        return casts
-
-    def cast_results(self, dtype: torch.dtype) -> None:
-        """Casts the results, computed in ``dtype``, back to the dtypes that their users expect."""
-        example = self.node.meta[self.dialect.key]
-        parts = [user for user in self.node.users if user.target is operator.getitem]
-        for result in [self.node] if isinstance(example, torch.Tensor) else parts:
-            traced = result.meta[self.dialect.key]
-            if not traced.is_floating_point() or traced.dtype == dtype:
-                continue
-            with self.graph.inserting_after(result):
-                back = self.dialect.cast(self.graph, result, traced.dtype)
-            back.meta = dict(result.meta)
-            result.meta[self.dialect.key] = traced.to(dtype)
-            result.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user != back)
+def _cast_results(node: Node, dialect: Dialect, dtype: torch.dtype) -> None:
+    """Casts the results, computed in ``dtype``, back to the dtypes that their users expect."""
+    graph, parts = node.graph, [user for user in node.users if user.target is operator.getitem]
+    for result in [node] if isinstance(node.meta[dialect.key], torch.Tensor) else parts:
+        traced = result.meta[dialect.key]
+        if not traced.is_floating_point() or traced.dtype == dtype:
+            continue
+        with graph.inserting_after(result):
+            back = dialect.cast(graph, result, traced.dtype)
+        back.meta = dict(result.meta)
+        result.meta[dialect.key] = traced.to(dtype)
+        result.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user != back)

@@ -50,7 +50,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     """Inserts casts into ``gm`` and its nested graphs, and rewrites the matches of plain regions.
 
     Raises:
-        MixedDtypeError: see :func:`fxpass.casts.mixed.agreed`.
+        MixedDtypeError: see :func:`fxpass.casts.casts.agreed`.
     """
     before = graph_text(gm) if settings.dump else ""
     heads: list[Head] = []

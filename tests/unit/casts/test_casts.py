@@ -11,8 +11,7 @@ from torch._dynamo.utils import counters
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import checkpoint
 
-from fxpass.casts.casts import Cast, cast, cast_lines, cast_region
-from fxpass.casts.mixed import MixedDtypeError
+from fxpass.casts.casts import Cast, MixedDtypeError, cast, cast_lines, cast_region
 from fxpass.graph.region import Region
 from fxpass.report import explain
 from tests.support.mixed_dtypes import BF16, F16, F32, F64, SAID, captured, compiled, tensor

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from fxpass.casts.mixed import MixedDtypeError, agreed
+from fxpass.casts.casts import MixedDtypeError, agreed
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 WHERE = "linear, at train.py:7 y = self.head(h)"
@@ -23,7 +23,7 @@ def test_low_precision_with_float32_is_the_low_precision(dtypes, expected, caplo
 def test_float16_with_bfloat16_is_float32_with_a_warning(dtypes, caplog):
     assert agreed(dtypes, "cast", WHERE) == F32
     (record,) = caplog.records
-    assert (record.name, record.levelno) == ("fxpass.casts.mixed", logging.WARNING)
+    assert (record.name, record.levelno) == ("fxpass.casts.casts", logging.WARNING)
     assert f"float16 meets bfloat16 in {WHERE}: computed in float32" in record.getMessage()
     assert "check how it was loaded" in record.getMessage()
 
