@@ -39,31 +39,19 @@ __all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer", "drop"]
 
 aten = torch.ops.aten
 VIEWS = {
-    aten.alias.default,
-    aten.detach.default,
-    aten.permute.default,
     aten.select.int,
     aten.slice.Tensor,
-    aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
-    aten.t.default,
     aten.transpose.int,
-    aten.unsqueeze.default,
-    aten.view.default,
+    *(op.default for op in (aten.alias, aten.detach, aten.permute, aten.squeeze, aten.t)),
+    *(op.default for op in (aten.unsqueeze, aten.view)),
 }
 # Operations that read shape, dtype and device only.
 LIKE = {
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.new_empty.default,
-    aten.new_full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.ones_like.default,
-    aten.rand_like.default,
-    aten.randn_like.default,
-    aten.zeros_like.default,
+    *(op.default for op in (aten.empty_like, aten.full_like, aten.ones_like, aten.zeros_like)),
+    *(op.default for op in (aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros)),
+    *(op.default for op in (aten.rand_like, aten.randn_like)),
 }
 
 ASSIGNED = "deferred logits do not take `.data = other`; write with .copy_(other)"
@@ -72,11 +60,7 @@ RESHAPED = "{} changes the shape of deferred logits in place; work on logits.clo
 
 @torch.compiler.disable
 def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
-    """The logits of ``recipe(*inputs)``, computed on first use.
-
-    Args:
-        recipe: the computation.
-        inputs: its tensors and ints, with their current values.
+    """The logits of ``recipe(*inputs)``, with the current values of the inputs, on first use.
 
     Returns:
         A :class:`DeferredLogits` with the shape, dtype, strides and device of the logits, linked to
@@ -95,21 +79,19 @@ def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
 
 @torch.compiler.disable
 def drop(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
-    """Like :func:`defer`, but any use of values or gradients raises RuntimeError.
-
-    Shape, dtype, strides and device are available; the inputs are not referenced. A DTensor counts
-    with its global shape.
-    """
+    """Like :func:`defer`, but any use of values or gradients raises RuntimeError, and the inputs
+    are not referenced. A DTensor counts with its global shape."""
     return _link(recipe, inputs, dropped=True)
 
 
-def _by_plain(name: str, alias: bool = True) -> Any:
-    """A method that calls the method ``name`` of :meth:`DeferredLogits._leaf`."""
+def _by_leaf(name: str) -> Any:
+    """The method ``name`` of a plain leaf with the memory of all views."""
+    return lambda self, *args, **kwargs: getattr(self._leaf(), name)(*args, **kwargs)
 
-    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self._leaf(alias), name)(*args, **kwargs)
 
-    return method
+def _by_copy(name: str) -> Any:
+    """The method ``name`` of a plain leaf, which returns no alias of its memory."""
+    return lambda self, *args: getattr(self._leaf(alias=False), name)(*args)
 
 
 def _in_place(name: str) -> Any:
@@ -135,7 +117,15 @@ def _cast(name: str) -> Any:
     return method
 
 
-@opaque
+# Methods that read or write memory without going through the dispatcher, and casts.
+METHODS = {
+    _by_leaf: ("numpy", "data_ptr", "storage", "_typed_storage", "__array__", "__dlpack__"),
+    _by_copy: ("tolist", "__reduce_ex__"),
+    _in_place: ("apply_", "map_", "map2_"),
+    _cast: ("bfloat16", "double", "float", "half", "to", "type", "type_as"),
+}
+
+
 class DeferredLogits(Tensor):
     """A tensor whose values are computed on first use; made by :func:`defer`."""
 
@@ -209,32 +199,12 @@ class DeferredLogits(Tensor):
         self._view = None
         return self
 
-    bfloat16 = _cast("bfloat16")
-    double = _cast("double")
-    float = _cast("float")
-    half = _cast("half")
-    to = _cast("to")
-    type = _cast("type")
-    type_as = _cast("type_as")
-
     # ---- what reads memory without going through the dispatcher ----------------------------------
 
     def _leaf(self, alias: bool = True) -> Tensor:
         """A plain leaf with these values; with ``alias`` it shares the memory of all views."""
         value = self._part.materialise() if alias else self._part.read()
         return value.detach().requires_grad_(self.requires_grad)
-
-    numpy = _by_plain("numpy")
-    data_ptr = _by_plain("data_ptr")
-    storage = _by_plain("storage")
-    _typed_storage = _by_plain("_typed_storage")
-    __array__ = _by_plain("__array__")
-    __dlpack__ = _by_plain("__dlpack__")
-    apply_ = _in_place("apply_")
-    map_ = _in_place("map_")
-    map2_ = _in_place("map2_")
-    tolist = _by_plain("tolist", alias=False)
-    __reduce_ex__ = _by_plain("__reduce_ex__", alias=False)
 
     @property
     def __cuda_array_interface__(self) -> Any:
@@ -314,7 +284,10 @@ def _root(base: Tensor, part: Part) -> DeferredLogits:
     return view_of(base, logits)
 
 
-plain_in_graphs(DeferredLogits)
+for _make, _names in METHODS.items():
+    for _name in _names:
+        setattr(DeferredLogits, _name, _make(_name))
+plain_in_graphs(opaque(DeferredLogits))
 
 
 def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

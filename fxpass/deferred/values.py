@@ -37,21 +37,14 @@ LAYOUTS = 256  # cached layouts of one recipe; dynamic shapes would add more wit
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """The computation of logits.
+    """The computation of logits."""
 
-    Attributes:
-        graph: returns the logits of the inputs; plain torch operations with
-            explicit dtypes.
-        rows: positions of the inputs with rows: their leading dimensions are those of the logits,
-            and a row of the logits depends only on the same row of these inputs. Empty if unknown.
-        source: the user's source line, for messages.
-        requires_grad: whether the logits are linked to the inputs by autograd.
-    """
-
-    graph: GraphModule
+    graph: GraphModule  # returns the logits; plain torch operations with explicit dtypes
+    # Positions of the inputs with rows: their leading dimensions are those of the logits, and a row
+    # of the logits depends only on the same row of these inputs. Empty if unknown.
     rows: tuple[int, ...]
-    source: str
-    requires_grad: bool = True
+    source: str  # the user's source line, for messages
+    requires_grad: bool = True  # whether the logits are linked to the inputs by autograd
     _layouts: dict[Any, tuple[Tensor, torch.device]] = field(default_factory=dict, repr=False)
 
     def __call__(self, *inputs: Any) -> Tensor:
@@ -68,22 +61,14 @@ class Recipe:
         )
         found = self._layouts.get(key)  # another thread may clear the cache at any time
         if found is None:
-            if len(self._layouts) >= LAYOUTS:
-                self._layouts.clear()
-            found = self._layouts[key] = self._find_layout(inputs)
-        return found
-
-    def _find_layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
-        try:  # meta tensors are ten times as fast as fake tensors
-            with quiet():
-                out = self(*(_stand_in(a, "meta") for a in inputs))
-            device = next(a.device for a in inputs if isinstance(a, Tensor))
-        except (RuntimeError, NotImplementedError):  # the graph names a device
             with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
                 out = self(*(_stand_in(a) for a in inputs))
-            device = out.device
-        with quiet():
-            return _stand_in(out, "meta"), device
+            with quiet():
+                found = _stand_in(out, "meta"), out.device
+            if len(self._layouts) >= LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = found
+        return found
 
 
 class Run:
@@ -144,34 +129,23 @@ class Run:
 
 @dataclass(eq=False)
 class Buffer:
-    """The memory that eager would have allocated.
+    """The memory that eager would have allocated."""
 
-    Attributes:
-        run: computes the values; None when they are computed and the inputs no longer needed.
-        like: shape, dtype and strides of the whole buffer, on the meta device.
-        rows: for each row of V classes in the buffer its row number in the logits, int64 ``[R]``;
-            None if rows cannot be computed separately.
-        casts: the casts from the logits to this buffer: the layouts of the part that was cast and
-            of the resulting buffer.
-        source: the buffer that was cast; its values, if computed, are cheaper than the inputs.
-        value: the whole buffer, when it is computed.
-        base: the plain tensor of which autograd takes the logits for a view, if it is alive; it
-            gets the memory of ``value``.
-        exposed: a user may have an alias of ``value`` or may have written to it.
-        apart: the parts whose rows were computed separately.
-        cuts: how often rows were computed separately.
-    """
-
-    run: Run | None
-    like: Tensor
+    run: Run | None  # None when the values are computed and the inputs no longer needed
+    like: Tensor  # shape, dtype and strides of the whole buffer, on the meta device
+    # For each row of V classes its row number in the logits, int64 [R]; None if rows cannot be
+    # computed separately.
     rows: Tensor | None = None
+    # The casts from the logits to this buffer: the layouts of the part that was cast and of the
+    # resulting buffer. And the buffer that was cast last: its values, if computed, are cheap.
     casts: tuple[tuple[Tensor, Tensor], ...] = ()
     source: weakref.ref[Buffer] | None = None
-    value: Tensor | None = None
+    value: Tensor | None = None  # the whole buffer, when it is computed
+    # The plain tensor of which autograd takes the logits for a view; it gets the memory of value.
     base: TensorWeakRef | None = None
-    exposed: bool = False
-    apart: weakref.WeakSet[Part] = field(default_factory=weakref.WeakSet)
-    cuts: int = 0
+    exposed: bool = False  # a user may have an alias of ``value`` or may have written to it
+    apart: weakref.WeakSet[Part] = field(default_factory=weakref.WeakSet)  # computed separately
+    cuts: int = 0  # how often rows were computed separately
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock() if self.run is None else self.run.lock
@@ -241,13 +215,7 @@ class Buffer:
 
 
 class Part:
-    """A view of a buffer.
-
-    Attributes:
-        buffer: the buffer.
-        like: shape, dtype, strides and offset, on the meta device.
-        value: the values; None until they are computed.
-    """
+    """A view of a buffer: its layout on the meta device, and its values when they are computed."""
 
     def __init__(self, buffer: Buffer, like: Tensor, value: Tensor | None = None) -> None:
         self.buffer, self.like, self.value = buffer, like, value
