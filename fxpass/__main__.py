@@ -36,13 +36,13 @@ and returns a tuple of positional or a dict of keyword arguments:
         return torch.randn(8, 16), torch.randn(100, 16), torch.zeros(8, dtype=torch.long)"""
 
 DEMO = """\
-Trains a small GPT with a vocabulary of 50,304 tokens on the sources of Python's standard library.
-Each provider trains in a separate process, with the same seed and data. Compares speed, memory and
-loss curves. The model does not import fxpass. Needs no network."""
+Trains a small GPT with a vocabulary of 50,304 tokens on the sources of Python's standard library,
+each provider in a separate process with the same seed and data, and compares speed, memory and loss
+curves. The model does not import fxpass. Needs no network."""
 
 DOCTOR = """\
-Prints versions, devices with their native dtypes, compilers, the current settings, and the
-implementation of the fused loss for each device; then problems and their remedies."""
+Prints versions, devices, compilers, the current settings, and the implementation of the fused loss
+for each device; then problems and their remedies."""
 
 
 class UsageError(Exception):
@@ -50,14 +50,7 @@ class UsageError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        arguments: by default the arguments of the process.
-
-    Returns:
-        The exit status.
-    """
+    """Runs one command, by default that of the process, and returns the exit status."""
     try:
         try:
             options = _parser().parse_args(arguments)
@@ -85,55 +78,46 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"fxpass {fxpass.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_demo(commands)
-    _add(commands, "doctor", _doctor, "check the machine and the settings", DOCTOR)
-    explain = _add(commands, "explain", _explain, "show what is fused in a function", EXPLAIN)
-    explain.add_argument("target", metavar="FILE:FUNCTION", help="for example train.py:loss")
-    return parser
 
+    def add(
+        name: str, command: Callable[..., int], summary: str, description: str
+    ) -> Callable[..., Any]:
+        made = commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            epilog=EXIT_CODES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        made.set_defaults(command=command)
+        return made.add_argument
 
-def _add(
-    commands: Any, name: str, command: Callable[..., int], summary: str, description: str
-) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        name,
-        help=summary,
-        description=description,
-        epilog=EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(command=command)
-    return parser
-
-
-def _add_demo(commands: Any) -> None:
-    demo = _add(commands, "demo", _demo, "train a GPT with and without fusedce, compare", DEMO)
-    providers = ("eager", "inductor", "fusedce")
-    demo.add_argument("--device", help="cpu, cuda or cuda:INDEX (default: cuda if there is one)")
-    demo.add_argument(
+    demo = add("demo", _demo, "train a GPT with and without fusedce, compare", DEMO)
+    demo("--device", help="cpu, cuda or cuda:INDEX (default: cuda if there is one)")
+    demo(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of autocast (parameters are float32); float16 uses a GradScaler; 16 bits are very "
         "slow on a CPU without native support, see fxpass doctor (default: float32; bfloat16 on a "
         "GPU with native support)",
     )
-    demo.add_argument(
-        "--providers", nargs="+", choices=providers, default=providers, metavar="PROVIDER",
-        help="what to compare with eager: inductor, fusedce (default: both)",
-    )  # fmt: skip
-    demo.add_argument(
-        "--picture", type=Path, default=Path("fxpass-demo.png"), metavar="PATH",
-        help="file for a picture of the curves; needs matplotlib (default: %(default)s)",
-    )  # fmt: skip
-    sizes = (
-        ("--steps", _at_least(4), 10, "training steps; three are untimed (default: %(default)s)"),
-        ("--batch", _at_least(1), None, "sequences per step (default: 8, on a GPU 16)"),
-        ("--seq", _at_least(1), 256, "tokens per sequence (default: %(default)s)"),
-        ("--layers", _at_least(1), 1, "blocks of the model (default: %(default)s)"),
-        ("--heads", _at_least(1), 6, "attention heads, 32 wide each (default: %(default)s)"),
-    )
-    for name, read, default, text in sizes:
-        demo.add_argument(name, type=read, default=default, metavar="N", help=text)
+    every = ("eager", "inductor", "fusedce")
+    text = "what to compare with eager: inductor, fusedce (default: both)"
+    demo("--providers", nargs="+", choices=every, default=every, metavar="PROVIDER", help=text)
+    text = "file for a picture of the curves; needs matplotlib (default: %(default)s)"
+    demo("--picture", type=Path, default=Path("fxpass-demo.png"), metavar="PATH", help=text)
+    for option, least, default, text in (
+        ("--steps", 4, 10, "training steps; three are untimed (default: %(default)s)"),
+        ("--batch", 1, None, "sequences per step (default: 8, on a GPU 16)"),
+        ("--seq", 1, 256, "tokens per sequence (default: %(default)s)"),
+        ("--layers", 1, 1, "blocks of the model (default: %(default)s)"),
+        ("--heads", 1, 6, "attention heads, 32 wide each (default: %(default)s)"),
+    ):
+        demo(option, type=_at_least(least), default=default, metavar="N", help=text)
+    add("doctor", _doctor, "check the machine and the settings", DOCTOR)
+    explain = add("explain", _explain, "show what is fused in a function", EXPLAIN)
+    explain("target", metavar="FILE:FUNCTION", help="for example train.py:loss")
+    return parser
 
 
 def _at_least(minimum: int) -> Callable[[str], int]:

@@ -1,9 +1,9 @@
 """The fused loss of a sharded head as a function, for programs that the backend cannot match.
 
 In: hidden states, this rank's classes of the head, targets. Out: the loss over all classes, on
-every rank of the group. The backend matches a head and loss of DTensors in one graph. For other
-programs (a graph break between head and loss, a hand-written parallel head, no compiler), call this
-function, in eager or inside ``torch.compile``::
+every rank of the group. For programs in which the backend cannot match a head and loss of DTensors
+(a graph break between them, a hand-written parallel head, no compiler), in eager or inside
+``torch.compile``::
 
     from fxpass.distributed import linear_cross_entropy
 
@@ -70,9 +70,7 @@ def linear_cross_entropy(
             rows, the same on all ranks.
         linear_bias: ``[V_r]``, sharded as ``linear_weight``.
         weight: ``[V]`` class weights, of all classes.
-        reduction: ``none``, ``mean`` or ``sum``.
-        ignore_index: rows with this class index are ignored.
-        label_smoothing: in [0, 1].
+        reduction, ignore_index, label_smoothing: as in ``torch.nn.functional.cross_entropy``.
         logits: the transformed logit, as an expression in the linear's output ``z``:
             ``30*tanh(z/30)`` is a soft-cap.
         group: the ranks that shard the classes; all ranks by default.
@@ -88,10 +86,9 @@ def linear_cross_entropy(
         IndexError: a class index is outside ``[0, V)`` and not ``ignore_index`` (on CPU; on GPUs a
             device-side assertion fails).
     """
-    shard = _shard_of(linear_weight, group, classes)
-    options = (reduction, ignore_index, label_smoothing, logits, sequence_dim)
     tensors = (input, linear_weight, linear_bias, target, weight)
-    return _fused(*tensors, *shard, *options)
+    options = (reduction, ignore_index, label_smoothing, logits, sequence_dim)
+    return _fused(*tensors, *_shard_of(linear_weight, group, classes), *options)
 
 
 def _shard_of(weight: Tensor, group: Any, classes: int | None) -> Shard:

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,13 +46,12 @@ class Report:
         breaks: the place and reason of each graph break; nodes before and after a break cannot be
             fused with each other.
         matches: the fused heads, each with its operator calls.
-        rejections: the losses that were not fused, each with its reason.
-        casts: every inserted cast, with the user's line.
+        rejections, casts: the losses that were not fused and the inserted casts, each with the
+            reason or the user's line.
         kernels: the Triton kernels that the matches launch on a GPU, each with ``.name``,
             ``.source``, the launch ``.options``, and the ``.gpu`` that they are for: the operands'
             GPU, else the current one, else an H200 (sm_90). These are the defaults; where the
             tuner measures, it may choose another of ``.candidates``.
-        logits_bytes: bytes of the logits that are not materialised, one copy in the linear's dtype.
         before, after: each graph as text, before and after the rewrite.
         labels_missing: whether the function takes ``labels`` and got none, as models do that
             return a loss only if they get labels.
@@ -65,10 +63,14 @@ class Report:
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
     kernels: tuple[Launch, ...]
-    logits_bytes: int
     before: tuple[str, ...]
     after: tuple[str, ...]
     labels_missing: bool = False
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of the logits that are not materialised, one copy in the linear's dtype."""
+        return sum(m.logits_bytes for m in self.matches if m.logits_mode != "keep")
 
     def __str__(self) -> str:
         losses = sum(match.losses for match in self.matches)
@@ -120,10 +122,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
             ``torch._dynamo.explain``, all compiled code is dropped and compiled again at its next
             call.
 
-    Returns:
-        The report over all graphs. Settings are read from the environment, except ``FUSEDCE=0``,
-        which is ignored. Losses with smaller logits than ``FUSEDCE_MIN_LOGITS_MB`` are reported as
-        not fused; set it to 0 to fuse them.
+    Settings are read from the environment, except ``FUSEDCE=0``, which is ignored. Losses with
+    smaller logits than ``FUSEDCE_MIN_LOGITS_MB`` are reported as not fused; 0 fuses them.
 
     Raises:
         ValueError: a setting in the environment that is not allowed.
@@ -131,9 +131,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     return explain_with(Settings.read(), fn, *args, **kwargs)
 
 
-def explain_with(
-    settings: Settings, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Report:
+def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> Report:
     """:func:`explain` with settings that are not read from the environment."""
     trace_through_log_once()
     describe_encoder_layers()
@@ -156,25 +154,30 @@ def explain_with(
         note(found)
         later.extend(found)
 
+    # a compiled call, which module.compile() has set, would run in place of the function
+    module: Any = fn
+    in_place = getattr(module, "_compiled_call_impl", None)
     torch._dynamo.reset()
     try:
+        if in_place is not None:
+            module._compiled_call_impl = None
         # no stored code in place of the function, and none of this code stored
-        with _not_compiled_in_place(fn), config.patch(caching_precompile=False):
+        with config.patch(caching_precompile=False):
             # torch.compile would change a class for good, and does not trace its construction
-            run = fn if inspect.isclass(fn) else torch.compile(fn, backend=backend)
+            run: Any = fn if inspect.isclass(fn) else torch.compile(fn, backend=backend)
             run(*args, **kwargs)
     finally:
         # the code traced here must not run later or count towards the recompile limit
         torch._dynamo.reset()
-    matches = tuple(head for o in outcomes for head in o.heads)
+        if in_place is not None:
+            module._compiled_call_impl = in_place
     return Report(
         graphs=len(outcomes),
         breaks=tuple(breaks),
-        matches=matches,
+        matches=tuple(head for o in outcomes for head in o.heads),
         rejections=tuple(r for o in outcomes for r in o.rejections),
         casts=(*(c for o in outcomes for c in o.casts), *later),
         kernels=tuple({k: None for o in outcomes for k in o.kernels}),
-        logits_bytes=sum(m.logits_bytes for m in matches if m.logits_mode != "keep"),
         before=tuple(before),
         after=tuple(after),
         labels_missing=_lacks_labels(fn, args, kwargs),
@@ -200,16 +203,3 @@ def _break_after(gm: GraphModule) -> list[str]:
     lines = [line.strip() for line in ended.reason.splitlines() if line.strip()]
     said = " ".join(line for line in lines[:2] if not line.startswith("Hint"))
     return [f"{where}: {said}"]
-
-
-@contextmanager
-def _not_compiled_in_place(fn: Any) -> Iterator[None]:
-    """Removes the compiled call that ``module.compile()`` set on a module, for a ``with`` block."""
-    if not isinstance(fn, torch.nn.Module) or getattr(fn, "_compiled_call_impl", None) is None:
-        yield
-        return
-    compiled, fn._compiled_call_impl = fn._compiled_call_impl, None
-    try:
-        yield
-    finally:
-        fn._compiled_call_impl = compiled

@@ -13,81 +13,20 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 PREFIX = "fusedce."
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The user's settings; ``TABLE`` has the names and allowed values of each field."""
-
-    enabled: bool = True
-    inner: str = "inductor"
-    logits: str = "auto"
-    mixed_dtypes: str = "cast"
-    strategy: str = "auto"
-    memory_mb: int = 0
-    # smaller logits take no more memory than the scratch, and an operator call costs time
-    min_logits_mb: float = 64.0
-    dump: str = ""
-
-    @staticmethod
-    def read(
-        options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
-    ) -> Settings:
-        """The settings in force.
-
-        Args:
-            options: the ``options`` of ``torch.compile``; keys without the prefix are ignored.
-            environ: the environment, ``os.environ`` by default.
-
-        Raises:
-            ValueError: an unknown name, or a value that is not allowed; the message has both.
-        """
-        environ = os.environ if environ is None else environ
-        values = {}
-        for name, row in TABLE.items():
-            raw = environ.get(row.variable)
-            if raw is not None and raw != "":
-                values[name] = row.convert(row.variable, raw)
-        known = {row.variable for row in TABLE.values()}
-        for variable in environ:
-            if variable.startswith("FUSEDCE_") and variable not in known:
-                raise ValueError(
-                    f"unknown environment variable {variable}; fxpass reads "
-                    f"{', '.join(sorted(known))}"
-                )
-        unprefixed = []
-        for key, value in (options or {}).items():
-            if not key.startswith(PREFIX):
-                unprefixed += [key] if key in TABLE else []
-                continue
-            row = TABLE.get(key.removeprefix(PREFIX))
-            if row is None:
-                raise ValueError(
-                    f"unknown option {key!r}; fxpass has "
-                    f"{', '.join(PREFIX + name for name in TABLE)}"
-                )
-            values[key.removeprefix(PREFIX)] = row.convert(key, value)
-        settings = Settings(**values)
-        # another inner backend may have an option of this name
-        if unprefixed and settings.enabled and settings.inner == "inductor":
-            names = " and ".join(f"{PREFIX}{name}" for name in unprefixed)
-            raise ValueError(f"Inductor has no option {unprefixed[0]!r}: did you mean {names}?")
-        return settings
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One row of ``TABLE``: environment variable, allowed values as text, parser, meaning."""
+class Setting(NamedTuple):
+    """One setting: environment variable, meaning, allowed values as text, parser."""
 
     variable: str
+    meaning: str
     allowed: str
     read: Callable[[Any], Any]
-    meaning: str
 
     def convert(self, source: str, value: Any) -> Any:
         """``value`` in the type of the setting; ``source`` is the name that the user wrote."""
@@ -130,48 +69,87 @@ def _path(value: Any) -> str:
     return path
 
 
-# field of Settings, which is also the name of the option -> its Setting
-TABLE: dict[str, Setting] = {
-    "enabled": Setting(
-        "FUSEDCE", "0 or 1", _toggle, "0 hands the untouched graph to the inner backend"
-    ),
-    "inner": Setting(
-        "FUSEDCE_INNER",
-        "inductor, aot_eager, eager or another name from torch._dynamo.list_backends(None)",
-        _backend,
-        "the backend that compiles the rewritten graph",
-    ),
-    "logits": Setting(
-        "FUSEDCE_LOGITS",
-        *_one_of("auto", "defer", "keep", "drop"),
+@dataclass(frozen=True)
+class Settings:
+    """The user's settings; the name of a field is the name of the option."""
+
+    enabled: bool = True
+    inner: str = "inductor"
+    logits: str = "auto"
+    mixed_dtypes: str = "cast"
+    strategy: str = "auto"
+    memory_mb: int = 0
+    # smaller logits take no more memory than the scratch, and an operator call costs time
+    min_logits_mb: float = 64.0
+    dump: str = ""
+
+    @staticmethod
+    def read(
+        options: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    ) -> Settings:
+        """The settings in force.
+
+        Args:
+            options: the ``options`` of ``torch.compile``; keys without the prefix are ignored.
+            environ: the environment, ``os.environ`` by default.
+
+        Raises:
+            ValueError: an unknown name, or a value that is not allowed; the message has both.
+        """
+        options, environ = options or {}, os.environ if environ is None else environ
+        variables = {row.variable: name for name, row in TABLE.items()}
+        values = {}
+        for variable in environ:
+            raw, name = environ.get(variable), variables.get(variable)
+            if name and raw:
+                values[name] = TABLE[name].convert(variable, raw)
+            elif variable.startswith("FUSEDCE_") and variable not in variables:
+                known = ", ".join(sorted(variables))
+                raise ValueError(f"unknown environment variable {variable}; fxpass reads {known}")
+        for key in options:
+            name = key.removeprefix(PREFIX)
+            if key.startswith(PREFIX) and name in TABLE:
+                values[name] = TABLE[name].convert(key, options[key])
+            elif key.startswith(PREFIX):
+                known = ", ".join(PREFIX + name for name in TABLE)
+                raise ValueError(f"unknown option {key!r}; fxpass has {known}")
+        settings = Settings(**values)
+        unprefixed = [key for key in options if key in TABLE]
+        # another inner backend may have an option of this name
+        if unprefixed and settings.enabled and settings.inner == "inductor":
+            names = " and ".join(PREFIX + key for key in unprefixed)
+            raise ValueError(f"Inductor has no option {unprefixed[0]!r}: did you mean {names}?")
+        return settings
+
+
+_OF_INNER = "inductor, aot_eager, eager or another name from torch._dynamo.list_backends(None)"
+# field of Settings -> meaning, allowed values as text, parser
+_ROWS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    "enabled": ("0 hands the untouched graph to the inner backend", "0 or 1", _toggle),
+    "inner": ("the backend that compiles the rewritten graph", _OF_INNER, _backend),
+    "logits": (
         "what a graph output that holds the logits becomes; auto: defer with gradients, else keep",
+        *_one_of("auto", "defer", "keep", "drop"),
     ),
-    "mixed_dtypes": Setting(
-        "FUSEDCE_MIXED_DTYPES",
-        *_one_of("cast", "error"),
+    "mixed_dtypes": (
         "operands of unlike dtypes outside autocast: cast them, or raise",
+        *_one_of("cast", "error"),
     ),
-    "strategy": Setting(
-        "FUSEDCE_STRATEGY", *_one_of("auto", "chunked", "tiled"), "how the fused loss is computed"
-    ),
-    "memory_mb": Setting(
-        "FUSEDCE_MEMORY_MB",
+    "strategy": ("how the fused loss is computed", *_one_of("auto", "chunked", "tiled")),
+    "memory_mb": (
+        "scratch budget of one fused loss",
         "a whole number of MiB, 0 for the default",
         _whole,
-        "scratch budget of one fused loss",
     ),
-    "min_logits_mb": Setting(
-        "FUSEDCE_MIN_LOGITS_MB",
+    "min_logits_mb": (
+        "a loss with smaller logits is left alone; unless 0, also other losses that gain nothing",
         "a size in MiB, 0 to fuse all",
         _size,
-        "a loss with smaller logits is left alone; unless 0, also other losses that gain nothing",
     ),
-    "dump": Setting(
-        "FUSEDCE_DUMP",
-        "a directory",
-        _path,
-        "where graphs before and after and kernel sources are written",
-    ),
+    "dump": ("where graphs before and after and kernel sources are written", "a directory", _path),
 }
-
+TABLE = {
+    name: Setting("FUSEDCE" if name == "enabled" else f"FUSEDCE_{name.upper()}", *row)
+    for name, row in _ROWS.items()
+}
 assert set(TABLE) == {field.name for field in dataclasses.fields(Settings)}
