@@ -1,7 +1,7 @@
 """``fxpass doctor``: reports the machine, the settings, and problems with their remedies.
 
-In: a :class:`fxpass.cli.doctor_machine.Machine`. Out: problems (:func:`findings`) and the report
-(:func:`text`); both are pure functions::
+:func:`read_machine` reads a :class:`Machine`, plain data; :func:`findings` judges it, and
+:func:`text` prints it; both are pure functions::
 
     >>> bf16(Device("cuda:0", "Tesla T4", "sm_75"))
     ('emulated', 'train in float16 there, with torch.amp.GradScaler')
@@ -9,12 +9,25 @@ In: a :class:`fxpass.cli.doctor_machine.Machine`. Out: problems (:func:`findings
 
 from __future__ import annotations
 
+import os
+import platform
 import re
+import shutil
+import sysconfig
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from fxpass.cli.doctor_machine import Device, Machine, read_compilers, read_machine
+import torch
 
+from fxpass.plan.devices import implementation_for, target_of
+from fxpass.settings import TABLE, Settings
+
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SUPPORTED_TORCH = ((2, 11), (2, 15))
 
 # (tool that Inductor needs, types of device that need it, how to install it)
@@ -24,6 +37,48 @@ NEEDED = (
     ("C compiler", ("cuda",), "install gcc or clang, or name yours in CC"),
     ("Python.h", ("cpu", "cuda"), "install Python's headers, such as apt-get install python3-dev"),
 )
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, or the CPU; empty or 0 where a fact is unknown."""
+
+    label: str  # torch's name, for example ``cuda:0``
+    name: str
+    arch: str = ""  # ``sm_86``, ``gfx942``, or the vector instructions of a CPU
+    processors: int = 0  # streaming multiprocessors or compute units
+    memory_bytes: int = 0
+    # of the fused loss: (dtypes, name of the implementation, reason)
+    implementations: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """NVIDIA's compute capability, (8, 6) for ``sm_86``; None for other devices."""
+        if not self.arch.startswith("sm_"):
+            return None
+        return divmod(int(self.arch.removeprefix("sm_")), 10)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts about a machine; empty where they are unknown."""
+
+    versions: Mapping[str, str]  # of packages, and of the CUDA or HIP that torch is built for
+    compilers: Mapping[str, str]  # tool → path
+    cpu: Device
+    devices: tuple[Device, ...] = ()  # the accelerators that torch finds, in torch's order
+    default_index: int = 0  # of torch's default device in ``devices``
+    error: str = ""  # torch's error while it looked for devices
+    said: tuple[str, ...] = ()  # torch's warnings while it looked for devices
+    hiding: Mapping[str, str] = field(default_factory=dict)  # set variables that hide devices
+    # (variable, value, ``environment`` or ``default``, meaning), or why they cannot be read
+    settings: tuple[tuple[str, ...], ...] = ()
+    settings_error: str = ""
+
+    @property
+    def used(self) -> Device:
+        """The device of a script that does not choose a device."""
+        return self.devices[self.default_index] if self.devices else self.cpu
 
 
 class Finding(NamedTuple):
@@ -46,6 +101,112 @@ def inductor_problem(device_type: str) -> str:
     return _lacking(read_compilers(), device_type)
 
 
+# ---------------------------------------------------------------- reading
+
+
+def read_machine() -> Machine:
+    """Reads the machine. Starts the accelerator's driver if there is one."""
+    devices: tuple[Device, ...] = ()
+    default_index, error = 0, ""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            if accelerator is not None:
+                count = torch.accelerator.device_count()
+                devices = tuple(_read(torch.device(accelerator.type, i)) for i in range(count))
+                default_index = torch.accelerator.current_device_index()
+        # a broken driver raises various types, and the report has to show its error
+        except Exception as caught:
+            error = f"{type(caught).__name__}: {_first_line(caught)}"
+    settings, settings_error = _read_settings()
+    return Machine(
+        versions={
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),  # has the local part (+cu130); metadata may lack it
+            "cuda": torch.version.cuda or "",
+            "hip": torch.version.hip or "",
+            **{name: _version(name) for name in ("triton", "sympy", "fxpass")},
+        },
+        compilers=read_compilers(),
+        cpu=_read(torch.device("cpu")),
+        devices=devices,
+        default_index=default_index,
+        error=error,
+        said=tuple(_first_line(warning.message) for warning in said),
+        hiding={name: os.environ[name] for name in HIDING if name in os.environ},
+        settings=settings,
+        settings_error=settings_error,
+    )
+
+
+def read_compilers() -> dict[str, str]:
+    """The tools that Inductor and Triton find: tool → path; empty if missing."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch.utils._triton import has_triton_package
+
+    try:
+        cxx = get_cpp_compiler()
+    except RuntimeError:  # InvalidCxxCompiler, or the error of the search on Windows
+        cxx = ""
+    scheme = "nt" if os.name == "nt" else "posix_prefix"  # Debian's default names another folder
+    header = Path(sysconfig.get_path("include", scheme), "Python.h")
+    return {
+        "C++ compiler": cxx,
+        "C compiler": os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "",
+        "Python.h": str(header) if header.is_file() else "",
+        "Triton": "importable" if has_triton_package() else "",
+    }
+
+
+def _read(device: torch.device) -> Device:
+    """A device's facts, from properties only: a context would take memory of the GPU."""
+    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
+    properties: Any = properties_of(device) if properties_of is not None else None
+    name, arch = getattr(properties, "name", device.type), ""
+    if device.type == "cpu":
+        name = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
+        arch = torch.backends.cpu.get_cpu_capability()
+    elif device.type == "cuda":
+        arch = target_of(device)
+    rows: dict[tuple[str, str], list[str]] = {}
+    for dtype in DTYPES:
+        rows.setdefault(implementation_for(device, dtype), []).append(str(dtype)[len("torch.") :])
+    return Device(
+        str(device),
+        name,
+        arch,
+        getattr(properties, "multi_processor_count", 0),
+        getattr(properties, "total_memory", 0),
+        tuple((", ".join(dtypes), *implementation) for implementation, dtypes in rows.items()),
+    )
+
+
+def _read_settings() -> tuple[tuple[tuple[str, ...], ...], str]:
+    try:
+        settings = Settings.read()
+    except ValueError as error:
+        return (), str(error)
+    rows = []
+    for name, row in TABLE.items():
+        value = getattr(settings, name)
+        shown = value if isinstance(value, str) else f"{value:g}"
+        source = "environment" if os.environ.get(row.variable) else "default"
+        rows.append((row.variable, shown or "-", source, row.meaning))
+    return tuple(rows), ""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _first_line(message: object) -> str:
+    return next((line.strip() for line in str(message).splitlines() if line.strip()), "")
+
+
 # ---------------------------------------------------------------- judging
 
 
@@ -66,14 +227,21 @@ def _of_torch(machine: Machine) -> Iterator[tuple[str, str, str]]:
     if machine.error:
         advice = "repair its driver, or set CUDA_VISIBLE_DEVICES= to use the CPU"
         yield "problem", f"torch cannot start the accelerator: {machine.error}", advice
-    reasons = [*machine.said, *(f"{name}={value}" for name, value in machine.hiding.items())]
-    built = versions["cuda"] or versions["hip"]
-    if built and reasons and not machine.devices and not machine.error:
+    hidden = [*machine.said, *(f"{name}={value}" for name, value in machine.hiding.items())]
+    if (
+        hidden
+        and not machine.devices
+        and not machine.error
+        and (versions["cuda"] or versions["hip"])
+    ):
         yield (
             "warning",
-            f"torch is built for GPUs and sees none: {'; '.join(reasons)}",
+            f"torch is built for GPUs and sees none: {'; '.join(hidden)}",
             "unset the variables that hide devices, or install a torch for the driver",
         )
+    for warning in machine.said if machine.devices else ():  # such as of a GPU without code
+        advice = "install a torch for this machine: https://pytorch.org/get-started/locally/"
+        yield "warning", f"torch warns: {warning}", advice
 
 
 def _of_devices(machine: Machine) -> Iterator[tuple[str, str, str]]:
@@ -83,13 +251,6 @@ def _of_devices(machine: Machine) -> Iterator[tuple[str, str, str]]:
         best = device if stronger(device, best) else best
         if advice := bf16(device)[1]:
             emulating.setdefault(advice, []).append(_name(device))
-        if not has_code(device, machine.arch_list):
-            yield (
-                "problem" if device == used else "warning",
-                f"this torch has no code for {_name(device)}, which is {device.arch}, only for "
-                + ", ".join(machine.arch_list),
-                "install a build of torch that has: https://pytorch.org/get-started/locally/",
-            )
     on_gpu = any(device.label.startswith("cuda") for device in machine.devices)
     for device_type in ("cpu", "cuda") if on_gpu else ("cpu",):
         if lacking := _lacking(machine.compilers, device_type):
@@ -135,23 +296,6 @@ def bf16(device: Device) -> tuple[str, str]:
         return "emulated", "train in float16 there, with torch.amp.GradScaler"
     advice = "stay with float32 there, and set FUSEDCE_INNER=aot_eager: Inductor needs sm_70"
     return "emulated", advice  # without tensor cores
-
-
-def has_code(device: Device, arch_list: Sequence[str]) -> bool:
-    """Whether a torch that is built for ``arch_list`` runs on a device; True if unknown.
-
-    Machine code (``sm_80``) runs on later devices of the same major number, the text form
-    (``compute_80``) on all later ones.
-    """
-    if device.capability is None or not arch_list:
-        return True
-    for arch in arch_list:
-        form, _, number = arch.partition("_")
-        since = divmod(int(number.rstrip("af")), 10)  # torch, too, takes sm_90a for sm_90
-        same_major = since[0] == device.capability[0]
-        if since <= device.capability and (same_major or form == "compute"):
-            return True
-    return False
 
 
 def stronger(left: Device, right: Device) -> bool:

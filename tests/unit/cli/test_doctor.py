@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fxpass.cli import doctor
-from fxpass.cli.doctor_machine import HIDING, Device, Machine, read_machine
+from fxpass.cli.doctor import HIDING, Device, Machine, read_machine
 from tests.support import gpus as cards
 from tests.support.gpus import Card, Gpus
 
@@ -41,7 +41,6 @@ MACHINE = Machine(
         "Triton": "importable",
     },
     cpu=Device("cpu", "a processor", "AVX512", implementations=(("float32", "aten", "its own"),)),
-    arch_list=("sm_75", "sm_80"),
     settings=(("FUSEDCE_STRATEGY", "chunked", "environment", "how"),),
 )
 TWO = replace(MACHINE, devices=(T4, A100))
@@ -152,15 +151,12 @@ WRONG: list[tuple[Machine, str, str]] = [
         "old",
         "unset the variables that hide devices, or install a torch for the driver",
     ),
-    (
-        replace(MACHINE, devices=(P40, A100)),
-        "problem: this torch has no code for cuda:0 (P40), which is sm_61, only for sm_75, sm_80",
-        "install a build of torch that has",
-    ),
-    (  # not the one that is used
-        replace(MACHINE, devices=(A2, replace(P40, label="cuda:1"))),
-        "warning: this torch has no code for cuda:1 (P40), which is sm_61, only for sm_75, sm_80",
-        "install a build of torch that has",
+    (  # as torch does of a GPU for which it has no code
+        replace(
+            MACHINE, devices=(A100,), said=("Found GPU0 P40 which is of cuda capability 6.1.",)
+        ),
+        "warning: torch warns: Found GPU0 P40 which is of cuda capability 6.1.",
+        "install a torch for this machine",
     ),
     (
         lacking("C++ compiler"),
@@ -192,7 +188,7 @@ WRONG: list[tuple[Machine, str, str]] = [
         "train in float16 there, with torch.amp.GradScaler",
     ),
     (
-        replace(MACHINE, devices=(P40,), arch_list=()),
+        replace(MACHINE, devices=(P40,)),
         f"warning: bf16 is emulated on cuda:0 (P40), {TOLD}",
         "stay with float32 there, and set FUSEDCE_INNER=aot_eager: Inductor needs sm_70",
     ),
@@ -204,7 +200,7 @@ SOUND: list[Machine] = [
     replace(MACHINE, devices=(A100,), hiding={"CUDA_VISIBLE_DEVICES": "1"}),
     replace(MACHINE, devices=(RTX_3090, RTX_3060)),
     replace(MACHINE, devices=(RTX_3060, RTX_3090), default_index=1),
-    replace(MACHINE, devices=(MI300, MI100), arch_list=("gfx90a",)),
+    replace(MACHINE, devices=(MI300, MI100)),
     replace(MACHINE, devices=(Device("mps:0", "mps"),)),
     lacking("Triton"),  # a CPU needs none
     lacking("C compiler"),
@@ -231,7 +227,7 @@ def test_nothing_is_wrong(machine: Machine) -> None:
 
 
 def test_problems_come_first() -> None:
-    machine = replace(lacking("C++ compiler", TWO), arch_list=("sm_80",))
+    machine = replace(lacking("C++ compiler", TWO), settings_error="a variable")
     levels = [finding.level for finding in doctor.findings(machine)]
     assert levels == ["problem", "warning", "warning", "warning"]
 
@@ -254,7 +250,7 @@ def test_supported_torch(version: str, supported: bool) -> None:
 
 def test_gpus_that_want_unlike_dtypes_are_told_apart() -> None:
     v100 = Device("cuda:2", "V100", "sm_70", 80, 32 * GIB)
-    machine = replace(MACHINE, devices=(A100, T4, v100, P40), arch_list=())
+    machine = replace(MACHINE, devices=(A100, T4, v100, P40))
     assert [finding.text for finding in doctor.findings(machine)] == [
         f"bf16 is emulated on cuda:0 (Tesla T4), cuda:2 (V100), {TOLD}",
         f"bf16 is emulated on cuda:0 (P40), {TOLD}",
@@ -276,24 +272,6 @@ def test_gpus_that_want_unlike_dtypes_are_told_apart() -> None:
 def test_stronger(left: Device, right: Device, is_stronger: bool) -> None:
     assert doctor.stronger(left, right) == is_stronger
     assert not doctor.stronger(right, left)
-
-
-@pytest.mark.parametrize(
-    ("arch", "arch_list", "runs"),
-    [
-        ("sm_75", "sm_75 sm_80 sm_90", True),
-        ("sm_89", "sm_75 sm_80", True),
-        ("sm_70", "sm_75 sm_80", False),
-        ("sm_120", "sm_75 sm_80 sm_90", False),
-        ("sm_120", "sm_75 sm_90 compute_90", True),
-        ("sm_90", "sm_90a", True),
-        ("sm_103", "sm_100f", True),
-        ("sm_75", "", True),  # torch does not say
-        ("gfx942", "gfx90a", True),  # nor is it known which of AMD's are alike
-    ],
-)
-def test_code_for_an_architecture(arch: str, arch_list: str, runs: bool) -> None:
-    assert doctor.has_code(Device("cuda:0", "", arch), arch_list.split()) == runs
 
 
 @pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
