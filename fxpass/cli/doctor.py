@@ -101,9 +101,6 @@ def inductor_problem(device_type: str) -> str:
     return _lacking(read_compilers(), device_type)
 
 
-# ---------------------------------------------------------------- reading
-
-
 def read_machine() -> Machine:
     """Reads the machine. Starts the accelerator's driver if there is one."""
     devices: tuple[Device, ...] = ()
@@ -207,9 +204,6 @@ def _first_line(message: object) -> str:
     return next((line.strip() for line in str(message).splitlines() if line.strip()), "")
 
 
-# ---------------------------------------------------------------- judging
-
-
 def findings(machine: Machine) -> list[Finding]:
     """All findings, problems first."""
     found = [Finding(*row) for row in (*_of_torch(machine), *_of_devices(machine))]
@@ -228,12 +222,8 @@ def _of_torch(machine: Machine) -> Iterator[tuple[str, str, str]]:
         advice = "repair its driver, or set CUDA_VISIBLE_DEVICES= to use the CPU"
         yield "problem", f"torch cannot start the accelerator: {machine.error}", advice
     hidden = [*machine.said, *(f"{name}={value}" for name, value in machine.hiding.items())]
-    if (
-        hidden
-        and not machine.devices
-        and not machine.error
-        and (versions["cuda"] or versions["hip"])
-    ):
+    built = versions["cuda"] or versions["hip"]
+    if built and hidden and not machine.devices and not machine.error:
         yield (
             "warning",
             f"torch is built for GPUs and sees none: {'; '.join(hidden)}",
@@ -309,9 +299,6 @@ def stronger(left: Device, right: Device) -> bool:
     pairs = ((left.processors, right.processors), (left.memory_bytes, right.memory_bytes))
     larger = any(a > b for a, b in pairs) and all(a >= b for a, b in pairs)
     return larger and left.name != right.name
-
-
-# ---------------------------------------------------------------- printing
 
 
 def text(machine: Machine) -> str:

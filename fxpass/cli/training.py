@@ -47,22 +47,16 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Job:
-    """A model of this size, trained with AdamW.
+    """A model of this size, trained with AdamW."""
 
-    Attributes:
-        provider: "eager" or the name of a torch.compile backend.
-        dtype: of autocast; parameters are float32.
-        batch, seq: sequences per step, tokens per sequence.
-    """
-
-    provider: str
+    provider: str  # "eager" or the name of a torch.compile backend
     device: str
-    dtype: str
+    dtype: str  # of autocast; parameters are float32
     layers: int
     width: int
     classes: int
-    batch: int
-    seq: int
+    batch: int  # sequences per step
+    seq: int  # tokens per sequence
 
     @property
     def tokens(self) -> int:
@@ -74,9 +68,6 @@ class Job:
             f"{self.layers} layers x {self.width} x {self.classes} classes, {self.batch} x "
             f"{self.seq} tokens, {self.dtype}, AdamW"
         )
-
-
-# ---------------------------------------------------------------- one provider, in its process
 
 
 class Session:
@@ -141,33 +132,21 @@ class Session:
         return {**answer, "counters": counters, "notes": notes}
 
 
-# ---------------------------------------------------------------- all of them
-
-
 @dataclass
 class Row:
-    """The measurements of one provider.
-
-    Attributes:
-        failure: why it has no numbers; empty if it has.
-        log: the end of a failed process's output.
-        losses, norms: one per step, untimed steps included.
-        seconds: one per timed step.
-        peak_bytes, extra_bytes: a step's peak memory, and its part beyond the memory in use before.
-        counters, notes: fusedce's counters and log lines in this process.
-        differences: the largest relative differences from eager's losses and norms.
-    """
+    """The measurements of one provider."""
 
     name: str
-    failure: str = ""
-    log: str = ""
-    losses: list[float] = field(default_factory=list)
+    failure: str = ""  # why it has no numbers; empty if it has
+    log: str = ""  # the end of a failed process's output
+    losses: list[float] = field(default_factory=list)  # and norms: one per step, untimed ones too
     norms: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int | None = None
+    seconds: list[float] = field(default_factory=list)  # one per timed step
+    peak_bytes: int | None = None  # of a step, and its part beyond the memory in use before
     extra_bytes: int | None = None
-    counters: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)  # and log lines, of fusedce
     notes: list[str] = field(default_factory=list)
+    # the largest relative differences from eager's losses and norms
     differences: tuple[float, float] | None = None
 
 
@@ -244,9 +223,6 @@ def train(
 
 def _tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-# ---------------------------------------------------------------- judging and telling
 
 
 def refuse(rows: Sequence[Row], dtype: str) -> None:
