@@ -32,13 +32,8 @@ _SOURCES = tuple(module.__file__ or "" for module in (autocast, rules, casts, dt
 
 
 class CastPass(CustomGraphPass):
-    """The casts as a pass of Inductor, with a cache key, before the user's passes.
-
-    Args:
-        mixed_dtypes: the setting, ``cast`` or ``error``.
-        record: a function of the casts of one graph.
-        then: the user's passes for the joint graph.
-    """
+    """The casts as a pass of Inductor, with a cache key, before the user's passes; ``record`` is a
+    function of the casts of one graph."""
 
     def __init__(
         self, mixed_dtypes: str, record: Record, then: tuple[Callable[[Graph], None], ...] = ()
@@ -75,8 +70,8 @@ def inductor_options(
 def casting(mixed_dtypes: str, record: Record) -> Iterator[None]:
     """A context for any other backend: casts all graphs that AOTAutograd makes in it.
 
-    AOTAutograd has a setting for a pass over joint graphs, but none for a pass over the graphs of
-    programs without gradients. The context wraps the function that traces those, for this thread.
+    AOTAutograd has no setting for a pass over the graphs of programs without gradients. The context
+    wraps the function that traces those, for this thread.
     """
     then = functorch_config.joint_custom_pass
 

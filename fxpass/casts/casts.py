@@ -108,15 +108,10 @@ def agreed(dtypes: Set[torch.dtype], mixed_dtypes: str, what: str) -> torch.dtyp
 
 @dataclass(frozen=True)
 class Dialect:
-    """The form of a cast in Dynamo's or in AOTAutograd's graphs.
+    """The form of a cast in Dynamo's or in AOTAutograd's graphs."""
 
-    Attributes:
-        key: the key of example values in ``node.meta``.
-        cast: makes a cast node, of graph, operand and dtype.
-    """
-
-    key: str
-    cast: Callable[[Graph, Node, torch.dtype], Node]
+    key: str  # the key of example values in ``node.meta``
+    cast: Callable[[Graph, Node, torch.dtype], Node]  # makes a cast node of an operand
 
     def dtype(self, node: Node) -> torch.dtype:
         """The dtype of a node's example value."""
@@ -154,11 +149,7 @@ def cast(graph: Graph, operand: Node, dtype: torch.dtype, site: Node) -> tuple[N
 
 
 def cast_region(region: Region, mixed_dtypes: str) -> list[Cast]:
-    """Inserts casts into one region of a Dynamo graph.
-
-    Raises:
-        MixedDtypeError: see :func:`agreed`.
-    """
+    """Inserts casts into one region of a Dynamo graph; raises as :func:`agreed`."""
 
     def autocast(node: Node, rule: Rule, device: torch.device) -> bool:
         enabled = autocast_dtype(region, node, device) is not None
@@ -171,11 +162,8 @@ def cast_region(region: Region, mixed_dtypes: str) -> list[Cast]:
 
 
 def cast_aot_graph(graph: Graph, mixed_dtypes: str) -> list[Cast]:
-    """Inserts casts into a joint or inference graph of AOTAutograd, where autocast has ended.
-
-    Raises:
-        MixedDtypeError: see :func:`agreed`.
-    """
+    """Inserts casts into a joint or inference graph of AOTAutograd, where autocast has ended;
+    raises as :func:`agreed`."""
     return _cast_graph(graph, AOT, lambda node, rule, device: False, mixed_dtypes)
 
 

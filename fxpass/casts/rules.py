@@ -23,36 +23,23 @@ from fxpass.graph.functions import function_of
 
 @dataclass(frozen=True)
 class Rule:
-    """One operation.
+    """One operation."""
 
-    Attributes:
-        name: the ATen operation, ``aten::addmm``.
-        slots: position → name of each operand that has to have the common dtype.
-        in_place: whether the operation writes to its first operand.
-    """
-
-    name: str
-    slots: dict[int, str]
-    in_place: bool
+    name: str  # the ATen operation, ``aten::addmm``
+    slots: dict[int, str]  # position → name of each operand that has to have the common dtype
+    in_place: bool  # whether the operation writes to its first operand
 
     def operands(self, node: Node, key: str) -> dict[int | str, Node]:
-        """The floating-point operands of a call by position, or by name for keyword arguments.
-
-        Args:
-            node: the call.
-            key: the key of example values in ``node.meta``.
-        """
+        """The floating-point operands of a call by position, or by name for keyword arguments;
+        ``key`` is the key of example values in ``node.meta``."""
+        given: dict[int | str, Any] = {**dict(enumerate(node.args)), **node.kwargs}
         found: dict[int | str, Node] = {}
         for position, name in self.slots.items():
             # Python calls the first operand "input" where the schemas call it "self"
             for slot in (position, name, "input" if position == 0 else name):
-                given: Any = (
-                    node.kwargs.get(slot)
-                    if isinstance(slot, str)
-                    else (node.args[slot] if slot < len(node.args) else None)
-                )
-                if isinstance(given, Node) and _counts(given.meta.get(key)):
-                    found[slot] = given
+                operand = given.get(slot)
+                if isinstance(operand, Node) and _counts(operand.meta.get(key)):
+                    found[slot] = operand
                     break
         return found
 

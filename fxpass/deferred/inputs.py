@@ -36,14 +36,11 @@ class StaleLogitsError(RuntimeError):
 
 
 class Input:
-    """A tensor that a deferred computation will read; made under :func:`quiet`.
+    """A tensor that a deferred computation will read, of any dtype and strides; made under
+    :func:`quiet`. ``is_row``: its leading dimensions are those of the logits.
 
     It holds an alias of the memory, so that ``weight.data = other`` has no effect on it, the
     version counter, and a fingerprint of the bits.
-
-    Args:
-        tensor: a plain dense tensor of any dtype and strides.
-        is_row: whether its leading dimensions are those of the logits.
     """
 
     def __init__(self, tensor: Tensor, is_row: bool) -> None:
@@ -60,11 +57,7 @@ class Input:
         self._is_parameter = owner.is_leaf and (not is_row or owner.requires_grad)
 
     def checked(self, source: str) -> Tensor:
-        """The tensor, detached.
-
-        Raises:
-            StaleLogitsError: the tensor was changed in place, or its memory was freed.
-        """
+        """The tensor, detached; raises StaleLogitsError if it was changed in place or freed."""
         if _freed(self.tensor):
             before = "backward(): FSDP frees gathered weights" if _ranks() else "this"
             raise StaleLogitsError(source, self.tensor, "was freed", before)

@@ -172,12 +172,10 @@ class DeferredLogits(Tensor):
             raise _refused(ASSIGNED)  # in compiled code
         return part
 
-    # ---- torch.compile: the next graph gets a plain tensor ---------------------------------------
-
     @property
     def plain(self) -> Tensor:
-        """A plain view, for autograd too: it shares values, gradients, hooks and version counter.
-        Always the same object. Computes the values."""
+        """A plain view, for autograd too, for the next graph of torch.compile: it shares values,
+        gradients, hooks and version counter. Always the same object. Computes the values."""
         value = self._part.materialise()
         plain, base = self._view, super()._base
         if plain is None or plain.requires_grad != self.requires_grad:
@@ -198,8 +196,6 @@ class DeferredLogits(Tensor):
         torch._C._swap_tensor_impl(self, self.detach())  # autograd detaches no view in place
         self._view = None
         return self
-
-    # ---- what reads memory without going through the dispatcher ----------------------------------
 
     def _leaf(self, alias: bool = True) -> Tensor:
         """A plain leaf with these values; with ``alias`` it shares the memory of all views."""
@@ -238,12 +234,11 @@ class DeferredLogits(Tensor):
                 f"`{run.recipe.source}`; not computed, .clone() computes the values)"
             )
         try:
-            function = self.grad_fn
+            name = type(self.grad_fn).__name__ if self.grad_fn else None
         except RuntimeError:  # a view that was written to in another grad mode
-            return repr(part.read())[:-1] + ", grad_fn=<Invalid>)"
-        if function is None:
-            return repr(self._leaf(alias=False))
-        return repr(part.read())[:-1] + f", grad_fn=<{type(function).__name__}>)"
+            name = "Invalid"
+        leaf = self._leaf(alias=False)
+        return repr(leaf.detach())[:-1] + f", grad_fn=<{name}>)" if name else repr(leaf)
 
     @property
     def data(self) -> Tensor:
