@@ -91,7 +91,7 @@ def linear_cross_entropy(
     return _fused(*tensors, *_shard_of(linear_weight, group, classes), *options)
 
 
-def _shard_of(weight: Tensor, group: Any, classes: int | None) -> Shard:
+def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
     """This rank's first class, the number of all classes, and the group that shards them."""
     if compiled_for_all_ranks():
         raise ValueError(
@@ -99,9 +99,17 @@ def _shard_of(weight: Tensor, group: Any, classes: int | None) -> Shard:
             "torch.distributed.config.compile_on_one_rank = False"
         )
     if is_dtensor(weight):
-        return _of_dtensor(weight)
-    if group is None:
-        group = dist.group.WORLD
+        mesh, placements = weight.device_mesh, placements_of(weight)
+        over = [i for i, p in enumerate(placements) if not p.is_replicate()]
+        if len(over) != 1 or not placements[over[0]].is_shard(0):
+            raise ValueError(
+                f"{_NAME}: linear_weight has the placements {list(placements)}; it has to be "
+                "sharded over its classes, Shard(0), along one dimension of its mesh"
+            )
+        # Dynamo of torch 2.11 cannot trace DTensor's function for this
+        group, total = mesh.get_group(over[0]), int(weight.shape[0])
+        return Shard(_dealt(total, group)[0], total, group.group_name)
+    group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError(
             f"{_NAME} needs a process group: call torch.distributed.init_process_group, or pass one"
@@ -118,20 +126,6 @@ def _shard_of(weight: Tensor, group: Any, classes: int | None) -> Shard:
             "not this rank's number times the number of ranks, pass classes="
         )
     return Shard(first, total, group.group_name)
-
-
-def _of_dtensor(weight: Any) -> Shard:
-    placements = placements_of(weight)
-    over = [i for i, p in enumerate(placements) if not p.is_replicate()]
-    if len(over) != 1 or not placements[over[0]].is_shard(0):
-        raise ValueError(
-            f"{_NAME}: linear_weight has the placements {list(placements)}; it has to be sharded "
-            "over its classes, Shard(0), along one dimension of its mesh"
-        )
-    # Dynamo of torch 2.11 cannot trace DTensor's function for this
-    group = weight.device_mesh.get_group(over[0])
-    classes = int(weight.shape[0])
-    return Shard(_dealt(classes, group)[0], classes, group.group_name)
 
 
 def _dealt(classes: int, group: dist.ProcessGroup) -> tuple[int, int]:

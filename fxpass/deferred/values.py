@@ -200,8 +200,10 @@ class Buffer:
         if self.value is not None:
             base.data = self.value
 
-    def fill(self) -> Tensor:
-        """Computes the whole buffer, copies separately computed rows into it, and returns it."""
+    def whole(self) -> Tensor:
+        """The whole buffer, computed once; with the rows that were computed separately."""
+        if self.value is not None:
+            return self.value
         self.value = value = self.compute()
         base = self.base and self.base()
         if base is not None:
@@ -282,13 +284,12 @@ class Part:
         """The values, as an alias of the buffer's memory."""
         with self.buffer.lock:
             self.buffer.exposed = True
-            if self.buffer.value is None:
-                self.buffer.fill()
+            self.buffer.whole()  # moves rows that were computed separately
             return self._computed()
 
     def _computed(self) -> Tensor:
         if self.value is None:
-            whole = self.buffer.fill() if self.buffer.value is None else self.buffer.value
+            whole = self.buffer.whole()
             with quiet():
                 self.value = _shown(whole, self.like)
         return self.value

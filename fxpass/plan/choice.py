@@ -119,8 +119,8 @@ def choose(
         return replace(now, reason="the logits exist anyway")
     if setting != "auto":
         return replace(later if setting == "tiled" else now, reason="as set")
-    if sharded and waiting.gradients and _can_save(later):
-        return _saving(later)
+    if sharded and waiting.gradients and (saving := _saving(later)):
+        return saving
     if not waiting.gradients:
         return replace(now, reason="there are no gradients")
     if total is None:
@@ -149,18 +149,16 @@ def _too_wide(choice: Choice, others: tuple[int | torch.SymInt, ...]) -> bool:
     return choice.d * (saved - choice.dtype.itemsize) > total * choice.dtype.itemsize
 
 
-def _can_save(choice: Choice) -> bool:
-    """Whether forward may save the logits for backward: within half of the budget, the other half
-    is scratch. An implementation that multiplies in a wider dtype cannot save them."""
+def _saving(choice: Choice) -> Choice | None:
+    """The choice with logits that forward saves for backward, and a budget that is reduced by their
+    bytes. None if they take more than half of the budget, whose other half is scratch, or if the
+    implementation multiplies in a wider dtype."""
     implementation, _ = implementation_for(choice.device, choice.dtype)
     wider = implementation == "aten" and multiplied_in(choice.dtype, choice.device) != choice.dtype
-    return not wider and 2 * choice.logits <= choice.allowed
-
-
-def _saving(choice: Choice) -> Choice:
-    """The choice with saved logits; the operator's budget is reduced by their bytes."""
+    if wider or 2 * choice.logits > choice.allowed:
+        return None
     saving = replace(choice, reason="a shard's logits are saved for backward", save_logits=True)
-    left = max(1, (choice.allowed - choice.logits) // MIB)
     if saving.plan().scratch + choice.logits <= choice.allowed:
         return saving
+    left = max(1, (choice.allowed - choice.logits) // MIB)
     return replace(saving, spec=replace(choice.spec, memory_mb=left))
