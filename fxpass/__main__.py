@@ -129,9 +129,6 @@ def _at_least(minimum: int) -> Callable[[str], int]:
     return read
 
 
-# ---------------------------------------------------------------- commands
-
-
 def _demo(options: argparse.Namespace) -> int:
     from fxpass.cli import demo
 

@@ -5,13 +5,11 @@ finds the backend through the entry-point group ``torch_dynamo_backends``, so us
 
     torch.compile(model, backend="fusedce", options={"fusedce.inner": "aot_eager"})
 
-``torch.compile`` imports this module when it looks up the backend, before it traces. The rewrite
-is imported for the first graph, while Dynamo holds its compile lock.
-
-The import registers the backend, and the entry point is :data:`registered`, which is None. Each
-thread that looks up the name before the backend is registered passes the entry point's value to
-``register_backend``, which raises "duplicate name" for all but the first thread's function, but
-registers nothing for None.
+``torch.compile`` imports this module when it looks up the backend, and the rewrite for the first
+graph, while Dynamo holds its compile lock. The import registers the backend, and the entry point is
+:data:`registered`, which is None: threads that look up the name at the same time each pass the
+entry point's value to ``register_backend``, which raises "duplicate name" for a second function,
+but registers nothing for None.
 """
 
 from __future__ import annotations

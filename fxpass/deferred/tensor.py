@@ -252,6 +252,7 @@ class DeferredLogits(Tensor):
 def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
     """Deferred logits, linked to the inputs by autograd."""
     trains = recipe.requires_grad and torch.is_grad_enabled()
+    trains = trains and any(isinstance(a, Tensor) and a.requires_grad for a in inputs)
     if any(isinstance(a, FakeTensor) for a in inputs):
         # DDP's graph splitting runs each part with fake tensors to find the input types of the next
         # part. The result has to be deferred logits, as at run time. Without Python's dispatcher, a
@@ -259,17 +260,12 @@ def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
         with quiet(), enable_python_dispatcher():
             value = recipe(*inputs)
         logits = DeferredLogits(values.computed(value), value.device)
-        if trains and any(isinstance(a, Tensor) and a.requires_grad for a in inputs):
-            logits.requires_grad_()
-        logits._view = value.requires_grad_(logits.requires_grad)
+        logits.requires_grad_(trains)
+        logits._view = value.requires_grad_(trains)
         return logits
     watch_optimizers()
-    part = values.returned(recipe, inputs, dropped)
-    assert part.run
-    device = part.run.device
-    if trains and any(isinstance(a, Tensor) and a.requires_grad for a in inputs):
-        return _root(attach(part, device, inputs), part)
-    return DeferredLogits(part, device)
+    part, device = values.returned(recipe, inputs, dropped)
+    return _root(attach(part, device, inputs), part) if trains else DeferredLogits(part, device)
 
 
 def _root(base: Tensor, part: Part) -> DeferredLogits:

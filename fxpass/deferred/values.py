@@ -3,7 +3,7 @@
 In: a recipe with its inputs, and the views and casts that the user took of the result. Out: plain
 tensors, computed on first use::
 
-    whole = returned(recipe, inputs)  # a Part
+    whole, device = returned(recipe, inputs, dropped=False)  # a Part
     last = whole.view(lambda t: t[:, -1])
     last.read()  # runs the recipe on the last row of the hidden states
 
@@ -295,14 +295,15 @@ class Part:
         return self.value
 
 
-def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool = False) -> Part:
-    """The uncomputed logits of a recipe; if ``dropped``, computing them raises RuntimeError."""
+def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> tuple[Part, torch.device]:
+    """The uncomputed logits of a recipe and their device; if ``dropped``, computing them raises
+    RuntimeError."""
     with quiet():  # once: it costs the host as much as twenty operations
         run = Run(recipe, inputs, dropped)
     like, rows = run.like, None
     if recipe.rows and like.dim() > 1 and like.numel() and like.is_contiguous():
         rows = _numbers(like.shape[:-1].numel())
-    return Part(Buffer(run, like, rows), like)
+    return Part(Buffer(run, like, rows), like), run.device
 
 
 @functools.lru_cache(16)

@@ -93,11 +93,9 @@ def choose(
     """Chooses the strategy for x ``[n, d]`` and weight ``[v, d]`` of ``dtype`` after casts; for the
     hint where a size is symbolic.
 
-    ``chunked`` computes the gradients in forward and saves them for backward. Backward returns one
-    gradient of the weight in any case; ``chunked`` is chosen if the saved gradients exceed this one
-    by no more than the logits take. Otherwise ``tiled`` saves no gradients and backward recomputes
-    the logits. A vocabulary shard saves small logits for backward; the choice's spec then reduces
-    the operator's budget by the bytes of the logits.
+    ``chunked`` saves the gradients that forward computes. Backward returns one gradient of the
+    weight in any case; ``chunked`` is chosen if the saved gradients exceed this one by no more than
+    the logits take. Otherwise ``tiled`` saves none, and backward recomputes the logits.
 
     Args:
         total: the call whose forward computes the gradients; None if they are known only in
@@ -107,7 +105,7 @@ def choose(
         logits_exist: whether the graph computes the logits anyway.
         others: the rows of each other call over the same weight in this graph; each of them saves
             its gradients for backward.
-        sharded: whether it is a call of a vocabulary shard.
+        sharded: whether it is a call of a vocabulary shard, which saves small logits for backward.
     """
     symbolic = isinstance(n, torch.SymInt)
     rows, hidden, classes = (_hint(number) for number in (n, d, v))
