@@ -48,7 +48,7 @@ class Device:
     arch: str = ""  # ``sm_86``, ``gfx942``, or the vector instructions of a CPU
     processors: int = 0  # streaming multiprocessors or compute units
     memory_bytes: int = 0
-    # of the fused loss: (dtypes, name of the implementation, reason)
+    # of the fused loss: (dtype, name of the implementation, reason)
     implementations: tuple[tuple[str, str, str], ...] = ()
 
     @property
@@ -166,16 +166,13 @@ def _read(device: torch.device) -> Device:
         arch = torch.backends.cpu.get_cpu_capability()
     elif device.type == "cuda":
         arch = target_of(device)
-    rows: dict[tuple[str, str], list[str]] = {}
-    for dtype in DTYPES:
-        rows.setdefault(implementation_for(device, dtype), []).append(str(dtype)[len("torch.") :])
     return Device(
         str(device),
         name,
         arch,
         getattr(properties, "multi_processor_count", 0),
         getattr(properties, "total_memory", 0),
-        tuple((", ".join(dtypes), *implementation) for implementation, dtypes in rows.items()),
+        tuple((str(t).removeprefix("torch."), *implementation_for(device, t)) for t in DTYPES),
     )
 
 
