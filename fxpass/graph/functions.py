@@ -27,7 +27,7 @@ from fxpass.graph.nodes import Target
 # other names, "index" makes an int.
 _OPERATORS = (
     *("abs", "add", "getitem", "matmul", "mul", "neg", "pos", "pow", "sub", "truediv"),
-    *("ge", "gt", "le", "lt"),
+    *("ge", "gt", "le", "lt", "setitem"),
 )
 
 # Methods that take their operands in the opposite order.

@@ -9,6 +9,7 @@ In: a tensor with classes. Out: its :class:`fxpass.match.classes.Base` and the s
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 import sympy
 from sympy import Expr, Symbol
@@ -92,10 +93,10 @@ def in_logs(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
         return expr
     bases = [base for base in flow.bases if fits(flow, base, like)]
     read = [base for base in bases if expr.has(base.log)]
-    for base in (*read, *bases):
-        replaced = expr.subs(base.logit, base.log + base.lse)
-        if not replaced.has(Z):
-            return replaced
+    for some in (read, bases):
+        replaced = [expr.subs(base.logit, base.log + base.lse) for base in some]
+        if found := [one for one in replaced if not one.has(Z)]:
+            return cast(Expr, min(found, key=sympy.count_ops))  # of a logit, not of a function of z
     for base in read:  # p * z, where p is the softmax of a multiple of z
         factor = base.logit / Z
         if not factor.has(Z):

@@ -14,7 +14,17 @@ from torch.fx import Node
 
 from fxpass.graph.nodes import NoMatch, value
 from fxpass.graph.region import Region
-from fxpass.match.edits import Added, Edit, Step, Taken, factors_of, keeps_rows, symbols_of, trimmed
+from fxpass.match.edits import (
+    Added,
+    Edit,
+    Part,
+    Step,
+    Taken,
+    factors_of,
+    keeps_rows,
+    symbols_of,
+    trimmed,
+)
 from fxpass.match.linears import Linear
 from fxpass.match.losses import Loss
 from fxpass.spec.expression import Z
@@ -133,20 +143,6 @@ class Picked:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A range of the rows, along their first dimension.
-
-    Attributes:
-        step: the view that takes it.
-        start, stop: the range; None for all that follow.
-    """
-
-    step: Step
-    start: int
-    stop: int | None
-
-
-@dataclass(frozen=True)
 class Stacked:
     """A stack of several heads' logits.
 
@@ -230,9 +226,13 @@ class Flow:
         dims: symbol of given values → the position of their class dimension.
         exponentials: symbols of given values that are the exponential of their tensor.
         products: symbols of given values that are their tensor times class weights → the weights.
+        selections: symbols of masks of classes → the index that selects these classes.
         sums: symbol → an expression of given values alone, of which it is the sum over the classes.
         reductions: the nodes that reduce the logits, in the graph's order.
-        unread: such nodes that only tensors with classes read, which are not computed any more.
+        spelled: nodes of rows that an assignment to logits was read through.
+        assigned: assignments to logits that return nothing.
+        unread: reductions and ``spelled`` that only tensors with classes read, which are not
+            computed any more.
         pairs: nodes whose value is a tuple of tensors.
         stacks: stacks of logits, and views of them.
         repeated: nodes that are broadcast to the logits' shape → the tensor that is.
@@ -256,8 +256,11 @@ class Flow:
     dims: dict[Symbol, int] = field(default_factory=dict)
     exponentials: set[Symbol] = field(default_factory=set)
     products: dict[Symbol, Node] = field(default_factory=dict)
+    selections: dict[Symbol, Any] = field(default_factory=dict)
     sums: dict[Symbol, Expr] = field(default_factory=dict)
     reductions: list[Reduced] = field(default_factory=list)
+    spelled: list[Node] = field(default_factory=list)
+    assigned: list[Node] = field(default_factory=list)
     unread: set[Node] = field(default_factory=set)
     pairs: dict[Node, Classes] = field(default_factory=dict)
     stacks: dict[Node, Stacked] = field(default_factory=dict)
@@ -271,8 +274,8 @@ class Flow:
     @property
     def inside(self) -> set[Node]:
         """The linear and all nodes with values of logits."""
-        known = (self.classes, self.pairs, self.stacks, self.unread, self.repeated, self.same)
-        return set().union(*known)
+        known = (self.classes, self.pairs, self.stacks, self.repeated, self.same)
+        return set().union(*known, self.unread, self.assigned)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -287,6 +290,26 @@ class Flow:
         symbol = Symbol(f"{kind}_{node.name}", real=True)
         self.tensors[symbol] = node
         return symbol
+
+    def selected(self, node: Node, entry: Any) -> Symbol:
+        """The symbol of a mask of the classes that an index of ``node`` selects."""
+        symbol = Symbol(f"class_of_{node.name}", real=True)
+        self.selections[symbol] = entry
+        return symbol
+
+    def nodes(self, symbol: Symbol) -> list[Node]:
+        """The nodes that the tensor of a symbol is computed from."""
+        if symbol in self.selections:
+            entry = self.selections[symbol]
+            parts = (entry.start, entry.stop, entry.step) if isinstance(entry, slice) else (entry,)
+            return [part for part in parts if isinstance(part, Node)]
+        products = [self.products[symbol]] if symbol in self.products else []
+        return [self.tensors[symbol], *products]
+
+    def hit(self, symbol: Symbol) -> Picked:
+        """The classes of a one-hot tensor, as a pick."""
+        wraps = "negative" if symbol.name.startswith(WRAPPED) else ""
+        return Picked(self.tensors[symbol], None, wraps)
 
     def exponential(self, node: Node, given: Symbol) -> Symbol:
         """The symbol of the exponential of given values."""
@@ -338,18 +361,6 @@ class Flow:
         self.outputs[lse] = self.bases[-1], "lse"
         return self.bases[-1]
 
-    @property
-    def of_classes(self) -> bool:
-        """Whether a reduction is more than a sum of functions of one output, as a mean of hidden
-        values, or of its square error, is."""
-        read = {s for reduced in self.reductions for s in reduced.symbols if s in self.outputs}
-        for base, output in map(self.outputs.__getitem__, read):
-            reads = symbols_of(base.transform) != {Z} and not base.transform.is_polynomial(Z)
-            moment = output.moment if isinstance(output, Weighted) else output
-            if reads or not isinstance(moment, LogitSum):
-                return True
-        return False
-
     def reduce(self, node: Node, like: Classes, rows: Expr, keepdim: bool, then: str = "") -> None:
         """Notes that a node reduces a tensor with classes to these rows."""
         self.reductions.append(Reduced(node, like, rows, keepdim, then))
@@ -363,6 +374,9 @@ class Flow:
         cut = None if value(reader).requires_grad else self.cut.get(node)
         return self.rows.get(node, cut)
 
+
+# The kind of one-hot tensors of indices that may be negative, counted from the end.
+WRAPPED = "hot_wrapped"
 
 # The names of symbols of what is given at a class.
 OF_CLASS = ("class_", "given_", "hot_")

@@ -37,6 +37,20 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A range of the rows, along their first dimension.
+
+    Attributes:
+        step: the view that takes it.
+        start, stop: the range; None for all that follow.
+    """
+
+    step: Step
+    start: int
+    stop: int | None
+
+
+@dataclass(frozen=True)
 class Taken:
     """Some of the classes: an index tensor ``[V']``, or start, stop and step of a slice."""
 

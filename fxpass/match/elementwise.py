@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, storage, written
-from fxpass.graph.functions import CASTS, function_of, out_of_place
+from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_number, is_tensor, value
 from fxpass.graph.placements import TO_LOCAL, placement_name
 from fxpass.graph.source import call_name
@@ -66,7 +66,7 @@ def classes_of(flow: Flow, node: Node, function: str) -> Classes:
         check_dtype(node, given)
         base = softmax_base_of(flow, node, like)
         return replace(like, expr=base.log if "log" in function else sympy.exp(base.log))
-    return _pointwise(flow, node, function)
+    return pointwise(flow, node, function)
 
 
 def _placed(node: Node, like: Classes) -> Classes:
@@ -104,8 +104,8 @@ def view_step(node: Node, like: Classes) -> Step:
 _TAKE = {"getitem", "index", "index_select", "narrow", "slice"}
 
 
-def written_of(flow: Flow, node: Node, function: str) -> Classes:
-    """What an in-place function writes to a tensor with classes.
+def note_write(flow: Flow, node: Node, found: Classes) -> None:
+    """Notes what an in-place function writes to a tensor with classes.
 
     Raises:
         NoMatch: an alias of the tensor is read later.
@@ -117,16 +117,15 @@ def written_of(flow: Flow, node: Node, function: str) -> Classes:
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to %{alias.name}")
     if written(node) != [operand]:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to another tensor")
-    found = _pointwise(flow, node, out_of_place(function))
     flow.classes[operand] = found
-    return found
 
 
 # Tensors of the logits' shape in one expression: hidden layers add many on their way.
 MOST_GIVEN = 4
 
 
-def _pointwise(flow: Flow, node: Node, function: str) -> Classes:
+def pointwise(flow: Flow, node: Node, function: str) -> Classes:
+    """A function of the elements of tensors with classes."""
     spelling = POINTWISE.get(function) or MASKS.get(function)
     if spelling is None and function not in _ALGEBRA:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")

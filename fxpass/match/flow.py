@@ -23,12 +23,13 @@ from dataclasses import replace
 from torch.fx import Node
 
 from fxpass.graph.calls import first_operand, written
-from fxpass.graph.functions import CASTS, function_of, is_in_place, reads_values
+from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place, reads_values
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name
+from fxpass.match.assigned import ASSIGNMENTS, assigned
 from fxpass.match.classes import Classes, Flow
-from fxpass.match.elementwise import classes_of, written_of
+from fxpass.match.elementwise import classes_of, note_write, pointwise
 from fxpass.match.linears import Linear
 from fxpass.match.maxima import of_pair
 from fxpass.match.modes import Mode, cuts_gradients
@@ -100,17 +101,28 @@ def _follow(flow: Flow, node: Node, modes: dict[Node, Mode]) -> bool:
 def _drop_unread(flow: Flow) -> None:
     """Notes the reductions that only tensors with classes read: the lse in ``z - lse``."""
     operands = set(flow.tensors.values())
-    nodes = (r.node for r in flow.reductions if r.node not in operands)
-    flow.unread = {node for node in nodes if all(user in flow.classes for user in node.users)}
+    nodes = {r.node for r in flow.reductions if r.node not in operands}
+    readers = {*flow.classes, *flow.assigned}
+    for node in sorted(nodes.union(flow.spelled), reverse=True):
+        if node.users and readers.issuperset(node.users):
+            flow.unread.add(node)
+            readers.add(node)
     flow.reductions = [r for r in flow.reductions if r.node not in flow.unread]
 
 
 def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
     function = function_of(node)
-    if is_in_place(function) or (written(node) and function in POINTWISE):
+    if is_in_place(function) or (written(node) and function in (*POINTWISE, "setitem")):
         if cuts_gradients(node, modes):
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes without gradients")
-        flow.classes[node] = written_of(flow, node, function)
+        plain = out_of_place(function)
+        assigns = plain in ASSIGNMENTS
+        found = assigned(flow, node) if assigns else pointwise(flow, node, plain)
+        note_write(flow, node, found)
+        if is_tensor(node):
+            flow.classes[node] = found
+        else:
+            flow.assigned.append(node)
         return
     if written(node):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) may write to the logits")
@@ -128,7 +140,12 @@ def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
         reader(flow, node)
         if node not in flow.classes:  # else it is a view
             return
-    found = flow.classes[node] if reader is not None else classes_of(flow, node, function)
+    if reader is not None:
+        found = flow.classes[node]
+    elif function in ASSIGNMENTS:
+        found = assigned(flow, node)
+    else:
+        found = classes_of(flow, node, function)
     if cuts_gradients(node, modes) and not _is_operand(node, function):
         found = replace(found, detached=True)
     elif value(node).requires_grad and found.detached:

@@ -20,7 +20,8 @@ from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
 from fxpass.match import profitability
-from fxpass.match.classes import Flow
+from fxpass.match.classes import Flow, Weighted
+from fxpass.match.edits import symbols_of
 from fxpass.match.flow import flow_of
 from fxpass.match.head import Head
 from fxpass.match.join import Options, calls_of
@@ -28,6 +29,8 @@ from fxpass.match.leaving import Deferred, deferred_outputs
 from fxpass.match.linears import LINEARS, linear_of
 from fxpass.match.modes import Mode, modes_of
 from fxpass.settings import Settings
+from fxpass.spec.expression import Z
+from fxpass.spec.reductions import LogitSum
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +86,7 @@ def _flows(
             for no in flow.stops:
                 log.debug("%s: %s", source_line(node), no.reason)
                 found.stops[no.node] = no
-            if flow.of_classes:
+            if _reduces_classes(flow):
                 yield flow
             elif flow.stops:
                 found.reasons[node] = flow.stops[0]
@@ -95,6 +98,18 @@ def _flows(
             log.warning("%s: reading the graph failed", source_line(node), exc_info=True)
             reason = f"fxpass failed to read it, please report this: {error!r}"
             found.reasons[node] = NoMatch(node, reason)
+
+
+def _reduces_classes(flow: Flow) -> bool:
+    """Whether a reduction is more than a sum of functions of one output, as a mean of hidden
+    values, or of its square error, is."""
+    read = {s for reduced in flow.reductions for s in reduced.symbols if s in flow.outputs}
+    for base, output in map(flow.outputs.__getitem__, read):
+        reads = symbols_of(base.transform) != {Z} and not base.transform.is_polynomial(Z)
+        moment = output.moment if isinstance(output, Weighted) else output
+        if reads or not isinstance(moment, LogitSum):
+            return True
+    return False
 
 
 def _owned(flows: Collection[Flow], found: Heads) -> Iterable[Flow]:

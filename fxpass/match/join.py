@@ -146,15 +146,14 @@ def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
     nodes = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
     nodes += [n for step in base.steps for n in others_of(step.node)]
     nodes += [flow.tensors[s] for s in symbols_of(base.scale) | base.factors]
-    nodes += [flow.tensors[s] for s in (*base.biases, *base.given, *base.hits)] + base.indices
-    nodes += [flow.products[s] for s in base.given if s in flow.products]
+    nodes += [n for s in (*base.biases, *base.given, *base.hits) for n in flow.nodes(s)]
+    nodes += base.indices
     for symbol in symbols:
         output = flow.outputs[symbol][1]
         if isinstance(output, Picked):
             nodes += output.indices
         elif isinstance(output, Weighted):
-            nodes.append(flow.tensors[output.weight])
-            nodes += [flow.products[output.weight]] if output.weight in flow.products else []
+            nodes += flow.nodes(output.weight)
     return nodes
 
 
@@ -166,7 +165,7 @@ def _call(
     detached = all(r.like.detached or r not in differentiable for r in reductions)
     picked = (o for s in symbols if isinstance(o := flow.outputs[s][1], Picked))
     picks = tuple(dict.fromkeys(replace(o, logit=False) for o in picked))
-    of_hits = {s: _picked_too(flow.tensors[s], picks) for s in base.hits}
+    of_hits = {s: _picked_too(flow.hit(s), picks) for s in base.hits}
     picks = tuple(dict.fromkeys((*picks, *of_hits.values())))
     weighted = [o for s in symbols if isinstance(o := flow.outputs[s][1], Weighted)]
     given = tuple(dict.fromkeys((*(o.weight for o in weighted), *base.given)))
@@ -217,11 +216,15 @@ def _call(
     return Call(base, after, moved, named, picks, given, spec, detached, choice, total, logits)
 
 
-def _picked_too(index: Node, picks: Sequence[Picked]) -> Picked:
+def _picked_too(hit: Picked, picks: Sequence[Picked]) -> Picked:
     """The classes of a one-hot tensor, as the one of the picks that has them anyway. An index that
     is no class, such as an ignored one, is none of a one-hot tensor either."""
-    alike = (p for p in picks if not (p.wraps or p.pieces or p.dim) and index_of(p.index) is index)
-    return next(alike, Picked(index, None))
+    return next((p for p in picks if _are_alike(p, hit)), hit)
+
+
+def _are_alike(one: Picked, hit: Picked) -> bool:
+    same = one.wraps == hit.wraps and index_of(one.index) is hit.index
+    return same and not (one.pieces or one.dim)
 
 
 def _choice(
@@ -250,7 +253,8 @@ def existing_logits(flow: Flow, base: Base) -> Node:
     Raises:
         NoMatch: there is none.
     """
-    last = {storage(n): n for n in sorted(flow.classes) if written(n)}
+    writers = sorted({*flow.classes, *flow.assigned})
+    last = {storage(tensor): n for n in writers for tensor in written(n)}
     for node, like in flow.classes.items():
         if last.get(storage(node), node) is not node:
             continue
@@ -326,15 +330,15 @@ def _gradients(
         "scale": scale,
     }
     read = weights.union(base.given)
-    of_given = [[flow.tensors[s], flow.products.get(s)] if s in read else [] for s in given]
+    of_given = [flow.nodes(s) if s in read else [] for s in given]
     operands |= {f"given{i}": nodes for i, nodes in enumerate(of_given)}
     return tuple(name for name, nodes in operands.items() if any(map(needs_gradient, nodes)))
 
 
 def _check_hazards(flow: Flow, calls: Sequence[Call]) -> None:
     last = max(r.node for r in flow.reductions)
-    pattern = [n for n in flow.classes if n < last]
-    replaced = [r.node for r in flow.reductions]
+    pattern = [n for n in (*flow.classes, *flow.assigned) if n < last]
+    replaced = [*(r.node for r in flow.reductions), *flow.unread]
     if found := hazards.hazard(pattern, last, replaced):
         raise NoMatch(*found)
     if any(call.spec.gradients and call.total is None for call in calls):

@@ -6,6 +6,7 @@ computed: a margin ``0.35 * one_hot(%labels, V)`` at the target is ``0.35 * hot_
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
-from fxpass.match.classes import OF_CLASS, Classes, Flow
+from fxpass.match.classes import OF_CLASS, WRAPPED, Classes, Flow
 from fxpass.match.pointwise import MASKS, POINTWISE
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
@@ -33,16 +34,24 @@ def made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | None
     if function in (*CASTS, "bool", "long", "int") and node.args and is_tensor(node.args[0]):
         return _cast(node, made_of(flow, first_operand(node), like, whole))
     if function == "one_hot":
-        return _hot(flow, node, first_operand(node))
+        return hot(flow, node, first_operand(node))
     if function == "scatter":
         return _scattered(flow, node, like)
-    spelling = POINTWISE.get(function) or MASKS.get(function)
     rounded = whole.dtype == torch.float64 and value(node).dtype == torch.float32
-    if spelling is None or written(node) or rounded:
+    if written(node) or rounded:
+        return None
+    return function_over(node, lambda n: made_of(flow, n, like, whole))
+
+
+def function_over(node: Node, read: Callable[[Node], Expr | None]) -> Expr | None:
+    """A pointwise function of numbers and of tensors that ``read`` knows; None for another node."""
+    function = out_of_place(function_of(node))
+    spelling = POINTWISE.get(function) or MASKS.get(function)
+    if spelling is None:
         return None
     try:
         given = arguments(node, spelling.signature).values()
-        found = [made_of(flow, n, like, whole) if is_tensor(n) else number_of(n) for n in given]
+        found = [read(n) if is_tensor(n) else number_of(n) for n in given]
         tensors = [one for n, one in zip(given, found, strict=True) if isinstance(n, Node)]
         return spelling.value(*found) if tensors and None not in tensors else None
     except (ValueError, NoMatch):
@@ -80,30 +89,46 @@ def _scattered(flow: Flow, node: Node, like: Classes) -> Expr | None:
         return None
     if not isinstance(number, bool | int | float) or value(index).dtype != torch.int64:
         return None
-    hot = _hot(flow, node, index)
-    return None if hot is None else exact(float(number)) * hot
+    one_hot = hot(flow, node, index)
+    return None if one_hot is None else exact(float(number)) * one_hot
 
 
-def _hot(flow: Flow, node: Node, index: Node) -> Symbol | None:
-    """The symbol of a one-hot tensor; None if its class indices change after ``node``."""
+def hot(flow: Flow, node: Node, index: Node, *, wraps: bool = False) -> Symbol | None:
+    """The symbol of a one-hot tensor; None if its class indices change after ``node``. ``wraps``:
+    whether negative ones are counted from the end."""
     base = index_of(index)
     if any(writer > base for writer in _writers(base)):
         base = index  # a view may be a copy, from before
     changed = any(writer > node for writer in _writers(base))
-    return None if changed else flow.tensor(base, "hot")
+    return None if changed else flow.tensor(base, WRAPPED if wraps else "hot")
 
 
 def index_of(node: Node) -> Node:
     """The tensor of which class indices are a view that keeps their order."""
-    while function_of(node) in ("view", "reshape", "unsqueeze", "flatten", "contiguous"):
+    while function_of(node) in _SAME_ORDER or _adds_dimensions(node):
         node = first_operand(node)
     return node
+
+
+_SAME_ORDER = ("view", "reshape", "unsqueeze", "flatten", "contiguous")
+
+
+def _adds_dimensions(node: Node) -> bool:
+    """Whether a node is ``labels[:, None]``."""
+    index = node.args[1] if function_of(node) == "getitem" else ()
+    entries = index if isinstance(index, tuple) else (index,)
+    return bool(entries) and all(e is None or e is Ellipsis or e == slice(None) for e in entries)
 
 
 def _cast(node: Node, made: Expr | None) -> Expr | None:
     """A one-hot tensor is the same in every dtype; another tensor loses digits as an integer."""
     kept = isinstance(made, Symbol) or value(node).is_floating_point()
     return made if kept else None
+
+
+def written_between(node: Node, reader: Node) -> bool:
+    """Whether another node writes to the memory of a tensor before ``reader`` reads it."""
+    return any(node < writer < reader for writer in _writers(node))
 
 
 def _writers(node: Node) -> list[Node]:

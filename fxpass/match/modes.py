@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Graph, Node
 
+from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import is_tensor, value
 
 
@@ -47,5 +48,6 @@ def modes_of(graph: Graph) -> dict[Node, Mode]:
 def cuts_gradients(node: Node, modes: dict[Node, Mode]) -> bool:
     """Whether gradients are off at a node whose inputs need some."""
     needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
+    result = node if is_tensor(node) else first_operand(node)  # an assignment returns nothing
     # a view made under no_grad, or a write there, has requires_grad, but passes no gradient on
-    return needs and not (value(node).requires_grad and modes[node].grad)
+    return needs and not (value(result).requires_grad and modes[node].grad)

@@ -17,9 +17,9 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 
-from fxpass.graph.calls import first_operand
+from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import function_of, reads_values
-from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow, has_classes
@@ -67,6 +67,23 @@ def picks_rows_and_classes(node: Node) -> bool:
     """Whether a node is ``z[arange(N), index]``."""
     index = index_of(node) if function_of(node) in ("getitem", "index") else ()
     return len(index) == 2 and all(map(is_tensor, index)) and function_of(index[0]) == "arange"
+
+
+def whole_range(node: Node, count: Any) -> bool:
+    """Whether a node is ``arange(count)``, which nothing has changed."""
+    if function_of(node) != "arange":
+        return False
+    given = arguments(node, _ARANGE)
+    memory = {storage(node), None}
+    changed = any(storage(tensor) in memory for n in node.graph.nodes for tensor in written(n))
+    whole = given["start"] == 0 and given["step"] == 1 and value(node).shape[0] == count
+    return whole and not changed
+
+
+_ARANGE = {
+    **{"start": 0, "end": REQUIRED, "step": 1, "dtype": None, "device": None},
+    **{"layout": None, "pin_memory": None, "requires_grad": False},
+}
 
 
 def check_cast(node: Node) -> None:

@@ -18,8 +18,8 @@ from typing import Any
 from sympy import Symbol
 
 from fxpass.graph.nodes import value
-from fxpass.match.classes import Base, Classes, Flow, Part, Picked, Weighted
-from fxpass.match.edits import Step, operand_of_step
+from fxpass.match.classes import Base, Classes, Flow, Picked, Weighted
+from fxpass.match.edits import Part, Step, operand_of_step
 from fxpass.match.views import CLASSES
 
 

@@ -6,14 +6,13 @@ function is a row of ``REDUCTIONS``.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
-from fxpass.graph.calls import arguments, first_operand, storage, written
+from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
@@ -22,7 +21,13 @@ from fxpass.match.classes import Classes, Flow, Picked, Reduced, Weighted
 from fxpass.match.elementwise import classes_of
 from fxpass.match.losses import check_dtypes, loss_of
 from fxpass.match.maxima import maximum
-from fxpass.match.operands import check_dim, check_dtype, operand_of, picks_rows_and_classes
+from fxpass.match.operands import (
+    check_dim,
+    check_dtype,
+    operand_of,
+    picks_rows_and_classes,
+    whole_range,
+)
 from fxpass.match.products import binary, divergence, einsum, matmul
 from fxpass.match.sums import at, summed
 from fxpass.match.views import index_of
@@ -99,21 +104,10 @@ def _getitem(flow: Flow, node: Node) -> None:
     like, (rows, index) = operand_of(flow, node), index_of(node)
     if like.dim != 1 or value(index).dtype != torch.int64 or value(index).dim() != 1:
         raise NoMatch(node, f"%{node.name} indexes rows and classes")
-    given = arguments(rows, _ARANGE)
     n = value(first_operand(node)).shape[0]
-    whole = given["start"] == 0 and given["step"] == 1 and value(rows).shape[0] == n
-    memory = {storage(rows), None}
-    nodes = itertools.takewhile(lambda n: n is not node, node.graph.nodes)
-    changed = any(storage(tensor) in memory for n in nodes for tensor in written(n))
-    if changed or not whole or value(index).shape[0] != n:
+    if not whole_range(rows, n) or value(index).shape[0] != n:
         raise NoMatch(node, f"%{node.name} indexes some of the rows")
     _pick(flow, node, like, Picked(index, None, "negative"), keepdim=False)
-
-
-_ARANGE = {
-    **{"start": 0, "end": REQUIRED, "step": 1, "dtype": None, "device": None},
-    **{"layout": None, "pin_memory": None, "requires_grad": False},
-}
 
 
 # ---------------------------------------------------------------- losses

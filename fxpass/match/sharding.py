@@ -285,6 +285,8 @@ def _check_edits(flow: Flow, found: Sharding) -> None:
         scaled = base.scale != 1 or any(isinstance(edit, Scaled) for edit in base.edits)
         if found.rows > 1 and (scaled or base.given):
             raise NoMatch(node, "logits with sharded rows are multiplied by a tensor")
+        if not flow.selections.keys().isdisjoint(base.given):
+            raise NoMatch(node, "some classes of sharded logits are assigned")
         if base.hits:
             raise NoMatch(node, "sharded logits have a margin at a class")
         for symbol in symbols_of(base.scale).union(base.factors, base.given):

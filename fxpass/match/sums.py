@@ -124,7 +124,7 @@ def _at_one_hot(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | Non
     rows, rest = rest.as_independent(*_class_symbols(rest), as_Add=False)
     if rest == 1:
         return rows
-    return rows * at(flow, node, like, rest, Picked(flow.tensors[hot[0]], None))
+    return rows * at(flow, node, like, rest, flow.hit(hot[0]))
 
 
 def _is_power_of(factor: Any, symbol: Symbol) -> bool:
@@ -139,9 +139,10 @@ def _sum_of_logits(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | 
     others = symbols_of(rest) - {Z}
     weight = next(iter(others), None)
     transform = rest if weight is None else rest / weight
-    if not rest.has(Z) or not others <= flow.tensors.keys():
+    if not rest.has(Z) or not others <= flow.tensors.keys() | flow.selections.keys():
         return None
-    if symbols_of(transform) != {Z} or (weight is not None and weight.name.startswith("hot_")):
+    of_hit = weight is not None and (weight in flow.selections or weight.name.startswith("hot_"))
+    if symbols_of(transform) != {Z} or of_hit:
         weight, transform = None, rest
         check_given(flow, node, transform)
     base = flow.base(like, transform, sympy.Integer(1))

@@ -247,13 +247,7 @@ def index_of(node: Node) -> tuple[Any, ...]:
 
 
 def _index(node: Node, shape: Size, dim: int) -> View:
-    index: Any = index_of(node)
-    used = sum(1 for i in index if i is not None and i is not Ellipsis)
-    if Ellipsis in index:
-        at = index.index(Ellipsis)
-        index = (*index[:at], *[slice(None)] * (len(shape) - used), *index[at + 1 :])
-    else:
-        index = (*index, *[slice(None)] * (len(shape) - used))
+    index = entries_of(index_of(node), len(shape))
     _check_index(node, index)
     if len(index) > dim and _takes_classes(index, dim):
         return View(dim, classes=index[dim])
@@ -269,6 +263,13 @@ def _index(node: Node, shape: Size, dim: int) -> View:
         before += entry is not None
         after += entry is None or isinstance(entry, slice)
     raise NoMatch(node, f"%{node.name} selects one class")
+
+
+def entries_of(index: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
+    """An index with an entry for each of ``rank`` dimensions."""
+    used = sum(1 for i in index if i is not None and i is not Ellipsis)
+    at = next((i for i, entry in enumerate(index) if entry is Ellipsis), len(index))
+    return (*index[:at], *[slice(None)] * (rank - used), *index[at + 1 :])
 
 
 def _takes_classes(index: tuple[Any, ...], dim: int) -> bool:

@@ -17,8 +17,8 @@ from sympy import Symbol
 from torch.fx import Graph, Node
 
 from fxpass.graph.nodes import is_number, value
-from fxpass.match.classes import Classes, Flow, Part
-from fxpass.match.edits import Step
+from fxpass.match.classes import Classes, Flow
+from fxpass.match.edits import Part, Step
 from fxpass.rewrite.local import Local
 from fxpass.spec.dtypes import compute_dtype
 
@@ -70,6 +70,8 @@ class Arithmetic(Local):
 
     def _values(self, symbol: Symbol) -> Node:
         """The tensor of a symbol as ``[V]`` or ``[N, V]``, with this rank's classes."""
+        if symbol in self.flow.selections:
+            return self._mask(self.flow.selections[symbol])
         node, dim = self.current(self.flow.tensors[symbol]), self.flow.dims.get(symbol)
         node = self.method("reshape", node, -1) if dim is None else self._flat(node, dim)
         node = self.classes_here(node)
@@ -78,6 +80,13 @@ class Arithmetic(Local):
             weights = self.classes_here(self.current(self.flow.products[symbol]))
             return self.method("mul", node, weights)
         return self.method("exp", node) if symbol in self.flow.exponentials else node
+
+    def _mask(self, entry: Any) -> Node:
+        """A mask of the classes that an index selects."""
+        count = self.size(self.linear.weight, int(self.linear.transposed))
+        mask = self.method("new_zeros", self.linear.x, (count,), dtype=torch.bool)
+        self.function(operator.setitem, mask, entry, True)
+        return mask
 
     def _part(self, whole: Symbol, part: Part) -> Node:
         """Some rows of an output: flat, as the output."""

@@ -84,11 +84,23 @@ MASKS = (
     ),
     *("torch.where(torch.arange({V}) == {lab}.unsqueeze(-1), {z} - 0.4, {z})", "{z} * {given}"),
     *("torch.sin({z} - F.one_hot({lab}, {V}) * u.detach())", "{z}.masked_fill(cw > 0.9, {f})"),
+    *("{z}.scatter({d}, {lab1}, {z}.gather({d}, {lab1}) - 0.35)", "{z}.scatter({d}, {lab1}, -3.0)"),
+    *(
+        "{z}.scatter({d}, {lab1}, 0.8 * ({z}.gather({d}, {lab1}) / 9).square())",
+        "{z}.scatter_add({d}, {lab1}, {z}.gather({d}, {lab1}) * 0.3)",
+    ),
+    "{z}.index_fill({d}, torch.tensor([0, {V} - 1]), -6.0)",
 )
 IN_PLACE = (
     *("{z} /= tem", "{z}.div_(tem)", "{z} *= 0.5", "{z}.div_(s)", "{z} -= {keep}", "{z}.tanh_()"),
     *("{z} += u", "{z}.mul_(1.5)", "{z}.sub_({keep})", "{z}.masked_fill_(cw > 0.6, -7)"),
     *("{z} *= cw", "{z} -= 0.3 * F.one_hot({lab}, {V})"),
+    *("{z}[..., {V} - 1:] = -7", "{z}[..., 0] = -4.0", "{z}[..., cw > 0.8] = -6"),
+    *("{z}[{given} > 0.5] = -5", "{z}.scatter_({d}, {lab1}, -2.0)", "{z}[0] = 0.5"),
+    *(
+        "{z}.scatter_({d}, {lab1}, {z}.gather({d}, {lab1}) - 0.35)",
+        "{z}.index_fill_({d}, torch.tensor([0]), -6.0)",
+    ),
 )
 # Tensors that are read before, and perhaps after.
 CHANGES = ("t.copy_((t + 1) % 7)", "cw.mul_(0.5)", "t[0] = 2", "cw[2] = 0.1")

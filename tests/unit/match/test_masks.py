@@ -43,6 +43,40 @@ def in_place(z, mask):
     return z
 
 
+def flat(program):
+    """A program of logits [N, V] and labels [N]."""
+    return lambda z, t: program(z.view(-1, V), t.view(-1)).view(z.shape)
+
+
+def assigned(index, number):
+    def program(z, t):
+        z[index] = number
+        return z
+
+    return program
+
+
+def margin(z, t):
+    z[torch.arange(len(t)), t] -= 0.5
+    return z
+
+
+def arc_at_the_target(z, t):
+    rows, z = torch.arange(len(t)), z / 8
+    at = z[rows, t]
+    sine = torch.sqrt(1.0 - at.square() + 1e-6)
+    z = z.clone()
+    z[rows, t] = at * 0.75 - sine * 0.5
+    return z.mul(8)
+
+
+def scattered(z, t):
+    at = z.gather(1, t[:, None]) - 0.5
+    return 2 * z.scatter(1, t[:, None], at)
+
+
+CHOSEN = torch.tensor([1, V - 1])
+
 # Of logits [B, S, V] and labels [B, S]; the transform.
 LOGITS = {
     "masked classes": (lambda z, t: z.masked_fill(BANNED, -5), "where(given0>0,-5,z)"),
@@ -73,6 +107,24 @@ LOGITS = {
     "a margin by a mask of elements": (
         lambda z, t: torch.where(torch.arange(V) == t.unsqueeze(-1), z - 0.5, z),
         "where(given0>0,z-0.5,z)"),
+    "assigned classes": (assigned((..., BANNED), -5), "where(given0>0,-5,z)"),
+    "assigned classes by index": (assigned((..., CHOSEN), -5), "where(given0>0,-5,z)"),
+    "an assigned class": (assigned((..., -1), -5), "where(given0>0,-5,z)"),
+    "assigned padding": (
+        flat(assigned((slice(None), slice(V - 1, None)), -9)), "where(given0>0,-9,z)"),
+    "assigned elements": (assigned(HELD, -5), "where(given0>0,-5,z)"),
+    "assigned targets by a mask": (
+        lambda z, t: assigned(hot(t).bool(), -5)(z, t), "where(hit0>0,-5,z)"),
+    "index_fill": (lambda z, t: z.index_fill(-1, CHOSEN, -5), "where(given0>0,-5,z)"),
+    "index_fill_": (lambda z, t: z.index_fill_(-1, CHOSEN, -5), "where(given0>0,-5,z)"),
+    "a margin in place": (flat(margin), "where(hit1>0,z-0.5,z)"),
+    "ArcFace at the target": (flat(arc_at_the_target), ""),
+    "a margin by scatter of the target": (flat(scattered), "2*where(hit0>0,z-0.5,z)"),
+    "a margin by scatter_add": (
+        flat(lambda z, t: z.scatter_add(1, t[:, None], 0.5 * z.gather(1, t[:, None]))),
+        "where(hit0>0,1.5*z,z)"),
+    "a number scattered in place": (
+        flat(lambda z, t: z.scatter_(1, t[:, None], -5)), "where(hit0>0,-5,z)"),
 }  # fmt: skip
 
 
