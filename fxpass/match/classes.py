@@ -21,6 +21,7 @@ from fxpass.match.edits import (
     Step,
     Taken,
     factors_of,
+    is_one_number,
     keeps_rows,
     symbols_of,
     trimmed,
@@ -305,6 +306,12 @@ class Flow:
             return [part for part in parts if isinstance(part, Node)]
         products = [self.products[symbol]] if symbol in self.products else []
         return [self.tensors[symbol], *products]
+
+    def varies(self, symbol: Symbol) -> bool:
+        """Whether the tensor of a symbol differs from row to row."""
+        tensor = self.tensors.get(symbol)
+        alike = tensor is None or symbol.name.startswith("class_") or is_one_number(tensor)
+        return not alike or symbol in self.outputs
 
     def hit(self, symbol: Symbol) -> Picked:
         """The classes of a one-hot tensor, as a pick."""

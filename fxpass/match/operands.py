@@ -134,12 +134,9 @@ def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
     logs = {base.log: base for base in flow.bases if like.expr.has(base.log)}
     read = symbols_of(like.expr).union(*(symbols_of(base.logit) for base in logs.values()))
     read |= factors_of(like.edits)
-    for symbol in read:
-        tensor = flow.tensors.get(symbol)
-        alike = tensor is None or symbol.name.startswith("class_") or is_one_number(tensor)
-        if not alike or symbol in flow.outputs:
-            node = step.node
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) rearranges `{like.expr}`")
+    if any(map(flow.varies, read)):
+        node = step.node
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) rearranges `{like.expr}`")
     others: Any = {
         log: flow.base(found, base.transform, base.scale).log for log, base in logs.items()
     }

@@ -19,7 +19,7 @@ from sympy import Symbol
 
 from fxpass.graph.nodes import value
 from fxpass.match.classes import Base, Classes, Flow, Picked, Weighted
-from fxpass.match.edits import Part, Step, operand_of_step
+from fxpass.match.edits import Part, Step, operand_of_step, symbols_of
 from fxpass.match.views import CLASSES
 
 
@@ -28,7 +28,8 @@ def join_pieces(flow: Flow) -> None:
     groups: dict[Any, list[tuple[Part, Base]]] = {}
     for base in flow.bases:
         part = _part(base.steps[-1]) if base.steps else None
-        if part is not None:
+        read = symbols_of(base.logit).union(base.factors)  # of a piece, not of all rows
+        if part is not None and not any(map(flow.varies, read)):
             key = (
                 tuple(step.node for step in base.steps[:-1]),
                 base.transform,

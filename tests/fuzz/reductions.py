@@ -213,6 +213,10 @@ ENTROPIES: Recipes = (
     ("lp% = {z}.log_softmax({d})", "r% = (({f} - lp%) * {given}).sum({d})"),
     ("r% = torch.cat([-(c.softmax(-1) * c.log_softmax(-1)).sum(-1) for c in {z}.split(2)])",),
     ("r% = torch.cat([torch.special.entr(c.softmax(-1)).sum(-1) for c in ({z}[:1], {z}[1:])])",),
+    (
+        "k% = {given}[:1].detach()",  # of each piece
+        "r% = torch.cat([torch.special.entr((c * k%).softmax(-1)).sum(-1) for c in {z}.split(1)])",
+    ),
 )
 LSES: Recipes = (
     ("r% = {z}.logsumexp({d})",),

@@ -35,6 +35,10 @@ def each(function, *tuples):
     return torch.cat([function(*parts) for parts in zip(*tuples, strict=True)])
 
 
+def each_scaled(z, factor):
+    return torch.cat([entropy(torch.tanh(piece * factor)) for piece in z.split(4)])
+
+
 def broadcast(z, t):
     return torch.broadcast_tensors(t[..., None], z)
 
@@ -67,6 +71,14 @@ ACCEPTED = {
         ["moment(1,1);pick"]),
     "pieces of a temperature": (
         lambda z, t: each(entropy, last(z / t.sum().add(5)).split(3)), ["moment(1,1)"]),
+    "rows' temperature of each piece": (
+        lambda z, t: each_scaled(last(z), 1.0 + torch.arange(4.0).unsqueeze(1)),
+        ["moment(1,1)", "moment(1,1)"]),
+    "given values of each piece": (
+        lambda z, t: each_scaled(last(z), VALUES[:4] * 0.5), ["moment(1,1)", "moment(1,1)"]),
+    "labels of each piece": (
+        lambda z, t: each_scaled(last(z), 1 + F.one_hot(t.view(-1)[:4], V)),
+        ["moment(1,1)", "moment(1,1)"]),
     "a metric in pieces": (
         lambda z, t: under_no_grad(lambda: each(entropy, last(z).split(3))) * chance(z, t).view(-1),
         ["moment(1,1);pick"]),
