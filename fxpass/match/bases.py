@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from fxpass.graph.nodes import NoMatch, needs_gradient
 from fxpass.graph.source import call_name
-from fxpass.match.classes import OF_CLASS, Base, Classes, Flow, has_classes
+from fxpass.match.classes import Base, Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
 from fxpass.match.masks import of_classes_alone
 from fxpass.spec.expression import Z
@@ -39,22 +39,22 @@ def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
     number = scale.as_coeff_Mul()[0]
     scale, transform = scale / number, number * transform
     check_given(flow, node, transform)
-    reads = transform.has(Z) and of_classes_alone(transform)
+    reads = transform.has(Z) and of_classes_alone(transform, rows=True)
     if not reads or not scale.free_symbols <= _rows_of(flow, scale):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
     return flow.base(like, transform, scale), shift
 
 
 def check_given(flow: Flow, node: Node, transform: Expr) -> None:
-    """``NoMatch`` if a function of one logit reads rows, or values of its own that are trained."""
+    """``NoMatch`` if a function of one logit reads reductions, or values of its own or of its row
+    that are trained."""
     for symbol in sorted(symbols_of(transform) & flow.tensors.keys(), key=str):
         tensor = flow.tensors[symbol]
         # values [N, V] with gradients take as much memory as the logits
-        trained = symbol in flow.dims and needs_gradient(tensor)
-        if trained or not symbol.name.startswith(OF_CLASS):
-            reason = f"combines the logits with another tensor (%{tensor.name}"
-            reason += ", which needs a gradient)" if trained else ")"
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) {reason}: `{transform}`")
+        if needs_gradient(tensor) and (symbol in flow.dims or symbol.name.startswith("row_")):
+            reason = f"combines the logits with another tensor (%{tensor.name}, which needs a "
+            reason = f"%{node.name} ({call_name(node)}) {reason}gradient): `{transform}`"
+            raise NoMatch(node, reason)
 
 
 def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:

@@ -24,7 +24,7 @@ from fxpass.graph.source import call_name
 from fxpass.match.bases import in_logs, softmax_base_of
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Step, symbols_of
-from fxpass.match.masks import made_of, of_classes_alone
+from fxpass.match.masks import is_row, made_of, of_classes_alone
 from fxpass.match.operands import (
     check_cast,
     check_dim,
@@ -150,7 +150,9 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
         raise NoMatch(
             node, f"%{node.name} ({call_name(node)}) joins logits and {len(joined)} tensors"
         )
-    of_logits = not any(isinstance(o, Expr) and not of_classes_alone(o) for o in operands)
+    rows = function not in _OF_ROWS
+    exprs = [o for o in operands if isinstance(o, Expr)]
+    of_logits = all(of_classes_alone(o, rows=rows) for o in exprs)
     if spelling is not None and of_logits and function != "exp":
         try:
             found = replace(like, expr=spelling.value(*operands), detached=detached)
@@ -273,7 +275,7 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
         return flow.classes[argument].expr
     known = flow.row(argument, node)
-    if known is not None and _is_row(value(argument), like, whole):
+    if known is not None and is_row(value(argument), like, whole):
         return known
     tensor = value(argument)
     made = made_of(flow, argument, like, whole)
@@ -281,7 +283,7 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
         return made
     if tensor.is_complex():
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an operand of {tensor.dtype}")
-    if tensor.numel() == 1 or _is_row(tensor, like, whole):
+    if tensor.numel() == 1 or is_row(tensor, like, whole):
         return flow.tensor(argument, "row")
     after = whole.dim() - like.dim
     of_classes = list(tensor.shape[-after : -after + 1 or None]) == [whole.shape[like.dim]]
@@ -296,13 +298,6 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
     raise NoMatch(
         node, f"%{node.name} ({call_name(node)}) has an operand of shape {list(tensor.shape)}"
     )
-
-
-def _is_row(tensor: torch.Tensor, like: Classes, whole: torch.Tensor) -> bool:
-    """Whether a tensor has one value for each row, where the classes are."""
-    return tensor.dim() == whole.dim() and list(tensor.shape) == [
-        1 if i == like.dim else size for i, size in enumerate(whole.shape)
-    ]
 
 
 def _repeats_rows(tensor: torch.Tensor, like: Classes, whole: torch.Tensor) -> bool:

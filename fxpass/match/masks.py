@@ -18,6 +18,7 @@ from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.match.classes import OF_CLASS, WRAPPED, Classes, Flow
+from fxpass.match.edits import symbols_of
 from fxpass.match.pointwise import MASKS, POINTWISE
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
@@ -40,7 +41,24 @@ def made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | None
     rounded = whole.dtype == torch.float64 and value(node).dtype == torch.float32
     if written(node) or rounded:
         return None
-    return function_over(node, lambda n: made_of(flow, n, like, whole))
+
+    def read(operand: Node) -> Expr | None:
+        row = is_row(value(operand), like, whole) and operand not in (*flow.rows, *flow.cut)
+        return flow.tensor(operand, "row") if row else made_of(flow, operand, like, whole)
+
+    made = function_over(node, read)
+    # of several terms, it would be added up in sums that may cancel
+    if made is not None and not of_classes_alone(made):
+        hits = any(s.name.startswith("hot_") for s in symbols_of(made))
+        return made if hits and not made.is_Add else None
+    return made
+
+
+def is_row(tensor: Tensor, like: Classes, whole: Tensor) -> bool:
+    """Whether a tensor has one value for each row, where the classes are."""
+    return tensor.dim() == whole.dim() and list(tensor.shape) == [
+        1 if i == like.dim else size for i, size in enumerate(whole.shape)
+    ]
 
 
 def function_over(node: Node, read: Callable[[Node], Expr | None]) -> Expr | None:
@@ -137,7 +155,8 @@ def _writers(node: Node) -> list[Node]:
     return [n for n in nodes if any(storage(t) in (memory, None) for t in written(n))]
 
 
-def of_classes_alone(expr: Any) -> bool:
-    """Whether an expression is one of a logit and of what is given at its class, without a softmax
-    and without rows."""
-    return all(s == Z or s.name.startswith(OF_CLASS) for s in expr.free_symbols)
+def of_classes_alone(expr: Any, *, rows: bool = False) -> bool:
+    """Whether an expression is one of a logit and of what is given at its class, without a softmax;
+    ``rows``: or of what is given for its row."""
+    names = (*OF_CLASS, "row_") if rows else OF_CLASS
+    return all(s == Z or s.name.startswith(names) for s in expr.free_symbols)

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import function_of, reads_values
-from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, needs_gradient, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow, has_classes
@@ -176,21 +176,28 @@ def with_bias(flow: Flow, node: Node, like: Classes) -> Classes:
 
 def with_scale(flow: Flow, node: Node, like: Classes) -> Classes:
     """A multiple of the logit by row symbols, with these as a factor of the hidden states. They are
-    in f32: 16 bits would round the factor, or overflow.
+    in f32: 16 bits would round the factor, or overflow. Without gradients, the transform reads the
+    factor there, and where a bias would get one for each row.
 
     Raises:
-        NoMatch: the hidden states have 16 bits, or a bias would get a factor for each row.
+        NoMatch: the factor needs a gradient then.
     """
     factor = like.expr.diff(Z)
     rows = factor.as_independent(*symbols_of(factor), as_Add=False)[1]
     if rows in (0, 1) or has_classes(factor) or not symbols_of(rows) <= flow.tensors.keys():
         return like
     what = f"%{node.name} ({call_name(node)}) comes after a factor of the logits, which"
-    if flow.dtype.itemsize < torch.float32.itemsize:
+    tensors = [flow.tensors[s] for s in symbols_of(rows)]
+    trained = any(map(needs_gradient, tensors))
+    biased = flow.linear.bias is not None or any(isinstance(e, Added) for e in like.edits)
+    of_rows = biased and not all(map(is_one_number, tensors))
+    low = flow.dtype.itemsize < torch.float32.itemsize
+    if (low or of_rows) and not trained:
+        return like
+    if low:
         where = f"{short(flow.dtype)} hidden states and rounded there"
         raise NoMatch(node, f"{what} would be multiplied into the {where}")
-    biased = flow.linear.bias is not None or any(isinstance(e, Added) for e in like.edits)
-    if biased and not all(is_one_number(flow.tensors[s]) for s in symbols_of(rows)):
+    if of_rows:
         raise NoMatch(node, f"{what} would scale a bias by a factor per row")
     expr = sympy.expand(like.expr).subs(Z, Z / rows)
     return replace(like, expr=sympy.expand(expr), edits=(*like.edits, Scaled(rows)))

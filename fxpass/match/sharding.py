@@ -287,6 +287,8 @@ def _check_edits(flow: Flow, found: Sharding) -> None:
             raise NoMatch(node, "logits with sharded rows are multiplied by a tensor")
         if not flow.selections.keys().isdisjoint(base.given):
             raise NoMatch(node, "some classes of sharded logits are assigned")
+        if any(symbol.name.startswith("row_") for symbol in base.given):
+            raise NoMatch(node, "a function of sharded logits reads a value of their row")
         if base.hits:
             raise NoMatch(node, "sharded logits have a margin at a class")
         for symbol in symbols_of(base.scale).union(base.factors, base.given):

@@ -112,7 +112,13 @@ class Operands(Arithmetic):
 
     def _given(self, i: int, call: Call) -> Node:
         """Weights of a moment, or what a transform reads, as ``[V]`` or ``[N, V]``."""
-        node = self._values(call.given[i])
+        symbol = call.given[i]
+        if symbol.name.startswith("row_"):
+            node, classes = self._arithmetic(symbol), self.count(call.base.edits)
+            sizes = (classes,) if value(node).dim() == 0 else (-1, classes)
+            node = self.method("expand", self._column(node), *sizes)
+        else:
+            node = self._values(symbol)
         mask = value(node).dtype == torch.bool and call.given[i] in call.base.given
         if not (value(node).is_floating_point() or mask):
             node = self.method("to", node, compute_dtype(self.dtype))

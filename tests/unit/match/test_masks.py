@@ -103,7 +103,17 @@ LOGITS = {
     "all but the target": (
         lambda z, t: z.masked_fill(hot(t).bool(), -7), "where(hit0>0,-7,z)"),
     "a margin at another class": (lambda z, t: z + hot((t + 1) % V), "hit1+z"),
-    "margins of rows": (lambda z, t: z - hot(t) * MARGINS[t].unsqueeze(-1), "-given0+z"),
+    "margins of rows": (lambda z, t: z - hot(t) * MARGINS[t].unsqueeze(-1), "-given0*hit0+z"),
+    "margins of rows by where": (
+        lambda z, t: torch.where(hot(t).bool(), z - MARGINS[t].unsqueeze(-1), z),
+        "where(hit0>0,-given0+z,z)"),
+    "a threshold of each row": (
+        lambda z, t: torch.where(z > MARGINS[t].unsqueeze(-1), z, 0.1 * z + 0.9 * MARGINS[t].unsqueeze(-1)),
+        ""),
+    "a shift of each row": (lambda z, t: torch.sigmoid(z - MARGINS[t].unsqueeze(-1)), ""),
+    "a mask of rows": (
+        lambda z, t: torch.where((t > V // 2).unsqueeze(-1), z, 0.3 * z),
+        "where(given0>0,z,0.3*z)"),
     "a margin by a mask of elements": (
         lambda z, t: torch.where(torch.arange(V) == t.unsqueeze(-1), z - 0.5, z),
         "where(given0>0,z-0.5,z)"),
