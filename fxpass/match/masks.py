@@ -1,4 +1,4 @@
-"""Tensors of the logits' shape that are made of one-hot tensors and numbers.
+"""Tensors of the logits' shape that are made of one-hot tensors, or multiples of other tensors.
 
 In: an operand of a pointwise function of logits. Out: its expression, so that no such tensor is
 computed: a margin ``0.35 * one_hot(%labels, V)`` at the target is ``0.35 * hot_labels``.
@@ -25,8 +25,8 @@ from fxpass.spec.functions import exact
 
 
 def made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | None:
-    """The expression of a tensor in the place of the logits; None if it is not made of one-hot
-    tensors and numbers alone, or if it is written to."""
+    """The expression of a tensor in the place of the logits; None if it is made of other
+    tensors, or if it, or what it is made of, is written to."""
     function = out_of_place(function_of(node))
     if value(node).shape != whole.shape or node in flow.classes:
         return None
@@ -43,15 +43,29 @@ def made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | None
         return None
 
     def read(operand: Node) -> Expr | None:
-        row = is_row(value(operand), like, whole) and operand not in (*flow.rows, *flow.cut)
-        return flow.tensor(operand, "row") if row else made_of(flow, operand, like, whole)
+        known, tensor = (*flow.classes, *flow.rows, *flow.cut), value(operand)
+        if tensor.requires_grad and not value(node).requires_grad:
+            return None
+        made = made_of(flow, operand, like, whole)
+        if made is not None or operand in known or _writers(operand):
+            return made
+        if is_row(tensor, like, whole):
+            return flow.tensor(operand, "row")
+        of_floats = tensor.shape == whole.shape and tensor.is_floating_point()
+        return flow.given(operand, like.dim) if of_floats else None
 
     made = function_over(node, read)
-    # of several terms, it would be added up in sums that may cancel
-    if made is not None and not of_classes_alone(made):
-        hits = any(s.name.startswith("hot_") for s in symbols_of(made))
-        return made if hits and not made.is_Add else None
-    return made
+    return made if made is None or _is_simple(flow, made) else None
+
+
+def _is_simple(flow: Flow, made: Expr) -> bool:
+    """Whether a tensor is made of one-hot tensors and numbers, is a product of them and rows, or a
+    multiple of other values. Several terms would be added up in sums that may cancel."""
+    symbols = symbols_of(made)
+    if values := [s for s in symbols if s in flow.dims]:
+        return bool((made / values[0]).is_number)
+    one_hot = all(s.name.startswith("hot_") for s in symbols)
+    return one_hot or (made.is_Mul and any(s.name.startswith("hot_") for s in symbols))
 
 
 def is_row(tensor: Tensor, like: Classes, whole: Tensor) -> bool:
@@ -140,8 +154,12 @@ def _adds_dimensions(node: Node) -> bool:
 
 def _cast(node: Node, made: Expr | None) -> Expr | None:
     """A one-hot tensor is the same in every dtype; another tensor loses digits as an integer."""
-    kept = isinstance(made, Symbol) or value(node).is_floating_point()
-    return made if kept else None
+    is_hot = isinstance(made, Symbol) and made.name.startswith("hot_")
+    old, new = value(first_operand(node)), value(node)
+    cut = old.requires_grad and not new.requires_grad
+    narrows = old.is_floating_point() and new.dtype.itemsize < old.dtype.itemsize
+    rounds = narrows or not new.is_floating_point()
+    return made if is_hot or not (cut or rounds) else None
 
 
 def written_between(node: Node, reader: Node) -> bool:

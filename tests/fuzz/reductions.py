@@ -83,6 +83,7 @@ MASKS = (
         "torch.where({z}.detach() > 0, {z}, {z} * 0.7)",
     ),
     *("torch.where(torch.arange({V}) == {lab}.unsqueeze(-1), {z} - 0.4, {z})", "{z} * {given}"),
+    *("{z} - F.one_hot({lab}, {V}) * {keep}.detach()", "torch.sigmoid({z} - {keep}.detach())"),
     *("torch.sin({z} - F.one_hot({lab}, {V}) * u.detach())", "{z}.masked_fill(cw > 0.9, {f})"),
     *("{z}.scatter({d}, {lab1}, {z}.gather({d}, {lab1}) - 0.35)", "{z}.scatter({d}, {lab1}, -3.0)"),
     *(
@@ -115,6 +116,7 @@ PRODUCTS = (
     *("{y} * {z}", "{y} - {z}", "{y} + {z}", "{z} * {z}", "{z} ** 2", "{z}.square()", "{z} * u"),
     *("{z} * {given}", "{given} * {z}", "{z} + u", "{z} - {given}", "{y}.exp() * {z}", "-{z}"),
     *("{z} * F.one_hot({lab}, {V})", "torch.special.entr({z})", "{z} * {f}", "{z} - {f}"),
+    *("{z} * -{given}", "(0.5 * {given}).float() * {z}", "{z} * (1 - {given})"),
     *("{z} * cw", "{z} / {keep}", "{z}.exp()", "{z}.detach() * {y}", "{z} * {z}.detach()"),
 )
 DETACHED = ("{z}.detach()", "{z}.detach()", "{z}.clone()", "{z}.double()", "{z} * 1")

@@ -251,6 +251,59 @@ def test_what_is_trained(name, dtype):
     check(program, labels, x, weight, u, v)
 
 
+def soft(kind):
+    """The cross-entropy with a multiple of soft targets, as timm has it."""
+
+    def program(x, weight, target):
+        target = target * 1
+        with torch.set_grad_enabled(kind != "without gradients"):
+            negative = -target
+        if kind == "written":
+            target.zero_()
+        log_probs = F.linear(x, weight).log_softmax(-1)
+        return (negative * log_probs).sum(-1).mean()
+
+    return program
+
+
+def assert_equal(program, *tensors):
+    """Eager's gradients, and none where it has none."""
+    trained = [t for t in tensors if t.requires_grad]
+    torch._dynamo.reset()
+    fused = torch.compile(program, backend="fusedce")
+    losses = [program(*tensors), fused(*tensors)]
+    pairs = (torch.autograd.grad(loss, trained, allow_unused=True) for loss in losses)
+    for eager, one in zip(*pairs, strict=True):
+        assert (eager is None) == (one is None)
+        torch.testing.assert_close(eager, one)
+
+
+@pytest.mark.parametrize("kind", ["plain", "trained", "without gradients", "written"])
+def test_multiples_of_soft_targets(kind):
+    x, weight, _ = inputs()
+    target = (TARGETS / 3).requires_grad_(kind in ("trained", "without gradients"))
+    (call,) = head_of(soft(kind), x, weight, target).calls
+    read = "given_l_target" if kind in ("plain", "trained") else "given_negative"
+    assert [symbol.name.rstrip("_0123456789") for symbol in call.given] == [read]
+    assert_equal(soft(kind), x, weight, target)
+
+
+@pytest.mark.parametrize("kind", ["plain", "written", "without gradients"])
+def test_margins_of_rows_that_change(kind):
+    def program(x, weight, labels, margins):
+        rows = margins[labels].unsqueeze(-1)
+        with torch.set_grad_enabled(kind != "without gradients"):
+            made = hot(labels) * rows
+        if kind == "written":
+            rows.zero_()
+        z = F.linear(x, weight) - made
+        return F.cross_entropy(z.view(-1, V), labels.view(-1))
+
+    x, weight, labels = inputs()
+    margins = MARGINS.clone().requires_grad_(kind == "without gradients")
+    assert_equal(program, x, weight, labels, margins)
+
+
 # ---------------------------------------------------------------- what is left alone
 
 
