@@ -145,7 +145,7 @@ def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None)
     def leaf(one: Node) -> Expr | None:
         """The logit at the target, as an expression of all logits."""
         expr = flow.rows.get(one)
-        if expr is None or target is None:
+        if expr is None or target is None or written_between(index_of(target), node):
             return None
         for symbol in symbols_of(expr) & flow.outputs.keys():
             base, output = flow.outputs[symbol]
