@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 
 from fxpass.aten import tiles
 from fxpass.aten.chunked import over_chunks
 from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import RowSums
-from fxpass.aten.slopes import Slope, add_of_values, transformed
+from fxpass.aten.slopes import Slope, transformed
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.expression import operands as beside
 from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.reductions import LogitSum, Moment, Reductions
+from fxpass.spec.reductions import Reductions, Sum
 
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
@@ -40,22 +39,23 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     every = slice(0, len(operands.weight))
     # the exponentials of the sum may become the gradient
     once = not {"lse", "pick"}.isdisjoint(spec.total)
-    once = once and not any(isinstance(output, LogitSum) for output in spec.total)
+    once = once and not any(isinstance(output, Sum) for output in spec.total)
+    twice = spec.softmax and (spec.late or any(isinstance(o, Sum) for o in spec.total if products))
 
     def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor:
         sums = RowSums(operands, spec, few)
         # nobody reads these logits again
         z = transformed(operands, spec, few, logits, every)[1]
-        y = sums.add(z, every, keep=bool(products) and not once)
-        sums.write(out)
+        y = sums.add(z.clone() if twice else z, every, keep=bool(products) and not once)
+        sums.write(out, z)
         if operands.coef is None or not products:
-            return sums.log_total
+            return logits
         coef = part_of(operands.coef, few, 1)
         slope = Slope(operands, few, spec.total, coef, sums.moments)
         if once and sums.only_total:
             g, factor = slope.of_softmax(y, sums.total, every, scaled)
         else:
-            g, factor = slope.of(y, sums.log_total, every, scaled)
+            g, factor = slope.of(y, sums.log_total, every, scaled, z)
         slope.to_logits(spec.transform, g, logits, every)
         return factor
 
@@ -88,12 +88,13 @@ def _in_place(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
 
     def finish() -> tiles.OfTile:
         sums.write(out)
-        lse, rest = sums.lse_and_rest()
         slope = Slope(operands, every, spec.total, coef, sums.moments)
+        lse, rest = sums.lse_and_rest() if spec.softmax else (coef[0], coef[0])
 
         def to_gradient(every: slice, some: slice, logits: Tensor) -> None:
             z = transformed(operands, spec, every, logits, some)[1]
-            g, _ = slope.of(z.sub_(lse.unsqueeze(1)), rest, some, scaled=True)
+            y = _less(z, lse, slope)
+            g, _ = slope.of(y, rest, some, True, z)
             slope.to_logits(spec.transform, g, logits, some)
 
         return to_gradient
@@ -121,6 +122,7 @@ def backward(
     of_part: dict[int, Slope] = {}  # of rows whose classes are in several tiles
     given = (i for kind, i in beside(spec.transform) if kind == "given")
     of_transform = {i: grads[f"given{i}"] for i in given if f"given{i}" in grads}
+    of_given = {i: grads[f"given{i}"] for i in range(len(operands.given)) if f"given{i}" in grads}
 
     def to_gradient(few: slice, some: slice, logits: Tensor, scaled: bool) -> Tensor:
         unscaled, z = transformed(operands, spec, few, logits, some)
@@ -131,22 +133,10 @@ def backward(
             slope = Slope(operands, few, spec.rows, incoming[:, few], sums, of_all)
             if of_all is None:
                 of_part[few.start] = slope
-        trained = [
-            (output, line, grads[f"given{output.weight}"])
-            for output, line in slope.weighted
-            if f"given{output.weight}" in grads
-        ]
-        for output, line, grad in trained:
-            if isinstance(output, LogitSum):
-                add_of_values(grad, z * line.unsqueeze(1), few, some)
-        rest = out.rest[few]
-        y = z.sub_(out.lse[few].unsqueeze(1))  # nobody reads these logits again
-        if trained:
-            y, rest = y.sub_(rest.unsqueeze(1)), torch.zeros_like(rest)
-        for output, line, grad in trained:
-            if isinstance(output, Moment):
-                add_of_values(grad, output.term(y).mul_(line.unsqueeze(1)), few, some)
-        g, factor = slope.of(y, rest, some, scaled or bool(of_transform))
+        y, rest = z, incoming[0, few]
+        if spec.softmax:
+            y, rest = _less(z, out.lse[few], slope), out.rest[few]
+        g, factor = slope.of(y, rest, some, scaled or bool(of_transform), z, of_given)
         if "scale" in grads:
             grads["scale"][few] += (g * unscaled).sum(1)
         slope.to_logits(spec.transform, g, logits, some, of_transform)
@@ -161,3 +151,8 @@ def backward(
         return to_gradient(few, slice(0, logits.shape[1]), logits, scaled)
 
     return grads | over_chunks(operands, products, of_rows, *sizes, plan.block)
+
+
+def _less(z: Tensor, lse: Tensor, slope: Slope) -> Tensor:
+    """``z - lse``, in the memory of z unless the slope reads z."""
+    return z - lse.unsqueeze(1) if slope.functions else z.sub_(lse.unsqueeze(1))

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from fxpass.aten.gemm import joined, part_of
+from fxpass.spec.expression import evaluate
 from fxpass.spec.operands import Operands, Outputs
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
     TOTAL,
-    LogitSum,
     Moment,
     Output,
     Reductions,
+    Sum,
     normalised,
     raw,
     shifted,
@@ -30,20 +31,22 @@ from fxpass.spec.reductions import (
 
 class RowSums:
     """What is known of some rows from the tiles so far. :meth:`write` sets ``log_total``, the
-    logarithm of ``total``, and the normalised ``moments``, ``[rows]`` each."""
+    logarithm of ``total``, 0 without a softmax, and the normalised ``moments``, ``[rows]`` each."""
 
     def __init__(self, operands: Operands, spec: Reductions, few: slice) -> None:
         self._operands, self._spec, self._few = operands, spec, few
         self._read = (*spec.outputs, *spec.total)
         self._raw = raw(self._read)
-        self._picks = not set(OF_PICKS).isdisjoint(self._read)
+        self._picks = not set(OF_PICKS).isdisjoint(
+            (*self._read, *(kind for kind, _ in spec.operands))
+        )
         # of the tiles so far, [rows] each: the largest logit and its class, the logits at the
-        # picks [rows, K], sums of logits, and the raw sums under the clamped largest logit
+        # picks [rows, K], sums of functions, and the raw sums under the clamped largest logit
         self._highest: Tensor | None = None
         self._clamped: Tensor
         self._index: Tensor | None = None
         self._at: Tensor | None = None
-        self._of_logits: dict[LogitSum, Tensor] = {}
+        self._functions: dict[Sum, Tensor] = {}
         self._sums: dict[Moment, Tensor] = {}
         self.log_total: Tensor
         self.moments: dict[Moment, Tensor] = {}
@@ -60,7 +63,8 @@ class RowSums:
         Returns:
             the memory of z, with its differences y to the largest logit so far (the lowest finite
             number if that is -inf); they are at least ``LEAST_LOG`` where moments are summed. With
-            the exponentials of y if :attr:`only_total` and not ``keep``.
+            the exponentials of y if :attr:`only_total` and not ``keep``; with z if no output reads
+            the softmax.
         """
         before = self._highest
         if self._spec.indices:
@@ -69,10 +73,15 @@ class RowSums:
                 later = (highest > before) | (highest.isnan() & ~before.isnan())
                 index = torch.where(later, index + classes.start, self._index)
             self._index = index
-        else:
+        elif self._raw:
             highest = z.amax(1)
-        self._highest = highest if before is None else torch.maximum(highest, before)
+        if self._raw:
+            self._highest = highest if before is None else torch.maximum(highest, before)
         self._add_logits(z, classes)
+        if not self._raw:
+            self.log_total = z.new_zeros(len(z))
+            return z
+        assert self._highest is not None
         # clamped: if every logit is -inf, -inf - -inf would make the lse nan
         m = finite(self._highest)
         y = z.sub_(m.unsqueeze(1))
@@ -85,11 +94,10 @@ class RowSums:
 
     def _add_logits(self, z: Tensor, classes: slice) -> None:
         """What reads logits and not their differences."""
-        for output in dict.fromkeys(self._read):
-            if isinstance(output, LogitSum):
-                line = self._weighted(z, output, classes)
-                before = self._of_logits.get(output)
-                self._of_logits[output] = line if before is None else before + line
+        for output in self._spec.sums:
+            if not output.late:
+                line, before = self._summed(output, z, classes), self._functions.get(output)
+                self._functions[output] = line if before is None else before + line
         if self._picks:
             index = part_of(self._operands.classes(), self._few)
             column, elsewhere = self._operands.columns(index, classes)
@@ -98,6 +106,26 @@ class RowSums:
             if self._at is not None and elsewhere is not None:
                 at = torch.where(elsewhere, self._at, at)
             self._at = at
+
+    def _add_late(self, z: Tensor) -> None:
+        """The sums that read the softmax, or picks, where z has all classes."""
+        classes, values = slice(0, z.shape[1]), {}
+        if self._picks:
+            assert self._at is not None
+            values = of_picks("at", self._at)
+        if self._raw:
+            values["l"] = (z - self._clamped.unsqueeze(1)).sub_(self.log_total.unsqueeze(1))
+            values["l"].clamp_(min=LEAST_LOG)
+            if self._picks:
+                values |= of_picks("pick", self._line("pick").t())
+        for output in self._spec.late:
+            self._functions[output] = self._summed(output, z, classes, values)
+
+    def _summed(
+        self, output: Sum, z: Tensor, classes: slice, values: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        beside = self._operands.beside(output.function, self._few, classes)
+        return evaluate(output.function, z, beside | dict(values or {})).sum(1)
 
     def _raw_sums(self, y: Tensor, classes: slice, in_place: bool) -> dict[Moment, Tensor]:
         """The raw sums ``[rows]`` of y ``[rows, classes]``, which is overwritten, unless
@@ -119,30 +147,35 @@ class RowSums:
                         found[moment] = self._weighted(term, moment, classes)
         return {moment: found[moment] for moment in self._raw}
 
-    def _weighted(self, term: Tensor, output: Moment | LogitSum, classes: slice) -> Tensor:
+    def _weighted(self, term: Tensor, output: Moment, classes: slice) -> Tensor:
         """The sum over the classes of ``w * term``."""
         if output.weight is None:
             return term.sum(1)
         w = self._operands.values(output.weight, self._few, classes)
         return term.mv(w) if w.dim() == 1 else (w * term).sum(1)
 
-    def write(self, out: Outputs) -> None:
-        """Writes the rows of ``out``, when all classes were added; of a total no lse and rest."""
+    def write(self, out: Outputs, z: Tensor | None = None) -> None:
+        """Writes the rows of ``out``, when all classes were added; of a total no lse and rest.
+        ``z``: the transformed logits of all classes, for the late sums."""
         few, spec = self._few, self._spec
-        self.log_total = self.total.log()
+        if self._raw:
+            self.log_total = self.total.log()
         self.moments = {
             moment: normalised(moment, self._sums, self.log_total, torch.exp)
             for moment in self._raw
             if moment != TOTAL or TOTAL in self._read  # every call sums it, and few read it
         }
+        if spec.late:
+            assert z is not None, "a second pass reads all logits of a row"
+            self._add_late(z)
         for rows, outputs in ((out.rows, spec.rows), (out.saved, spec.saved)):
             if outputs:
                 rows[:, few] = self._lines(outputs)
         if self._index is not None:
             out.indices[:, few] = self._index
-        if not spec.total:
+        if self._raw and not spec.total:
             out.lse[few], out.rest[few] = self.lse_and_rest()
-        elif (coef := self._operands.coef) is not None:
+        if (coef := self._operands.coef) is not None:
             coef = part_of(coef, few, 1)
             # a row without a coefficient adds this 0, whatever its value is
             terms = torch.where(coef.bool(), coef * self._lines(spec.total), coef)
@@ -159,20 +192,24 @@ class RowSums:
 
     def _line(self, output: Output) -> Tensor:
         """One output, ``[1, rows]``, or ``[K, rows]`` for picks."""
-        m, log_total = self._clamped, self.log_total
+        if isinstance(output, Sum | Moment):
+            known = self._functions if isinstance(output, Sum) else self.moments
+            return known[output].unsqueeze(0)  # type: ignore[index]
         if output in OF_PICKS:
             assert self._at is not None, "the call has picks"
             at = self._at.t()
-            return at if output == "at" else at - m - log_total
-        if not isinstance(output, str):
-            line = self.moments[output] if isinstance(output, Moment) else self._of_logits[output]
-        elif output == "lse":
-            line = m + log_total
-        else:
-            assert self._highest is not None, "there is at least one class"
-            # highest - m is 0, or nan if every logit is -inf
-            line = self._highest - m - log_total if output == "peak" else self._highest
-        return line.unsqueeze(0)
+            return at if output == "at" else at - self._clamped - self.log_total
+        if output == "lse":
+            return (self._clamped + self.log_total).unsqueeze(0)
+        assert self._highest is not None, "there is at least one class"
+        if output == "peak":  # highest - m is 0, or nan if every logit is -inf
+            return (self._highest - self._clamped - self.log_total).unsqueeze(0)
+        return self._highest.unsqueeze(0)
+
+
+def of_picks(kind: str, values: Tensor) -> dict[str, Tensor]:
+    """Values at a row's picks ``[rows, K]``, by the names that expressions read, ``[rows, 1]``."""
+    return {f"{kind}{i}": line for i, line in enumerate(values.split(1, 1))}
 
 
 def finite(highest: Tensor) -> Tensor:

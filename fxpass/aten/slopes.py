@@ -6,19 +6,20 @@ In: operands and incoming gradients. Out: the gradient of the transformed logits
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 from sympy import Expr
 from torch import Tensor
 
 from fxpass.aten.gemm import part_of
+from fxpass.aten.row_sums import of_picks
 from fxpass.spec import expression
 from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_LARGEST,
     OF_PICKS,
-    LogitSum,
     Moment,
     Output,
     Reductions,
@@ -36,11 +37,12 @@ class Slope(Terms):
         few: the rows.
         outputs: those that have an incoming gradient.
         lines: the incoming gradients ``[rows]``, K for picks ``[N, K]``.
-        sums: the normalised moments ``[rows]`` of :func:`fxpass.spec.reductions.for_slopes`.
-        z: the transformed logits of all classes, read for max, amax and peak.
+        sums: those of :func:`fxpass.spec.reductions.for_slopes`, ``[rows]``.
+        z: the transformed logits of all classes, read for max, amax, peak, and by late sums.
 
     Attributes:
-        weighted: the sums among the outputs, and their incoming gradients.
+        weighted: the moments with weights, and their incoming gradients.
+        reads_log: whether the log-softmax is read.
     """
 
     def __init__(
@@ -49,22 +51,31 @@ class Slope(Terms):
         few: slice,
         outputs: Iterable[Output],
         lines: Tensor,
-        sums: Mapping[Moment, Tensor],
+        sums: Mapping[Output, Tensor],
         z: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.picked: list[tuple[Tensor, Tensor]] = []
         self.dense: list[Tensor] = []
-        self.weighted: list[tuple[Moment | LogitSum, Tensor]] = []
+        self.weighted: list[tuple[Moment, Tensor]] = []
         self._operands, self._few = operands, few
         row = 0
         for output in outputs:
             count = operands.classes().shape[1] if output in OF_PICKS else 1
             line, row = lines[row : row + count], row + count
             self._add_output(output, line, sums, z)
+        for i, grad in self.at:
+            of_class = part_of(operands.classes(), few)[:, i : i + 1]
+            self.picked.append((of_class, grad.unsqueeze(1)))
+        self.reads_log = bool(self.coefficients or self.weighted)
+        self.reads_log |= any(o.reads_softmax for o, _ in self.functions)
+        self._logits_at: Tensor | None = None
+        if any(o.late for o, _ in self.functions) and operands.picks is not None:
+            assert z is not None, "a late sum reads all logits of a row"
+            self._logits_at = z.gather(1, part_of(operands.classes(), few))
         powers = {key: set(polynomial) for key, polynomial in self.coefficients.items()}
         # the first power of the softmax is all there is, besides picked classes
-        self._of_one_softmax = powers == {(1, None): {0}} and not self.dense
+        self._of_one_softmax = powers == {(1, None): {0}} and not (self.dense or self.functions)
         # and every row has some of it, so none is without an incoming gradient; a GPU would have to
         # synchronise
         self._in_every_row = (
@@ -78,12 +89,13 @@ class Slope(Terms):
                 self._without = ~counts.unsqueeze(1)
 
     def _add_output(
-        self, output: Output, line: Tensor, sums: Mapping[Moment, Tensor], z: Tensor | None
+        self, output: Output, line: Tensor, sums: Mapping[Output, Tensor], z: Tensor | None
     ) -> None:
         """Adds one output; ``line`` is ``[K, rows]``, K = 1 but for picks."""
         grad = line[0] if len(line) == 1 else line.sum(0)
-        if isinstance(output, Moment | LogitSum):
-            self.weighted.append((output, grad))
+        if isinstance(output, Moment):
+            if output.weight is not None:
+                self.weighted.append((output, grad))
         elif output in OF_PICKS:
             self.picked.append((part_of(self._operands.classes(), self._few), line.t()))
         elif output in OF_LARGEST:
@@ -96,16 +108,30 @@ class Slope(Terms):
         self.add_output(output, grad, sums)
 
     def of(
-        self, y: Tensor, log_total: Tensor, classes: slice, scaled: bool
+        self,
+        y: Tensor,
+        log_total: Tensor,
+        classes: slice,
+        scaled: bool,
+        z: Tensor | None = None,
+        of_given: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The gradient of some classes, where ``y - log_total`` is the log-softmax, ``[rows,
         classes]`` and ``[rows]``; and the factor ``[rows]`` by which it has still to be multiplied,
-        which is 1 if ``scaled``. It overwrites y."""
-        if self._of_one_softmax:
+        which is 1 if ``scaled``. It overwrites y, if :attr:`reads_log`.
+
+        ``z``: the transformed logits, for sums of functions. ``of_given``: gradients of given
+        values by position, to which those of moments and sums are added."""
+        if self._of_one_softmax and not of_given:
             return self.of_softmax(y.exp_(), log_total.exp(), classes, scaled)
-        log = y.sub_(log_total.unsqueeze(1)).clamp_(min=LEAST_LOG)
+        log, given = y, of_given or {}
+        if self.reads_log:
+            log = y.sub_(log_total.unsqueeze(1))
+            self._add_of_moments(given, log, classes)
+            log.clamp_(min=LEAST_LOG)
+        self._add_of_functions(given, z, log, classes)
+        g = self._of_functions(z, log, classes)
         softmax = log.exp() if any(a for a, _ in self.coefficients) else log
-        g = None
         for (a, weight), polynomial in self.coefficients.items():
             term = _polynomial(polynomial, log)
             for _ in range(a):
@@ -123,7 +149,46 @@ class Slope(Terms):
             g += some
         for index, each in self._picked(classes):
             g.scatter_add_(1, index, each)
-        return g, torch.ones_like(log_total)
+        return g, torch.ones_like(g[:, 0])
+
+    def _of_functions(self, z: Tensor | None, log: Tensor, classes: slice) -> Tensor | None:
+        """The part of the gradient of the sums of functions."""
+        found = None
+        for output, grad in self.functions:
+            if output.slope != 0:
+                term = self._function(output.slope, z, log, classes) * grad.unsqueeze(1)
+                found = term if found is None else found.add_(term)
+        return found
+
+    def _function(self, expr: Expr, z: Tensor | None, log: Tensor, classes: slice) -> Tensor:
+        """An expression of the logits, the log-softmax and the row's picks."""
+        assert z is not None, "sums of functions read logits"
+        values = self._operands.beside(expr, self._few, classes)
+        if self._logits_at is not None:
+            values |= of_picks("at", self._logits_at)
+        if self.reads_log:
+            values["l"] = log
+            if self._logits_at is not None:
+                values |= of_picks("pick", log.gather(1, self._operands.classes()[self._few]))
+        return expression.evaluate(expr, z, values)
+
+    def _add_of_moments(self, grads: Mapping[int, Tensor], log: Tensor, classes: slice) -> None:
+        """Adds the gradients of the weights of moments."""
+        for moment, line in self.weighted:
+            if (grad := grads.get(cast(int, moment.weight))) is not None:
+                term = moment.term(log).mul_(line.unsqueeze(1))
+                add_of_values(grad, term, self._few, classes)
+
+    def _add_of_functions(
+        self, grads: Mapping[int, Tensor], z: Tensor | None, log: Tensor, classes: slice
+    ) -> None:
+        """Adds the gradients of the given values of sums."""
+        for output, line in self.functions:
+            given = (i for kind, i in expression.operands(output.function) if kind == "given")
+            for i in [i for i in given if i in grads]:
+                slope = expression.derivative(output.function, expression.given(i))
+                term = self._function(slope, z, log, classes) * line.unsqueeze(1)
+                add_of_values(grads[i], term, self._few, classes)
 
     def of_softmax(
         self, e: Tensor, total: Tensor, classes: slice, scaled: bool
@@ -177,7 +242,7 @@ class Slope(Terms):
         """A slope at each of the linear's outputs."""
         if slope.is_number:
             return float(slope)
-        values = self._operands.of_transform(slope, self._few, classes)
+        values = self._operands.beside(slope, self._few, classes)
         return expression.evaluate(slope, logits, values)
 
 
@@ -185,7 +250,7 @@ def transformed(
     operands: Operands, spec: Reductions, few: slice, logits: Tensor, classes: slice
 ) -> tuple[Tensor, Tensor]:
     """The transformed logits of some classes, without the scale of their row and with it."""
-    values = operands.of_transform(spec.transform, few, classes)
+    values = operands.beside(spec.transform, few, classes)
     z = expression.evaluate(spec.transform, logits, values)
     return z, z if operands.scale is None else z * operands.scale[few].unsqueeze(1)
 

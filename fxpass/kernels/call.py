@@ -164,19 +164,18 @@ def blocks(
 
     The default has blocks of up to 16 KiB of a row and 16 elements per thread: enough loads in
     flight. A thread of another candidate has more logits only where each has few other values: no
-    weights, no transform, no gradient of a scale. ``sliced``: a launch may have some of the
+    weights, no functions, no gradient of a scale. ``sliced``: a launch may have some of the
     classes.
 
     >>> blocks(128256, torch.bfloat16, "sm_90", Reductions(("pick",)))
     [(8192, 16), (8192, 8), (4096, 8), (2048, 4)]
     """
-    sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
-    weighted = any(o.weight is not None for o in sums)
-    light = not weighted and spec.transform == expression.Z and "scale" not in spec.gradients
+    light = not (spec.weights or spec.sums or "scale" in spec.gradients)
+    light = light and spec.transform == expression.Z
     whole = 1 << (v - 1).bit_length()
     block = min(whole, _BLOCK_BYTES // dtype.itemsize)
     default = block, max(1, min(16, block // 512))
-    if expression.operands(spec.transform):
+    if spec.operands or spec.late:
         return [default]  # others spill on sm_80
     sizes = [*_BLOCKS, _SMALL] if sliced else _BLOCKS
     if not sliced and not target.startswith("sm_12"):

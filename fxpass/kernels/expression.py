@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import sympy
-from sympy import Expr
+from sympy import Expr, Symbol
 
 from fxpass.spec import expression
 from fxpass.spec.expression import operands
@@ -27,24 +27,25 @@ def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
 
     The constant is applied in f32 after the GEMMs; in an fp16 gradient it would over- or underflow.
     """
-    return _normalized(expression.derivative(logits))
+    return normalized(expression.derivative(logits))
 
 
-def _normalized(expr: Any) -> tuple[Any, Any]:
+def normalized(expr: Any) -> tuple[Any, Any]:
+    """An expression as a constant times an expression whose largest coefficient is one."""
     if expr.is_number:
         return expr, sympy.Integer(1)
     factor, rest = expr.as_coeff_Mul()
     if isinstance(rest, sympy.Add):
-        terms = [_normalized(term) for term in rest.args]
+        terms = [normalized(term) for term in rest.args]
         largest = max(abs(coefficient) for coefficient, _ in terms)
         return factor * largest, sympy.Add(*(c / largest * term for c, term in terms))
     if isinstance(rest, Where):
         x, y, *branches = rest.args
-        units = [_normalized(branch) for branch in branches]
+        units = [normalized(branch) for branch in branches]
         largest = max(abs(coefficient) for coefficient, _ in units)
         return factor * largest, rest.func(x, y, *(c / largest * unit for c, unit in units))
     if isinstance(rest, sympy.Mul):
-        units = [_normalized(part) if isinstance(part, Where) else (1, part) for part in rest.args]
+        units = [normalized(part) if isinstance(part, Where) else (1, part) for part in rest.args]
         coefficients, parts = zip(*units, strict=True)
         return sympy.Mul(factor, *coefficients), sympy.Mul(*parts)
     return factor, rest
@@ -60,24 +61,29 @@ LIBRARY = "".join(
 def functions(logits: Expr) -> list[str]:
     """The source of ``transform``, and of ``transform_and_slope``, which returns both, unless the
     unit slope is a constant; ``logits``: the transformed logit."""
-    parameters = ["z", *(f"{kind}{i}" for kind, i in operands(logits))]
     unit = unit_slope(logits)[1]
-    out = [_function("transform", parameters, [logits])]
+    out = [function("transform", logits)]
     if not unit.is_number:
-        out.append(_function("transform_and_slope", parameters, [logits, unit]))
+        out.append(function("transform_and_slope", logits, unit))
     return out
 
 
-def _function(name: str, parameters: list[str], values: list[Expr]) -> str:
-    """A function of the linear's output ``z`` and of what the transform reads beside it; common
-    subexpressions are computed once."""
+def parameters(expr: Expr) -> list[str]:
+    """The names of what an expression reads, in the order of :func:`function`'s parameters."""
+    beside = (f"{kind}{i}" for kind, i in operands(expr))
+    return [*(name for name in ("z", "l") if expr.has(Symbol(name))), *beside]
+
+
+def function(name: str, *values: Expr) -> str:
+    """A function that returns expressions of what the first one reads; common subexpressions are
+    computed once."""
     # The base of an integer power is printed several times; as an extra value, cse names it.
     powers = [p for value in values for p in value.atoms(sympy.Pow) if p.exp.is_Integer]
     bases = sorted({p.base for p in powers if not p.base.is_Atom}, key=sympy.default_sort_key)
     shared, results = sympy.cse([*values, *bases], symbols=sympy.numbered_symbols("u"))
     lines = [f"{symbol} = {text(value)}" for symbol, value in shared]
     lines.append(f"return {', '.join(text(result) for result in list(results)[: len(values)])}")
-    define = f"def {name}({', '.join(parameters)}):"
+    define = f"def {name}({', '.join(parameters(values[0]))}):"
     return "\n".join(["@triton.jit", define, *(f"    {line}" for line in lines)])
 
 
@@ -99,7 +105,7 @@ def _written(expr: Any) -> tuple[str, int]:
     """The text, and the precedence of its outermost operation."""
     if expr.is_number:
         return _number(expr)
-    if isinstance(expr, sympy.Symbol):
+    if isinstance(expr, Symbol):
         return expr.name, _ATOM
     if isinstance(expr, sympy.Add):
         first, *rest = (text(term) for term in expr.as_ordered_terms())

@@ -7,7 +7,7 @@ them with their gradient, from which GEMMs compute those of the operands::
 
     >>> x, weight, c = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> operands = Operands(x, weight, None, None, c, ())
-    >>> spec = Reductions.parse("r3 outputs=pick;moment(1,1) gradients=x")
+    >>> spec = Reductions.parse("r4 outputs=pick;moment(1,1) gradients=x")
     >>> plan = Plan("triton", "tiled", rows=4096, classes=8192)
     >>> out, _ = forward(operands, spec, plan)
     >>> out.rows.shape  # log-probabilities and negative entropies

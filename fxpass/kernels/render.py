@@ -12,9 +12,9 @@ numbers::
 
 The template says what the kernel computes and what its parameters and variables are. Of an output
 ``moment(1,2,w0)``, s12_0 is the sum under the largest logit m, m12_0 the moment of the log-softmax,
-d_m12_0 its incoming gradient. With y = z - m, e is exp(y), and ``near`` and ``away`` are y without
-infinities and without what lies behind the classes; under a new maximum, ``shift`` and ``gap`` are
-the old one minus the new one, and decay = exp(shift).
+d_m12_0 its incoming gradient; sum0, sum1, ... are the sums of functions. With y = z - m, e is
+exp(y), and ``near`` and ``away`` are y without infinities and without what lies behind the classes;
+under a new maximum, ``shift`` and ``gap`` are the old one minus the new one, decay = exp(shift).
 
 The name of a kernel is a hash of the text: it is the same in every process, and specs with the same
 text share a kernel. The module does not import triton, so it runs on any platform.
@@ -26,8 +26,9 @@ import dataclasses
 import functools
 import hashlib
 import math
+import re
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import sympy
@@ -36,14 +37,14 @@ from sympy import Symbol
 from fxpass.kernels import expression
 from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
-from fxpass.spec.expression import Z, operands
+from fxpass.spec.expression import Z
 from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
-    LogitSum,
     Moment,
     Output,
     Reductions,
+    Sum,
     Terms,
     for_slopes,
     normalised,
@@ -103,7 +104,7 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
     module = rendered(
         **_CONSTANTS,
         **_of_logits(spec, f, backward),
-        **_of_sums(spec, f),
+        **_of_sums(spec, f, forward),
         **_of_gradient(spec, f, forward),
         **{"f": f, "spec": spec, "forward": forward, "backward": backward, "name": _NAME},
         sliced=not forward and in_slices(spec),
@@ -116,8 +117,8 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
 
 def in_slices(spec: Reductions) -> bool:
     """Whether the gradient of outputs can be computed for some of the classes at a time: it needs
-    the lse and other sums of a row, which forward has saved, but not its largest logit."""
-    return not spec.of_largest
+    the lse and other sums of a row, which forward has saved, but no logit of another class."""
+    return not (spec.of_largest or spec.late)
 
 
 @functools.cache
@@ -132,32 +133,41 @@ def gradient_factor(spec: Reductions) -> float:
 
 def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
     """What the docstring says, how a logit is transformed, and the given values at its class."""
-    read, transformed = operands(spec.transform), spec.transform != Z
+    transformed = spec.transform != Z
     said = dataclasses.replace(spec, gradients=(), memory_mb=0).text().split(" ")[1:]
     said += [name for name in ("biased", "scaled", "several", "apart") if getattr(f, name)]
     functions = expression.functions(spec.transform) if transformed else []
-
-    def transform(logit: str, given: str, hit: str) -> str:
-        """The arguments of the transform: a logit and what is read beside it, as text of its
-        position."""
-        return ", ".join((logit, *({"given": given, "hit": hit}[k].format(i) for k, i in read)))
-
-    sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
-    weights = {o.weight for o in sums if o.weight is not None}
+    for i, output in enumerate(spec.sums):
+        functions.append(expression.function(f"of_sum{i}", output.function))
+        functions.append(expression.function(f"slope_of_sum{i}", output.slope))
+    positions = sorted({*spec.weights, *(i for kind, i in spec.operands if kind == "given")})
     return {
         "facts": textwrap.fill(", ".join(said), 96),
         "functions": "\n\n".join([expression.LIBRARY, *(f"{text}\n" for text in functions), ""]),
         "transformed": transformed,
-        "transform": transform,
+        "transform": functools.partial(_arguments, spec.transform),
         "with_slope": backward and not expression.unit_slope(spec.transform)[1].is_number,
-        "hits": [i for kind, i in read if kind == "hit"],
-        "positions": sorted({*weights, *(i for kind, i in read if kind == "given")}),
+        "hits": sorted({i for kind, i in spec.operands if kind == "hit"}),
+        "picks_read": sorted({i for kind, i in spec.operands if kind in OF_PICKS}),
+        "positions": positions,
     }
 
 
+def _arguments(expr: Any, **variables: str) -> str:
+    """The arguments of an expression's function: what it reads, as the text of a kind of operands,
+    with its position, or else in the kernel's variables."""
+    variables = {**_VARIABLES, **variables}
+    read = (re.fullmatch(r"([a-z]+)(\d*)", name) for name in expression.parameters(expr))
+    return ", ".join(variables.get(m[1], m[0]).format(m[2]) for m in read if m)
+
+
+# Of the template, for what expressions read.
+_VARIABLES = {"given": "w{}", "hit": "h{}"}
+
+
 def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
-    """The sums over the classes that these outputs need, but the number of classes: a variable, the
-    term of one class, and the sum so far under the new maximum. A sum comes after those that it is
+    """The moments that these outputs need, but the number of classes: a variable, the term of one
+    class, and the sum so far under the new maximum. A sum comes after those that it is
     shifted with.
 
     >>> for name, term, grown in sums_of([Moment(1, 1)]):
@@ -165,13 +175,7 @@ def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
     s10 = decay * s10 + sum(e)
     s11 = decay * (s10 * shift + s11) + sum(e * near)
     """
-    outputs = list(outputs)
-    found = [_of_moment(moment) for moment in raw(outputs) if moment != _COUNTED]
-    for output in outputs:
-        if isinstance(output, LogitSum):
-            term = " * ".join([*_weight(output), "tl.where(inside, z, 0.0)"])
-            found.append((_name(output), term, _name(output)))
-    return found
+    return [_of_moment(moment) for moment in raw(list(outputs)) if moment != _COUNTED]
 
 
 _COUNTED = Moment(0, 0)
@@ -186,7 +190,8 @@ def _of_moment(moment: Moment) -> tuple[str, str, str]:
     grown = expression.text(shifted(moment, sums, shift, lambda e: decay ** (e / shift)))
     if not a and b > 1:
         grown = f"tl.where(grows, {grown}, {name})"
-    return name, " * ".join(["e"] * a + ["near" if a else "away"] * b + _weight(moment)), grown
+    weight = [] if moment.weight is None else [f"w{moment.weight}"]
+    return name, " * ".join(["e"] * a + ["near" if a else "away"] * b + weight), grown
 
 
 # ``peak``: nan if every logit is -inf
@@ -194,10 +199,10 @@ _VALUES = {"lse": "of_row", "pick": "z_c - m - log_s", "at": "z_c", "max": "high
 _VALUES |= {"amax": "highest", "peak": 'tl.where(s10 == 0.0, float("nan"), -log_s)'}
 
 
-def _of_sums(spec: Reductions, f: Features) -> dict[str, Any]:
-    """The sums of the first pass, and the outputs."""
-    read = tuple(dict.fromkeys((*spec.outputs, *spec.total)))
-    sums = {m: Symbol(_name(m)) for m in raw(read)}
+def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
+    """The sums of both passes, and the outputs."""
+    read = (*spec.outputs, *spec.total)
+    sums, names = {m: Symbol(_name(m)) for m in raw(read)}, names_of(spec)
     log, inverse = Symbol("log_s"), Symbol("inverse")
 
     def of_log(moment: Moment) -> str:
@@ -205,44 +210,57 @@ def _of_sums(spec: Reductions, f: Features) -> dict[str, Any]:
         return expression.text(normalised(moment, sums, log, lambda e: inverse ** (-e / log)))
 
     def value(output: Output) -> str:
-        return _VALUES[output] if isinstance(output, str) else _name(output, "m")
+        if isinstance(output, str):
+            return _VALUES[output]
+        return names[output] if isinstance(output, Sum) else _name(output, "m")
 
     def of_total(output: Output) -> str:
-        d, v = _gradient(output), value(output)
+        d, v = _gradient(output, names), value(output)
         term = f"tl.where({d} == 0.0, 0.0, {d} * {f'({v})' if ' ' in v else v})"
         return f"tl.sum({term}, 0)" if f.several and output in OF_PICKS else term
 
+    functions: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+    for output, name in names.items() if forward else ():
+        functions[output.late].append((name, f"of_{name}({_arguments(output.function)})"))
     return {
         "sums": sums_of(read),
+        "functions_of_logits": functions[False],
+        "late": functions[True],
         "normalised": [(_name(moment, "m"), of_log(moment)) for moment in sums],
         "stored": [(place, value(o), mask) for o, place, mask in _places(spec.rows, f.several)],
-        "saved": [_name(moment, "m") for moment in spec.saved],
+        "saved": [value(output) for output in spec.saved],
         "total": [of_total(output) for output in spec.total],
     }
 
 
 def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
     """The incoming gradients, those of a total are its weights, and the gradient of a logit."""
-    outputs = spec.total or spec.rows
-    sigmas = {moment: Symbol(_name(moment, "m")) for moment in for_slopes(outputs)}
+    outputs = spec.total or (() if forward else spec.rows)
+    names = names_of(spec)
+    sigmas: dict[Output, Symbol] = {
+        o: Symbol(names[o] if isinstance(o, Sum) else _name(o, "m")) for o in for_slopes(outputs)
+    }
     terms = Terms()
     for output in outputs:
         of_picks = "_sum" if f.several and output in OF_PICKS else ""
-        terms.add_output(output, Symbol(f"{_gradient(output)}{of_picks}"), sigmas)
+        terms.add_output(output, Symbol(f"{_gradient(output, names)}{of_picks}"), sigmas)
+    functions = [(names[o], o.slope, d) for o, d in terms.functions if o.slope != 0]
     places = _places(outputs, f.several)
     of_each = _places(outputs, f.several, each="i")
 
     def added(some: Iterable[str]) -> str:
-        return " + ".join(_gradient(output) for output in some if output in outputs)
+        return " + ".join(_gradient(output, names) for output in some if output in outputs)
 
     return {
-        "incoming": [(_gradient(output), *place) for output, *place in places],
+        "incoming": [(_gradient(output, names), *place) for output, *place in places],
         "coefficients": [
             (_coefficient(a, b, weight), expression.text(value))
             for (a, weight), polynomial in terms.coefficients.items()
             for b, value in polynomial.items()
         ],
         "slope": _slope(terms),
+        "slopes": [f"{d} * slope_of_{name}({_arguments(slope)})" for name, slope, d in functions],
+        "at_picks": [(i, expression.text(value)) for i, value in terms.at],
         "places_of_picks": [place for output, place, _ in of_each if output in OF_PICKS],
         "picked": added(OF_PICKS),
         "at_first": "" if forward else added(("max", "peak")),
@@ -280,20 +298,23 @@ def _places(
 # ---------------------------------------------------------------- names
 
 
-def _name(output: Moment | LogitSum, kind: str = "s") -> str:
-    """The variable of a sum, or with ``kind`` m that of a moment of the log-softmax."""
-    name = f"{kind}{output.a}{output.b}" if isinstance(output, Moment) else "z_sum"
+def names_of(spec: Reductions) -> dict[Sum, str]:
+    """The variables of the sums of functions."""
+    return {output: f"sum{i}" for i, output in enumerate(spec.sums)}
+
+
+def _name(output: Moment, kind: str = "s") -> str:
+    """The variable of a raw sum, or with ``kind`` m that of a moment of the log-softmax."""
+    name = f"{kind}{output.a}{output.b}"
     return name if output.weight is None else f"{name}_{output.weight}"
 
 
-def _gradient(output: Output) -> str:
+def _gradient(output: Output, names: Mapping[Sum, str]) -> str:
     """The variable of an incoming gradient."""
+    if isinstance(output, Sum):
+        return f"d_{names[output]}"
     return f"d_{output if isinstance(output, str) else _name(output, 'm')}"
 
 
 def _coefficient(a: int, b: int, weight: int | None) -> str:
     return _name(Moment(a, b, weight), "c")
-
-
-def _weight(output: Moment | LogitSum) -> list[str]:
-    return [] if output.weight is None else [f"w{output.weight}"]

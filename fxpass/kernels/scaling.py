@@ -21,8 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxpass.kernels.expression import normalized
+from fxpass.spec import expression
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Output
+from fxpass.spec.reductions import OF_PICKS, Output, Sum
 
 # About twice the largest -log(p) of a class: the slope of a square of log(p).
 _LARGEST_LOG = 64.0
@@ -62,10 +64,15 @@ def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
     """About the largest gradient of a logit, ``[]`` or ``[N]``, for an incoming gradient of 1."""
     if isinstance(output, str):
         return 1.0
-    power = output.b if isinstance(output, Moment) else 0
-    size = _LARGEST_LOG if power > 1 else 1.0
+    if isinstance(output, Sum):
+        size = abs(float(normalized(output.slope)[0]))
+        read = (i for kind, i in expression.operands(output.function) if kind == "given")
+        for w in (operands.given[i].float().abs() for i in read):
+            size = size * w.amax(-1).clamp(min=1)
+        return size
+    size = _LARGEST_LOG if output.b > 1 else 1.0
     w = None if output.weight is None else operands.given[output.weight].float().abs()
-    if isinstance(output, LogitSum) or output.a:
+    if output.a:
         return size if w is None else size * w.amax(-1)
     # of the softmax, there is as much as the weights add up to
     return size * (operands.weight.shape[0] if w is None else w.sum(-1))

@@ -21,11 +21,12 @@ from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
-from fxpass.match.classes import Classes, Flow, Picked
+from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Taken, symbols_of
 from fxpass.match.elementwise import expr_of
 from fxpass.match.masks import function_over, hot, index_of, made_of, written_between
 from fxpass.match.operands import operand_of, whole_range
+from fxpass.match.outputs import Picked
 from fxpass.match.pointwise import MASKS
 from fxpass.match.views import entries_of
 

@@ -17,9 +17,10 @@ from torch.fx import Node
 
 from fxpass.graph.nodes import NoMatch, needs_gradient
 from fxpass.graph.source import call_name
-from fxpass.match.classes import Base, Classes, Flow, has_classes
+from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
 from fxpass.match.masks import of_classes_alone
+from fxpass.match.outputs import Base
 from fxpass.spec.expression import Z
 
 

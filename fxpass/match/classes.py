@@ -15,12 +15,9 @@ from torch.fx import Node
 from fxpass.graph.nodes import NoMatch, value
 from fxpass.graph.region import Region
 from fxpass.match.edits import (
-    Added,
     Edit,
     Part,
     Step,
-    Taken,
-    factors_of,
     is_one_number,
     keeps_rows,
     symbols_of,
@@ -28,8 +25,8 @@ from fxpass.match.edits import (
 )
 from fxpass.match.linears import Linear
 from fxpass.match.losses import Loss
+from fxpass.match.outputs import HOT, WRAPPED, Base, OfBase, Picked, Summed, Weighted
 from fxpass.spec.expression import Z
-from fxpass.spec.reductions import LogitSum, Moment, Output
 
 
 @dataclass(frozen=True)
@@ -57,93 +54,6 @@ class Classes:
 
 
 @dataclass(frozen=True)
-class Base:
-    """Logits of which a softmax, or another reduction, is taken.
-
-    Attributes:
-        steps: the views from the linear's output to them, but for those that keep the rows' order.
-        edits: changes of the linear's operands.
-        transform: one logit, as an expression of ``z`` and of what is given at its class.
-        scale: a factor of each row, as an expression of row symbols.
-        log, lse: the symbols of the log-softmax and of the log-sum-exp.
-    """
-
-    steps: tuple[Step, ...]
-    edits: tuple[Edit, ...]
-    transform: Expr
-    scale: Expr
-    log: Symbol
-    lse: Symbol
-
-    @property
-    def logit(self) -> Expr:
-        """The logit as an expression of ``z`` and row symbols."""
-        return self.transform * self.scale
-
-    @property
-    def given(self) -> list[Symbol]:
-        """The symbols of the tensors that the transform reads, but for one-hot tensors."""
-        symbols = sorted(symbols_of(self.transform) - {Z}, key=str)
-        return [s for s in symbols if not s.name.startswith("hot_")]
-
-    @property
-    def hits(self) -> list[Symbol]:
-        """The symbols of the one-hot tensors that the transform reads."""
-        symbols = sorted(symbols_of(self.transform) - {Z}, key=str)
-        return [s for s in symbols if s.name.startswith("hot_")]
-
-    @property
-    def factors(self) -> set[Symbol]:
-        """The symbols of factors in the edits."""
-        return factors_of(self.edits)
-
-    @property
-    def indices(self) -> list[Node]:
-        """The nodes that select classes."""
-        taken = [edit.index for edit in self.edits if isinstance(edit, Taken)]
-        parts = [part for i in taken for part in (i if isinstance(i, tuple) else (i,))]
-        return [part for part in parts if isinstance(part, Node)]
-
-    @property
-    def biases(self) -> list[Symbol]:
-        """The symbols of what is added to the linear's bias."""
-        return [edit.bias for edit in self.edits if isinstance(edit, Added)]
-
-
-@dataclass(frozen=True)
-class Picked:
-    """The outputs ``pick`` or ``at``, at the classes of an index tensor.
-
-    Attributes:
-        index: class indices: one or K for each row.
-        dim: position of the dimension of K in ``index``; None if it has none.
-        wraps: ``all``, ``negative`` or empty: which indices outside the classes are counted from
-            the end.
-        ignored: an index whose rows take class 0; None if there is none.
-        logit: whether the logit is picked, and not the log-softmax.
-        pieces: of pieces of the rows that are joined, the picks of each, in order; ``index`` is the
-            first one's.
-    """
-
-    index: Node
-    dim: int | None
-    wraps: str = ""
-    ignored: int | None = None
-    logit: bool = False
-    pieces: tuple[Picked, ...] = ()
-
-    @property
-    def count(self) -> int | torch.SymInt:
-        """K."""
-        return 1 if self.dim is None else value(self.index).shape[self.dim]
-
-    @property
-    def indices(self) -> tuple[Node, ...]:
-        """The tensors that it is made of."""
-        return tuple(pick.index for pick in self.pieces or (self,))
-
-
-@dataclass(frozen=True)
 class Stacked:
     """A stack of several heads' logits.
 
@@ -160,14 +70,6 @@ class Stacked:
     axis: int
     positions: tuple[int, ...]
     count: int
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """A sum whose weights are the tensor of a symbol."""
-
-    moment: Moment | LogitSum
-    weight: Symbol
 
 
 @dataclass(frozen=True)
@@ -251,7 +153,7 @@ class Flow:
     rows: dict[Node, Expr] = field(default_factory=dict)
     cut: dict[Node, Expr] = field(default_factory=dict)
     bases: list[Base] = field(default_factory=list)
-    outputs: dict[Symbol, tuple[Base, Output | Picked | Weighted]] = field(default_factory=dict)
+    outputs: dict[Symbol, tuple[Base, OfBase]] = field(default_factory=dict)
     tensors: dict[Symbol, Node] = field(default_factory=dict)
     repeated_rows: dict[Symbol, Classes] = field(default_factory=dict)
     dims: dict[Symbol, int] = field(default_factory=dict)
@@ -341,7 +243,7 @@ class Flow:
         self.sums[symbol] = expr
         return symbol
 
-    def output(self, base: Base, output: Output | Picked | Weighted) -> Symbol:
+    def output(self, base: Base, output: OfBase) -> Symbol:
         """The symbol of a reduction of a base."""
         if output == "lse":
             self.outputs[base.lse] = base, output
@@ -349,6 +251,8 @@ class Flow:
         name = str(output)
         if isinstance(output, Weighted):
             name = f"{output.moment}_{output.weight.name}"
+        if isinstance(output, Summed):
+            name = f"sum({output.function})"
         if isinstance(output, Picked):
             name = f"{'at' if output.logit else 'pick'}_{output.index.name}{output.wraps}"
         symbol = Symbol(f"{name}_of_{base.log}", real=True)
@@ -382,11 +286,8 @@ class Flow:
         return self.rows.get(node, cut)
 
 
-# The kind of one-hot tensors of indices that may be negative, counted from the end.
-WRAPPED = "hot_wrapped"
-
 # The names of symbols of what is given at a class.
-OF_CLASS = ("class_", "given_", "hot_")
+OF_CLASS = ("class_", "given_", HOT)
 
 
 def has_classes(expr: Expr) -> bool:

@@ -51,8 +51,9 @@ def classes_of(flow: Flow, node: Node, function: str) -> Classes:
         return _placed(node, like)
     if function in CASTS:
         like = operand_of(flow, node)
-        compared = value(first_operand(node)).dtype == torch.bool
-        if compared or not value(node).is_floating_point():
+        if value(first_operand(node)).dtype == torch.bool:
+            return like  # 1 and 0 in every dtype
+        if not value(node).is_floating_point():
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) rounds the logits")
         check_cast(node)
         return like
@@ -153,26 +154,23 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
     rows = function not in _OF_ROWS
     exprs = [o for o in operands if isinstance(o, Expr)]
     of_logits = all(of_classes_alone(o, rows=rows) for o in exprs)
-    if spelling is not None and of_logits and function != "exp":
-        try:
-            found = replace(like, expr=spelling.value(*operands), detached=detached)
-        except ValueError as error:
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
-        return with_bias(flow, node, found)
-    algebra = _ALGEBRA.get(function)
-    if algebra is None:
-        what = f"%{node.name} ({call_name(node)}) of a softmax, or with a tensor"
-        raise NoMatch(node, f"{what}, is not known")
     for name in ("rounding_mode", "out"):
         if given.get(name) is not None:
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {name}=")
+    values = [] if spelling is None else [spelling.value]
+    if function in _ALGEBRA and (not of_logits or not values or function == "exp"):
+        values.insert(0, _ALGEBRA[function])
     if function == "exp":
         operands[0] = in_logs(flow, node, like, operands[0])
-    try:
-        found = replace(like, expr=algebra(*operands), detached=detached)
-    except ValueError as error:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
-    return with_bias(flow, node, found)
+    reason = "is not known"
+    for of_operands in values:
+        try:
+            found = replace(like, expr=of_operands(*operands), detached=detached)
+        except ValueError as error:
+            reason = f"{error}"
+            continue
+        return with_bias(flow, node, found)
+    raise NoMatch(node, f"%{node.name} ({call_name(node)}): {reason}")
 
 
 def check_gradients(flow: Flow, node: Node, tensors: Sequence[Node]) -> None:

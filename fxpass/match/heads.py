@@ -20,7 +20,7 @@ from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
 from fxpass.match import profitability
-from fxpass.match.classes import Flow, Weighted
+from fxpass.match.classes import Flow
 from fxpass.match.edits import symbols_of
 from fxpass.match.flow import flow_of
 from fxpass.match.head import Head
@@ -28,9 +28,9 @@ from fxpass.match.join import Options, calls_of
 from fxpass.match.leaving import Deferred, deferred_outputs
 from fxpass.match.linears import LINEARS, linear_of
 from fxpass.match.modes import Mode, modes_of
+from fxpass.match.outputs import Summed
 from fxpass.settings import Settings
 from fxpass.spec.expression import Z
-from fxpass.spec.reductions import LogitSum
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +105,12 @@ def _reduces_classes(flow: Flow) -> bool:
     values, or of its square error, is."""
     read = {s for reduced in flow.reductions for s in reduced.symbols if s in flow.outputs}
     for base, output in map(flow.outputs.__getitem__, read):
-        reads = symbols_of(base.transform) != {Z} and not base.transform.is_polynomial(Z)
-        moment = output.moment if isinstance(output, Weighted) else output
-        if reads or not isinstance(moment, LogitSum):
+        if not isinstance(output, Summed) or output.late:
+            return True
+        if any(
+            symbols_of(e) != {Z} and not e.is_polynomial(Z)
+            for e in (base.transform, output.function)
+        ):
             return True
     return False
 

@@ -21,12 +21,13 @@ from fxpass.graph import hazards
 from fxpass.graph.calls import others_of, storage, written
 from fxpass.graph.nodes import NoMatch, hint, needs_gradient, value
 from fxpass.graph.placements import is_dtensor
-from fxpass.match.classes import Base, Flow, Picked, Reduced, Weighted, rest_of
+from fxpass.match.classes import Flow, Reduced, rest_of
 from fxpass.match.edits import symbols_of, taken
 from fxpass.match.linears import shape_of
 from fxpass.match.masks import index_of
 from fxpass.match.modes import Mode
 from fxpass.match.operands import check_plain
+from fxpass.match.outputs import Base, Picked, Summed, Weighted, given_of
 from fxpass.match.place import movable, place, writes
 from fxpass.match.sharding import sharding_of
 from fxpass.match.totals import Total, passes_gradients, total_of
@@ -34,7 +35,7 @@ from fxpass.plan.choice import Choice, choose
 from fxpass.settings import Settings
 from fxpass.spec import expression
 from fxpass.spec.expression import Z
-from fxpass.spec.reductions import INDICES, PRODUCTS, Output, Reductions
+from fxpass.spec.reductions import INDICES, PRODUCTS, Output, Reductions, Sum
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,12 @@ class Call:
         moved: operands that are moved to it, in the graph's order.
         outputs: the symbols of its outputs, in the order of the spec; those of picks are left out.
         picks: the index tensors of the outputs ``pick`` and ``at``.
-        given: the symbols of the tensors that are weights of moments.
+        given: the symbols of the values that expressions and moments read.
         spec: what it computes.
         detached: whether no gradient flows through it.
         choice: whether forward or backward computes the gradients, and why.
         total: the scalar whose gradients forward computes; None if backward computes them.
+        added: the symbols of the total's outputs, as ``outputs``.
         logits: a node whose logits the operator reads; None if it computes them.
     """
 
@@ -65,6 +67,7 @@ class Call:
     detached: bool
     choice: Choice
     total: Total | None = None
+    added: tuple[Symbol, ...] = ()
     logits: Node | None = None
 
     @property
@@ -152,8 +155,10 @@ def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
         output = flow.outputs[symbol][1]
         if isinstance(output, Picked):
             nodes += output.indices
-        elif isinstance(output, Weighted):
-            nodes += flow.nodes(output.weight)
+        read = [*given_of(output), *(output.hits if isinstance(output, Summed) else [])]
+        nodes += [n for s in read for n in flow.nodes(s)]
+        if isinstance(output, Summed):
+            nodes += _operands(flow, base, output.picks)
     return nodes
 
 
@@ -163,25 +168,32 @@ def _call(
     linear, first, modes = flow.linear, reductions[0].node, options.modes
     differentiable = [r for r in reductions if _differentiable(r, modes)]
     detached = all(r.like.detached or r not in differentiable for r in reductions)
-    picked = (o for s in symbols if isinstance(o := flow.outputs[s][1], Picked))
+    outputs = [flow.outputs[s][1] for s in symbols]
+    summed = [o for o in outputs if isinstance(o, Summed)]
+    of_sums = {s: flow.outputs[s][1] for o in summed for s in o.picks}
+    picked = (o for o in (*outputs, *of_sums.values()) if isinstance(o, Picked))
     picks = tuple(dict.fromkeys(replace(o, logit=False) for o in picked))
-    of_hits = {s: _picked_too(flow.hit(s), picks) for s in base.hits}
+    hits = dict.fromkeys((*base.hits, *(s for o in summed for s in o.hits)))
+    of_hits = {s: _picked_too(flow.hit(s), picks) for s in hits}
     picks = tuple(dict.fromkeys((*picks, *of_hits.values())))
-    weighted = [o for s in symbols if isinstance(o := flow.outputs[s][1], Weighted)]
-    given = tuple(dict.fromkeys((*(o.weight for o in weighted), *base.given)))
+    read = (*(s for o in outputs for s in given_of(o)), *base.given)
+    given = tuple(dict.fromkeys(read))
     trained = _symbols(flow, base, differentiable)
     gradients = () if detached else _gradients(flow, base, trained, given)
     operands, logits = _operands(flow, base, symbols), None
     memory = options.settings.memory_mb
-    named = {s: expression.given(i) for i, s in enumerate(given)}
-    for symbol, pick in of_hits.items():
-        before = (hint(other.count) for other in picks[: picks.index(pick)])
-        named[symbol] = expression.hit(sum(before))
-    transform: Expr = base.transform.xreplace(named)  # type: ignore[assignment]
+    positions = [sum(hint(other.count) for other in picks[:k]) for k in range(len(picks))]
+    numbers = dict(zip(picks, positions, strict=True))
+    names = {s: expression.given(i) for i, s in enumerate(given)}
+    names |= {s: expression.hit(numbers[pick]) for s, pick in of_hits.items()}
+    for symbol, pick in of_sums.items():
+        kind = "at" if pick.logit else "pick"
+        names[symbol] = Symbol(f"{kind}{numbers[replace(pick, logit=False)]}")
+    transform: Expr = base.transform.xreplace(names)  # type: ignore[assignment]
     waiting = Reductions(
-        tuple(_named(flow, symbols, given)), transform, gradients, memory_mb=memory
+        tuple(_named(flow, symbols, names)), transform, gradients, memory_mb=memory
     )
-    total, of_total, left = None, None, symbols
+    total, of_total, left, added = None, None, symbols, {}
     # the ranks of a sharded head exchange what its gradients need after forward
     if set(gradients) <= set(PRODUCTS) and flow.sharding is None:
         trains = differentiable if gradients else reductions
@@ -189,8 +201,8 @@ def _call(
     if total is not None and all(movable(n, first) is not None for n in total.operands):
         read = [r for r in reductions if r not in total.reductions or r in total.read]
         left = _symbols(flow, base, read)
-        summed = tuple(_named(flow, _symbols(flow, base, list(total.reductions)), given))
-        of_total = replace(waiting, outputs=tuple(_named(flow, left, given)), total=summed)
+        added = _named(flow, _symbols(flow, base, list(total.reductions)), names)
+        of_total = replace(waiting, outputs=tuple(_named(flow, left, names)), total=tuple(added))
     choice = _choice(flow, base, of_total, waiting, options)
     spec = choice.spec
     if spec.total:
@@ -212,8 +224,13 @@ def _call(
         after = first.prev
     if any(modes[r.node].inference != modes[linear.node].inference for r in reductions):
         raise NoMatch(first, "its linear and its reduction are not in the same inference mode")
-    named = tuple(s for s in _named(flow, left, given).values() if s is not None)
-    return Call(base, after, moved, named, picks, given, spec, detached, choice, total, logits)
+    named, added = (
+        tuple(s for s in each.values() if s is not None)
+        for each in (_named(flow, left, names), added if total is not None else {})
+    )
+    return Call(
+        base, after, moved, named, picks, given, spec, detached, choice, total, added, logits
+    )
 
 
 def _picked_too(hit: Picked, picks: Sequence[Picked]) -> Picked:
@@ -294,14 +311,18 @@ def _total(
 
 
 def _named(
-    flow: Flow, symbols: Iterable[Symbol], given: Sequence[Symbol]
+    flow: Flow, symbols: Iterable[Symbol], names: dict[Symbol, Symbol]
 ) -> dict[Output, Symbol | None]:
-    """Outputs by their names in a spec, in its order; None for those of picks."""
+    """Outputs by their names in a spec, in its order; None for those of picks. ``names``: those of
+    the spec's operands."""
     outputs: dict[Output, Symbol | None] = {}
     for symbol in symbols:
         output = flow.outputs[symbol][1]
         if isinstance(output, Weighted):
-            outputs[replace(output.moment, weight=given.index(output.weight))] = symbol
+            ((_, position),) = expression.operands(names[output.weight])
+            outputs[replace(output.moment, weight=position)] = symbol
+        elif isinstance(output, Summed):
+            outputs[Sum(output.function.xreplace(names))] = symbol  # type: ignore[arg-type]
         elif isinstance(output, Picked):
             outputs["at" if output.logit else "pick"] = None
         else:
@@ -319,7 +340,7 @@ def _gradients(
 ) -> tuple[str, ...]:
     """The operands that get a gradient from the outputs ``trained``."""
     linear = flow.linear
-    weights = {o.weight for s in trained if isinstance(o := flow.outputs[s][1], Weighted)}
+    weights = {one for s in trained for one in given_of(flow.outputs[s][1])}
     scale = [flow.tensors[s] for s in symbols_of(base.scale)]
     factors = [flow.tensors[s] for s in base.factors]
     biases = [linear.bias, *(flow.tensors[s] for s in base.biases)]

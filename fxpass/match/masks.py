@@ -17,8 +17,9 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
-from fxpass.match.classes import OF_CLASS, WRAPPED, Classes, Flow
+from fxpass.match.classes import OF_CLASS, Classes, Flow
 from fxpass.match.edits import symbols_of
+from fxpass.match.outputs import WRAPPED
 from fxpass.match.pointwise import MASKS, POINTWISE
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact

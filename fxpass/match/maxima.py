@@ -16,8 +16,9 @@ from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, value
 from fxpass.graph.source import call_name
 from fxpass.match.bases import fits, in_logs, split
-from fxpass.match.classes import Base, Classes, Flow
+from fxpass.match.classes import Classes, Flow
 from fxpass.match.operands import check_dim, operand_of
+from fxpass.match.outputs import Base
 
 
 def maximum(flow: Flow, node: Node) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 from sympy import Symbol
 
 from fxpass.graph.nodes import value
-from fxpass.match.classes import Base, Classes, Flow, Picked, Weighted
+from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Part, Step, operand_of_step, symbols_of
+from fxpass.match.outputs import Base, Picked, Summed, given_of
 from fxpass.match.views import CLASSES
 
 
@@ -130,7 +131,9 @@ def _joined_picks(flow: Flow, ranges: Sequence[Sequence[Base]]) -> list[Picked] 
     for bases in ranges:
         symbols = [symbol for base in bases for symbol in _symbols(flow, base)]
         outputs = [flow.outputs[symbol][1] for symbol in symbols]
-        if any(isinstance(o, Weighted) and o.weight in flow.dims for o in outputs):
+        given = {symbol for o in outputs for symbol in given_of(o)}
+        late = any(isinstance(o, Summed) and (o.hits or o.picks) for o in outputs)
+        if late or any(map(flow.varies, given)):
             return None
         picks = (replace(o, logit=False) for o in outputs if isinstance(o, Picked))
         each.append(list(dict.fromkeys(picks)))

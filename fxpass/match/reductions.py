@@ -17,7 +17,7 @@ from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
 from fxpass.match.bases import base_of, fits, in_logs, softmax_base_of
-from fxpass.match.classes import Classes, Flow, Picked, Reduced, Weighted
+from fxpass.match.classes import Classes, Flow, Reduced
 from fxpass.match.elementwise import classes_of
 from fxpass.match.losses import check_dtypes, loss_of
 from fxpass.match.maxima import maximum
@@ -28,6 +28,7 @@ from fxpass.match.operands import (
     picks_rows_and_classes,
     whole_range,
 )
+from fxpass.match.outputs import Picked, Weighted
 from fxpass.match.products import binary, divergence, einsum, matmul
 from fxpass.match.sums import at, summed
 from fxpass.match.views import index_of
@@ -36,8 +37,6 @@ from fxpass.spec.reductions import Moment
 
 def _sum(flow: Flow, node: Node) -> None:
     like = operand_of(flow, node)
-    if not value(first_operand(node)).is_floating_point():
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) counts logits")
     given = arguments(node, {"input": REQUIRED, "dim": None, "keepdim": False, "dtype": None})
     check_dtype(node, given)
     dims: Any = given["dim"]
@@ -52,6 +51,8 @@ def _sum(flow: Flow, node: Node) -> None:
         check_dim(node, like, dims)
     elif given["keepdim"]:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) keeps dimensions of one")
+    if every and rank > 1 and not value(node).is_floating_point():
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) counts in all rows")
     total = summed(flow, node, like)
     if mean:
         size = value(first_operand(node)).shape[like.dim]

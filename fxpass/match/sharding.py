@@ -30,9 +30,10 @@ from fxpass.graph.placements import (
     placement_name,
     placements_of,
 )
-from fxpass.match.classes import Flow, Reduced, Weighted
+from fxpass.match.classes import Flow, Reduced
 from fxpass.match.edits import Scaled, Taken, symbols_of
 from fxpass.match.linears import Linear
+from fxpass.match.outputs import Summed, given_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -305,9 +306,15 @@ def _check_edits(flow: Flow, found: Sharding) -> None:
                 raise NoMatch(bias, reason)
 
     for _, output in flow.outputs.values():
-        if isinstance(output, Weighted) and needs_gradient(flow.tensors[output.weight]):
-            what = f"%{flow.tensors[output.weight].name}, values of sharded classes"
-            raise NoMatch(flow.linear.node, f"{what}, needs a gradient")
+        for symbol in given_of(output):
+            if symbol.name.startswith("row_"):
+                raise NoMatch(flow.linear.node, "a sum over sharded classes reads a value of a row")
+            if any(map(needs_gradient, flow.nodes(symbol))):
+                what = f"%{flow.tensors[symbol].name}, values of sharded classes"
+                raise NoMatch(flow.linear.node, f"{what}, needs a gradient")
+        if isinstance(output, Summed) and (output.late or output.hits):
+            reason = "a sum over sharded classes reads a softmax, or a pick"
+            raise NoMatch(flow.linear.node, f"{reason}: `{output.function}`")
 
 
 def _of_reductions(flow: Flow, found: Sharding) -> Sharding:

@@ -17,31 +17,31 @@ from torch.fx import Node
 from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import NoMatch, value
 from fxpass.match.bases import check_given, fits, in_logs
-from fxpass.match.classes import Classes, Flow, Picked, Weighted, has_classes
+from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
 from fxpass.match.masks import of_classes_alone
-from fxpass.spec.expression import Z
-from fxpass.spec.reductions import HIGHEST_POWER, TOTAL, LogitSum, Moment
+from fxpass.match.outputs import Base, Picked, Summed, Weighted
+from fxpass.spec import expression
+from fxpass.spec.expression import L, Z
+from fxpass.spec.functions import call
+from fxpass.spec.reductions import HIGHEST_POWER, TOTAL, Moment
 
 
 def summed(flow: Flow, node: Node, like: Classes) -> Expr:
-    """The sum of an expression over the classes, in outputs of one base."""
-    if (found := _sum_of_function(flow, node, like)) is not None:
-        return found
-    return _summed_terms(flow, node, like)
-
-
-def _sum_of_function(flow: Flow, node: Node, like: Classes) -> Expr | None:
-    """The sum of a function of the logit that has several terms, which cancel in part before they
-    are added up; None for another expression."""
+    """The sum of an expression over the classes, in outputs of one base: in moments, which one pass
+    finds, or else of the expression as it is."""
     rest = like.expr.as_independent(*_class_symbols(like.expr), as_Add=False)[1]
+    # terms that cancel in part before they are added up
     several = of_classes_alone(rest) and sympy.expand(rest).is_Add
-    if not several or rest.is_polynomial(Z):
-        return None
+    if several and not rest.is_polynomial(Z):
+        return _sum_of_function(flow, node, like, like.expr)
     try:
-        return _sum_of_logits(flow, node, like, like.expr)
-    except NoMatch:  # weights that need a gradient
-        return None
+        return _summed_terms(flow, node, like)
+    except NoMatch as no:
+        try:
+            return _sum_of_function(flow, node, like, like.expr)
+        except NoMatch:
+            raise no from None
 
 
 def _summed_terms(flow: Flow, node: Node, like: Classes) -> Expr:
@@ -133,22 +133,66 @@ def _is_power_of(factor: Any, symbol: Symbol) -> bool:
 
 
 def _sum_of_logits(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:
-    """The sum of ``r * w * f(z)`` for a row r, weights w and a function f of one logit and of what
-    is given at its class, which is the transform of a base; None for another term."""
-    rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
-    others = symbols_of(rest) - {Z}
-    weight = next(iter(others), None)
-    transform = rest if weight is None else rest / weight
-    if not rest.has(Z) or not others <= flow.tensors.keys() | flow.selections.keys():
+    """The sum of a function of one logit and of what is given at its class; None for another
+    term."""
+    rest = term.as_independent(*_class_symbols(term), as_Add=False)[1]
+    if not rest.has(Z) or not of_classes_alone(rest):
         return None
-    of_hit = weight is not None and (weight in flow.selections or weight.name.startswith("hot_"))
-    if symbols_of(transform) != {Z} or of_hit:
-        weight, transform = None, rest
-        check_given(flow, node, transform)
-    base = flow.base(like, transform, sympy.Integer(1))
-    if weight is None:
-        return rows * flow.output(base, LogitSum())
-    return rows * flow.output(base, Weighted(LogitSum(), weight))
+    return _sum_of_function(flow, node, like, term)
+
+
+def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
+    """The sum of ``r * f`` for a row r and a function f of one logit, of its log-softmax, of what
+    is given at its class, and of picks."""
+    rows, rest = expr.as_independent(*_class_symbols(expr), as_Add=False)
+    unknown = NoMatch(node, f"%{node.name} sums `{expr}` over the classes, which is not known")
+    read = [flow.outputs[s][0] for s in symbols_of(rest) & flow.outputs.keys()]
+    of_softmax = [base for base in flow.bases if rest.has(base.log) or base in read]
+    if len(of_softmax) > 1 or not all(fits(flow, base, like) for base in of_softmax):
+        raise unknown
+    # of kl_div, whose q * log(q) is 0 where q is; and what reads no logits
+    logs = any(isinstance(log.args[0], Symbol) for log in rest.atoms(sympy.log))
+    if logs or not (of_softmax or rest.has(Z)):
+        raise unknown
+    found = ((base, _in_base(base, rest)) for base in of_softmax or _plain_first(flow, like))
+    base, function = next(((b, f) for b, f in found if f is not None), (None, rest))
+    if base is None and of_softmax:
+        raise unknown
+    if base is None:
+        base = flow.base(like, Z, sympy.Integer(1))
+    if function / Z not in flow.tensors:
+        check_given(flow, node, function)
+    for symbol in symbols_of(function) & flow.outputs.keys():
+        pick = flow.outputs[symbol][1]
+        if not isinstance(pick, Picked) or pick.count != 1 or pick.pieces or symbol in flow.parts:
+            raise unknown
+    try:
+        expression.text(function)
+    except ValueError as error:
+        raise NoMatch(node, f"{unknown.reason}: {error}") from error
+    return rows * flow.output(base, Summed(function))
+
+
+def _plain_first(flow: Flow, like: Classes) -> list[Base]:
+    """The bases of the rows of a tensor with classes, those of the linear's output first."""
+    bases = [base for base in flow.bases if fits(flow, base, like)]
+    return sorted(bases, key=lambda base: base.logit != Z)
+
+
+def _in_base(base: Base, expr: Expr) -> Expr | None:
+    """An expression in the logit ``z`` and the log-softmax ``l`` of a base; None if it reads the
+    linear's output in another way."""
+    logit = Symbol("logit")
+    found = expr.xreplace({base.lse: logit - L, base.log: L}).subs(base.logit, logit)
+    factor = base.logit / Z
+    if found.has(Z) and not factor.has(Z):
+        found = found.subs(Z, logit / factor)
+    if found.has(Z):
+        return None
+    # of exp(z) * exp(-at), both factors may be infinite or 0
+    found = sympy.powsimp(found.subs(logit, Z), combine="exp", deep=True)
+    found = found.replace(sympy.exp, lambda x: call("exp", x))
+    return found.replace(sympy.log, lambda x: call("log", x))
 
 
 def _sum_of_given(flow: Flow, term: Expr) -> Expr | None:
@@ -223,7 +267,7 @@ def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Exp
         raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
     # of z, which is log + lse, the logit itself is picked: it is exact
     logit = Symbol("logit", real=True)
-    rows = expr.subs(logs[0].log, logit - logs[0].lse)
+    rows = sympy.powsimp(expr.subs(logs[0].log, logit - logs[0].lse), combine="exp", deep=True)
     if rows.has(logs[0].lse):
         return expr.subs(logs[0].log, flow.output(logs[0], picked))
     return rows.subs(logit, flow.output(logs[0], replace(picked, logit=True)))

@@ -21,8 +21,9 @@ from torch.fx import Node
 from fxpass.graph.calls import others_of, storage, written
 from fxpass.graph.functions import CASTS, REFLECTED, function_of, reads_values
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
-from fxpass.match.classes import Flow, Picked, Reduced, Weighted
+from fxpass.match.classes import Flow, Reduced
 from fxpass.match.edits import symbols_of
+from fxpass.match.outputs import Picked, Summed, given_of
 from fxpass.spec.reductions import IN_TOTAL
 
 
@@ -119,7 +120,9 @@ def _is_linear(flow: Flow, reduced: Reduced) -> bool:
             return False
         if symbol in flow.parts or (isinstance(output, Picked) and output.count != 1):
             return False
-        if isinstance(output, Weighted) and needs_gradient(flow.tensors[output.weight]):
+        if isinstance(output, Summed) and output.late:
+            return False
+        if any(needs_gradient(n) for symbol in given_of(output) for n in flow.nodes(symbol)):
             return False
     for rows in reduced.values:
         factors, constant = coefficients_of(flow, rows)

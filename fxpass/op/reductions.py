@@ -5,7 +5,7 @@ In: hidden states, the head's weight, what its reductions read, and the text of
 logits again, a chunk of rows at a time::
 
     >>> x, w, c = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([1, 2, 3, 4])
-    >>> spec = "r3 outputs=pick;moment(1,1)"
+    >>> spec = "r4 outputs=pick;moment(1,1)"
     >>> rows, *_ = class_reductions(x, w, None, None, c, [], None, None, spec)
     >>> log_probs, minus_entropy = rows  # [4] each
 
@@ -14,7 +14,7 @@ NOTE: gradients in forward. Where a program adds up outputs with coefficients th
 logits are computed once. Backward multiplies the saved gradients by the total's incoming gradient::
 
     >>> of_mean = torch.full((1, 4), -1 / 4)
-    >>> spec = "r3 outputs=argmax gradients=x total=pick"
+    >>> spec = "r4 outputs=argmax gradients=x total=pick"
     >>> _, (predicted,), *_, total, _, _, _ = class_reductions(
     ...     x.requires_grad_(), w, None, None, c, [], of_mean, None, spec
     ... )
@@ -38,7 +38,6 @@ from fxpass.op.saved import scaled
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.expression import operands as operands_of
 from fxpass.spec.operands import Operands, Outputs, empty
 from fxpass.spec.reductions import OF_PICKS, PRODUCTS, Reductions
 
@@ -254,12 +253,11 @@ def _check(operands: Operands, spec: Reductions) -> None:
         raise ValueError(f"{NAME} needs a bias of {x.dtype} or {dtype}, got {bias.dtype}")
     if scale is not None and scale.dtype != dtype:
         raise ValueError(f"{NAME} needs a scale of {dtype}, got {scale.dtype}")
-    read = operands_of(spec.transform)
-    hits = [i for kind, i in read if kind == "hit"]
-    picked = bool(hits) or not set(OF_PICKS).isdisjoint((*spec.outputs, *spec.total))
+    positions = [i for kind, i in spec.operands if kind != "given"]
+    picked = bool(positions) or not set(OF_PICKS).isdisjoint((*spec.outputs, *spec.total))
     if (picks is None) == picked:
         raise ValueError(
-            f"{NAME} needs picks for the outputs pick and at and for hits, and only for them"
+            f"{NAME} needs picks where outputs or expressions read them, and only there"
         )
     if picks is not None and (
         picks.dtype != torch.int64 or picks.dim() not in (1, 2) or picks.shape[:1] != x.shape[:1]
@@ -267,8 +265,8 @@ def _check(operands: Operands, spec: Reductions) -> None:
         raise ValueError(
             f"{NAME} needs picks [{n}] or [{n}, K] int64, got {list(picks.shape)} {picks.dtype}"
         )
-    if hits and max(hits) >= operands.classes().shape[1]:
-        raise ValueError(f"{NAME} needs {max(hits) + 1} picks of a row for hit{max(hits)}")
+    if positions and max(positions) >= operands.classes().shape[1]:
+        raise ValueError(f"{NAME} needs {max(positions) + 1} picks of a row for {spec.text()!r}")
     if (coef is None) != (not spec.total):
         raise ValueError(f"{NAME} needs coef for a total, and only for it")
     if coef is not None:
@@ -278,13 +276,13 @@ def _check(operands: Operands, spec: Reductions) -> None:
             raise ValueError(
                 f"{NAME} needs coef [{lines}, {n}] {dtype}, got {list(coef.shape)} {coef.dtype}"
             )
-    sums = (o for o in (*spec.outputs, *spec.total) if not isinstance(o, str))
-    weights = {o.weight for o in sums if o.weight is not None}
-    needed = max((*weights, *(i for kind, i in read if kind == "given")), default=-1) + 1
+    given_read = (i for kind, i in spec.operands if kind == "given")
+    needed = max((*spec.weights, *given_read), default=-1) + 1
     if needed > len(given):
         raise ValueError(f"{NAME} needs {needed} given values, got {len(given)}")
     for i, tensor in enumerate(given):
-        if not (tensor.is_floating_point() or (tensor.dtype == torch.bool and i not in weights)):
+        mask = tensor.dtype == torch.bool and i not in spec.weights
+        if not (tensor.is_floating_point() or mask):
             raise ValueError(f"{NAME} needs a floating-point given{i}, got {tensor.dtype}")
     if absent := set(spec.gradients) - {name for name, _ in named}:
         raise ValueError(f"{NAME} cannot compute gradients of {', '.join(sorted(absent))}: absent")

@@ -17,7 +17,7 @@ and the moments of all of them. A log-probability has the gradient 1[j = c] - p_
 the logit at c, of one rank, and of -lse, of all ranks::
 
     rows, indices = class_reductions(
-        x, w, None, None, picks, [], None, "r3 outputs=pick;moment(1,1) gradients=x,weight",
+        x, w, None, None, picks, [], None, "r4 outputs=pick;moment(1,1) gradients=x,weight",
         first=0, classes=9, group=group,
     )
 """
@@ -41,10 +41,10 @@ from fxpass.spec.reductions import (
     LEAST_LOG,
     OF_PICKS,
     TOTAL,
-    LogitSum,
     Moment,
     Output,
     Reductions,
+    Sum,
     normalised,
     raw,
 )
@@ -257,7 +257,7 @@ def _parts(
     if not len(operands.weight):
         d = d.clamp(min=LEAST_LOG)  # 0 * -inf would be nan
     moments = {m: local.get(m, torch.ones_like(d)) for m in sums}  # TOTAL is 1
-    parts: dict[Output, Tensor] = {o: t for o, t in local.items() if isinstance(o, LogitSum)}
+    parts: dict[Output, Tensor] = {o: t for o, t in local.items() if isinstance(o, Sum)}
     for moment in sums:
         # if every logit is -inf, the log-softmax in the shard is not known, that of all classes is
         none = 0 if moment.a else moments[Moment(0, 0, moment.weight)] * d**moment.b

@@ -12,19 +12,20 @@ rows and classes pays for::
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
 
 from fxpass.spec import expression
-from fxpass.spec.expression import Z
+from fxpass.spec.expression import Z, operands
 from fxpass.spec.reductions import (
     OF_PICKS,
     TOTAL,
     Moment,
     Output,
     Reductions,
+    Sum,
     raw,
 )
 
@@ -46,13 +47,20 @@ def _of_sums(spec: Reductions, scaled: bool, keep: bool) -> int:
     """Copies for the sums; ``keep``: their exponentials may not overwrite the logits."""
     read = (*spec.outputs, *spec.total)
     transformed, value = int(spec.transform != Z), _of_expression(spec.transform)
-    sums = [output for output in read if not isinstance(output, str)]
+    moments = raw(read)
     # the terms of a sum, or the powers of one; its weights, and their product
-    terms = int(keep or raw(read) != (TOTAL,))
-    terms += terms and any(isinstance(o, Moment) and o.b > 0 for o in sums)
-    if any(output.weight is not None for output in sums):
+    terms = int(keep or moments not in ((), (TOTAL,)))
+    terms += terms and any(moment.b > 0 for moment in moments)
+    if spec.weights:
         terms = 3
-    return max(value, transformed + scaled, max(transformed, scaled) + terms)
+    terms = max(terms, _of_functions(spec.sums))
+    twice = bool(moments and (spec.late or any(isinstance(o, Sum) for o in spec.total)))
+    return max(value, transformed + scaled, max(transformed, scaled) + terms + twice)
+
+
+def _of_functions(sums: Iterable[Sum]) -> int:
+    """Copies for the terms of sums of functions, with the log-softmax that they read."""
+    return max((_of_expression(o.function) + o.reads_softmax for o in sums), default=0)
 
 
 def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
@@ -63,9 +71,13 @@ def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
     # the transformed logits become the gradient; else there are a softmax, a term and its weights
     terms = of_scale = int("scale" in spec.gradients)
     if not _of_one_softmax(outputs) or dense:
-        weighted = any(not isinstance(o, str) and o.weight is not None for o in outputs)
-        terms, slope = 3 + weighted, 1 + max(slope, of_scale)
-    if any(f"given{i}" in spec.gradients for _, i in expression.operands(spec.transform)):
+        weighted = any(isinstance(o, Moment) and o.weight is not None for o in outputs)
+        sums = [o for o in outputs if isinstance(o, Sum)]
+        slopes = [_of_expression(o.slope) for o in sums]
+        if any(f"given{i}" in spec.gradients for o in sums for _, i in operands(o.function)):
+            slopes.append(max(_of_functions(sums), *slopes) + 2)
+        terms, slope = 3 + weighted + max(slopes, default=0), 1 + max(slope, of_scale)
+    if any(f"given{i}" in spec.gradients for _, i in operands(spec.transform)):
         slope += 2
     return max(value, transformed + scaled + max(terms + dense, slope))
 
@@ -82,7 +94,7 @@ def _of_one_softmax(outputs: Sequence[Output]) -> bool:
 def _of_expression(expr: Any) -> int:
     """Copies of z that exist at once where an expression is evaluated, its operands and its result
     included."""
-    return len(expression.operands(expr)) + _copies(expr)
+    return len(operands(expr)) + _copies(expr)
 
 
 def _copies(expr: Any) -> int:

@@ -154,7 +154,7 @@ class _Run(NamedTuple):
         """Whether the logits of all rows fit into the weight's gradient and are large enough."""
         large = self.n * self.v * self.bytes[-1] > CPU_TILE
         fits = "weight" in self.gradients and self.n <= self.d
-        return large and fits and not self.logits_exist
+        return large and fits and not (self.logits_exist or self.spec.late)
 
     @property
     def sums(self) -> int:
@@ -177,8 +177,9 @@ def _plan(run: _Run, reason: str) -> Plan:
     allowed = budget(run.v, run.dtype, run.device, spec.memory_mb)
     # the user's budget includes the sums
     for_chunks = max(allowed // 4, allowed - run.sums * bool(spec.memory_mb))
-    # gradients of a largest logit need the whole row; those of a total come with its value
-    in_tiles = not (spec.gradients and (spec.total or spec.of_largest))
+    # a second pass, and gradients of a largest logit, need the whole row; the gradients of a total
+    # come with its value
+    in_tiles = not (spec.late or (spec.gradients and (spec.total or spec.of_largest)))
     if run.implementation == "triton":
         found = _triton_chunked(run, for_chunks)
         # f32 has no sums to save, and slices round logits in another way than forward

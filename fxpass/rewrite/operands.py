@@ -16,9 +16,10 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpass.graph.nodes import value
-from fxpass.match.classes import Flow, Picked, rest_of
+from fxpass.match.classes import Flow, rest_of
 from fxpass.match.edits import Edit, Scaled, Taken
 from fxpass.match.join import Call
+from fxpass.match.outputs import Picked
 from fxpass.rewrite.arithmetic import Arithmetic
 from fxpass.spec.dtypes import compute_dtype
 
@@ -111,7 +112,7 @@ class Operands(Arithmetic):
         return self._flat(index, pick.dim)
 
     def _given(self, i: int, call: Call) -> Node:
-        """Weights of a moment, or what a transform reads, as ``[V]`` or ``[N, V]``."""
+        """Weights of a moment, or what an expression reads, as ``[V]`` or ``[N, V]``."""
         symbol = call.given[i]
         if symbol.name.startswith("row_"):
             node, classes = self._arithmetic(symbol), self.count(call.base.edits)
@@ -119,7 +120,7 @@ class Operands(Arithmetic):
             node = self.method("expand", self._column(node), *sizes)
         else:
             node = self._values(symbol)
-        mask = value(node).dtype == torch.bool and call.given[i] in call.base.given
+        mask = value(node).dtype == torch.bool and i not in call.spec.weights
         if not (value(node).is_floating_point() or mask):
             node = self.method("to", node, compute_dtype(self.dtype))
         return node if f"given{i}" in call.spec.gradients else self.method("detach", node)

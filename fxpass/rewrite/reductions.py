@@ -4,7 +4,7 @@ In: a region and a :class:`fxpass.match.heads.Head`. Out: the inserted calls. Ea
 the logits is replaced by arithmetic on outputs of a call::
 
     %logits = linear(%h, %w)                        %out = class_reductions(%h, %w, ..., %c, [],
-    %lp = log_softmax(%logits, -1)            ->        'r3 outputs=pick')
+    %lp = log_softmax(%logits, -1)            ->        'r4 outputs=pick')
     %log_probs = gather(%lp, -1, %labels)           %log_probs = unsqueeze(getitem(%out, 0)[0], 1)
 """
 
@@ -25,10 +25,11 @@ from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
 from fxpass.graph.region import Region
-from fxpass.match.classes import Picked, Reduced, Weighted
+from fxpass.match.classes import Reduced
 from fxpass.match.head import Head
 from fxpass.match.join import Call
 from fxpass.match.losses import Loss
+from fxpass.match.outputs import Picked
 from fxpass.match.totals import Total, coefficients_of
 from fxpass.op.kept import saved_logits
 from fxpass.op.losses import TOTAL
@@ -166,10 +167,10 @@ class _Edit(Operands):
                     )
         self.totals[total.node] = next(each)  # the constant
         lines: list[Node] = []
-        symbols = {self.flow.outputs[s][1]: s for s in found}
+        symbols = iter(call.added)
         for output in call.spec.total:
             if output not in OF_PICKS:
-                lines.append(found[symbols[self._weighted(call, output)]])
+                lines.append(found[next(symbols)])
                 continue
             for pick in call.picks:
                 symbol = self.flow.output(call.base, replace(pick, logit=output == "at"))
@@ -204,13 +205,6 @@ class _Edit(Operands):
 
     def _batch(self, reduced: Reduced) -> int | Node:
         return self.size(self._viewed(self.hidden, reduced.like.steps), 0)
-
-    def _weighted(self, call: Call, output: Any) -> Any:
-        """An output as the flow names it."""
-        weight = getattr(output, "weight", None)
-        if weight is None:
-            return output
-        return Weighted(replace(output, weight=None), call.given[weight])
 
     def _unpack(self, call: Call, out: Node, counts: list[int]) -> None:
         rows = indices = out

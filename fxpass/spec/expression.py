@@ -14,12 +14,15 @@ round-trips::
 
 A constant is the exact rational of the double that the user wrote: sympy's Floats would lose digits
 in arithmetic. The functions are those of :mod:`fxpass.spec.functions`. Beside z, an expression may
-read ``given0``, ``given1``, ...: the call's given values at the logit's class (a mask of classes, a
-factor of each class, targets ``[N, V]``), and ``hit0``, ``hit1``, ...: 1 at the class of the row's
-first, second, ... pick, else 0 (a margin at the target)::
+read the *operands* ``given0``, ``given1``, ...: the call's given values at the logit's class (a
+mask of classes, a factor of each class, targets ``[N, V]``), and ``hit0``, ``hit1``, ...: 1 at the
+class of the row's first, second, ... pick, else 0 (a margin at the target)::
 
     >>> text(where(given(0), ">", 0, -sympy.oo, Z - 5 * hit(0)))
     'where(given0>0,-inf,-5*hit0+z)'
+
+A function that is summed over the classes may also read the log-softmax ``l``, and the row's logit
+``at0``, ``at1``, ... and log-softmax ``pick0``, ... at its picks.
 """
 
 from __future__ import annotations
@@ -40,6 +43,8 @@ from fxpass.spec.functions import FUNCTIONS, Where, exact, where
 
 # Not declared real: sympy would rewrite the user's sqrt(z**2) as abs(z).
 Z = sympy.Symbol("z")
+# The log-softmax at the logit's class.
+L = sympy.Symbol("l")
 
 
 def given(position: int) -> sympy.Symbol:
@@ -52,12 +57,13 @@ def hit(position: int) -> sympy.Symbol:
     return sympy.Symbol(f"hit{position}")
 
 
-_OPERAND = re.compile(r"(given|hit)(0|[1-9][0-9]*)")
+_OPERAND = re.compile(r"(given|hit|at|pick)(0|[1-9][0-9]*)")
 
 
 @functools.cache
 def operands(expr: Expr) -> tuple[tuple[str, int], ...]:
-    """What an expression reads beside the logit: ``given`` or ``hit``, and its position."""
+    """What an expression reads beside z and l: ``given``, ``hit``, ``at`` or ``pick``, and its
+    position."""
     names = sorted(symbol.name for symbol in expr.free_symbols - {Z})  # type: ignore[attr-defined]
     found = (_OPERAND.fullmatch(name) for name in names)
     return tuple((match[1], int(match[2])) for match in found if match)
@@ -187,8 +193,8 @@ def _read(node: ast.expr, source: str) -> Expr:
             return sympy.Integer(value)
         case ast.Constant(value=float() as value):
             return exact(value)
-        case ast.Name(id="z"):
-            return Z
+        case ast.Name(id="z" | "l" as name):
+            return Z if name == "z" else L
         case ast.Name(id=name) if _OPERAND.fullmatch(name):
             return sympy.Symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):

@@ -30,7 +30,7 @@ class Operands(NamedTuple):
         bias: ``[V]`` in the dtype of x or in the compute dtype, or None.
         scale: ``[N]``, a factor of each row's transformed logits in the compute dtype, or None.
         picks: class indices ``[N]`` or ``[N, K]`` int64, or None.
-        given: weights of moments and operands of the transform, ``[V]`` or ``[N, V]``.
+        given: weights of moments and operands of expressions, ``[V]`` or ``[N, V]``.
         coef: ``[T, N]`` in the compute dtype, the weights of the total's outputs in their order, K
             rows for a pick of K classes; None without a total.
         logits: ``[N, V]`` in the dtype of x or in the compute dtype, the linear's output with its
@@ -58,20 +58,19 @@ class Operands(NamedTuple):
         w = w[classes] if w.dim() == 1 else w[rows, classes]
         return w.to(compute_dtype(self.x.dtype))
 
-    def of_transform(self, transform: Expr, rows: slice, classes: slice) -> dict[str, Tensor]:
-        """What an expression reads in a tile beside the logits, by name."""
+    def beside(self, expr: Expr, rows: slice, classes: slice) -> dict[str, Tensor]:
+        """The given values and hits that an expression reads in a tile of logits, by name."""
         found = {}
-        for kind, position in operands(transform):
+        for kind, position in operands(expr):
             if kind == "given":
-                tensor = self.values(position, rows, classes)
-            else:
+                found[f"given{position}"] = self.values(position, rows, classes)
+            elif kind == "hit":
                 index = self.classes()[rows, position : position + 1]
                 column, elsewhere = self.columns(index, classes)
                 shape = len(index), classes.stop - classes.start
                 tensor = self.x.new_zeros(shape, dtype=compute_dtype(self.x.dtype))
                 hits = tensor.new_ones(()) if elsewhere is None else (~elsewhere).to(tensor.dtype)
-                tensor.scatter_(1, column, hits.expand_as(column))
-            found[f"{kind}{position}"] = tensor
+                found[f"hit{position}"] = tensor.scatter_(1, column, hits.expand_as(column))
         return found
 
     def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor | None]:
@@ -91,8 +90,9 @@ class Outputs(NamedTuple):
         rows: ``[R, N]`` in the compute dtype, in the order of ``spec.rows``; K rows for a ``pick``
             of K classes.
         indices: ``[I, N]`` int64.
-        lse, rest: ``[N]``, the log-sum-exp and its rounding error; empty with a total.
-        saved: ``[S, N]``, the moments of ``spec.saved``.
+        lse, rest: ``[N]``, the log-sum-exp and its rounding error; empty with a total, and 0 where
+            no output reads the softmax.
+        saved: ``[S, N]``, the sums of ``spec.saved``.
         total: the terms of the total ``[N]``; empty without one.
     """
 
@@ -105,16 +105,17 @@ class Outputs(NamedTuple):
 
 
 def empty(operands: Operands, spec: Reductions) -> Outputs:
-    """Uninitialised outputs, also of fake operands."""
+    """Uninitialised outputs, but for an lse of 0; also of fake operands."""
     n, dtype = operands.x.shape[0], compute_dtype(operands.x.dtype)
     picked = operands.classes().shape[1] if operands.picks is not None else 0
     count = sum(picked if output in OF_PICKS else 1 for output in spec.rows)
     new, of_backward = operands.x.new_empty, 0 if spec.total else n
+    lse = new if spec.softmax else operands.x.new_zeros
     return Outputs(
         new((count, n), dtype=dtype),
         new((len(spec.indices), n), dtype=torch.int64),
-        new(of_backward, dtype=dtype),
-        new(of_backward, dtype=dtype),
+        lse(of_backward, dtype=dtype),
+        lse(of_backward, dtype=dtype),
         new((len(spec.saved), n), dtype=dtype),
         new(n if spec.total else 0, dtype=dtype),
     )

@@ -7,7 +7,7 @@ lse their log-softmax and p = exp(l). What programs take from a row is arithmeti
     pick, at           l and z at a given class c
     moment(a,b,w)      sum_j w_j exp(a l_j) l_j**b, for 0 <= a, b <= 2 and weights w: ones, a vector
                        of classes [V], or values [N, V]
-    logits(w)          sum_j w_j z_j
+    sum(f)             sum_j f(z_j, l_j, ...), for a function of one logit and of the row's picks
     max, amax, argmax  the largest logit, and its class
     peak               the largest l
 
@@ -18,6 +18,7 @@ the logits, for an incoming gradient of 1, are
     lse                 M + log S                         p_j
     pick, peak          (z_c - M) - log S, -log S         1[j = c] - p_j
     moment              see :func:`normalised`            psi_j - p_j sigma
+    sum(f)              sum_j f_j                         df_j/dz + df_j/dl - p_j sum_k df_k/dl
 
 with S = sum_j exp(z_j - M), psi_j = w_j exp(a l_j) (a l_j**b + b l_j**(b-1)) and sigma = sum_j
 psi_j = a moment(a,b,w) + b moment(a,b-1,w). One pass over the classes accumulates the raw sums
@@ -25,7 +26,9 @@ psi_j = a moment(a,b,w) + b moment(a,b-1,w). One pass over the classes accumulat
     S_ab[w] = sum_j w_j exp(a (z_j - M)) (z_j - M)**b
 
 under the maximum so far. A new maximum changes them by :func:`shifted`, so that blocks of a row,
-tiles, chunks and vocabulary shards are joined by the same few lines::
+tiles, chunks and vocabulary shards are joined by the same few lines. A function that reads the
+log-softmax, or a pick, takes a second pass over the logits, whose pick gets the gradient sum_k
+df_k/dpick; the sums of derivatives are sums of functions too::
 
     >>> z = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
     >>> entropy = Moment(1, 1)
@@ -42,18 +45,18 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sympy import Expr
+from sympy import Expr, Symbol
 from torch import Tensor
 
 from fxpass.spec import expression
-from fxpass.spec.expression import Z
+from fxpass.spec.expression import L, Z, operands
 
-REVISION = "r3"  # as spec.REVISION, of the operator fxpass::class_reductions
+REVISION = "r4"  # as spec.REVISION, of the operator fxpass::class_reductions
 HIGHEST_POWER = 2
 # Far below any log-softmax that counts, and its square is finite: 0 * -inf would be nan.
 LEAST_LOG = -1e15
@@ -84,15 +87,39 @@ class Moment:
         return f"moment({self.a},{self.b}{weight})"
 
 
-@dataclass(frozen=True, order=True)
-class LogitSum:
-    """``sum_j w_j z_j`` of a row: not shifted, as a sum of differences would lose digits. The
-    weight is as of :class:`Moment`."""
+@dataclass(frozen=True)
+class Sum:
+    """``sum_j f_j`` of a row, for an expression f of :mod:`fxpass.spec.expression`."""
 
-    weight: int | None = None
+    function: Expr = Z
+
+    @property
+    def reads_softmax(self) -> bool:
+        """Whether f needs the lse."""
+        return self.function.has(L) or any(kind == "pick" for kind, _ in operands(self.function))
+
+    @property
+    def late(self) -> bool:
+        """Whether f reads what a first pass over the row finds."""
+        return self.reads_softmax or any(kind == "at" for kind, _ in operands(self.function))
+
+    @functools.cached_property
+    def slope(self) -> Expr:
+        """The derivative at the class of f, but for what :attr:`of_row` adds."""
+        by_logit, by_log = (expression.derivative(self.function, by) for by in (Z, L))
+        return by_logit + by_log  # type: ignore[return-value]
+
+    @functools.cached_property
+    def of_row(self) -> dict[tuple[str, int], Sum]:
+        """The sums of the derivatives by the log-softmax, named ("l", 0), and by picks, but for
+        those that are 0."""
+        names = [(kind, i) for kind, i in operands(self.function) if kind in OF_PICKS]
+        by = {("l", 0): L} | {(kind, i): Symbol(f"{kind}{i}") for kind, i in names}
+        found = {name: expression.derivative(self.function, one) for name, one in by.items()}
+        return {name: Sum(slope) for name, slope in found.items() if slope != 0}
 
     def __str__(self) -> str:
-        return f"logits({'' if self.weight is None else self.weight})"
+        return f"sum({expression.text(self.function)})"
 
 
 # The sum S of a row, without which no log-softmax is known.
@@ -102,14 +129,19 @@ TOTAL = Moment(1, 0)
 ROWS, INDICES = ("lse", "pick", "at", "max", "amax", "peak"), ("argmax",)
 OF_PICKS = ("pick", "at")  # K rows each
 OF_LARGEST = ("max", "amax", "peak")  # with gradients at a row's largest logit
+OF_SOFTMAX = ("lse", "pick", "peak")
 # The outputs, beside sums, that can be part of a total; the operands whose gradients it has.
 IN_TOTAL, PRODUCTS = ("lse", "pick", "at"), ("x", "weight", "bias")
-Output = Moment | LogitSum | str
+Output = Moment | Sum | str
 
 
-def raw(moments: Iterable[Output]) -> tuple[Moment, ...]:
-    """The sums that one pass accumulates for these outputs, ``TOTAL`` first."""
-    wanted = (m for m in moments if isinstance(m, Moment))
+def raw(outputs: Collection[Output]) -> tuple[Moment, ...]:
+    """The moments that one pass accumulates for these outputs, ``TOTAL`` first; none if all are
+    logits and sums that do not read the softmax. A largest logit takes ``TOTAL`` as a sign of nan,
+    which maxima lose on GPUs."""
+    if all(not o.reads_softmax if isinstance(o, Sum) else o == "at" for o in outputs):
+        return ()
+    wanted = [m for m in outputs if isinstance(m, Moment)]
     lower = (dataclasses.replace(m, b=b) for m in wanted for b in range(m.b + 1))
     return tuple(dict.fromkeys((TOTAL, *lower)))
 
@@ -139,32 +171,50 @@ def for_slope(moment: Moment) -> tuple[tuple[int, Moment], ...]:
     return (*([(moment.a, moment)] if moment.a else []), *lower)
 
 
-def for_slopes(outputs: Iterable[Output]) -> tuple[Moment, ...]:
-    """The moments that the gradients of these outputs read."""
-    read = (m for o in outputs if isinstance(o, Moment) for _, m in for_slope(o) if m != TOTAL)
+def for_slopes(outputs: Iterable[Output]) -> tuple[Moment | Sum, ...]:
+    """The sums that the gradients of these outputs read."""
+    read: list[Moment | Sum] = []
+    for output in outputs:
+        if isinstance(output, Moment):
+            read += [moment for _, moment in for_slope(output) if moment != TOTAL]
+        elif isinstance(output, Sum):
+            read += output.of_row.values()
     return tuple(dict.fromkeys(read))
 
 
 class Terms:
     """The slope of a row's outputs: polynomials of the log-softmax, each multiplied by a power of
-    the softmax and by weights. ``coefficients`` has their numbers, tensors ``[rows]`` or symbols:
-    by power of the softmax and position of the weights, then by power of the log-softmax."""
+    the softmax and by weights; other functions; and values at single classes.
+
+    Attributes:
+        coefficients: the numbers of the polynomials, tensors ``[rows]`` or symbols: by power of the
+            softmax and position of the weights, then by power of the log-softmax.
+        functions: sums, and the factors of their slopes.
+        at: positions of picks, and what is added at their classes.
+    """
 
     def __init__(self) -> None:
         self.coefficients: dict[tuple[int, int | None], dict[int, Any]] = {}
+        self.functions: list[tuple[Sum, Any]] = []
+        self.at: list[tuple[int, Any]] = []
 
     def add(self, a: int, b: int, weight: int | None, factor: Any) -> None:
         """Adds ``factor * w * softmax**a * log_softmax**b``."""
         polynomial = self.coefficients.setdefault((a, weight), {})
         polynomial[b] = polynomial[b] + factor if b in polynomial else factor
 
-    def add_output(self, output: Output, grad: Any, sums: Mapping[Moment, Any]) -> None:
-        """Adds the slope of an output, but for what single classes add; of a moment ``psi - softmax
-        * sigma``, where ``sums`` has the moments of sigma."""
-        if isinstance(output, LogitSum):
-            self.add(0, 0, output.weight, grad)
+    def add_output(self, output: Output, grad: Any, sums: Mapping[Output, Any]) -> None:
+        """Adds the slope of an output, but for what the classes of a pick, or of the largest logit,
+        add; of a moment ``psi - softmax * sigma``. ``sums`` has those of :func:`for_slopes`."""
+        if isinstance(output, Sum):
+            self.functions.append((output, grad))
+            for (kind, i), lower in output.of_row.items():
+                if kind != "at":  # of the lse
+                    self.add(1, 0, None, -grad * sums[lower])
+                if kind != "l":
+                    self.at.append((i, grad * sums[lower]))
         elif isinstance(output, str):
-            if output in ("lse", "pick", "peak"):
+            if output in OF_SOFTMAX:
                 self.add(1, 0, None, grad if output == "lse" else -grad)
         else:
             if output.a:
@@ -185,7 +235,8 @@ class Reductions:
     Attributes:
         outputs: the outputs, each once.
         transform: the logit that is reduced, as an expression of the linear's output ``z`` and of
-            given values and picks (:mod:`fxpass.spec.expression`).
+            given values and picks (:mod:`fxpass.spec.expression`). What sums read as z is this
+            logit.
         gradients: the operands that need a gradient, of ``x``, ``weight``, ``bias``, ``scale`` and
             ``given0``, ``given1``, ..., in this order.
         total: the outputs of which the call also returns one weighted sum over all rows, whose
@@ -196,8 +247,8 @@ class Reductions:
     The text form is the operator's last argument::
 
         >>> Reductions(("lse", Moment(1, 1)), gradients=("x",)).text()
-        'r3 outputs=lse;moment(1,1) gradients=x'
-        >>> Reductions.parse('r3 outputs=pick').outputs
+        'r4 outputs=lse;moment(1,1) gradients=x'
+        >>> Reductions.parse('r4 outputs=pick').outputs
         ('pick',)
     """
 
@@ -211,17 +262,21 @@ class Reductions:
         for output in (*self.outputs, *self.total):
             if isinstance(output, str) and output not in (*ROWS, *INDICES):
                 raise ValueError(f"{output!r} is no reduction of a row of logits")
-            if not isinstance(output, str) and (output.weight or 0) < 0:
+            if not isinstance(output, Moment):
+                continue
+            if (output.weight or 0) < 0:
                 raise ValueError(f"{output} has a weight at a negative position")
-            powers = (output.a, output.b) if isinstance(output, Moment) else ()
-            if not all(0 <= power <= HIGHEST_POWER for power in powers):
+            if not all(0 <= power <= HIGHEST_POWER for power in (output.a, output.b)):
                 raise ValueError(f"{output} has a power that is not 0 to {HIGHEST_POWER}")
+        if Sum(self.transform).late:
+            raise ValueError(f"a logit is no function of its row: {self.transform}")
         if not self.outputs and not self.total:
             raise ValueError("a call without outputs")
         if any(len(set(named)) != len(named) for named in (self.outputs, self.total)):
             raise ValueError("an output is named twice")
         for output in self.total:
-            if isinstance(output, str) and output not in IN_TOTAL:
+            late = isinstance(output, Sum) and output.late
+            if late or (isinstance(output, str) and output not in IN_TOTAL):
                 raise ValueError(f"{output} cannot be added up over the rows")
         if self.total and not set(self.gradients) <= set(PRODUCTS):
             raise ValueError(f"a total has gradients of {', '.join(PRODUCTS)}")
@@ -250,10 +305,38 @@ class Reductions:
         """Whether it matters which logits are equal in the operands' dtype, as in eager."""
         return self.of_largest or bool(self.indices)
 
-    @property
-    def saved(self) -> tuple[Moment, ...]:
-        """The moments that backward reads."""
+    @functools.cached_property
+    def saved(self) -> tuple[Moment | Sum, ...]:
+        """The sums that backward reads."""
         return for_slopes(self.outputs) if self.gradients and not self.total else ()
+
+    @functools.cached_property
+    def sums(self) -> tuple[Sum, ...]:
+        """The sums of functions that forward computes."""
+        read = (*self.outputs, *self.total, *self.saved)
+        return tuple(dict.fromkeys(o for o in read if isinstance(o, Sum)))
+
+    @functools.cached_property
+    def late(self) -> tuple[Sum, ...]:
+        """Those of them that take a second pass, over all logits of a row."""
+        return tuple(o for o in self.sums if o.late)
+
+    @functools.cached_property
+    def softmax(self) -> bool:
+        """Whether an output reads the softmax. If none does, there is no lse."""
+        return bool(raw((*self.outputs, *self.total)))
+
+    @functools.cached_property
+    def operands(self) -> tuple[tuple[str, int], ...]:
+        """What the transform and the sums read, as :func:`fxpass.spec.expression.operands`."""
+        read = (operands(e) for e in (self.transform, *(o.function for o in self.sums)))
+        return tuple(sorted({one for each in read for one in each}))
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """The positions of the weights of moments."""
+        moments = (o for o in (*self.outputs, *self.total) if isinstance(o, Moment))
+        return tuple(sorted({m.weight for m in moments if m.weight is not None}))
 
     @property
     def trains_weights(self) -> bool:
@@ -299,8 +382,8 @@ class Reductions:
 
 
 def _output(word: str) -> Output:
-    if match := re.fullmatch(r"logits\((\d*)\)", word):
-        return LogitSum(*map(int, filter(None, match.groups())))
+    if match := re.fullmatch(r"sum\((.*)\)", word):
+        return Sum(expression.parse(match[1]))
     if match := re.fullmatch(r"moment\((\d),(\d)(?:,(\d+))?\)", word):
         return Moment(*map(int, filter(None, match.groups())))
     return word

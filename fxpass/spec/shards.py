@@ -5,14 +5,14 @@ of :mod:`fxpass.op.sharded` call the operator with::
 
     >>> whole = Reductions(("pick", Moment(1, 1)), gradients=("x",))
     >>> of_forward(whole).text()
-    'r3 outputs=lse;at;moment(1,1)'
+    'r4 outputs=lse;at;moment(1,1)'
     >>> of_backward(whole).text()
-    'r3 outputs=lse;at;moment(1,1) gradients=x'
+    'r4 outputs=lse;at;moment(1,1) gradients=x'
 """
 
 from __future__ import annotations
 
-from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Output, Reductions, raw
+from fxpass.spec.reductions import OF_PICKS, Moment, Output, Reductions, Sum, raw
 
 # An output of a shard's backward: the outputs of all classes that it is part of. A log-softmax is a
 # logit, which one shard has, less the lse.
@@ -30,7 +30,7 @@ def of_forward(spec: Reductions) -> Reductions:
     named = set(spec.outputs)
     outputs: list[Output] = ["lse"]
     outputs += ["at"] * (not named.isdisjoint(OF_PICKS)) + ["amax"] * spec.ranks
-    outputs += [*raw(spec.outputs)[1:], *(o for o in spec.outputs if isinstance(o, LogitSum))]
+    outputs += [*raw(spec.outputs)[1:], *(o for o in spec.outputs if isinstance(o, Sum))]
     # a gradient of max and peak goes to the first class
     if spec.indices or (spec.gradients and not named.isdisjoint(("max", "peak"))):
         outputs.append("argmax")
@@ -42,6 +42,6 @@ def of_backward(spec: Reductions) -> Reductions:
     ``spec`` at one shard's logits."""
     named = set(spec.outputs)
     outputs: list[Output] = [o for o, parts in PARTS.items() if not named.isdisjoint(parts)]
-    outputs += [o for o in spec.outputs if isinstance(o, Moment | LogitSum)]
+    outputs += [o for o in spec.outputs if isinstance(o, Moment | Sum)]
     outputs += spec.indices  # the logits are rounded as in forward
     return Reductions(tuple(outputs), spec.transform, spec.gradients, memory_mb=spec.memory_mb)

@@ -194,6 +194,21 @@ BINARIES: Recipes = (
     ("p% = {z}.sigmoid()", "r% = ((1 - p%) ** 2 * {given} * F.softplus(-{z})).sum({d})"),
     ("r% = ({z}.tanh() * cw + {z}.sigmoid() * {given}).mean({d})",),
 )
+# Functions of the softmax, of the logit and of the target's logit.
+FUNCTIONS: Recipes = (
+    ("p% = {z}.softmax({d})", "r% = -(p% * (p% + 0.01).log()).sum({d})"),
+    ("p% = {z}.softmax({d})", "r% = (p% - F.one_hot({lab}, {V})).square().sum({d})"),
+    ("p% = {z}.softmax({d})", "r% = (p% - {given}).square().mean({d})"),
+    ("p% = {z}.softmax({d})", "r% = ((1 - p%) ** 2 * p%.log() * F.one_hot({lab}, {V})).sum({d})"),
+    ("p% = {z}.softmax({d})", "r% = torch.where(p% > 0.2, p% * {z}, 0.0).sum({d})"),
+    ("r% = F.relu(1 + {z} - {z}.gather({d}, {lab1})).sum({d})",),
+    ("r% = ({z} - {z}.gather({d}, {lab1})).exp().log1p().mean({d})",),
+    ("r% = ({z}.softmax({d}).clamp(0.05, 0.5).log() * u).sum({d})",),
+    ("r% = ({z}.softmax({d}).sqrt() * {given}).sum()",),
+    ("lp% = {z}.log_softmax({d})", "r% = (lp% >= lp%.gather({d}, {lab1})).float().mean({d})"),
+    ("lp% = {z}.log_softmax({d})", "r% = torch.tanh(lp% - lp%.gather({d}, {lab1})).sum({d})"),
+    ("r% = ({z}.sigmoid() - {given}).square().sum({d})",),
+)
 ENTROPIES: Recipes = (
     ("lp% = {z}.log_softmax({d})", "p% = lp%.exp()", "r% = -(p% * lp%).sum({d})"),
     ("p% = {z}.softmax({d})", "lp% = {z}.log_softmax({d})", "r% = -(p% * lp%).sum({d})"),
@@ -316,6 +331,7 @@ LOSSES: Recipes = (
 REDUCTIONS: dict[Recipes, int] = {
     SUMS: 20,
     BINARIES: 8,
+    FUNCTIONS: 12,
     ENTROPIES: 16,
     LSES: 14,
     PICKS: 24,

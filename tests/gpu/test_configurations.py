@@ -11,9 +11,9 @@ from fxpass.kernels import reductions, tuning
 from fxpass.op import reductions as operator
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import PRODUCTS, LogitSum, Moment
+from fxpass.spec.reductions import PRODUCTS, Moment
 from tests.support.numerics import error
-from tests.support.reduction_cases import Case, case, check
+from tests.support.reduction_cases import Case, case, check, of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = ("given0", "given1")  # their gradients are ATen's
@@ -21,7 +21,7 @@ WEIGHTS = ("given0", "given1")  # their gradients are ATen's
 CASES = {
     "a loss": (["pick"], "z", False),
     "a policy's loss": (["pick", Moment(1, 1), "argmax"], "3*tanh(z/3)", True),
-    "soft targets": ([Moment(0, 1, 1), LogitSum(0), "lse"], "z", False),
+    "soft targets": ([Moment(0, 1, 1), of("given0*z"), "lse"], "z", False),
     "maxima": (["max", "amax", "peak", "argmax"], "0.5-0.5*z", True),
 }
 # The most candidates that any GPU is offered.

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fxpass.op import sharded
-from fxpass.spec.reductions import LogitSum, Moment, Output
+from fxpass.spec.reductions import Moment, Output
 from tests.support import reduction_cases
-from tests.support.reduction_cases import OUTPUTS, V
+from tests.support.reduction_cases import OUTPUTS, V, of
 
 INF = float("inf")
 SIZES = {2: (4, 7), 3: (3, 6, 2)}  # classes of the ranks
@@ -100,7 +100,7 @@ CASES = {
         "smoothing": Case(("pick", Moment(0, 1))),
         "squared logarithms": Case((Moment(0, 2), Moment(1, 2), Moment(2, 2))),
         "weights": Case(WEIGHTED),
-        "sums of logits": Case((LogitSum(), LogitSum(0), LogitSum(1))),
+        "sums of logits": Case((of("z"), of("given0*z"), of("given1*z"))),
         "largest": Case(LARGEST),
         "argmax": Case(("argmax",)),
         "a policy's loss": Case(("pick", Moment(1, 1), "argmax"), scaled=True),
@@ -124,12 +124,12 @@ CASES = {
             ("lse", "at", "pick", *LARGEST, Moment(1, 1)), bias=True, impossible=range(V)
         ),
         "impossible classes of weights": Case(
-            (Moment(0, 1), Moment(0, 2), LogitSum()), bias=True, impossible=range(4)
+            (Moment(0, 1), Moment(0, 2), of("z")), bias=True, impossible=range(4)
         ),
     }.items()
 } | {
     "bfloat16": Case(("pick", "lse", Moment(1, 1), Moment(0, 1)), torch.bfloat16, many=True),
-    "bfloat16, weights": Case((*WEIGHTED, LogitSum(1)), torch.bfloat16, bias=True),
+    "bfloat16, weights": Case((*WEIGHTED, of("given1*z")), torch.bfloat16, bias=True),
     "bfloat16, largest": Case(LARGEST, torch.bfloat16, tied=True),
     "float16": Case(("pick", Moment(2, 0), "argmax"), torch.float16, bias=True, scaled=True),
 }
@@ -177,11 +177,11 @@ def refused(rank: int, device: torch.device) -> list[str]:
     weight = torch.ones(2, 4, device=device)
     said = []
     for spec, picks, trained in (
-        ("r3 outputs=pick", torch.tensor([0, 1, 4]), False),
-        ("r3 outputs=pick", torch.tensor([0, -1, 3]), False),
-        ("r3 outputs=pick", torch.zeros(3, 2, 2, dtype=torch.int64), False),
-        ("r3 outputs=lse", None, True),
-        ("r3 total=lse", None, False),
+        ("r4 outputs=pick", torch.tensor([0, 1, 4]), False),
+        ("r4 outputs=pick", torch.tensor([0, -1, 3]), False),
+        ("r4 outputs=pick", torch.zeros(3, 2, 2, dtype=torch.int64), False),
+        ("r4 outputs=lse", None, True),
+        ("r4 total=lse", None, False),
     ):
         try:
             sharded.class_reductions(
@@ -208,7 +208,7 @@ def compiled(rank: int, device: torch.device) -> list[Tensor]:
     torch.manual_seed(0)
     x, weight = torch.randn(4, 5, device=device), torch.randn(4, 5, device=device)
     picks = torch.tensor([1, 0, 3, 2], device=device)
-    spec = "r3 outputs=pick;moment(1,1);argmax;amax gradients=x,weight"
+    spec = "r4 outputs=pick;moment(1,1);argmax;amax gradients=x,weight"
     shard = {"first": 2 * rank, "classes": 4, "group": dist.group.WORLD.group_name}  # type: ignore[union-attr]
 
     @torch.compiler.allow_in_graph
@@ -235,7 +235,7 @@ def twice(rank: int, device: torch.device) -> str:
     x = torch.ones(3, 4, device=device, requires_grad=True)
     rows, _ = sharded.class_reductions(
         *(x, torch.ones(2, 4, device=device), None, None, None, [], None),
-        "r3 outputs=lse gradients=x",
+        "r4 outputs=lse gradients=x",
         first=2 * rank,
         classes=4,
         group=dist.group.WORLD.group_name,  # type: ignore[union-attr]

@@ -19,10 +19,10 @@ from fxpass.spec.reductions import (
     PRODUCTS,
     ROWS,
     TOTAL,
-    LogitSum,
     Moment,
     Output,
     Reductions,
+    Sum,
 )
 from tests.support.numerics import ORDERS, assert_as_accurate
 
@@ -32,7 +32,33 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WEIGHTS = (None, 0, 1)  # ones, classes [V], values [N, V]
 MOMENTS = [Moment(a, b, w) for a in range(3) for b in range(3) for w in WEIGHTS]
 MOMENTS.remove(TOTAL)  # 1, with gradients that are rounding errors
-OUTPUTS: list[Output] = [*ROWS, *MOMENTS, *map(LogitSum, WEIGHTS)]
+
+
+def of(text: str) -> Sum:
+    """The sum of a function."""
+    return Sum(expression.parse(text))
+
+
+# Sums of functions of the logit z, the log-softmax log, and what expressions read beside them.
+SUMS: dict[Sum, Callable[..., Tensor]] = {
+    of("z"): lambda z, **_: z,
+    of("given0*z"): lambda z, given0, **_: given0 * z,
+    of("given1*z"): lambda z, given1, **_: given1 * z,
+    of("softplus(z)-given1*z"): lambda z, given1, **_: F.softplus(z) - given1 * z,
+}
+# Those that take a second pass.
+LATE: dict[Sum, Callable[..., Tensor]] = {
+    of("where(z>at0,1,0)"): lambda z, at0, **_: (z > at0) + 0 * z,
+    of("where(l>=pick0,given0,0)"): lambda log, pick0, given0, **_: (
+        torch.where(log >= pick0, given0, 0) + 0 * log
+    ),
+    of("(exp(l)-hit0)**2"): lambda log, hit0, **_: (log.exp() - hit0) ** 2,
+    of("maximum(1-at0+z,0)"): lambda z, at0, **_: (1 - at0 + z).clamp(min=0),
+    of("log(0.125+exp(l))*given1"): lambda log, given1, **_: given1 * (log.exp() + 0.125).log(),
+    of("exp(l)*tanh(z-pick0)"): lambda z, log, pick0, **_: log.exp() * (z - pick0).tanh(),
+}
+FUNCTIONS = SUMS | LATE
+OUTPUTS: list[Output] = [*ROWS, *MOMENTS, *SUMS]
 # Of the logits and the call's other tensors by name, in the compute dtype.
 TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "z": lambda z: z,
@@ -81,12 +107,16 @@ class Case(NamedTuple):
             z = z * found["scale"].unsqueeze(1)
         log = z.log_softmax(1)
         lines: list[Tensor] = []
+        every = {name: t.to(wide) for name, t in found.items() if name.startswith("given")}
+        if picks is not None and picks.shape[1]:
+            every["hit0"] = F.one_hot(picks[:, 0], z.shape[1]).to(wide)
+            every |= {"at0": z.gather(1, picks[:, :1]), "pick0": log.gather(1, picks[:, :1])}
         for output in self.spec.rows:
-            if isinstance(output, Moment | LogitSum):
+            if isinstance(output, Sum):
+                lines.append(FUNCTIONS[output](z=z, log=log, **every).sum(1))
+            elif isinstance(output, Moment):
                 w = 1 if output.weight is None else found[f"given{output.weight}"].to(wide)
-                lines.append(
-                    (w * (z if isinstance(output, LogitSum) else term(output, log))).sum(1)
-                )
+                lines.append((w * term(output, log)).sum(1))
             elif output in OF_PICKS:
                 assert picks is not None
                 lines += (log if output == "pick" else z).gather(1, picks).unbind(1)
@@ -162,7 +192,9 @@ def case(
         tensors["bias"] = torch.randn(v).to(bias)
     if scaled:
         tensors["scale"] = (0.5 + torch.rand(n)).to(wide)
-    weights = [o.weight for o in outputs if not isinstance(o, str)]
+    read = [one for o in outputs if isinstance(o, Sum) for one in expression.operands(o.function)]
+    weights = [o.weight for o in outputs if isinstance(o, Moment)]
+    weights += [i for kind, i in read if kind == "given"]
     beside = expression.operands(expression.parse(transform))
     positions = [i for kind, i in beside if kind == "given"]
     for i, sizes in enumerate(([v], [n, v])):
@@ -171,9 +203,10 @@ def case(
     if positions:
         tensors["given2"] = (torch.rand(v) < 0.2).to(wide)
         tensors["given3"] = torch.randn(n, v).to(dtype)
-    read = {f"given{w}" for w in (*weights, *([3] if positions else []))}
-    frozen += tuple(name for name in tensors if name.startswith("given") and name not in read)
-    picked = ("hit", 0) in beside or not set(OF_PICKS).isdisjoint(outputs)
+    trained = {f"given{w}" for w in (*weights, *([3] if positions else []))}
+    frozen += tuple(name for name in tensors if name.startswith("given") and name not in trained)
+    picked = any(kind != "given" for kind, _ in (*beside, *read))
+    picked = picked or not set(OF_PICKS).isdisjoint(outputs)
     gradients = tuple(name for name in tensors if name not in frozen)
     return Case(
         tensors,
@@ -199,8 +232,12 @@ COMBINATIONS: dict[str, list[Output]] = {
     "a loss with a z-loss and metrics": ["pick", "lse", "argmax", "amax", "peak"],
     "smoothing": ["pick", Moment(0, 1), Moment(0, 1, 0)],
     "two maxima": ["max", "amax", "at", "argmax"],
-    "sums of one weight": [Moment(1, 0, 1), LogitSum(1), Moment(0, 1, 1), Moment(1, 2, 0)],
-    "everything": [*OUTPUTS, *INDICES],
+    "sums of one weight": [Moment(1, 0, 1), of("given1*z"), Moment(0, 1, 1), Moment(1, 2, 0)],
+    "a second pass": list(LATE),
+    "a second pass and the rest": [*LATE, "pick", "lse", Moment(1, 1), of("given0*z"), *INDICES],
+    "no softmax": ["at", "amax", of("z"), of("softplus(z)-given1*z"), *INDICES],
+    "no softmax, two passes": [of("where(z>at0,1,0)"), of("maximum(1-at0+z,0)")],
+    "everything": [*OUTPUTS, *LATE, *INDICES],
 }
 
 
@@ -213,9 +250,9 @@ TOTALS: dict[str, list[Output]] = {
     "a logit": ["at"],
     "a policy's loss": ["pick", Moment(1, 1)],
     "smoothing": ["pick", Moment(0, 1), Moment(0, 1, 0)],
-    "soft targets": [Moment(0, 1, 1), LogitSum(0), "lse"],
+    "soft targets": [Moment(0, 1, 1), of("given0*z"), "lse"],
     "squares": [Moment(2, 2), Moment(1, 2, 1), Moment(2, 0)],
-    "a mean logit": [LogitSum()],
+    "a mean logit": [of("z")],
 }
 
 

@@ -11,8 +11,9 @@ from fxpass.aten.reductions import Operands
 from fxpass.plan import plan as plans
 from fxpass.plan.plan import MIB, Plan, plan
 from fxpass.spec import expression
-from fxpass.spec.reductions import OF_PICKS, LogitSum, Moment, Reductions
+from fxpass.spec.reductions import OF_PICKS, Moment, Reductions
 from tests.support.allocations import Allocations
+from tests.support.reduction_cases import of
 
 N, D, V = 130, 24, 6011
 CPU = torch.device("cpu")
@@ -27,12 +28,12 @@ SPECS = {
     "gated": Reductions(("lse", "argmax"), GATED, ALL),
     "maxima": Reductions(("max", "amax", "peak"), gradients=ALL),
     "squares": Reductions((Moment(2, 2), Moment(0, 2)), gradients=ALL),
-    "classes": Reductions((Moment(1, 1, 0), LogitSum(0)), gradients=(*ALL, "given0")),
+    "classes": Reductions((Moment(1, 1, 0), of("given0*z")), gradients=(*ALL, "given0")),
     "values": Reductions((Moment(0, 1, 1),), gradients=ALL),
-    "values and soft-cap": Reductions((Moment(1, 2, 1), LogitSum(1)), SOFTCAP, (*ALL, "given1")),
+    "values and soft-cap": Reductions((Moment(1, 2, 1), of("given1*z")), SOFTCAP, (*ALL, "given1")),
     "only the scale": Reductions(("lse",), gradients=("scale",)),
     "all of it": Reductions(
-        ("pick", "lse", "argmax", Moment(2, 2, 1), Moment(0, 2, 0), LogitSum(1)),
+        ("pick", "lse", "argmax", Moment(2, 2, 1), Moment(0, 2, 0), of("given1*z")),
         GATED,
         (*ALL, "scale", "given0", "given1"),
     ),
@@ -45,7 +46,7 @@ TOTALS = {
     "soft-cap": Reductions((), SOFTCAP, ALL, ("pick", "lse")),
     "gated": Reductions((), GATED, ALL, ("lse", Moment(1, 1))),
     "smoothing": Reductions((), gradients=ALL, total=("pick", Moment(0, 1))),
-    "a mean logit": Reductions((), gradients=ALL, total=(LogitSum(0), "at")),
+    "a mean logit": Reductions((), gradients=ALL, total=(of("given0*z"), "at")),
     "soft targets": Reductions((), SOFTCAP, ("weight",), (Moment(0, 1, 1), Moment(2, 2))),
 }
 

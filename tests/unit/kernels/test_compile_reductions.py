@@ -47,11 +47,15 @@ ALIGNED = (
 CLASSES, SOME_CLASSES, FEW_CLASSES, ODD_CLASSES = 128256, 16032, 4096, 50257
 SOFTCAP = "transform=30*tanh(z/30)"
 POLICY = "outputs=argmax;moment(1,1);pick gradients=x"
-OF_WEIGHTS = "outputs=logits(0);moment(0,1,1);moment(1,2,0) gradients=x"
+OF_WEIGHTS = "outputs=sum(given0*z);moment(0,1,1);moment(1,2,0) gradients=x"
 MAXIMA = f"outputs=amax;argmax;max;peak {SOFTCAP} gradients=x,scale"
 POLICY_LOSS = "gradients=x total=moment(1,1);pick"
 TOTAL = f"outputs=argmax {POLICY_LOSS}"
 SQUARES = f"outputs=lse;moment(0,2);moment(1,2);moment(2,2);pick {SOFTCAP} gradients=x,scale"
+
+TWO_PASSES = "outputs=sum((-hit0+exp(l))**2);sum(maximum(-at0+z+1,0)) gradients=x"
+RANK = "outputs=sum(where(at0<z,1,0)) gradients=x total=pick"
+BINARY = "gradients=x total=sum(-given1*z+softplus(z))"
 
 MASK = "transform=where(given0>0,-inf,given1*z-0.5*hit0)"
 
@@ -89,6 +93,10 @@ KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
         "bf16",
         {"picks": 1, "given": (False, True)},
     ),
+    "two passes": (TWO_PASSES, CLASSES, "bf16", {"picks": 1}),
+    "two passes, whole rows": (TWO_PASSES, FEW_CLASSES, "fp32", {"picks": 3}),
+    "a loss and the rank": (RANK, CLASSES, "bf16", {"picks": 1}),
+    "binary": (BINARY, CLASSES, "bf16", {"given": (False, True)}),
     "total, several picks": (TOTAL, CLASSES, "bf16", {"picks": 3, "scaled": True}),
 }
 FREQUENT = ["loss", "log-probabilities", "policy, some classes", "weights"]

@@ -19,7 +19,7 @@ from fxpass.op import reductions as operator
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import INDICES, PRODUCTS, LogitSum, Moment, Output
+from fxpass.spec.reductions import INDICES, PRODUCTS, Moment, Output
 from tests.support.allocations import Allocations
 from tests.support.numerics import assert_as_accurate, error
 from tests.support.reduction_cases import (
@@ -31,6 +31,7 @@ from tests.support.reduction_cases import (
     TRANSFORMS,
     Case,
     case,
+    of,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +42,7 @@ WHOLE, BLOCKED = (3, 5, 37), (3, 5, 8200)
 IN_SLICES = [
     *("lse", "pick", "at"),
     *(Moment(1, 1), Moment(2, 2, 1), Moment(0, 2, 0), Moment(0, 1), Moment(1, 0, 1)),
-    *(LogitSum(), LogitSum(0), *INDICES),
+    *(of("z"), of("given0*z"), *INDICES),
 ]
 SOME = [*IN_SLICES, "amax", "peak", "max"]
 BOTH = pytest.mark.parametrize("outputs", [SOME, IN_SLICES], ids=["chunks", "slices"])
@@ -327,7 +328,7 @@ TOTALS: dict[str, list[Output]] = {
     "a loss": ["pick"],
     "a policy's loss": ["pick", Moment(1, 1)],
     "a loss and a z-loss": ["lse", "at", Moment(2, 0)],
-    "soft targets": [Moment(0, 1, 1), LogitSum(0), "lse", Moment(0, 2), Moment(1, 1, 0)],
+    "soft targets": [Moment(0, 1, 1), of("given0*z"), "lse", Moment(0, 2), Moment(1, 1, 0)],
 }
 TOTAL = 5  # its place among the operator's outputs
 
@@ -534,7 +535,7 @@ def test_a_class_without_probability_counts_nothing(shape):
 @pytest.mark.usefixtures("triton")
 def test_sums_over_infinite_logits_are_eagers(shape):
     """Infinite, also where the maximum grows afterwards, and nan where the weight is 0."""
-    outputs = [Moment(0, 1), Moment(0, 2), LogitSum(), Moment(0, 1, 0), LogitSum(0), "amax"]
+    outputs = [Moment(0, 1), Moment(0, 2), of("z"), Moment(0, 1, 0), of("given0*z"), "amax"]
     found = with_logits(outputs, [-INF, 1.0, 2.0], shape)
     for of_infinite in (1.0, 0.0):
         found.tensors["given0"][found.tensors["bias"] == -INF] = of_infinite

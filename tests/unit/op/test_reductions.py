@@ -29,7 +29,7 @@ def test_the_operators_of_this_revision():
     expecttest.assert_expected_inline(
         "\n".join([REVISION, *(str(operator.default._schema) for operator in operators)]),
         """\
-r3
+r4
 fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? coef, Tensor? logits, str spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
 fxpass::class_reductions_backward(Tensor grad, Tensor lse, Tensor rest, Tensor saved, Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? logits, str spec) -> Tensor[]""",
     )
@@ -141,9 +141,9 @@ DEFAULT = {
     "given": [],
     "coef": None,
     "logits": None,
-    "spec": "r3 outputs=lse",
+    "spec": "r4 outputs=lse",
 }
-PICK = "r3 outputs=pick"
+PICK = "r4 outputs=pick"
 WRONG = {
     "needs x .N, D. and weight": [
         {"x": torch.ones(D)},
@@ -170,9 +170,9 @@ WRONG = {
     "needs a bias of": [{"bias": torch.ones(V).double()}, {"bias": torch.ones(V).half()}],
     rf"needs scale \[{N}\], got": [{"scale": torch.ones(())}, {"scale": torch.ones(N, 1)}],
     "needs a scale of torch.float32, got torch.float64": [{"scale": torch.ones(N).double()}],
-    "needs picks for the outputs pick and at": [
+    "needs picks where outputs or expressions read them": [
         {"spec": PICK},
-        {"spec": "r3 outputs=at"},
+        {"spec": "r4 outputs=at"},
         {"picks": torch.zeros(N).long()},
     ],
     rf"needs picks \[{N}\] or \[{N}, K\] int64": [
@@ -191,14 +191,14 @@ WRONG = {
         {"given": [torch.ones(V), torch.ones(V).long()]}
     ],
     "needs 3 given values, got 1": [
-        {"given": [torch.ones(V)], "spec": "r3 outputs=moment(1,0,2)"},
-        {"given": [torch.ones(V)], "spec": "r3 outputs=logits(2)"},
+        {"given": [torch.ones(V)], "spec": "r4 outputs=moment(1,0,2)"},
+        {"given": [torch.ones(V)], "spec": "r4 outputs=sum(given2*z)"},
     ],
     "cannot compute gradients of bias, given1: absent": [
-        {"given": [torch.ones(V)], "spec": "r3 outputs=lse gradients=x,bias,given0,given1"},
+        {"given": [torch.ones(V)], "spec": "r4 outputs=lse gradients=x,bias,given0,given1"},
     ],
     "another version of fxpass": [{"spec": "v7 reduction=mean"}],
-    "not reductions": [{"spec": "r3 outputs=loss"}],
+    "not reductions": [{"spec": "r4 outputs=loss"}],
 }
 
 
@@ -230,12 +230,12 @@ def test_logits_that_exist_are_read(dtype):
     assert torch.equal(run(logits, other)[0], run(logits, w)[0])
 
 
-SPEC = "r3 outputs=pick;moment(1,1) gradients=x,weight"
+SPEC = "r4 outputs=pick;moment(1,1) gradients=x,weight"
 
 
 def test_a_shard_without_classes_adds_nothing():
     x, w = torch.ones(3, 4, requires_grad=True), torch.ones(0, 4, requires_grad=True)
-    spec = "r3 outputs=pick;lse gradients=x,weight"
+    spec = "r4 outputs=pick;lse gradients=x,weight"
     picks = torch.zeros(3, dtype=torch.int64)
     (pick, lse), *_ = class_reductions(x, w, None, None, picks, [], None, None, spec)
     assert (pick == 0).all()
@@ -250,7 +250,7 @@ def test_rows_without_a_gradient_add_nothing(dtype):
     found = case(("pick",), dtype, bias=dtype)
     x, w, b = (found.tensors[name] for name in ("x", "weight", "bias"))
     b = torch.full_like(b, -float("inf")).requires_grad_()
-    spec = "r3 outputs=pick gradients=bias"
+    spec = "r4 outputs=pick gradients=bias"
     rows = class_reductions(x.detach(), w.detach(), b, None, found.picks, [], None, None, spec)[0]
     assert torch.equal(
         torch.autograd.grad((rows * 0).nan_to_num().sum(), b)[0], torch.zeros_like(b)

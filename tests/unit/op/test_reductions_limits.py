@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fxpass.spec.reductions import (
     ROWS,
-    LogitSum,
     Moment,
     Output,
 )
@@ -25,6 +24,7 @@ from tests.support.reduction_cases import (
     N,
     V,
     case,
+    of,
 )
 
 
@@ -105,8 +105,8 @@ def test_a_class_without_probability_counts_nothing(weight, b, a):
 def test_sums_over_infinite_logits_are_eagers():
     bias = torch.randn(V)
     bias[2] = -INF
-    outputs = [Moment(0, 1), Moment(0, 2), LogitSum(), Moment(0, 1, 0), LogitSum(0), "at", "amax"]
-    outputs += [Moment(0, 1, 1), LogitSum(1)]
+    outputs = [Moment(0, 1), Moment(0, 2), of("z"), Moment(0, 1, 0), of("given0*z"), "at", "amax"]
+    outputs += [Moment(0, 1, 1), of("given1*z")]
     found = with_bias(outputs, bias)
     found.tensors["given0"][2] = 0
     found.tensors["given1"][:3, 2] = 0

@@ -41,7 +41,7 @@ def operands(dtype=torch.float32, rows=N):
     return x.requires_grad_(), w.requires_grad_(), torch.randint(V, (rows,)), coef
 
 
-LOSS = "r3 gradients=x,weight total=pick"
+LOSS = "r4 gradients=x,weight total=pick"
 
 
 def test_rows_that_add_nothing_are_not_multiplied():
@@ -101,7 +101,7 @@ def test_opcheck(dtype):
     x, w, picks, coef = operands(dtype)
     coef.neg_()  # a positive total: backward in eager overwrites what it multiplies by -1
     torch.library.opcheck(class_reductions, (x, w, None, None, picks, [], coef, None, LOSS))
-    spec = "r3 outputs=argmax gradients=weight total=pick"
+    spec = "r4 outputs=argmax gradients=weight total=pick"
     frozen = (x.detach(), w, None, None, picks, [], coef, None, spec)
     torch.library.opcheck(class_reductions, frozen)
 
@@ -127,7 +127,7 @@ def test_one_chunk_of_logits_and_no_copy():
 )
 def test_no_spec(text, message):
     with pytest.raises(ValueError, match="not reductions") as raised:
-        Reductions.parse(f"r3 {text}")
+        Reductions.parse(f"r4 {text}")
     assert message in str(raised.value.__cause__)
 
 
@@ -135,7 +135,7 @@ def test_no_spec(text, message):
     ("coef", "spec", "message"),
     [
         (None, LOSS, "needs coef for a total, and only for it"),
-        (torch.ones(1, N), "r3 outputs=pick", "needs coef for a total, and only for it"),
+        (torch.ones(1, N), "r4 outputs=pick", "needs coef for a total, and only for it"),
         (torch.ones(N), LOSS, r"needs coef \[1, 7\]"),
         (torch.ones(2, N), LOSS, r"needs coef \[1, 7\]"),
         (torch.ones(1, N).double(), LOSS, r"needs coef \[1, 7\] torch.float32"),
@@ -159,6 +159,6 @@ def test_a_total_without_gradients():
     x[0] = float("nan")
     coef = torch.full((1, 6), -0.2)
     coef[0, :1] = 0
-    total = class_reductions(x, w, None, None, picks, [], coef, None, "r3 total=pick")[5]
+    total = class_reductions(x, w, None, None, picks, [], coef, None, "r4 total=pick")[5]
     want = torch.nn.functional.cross_entropy(x[1:] @ w.t(), picks[1:])
     torch.testing.assert_close(total, want)

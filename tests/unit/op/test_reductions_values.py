@@ -15,6 +15,7 @@ from fxpass.spec.reductions import (
 from tests.support.reduction_cases import (
     COMBINATIONS,
     DTYPES,
+    LATE,
     OUTPUTS,
     TRANSFORMS,
     D,
@@ -28,7 +29,7 @@ from tests.support.reduction_cases import (
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("output", OUTPUTS, ids=str)
+@pytest.mark.parametrize("output", [*OUTPUTS, *LATE], ids=str)
 def test_each_output(output, dtype):
     for transform in TRANSFORMS:
         check(case([output], dtype, transform), dtype)
@@ -115,7 +116,7 @@ def test_non_contiguous_operands(chunks, dtype, request):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("output", OUTPUTS, ids=str)
+@pytest.mark.parametrize("output", [*OUTPUTS, *LATE], ids=str)
 def test_huge_logits(output, dtype):
     check(case([output], dtype, bias=dtype, size=1e4), dtype)
 

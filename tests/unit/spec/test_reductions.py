@@ -16,7 +16,6 @@ from fxpass.spec.reductions import (
     REVISION,
     ROWS,
     TOTAL,
-    LogitSum,
     Moment,
     Reductions,
     Terms,
@@ -25,6 +24,7 @@ from fxpass.spec.reductions import (
     raw,
     shifted,
 )
+from tests.support.reduction_cases import of
 
 POWERS = range(HIGHEST_POWER + 1)
 MOMENTS = [Moment(a, b, w) for a in POWERS for b in POWERS for w in (None, 0)]
@@ -33,7 +33,7 @@ EVERY = ("x", "weight", "bias", "scale", "given0", "given2", "given10")
 SPECS = [
     *(Reductions((name,)) for name in (*ROWS, *INDICES)),
     *(Reductions((moment,)) for moment in MOMENTS),
-    Reductions((LogitSum(), LogitSum(0), LogitSum(12), Moment(2, 2, 10))),
+    Reductions((of("z"), of("given0*z"), of("given12*z"), Moment(2, 2, 10))),
     Reductions(("pick", "lse"), SOFTCAP),
     Reductions(("pick", Moment(1, 1), "argmax"), SOFTCAP, EVERY),
     *(Reductions(("lse",), gradients=(name,)) for name in EVERY),
@@ -51,7 +51,7 @@ def test_round_trip(spec):
 def test_one_computation_has_one_text():
     assert len({spec.text() for spec in SPECS}) == len(SPECS)
     assert SPECS[-len(EVERY) - 1].text() == (
-        "r3 outputs=pick;moment(1,1);argmax transform=30*tanh(z/30) "
+        "r4 outputs=pick;moment(1,1);argmax transform=30*tanh(z/30) "
         "gradients=x,weight,bias,scale,given0,given2,given10"
     )
 
@@ -119,7 +119,6 @@ def test_another_revision_is_refused(revision):
         ((Moment(3, 0),), (), r"moment\(3,0\) has a power"),
         ((Moment(0, -1),), (), r"moment\(0,-1\) has a power"),
         ((Moment(1, 1, -1),), (), "negative position"),
-        ((LogitSum(-1),), (), "negative position"),
         (("max", "max"), (), "named twice"),
         (("max",), ("weight", "x"), "in order"),
         (("max",), ("logits",), "'logits' is no operand"),
@@ -156,7 +155,8 @@ def assert_equal(got: float, exact: float) -> None:
 
 
 def test_raw_sums_are_closed_and_begin_with_the_total():
-    assert raw([]) == raw(["lse", "pick", LogitSum(0)]) == (TOTAL,)
+    assert raw(["at", of("given0*z"), of("where(z>at0,1,0)")]) == ()
+    assert raw([of("exp(l)*z")]) == raw(["lse", "pick", of("given0*z")]) == (TOTAL,)
     assert raw([Moment(0, 2, 1)]) == (TOTAL, *(Moment(0, b, 1) for b in POWERS))
     assert raw([TOTAL, Moment(1, 1)]) == (TOTAL, Moment(1, 1))
     assert set(raw(MOMENTS)) == {*MOMENTS}
