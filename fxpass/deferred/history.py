@@ -40,6 +40,7 @@ def attach_cast(part: Part, cast: Tensor) -> Tensor:
 
 def view_of(base: Tensor, result: Tensor, view: Any = aten.alias.default) -> Any:
     """``result``, which autograd takes for ``view(base)``."""
+    _ = base.grad_fn  # after a write, this replays the views that made ``base``
     with torch._C._InferenceMode(base.is_inference()), torch.enable_grad(), _Returns(result):
         return view(base)
 
