@@ -97,7 +97,9 @@ class Run:
         if rows is None:
             return self.recipe(*inputs)
         for i in self.recipe.rows:
-            inputs[i] = _take(inputs[i], rows.flatten())
+            picked = _take(inputs[i], rows.flatten())
+            # an einsum expects as many dimensions as the input has: [1, ..., R, D]
+            inputs[i] = picked.reshape(*[1] * (inputs[i].dim() - 2), *picked.shape)
         logits = self.recipe(*inputs)
         return logits.reshape(*rows.shape, logits.shape[-1])
 
@@ -343,10 +345,8 @@ def _stand_in(a: Any, device: str | None = None) -> Any:
 
 
 def _take(t: Tensor, rows: Tensor) -> Tensor:
-    """The rows of ``t`` ``[..., D]`` with these numbers, ``[1, ..., R, D]``: an einsum expects as
-    many dimensions as ``t`` has."""
-    picked = t[torch.unravel_index(rows, t.shape[:-1])]
-    return picked.reshape(*[1] * (t.dim() - 2), *picked.shape)
+    """The rows of ``t`` ``[..., D]`` with these numbers, ``[*rows.shape, D]``."""
+    return t[torch.unravel_index(rows, t.shape[:-1])]
 
 
 def _copied(t: Tensor, like: Tensor) -> Tensor:

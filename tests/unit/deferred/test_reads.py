@@ -128,6 +128,15 @@ def test_computed_once():
     assert p.runs == [(B, S, D)]
 
 
+@pytest.mark.parametrize("rows", [(slice(None), -1), (1,), (0, 1), (slice(None), slice(1, 3))])
+def test_rows_of_a_cast_are_cast_from_the_computed_logits(rows):
+    p = pair()
+    cast = p.logits.double()
+    p.logits.sum()
+    same(cast[rows] * 1, p.eager.double()[rows])
+    assert p.runs == [(B, S, D)]
+
+
 def test_many_rows_one_by_one_become_one_run():
     p = pair(seq=40)
     for i in range(40):
