@@ -29,13 +29,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.deferred import values
 from fxpass.deferred.dynamo import opaque, plain_in_graphs
-from fxpass.deferred.history import attach, attach_cast, view_of
+from fxpass.deferred.history import attach, attach_cast, recorded
 from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.deferred.values import Part, Recipe
 from fxpass.spec.dtypes import short
 
-__all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer", "drop"]
+__all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer"]
 
 aten = torch.ops.aten
 VIEWS = {
@@ -59,29 +59,43 @@ RESHAPED = "{} changes the shape of deferred logits in place; work on logits.clo
 
 
 @torch.compiler.disable
-def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
+def defer(recipe: Recipe, inputs: Sequence[Any], *, drop: bool = False) -> Tensor:
     """The logits of ``recipe(*inputs)``, with the current values of the inputs, on first use.
+
+    Args:
+        recipe: computes the logits.
+        inputs: its inputs, of any dtype: tensors and numbers.
+        drop: whether any use of values or gradients raises RuntimeError; then the inputs are not
+            referenced, and a DTensor counts with its global shape.
 
     Returns:
         A :class:`DeferredLogits` with the shape, dtype, strides and device of the logits, linked to
         the inputs by autograd. If an input is another tensor subclass (a DTensor), the logits,
-        computed now.
+        computed now, unless they are dropped.
 
     Raises:
         StaleLogitsError: later, when values or gradients are used, if an input was freed or changed
             in place other than by an optimizer's step.
     """
-    if any(isinstance(a, Tensor) and is_traceable_wrapper_subclass(a) for a in inputs):
+    tensors = [a for a in inputs if isinstance(a, Tensor)]
+    if not drop and any(map(is_traceable_wrapper_subclass, tensors)):
         with torch._C._DisableAutocast():
             return recipe(*inputs)
-    return _link(recipe, inputs, dropped=False)
-
-
-@torch.compiler.disable
-def drop(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
-    """Like :func:`defer`, but any use of values or gradients raises RuntimeError, and the inputs
-    are not referenced. A DTensor counts with its global shape."""
-    return _link(recipe, inputs, dropped=True)
+    trains = recipe.requires_grad and torch.is_grad_enabled()
+    trains = trains and any(t.requires_grad for t in tensors)
+    if any(isinstance(t, FakeTensor) for t in tensors):
+        # DDP's graph splitting runs each part with fake tensors to find the input types of the next
+        # part. The result has to be deferred logits, as at run time. Without Python's dispatcher, a
+        # linear of torch 2.11 replaces symbolic sizes by numbers.
+        with quiet(), enable_python_dispatcher():
+            value = recipe(*inputs)
+        logits = DeferredLogits(values.computed(value))
+        logits.requires_grad_(trains)
+        logits._view = value.requires_grad_(trains)
+        return logits
+    watch_optimizers()
+    part = values.returned(recipe, inputs, drop)
+    return _root(attach(part, inputs), part) if trains else DeferredLogits(part)
 
 
 def _by_leaf(name: str) -> Any:
@@ -135,7 +149,7 @@ class DeferredLogits(Tensor):
     _is_root: bool
 
     @staticmethod
-    def __new__(cls, part: Part, device: torch.device) -> DeferredLogits:
+    def __new__(cls, part: Part) -> DeferredLogits:
         like = part.like
         self = Tensor._make_wrapper_subclass(
             cls,
@@ -143,7 +157,7 @@ class DeferredLogits(Tensor):
             strides=like.stride(),
             storage_offset=like.storage_offset(),
             dtype=like.dtype,
-            device=device,
+            device=part.buffer.device,
         )
         torch._C._set_throw_on_mutable_data_ptr(self)  # C++ code gets an error, not a null pointer
         self._computes, self._view, self._is_root = part, None, False
@@ -181,11 +195,11 @@ class DeferredLogits(Tensor):
         if plain is None or plain.requires_grad != self.requires_grad:
             value = value.detach()
             if isinstance(base, DeferredLogits) and not self.requires_grad:
-                plain = view_of(base.plain, value)
+                plain = recorded(aten.alias.default, base.plain, value)
             elif base is None and not self.requires_grad:
-                plain = view_of(self, value, aten.detach.default)
+                plain = recorded(aten.detach.default, self, value)
             else:
-                plain = view_of(self, value)
+                plain = recorded(aten.alias.default, self, value)
             self._view = plain
         vars(plain).update(vars(self))  # such as marks of dynamic dimensions
         return plain
@@ -249,30 +263,11 @@ class DeferredLogits(Tensor):
         raise _refused(ASSIGNED)
 
 
-def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
-    """Deferred logits, linked to the inputs by autograd."""
-    trains = recipe.requires_grad and torch.is_grad_enabled()
-    trains = trains and any(isinstance(a, Tensor) and a.requires_grad for a in inputs)
-    if any(isinstance(a, FakeTensor) for a in inputs):
-        # DDP's graph splitting runs each part with fake tensors to find the input types of the next
-        # part. The result has to be deferred logits, as at run time. Without Python's dispatcher, a
-        # linear of torch 2.11 replaces symbolic sizes by numbers.
-        with quiet(), enable_python_dispatcher():
-            value = recipe(*inputs)
-        logits = DeferredLogits(values.computed(value), value.device)
-        logits.requires_grad_(trains)
-        logits._view = value.requires_grad_(trains)
-        return logits
-    watch_optimizers()
-    part, device = values.returned(recipe, inputs, dropped)
-    return _root(attach(part, device, inputs), part) if trains else DeferredLogits(part, device)
-
-
 def _root(base: Tensor, part: Part) -> DeferredLogits:
     """Deferred logits with the history of ``base``, which are no view in eager."""
-    logits = DeferredLogits(part, base.device)
+    logits = DeferredLogits(part)
     logits._is_root = True
-    return view_of(base, logits)
+    return recorded(aten.alias.default, base, logits)
 
 
 for _make, _names in METHODS.items():
@@ -287,13 +282,13 @@ def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict
     if func in VIEWS:
         # a view of a normal tensor is a normal tensor, in inference mode too
         with torch.inference_mode(torch.is_inference_mode_enabled() and t.is_inference()):
-            return DeferredLogits(part.view(lambda like: func(like, *args, **kwargs)), t.device)
+            return DeferredLogits(part.view(lambda like: func(like, *args, **kwargs)))
     if part.run is None:
         return NotImplemented
     if func is aten._to_copy.default and _only_dtype(t, kwargs):
         memory_format = kwargs.get("memory_format") or torch.preserve_format
         cast = part.cast(kwargs["dtype"], memory_format)
-        return NotImplemented if cast is None else DeferredLogits(cast, t.device)
+        return NotImplemented if cast is None else DeferredLogits(cast)
     if func in LIKE and part.like.is_contiguous():
         stand_in = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
         return func(stand_in, *args, **kwargs)

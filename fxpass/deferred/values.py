@@ -3,7 +3,7 @@
 In: a recipe with its inputs, and the views and casts that the user took of the result. Out: plain
 tensors, computed on first use::
 
-    whole, device = returned(recipe, inputs, dropped=False)  # a Part
+    whole = returned(recipe, inputs, dropped=False)  # a Part
     last = whole.view(lambda t: t[:, -1])
     last.read()  # runs the recipe on the last row of the hidden states
 
@@ -134,6 +134,7 @@ class Buffer:
     """The memory that eager would have allocated."""
 
     run: Run | None  # None when the values are computed and the inputs no longer needed
+    device: torch.device
     like: Tensor  # shape, dtype and strides of the whole buffer, on the meta device
     # For each row of V classes its row number in the logits, int64 [R]; None if rows cannot be
     # computed separately.
@@ -255,7 +256,7 @@ class Part:
             with quiet():
                 rows = buffer.rows[picked.flatten()]
         casts = (*buffer.casts, (part, like))
-        made = Part(Buffer(run, like, rows, casts, weakref.ref(buffer)), like)
+        made = Part(Buffer(run, buffer.device, like, rows, casts, weakref.ref(buffer)), like)
         # Asked at the end: another thread may compute ``self`` at any time. Until it did, a step
         # of an optimizer cloned the parameters; ``made`` is pending from here on.
         return made if self.run else None
@@ -297,15 +298,14 @@ class Part:
         return self.value
 
 
-def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> tuple[Part, torch.device]:
-    """The uncomputed logits of a recipe and their device; if ``dropped``, computing them raises
-    RuntimeError."""
+def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Part:
+    """The uncomputed logits of a recipe; if ``dropped``, computing them raises RuntimeError."""
     with quiet():  # once: it costs the host as much as twenty operations
         run = Run(recipe, inputs, dropped)
     like, rows = run.like, None
     if recipe.rows and like.dim() > 1 and like.numel() and like.is_contiguous():
         rows = _numbers(like.shape[:-1].numel())
-    return Part(Buffer(run, like, rows), like), run.device
+    return Part(Buffer(run, run.device, like, rows), like)
 
 
 @functools.lru_cache(16)
@@ -317,7 +317,7 @@ def _numbers(count: int) -> Tensor:
 
 def computed(value: Tensor) -> Part:
     """A part that shows the whole of ``value``."""
-    return Part(Buffer(None, value, value=value, exposed=True), value, value)
+    return Part(Buffer(None, value.device, value, value=value, exposed=True), value, value)
 
 
 # Weak references: unreachable parts are collected, with their hidden states.

@@ -97,7 +97,7 @@ def defer_outputs(
     deferrals = [(recipe, [at[n] for n in given]) for recipe, given in recipes.values()]
     places = [recipes[n][0] if n in recipes else at[n] for n in old]
     # Any: torch.compiler.disable hides the signatures
-    make: Any = tensor.drop if drop else tensor.defer
+    make: Any = tensor.defer
 
     def restore(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> tuple[Any, ...]:
@@ -106,7 +106,8 @@ def defer_outputs(
             # a graph may end with gradients off, after the logits
             with torch.set_grad_enabled(trains or torch.is_grad_enabled()):
                 made = {
-                    recipe: make(recipe, [known[i] for i in given]) for recipe, given in deferrals
+                    recipe: make(recipe, [known[i] for i in given], drop=drop)
+                    for recipe, given in deferrals
                 }
             return tuple(made[p] if isinstance(p, Recipe) else known[p] for p in places)
 

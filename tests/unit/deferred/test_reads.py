@@ -402,7 +402,7 @@ def test_drop_answers_for_the_shape_and_raises_for_values():
     recipe, runs = recipe_of()
     x, weight, bias = torch.randn(B, S, D), torch.randn(V, D, requires_grad=True), torch.randn(V)
     held = weakref.ref(x)
-    logits: Any = tensor.drop(recipe, (x, weight, bias))
+    logits: Any = tensor.defer(recipe, (x, weight, bias), drop=True)
     del x
     assert held() is None
     assert logits.float()[:, -1].shape == (B, V)
