@@ -156,8 +156,8 @@ class Buffer:
     def rows_of(self, like: Tensor) -> Tensor | None:
         """The row numbers of a part with this layout, as a tensor with one dimension for each
         dimension of the part whose stride is a multiple of V. None if a row number does not
-        determine its elements."""
-        if self.rows is None:
+        determine its elements, or there are none."""
+        if self.rows is None or not like.numel():  # an empty part may begin behind the last row
             return None
         v = self.like.shape[-1]
         dims = list(zip(like.shape, like.stride(), strict=True))

@@ -34,7 +34,6 @@ USES = (
     "g = {o}.detach()",
     "g = {o}[0]",
     "g = {o}.float()",
-    "g = {o}.double()",
     "g = {o}[..., :2]",
     "g = {o}.transpose(0, -1)",
     "seen(g)",

@@ -71,6 +71,8 @@ LAZY = {
     "none": lambda t: t[None, :, -1],
     "flatten": lambda t: t.flatten(0, 1),
     "narrow": lambda t: t.narrow(1, 1, 2),
+    "no_rows": lambda t: t[:, S:],
+    "no_classes": lambda t: t[..., V:].double(),
 }
 
 
