@@ -28,11 +28,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.deferred import values
-from fxpass.deferred.dynamo import opaque, plain_in_graphs
+from fxpass.deferred.dynamo import hidden, opaque, plain_in_graphs
 from fxpass.deferred.history import attach, attach_cast, recorded
 from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.optimizers import watch_optimizers
-from fxpass.deferred.values import Part, Recipe
+from fxpass.deferred.values import Part, Recipe, memory_of
 from fxpass.spec.dtypes import short
 
 __all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer"]
@@ -58,7 +58,7 @@ ASSIGNED = "deferred logits do not take `.data = other`; write with .copy_(other
 RESHAPED = "{} changes the shape of deferred logits in place; work on logits.clone()"
 
 
-@torch.compiler.disable
+@hidden
 def defer(recipe: Recipe, inputs: Sequence[Any], *, drop: bool = False) -> Tensor:
     """The logits of ``recipe(*inputs)``, with the current values of the inputs, on first use.
 
@@ -99,24 +99,20 @@ def defer(recipe: Recipe, inputs: Sequence[Any], *, drop: bool = False) -> Tenso
 
 
 def _by_leaf(name: str) -> Any:
-    """The method ``name`` of a plain leaf with the memory of all views."""
-    return lambda self, *args, **kwargs: getattr(self._leaf(), name)(*args, **kwargs)
+    """The method ``name`` of a plain leaf with the memory of all views; it may write to it."""
+
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        leaf = self._leaf()
+        plain = (a._leaf() if isinstance(a, DeferredLogits) else a for a in args)
+        result = getattr(leaf, name)(*plain, **kwargs)
+        return self if result is leaf else result
+
+    return method
 
 
 def _by_copy(name: str) -> Any:
     """The method ``name`` of a plain leaf, which returns no alias of its memory."""
     return lambda self, *args: getattr(self._leaf(alias=False), name)(*args)
-
-
-def _in_place(name: str) -> Any:
-    """A method that writes without the dispatcher."""
-
-    def method(self: DeferredLogits, *args: Any) -> DeferredLogits:
-        plain = (a.plain if isinstance(a, DeferredLogits) else a for a in args)
-        getattr(self.plain, name)(*plain)
-        return self
-
-    return method
 
 
 def _cast(name: str) -> Any:
@@ -133,9 +129,11 @@ def _cast(name: str) -> Any:
 
 # Methods that read or write memory without going through the dispatcher, and casts.
 METHODS = {
-    _by_leaf: ("numpy", "data_ptr", "storage", "_typed_storage", "__array__", "__dlpack__"),
+    _by_leaf: (
+        *("numpy", "data_ptr", "storage", "_typed_storage", "__array__", "__dlpack__"),
+        *("apply_", "map_", "map2_"),
+    ),
     _by_copy: ("tolist", "__reduce_ex__"),
-    _in_place: ("apply_", "map_", "map2_"),
     _cast: ("bfloat16", "double", "float", "half", "to", "type", "type_as"),
 }
 
@@ -181,8 +179,7 @@ class DeferredLogits(Tensor):
     @property
     def _part(self) -> Part:
         part, view = self._computes, self._view
-        storages = [t.untyped_storage()._cdata for t in (view, part.value) if t is not None]
-        if len(set(storages)) == 2:
+        if len({memory_of(t) for t in (view, part.value) if t is not None}) == 2:
             raise _refused(ASSIGNED)  # in compiled code
         return part
 
@@ -286,8 +283,7 @@ def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict
     if part.run is None:
         return NotImplemented
     if func is aten._to_copy.default and _only_dtype(t, kwargs):
-        memory_format = kwargs.get("memory_format") or torch.preserve_format
-        cast = part.cast(kwargs["dtype"], memory_format)
+        cast = part.cast(kwargs["dtype"], kwargs.get("memory_format"))
         return NotImplemented if cast is None else DeferredLogits(cast)
     if func in LIKE and part.like.is_contiguous():
         stand_in = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
@@ -316,7 +312,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     silent = func.namespace == "c10d"  # writes to its arguments without declaring it
     by_name = {argument.name: argument for argument in schema.arguments}
     written: dict[int, DeferredLogits] = {}  # by the identity of the plain tensor
-    read: dict[int, Part] = {}  # by the storage of the plain tensor
+    read: dict[int, Part] = {}  # by the memory of the plain tensor
 
     def unwrap(argument: Any, value: Any) -> Any:
         alias = argument.alias_info
@@ -325,7 +321,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             part = t._part
             if not (silent or alias):
                 plain = part.read()
-                read[plain.untyped_storage()._cdata] = part
+                read[memory_of(plain)] = part
                 return plain
             plain = part.materialise()
             if silent or alias.is_write:
@@ -348,7 +344,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return written[id(t)]
         if not torch._C._has_storage(t):  # sparse and oneDNN tensors are copies without storage
             return t
-        part = read.get(t.untyped_storage()._cdata)
+        part = read.get(memory_of(t))
         return t if part is None else part.hand_out(t)  # an undeclared alias
 
     return pytree.tree_map_only(Tensor, rewrap, result)

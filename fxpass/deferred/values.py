@@ -244,7 +244,7 @@ class Part:
                 self.buffer.apart.add(made)
         return made
 
-    def cast(self, dtype: torch.dtype, memory_format: torch.memory_format) -> Part | None:
+    def cast(self, dtype: torch.dtype, memory_format: torch.memory_format | None) -> Part | None:
         """A copy in another dtype; computes nothing. None if ``self`` is computed."""
         buffer, part, run = self.buffer, self.like, self.run
         like = torch.ops.aten._to_copy.default(part, dtype=dtype, memory_format=memory_format)
@@ -278,7 +278,7 @@ class Part:
         buffer, or of rows that were computed separately, a copy."""
         with self.buffer.lock:
             whole = self.buffer.value
-            if whole is None or _memory(whole) != _memory(alias):
+            if whole is None or memory_of(whole) != memory_of(alias):
                 return alias.clone()
             self.buffer.exposed = True
             return alias.detach()
@@ -333,7 +333,8 @@ def pending() -> dict[Part, Run]:
     return {part: run for part, run in runs if run is not None and run.inputs is not None}
 
 
-def _memory(t: Tensor) -> int:
+def memory_of(t: Tensor) -> int:
+    """A number that two tensors have in common if they share their memory."""
     return t.untyped_storage()._cdata
 
 
