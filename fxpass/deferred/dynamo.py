@@ -1,7 +1,7 @@
 """What Dynamo sees of deferred logits: nothing of this package, and a plain tensor in each graph.
 
-In: a class of tensors with a property ``plain``. Out: the same class, whose methods Dynamo does not
-trace, and whose tensors reach the graphs that Dynamo makes as plain tensors::
+In: functions, and a class of tensors with a property ``plain``. Out: the same, but Dynamo does not
+trace them, and the tensors reach the graphs that Dynamo makes as plain tensors::
 
     loss, logits = step(batch)  # deferred logits
     torch.compile(accuracy)(logits, labels)  # the compiled graph is called with logits.plain
@@ -10,6 +10,7 @@ trace, and whose tensors reach the graphs that Dynamo makes as plain tensors::
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -19,21 +20,28 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=type)
+
+
+def hidden(function: F) -> F:
+    """A function that Dynamo does not trace: a frame that calls it has a graph break there."""
+    disable: Any = torch.compiler.disable  # its result has no signature
+    return disable(function)
 
 
 def opaque(cls: T) -> T:
     """Hides the methods of a class from Dynamo, which would else trace them wherever a frame that
     it compiles calls them: the dispatcher's and autograd's calls too."""
-    hide: Any = torch.compiler.disable
     for name, member in list(vars(cls).items()):
         if isinstance(member, (staticmethod, classmethod)):
-            setattr(cls, name, type(member)(hide(member.__func__)))
+            setattr(cls, name, type(member)(hidden(member.__func__)))
         elif isinstance(member, property):
-            setattr(cls, name, property(hide(member.fget), member.fset and hide(member.fset)))
+            get, put = member.fget, member.fset
+            setattr(cls, name, property(get and hidden(get), put and hidden(put)))
         elif inspect.isfunction(member):
             member.__name__ = name  # Dynamo looks up by this name which method of torch it replaces
-            setattr(cls, name, hide(member))
+            setattr(cls, name, hidden(member))
     return cls
 
 

@@ -3,8 +3,8 @@
 In: deferred logits and what they are computed from. Out: the same logits as a view of a plain
 tensor, the base, which has the history::
 
-    base = attach(part, device, inputs)  # its backward recomputes the logits
-    logits = view_of(base, DeferredLogits(part, device))
+    base = attach(part, inputs)  # its backward recomputes the logits
+    logits = recorded(aten.alias.default, base, DeferredLogits(part))
 
 As in eager, all views of the logits are views of one base, so that a write to a view changes the
 history of all. The base is plain, so that compiled code can read it. It has one element of memory
@@ -28,20 +28,21 @@ from fxpass.deferred.values import Part
 aten = torch.ops.aten
 
 
-def attach(part: Part, device: torch.device, inputs: Sequence[Any]) -> Tensor:
+def attach(part: Part, inputs: Sequence[Any]) -> Tensor:
     """A base for the logits of a run: autograd links it to the inputs of the recipe."""
-    return _base(part, _Attach.apply(part, device, *inputs))
+    return _base(part, _Attach.apply(part, *inputs))
 
 
 def attach_cast(part: Part, cast: Tensor) -> Tensor:
-    """A base for deferred logits that autograd links to those before a cast."""
-    return _base(part, _Shadow.apply(part, cast))
+    """A base for deferred logits that autograd links to ``cast``, the same logits without one."""
+    return _base(part, recorded(aten.clone.default, cast, _without_memory(part)))
 
 
-def view_of(base: Tensor, result: Tensor, view: Any = aten.alias.default) -> Any:
-    """``result``, which autograd takes for ``view(base)``."""
-    with torch._C._InferenceMode(base.is_inference()), torch.enable_grad(), _Returns(result):
-        return view(base)
+def recorded(function: Any, given: Tensor, result: Tensor) -> Any:
+    """``result``, which autograd takes for ``function(given)``, a view or a copy."""
+    _ = given.grad_fn  # after a write, this replays the views that made ``given``
+    with torch._C._InferenceMode(given.is_inference()), torch.enable_grad(), _Returns(result):
+        return function(given)
 
 
 def _base(part: Part, base: Any) -> Tensor:
@@ -54,35 +55,22 @@ class _Attach(torch.autograd.Function):
     """From the inputs of a recipe to the logits."""
 
     @staticmethod
-    def forward(ctx: Any, part: Part, device: torch.device, *inputs: Any) -> Tensor:
+    def forward(ctx: Any, part: Part, *inputs: Any) -> Tensor:
         ctx.run = part.run
         ctx.set_materialize_grads(False)
-        return _without_memory(part.like, device)
+        return _without_memory(part)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:  # pyright: ignore
-        needed = ctx.needs_input_grad[2:]
-        if grad is None:
-            return (None, None, *(None for _ in needed))
-        return (None, None, *ctx.run.gradients(needed, grad))
+        _, *needed = ctx.needs_input_grad
+        return None, *([None] * len(needed) if grad is None else ctx.run.gradients(needed, grad))
 
 
-@opaque
-class _Shadow(torch.autograd.Function):
-    """From deferred logits without a base to the same logits."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Part, cast: Tensor) -> Tensor:
-        return _without_memory(part.like, cast.device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore
-        return None, grad
-
-
-def _without_memory(like: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(like.shape, (0,) * like.dim(), dtype=like.dtype, device=device)
+def _without_memory(part: Part) -> Tensor:
+    like = part.like
+    zeros = (0,) * like.dim()
+    return torch.empty_strided(like.shape, zeros, dtype=like.dtype, device=part.buffer.device)
 
 
 class _Returns(TorchDispatchMode):

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpass.deferred import values
+from fxpass.deferred.dynamo import hidden
 from fxpass.deferred.inputs import Input, StaleLogitsError, quiet
 from fxpass.deferred.values import Run
 
@@ -27,11 +27,11 @@ from fxpass.deferred.values import Run
 @functools.cache
 def watch_optimizers() -> None:
     """Calls :func:`before_update` before every optimizer changes parameters from now on."""
-    # A compiled step has a graph break here; the steps of torch's optimizers have one anyway.
-    hook: Any = torch.compiler.disable(_before_step)
-    register_optimizer_step_pre_hook(hook)
+    register_optimizer_step_pre_hook(_before_step)
 
 
+# A compiled step has a graph break here; the steps of torch's optimizers have one anyway.
+@hidden
 def _before_step(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -46,17 +46,16 @@ def _before_step(
 
 
 def _then_update(closure: Callable[..., Any]) -> Callable[..., Any]:
-    hidden: Any = torch.compiler.disable(before_update)
-
     @functools.wraps(closure)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         result = closure(*args, **kwargs)
-        hidden()
+        before_update()
         return result
 
     return wrapped
 
 
+@hidden
 def before_update() -> None:
     """Makes all deferred logits independent of the parameters.
 

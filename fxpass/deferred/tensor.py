@@ -28,14 +28,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.deferred import values
-from fxpass.deferred.dynamo import opaque, plain_in_graphs
-from fxpass.deferred.history import attach, attach_cast, view_of
+from fxpass.deferred.dynamo import hidden, opaque, plain_in_graphs
+from fxpass.deferred.history import attach, attach_cast, recorded
 from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.optimizers import watch_optimizers
-from fxpass.deferred.values import Part, Recipe
+from fxpass.deferred.values import Part, Recipe, memory_of
 from fxpass.spec.dtypes import short
 
-__all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer", "drop"]
+__all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer"]
 
 aten = torch.ops.aten
 VIEWS = {
@@ -58,51 +58,61 @@ ASSIGNED = "deferred logits do not take `.data = other`; write with .copy_(other
 RESHAPED = "{} changes the shape of deferred logits in place; work on logits.clone()"
 
 
-@torch.compiler.disable
-def defer(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
+@hidden
+def defer(recipe: Recipe, inputs: Sequence[Any], *, drop: bool = False) -> Tensor:
     """The logits of ``recipe(*inputs)``, with the current values of the inputs, on first use.
+
+    Args:
+        recipe: computes the logits.
+        inputs: its inputs, of any dtype: tensors and numbers.
+        drop: whether any use of values or gradients raises RuntimeError; then the inputs are not
+            referenced, and a DTensor counts with its global shape.
 
     Returns:
         A :class:`DeferredLogits` with the shape, dtype, strides and device of the logits, linked to
         the inputs by autograd. If an input is another tensor subclass (a DTensor), the logits,
-        computed now.
+        computed now, unless they are dropped.
 
     Raises:
         StaleLogitsError: later, when values or gradients are used, if an input was freed or changed
             in place other than by an optimizer's step.
     """
-    if any(isinstance(a, Tensor) and is_traceable_wrapper_subclass(a) for a in inputs):
+    tensors = [a for a in inputs if isinstance(a, Tensor)]
+    if not drop and any(map(is_traceable_wrapper_subclass, tensors)):
         with torch._C._DisableAutocast():
             return recipe(*inputs)
-    return _link(recipe, inputs, dropped=False)
-
-
-@torch.compiler.disable
-def drop(recipe: Recipe, inputs: Sequence[Any]) -> Tensor:
-    """Like :func:`defer`, but any use of values or gradients raises RuntimeError, and the inputs
-    are not referenced. A DTensor counts with its global shape."""
-    return _link(recipe, inputs, dropped=True)
+    trains = recipe.requires_grad and torch.is_grad_enabled()
+    trains = trains and any(t.requires_grad for t in tensors)
+    if any(isinstance(t, FakeTensor) for t in tensors):
+        # DDP's graph splitting runs each part with fake tensors to find the input types of the next
+        # part. The result has to be deferred logits, as at run time. Without Python's dispatcher, a
+        # linear of torch 2.11 replaces symbolic sizes by numbers.
+        with quiet(), enable_python_dispatcher():
+            value = recipe(*inputs)
+        logits = DeferredLogits(values.computed(value))
+        logits.requires_grad_(trains)
+        logits._view = value.requires_grad_(trains)
+        return logits
+    watch_optimizers()
+    part = values.returned(recipe, inputs, drop)
+    return _root(attach(part, inputs), part) if trains else DeferredLogits(part)
 
 
 def _by_leaf(name: str) -> Any:
-    """The method ``name`` of a plain leaf with the memory of all views."""
-    return lambda self, *args, **kwargs: getattr(self._leaf(), name)(*args, **kwargs)
+    """The method ``name`` of a plain leaf with the memory of all views; it may write to it."""
+
+    def method(self: DeferredLogits, *args: Any, **kwargs: Any) -> Any:
+        leaf = self._leaf()
+        plain = (a._leaf() if isinstance(a, DeferredLogits) else a for a in args)
+        result = getattr(leaf, name)(*plain, **kwargs)
+        return self if result is leaf else result
+
+    return method
 
 
 def _by_copy(name: str) -> Any:
     """The method ``name`` of a plain leaf, which returns no alias of its memory."""
     return lambda self, *args: getattr(self._leaf(alias=False), name)(*args)
-
-
-def _in_place(name: str) -> Any:
-    """A method that writes without the dispatcher."""
-
-    def method(self: DeferredLogits, *args: Any) -> DeferredLogits:
-        plain = (a.plain if isinstance(a, DeferredLogits) else a for a in args)
-        getattr(self.plain, name)(*plain)
-        return self
-
-    return method
 
 
 def _cast(name: str) -> Any:
@@ -119,9 +129,11 @@ def _cast(name: str) -> Any:
 
 # Methods that read or write memory without going through the dispatcher, and casts.
 METHODS = {
-    _by_leaf: ("numpy", "data_ptr", "storage", "_typed_storage", "__array__", "__dlpack__"),
+    _by_leaf: (
+        *("numpy", "data_ptr", "storage", "_typed_storage", "__array__", "__dlpack__"),
+        *("apply_", "map_", "map2_"),
+    ),
     _by_copy: ("tolist", "__reduce_ex__"),
-    _in_place: ("apply_", "map_", "map2_"),
     _cast: ("bfloat16", "double", "float", "half", "to", "type", "type_as"),
 }
 
@@ -135,7 +147,7 @@ class DeferredLogits(Tensor):
     _is_root: bool
 
     @staticmethod
-    def __new__(cls, part: Part, device: torch.device) -> DeferredLogits:
+    def __new__(cls, part: Part) -> DeferredLogits:
         like = part.like
         self = Tensor._make_wrapper_subclass(
             cls,
@@ -143,7 +155,7 @@ class DeferredLogits(Tensor):
             strides=like.stride(),
             storage_offset=like.storage_offset(),
             dtype=like.dtype,
-            device=device,
+            device=part.buffer.device,
         )
         torch._C._set_throw_on_mutable_data_ptr(self)  # C++ code gets an error, not a null pointer
         self._computes, self._view, self._is_root = part, None, False
@@ -167,8 +179,7 @@ class DeferredLogits(Tensor):
     @property
     def _part(self) -> Part:
         part, view = self._computes, self._view
-        storages = [t.untyped_storage()._cdata for t in (view, part.value) if t is not None]
-        if len(set(storages)) == 2:
+        if len({memory_of(t) for t in (view, part.value) if t is not None}) == 2:
             raise _refused(ASSIGNED)  # in compiled code
         return part
 
@@ -181,11 +192,11 @@ class DeferredLogits(Tensor):
         if plain is None or plain.requires_grad != self.requires_grad:
             value = value.detach()
             if isinstance(base, DeferredLogits) and not self.requires_grad:
-                plain = view_of(base.plain, value)
+                plain = recorded(aten.alias.default, base.plain, value)
             elif base is None and not self.requires_grad:
-                plain = view_of(self, value, aten.detach.default)
+                plain = recorded(aten.detach.default, self, value)
             else:
-                plain = view_of(self, value)
+                plain = recorded(aten.alias.default, self, value)
             self._view = plain
         vars(plain).update(vars(self))  # such as marks of dynamic dimensions
         return plain
@@ -249,30 +260,11 @@ class DeferredLogits(Tensor):
         raise _refused(ASSIGNED)
 
 
-def _link(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Tensor:
-    """Deferred logits, linked to the inputs by autograd."""
-    trains = recipe.requires_grad and torch.is_grad_enabled()
-    trains = trains and any(isinstance(a, Tensor) and a.requires_grad for a in inputs)
-    if any(isinstance(a, FakeTensor) for a in inputs):
-        # DDP's graph splitting runs each part with fake tensors to find the input types of the next
-        # part. The result has to be deferred logits, as at run time. Without Python's dispatcher, a
-        # linear of torch 2.11 replaces symbolic sizes by numbers.
-        with quiet(), enable_python_dispatcher():
-            value = recipe(*inputs)
-        logits = DeferredLogits(values.computed(value), value.device)
-        logits.requires_grad_(trains)
-        logits._view = value.requires_grad_(trains)
-        return logits
-    watch_optimizers()
-    part, device = values.returned(recipe, inputs, dropped)
-    return _root(attach(part, device, inputs), part) if trains else DeferredLogits(part, device)
-
-
 def _root(base: Tensor, part: Part) -> DeferredLogits:
     """Deferred logits with the history of ``base``, which are no view in eager."""
-    logits = DeferredLogits(part, base.device)
+    logits = DeferredLogits(part)
     logits._is_root = True
-    return view_of(base, logits)
+    return recorded(aten.alias.default, base, logits)
 
 
 for _make, _names in METHODS.items():
@@ -287,13 +279,12 @@ def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict
     if func in VIEWS:
         # a view of a normal tensor is a normal tensor, in inference mode too
         with torch.inference_mode(torch.is_inference_mode_enabled() and t.is_inference()):
-            return DeferredLogits(part.view(lambda like: func(like, *args, **kwargs)), t.device)
+            return DeferredLogits(part.view(lambda like: func(like, *args, **kwargs)))
     if part.run is None:
         return NotImplemented
     if func is aten._to_copy.default and _only_dtype(t, kwargs):
-        memory_format = kwargs.get("memory_format") or torch.preserve_format
-        cast = part.cast(kwargs["dtype"], memory_format)
-        return NotImplemented if cast is None else DeferredLogits(cast, t.device)
+        cast = part.cast(kwargs["dtype"], kwargs.get("memory_format"))
+        return NotImplemented if cast is None else DeferredLogits(cast)
     if func in LIKE and part.like.is_contiguous():
         stand_in = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
         return func(stand_in, *args, **kwargs)
@@ -321,7 +312,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     silent = func.namespace == "c10d"  # writes to its arguments without declaring it
     by_name = {argument.name: argument for argument in schema.arguments}
     written: dict[int, DeferredLogits] = {}  # by the identity of the plain tensor
-    read: dict[int, Part] = {}  # by the storage of the plain tensor
+    read: dict[int, Part] = {}  # by the memory of the plain tensor
 
     def unwrap(argument: Any, value: Any) -> Any:
         alias = argument.alias_info
@@ -330,7 +321,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             part = t._part
             if not (silent or alias):
                 plain = part.read()
-                read[plain.untyped_storage()._cdata] = part
+                read[memory_of(plain)] = part
                 return plain
             plain = part.materialise()
             if silent or alias.is_write:
@@ -353,7 +344,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return written[id(t)]
         if not torch._C._has_storage(t):  # sparse and oneDNN tensors are copies without storage
             return t
-        part = read.get(t.untyped_storage()._cdata)
+        part = read.get(memory_of(t))
         return t if part is None else part.hand_out(t)  # an undeclared alias
 
     return pytree.tree_map_only(Tensor, rewrap, result)

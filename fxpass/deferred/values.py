@@ -3,7 +3,7 @@
 In: a recipe with its inputs, and the views and casts that the user took of the result. Out: plain
 tensors, computed on first use::
 
-    whole, device = returned(recipe, inputs, dropped=False)  # a Part
+    whole = returned(recipe, inputs, dropped=False)  # a Part
     last = whole.view(lambda t: t[:, -1])
     last.read()  # runs the recipe on the last row of the hidden states
 
@@ -97,7 +97,9 @@ class Run:
         if rows is None:
             return self.recipe(*inputs)
         for i in self.recipe.rows:
-            inputs[i] = _take(inputs[i], rows.flatten())
+            picked = _take(inputs[i], rows.flatten())
+            # an einsum expects as many dimensions as the input has: [1, ..., R, D]
+            inputs[i] = picked.reshape(*[1] * (inputs[i].dim() - 2), *picked.shape)
         logits = self.recipe(*inputs)
         return logits.reshape(*rows.shape, logits.shape[-1])
 
@@ -132,6 +134,7 @@ class Buffer:
     """The memory that eager would have allocated."""
 
     run: Run | None  # None when the values are computed and the inputs no longer needed
+    device: torch.device
     like: Tensor  # shape, dtype and strides of the whole buffer, on the meta device
     # For each row of V classes its row number in the logits, int64 [R]; None if rows cannot be
     # computed separately.
@@ -153,8 +156,8 @@ class Buffer:
     def rows_of(self, like: Tensor) -> Tensor | None:
         """The row numbers of a part with this layout, as a tensor with one dimension for each
         dimension of the part whose stride is a multiple of V. None if a row number does not
-        determine its elements."""
-        if self.rows is None:
+        determine its elements, or there are none."""
+        if self.rows is None or not like.numel():  # an empty part may begin behind the last row
             return None
         v = self.like.shape[-1]
         dims = list(zip(like.shape, like.stride(), strict=True))
@@ -241,7 +244,7 @@ class Part:
                 self.buffer.apart.add(made)
         return made
 
-    def cast(self, dtype: torch.dtype, memory_format: torch.memory_format) -> Part | None:
+    def cast(self, dtype: torch.dtype, memory_format: torch.memory_format | None) -> Part | None:
         """A copy in another dtype; computes nothing. None if ``self`` is computed."""
         buffer, part, run = self.buffer, self.like, self.run
         like = torch.ops.aten._to_copy.default(part, dtype=dtype, memory_format=memory_format)
@@ -253,7 +256,7 @@ class Part:
             with quiet():
                 rows = buffer.rows[picked.flatten()]
         casts = (*buffer.casts, (part, like))
-        made = Part(Buffer(run, like, rows, casts, weakref.ref(buffer)), like)
+        made = Part(Buffer(run, buffer.device, like, rows, casts, weakref.ref(buffer)), like)
         # Asked at the end: another thread may compute ``self`` at any time. Until it did, a step
         # of an optimizer cloned the parameters; ``made`` is pending from here on.
         return made if self.run else None
@@ -275,7 +278,7 @@ class Part:
         buffer, or of rows that were computed separately, a copy."""
         with self.buffer.lock:
             whole = self.buffer.value
-            if whole is None or _memory(whole) != _memory(alias):
+            if whole is None or memory_of(whole) != memory_of(alias):
                 return alias.clone()
             self.buffer.exposed = True
             return alias.detach()
@@ -295,15 +298,14 @@ class Part:
         return self.value
 
 
-def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> tuple[Part, torch.device]:
-    """The uncomputed logits of a recipe and their device; if ``dropped``, computing them raises
-    RuntimeError."""
+def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Part:
+    """The uncomputed logits of a recipe; if ``dropped``, computing them raises RuntimeError."""
     with quiet():  # once: it costs the host as much as twenty operations
         run = Run(recipe, inputs, dropped)
     like, rows = run.like, None
     if recipe.rows and like.dim() > 1 and like.numel() and like.is_contiguous():
         rows = _numbers(like.shape[:-1].numel())
-    return Part(Buffer(run, like, rows), like), run.device
+    return Part(Buffer(run, run.device, like, rows), like)
 
 
 @functools.lru_cache(16)
@@ -315,7 +317,7 @@ def _numbers(count: int) -> Tensor:
 
 def computed(value: Tensor) -> Part:
     """A part that shows the whole of ``value``."""
-    return Part(Buffer(None, value, value=value, exposed=True), value, value)
+    return Part(Buffer(None, value.device, value, value=value, exposed=True), value, value)
 
 
 # Weak references: unreachable parts are collected, with their hidden states.
@@ -331,7 +333,8 @@ def pending() -> dict[Part, Run]:
     return {part: run for part, run in runs if run is not None and run.inputs is not None}
 
 
-def _memory(t: Tensor) -> int:
+def memory_of(t: Tensor) -> int:
+    """A number that two tensors have in common if they share their memory."""
     return t.untyped_storage()._cdata
 
 
@@ -343,10 +346,8 @@ def _stand_in(a: Any, device: str | None = None) -> Any:
 
 
 def _take(t: Tensor, rows: Tensor) -> Tensor:
-    """The rows of ``t`` ``[..., D]`` with these numbers, ``[1, ..., R, D]``: an einsum expects as
-    many dimensions as ``t`` has."""
-    picked = t[torch.unravel_index(rows, t.shape[:-1])]
-    return picked.reshape(*[1] * (t.dim() - 2), *picked.shape)
+    """The rows of ``t`` ``[..., D]`` with these numbers, ``[*rows.shape, D]``."""
+    return t[torch.unravel_index(rows, t.shape[:-1])]
 
 
 def _copied(t: Tensor, like: Tensor) -> Tensor:

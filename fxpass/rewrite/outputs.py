@@ -96,8 +96,6 @@ def defer_outputs(
     at = inputs | {n: len(inputs) + i for i, n in enumerate((*read, *new))}
     deferrals = [(recipe, [at[n] for n in given]) for recipe, given in recipes.values()]
     places = [recipes[n][0] if n in recipes else at[n] for n in old]
-    # Any: torch.compiler.disable hides the signatures
-    make: Any = tensor.drop if drop else tensor.defer
 
     def restore(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> tuple[Any, ...]:
@@ -106,7 +104,8 @@ def defer_outputs(
             # a graph may end with gradients off, after the logits
             with torch.set_grad_enabled(trains or torch.is_grad_enabled()):
                 made = {
-                    recipe: make(recipe, [known[i] for i in given]) for recipe, given in deferrals
+                    recipe: tensor.defer(recipe, [known[i] for i in given], drop=drop)
+                    for recipe, given in deferrals
                 }
             return tuple(made[p] if isinstance(p, Recipe) else known[p] for p in places)
 

@@ -29,6 +29,7 @@ def backward(*tensors):
 """
 
 FUSED_NAMES = """\
+import fxpass.backend  # watches optimizers, as it does before a program compiles
 from fxpass.deferred.tensor import Recipe, defer
 from fxpass.op.losses import linear_cross_entropy
 from fxpass.spec.expression import parse

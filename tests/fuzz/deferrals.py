@@ -25,6 +25,19 @@ HEADS = (
 )
 DTYPES = ("", "", "", ".bfloat16()", ".double()")
 CLOSURES = ("torch.optim.SGD([w], lr=0.1)", "torch.optim.AdamW([b, w], lr=0.1)")
+# Aliases and casts of what was returned, which live as long as each other.
+RELATIVES = (
+    "g = {o}.double()",
+    "g = {o}[..., {o}.shape[-1]:]",
+    "h = {o}.to(torch.bfloat16)",
+    "h = g.double()",
+    "h = g[-1:]",
+    "h = {o}.transpose(0, 1)[1:]",
+    "seen(h)",
+    "seen(h[0])",
+    "seen(h * 1)",
+)
+USES = afterwards.USES + RELATIVES * 2
 INPUTS = ("x", "w", "b", "t")
 WEIGHTS = (
     *[grammar.INPUTS["w"]] * 4,
@@ -81,8 +94,8 @@ def deferral(seed: str) -> Case | None:
             session += [s for s in given if s is not None]
             session += optimizer_step(scope, rng)
         else:
-            session += afterwards_of(scope, rng, ["x", "w", "b"], afterwards.USES)
-    kept = tuple(n for n in (*INPUTS, "z", "g") if n in scope.env)
+            session += afterwards_of(scope, rng, ["x", "w", "b"], USES)
+    kept = tuple(n for n in (*INPUTS, "z", "g", "h") if n in scope.env)
     return replace(case, session=tuple(session), kept=kept)
 
 

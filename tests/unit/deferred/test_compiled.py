@@ -238,6 +238,22 @@ def test_in_another_function(name, before):
     check(program)
 
 
+def test_a_view_that_was_written_to_before():
+    """Autograd replays the view, to find its history, when the other function gets it."""
+
+    def program(compile):
+        x, w = leaves()
+        _, z = compile(model)(x, w)
+        given = z[1:]
+        with torch.no_grad():
+            given.mul_(2)
+        rows = compile(CONSUMERS["views"], fullgraph=True)(given, None)
+        sum(row.square().sum() for row in rows).backward()
+        return rows, given, w.grad
+
+    check(program)
+
+
 def test_inductor():
     def program(compile):
         x, w = leaves()

@@ -71,6 +71,8 @@ LAZY = {
     "none": lambda t: t[None, :, -1],
     "flatten": lambda t: t.flatten(0, 1),
     "narrow": lambda t: t.narrow(1, 1, 2),
+    "no_rows": lambda t: t[:, S:],
+    "no_classes": lambda t: t[..., V:].double(),
 }
 
 
@@ -125,6 +127,15 @@ def test_computed_once():
     for t in (p.logits, second, p.logits[:, 1], first, first.double()):
         t.sum()
         t.argmax()
+    assert p.runs == [(B, S, D)]
+
+
+@pytest.mark.parametrize("rows", [(slice(None), -1), (1,), (0, 1), (slice(None), slice(1, 3))])
+def test_rows_of_a_cast_are_cast_from_the_computed_logits(rows):
+    p = pair()
+    cast = p.logits.double()
+    p.logits.sum()
+    same(cast[rows] * 1, p.eager.double()[rows])
     assert p.runs == [(B, S, D)]
 
 
@@ -393,7 +404,7 @@ def test_drop_answers_for_the_shape_and_raises_for_values():
     recipe, runs = recipe_of()
     x, weight, bias = torch.randn(B, S, D), torch.randn(V, D, requires_grad=True), torch.randn(V)
     held = weakref.ref(x)
-    logits: Any = tensor.drop(recipe, (x, weight, bias))
+    logits: Any = tensor.defer(recipe, (x, weight, bias), drop=True)
     del x
     assert held() is None
     assert logits.float()[:, -1].shape == (B, V)
