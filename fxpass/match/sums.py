@@ -144,8 +144,10 @@ def _sum_of_logits(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | 
 def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
     """The sum of ``r * f`` for a row r and a function f of one logit, of its log-softmax, of what
     is given at its class, and of picks."""
-    rows, rest = expr.as_independent(*_class_symbols(expr), as_Add=False)
     unknown = NoMatch(node, f"%{node.name} sums `{expr}` over the classes, which is not known")
+    # of exp(log) * exp(lse), which is exp(z), both factors may be infinite or 0
+    expr = sympy.powsimp(expr, combine="exp", deep=True)
+    rows, rest = expr.as_independent(*_class_symbols(expr), as_Add=False)
     read = [flow.outputs[s][0] for s in symbols_of(rest) & flow.outputs.keys()]
     of_softmax = [base for base in flow.bases if rest.has(base.log) or base in read]
     if len(of_softmax) > 1 or not all(fits(flow, base, like) for base in of_softmax):
@@ -189,9 +191,7 @@ def _in_base(base: Base, expr: Expr) -> Expr | None:
         found = found.subs(Z, logit / factor)
     if found.has(Z):
         return None
-    # of exp(z) * exp(-at), both factors may be infinite or 0
-    found = sympy.powsimp(found.subs(logit, Z), combine="exp", deep=True)
-    found = found.replace(sympy.exp, lambda x: call("exp", x))
+    found = found.subs(logit, Z).replace(sympy.exp, lambda x: call("exp", x))
     return found.replace(sympy.log, lambda x: call("log", x))
 
 

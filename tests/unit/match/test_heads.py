@@ -92,6 +92,9 @@ ACCEPTED = {
         lambda z, t: (z.log_softmax(-1) >= z.log_softmax(-1).gather(-1, t[..., None]))
         .float().sum(-1) * z.logsumexp(-1),
         ["lse;sum(where(pick0<=l,1,0))"]),
+    "exponentials of multiples": (
+        lambda z, t: (3 * z).exp().sum(-1) * z.gather(-1, t[..., None])[..., 0],
+        ["at;sum(exp(3*z))"]),
     "large classes alone": (
         lambda z, t: torch.where(z.softmax(-1) > 0.1, z.softmax(-1) * U, 0).sum(-1),
         ["sum(where(exp(l)>0.1,given0*exp(l),0))"]),
