@@ -22,7 +22,8 @@ from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.expression import operands as beside
 from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.reductions import Reductions, Sum
+from fxpass.spec.outputs import Sum
+from fxpass.spec.reductions import Reductions
 
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
@@ -40,7 +41,8 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     # the exponentials of the sum may become the gradient
     once = not {"lse", "pick"}.isdisjoint(spec.total)
     once = once and not any(isinstance(output, Sum) for output in spec.total)
-    twice = spec.softmax and (spec.late or any(isinstance(o, Sum) for o in spec.total if products))
+    functions = bool(products) and any(isinstance(output, Sum) for output in spec.total)
+    twice = spec.softmax and (spec.whole_rows or functions)
 
     def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor:
         sums = RowSums(operands, spec, few)

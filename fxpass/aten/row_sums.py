@@ -8,6 +8,7 @@ one changes those before it. Logits that all are in one tile need no change.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +16,8 @@ from torch import Tensor
 from fxpass.aten.gemm import joined, part_of
 from fxpass.spec.expression import evaluate
 from fxpass.spec.operands import Operands, Outputs
-from fxpass.spec.reductions import (
-    LEAST_LOG,
-    OF_PICKS,
-    TOTAL,
-    Moment,
-    Output,
-    Reductions,
-    Sum,
-    normalised,
-    raw,
-    shifted,
-)
+from fxpass.spec.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output, Sum, Top
+from fxpass.spec.reductions import Reductions, normalised, raw, shifted
 
 
 class RowSums:
@@ -47,6 +38,7 @@ class RowSums:
         self._index: Tensor | None = None
         self._at: Tensor | None = None
         self._functions: dict[Sum, Tensor] = {}
+        self._top: dict[int, Any] = {}
         self._sums: dict[Moment, Tensor] = {}
         self.log_total: Tensor
         self.moments: dict[Moment, Tensor] = {}
@@ -67,15 +59,15 @@ class RowSums:
             the softmax.
         """
         before = self._highest
-        if self._spec.indices:
+        if "argmax" in self._spec.outputs:
             highest, index = z.max(1)
             if self._index is not None and before is not None:  # the first of equal logits counts
                 later = (highest > before) | (highest.isnan() & ~before.isnan())
                 index = torch.where(later, index + classes.start, self._index)
             self._index = index
-        elif self._raw:
-            highest = z.amax(1)
-        if self._raw:
+        else:
+            highest = z.amax(1) if self._raw else None
+        if highest is not None:
             self._highest = highest if before is None else torch.maximum(highest, before)
         self._add_logits(z, classes)
         if not self._raw:
@@ -156,7 +148,7 @@ class RowSums:
 
     def write(self, out: Outputs, z: Tensor | None = None) -> None:
         """Writes the rows of ``out``, when all classes were added; of a total no lse and rest.
-        ``z``: the transformed logits of all classes, for the late sums."""
+        ``z``: the transformed logits of all classes, if the spec needs whole rows."""
         few, spec = self._few, self._spec
         if self._raw:
             self.log_total = self.total.log()
@@ -168,11 +160,13 @@ class RowSums:
         if spec.late:
             assert z is not None, "a second pass reads all logits of a row"
             self._add_late(z)
-        for rows, outputs in ((out.rows, spec.rows), (out.saved, spec.saved)):
+        for k in dict.fromkeys(output.k for output in spec.top):
+            assert z is not None, "the largest of all classes"
+            self._top[k] = z.topk(k, 1)
+        of_rows = (out.rows, spec.rows), (out.saved, spec.saved), (out.indices, spec.indices)
+        for rows, outputs in of_rows:
             if outputs:
                 rows[:, few] = self._lines(outputs)
-        if self._index is not None:
-            out.indices[:, few] = self._index
         if self._raw and not spec.total:
             out.lse[few], out.rest[few] = self.lse_and_rest()
         if (coef := self._operands.coef) is not None:
@@ -191,7 +185,9 @@ class RowSums:
         return joined([self._line(output) for output in outputs])
 
     def _line(self, output: Output) -> Tensor:
-        """One output, ``[1, rows]``, or ``[K, rows]`` for picks."""
+        """One output, ``[1, rows]``, or ``[K, rows]`` for picks and for the largest logits."""
+        if isinstance(output, Top):
+            return self._top[output.k][output.index].t()
         if isinstance(output, Sum | Moment):
             known = self._functions if isinstance(output, Sum) else self.moments
             return known[output].unsqueeze(0)  # type: ignore[index]
@@ -199,6 +195,9 @@ class RowSums:
             assert self._at is not None, "the call has picks"
             at = self._at.t()
             return at if output == "at" else at - self._clamped - self.log_total
+        if output in INDICES:
+            assert self._index is not None
+            return self._index.unsqueeze(0)
         if output == "lse":
             return (self._clamped + self.log_total).unsqueeze(0)
         assert self._highest is not None, "there is at least one class"

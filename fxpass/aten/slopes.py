@@ -6,7 +6,7 @@ In: operands and incoming gradients. Out: the gradient of the transformed logits
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from sympy import Expr
@@ -16,15 +16,8 @@ from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import of_picks
 from fxpass.spec import expression
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import (
-    LEAST_LOG,
-    OF_LARGEST,
-    OF_PICKS,
-    Moment,
-    Output,
-    Reductions,
-    Terms,
-)
+from fxpass.spec.outputs import LEAST_LOG, OF_LARGEST, OF_PICKS, Moment, Output, Top, lines_of
+from fxpass.spec.reductions import Reductions, Terms
 
 
 class Slope(Terms):
@@ -51,7 +44,7 @@ class Slope(Terms):
         few: slice,
         outputs: Iterable[Output],
         lines: Tensor,
-        sums: Mapping[Output, Tensor],
+        sums: Mapping[Any, Tensor],
         z: Tensor | None = None,
     ) -> None:
         super().__init__()
@@ -61,7 +54,7 @@ class Slope(Terms):
         self._operands, self._few = operands, few
         row = 0
         for output in outputs:
-            count = operands.classes().shape[1] if output in OF_PICKS else 1
+            count = lines_of(output, 0 if operands.picks is None else operands.classes().shape[1])
             line, row = lines[row : row + count], row + count
             self._add_output(output, line, sums, z)
         for i, grad in self.at:
@@ -89,13 +82,15 @@ class Slope(Terms):
                 self._without = ~counts.unsqueeze(1)
 
     def _add_output(
-        self, output: Output, line: Tensor, sums: Mapping[Output, Tensor], z: Tensor | None
+        self, output: Output, line: Tensor, sums: Mapping[Any, Tensor], z: Tensor | None
     ) -> None:
         """Adds one output; ``line`` is ``[K, rows]``, K = 1 but for picks."""
         grad = line[0] if len(line) == 1 else line.sum(0)
         if isinstance(output, Moment):
             if output.weight is not None:
                 self.weighted.append((output, grad))
+        elif isinstance(output, Top):
+            return  # without a gradient
         elif output in OF_PICKS:
             self.picked.append((part_of(self._operands.classes(), self._few), line.t()))
         elif output in OF_LARGEST:

@@ -111,8 +111,9 @@ def for_reductions(
     spec: Reductions, operands: Operands, gpu: Gpu, forward: bool = True
 ) -> tuple[Launch, ...]:
     """The kernels of one run of class reductions: of forward, with the gradient of a total, or of
-    backward. None for f64, and for gradients of weights of moments: ATen computes these."""
-    if operands.x.dtype == torch.float64 or spec.trains_weights:
+    backward. None for f64, for gradients of given values, and the largest logits: ATen computes
+    these."""
+    if operands.x.dtype == torch.float64 or spec.trains_weights or spec.top:
         return ()
     v = operands.weight.shape[0]
 

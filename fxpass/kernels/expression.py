@@ -18,7 +18,7 @@ import sympy
 from sympy import Expr, Symbol
 
 from fxpass.spec import expression
-from fxpass.spec.expression import operands
+from fxpass.spec.expression import L, operands
 from fxpass.spec.functions import FUNCTIONS, Where
 
 
@@ -71,7 +71,7 @@ def functions(logits: Expr) -> list[str]:
 def parameters(expr: Expr) -> list[str]:
     """The names of what an expression reads, in the order of :func:`function`'s parameters."""
     beside = (f"{kind}{i}" for kind, i in operands(expr))
-    return [*(name for name in ("z", "l") if expr.has(Symbol(name))), *beside]
+    return ["z", *(["l"] if expr.has(L) else []), *beside]
 
 
 def function(name: str, *values: Expr) -> str:

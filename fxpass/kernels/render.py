@@ -38,19 +38,8 @@ from fxpass.kernels import expression
 from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
 from fxpass.spec.expression import Z
-from fxpass.spec.reductions import (
-    LEAST_LOG,
-    OF_PICKS,
-    Moment,
-    Output,
-    Reductions,
-    Sum,
-    Terms,
-    for_slopes,
-    normalised,
-    raw,
-    shifted,
-)
+from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, Moment, Output, Sum
+from fxpass.spec.reductions import Reductions, Terms, for_slopes, normalised, raw, shifted
 
 # Most of a softmax over a vocabulary is below 6e-5, where fp16 loses precision, or below 6e-8, its
 # smallest number. Gradients are stored multiplied by GAIN, in every dtype: a power of two changes
@@ -303,8 +292,9 @@ def names_of(spec: Reductions) -> dict[Sum, str]:
     return {output: f"sum{i}" for i, output in enumerate(spec.sums)}
 
 
-def _name(output: Moment, kind: str = "s") -> str:
+def _name(output: Output, kind: str = "s") -> str:
     """The variable of a raw sum, or with ``kind`` m that of a moment of the log-softmax."""
+    assert isinstance(output, Moment), "ATen finds the largest logits"
     name = f"{kind}{output.a}{output.b}"
     return name if output.weight is None else f"{name}_{output.weight}"
 

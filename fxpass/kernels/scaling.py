@@ -24,7 +24,7 @@ from torch import Tensor
 from fxpass.kernels.expression import normalized
 from fxpass.spec import expression
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import OF_PICKS, Output, Sum
+from fxpass.spec.outputs import Output, Sum, Top, lines_of
 
 # About twice the largest -log(p) of a class: the slope of a square of log(p).
 _LARGEST_LOG = 64.0
@@ -46,7 +46,7 @@ def scale_incoming(
     bound = incoming.new_zeros(incoming.shape[1])
     row = 0
     for output in outputs:
-        count = operands.classes().shape[1] if output in OF_PICKS else 1
+        count = lines_of(output, 0 if operands.picks is None else operands.classes().shape[1])
         bound += _largest_slope(operands, output) * incoming[row : row + count].abs().sum(0)
         row += count
     if operands.scale is not None:
@@ -62,7 +62,7 @@ def scale_incoming(
 
 def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
     """About the largest gradient of a logit, ``[]`` or ``[N]``, for an incoming gradient of 1."""
-    if isinstance(output, str):
+    if isinstance(output, str | Top):
         return 1.0
     if isinstance(output, Sum):
         size = abs(float(normalized(output.slope)[0]))

@@ -35,7 +35,8 @@ from fxpass.plan.choice import Choice, choose
 from fxpass.settings import Settings
 from fxpass.spec import expression
 from fxpass.spec.expression import Z
-from fxpass.spec.reductions import INDICES, PRODUCTS, Output, Reductions, Sum
+from fxpass.spec.outputs import PRODUCTS, Output, Sum, is_index
+from fxpass.spec.reductions import Reductions
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def _call(
     detached = all(r.like.detached or r not in differentiable for r in reductions)
     outputs = [flow.outputs[s][1] for s in symbols]
     summed = [o for o in outputs if isinstance(o, Summed)]
-    of_sums = {s: flow.outputs[s][1] for o in summed for s in o.picks}
+    read = (s for o in summed for s in o.picks)
+    of_sums = {s: o for s in read if isinstance(o := flow.outputs[s][1], Picked)}
     picked = (o for o in (*outputs, *of_sums.values()) if isinstance(o, Picked))
     picks = tuple(dict.fromkeys(replace(o, logit=False) for o in picked))
     hits = dict.fromkeys((*base.hits, *(s for o in summed for s in o.hits)))
@@ -327,7 +329,7 @@ def _named(
             outputs["at" if output.logit else "pick"] = None
         else:
             outputs[output] = symbol
-    return {o: outputs[o] for o in sorted(outputs, key=lambda o: (o in INDICES, str(o)))}
+    return {o: outputs[o] for o in sorted(outputs, key=lambda o: (is_index(o), str(o)))}
 
 
 def _differentiable(reduced: Reduced, modes: dict[Node, Mode]) -> bool:

@@ -1,4 +1,4 @@
-"""max, amax and argmax over the classes, of what grows with the logits.
+"""max, amax, argmax and topk over the classes, of what grows with the logits.
 
 In: a node that reads logits. Out: a :class:`fxpass.match.classes.Reduced` in the flow.
 """
@@ -16,9 +16,10 @@ from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, value
 from fxpass.graph.source import call_name
 from fxpass.match.bases import fits, in_logs, split
-from fxpass.match.classes import Classes, Flow
+from fxpass.match.classes import Classes, Flow, Reduced
 from fxpass.match.operands import check_dim, operand_of
 from fxpass.match.outputs import Base
+from fxpass.spec.outputs import Top
 
 
 def maximum(flow: Flow, node: Node) -> None:
@@ -44,12 +45,37 @@ def _of_maximum(node: Node) -> dict[str, Any]:
     return given if given["other"] is None else given | {"dim": given["other"]}
 
 
+_TOP = {
+    **{"input": REQUIRED, "k": REQUIRED, "dim": -1, "largest": True, "sorted": True, "out": None},
+}
+
+
+def top_k(flow: Flow, node: Node) -> None:
+    """topk over the classes, which gives values and indices."""
+    like, given = operand_of(flow, node), arguments(node, _TOP)
+    check_dim(node, like, given["dim"])
+    k = given["k"]
+    if not isinstance(k, int) or k < 1 or not given["largest"] or not given["sorted"]:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has k={k}, or is not of the largest")
+    flow.pairs[node] = like
+
+
 def of_pair(flow: Flow, node: Node) -> None:
-    """The values or the indices of ``max``."""
+    """The values or the indices of ``max`` or ``topk``."""
     if function_of(node) != "getitem" or node.args[1] not in (0, 1):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads values and indices")
     pair = node.args[0]
     like = flow.pairs[pair]  # type: ignore[index]
+    if function_of(pair) == "topk":  # type: ignore[arg-type]
+        k, index = arguments(pair, _TOP)["k"], bool(node.args[1])  # type: ignore[arg-type]
+        if value(node).requires_grad:
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) needs a gradient")
+        base, expr = _grows(flow, node, like)
+        rows = flow.output(base, Top(k, index))
+        if not index:
+            rows = sympy.powsimp(expr.subs(base.log, rows - base.lse), combine="exp", deep=True)
+        flow.reductions.append(Reduced(node, like, rows, True, "index" if index else ""))
+        return
     keepdim = bool(_of_maximum(pair)["keepdim"])  # type: ignore[arg-type]
     if node.args[1] == 0:
         flow.reduce(node, like, _highest(flow, node, like, "max"), keepdim)

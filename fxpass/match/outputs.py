@@ -18,7 +18,7 @@ from torch.fx import Node
 from fxpass.graph.nodes import value
 from fxpass.match.edits import Added, Edit, Step, Taken, factors_of, symbols_of
 from fxpass.spec.expression import L, Z
-from fxpass.spec.reductions import Moment, Output
+from fxpass.spec.outputs import Moment, Output
 
 # The kind of symbols of one-hot tensors, and of those of indices that may be negative, counted from
 # the end.

@@ -22,6 +22,7 @@ from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Part, Step, operand_of_step, symbols_of
 from fxpass.match.outputs import Base, Picked, Summed, given_of
 from fxpass.match.views import CLASSES
+from fxpass.spec.outputs import Top
 
 
 def join_pieces(flow: Flow) -> None:
@@ -133,6 +134,7 @@ def _joined_picks(flow: Flow, ranges: Sequence[Sequence[Base]]) -> list[Picked] 
         outputs = [flow.outputs[symbol][1] for symbol in symbols]
         given = {symbol for o in outputs for symbol in given_of(o)}
         late = any(isinstance(o, Summed) and (o.hits or o.picks) for o in outputs)
+        late |= any(isinstance(o, Top) for o in outputs)
         if late or any(map(flow.varies, given)):
             return None
         picks = (replace(o, logit=False) for o in outputs if isinstance(o, Picked))

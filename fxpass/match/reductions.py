@@ -20,7 +20,7 @@ from fxpass.match.bases import base_of, fits, in_logs, softmax_base_of
 from fxpass.match.classes import Classes, Flow, Reduced
 from fxpass.match.elementwise import classes_of
 from fxpass.match.losses import check_dtypes, loss_of
-from fxpass.match.maxima import maximum
+from fxpass.match.maxima import maximum, top_k
 from fxpass.match.operands import (
     check_dim,
     check_dtype,
@@ -32,7 +32,7 @@ from fxpass.match.outputs import Picked, Weighted
 from fxpass.match.products import binary, divergence, einsum, matmul
 from fxpass.match.sums import at, summed
 from fxpass.match.views import index_of
-from fxpass.spec.reductions import Moment
+from fxpass.spec.outputs import Moment
 
 
 def _sum(flow: Flow, node: Node) -> None:
@@ -157,6 +157,7 @@ REDUCTIONS: dict[str, Callable[[Flow, Node], None]] = {
     "max": maximum,
     "amax": maximum,
     "argmax": maximum,
+    "topk": top_k,
     "cross_entropy_loss": of_loss,
     "nll_loss": of_loss,
     **dict.fromkeys(("matmul", "mv", "mm"), matmul),

@@ -34,6 +34,7 @@ from fxpass.match.classes import Flow, Reduced
 from fxpass.match.edits import Scaled, Taken, symbols_of
 from fxpass.match.linears import Linear
 from fxpass.match.outputs import Summed, given_of
+from fxpass.spec.outputs import Top
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -312,6 +313,8 @@ def _check_edits(flow: Flow, found: Sharding) -> None:
             if any(map(needs_gradient, flow.nodes(symbol))):
                 what = f"%{flow.tensors[symbol].name}, values of sharded classes"
                 raise NoMatch(flow.linear.node, f"{what}, needs a gradient")
+        if isinstance(output, Top):
+            raise NoMatch(flow.linear.node, "the largest logits of sharded classes are read")
         if isinstance(output, Summed) and (output.late or output.hits):
             reason = "a sum over sharded classes reads a softmax, or a pick"
             raise NoMatch(flow.linear.node, f"{reason}: `{output.function}`")

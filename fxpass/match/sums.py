@@ -8,7 +8,7 @@ In: a tensor with classes. Out: rows, as an expression of outputs and of row sym
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import sympy
 from sympy import Expr, Symbol
@@ -24,7 +24,7 @@ from fxpass.match.outputs import Base, Picked, Summed, Weighted
 from fxpass.spec import expression
 from fxpass.spec.expression import L, Z
 from fxpass.spec.functions import call
-from fxpass.spec.reductions import HIGHEST_POWER, TOTAL, Moment
+from fxpass.spec.outputs import HIGHEST_POWER, TOTAL, Moment
 
 
 def summed(flow: Flow, node: Node, like: Classes) -> Expr:
@@ -192,7 +192,7 @@ def _in_base(base: Base, expr: Expr) -> Expr | None:
     if found.has(Z):
         return None
     found = found.subs(logit, Z).replace(sympy.exp, lambda x: call("exp", x))
-    return found.replace(sympy.log, lambda x: call("log", x))
+    return cast(Expr, found.replace(sympy.log, lambda x: call("log", x)))
 
 
 def _sum_of_given(flow: Flow, term: Expr) -> Expr | None:

@@ -23,7 +23,8 @@ from torch import Tensor
 import fxpass.op.reductions  # noqa: F401, registers the operator
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import Moment, Output, Reductions
+from fxpass.spec.outputs import Moment, Output
+from fxpass.spec.reductions import Reductions
 
 REDUCTIONS = ("none", "mean", "sum")
 TOTAL = 5  # the position of the total among the operator's results

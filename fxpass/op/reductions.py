@@ -39,7 +39,8 @@ from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.reductions import OF_PICKS, PRODUCTS, Reductions
+from fxpass.spec.outputs import OF_PICKS, PRODUCTS, lines_of
+from fxpass.spec.reductions import Reductions
 
 NAME = "fxpass::class_reductions"
 _Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -267,11 +268,13 @@ def _check(operands: Operands, spec: Reductions) -> None:
         )
     if positions and max(positions) >= operands.classes().shape[1]:
         raise ValueError(f"{NAME} needs {max(positions) + 1} picks of a row for {spec.text()!r}")
+    if spec.top and max(output.k for output in spec.top) > v:
+        raise ValueError(f"{NAME} needs more classes than {v} for {spec.text()!r}")
     if (coef is None) != (not spec.total):
         raise ValueError(f"{NAME} needs coef for a total, and only for it")
     if coef is not None:
         many = picks.shape[1] if picks is not None and picks.dim() == 2 else 1
-        lines = sum(many if o in OF_PICKS else 1 for o in spec.total)
+        lines = sum(lines_of(o, many) for o in spec.total)
         if list(coef.shape) != [lines, n] or coef.dtype != dtype:
             raise ValueError(
                 f"{NAME} needs coef [{lines}, {n}] {dtype}, got {list(coef.shape)} {coef.dtype}"

@@ -37,17 +37,8 @@ from fxpass.op.collectives import all_reduce, started, waited
 from fxpass.op.reductions import check_first_derivative, check_gradients
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import (
-    LEAST_LOG,
-    OF_PICKS,
-    TOTAL,
-    Moment,
-    Output,
-    Reductions,
-    Sum,
-    normalised,
-    raw,
-)
+from fxpass.spec.outputs import LEAST_LOG, TOTAL, Moment, Output, Sum, lines_of
+from fxpass.spec.reductions import Reductions, normalised, raw
 from fxpass.spec.shards import PARTS, of_backward, of_forward
 
 
@@ -309,5 +300,5 @@ def _run(operands: Operands, local: Reductions) -> tuple[dict[Output, Tensor], T
 def _by_output(rows: Tensor, outputs: Iterable[Output], many: int) -> dict[Output, Tensor]:
     """The lines of each output in ``[R, N]``: ``[1, N]``, or ``[many, N]`` of picks."""
     outputs = list(outputs)
-    sizes = [many if output in OF_PICKS else 1 for output in outputs]
+    sizes = [lines_of(output, many) for output in outputs]
     return dict(zip(outputs, rows.split(sizes), strict=True))

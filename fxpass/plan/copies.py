@@ -19,15 +19,8 @@ import sympy
 
 from fxpass.spec import expression
 from fxpass.spec.expression import Z, operands
-from fxpass.spec.reductions import (
-    OF_PICKS,
-    TOTAL,
-    Moment,
-    Output,
-    Reductions,
-    Sum,
-    raw,
-)
+from fxpass.spec.outputs import OF_PICKS, TOTAL, Moment, Output, Sum
+from fxpass.spec.reductions import Reductions, raw
 
 
 @functools.lru_cache(maxsize=1024)
@@ -54,7 +47,7 @@ def _of_sums(spec: Reductions, scaled: bool, keep: bool) -> int:
     if spec.weights:
         terms = 3
     terms = max(terms, _of_functions(spec.sums))
-    twice = bool(moments and (spec.late or any(isinstance(o, Sum) for o in spec.total)))
+    twice = bool(moments and (spec.whole_rows or any(isinstance(o, Sum) for o in spec.total)))
     return max(value, transformed + scaled, max(transformed, scaled) + terms + twice)
 
 

@@ -108,8 +108,9 @@ def plan(
     ``logits_exist``: the logits exist already. The scratch stays within ``spec.memory_mb`` MiB (0:
     see :func:`budget`), unless the smallest block is larger; then the plan's reason says so."""
     implementation, reason = implementation_for(device, dtype)
-    if implementation == "triton" and spec.trains_weights:
-        implementation, reason = "aten", "no Triton kernel has gradients of weights of moments"
+    if implementation == "triton" and (spec.trains_weights or spec.top):
+        missing = "the largest logits" if spec.top else "gradients of given values"
+        implementation, reason = "aten", f"no Triton kernel has {missing}"
     sizes = max(1, n), max(1, d), max(1, v)
     run = _Run(*sizes, dtype, device, implementation, spec, scaled, backward, logits_exist)
     return _plan(run, reason)
@@ -154,7 +155,7 @@ class _Run(NamedTuple):
         """Whether the logits of all rows fit into the weight's gradient and are large enough."""
         large = self.n * self.v * self.bytes[-1] > CPU_TILE
         fits = "weight" in self.gradients and self.n <= self.d
-        return large and fits and not (self.logits_exist or self.spec.late)
+        return large and fits and not (self.logits_exist or self.spec.whole_rows)
 
     @property
     def sums(self) -> int:
@@ -179,7 +180,7 @@ def _plan(run: _Run, reason: str) -> Plan:
     for_chunks = max(allowed // 4, allowed - run.sums * bool(spec.memory_mb))
     # a second pass, and gradients of a largest logit, need the whole row; the gradients of a total
     # come with its value
-    in_tiles = not (spec.late or (spec.gradients and (spec.total or spec.of_largest)))
+    in_tiles = not (spec.whole_rows or (spec.gradients and (spec.total or spec.of_largest)))
     if run.implementation == "triton":
         found = _triton_chunked(run, for_chunks)
         # f32 has no sums to save, and slices round logits in another way than forward

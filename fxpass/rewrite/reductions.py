@@ -36,7 +36,7 @@ from fxpass.op.losses import TOTAL
 from fxpass.rewrite.operands import Operands
 from fxpass.rewrite.totals import Coefficients
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import OF_PICKS
+from fxpass.spec.outputs import OF_PICKS, Top, lines_of
 
 
 def rewrite_heads(region: Region, heads: Sequence[Head]) -> list[Cast]:
@@ -214,6 +214,10 @@ class _Edit(Operands):
             indices = self.function(operator.getitem, out, 1)
         at, symbols = 0, iter(call.outputs)
         for output in call.spec.rows:
+            if isinstance(output, Top):
+                self.known[next(symbols)] = self._columns(rows, at, output.k)
+                at += output.k
+                continue
             if output not in OF_PICKS:
                 self.known[next(symbols)] = self.method("select", rows, 0, at)
                 at += 1
@@ -223,14 +227,23 @@ class _Edit(Operands):
                 if count == 1:
                     self.known[symbol] = self.method("select", rows, 0, at)
                 else:
-                    self.known[symbol] = self.method("t", self.method("narrow", rows, 0, at, count))
+                    self.known[symbol] = self._columns(rows, at, count)
                 at += count
-        for i, _ in enumerate(call.spec.indices):
-            self.known[next(symbols)] = self.method("select", indices, 0, i)
+        at = 0
+        for output in call.spec.indices:
+            if isinstance(output, Top):
+                self.known[next(symbols)] = self._columns(indices, at, output.k)
+            else:
+                self.known[next(symbols)] = self.method("select", indices, 0, at)
+            at += lines_of(output, 0)
         if call.total is not None:
             total = self.function(operator.getitem, out, TOTAL)
             constant = self.totals[call.total.node]
             self.totals[call.total.node] = self.method("add", total, constant)
+
+    def _columns(self, rows: Node, at: int, count: Any) -> Node:
+        """Some rows of an output as ``[N, count]``."""
+        return self.method("t", self.method("narrow", rows, 0, at, count))
 
     # ------------------------------------------------------------ what reads it
 

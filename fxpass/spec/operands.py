@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.expression import operands
-from fxpass.spec.reductions import OF_PICKS, Reductions
+from fxpass.spec.outputs import lines_of
+from fxpass.spec.reductions import Reductions
 
 
 class Operands(NamedTuple):
@@ -88,8 +89,8 @@ class Outputs(NamedTuple):
 
     Attributes:
         rows: ``[R, N]`` in the compute dtype, in the order of ``spec.rows``; K rows for a ``pick``
-            of K classes.
-        indices: ``[I, N]`` int64.
+            of K classes, k rows for the k largest logits.
+        indices: ``[I, N]`` int64, as rows.
         lse, rest: ``[N]``, the log-sum-exp and its rounding error; empty with a total, and 0 where
             no output reads the softmax.
         saved: ``[S, N]``, the sums of ``spec.saved``.
@@ -108,12 +109,14 @@ def empty(operands: Operands, spec: Reductions) -> Outputs:
     """Uninitialised outputs, but for an lse of 0; also of fake operands."""
     n, dtype = operands.x.shape[0], compute_dtype(operands.x.dtype)
     picked = operands.classes().shape[1] if operands.picks is not None else 0
-    count = sum(picked if output in OF_PICKS else 1 for output in spec.rows)
+    rows, indices = (
+        sum(lines_of(output, picked) for output in outputs) for outputs in (spec.rows, spec.indices)
+    )
     new, of_backward = operands.x.new_empty, 0 if spec.total else n
     lse = new if spec.softmax else operands.x.new_zeros
     return Outputs(
-        new((count, n), dtype=dtype),
-        new((len(spec.indices), n), dtype=torch.int64),
+        new((rows, n), dtype=dtype),
+        new((indices, n), dtype=torch.int64),
         lse(of_backward, dtype=dtype),
         lse(of_backward, dtype=dtype),
         new((len(spec.saved), n), dtype=dtype),

@@ -9,6 +9,7 @@ lse their log-softmax and p = exp(l). What programs take from a row is arithmeti
                        of classes [V], or values [N, V]
     sum(f)             sum_j f(z_j, l_j, ...), for a function of one logit and of the row's picks
     max, amax, argmax  the largest logit, and its class
+    top(k), argtop(k)  the k largest logits, and their classes
     peak               the largest l
 
 The entropy is -moment(1,1), a sum of p**2 is moment(2,0), an expectation of u is moment(1,0,u), and
@@ -30,6 +31,7 @@ tiles, chunks and vocabulary shards are joined by the same few lines. A function
 log-softmax, or a pick, takes a second pass over the logits, whose pick gets the gradient sum_k
 df_k/dpick; the sums of derivatives are sums of functions too::
 
+    >>> import torch
     >>> z = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
     >>> entropy = Moment(1, 1)
     >>> sums = {m: float(m.term(z - 3).sum()) for m in raw([entropy])}
@@ -49,90 +51,27 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from sympy import Expr, Symbol
-from torch import Tensor
+from sympy import Expr
 
 from fxpass.spec import expression
-from fxpass.spec.expression import L, Z, operands
+from fxpass.spec.expression import Z, operands
+from fxpass.spec.outputs import (
+    HIGHEST_POWER,
+    IN_TOTAL,
+    INDICES,
+    OF_LARGEST,
+    OF_SOFTMAX,
+    PRODUCTS,
+    ROWS,
+    TOTAL,
+    Moment,
+    Output,
+    Sum,
+    Top,
+    is_index,
+)
 
 REVISION = "r4"  # as spec.REVISION, of the operator fxpass::class_reductions
-HIGHEST_POWER = 2
-# Far below any log-softmax that counts, and its square is finite: 0 * -inf would be nan.
-LEAST_LOG = -1e15
-
-
-@dataclass(frozen=True, order=True)
-class Moment:
-    """``sum_j w_j exp(a l_j) l_j**b`` of a row, a and b 0 to 2; ``weight``: the position of w among
-    the operands that the call gives, None for ones."""
-
-    a: int
-    b: int
-    weight: int | None = None
-
-    def term(self, y: Tensor) -> Tensor:
-        """``exp(a y) y**b`` at each element, 0 where the exponential is 0."""
-        if not self.a:
-            return y**self.b if self.b else torch.ones_like(y)
-        e = y.exp() if self.a == 1 else (self.a * y).exp_()
-        if self.b:
-            finite = y.clamp(min=LEAST_LOG)
-            for _ in range(self.b):
-                e.mul_(finite)
-        return e
-
-    def __str__(self) -> str:
-        weight = "" if self.weight is None else f",{self.weight}"
-        return f"moment({self.a},{self.b}{weight})"
-
-
-@dataclass(frozen=True)
-class Sum:
-    """``sum_j f_j`` of a row, for an expression f of :mod:`fxpass.spec.expression`."""
-
-    function: Expr = Z
-
-    @property
-    def reads_softmax(self) -> bool:
-        """Whether f needs the lse."""
-        return self.function.has(L) or any(kind == "pick" for kind, _ in operands(self.function))
-
-    @property
-    def late(self) -> bool:
-        """Whether f reads what a first pass over the row finds."""
-        return self.reads_softmax or any(kind == "at" for kind, _ in operands(self.function))
-
-    @functools.cached_property
-    def slope(self) -> Expr:
-        """The derivative at the class of f, but for what :attr:`of_row` adds."""
-        by_logit, by_log = (expression.derivative(self.function, by) for by in (Z, L))
-        return by_logit + by_log  # type: ignore[return-value]
-
-    @functools.cached_property
-    def of_row(self) -> dict[tuple[str, int], Sum]:
-        """The sums of the derivatives by the log-softmax, named ("l", 0), and by picks, but for
-        those that are 0."""
-        names = [(kind, i) for kind, i in operands(self.function) if kind in OF_PICKS]
-        by = {("l", 0): L} | {(kind, i): Symbol(f"{kind}{i}") for kind, i in names}
-        found = {name: expression.derivative(self.function, one) for name, one in by.items()}
-        return {name: Sum(slope) for name, slope in found.items() if slope != 0}
-
-    def __str__(self) -> str:
-        return f"sum({expression.text(self.function)})"
-
-
-# The sum S of a row, without which no log-softmax is known.
-TOTAL = Moment(1, 0)
-
-# The other outputs: rows of floats, and rows of class indices.
-ROWS, INDICES = ("lse", "pick", "at", "max", "amax", "peak"), ("argmax",)
-OF_PICKS = ("pick", "at")  # K rows each
-OF_LARGEST = ("max", "amax", "peak")  # with gradients at a row's largest logit
-OF_SOFTMAX = ("lse", "pick", "peak")
-# The outputs, beside sums, that can be part of a total; the operands whose gradients it has.
-IN_TOTAL, PRODUCTS = ("lse", "pick", "at"), ("x", "weight", "bias")
-Output = Moment | Sum | str
 
 
 def raw(outputs: Collection[Output]) -> tuple[Moment, ...]:
@@ -203,7 +142,7 @@ class Terms:
         polynomial = self.coefficients.setdefault((a, weight), {})
         polynomial[b] = polynomial[b] + factor if b in polynomial else factor
 
-    def add_output(self, output: Output, grad: Any, sums: Mapping[Output, Any]) -> None:
+    def add_output(self, output: Output, grad: Any, sums: Mapping[Any, Any]) -> None:
         """Adds the slope of an output, but for what the classes of a pick, or of the largest logit,
         add; of a moment ``psi - softmax * sigma``. ``sums`` has those of :func:`for_slopes`."""
         if isinstance(output, Sum):
@@ -216,7 +155,7 @@ class Terms:
         elif isinstance(output, str):
             if output in OF_SOFTMAX:
                 self.add(1, 0, None, grad if output == "lse" else -grad)
-        else:
+        elif isinstance(output, Moment):
             if output.a:
                 self.add(output.a, output.b, output.weight, output.a * grad)
             if output.b:
@@ -275,7 +214,7 @@ class Reductions:
         if any(len(set(named)) != len(named) for named in (self.outputs, self.total)):
             raise ValueError("an output is named twice")
         for output in self.total:
-            late = isinstance(output, Sum) and output.late
+            late = isinstance(output, Top) or (isinstance(output, Sum) and output.late)
             if late or (isinstance(output, str) and output not in IN_TOTAL):
                 raise ValueError(f"{output} cannot be added up over the rows")
         if self.total and not set(self.gradients) <= set(PRODUCTS):
@@ -288,12 +227,12 @@ class Reductions:
     @property
     def rows(self) -> tuple[Output, ...]:
         """The outputs that are floats."""
-        return tuple(o for o in self.outputs if o not in INDICES)
+        return tuple(o for o in self.outputs if not is_index(o))
 
     @property
     def indices(self) -> tuple[Output, ...]:
         """The outputs that are class indices."""
-        return tuple(o for o in self.outputs if o in INDICES)
+        return tuple(o for o in self.outputs if is_index(o))
 
     @property
     def of_largest(self) -> bool:
@@ -339,6 +278,16 @@ class Reductions:
         return tuple(sorted({m.weight for m in moments if m.weight is not None}))
 
     @property
+    def top(self) -> tuple[Top, ...]:
+        """The largest logits that are outputs."""
+        return tuple(o for o in self.outputs if isinstance(o, Top))
+
+    @property
+    def whole_rows(self) -> bool:
+        """Whether an output needs all logits of a row at once."""
+        return bool(self.late or self.top)
+
+    @property
     def trains_weights(self) -> bool:
         """Whether weights of moments, or operands of the transform, need a gradient."""
         return any(name not in _NAMED for name in self.gradients)
@@ -382,6 +331,8 @@ class Reductions:
 
 
 def _output(word: str) -> Output:
+    if match := re.fullmatch(r"(arg)?top\(([1-9]\d*)\)", word):
+        return Top(int(match[2]), match[1] is not None)
     if match := re.fullmatch(r"sum\((.*)\)", word):
         return Sum(expression.parse(match[1]))
     if match := re.fullmatch(r"moment\((\d),(\d)(?:,(\d+))?\)", word):

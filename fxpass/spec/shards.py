@@ -12,7 +12,8 @@ of :mod:`fxpass.op.sharded` call the operator with::
 
 from __future__ import annotations
 
-from fxpass.spec.reductions import OF_PICKS, Moment, Output, Reductions, Sum, raw
+from fxpass.spec.outputs import OF_PICKS, Moment, Output, Sum
+from fxpass.spec.reductions import Reductions, raw
 
 # An output of a shard's backward: the outputs of all classes that it is part of. A log-softmax is a
 # logit, which one shard has, less the lse.

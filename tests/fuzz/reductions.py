@@ -317,6 +317,9 @@ MAXIMA: Recipes = (
     ("r% = {z}.amax({d}, keepdim=True) <= {z}.gather({d}, {lab1})",),
     ("r% = {z}.gather({d}, {lab1}) >= {z}.max({d}, keepdim=True).values",),
     ("r% = ({z} > {z}.gather({d}, {lab1})).sum({d})",),
+    ("r% = ({z}.detach().topk(2, {d}).indices == {lab1}).any({d})",),
+    ("r% = {z}.detach().softmax({d}).topk(2, dim={d}).values.sum({d})",),
+    ("v%, r% = torch.topk({z}, 1, {d})",),
     ("i% = {z}.argmax({d}, keepdim=True)", "r% = {z}.log_softmax({d}).gather({d}, i%)"),
 )
 LOSSES: Recipes = (

@@ -11,7 +11,7 @@ from fxpass.kernels import reductions, tuning
 from fxpass.op import reductions as operator
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import PRODUCTS, Moment
+from fxpass.spec.outputs import PRODUCTS, Moment
 from tests.support.numerics import error
 from tests.support.reduction_cases import Case, case, check, of
 

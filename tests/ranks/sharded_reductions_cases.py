@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fxpass.op import sharded
-from fxpass.spec.reductions import Moment, Output
+from fxpass.spec.outputs import Moment, Output
 from tests.support import reduction_cases
 from tests.support.reduction_cases import OUTPUTS, V, of
 

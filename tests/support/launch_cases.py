@@ -19,7 +19,8 @@ import torch
 from fxpass.kernels import call, reductions, render
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands, empty
-from fxpass.spec.reductions import IN_TOTAL, OF_PICKS, REVISION, Reductions
+from fxpass.spec.outputs import IN_TOTAL, OF_PICKS
+from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.driver import Driver, Launched
 from tests.support.gpus import A100, H200, MI300, T4, Card
 
@@ -32,7 +33,8 @@ FEATURES = {
     "dtype": (BF16, F16, F32),
     "outputs": (
         *("pick", "argmax;moment(1,1);pick", "amax;argmax;lse;max;peak", "at;lse;pick"),
-        *("logits(0);moment(0,1,1);moment(1,2)", "logits();moment(0,2);moment(2,2,0)"),
+        *("moment(0,1,1);moment(1,2);sum(given0*z)", "moment(0,2);moment(2,2,0);sum(z)"),
+        "pick;sum((-hit0+exp(l))**2);sum(where(at0<z,1,0))",
     ),
     "transform": ("z", "30*tanh(z/30)", "0.5*z"),
     "bias": ("", "narrow", "wide"),
@@ -62,7 +64,8 @@ def cases(seed: int, count: int):
 def spec_of(case) -> Reductions:
     gradients = "x,weight" + ",bias" * bool(case["bias"])
     transform = f"transform={case['transform']} " * (case["transform"] != "z")
-    total = ";".join(w for w in case["outputs"].split(";") if "(" in w or w in IN_TOTAL)
+    words = (w for w in case["outputs"].split(";") if "hit" not in w and "at0" not in w)
+    total = ";".join(w for w in words if "(" in w or w in IN_TOTAL)
     if case["run"] == "total":
         text = f"outputs=argmax;lse {transform}gradients={gradients} total={total}"
     elif case["run"] == "evaluation":
@@ -92,7 +95,7 @@ def operands_of(case, spec: Reductions) -> Operands:
     bias = {"": None, "narrow": torch.empty(v, dtype=dtype), "wide": torch.empty(v)}[case["bias"]]
     k = case["picks"]
     picks = of_rows(*((n, k) if k else (n,)), dtype=torch.int64)
-    read = {*spec.outputs, *spec.total}
+    read, picked = {*spec.outputs, *spec.total}, any(kind != "given" for kind, _ in spec.operands)
     lines = sum(max(1, k) if output in OF_PICKS else 1 for output in spec.total)
     logits = None
     if case["logits"]:
@@ -103,7 +106,7 @@ def operands_of(case, spec: Reductions) -> Operands:
         weight=matrix(v, d),
         bias=bias,
         scale=of_rows(n) if case["scaled"] else None,
-        picks=picks if not read.isdisjoint(OF_PICKS) else None,
+        picks=picks if picked or not read.isdisjoint(OF_PICKS) else None,
         given=(torch.empty(v), matrix(n, v)),
         coef=torch.empty(lines, n) if spec.total else None,
         logits=logits,

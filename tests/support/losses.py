@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fxpass.op import losses
 from fxpass.spec import expression
-from fxpass.spec.reductions import Moment, Output, Reductions
+from fxpass.spec.outputs import Moment, Output
+from fxpass.spec.reductions import Reductions
 
 GRADIENTS = ("x", "weight", "bias")
 

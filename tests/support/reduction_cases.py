@@ -13,17 +13,8 @@ from torch import Tensor
 from fxpass.op.reductions import class_reductions
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import (
-    INDICES,
-    OF_PICKS,
-    PRODUCTS,
-    ROWS,
-    TOTAL,
-    Moment,
-    Output,
-    Reductions,
-    Sum,
-)
+from fxpass.spec.outputs import INDICES, OF_PICKS, PRODUCTS, ROWS, TOTAL, Moment, Output, Sum
+from fxpass.spec.reductions import Reductions
 from tests.support.numerics import ORDERS, assert_as_accurate
 
 N, D, V, K = 7, 5, 11, 3

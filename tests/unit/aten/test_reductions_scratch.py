@@ -11,7 +11,8 @@ from fxpass.aten.reductions import Operands
 from fxpass.plan import plan as plans
 from fxpass.plan.plan import MIB, Plan, plan
 from fxpass.spec import expression
-from fxpass.spec.reductions import OF_PICKS, Moment, Reductions
+from fxpass.spec.outputs import OF_PICKS, Moment
+from fxpass.spec.reductions import Reductions
 from tests.support.allocations import Allocations
 from tests.support.reduction_cases import of
 

@@ -18,7 +18,8 @@ from fxpass.kernels.expression import LIBRARY
 from fxpass.kernels.render import Kernel
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import REVISION, Moment, Reductions
+from fxpass.spec.outputs import Moment
+from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.allocations import Allocations
 from tests.support.gpus import A100, H200, MI300, T4
 from tests.support.launches import Launches

@@ -19,7 +19,7 @@ from fxpass.op import reductions as operator
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import INDICES, PRODUCTS, Moment, Output
+from fxpass.spec.outputs import INDICES, PRODUCTS, Moment, Output
 from tests.support.allocations import Allocations
 from tests.support.numerics import assert_as_accurate, error
 from tests.support.reduction_cases import (

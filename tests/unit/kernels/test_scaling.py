@@ -14,7 +14,8 @@ from fxpass.kernels import reductions as kernels
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import Moment, Reductions
+from fxpass.spec.outputs import Moment
+from fxpass.spec.reductions import Reductions
 from tests.support.numerics import error
 
 PLANS = {

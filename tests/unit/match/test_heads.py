@@ -93,7 +93,7 @@ ACCEPTED = {
         .float().sum(-1) * z.logsumexp(-1),
         ["lse;sum(where(pick0<=l,1,0))"]),
     "exponentials of multiples": (
-        lambda z, t: (3 * z).exp().sum(-1) * z.gather(-1, t[..., None])[..., 0],
+        lambda z, t: z.gather(-1, t[..., None])[..., 0] * (3 * z).exp().sum(-1),
         ["at;sum(exp(3*z))"]),
     "large classes alone": (
         lambda z, t: torch.where(z.softmax(-1) > 0.1, z.softmax(-1) * U, 0).sum(-1),
@@ -182,6 +182,55 @@ def test_accepted(case):
     x, weight, labels = inputs()
     specs = specs_of(report_of(program, x, weight, labels))
     assert specs == [f"r4 outputs={o} gradients=x,weight" for o in ACCEPTED[case][1]]
+    check(program, labels, x, weight)
+
+
+# logits [B, S, V], detached, and labels [B, S] -> a metric; the reductions of the operator's call
+LARGEST = {
+    "top-3 accuracy": (
+        lambda z, t: (z.topk(3).indices == t[..., None]).any(-1).float().mean(), "argtop(3)"),
+    "margin of confidences": (
+        lambda z, t: z.softmax(-1).topk(2, dim=-1).values.diff(dim=-1), "lse;top(2)"),
+    "values and classes": (lambda z, t: torch.cat(torch.topk(z, 1), -1), "top(1);argtop(1)"),
+    "log-probabilities": (lambda z, t: torch.topk(z.log_softmax(-1), k=4)[0], "lse;top(4)"),
+    "of other rows": (lambda z, t: z[:, 1:].flatten(0, 1).topk(2, 1)[1], "argtop(2)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LARGEST)
+def test_the_largest_logits(case):
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        metric = LARGEST[case][0](z.detach(), labels)
+        return z.logsumexp(-1).square().sum() + metric.float().square().sum()
+
+    x, weight, labels = inputs()
+    specs = specs_of(report_of(program, x, weight, labels))
+    assert any(LARGEST[case][1].split(";")[-1] in spec for spec in specs)
+    check(program, labels, x, weight)
+
+
+@pytest.mark.parametrize(
+    ("largest", "reason"),
+    [
+        (lambda z: z.topk(2).values, "needs a gradient"),
+        (lambda z: z.topk(2, largest=False).indices, "or is not of the largest"),
+        (lambda z: z.topk(2, sorted=False).indices, "or is not of the largest"),
+        (lambda z: z.topk(2, dim=1).indices, "not over the classes"),
+        (lambda z: z.square().topk(2).indices, "takes the maximum"),
+    ],
+)
+def test_other_largest_logits(largest, reason, caplog):
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        loss = F.cross_entropy(z.flatten(0, 1), labels.flatten())
+        return loss + largest(z).float().square().sum()
+
+    x, weight, labels = inputs()
+    with caplog.at_level(logging.DEBUG, "fxpass.match.heads"):
+        head = head_of(program, x, weight, labels)
+    assert reason in caplog.text
+    assert head.calls[0].logits is not None
     check(program, labels, x, weight)
 
 

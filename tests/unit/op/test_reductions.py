@@ -8,10 +8,8 @@ import torch
 
 from fxpass.op.reductions import class_reductions, class_reductions_backward
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import (
-    REVISION,
-    Moment,
-)
+from fxpass.spec.outputs import Moment
+from fxpass.spec.reductions import REVISION
 from tests.support.reduction_cases import (
     COMBINATIONS,
     DTYPES,

@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpass.spec.reductions import (
-    ROWS,
-    Moment,
-    Output,
-)
+from fxpass.spec.outputs import ROWS, Moment, Output
 from tests.support.reduction_cases import (
     COMBINATIONS,
     INF,

@@ -14,7 +14,8 @@ from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
-from fxpass.spec.reductions import INDICES, OF_LARGEST, Moment, Output, Reductions
+from fxpass.spec.outputs import INDICES, OF_LARGEST, Moment, Output
+from fxpass.spec.reductions import Reductions
 from tests.support.reduction_cases import (
     COMBINATIONS,
     DTYPES,

@@ -7,7 +7,8 @@ import torch
 
 from fxpass.op.reductions import class_reductions
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import OF_PICKS, Moment, Reductions
+from fxpass.spec.outputs import OF_PICKS, Moment
+from fxpass.spec.reductions import Reductions
 from tests.support.allocations import Allocations
 from tests.support.reduction_cases import DTYPES, TOTALS, TRANSFORMS, D, N, V, check_total
 

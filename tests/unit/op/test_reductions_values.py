@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,9 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import (
-    TOTAL,
-)
+from fxpass.spec.outputs import TOTAL, Top
+from fxpass.spec.reductions import Reductions
 from tests.support.reduction_cases import (
     COMBINATIONS,
     DTYPES,
@@ -119,6 +119,32 @@ def test_non_contiguous_operands(chunks, dtype, request):
 @pytest.mark.parametrize("output", [*OUTPUTS, *LATE], ids=str)
 def test_huge_logits(output, dtype):
     check(case([output], dtype, bias=dtype, size=1e4), dtype)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [1, 3, V])
+def test_the_largest_logits(k, dtype):
+    found = case(["pick", "argmax"], dtype, "3*tanh(z/3)", dtype)
+    outputs = "pick", Top(k), "argmax", Top(k, index=True)
+    some = found._replace(spec=dataclasses.replace(found.spec, outputs=outputs))
+    tensors = [t.requires_grad_() for t in found.tensors.values()]
+    rows, indices, *_ = some.run(tensors)
+    z = 3 * torch.tanh(F.linear(*(t.double() for t in tensors)) / 3)
+    assert torch.equal(indices[0], indices[1])
+    bound = 1e-5 if dtype.itemsize > 2 else 0.1
+    assert torch.allclose(rows[1:].double(), z.topk(k, 1).values.t(), atol=bound)
+    assert torch.allclose(z.gather(1, indices[1:].t()).t(), rows[1:].double(), atol=bound)
+    (got,) = torch.autograd.grad(rows.sum(), tensors[0])
+    (wanted,) = torch.autograd.grad(found.run(tensors)[0].sum(), tensors[0])
+    assert torch.allclose(got, wanted)
+
+
+def test_more_largest_logits_than_classes():
+    found = case(["lse"])
+    some = found._replace(spec=Reductions((Top(V + 1),)))
+    with pytest.raises(ValueError, match="needs more classes"):
+        some.run(list(found.tensors.values()))
 
 
 def test_the_total_is_one():

@@ -10,20 +10,8 @@ import torch
 from torch import Tensor
 
 from fxpass.spec import expression
-from fxpass.spec.reductions import (
-    HIGHEST_POWER,
-    INDICES,
-    REVISION,
-    ROWS,
-    TOTAL,
-    Moment,
-    Reductions,
-    Terms,
-    for_slopes,
-    normalised,
-    raw,
-    shifted,
-)
+from fxpass.spec.outputs import HIGHEST_POWER, INDICES, ROWS, TOTAL, Moment
+from fxpass.spec.reductions import REVISION, Reductions, Terms, for_slopes, normalised, raw, shifted
 from tests.support.reduction_cases import of
 
 POWERS = range(HIGHEST_POWER + 1)

@@ -1,0 +1,118 @@
+"""The outputs of a row of logits, as records with a text form.
+
+In: numbers and expressions. Out: records; what they mean is in :mod:`fxpass.spec.reductions`::
+
+    >>> [str(output) for output in (Moment(1, 0, weight=0), Sum(Z**2), Top(5), "lse")]
+    ['moment(1,0,0)', 'sum(z**2)', 'top(5)', 'lse']
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from sympy import Expr, Symbol
+from torch import Tensor
+
+from fxpass.spec import expression
+from fxpass.spec.expression import L, Z, operands
+
+HIGHEST_POWER = 2
+# Far below any log-softmax that counts, and its square is finite: 0 * -inf would be nan.
+LEAST_LOG = -1e15
+
+
+@dataclass(frozen=True, order=True)
+class Moment:
+    """``sum_j w_j exp(a l_j) l_j**b`` of a row, a and b 0 to 2; ``weight``: the position of w among
+    the operands that the call gives, None for ones."""
+
+    a: int
+    b: int
+    weight: int | None = None
+
+    def term(self, y: Tensor) -> Tensor:
+        """``exp(a y) y**b`` at each element, 0 where the exponential is 0."""
+        if not self.a:
+            return y**self.b if self.b else torch.ones_like(y)
+        e = y.exp() if self.a == 1 else (self.a * y).exp_()
+        if self.b:
+            finite = y.clamp(min=LEAST_LOG)
+            for _ in range(self.b):
+                e.mul_(finite)
+        return e
+
+    def __str__(self) -> str:
+        weight = "" if self.weight is None else f",{self.weight}"
+        return f"moment({self.a},{self.b}{weight})"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """``sum_j f_j`` of a row, for an expression f of :mod:`fxpass.spec.expression`."""
+
+    function: Expr = Z
+
+    @property
+    def reads_softmax(self) -> bool:
+        """Whether f needs the lse."""
+        return self.function.has(L) or any(kind == "pick" for kind, _ in operands(self.function))
+
+    @property
+    def late(self) -> bool:
+        """Whether f reads what a first pass over the row finds."""
+        return self.reads_softmax or any(kind == "at" for kind, _ in operands(self.function))
+
+    @functools.cached_property
+    def slope(self) -> Expr:
+        """The derivative at the class of f, but for what :attr:`of_row` adds."""
+        by_logit, by_log = (expression.derivative(self.function, by) for by in (Z, L))
+        return by_logit + by_log  # type: ignore[return-value]
+
+    @functools.cached_property
+    def of_row(self) -> dict[tuple[str, int], Sum]:
+        """The sums of the derivatives by the log-softmax, named ("l", 0), and by picks, but for
+        those that are 0."""
+        names = [(kind, i) for kind, i in operands(self.function) if kind in OF_PICKS]
+        by = {("l", 0): L} | {(kind, i): Symbol(f"{kind}{i}") for kind, i in names}
+        found = {name: expression.derivative(self.function, one) for name, one in by.items()}
+        return {name: Sum(slope) for name, slope in found.items() if slope != 0}
+
+    def __str__(self) -> str:
+        return f"sum({expression.text(self.function)})"
+
+
+@dataclass(frozen=True)
+class Top:
+    """The k largest logits of a row, in descending order, or their classes; k rows. Of equal logits
+    torch leaves the order open. It has no gradient."""
+
+    k: int
+    index: bool = False
+
+    def __str__(self) -> str:
+        return f"{'argtop' if self.index else 'top'}({self.k})"
+
+
+# The sum S of a row, without which no log-softmax is known.
+TOTAL = Moment(1, 0)
+
+# The other outputs: rows of floats, and rows of class indices.
+ROWS, INDICES = ("lse", "pick", "at", "max", "amax", "peak"), ("argmax",)
+OF_PICKS = ("pick", "at")  # K rows each
+OF_LARGEST = ("max", "amax", "peak")  # with gradients at a row's largest logit
+OF_SOFTMAX = ("lse", "pick", "peak")
+# The outputs, beside sums, that can be part of a total; the operands whose gradients it has.
+IN_TOTAL, PRODUCTS = ("lse", "pick", "at"), ("x", "weight", "bias")
+Output = Moment | Sum | Top | str
+
+
+def is_index(output: Output) -> bool:
+    """Whether an output is class indices."""
+    return output.index if isinstance(output, Top) else output in INDICES
+
+
+def lines_of(output: Output, picks: int) -> int:
+    """The rows of an output, where there are ``picks`` picks."""
+    return picks if output in OF_PICKS else output.k if isinstance(output, Top) else 1
