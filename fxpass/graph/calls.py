@@ -102,6 +102,11 @@ def arguments(node: Node, wanted: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def required(node: Node, *wanted: str) -> list[Any]:
+    """The arguments of a call that are all required, in the order of ``wanted``; see above."""
+    return list(arguments(node, dict.fromkeys(wanted, REQUIRED)).values())
+
+
 def others_of(node: Node) -> list[Node]:
     """The nodes that a call reads beside its first operand, whatever the order of keywords."""
     if node.args:  # the first of them may be a tuple

@@ -64,10 +64,14 @@ class Placing(functools.partial[Any]):
         self.__module__ = __name__
 
 
+def dtensors() -> Any:
+    """The module of DTensors, which a program with DTensors has imported; else None."""
+    return sys.modules.get("torch.distributed.tensor")
+
+
 def is_dtensor(example: object) -> bool:
-    """Whether a value is a DTensor. Imports nothing: a program with DTensors has imported them."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(example, module.DTensor)
+    """Whether a value is a DTensor."""
+    return dtensors() is not None and isinstance(example, dtensors().DTensor)
 
 
 def is_gathered(node: Node) -> bool:

@@ -232,7 +232,10 @@ def _check_kept(flow: Flow, least: float) -> None:
 def looks_like_a_head(linear: Node, stop: NoMatch) -> bool:
     """Whether a linear has more outputs than inputs, and they are neither the inputs of another
     linear, as those of a hidden layer, nor outputs of the graph."""
-    read = linear_of(linear)
+    try:
+        read = linear_of(linear)
+    except NoMatch:
+        return False  # a product that is read as no linear, such as attention by einsum
     if read is None or stop.node.op == "output" or function_of(stop.node) in LINEARS:
         return False
     v = hint(value(linear).shape[read.dim])

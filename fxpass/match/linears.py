@@ -7,6 +7,7 @@ In: a node. Out: a :class:`Linear`, or None if the node is no linear::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fxpass.graph.calls import arguments, first_operand
+from fxpass.graph.calls import arguments, first_operand, required
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.match.views import view_of
@@ -53,28 +54,25 @@ def linear_of(node: Node) -> Linear | None:
 
 def _linear(node: Node) -> Linear:
     given = arguments(node, {"input": REQUIRED, "weight": REQUIRED, "bias": None})
-    return _make(node, given["input"], given["weight"], given["bias"], transposed=False)
+    return _make(node, *given.values(), transposed=False)
 
 
 def _matmul(node: Node) -> Linear:
-    given = arguments(node, {"input": REQUIRED, "other": REQUIRED})
-    return _product(node, given["input"], given["other"], None)
+    return _product(node, *required(node, "input", "other"))
 
 
 def _mm(node: Node) -> Linear:
-    given = arguments(node, {"input": REQUIRED, "mat2": REQUIRED})
-    return _product(node, given["input"], given["mat2"], None)
+    return _product(node, *required(node, "input", "mat2"))
 
 
 def _addmm(node: Node) -> Linear:
-    given = arguments(
-        node, {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1}
-    )
-    if given["beta"] != 1 or given["alpha"] != 1:
+    wanted = {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1}
+    bias, x, weight, beta, alpha = arguments(node, wanted).values()
+    if beta != 1 or alpha != 1:
         raise NoMatch(node, f"%{node.name} (addmm) has beta= or alpha= other than 1")
-    if is_tensor(given["input"]) and value(given["input"]).dim() != 1:
+    if is_tensor(bias) and value(bias).dim() != 1:
         raise NoMatch(node, f"%{node.name} (addmm) adds a matrix, not a bias [V]")
-    return _product(node, given["mat1"], given["mat2"], given["input"])
+    return _product(node, x, weight, bias)
 
 
 def _einsum(node: Node) -> Linear:
@@ -103,17 +101,13 @@ def _einsum(node: Node) -> Linear:
     raise NoMatch(node, f"%{node.name}: einsum {equation!r} is not [..., D], [V, D] -> [..., V]")
 
 
-def _product(node: Node, x: Any, weight: Any, bias: Any) -> Linear:
+def _product(node: Node, x: Any, weight: Any, bias: Any = None) -> Linear:
     """``x @ weight``; reads a weight ``w.t()`` as ``w``."""
-    if is_tensor(weight) and value(weight).dim() == 2 and _swaps(weight):
+    matrix = is_tensor(weight) and value(weight).dim() == 2
+    turns = matrix and function_of(weight) in ("t", "numpy_T", "mT", "transpose", "permute")
+    if turns and view_of(weight, 1).dim == 0:
         return _make(node, x, first_operand(weight), bias, transposed=False)
     return _make(node, x, weight, bias, transposed=True)
-
-
-def _swaps(node: Node) -> bool:
-    """Whether a node whose value is a matrix transposes another matrix."""
-    turns = function_of(node) in ("t", "numpy_T", "mT", "transpose", "permute")
-    return turns and view_of(node, 1).dim == 0
 
 
 def _make(node: Node, x: Any, weight: Any, bias: Any, transposed: bool) -> Linear:
@@ -137,8 +131,6 @@ LINEARS: dict[str, Callable[[Node], Linear]] = {
 
 def shape_of(linear: Linear) -> tuple[int | torch.SymInt, int | torch.SymInt]:
     """Rows and classes."""
-    rows: int | torch.SymInt = 1
-    shape = value(linear.node).shape
-    for i, n in enumerate(shape):
-        rows = rows * n if i != linear.dim else rows
-    return rows, shape[linear.dim]
+    rows = list(value(linear.node).shape)
+    classes = rows.pop(linear.dim)
+    return math.prod(rows), classes

@@ -20,7 +20,7 @@ from fxpass.match.classes import Flow, Stacked
 from fxpass.match.edits import Step
 from fxpass.match.elementwise import view_step
 from fxpass.match.operands import viewed
-from fxpass.match.views import CLASSES, VIEWS, View
+from fxpass.match.views import VIEWS, View
 
 
 def stack_of(flow: Flow, node: Node) -> None:
@@ -87,5 +87,5 @@ def _picked(step: Step, axis: int, unknown: NoMatch) -> tuple[int | None, int]:
         if isinstance(entry, Node):
             raise unknown
         before += entry is not None
-        after += entry is None or entry is CLASSES or isinstance(entry, slice)
+        after += entry is None or isinstance(entry, slice)
     return None, after

@@ -93,30 +93,25 @@ def _shapes(node: Node) -> list[Any]:
 
 
 def _part_of(flow: Flow, node: Node, parts: Node, at: int) -> Classes:
-    """A part of the rows: ``split(z, 4)[1]``."""
+    """A part of the rows: ``split(z, 4)[1]`` is ``z[4:8]``."""
     like, shapes = flow.pairs[parts], _shapes(parts)
-    rank = value(first_operand(parts)).dim()
-    wanted: dict[str, Any] = {"input": REQUIRED, "dim": 0}
-    for name in ("split_size", "split_size_or_sections", "split_sizes", "chunks", "tensor"):
-        wanted[name] = None
-    axis = arguments(parts, wanted)["dim"] % rank
+    index: list[Any] = [CLASSES] * value(first_operand(parts)).dim()
+    sizes = ("split_size", "split_size_or_sections", "split_sizes", "chunks", "tensor")
+    axis = arguments(parts, {"input": REQUIRED, "dim": 0, **dict.fromkeys(sizes)})["dim"]
+    axis %= len(index)
     if axis == like.dim:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) is a part of the classes")
     at %= len(shapes)
-    if function_of(parts) == "unbind":
-        view = View(like.dim, "select", (axis, at))
-        return viewed(flow, like, Step(node, view, like.dim - (axis < like.dim)))
-    if len(shapes) == 1:
+    alone = function_of(parts) == "unbind"
+    if alone:
+        index[axis] = at
+    elif len(shapes) == 1:
         return like
-    lengths = [shape[axis] for shape in shapes]
-    known = [isinstance(length, int) for length in lengths]
-    if not all(known[:at]) or not (known[at] or at == len(lengths) - 1):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a size that varies")
-    start = sum(lengths[:at])
-    if at == len(lengths) - 1:
-        index: list[Any] = [slice(None)] * rank
-        index[axis], index[like.dim] = slice(start, None), CLASSES
-        view = View(like.dim, "getitem", (tuple(index),))
     else:
-        view = View(like.dim, "narrow", (axis, start, lengths[at]))
-    return viewed(flow, like, Step(node, view, like.dim))
+        before = [shape[axis] for shape in shapes[: at + 1]]
+        last = at == len(shapes) - 1  # its length may vary
+        if not all(isinstance(length, int) for length in before[: at if last else None]):
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a size that varies")
+        index[axis] = slice(sum(before[:at]), None if last else sum(before))
+    view = View(like.dim, "getitem", (tuple(index),))
+    return viewed(flow, like, Step(node, view, like.dim - (alone and axis < like.dim)))

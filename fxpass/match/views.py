@@ -17,26 +17,19 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Size, Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
-from fxpass.graph.calls import arguments, first_operand
+from fxpass.graph.calls import arguments, first_operand, required
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, Target, is_tensor, value
 
-
-class Hole(Enum):
-    """Stands in a view's arguments for what depends on the tensor that is rearranged."""
-
-    CLASS_SIZE = "the size of its class dimension"
-    CLASSES = "the slice of classes, or all of another tensor's class dimension"
-
-
-CLASS_SIZE, CLASSES = Hole.CLASS_SIZE, Hole.CLASSES
+CLASS_SIZE: Any = object()  # in a view's arguments: the size of the tensor's class dimension
+CLASSES = slice(None)  # in an index: all of the class dimension
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class View:
         dim: position of the class dimension in the node's input.
         function: the method of ``Tensor`` or the function of ``_FUNCTIONS`` that rearranges the
             rows of another tensor; empty if the rows stay in place.
-        args: the call's arguments after the tensor, with a :class:`Hole` for what depends on it.
+        args: the call's arguments after the tensor, with ``CLASS_SIZE`` for what depends on it.
         classes: the slice or index tensor of the classes that the node selects; else None.
     """
 
@@ -56,25 +49,13 @@ class View:
     args: tuple[Any, ...] = ()
     classes: slice | Node | None = None
 
-    def replayed(
-        self, size: Any, classes: slice | Node | None
-    ) -> tuple[str, Target, tuple[Any, ...]]:
+    def replayed(self, size: Any, _: None = None) -> tuple[str, Target, tuple[Any, ...]]:
         """The call ``(op, target, args)`` on another tensor; ``args`` omits the tensor itself.
-
-        Args:
-            size: the size of its class dimension, an int or a node.
-            classes: what is taken of its class dimension; None for all of it.
-        """
-
-        def filled(argument: Any) -> Any:
-            if isinstance(argument, tuple):
-                return tuple(map(filled, argument))
-            filling = {CLASS_SIZE: size, CLASSES: slice(None) if classes is None else classes}
-            return filling[argument] if isinstance(argument, Hole) else argument
-
+        ``size`` is the size of its class dimension, an int or a node."""
         function = _FUNCTIONS.get(self.function)
         op = "call_method" if function is None else "call_function"
-        return op, function or self.function, filled(self.args)
+        args = tuple(size if argument is CLASS_SIZE else argument for argument in self.args)
+        return op, function or self.function, args
 
 
 # The node, the shape of its input, the position of the class dimension in its output.
@@ -87,10 +68,7 @@ def view_of(node: Node, dim: int) -> View:
 
 
 def _nothing(node: Node, shape: Size, dim: int) -> View:
-    return View(dim)  # the operator reads any strides
-
-
-def _expand(node: Node, shape: Size, dim: int) -> View:
+    """contiguous, clone, expand: the operator reads any strides."""
     if value(node).shape != shape:
         raise NoMatch(node, f"%{node.name} repeats the logits")
     return View(dim)
@@ -119,19 +97,16 @@ def reshape_rows(x: Tensor, shape: Sequence[int], dim: int, size: int) -> Tensor
 
 def _flatten(node: Node, shape: Size, dim: int) -> View:
     given = arguments(node, {"input": REQUIRED, "start_dim": 0, "end_dim": -1})
-    before = _unchanged_from(node, shape, dim)
-    start, end = given["start_dim"] % len(shape), given["end_dim"] % len(shape)
-    if start <= before <= end and start != end:
-        raise NoMatch(node, f"%{node.name} joins the class dimension with another one")
-    return View(before, "flatten", (start, end))
+    ends = given["start_dim"] % len(shape), given["end_dim"] % len(shape)
+    return View(_unchanged_from(node, shape, dim), "flatten", ends)
 
 
 def _unflatten(node: Node, shape: Size, dim: int) -> View:
-    given = arguments(node, {"input": REQUIRED, "dim": REQUIRED, "sizes": REQUIRED})
+    _, split, sizes = required(node, "input", "dim", "sizes")
     before = _unchanged_from(node, shape, dim)
-    if given["dim"] % len(shape) == before:
+    if split % len(shape) == before:
         raise NoMatch(node, f"%{node.name} splits the class dimension")
-    return View(before, "unflatten", (given["dim"] % len(shape), given["sizes"]))
+    return View(before, "unflatten", (split % len(shape), sizes))
 
 
 def _unchanged_from(node: Node, shape: Size, dim: int) -> int:
@@ -151,49 +126,21 @@ def _unchanged_from(node: Node, shape: Size, dim: int) -> int:
 # ---------------------------------------------------------------- dimensions in another order
 
 
-def _transpose(node: Node, shape: Size, dim: int) -> View:
-    given = arguments(node, {"input": REQUIRED, "dim0": REQUIRED, "dim1": REQUIRED})
-    return _swapped(shape, dim, given["dim0"], given["dim1"])
-
-
-def _swapped(shape: Size, dim: int, a: int, b: int) -> View:
-    a, b = a % len(shape), b % len(shape)
-    return View({a: b, b: a}.get(dim, dim), "transpose", (a, b))
-
-
-def _permute(node: Node, shape: Size, dim: int) -> View:
-    dims = arguments(node, {"input": REQUIRED, "dims": REQUIRED})["dims"]
-    order = tuple(d % len(shape) for d in (dims if isinstance(dims, tuple | list) else (dims,)))
+def _reordered(node: Node, shape: Size, dim: int) -> View:
+    """transpose, permute, movedim, mT: the node's own call, of sizes 0, 1, 2 and so on."""
+    sizes = torch.empty(tuple(range(len(shape))), device="meta")
+    args, kwargs = map_arg((node.args, node.kwargs), lambda _: sizes)
+    method = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+    order = tuple(method(*args, **kwargs).shape)
     return View(order[dim], "permute", order)
-
-
-def _movedim(node: Node, shape: Size, dim: int) -> View:
-    given = arguments(node, {"input": REQUIRED, "source": REQUIRED, "destination": REQUIRED})
-    source, destination = given["source"], given["destination"]
-    if not isinstance(source, int) or not isinstance(destination, int):
-        raise NoMatch(node, f"%{node.name} moves several dimensions; use permute")
-    order = [d for d in range(len(shape)) if d != source % len(shape)]
-    order.insert(destination % len(shape), source % len(shape))
-    return View(order[dim], "permute", tuple(order))
-
-
-def _transposed(node: Node, shape: Size, dim: int) -> View:
-    last = len(shape) - 1
-    if last > 1 and function_of(node) == "numpy_T":
-        raise NoMatch(node, f"%{node.name} reads .T of the logits")
-    return _swapped(shape, dim, max(last - 1, 0), last)
-
-
-def _conjugate(node: Node, shape: Size, dim: int) -> View:
-    name = {"matrix_H": "H"}.get(function_of(node), "mH")
-    raise NoMatch(node, f"%{node.name} reads .{name} of the logits")
 
 
 # ---------------------------------------------------------------- dimensions of one
 
 
 def _unsqueeze(node: Node, shape: Size, dim: int) -> View:
-    new = arguments(node, {"input": REQUIRED, "dim": REQUIRED})["dim"] % (len(shape) + 1)
+    _, new = required(node, "input", "dim")
+    new %= len(shape) + 1
     if new == dim:
         raise NoMatch(node, f"%{node.name} makes a class dimension of one")
     return View(dim - (new < dim), "unsqueeze", (new,))
@@ -216,14 +163,12 @@ def _squeeze(node: Node, shape: Size, dim: int) -> View:
 
 
 def _narrow(node: Node, shape: Size, dim: int) -> View:
-    wanted: dict[str, Any] = dict.fromkeys(("input", "dim", "start", "length"), REQUIRED)
-    _, along, *where = arguments(node, wanted).values()
-    if along % len(shape) == dim:
-        start, length = where
-        if not isinstance(start, int) or not isinstance(length, int) or start < 0:
-            raise NoMatch(node, f"%{node.name} selects classes by numbers that vary")
-        return View(dim, classes=_some(slice(start, start + length), shape[dim]))
-    return View(dim, "narrow", (along % len(shape), *where))
+    _, along, start, length = required(node, "input", "dim", "start", "length")
+    if along % len(shape) != dim:
+        return View(dim, "narrow", (along % len(shape), start, length))
+    if not isinstance(start, int) or not isinstance(length, int) or start < 0:
+        raise NoMatch(node, f"%{node.name} selects classes by numbers that vary")
+    return View(dim, classes=_some(slice(start, start + length), shape[dim]))
 
 
 def index_of(node: Node) -> tuple[Any, ...]:
@@ -233,11 +178,10 @@ def index_of(node: Node) -> tuple[Any, ...]:
         index: Any = node.args[1]
         return index if isinstance(index, tuple) else (index,)
     if function == "index":
-        _, indices = arguments(node, {"input": REQUIRED, "indices": REQUIRED}).values()
+        _, indices = required(node, "input", "indices")
         return tuple(slice(None) if i is None else i for i in indices)
     if function == "select":
-        wanted: dict[str, Any] = dict.fromkeys(("input", "dim", "index"), REQUIRED)
-        _, dim, entry = arguments(node, wanted).values()
+        _, dim, entry = required(node, "input", "dim", "index")
     else:
         wanted = {"input": REQUIRED, "dim": 0, "start": None, "end": None, "step": 1}
         _, dim, start, end, step = arguments(node, wanted).values()
@@ -248,18 +192,17 @@ def index_of(node: Node) -> tuple[Any, ...]:
 
 def _index(node: Node, shape: Size, dim: int) -> View:
     index = entries_of(index_of(node), len(shape))
-    _check_index(node, index)
-    if len(index) > dim and _takes_classes(index, dim):
+    tensors = _tensors_of(node, index)
+    rest = (*index[:dim], *index[dim + 1 :])
+    if tensors == [dim] and value(index[dim]).dim() == 1 and all(e == CLASSES for e in rest):
         return View(dim, classes=index[dim])
     before = after = 0  # the dimensions of input and output before this entry
-    passed = False  # adjacent index tensors share their output dimensions
     for position, entry in enumerate(index):
         if after == dim and isinstance(entry, slice):
             rows = (*index[:position], CLASSES, *index[position + 1 :])
             return View(before, "getitem", (rows,), _some(entry, shape[before]))
-        if is_tensor(entry) and not passed:
-            after += max(value(entry).dim() for entry in index if is_tensor(entry))
-            passed = True
+        if position in tensors[:1]:  # adjacent index tensors share their output dimensions
+            after += max(value(index[i]).dim() for i in tensors)
         before += entry is not None
         after += entry is None or isinstance(entry, slice)
     raise NoMatch(node, f"%{node.name} selects one class")
@@ -272,44 +215,36 @@ def entries_of(index: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
     return (*index[:at], *[slice(None)] * (rank - used), *index[at + 1 :])
 
 
-def _takes_classes(index: tuple[Any, ...], dim: int) -> bool:
-    """Whether an index tensor ``[V']`` selects classes, and all rows stay."""
-    rest = (*index[:dim], *index[dim + 1 :])
-    whole = all(isinstance(entry, slice) and entry == slice(None) for entry in rest)
-    return whole and is_tensor(index[dim]) and value(index[dim]).dim() == 1
-
-
-def _check_index(node: Node, index: tuple[Any, ...]) -> None:
-    tensors = [i for i, entry in enumerate(index) if is_tensor(entry)]
+def _tensors_of(node: Node, index: tuple[Any, ...]) -> list[int]:
+    """The positions of the index tensors; ``NoMatch`` unless their output dimensions are there."""
     for entry in index:
-        if entry is None or isinstance(entry, int | slice | Node):
-            continue
-        raise NoMatch(node, f"%{node.name} indexes with {entry!r}, not with slices and numbers")
-    for i in tensors:
-        if index[i].meta["example_value"].dtype in (torch.bool, torch.uint8):
-            raise NoMatch(node, f"%{node.name} selects rows by a mask")
+        if not (entry is None or isinstance(entry, int | slice | Node)):
+            what = f"%{node.name} indexes with {entry!r}, not with slices and numbers"
+            raise NoMatch(node, what)
+    tensors = [i for i, entry in enumerate(index) if is_tensor(entry)]
+    if any(value(index[i]).dtype in (torch.bool, torch.uint8) for i in tensors):
+        raise NoMatch(node, f"%{node.name} selects rows by a mask")
     # else the index dimensions would come first
     if tensors and tensors[-1] - tensors[0] + 1 != len(tensors):
         raise NoMatch(node, f"%{node.name} indexes with tensors that are not adjacent")
     if tensors and any(isinstance(entry, int) for entry in index):
         raise NoMatch(node, f"%{node.name} indexes with tensors and with numbers")
+    return tensors
 
 
 def _some(entry: slice, size: Any) -> slice | None:
     """The slice of classes; None if it selects all."""
-    if entry == slice(None):
-        return None
-    parts = (entry.start, entry.stop, entry.step)
-    if not isinstance(size, int) or any(isinstance(part, Node) for part in parts):
-        return entry
-    return None if entry.indices(int(size)) == (0, int(size), 1) else entry
+    parts = (size, entry.start, entry.stop, entry.step)
+    known = isinstance(size, int) and all(isinstance(part, int | None) for part in parts)
+    whole = entry == CLASSES or (known and entry.indices(size) == (0, size, 1))
+    return None if whole else entry
 
 
 def _index_select(node: Node, shape: Size, dim: int) -> View:
-    given = arguments(node, {"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED})
-    if given["dim"] % len(shape) == dim:
-        return View(dim, classes=given["index"])
-    return View(dim, "index_select", (given["dim"], given["index"]))
+    _, along, index = required(node, "input", "dim", "index")
+    if along % len(shape) == dim:
+        return View(dim, classes=index)
+    return View(dim, "index_select", (along, index))
 
 
 def repeat_rows(x: Tensor, dim: int, count: int) -> Tensor:
@@ -325,19 +260,12 @@ _FUNCTIONS = {
 }
 
 VIEWS: dict[str, ViewReader] = {
+    **dict.fromkeys(("contiguous", "clone", "expand"), _nothing),
     **dict.fromkeys(("view", "reshape"), _reshape),
-    "flatten": _flatten,
-    "unflatten": _unflatten,
-    **dict.fromkeys(("contiguous", "clone"), _nothing),
-    "expand": _expand,
-    "transpose": _transpose,
-    "permute": _permute,
-    "movedim": _movedim,
-    **dict.fromkeys(("t", "numpy_T", "mT"), _transposed),
-    **dict.fromkeys(("mH", "matrix_H"), _conjugate),
-    "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
-    "narrow": _narrow,
-    "index_select": _index_select,
+    **{"flatten": _flatten, "unflatten": _unflatten},
+    **dict.fromkeys(("transpose", "permute", "movedim"), _reordered),
+    **dict.fromkeys(("t", "numpy_T", "mT", "mH", "matrix_H"), _reordered),
+    **{"unsqueeze": _unsqueeze, "squeeze": _squeeze},
+    **{"narrow": _narrow, "index_select": _index_select},
     **dict.fromkeys(("getitem", "select", "index", "slice"), _index),
 }

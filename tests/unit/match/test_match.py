@@ -313,3 +313,14 @@ def test_logits_too_small_to_matter():
     outcome = transform(graphs[0], Settings(min_logits_mb=1e-4))
     assert "logits take hardly more memory" in outcome.rejections[0].reason
     assert len(transform(graphs[0], Settings(min_logits_mb=0)).heads) == 1
+
+
+def test_a_product_that_is_no_linear_is_no_head(monkeypatch):
+    """With the default threshold, linears that are not fused are examined for heads."""
+
+    def program(x, weight, labels):
+        scores = torch.einsum("bsd,btd->bst", x, x)
+        return F.cross_entropy(last(F.linear(x, weight)), labels.view(-1)) + scores.sum()
+
+    monkeypatch.setenv("FUSEDCE_MIN_LOGITS_MB", "64")
+    assert "fewer than 64 MiB" in reason_of(program, *inputs())

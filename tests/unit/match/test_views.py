@@ -18,9 +18,16 @@ ACCEPTED = {
     "swapaxes": lambda z, t: (z.swapaxes(1, 2), t),
     "mT": lambda z, t: (z.mT, t),
     "mT, as Dynamo of torch 2.14 writes it": lambda z, t: (torch.ops.aten.mT(z), t),
+    "mH": lambda z, t: (z.mH, t),
+    "mH, as Dynamo of torch 2.14 writes it": lambda z, t: (torch.ops.aten.mH(z), t),
+    "H": lambda z, t: (z[0].H.H, t[0]),
     "permute": lambda z, t: (z.permute(0, 2, 1), t),
     "permute, another order": lambda z, t: (z.permute((1, 2, 0)), t.T),
     "movedim": lambda z, t: (z.movedim(-1, 1), t),
+    "movedim, several": lambda z, t: (
+        z.movedim((0, 1), (1, 0)).reshape(-1, V), t.T.reshape(-1)),
+    "a dimension of one flattened with the classes": lambda z, t: (
+        z.unsqueeze(2).flatten(2).transpose(1, 2), t),
     "there and back": lambda z, t: (last(z.transpose(0, 1).contiguous()), t.T.reshape(-1)),
     "t of t": lambda z, t: (last(z).t().t(), t.view(-1)),
     "unsqueeze": lambda z, t: (last(z).unsqueeze(-1), t.view(-1, 1)),
@@ -100,14 +107,9 @@ REJECTED = {
         rejected(lambda z: z.transpose(1, 2).reshape(B * S, V)), "changes the class dimension"),
     "rows as classes": (
         rejected(lambda z: z[0].t(), lambda t: t.new_zeros(V)), "is not over the classes"),
-    "a conjugate": (rejected(lambda z: z.mH, lambda t: t), "reads .mH of the logits"),
-    "a conjugate, as Dynamo of torch 2.14 writes it": (
-        rejected(lambda z: torch.ops.aten.mH(z), lambda t: t), "reads .mH of the logits"),
     "one class": (
         rejected(lambda z: z[..., 0], lambda t: t[:, 0] % S), "changes the classes"),
     "all dimensions of one": (rejected(lambda z: last(z).squeeze()), "name the one dimension"),
-    "several dimensions moved": (
-        rejected(lambda z: z.movedim((0, 1), (1, 0)).reshape(-1, V)), "use permute"),
     "index tensors that are not adjacent": (
         rejected(lambda z: z[None][torch.zeros(8, dtype=torch.long), :, ROWS[:1]][:, 0]),
         "tensors that are not adjacent"),
