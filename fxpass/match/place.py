@@ -74,14 +74,12 @@ _PURE = {
 def place(linear: Node, operands: Collection[Node], first: Node) -> tuple[Node, tuple[Node, ...]]:
     """The node after which the call stands, and the operands that are moved to it."""
     moved: dict[Node, None] = {}
-    after = max(linear, *writes(operands, first), linear)
     for operand in operands:
         nodes = movable(operand, first)
         if nodes is None:
             reason = f"%{operand.name} is an operand, and is computed after %{first.name}"
             raise NoMatch(operand, reason)
         moved |= dict.fromkeys(nodes)
-        after = max(after, operand) if not nodes else after
-    for node in moved:
-        after = max(after, *(n for n in node.all_input_nodes if n not in moved), after)
-    return after, tuple(sorted(moved))
+    # what is moved may copy a tensor that has been written to
+    read = {*operands, *(n for node in moved for n in node.all_input_nodes)} - moved.keys()
+    return max(linear, *read, *writes({*read, *operands}, first)), tuple(sorted(moved))

@@ -170,6 +170,24 @@ def test_an_index_that_is_read_in_two_ways(first):
     check(program, labels, x, weight)
 
 
+def test_a_copy_of_labels_that_were_written_to():
+    """It is moved before the first reduction, but not before the write."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)[:, 1:].flatten(0, 1)
+        lse = z.logsumexp(-1)
+        labels.copy_((labels + 1) % V)
+        other = (z + U).logsumexp(-1)
+        picked = (z + U).log_softmax(-1).gather(-1, labels[:, 1:].flatten()[:, None])
+        return (lse.square() + other.square() + picked.squeeze(1)).sum()
+
+    x, weight, labels = inputs()
+    wanted = program(x, weight, labels.clone())
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    got = fused(x, weight, labels)
+    assert torch.allclose(got, wanted)
+
+
 def specs_of(report):
     return [call.spec.text() for head in report.matches for call in head.calls]
 
