@@ -187,7 +187,7 @@ def _in_base(base: Base, expr: Expr) -> Expr | None:
     logit = Symbol("logit")
     found = expr.xreplace({base.lse: logit - L, base.log: L}).subs(base.logit, logit)
     factor = base.logit / Z
-    if found.has(Z) and not factor.has(Z):
+    if found.has(Z) and factor.is_number:
         found = found.subs(Z, logit / factor)
     if found.has(Z):
         return None

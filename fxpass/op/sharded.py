@@ -83,13 +83,16 @@ def class_reductions(
         Both are the same on all ranks.
 
     Raises:
-        ValueError: the spec has a total; operands do not fit together.
+        ValueError: the spec has a total, or an output that takes all classes at once; operands do
+            not fit together.
         IndexError: a pick is none of the classes (on CPU; on GPUs a device-side assertion fails).
         RuntimeError: a tensor needs a gradient that the spec does not name.
     """
     s = Reductions.parse(spec)
     if s.total:
         raise ValueError(f"a total needs an lse of all classes before its gradients: {spec!r}")
+    if s.whole_rows or any(kind == "hit" for kind, _ in s.operands):
+        raise ValueError(f"a rank has some of the classes, and {spec!r} reads all of them")
     operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
     if torch.is_grad_enabled():
         check_gradients(operands, s)
@@ -199,7 +202,7 @@ def _in_shard(picks: Tensor, shard: _Shard, count: int) -> tuple[Tensor, Tensor]
 
 
 def _merged(operands: Operands, spec: Reductions, inside: Tensor | None, shard: _Shard) -> _OfAll:
-    sums, tied = raw(spec.outputs), bool(spec.gradients) and "amax" in spec.outputs
+    sums, tied = raw(("lse", *spec.outputs)), bool(spec.gradients) and "amax" in spec.outputs
     local, index, rest = _run(operands, of_forward(spec))
     largest, many = local.get("amax"), 0
     if inside is not None:

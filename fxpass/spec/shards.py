@@ -31,7 +31,7 @@ def of_forward(spec: Reductions) -> Reductions:
     named = set(spec.outputs)
     outputs: list[Output] = ["lse"]
     outputs += ["at"] * (not named.isdisjoint(OF_PICKS)) + ["amax"] * spec.ranks
-    outputs += [*raw(spec.outputs)[1:], *(o for o in spec.outputs if isinstance(o, Sum))]
+    outputs += [*raw(("lse", *spec.outputs))[1:], *(o for o in spec.outputs if isinstance(o, Sum))]
     # a gradient of max and peak goes to the first class
     if spec.indices or (spec.gradients and not named.isdisjoint(("max", "peak"))):
         outputs.append("argmax")

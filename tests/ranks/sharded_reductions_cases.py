@@ -182,6 +182,9 @@ def refused(rank: int, device: torch.device) -> list[str]:
         ("r4 outputs=pick", torch.zeros(3, 2, 2, dtype=torch.int64), False),
         ("r4 outputs=lse", None, True),
         ("r4 total=lse", None, False),
+        ("r4 outputs=sum(z*exp(l))", None, False),
+        ("r4 outputs=sum(hit0*z**2)", torch.tensor([0, 1, 3]), False),
+        ("r4 outputs=argtop(2)", None, False),
     ):
         try:
             sharded.class_reductions(

@@ -71,12 +71,14 @@ def test_ranks_exchange_a_maximum_and_a_sum(name, world):
 
 def test_calls_that_are_refused():
     for rank in ranks.run(MODULE, 2):
-        beyond, negative, sizes, unnamed, total = rank["refused"]
+        beyond, negative, sizes, unnamed, total, *whole = rank["refused"]
         assert beyond.startswith("IndexError: class 4 is out of bounds")
         assert negative.startswith("IndexError: class -1 is out of bounds")
         assert sizes.startswith("ValueError: fxpass::class_reductions needs picks [3] or [3, K]")
         assert unnamed.startswith("RuntimeError: fxpass::class_reductions: x requires a gradient")
         assert total.startswith("ValueError: a total needs")
+        assert len(whole) == 3
+        assert all(one.startswith("ValueError: a rank has some of the classes") for one in whole)
 
 
 def test_a_second_derivative_is_refused():
