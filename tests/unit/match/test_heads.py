@@ -211,6 +211,8 @@ LARGEST = {
         lambda z, t: z.softmax(-1).topk(2, dim=-1).values.diff(dim=-1), "lse;top(2)"),
     "values and classes": (lambda z, t: torch.cat(torch.topk(z, 1), -1), "top(1);argtop(1)"),
     "log-probabilities": (lambda z, t: torch.topk(z.log_softmax(-1), k=4)[0], "lse;top(4)"),
+    "keywords in another order": (
+        lambda z, t: torch.topk(sorted=True, dim=-1, k=2, input=z).indices, "argtop(2)"),
     "of other rows": (lambda z, t: z[:, 1:].flatten(0, 1).topk(2, 1)[1], "argtop(2)"),
 }  # fmt: skip
 

@@ -189,7 +189,7 @@ def test_log_softmax(target):
 # ---------------------------------------------------------------- other reductions
 
 # Their other functions are linears too, divergences, or losses with a target of their own.
-_OTHERS = {"mv", "kl_div", "binary_cross_entropy_with_logits"}
+_OTHERS = {"mv", "kl_div", "binary_cross_entropy_with_logits", "topk"}
 OF_CLASSES = REDUCTIONS.keys() - LINEARS.keys() - OF_LOSSES - _OTHERS
 SUMS = {"dim": "-1", "keepdim": "True", "dtype": "torch.float32"}
 
