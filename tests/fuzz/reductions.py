@@ -208,6 +208,11 @@ FUNCTIONS: Recipes = (
     ("lp% = {z}.log_softmax({d})", "r% = (lp% >= lp%.gather({d}, {lab1})).float().mean({d})"),
     ("lp% = {z}.log_softmax({d})", "r% = torch.tanh(lp% - lp%.gather({d}, {lab1})).sum({d})"),
     ("r% = ({z}.sigmoid() - {given}).square().sum({d})",),
+    (
+        "v% = {z}.gather({d}, {lab1})",
+        "t.copy_((t + 1) % 7)",
+        "r% = F.relu(1 + {z} - v%).sum({d})",
+    ),
 )
 ENTROPIES: Recipes = (
     ("lp% = {z}.log_softmax({d})", "p% = lp%.exp()", "r% = -(p% * lp%).sum({d})"),

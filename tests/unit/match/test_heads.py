@@ -188,6 +188,19 @@ def test_a_copy_of_labels_that_were_written_to():
     assert torch.allclose(got, wanted)
 
 
+def test_labels_that_are_written_to_between_a_pick_and_its_sum():
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        picked = z.gather(-1, labels[..., None])
+        labels.copy_((labels + 1) % V)
+        return (z > picked).sum(-1), F.relu(1 + z - picked).sum(-1)
+
+    x, weight, labels = inputs()
+    wanted = program(x, weight, labels.clone())
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    assert all(map(torch.allclose, fused(x, weight, labels), wanted))
+
+
 def specs_of(report):
     return [call.spec.text() for head in report.matches for call in head.calls]
 
