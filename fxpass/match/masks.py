@@ -84,6 +84,8 @@ def function_over(node: Node, read: Callable[[Node], Expr | None]) -> Expr | Non
         return None
     try:
         given = arguments(node, spelling.signature).values()
+        if any(isinstance(n, Node) and not is_tensor(n) for n in given):  # a number that varies
+            return None
         found = [read(n) if is_tensor(n) else number_of(n) for n in given]
         tensors = [one for n, one in zip(given, found, strict=True) if isinstance(n, Node)]
         return spelling.value(*found) if tensors and None not in tensors else None
