@@ -63,6 +63,11 @@ def leaves(node: Node) -> bool:
     return storage(node) in {None, *(storage(n) for n in ends if is_tensor(n))}
 
 
+def is_written(node: Node) -> bool:
+    """Whether a node of the graph writes to a node's memory."""
+    return any(storage(node) == storage(n) for writer in node.graph.nodes for n in written(writer))
+
+
 def _seen_from_outside(writer: Node, pattern: Collection[Node]) -> Hazard | None:
     """The hazard that an input, or a user outside the pattern, sees the write of ``writer``."""
     changed = {storage(n) for n in written(writer)}

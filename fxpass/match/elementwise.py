@@ -169,6 +169,7 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
         except ValueError as error:
             reason = f"{error}"
             continue
+        _check_cancelled(flow, node, exprs, found.expr)
         return with_bias(flow, node, found)
     raise NoMatch(node, f"%{node.name} ({call_name(node)}): {reason}")
 
@@ -178,6 +179,15 @@ def check_gradients(flow: Flow, node: Node, tensors: Sequence[Node]) -> None:
     differ = len({flow.classes[t].detached for t in tensors}) == 2
     if differ and value(node).requires_grad:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits and detached logits")
+
+
+def _check_cancelled(flow: Flow, node: Node, operands: Sequence[Expr], found: Expr) -> None:
+    """``NoMatch`` if a tensor is no part of the result, as s of (s * z) / s: its gradient would be
+    None where eager has zeros, and where s is 0 eager has nan."""
+    left = (found, *(base.logit for base in flow.bases))
+    lost = set().union(*map(symbols_of, operands)).difference(*map(symbols_of, left))
+    if names := sorted(f"%{flow.tensors[s].name}" for s in lost & flow.tensors.keys()):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) cancels {', '.join(names)}")
 
 
 def _check_infinities(node: Node, function: str, operands: Sequence[Any]) -> None:

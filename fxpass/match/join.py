@@ -236,14 +236,15 @@ def _call(
 
 
 def _picked_too(hit: Picked, picks: Sequence[Picked]) -> Picked:
-    """The classes of a one-hot tensor, as the one of the picks that has them anyway. An index that
-    is no class, such as an ignored one, is none of a one-hot tensor either."""
+    """The classes of a one-hot tensor, as the one of the picks that has them anyway."""
     return next((p for p in picks if _are_alike(p, hit)), hit)
 
 
 def _are_alike(one: Picked, hit: Picked) -> bool:
     same = one.wraps == hit.wraps and index_of(one.index) is hit.index
-    return same and not (one.pieces or one.dim)
+    # an ignored index that is no class is none of a one-hot tensor either
+    ignored = one.ignored is not None and one.ignored >= 0
+    return same and not (one.pieces or one.dim or ignored)
 
 
 def _choice(

@@ -74,6 +74,8 @@ def _between(output: Node, inside: Collection[Node], drop: bool) -> tuple[Node, 
         if changed and not (is_in_place(function) and all(n in inside for n in changed)):
             return ()
         for operand in node.all_input_nodes:
+            if isinstance(operand.meta.get("example_value"), tuple):
+                return ()  # a shape, or several tensors, which is no result of a graph
             if operand in inside and operand not in found:
                 found.add(operand)
                 todo.append(operand)

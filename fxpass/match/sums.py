@@ -260,16 +260,21 @@ def _summed_term(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr:
 
 def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Expr:
     """An expression at given classes, in outputs of one base."""
-    expr = in_logs(flow, node, like, expr)
+    read, expr = expr, in_logs(flow, node, like, expr)
     logs = [base for base in flow.bases if expr.has(base.log)]
     tensors = [s for s in symbols_of(expr) if s in flow.tensors and has_classes(s)]
     if len(logs) != 1 or tensors or not fits(flow, logs[0], like):
         raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
     if any(not isinstance(f, sympy.exp | sympy.log) for f in expr.atoms(sympy.Function)):
         raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
-    # of z, which is log + lse, the logit itself is picked: it is exact
-    logit = Symbol("logit", real=True)
-    rows = sympy.powsimp(expr.subs(logs[0].log, logit - logs[0].lse), combine="exp", deep=True)
-    if rows.has(logs[0].lse):
-        return expr.subs(logs[0].log, flow.output(logs[0], picked))
-    return rows.subs(logit, flow.output(logs[0], replace(picked, logit=True)))
+    base, logit = logs[0], Symbol("logit", real=True)
+    rows = expr
+    if expr.has(base.lse):  # of z, which is log + lse, the logit itself is picked: it is exact
+        rows = read.subs(base.logit, logit)
+        if rows.has(Z) or rows == read:
+            rows = sympy.powsimp(expr.subs(base.log, logit - base.lse), combine="exp", deep=True)
+            rows = expr if rows.has(base.lse) else rows
+    for symbol, is_logit in ((logit, True), (base.log, False)):
+        if rows.has(symbol):
+            rows = rows.subs(symbol, flow.output(base, replace(picked, logit=is_logit)))
+    return cast(Expr, rows)

@@ -15,7 +15,9 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from fxpass.graph.nodes import value
+from fxpass.graph.functions import function_of
+from fxpass.graph.hazards import leaves
+from fxpass.graph.nodes import is_tensor, value
 from fxpass.match.classes import Flow, rest_of
 from fxpass.match.edits import Edit, Scaled, Taken
 from fxpass.match.join import Call
@@ -111,11 +113,17 @@ class Operands(Arithmetic):
             return index if value(index).dim() == 1 else self.method("flatten", index)
         return self._flat(index, pick.dim)
 
+    def kept(self, node: Node, call: Call) -> Node:
+        """An operand that backward reads, and autograd of the program may not: a copy."""
+        if not call.spec.gradients or call.total is not None or self.sharding is not None:
+            return node
+        return self.function(torch.ops.fxpass.kept.default, node)
+
     def _given(self, i: int, call: Call) -> Node:
         """Weights of a moment, or what an expression reads, as ``[V]`` or ``[N, V]``."""
         symbol = call.given[i]
         if symbol.name.startswith("row_"):
-            node, classes = self._arithmetic(symbol), self.count(call.base.edits)
+            node, classes = self.kept(self._arithmetic(symbol), call), self.count(call.base.edits)
             sizes = (classes,) if value(node).dim() == 0 else (-1, classes)
             node = self.method("expand", self._column(node), *sizes)
         else:
@@ -123,7 +131,15 @@ class Operands(Arithmetic):
         mask = value(node).dtype == torch.bool and i not in call.spec.weights
         if not (value(node).is_floating_point() or mask):
             node = self.method("to", node, compute_dtype(self.dtype))
+        if value(node).dim() == 1 or self._only_added(self.flow.nodes(symbol)[0]):
+            node = self.kept(node, call)
         return node if f"given{i}" in call.spec.gradients else self.method("detach", node)
+
+    def _only_added(self, node: Node) -> bool:
+        """Whether a tensor, which the user may write to, is added to logits and read by nobody
+        else: then autograd does not save it."""
+        added = (function_of(user) in ("add", "sub", "rsub") for user in node.users)
+        return is_tensor(node) and leaves(node) and all(added)
 
     def _logits(self, call: Call) -> Node | None:
         """The existing logits ``[N, V]``; the gradients are those of x and weight."""

@@ -23,6 +23,7 @@ import fxpass.op.reductions  # noqa: F401, registers the operators
 from fxpass.casts.casts import Cast
 from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of
+from fxpass.graph.hazards import is_written, leaves
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
 from fxpass.graph.region import Region
 from fxpass.match.classes import Reduced
@@ -110,15 +111,15 @@ class _Edit(Operands):
             if call.detached and self.trained:
                 x, weight = self.method("detach", x), self.method("detach", weight)
                 bias = bias and self.method("detach", bias)
-            elif gradients and call.total is None and self.sharding is None:
-                # as autograd of the linear, which saves x for the weight and the weight for x
-                keep = torch.ops.fxpass.kept.default
-                bias = bias and self.function(keep, bias)
-                x = x if "weight" in gradients else self.function(keep, x)
-                weight = weight if "x" in gradients else self.function(keep, weight)
+            else:  # as autograd of the linear, which saves x for the weight and the weight for x
+                bias = bias and self.kept(bias, call)
+                x = x if "weight" in gradients else self.kept(x, call)
+                weight = weight if "x" in gradients else self.kept(weight, call)
             scale = self._scale(call, x)
             counts = [value(p).shape[1] if value(p).dim() == 2 else 1 for p in picks]
             given = [self._given(i, call) for i in range(len(call.given))]
+            if any(kind == "hit" for kind, _ in call.spec.operands):
+                picks = [self.kept(p, call) for p in picks]  # autograd saves one-hot tensors
             index = picks[0] if picks else None
             if len(picks) > 1:
                 whole = [
@@ -266,10 +267,17 @@ class _Edit(Operands):
                 new = self._shaped(new, reduced)
             if value(new).dtype != value(old).dtype:
                 new = self.method("to", new, value(old).dtype)
+            elif self._shared(new) and (leaves(old) or is_written(old)):
+                # each result has memory of its own; Inductor returns a clone without the copy
+                new = self.method("mul", new, 1)
             new = self.result(new, old, self.weight)
         new.meta["example_value"] = old.meta["example_value"]
         old.replace_all_uses_with(new)
         self.replaced[old] = new
+
+    def _shared(self, new: Node) -> bool:
+        """Whether a result is a view of an operator's output, which has other results too."""
+        return storage(new) in {storage(known) for known in self.known.values()}
 
     def replace_total(self, call: Call) -> None:
         """Replaces the scalar whose gradients forward computes."""

@@ -11,8 +11,9 @@ The programs of the kind ``traced`` are graphs of torch.export or make_fx, and e
 A program counts as valid when eager runs it, backward included. It fails when fxpass raises where
 the inner backend alone does not, or when a value, a gradient, a dtype, a shape, what is left in an
 argument, or the state of the random numbers is another one than eager's. Four differences are known
-and not fxpass's errors. Eager's gradients are nan where an ignored row's logits are. Eager's
-hardsigmoid has the slope 1/6 of float32 in float64 too. For a linear of fp16 operands with a bf16
-bias, eager raises or returns fp16, depending on the strides of its input, while Dynamo and Inductor
-expect f32. AOTAutograd writes once where a foreach function gets the same tensor twice.
+and not fxpass's errors. Eager's gradients may be nan, 0 times infinity, where fxpass has numbers: of
+rows that nobody reads, and where a softmax is 0. Eager's hardsigmoid has the slope 1/6 of float32 in
+float64 too. For a linear of fp16 operands with a bf16 bias, eager raises or returns fp16, depending
+on the strides of its input, while Dynamo and Inductor expect f32. AOTAutograd writes once where a
+foreach function gets the same tensor twice.
 """

@@ -22,6 +22,9 @@ from .scope import Scope
 DTYPES = ("", "", "", "", "", ".bfloat16()", ".bfloat16()", ".half()")
 INNER = ("aot_eager",) * 140 + ("eager",) * 59 + ("inductor",)
 OPTIONS = {"fusedce.strategy": ("auto", "chunked", "tiled"), "fusedce.memory_mb": (0, 0, 1)}
+# What the user does before backward: writes to rows that were returned, and to arguments.
+WRITES = ("{r}.add_(1)", "{r}.zero_()", "{r}.detach().mul_(2)", "{r}[:1] = 0")
+CHANGES = ("{a}.detach().zero_()", "{a}.detach().add_(1)", "{a}.data = {a}.data * 2")
 
 
 def head(seed: str) -> Case | None:
@@ -42,6 +45,12 @@ def head(seed: str) -> Case | None:
     made = Statement(f"{case.arguments} = inputs()")
     call = Statement(f"{', '.join(returned)}, = program({case.arguments})", mode)
     session = [made, call]
+    rows = [n for n in returned[1:] if n not in body.scope.classes]
+    if rows and rng.random() < 0.2:
+        within = () if rng.random() < 0.5 else ("torch.no_grad()",)
+        session.append(Statement(rng.choice(WRITES).replace("{r}", rng.choice(rows)), within))
+    if rng.random() < 0.1:
+        session.append(Statement(rng.choice(CHANGES).replace("{a}", rng.choice(inputs)[0])))
     if not mode:
         some = ["loss", *(n for n in returned[1:] if rng.random() < 0.5)]
         session.append(Statement(f"backward({', '.join(some)})"))

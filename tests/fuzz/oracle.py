@@ -9,6 +9,7 @@ where the fused answer is not eager's to the last few bits.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import io
 import itertools
@@ -339,6 +340,10 @@ def _judge_values(case: Case, eager: Run, fused: Run, stopped: bool) -> Verdict:
         if _equal(theirs, ours):
             continue
         true = reference.records[i].value
+        if theirs.label.split()[0].removesuffix(".grad") in (name for name, _ in case.inputs):
+            # a gradient of 0 times infinity in eager, or a parameter after an optimizer's step
+            nan = theirs.value.isnan() & true.isnan() & ours.value.isfinite()
+            ours = dataclasses.replace(ours, value=ours.value.masked_fill(nan, float("nan")))
         if not theirs.value.is_floating_point():
             # an argmax, say: rounding may decide, and then it does so in eager too
             if any(not torch.equal(r.records[i].value, theirs.value) for r in (*near, reference)):

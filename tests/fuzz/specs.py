@@ -99,7 +99,8 @@ def spec(seed: str) -> Case:
         ("x", "w", *(["b"] if bias else []), *outputs),
         seed=rng.randrange(1000),
         fused=(Statement(f"loss = {call}"),),
-        implementation=rng.choice(("", "", "triton")),
+        # the gradients of one class are 0, or what is left of logits that two kernels round
+        implementation=rng.choice(("", "", "triton" if v > 1 else "")),
         fixed=True,
     )
 

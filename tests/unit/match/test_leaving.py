@@ -322,6 +322,20 @@ def test_logits_that_get_no_gradient_get_none_when_they_are_deferred():
         torch.testing.assert_close(got * 1, want)
 
 
+def test_logits_of_a_shape_that_is_read_from_them():
+    """A shape is no result of a graph, so these logits are computed."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        z = z.expand(z.shape)
+        return loss_of(z, labels), z
+
+    x, weight, labels = inputs()
+    fused = torch.compile(program, backend="fusedce", dynamic=True)
+    for got, want in zip(fused(x, weight, labels), program(x, weight, labels), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_outputs_that_share_memory_still_do():
     def program(x, weight, labels):
         z = F.linear(x, weight)

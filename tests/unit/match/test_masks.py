@@ -452,3 +452,38 @@ def test_returned_logits(kept):
     theirs = program(x, weight, labels)
     torch.testing.assert_close((loss, z * 1), theirs)
     assert x.shape[-1] == D
+
+
+def test_a_margin_at_a_class_that_the_loss_ignores():
+    """The loss reads class 0 in its ignored rows, and the margin the label."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight).view(-1, V)
+        z = z - 0.3 * hot(labels.view(-1))
+        smooth = (z.log_softmax(-1) * U).sum(-1)
+        return F.cross_entropy(z, labels.view(-1), ignore_index=2) + smooth.sin().mean()
+
+    x, weight, labels = inputs()
+    labels[0, :2] = 2
+    (call,) = head_of(program, x, weight, labels).calls
+    assert len(call.picks) == 2
+    check(program, labels, x, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rank_of_a_class_by_a_function_of_its_logit_and_softmax(dtype):
+    """The class itself is not larger than itself."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        score = z.softmax(-1) + z
+        larger = score > score.gather(-1, labels.unsqueeze(-1))
+        return larger.sum(-1), (z.softmax(-1) ** 2).sum(-1)
+
+    x, weight, labels = inputs(dtype)
+    spec = spec_of(program, x, weight, labels)
+    assert "sum(where(at0+exp(pick0)<z+exp(l),1,0))" in spec.text()
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    for _ in range(20):
+        x, weight, labels = inputs(dtype)
+        assert torch.equal(fused(x, weight, labels)[0], program(x, weight, labels)[0])

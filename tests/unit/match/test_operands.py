@@ -216,6 +216,8 @@ REJECTED = {
     
     "a number per row added": (lambda z, b, s, r: z + r, "which needs a gradient"),
     
+    "a factor that cancels": (lambda z, b, s, r: z * s / s, "cancels %l_number_"),
+    "a bias that cancels": (lambda z, b, s, r: (z + b).relu() - b + b, "cancels %l_vector_"),
     "a maximum with a tensor": (lambda z, b, s, r: torch.clamp(z, min=b), "min= is not a number"),
     "more dimensions": (lambda z, b, s, r: (z[0] + b[None, None])[0], "repeats the logits"),
 }  # fmt: skip

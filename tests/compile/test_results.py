@@ -1,0 +1,87 @@
+"""What the user may write to after a fused forward: results, and operands that eager does not save."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+V = 11
+
+
+def inputs():
+    torch.manual_seed(6)
+    x, weight, bias = torch.randn(6, 4), torch.randn(V, 4), torch.randn(V)
+    for operand in (x, weight, bias):
+        operand.requires_grad_()
+    return x, weight, bias, torch.randint(V, (6,)), torch.randn(6, 1), torch.randn(6, V)
+
+
+def fused(program, inner="eager"):
+    options = {"fusedce.inner": inner, "fusedce.min_logits_mb": 0}
+    return torch.compile(program, backend="fusedce", options=options)
+
+
+def equal_rows(x, weight, *_):
+    z = F.linear(x, weight)
+    return z.logsumexp(-1), z.logsumexp(-1), z.argmax(-1)
+
+
+def several_rows(x, weight, *_):
+    z = F.linear(x, weight)
+    return z.logsumexp(-1), z.max(-1).values, z.topk(2).values
+
+
+def a_detached_view(x, weight, bias, labels, *_):
+    z = F.linear(x, weight, bias).view(2, 3, V)
+    picked = z.log_softmax(-1).gather(-1, labels.view(2, 3, 1))
+    return picked, picked.detach(), z.logsumexp(-1)
+
+
+def written_in_the_graph(x, weight, *_):
+    z = F.linear(x, weight)
+    first, second = z.logsumexp(-1), z.logsumexp(-1)
+    first.add_(1)
+    return first, second, z.amax(-1)
+
+
+RESULTS = [equal_rows, several_rows, a_detached_view, written_in_the_graph]
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("program", RESULTS)
+def test_a_write_to_one_result_leaves_the_others(program, inner):
+    got, want = fused(program, inner)(*inputs()), program(*inputs())
+    with torch.no_grad():
+        for results in (got, want):
+            results[0].add_(1)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+
+
+# Programs, and the operands that eager does not save for backward.
+UNSAVED = {
+    "a vector of classes": (lambda z, b, t, r, q: (z.clamp(max=0.5) - b).logsumexp(1).sin(), "b"),
+    "a number of a row": (lambda z, b, t, r, q: F.softplus(z - r).sum(-1), "r"),
+    "values of each class": (lambda z, b, t, r, q: (z - q).relu().sum(-1).sin(), "q"),
+    "values before a softmax": (lambda z, b, t, r, q: (z - q).logsumexp(-1).sin(), "q"),
+    "classes": (lambda z, b, t, r, q: (z - 0.3 * F.one_hot(t, V)).logsumexp(1).sin(), "t"),
+}
+
+
+@pytest.mark.parametrize("case", UNSAVED)
+def test_an_operand_that_is_written_to_before_backward(case):
+    value, name = UNSAVED[case]
+
+    def program(x, weight, *others):
+        return value(F.linear(x, weight), *others)
+
+    found = []
+    for fn in (fused(program), program):
+        operands = inputs()
+        rows = fn(*operands)
+        operands[2 + "btrq".index(name)].detach().zero_()
+        rows.sum().backward()
+        found.append([operand.grad for operand in operands[:2]])
+    torch.testing.assert_close(found[0], found[1])
