@@ -304,6 +304,7 @@ def _total(
     if not any(_differentiable(r, modes) for r in reductions):
         (first, *more) = reductions
         alone = first.loss is not None and first.is_scalar and not more
+        alone = alone and first.symbols.isdisjoint(flow.parts)
         return Total(first.node, (first,), (), (), (), ()) if alone else None
     for reduced in flow.reductions:
         inside = reduced in reductions

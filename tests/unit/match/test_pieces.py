@@ -203,3 +203,21 @@ def test_classes_that_are_chosen_after_an_earlier_reduction():
     x, weight, labels = inputs()
     assert head_of(program, x, weight, labels)
     check(program, labels, x, weight)
+
+
+def test_the_loss_of_a_piece_alone_in_evaluation():
+    """The labels are written to before it, so that it has a call of its own, of all rows."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)[:1]
+        first = (VALUES[None, :S] * z.log_softmax(-1)).sum(-1)
+        labels[1] = 2
+        return first.sum() + F.nll_loss(F.log_softmax(z[0], -1), labels[0])
+
+    x, weight, labels = inputs()
+    with torch.no_grad():
+        report = report_of(program, x, weight, labels.clone())
+        assert len(report.matches[0].calls) == 2
+        fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+        got, want = (fn(x, weight, labels.clone()) for fn in (fused, program))
+        torch.testing.assert_close(got, want)
