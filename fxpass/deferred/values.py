@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils.weak import TensorWeakRef
 
-from fxpass.deferred.inputs import Input, quiet
+from fxpass.deferred.inputs import Input, StaleLogitsError, quiet
 
 CUTS = 8  # how often rows are computed separately; then the whole buffer is cheaper
 LAYOUTS = 256  # cached layouts of one recipe; dynamic shapes would add more without end
@@ -207,7 +207,14 @@ class Buffer:
         """The whole buffer, computed once; with the rows that were computed separately."""
         if self.value is not None:
             return self.value
-        self.value = value = self.compute()
+        try:
+            value = self.compute()
+        except StaleLogitsError:
+            if any(part.buffer is self for part in pending()):
+                raise
+            with quiet():  # nobody can read the rows that were not computed in time
+                value = _copied(torch.zeros((), device=self.device), self.like)
+        self.value = value
         base = self.base and self.base()
         if base is not None:
             base.data = value

@@ -260,6 +260,21 @@ def test_views_of_rows_that_were_read_before_a_step(view):
     same(got[:1] + 0, VIEWS[view](want)[:1])
 
 
+def test_rows_that_were_read_before_a_step_are_written_to_after_it():
+    """Nobody can read the other rows, which cannot be computed any more."""
+    p = pair(seq=40)
+    rows = p.logits[:, -1].detach()
+    rows.argmax(-1)
+    p.logits = None
+    p.weight.grad = torch.ones_like(p.weight)
+    torch.optim.SGD([p.weight], lr=1.0).step()
+    want = p.eager[:, -1].detach().clone()
+    view = rows[1:]
+    rows /= 2
+    same(rows * 1, want / 2)
+    same(view * 1, want[1:] / 2)
+
+
 def test_views_of_rows_that_were_read_share_memory_with_the_logits():
     p = pair(seq=40)
     rows = p.logits[:, -1].detach()
