@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fxpass.aten.gemm import joined, part_of
-from fxpass.spec.expression import evaluate
 from fxpass.spec.operands import Operands, Outputs
 from fxpass.spec.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output, Sum, Top
 from fxpass.spec.reductions import Reductions, normalised, raw, shifted
@@ -116,8 +115,7 @@ class RowSums:
     def _summed(
         self, output: Sum, z: Tensor, classes: slice, values: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        beside = self._operands.beside(output.function, self._few, classes)
-        return evaluate(output.function, z, beside | dict(values or {})).sum(1)
+        return self._operands.evaluate(output.function, z, self._few, classes, values).sum(1)
 
     def _raw_sums(self, y: Tensor, classes: slice, in_place: bool) -> dict[Moment, Tensor]:
         """The raw sums ``[rows]`` of y ``[rows, classes]``, which is overwritten, unless

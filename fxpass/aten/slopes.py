@@ -158,14 +158,14 @@ class Slope(Terms):
     def _function(self, expr: Expr, z: Tensor | None, log: Tensor, classes: slice) -> Tensor:
         """An expression of the logits, the log-softmax and the row's picks."""
         assert z is not None, "sums of functions read logits"
-        values = self._operands.beside(expr, self._few, classes)
+        values: dict[str, Tensor] = {}
         if self._logits_at is not None:
             values |= of_picks("at", self._logits_at)
         if self.reads_log:
             values["l"] = log
             if self._logits_at is not None:
                 values |= of_picks("pick", log.gather(1, self._operands.classes()[self._few]))
-        return expression.evaluate(expr, z, values)
+        return self._operands.evaluate(expr, z, self._few, classes, values)
 
     def _add_of_moments(self, grads: Mapping[int, Tensor], log: Tensor, classes: slice) -> None:
         """Adds the gradients of the weights of moments."""
@@ -237,16 +237,14 @@ class Slope(Terms):
         """A slope at each of the linear's outputs."""
         if slope.is_number:
             return float(slope)
-        values = self._operands.beside(slope, self._few, classes)
-        return expression.evaluate(slope, logits, values)
+        return self._operands.evaluate(slope, logits, self._few, classes)
 
 
 def transformed(
     operands: Operands, spec: Reductions, few: slice, logits: Tensor, classes: slice
 ) -> tuple[Tensor, Tensor]:
     """The transformed logits of some classes, without the scale of their row and with it."""
-    values = operands.beside(spec.transform, few, classes)
-    z = expression.evaluate(spec.transform, logits, values)
+    z = operands.evaluate(spec.transform, logits, few, classes)
     return z, z if operands.scale is None else z * operands.scale[few].unsqueeze(1)
 
 

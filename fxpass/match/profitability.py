@@ -83,7 +83,8 @@ def many_gradients(head: Head, made: Sequence[Head], least: float) -> str | None
     logits, v = value(linear.node), hint(head.shape[1])
     saved = sum(map(hint, rows)) * v * logits.dtype.itemsize
     gradients = len(rows) * _elements(head) * gradient_dtype(value(linear.weight).dtype).itemsize
-    allowed = budget(v, logits.dtype, logits.device, head.calls[0].spec.memory_mb)
+    memory, n = head.calls[0].spec.memory_mb, hint(head.shape[0])
+    allowed = budget(n, v, logits.dtype, logits.device, memory)
     if gradients + allowed <= saved:
         return None
     what = f"{len(rows)} passes over one weight make a gradient of it each"

@@ -48,7 +48,7 @@ class Choice:
     @property
     def allowed(self) -> int:
         """The operator's budget in bytes."""
-        return budget(self.v, self.dtype, self.device, self.spec.memory_mb)
+        return budget(self.n, self.v, self.dtype, self.device, self.spec.memory_mb)
 
     @property
     def logits(self) -> int:

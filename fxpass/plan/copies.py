@@ -86,8 +86,10 @@ def _of_one_softmax(outputs: Sequence[Output]) -> bool:
 
 def _of_expression(expr: Any) -> int:
     """Copies of z that exist at once where an expression is evaluated, its operands and its result
-    included."""
-    return len(operands(expr)) + _copies(expr)
+    included, by :meth:`fxpass.spec.operands.Operands.evaluate`."""
+    read = operands(expr)
+    hits = {expression.hit(i): 0 for kind, i in read if kind == "hit"}
+    return len(read) - len(hits) + max(_copies(expr.subs(hits)), bool(hits))
 
 
 def _copies(expr: Any) -> int:

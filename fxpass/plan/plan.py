@@ -40,8 +40,9 @@ MIB = 1 << 20
 GPU_SHARE, GPU_BUDGET = 1 / 64, (256 * MIB, 1024 * MIB)
 # The default budget of a CPU: this many rows of logits, within these bounds in bytes (twice the
 # upper bound in f64). A few hundred rows keep the GEMMs efficient, and each chunk costs one more
-# addition to the f32 gradient of the weight.
+# addition to the f32 gradient of the weight. But at most this part of all logits, or these bytes.
 CPU_ROWS, CPU_BUDGET = 256, (48 * MIB, 128 * MIB)
+CPU_PARTS, CPU_LEAST = 5, 16 * MIB
 # Bytes of a tile of logits on a CPU: enough work between two synchronisations of the threads.
 CPU_TILE = 16 * MIB
 # Bytes of a block of logits in the compute dtype, transformed between two GEMMs in the caches.
@@ -74,8 +75,8 @@ class Plan(NamedTuple):
     sums: int = 0  # bytes of the f32 sums of the weight's gradient, if several chunks need them
 
 
-def budget(v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> int:
-    """Bytes of scratch that one fused loss of ``v`` classes may take.
+def budget(n: int, v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> int:
+    """Bytes of scratch that one fused loss of ``n`` rows and ``v`` classes may take.
 
     ``memory_mb`` is the user's setting in MiB; 0 is the default. Outputs and the rows' targets, lse
     and losses do not count.
@@ -88,7 +89,8 @@ def budget(v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> 
         return max(low, min(high, int(total * GPU_SHARE)))
     low, high = CPU_BUDGET
     a = compute_dtype(dtype).itemsize
-    return max(low, min(high * a // 4, CPU_ROWS * a * v + 4 * MIB))
+    most = max(low, min(high * a // 4, CPU_ROWS * a * v + 4 * MIB))
+    return min(most, max(CPU_LEAST, n * v * a // CPU_PARTS))
 
 
 def plan(
@@ -175,7 +177,7 @@ class _Run(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _plan(run: _Run, reason: str) -> Plan:
     spec = run.spec
-    allowed = budget(run.v, run.dtype, run.device, spec.memory_mb)
+    allowed = budget(run.n, run.v, run.dtype, run.device, spec.memory_mb)
     # the user's budget includes the sums
     for_chunks = max(allowed // 4, allowed - run.sums * bool(spec.memory_mb))
     # a second pass, and gradients of a largest logit, need the whole row; the gradients of a total

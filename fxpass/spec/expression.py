@@ -262,12 +262,10 @@ def _evaluate(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) ->
         name = "add" if isinstance(expr, sympy.Add) else "mul"
         numbers = [float(a) for a in expr.args if isinstance(a, sympy.Rational)]
         first, *terms = (a for a in expr.args if not isinstance(a, sympy.Rational))
-        out = _evaluate(first, z, values)
-        out = out.clone() if isinstance(first, sympy.Symbol) else out
-        for other in (_evaluate(term, z, values) for term in terms):
-            out = getattr(out, f"{name}_" if out.shape == z.shape else name)(other)
-        for number in numbers:
-            getattr(out, f"{name}_")(number)
+        out, mine = _evaluate(first, z, values), not isinstance(first, sympy.Symbol)
+        for other in (*(_evaluate(term, z, values) for term in terms), *numbers):
+            out = getattr(out, f"{name}_" if mine and out.shape == z.shape else name)(other)
+            mine = True
         return out
     if isinstance(expr, sympy.Pow):
         base, exponent = expr.as_base_exp()

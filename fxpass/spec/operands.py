@@ -10,14 +10,16 @@ In: the operands of a call. Out: records, and uninitialised outputs of the right
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from sympy import Expr
 from torch import Tensor
 
+from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.expression import operands
+from fxpass.spec.expression import Z, operands
 from fxpass.spec.outputs import lines_of
 from fxpass.spec.reductions import Reductions
 
@@ -59,20 +61,42 @@ class Operands(NamedTuple):
         w = w[classes] if w.dim() == 1 else w[rows, classes]
         return w.to(compute_dtype(self.x.dtype))
 
-    def beside(self, expr: Expr, rows: slice, classes: slice) -> dict[str, Tensor]:
-        """The given values and hits that an expression reads in a tile of logits, by name."""
-        found = {}
-        for kind, position in operands(expr):
-            if kind == "given":
-                found[f"given{position}"] = self.values(position, rows, classes)
-            elif kind == "hit":
-                index = self.classes()[rows, position : position + 1]
-                column, elsewhere = self.columns(index, classes)
-                shape = len(index), classes.stop - classes.start
-                tensor = self.x.new_zeros(shape, dtype=compute_dtype(self.x.dtype))
-                hits = tensor.new_ones(()) if elsewhere is None else (~elsewhere).to(tensor.dtype)
-                found[f"hit{position}"] = tensor.scatter_(1, column, hits.expand_as(column))
-        return found
+    def evaluate(
+        self,
+        expr: Expr,
+        z: Tensor,
+        rows: slice,
+        classes: slice,
+        values: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
+        """An expression in a tile of logits ``z`` ``[rows, classes]``, which is not written to, as
+        :func:`fxpass.spec.expression.evaluate`. ``values``: what it reads beside the given values
+        and hits, by name, ``[rows, classes]`` or ``[rows, 1]``.
+
+        Where a hit is 1, at one class of each row, the value is computed again: no tensor of hits
+        is made."""
+        read = operands(expr)
+        known = dict(values or {})
+        known |= {f"given{i}": self.values(i, rows, classes) for kind, i in read if kind == "given"}
+        hits = [i for kind, i in read if kind == "hit"]
+        if not hits:
+            return expression.evaluate(expr, z, known)
+        names = {i: expression.hit(i) for i in hits}
+        plain = expr.subs(dict.fromkeys(names.values(), 0))
+        out = expression.evaluate(plain, z, known)
+        if plain == Z or not plain.has(Z):  # perhaps a tensor that others read
+            out = out.clone()
+        index = self.classes()[rows]
+        for i in hits:
+            of_hit = index[:, i : i + 1]
+            column, elsewhere = self.columns(of_hit, classes)
+            there = {k: t if t.shape[-1] == 1 else _at(t, column) for k, t in known.items()}
+            there |= {f"hit{k}": (index[:, k : k + 1] == of_hit).to(z.dtype) for k in hits}
+            found = expression.evaluate(expr, z.gather(1, column), there)
+            if elsewhere is not None:
+                found = torch.where(elsewhere, out.gather(1, column), found)
+            out.scatter_(1, column, found)
+        return out
 
     def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor | None]:
         """The columns of class indices in a tile of logits, any column for those that are not in
@@ -82,6 +106,11 @@ class Operands(NamedTuple):
         column = index - classes.start
         inside = column.clamp(0, classes.stop - classes.start - 1)
         return inside, inside != column
+
+
+def _at(values: Tensor, column: Tensor) -> Tensor:
+    """Values ``[classes]`` or ``[rows, classes]`` at one class of each row, ``[rows, 1]``."""
+    return values[column] if values.dim() == 1 else values.gather(1, column)
 
 
 class Outputs(NamedTuple):

@@ -149,7 +149,7 @@ def test_text():
     two = chosen(512, 512, 32000, F32, CPU, TRAINED)
     expecttest.assert_expected_inline(
         str(two),
-        """strategy: chunked, 512 rows and 16000 classes at a time, the logits in the weight's gradient: 31 MiB of scratch; the gradients are computed with the loss""",
+        """strategy: chunked, 512 rows and 8000 classes at a time, the logits in the weight's gradient: 16 MiB of scratch; the gradients are computed with the loss""",
     )
     evaluation = chosen(2048, 512, 32000, F32, CPU, EVALUATION)
     expecttest.assert_expected_inline(

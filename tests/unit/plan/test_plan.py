@@ -12,7 +12,16 @@ import torch
 from fxpass.plan import devices
 from fxpass.plan import plan as plans
 from fxpass.plan.devices import implementation_for
-from fxpass.plan.plan import BLOCK, CPU_BUDGET, GPU_BUDGET, MIB, budget, size
+from fxpass.plan.plan import (
+    BLOCK,
+    CPU_BUDGET,
+    CPU_LEAST,
+    CPU_PARTS,
+    GPU_BUDGET,
+    MIB,
+    budget,
+    size,
+)
 from fxpass.spec import expression
 from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.gpus import H200, T4, V100
@@ -85,21 +94,28 @@ def test_the_device_of_the_tests(device):
 )
 def test_a_gpu_gives_a_share_of_its_memory(total, expected, gpus):
     gpus.have(replace(H200, total_memory=total))
-    assert budget(128256, BF16, CUDA, 0) == expected
-    assert budget(128256, BF16, CUDA, 100) == 100 * MIB
+    assert budget(8192, 128256, BF16, CUDA, 0) == expected
+    assert budget(8192, 128256, BF16, CUDA, 100) == 100 * MIB
 
 
 def test_a_gpu_that_is_not_there_gives_the_least(gpus):
     gpus.have()
-    assert budget(128256, BF16, CUDA, 0) == GPU_BUDGET[0]
+    assert budget(8192, 128256, BF16, CUDA, 0) == GPU_BUDGET[0]
 
 
 def test_a_cpu_gives_room_for_some_hundred_rows():
     low, high = CPU_BUDGET
-    assert budget(10, F32, CPU, 0) == low
-    assert budget(10**6, F32, CPU, 0) == high
-    assert low < budget(64000, F32, CPU, 0) < high
-    assert budget(64000, F32, CPU, 3) == 3 * MIB
+    assert budget(10**8, 10, F32, CPU, 0) == low
+    assert budget(4096, 10**6, F32, CPU, 0) == high
+    assert low < budget(4096, 64000, F32, CPU, 0) < high
+    assert budget(4096, 64000, F32, CPU, 3) == 3 * MIB
+
+
+def test_few_rows_are_divided_into_chunks_too():
+    """1024 rows: 48 MiB would be a third of the logits."""
+    logits = 4 * 1024 * 32000
+    assert budget(1024, 32000, F32, CPU, 0) == logits // CPU_PARTS
+    assert budget(256, 32000, F32, CPU, 0) == CPU_LEAST
 
 
 # ---------------------------------------------------------------- every size
@@ -144,7 +160,7 @@ def test_plans_for_every_size(implementation, strategy, dtype, which):
         work = got.rows * classes + (got.rows + classes) * d
         assert steps == 1 or work >= BLOCK, where
         assert got.rows >= min(n, 16), where
-        allowed = budget(v, dtype, device, memory_mb)
+        allowed = budget(n, v, dtype, device, memory_mb)
         if "smallest block" not in got.reason:
             assert got.scratch <= allowed, where
         if not memory_mb and v * d <= 10**8 and implementation == "aten":
@@ -159,7 +175,7 @@ def test_plans_for_every_size(implementation, strategy, dtype, which):
 def test_many_rows_of_few_classes_are_a_few_chunks(n, v, dtype):
     for strategy in ("chunked", "tiled"):
         got = plan(n, 64, v, dtype, CPU, Spec(gradients=BOTH, strategy=strategy))
-        assert -(-n // got.rows) <= 40
+        assert -(-n // got.rows) <= 48
         assert strategy == "chunked" or got.classes == v
 
 
