@@ -31,6 +31,7 @@ class Arithmetic(Local):
         dtype: of its logits.
         hidden: the hidden states of which views are taken.
         known: the outputs, flat: ``[N]``, or ``[N, K]``.
+        results: nodes whose result autograd saves.
         replaced: reductions, of all heads, and what has taken their place: they may be operands.
     """
 
@@ -39,6 +40,7 @@ class Arithmetic(Local):
         self.flow, self.linear = flow, flow.linear
         self.dtype = value(self.linear.node).dtype
         self.known: dict[Symbol, Node] = {}
+        self.results: list[Node] = []
         self.hidden = self.linear.x
         if self.sharding is not None:
             with graph.inserting_before(self.linear.node):
@@ -108,12 +110,11 @@ class Arithmetic(Local):
         if isinstance(expr, Symbol):
             if expr in self.known:
                 return self.known[expr]
+            # computed anew by each reader: one of them may be under no_grad
             if expr in self.flow.parts:
-                self.known[expr] = self._part(*self.flow.parts[expr])
-                return self.known[expr]
+                return self._part(*self.flow.parts[expr])
             if expr in self.flow.sums:
-                self.known[expr] = self._sum_of_given(self.flow.sums[expr])
-                return self.known[expr]
+                return self._sum_of_given(self.flow.sums[expr])
             tensor = self._wide(self.current(self.flow.tensors[expr]))
             if is_number(tensor):
                 dtype = compute_dtype(self.dtype)
@@ -143,13 +144,18 @@ class Arithmetic(Local):
         if isinstance(expr, sympy.Pow):
             base, power = parts
             if power == -1:
-                return self.method("reciprocal", base)
+                return self._kept_result("reciprocal", base)
             return self.method("pow", base, power)
         if isinstance(expr, sympy.exp):
-            return self.method("exp", parts[0])
+            return self._kept_result("exp", parts[0])
         if isinstance(expr, sympy.log):
             return self.method("log", parts[0])
         raise ValueError(f"no tensor function for {expr}")
+
+    def _kept_result(self, name: str, operand: Node) -> Node:
+        """A function whose result autograd saves."""
+        self.results.append(self.method(name, operand))
+        return self.results[-1]
 
     def _wide(self, tensor: Node) -> Node:
         """A tensor in the dtype of the outputs at least: the program promotes it to that."""

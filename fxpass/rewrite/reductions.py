@@ -276,8 +276,9 @@ class _Edit(Operands):
         self.replaced[old] = new
 
     def _shared(self, new: Node) -> bool:
-        """Whether a result is a view of an operator's output, which has other results too."""
-        return storage(new) in {storage(known) for known in self.known.values()}
+        """Whether a result is a view of an operator's output, which has other results too, or of
+        what autograd saves."""
+        return storage(new) in {storage(n) for n in (*self.known.values(), *self.results)}
 
     def replace_total(self, call: Call) -> None:
         """Replaces the scalar whose gradients forward computes."""

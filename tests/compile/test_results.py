@@ -85,3 +85,37 @@ def test_an_operand_that_is_written_to_before_backward(case):
         rows.sum().backward()
         found.append([operand.grad for operand in operands[:2]])
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_result_that_is_written_to_before_backward():
+    """Autograd saves the exponential of a log-probability, and not what is returned."""
+
+    def program(x, weight, _, labels, *others):
+        return F.linear(x, weight).softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+
+    found = []
+    for fn in (fused(program), program):
+        operands = inputs()
+        rows = fn(*operands)
+        total = rows.sum()
+        rows.detach().zero_()
+        total.backward()
+        found.append([operand.grad for operand in operands[:2]])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_target_that_two_reductions_read_of_which_one_has_no_gradients():
+    def program(x, weight, _b, _t, _r, q):
+        targets = q.softmax(-1)
+        log_probs = F.linear(x, weight).log_softmax(-1)
+        with torch.no_grad():
+            metric = F.kl_div(log_probs, targets, reduction="none").sum(-1)
+        return (metric + F.kl_div(log_probs, targets, reduction="none").sum(-1)).sin().sum()
+
+    found = []
+    for fn in (fused(program), program):
+        operands = inputs()
+        operands[-1].requires_grad_()
+        fn(*operands).backward()
+        found.append([operands[i].grad for i in (0, 1, -1)])
+    torch.testing.assert_close(found[0], found[1])
