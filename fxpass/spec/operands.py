@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from sympy import Expr
+from sympy import Expr, Symbol
 from torch import Tensor
 
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.expression import Z, operands
+from fxpass.spec.expression import operands
 from fxpass.spec.outputs import lines_of
 from fxpass.spec.reductions import Reductions
 
@@ -81,10 +81,9 @@ class Operands(NamedTuple):
         hits = [i for kind, i in read if kind == "hit"]
         if not hits:
             return expression.evaluate(expr, z, known)
-        names = {i: expression.hit(i) for i in hits}
-        plain = expr.subs(dict.fromkeys(names.values(), 0))
+        plain = expr.subs({expression.hit(i): 0 for i in hits})
         out = expression.evaluate(plain, z, known)
-        if plain == Z or not plain.has(Z):  # perhaps a tensor that others read
+        if isinstance(plain, Symbol) or 0 in out.stride():  # what others read, or one value of many
             out = out.clone()
         index = self.classes()[rows]
         for i in hits:

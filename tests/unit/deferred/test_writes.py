@@ -245,9 +245,8 @@ VIEWS = {
 }
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_views_of_rows_that_were_read_before_a_step(view):
-    """Nothing else refers to the logits, so the step clones nothing."""
+def rows_read_before_a_step():
+    """Deferred rows, the only ones of their logits that are alive, and eager's."""
     p = pair(seq=40)
     rows = p.logits[:, -1].detach()
     rows.argmax(-1)
@@ -255,6 +254,13 @@ def test_views_of_rows_that_were_read_before_a_step(view):
     p.weight.grad = torch.ones_like(p.weight)
     torch.optim.SGD([p.weight], lr=1.0).step()
     want = p.eager[:, -1].detach().clone()
+    return rows, want
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views_of_rows_that_were_read_before_a_step(view):
+    """Nothing else refers to the logits, so the step clones nothing."""
+    rows, want = rows_read_before_a_step()
     same(VIEWS[view](rows) * 1, VIEWS[view](want))
     got = VIEWS[view](rows)
     same(got[:1] + 0, VIEWS[view](want)[:1])
@@ -262,13 +268,7 @@ def test_views_of_rows_that_were_read_before_a_step(view):
 
 def test_rows_that_were_read_before_a_step_are_written_to_after_it():
     """Nobody can read the other rows, which cannot be computed any more."""
-    p = pair(seq=40)
-    rows = p.logits[:, -1].detach()
-    rows.argmax(-1)
-    p.logits = None
-    p.weight.grad = torch.ones_like(p.weight)
-    torch.optim.SGD([p.weight], lr=1.0).step()
-    want = p.eager[:, -1].detach().clone()
+    rows, want = rows_read_before_a_step()
     view = rows[1:]
     rows /= 2
     same(rows * 1, want / 2)
