@@ -16,7 +16,7 @@ from torch import Tensor
 from fxpass.aten.gemm import joined, part_of
 from fxpass.spec.operands import Operands, Outputs
 from fxpass.spec.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output, Sum, Top
-from fxpass.spec.reductions import Reductions, normalised, raw, shifted
+from fxpass.spec.reductions import Reductions, normalised, shifted
 
 
 class RowSums:
@@ -25,11 +25,7 @@ class RowSums:
 
     def __init__(self, operands: Operands, spec: Reductions, few: slice) -> None:
         self._operands, self._spec, self._few = operands, spec, few
-        self._read = (*spec.outputs, *spec.total)
-        self._raw = raw(self._read)
-        self._picks = not set(OF_PICKS).isdisjoint(
-            (*self._read, *(kind for kind, _ in spec.operands))
-        )
+        self._raw = spec.raw
         # of the tiles so far, [rows] each: the largest logit and its class, the logits at the
         # picks [rows, K], sums of functions, and the raw sums under the clamped largest logit
         self._highest: Tensor | None = None
@@ -89,7 +85,7 @@ class RowSums:
             if not output.late:
                 line, before = self._summed(output, z, classes), self._functions.get(output)
                 self._functions[output] = line if before is None else before + line
-        if self._picks:
+        if self._spec.picked:
             index = part_of(self._operands.classes(), self._few)
             column, elsewhere = self._operands.columns(index, classes)
             at = z.gather(1, column)
@@ -101,13 +97,13 @@ class RowSums:
     def _add_late(self, z: Tensor) -> None:
         """The sums that read the softmax, or picks, where z has all classes."""
         classes, values = slice(0, z.shape[1]), {}
-        if self._picks:
+        if self._spec.picked:
             assert self._at is not None
             values = of_picks("at", self._at)
         if self._raw:
             values["l"] = (z - self._clamped.unsqueeze(1)).sub_(self.log_total.unsqueeze(1))
             values["l"].clamp_(min=LEAST_LOG)
-            if self._picks:
+            if self._spec.picked:
                 values |= of_picks("pick", self._line("pick").t())
         for output in self._spec.late:
             self._functions[output] = self._summed(output, z, classes, values)
@@ -153,7 +149,8 @@ class RowSums:
         self.moments = {
             moment: normalised(moment, self._sums, self.log_total, torch.exp)
             for moment in self._raw
-            if moment != TOTAL or TOTAL in self._read  # every call sums it, and few read it
+            # every call sums it, and few read it
+            if moment != TOTAL or TOTAL in spec.outputs or TOTAL in spec.total
         }
         if spec.late:
             assert z is not None, "a second pass reads all logits of a row"

@@ -7,7 +7,7 @@ them with their gradient, from which GEMMs compute those of the operands::
 
     >>> x, weight, c = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> operands = Operands(x, weight, None, None, c, ())
-    >>> spec = Reductions.parse("r4 outputs=pick;moment(1,1) gradients=x")
+    >>> spec = Reductions.parse("r5 outputs=pick;moment(1,1) gradients=x")
     >>> plan = Plan("triton", "tiled", rows=4096, classes=8192)
     >>> out, _ = forward(operands, spec, plan)
     >>> out.rows.shape  # log-probabilities and negative entropies
@@ -30,6 +30,7 @@ from fxpass.kernels.chunked import Gradients, Part, chunks, load, logits_of, pad
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan
+from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands, Outputs, empty
 from fxpass.spec.reductions import Reductions
 
@@ -90,14 +91,13 @@ class _Run:
         self.operands, self.factor = operands, render.gradient_factor(spec)
         (self.row,) = call.for_reductions(spec, operands, call.gpu_of(x.device), forward)
         self.gradients = spec.gradients if spec.total or not forward else ()
-        # the kernel of a total writes them, and nobody reads them
-        lse, rest = (torch.empty_like(out.total) if spec.total else t for t in (out.lse, out.rest))
-        self.scale_grad = torch.zeros_like(lse) if "scale" in self.gradients else None
+        dtype, trained = compute_dtype(x.dtype), "scale" in self.gradients
+        self.scale_grad = x.new_zeros(len(x), dtype=dtype) if trained else None
         self.of_row = {
             "scale": None if scale is None else scale.contiguous(),
             "picks": None if picks is None else operands.classes().contiguous(),
-            "scale_grad": None if self.scale_grad is None else torch.empty_like(lse),
-            **{"lse": lse, "rest": rest, "total": out.total},
+            "scale_grad": None if self.scale_grad is None else torch.empty_like(self.scale_grad),
+            **{"lse": out.lse, "rest": out.rest, "total": out.total},
         }
         self.of_output = {"saved": out.saved, "incoming": incoming}
         if forward:

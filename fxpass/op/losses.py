@@ -20,14 +20,13 @@ import torch
 from sympy import Expr
 from torch import Tensor
 
-import fxpass.op.reductions  # noqa: F401, registers the operator
+from fxpass.op.reductions import class_reductions
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.outputs import Moment, Output
 from fxpass.spec.reductions import Reductions
 
 REDUCTIONS = ("none", "mean", "sum")
-TOTAL = 5  # the position of the total among the operator's results
 
 
 def cross_entropy_of(picked: Tensor, mean_log: Tensor | None, *arguments: Any) -> Tensor:
@@ -200,10 +199,10 @@ def linear_cross_entropy(
         *found, constant = loss_coefficients(zeros, len(outputs) == 2, *arguments)
         coef = torch.stack([found[outputs.index(name)] for name in names])
         text = Reductions((), transform, gradients, names, memory_mb).text()
-        return torch.ops.fxpass.class_reductions(*operands, coef, logits, text)[TOTAL] + constant
+        return class_reductions(*operands, coef, logits, text)["total"] + constant
     text = Reductions(names, transform, gradients, memory_mb=memory_mb).text()
     if shard is None:
-        rows, *_ = torch.ops.fxpass.class_reductions(*operands, None, logits, text)
+        rows = class_reductions(*operands, None, logits, text)["rows"]
     else:
         from fxpass.op import sharded  # not every PyTorch has torch.distributed
 

@@ -17,7 +17,7 @@ and the moments of all of them. A log-probability has the gradient 1[j = c] - p_
 the logit at c, of one rank, and of -lse, of all ranks::
 
     rows, indices = class_reductions(
-        x, w, None, None, picks, [], None, "r4 outputs=pick;moment(1,1) gradients=x,weight",
+        x, w, None, None, picks, [], None, "r5 outputs=pick;moment(1,1) gradients=x,weight",
         first=0, classes=9, group=group,
     )
 """
@@ -33,8 +33,9 @@ import torch
 from torch import Tensor
 
 from fxpass.aten.row_sums import finite, under
+from fxpass.op.checks import check_first_derivative, check_gradients
 from fxpass.op.collectives import all_reduce, started, waited
-from fxpass.op.reductions import check_first_derivative, check_gradients
+from fxpass.op.reductions import class_reductions as of_one_rank
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import LEAST_LOG, TOTAL, Moment, Output, Sum, lines_of
@@ -293,11 +294,11 @@ def _run(operands: Operands, local: Reductions) -> tuple[dict[Output, Tensor], T
     """The outputs of the shard, by name; its indices ``[I, N]``; the rounding error of its lse
     ``[N]``."""
     x, weight, bias, scale, picks, given, _, logits = operands
-    rows, indices, _, rest, *_ = torch.ops.fxpass.class_reductions(
-        x, weight, bias, scale, picks, given, None, logits, local.text()
-    )
+    found = of_one_rank(x, weight, bias, scale, picks, given, None, logits, local.text())
     many = 0 if picks is None else operands.classes().shape[1]
-    return _by_output(rows, local.rows, many), indices, rest
+    rows, rest = found["rows"], found["rest"]
+    index = found.get("indices", rows.new_empty((0, len(x)), dtype=torch.int64))
+    return _by_output(rows, local.rows, many), index, rest
 
 
 def _by_output(rows: Tensor, outputs: Iterable[Output], many: int) -> dict[Output, Tensor]:

@@ -3,7 +3,7 @@
 In: a rewritten Dynamo graph. Out: the launches of its operator calls, for its GPU or for the
 one that :func:`fxpass.kernels.call.gpu_for_listing` names::
 
-    %out = fxpass.class_reductions(%x, %w, ..., 'r4 gradients=x,weight total=pick')
+    %out = fxpass.class_reductions(%x, %w, ..., 'r5 gradients=x,weight total=pick')
     ->  the launch of the kernel for `total=pick`
 """
 

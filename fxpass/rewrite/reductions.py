@@ -4,7 +4,7 @@ In: a region and a :class:`fxpass.match.heads.Head`. Out: the inserted calls. Ea
 the logits is replaced by arithmetic on outputs of a call::
 
     %logits = linear(%h, %w)                        %out = class_reductions(%h, %w, ..., %c, [],
-    %lp = log_softmax(%logits, -1)            ->        'r4 outputs=pick')
+    %lp = log_softmax(%logits, -1)            ->        'r5 outputs=pick')
     %log_probs = gather(%lp, -1, %labels)           %log_probs = unsqueeze(getitem(%out, 0)[0], 1)
 """
 
@@ -33,7 +33,6 @@ from fxpass.match.losses import Loss
 from fxpass.match.outputs import Picked
 from fxpass.match.totals import Total, coefficients_of
 from fxpass.op.kept import saved_logits
-from fxpass.op.losses import TOTAL
 from fxpass.rewrite.operands import Operands
 from fxpass.rewrite.totals import Coefficients
 from fxpass.spec.dtypes import compute_dtype
@@ -208,11 +207,12 @@ class _Edit(Operands):
         return self.size(self._viewed(self.hidden, reduced.like.steps), 0)
 
     def _unpack(self, call: Call, out: Node, counts: list[int]) -> None:
-        rows = indices = out
-        if call.spec.rows:
-            rows = self.function(operator.getitem, out, 0)
-        if call.spec.indices:
-            indices = self.function(operator.getitem, out, 1)
+        rows, indices, sums = (
+            self.function(operator.getitem, out, call.spec.results.index(name))
+            if name in call.spec.results
+            else out
+            for name in ("rows", "indices", "total")
+        )
         at, symbols = 0, iter(call.outputs)
         for output in call.spec.rows:
             if isinstance(output, Top):
@@ -238,9 +238,8 @@ class _Edit(Operands):
                 self.known[next(symbols)] = self.method("select", indices, 0, at)
             at += lines_of(output, 0)
         if call.total is not None:
-            total = self.function(operator.getitem, out, TOTAL)
             constant = self.totals[call.total.node]
-            self.totals[call.total.node] = self.method("add", total, constant)
+            self.totals[call.total.node] = self.method("add", sums, constant)
 
     def _columns(self, rows: Node, at: int, count: Any) -> Node:
         """Some rows of an output as ``[N, count]``."""

@@ -113,16 +113,15 @@ def _at(values: Tensor, column: Tensor) -> Tensor:
 
 
 class Outputs(NamedTuple):
-    """The outputs of all rows.
+    """The outputs of all rows; those that the spec does not have are of size 0.
 
     Attributes:
         rows: ``[R, N]`` in the compute dtype, in the order of ``spec.rows``; K rows for a ``pick``
             of K classes, k rows for the k largest logits.
         indices: ``[I, N]`` int64, as rows.
-        lse, rest: ``[N]``, the log-sum-exp and its rounding error; empty with a total, and 0 where
-            no output reads the softmax.
+        lse, rest: ``[N]``, the log-sum-exp and its rounding error.
         saved: ``[S, N]``, the sums of ``spec.saved``.
-        total: the terms of the total ``[N]``; empty without one.
+        total: the terms of the total ``[N]``.
     """
 
     rows: Tensor
@@ -134,19 +133,14 @@ class Outputs(NamedTuple):
 
 
 def empty(operands: Operands, spec: Reductions) -> Outputs:
-    """Uninitialised outputs, but for an lse of 0; also of fake operands."""
+    """Uninitialised outputs, also of fake operands."""
     n, dtype = operands.x.shape[0], compute_dtype(operands.x.dtype)
-    picked = operands.classes().shape[1] if operands.picks is not None else 0
-    rows, indices = (
-        sum(lines_of(output, picked) for output in outputs) for outputs in (spec.rows, spec.indices)
-    )
-    new, of_backward = operands.x.new_empty, 0 if spec.total else n
-    lse = new if spec.softmax else operands.x.new_zeros
-    return Outputs(
-        new((rows, n), dtype=dtype),
-        new((indices, n), dtype=torch.int64),
-        lse(of_backward, dtype=dtype),
-        lse(of_backward, dtype=dtype),
-        new((len(spec.saved), n), dtype=dtype),
-        new(n if spec.total else 0, dtype=dtype),
-    )
+    new, results = operands.x.new_empty, spec.results
+    found = dict.fromkeys(Outputs._fields, new((0, 0), dtype=dtype))
+    found |= {k: new(n, dtype=dtype) for k in ("lse", "rest", "total") if k in results}
+    many = operands.classes().shape[1] if operands.picks is not None else 0
+    for name, outputs in ("rows", spec.rows), ("indices", spec.indices), ("saved", spec.saved):
+        if outputs:
+            lines = sum(lines_of(output, many) for output in outputs)
+            found[name] = new((lines, n), dtype=torch.int64 if name == "indices" else dtype)
+    return Outputs(**found)

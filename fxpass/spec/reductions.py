@@ -60,6 +60,7 @@ from fxpass.spec.outputs import (
     IN_TOTAL,
     INDICES,
     OF_LARGEST,
+    OF_PICKS,
     OF_SOFTMAX,
     PRODUCTS,
     ROWS,
@@ -71,7 +72,7 @@ from fxpass.spec.outputs import (
     is_index,
 )
 
-REVISION = "r4"  # as spec.REVISION, of the operator fxpass::class_reductions
+REVISION = "r5"  # as spec.REVISION, of the operator fxpass::class_reductions
 
 
 def raw(outputs: Collection[Output]) -> tuple[Moment, ...]:
@@ -186,8 +187,8 @@ class Reductions:
     The text form is the operator's last argument::
 
         >>> Reductions(("lse", Moment(1, 1)), gradients=("x",)).text()
-        'r4 outputs=lse;moment(1,1) gradients=x'
-        >>> Reductions.parse('r4 outputs=pick').outputs
+        'r5 outputs=lse;moment(1,1) gradients=x'
+        >>> Reductions.parse('r5 outputs=pick').outputs
         ('pick',)
     """
 
@@ -224,22 +225,22 @@ class Reductions:
         if self.gradients != tuple(sorted(set(self.gradients), key=_position)):
             raise ValueError(f"gradients must be named once and in order, got {self.gradients}")
 
-    @property
+    @functools.cached_property
     def rows(self) -> tuple[Output, ...]:
         """The outputs that are floats."""
         return tuple(o for o in self.outputs if not is_index(o))
 
-    @property
+    @functools.cached_property
     def indices(self) -> tuple[Output, ...]:
         """The outputs that are class indices."""
         return tuple(o for o in self.outputs if is_index(o))
 
-    @property
+    @functools.cached_property
     def of_largest(self) -> bool:
         """Whether gradients need a row's largest logit."""
         return not set(OF_LARGEST).isdisjoint(self.outputs)
 
-    @property
+    @functools.cached_property
     def ranks(self) -> bool:
         """Whether it matters which logits are equal in the operands' dtype, as in eager."""
         return self.of_largest or bool(self.indices)
@@ -261,9 +262,14 @@ class Reductions:
         return tuple(o for o in self.sums if o.late)
 
     @functools.cached_property
+    def raw(self) -> tuple[Moment, ...]:
+        """The moments that one pass accumulates, as :func:`raw`."""
+        return raw((*self.outputs, *self.total))
+
+    @property
     def softmax(self) -> bool:
         """Whether an output reads the softmax. If none does, there is no lse."""
-        return bool(raw((*self.outputs, *self.total)))
+        return bool(self.raw)
 
     @functools.cached_property
     def operands(self) -> tuple[tuple[str, int], ...]:
@@ -271,23 +277,53 @@ class Reductions:
         read = (operands(e) for e in (self.transform, *(o.function for o in self.sums)))
         return tuple(sorted({one for each in read for one in each}))
 
-    @property
+    @functools.cached_property
+    def picked(self) -> bool:
+        """Whether outputs or expressions read the picks."""
+        return bool(self.least_picks) or not set(OF_PICKS).isdisjoint((*self.outputs, *self.total))
+
+    @functools.cached_property
+    def least_picks(self) -> int:
+        """The picks of a row that expressions read."""
+        return max((i + 1 for kind, i in self.operands if kind != "given"), default=0)
+
+    @functools.cached_property
+    def least_given(self) -> int:
+        """The given values that weights and expressions read."""
+        read = (i for kind, i in self.operands if kind == "given")
+        return max((i + 1 for i in (*self.weights, *read)), default=0)
+
+    @functools.cached_property
+    def results(self) -> tuple[str, ...]:
+        """The names of the tensors that the operator returns, in its order."""
+        of_rows = {"rows": self.rows, "indices": self.indices, "lse": self.softmax}
+        of_rows |= {"rest": self.softmax, "saved": self.saved}
+        if self.total:
+            of_rows = {k: of_rows[k] for k in ("rows", "indices")} | {"total": True}
+        found = tuple(name for name, present in of_rows.items() if present)
+        return (*found, *self.gradients) if self.total else found
+
+    def named(self, results: Iterable[Any]) -> dict[str, Any]:
+        """What the operator returns, by name."""
+        return dict(zip(self.results, results, strict=True))
+
+    @functools.cached_property
     def weights(self) -> tuple[int, ...]:
         """The positions of the weights of moments."""
         moments = (o for o in (*self.outputs, *self.total) if isinstance(o, Moment))
         return tuple(sorted({m.weight for m in moments if m.weight is not None}))
 
-    @property
+    @functools.cached_property
     def top(self) -> tuple[Top, ...]:
         """The largest logits that are outputs."""
         return tuple(o for o in self.outputs if isinstance(o, Top))
 
-    @property
+    @functools.cached_property
     def whole_rows(self) -> bool:
         """Whether an output needs all logits of a row at once."""
         return bool(self.late or self.top)
 
-    @property
+    @functools.cached_property
     def trains_weights(self) -> bool:
         """Whether weights of moments, or operands of the transform, need a gradient."""
         return any(name not in _NAMED for name in self.gradients)

@@ -5,9 +5,9 @@ of :mod:`fxpass.op.sharded` call the operator with::
 
     >>> whole = Reductions(("pick", Moment(1, 1)), gradients=("x",))
     >>> of_forward(whole).text()
-    'r4 outputs=lse;at;moment(1,1)'
+    'r5 outputs=lse;at;moment(1,1)'
     >>> of_backward(whole).text()
-    'r4 outputs=lse;at;moment(1,1) gradients=x'
+    'r5 outputs=lse;at;moment(1,1) gradients=x'
 """
 
 from __future__ import annotations

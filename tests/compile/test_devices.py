@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpass.kernels import reductions
 from fxpass.op import reductions as operator
+from fxpass.op.checks import check
 from fxpass.plan import devices, plan
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.settings import Settings
@@ -154,7 +155,7 @@ def test_the_operator_wants_one_device():
     x, weight = torch.randn(N, D), torch.randn(V, D).as_subclass(OnSecond)
     operands = Operands(x, weight, None, None, None, ())
     with pytest.raises(ValueError, match="x on cpu, weight on cuda:1"):
-        operator._check(operands, Reductions(("lse",)))
+        check(operands, Reductions(("lse",)))
 
 
 # ---------------------------------------------------------------- launches

@@ -177,14 +177,14 @@ def refused(rank: int, device: torch.device) -> list[str]:
     weight = torch.ones(2, 4, device=device)
     said = []
     for spec, picks, trained in (
-        ("r4 outputs=pick", torch.tensor([0, 1, 4]), False),
-        ("r4 outputs=pick", torch.tensor([0, -1, 3]), False),
-        ("r4 outputs=pick", torch.zeros(3, 2, 2, dtype=torch.int64), False),
-        ("r4 outputs=lse", None, True),
-        ("r4 total=lse", None, False),
-        ("r4 outputs=sum(z*exp(l))", None, False),
-        ("r4 outputs=sum(hit0*z**2)", torch.tensor([0, 1, 3]), False),
-        ("r4 outputs=argtop(2)", None, False),
+        ("r5 outputs=pick", torch.tensor([0, 1, 4]), False),
+        ("r5 outputs=pick", torch.tensor([0, -1, 3]), False),
+        ("r5 outputs=pick", torch.zeros(3, 2, 2, dtype=torch.int64), False),
+        ("r5 outputs=lse", None, True),
+        ("r5 total=lse", None, False),
+        ("r5 outputs=sum(z*exp(l))", None, False),
+        ("r5 outputs=sum(hit0*z**2)", torch.tensor([0, 1, 3]), False),
+        ("r5 outputs=argtop(2)", None, False),
     ):
         try:
             sharded.class_reductions(
@@ -211,7 +211,7 @@ def compiled(rank: int, device: torch.device) -> list[Tensor]:
     torch.manual_seed(0)
     x, weight = torch.randn(4, 5, device=device), torch.randn(4, 5, device=device)
     picks = torch.tensor([1, 0, 3, 2], device=device)
-    spec = "r4 outputs=pick;moment(1,1);argmax;amax gradients=x,weight"
+    spec = "r5 outputs=pick;moment(1,1);argmax;amax gradients=x,weight"
     shard = {"first": 2 * rank, "classes": 4, "group": dist.group.WORLD.group_name}  # type: ignore[union-attr]
 
     @torch.compiler.allow_in_graph
@@ -238,7 +238,7 @@ def twice(rank: int, device: torch.device) -> str:
     x = torch.ones(3, 4, device=device, requires_grad=True)
     rows, _ = sharded.class_reductions(
         *(x, torch.ones(2, 4, device=device), None, None, None, [], None),
-        "r4 outputs=lse gradients=x",
+        "r5 outputs=lse gradients=x",
         first=2 * rank,
         classes=4,
         group=dist.group.WORLD.group_name,  # type: ignore[union-attr]

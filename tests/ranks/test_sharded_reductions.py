@@ -20,7 +20,11 @@ def whole(found, dtype, x, weight):
         t.detach().to(torch.float64 if dtype == torch.float64 else t.dtype).requires_grad_()
         for t in tensors.values()
     ]
-    rows, indices, *_ = found.run(leaves)
+    results = found.run(leaves)
+    indices = results.get("indices", torch.empty((0, len(x)), dtype=torch.int64))
+    if "rows" not in results:
+        return [torch.zeros_like(t) for t in leaves], indices
+    rows = results["rows"]
     rows.backward(upstream(rows.shape[1], rows.shape[0]).to(rows))
     return [*rows.detach(), *(t.grad for t in leaves)], indices
 

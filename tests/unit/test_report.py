@@ -294,7 +294,7 @@ def test_text(tmp_path, monkeypatch):
         "\n".join(lines),
         """\
 1 graph, 1 loss fused, 1 not fused, 1 cast
-  fused: train.py:4 loss = F.cross_entropy(F.linear(x.half(), w), t): logits [4, 10], r4 outputs=pick gradients=weight
+  fused: train.py:4 loss = F.cross_entropy(F.linear(x.half(), w), t): logits [4, 10], r5 outputs=pick gradients=weight
     strategy: tiled, 4 rows and 10 classes at a time: 1 KiB of scratch; saved gradients would take more than the logits
   not fused: train.py:5 return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), t): %cumsum (cumsum) of the logits is not known
   cast: %l_w_ float32 -> float16: train.py:4 loss = F.cross_entropy(F.linear(x.half(), w), t)

@@ -37,12 +37,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["picks", "lse", "rest", "incoming", "total"])
+@triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["picks", "incoming", "total"])
 def class_reductions_<hash>(
     logits,
     picks,
-    lse,
-    rest,
     incoming,
     total,
     stride,
@@ -76,11 +74,7 @@ def class_reductions_<hash>(
         s10 = decay * s10 + tl.sum(e, 0)
         m = higher
     log_s = tl.log(s10)
-    of_row = m + log_s
 
-    tl.store(lse + row, of_row)
-    # the rounding error of the lse
-    tl.store(rest + row, tl.where(tl.abs(of_row) < float("inf"), log_s - (of_row - m), 0.0))
     inverse = 1.0 / s10
     m11 = inverse * (-log_s * s10 + s11)
 

@@ -6,7 +6,7 @@ import expecttest
 import pytest
 import torch
 
-from fxpass.op.reductions import class_reductions, class_reductions_backward
+from fxpass.op.reductions import class_reductions
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.outputs import Moment
 from fxpass.spec.reductions import REVISION
@@ -20,16 +20,18 @@ from tests.support.reduction_cases import (
     case,
 )
 
+OPERATORS = torch.ops.fxpass
+
 
 def test_the_operators_of_this_revision():
     """Graphs in compile caches call them like this: another schema needs another revision."""
-    operators = (torch.ops.fxpass.class_reductions, torch.ops.fxpass.class_reductions_backward)
+    operators = (OPERATORS.class_reductions, OPERATORS.class_reductions_backward)
     expecttest.assert_expected_inline(
         "\n".join([REVISION, *(str(operator.default._schema) for operator in operators)]),
         """\
-r4
-fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? coef, Tensor? logits, str spec) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
-fxpass::class_reductions_backward(Tensor grad, Tensor lse, Tensor rest, Tensor saved, Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? logits, str spec) -> Tensor[]""",
+r5
+fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? coef, Tensor? logits, str spec) -> Tensor[]
+fxpass::class_reductions_backward(Tensor grad, Tensor? lse, Tensor? rest, Tensor? saved, Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? logits, str spec) -> Tensor[]""",
     )
 
 
@@ -48,17 +50,18 @@ def test_opcheck(full, name, dtype):
     found = case(outputs, dtype, bias=dtype if full else None, scaled=full, many=full)
     forward = arguments(found)
     with torch.no_grad():
-        rows, _, *saved = class_reductions(*forward)[:5]
+        results = class_reductions(*forward)
     *operands, _, logits, text = forward
-    backward = (torch.ones_like(rows), *saved, *operands, logits, text)
-    torch.library.opcheck(class_reductions_backward, backward)
+    saved = (results.get(name) for name in ("lse", "rest", "saved"))
+    backward = (torch.ones_like(results["rows"]), *saved, *operands, logits, text)
+    torch.library.opcheck(OPERATORS.class_reductions_backward.default, backward)
     for tensor in found.tensors.values():
         tensor.requires_grad_()
-    torch.library.opcheck(class_reductions, forward)
+    torch.library.opcheck(OPERATORS.class_reductions.default, forward)
     # torch has no gradients of lists that hold tensors without one
     frozen = case(outputs, dtype, frozen=tuple(name for name in found.tensors if name != "x"))
     frozen.tensors["x"].requires_grad_()
-    torch.library.opcheck(class_reductions, arguments(frozen))
+    torch.library.opcheck(OPERATORS.class_reductions.default, arguments(frozen))
 
 
 @pytest.mark.usefixtures("few")
@@ -68,7 +71,8 @@ def test_nothing_is_written_to_operands(dtype):
     assert found.picks is not None
     before = [t.clone() for t in (*found.tensors.values(), found.picks)]
     leaves = [t.requires_grad_() for t in found.tensors.values()]
-    rows, indices, *_ = found.run(leaves)
+    results = found.run(leaves)
+    rows, indices = results["rows"], results["indices"]
     grad = torch.ones_like(rows)
     rows.backward(grad)
     assert not indices.requires_grad
@@ -95,10 +99,9 @@ def test_there_is_no_second_derivative():
 
 def test_outputs_without_a_gradient():
     found = case(["argmax"])
-    rows, indices, lse, *_ = found.run([t.requires_grad_() for t in found.tensors.values()])
-    assert rows.shape == (0, N)
-    assert not indices.requires_grad
-    assert not lse.requires_grad
+    results = found.run([t.requires_grad_() for t in found.tensors.values()])
+    assert list(results) == ["indices", "lse", "rest"]
+    assert not any(tensor.requires_grad for tensor in results.values())
 
 
 def test_a_gradient_that_the_spec_does_not_name():
@@ -139,9 +142,9 @@ DEFAULT = {
     "given": [],
     "coef": None,
     "logits": None,
-    "spec": "r4 outputs=lse",
+    "spec": "r5 outputs=lse",
 }
-PICK = "r4 outputs=pick"
+PICK = "r5 outputs=pick"
 WRONG = {
     "needs x .N, D. and weight": [
         {"x": torch.ones(D)},
@@ -170,7 +173,7 @@ WRONG = {
     "needs a scale of torch.float32, got torch.float64": [{"scale": torch.ones(N).double()}],
     "needs picks where outputs or expressions read them": [
         {"spec": PICK},
-        {"spec": "r4 outputs=at"},
+        {"spec": "r5 outputs=at"},
         {"picks": torch.zeros(N).long()},
     ],
     rf"needs picks \[{N}\] or \[{N}, K\] int64": [
@@ -189,14 +192,14 @@ WRONG = {
         {"given": [torch.ones(V), torch.ones(V).long()]}
     ],
     "needs 3 given values, got 1": [
-        {"given": [torch.ones(V)], "spec": "r4 outputs=moment(1,0,2)"},
-        {"given": [torch.ones(V)], "spec": "r4 outputs=sum(given2*z)"},
+        {"given": [torch.ones(V)], "spec": "r5 outputs=moment(1,0,2)"},
+        {"given": [torch.ones(V)], "spec": "r5 outputs=sum(given2*z)"},
     ],
     "cannot compute gradients of bias, given1: absent": [
-        {"given": [torch.ones(V)], "spec": "r4 outputs=lse gradients=x,bias,given0,given1"},
+        {"given": [torch.ones(V)], "spec": "r5 outputs=lse gradients=x,bias,given0,given1"},
     ],
     "another version of fxpass": [{"spec": "v7 reduction=mean"}],
-    "not reductions": [{"spec": "r4 outputs=loss"}],
+    "not reductions": [{"spec": "r5 outputs=loss"}],
 }
 
 
@@ -217,7 +220,7 @@ def test_logits_that_exist_are_read(dtype):
     logits = torch.nn.functional.linear(x, w).detach()
 
     def run(some, weight):
-        rows = class_reductions(x, weight, None, None, found.picks, [], None, some, SPEC)[0]
+        rows = class_reductions(x, weight, None, None, found.picks, [], None, some, SPEC)["rows"]
         return rows, *torch.autograd.grad(rows.sum(), (x, weight))
 
     tolerance = (
@@ -228,14 +231,14 @@ def test_logits_that_exist_are_read(dtype):
     assert torch.equal(run(logits, other)[0], run(logits, w)[0])
 
 
-SPEC = "r4 outputs=pick;moment(1,1) gradients=x,weight"
+SPEC = "r5 outputs=pick;moment(1,1) gradients=x,weight"
 
 
 def test_a_shard_without_classes_adds_nothing():
     x, w = torch.ones(3, 4, requires_grad=True), torch.ones(0, 4, requires_grad=True)
-    spec = "r4 outputs=pick;lse gradients=x,weight"
+    spec = "r5 outputs=pick;lse gradients=x,weight"
     picks = torch.zeros(3, dtype=torch.int64)
-    (pick, lse), *_ = class_reductions(x, w, None, None, picks, [], None, None, spec)
+    pick, lse = class_reductions(x, w, None, None, picks, [], None, None, spec)["rows"]
     assert (pick == 0).all()
     assert (lse == -float("inf")).all()
     for operand, grad in zip((x, w), torch.autograd.grad(pick.sum(), (x, w)), strict=True):
@@ -248,8 +251,9 @@ def test_rows_without_a_gradient_add_nothing(dtype):
     found = case(("pick",), dtype, bias=dtype)
     x, w, b = (found.tensors[name] for name in ("x", "weight", "bias"))
     b = torch.full_like(b, -float("inf")).requires_grad_()
-    spec = "r4 outputs=pick gradients=bias"
-    rows = class_reductions(x.detach(), w.detach(), b, None, found.picks, [], None, None, spec)[0]
+    spec = "r5 outputs=pick gradients=bias"
+    operands = (x.detach(), w.detach(), b, None, found.picks, [], None, None)
+    rows = class_reductions(*operands, spec)["rows"]
     assert torch.equal(
         torch.autograd.grad((rows * 0).nan_to_num().sum(), b)[0], torch.zeros_like(b)
     )

@@ -83,7 +83,8 @@ def test_no_rows(many):
     outputs = TILED["everything"]
     found = case(outputs, bias=torch.float32, scaled=True, many=many, shape=(0, D, V))
     tensors = [t.requires_grad_() for t in found.tensors.values()]
-    rows, indices, *_ = found.run(tensors)
+    results = found.run(tensors)
+    rows, indices = results["rows"], results["indices"]
     assert rows.shape == (len(found.spec.rows) + (2 * (K - 1) if many else 0), 0)
     assert indices.shape == (1, 0)
     rows.sum().backward()
@@ -169,11 +170,13 @@ def test_the_largest_logits(dtype):
     found.tensors["bias"] = bias.to(dtype)
     tensors = [*found.tensors.values()]
     found = found._replace(spec=Reductions(outputs))
-    rows, indices, *_ = found.run(tensors)
+    results = found.run(tensors)
+    rows, indices = results["rows"], results["indices"]
     torch.testing.assert_close(rows, found.eager(*tensors))
     assert (indices == 1).all()
     found.tensors["x"][2] = NAN
-    rows, indices, *_ = found.run(tensors)
+    results = found.run(tensors)
+    rows, indices = results["rows"], results["indices"]
     torch.testing.assert_close(rows, found.eager(*tensors), equal_nan=True)
     assert (indices == torch.where(torch.arange(N) == 2, 0, 1)).all()
 
@@ -200,8 +203,8 @@ def test_logits_that_exist(dtype):
     logits = torch.nn.functional.linear(x, w).detach()
 
     def run(some, weight):
-        spec = "r4 outputs=pick;moment(1,1) gradients=x,weight"
-        rows = class_reductions(x, weight, None, None, found.picks, [], None, some, spec)[0]
+        spec = "r5 outputs=pick;moment(1,1) gradients=x,weight"
+        rows = class_reductions(x, weight, None, None, found.picks, [], None, some, spec)["rows"]
         return rows, *torch.autograd.grad(rows.sum(), (x, w if weight is w else weight))
 
     tolerance = torch.finfo(dtype).eps * 16

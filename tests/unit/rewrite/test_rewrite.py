@@ -61,8 +61,8 @@ class TestGraphs(expecttest.TestCase):
 %getitem_3: f32[6] = operator.getitem(%loss_coefficients_default, 0)
 %getitem_4: f32[] = operator.getitem(%loss_coefficients_default, 1)
 %stack: f32[1, 6] = stack((%getitem_3,))
-%class_reductions_default = fxpass.class_reductions(x=%flatten, weight=%to_1, picks=%masked_fill, given=(), coef=%stack, spec='r4 transform=30*tanh(z/30) gradients=x,weight total=pick')
-%getitem_5: f32[] = operator.getitem(%class_reductions_default, 5)
+%class_reductions_default = fxpass.class_reductions(x=%flatten, weight=%to_1, picks=%masked_fill, given=(), coef=%stack, spec='r5 transform=30*tanh(z/30) gradients=x,weight total=pick')
+%getitem_5: f32[] = operator.getitem(%class_reductions_default, 0)
 %add: f32[] = add(%getitem_5, %getitem_4)
 return (%add,)""",
         )
@@ -84,8 +84,8 @@ return (%add,)""",
 %getitem: f32[8] = operator.getitem(%loss_coefficients_default, 0)
 %getitem_1: f32[] = operator.getitem(%loss_coefficients_default, 1)
 %stack: f32[1, 8] = stack((%getitem,))
-%class_reductions_default = fxpass.class_reductions(x=%flatten_2, weight=%l_weight_, picks=%masked_fill, given=(), coef=%stack, spec='r4 gradients=x,weight total=pick')
-%getitem_2: f32[] = operator.getitem(%class_reductions_default, 5)
+%class_reductions_default = fxpass.class_reductions(x=%flatten_2, weight=%l_weight_, picks=%masked_fill, given=(), coef=%stack, spec='r5 gradients=x,weight total=pick')
+%getitem_2: f32[] = operator.getitem(%class_reductions_default, 0)
 %add: f32[] = add(%getitem_2, %getitem_1)
 return (%add,)""",
         )
@@ -110,8 +110,8 @@ return (%add,)""",
 %stack: f32[1, 8] = stack((%getitem,))
 %detach: f32[2, 4, 10] = detach(%logits)
 %flatten_3: f32[8, 10] = flatten(%detach, 0, -2)
-%class_reductions_default = fxpass.class_reductions(x=%flatten_2, weight=%l_weight_, picks=%masked_fill, given=(), coef=%stack, logits=%flatten_3, spec='r4 gradients=x,weight total=pick')
-%getitem_2: f32[] = operator.getitem(%class_reductions_default, 5)
+%class_reductions_default = fxpass.class_reductions(x=%flatten_2, weight=%l_weight_, picks=%masked_fill, given=(), coef=%stack, logits=%flatten_3, spec='r5 gradients=x,weight total=pick')
+%getitem_2: f32[] = operator.getitem(%class_reductions_default, 0)
 %add: f32[] = add(%getitem_2, %getitem_1)
 %cumsum: f32[2, 4, 10] = cumsum(%logits, -1)
 return (%add, %cumsum)""",
@@ -139,8 +139,8 @@ return (%add, %cumsum)""",
 %getitem: f32[8] = operator.getitem(%loss_coefficients_default, 0)
 %getitem_1: f32[] = operator.getitem(%loss_coefficients_default, 1)
 %stack: f32[1, 8] = stack((%getitem,))
-%class_reductions_default = fxpass.class_reductions(x=%flatten, weight=%l_weight_, picks=%masked_fill, given=(), coef=%stack, spec='r4 total=pick')
-%getitem_2: f32[] = operator.getitem(%class_reductions_default, 5)
+%class_reductions_default = fxpass.class_reductions(x=%flatten, weight=%l_weight_, picks=%masked_fill, given=(), coef=%stack, spec='r5 total=pick')
+%getitem_2: f32[] = operator.getitem(%class_reductions_default, 0)
 %add: f32[] = add(%getitem_2, %getitem_1)
 %to: bf16[] = to(%add, torch.bfloat16)
 return (%to,)""",

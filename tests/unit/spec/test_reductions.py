@@ -39,7 +39,7 @@ def test_round_trip(spec):
 def test_one_computation_has_one_text():
     assert len({spec.text() for spec in SPECS}) == len(SPECS)
     assert SPECS[-len(EVERY) - 1].text() == (
-        "r4 outputs=pick;moment(1,1);argmax transform=30*tanh(z/30) "
+        "r5 outputs=pick;moment(1,1);argmax transform=30*tanh(z/30) "
         "gradients=x,weight,bias,scale,given0,given2,given10"
     )
 

@@ -1,0 +1,123 @@
+"""What a call of ``fxpass::class_reductions`` is refused for.
+
+In: operands and :class:`fxpass.spec.reductions.Reductions`. Raises where they do not fit together,
+with the shapes and dtypes that would fit. Each check runs at every call, on the host: what it needs
+of the spec alone is computed once for a spec.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.operands import Operands
+from fxpass.spec.outputs import lines_of
+from fxpass.spec.reductions import Reductions
+
+NAME = "fxpass::class_reductions"
+
+
+def trainable(operands: Operands) -> dict[str, Tensor]:
+    """The operands that may have a gradient by name, in the order of ``Reductions.gradients``."""
+    found = {name: getattr(operands, name) for name in ("x", "weight", "bias", "scale")}
+    found |= {f"given{i}": t for i, t in enumerate(operands.given)}
+    return {name: t for name, t in found.items() if t is not None}
+
+
+def check(operands: Operands, spec: Reductions) -> None:
+    """``ValueError`` for shapes, dtypes or devices that do not fit together."""
+    x, weight, bias, scale, picks, given, coef, logits = operands
+    tensors = (weight, bias, scale, picks, *given, coef, logits)
+    if any(t is not None and t.device != x.device for t in tensors):
+        every = trainable(operands) | {"picks": picks, "coef": coef, "logits": logits}
+        places = (f"{name} on {t.device}" for name, t in every.items() if t is not None)
+        raise ValueError(f"{NAME} needs tensors of one device, got {', '.join(places)}")
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{NAME} needs x [N, D] and weight [V, D], got {list(x.shape)} and {list(weight.shape)}"
+        )
+    if not x.is_floating_point() or x.dtype != weight.dtype:
+        raise ValueError(
+            f"{NAME} needs x and weight of one floating-point dtype, got {x.dtype} and "
+            f"{weight.dtype}: cast one of them"
+        )
+    n, v, dtype = x.shape[0], weight.shape[0], compute_dtype(x.dtype)
+    _check_shape("bias", bias, (v,))
+    _check_shape("scale", scale, (n,))
+    _check_shape("logits", logits, (n, v))
+    for i, tensor in enumerate(given):
+        _check_shape(f"given{i}", tensor, (v,), (n, v))
+    if bias is not None and bias.dtype not in (x.dtype, dtype):
+        raise ValueError(f"{NAME} needs a bias of {x.dtype} or {dtype}, got {bias.dtype}")
+    if scale is not None and scale.dtype != dtype:
+        raise ValueError(f"{NAME} needs a scale of {dtype}, got {scale.dtype}")
+    if (picks is None) == spec.picked:
+        raise ValueError(
+            f"{NAME} needs picks where outputs or expressions read them, and only there"
+        )
+    if picks is not None and (
+        picks.dtype != torch.int64 or picks.dim() not in (1, 2) or picks.shape[:1] != x.shape[:1]
+    ):
+        raise ValueError(
+            f"{NAME} needs picks [{n}] or [{n}, K] int64, got {list(picks.shape)} {picks.dtype}"
+        )
+    many = 0 if picks is None else picks.shape[1] if picks.dim() == 2 else 1
+    if many < spec.least_picks:
+        raise ValueError(f"{NAME} needs {spec.least_picks} picks of a row for {spec.text()!r}")
+    if spec.top and max(output.k for output in spec.top) > v:
+        raise ValueError(f"{NAME} needs more classes than {v} for {spec.text()!r}")
+    if (coef is None) != (not spec.total):
+        raise ValueError(f"{NAME} needs coef for a total, and only for it")
+    if coef is not None:
+        lines = sum(lines_of(o, many) for o in spec.total)
+        if coef.shape != (lines, n) or coef.dtype != dtype:
+            raise ValueError(
+                f"{NAME} needs coef [{lines}, {n}] {dtype}, got {list(coef.shape)} {coef.dtype}"
+            )
+    if len(given) < spec.least_given:
+        raise ValueError(f"{NAME} needs {spec.least_given} given values, got {len(given)}")
+    for i, tensor in enumerate(given):
+        mask = tensor.dtype == torch.bool and i not in spec.weights
+        if not (tensor.is_floating_point() or mask):
+            raise ValueError(f"{NAME} needs a floating-point given{i}, got {tensor.dtype}")
+    if absent := set(spec.gradients) - trainable(operands).keys():
+        raise ValueError(f"{NAME} cannot compute gradients of {', '.join(sorted(absent))}: absent")
+
+
+def _check_shape(name: str, tensor: Tensor | None, *allowed: tuple[int, ...]) -> None:
+    if tensor is not None and tensor.shape not in allowed:
+        wanted = " or ".join(str(list(shape)) for shape in allowed)
+        raise ValueError(f"{NAME} needs {name} {wanted}, got {list(tensor.shape)}")
+
+
+def check_gradients(operands: Operands, spec: Reductions) -> None:
+    """``RuntimeError`` for an operand that requires a gradient which the spec does not name."""
+    others = {"coef": operands.coef, "logits": operands.logits}
+    for name, tensor in (trainable(operands) | others).items():
+        if tensor is not None and tensor.requires_grad and name not in spec.gradients:
+            raise RuntimeError(
+                f"{NAME}: {name} requires a gradient that the spec does not name "
+                f"({spec.text()!r}); add it to gradients= or detach {name}"
+            )
+
+
+def check_first_derivative() -> None:
+    """``RuntimeError`` in a backward that is to be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{NAME} has no second derivative (create_graph=True). Set FUSEDCE=0 for this model"
+        )
+
+
+def check_picks(operands: Operands) -> None:
+    picks, v = operands.picks, operands.weight.shape[0]
+    if picks is None or not v or not picks.numel():
+        return
+    least, largest = picks.aminmax()
+    if picks.device.type != "cpu":
+        torch.ops.aten._assert_async((least >= 0) & (largest < v))
+        return
+    for index in (int(least), int(largest)):
+        if not 0 <= index < v:
+            raise IndexError(f"class {index} is out of bounds: there are {v} classes")
