@@ -151,7 +151,7 @@ LOSS, SLICE = "gradients=x total=pick", "outputs=pick gradients=x"
 INSTRUCTIONS = {
     "sm_80": {LOSS: 20.6, POLICY_LOSS: 25.9, SLICE: 9.0},
     "sm_90": {LOSS: 20.6, POLICY_LOSS: 26.2, SLICE: 8.9},
-    "sm_100": {LOSS: 18.1, POLICY_LOSS: 23.4, SLICE: 8.2},
+    "sm_100": {LOSS: 18.4, POLICY_LOSS: 23.2, SLICE: 8.2},
 }
 
 
