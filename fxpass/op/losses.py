@@ -100,7 +100,9 @@ def loss_coefficients(
         found.append((-smoothing / classes * factor).expand_as(like))
     if left_out is not None:
         found = [coefficients.masked_fill(left_out, 0) for coefficients in found]
-    return [*found, 0 * factor]
+    # not 0 * factor, which Inductor simplifies to 0
+    nothing = torch.zeros_like(factor).masked_fill(~factor.isfinite(), float("nan"))
+    return [*found, nothing]
 
 
 _ARGUMENTS = (

@@ -60,6 +60,20 @@ def test_a_write_to_one_result_leaves_the_others(program, inner):
         assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("rows", [0, 5])
+def test_a_mean_over_no_rows(rows, inner):
+    """nan, and gradients of 0. Inductor knows that 0 * x is 0, which it is not for an infinity."""
+
+    def program(x, weight, labels):
+        return F.cross_entropy(F.linear(x, weight), labels)
+
+    x, weight = torch.randn(rows, 4, requires_grad=True), torch.randn(9, 4, requires_grad=True)
+    loss = fused(program, inner)(x, weight, torch.full((rows,), -100))
+    assert loss.isnan()
+    assert not any(grad.any() for grad in torch.autograd.grad(loss, (x, weight)))
+
+
 # Programs, and the operands that eager does not save for backward.
 UNSAVED = {
     "a vector of classes": (lambda z, b, t, r, q: (z.clamp(max=0.5) - b).logsumexp(1).sin(), "b"),

@@ -20,7 +20,7 @@ from .generate import TRIES, environment
 from .scope import Scope
 
 DTYPES = ("", "", "", "", "", ".bfloat16()", ".bfloat16()", ".half()")
-INNER = ("aot_eager",) * 140 + ("eager",) * 59 + ("inductor",)
+INNER = ("aot_eager",) * 140 + ("eager",) * 58 + ("inductor",) * 2
 OPTIONS = {"fusedce.strategy": ("auto", "chunked", "tiled"), "fusedce.memory_mb": (0, 0, 1)}
 # What the user does before backward: writes to rows that were returned, and to arguments.
 WRITES = ("{r}.add_(1)", "{r}.zero_()", "{r}.detach().mul_(2)", "{r}[:1] = 0")

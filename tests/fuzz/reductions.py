@@ -51,7 +51,7 @@ VIEWS = (
     *["{z}.transpose(1, -1)", "{z}.transpose(0, 1)", "{z}[:, :-1]", "{z}[..., :-1, :]"] * 2,
     *["{z}[:, -1]", "{z}[0]", "{z}.select(0, 1)", "{z}.select(1, -1)", "{z}[1:]"] * 2,
     *["{z}.unbind(0)[{j}]", "{z}.chunk(2)[{j}]", "{z}.split(1)[{j}]", "{z}.contiguous()"],
-    *["{z}.split([1, 2], 1)[1]", "{z}.squeeze(0)", "{z}.unsqueeze(0)"],
+    *["{z}.split([1, 2], 1)[1]", "{z}.squeeze(0)", "{z}.unsqueeze(0)", "{z}[m]", "{z}[:, m[0]]"],
 )
 TEMPERATURES = (
     *("{z} / tem", "{z} * tem", "{z} / s", "s * {z}", "{z} / 0.7", "{z} * 1.5", "{z} / tem.item()"),
@@ -331,6 +331,7 @@ LOSSES: Recipes = (
     *[("r% = F.cross_entropy({c}, {l}{args})",)] * 5,
     ("r% = F.cross_entropy({c}, {l}, label_smoothing=0.1, reduction={reduction})",),
     ("r% = F.cross_entropy({c}, {l}, reduction={reduction}, ignore_index=2)",),
+    ("r% = F.cross_entropy({c}, torch.full_like({l}, -100){args})",),
     ("r% = F.cross_entropy({c}, torch.where({lm}, {l}, -100), reduction={reduction})",),
     ("r% = F.cross_entropy({c}, {q}, reduction={reduction})",),
     ("r% = F.nll_loss(F.log_softmax({c}, {cd}), {l}{nll})",),
