@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpass.graph.calls import first_operand, written
 from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place, reads_values
@@ -61,9 +62,10 @@ def flow_of(linear: Linear, region: Region, modes: dict[Node, Mode]) -> Flow:
         try:
             if _follow(flow, node, modes) and end is not None:
                 raise end
-        except NoMatch as no:
-            if no is end:
+        except (NoMatch, GuardOnDataDependentSymNode) as error:
+            if error is end:
                 raise
+            no = error if isinstance(error, NoMatch) else _of_data(node)
             flow.stops.append(no)
             end = no if written(node) else end
         if any(node in table for table in noted):
@@ -71,6 +73,11 @@ def flow_of(linear: Linear, region: Region, modes: dict[Node, Mode]) -> Flow:
     _drop_unread(flow)
     join_pieces(flow)
     return flow
+
+
+def _of_data(node: Node) -> NoMatch:
+    """Why a node is not read whose sizes are those of ``nonzero``, or of a mask."""
+    return NoMatch(node, f"%{node.name} ({call_name(node)}) has sizes that depend on data")
 
 
 def _follow(flow: Flow, node: Node, modes: dict[Node, Mode]) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpass.graph import hazards
 from fxpass.graph.calls import storage, written
@@ -68,6 +69,8 @@ def _between(output: Node, inside: Collection[Node], drop: bool) -> tuple[Node, 
             return ()
         if is_dtensor(value(node)) and (not drop or node is output):
             return ()
+        if free_unbacked_symbols(value(node)):
+            return ()  # a deferred tensor has a shape before its values are known
         function, changed = function_of(node), written(node)
         if not _is_computable(function) and not (drop and is_gathered(node)):
             return ()

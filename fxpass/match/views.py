@@ -195,6 +195,8 @@ def _index(node: Node, shape: Size, dim: int) -> View:
     tensors = _tensors_of(node, index)
     rest = (*index[:dim], *index[dim + 1 :])
     if tensors == [dim] and value(index[dim]).dim() == 1 and all(e == CLASSES for e in rest):
+        if _is_mask(index[dim]):
+            raise NoMatch(node, f"%{node.name} selects classes by a mask")
         return View(dim, classes=index[dim])
     before = after = 0  # the dimensions of input and output before this entry
     for position, entry in enumerate(index):
@@ -202,17 +204,26 @@ def _index(node: Node, shape: Size, dim: int) -> View:
             rows = (*index[:position], CLASSES, *index[position + 1 :])
             return View(before, "getitem", (rows,), _some(entry, shape[before]))
         if position in tensors[:1]:  # adjacent index tensors share their output dimensions
-            after += max(value(index[i]).dim() for i in tensors)
-        before += entry is not None
+            after += max(1 if _is_mask(index[i]) else value(index[i]).dim() for i in tensors)
+        before += _width(entry)
         after += entry is None or isinstance(entry, slice)
     raise NoMatch(node, f"%{node.name} selects one class")
 
 
 def entries_of(index: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
     """An index with an entry for each of ``rank`` dimensions."""
-    used = sum(1 for i in index if i is not None and i is not Ellipsis)
+    used = sum(_width(entry) for entry in index)
     at = next((i for i, entry in enumerate(index) if entry is Ellipsis), len(index))
     return (*index[:at], *[slice(None)] * (rank - used), *index[at + 1 :])
+
+
+def _is_mask(entry: Any) -> bool:
+    return is_tensor(entry) and value(entry).dtype in (torch.bool, torch.uint8)
+
+
+def _width(entry: Any) -> int:
+    """The dimensions that an entry of an index reads; a mask reads each of its own."""
+    return value(entry).dim() if _is_mask(entry) else int(entry not in (None, Ellipsis))
 
 
 def _tensors_of(node: Node, index: tuple[Any, ...]) -> list[int]:
@@ -222,8 +233,8 @@ def _tensors_of(node: Node, index: tuple[Any, ...]) -> list[int]:
             what = f"%{node.name} indexes with {entry!r}, not with slices and numbers"
             raise NoMatch(node, what)
     tensors = [i for i, entry in enumerate(index) if is_tensor(entry)]
-    if any(value(index[i]).dtype in (torch.bool, torch.uint8) for i in tensors):
-        raise NoMatch(node, f"%{node.name} selects rows by a mask")
+    if len(tensors) > 1 and any(_is_mask(index[i]) for i in tensors):
+        raise NoMatch(node, f"%{node.name} indexes with a mask and with other tensors")
     # else the index dimensions would come first
     if tensors and tensors[-1] - tensors[0] + 1 != len(tensors):
         raise NoMatch(node, f"%{node.name} indexes with tensors that are not adjacent")

@@ -28,6 +28,12 @@ def backward(*tensors):
         sum((t * f).sum().float() for t, f in zip(parts, factors)).backward()
 """
 
+SIZES_OF_DATA = """\
+import torch
+
+torch._dynamo.config.capture_dynamic_output_shape_ops = True
+"""
+
 FUSED_NAMES = """\
 import fxpass.backend  # watches optimizers, as it does before a program compiles
 from fxpass.deferred.tensor import Recipe, defer
@@ -174,6 +180,8 @@ class Case:
         parts = [self.source(), RUN_ALONE.format(eager=eager, compiled=compiled)]
         if self.tracer:
             parts.insert(0, TRACED_NAMES)
+        if self.dynamic:
+            parts.insert(0, SIZES_OF_DATA)
         if self.implementation:
             parts.insert(0, INTERPRETED.replace("IMPLEMENTATION", self.implementation))
         return "\n\n".join(parts)

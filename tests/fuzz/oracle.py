@@ -157,7 +157,9 @@ def run(
     elif not case.fused:
         program = _program(case, program, how)
     torch.manual_seed(0)
-    with _quiet(), checks, _unforeseen(), _device_of(case):
+    # dynamic sizes may also be those of a mask, or of nonzero
+    sizes = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=bool(case.dynamic))
+    with _quiet(), checks, _unforeseen(), _device_of(case), sizes:
         try:
             kept = env["session"](program, inputs, seen)
             out.records += [_record(n, v) for n, v in zip(case.kept, kept, strict=True)]

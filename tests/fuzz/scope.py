@@ -31,6 +31,7 @@ LABELS = (
     *("t", "t.view(-1)", "t.reshape(-1)", "t.flatten()", "t.T", "t.T.reshape(-1)", "t[:, 1:]"),
     *("t[:, :-1]", "t[:, 1:].reshape(-1)", "t[:, 1:].contiguous().view(-1)", "t[0]", "t[:, 0]"),
     *("t[:, -1]", "t[1:]", "t[::2]", "t.unsqueeze(0)", "t.unsqueeze(1)", "t[m]", "t.t()"),
+    "t[:, m[0]]",
     *("t[:, :-1].flatten()", "t[0, :1]", "t[:1]", "t[1]"),
 )
 

@@ -124,15 +124,55 @@ def test_rejected(case):
     assert reason in reason_of(program, *inputs())
 
 
-def test_rows_by_a_mask():
+BY_A_MASK = {
+    "rows": lambda z, t, m: F.cross_entropy(z[m], t[m]),
+    "of a sum": lambda z, t, m: F.cross_entropy(z[m], t[m], reduction="sum") / m.sum().clamp(min=1),
+    "rows and classes": lambda z, t, m: F.cross_entropy(z[m, 2:], t[m].clamp(min=2) - 2),
+    "log-probabilities": lambda z, t, m: -z[m].log_softmax(-1).gather(1, t[m][:, None]).mean(),
+    "positions": lambda z, t, m: F.cross_entropy(
+        z[:, m[0]].flatten(0, 1), t[:, m[0]].flatten()),
+    "flat": lambda z, t, m: F.cross_entropy(
+        z.flatten(0, 1)[m.flatten()], t.flatten()[m.flatten()]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_A_MASK)
+def test_rows_by_a_mask(case):
     """Dynamo breaks the graph there, unless it is told to capture dynamic shapes."""
 
     def program(x, weight, labels):
-        keep = labels > 2  # one mask: of two, torch 2.11 does not know that they count the same
-        return F.cross_entropy(F.linear(x, weight)[keep], labels[keep])
+        mask = labels > 2  # one mask: of two, torch 2.11 does not know that they count the same
+        return BY_A_MASK[case](F.linear(x, weight), labels, mask)
+
+    x, weight, labels = inputs()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        head_of(program, x, weight, labels)
+        for some in (labels, labels * 0):  # no row
+            check(program, some, x, weight)
+
+
+def test_logits_of_a_size_that_depends_on_data_are_not_deferred():
+    """A deferred tensor has a shape before its values are known."""
+
+    def program(x, weight, labels):
+        rows, mask = F.linear(x, weight), labels > 2
+        return F.cross_entropy(rows[mask], labels[mask]), rows[mask]
+
+    x, weight, labels = inputs()
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        loss, rows = fused(x, weight, labels)
+    assert type(rows) is torch.Tensor
+    torch.testing.assert_close((loss, rows), program(x, weight, labels))
+
+
+def test_classes_by_a_mask():
+    def program(x, weight, labels):
+        some = torch.arange(len(weight)) % 2 == 0
+        return F.cross_entropy(F.linear(x, weight)[..., some].flatten(0, 1), labels.flatten() // 3)
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        assert "selects rows by a mask" in reason_of(program, *inputs())
+        assert "sizes that depend on data" in reason_of(program, *inputs())
 
 
 def test_shapes_that_are_not_numbers():
