@@ -33,7 +33,7 @@ from fxpass.match.classes import Classes, Flow
 from fxpass.match.elementwise import classes_of, note_write, pointwise
 from fxpass.match.linears import Linear
 from fxpass.match.maxima import of_pair
-from fxpass.match.modes import Mode, cuts_gradients
+from fxpass.match.modes import Mode, cuts_gradients, enters_inference
 from fxpass.match.operands import operand_of
 from fxpass.match.parts import join_pieces
 from fxpass.match.pointwise import POINTWISE
@@ -88,6 +88,9 @@ def _follow(flow: Flow, node: Node, modes: dict[Node, Mode]) -> bool:
     if node.op == "output":
         flow.left = (*read, *stacks)
         return False
+    if (read or stacks or pairs) and enters_inference(node, modes):
+        # AOTAutograd raises there for a detach, and for most views
+        raise NoMatch(node, f"%{node.name} is in a block of inference mode")
     if read:
         _read(flow, node, modes)
     elif stacks:

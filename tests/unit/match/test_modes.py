@@ -85,6 +85,22 @@ def test_inference_mode_at_the_linear_only():
     torch.testing.assert_close(fused(*args), program(*args))
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_block_of_inference_mode(inner):
+    """AOTAutograd raises there for a detach, and for most views. The loss beside it is fused."""
+
+    def program(x, weight, labels):
+        loss = F.cross_entropy(last(F.linear(x, weight)), labels.view(-1))
+        with torch.inference_mode():
+            metric = F.linear(x, weight).logsumexp(-1)
+        return loss, metric
+
+    args = inputs()
+    head_of(program, *args)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": inner})
+    torch.testing.assert_close(fused(*args), program(*args))
+
+
 def test_inference_mode_that_is_switched_off():
     """Which switches gradients on, whatever they were."""
 
