@@ -101,7 +101,7 @@ def loss_coefficients(
     if left_out is not None:
         found = [coefficients.masked_fill(left_out, 0) for coefficients in found]
     # not 0 * factor, which Inductor simplifies to 0
-    nothing = torch.zeros_like(factor).masked_fill(~factor.isfinite(), float("nan"))
+    nothing = torch.full_like(factor, float("nan")).masked_fill(factor.isfinite(), 0)
     return [*found, nothing]
 
 
