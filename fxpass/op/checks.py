@@ -111,6 +111,7 @@ def check_first_derivative() -> None:
 
 
 def check_picks(operands: Operands) -> None:
+    """``IndexError`` for a pick that is no class; a device-side assertion on GPUs."""
     picks, v = operands.picks, operands.weight.shape[0]
     if picks is None or not v or not picks.numel():
         return
