@@ -221,7 +221,7 @@ _OPERATORS_THAT_WRITE = {
 }
 _PURE_FUNCTIONS: set[Target] = {
     *({getattr(operator, name) for name in operator.__all__} - _OPERATORS_THAT_WRITE),
-    *(getattr, len),
+    *(getattr, len, torch._C._autograd._get_data_attr),
     # variadic functions, whose signatures name no parameters
     *(torch.einsum, torch.meshgrid, torch.broadcast_tensors, torch.block_diag),
 }

@@ -110,6 +110,7 @@ def _functions() -> dict[Target, str]:
         if hasattr(operator, f"i{name}"):
             found[getattr(operator, f"i{name}")] = f"{_aten_name(name)}_"
     found[operator.imatmul] = "matmul"  # a tensor has no product in place
+    found[torch._C._autograd._get_data_attr] = "detach"  # Dynamo's spelling of z.data
     return found
 
 

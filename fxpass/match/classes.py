@@ -220,8 +220,9 @@ class Flow:
         wraps = "negative" if symbol.name.startswith(WRAPPED) else ""
         return Picked(self.tensors[symbol], None, wraps)
 
-    def exponential(self, node: Node, given: Symbol) -> Symbol:
+    def exponential(self, given: Symbol) -> Symbol:
         """The symbol of the exponential of given values."""
+        node = self.tensors[given]
         symbol = Symbol(f"given_exp({node.name})", real=True)
         self.tensors[symbol] = node
         self.dims[symbol] = self.dims[given]

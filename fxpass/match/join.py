@@ -30,7 +30,7 @@ from fxpass.match.operands import check_plain
 from fxpass.match.outputs import Base, Picked, Summed, Weighted, given_of
 from fxpass.match.place import movable, place, writes
 from fxpass.match.sharding import sharding_of
-from fxpass.match.totals import Total, passes_gradients, total_of
+from fxpass.match.totals import Total, is_linear, passes_gradients, total_of
 from fxpass.plan.choice import Choice, choose
 from fxpass.settings import Settings
 from fxpass.spec import expression
@@ -304,7 +304,7 @@ def _total(
     if not any(_differentiable(r, modes) for r in reductions):
         (first, *more) = reductions
         alone = first.loss is not None and first.is_scalar and not more
-        alone = alone and first.symbols.isdisjoint(flow.parts)
+        alone = alone and is_linear(flow, first)
         return Total(first.node, (first,), (), (), (), ()) if alone else None
     for reduced in flow.reductions:
         inside = reduced in reductions

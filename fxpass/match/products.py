@@ -1,4 +1,4 @@
-"""Matrix products and losses that sum over the classes: ``p @ atoms``, ``einsum``, ``kl_div``.
+"""Matrix products and losses that sum over the classes: ``p @ atoms``, ``einsum``, ``mse_loss``.
 
 In: a node that reads logits. Out: a :class:`fxpass.match.classes.Reduced` in the flow: the sum over
 the classes of a product::
@@ -9,6 +9,7 @@ the classes of a product::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,9 +24,8 @@ from fxpass.graph.source import call_name
 from fxpass.match.bases import in_logs
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.elementwise import check_gradients, exponential, expr_of, logarithm
-from fxpass.match.masks import of_classes_alone
 from fxpass.match.sums import summed
-from fxpass.spec.functions import call
+from fxpass.spec.functions import call, exact, where
 
 
 def matmul(flow: Flow, node: Node) -> None:
@@ -86,45 +86,77 @@ def einsum(flow: Flow, node: Node) -> None:
 
 
 _REDUCTION = {"size_average": None, "reduce": None, "reduction": "mean"}
-_BINARY = {
-    **{"input": REQUIRED, "target": REQUIRED, "weight": None, "pos_weight": None, **_REDUCTION},
-}
 
 
-def binary(flow: Flow, node: Node) -> None:
-    """``binary_cross_entropy_with_logits``, of targets that are given values."""
-    given = arguments(node, _BINARY)
-    logits = given["input"]
-    if not is_tensor(logits) or logits not in flow.classes:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a target made of the logits")
-    like, whole = flow.classes[logits], value(logits)
-    target, weight, positive = (
-        sympy.Integer(1) if t is None else expr_of(flow, node, like, t, whole)
-        for t in (given["target"], given["weight"], given["pos_weight"])
-    )
-    of_target = 1 + (positive - 1) * target
-    expr = (1 - target) * like.expr + of_target * call("softplus", -like.expr)
-    if not of_classes_alone(expr):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{expr}` is not known")
-    _reduce(flow, node, replace(like, expr=weight * expr), given)
+def _elements(flow: Flow, node: Node, options: dict[str, Any]) -> tuple[Classes, dict[str, Any]]:
+    """The arguments of a loss of each element, its tensors as expressions."""
+    wanted = {"input": REQUIRED, "target": REQUIRED, **_REDUCTION, **options}
+    given = arguments(node, wanted)
+    read = [given["input"], given["target"]]
+    if not all(map(is_tensor, read)) or value(read[0]).shape != value(read[1]).shape:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats an operand")
+    known: list[Node] = [t for t in read if t in flow.classes]
+    if not known:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has weights made of the logits")
+    like, whole = flow.classes[known[0]], value(known[0])
+    check_gradients(flow, node, known)
+    tensors = {k: t for k, t in given.items() if is_tensor(t)}
+    given |= {k: expr_of(flow, node, like, t, whole) for k, t in tensors.items()}
+    return like, given
 
 
-_KL = {
-    **{"input": REQUIRED, "target": REQUIRED, **_REDUCTION, "log_target": False},
+def of_elements(flow: Flow, node: Node) -> None:
+    """A loss of a row of ``ELEMENTS``."""
+    options, element = ELEMENTS[function_of(node)]
+    like, given = _elements(flow, node, options)
+    used = (given[name] for name in ("input", "target", *options) if name != "weight")
+    try:
+        expr = element(*used)
+    except ValueError as error:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+    if given.get("weight") is not None:
+        expr = given["weight"] * expr
+    _reduce(flow, node, replace(like, expr=expr), given)
+
+
+def _with_logits(x: Expr, y: Expr, positive: Expr | None) -> Expr:
+    of_target = 1 if positive is None else 1 + (positive - 1) * y
+    return (1 - y) * x + of_target * call("softplus", -x)
+
+
+def _smooth(x: Expr, y: Expr, beta: Any) -> Expr:
+    size, beta = call("abs", x - y), _number(beta)
+    return where(size, "<", beta, (x - y) ** 2 / (2 * beta), size - beta / 2) if beta else size
+
+
+def _huber(x: Expr, y: Expr, delta: Any) -> Expr:
+    return _number(delta) * _smooth(x, y, delta)
+
+
+def _number(argument: Any) -> Any:
+    if not isinstance(argument, int | float):
+        raise ValueError("beta= or delta= is not a number")
+    return exact(argument)
+
+
+# A loss of each element -> its parameters beside input, target and reduction, and its expression of
+# these but ``weight``, by which it is multiplied. It lacks binary_cross_entropy, whose gradient
+# PyTorch cuts where p * (1 - p) is below 1e-12.
+ELEMENTS: dict[str, tuple[dict[str, Any], Callable[..., Expr]]] = {
+    "binary_cross_entropy_with_logits": ({"weight": None, "pos_weight": None}, _with_logits),
+    "mse_loss": ({"weight": None}, lambda x, y: (x - y) ** 2),
+    "l1_loss": ({"weight": None}, lambda x, y: call("abs", x - y)),
+    "smooth_l1_loss": ({"beta": 1.0}, _smooth),
+    "huber_loss": ({"weight": None, "delta": 1.0}, _huber),
+    "soft_margin_loss": ({}, lambda x, y: call("softplus", -x * y)),
 }
 
 
 def divergence(flow: Flow, node: Node) -> None:
     """``kl_div`` of the logits' log-softmax, or from their softmax."""
-    given = arguments(node, _KL)
-    read = [given["input"], given["target"]]
-    if not all(map(is_tensor, read)) or value(read[0]).shape != value(read[1]).shape:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats an operand")
-    known: list[Node] = [t for t in read if t in flow.classes]
-    like, whole = flow.classes[known[0]], value(known[0])
-    check_gradients(flow, node, known)
-    source, target = (expr_of(flow, node, like, t, whole) for t in read)
-    expr = _divergence(flow, node, like, source, target, read[1], bool(given["log_target"]))
+    like, given = _elements(flow, node, {"log_target": False})
+    source, target = given["input"], given["target"]
+    expr = _divergence(flow, node, like, source, target, bool(given["log_target"]))
     _reduce(flow, node, replace(like, expr=expr), given)
 
 
@@ -151,7 +183,7 @@ def _reduce(flow: Flow, node: Node, like: Classes, given: dict[str, Any]) -> Non
 
 
 def _divergence(
-    flow: Flow, node: Node, like: Classes, source: Expr, target: Expr, tensor: Node, is_log: bool
+    flow: Flow, node: Node, like: Classes, source: Expr, target: Expr, is_log: bool
 ) -> Expr:
     """``q * (log(q) - source)`` of each class, for a target q or log(q)."""
     hot = not is_log and str(target).startswith("hot_")
@@ -164,7 +196,7 @@ def _divergence(
             log = sympy.log(target) if target in flow.tensors else logarithm(target)
             return sympy.expand(target * log - target * source)
         if target in flow.dims:
-            q: Expr = flow.exponential(tensor, cast(Symbol, target))
+            q: Expr = flow.exponential(cast(Symbol, target))
         else:
             q = exponential(in_logs(flow, node, like, target))
     except ValueError as error:

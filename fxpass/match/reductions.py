@@ -16,7 +16,7 @@ from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
-from fxpass.match.bases import base_of, fits, in_logs, softmax_base_of
+from fxpass.match.bases import base_of, softmax_base_of
 from fxpass.match.classes import Classes, Flow, Reduced
 from fxpass.match.elementwise import classes_of
 from fxpass.match.losses import check_dtypes, loss_of
@@ -29,7 +29,7 @@ from fxpass.match.operands import (
     whole_range,
 )
 from fxpass.match.outputs import Picked, Weighted
-from fxpass.match.products import binary, divergence, einsum, matmul
+from fxpass.match.products import ELEMENTS, divergence, einsum, matmul, of_elements
 from fxpass.match.sums import at, summed
 from fxpass.match.views import index_of
 from fxpass.spec.outputs import Moment
@@ -127,13 +127,11 @@ def of_loss(flow: Flow, node: Node) -> None:
     if loss.dim != like.dim:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not over the classes")
     if loss.log_softmax:
-        expr = in_logs(flow, node, like, like.expr)
-        base = next((base for base in flow.bases if base.log == expr), None)
-        if base is None or not fits(flow, base, like):
-            raise NoMatch(node, f"%{node.name} reads `{like.expr}`, not a log-softmax")
-    else:
-        base = softmax_base_of(flow, node, like)
-    smooth = None
+        picked = Picked(loss.target, None, ignored=loss.ignore_index)
+        rows = at(flow, node, like, like.expr, picked)
+        flow.reductions.append(Reduced(node, like, rows, loss=loss))
+        return
+    base, smooth = softmax_base_of(flow, node, like), None
     if loss.label_smoothing:
         smooth = flow.output(base, Moment(0, 1))
         if loss.class_weight is not None:
@@ -163,5 +161,5 @@ REDUCTIONS: dict[str, Callable[[Flow, Node], None]] = {
     **dict.fromkeys(("matmul", "mv", "mm"), matmul),
     "einsum": einsum,
     "kl_div": divergence,
-    "binary_cross_entropy_with_logits": binary,
+    **dict.fromkeys(ELEMENTS, of_elements),
 }

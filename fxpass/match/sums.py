@@ -7,6 +7,7 @@ In: a tensor with classes. Out: rows, as an expression of outputs and of row sym
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -53,7 +54,7 @@ def _summed_terms(flow: Flow, node: Node, like: Classes) -> Expr:
         found = _sum_of_logits(flow, node, like, term) if found is None else found
         found = _sum_of_given(flow, term) if found is None else found
         total, rest = (total, rest + term) if found is None else (total + found, rest)
-    expr = sympy.expand(in_logs(flow, node, like, rest))
+    expr = _expanded(in_logs(flow, node, like, rest))
     for term in sympy.Add.make_args(expr):
         if term == 0:
             continue
@@ -65,11 +66,19 @@ def _summed_terms(flow: Flow, node: Node, like: Classes) -> Expr:
 def _logs_of_products(flow: Flow, node: Node, like: Classes) -> Expr:
     """The expression as a sum, in which products with a softmax have no logits: p * z is p * log +
     p * lse, so that p * (z - lse) is p * log."""
-    terms = sympy.Add.make_args(sympy.expand(like.expr))
+    terms = sympy.Add.make_args(_expanded(like.expr))
     logs = {base.log for base in flow.bases}
     mixed = [t for t in terms if t.has(Z) and not logs.isdisjoint(symbols_of(t))]
     others = [t for t in terms if t not in mixed]
-    return sympy.expand(sympy.Add(in_logs(flow, node, like, sympy.Add(*mixed)), *others))
+    return _expanded(sympy.Add(in_logs(flow, node, like, sympy.Add(*mixed)), *others))
+
+
+def _expanded(expr: Any) -> Expr:
+    """A sum of products. The operands of functions stay: their terms may cancel."""
+    functions = expr.atoms(sympy.Function) - expr.atoms(sympy.exp, sympy.log)
+    names: Any = {function: sympy.Dummy() for function in functions}
+    found = sympy.expand(expr.xreplace(names))
+    return cast(Expr, found.xreplace({name: function for function, name in names.items()}))
 
 
 def _check_cancellation(flow: Flow, node: Node, expr: Expr) -> None:
@@ -145,7 +154,13 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
     """The sum of ``r * f`` for a row r and a function f of one logit, of its log-softmax, of what
     is given at its class, and of picks."""
     unknown = NoMatch(node, f"%{node.name} sums `{expr}` over the classes, which is not known")
-    # of exp(log) * exp(lse), which is exp(z), both factors may be infinite or 0
+    for base in flow.bases:  # exp(log) * exp(lse) is exp(z)
+        plain = sympy.powsimp(
+            expr.xreplace({base.log: base.logit - base.lse}), combine="exp", deep=True
+        )
+        if expr.has(base.log) and not plain.has(base.lse) and fits(flow, base, like):
+            expr = plain
+    # both factors may be infinite or 0
     expr = sympy.powsimp(expr, combine="exp", deep=True)
     rows, rest = expr.as_independent(*_class_symbols(expr), as_Add=False)
     read = [flow.outputs[s][0] for s in symbols_of(rest) & flow.outputs.keys()]
@@ -158,10 +173,8 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
         raise unknown
     found = ((base, _in_base(base, rest)) for base in of_softmax or _plain_first(flow, like))
     base, function = next(((b, f) for b, f in found if f is not None), (None, rest))
-    if base is None and of_softmax:
-        raise unknown
     if base is None:
-        base = flow.base(like, Z, sympy.Integer(1))
+        raise unknown
     if function / Z not in flow.tensors:
         check_given(flow, node, function)
     for symbol in symbols_of(function) & flow.outputs.keys():
@@ -177,10 +190,12 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
     return rows * flow.output(base, Summed(function))
 
 
-def _plain_first(flow: Flow, like: Classes) -> list[Base]:
-    """The bases of the rows of a tensor with classes, those of the linear's output first."""
+def _plain_first(flow: Flow, like: Classes) -> Iterable[Base]:
+    """The bases of the rows of a tensor with classes, that of the linear's output first, or else
+    made as the last one."""
     bases = [base for base in flow.bases if fits(flow, base, like)]
-    return sorted(bases, key=lambda base: base.logit != Z)
+    yield from sorted(bases, key=lambda base: base.logit != Z)
+    yield flow.base(like, Z, sympy.Integer(1))
 
 
 def _in_base(base: Base, expr: Expr) -> Expr | None:
@@ -264,8 +279,6 @@ def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Exp
     logs = [base for base in flow.bases if expr.has(base.log)]
     tensors = [s for s in symbols_of(expr) if s in flow.tensors and has_classes(s)]
     if len(logs) != 1 or tensors or not fits(flow, logs[0], like):
-        raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
-    if any(not isinstance(f, sympy.exp | sympy.log) for f in expr.atoms(sympy.Function)):
         raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
     base, logit = logs[0], Symbol("logit", real=True)
     rows = expr

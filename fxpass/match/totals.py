@@ -60,7 +60,7 @@ class Total:
 def total_of(flow: Flow, reductions: Collection[Reduced]) -> Total | None:
     """The total of these reductions, which have gradients; None if there is none, or if something
     that it reads may change between its first reduction and the scalar."""
-    if not all(_is_linear(flow, reduced) for reduced in reductions):
+    if not all(is_linear(flow, reduced) for reduced in reductions):
         return None
     starts = {reduced.node: reduced for reduced in reductions}
     linear: dict[Node, set[Node]] = {}  # nodes linear in reductions -> these reductions
@@ -110,7 +110,7 @@ def _changes(nodes: Collection[Node], first: Node, last: Node) -> bool:
     return False
 
 
-def _is_linear(flow: Flow, reduced: Reduced) -> bool:
+def is_linear(flow: Flow, reduced: Reduced) -> bool:
     """Whether a reduction is linear in outputs that can be part of a total, but for a constant."""
     if any(map(needs_gradient, _tensors(flow, reduced))):
         return False

@@ -21,6 +21,7 @@ from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Part, Step
 from fxpass.rewrite.local import Local
 from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.functions import FUNCTIONS, Where
 
 
 class Arithmetic(Local):
@@ -31,7 +32,7 @@ class Arithmetic(Local):
         dtype: of its logits.
         hidden: the hidden states of which views are taken.
         known: the outputs, flat: ``[N]``, or ``[N, K]``.
-        results: nodes whose result autograd saves.
+        results: nodes whose result autograd may save.
         replaced: reductions, of all heads, and what has taken their place: they may be operands.
     """
 
@@ -132,30 +133,28 @@ class Arithmetic(Local):
             # of exp(lse) * exp(-max), the first factor may be infinite and the second 0
             expr = sympy.powsimp(expr, combine="exp")
         parts = [self._arithmetic(part) for part in expr.args]
+        if any(isinstance(p, Node) and value(p).dim() == 2 for p in parts):  # [N, K]
+            parts = [self._column(p) for p in parts]
         if isinstance(expr, sympy.Add | sympy.Mul):
             name = "add" if isinstance(expr, sympy.Add) else "mul"
             parts.sort(key=lambda p: not isinstance(p, Node))
-            if any(isinstance(p, Node) and value(p).dim() == 2 for p in parts):  # [N, K]
-                parts = [self._column(p) for p in parts]
-            total = parts[0]
-            for part in parts[1:]:
-                total = self.method(name, total, part)
-            return total
+            return functools.reduce(lambda a, b: self.method(name, a, b), parts)
         if isinstance(expr, sympy.Pow):
             base, power = parts
-            if power == -1:
-                return self._kept_result("reciprocal", base)
-            return self.method("pow", base, power)
-        if isinstance(expr, sympy.exp):
-            return self._kept_result("exp", parts[0])
-        if isinstance(expr, sympy.log):
-            return self.method("log", parts[0])
-        raise ValueError(f"no tensor function for {expr}")
+            if power != -1:
+                return self.method("pow", base, power)
+            return self._kept(self.method("reciprocal", base))
+        if isinstance(expr, Where):
+            # of a number and a row, the difference is a row
+            difference = self._arithmetic(expr.args[0] - expr.args[1])
+            condition = self.function(type(expr).holds, difference, 0)
+            return self.function(torch.where, condition, *parts[2:])
+        return self._kept(self.function(FUNCTIONS[type(expr).__name__].tensor, *parts))
 
-    def _kept_result(self, name: str, operand: Node) -> Node:
-        """A function whose result autograd saves."""
-        self.results.append(self.method(name, operand))
-        return self.results[-1]
+    def _kept(self, result: Node) -> Node:
+        """A result that autograd may save."""
+        self.results.append(result)
+        return result
 
     def _wide(self, tensor: Node) -> Node:
         """A tensor in the dtype of the outputs at least: the program promotes it to that."""

@@ -183,7 +183,8 @@ class _Edit(Operands):
         of these rows."""
         classes = self.count(call.base.edits)
         (reduced, *more), loss = total.reductions, total.reductions[0].loss
-        if loss is not None and not (more or total.tail):
+        constants = [coefficients_of(self.flow, rows)[1] for rows in reduced.values]
+        if loss is not None and not (more or total.tail or any(constants)):
             smoothed = reduced.mean_log is not None
             arguments = zeros, smoothed, *self._of_loss(reduced, loss)
             return self.function(

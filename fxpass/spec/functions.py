@@ -90,6 +90,11 @@ def where(x: Any, comparison: str, y: Any, a: Any, b: Any) -> Expr:
 # ---------------------------------------------------------------- functions
 
 
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)); beyond 40 it is x, in f64 too."""
+    return F.softplus(x, threshold=40)
+
+
 def _function(
     name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any], arity: int = 1
 ) -> LogitFunction:
@@ -127,8 +132,7 @@ _TABLE = (
     _function("log1p", torch.log1p, lambda x: 1 / (1 + x)),
     _function("sqrt", torch.sqrt, lambda x: 1 / (2 * call("sqrt", x))),
     _function("sigmoid", torch.sigmoid, lambda x: call("sigmoid", x) * (1 - call("sigmoid", x))),
-    # beyond 40 it is x, in f64 too
-    _function("softplus", lambda x: F.softplus(x, threshold=40), lambda x: call("sigmoid", x)),
+    _function("softplus", softplus, lambda x: call("sigmoid", x)),
     _function("erf", torch.erf, lambda x: exact(2 / math.sqrt(math.pi)) * call("exp", -(x**2))),
     _function("abs", torch.abs, lambda x: call("sign", x)),
     _function("sign", torch.sign, lambda x: sympy.Integer(0)),

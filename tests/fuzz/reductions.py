@@ -119,7 +119,7 @@ PRODUCTS = (
     *("{z} * -{given}", "(0.5 * {given}).float() * {z}", "{z} * (1 - {given})"),
     *("{z} * cw", "{z} / {keep}", "{z}.exp()", "{z}.detach() * {y}", "{z} * {z}.detach()"),
 )
-DETACHED = ("{z}.detach()", "{z}.detach()", "{z}.clone()", "{z}.double()", "{z} * 1")
+DETACHED = ("{z}.detach()", "{z}.data", "{z}.clone()", "{z}.double()", "{z} * 1")
 
 BEFORE = {
     VIEWS: 30,
@@ -193,6 +193,21 @@ BINARIES: Recipes = (
     ("r% = (F.one_hot({lab}, {V}) * {z}.tanh()).sum({d})",),
     ("p% = {z}.sigmoid()", "r% = ((1 - p%) ** 2 * {given} * F.softplus(-{z})).sum({d})"),
     ("r% = ({z}.tanh() * cw + {z}.sigmoid() * {given}).mean({d})",),
+    ("r% = ({z}.clamp(min=0) - {z} * {given} + torch.exp(-{z}.abs()).log1p()).mean({d})",),
+    ("r% = ({given} / (1 + torch.exp(-{z}))).sum({d})",),
+)
+# Losses of each element.
+ELEMENTS: Recipes = tuple(
+    (f"r% = F.{loss}, reduction={reduction}",)
+    for loss in (
+        "mse_loss({z}.softmax({d}), {given}",
+        "l1_loss({z}.sigmoid(), {given}",
+        "smooth_l1_loss({z}, {given}, beta=0.3",
+        "huber_loss({z}.softmax({d}), F.one_hot({lab}, {V}).to({z}.dtype), delta=0.2",
+        "soft_margin_loss({z}, {given} - 0.5",
+        "mse_loss({z}.log_softmax({d}), {y}.detach()",
+    )
+    for reduction in ("'none').sum({d})", "'mean')", "'sum')")
 )
 # Functions of the softmax, of the logit and of the target's logit.
 FUNCTIONS: Recipes = (
@@ -273,6 +288,14 @@ PICKS: Recipes = (
     ("lp% = {z}.log_softmax({d})", "r% = lp%.gather({d}, {lab1})"),
     ("lp% = F.log_softmax({z}.float(), {d})", "r% = -lp%.gather({d}, {lab1}).squeeze({d})"),
     ("lp% = {z}.log_softmax({d})", "r% = lp%.gather({d}, {labk})"),
+    ("r% = ({z}.softmax({d}) + 0.01).log().gather({d}, {lab1})",),
+    ("r% = {z}.softmax({d}).clamp(0.05, 0.6).sqrt().gather({d}, {labk})",),
+    (
+        "lp% = {z}.log_softmax({d})",
+        "r% = torch.where(lp% < -2, lp%, -lp%.square()).gather({d}, {lab1})",
+    ),
+    ("r% = F.nll_loss(({z2}.softmax(-1) + 0.01).log(), {lab}, reduction='none')",),
+    ("r% = F.nll_loss({z2}.sigmoid() - 2, {lab})",),
     ("lp% = {z}.log_softmax({d})", "r% = lp%.take_along_dim({labk}, {d}).sum({d})"),
     ("lp% = {z2}.log_softmax(-1)", "r% = lp%[torch.arange({N}), {lab}]"),
     ("p% = {z}.softmax({d})", "r% = (1 - p%.gather({d}, {lab1})) ** 2"),
@@ -340,6 +363,7 @@ LOSSES: Recipes = (
 REDUCTIONS: dict[Recipes, int] = {
     SUMS: 20,
     BINARIES: 8,
+    ELEMENTS: 6,
     FUNCTIONS: 12,
     ENTROPIES: 16,
     LSES: 14,

@@ -110,6 +110,16 @@ def _(logits, labels):
     return (p**2).sum(-1) - 2 * p.gather(-1, labels[:, None])[:, 0] + 1
 
 
+@kind("mse_loss of the softmax", "tutorials", "scalar")
+def _(logits, labels):
+    return F.mse_loss(logits.softmax(-1), F.one_hot(labels, logits.shape[-1]).to(logits.dtype))
+
+
+@kind("nll_loss of log(softmax + eps)", "tutorials", "scalar")
+def _(logits, labels):
+    return F.nll_loss((logits.softmax(-1) + 1e-9).log(), labels)
+
+
 @kind("unlikelihood", "Welleck et al. 2020", "scalar")
 def _(logits, candidates):
     p = logits.softmax(-1).gather(-1, candidates)

@@ -70,7 +70,7 @@ ACCEPTED = {
         lambda z, t: (z.softmax(-1) - hot(t)).square().sum(-1), ["sum((-hit0+exp(l))**2)"]),
     "a function of a logit at a class": (
         lambda z, t: z.log_softmax(-1).sum(-1) + (hot(t) * z.clamp(-2, 2)).sum(-1),
-        ["moment(0,1);sum(hit0*minimum(maximum(z,-2),2))"]),
+        ["at;moment(0,1)"]),
     "a focal loss of all classes": (
         lambda z, t: ((1 - z.softmax(-1)) ** 3 * z.log_softmax(-1) * hot(t)).sum(-1),
         ["sum(hit0*l*(1-exp(l))**3)"]),
@@ -146,6 +146,43 @@ ACCEPTED = {
         lambda z, t: (z + U).exp().sum(-1).log(), ["lse"]),
     "the operand is a maximum of the same logits": (
         lambda z, t: (z - z.detach().amax(-1, keepdim=True)).logsumexp(-1), ["amax;lse"]),
+    "a function of a softmax at a class": (
+        lambda z, t: (z.softmax(-1) + 1e-3).log().gather(-1, t[..., None]), ["pick"]),
+    "a clamped softmax at two classes": (
+        lambda z, t: z.softmax(-1).clamp(0.01, 0.9).sqrt().gather(-1, torch.stack([t, t // 2], -1)),
+        ["pick"]),
+    "a branch at a class": (
+        lambda z, t: torch.where(z.log_softmax(-1) < -2.0, -2.0, z.log_softmax(-1).square())
+        .gather(-1, t[..., None]), ["pick"]),
+    "nll_loss of a function of the softmax": (
+        lambda z, t: F.nll_loss((z.softmax(-1) + 1e-3).log().flatten(0, 1), t.flatten(),
+                                torch.linspace(0.5, 1, V).to(z.dtype), ignore_index=1, reduction="none"),
+        ["pick"]),
+    "nll_loss of shifted logits": (
+        lambda z, t: F.nll_loss((z - 5).flatten(0, 1), t.flatten(), reduction="none"), ["at"]),
+    "mse_loss of the softmax": (
+        lambda z, t: F.mse_loss(z.softmax(-1), hot(t).to(z.dtype), reduction="none").sum(-1),
+        ["sum((-hit0+exp(l))**2)"]),
+    "l1_loss, keywords": (
+        lambda z, t: F.l1_loss(target=VALUES.to(z.dtype), input=z.sigmoid(), reduction="none").sum(-1),
+        ["sum(abs(-given0+sigmoid(z)))"]),
+    "smooth_l1_loss": (
+        lambda z, t: F.smooth_l1_loss(z.sigmoid(), VALUES.to(z.dtype), beta=0.5, reduction="none").sum(-1),
+        ["sum(where(abs(-given0+sigmoid(z))<0.5,(-given0+sigmoid(z))**2,abs(-given0+sigmoid(z))-0.25))"]),
+    "huber_loss of large differences": (
+        lambda z, t: F.huber_loss(z.softmax(-1), VALUES.to(z.dtype), delta=0.25, reduction="none").mean(-1),
+        ["sum(where(abs(-given0+exp(l))<0.25,2*(-given0+exp(l))**2,abs(-given0+exp(l))-0.125))"]),
+    "soft_margin_loss": (
+        lambda z, t: F.soft_margin_loss(z, 2 * hot(t).to(z.dtype) - 1, reduction="none").sum(-1),
+        ["sum(softplus(-(z*(2*hit0-1))))"]),
+    "a binary cross-entropy by TensorFlow's formula": (
+        lambda z, t: (z.clamp(min=0) - z * VALUES.detach() + torch.exp(-z.abs()).log1p()).sum(-1),
+        ["sum(-given0*z+log1p(exp(-abs(z)))+maximum(z,0))"]),
+    "a sigmoid by hand": (
+        lambda z, t: (U.detach() / (1 + torch.exp(-z))).sum(-1),
+        ["sum(given0*(exp(z)+1)**(-1)) transform=-z"]),
+    "z.data": (
+        lambda z, t: z.data.max(-1)[1] + z.logsumexp(-1), ["lse;argmax"]),
 }  # fmt: skip
 
 
@@ -361,6 +398,12 @@ REJECTED = {
         "a logarithm of logits"),
     "logits that cancel": (
         lambda z, t: (z - z).softmax(-1).square().sum(-1), "they cancel"),
+    "a gradient that PyTorch cuts": (
+        lambda z, t: F.binary_cross_entropy(z.softmax(-1), hot(t).to(z.dtype)),
+        "binary_cross_entropy) of the logits is not known"),
+    "a loss of other shapes": (
+        lambda z, t: F.soft_margin_loss(z, U.detach(), reduction="none").sum(-1),
+        "repeats an operand"),
     "a write without gradients": (
         lambda z, t: under_no_grad(lambda: z.mul_(2)).sum(-1), "writes without gradients"),
 }  # fmt: skip

@@ -25,6 +25,15 @@ ACCEPTED = {
     "nll_loss modules": lambda z, t: nn.NLLLoss()(nn.LogSoftmax(1)(last(z)), t.view(-1)),
     "nll_loss with class weights": lambda z, t: F.nll_loss(
         last(z).log_softmax(1), t.view(-1), WEIGHTS.to(z), ignore_index=3),
+    "nll_loss of logits": lambda z, t: F.nll_loss(last(z), t.view(-1)),
+    "nll_loss of shifted logits": lambda z, t: F.nll_loss(
+        last(z) - 5, t.view(-1), WEIGHTS.to(z), ignore_index=3),
+    "nll_loss of shifted logits, sum": lambda z, t: F.nll_loss(
+        2 - last(z) * 3, t.view(-1), ignore_index=1, reduction="sum"),
+    "scaled log-probabilities": lambda z, t: F.nll_loss(
+        last(z.log_softmax(-1)) * 2, t.view(-1)),
+    "nll_loss of a function of the softmax": lambda z, t: F.nll_loss(
+        (last(z).softmax(-1) + 1e-3).log(), t.view(-1), ignore_index=3),
     "nll_loss, sum": lambda z, t: F.nll_loss(
         last(z.log_softmax(-1)).float().to(z.dtype), t.view(-1), reduction="sum"),
     "nll_loss of more dimensions": lambda z, t: F.nll_loss(
@@ -202,12 +211,8 @@ def test_no_loss_and_nothing_said(case):
 
 
 REJECTED = {
-    "nll_loss without log_softmax": (
-        lambda z, t: F.nll_loss(last(z), t.view(-1)), "not a log_softmax"),
     "log_softmax over rows": (
         lambda z, t: F.nll_loss(last(z.log_softmax(1)), t.view(-1)), "another dimension"),
-    "scaled log-probabilities": (
-        lambda z, t: F.nll_loss(last(z.log_softmax(-1)) * 2, t.view(-1)), "probabilities"),
     "log-probabilities that are also read": (
         lambda z, t: (lambda p: F.nll_loss(p, t.view(-1)) + p.exp().sum())(
             last(z).log_softmax(-1)), "is the number 1"),
