@@ -9,7 +9,8 @@ operator reads them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
@@ -53,12 +54,26 @@ class Heads:
     costs: set[Node] = field(default_factory=set)
     stops: dict[Node, NoMatch] = field(default_factory=dict)
 
+    @contextmanager
+    def reading(self, linear: Node) -> Iterator[None]:
+        """Notes why a linear is not fused, if its reading raises."""
+        try:
+            yield
+        except NoMatch as no:
+            log.debug("%s: %s", source_line(linear), no.reason)
+            self.reasons[linear] = no
+        except Exception as error:
+            # the graph has not changed yet: an unforeseen program runs without the rewrite
+            log.warning("%s: reading the graph failed", source_line(linear), exc_info=True)
+            reason = f"fxpass failed to read it, please report this: {error!r}"
+            self.reasons[linear] = NoMatch(linear, reason)
+
 
 def heads_of(region: Region, settings: Settings) -> Heads:
     """Reads all linears of a region, and decides which are fused."""
     modes = modes_of(region.module.graph)
     found = Heads()
-    flows = list(_owned(list(_flows(region, modes, settings, found)), found))
+    flows = list(_owned(_flows(region, modes, settings, found), found))
     while True:
         found.deferred = _deferred(region, flows, modes, settings)
         found.fused = list(_decided(flows, modes, settings, found))
@@ -68,14 +83,13 @@ def heads_of(region: Region, settings: Settings) -> Heads:
         flows = [head.flow for head in found.fused]
 
 
-def _flows(
-    region: Region, modes: dict[Node, Mode], settings: Settings, found: Heads
-) -> Iterable[Flow]:
+def _flows(region: Region, modes: dict[Node, Mode], settings: Settings, found: Heads) -> list[Flow]:
     """The flows of large linears with reductions that are more than sums of logits."""
+    flows: list[Flow] = []
     for node in region.module.graph.nodes:
         if function_of(node) not in LINEARS:
             continue
-        try:
+        with found.reading(node):
             linear = linear_of(node)
             if linear is None or not is_tensor(node):
                 continue
@@ -87,17 +101,10 @@ def _flows(
                 log.debug("%s: %s", source_line(node), no.reason)
                 found.stops[no.node] = no
             if _reduces_classes(flow):
-                yield flow
+                flows.append(flow)
             elif flow.stops:
                 found.reasons[node] = flow.stops[0]
-        except NoMatch as no:
-            log.debug("%s: %s", source_line(node), no.reason)
-            found.reasons[node] = no
-        except Exception as error:
-            # the graph has not changed yet: an unforeseen program runs without the rewrite
-            log.warning("%s: reading the graph failed", source_line(node), exc_info=True)
-            reason = f"fxpass failed to read it, please report this: {error!r}"
-            found.reasons[node] = NoMatch(node, reason)
+    return flows
 
 
 def _reduces_classes(flow: Flow) -> bool:
@@ -181,31 +188,20 @@ def _decided(
     for flow in flows:
         kept = _is_kept(flow, found.deferred)
         mode = "keep" if kept else _mode(flows, settings) if flow.left else "never"
-        try:
+        with found.reading(flow.linear.node):
             if kept:
                 _check_kept(flow, settings.min_logits_mb)
                 # the program may compare others with the logits, bit by bit
                 flow.reductions = [r for r in flow.reductions if r.loss is not None]
             made.append(Head(flow, calls_of(flow, Options(modes, settings, kept)), mode))
-        except NoMatch as no:
-            log.debug("%s: %s", source_line(flow.linear.node), no.reason)
-            found.reasons[flow.linear.node] = no
-        except Exception as error:
-            # the graph has not changed yet: an unforeseen program runs without the rewrite
-            log.warning(
-                "%s: reading the graph failed", source_line(flow.linear.node), exc_info=True
-            )
-            reason = f"fxpass failed to read it, please report this: {error!r}"
-            found.reasons[flow.linear.node] = NoMatch(flow.linear.node, reason)
     known = {node for head in made for node in head.flow.classes}
     for head in made:
         linear = head.flow.linear
         others = profitability.others(head, made)
-        try:
-            for beside in head.beside:
-                if beside not in known:
-                    reason = f"its logits are in a stack with %{beside.name}, which is not fused"
-                    raise NoMatch(beside, reason)
+        with found.reading(linear.node):
+            for beside in head.beside - known:
+                reason = f"its logits are in a stack with %{beside.name}, which is not fused"
+                raise NoMatch(beside, reason)
             if others:
                 options = Options(modes, settings, head.logits_mode == "keep", others)
                 head = replace(head, calls=calls_of(head.flow, options))
@@ -214,8 +210,6 @@ def _decided(
                     found.costs.add(linear.node)
                     raise NoMatch(linear.node, reason)
             yield head
-        except NoMatch as no:
-            found.reasons[linear.node] = no
 
 
 def _check_kept(flow: Flow, least: float) -> None:
