@@ -32,7 +32,6 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Any
 
 import sympy
@@ -57,16 +56,16 @@ def hit(position: int) -> sympy.Symbol:
     return sympy.Symbol(f"hit{position}")
 
 
-_OPERAND = re.compile(r"(given|hit|at|pick)(0|[1-9][0-9]*)")
+_SYMBOL = re.compile(r"z|l|(given|hit|at|pick)(0|[1-9][0-9]*)")
 
 
 @functools.cache
 def operands(expr: Expr) -> tuple[tuple[str, int], ...]:
     """What an expression reads beside z and l: ``given``, ``hit``, ``at`` or ``pick``, and its
     position."""
-    names = sorted(symbol.name for symbol in expr.free_symbols - {Z})  # type: ignore[attr-defined]
-    found = (_OPERAND.fullmatch(name) for name in names)
-    return tuple((match[1], int(match[2])) for match in found if match)
+    names = sorted(symbol.name for symbol in expr.free_symbols)  # type: ignore[attr-defined]
+    found = (_SYMBOL.fullmatch(name) for name in names)
+    return tuple((match[1], int(match[2])) for match in found if match and match[1])
 
 
 @functools.cache
@@ -144,38 +143,28 @@ class Printer:
         return f"{self.names.get(name, name)}({f',{space}'.join(args)})", ATOM
 
     def number(self, number: Any) -> tuple[str, int]:
-        fraction = _fraction(number)
-        is_double = fraction.denominator != 1 and fraction == Fraction(float(fraction))
-        out = repr(float(fraction)) if is_double else str(fraction)
+        is_double = exact(float(number)) == number  # ValueError for what no double can hold
+        out = repr(float(number)) if is_double and number.q != 1 else str(number)
         return out, ATOM if out.replace(".", "").isdigit() else SUM
 
     def product(self, number: Any, rest: Any) -> str:
-        coefficient, parts = _fraction(number), sympy.Mul.make_args(rest)
+        parts = sympy.Mul.make_args(rest)
         factors = "*".join(self.text(part, PRODUCT) for part in parts)
-        if coefficient == 1:
+        if number == 1:
             return factors
         if len(parts) > 1 and any(isinstance(part, sympy.Add) for part in parts):
             factors = f"({factors})"  # else sympy distributes the number over the sum when parsed
-        if coefficient == -1:
+        if number == -1:
             return f"-{factors}"
-        if coefficient == Fraction(float(coefficient)):
+        if number == exact(float(number)):
             return f"{self.text(number)}*{factors}"
-        top = {1: "", -1: "-"}.get(coefficient.numerator, f"{coefficient.numerator}*")
-        return f"{top}{factors}/{coefficient.denominator}"
+        top = {1: "", -1: "-"}.get(number.p, f"{number.p}*")
+        return f"{top}{factors}/{number.q}"
 
     def power(self, base: Any, exponent: Any) -> tuple[str, int]:
         if not isinstance(exponent, sympy.Rational):
             raise ValueError(f"a logit transform may not have {exponent} as an exponent")
         return f"{self.text(base, ATOM)}**{self.text(exponent, ATOM)}", PRODUCT
-
-
-def _fraction(number: Any) -> Fraction:
-    fraction = Fraction(int(number.p), int(number.q))
-    try:
-        float(fraction)
-    except OverflowError as error:
-        raise ValueError("a logit transform has a constant that no double can hold") from error
-    return fraction
 
 
 # Limit of an integer's length. Products of a few doubles' exact rationals stay far below.
@@ -202,9 +191,7 @@ def _read(node: ast.expr, source: str) -> Expr:
             return sympy.Integer(value)
         case ast.Constant(value=float() as value):
             return exact(value)
-        case ast.Name(id="z" | "l" as name):
-            return Z if name == "z" else L
-        case ast.Name(id=name) if _OPERAND.fullmatch(name):
+        case ast.Name(id=name) if _SYMBOL.fullmatch(name):
             return sympy.Symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
             return sympy.S.NegativeInfinity  # only a branch of a where has it in its text form
