@@ -28,11 +28,11 @@ import hashlib
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import sympy
-from sympy import Symbol
+from sympy import Expr, Symbol
 
 from fxpass.kernels import expression
 from fxpass.kernels.template import rendered
@@ -49,9 +49,6 @@ GAIN = 1024.0
 
 # f32's lowest number, the initial maximum. -inf would give exp(-inf - -inf), which is nan.
 LOWEST = "-3.4028234663852886e38"
-
-_CONSTANTS = {"GAIN": GAIN, "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "PADDING": PADDING}
-_CONSTANTS["LOG2_E"] = math.log2(math.e)
 
 
 class Kernel(NamedTuple):
@@ -90,7 +87,8 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
     :class:`Features`."""
     f, backward = Features(**present), not forward or bool(spec.total and spec.gradients)
     module = rendered(
-        **_CONSTANTS,
+        **{"GAIN": GAIN, "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "PADDING": PADDING},
+        LOG2_E=math.log2(math.e),
         **_of_logits(spec, f, backward),
         **_of_sums(spec, f, forward),
         **_of_gradient(spec, f, forward),
@@ -163,44 +161,37 @@ def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
     s10 = decay * s10 + sum(e)
     s11 = decay * (s10 * shift + s11) + sum(e * near)
     """
-    return [_of_moment(moment) for moment in raw(list(outputs)) if moment != _COUNTED]
+    found = []
+    sums = {moment: Symbol(_name(moment, kind="s")) for moment in raw(list(outputs))}
+    sums[Moment(0, 0)] = Symbol("start")  # so many classes are before this block
+    for moment in sums:
+        a, b, weight = moment.a, moment.b, moment.weight
+        shift = Symbol("shift" if a else "gap")
+        grown = expression.text(shifted(moment, sums, shift, _powers("decay", shift)))
+        if not a and b > 1:
+            grown = f"tl.where(grows, {grown}, {sums[moment]})"
+        factors = ["e"] * a + ["near" if a else "away"] * b + [f"w{weight}"] * (weight is not None)
+        found.append((str(sums[moment]), " * ".join(factors), grown))
+    return [one for one in found if one[0] != "start"]
 
 
-_COUNTED = Moment(0, 0)
-
-
-def _of_moment(moment: Moment) -> tuple[str, str, str]:
-    a, b, name = moment.a, moment.b, _name(moment, kind="s")
-    # of the classes before this block there are ``start``
-    sums = {m: Symbol("start" if m == _COUNTED else _name(m, kind="s")) for m in raw([moment])}
-    shift, decay = Symbol("shift" if a else "gap"), Symbol("decay")
-    # e is a multiple of the shift
-    grown = expression.text(shifted(moment, sums, shift, lambda e: decay ** (e / shift)))
-    if not a and b > 1:
-        grown = f"tl.where(grows, {grown}, {name})"
-    weight = [] if moment.weight is None else [f"w{moment.weight}"]
-    return name, " * ".join(["e"] * a + ["near" if a else "away"] * b + weight), grown
+def _powers(base: str, exponent: Expr) -> Callable[[Any], Any]:
+    """The exponential of multiples of an exponent, as powers of the variable ``base``."""
+    return lambda multiple: Symbol(base) ** (multiple / exponent)
 
 
 # ``peak``: nan if every logit is -inf
-_VALUES: dict[Output, str] = {
-    "lse": "of_row",
-    "pick": "z_c - m - log_s",
-    "at": "z_c",
-    "max": "highest",
-}
-_VALUES |= {"amax": "highest", "peak": 'tl.where(s10 == 0.0, float("nan"), -log_s)'}
+_VALUES: dict[Output, str] = {"lse": "of_row", "pick": "z_c - m - log_s", "at": "z_c"}
+_VALUES |= {"max": "highest", "amax": "highest"}
+_VALUES |= {"peak": 'tl.where(s10 == 0.0, float("nan"), -log_s)'}
 
 
 def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
     """The sums of both passes, and the outputs."""
     read = (*spec.outputs, *spec.total)
     sums = {m: Symbol(_name(m, kind="s")) for m in raw(read)}
-    log, inverse = Symbol("log_s"), Symbol("inverse")
-
-    def of_log(moment: Moment) -> str:
-        """The moment of the log-softmax; e is a multiple of the logarithm."""
-        return expression.text(normalised(moment, sums, log, lambda e: inverse ** (-e / log)))
+    log = Symbol("log_s")
+    exp = _powers("inverse", -log)
 
     def value(output: Output) -> str:
         return _VALUES.get(output, _name(output, spec.sums))
@@ -210,15 +201,14 @@ def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
         term = f"tl.where({d} == 0.0, 0.0, {d} * {f'({v})' if ' ' in v else v})"
         return f"tl.sum({term}, 0)" if f.several and output in OF_PICKS else term
 
-    functions: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
-    for output in spec.sums if forward else ():
-        called = f"of_{value(output)}({_arguments(output.function)})"
-        functions[output.late].append((value(output), called))
+    functions = {
+        o: (value(o), f"of_{value(o)}({_arguments(o.function)})") for o in spec.sums if forward
+    }
     return {
         "sums": sums_of(read),
-        "functions_of_logits": functions[False],
-        "late": functions[True],
-        "normalised": [(_name(moment), of_log(moment)) for moment in sums],
+        "functions_of_logits": [called for o, called in functions.items() if not o.late],
+        "late": [called for o, called in functions.items() if o.late],
+        "normalised": [(_name(m), expression.text(normalised(m, sums, log, exp))) for m in sums],
         "stored": [(place, value(o), mask) for o, place, mask in _places(spec.rows, f.several)],
         "saved": [value(output) for output in spec.saved],
         "total": [of_total(output) for output in spec.total],
@@ -235,7 +225,6 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
         terms.add_output(output, Symbol(f"d_{names[output]}{of_picks}"), sigmas)
     functions = [(names[o], o.slope, d) for o, d in terms.functions if o.slope != 0]
     places = _places(outputs, f.several)
-    of_each = _places(outputs, f.several, each="i")
 
     def added(some: Iterable[str]) -> str:
         return " + ".join(f"d_{output}" for output in some if output in outputs)
@@ -250,7 +239,7 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
         "slope": _slope(terms),
         "slopes": [f"{d} * slope_of_{name}({_arguments(slope)})" for name, slope, d in functions],
         "at_picks": [(i, expression.text(value)) for i, value in terms.at],
-        "places_of_picks": [place for output, place, _ in of_each if output in OF_PICKS],
+        "places_of_picks": [place.replace("k", "i") for o, place, _ in places if o in OF_PICKS],
         "picked": added(OF_PICKS),
         "at_first": "" if forward else added(("max", "peak")),
         "shares": not forward and "amax" in outputs,
@@ -270,15 +259,13 @@ def _slope(terms: Terms) -> str:
     return slope if vector else f"tl.zeros((BLOCK_V,), tl.float32) + {slope}"
 
 
-def _places(
-    outputs: Iterable[Output], several: bool, each: str = "k"
-) -> list[tuple[Output, str, str]]:
+def _places(outputs: Iterable[Output], several: bool) -> list[tuple[Output, str, str]]:
     """The row of each output, and the mask of its picks; ``several``: a pick has K rows."""
     found, rows, picked = [], 0, 0
     for output in outputs:
         many = several and output in OF_PICKS
         of_picks = [{1: "K"}.get(picked, f"{picked} * K")] * (picked > 0)
-        place = " + ".join([*[f"{rows}"] * (rows > 0 or not picked), *of_picks, *[each] * many])
+        place = " + ".join([*[f"{rows}"] * (rows > 0 or not picked), *of_picks, *["k"] * many])
         mask = ", mask=k < K" * many
         found.append((output, f"({place})" if " " in place else place, mask))
         rows, picked = rows + (not many), picked + many
