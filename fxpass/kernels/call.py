@@ -84,16 +84,12 @@ class Launch(NamedTuple):
     candidates: tuple[Candidate, ...]
 
     @property
-    def kernel(self) -> Kernel:
-        return self.candidates[0].kernel
-
-    @property
     def name(self) -> str:
-        return self.kernel.name
+        return self.candidates[0].kernel.name
 
     @property
     def source(self) -> str:
-        return self.kernel.source
+        return self.candidates[0].kernel.source
 
     @property
     def options(self) -> dict[str, int]:
@@ -152,8 +148,7 @@ def launches(spec: Reductions, operands: Operands, gpu: Gpu) -> tuple[Launch, ..
 _BLOCK_BYTES = 1 << 14
 # Other candidates, (bytes of a block, warps): more work per thread, or smaller programs. The large
 # one spills 8 bytes on sm_120. A slice may have a few hundred classes only.
-_LARGE, *_BLOCKS = ((_BLOCK_BYTES, 8), (_BLOCK_BYTES // 2, 8), (_BLOCK_BYTES // 4, 4))
-_SMALL = (_BLOCK_BYTES // 16, 1)
+_LARGE, _OTHERS, _SMALL = (1 << 14, 8), ((1 << 13, 8), (1 << 12, 4)), (1 << 10, 1)
 # Elements of the largest row that fits, with its exponentials, into the registers of 1024 threads.
 _LARGEST_ROW = 1 << 14
 
@@ -178,9 +173,8 @@ def blocks(
     default = block, max(1, min(16, block // 512))
     if spec.operands or spec.late:
         return [default]  # others spill on sm_80
-    sizes = [*_BLOCKS, _SMALL] if sliced else _BLOCKS
-    if not sliced and not target.startswith("sm_12"):
-        sizes = [_LARGE, *sizes]
+    large = [_LARGE] * (not sliced and not target.startswith("sm_12"))
+    sizes = (*large, *_OTHERS, *[_SMALL] * sliced)
     others = [(size // dtype.itemsize, warps) for size, warps in sizes]
     others = [(size, warps) for size, warps in others if size <= whole]
     if light and block < whole <= _LARGEST_ROW:

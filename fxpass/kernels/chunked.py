@@ -7,7 +7,7 @@ weight and bias. Between the two, :mod:`fxpass.kernels.reductions` launches a ke
     >>> x, weight = torch.randn(4, 8), torch.randn(10, 8)  # on a GPU
     >>> operands = Operands(x, weight, None, None, None, ())
     >>> part = Part(slice(0, 2), slice(0, 10))
-    >>> logits = logits_of(operands, part, padded_buffer(x, 2, 10))
+    >>> logits = logits_of(operands, part, torch.empty(2, 16))
     >>> gradients = Gradients(operands, ("x",), factor=1.0)
     >>> gradients.add(part, logits)
     >>> gradients.found["x"].shape
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
 from fxpass.kernels.render import Kernel
-from fxpass.plan.plan import UPCAST_CLASSES, padded
+from fxpass.plan.plan import UPCAST_CLASSES
 from fxpass.spec.dtypes import gradient_dtype
 from fxpass.spec.operands import Operands
 
@@ -51,28 +51,28 @@ class Part(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.rows.stop - self.rows.start, self.classes.stop - self.classes.start
 
+    def of(self, buffer: Tensor) -> Tensor:
+        """Its place in a buffer that all parts share."""
+        n, v = self.shape
+        return buffer[:n, :v]
+
 
 # ---------------------------------------------------------------- the logits
 
 
-def chunks(n: int, rows: int) -> list[slice]:
-    """Divides ``n`` rows into the fewest chunks of at most ``rows`` rows, of about equal size.
-
-    >>> chunks(4100, 4096)
-    [slice(0, 2176, None), slice(2176, 4100, None)]
-    """
-    if not n:
-        return []
-    fewest = -(-n // rows)
-    even = -(-n // fewest)
+def chunks(operands: Operands, rows: int) -> list[Part]:
+    """Divides the rows into the fewest chunks of at most ``rows`` rows, of about equal size."""
+    n, v = len(operands.x), len(operands.weight)
+    even = -(-n // max(1, -(-n // rows)))
     rows = min(rows, -(-even // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
-    return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
+    return [Part(slice(i, min(i + rows, n)), slice(0, v)) for i in range(0, n, rows or 1)]
 
 
-def padded_buffer(x: Tensor, rows: int, v: int) -> Tensor:
-    """An empty buffer ``[rows, v]`` in the dtype of x; rows start at multiples of
-    ``plan.PADDING`` elements, for vector loads and GEMMs."""
-    return x.new_empty((rows, padded(v)))[:, :v]
+def slices(operands: Operands, classes: int) -> list[Part]:
+    """Divides the classes, ``classes`` at a time; none if there are no rows."""
+    n, v = len(operands.x), len(operands.weight)
+    starts = range(0, v if n else 0, classes)
+    return [Part(slice(0, n), slice(i, min(i + classes, v))) for i in starts]
 
 
 def logits_of(
@@ -85,8 +85,7 @@ def logits_of(
         given = operands.logits[rows, classes]
         return given if given.stride(1) == 1 else given.contiguous()
     assert buffer is not None
-    n, v = part.shape
-    out = buffer[:n, :v]
+    out = part.of(buffer)
     if not compute:
         return out
     x, weight, bias = operands.x[rows], operands.weight[classes], None

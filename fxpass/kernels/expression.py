@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import sympy
-from sympy import Expr, Symbol
+from sympy import Expr
 
 from fxpass.spec import expression
-from fxpass.spec.expression import L, operands
-from fxpass.spec.functions import FUNCTIONS, Where
+from fxpass.spec.expression import ATOM, PRODUCT, SUM, L, Printer, operands
+from fxpass.spec.functions import Where
 
 
 def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
@@ -87,70 +87,42 @@ def function(name: str, *values: Expr) -> str:
     return "\n".join(["@triton.jit", define, *(f"    {line}" for line in lines)])
 
 
-_SUM, _PRODUCT, _ATOM = 0, 1, 2
-
 # The functions of :mod:`fxpass.spec.functions` that ``tl`` has.
-_BUILT_IN = {name: f"tl.{name}" for name in ("exp", "exp2", "log", "erf", "abs", "sin", "cos")}
-_BUILT_IN["sqrt"] = "tl.sqrt_rn"
+_BUILT_IN = ("where", "exp", "exp2", "log", "erf", "abs", "sin", "cos")
 
 
-def text(expr: Any, level: int = _SUM) -> str:
-    """An expression of f32 numbers in Triton, in parentheses if its precedence is lower than
-    ``level``."""
-    out, strength = _written(expr)
-    return f"({out})" if strength < level else out
+class _Triton(Printer):
+    """Prints expressions of f32 numbers in Triton."""
+
+    space, lowest = " ", '-float("inf")'
+    names = {name: f"tl.{name}" for name in _BUILT_IN} | {"sqrt": "tl.sqrt_rn"}
+
+    def written(self, expr: Any) -> tuple[str, int]:
+        return self.number(expr) if expr.is_number else super().written(expr)
+
+    def number(self, number: Any) -> tuple[str, int]:
+        value = float(number)
+        # Triton makes a double of a constant outside f32's range, where torch rounds it to f32.
+        if abs(value) < 2.0**-126:
+            value = 0.0
+        elif abs(value) >= 2.0**128:
+            return ('float("inf")' if value > 0 else self.lowest), PRODUCT
+        return repr(value), SUM if value < 0 else ATOM
+
+    def product(self, number: Any, rest: Any) -> str:
+        parts = rest.as_ordered_factors()
+        factors = " * ".join(self.text(part, ATOM) for part in parts)
+        if number == -1:
+            return f"-{factors if len(parts) > 1 else self.text(rest, PRODUCT)}"
+        return factors if number == 1 else f"{self.text(number)} * {factors}"
+
+    def power(self, base: Any, exponent: Any) -> tuple[str, int]:
+        if not exponent.is_Integer:
+            return f"tl.exp({self.text(exponent)} * tl.log({self.text(base)}))", ATOM
+        product = " * ".join([self.text(base, ATOM)] * abs(int(exponent)))
+        if exponent > 0:
+            return product, PRODUCT
+        return f"1.0 / {f'({product})' if exponent < -1 else product}", PRODUCT
 
 
-def _written(expr: Any) -> tuple[str, int]:
-    """The text, and the precedence of its outermost operation."""
-    if expr.is_number:
-        return _number(expr)
-    if isinstance(expr, Symbol):
-        return expr.name, _ATOM
-    if isinstance(expr, sympy.Add):
-        first, *rest = (text(term) for term in expr.as_ordered_terms())
-        joined = (f" - {t[1:]}" if t.startswith("-") else f" + {t}" for t in rest)
-        return first + "".join(joined), _SUM
-    if isinstance(expr, sympy.Mul):
-        return _product(expr)
-    if isinstance(expr, sympy.Pow):
-        return _power(expr)
-    args = [text(arg) for arg in expr.args]
-    if isinstance(expr, Where):
-        x, y, *branches = args
-        first = f"{y} {expr.mirrored} {x}" if expr.args[0].is_number else f"{x} {expr.symbol} {y}"
-        return f"tl.where({', '.join([first, *branches])})", _ATOM
-    name = type(expr).__name__
-    assert FUNCTIONS[name].symbolic is type(expr), expr
-    return f"{_BUILT_IN.get(name, name)}({', '.join(args)})", _ATOM
-
-
-def _number(number: Expr) -> tuple[str, int]:
-    value = float(number)
-    # Triton makes a double of a constant outside f32's range, where torch rounds it to f32.
-    if abs(value) < 2.0**-126:
-        value = 0.0
-    elif abs(value) >= 2.0**128:
-        return ('float("inf")' if value > 0 else '-float("inf")'), _PRODUCT
-    return repr(value), _SUM if value < 0 else _ATOM
-
-
-def _product(expr: sympy.Mul) -> tuple[str, int]:
-    coefficient, rest = expr.as_coeff_Mul()
-    parts = rest.as_ordered_factors()
-    factors = " * ".join(text(part, _ATOM) for part in parts)
-    if coefficient == 1:
-        return factors, _PRODUCT
-    if coefficient == -1:
-        return f"-{factors if len(parts) > 1 else text(rest, _PRODUCT)}", _SUM
-    return f"{_number(coefficient)[0]} * {factors}", _PRODUCT if coefficient > 0 else _SUM
-
-
-def _power(expr: sympy.Pow) -> tuple[str, int]:
-    base, exponent = expr.as_base_exp()
-    if not exponent.is_Integer:
-        return f"tl.exp({_number(exponent)[0]} * tl.log({text(base)}))", _ATOM
-    product = " * ".join([text(base, _ATOM)] * abs(int(exponent)))
-    if exponent > 0:
-        return product, _PRODUCT
-    return f"1.0 / {f'({product})' if exponent < -1 else product}", _PRODUCT
+text = _Triton().text

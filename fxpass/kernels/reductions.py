@@ -21,16 +21,17 @@ after a first run has compiled the kernel and tuned its blocks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fxpass.kernels import call, render, tuning
 from fxpass.kernels.call import Candidate
-from fxpass.kernels.chunked import Gradients, Part, chunks, load, logits_of, padded_buffer
+from fxpass.kernels.chunked import Gradients, Part, chunks, load, logits_of, slices
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.devices import on_device
-from fxpass.plan.plan import Plan
-from fxpass.spec.dtypes import compute_dtype
+from fxpass.plan.plan import Plan, padded
 from fxpass.spec.operands import Operands, Outputs, empty
 from fxpass.spec.reductions import Reductions
 
@@ -43,7 +44,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         coef, unscale = operands.coef, None
         if coef is not None:
             coef, unscale = scale_incoming(operands, spec.total, coef)
-        grads = _Run(operands, spec, out, coef, forward=True).in_chunks(plan.rows)
+        grads = _Run(operands, spec, out, coef, forward=True).over(chunks(operands, plan.rows))
         _multiply(unscale, out.total, *grads.values())
         return out, grads
 
@@ -61,10 +62,10 @@ def backward(
         incoming, unscale = scale_incoming(operands, spec.rows, incoming)
         run = _Run(operands, spec, out, incoming, forward=False)
         if plan.strategy == "tiled" and render.in_slices(spec):
-            grads = run.in_slices(plan.classes, unscale)
+            grads = run.over(slices(operands, plan.classes), sliced=True, unscale=unscale)
             _multiply(unscale, *(grads[name] for name in ("x", "scale") if name in grads))
         else:
-            grads = run.in_chunks(plan.rows)
+            grads = run.over(chunks(operands, plan.rows))
             _multiply(unscale, *grads.values())
         return grads
 
@@ -87,91 +88,71 @@ class _Run:
         incoming: Tensor | None,
         forward: bool,
     ):
-        x, bias, scale, picks = operands.x, operands.bias, operands.scale, operands.picks
+        x, picks, scale, k = operands.x, operands.picks, operands.scale, 0
         self.operands, self.factor = operands, render.gradient_factor(spec)
         (self.row,) = call.for_reductions(spec, operands, call.gpu_of(x.device), forward)
         self.gradients = spec.gradients if spec.total or not forward else ()
-        dtype, trained = compute_dtype(x.dtype), "scale" in self.gradients
-        self.scale_grad = x.new_zeros(len(x), dtype=dtype) if trained else None
-        self.of_row = {
-            "scale": None if scale is None else scale.contiguous(),
-            "picks": None if picks is None else operands.classes().contiguous(),
-            "scale_grad": None if self.scale_grad is None else torch.empty_like(self.scale_grad),
-            **{"lse": out.lse, "rest": out.rest, "total": out.total},
-        }
-        self.of_output = {"saved": out.saved, "incoming": incoming}
-        if forward:
-            self.of_output |= {"outputs": out.rows, "indices": out.indices}
-        given = (w.view(torch.uint8) if w.dtype == torch.bool else w for w in operands.given)
-        # vectors once, values a part at a time
-        self.of_class = {
-            f"given{i}": w.contiguous() if w.dim() == 1 else w for i, w in enumerate(given)
-        }
-        if bias is not None and call.adds_bias(operands):
-            self.of_class["bias"] = bias.contiguous()
-        k = 0 if picks is None else operands.classes().shape[1]
+        if picks is not None:
+            picks, k = operands.classes().contiguous(), operands.classes().shape[1]
         self.sizes = {"N": len(x), "K": k, "PICKS": 1 << max(0, k - 1).bit_length()}
+        # what the kernel may read and write, by the dimensions of which a part has some
+        self.of_rows: dict[str, Any] = {"lse": out.lse, "rest": out.rest, "total": out.total}
+        self.of_rows |= {"picks": picks, "scale": None if scale is None else scale.contiguous()}
+        self.of_rows["scale_grad"] = x.new_empty(len(x), dtype=torch.float32)
+        self.of_outputs: dict[str, Any] = {"outputs": out.rows, "indices": out.indices}
+        self.of_outputs |= {"saved": out.saved, "incoming": incoming}
+        self.of_classes: dict[str, Any] = {"bias": operands.bias}
+        for i, w in enumerate(operands.given):
+            self.of_classes[f"given{i}"] = w.view(torch.uint8) if w.dtype == torch.bool else w
 
-    def in_chunks(self, rows: int) -> dict[str, Tensor]:
-        """The gradients, ``rows`` rows at a time."""
-        classes = slice(0, len(self.operands.weight))
-        return self._over([Part(some, classes) for some in chunks(len(self.operands.x), rows)])
-
-    def in_slices(self, classes: int, unscale: Tensor | None) -> dict[str, Tensor]:
-        """The gradients, ``classes`` classes at a time; those of the weight and the bias are
-        multiplied by ``unscale``."""
-        rows, v = slice(0, len(self.operands.x)), len(self.operands.weight)
-        slices = [slice(i, min(i + classes, v)) for i in range(0, v, classes)]
-        parts = [Part(rows, some) for some in slices] if rows.stop else []
-        return self._over(parts, sliced=True, unscale=unscale)
-
-    def _over(
+    def over(
         self, parts: list[Part], sliced: bool = False, unscale: Tensor | None = None
     ) -> dict[str, Tensor]:
+        """The gradients, a part of the logits at a time; of slices of the classes, those of the
+        weight and the bias are multiplied by ``unscale``."""
         operands, x, buffer = self.operands, self.operands.x, None
         products = tuple(name for name in self.gradients if name != "scale")
         sums = Gradients(operands, products, self.factor, len(parts), sliced, unscale)
-        if parts and (self.gradients or operands.logits is None):
-            buffer = padded_buffer(x, *map(max, zip(*(part.shape for part in parts), strict=True)))
-        chosen = self.row.candidates[0]
-        if parts:
-            # timed on the uninitialised buffer, before its first GEMM: it needs no memory, and the
-            # real launch overwrites the outputs that the timing wrote
-            first = logits_of(operands, parts[0], buffer, compute=False)
-            chosen = tuning.best(
-                load(self.row.kernel),
-                x.device,
-                first.dtype,
-                parts[0].shape,
-                self.row.candidates,
-                lambda candidate: self._launch(candidate, parts[0], first, buffer),
-            )
+        grads = sums.found
+        if "scale" in self.gradients:
+            grads = grads | {"scale": x.new_zeros(len(x), dtype=torch.float32)}
+        if not parts:
+            return grads
+        if self.gradients or operands.logits is None:
+            n, v = (max(sizes) for sizes in zip(*(part.shape for part in parts), strict=True))
+            buffer = x.new_empty((n, padded(v)))
+        # timed on the uninitialised buffer, before its first GEMM: it needs no memory, and the real
+        # launch overwrites the outputs that the timing wrote
+        first = logits_of(operands, parts[0], buffer, compute=False)
+        chosen = tuning.best(
+            load(self.row.candidates[0].kernel),
+            x.device,
+            first.dtype,
+            parts[0].shape,
+            self.row.candidates,
+            lambda candidate: self._launch(candidate, parts[0], first, buffer),
+        )
         for part in parts:
-            g = self._launch(chosen, part, logits_of(operands, part, buffer), buffer)
-            if g is not None and self.gradients:
-                sums.add(part, g)
-            if self.scale_grad is not None and (of_part := self.of_row["scale_grad"]) is not None:
-                self.scale_grad[part.rows] += of_part[part.rows]
-        return sums.found | ({} if self.scale_grad is None else {"scale": self.scale_grad})
+            self._launch(chosen, part, logits_of(operands, part, buffer), buffer)
+            if buffer is not None and self.gradients:
+                sums.add(part, part.of(buffer))
+            if "scale" in grads:
+                grads["scale"][part.rows] += self.of_rows["scale_grad"][part.rows]
+        return grads
 
-    def _launch(
-        self, chosen: Candidate, part: Part, logits: Tensor, buffer: Tensor | None
-    ) -> Tensor | None:
-        """Runs the kernel on some logits; returns the part of the buffer with their gradient."""
-        rows, classes = part
+    def _launch(self, chosen: Candidate, part: Part, logits: Tensor, buffer: Tensor | None) -> None:
+        """Runs the kernel on a part of the logits; their gradient is written to the buffer."""
+        kernel, (rows, classes) = load(chosen.kernel), part
+        given = {"logits": logits, "gradient": None if buffer is None else part.of(buffer)}
+        for tensors, place in (self.of_rows, rows), (self.of_outputs, (slice(None), rows)):
+            given |= {name: t[place] for name, t in tensors.items() if name in kernel.arg_names}
+        for name, t in self.of_classes.items():
+            if name in kernel.arg_names:
+                some = t[classes] if t.dim() == 1 else t[rows, classes]
+                given[name] = some if some.stride(-1) == 1 else some.contiguous()
+        strides = {f"{name}_stride": t.stride(0) for name, t in given.items() if t is not None}
         n, v = part.shape
-        gradient = None if buffer is None else buffer[:n, :v]
-        given = {name: t[rows] for name, t in self.of_row.items() if t is not None}
-        given |= {name: t[:, rows] for name, t in self.of_output.items() if t is not None}
         sizes = {**self.sizes, "V": v, "slice_start": classes.start, "stride": logits.stride(0)}
-        if gradient is not None:
-            given["gradient"], sizes["gradient_stride"] = gradient, gradient.stride(0)
-        for name, t in self.of_class.items():
-            some = t[classes] if t.dim() == 1 else t[rows, classes]
-            given[name] = some if some.stride(-1) == 1 else some.contiguous()
-            sizes[f"{name}_stride"] = given[name].stride(0)
-        kernel = load(chosen.kernel)
-        arguments = {**given, **sizes, "logits": logits}
+        arguments = {**given, **sizes, **strides}
         known = {name: value for name, value in arguments.items() if name in kernel.arg_names}
         kernel[(n,)](**known, **chosen.options)
-        return gradient

@@ -28,11 +28,11 @@ import hashlib
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import sympy
-from sympy import Symbol
+from sympy import Expr, Symbol
 
 from fxpass.kernels import expression
 from fxpass.kernels.template import rendered
@@ -49,10 +49,6 @@ GAIN = 1024.0
 
 # f32's lowest number, the initial maximum. -inf would give exp(-inf - -inf), which is nan.
 LOWEST = "-3.4028234663852886e38"
-
-_CONSTANTS = {"GAIN": GAIN, "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "PADDING": PADDING}
-_CONSTANTS["LOG2_E"] = math.log2(math.e)
-_NAME = "kernel_NAME"
 
 
 class Kernel(NamedTuple):
@@ -91,17 +87,18 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
     :class:`Features`."""
     f, backward = Features(**present), not forward or bool(spec.total and spec.gradients)
     module = rendered(
-        **_CONSTANTS,
+        **{"GAIN": GAIN, "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "PADDING": PADDING},
+        LOG2_E=math.log2(math.e),
         **_of_logits(spec, f, backward),
         **_of_sums(spec, f, forward),
         **_of_gradient(spec, f, forward),
-        **{"f": f, "spec": spec, "forward": forward, "backward": backward, "name": _NAME},
+        **{"f": f, "spec": spec, "forward": forward, "backward": backward, "name": "kernel_NAME"},
         sliced=not forward and in_slices(spec),
         gain=f"{GAIN} * " if backward else "",
     )
     name = "class_reductions" if forward else "class_reductions_backward"
     name = f"{name}_{hashlib.sha256(module.encode()).hexdigest()[:8]}"
-    return Kernel(name, module.replace(_NAME, name))
+    return Kernel(name, module.replace("kernel_NAME", name))
 
 
 def in_slices(spec: Reductions) -> bool:
@@ -164,58 +161,54 @@ def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
     s10 = decay * s10 + sum(e)
     s11 = decay * (s10 * shift + s11) + sum(e * near)
     """
-    return [_of_moment(moment) for moment in raw(list(outputs)) if moment != _COUNTED]
+    found = []
+    sums = {moment: Symbol(_name(moment, kind="s")) for moment in raw(list(outputs))}
+    sums[Moment(0, 0)] = Symbol("start")  # so many classes are before this block
+    for moment in sums:
+        a, b, weight = moment.a, moment.b, moment.weight
+        shift = Symbol("shift" if a else "gap")
+        grown = expression.text(shifted(moment, sums, shift, _powers("decay", shift)))
+        if not a and b > 1:
+            grown = f"tl.where(grows, {grown}, {sums[moment]})"
+        factors = ["e"] * a + ["near" if a else "away"] * b + [f"w{weight}"] * (weight is not None)
+        found.append((str(sums[moment]), " * ".join(factors), grown))
+    return [one for one in found if one[0] != "start"]
 
 
-_COUNTED = Moment(0, 0)
-
-
-def _of_moment(moment: Moment) -> tuple[str, str, str]:
-    a, b, name = moment.a, moment.b, _name(moment)
-    # of the classes before this block there are ``start``
-    sums = {m: Symbol("start" if m == _COUNTED else _name(m)) for m in raw([moment])}
-    shift, decay = Symbol("shift" if a else "gap"), Symbol("decay")
-    # e is a multiple of the shift
-    grown = expression.text(shifted(moment, sums, shift, lambda e: decay ** (e / shift)))
-    if not a and b > 1:
-        grown = f"tl.where(grows, {grown}, {name})"
-    weight = [] if moment.weight is None else [f"w{moment.weight}"]
-    return name, " * ".join(["e"] * a + ["near" if a else "away"] * b + weight), grown
+def _powers(base: str, exponent: Expr) -> Callable[[Any], Any]:
+    """The exponential of multiples of an exponent, as powers of the variable ``base``."""
+    return lambda multiple: Symbol(base) ** (multiple / exponent)
 
 
 # ``peak``: nan if every logit is -inf
-_VALUES = {"lse": "of_row", "pick": "z_c - m - log_s", "at": "z_c", "max": "highest"}
-_VALUES |= {"amax": "highest", "peak": 'tl.where(s10 == 0.0, float("nan"), -log_s)'}
+_VALUES: dict[Output, str] = {"lse": "of_row", "pick": "z_c - m - log_s", "at": "z_c"}
+_VALUES |= {"max": "highest", "amax": "highest"}
+_VALUES |= {"peak": 'tl.where(s10 == 0.0, float("nan"), -log_s)'}
 
 
 def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
     """The sums of both passes, and the outputs."""
     read = (*spec.outputs, *spec.total)
-    sums, names = {m: Symbol(_name(m)) for m in raw(read)}, names_of(spec)
-    log, inverse = Symbol("log_s"), Symbol("inverse")
-
-    def of_log(moment: Moment) -> str:
-        """The moment of the log-softmax; e is a multiple of the logarithm."""
-        return expression.text(normalised(moment, sums, log, lambda e: inverse ** (-e / log)))
+    sums = {m: Symbol(_name(m, kind="s")) for m in raw(read)}
+    log = Symbol("log_s")
+    exp = _powers("inverse", -log)
 
     def value(output: Output) -> str:
-        if isinstance(output, str):
-            return _VALUES[output]
-        return names[output] if isinstance(output, Sum) else _name(output, "m")
+        return _VALUES.get(output, _name(output, spec.sums))
 
     def of_total(output: Output) -> str:
-        d, v = _gradient(output, names), value(output)
+        d, v = f"d_{_name(output, spec.sums)}", value(output)
         term = f"tl.where({d} == 0.0, 0.0, {d} * {f'({v})' if ' ' in v else v})"
         return f"tl.sum({term}, 0)" if f.several and output in OF_PICKS else term
 
-    functions: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
-    for output, name in names.items() if forward else ():
-        functions[output.late].append((name, f"of_{name}({_arguments(output.function)})"))
+    functions = {
+        o: (value(o), f"of_{value(o)}({_arguments(o.function)})") for o in spec.sums if forward
+    }
     return {
         "sums": sums_of(read),
-        "functions_of_logits": functions[False],
-        "late": functions[True],
-        "normalised": [(_name(moment, "m"), of_log(moment)) for moment in sums],
+        "functions_of_logits": [called for o, called in functions.items() if not o.late],
+        "late": [called for o, called in functions.items() if o.late],
+        "normalised": [(_name(m), expression.text(normalised(m, sums, log, exp))) for m in sums],
         "stored": [(place, value(o), mask) for o, place, mask in _places(spec.rows, f.several)],
         "saved": [value(output) for output in spec.saved],
         "total": [of_total(output) for output in spec.total],
@@ -225,32 +218,28 @@ def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
 def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
     """The incoming gradients, those of a total are its weights, and the gradient of a logit."""
     outputs = spec.total or (() if forward else spec.rows)
-    names = names_of(spec)
-    sigmas: dict[Output, Symbol] = {
-        o: Symbol(names[o] if isinstance(o, Sum) else _name(o, "m")) for o in for_slopes(outputs)
-    }
-    terms = Terms()
+    names = {o: _name(o, spec.sums) for o in (*outputs, *for_slopes(outputs))}
+    terms, sigmas = Terms(), {o: Symbol(name) for o, name in names.items()}
     for output in outputs:
         of_picks = "_sum" if f.several and output in OF_PICKS else ""
-        terms.add_output(output, Symbol(f"{_gradient(output, names)}{of_picks}"), sigmas)
+        terms.add_output(output, Symbol(f"d_{names[output]}{of_picks}"), sigmas)
     functions = [(names[o], o.slope, d) for o, d in terms.functions if o.slope != 0]
     places = _places(outputs, f.several)
-    of_each = _places(outputs, f.several, each="i")
 
     def added(some: Iterable[str]) -> str:
-        return " + ".join(_gradient(output, names) for output in some if output in outputs)
+        return " + ".join(f"d_{output}" for output in some if output in outputs)
 
     return {
-        "incoming": [(_gradient(output, names), *place) for output, *place in places],
+        "incoming": [(f"d_{names[output]}", *place) for output, *place in places],
         "coefficients": [
-            (_coefficient(a, b, weight), expression.text(value))
+            (_name(Moment(a, b, weight), kind="c"), expression.text(value))
             for (a, weight), polynomial in terms.coefficients.items()
             for b, value in polynomial.items()
         ],
         "slope": _slope(terms),
         "slopes": [f"{d} * slope_of_{name}({_arguments(slope)})" for name, slope, d in functions],
         "at_picks": [(i, expression.text(value)) for i, value in terms.at],
-        "places_of_picks": [place for output, place, _ in of_each if output in OF_PICKS],
+        "places_of_picks": [place.replace("k", "i") for o, place, _ in places if o in OF_PICKS],
         "picked": added(OF_PICKS),
         "at_first": "" if forward else added(("max", "peak")),
         "shares": not forward and "amax" in outputs,
@@ -261,7 +250,8 @@ def _slope(terms: Terms) -> str:
     """The slope of a logit, from its coefficients; a block if each class has the same."""
     log, softmax, found = Symbol("l"), Symbol("p"), []
     for (a, weight), polynomial in terms.coefficients.items():
-        sums = sympy.Add(*(Symbol(_coefficient(a, b, weight)) * log**b for b in polynomial))
+        powers = ((_name(Moment(a, b, weight), kind="c"), log**b) for b in polynomial)
+        sums = sympy.Add(*(Symbol(name) * power for name, power in powers))
         w = 1 if weight is None else Symbol(f"w{weight}")
         found.append(softmax**a * w * sympy.horner(sums, wrt=log))
     slope = expression.text(sympy.Add(*found))
@@ -269,15 +259,13 @@ def _slope(terms: Terms) -> str:
     return slope if vector else f"tl.zeros((BLOCK_V,), tl.float32) + {slope}"
 
 
-def _places(
-    outputs: Iterable[Output], several: bool, each: str = "k"
-) -> list[tuple[Output, str, str]]:
+def _places(outputs: Iterable[Output], several: bool) -> list[tuple[Output, str, str]]:
     """The row of each output, and the mask of its picks; ``several``: a pick has K rows."""
     found, rows, picked = [], 0, 0
     for output in outputs:
         many = several and output in OF_PICKS
         of_picks = [{1: "K"}.get(picked, f"{picked} * K")] * (picked > 0)
-        place = " + ".join([*[f"{rows}"] * (rows > 0 or not picked), *of_picks, *[each] * many])
+        place = " + ".join([*[f"{rows}"] * (rows > 0 or not picked), *of_picks, *["k"] * many])
         mask = ", mask=k < K" * many
         found.append((output, f"({place})" if " " in place else place, mask))
         rows, picked = rows + (not many), picked + many
@@ -287,24 +275,10 @@ def _places(
 # ---------------------------------------------------------------- names
 
 
-def names_of(spec: Reductions) -> dict[Sum, str]:
-    """The variables of the sums of functions."""
-    return {output: f"sum{i}" for i, output in enumerate(spec.sums)}
-
-
-def _name(output: Output, kind: str = "s") -> str:
-    """The variable of a raw sum, or with ``kind`` m that of a moment of the log-softmax."""
-    assert isinstance(output, Moment), "ATen finds the largest logits"
-    name = f"{kind}{output.a}{output.b}"
-    return name if output.weight is None else f"{name}_{output.weight}"
-
-
-def _gradient(output: Output, names: Mapping[Sum, str]) -> str:
-    """The variable of an incoming gradient."""
-    if isinstance(output, Sum):
-        return f"d_{names[output]}"
-    return f"d_{output if isinstance(output, str) else _name(output, 'm')}"
-
-
-def _coefficient(a: int, b: int, weight: int | None) -> str:
-    return _name(Moment(a, b, weight), "c")
+def _name(output: Output, sums: Sequence[Sum] = (), kind: str = "m") -> str:
+    """The variable of an output, one of ``sums`` if it is a sum of functions; with ``kind`` s that
+    of a moment's raw sum, with c that of a coefficient."""
+    if isinstance(output, Moment):
+        weight = "" if output.weight is None else f"_{output.weight}"
+        return f"{kind}{output.a}{output.b}{weight}"
+    return f"sum{sums.index(output)}" if isinstance(output, Sum) else str(output)

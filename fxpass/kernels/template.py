@@ -48,23 +48,21 @@ def without_unread(module: str) -> str:
     for function in functions[:-1]:
         if function.name not in read:  # with two empty lines after it
             gone |= set(range(function.lineno - 2, (function.end_lineno or 0) + 2))
-    lines, kept = module.splitlines(keepends=True), list[str]()
-    for i in range(len(lines) - 1, -1, -1):
-        line = lines[i]
-        if i + 1 in gone and line.lstrip().startswith("#"):
-            gone.add(i)
-        inside = i >= kernel.body[0].lineno
-        # one empty line in place of several, and none at the end
-        if i not in gone and not (inside and line == "\n" and kept[-1:] in ([], ["\n"])):
-            kept.append(line)
-    text = "".join(reversed(kept))
+    lines = module.splitlines(keepends=True)
+    for i in range(len(lines) - 1, 0, -1):
+        if i in gone and lines[i - 1].lstrip().startswith("#"):
+            gone.add(i - 1)
+    left, start = ["" if i in gone else line for i, line in enumerate(lines)], kernel.body[0].lineno
+    # one empty line in place of several, and none at the end
+    body = re.sub(r"^\n+", "\n", "".join(left[start - 1 :]), flags=re.M).rstrip("\n")
 
     def named(names: re.Match[str]) -> str:
         """A list of names that ``triton.jit`` gets."""
         return str([name for name in re.findall(r"\w+", names[0]) if name in parameters])
 
-    jit = lines[kernel.lineno - 2]
-    return text.replace(jit, re.sub(r"\[.*?\]", named, jit).replace("'", '"'))
+    i = kernel.lineno - 2
+    left[i] = re.sub(r"\[.*?\]", named, lines[i]).replace("'", '"')
+    return f"{''.join(left[: start - 1])}{body}\n"
 
 
 def _read_before(

@@ -10,14 +10,15 @@ candidate. Out: the fastest candidate; the first, the default, when timing is no
 
 The times are stored in Triton's cache directory, so the next process times nothing. Not with
 ``triton.autotune``: it times for every new number of tokens, also while a CUDA graph is captured,
-which makes the capture fail; launches each slow candidate at least six times; allocates 256 MiB to
-clear the L2 cache, as much as the whole scratch of a call; copies what a kernel overwrites within
-the measured time; and knows one kernel only, where a candidate may be another one here (one block
-for a row, or several).
+which makes the capture fail; allocates 256 MiB to clear the L2 cache, as much as the whole scratch
+of a call; and knows one kernel only, where a candidate may be another one here (one block for a
+row, or several).
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -38,10 +39,8 @@ Candidate = TypeVar("Candidate")
 
 log = logging.getLogger(__name__)
 
-# A quick kernel is timed in rounds of several launches. A kernel is quick if that takes at most so
-# many ms; a slow one is timed one launch at a time, within the same limit. No further candidate is
-# launched once all took TOTAL_MS.
-ROUNDS, LAUNCHES, CANDIDATE_MS, TOTAL_MS = 5, 4, 100.0, 2000.0
+# A kernel is timed in rounds of several launches, if they take at most so many ms; else once.
+ROUNDS, LAUNCHES, LIMIT_MS = 5, 4, 100.0
 NEVER = float("inf")
 
 _chosen: dict[str, int] = {}
@@ -100,41 +99,32 @@ def _fastest(
         times = json.loads(Path(path).read_text())
         # A CUDA graph may be captured with other sizes, which take the default, and no kernel can
         # be loaded then.
-        try:
+        with contextlib.suppress(Exception):
             launch(candidates[0])
-        except Exception as error:
-            log.debug("the default does not run: %s", error)
         return times.index(min(times))
-    times, spent, stored = list[float](), 0.0, True
+    times, errors = list[float](), list[str]()
     for candidate in candidates:
-        time = NEVER
         try:
-            if spent <= TOTAL_MS:
-                time, more = time_of(lambda one=candidate: launch(one), min(times, default=NEVER))
-                spent += more
+            times.append(time_of(functools.partial(launch, candidate)))
         except Exception as error:
             log.debug("a candidate does not run: %s", error)
-            # torch's, or the driver's; it says nothing about the candidate's speed
-            stored &= "out of memory" not in str(error)
-        times.append(time)
+            times.append(NEVER)
+            errors.append(str(error))
     if min(times) == NEVER:
         launch(candidates[0])  # raises the error
-    elif stored:
+    # torch's error, or the driver's, which says nothing about a candidate's speed
+    elif not any("out of memory" in error for error in errors):
         cache.put(json.dumps(times), name, binary=False)
     return times.index(min(times))
 
 
-def time_of(launch: Callable[[], object], fastest: float) -> tuple[float, float]:
-    """The median time of a launch, and the time of all launches, in ms; a slow one that is slower
-    than the fastest so far is timed once."""
+def time_of(launch: Callable[[], object]) -> float:
+    """The median time of a launch in ms; the time of one launch if it is slow."""
     launch()  # compiles it
-    times = [first := _milliseconds(launch, 1)]
-    if first * ROUNDS * LAUNCHES <= CANDIDATE_MS:
-        times = [_milliseconds(launch, LAUNCHES) for _ in range(ROUNDS)]
-        return statistics.median(times), 2 * first + LAUNCHES * sum(times)
-    while first <= fastest and len(times) < ROUNDS and sum(times) + first <= CANDIDATE_MS:
-        times.append(_milliseconds(launch, 1))
-    return statistics.median(times), first + sum(times)
+    first = _milliseconds(launch, 1)
+    if first * ROUNDS * LAUNCHES > LIMIT_MS:
+        return first
+    return statistics.median(_milliseconds(launch, LAUNCHES) for _ in range(ROUNDS))
 
 
 def _milliseconds(launch: Callable[[], object], launches: int) -> float:

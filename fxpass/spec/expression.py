@@ -32,7 +32,6 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Any
 
 import sympy
@@ -57,16 +56,16 @@ def hit(position: int) -> sympy.Symbol:
     return sympy.Symbol(f"hit{position}")
 
 
-_OPERAND = re.compile(r"(given|hit|at|pick)(0|[1-9][0-9]*)")
+_SYMBOL = re.compile(r"z|l|(given|hit|at|pick)(0|[1-9][0-9]*)")
 
 
 @functools.cache
 def operands(expr: Expr) -> tuple[tuple[str, int], ...]:
     """What an expression reads beside z and l: ``given``, ``hit``, ``at`` or ``pick``, and its
     position."""
-    names = sorted(symbol.name for symbol in expr.free_symbols - {Z})  # type: ignore[attr-defined]
-    found = (_OPERAND.fullmatch(name) for name in names)
-    return tuple((match[1], int(match[2])) for match in found if match)
+    names = sorted(symbol.name for symbol in expr.free_symbols)  # type: ignore[attr-defined]
+    found = (_SYMBOL.fullmatch(name) for name in names)
+    return tuple((match[1], int(match[2])) for match in found if match and match[1])
 
 
 @functools.cache
@@ -99,74 +98,73 @@ def text(expr: Expr) -> str:
 
     Raises ``ValueError`` for an expression that cannot be a logit transform.
     """
-    return _text(expr, level=0)
+    return Printer().text(expr)
 
 
-# Precedence of the operation around a term.
-_SUM, _PRODUCT, _POWER = 0, 1, 2
+# Precedence of an operation, and of the one around it.
+SUM, PRODUCT, ATOM = 0, 1, 2
 
 
-def _text(expr: Any, level: int) -> str:
-    if isinstance(expr, sympy.Symbol):
-        return expr.name
-    if isinstance(expr, sympy.Rational):
-        return _number(_fraction(expr), level)
-    if isinstance(expr, sympy.Add):
-        terms = [_text(term, _SUM) for term in expr.as_ordered_terms()]
-        # A negative term starts with its minus sign; a positive term needs a plus.
-        out = terms[0] + "".join(t if t.startswith("-") else f"+{t}" for t in terms[1:])
-        return f"({out})" if level > _SUM else out
-    if isinstance(expr, sympy.Mul):
-        out = _product(expr)
-        return f"({out})" if level > _PRODUCT or (level == _PRODUCT and out[0] == "-") else out
-    if isinstance(expr, sympy.Pow):
-        base, exponent = expr.base, expr.exp
+class Printer:
+    """Prints expressions in their text form. Its methods return a text and its precedence."""
+
+    space, lowest = "", "-inf"
+    names: Mapping[str, str] = {}
+
+    def text(self, expr: Any, level: int = SUM) -> str:
+        """In parentheses if the precedence is lower than ``level``."""
+        out, precedence = self.written(expr)
+        return f"({out})" if precedence < level else out
+
+    def written(self, expr: Any) -> tuple[str, int]:
+        space = self.space
+        if isinstance(expr, sympy.Symbol):
+            return expr.name, ATOM
+        if isinstance(expr, sympy.Rational):
+            return self.number(expr)
+        if isinstance(expr, sympy.Add):
+            first, *rest = (self.text(term) for term in expr.as_ordered_terms())
+            signed = (t.partition("-") if t.startswith("-") else ("", "+", t) for t in rest)
+            return first + "".join(f"{space}{sign}{space}{t}" for _, sign, t in signed), SUM
+        if isinstance(expr, sympy.Mul):
+            out = self.product(*expr.as_coeff_Mul())
+            return out, SUM if out.startswith("-") else PRODUCT
+        if isinstance(expr, sympy.Pow):
+            return self.power(expr.base, expr.exp)
+        infinite = sympy.S.NegativeInfinity
+        args = [self.lowest if arg is infinite else self.text(arg) for arg in expr.args]
+        name = type(expr).__name__
+        if isinstance(expr, Where):
+            name, (x, y, *branches) = "where", args
+            x, y, symbol = (y, x, expr.mirrored) if expr.args[0].is_number else (x, y, expr.symbol)
+            args = [f"{x}{space}{symbol}{space}{y}", *branches]
+        elif name not in FUNCTIONS or FUNCTIONS[name].symbolic is not type(expr):
+            raise ValueError(f"a logit transform may not contain {name}: {expr}")
+        return f"{self.names.get(name, name)}({f',{space}'.join(args)})", ATOM
+
+    def number(self, number: Any) -> tuple[str, int]:
+        is_double = exact(float(number)) == number  # ValueError for what no double can hold
+        out = repr(float(number)) if is_double and number.q != 1 else str(number)
+        return out, ATOM if out.replace(".", "").isdigit() else SUM
+
+    def product(self, number: Any, rest: Any) -> str:
+        parts = sympy.Mul.make_args(rest)
+        factors = "*".join(self.text(part, PRODUCT) for part in parts)
+        if number == 1:
+            return factors
+        if len(parts) > 1 and any(isinstance(part, sympy.Add) for part in parts):
+            factors = f"({factors})"  # else sympy distributes the number over the sum when parsed
+        if number == -1:
+            return f"-{factors}"
+        if number == exact(float(number)):
+            return f"{self.text(number)}*{factors}"
+        top = {1: "", -1: "-"}.get(number.p, f"{number.p}*")
+        return f"{top}{factors}/{number.q}"
+
+    def power(self, base: Any, exponent: Any) -> tuple[str, int]:
         if not isinstance(exponent, sympy.Rational):
-            raise ValueError(f"a logit transform may not have {exponent} as an exponent: {expr}")
-        out = f"{_text(base, _POWER)}**{_text(exponent, _POWER)}"
-        return f"({out})" if level == _POWER else out
-    if isinstance(expr, Where):
-        x, y, a, b = (
-            "-inf" if operand is sympy.S.NegativeInfinity else _text(operand, _SUM)
-            for operand in expr.args
-        )
-        first = f"{y}{expr.mirrored}{x}" if expr.args[0].is_number else f"{x}{expr.symbol}{y}"
-        return f"where({first},{a},{b})"
-    name = type(expr).__name__
-    if name in FUNCTIONS and FUNCTIONS[name].symbolic is type(expr):
-        return f"{name}({','.join(_text(operand, _SUM) for operand in expr.args)})"
-    raise ValueError(f"a logit transform may not contain {name}: {expr}")
-
-
-def _product(expr: sympy.Mul) -> str:
-    number, rest = expr.as_coeff_Mul()
-    coefficient, parts = _fraction(number), sympy.Mul.make_args(rest)
-    factors = "*".join(_text(f, _PRODUCT) for f in parts)
-    if coefficient == 1:
-        return factors
-    if len(parts) > 1 and any(isinstance(f, sympy.Add) for f in parts):
-        factors = f"({factors})"  # else sympy distributes the number over the sum when parsed
-    if coefficient == -1:
-        return f"-{factors}"
-    if coefficient == Fraction(float(coefficient)):
-        return f"{_number(coefficient, _SUM)}*{factors}"
-    top = {1: "", -1: "-"}.get(coefficient.numerator, f"{coefficient.numerator}*")
-    return f"{top}{factors}/{coefficient.denominator}"
-
-
-def _fraction(number: Any) -> Fraction:
-    fraction = Fraction(int(number.p), int(number.q))
-    try:
-        float(fraction)
-    except OverflowError as error:
-        raise ValueError("a logit transform has a constant that no double can hold") from error
-    return fraction
-
-
-def _number(number: Fraction, level: int) -> str:
-    is_double = number.denominator != 1 and number == Fraction(float(number))
-    out = repr(float(number)) if is_double else str(number)
-    return f"({out})" if level > _SUM and not out.replace(".", "").isdigit() else out
+            raise ValueError(f"a logit transform may not have {exponent} as an exponent")
+        return f"{self.text(base, ATOM)}**{self.text(exponent, ATOM)}", PRODUCT
 
 
 # Limit of an integer's length. Products of a few doubles' exact rationals stay far below.
@@ -193,9 +191,7 @@ def _read(node: ast.expr, source: str) -> Expr:
             return sympy.Integer(value)
         case ast.Constant(value=float() as value):
             return exact(value)
-        case ast.Name(id="z" | "l" as name):
-            return Z if name == "z" else L
-        case ast.Name(id=name) if _OPERAND.fullmatch(name):
+        case ast.Name(id=name) if _SYMBOL.fullmatch(name):
             return sympy.Symbol(name)
         case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
             return sympy.S.NegativeInfinity  # only a branch of a where has it in its text form

@@ -106,9 +106,9 @@ def shifted(moment: Moment, sums: Mapping[Moment, Any], shift: Any, exp: Any = m
 
 
 def for_slope(moment: Moment) -> tuple[tuple[int, Moment], ...]:
-    """sigma as factors and moments."""
-    lower = [(moment.b, dataclasses.replace(moment, b=moment.b - 1))] if moment.b else []
-    return (*([(moment.a, moment)] if moment.a else []), *lower)
+    """sigma as factors and moments, which are those of the terms of psi too."""
+    terms = (moment.a, moment), (moment.b, dataclasses.replace(moment, b=moment.b - 1))
+    return tuple((factor, term) for factor, term in terms if factor)
 
 
 def for_slopes(outputs: Iterable[Output]) -> tuple[Moment | Sum, ...]:
@@ -157,12 +157,11 @@ class Terms:
             if output in OF_SOFTMAX:
                 self.add(1, 0, None, grad if output == "lse" else -grad)
         elif isinstance(output, Moment):
-            if output.a:
-                self.add(output.a, output.b, output.weight, output.a * grad)
-            if output.b:
-                self.add(output.a, output.b - 1, output.weight, output.b * grad)
-            for factor, lower in for_slope(output):
-                self.add(1, 0, None, -factor * grad * (1 if lower == TOTAL else sums[lower]))
+            psi = for_slope(output)
+            for factor, term in psi:
+                self.add(term.a, term.b, term.weight, factor * grad)
+            for factor, term in psi:
+                self.add(1, 0, None, -factor * grad * (1 if term == TOTAL else sums[term]))
 
 
 # ---------------------------------------------------------------- what one call computes

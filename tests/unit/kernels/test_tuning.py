@@ -51,10 +51,10 @@ class Clock:
     def __init__(self, times):
         self.times, self.launched, self.timed = times, [], []
 
-    def __call__(self, launch, fastest):
+    def __call__(self, launch):
         launch()
         self.timed.append(self.launched[-1])
-        return self.times[self.launched[-1]], 0.0
+        return self.times[self.launched[-1]]
 
     def launch(self, candidate):
         assert candidate in CANDIDATES
@@ -249,18 +249,16 @@ def test_a_time_is_the_median_of_rounds(monkeypatch):
     def launch():
         stream.now += next(times)
 
-    assert tuning.time_of(launch, 0.0) == (2.0, 2 * 4 + 4 * (1 + 100 + 2 + 2 + 2))
+    assert tuning.time_of(launch) == 2.0
     assert next(times, None) is None
 
 
-def test_a_slow_candidate_stops_early(stream):
-    """One launch compiles it, one is timed; the fastest so far may take a few more."""
-    stream.ms_a_class = 0.5  # 32, 16 and 8 ms
+@pytest.mark.parametrize("ms_a_class", [0.5, 10.0, 100.0])
+def test_a_slow_candidate_is_launched_twice(ms_a_class, stream):
+    """One launch compiles it, one is timed."""
+    stream.ms_a_class = ms_a_class  # 8 ms and more
     assert Process().best(stream.launch) == CANDIDATES[2]
-    assert stream.launches() == {64: 1 + 3, 32: 1 + 5, 16: 1 + 5}
-    stream.launched.clear()
-    assert Process().best(stream.launch, sizes=(5, 999), candidates=CANDIDATES[::-1])
-    assert stream.launches()[64] == 2
+    assert stream.launches() == {64: 2, 32: 2, 16: 2}
 
 
 @pytest.mark.parametrize("ms_a_class", [1e-4, 0.01, 0.1, 1.0, 10.0])
@@ -269,14 +267,8 @@ def test_the_time_of_tuning_is_bounded(ms_a_class, stream):
     many = tuple({**CANDIDATES[0], "num_warps": 1 << warps} for warps in range(5))
     assert Process().best(stream.launch, candidates=many) in many
     launch = 64 * ms_a_class
-    assert stream.now <= max(5 * (200 + 3 * launch), 2000 + 4 * launch)
-    assert len(stream.launched) <= 5 * 22 + 1
-
-
-def test_what_is_too_slow_to_be_timed_is_not_launched(stream):
-    stream.ms_a_class = 100.0  # 6.4, 3.2 and 1.6 seconds
-    assert Process().best(stream.launch) == CANDIDATES[0]
-    assert stream.launches() == {64: 1 + 1}
+    assert stream.now <= 5 * (100 + 2 * launch)
+    assert len(stream.launched) <= 5 * 22
 
 
 @pytest.mark.parametrize(
