@@ -94,7 +94,6 @@ def test_rows_of_other_ranks_count(name):
 
 
 REASONS = {
-    "margin": "sharded logits have a margin at a class",
     "hidden sharded": "the head's weight is placed [S(1)]",
     "own classes": "gives each rank only its part of the logits",
     "own rows": "gives each rank only its part of the logits, [S(1)]",
