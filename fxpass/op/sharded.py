@@ -167,8 +167,9 @@ class _Merged(torch.autograd.Function):
         check_first_derivative()
         spec: Reductions = ctx.spec
         lse, rest, saved, known, leads, share, picks, logits, *tensors = ctx.saved_tensors
-        operands = Operands(*tensors[:4], picks, tuple(tensors[4:]), logits=logits)
-        x, weight, bias, scale, _, given, *_ = with_known(operands, spec, known)
+        x, weight, bias, scale, *own = tensors
+        operands = Operands(x, weight, bias, scale, picks, tuple(own), logits=logits)
+        given = with_known(operands, spec, known).given
         local, many = of_backward(spec), _many(picks)
         sums = dict(zip(spec.saved, saved, strict=True))
         lines = _with_late(_by_output(grad, spec.rows, many), spec, sums, many)
@@ -180,8 +181,7 @@ class _Merged(torch.autograd.Function):
             *(picks if local.picked else None, given, logits, local.text()),
         )
         found = dict(zip(spec.gradients, grads, strict=True))
-        of_given = (f"given{i}" for i in range(len(operands.given)))
-        named = ("x", "weight", "bias", "scale", *of_given)
+        named = ("x", "weight", "bias", "scale", *(f"given{i}" for i in range(len(own))))
         return None, None, None, None, *map(found.get, named)
 
 
@@ -194,9 +194,9 @@ def _with_late(
     of_lse, at = added(late, sums)
     for output, row, grad in (("lse", 0, of_lse), *(("at", i, grad) for i, grad in at)):
         if isinstance(grad, Tensor):
-            line = lines.get(output)
-            line = grad.new_zeros(lines_of(output, many), len(grad)) if line is None else line
-            lines[output] = line.index_add(0, torch.tensor([row], device=grad.device), grad[None])
+            line = lines.get(output, grad.new_zeros(lines_of(output, many), len(grad)))
+            lines[output] = line.clone()
+            lines[output][row] += grad
     return lines
 
 
@@ -223,11 +223,11 @@ def _of_shard(
 
 def _in_shard(picks: Tensor, shard: _Shard, count: int) -> Tensor:
     """The picks among this shard's ``count`` classes; ``count`` for those of other shards. Indices
-    that are no class of any shard remain: the operator raises for them."""
+    that are no class of any shard remain such: the operator raises for them."""
     column = picks - shard.first
-    elsewhere = (picks >= 0) & (picks < shard.classes)
     column = torch.where((column >= 0) & (column < count), column, count)
-    return torch.where(elsewhere, column, picks)
+    known = (picks >= 0) & (picks < shard.classes)
+    return torch.where(known, column, picks + (picks == count))
 
 
 def _merged(operands: Operands, spec: Reductions, shard: _Shard) -> _OfAll:

@@ -117,4 +117,4 @@ def _given(spec: Reductions, output: Output) -> Output:
     names: dict[Any, Any] = {Symbol(f"{kind}{i}"): s for (kind, i), s in found.items()}
     if ("lse", 0) in found:
         names[L] = call("log_softmax", Z, found["lse", 0], found["rest", 0])
-    return Sum(output.function.xreplace(names))
+    return Sum(output.function.xreplace(names))  # type: ignore[arg-type]

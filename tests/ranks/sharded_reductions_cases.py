@@ -191,9 +191,9 @@ def local(name: str, tensor: Tensor, here: slice) -> Tensor:
 def refused(rank: int, device: torch.device) -> list[str]:
     """The errors of calls that are wrong on all ranks."""
     x = torch.ones(3, 4, device=device)
-    weight = torch.ones(2, 4, device=device)
     said = []
-    for spec, picks, trained in (
+    for spec, picks, trained, *sizes in (
+        ("r5 outputs=pick", torch.tensor([0, 1, 4]), False, 4, 0),
         ("r5 outputs=pick", torch.tensor([0, 1, 4]), False),
         ("r5 outputs=pick", torch.tensor([0, -1, 3]), False),
         ("r5 outputs=pick", torch.zeros(3, 2, 2, dtype=torch.int64), False),
@@ -204,14 +204,14 @@ def refused(rank: int, device: torch.device) -> list[str]:
         try:
             sharded.class_reductions(
                 x.clone().requires_grad_(trained),
-                weight,
+                torch.ones((sizes or [2, 2])[rank], 4, device=device),
                 None,
                 None,
                 None if picks is None else picks.to(device),
                 [],
                 None,
                 spec,
-                first=2 * rank,
+                first=sum((sizes or [2, 2])[:rank]),
                 classes=4,
                 group=dist.group.WORLD.group_name,  # type: ignore[union-attr]
             )

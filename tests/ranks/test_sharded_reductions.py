@@ -79,7 +79,8 @@ def test_ranks_exchange_a_maximum_and_a_sum(name, world):
 
 def test_calls_that_are_refused():
     for rank in ranks.run(MODULE, 2):
-        beyond, negative, sizes, unnamed, total, largest = rank["refused"]
+        last, beyond, negative, sizes, unnamed, total, largest = rank["refused"]
+        assert last.startswith("IndexError: class")
         assert beyond.startswith("IndexError: class 4 is out of bounds")
         assert negative.startswith("IndexError: class -1 is out of bounds")
         assert sizes.startswith("ValueError: fxpass::class_reductions needs picks [3] or [3, K]")
