@@ -22,7 +22,7 @@ from torch import Tensor
 from fxpass.graph.placements import is_dtensor, placements_of
 from fxpass.match.sharding import compiled_for_all_ranks
 from fxpass.op import losses
-from fxpass.op.collectives import all_reduce, waited
+from fxpass.op.collectives import waited, with_summed_gradient
 from fxpass.op.kept import saved_logits
 from fxpass.op.losses import Shard
 from fxpass.plan.choice import choose
@@ -194,25 +194,12 @@ def _whole_rows(x: Tensor, group: str, sequence_dim: int | None) -> Tensor:
     if is_dtensor(x):
         if sequence_dim is not None:
             raise ValueError(f"{_NAME}: a DTensor has its own placements; leave out sequence_dim")
-        return _SumGradient.apply(cast(Any, x).full_tensor(), group)
+        return with_summed_gradient(cast(Any, x).full_tensor(), group)
     if sequence_dim is None:
-        return _SumGradient.apply(x, group)
+        return with_summed_gradient(x, group)
     gathered = funcol.all_gather_tensor_autograd(x, sequence_dim, cast(Any, group))
     return waited(gathered)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
-
-
-class _SumGradient(torch.autograd.Function):
-    """The same tensor; its gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: str) -> Any:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return all_reduce(grad, "sum", ctx.group), None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from fxpass.graph.calls import first_operand
-from fxpass.graph.nodes import NoMatch, needs_gradient, value
+from fxpass.graph.nodes import NoMatch, value
 from fxpass.graph.placements import (
     FROM_LOCAL,
     TO_LOCAL,
@@ -32,9 +32,9 @@ from fxpass.graph.placements import (
     placements_of,
 )
 from fxpass.match.classes import Flow
-from fxpass.match.edits import Scaled, Taken, symbols_of
+from fxpass.match.edits import Taken
 from fxpass.match.linears import Linear
-from fxpass.match.outputs import Summed, given_of
+from fxpass.match.outputs import Summed
 from fxpass.spec.outputs import Top
 
 if TYPE_CHECKING:
@@ -271,56 +271,26 @@ def _check_placements(flow: Flow, found: Sharding) -> None:
 
 
 def _check_edits(flow: Flow, found: Sharding) -> None:
-    """``NoMatch`` if an operand is not split between the ranks, or its gradient is not."""
+    """``NoMatch`` if an operand or an output is not split between the ranks."""
     node = flow.linear.node
-    for base in flow.bases:
-        edits = {type(edit) for edit in base.edits}
-        factors = symbols_of(base.scale).union(base.factors, base.given)
-        scaled = base.scale != 1 or Scaled in edits
-        reasons = {
-            "logits with sharded rows are multiplied by a tensor": (
-                found.rows > 1 and (scaled or base.given)
-            ),
-            "some classes of sharded logits are assigned": (
-                not flow.selections.keys().isdisjoint(base.given)
-            ),
-            "a function of sharded logits reads a value of their row": (
-                any(symbol.name.startswith("row_") for symbol in base.given)
-            ),
-            "sharded logits have a margin at a class": base.hits,
-            "sharded logits are multiplied by a tensor that needs a gradient": (
-                any(needs_gradient(flow.tensors.get(symbol)) for symbol in factors)
-            ),
-            f"%{node.name}: the program selects some classes of sharded logits": Taken in edits,
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                raise NoMatch(node, reason)
-        for bias in (flow.tensors[symbol] for symbol in base.biases):
-            whole = not is_dtensor(value(bias)) and value(bias).numel() != found.count
-            if whole and needs_gradient(bias):
-                raise NoMatch(bias, f"%{bias.name}, a bias of sharded logits, is not sharded")
-    for _, output in flow.outputs.values():
-        given = given_of(output)
-        summed = isinstance(output, Summed)
-        reasons = {
-            "the largest logits of sharded classes are read": isinstance(output, Top),
-            "a sum over sharded classes reads a softmax, or a pick": (
-                summed and (output.late or output.hits)
-            ),
-            "a sum over sharded classes reads a value of a row, or assigned classes": (
-                any(s.name.startswith("row_") or s in flow.selections for s in given)
-            ),
-            "a sum of logits with sharded rows reads other tensors": (
-                summed and found.rows > 1 and given
-            ),
-            "values of sharded classes need a gradient": (
-                any(needs_gradient(n) for symbol in given for n in flow.nodes(symbol))
-            ),
-        }
-        for reason, applies in reasons.items():
-            if applies:
-                raise NoMatch(node, reason)
+    scaled = any(base.scale != 1 or base.factors for base in flow.bases)
+    outputs = [output for _, output in flow.outputs.values()]
+    read = [s for base in flow.bases for s in (*base.given, *base.hits)]
+    read += [s for o in outputs if isinstance(o, Summed) for s in (*o.given, *o.hits, *o.picks)]
+    reasons = {
+        "logits with sharded rows are reduced with other tensors": (
+            found.rows > 1 and (scaled or bool(read))
+        ),
+        f"%{node.name}: the program selects some classes of sharded logits": (
+            any(isinstance(edit, Taken) for base in flow.bases for edit in base.edits)
+        ),
+        "the largest logits of sharded classes are read": (
+            any(isinstance(output, Top) for output in outputs)
+        ),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise NoMatch(node, reason)
 
 
 def _of_reductions(flow: Flow, found: Sharding) -> Sharding:

@@ -110,15 +110,16 @@ def check_first_derivative() -> None:
         )
 
 
-def check_picks(operands: Operands) -> None:
-    """``IndexError`` for a pick that is no class; a device-side assertion on GPUs."""
+def check_picks(operands: Operands, shard: bool = False) -> None:
+    """``IndexError`` for a pick that is no class, of a vocabulary shard but V; a device-side
+    assertion on GPUs."""
     picks, v = operands.picks, operands.weight.shape[0]
-    if picks is None or not v or not picks.numel():
+    if picks is None or not (v or shard) or not picks.numel():
         return
     least, largest = picks.aminmax()
     if picks.device.type != "cpu":
-        torch.ops.aten._assert_async((least >= 0) & (largest < v))
+        torch.ops.aten._assert_async((least >= 0) & (largest < v + shard))
         return
     for index in (int(least), int(largest)):
-        if not 0 <= index < v:
+        if not 0 <= index < v + shard:
             raise IndexError(f"class {index} is out of bounds: there are {v} classes")

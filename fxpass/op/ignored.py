@@ -33,8 +33,14 @@ def rows_of(operands: Operands, index: Tensor) -> Operands:
         x=operands.x[index],
         scale=None if operands.scale is None else operands.scale[index],
         picks=None if operands.picks is None else operands.picks[index],
-        given=tuple(t if t.dim() == 1 else t[index] for t in operands.given),
+        given=tuple(t if t.dim() == 1 else _rows(t, index) for t in operands.given),
     )
+
+
+def _rows(values: Tensor, index: Tensor) -> Tensor:
+    """Some rows of ``[N, V]``; one value of each row remains one that is expanded."""
+    alike = values.stride(1) == 0
+    return values[:, :1][index].expand(-1, values.shape[1]) if alike else values[index]
 
 
 def of_all_rows(grads: dict[str, Tensor], operands: Operands, index: Tensor) -> dict[str, Tensor]:

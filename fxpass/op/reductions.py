@@ -117,7 +117,7 @@ def _class_reductions(
     # without an ambient autocast, since the graph's casts are explicit, and without autograd,
     # version counters and views, a fifth of the host's time
     with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
-        check_picks(operands)
+        check_picks(operands, s.shard)
         out, grads = _forward(operands, s)
         found = out._asdict()
         if s.total:

@@ -10,10 +10,11 @@ lse_r and moments M_r of shard r, m = max(lse_r) and d_r = lse_r - m,
 
 so the ranks exchange a maximum of lse_r, and of the largest logit if an output reads it, and then
 one sum: of S, of the logits at the picks, each of which one rank has, and of sums of logits. The
-first class with the largest logit is a minimum that they exchange along with the sum.
+first class with the largest logit is a minimum that they exchange along with the sum. Sums that
+read the lse, or logits at picks, are computed after that, and are one more sum.
 
 Backward exchanges nothing: each rank runs the operator's backward over its classes, with the lse
-and the moments of all of them. A log-probability has the gradient 1[j = c] - p_j, which is that of
+and the sums of all of them. A log-probability has the gradient 1[j = c] - p_j, which is that of
 the logit at c, of one rank, and of -lse, of all ranks::
 
     rows, indices = class_reductions(
@@ -40,7 +41,15 @@ from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import LEAST_LOG, TOTAL, Moment, Output, Sum, lines_of
 from fxpass.spec.reductions import Reductions, normalised, raw
-from fxpass.spec.shards import PARTS, of_backward, of_forward
+from fxpass.spec.shards import (
+    PARTS,
+    added,
+    known_rows,
+    of_backward,
+    of_forward,
+    of_second_pass,
+    with_known,
+)
 
 
 def class_reductions(
@@ -59,8 +68,8 @@ def class_reductions(
 ) -> tuple[Tensor, Tensor]:
     """Reductions over the classes of all ranks of ``group``.
 
-    Backward returns this rank's part of the gradients of x, scale and weights of moments; where all
-    ranks have the same tensor, the caller sums its gradient over ``group``.
+    Backward returns this rank's part of the gradients of x, scale and given values; where all ranks
+    have the same tensor, the caller sums its gradient over ``group``.
 
     Args:
         x: ``[N, D]`` floating point, the same on all ranks.
@@ -68,8 +77,8 @@ def class_reductions(
         bias: ``[V_r]`` in the dtype of x or of the outputs, or None.
         scale: ``[N]`` in the dtype of the outputs, the same on all ranks, or None.
         picks: class indices ``[N]`` or ``[N, K]`` int64 among all classes, the same on all ranks,
-            for the outputs ``pick`` and ``at``; else None.
-        given: the weights of moments, ``[V_r]`` or ``[N, V_r]`` floating point.
+            if outputs or expressions read them; else None.
+        given: the weights of moments and what expressions read, ``[V_r]`` or ``[N, V_r]``.
         logits: ``[N, V_r]``, the linear's output with its bias if it exists anyway; no gradient.
         spec: the text of a :class:`fxpass.spec.reductions.Reductions` without a total.
         first: this rank's first class. Shards do not overlap.
@@ -84,16 +93,15 @@ def class_reductions(
         Both are the same on all ranks.
 
     Raises:
-        ValueError: the spec has a total, or an output that takes all classes at once; operands do
-            not fit together.
+        ValueError: the spec has a total, or the largest logits; operands do not fit together.
         IndexError: a pick is none of the classes (on CPU; on GPUs a device-side assertion fails).
         RuntimeError: a tensor needs a gradient that the spec does not name.
     """
     s = Reductions.parse(spec)
     if s.total:
         raise ValueError(f"a total needs an lse of all classes before its gradients: {spec!r}")
-    if s.whole_rows or any(kind == "hit" for kind, _ in s.operands):
-        raise ValueError(f"a rank has some of the classes, and {spec!r} reads all of them")
+    if s.top:
+        raise ValueError(f"a rank has the largest of its logits, not of all: {spec!r}")
     operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
     if torch.is_grad_enabled():
         check_gradients(operands, s)
@@ -113,8 +121,8 @@ class _OfAll(NamedTuple):
     Attributes:
         rows, indices: see :func:`class_reductions`.
         lse, rest: the log-sum-exp and its rounding error.
-        saved: ``[S, N]``, the moments of ``spec.saved``.
-        inside: ``[K, N]``, whether a pick is a class of this shard, or None.
+        saved: ``[S, N]``, the sums of ``spec.saved``.
+        known: ``[K, N]``, those of :func:`fxpass.spec.shards.known_rows`.
         leads: whether this shard has the first class with the largest logit, or None.
         share: the part of the classes with the largest logit that this shard has, or None.
     """
@@ -124,7 +132,7 @@ class _OfAll(NamedTuple):
     lse: Tensor
     rest: Tensor
     saved: Tensor
-    inside: Tensor | None
+    known: Tensor
     leads: Tensor | None
     share: Tensor | None
 
@@ -146,11 +154,9 @@ class _Merged(torch.autograd.Function):
         scale: Tensor | None,
         *given: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        inside = None
-        if picks is not None:
-            picks, inside = _in_shard(picks, shard, len(weight))
+        picks = None if picks is None else _in_shard(picks, shard, len(weight))
         operands = Operands(x, weight, bias, scale, picks, given, logits=logits)
-        out = _merged(operands, spec, inside, shard)
+        out = _merged(operands, spec, shard)
         ctx.spec = spec
         ctx.mark_non_differentiable(out.indices)
         ctx.save_for_backward(*out[2:], picks, logits, x, weight, bias, scale, *given)
@@ -160,62 +166,79 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         check_first_derivative()
         spec: Reductions = ctx.spec
-        lse, rest, saved, inside, leads, share, picks, logits, *operands = ctx.saved_tensors
-        x, weight, bias, scale, *given = operands
-        local = of_backward(spec)
-        lines = _by_output(grad, spec.rows, 0 if inside is None else len(inside))
-        lines = _of_shard(lines, local, {"at": inside, "max": leads, "amax": share})
+        lse, rest, saved, known, leads, share, picks, logits, *tensors = ctx.saved_tensors
+        x, weight, bias, scale, *own = tensors
+        operands = Operands(x, weight, bias, scale, picks, tuple(own), logits=logits)
+        given = with_known(operands, spec, known).given
+        local, many = of_backward(spec), _many(picks)
+        sums = dict(zip(spec.saved, saved, strict=True))
+        lines = _with_late(_by_output(grad, spec.rows, many), spec, sums, many)
+        lines = _of_shard(lines, spec, local, {"max": leads, "amax": share})
+        saved = torch.cat([saved[:0], *(sums[moment][None] for moment in local.saved)])
         grads = torch.ops.fxpass.class_reductions_backward(
             torch.cat([grad[:0], *lines]),
-            *(lse[0], rest[0], saved, x, weight, bias, scale, picks, given, logits),
-            local.text(),
+            *(lse[0], rest[0], saved, x, weight, bias, scale),
+            *(picks if local.picked else None, given, logits, local.text()),
         )
         found = dict(zip(spec.gradients, grads, strict=True))
-        named = ("x", "weight", "bias", "scale", *(f"given{i}" for i in range(len(given))))
+        named = ("x", "weight", "bias", "scale", *(f"given{i}" for i in range(len(own))))
         return None, None, None, None, *map(found.get, named)
 
 
+def _with_late(
+    lines: dict[Output, Tensor], spec: Reductions, sums: Mapping[Any, Tensor], many: int
+) -> dict[Output, Tensor]:
+    """The gradients of all outputs, with what those of late sums add to those of the lse and of the
+    logits at ``many`` picks. ``sums``: those of ``spec.saved``, ``[N]``."""
+    late = {output: lines[output][0] for output in spec.late if output in lines}
+    of_lse, at = added(late, sums)
+    for output, row, grad in (("lse", 0, of_lse), *(("at", i, grad) for i, grad in at)):
+        if isinstance(grad, Tensor):
+            line = lines.get(output, grad.new_zeros(lines_of(output, many), len(grad)))
+            lines[output] = line.clone()
+            lines[output][row] += grad
+    return lines
+
+
 def _of_shard(
-    lines: Mapping[Output, Tensor], local: Reductions, own: Mapping[Output, Tensor | None]
+    lines: Mapping[Output, Tensor],
+    spec: Reductions,
+    local: Reductions,
+    own: Mapping[Output, Tensor | None],
 ) -> list[Tensor]:
     """The gradients of the outputs of one shard's backward, from those of all classes, ``[1, N]``,
     or ``[K, N]`` of picks; ``own``: the part of an output's gradient that belongs to the shard."""
     found = []
-    for output in local.rows:
-        parts = {o: lines[o] for o in PARTS.get(output, (output,)) if o in lines}
+    for output in (o for o in local.rows if o in PARTS):
+        parts = {o: lines[o] for o in PARTS[output] if o in lines}
         if output == "lse":
             parts = {o: t if o == "lse" else -t.sum(0, keepdim=True) for o, t in parts.items()}
         line, part = functools.reduce(torch.add, parts.values()), own.get(output)
         found.append(line if part is None else torch.where(part != 0, line * part, 0))
-    return found
+    return found + [lines[o] for o in spec.rows if isinstance(o, Moment | Sum)]
 
 
 # ---------------------------------------------------------------- forward
 
 
-def _in_shard(picks: Tensor, shard: _Shard, count: int) -> tuple[Tensor, Tensor]:
-    """The picks among this shard's ``count`` classes, and which of them are: the others are 0, but
-    indices that are no class of any shard, for which the operator raises."""
+def _in_shard(picks: Tensor, shard: _Shard, count: int) -> Tensor:
+    """The picks among this shard's ``count`` classes; ``count`` for those of other shards. Indices
+    that are no class of any shard remain such: the operator raises for them."""
     column = picks - shard.first
-    inside = (column >= 0) & (column < count)
-    elsewhere = (picks >= 0) & (picks < shard.classes)
-    return torch.where(inside, column, torch.where(elsewhere, 0, picks)), inside
+    column = torch.where((column >= 0) & (column < count), column, count)
+    known = (picks >= 0) & (picks < shard.classes)
+    return torch.where(known, column, picks + (picks == count))
 
 
-def _merged(operands: Operands, spec: Reductions, inside: Tensor | None, shard: _Shard) -> _OfAll:
+def _merged(operands: Operands, spec: Reductions, shard: _Shard) -> _OfAll:
     sums, tied = raw(("lse", *spec.outputs)), bool(spec.gradients) and "amax" in spec.outputs
     local, index, rest = _run(operands, of_forward(spec))
-    largest, many = local.get("amax"), 0
-    if inside is not None:
-        inside = inside.view(operands.classes().shape).t()
-        many = len(inside)
+    largest = local.get("amax")
     of_shard = [local["lse"]] if largest is None else [local["lse"], largest]
     m, *highest = all_reduce(torch.cat(of_shard), "max", shard.group).split(1)
     m = finite(m)
 
     parts = _parts(operands, local, sums, (local["lse"] - m) + rest)
-    if inside is not None:
-        parts["at"] = torch.where(inside, local["at"], 0)
     least = leads = share = None
     if largest is not None:
         # a nan is larger than any number, as in torch
@@ -225,11 +248,10 @@ def _merged(operands: Operands, spec: Reductions, inside: Tensor | None, shard: 
         if len(index):
             index = torch.where(here, shard.first + index, shard.classes)
             least = started(index, "min", shard.group)
-    added = all_reduce(torch.cat(list(parts.values())), "sum", shard.group)
+    total = _added(parts, shard)
     if least is not None:
         least = waited(least)
         leads = least == index
-    total = _by_output(added, parts, many)
     if tied:
         share = parts["amax"] / total.pop("amax")
 
@@ -237,12 +259,23 @@ def _merged(operands: Operands, spec: Reductions, inside: Tensor | None, shard: 
     if highest:
         found |= {"max": highest[0], "amax": highest[0]}
         found["peak"] = (highest[0] - found["lse"]) - rest
+    values = found | {"rest": rest}
+    known = torch.cat([rest[:0], *(values[kind][i : i + 1] for kind, i in known_rows(spec))])
+    if spec.late:
+        late = _run(with_known(operands, spec, known), of_second_pass(spec))[0]
+        found |= _added(dict(zip(spec.late, late.values(), strict=True)), shard)
     rows, saved = (
         torch.cat([rest[:0], *(found[output] for output in outputs)])
         for outputs in (spec.rows, spec.saved)
     )
     indices = index[:0] if least is None or not spec.indices else least
-    return _OfAll(rows, indices, found["lse"], rest, saved, inside, leads, share)
+    return _OfAll(rows, indices, found["lse"], rest, saved, known, leads, share)
+
+
+def _added(parts: Mapping[Output, Tensor], shard: _Shard) -> dict[Output, Tensor]:
+    """The sums over all shards."""
+    added = all_reduce(torch.cat(list(parts.values())), "sum", shard.group)
+    return dict(zip(parts, added.split([len(line) for line in parts.values()]), strict=True))
 
 
 def _parts(
@@ -252,7 +285,8 @@ def _parts(
     if not len(operands.weight):
         d = d.clamp(min=LEAST_LOG)  # 0 * -inf would be nan
     moments = {m: local.get(m, torch.ones_like(d)) for m in sums}  # TOTAL is 1
-    parts: dict[Output, Tensor] = {o: t for o, t in local.items() if isinstance(o, Sum)}
+    as_they_are = (o for o in local if o == "at" or isinstance(o, Sum))
+    parts: dict[Output, Tensor] = {o: local[o] for o in as_they_are}
     for moment in sums:
         # if every logit is -inf, the log-softmax in the shard is not known, that of all classes is
         none = 0 if moment.a else moments[Moment(0, 0, moment.weight)] * d**moment.b
@@ -284,8 +318,8 @@ def _ties(operands: Operands, spec: Reductions) -> Tensor:
     scale = operands.scale
     if scale is None:
         scale = torch.ones_like(operands.x[:, 0], dtype=compute_dtype(operands.x.dtype))
-    scaled = operands._replace(scale=scale * 2.0**64, picks=None)
-    peak = _run(scaled, dataclasses.replace(spec, outputs=("peak",), gradients=()))[0]["peak"]
+    scaled = operands._replace(scale=scale * 2.0**64)
+    peak = _run(scaled, dataclasses.replace(of_forward(spec), outputs=("peak",)))[0]["peak"]
     # every logit is -inf
     return torch.where(peak.isnan(), len(operands.weight), (-peak).exp().round())
 
@@ -294,11 +328,16 @@ def _run(operands: Operands, local: Reductions) -> tuple[dict[Output, Tensor], T
     """The outputs of the shard, by name; its indices ``[I, N]``; the rounding error of its lse
     ``[N]``."""
     x, weight, bias, scale, picks, given, _, logits = operands
+    picks = picks if local.picked else None
     found = of_one_rank(x, weight, bias, scale, picks, given, None, logits, local.text())
-    many = 0 if picks is None else operands.classes().shape[1]
-    rows, rest = found["rows"], found["rest"]
+    rows, rest = found["rows"], found.get("rest", x.new_empty(0))
     index = found.get("indices", rows.new_empty((0, len(x)), dtype=torch.int64))
-    return _by_output(rows, local.rows, many), index, rest
+    return _by_output(rows, local.rows, _many(picks)), index, rest
+
+
+def _many(picks: Tensor | None) -> int:
+    """The picks of a row, in ``[N]`` or ``[N, K]``."""
+    return 0 if picks is None else 1 if picks.dim() == 1 else picks.shape[1]
 
 
 def _by_output(rows: Tensor, outputs: Iterable[Output], many: int) -> dict[Output, Tensor]:

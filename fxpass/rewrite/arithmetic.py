@@ -86,10 +86,12 @@ class Arithmetic(Local):
 
     def _mask(self, entry: Any) -> Node:
         """A mask of the classes that an index selects."""
-        count = self.size(self.linear.weight, int(self.linear.transposed))
-        mask = self.method("new_zeros", self.linear.x, (count,), dtype=torch.bool)
+        count, x = self.size(self.linear.weight, int(self.linear.transposed)), self.linear.x
+        if self.sharding is not None:
+            count, x = self.sharding.classes, self.x_to_local(x)
+        mask = self.method("new_zeros", x, (count,), dtype=torch.bool)
         self.function(operator.setitem, mask, entry, True)
-        return mask
+        return self.classes_here(mask)
 
     def _part(self, whole: Symbol, part: Part) -> Node:
         """Some rows of an output: flat, as the output."""

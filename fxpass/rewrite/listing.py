@@ -19,7 +19,7 @@ from fxpass.graph.nodes import hint, value
 from fxpass.kernels.call import Launch, for_reductions, gpu_for_listing, launches
 from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import Reductions
-from fxpass.spec.shards import of_backward, of_forward
+from fxpass.spec.shards import known_rows, of_backward, of_forward, of_second_pass, with_known
 
 
 def launches_of(graph: Graph) -> Iterator[Launch]:
@@ -34,6 +34,10 @@ def launches_of(graph: Graph) -> Iterator[Launch]:
             yield from launches(spec, operands, gpu)
             continue
         yield from for_reductions(of_forward(spec), operands, gpu)
+        known = operands.x.new_empty((len(known_rows(spec)), len(operands.x)), dtype=torch.float32)
+        operands = with_known(operands, spec, known)
+        if spec.late:
+            yield from for_reductions(of_second_pass(spec), operands, gpu)
         if spec.gradients:
             yield from for_reductions(of_backward(spec), operands, gpu, forward=False)
 

@@ -54,6 +54,15 @@ class Local(Builder):
             return weight
         return self._to_local(weight, self._of_rows(self.sharding.weight))
 
+    def of_all_ranks(self, node: Any) -> Any:
+        """A tensor that all ranks have, or a number. Each rank computes the part of its gradient
+        that belongs to its classes."""
+        if self.sharding is None or self.sharding.group is None or not isinstance(node, Node):
+            return node
+        from fxpass.op.collectives import with_summed_gradient  # needs torch.distributed
+
+        return self.function(with_summed_gradient, node, self.sharding.group)
+
     def classes_here(self, vector: Node) -> Node:
         """This rank's classes of a vector ``[V]``, or of values ``[N, V]``."""
         sharding = self.sharding
@@ -67,8 +76,9 @@ class Local(Builder):
             )
         if is_dtensor(value(vector)):
             vector = self.rows_here(vector)
-        if int(value(vector).shape[dim]) == sharding.count:
+        if sharding.group is None or int(value(vector).shape[dim]) != sharding.classes:
             return vector
+        vector = self.of_all_ranks(vector)
         return self.method("narrow", vector, dim, sharding.first, sharding.count)
 
     def same_rows(self, x: Node, others: list[Node]) -> tuple[Node, list[Node]]:

@@ -66,13 +66,14 @@ class Operands(Arithmetic):
             if isinstance(edit, Taken):
                 bias = bias and self.function(operator.getitem, bias, edit.entry)
             elif isinstance(edit, Scaled):
-                factor = self._arithmetic(edit.factor)
+                factor = self.of_all_ranks(self._arithmetic(edit.factor))
                 x = self.method("to", self.method("mul", x, self._column(factor)), self.dtype)
                 bias = bias and self.method("mul", bias, factor)
             else:  # in f32: the program may add it to up-cast logits
                 more = self.method("to", self._values(edit.bias), dtype)
+                factor = self.of_all_ranks(self._arithmetic(edit.factor))
                 if edit.factor != 1:
-                    more = self.method("mul", more, self._arithmetic(edit.factor))
+                    more = self.method("mul", more, factor)
                 if bias is not None:
                     more = self.method("add", self.method("to", bias, dtype), more)
                 bias = more
@@ -86,7 +87,7 @@ class Operands(Arithmetic):
     def _scale(self, call: Call, x: Node) -> Node | None:
         if call.base.scale == 1:
             return None
-        scale = self._arithmetic(call.base.scale)
+        scale = self.of_all_ranks(self._arithmetic(call.base.scale))
         scale = self.method("to", scale, compute_dtype(self.dtype))
         if value(scale).dim() == 0:
             scale = self.method("expand", scale, self.size(x, 0))
@@ -123,7 +124,8 @@ class Operands(Arithmetic):
         """Weights of a moment, or what an expression reads, as ``[V]`` or ``[N, V]``."""
         symbol = call.given[i]
         if symbol.name.startswith("row_"):
-            node, classes = self.kept(self._arithmetic(symbol), call), self.count(call.base.edits)
+            node, sharding = self.kept(self._arithmetic(symbol), call), self.sharding
+            classes = self.count(call.base.edits) if sharding is None else sharding.count
             sizes = (classes,) if value(node).dim() == 0 else (-1, classes)
             node = self.method("expand", self._column(node), *sizes)
         else:

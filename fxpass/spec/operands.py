@@ -92,17 +92,13 @@ class Operands(NamedTuple):
             there = {k: t if t.shape[-1] == 1 else _at(t, column) for k, t in known.items()}
             there |= {f"hit{k}": (index[:, k : k + 1] == of_hit).to(z.dtype) for k in hits}
             found = expression.evaluate(expr, z.gather(1, column), there)
-            if elsewhere is not None:
-                found = torch.where(elsewhere, out.gather(1, column), found)
-            out.scatter_(1, column, found)
+            out.scatter_(1, column, torch.where(elsewhere, out.gather(1, column), found))
         return out
 
-    def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor | None]:
+    def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
         """The columns of class indices in a tile of logits, any column for those that are not in
-        it, and which these are; None if the tile has all classes."""
-        if classes.stop - classes.start == self.weight.shape[0]:
-            return index, None
-        column = index - classes.start
+        it, and which these are."""
+        column = index - classes.start if classes.start else index
         inside = column.clamp(0, classes.stop - classes.start - 1)
         return inside, inside != column
 

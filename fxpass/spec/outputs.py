@@ -17,10 +17,9 @@ from torch import Tensor
 
 from fxpass.spec import expression
 from fxpass.spec.expression import L, Z, operands
+from fxpass.spec.functions import LEAST_LOG
 
 HIGHEST_POWER = 2
-# Far below any log-softmax that counts, and its square is finite: 0 * -inf would be nan.
-LEAST_LOG = -1e15
 
 
 @dataclass(frozen=True, order=True)

@@ -182,6 +182,8 @@ class Reductions:
             weights are known before (a mean, a mask, a policy's advantages). Forward computes its
             gradients, of x, weight and bias; the other outputs then have none.
         memory_mb: scratch budget in MiB; 0 leaves it to the plan.
+        shard: whether the classes are a vocabulary shard. The pick V is none of them then: its
+            logit is 0, without a gradient, and no class has the hit.
 
     The text form is the operator's last argument::
 
@@ -196,6 +198,7 @@ class Reductions:
     gradients: tuple[str, ...] = ()
     total: tuple[Output, ...] = ()
     memory_mb: int = 0
+    shard: bool = False
 
     def __post_init__(self) -> None:
         for output in (*self.outputs, *self.total):
@@ -335,6 +338,7 @@ class Reductions:
             "gradients": ",".join(self.gradients),
             "total": ";".join(map(str, self.total)),
             "memory_mb": self.memory_mb or "",
+            "shard": "1" if self.shard else "",
         }
         return " ".join([REVISION, *(f"{k}={text}" for k, text in fields.items() if text)])
 
@@ -357,7 +361,8 @@ class Reductions:
             transform = expression.parse(found.get("transform", "z"))
             gradients = tuple(filter(None, found.get("gradients", "").split(",")))
             memory_mb = int(found.get("memory_mb", "0"))
-            spec = Reductions(outputs, transform, gradients, total, memory_mb)
+            shard = found.get("shard") == "1"
+            spec = Reductions(outputs, transform, gradients, total, memory_mb, shard)
         except ValueError as error:
             raise ValueError(f"not reductions: {text!r}") from error
         if spec.text() != text:  # one computation, one text, one cache key

@@ -14,12 +14,12 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fxpass.op import sharded
 from fxpass.spec.outputs import Moment, Output
 from tests.support import reduction_cases
-from tests.support.reduction_cases import OUTPUTS, V, of
+from tests.support.reduction_cases import LATE, MASKED, OUTPUTS, V, given_of, of
 
 INF = float("inf")
-SIZES = {2: (4, 7), 3: (3, 6, 2)}  # classes of the ranks
-EMPTY = {2: (11, 0), 3: (5, 0, 6)}
-FIRST_EMPTY = {2: (0, 11), 3: (0, 5, 6)}
+SIZES = {2: (4, 7), 4: (3, 5, 2, 1)}  # classes of the ranks
+EMPTY = {2: (11, 0), 4: (5, 0, 6, 0)}
+FIRST_EMPTY = {2: (0, 11), 4: (0, 5, 4, 2)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,7 @@ WEIGHTED: tuple[Output, ...] = tuple(
     Moment(a, b, w) for a, b in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0)) for w in (0, 1)
 )
 EVERYTHING: tuple[Output, ...] = (*OUTPUTS, "argmax")
+TWICE: tuple[Output, ...] = tuple(LATE)
 # sums of classes whose logits are all -inf have no finite value where there is no softmax in them
 POSSIBLE: tuple[Output, ...] = (
     *("lse", "pick", "at", *LARGEST),
@@ -108,6 +109,21 @@ CASES = {
         "ties, a scale and a transform": Case(
             LARGEST, transform="3*tanh(z/3)", scaled=True, tied=True
         ),
+        "second passes": Case(TWICE),
+        "a rank": Case((of("where(z>at0,1,0)"),)),
+        "a hinge loss": Case((of("maximum(1-at0+z,0)"), "at"), many=True),
+        "a second pass of probabilities": Case((of("log(0.125+exp(l))*given1"),), scaled=True),
+        "second passes and the rest": Case(
+            (*EVERYTHING, *TWICE), transform="3*tanh(z/3)", bias=True, scaled=True
+        ),
+        "second passes, logits that exist": Case(TWICE, many=True, saved=True),
+        "second passes, an empty shard": Case(TWICE, bias=True, sizes=EMPTY),
+        "a margin": Case(("pick", "lse", "argmax"), transform=MASKED, scaled=True),
+        "margins": Case((*EVERYTHING, *TWICE), transform=MASKED, bias=True, scaled=True, many=True),
+        "a margin, an empty shard": Case(("pick", *TWICE), transform=MASKED, sizes=EMPTY),
+        "a margin, an empty first shard": Case(
+            ("pick", Moment(1, 1)), transform=MASKED, sizes=FIRST_EMPTY
+        ),
         "everything": Case(EVERYTHING, bias=True, scaled=True, many=True),
         "everything, a transform": Case(
             EVERYTHING, transform="3*tanh(z/3)", bias=True, scaled=True
@@ -130,6 +146,7 @@ CASES = {
 } | {
     "bfloat16": Case(("pick", "lse", Moment(1, 1), Moment(0, 1)), torch.bfloat16, many=True),
     "bfloat16, weights": Case((*WEIGHTED, of("given1*z")), torch.bfloat16, bias=True),
+    "bfloat16, second passes": Case(("pick", *TWICE), torch.bfloat16, MASKED, bias=True, many=True),
     "bfloat16, largest": Case(LARGEST, torch.bfloat16, tied=True),
     "float16": Case(("pick", Moment(2, 0), "argmax"), torch.float16, bias=True, scaled=True),
 }
@@ -142,10 +159,10 @@ def run(case: Case, rank: int, world: int, device: torch.device) -> dict[str, An
     first = sum(sizes[:rank])
     here = slice(first, first + sizes[rank])
     leaves = {
-        name: local(name, t, here).to(device).detach().requires_grad_()
+        name: local(name, t, here).to(device).detach().requires_grad_(name not in found.frozen)
         for name, t in found.tensors.items()
     }
-    given = [t for name, t in leaves.items() if name.startswith("given")]
+    given = given_of(leaves)
     x, weight, bias, scale = (leaves.get(name) for name in ("x", "weight", "bias", "scale"))
     logits = F.linear(x, weight, bias).detach() if case.saved else None  # type: ignore[arg-type]
     picks = None if found.picks is None else found.picks.to(device)
@@ -174,29 +191,27 @@ def local(name: str, tensor: Tensor, here: slice) -> Tensor:
 def refused(rank: int, device: torch.device) -> list[str]:
     """The errors of calls that are wrong on all ranks."""
     x = torch.ones(3, 4, device=device)
-    weight = torch.ones(2, 4, device=device)
     said = []
-    for spec, picks, trained in (
+    for spec, picks, trained, *sizes in (
+        ("r5 outputs=pick", torch.tensor([0, 1, 4]), False, 4, 0),
         ("r5 outputs=pick", torch.tensor([0, 1, 4]), False),
         ("r5 outputs=pick", torch.tensor([0, -1, 3]), False),
         ("r5 outputs=pick", torch.zeros(3, 2, 2, dtype=torch.int64), False),
         ("r5 outputs=lse", None, True),
         ("r5 total=lse", None, False),
-        ("r5 outputs=sum(z*exp(l))", None, False),
-        ("r5 outputs=sum(hit0*z**2)", torch.tensor([0, 1, 3]), False),
         ("r5 outputs=argtop(2)", None, False),
     ):
         try:
             sharded.class_reductions(
                 x.clone().requires_grad_(trained),
-                weight,
+                torch.ones((sizes or [2, 2])[rank], 4, device=device),
                 None,
                 None,
                 None if picks is None else picks.to(device),
                 [],
                 None,
                 spec,
-                first=2 * rank,
+                first=sum((sizes or [2, 2])[:rank]),
                 classes=4,
                 group=dist.group.WORLD.group_name,  # type: ignore[union-attr]
             )

@@ -43,12 +43,13 @@ B, S, D = 2, 6, 8  # a sequence has to be as long on 2 ranks as on 3
 class Model(nn.Module):
     """A body and a head; ``loss`` is given its logits ``[B, S, V]`` and the labels ``[B, S]``."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Any], v: int, bias: bool) -> None:
+    def __init__(self, loss: Callable[..., Any], v: int, bias: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Linear(D, D)
         self.lm_head = nn.Linear(D, v, bias=bias)
-        self.loss = loss
+        # what is trained in a loss is made anew for each model
+        self.loss = loss(v) if isinstance(loss, type) else loss
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         return self.loss(self.lm_head(self.body(x).tanh() * 4), labels)
@@ -147,7 +148,123 @@ def binary(z: Tensor, t: Tensor) -> Tensor:
 
 
 def with_margin(z: Tensor, t: Tensor) -> Tensor:
-    return mean(z - 0.5 * F.one_hot(t, z.shape[-1]), t)
+    """CosFace, with ignored rows."""
+    z = 2 * (z - 0.5 * F.one_hot(t, z.shape[-1]))
+    return F.cross_entropy(*rows(z, t), ignore_index=3)
+
+
+def with_angle(z: Tensor, t: Tensor) -> Tensor:
+    """ArcFace."""
+    flat, target = rows(z.float() / 20, t)
+    angle = flat.clamp(-0.99, 0.99).acos()
+    margin = torch.zeros_like(angle).scatter(1, target.unsqueeze(1), 0.3)
+    return F.cross_entropy(20 * (angle + margin).cos(), target)
+
+
+def with_margin_assigned(z: Tensor, t: Tensor) -> Tensor:
+    flat, target = rows(z * 1.0, t)
+    each = torch.arange(len(flat), device=flat.device)
+    flat[each, target] = flat[each, target] - 0.35
+    return F.cross_entropy(flat, target)
+
+
+class Trained(nn.Module):
+    """Cross-entropy of logits that parameters change."""
+
+    def __init__(self, v: int) -> None:
+        super().__init__()
+        self.p = nn.Parameter(self.first(v))
+
+    def first(self, v: int) -> Tensor:
+        del v
+        return torch.tensor(0.3)
+
+    def changed(self, z: Tensor) -> Tensor:
+        return z / self.p.exp()
+
+    def forward(self, z: Tensor, t: Tensor) -> Tensor:
+        return none(self.changed(z), t)
+
+
+class OfRows(Trained):
+    def first(self, v: int) -> Tensor:
+        return torch.linspace(0.5, 2, S)
+
+    def changed(self, z: Tensor) -> Tensor:
+        return z * self.p.unsqueeze(-1)
+
+
+class BeforeFunction(Trained):
+    def changed(self, z: Tensor) -> Tensor:
+        return (z * self.p).tanh() * 5
+
+
+class Biased(Trained):
+    def first(self, v: int) -> Tensor:
+        return torch.linspace(-1, 1, v)
+
+    def changed(self, z: Tensor) -> Tensor:
+        return z + self.p
+
+
+class OfClasses(Biased):
+    def changed(self, z: Tensor) -> Tensor:
+        return (z * self.p.exp()).sin() * 3
+
+
+class BiasAndTemperature(Biased):
+    def __init__(self, v: int) -> None:
+        super().__init__(v)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def changed(self, z: Tensor) -> Tensor:
+        return ((z + self.p) * self.scale).tanh() * 4
+
+
+class SoftTargets(Biased):
+    def forward(self, z: Tensor, t: Tensor) -> Tensor:
+        soft = (self.p * t.unsqueeze(-1)).softmax(-1)
+        return -(soft * z.log_softmax(-1)).sum(-1).mean()
+
+
+def target_ranks(z: Tensor, t: Tensor) -> Tensor:
+    """The mean reciprocal rank of the target, beside the loss."""
+    rank = (z > z.gather(-1, t.unsqueeze(-1))).sum(-1) + 1
+    return mean(z, t) + (1 / rank).mean().detach()
+
+
+def clamped_logs(z: Tensor, t: Tensor) -> Tensor:
+    """An entropy of clamped probabilities, and the smallest ones."""
+    p = z.softmax(-1)
+    return -(p * (p + 1e-3).log()).sum(-1).mean() + mean(z, t)
+
+
+def brier(z: Tensor, t: Tensor) -> Tensor:
+    return ((z.softmax(-1) - F.one_hot(t, z.shape[-1])) ** 2).sum(-1).mean()
+
+
+def focal(z: Tensor, t: Tensor) -> Tensor:
+    """Over all classes, with targets of each row."""
+    soft = torch.eye(z.shape[-1], device=z.device).to(z.dtype)[t] * 0.7 + 0.02
+    logs = z.log_softmax(-1)
+    return -(soft * (1 - logs.exp()) ** 2 * logs).sum(-1).mean()
+
+
+def hinge(z: Tensor, t: Tensor) -> Tensor:
+    return (1 + z - z.gather(-1, t.unsqueeze(-1))).clamp(min=0).sum(-1).mean()
+
+
+def of_some(z: Tensor, t: Tensor) -> Tensor:
+    """Classes that are banned by a range and by an index."""
+    z = z * 1.0
+    z[..., 9:] = -30.0
+    z[..., torch.tensor([1, 7], device=z.device)] = float("-inf")
+    return mean(z, t.clamp(min=2, max=6))
+
+
+def above_threshold(z: Tensor, t: Tensor) -> Tensor:
+    least = torch.linspace(-1, 1, S, device=z.device).to(z.dtype).unsqueeze(-1)
+    return mean(torch.where(z > least, z, 0.1 * z), t)
 
 
 def of_own_rows(z: Tensor, t: Tensor) -> Tensor:
@@ -182,7 +299,7 @@ class Case:
         on_one_rank: whether one rank is to compile for all.
     """
 
-    loss: Callable[[Tensor, Tensor], Any]
+    loss: Callable[..., Any]
     style: Any = SHARDED
     v: int = 13
     bias: bool = False
@@ -233,6 +350,37 @@ FUSED = {
     "soft targets": Case(soft_targets, GATHERED, parallel=False),
     "masked": Case(masked, GATHERED, parallel=False),
     "binary": Case(binary, GATHERED, parallel=False),
+    "margin": Case(with_margin, GATHERED, parallel=False),
+    "margin, bf16": Case(with_margin, GATHERED, parallel=False, autocast=True),
+    "angle": Case(with_angle, GATHERED, parallel=False, inner="aot_eager", bias=True),
+    "margin assigned": Case(with_margin_assigned, GATHERED, parallel=False),
+    "trained temperature": Case(Trained, GATHERED, parallel=False, inner="aot_eager"),
+    "trained temperature, frozen head": Case(
+        Trained, GATHERED, parallel=False, frozen=("lm_head.weight",)
+    ),
+    "trained temperatures": Case(OfRows, GATHERED, parallel=False, bias=True),
+    "trained temperature in a function": Case(BeforeFunction, GATHERED, parallel=False, bias=True),
+    "trained bias": Case(Biased, GATHERED, parallel=False),
+    "trained factors": Case(OfClasses, GATHERED, parallel=False),
+    "trained bias and temperature": Case(BiasAndTemperature, GATHERED, parallel=False, bias=True),
+    "trained soft targets": Case(SoftTargets, GATHERED, parallel=False),
+    "ranks of targets": Case(target_ranks, GATHERED, parallel=False),
+    "clamped logarithms": Case(clamped_logs, GATHERED, parallel=False, inner="inductor"),
+    "Brier": Case(brier, GATHERED, parallel=False, bias=True),
+    "focal": Case(focal, GATHERED, parallel=False, inner="aot_eager"),
+    "hinge": Case(hinge, GATHERED, parallel=False),
+    "some classes assigned": Case(of_some, GATHERED, parallel=False),
+    "thresholds": Case(above_threshold, GATHERED, parallel=False),
+}
+# on four ranks, of which the last has one class, or none
+OF_FOUR = {
+    "four, margin": Case(with_margin, GATHERED, v=9, parallel=False, bias=True),
+    "four, margin assigned": Case(with_margin_assigned, GATHERED, parallel=False),
+    "four, trained": Case(BiasAndTemperature, GATHERED, v=9, parallel=False, bias=True),
+    "four, trained factors": Case(OfClasses, GATHERED, parallel=False),
+    "four, clamped logarithms": Case(clamped_logs, GATHERED, v=9, parallel=False),
+    "four, hinge": Case(hinge, GATHERED, parallel=False),
+    "four, some classes assigned": Case(of_some, GATHERED, parallel=False),
 }
 LEFT = {
     "hidden sharded": Case(
@@ -241,7 +389,6 @@ LEFT = {
     "own classes": Case(of_own_classes, ColwiseParallel(), v=12, parallel=False),
     "own rows": Case(of_own_rows, ColwiseParallel(output_layouts=Shard(1)), parallel=False),
     "some classes": Case(narrow, GATHERED, parallel=False),
-    "margin": Case(with_margin, GATHERED, parallel=False),
     "compiled on one rank": Case(mean, v=12, inner="aot_eager", on_one_rank=True),
 }
 
@@ -347,11 +494,11 @@ def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
     del rank
     mesh = init_device_mesh(device.type, (world,))
     out: dict[str, Any] = {}
-    for name, case in {**FUSED, **LEFT}.items():
+    for name, case in (OF_FOUR if world == 4 else {**FUSED, **LEFT}).items():
         try:
             out[name] = step(case, mesh)
         except Exception as error:
             raise RuntimeError(f"in case {name!r}") from error
-    for name, (reduction, dim) in ROWS.items():
+    for name, (reduction, dim) in ROWS.items() if world == 2 else ():
         out[f"rows, {name}"] = rows_as_dtensors(mesh, reduction, dim)
     return out

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.plan.devices import multiplied_in
-from tests.ranks.sharding_cases import FUSED, LEFT, ROWS, Model, data_with_ignored, rows
+from tests.ranks.sharding_cases import FUSED, LEFT, OF_FOUR, ROWS, Model, data_with_ignored, rows
 from tests.support import ranks
 from tests.support.numerics import assert_close
 
@@ -39,17 +39,17 @@ def check(results, reference, dtype):
         assert_close(*([some[key] for key in exact] for some in (values, eager, exact)), dtype)
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [*FUSED, *OF_FOUR])
 def test_fused_as_in_one_process(name):
-    case = FUSED[name]
-    results = [rank[name] for rank in ranks.run("tests.ranks.sharding_cases", WORLD)]
+    case, world = (FUSED | OF_FOUR)[name], 4 if name in OF_FOUR else WORLD
+    results = [rank[name] for rank in ranks.run("tests.ranks.sharding_cases", world)]
     for rank in results:
         assert (rank["matched"], rank["rejected"], rank["graphs"]) == (1, 0, 1), rank["said"]
-        assert f"(classes sharded over {WORLD} ranks)" in rank["said"][0]
+        assert f"(classes sharded over {world} ranks)" in rank["said"][0]
         assert ("(logits kept" in rank["said"][0]) == ("returned" in name)
         # small ones are; not those of bf16 on CPUs that multiply it in f32
         widened = multiplied_in(torch.bfloat16, torch.device("cpu")) != torch.bfloat16
-        widened = widened and case.autocast and not ranks.on_gpus(WORLD)
+        widened = widened and case.autocast and not ranks.on_gpus(world)
         may = not widened and not case.settings
         may = may and "returned" not in name
         assert rank["saves"] == may
@@ -94,7 +94,6 @@ def test_rows_of_other_ranks_count(name):
 
 
 REASONS = {
-    "margin": "sharded logits have a margin at a class",
     "hidden sharded": "the head's weight is placed [S(1)]",
     "own classes": "gives each rank only its part of the logits",
     "own rows": "gives each rank only its part of the logits, [S(1)]",

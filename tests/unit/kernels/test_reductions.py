@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxpass.aten import reductions as aten
 from fxpass.kernels import call, chunked
 from fxpass.kernels import reductions as kernels
 from fxpass.op import reductions as operator
@@ -31,6 +32,7 @@ from tests.support.reduction_cases import (
     TRANSFORMS,
     Case,
     case,
+    given_of,
     of,
 )
 
@@ -104,6 +106,38 @@ def test_all_kinds_of_outputs(outputs, transform, shape, dtype):
 @pytest.mark.parametrize("name", [name for name in COMBINATIONS if name != "everything"])
 def test_combinations(name, shape):
     check(case(COMBINATIONS[name], shape=shape, frozen=GIVEN), torch.float32)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("many", [False, True], ids=["one", "several"])
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+def test_a_vocabulary_shard(shape, many):
+    """Some picks are of other shards, and sums read values of the row: as in ATen."""
+    n, _, v = shape
+    log = of("exp(log_softmax(z,given4,given5))*given1-hit0*z")
+    outputs = ["lse", "at", Moment(1, 1), log]
+    found = case(["lse", "at", of("given1*z")], torch.float32, MASKED, None, True, many, shape)
+    assert found.picks is not None
+    found.picks[0] = v
+    rows = [torch.randn(n, 1).expand(n, v) for _ in range(2)]
+    tensors = found.tensors | dict(zip(("given4", "given5"), rows, strict=True))
+    trained = ("x", "weight", "scale")
+    spec = dataclasses.replace(found.spec, outputs=tuple(outputs), gradients=trained, shard=True)
+    named = [t.requires_grad_(name in trained) for name, t in tensors.items()]
+    found = found._replace(spec=spec, tensors=tensors, frozen=())
+    operands = *(tensors.get(name) for name in ("x", "weight", "bias", "scale")), found.picks
+    of_call = Operands(*operands, tuple(given_of(tensors)))  # type: ignore[arg-type]
+    got = found.run(named)
+    incoming = torch.randn(got["rows"].shape)
+    of_aten = Plan("aten", "tiled", rows=n, classes=v)
+    with torch.no_grad():
+        want, _ = aten.forward(of_call, spec, of_aten)
+        slopes = aten.backward(of_call, spec, of_aten, want, incoming)
+    torch.testing.assert_close(got["rows"].detach(), want.rows, rtol=1e-5, atol=1e-5)
+    assert (got["rows"][1 : 4 if many else 2, 0] == 0).all()
+    grads = torch.autograd.grad(got["rows"], [tensors[name] for name in trained], incoming)
+    for name, grad in zip(trained, grads, strict=True):
+        torch.testing.assert_close(grad, slopes[name], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.full

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fxpass.spec.expression import parse
+from fxpass.spec.outputs import Moment, Sum
 from fxpass.spec.reductions import REVISION, Reductions
-from fxpass.spec.shards import of_backward, of_forward
+from fxpass.spec.shards import known_rows, of_backward, of_forward, of_second_pass
 
 
 @pytest.mark.parametrize(
@@ -31,8 +33,53 @@ def test_the_calls_of_a_shard(whole, forward, backward):
     common = "transform=3*tanh(z/3)"
     some = f"{common} gradients=x,given0"
     spec = Reductions.parse(f"{REVISION} outputs={whole} {some} memory_mb=9")
-    assert of_forward(spec).text() == f"{REVISION} outputs={forward} {common} memory_mb=9"
-    assert of_backward(spec).text() == f"{REVISION} outputs={backward} {some} memory_mb=9"
+    assert of_forward(spec).text() == f"{REVISION} outputs={forward} {common} memory_mb=9 shard=1"
+    assert of_backward(spec).text() == f"{REVISION} outputs={backward} {some} memory_mb=9 shard=1"
+
+
+LOG = "log_softmax(z,given1,given2)"
+
+
+@pytest.mark.parametrize(
+    ("late", "forward", "second", "backward", "rows"),
+    [
+        (
+            "where(z>at1,1,0)",
+            "lse;at",
+            "sum(where(given1<z,1,0))",
+            "sum(where(given1<z,1,0))",
+            [("at", 1)],
+        ),
+        (
+            "given0*exp(l)",
+            "lse",
+            f"sum(given0*exp({LOG}))",
+            f"lse;sum(given0*exp({LOG}))",
+            [("lse", 0), ("rest", 0)],
+        ),
+        (
+            "maximum(1-at0+z,0)",
+            "lse;at",
+            "sum(maximum(-given1+z+1,0));sum(where(-given1+z+1>=0,-1,0))",
+            "at;sum(maximum(-given1+z+1,0))",
+            [("at", 0)],
+        ),
+        (
+            "l*pick0",
+            "lse;at",
+            f"sum(given3*{LOG});sum(given3);sum({LOG})",
+            f"lse;at;sum(given3*{LOG})",
+            [("lse", 0), ("rest", 0), ("pick", 0)],
+        ),
+    ],
+)
+def test_the_calls_of_a_second_pass(late, forward, second, backward, rows):
+    spec = Reductions((Sum(parse(late)), Moment(1, 0, 0)), gradients=("x",))
+    assert of_forward(spec).text() == f"{REVISION} outputs={forward};moment(1,0,0) shard=1"
+    assert of_second_pass(spec).text() == f"{REVISION} outputs={second} shard=1"
+    text = f"{REVISION} outputs={backward};moment(1,0,0) gradients=x shard=1"
+    assert of_backward(spec).text() == text
+    assert known_rows(spec) == tuple(rows)
 
 
 def test_without_gradients_nobody_asks_for_the_first_class():
