@@ -48,7 +48,7 @@ _WIDE = (
 # Writes that no version counter sees. Where they reach what backward needs, eager computes what
 # nobody meant, and no particular gradient is right.
 _KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-_UNSEEN = re.compile(r"\.data\b|numpy\(|inference_mode")
+_UNSEEN = re.compile(r"\.data\b|numpy\(|inference_mode|\.(apply|map2?)_\(")
 # Dynamo remembers by file and line which sizes varied: each program is a file of its own.
 _numbers = itertools.count()
 _DRAWS = re.compile(r"torch\.rand(n?)\(([^()]*)\)")

@@ -91,6 +91,8 @@ MASKS = (
         "{z}.scatter_add({d}, {lab1}, {z}.gather({d}, {lab1}) * 0.3)",
     ),
     "{z}.index_fill({d}, torch.tensor([0, {V} - 1]), -6.0)",
+    *("torch.where({keep} > 0.4, {z}, 2.0)", "{z}.masked_fill({keep} > 0.5, 0.0).tanh()"),
+    "{z}.masked_fill(({keep} > 0.7) & (cw > 0.5), -torch.inf)",
 )
 IN_PLACE = (
     *("{z} /= tem", "{z}.div_(tem)", "{z} *= 0.5", "{z}.div_(s)", "{z} -= {keep}", "{z}.tanh_()"),
