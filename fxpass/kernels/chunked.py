@@ -8,7 +8,7 @@ weight and bias. Between the two, :mod:`fxpass.kernels.reductions` launches a ke
     >>> operands = Operands(x, weight, None, None, None, ())
     >>> part = Part(slice(0, 2), slice(0, 10))
     >>> logits = logits_of(operands, part, torch.empty(2, 16))
-    >>> gradients = Gradients(operands, ("x",), factor=1.0)
+    >>> gradients = Gradients(operands, ("x",), factor=1.0, chunks=2, sliced=False)
     >>> gradients.add(part, logits)
     >>> gradients.found["x"].shape
     torch.Size([4, 8])
@@ -21,7 +21,6 @@ chunk into the f32 gradient, and reads the view ``[:, :V]`` of the padded chunk 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -132,8 +131,8 @@ class Gradients:
         operands: Operands,
         names: tuple[str, ...],
         factor: float,
-        chunks: int = 1,
-        sliced: bool = False,
+        chunks: int,
+        sliced: bool,
         unscale: Tensor | None = None,
     ):
         x, weight, bias = operands.x, operands.weight, operands.bias
@@ -154,14 +153,15 @@ class Gradients:
             if self._unscale is not None:
                 total.mul_(self._unscale)
             (bias.add_ if rows.start else bias[classes].copy_)(total)
-        x, weight = self.found.get("x"), self.found.get("weight")
-        for some in class_tiles(g, g.shape[1]):
-            few, start = g[:, some], classes.start + some.start
+        x, weight, start = self.found.get("x"), self.found.get("weight"), classes.start
+        # fewer at a time where they are copied to f32
+        for few in g.split(g.shape[1] if mixed_gemm(g) else UPCAST_CLASSES, 1):
             place = slice(start, start + few.shape[1])
+            start = place.stop
             if x is not None:
                 # The first classes overwrite. For one row, whose classes are one part, addmm of
                 # older releases of torch may read an f32 sum as 16 bits.
-                product(x[rows], few, self._weight[place], self._factor, add=start > 0)
+                product(x[rows], few, self._weight[place], self._factor, add=place.start > 0)
             if weight is not None and self._unscale is not None:
                 self._write_unscaled(weight[place], few.t(), self._unscale)
             elif weight is not None:
@@ -178,7 +178,7 @@ class Gradients:
             out[some] = exact.mul_(unscale)
 
 
-def _mixed_gemm(x: Tensor) -> bool:
+def mixed_gemm(x: Tensor) -> bool:
     """Whether a GEMM of two ``x.dtype`` operands can add to an f32 result."""
     if x.dtype == torch.float32:
         return True
@@ -191,13 +191,6 @@ def _mixed_gemm(x: Tensor) -> bool:
     return torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-def class_tiles(x: Tensor, v: int) -> Iterator[slice]:
-    """One slice of all classes, or slices of ``UPCAST_CLASSES`` where f32 copies are needed."""
-    step = v if _mixed_gemm(x) else UPCAST_CLASSES
-    for start in range(0, v, step):
-        yield slice(start, start + step)
-
-
 def product(out: Tensor, a: Tensor, b: Tensor, factor: float, add: bool) -> None:
     """``out = factor * a @ b``, or ``out +=``, accumulated in f32: ``out`` is f32; without ``add``
     it may have the dtype of ``a``."""
@@ -208,7 +201,7 @@ def product(out: Tensor, a: Tensor, b: Tensor, factor: float, add: bool) -> None
             torch.addmm(out, a, b, beta=0, alpha=factor, out=out)
         else:
             out.copy_((a.float() @ b.float()).mul_(factor))
-    elif a.dtype != torch.float32 and _mixed_gemm(a):
+    elif a.dtype != torch.float32 and mixed_gemm(a):
         torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=factor, out=out)
     else:
         out.addmm_(a.float(), b.float(), beta=beta, alpha=factor)

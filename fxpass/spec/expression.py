@@ -124,16 +124,15 @@ class Printer:
             return self.number(expr)
         if isinstance(expr, sympy.Add):
             first, *rest = (self.text(term) for term in expr.as_ordered_terms())
-            signed = (t.partition("-") if t.startswith("-") else ("", "+", t) for t in rest)
-            return first + "".join(f"{space}{sign}{space}{t}" for _, sign, t in signed), SUM
+            signed = (f"-{space}{t[1:]}" if t.startswith("-") else f"+{space}{t}" for t in rest)
+            return first + "".join(f"{space}{term}" for term in signed), SUM
         if isinstance(expr, sympy.Mul):
             out = self.product(*expr.as_coeff_Mul())
             return out, SUM if out.startswith("-") else PRODUCT
         if isinstance(expr, sympy.Pow):
             return self.power(expr.base, expr.exp)
-        infinite = sympy.S.NegativeInfinity
-        args = [self.lowest if arg is infinite else self.text(arg) for arg in expr.args]
-        name = type(expr).__name__
+        name, lowest = type(expr).__name__, isinstance(expr, Where) and sympy.S.NegativeInfinity
+        args = [self.lowest if arg is lowest else self.text(arg) for arg in expr.args]
         if isinstance(expr, Where):
             name, (x, y, *branches) = "where", args
             x, y, symbol = (y, x, expr.mirrored) if expr.args[0].is_number else (x, y, expr.symbol)

@@ -244,8 +244,9 @@ def test_blocks_are_tuned_in_the_buffer(device, tuner, monkeypatch, given_logits
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sliced", [False, True])
-def test_products(device, dtype, sliced):
+def test_products(device, dtype, sliced, monkeypatch):
     """Of parts of a gradient: their sums are those of the whole."""
+    monkeypatch.setattr(chunked, "UPCAST_CLASSES", 16)  # some at a time, where they are up-cast
     with device:
         given = operands(6, 50, dtype, d=7, bias=dtype)
         g = torch.randn(6, 64).to(dtype)[:, :50]  # rows are padded
@@ -297,7 +298,7 @@ def test_nothing_waits_for_the_gpu(monkeypatch, run):
     """
     launches = Launches(monkeypatch)
     # a torch without CUDA has no such tensors on a GPU: these are on the CPU
-    monkeypatch.setattr(chunked, "_mixed_gemm", lambda x: True)
+    monkeypatch.setattr(chunked, "mixed_gemm", lambda x: True)
     monkeypatch.setattr(torch, "addmm", addmm_of_fakes)
     gradients = ("x", "weight", "bias")
     outputs = ("pick", Moment(1, 1), *["max"] * (run == "chunks"))
@@ -346,14 +347,10 @@ class OnGpu:
     ],
 )
 def test_which_gemms_add_to_f32(gpus, dtype, card, mixed):
-    """All classes are multiplied at once where they can be added to an f32 result."""
+    """There all classes are multiplied at once."""
     gpus.have(card)
-    assert at_once(OnGpu(dtype)) == mixed
-    assert at_once(torch.empty(1, dtype=dtype)) == (dtype == torch.float32)
-
-
-def at_once(x) -> bool:
-    return len(list(chunked.class_tiles(x, 128256))) == 1
+    assert chunked.mixed_gemm(OnGpu(dtype)) == mixed
+    assert chunked.mixed_gemm(torch.empty(1, dtype=dtype)) == (dtype == torch.float32)
 
 
 def test_fp16_sums_and_f32_results_exclude_each_other(gpus):
@@ -361,10 +358,10 @@ def test_fp16_sums_and_f32_results_exclude_each_other(gpus):
     matmul = torch.backends.cuda.matmul
     before, matmul.allow_fp16_accumulation = matmul.allow_fp16_accumulation, True
     try:
-        assert not at_once(OnGpu(torch.float16))
+        assert not chunked.mixed_gemm(OnGpu(torch.float16))
     finally:
         matmul.allow_fp16_accumulation = before
-    assert at_once(OnGpu(torch.float16))
+    assert chunked.mixed_gemm(OnGpu(torch.float16))
 
 
 @pytest.mark.parametrize(
@@ -374,7 +371,7 @@ def test_hip_adds_to_f32(gpus, monkeypatch, library, mixed):
     gpus.have(MI300, hip="7.0")
     backend = getattr(torch._C._BlasBackend, library)
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: backend)
-    assert at_once(OnGpu(torch.bfloat16)) == mixed
+    assert chunked.mixed_gemm(OnGpu(torch.bfloat16)) == mixed
 
 
 # ---------------------------------------------------------------- tanh, loading
