@@ -48,6 +48,7 @@ from fxpass.spec.shards import (
     of_backward,
     of_forward,
     of_second_pass,
+    read_by,
     with_known,
 )
 
@@ -169,8 +170,8 @@ class _Merged(torch.autograd.Function):
         lse, rest, saved, known, leads, share, picks, logits, *tensors = ctx.saved_tensors
         x, weight, bias, scale, *own = tensors
         operands = Operands(x, weight, bias, scale, picks, tuple(own), logits=logits)
-        given = with_known(operands, spec, known).given
         local, many = of_backward(spec), _many(picks)
+        here = read_by(local, with_known(operands, spec, known))
         sums = dict(zip(spec.saved, saved, strict=True))
         lines = _with_late(_by_output(grad, spec.rows, many), spec, sums, many)
         lines = _of_shard(lines, spec, local, {"max": leads, "amax": share})
@@ -178,7 +179,7 @@ class _Merged(torch.autograd.Function):
         grads = torch.ops.fxpass.class_reductions_backward(
             torch.cat([grad[:0], *lines]),
             *(lse[0], rest[0], saved, x, weight, bias, scale),
-            *(picks if local.picked else None, given, logits, local.text()),
+            *(here.picks, here.given, logits, local.text()),
         )
         found = dict(zip(spec.gradients, grads, strict=True))
         named = ("x", "weight", "bias", "scale", *(f"given{i}" for i in range(len(own))))
@@ -327,8 +328,7 @@ def _ties(operands: Operands, spec: Reductions) -> Tensor:
 def _run(operands: Operands, local: Reductions) -> tuple[dict[Output, Tensor], Tensor, Tensor]:
     """The outputs of the shard, by name; its indices ``[I, N]``; the rounding error of its lse
     ``[N]``."""
-    x, weight, bias, scale, picks, given, _, logits = operands
-    picks = picks if local.picked else None
+    x, weight, bias, scale, picks, given, _, logits = read_by(local, operands)
     found = of_one_rank(x, weight, bias, scale, picks, given, None, logits, local.text())
     rows, rest = found["rows"], found.get("rest", x.new_empty(0))
     index = found.get("indices", rows.new_empty((0, len(x)), dtype=torch.int64))

@@ -85,3 +85,9 @@ def test_the_calls_of_a_second_pass(late, forward, second, backward, rows):
 def test_without_gradients_nobody_asks_for_the_first_class():
     spec = Reductions(("max", "peak"))
     assert of_forward(spec).outputs == ("lse", "amax")
+    late = Reductions((Sum(parse("l*pick0")),))
+    assert of_forward(late).outputs == ("lse", "at")
+    assert (
+        of_second_pass(late).text()
+        == f"{REVISION} outputs=sum(given2*log_softmax(z,given0,given1)) shard=1"
+    )
