@@ -98,7 +98,8 @@ def class_reductions(
         IndexError: a pick is none of the classes (on CPU; on GPUs a device-side assertion fails).
         RuntimeError: a tensor needs a gradient that the spec does not name.
     """
-    s = Reductions.parse(spec)
+    # one shard with all classes has all picks, of which it refuses the others
+    s = dataclasses.replace(Reductions.parse(spec), shard=len(weight) < classes)
     if s.total:
         raise ValueError(f"a total needs an lse of all classes before its gradients: {spec!r}")
     if s.top:
@@ -224,11 +225,11 @@ def _of_shard(
 
 def _in_shard(picks: Tensor, shard: _Shard, count: int) -> Tensor:
     """The picks among this shard's ``count`` classes; ``count`` for those of other shards. Indices
-    that are no class of any shard remain such: the operator raises for them."""
+    that are no class of any shard remain: the operator raises for them."""
     column = picks - shard.first
     column = torch.where((column >= 0) & (column < count), column, count)
     known = (picks >= 0) & (picks < shard.classes)
-    return torch.where(known, column, picks + (picks == count))
+    return torch.where(known, column, picks)
 
 
 def _merged(operands: Operands, spec: Reductions, shard: _Shard) -> _OfAll:

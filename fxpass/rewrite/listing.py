@@ -10,6 +10,7 @@ one that :func:`fxpass.kernels.call.gpu_for_listing` names::
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def launches_of(graph: Graph) -> Iterator[Launch]:
         if not shard:
             yield from launches(spec, operands, gpu)
             continue
+        spec = replace(spec, shard=len(operands.weight) < node.kwargs["classes"])
         yield from _of_shard(of_forward(spec), operands, gpu)
         known = operands.x.new_empty((len(known_rows(spec)), len(operands.x)), dtype=torch.float32)
         operands = with_known(operands, spec, known)

@@ -3,7 +3,7 @@
 In: :class:`fxpass.spec.reductions.Reductions` of all classes. Out: those that forward and backward
 of :mod:`fxpass.op.sharded` call the operator with::
 
-    >>> whole = Reductions(("pick", Moment(1, 1)), gradients=("x",))
+    >>> whole = Reductions(("pick", Moment(1, 1)), gradients=("x",), shard=True)
     >>> of_forward(whole).text()
     'r5 outputs=lse;at;moment(1,1) shard=1'
     >>> of_backward(whole).text()
@@ -13,10 +13,10 @@ A sum that takes a second pass reads the lse, its rounding error, and values at 
 classes are known before this pass, so that they are given, and the sum is one of a function of the
 logit::
 
-    >>> clamped = Reductions((Sum(expression.parse("given0*log(0.125+exp(l))")),))
-    >>> of_second_pass(clamped).text()
-    'r5 outputs=sum(log(exp(log_softmax(z,given1,given2))+0.125)*given0) shard=1'
-    >>> known_rows(clamped)
+    >>> squares = Reductions((Sum(given(0) * function("exp", L) ** 2),))
+    >>> of_second_pass(squares).text()
+    'r5 outputs=sum(given0*exp(log_softmax(z,given1,given2))**2)'
+    >>> known_rows(squares)
     (('lse', 0), ('rest', 0))
 """
 
@@ -75,7 +75,7 @@ def of_backward(spec: Reductions) -> Reductions:
     outputs: list[Output] = [o for o, parts in PARTS.items() if not named.isdisjoint(parts)]
     outputs += [_given(spec, o) for o in spec.outputs if isinstance(o, Moment | Sum)]
     outputs += spec.indices  # the logits are rounded as in forward
-    return replace(spec, outputs=tuple(outputs), shard=True)
+    return replace(spec, outputs=tuple(outputs))
 
 
 # ---------------------------------------------------------------- second passes
