@@ -48,6 +48,7 @@ from fxpass.spec.shards import (
     of_backward,
     of_forward,
     of_second_pass,
+    read_by,
     with_known,
 )
 
@@ -97,7 +98,8 @@ def class_reductions(
         IndexError: a pick is none of the classes (on CPU; on GPUs a device-side assertion fails).
         RuntimeError: a tensor needs a gradient that the spec does not name.
     """
-    s = Reductions.parse(spec)
+    # one shard with all classes has all picks, of which it refuses the others
+    s = dataclasses.replace(Reductions.parse(spec), shard=len(weight) < classes)
     if s.total:
         raise ValueError(f"a total needs an lse of all classes before its gradients: {spec!r}")
     if s.top:
@@ -169,8 +171,8 @@ class _Merged(torch.autograd.Function):
         lse, rest, saved, known, leads, share, picks, logits, *tensors = ctx.saved_tensors
         x, weight, bias, scale, *own = tensors
         operands = Operands(x, weight, bias, scale, picks, tuple(own), logits=logits)
-        given = with_known(operands, spec, known).given
         local, many = of_backward(spec), _many(picks)
+        here = read_by(local, with_known(operands, spec, known))
         sums = dict(zip(spec.saved, saved, strict=True))
         lines = _with_late(_by_output(grad, spec.rows, many), spec, sums, many)
         lines = _of_shard(lines, spec, local, {"max": leads, "amax": share})
@@ -178,7 +180,7 @@ class _Merged(torch.autograd.Function):
         grads = torch.ops.fxpass.class_reductions_backward(
             torch.cat([grad[:0], *lines]),
             *(lse[0], rest[0], saved, x, weight, bias, scale),
-            *(picks if local.picked else None, given, logits, local.text()),
+            *(here.picks, here.given, logits, local.text()),
         )
         found = dict(zip(spec.gradients, grads, strict=True))
         named = ("x", "weight", "bias", "scale", *(f"given{i}" for i in range(len(own))))
@@ -223,11 +225,11 @@ def _of_shard(
 
 def _in_shard(picks: Tensor, shard: _Shard, count: int) -> Tensor:
     """The picks among this shard's ``count`` classes; ``count`` for those of other shards. Indices
-    that are no class of any shard remain such: the operator raises for them."""
+    that are no class of any shard remain: the operator raises for them."""
     column = picks - shard.first
     column = torch.where((column >= 0) & (column < count), column, count)
     known = (picks >= 0) & (picks < shard.classes)
-    return torch.where(known, column, picks + (picks == count))
+    return torch.where(known, column, picks)
 
 
 def _merged(operands: Operands, spec: Reductions, shard: _Shard) -> _OfAll:
@@ -327,8 +329,7 @@ def _ties(operands: Operands, spec: Reductions) -> Tensor:
 def _run(operands: Operands, local: Reductions) -> tuple[dict[Output, Tensor], Tensor, Tensor]:
     """The outputs of the shard, by name; its indices ``[I, N]``; the rounding error of its lse
     ``[N]``."""
-    x, weight, bias, scale, picks, given, _, logits = operands
-    picks = picks if local.picked else None
+    x, weight, bias, scale, picks, given, _, logits = read_by(local, operands)
     found = of_one_rank(x, weight, bias, scale, picks, given, None, logits, local.text())
     rows, rest = found["rows"], found.get("rest", x.new_empty(0))
     index = found.get("indices", rows.new_empty((0, len(x)), dtype=torch.int64))

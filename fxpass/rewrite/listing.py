@@ -10,16 +10,24 @@ one that :func:`fxpass.kernels.call.gpu_for_listing` names::
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from fxpass.graph.nodes import hint, value
-from fxpass.kernels.call import Launch, for_reductions, gpu_for_listing, launches
+from fxpass.kernels.call import Gpu, Launch, for_reductions, gpu_for_listing, launches
 from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import Reductions
-from fxpass.spec.shards import known_rows, of_backward, of_forward, of_second_pass, with_known
+from fxpass.spec.shards import (
+    known_rows,
+    of_backward,
+    of_forward,
+    of_second_pass,
+    read_by,
+    with_known,
+)
 
 
 def launches_of(graph: Graph) -> Iterator[Launch]:
@@ -33,13 +41,20 @@ def launches_of(graph: Graph) -> Iterator[Launch]:
         if not shard:
             yield from launches(spec, operands, gpu)
             continue
-        yield from for_reductions(of_forward(spec), operands, gpu)
+        spec = replace(spec, shard=len(operands.weight) < node.kwargs["classes"])
+        yield from _of_shard(of_forward(spec), operands, gpu)
         known = operands.x.new_empty((len(known_rows(spec)), len(operands.x)), dtype=torch.float32)
         operands = with_known(operands, spec, known)
         if spec.late:
-            yield from for_reductions(of_second_pass(spec), operands, gpu)
+            yield from _of_shard(of_second_pass(spec), operands, gpu)
         if spec.gradients:
-            yield from for_reductions(of_backward(spec), operands, gpu, forward=False)
+            yield from _of_shard(of_backward(spec), operands, gpu, forward=False)
+
+
+def _of_shard(
+    call: Reductions, operands: Operands, gpu: Gpu, forward: bool = True
+) -> tuple[Launch, ...]:
+    return for_reductions(call, read_by(call, operands), gpu, forward)
 
 
 def _of_reductions(call: Node) -> tuple[Reductions, Operands]:

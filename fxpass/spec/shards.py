@@ -3,7 +3,7 @@
 In: :class:`fxpass.spec.reductions.Reductions` of all classes. Out: those that forward and backward
 of :mod:`fxpass.op.sharded` call the operator with::
 
-    >>> whole = Reductions(("pick", Moment(1, 1)), gradients=("x",))
+    >>> whole = Reductions(("pick", Moment(1, 1)), gradients=("x",), shard=True)
     >>> of_forward(whole).text()
     'r5 outputs=lse;at;moment(1,1) shard=1'
     >>> of_backward(whole).text()
@@ -13,10 +13,10 @@ A sum that takes a second pass reads the lse, its rounding error, and values at 
 classes are known before this pass, so that they are given, and the sum is one of a function of the
 logit::
 
-    >>> clamped = Reductions((Sum(expression.parse("given0*log(0.125+exp(l))")),))
-    >>> of_second_pass(clamped).text()
-    'r5 outputs=sum(log(exp(log_softmax(z,given1,given2))+0.125)*given0) shard=1'
-    >>> known_rows(clamped)
+    >>> squares = Reductions((Sum(given(0) * function("exp", L) ** 2),))
+    >>> of_second_pass(squares).text()
+    'r5 outputs=sum(given0*exp(log_softmax(z,given1,given2))**2)'
+    >>> known_rows(squares)
     (('lse', 0), ('rest', 0))
 """
 
@@ -30,10 +30,10 @@ from sympy import Symbol
 from torch import Tensor
 
 from fxpass.spec.expression import L, Z, given, operands
-from fxpass.spec.functions import call
+from fxpass.spec.functions import call as function
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import OF_PICKS, Moment, Output, Sum
-from fxpass.spec.reductions import Reductions, Terms, raw
+from fxpass.spec.reductions import Reductions, Terms, for_slopes, raw
 
 # An output of a shard's backward: the outputs of all classes that it is part of. A log-softmax is a
 # logit, which one shard has, less the lse.
@@ -70,12 +70,12 @@ def of_backward(spec: Reductions) -> Reductions:
     """The outputs whose gradients, with the lse and the moments of all classes, are those of
     ``spec`` at one shard's logits, from given :func:`known_rows`."""
     sums = [output for output in spec.outputs if isinstance(output, Sum)]
-    of_lse, at = added(dict.fromkeys(sums, 1), dict.fromkeys(spec.saved, 1))
+    of_lse, at = added(dict.fromkeys(sums, 1), dict.fromkeys(for_slopes(sums), 1))
     named = {*spec.outputs, *["lse"] * bool(of_lse), *["at"] * bool(at)}
     outputs: list[Output] = [o for o, parts in PARTS.items() if not named.isdisjoint(parts)]
     outputs += [_given(spec, o) for o in spec.outputs if isinstance(o, Moment | Sum)]
     outputs += spec.indices  # the logits are rounded as in forward
-    return replace(spec, outputs=tuple(outputs), shard=True)
+    return replace(spec, outputs=tuple(outputs))
 
 
 # ---------------------------------------------------------------- second passes
@@ -87,6 +87,11 @@ def known_rows(spec: Reductions) -> tuple[tuple[str, int], ...]:
     log = any(output.function.has(L) for output in spec.late)
     read = {one for o in spec.late for one in operands(o.function) if one[0] in OF_PICKS}
     return (*((("lse", 0), ("rest", 0)) if log else ()), *sorted(read))
+
+
+def read_by(call: Reductions, operands: Operands) -> Operands:
+    """The operands without picks that one of these calls does not read."""
+    return operands if call.picked else operands._replace(picks=None)
 
 
 def with_known(operands: Operands, spec: Reductions, known: Tensor) -> Operands:
@@ -116,5 +121,5 @@ def _given(spec: Reductions, output: Output) -> Output:
     found = {name: given(spec.least_given + i) for i, name in enumerate(rows)}
     names: dict[Any, Any] = {Symbol(f"{kind}{i}"): s for (kind, i), s in found.items()}
     if ("lse", 0) in found:
-        names[L] = call("log_softmax", Z, found["lse", 0], found["rest", 0])
+        names[L] = function("log_softmax", Z, found["lse", 0], found["rest", 0])
     return Sum(output.function.xreplace(names))  # type: ignore[arg-type]

@@ -170,11 +170,20 @@ def alone(tmp_path, monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("text", ["outputs=pick", "outputs=moment(1,1);pick;argmax"])
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "outputs=pick",
+        "outputs=moment(1,1);pick;argmax",
+        "outputs=sum(where(at0<z,1,0))",
+        "outputs=sum((-hit0+exp(l))**2)",
+    ],
+)
 @pytest.mark.parametrize("gradients", [(), ("x", "weight")])
-def test_what_a_vocabulary_shard_launches_is_listed(text, gradients, recorded, alone):
+def test_what_a_vocabulary_shard_launches_is_listed(text, gradients, many, recorded, alone):
     text = f"{REVISION} {text}" + f" gradients={','.join(gradients)}" * bool(gradients)
-    x, weight, picks = torch.randn(N, D), torch.randn(V, D), torch.zeros(N).long()
+    x, weight, picks = torch.randn(N, D), torch.randn(V, D), torch.zeros(N, 1 + many).long()
     graph = torch.fx.Graph()
     nodes = [graph.placeholder(name) for name in ("x", "weight", "picks")]
     for node, tensor in zip(nodes, (x, weight, picks), strict=True):
@@ -191,8 +200,9 @@ def test_what_a_vocabulary_shard_launches_is_listed(text, gradients, recorded, a
     if gradients:
         rows.sum().backward()
     assert_listed(kernels, recorded)
+    forward = ["reductions", "reductions"] if "sum" in text else ["reductions"]
     backward = ["reductions_backward"] if gradients else []
-    assert [one.stage for one in kernels] == ["reductions", *backward]
+    assert [one.stage for one in kernels] == [*forward, *backward]
 
 
 # ---------------------------------------------------------------- what it depends on

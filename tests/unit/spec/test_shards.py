@@ -32,7 +32,7 @@ from fxpass.spec.shards import known_rows, of_backward, of_forward, of_second_pa
 def test_the_calls_of_a_shard(whole, forward, backward):
     common = "transform=3*tanh(z/3)"
     some = f"{common} gradients=x,given0"
-    spec = Reductions.parse(f"{REVISION} outputs={whole} {some} memory_mb=9")
+    spec = Reductions.parse(f"{REVISION} outputs={whole} {some} memory_mb=9 shard=1")
     assert of_forward(spec).text() == f"{REVISION} outputs={forward} {common} memory_mb=9 shard=1"
     assert of_backward(spec).text() == f"{REVISION} outputs={backward} {some} memory_mb=9 shard=1"
 
@@ -74,7 +74,7 @@ LOG = "log_softmax(z,given1,given2)"
     ],
 )
 def test_the_calls_of_a_second_pass(late, forward, second, backward, rows):
-    spec = Reductions((Sum(parse(late)), Moment(1, 0, 0)), gradients=("x",))
+    spec = Reductions((Sum(parse(late)), Moment(1, 0, 0)), gradients=("x",), shard=True)
     assert of_forward(spec).text() == f"{REVISION} outputs={forward};moment(1,0,0) shard=1"
     assert of_second_pass(spec).text() == f"{REVISION} outputs={second} shard=1"
     text = f"{REVISION} outputs={backward};moment(1,0,0) gradients=x shard=1"
@@ -85,3 +85,9 @@ def test_the_calls_of_a_second_pass(late, forward, second, backward, rows):
 def test_without_gradients_nobody_asks_for_the_first_class():
     spec = Reductions(("max", "peak"))
     assert of_forward(spec).outputs == ("lse", "amax")
+    late = Reductions((Sum(parse("l*pick0")),), shard=True)
+    assert of_forward(late).outputs == ("lse", "at")
+    assert (
+        of_second_pass(late).text()
+        == f"{REVISION} outputs=sum(given2*log_softmax(z,given0,given1)) shard=1"
+    )
