@@ -15,6 +15,7 @@ from torch import Tensor
 from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import is_dense, of_picks
 from fxpass.spec import expression
+from fxpass.spec.expression import Z
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import LEAST_LOG, OF_LARGEST, OF_PICKS, Moment, Output, Top, lines_of
 from fxpass.spec.reductions import Reductions, Terms
@@ -152,12 +153,14 @@ class Slope(Terms):
         found = None
         for output, grad in self.functions:
             if output.slope != 0:
-                term = self._function(output.slope, z, log, classes) * grad
+                term = self._function(output.slope, grad, z, log, classes)
                 found = term if found is None else found.add_(term)
         return found
 
-    def _function(self, expr: Expr, z: Tensor | None, log: Tensor, classes: slice) -> Tensor:
-        """An expression of the logits, the log-softmax and the row's picks."""
+    def _function(
+        self, expr: Expr, factor: Tensor, z: Tensor | None, log: Tensor, classes: slice
+    ) -> Tensor:
+        """An expression of the logits, the log-softmax and the row's picks, times ``factor``."""
         assert z is not None, "sums of functions read logits"
         values: dict[str, Tensor] = {}
         if self._logits_at is not None:
@@ -166,7 +169,9 @@ class Slope(Terms):
             values["l"] = log
             if self._logits_at is not None:
                 values |= of_picks("pick", log.gather(1, self._operands.classes()[self._few]))
-        return self._operands.evaluate(expr, z, self._few, classes, values)
+        found = self._operands.evaluate(expr, z, self._few, classes, values)
+        # a function of z is a new tensor
+        return found.mul_(factor) if expr != Z and expr.has(Z) else found * factor
 
     def _add_of_moments(self, grads: Mapping[int, Tensor], log: Tensor, classes: slice) -> None:
         """Adds the gradients of the weights of moments."""
@@ -183,7 +188,7 @@ class Slope(Terms):
             given = (i for kind, i in expression.operands(output.function) if kind == "given")
             for i in [i for i in given if i in grads]:
                 slope = expression.derivative(output.function, expression.given(i))
-                term = self._function(slope, z, log, classes) * each
+                term = self._function(slope, each, z, log, classes)
                 add_of_values(grads[i], term, self._few, classes)
 
     def of_softmax(
