@@ -20,21 +20,18 @@ from torch import Tensor
 
 from fxpass.aten.gemm import Rows, add_product, joined, linear, part_of, slices, split_bias
 from fxpass.plan.devices import multiplied_in
+from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.operands import Operands
 
-# Overwrites some rows of logits ``[few, V]`` with their gradient, and returns the factor by which
-# the gradient has still to be multiplied, ``[few]``; it has to be 1 if the last argument is True.
-ToGradient = Callable[[slice, Tensor, bool], Tensor]
+# Overwrites some rows of logits ``[few, V]`` with their gradient, and returns the factor
+# ``[few, 1]`` by which the gradient has still to be multiplied, or None for all rows. It has to be
+# 1 or None if the last argument is True.
+ToGradient = Callable[[slice, Tensor, bool], Tensor | None]
 
 
 def over_chunks(
-    inputs: Operands,
-    gradients: tuple[str, ...],
-    to_gradient: ToGradient,
-    rows: int,
-    classes: int,
-    block: int,
+    inputs: Operands, gradients: tuple[str, ...], to_gradient: ToGradient, plan: Plan
 ) -> dict[str, Tensor]:
     """The gradients of x, weight and bias, from a function of some rows of logits.
 
@@ -45,27 +42,26 @@ def over_chunks(
     Args:
         inputs: x, weight, bias, and the logits if they exist.
         gradients: the operands whose gradients are returned; if empty, the logits are only read.
-        to_gradient: called once for each block of ``block`` rows, in the compute dtype.
-        rows: of a chunk.
-        classes: of one product, if the weight or its gradient needs a cast.
+        to_gradient: called once for each block of rows, in the compute dtype.
+        plan: its rows, of a chunk; its block; its classes, of one product, if the weight or its
+            gradient needs a cast.
     """
     x, weight = inputs.x, inputs.weight
     dtype, multiplied = compute_dtype(x.dtype), multiplied_in(x.dtype, x.device)
     n, v = x.shape[0], weight.shape[0]
-    rows = min(rows, n)
-    # the first chunk overwrites the gradients, if there is one
-    new = x.new_empty if n else x.new_zeros
-    returned = gradient_dtype(x.dtype)
+    rows, returned, copied = min(plan.rows, n), gradient_dtype(x.dtype), x.dtype != multiplied
     final = returned if rows == n else dtype
+    whole = not copied and ("weight" not in gradients or final == multiplied)
+    tiles = slices(0, v, v if whole else plan.classes)
+    # the products of the only chunk are the gradients; else there are places for them
+    only = whole and rows == n > 0 and returned == multiplied
     shapes = {"x": (x.shape, returned), "weight": (weight.shape, final), "bias": ((v,), dtype)}
-    grads = {k: new(shapes[k][0], dtype=shapes[k][1]) for k in gradients}
-    whole = x.dtype == multiplied and ("weight" not in grads or final == multiplied)
-    tiles = slices(0, v, v if whole else classes)
-    chunks = _Chunks(inputs, rows, tiles, min(block, rows), multiplied)
-    x_rows, weight_rows = Rows(x, rows, multiplied), chunks.weight
-    copied = x.dtype != multiplied
-    x_sums = None
-    if "x" in grads and returned != multiplied:
+    placed = [name for name in gradients if not only or name == "bias"]
+    new = x.new_empty if n else x.new_zeros
+    grads = {name: new(shapes[name][0], dtype=shapes[name][1]) for name in placed}
+    chunks = _Chunks(inputs, rows, tiles, min(plan.block, rows), multiplied)
+    x_rows, x_sums = Rows(x, rows, multiplied), None
+    if "x" in gradients and returned != multiplied:
         x_sums = x.new_empty((rows, x.shape[1]), dtype=multiplied)
     for part in slices(0, n, rows):
         chunk, factors = chunks.logits(part, x_rows[part]), []
@@ -73,31 +69,35 @@ def over_chunks(
             some = chunks.block(few, part)
             factor = to_gradient(few, some, chunks.narrow)
             factors.append(factor)
-            if "bias" in grads:
+            if "bias" in gradients:
+                of_rows = some.new_ones(some.shape[0]) if factor is None else factor.view(-1)
                 # beta 0: the first block overwrites uninitialised memory
-                grads["bias"].addmv_(some.t(), factor, beta=float(few.start > 0))
-            if grads:
+                grads["bias"].addmv_(some.t(), of_rows, beta=float(few.start > 0))
+            if gradients:
                 chunks.keep(few, part, some)
-        if not grads:
+        if not gradients:
             continue
-        each = None if chunks.narrow else joined(factors).unsqueeze(1)
+        each = None if chunks.narrow or factors[0] is None else joined(factors)
         scaled = x_rows[part] if each is None else part_of(x, part) * each
-        x_grad = part_of(grads.get("x", x), part)
-        sums = x_grad if x_sums is None else x_sums[: x_grad.shape[0]]
-        if "x" in grads and not copied:
-            torch.mm(chunk, weight, out=sums)
+        x_grad = sums = part_of(grads["x"], part) if "x" in grads else None
+        if x_sums is not None:
+            sums = part_of(x_sums, slice(0, part.stop - part.start))
+        if "x" in gradients and not copied:
+            sums = torch.mm(chunk, weight, out=sums)
         for place in tiles:
             g = chunks.multiplied(part_of(chunk, place, 1))
-            if "x" in grads and copied:
-                add_product(sums, g, weight_rows[place], add=place.start > 0)
-            if "weight" in grads:
-                of_classes = part_of(grads["weight"], place)
-                add_product(of_classes, g.t(), scaled, add=part.start > 0)
-        if "x" in grads:
+            if "x" in gradients and copied:
+                add_product(sums, g, chunks.weight[place], add=place.start > 0)
+            if "weight" in gradients:
+                of_classes = None if only else part_of(grads["weight"], place)
+                product = add_product(of_classes, g.t(), scaled, add=part.start > 0)
+                grads.setdefault("weight", product)
+        if sums is not None:
             if each is not None:
                 sums.mul_(each)
-            if x_sums is not None:
+            if x_sums is not None and x_grad is not None:
                 x_grad.copy_(sums)
+            grads.setdefault("x", sums)
     return grads
 
 
@@ -110,11 +110,16 @@ class _Chunks:
     """
 
     def __init__(
-        self, inputs: Operands, rows: int, tiles: list[slice], block: int, multiplied: torch.dtype
+        self,
+        inputs: Operands,
+        rows: int,
+        tiles: tuple[slice, ...],
+        block: int,
+        multiplied: torch.dtype,
     ) -> None:
         x, v = inputs.x, inputs.weight.shape[0]
         dtype, stored = compute_dtype(x.dtype), gradient_dtype(x.dtype)
-        widest = max((t.stop - t.start for t in tiles), default=0)
+        widest = tiles[0].stop if tiles else 0
         self._given, self._tiles, self._few = inputs.logits, tiles, block
         self._buffer = x.new_empty((rows, v), dtype=stored)
         self.weight = Rows(inputs.weight, widest, multiplied)
@@ -147,7 +152,7 @@ class _Chunks:
             return gradient
         return self._tile[: gradient.numel()].view(gradient.shape).copy_(gradient)
 
-    def blocks(self, part: slice) -> list[slice]:
+    def blocks(self, part: slice) -> tuple[slice, ...]:
         """The blocks of rows of a chunk."""
         return slices(part.start, part.stop, self._few)
 

@@ -6,6 +6,8 @@ output; the parts of an operand that are multiplied at a time.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -28,16 +30,20 @@ class Rows:
         return some if self._place is None else self._place[: some.shape[0]].copy_(some)
 
 
-def add_product(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """``out = a @ b``, or ``out += a @ b``; without ``add`` the old values are not read."""
+def add_product(out: Tensor | None, a: Tensor, b: Tensor, add: bool) -> Tensor:
+    """``out = a @ b``, or ``out += a @ b``; without ``add`` the old values are not read, and the
+    product is a new tensor if ``out`` is None."""
+    if out is None:
+        return torch.mm(a, b)
     if out.dtype == a.dtype:
-        torch.addmm(out, a, b, beta=int(add), out=out)
-    elif not add:
+        return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    if not add:
         out.copy_(a @ b)
     else:  # out is wider than the 16-bit product: torch up-casts a whole operand before it adds
         rows = max(1, _ADDED_AT_A_TIME // max(1, out.shape[1]))
         for some, more in zip(out.split(rows), (a @ b).split(rows), strict=True):
             some.add_(more)
+    return out
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
@@ -63,12 +69,13 @@ def part_of(t: Tensor, some: slice, dim: int = 0) -> Tensor:
     return t if size == t.shape[dim] else t.narrow(dim, some.start, size)
 
 
-def joined(parts: list[Tensor]) -> Tensor:
+def joined(parts: list[Tensor], dim: int = 0) -> Tensor:
     """Parts one after the other; without a copy if there is one."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def slices(start: int, stop: int, step: int) -> list[slice]:
+@functools.lru_cache(64)
+def slices(start: int, stop: int, step: int) -> tuple[slice, ...]:
     """Divides ``[start, stop)`` into slices of ``step`` (at least 1); the last may be smaller."""
     step = max(1, step)
-    return [slice(i, min(i + step, stop)) for i in range(start, stop, step)]
+    return tuple(slice(i, min(i + step, stop)) for i in range(start, stop, step))

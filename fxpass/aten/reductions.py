@@ -30,30 +30,28 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     """The outputs of every row, and the gradients of the total, if there is one, in the dtypes of
     :func:`fxpass.aten.chunked.over_chunks`; in place, in those of
     :func:`fxpass.aten.tiles.in_gradient`."""
-    out = empty(operands, spec)
     if plan.in_place:
-        return out, _in_place(operands, spec, plan, out)
+        return _in_place(operands, spec, plan)
+    results = _Results(operands, spec)
     products = spec.gradients if spec.total else ()
     if plan.strategy == "tiled" and not products:
-        _in_tiles(operands, spec, plan, out)
-        return out, {}
-    every = slice(0, len(operands.weight))
+        _in_tiles(operands, spec, plan, results)
+        return results.all(), {}
+    every = slice(0, operands.weight.shape[0])
+    functions = any(isinstance(output, Sum) for output in spec.total)
     # the exponentials of the sum may become the gradient
-    once = not {"lse", "pick"}.isdisjoint(spec.total)
-    once = once and not any(isinstance(output, Sum) for output in spec.total)
-    functions = bool(products) and any(isinstance(output, Sum) for output in spec.total)
-    twice = spec.softmax and (spec.whole_rows or functions)
+    once = not functions and not {"lse", "pick"}.isdisjoint(spec.total)
+    twice = spec.softmax and (spec.whole_rows or bool(products and functions))
 
-    def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor:
+    def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         sums = RowSums(operands, spec, few)
         # nobody reads these logits again
         z = transformed(operands, spec, few, logits, every)[1]
         y = sums.add(z.clone() if twice else z, every, keep=bool(products) and not once)
-        sums.write(out, z)
-        if operands.coef is None or not products:
-            return logits
-        coef = part_of(operands.coef, few, 1)
-        slope = Slope(operands, few, spec.total, coef, sums.moments)
+        results.add(few, sums.finish(z))
+        if sums.coef is None or not products:
+            return None
+        slope = Slope(operands, few, spec.total, sums.coef, sums.moments, dense=sums.dense)
         if once and sums.only_total:
             g, factor = slope.of_softmax(y, sums.total, every, scaled)
         else:
@@ -61,11 +59,34 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         slope.to_logits(spec.transform, g, logits, every)
         return factor
 
-    return out, over_chunks(operands, products, read_rows, plan.rows, plan.classes, plan.block)
+    grads = over_chunks(operands, products, read_rows, plan)
+    return results.all(), grads
 
 
-def _in_tiles(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) -> None:
-    """Writes the outputs of every row, a tile of logits at a time."""
+class _Results:
+    """The outputs of all rows, from those of some rows at a time."""
+
+    def __init__(self, operands: Operands, spec: Reductions) -> None:
+        self._call, self._out = (operands, spec), None
+
+    def add(self, few: slice, found: Outputs) -> None:
+        """Adds the outputs of some rows; they are not copied if they are all."""
+        if few.stop - few.start == self._call[0].x.shape[0]:
+            self._out = found
+            return
+        for whole, some in zip(self.all(), found, strict=True):
+            if whole.numel():
+                whole[..., few] = some
+
+    def all(self) -> Outputs:
+        """The outputs; uninitialised where no rows were added."""
+        if self._out is None:
+            self._out = empty(*self._call)
+        return self._out
+
+
+def _in_tiles(operands: Operands, spec: Reductions, plan: Plan, results: _Results) -> None:
+    """Adds the outputs of every row, a tile of logits at a time."""
     of_part: dict[int, RowSums] = {}
 
     def read(part: slice, some: slice, logits: Tensor) -> None:
@@ -73,25 +94,28 @@ def _in_tiles(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
             of_part[part.start] = RowSums(operands, spec, part)
         sums = of_part[part.start]
         sums.add(transformed(operands, spec, part, logits, some)[1], some)
-        if some.stop == len(operands.weight):
-            of_part.pop(part.start).write(out)
+        if some.stop == operands.weight.shape[0]:
+            results.add(part, of_part.pop(part.start).finish())
 
-    tiles.over_tiles(operands, (), read, plan.rows, plan.classes, rounded=spec.ranks)
+    tiles.over_tiles(operands, (), read, plan, spec.ranks)
 
 
-def _in_place(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) -> dict[str, Tensor]:
-    """Writes the outputs of every row, and returns the gradients of the total."""
-    coef, every = operands.coef, slice(0, len(operands.x))
+def _in_place(
+    operands: Operands, spec: Reductions, plan: Plan
+) -> tuple[Outputs, dict[str, Tensor]]:
+    """The outputs of every row, and the gradients of the total."""
+    every = slice(0, operands.x.shape[0])
+    sums, found = RowSums(operands, spec, every), []
+    coef = sums.coef
     assert coef is not None, "logits are in the place of a gradient that forward computes"
-    sums = RowSums(operands, spec, every)
 
     def read(every: slice, some: slice, logits: Tensor) -> None:
         sums.add(transformed(operands, spec, every, logits, some)[1], some)
 
     def finish() -> tiles.OfTile:
-        sums.write(out)
-        slope = Slope(operands, every, spec.total, coef, sums.moments)
-        lse, rest = sums.lse_and_rest() if spec.softmax else (coef[0], coef[0])
+        found.append(sums.finish())
+        slope = Slope(operands, every, spec.total, coef, sums.moments, dense=sums.dense)
+        lse, rest = sums.lse_and_rest() if spec.softmax else (None, coef)
 
         def to_gradient(every: slice, some: slice, logits: Tensor) -> None:
             z = transformed(operands, spec, every, logits, some)[1]
@@ -101,7 +125,8 @@ def _in_place(operands: Operands, spec: Reductions, plan: Plan, out: Outputs) ->
 
         return to_gradient
 
-    return tiles.in_gradient(operands, spec.gradients, read, finish, plan.classes)
+    grads = tiles.in_gradient(operands, spec.gradients, read, finish, plan.classes)
+    return found[0], grads
 
 
 def backward(
@@ -126,35 +151,38 @@ def backward(
     of_transform = {i: grads[f"given{i}"] for i in given if f"given{i}" in grads}
     of_given = {i: grads[f"given{i}"] for i in range(len(operands.given)) if f"given{i}" in grads}
 
-    def to_gradient(few: slice, some: slice, logits: Tensor, scaled: bool) -> Tensor:
+    def to_gradient(few: slice, some: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         unscaled, z = transformed(operands, spec, few, logits, some)
         slope = of_part.get(few.start)
         if slope is None:
-            sums = {moment: sigma[few] for moment, sigma in sigmas.items()}
-            of_all = z if z.shape[1] == len(operands.weight) else None
-            slope = Slope(operands, few, spec.rows, incoming[:, few], sums, of_all)
+            sums = {moment: sigma[few].unsqueeze(1) for moment, sigma in sigmas.items()}
+            of_all = z if z.shape[1] == operands.weight.shape[0] else None
+            slope = Slope(operands, few, spec.rows, incoming[:, few].t(), sums, of_all)
             if of_all is None:
                 of_part[few.start] = slope
-        y, rest = z, incoming[0, few]
+        lse, rest = None, z
         if spec.softmax:
-            y, rest = _less(z, out.lse[few], slope), out.rest[few]
+            lse, rest = (part_of(t, few).unsqueeze(1) for t in (out.lse, out.rest))
+        y = _less(z, lse, slope)
         g, factor = slope.of(y, rest, some, scaled or bool(of_transform), z, of_given)
         if "scale" in grads:
             grads["scale"][few] += (g * unscaled).sum(1)
         slope.to_logits(spec.transform, g, logits, some, of_transform)
         return factor
 
-    products, sizes = tuple(n for n in spec.gradients if n not in others), (plan.rows, plan.classes)
+    products = tuple(n for n in spec.gradients if n not in others)
     if plan.strategy == "tiled":
         of_tile = functools.partial(to_gradient, scaled=True)
-        return grads | tiles.over_tiles(operands, products, of_tile, *sizes, rounded=spec.ranks)
+        return grads | tiles.over_tiles(operands, products, of_tile, plan, spec.ranks)
 
-    def of_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor:
+    def of_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         return to_gradient(few, slice(0, logits.shape[1]), logits, scaled)
 
-    return grads | over_chunks(operands, products, of_rows, *sizes, plan.block)
+    return grads | over_chunks(operands, products, of_rows, plan)
 
 
-def _less(z: Tensor, lse: Tensor, slope: Slope) -> Tensor:
-    """``z - lse``, in the memory of z unless the slope reads z."""
-    return z - lse.unsqueeze(1) if slope.functions else z.sub_(lse.unsqueeze(1))
+def _less(z: Tensor, lse: Tensor | None, slope: Slope) -> Tensor:
+    """``z - lse``, in the memory of z unless the slope reads z; z if there is no lse."""
+    if lse is None:
+        return z
+    return z - lse if slope.functions else z.sub_(lse)

@@ -2,7 +2,8 @@
 
 In: tiles of transformed logits ``[rows, classes]``. Out: the outputs of these rows. The raw sums of
 :mod:`fxpass.spec.reductions` are accumulated under the largest logit so far; a tile with a larger
-one changes those before it. Logits that all are in one tile need no change.
+one changes those before it. Logits that all are in one tile need no change. A number of each row is
+a column ``[rows, 1]``: beside a tile it needs no view.
 """
 
 from __future__ import annotations
@@ -18,16 +19,25 @@ from fxpass.spec.operands import Operands, Outputs
 from fxpass.spec.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output, Sum, Top
 from fxpass.spec.reductions import Reductions, normalised, shifted
 
+LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
+# In the place of outputs that a call does not have.
+ABSENT = torch.empty(0, device="cpu")
+
 
 class RowSums:
-    """What is known of some rows from the tiles so far. :meth:`write` sets ``log_total``, the
-    logarithm of ``total``, 0 without a softmax, and the normalised ``moments``, ``[rows]`` each."""
+    """What is known of some rows from the tiles so far. :meth:`finish` sets ``log_total``, the
+    logarithm of ``total``, 0 without a softmax, and the normalised ``moments``.
+
+    Attributes:
+        coef: the weights ``[rows, T]`` of the total, if there is one.
+        dense: whether they are known to differ from 0.
+    """
 
     def __init__(self, operands: Operands, spec: Reductions, few: slice) -> None:
         self._operands, self._spec, self._few = operands, spec, few
         self._raw = spec.raw
-        # of the tiles so far, [rows] each: the largest logit and its class, the logits at the
-        # picks [rows, K], sums of functions, and the raw sums under the clamped largest logit
+        # of the tiles so far: the largest logit and its class, the logits at the picks [rows, K],
+        # sums of functions, and the raw sums under the clamped largest logit
         self._highest: Tensor | None = None
         self._clamped: Tensor
         self._index: Tensor | None = None
@@ -38,6 +48,8 @@ class RowSums:
         self.log_total: Tensor
         self.moments: dict[Moment, Tensor] = {}
         self.only_total = self._raw == (TOTAL,)  # no other sum is read
+        self.coef = None if operands.coef is None else part_of(operands.coef, few, 1).t()
+        self.dense = is_dense(self.coef)
 
     @property
     def total(self) -> Tensor:
@@ -55,23 +67,23 @@ class RowSums:
         """
         before = self._highest
         if "argmax" in self._spec.outputs:
-            highest, index = z.max(1)
+            highest, index = z.max(1, True)
             if self._index is not None and before is not None:  # the first of equal logits counts
                 later = (highest > before) | (highest.isnan() & ~before.isnan())
                 index = torch.where(later, index + classes.start, self._index)
             self._index = index
         else:
-            highest = z.amax(1) if self._raw else None
+            highest = z.amax(1, True) if self._raw else None
         if highest is not None:
             self._highest = highest if before is None else torch.maximum(highest, before)
         self._add_logits(z, classes)
         if not self._raw:
-            self.log_total = z.new_zeros(len(z))
+            self.log_total = z.new_zeros((z.shape[0], 1))
             return z
         assert self._highest is not None
         # clamped: if every logit is -inf, -inf - -inf would make the lse nan
         m = finite(self._highest)
-        y = z.sub_(m.unsqueeze(1))
+        y = z.sub_(m)
         sums = self._raw_sums(y, classes, self.only_total and not keep)
         if before is not None:
             shift = self._clamped - m
@@ -99,20 +111,19 @@ class RowSums:
             assert self._at is not None
             values = of_picks("at", self._at)
         if self._raw:
-            values["l"] = (z - self._clamped.unsqueeze(1)).sub_(self.log_total.unsqueeze(1))
-            values["l"].clamp_(min=LEAST_LOG)
+            values["l"] = (z - self._clamped).sub_(self.log_total).clamp_(min=LEAST_LOG)
             if self._spec.picked:
-                values |= of_picks("pick", self._line("pick").t())
+                values |= of_picks("pick", self._column("pick"))
         for output in self._spec.late:
             self._functions[output] = self._summed(output, z, classes, values)
 
     def _summed(
         self, output: Sum, z: Tensor, classes: slice, values: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        return self._operands.evaluate(output.function, z, self._few, classes, values).sum(1)
+        return self._operands.evaluate(output.function, z, self._few, classes, values).sum(1, True)
 
     def _raw_sums(self, y: Tensor, classes: slice, in_place: bool) -> dict[Moment, Tensor]:
-        """The raw sums ``[rows]`` of y ``[rows, classes]``, which is overwritten, unless
+        """The raw sums of y ``[rows, classes]``, which is overwritten, unless
         ``in_place`` at most by its clamped value. One exponential serves all powers of y."""
         found: dict[Moment, Tensor] = {}
         for a in sorted({moment.a for moment in self._raw}):
@@ -134,21 +145,21 @@ class RowSums:
     def _weighted(self, term: Tensor, output: Moment, classes: slice) -> Tensor:
         """The sum over the classes of ``w * term``."""
         if output.weight is None:
-            return term.sum(1)
+            return term.sum(1, True)
         w = self._operands.values(output.weight, self._few, classes)
-        return term.mv(w) if w.dim() == 1 else (w * term).sum(1)
+        return term.mv(w).unsqueeze(1) if w.dim() == 1 else (w * term).sum(1, True)
 
-    def write(self, out: Outputs, z: Tensor | None = None) -> None:
-        """Writes the rows of ``out``, when all classes were added; of a total no lse and rest.
-        ``z``: the transformed logits of all classes, if the spec needs whole rows."""
-        few, spec = self._few, self._spec
+    def finish(self, z: Tensor | None = None) -> Outputs:
+        """The outputs, when all classes were added; of a total no lse and rest. ``z``: the
+        transformed logits of all classes, if the spec needs whole rows."""
+        spec, coef = self._spec, self.coef
         if self._raw:
             self.log_total = self.total.log()
         self.moments = {
             moment: normalised(moment, self._sums, self.log_total, torch.exp)
             for moment in self._raw
             # every call sums it, and few read it
-            if moment != TOTAL or TOTAL in spec.outputs or TOTAL in spec.total
+            if moment is not TOTAL or TOTAL in spec.outputs or TOTAL in spec.total
         }
         if spec.late:
             assert z is not None, "a second pass reads all logits of a row"
@@ -156,47 +167,53 @@ class RowSums:
         for k in dict.fromkeys(output.k for output in spec.top):
             assert z is not None, "the largest of all classes"
             self._top[k] = z.topk(k, 1)
-        of_rows = (out.rows, spec.rows), (out.saved, spec.saved), (out.indices, spec.indices)
-        for rows, outputs in of_rows:
-            if outputs:
-                rows[:, few] = self._lines(outputs)
-        if self._raw and not spec.total:
-            out.lse[few], out.rest[few] = self.lse_and_rest()
-        if (coef := self._operands.coef) is not None:
-            coef = part_of(coef, few, 1)
-            # a row without a coefficient adds this 0, whatever its value is
-            terms = torch.where(coef.bool(), coef * self._lines(spec.total), coef)
-            torch.sum(terms, 0, out=part_of(out.total, few))
+        rows, indices, saved = (
+            self._columns(outputs).t().contiguous() if outputs else ABSENT
+            for outputs in (spec.rows, spec.indices, spec.saved)
+        )
+        lse = rest = total = ABSENT
+        if self._raw and coef is None:
+            lse, rest = (column.view(-1) for column in self.lse_and_rest())
+        if coef is not None:
+            total = coef * self._columns(spec.total)
+            if not self.dense:  # a row without a coefficient adds 0, whatever its value is
+                total.masked_fill_(coef == 0, 0)
+            total = total.sum(1) if total.shape[1] > 1 else total.view(-1)
+        return Outputs(rows, indices, lse, rest, saved, total)
 
     def lse_and_rest(self) -> tuple[Tensor, Tensor]:
-        """The log-sum-exp ``[rows]`` and its rounding error, after :meth:`write`."""
+        """The log-sum-exp and its rounding error, after :meth:`finish`."""
         m, log_total = self._clamped, self.log_total
         lse = m + log_total
         return lse, torch.where(lse.isfinite(), log_total - (lse - m), 0)
 
-    def _lines(self, outputs: Iterable[Output]) -> Tensor:
-        return joined([self._line(output) for output in outputs])
+    def _columns(self, outputs: Iterable[Output]) -> Tensor:
+        return joined([self._column(output) for output in outputs], 1)
 
-    def _line(self, output: Output) -> Tensor:
-        """One output, ``[1, rows]``, or ``[K, rows]`` for picks and for the largest logits."""
+    def _column(self, output: Output) -> Tensor:
+        """One output, ``[rows, 1]``, or ``[rows, K]`` for picks and for the largest logits."""
         if isinstance(output, Top):
-            return self._top[output.k][output.index].t()
+            return self._top[output.k][output.index]
         if isinstance(output, Sum | Moment):
             known = self._functions if isinstance(output, Sum) else self.moments
-            return known[output].unsqueeze(0)  # type: ignore[index]
+            return known[output]  # type: ignore[index]
         if output in OF_PICKS:
             assert self._at is not None, "the call has picks"
-            at = self._at.t()
-            return at if output == "at" else at - self._clamped - self.log_total
+            return self._at if output == "at" else self._at - self._clamped - self.log_total
         if output in INDICES:
             assert self._index is not None
-            return self._index.unsqueeze(0)
+            return self._index
         if output == "lse":
-            return (self._clamped + self.log_total).unsqueeze(0)
+            return self._clamped + self.log_total
         assert self._highest is not None, "there is at least one class"
         if output == "peak":  # highest - m is 0, or nan if every logit is -inf
-            return (self._highest - self._clamped - self.log_total).unsqueeze(0)
-        return self._highest.unsqueeze(0)
+            return self._highest - self._clamped - self.log_total
+        return self._highest
+
+
+def is_dense(coef: Tensor | None) -> bool:
+    """Whether all elements are known to differ from 0; a GPU would have to synchronise."""
+    return coef is not None and not coef.is_cuda and int(coef.count_nonzero()) == coef.numel()
 
 
 def of_picks(kind: str, values: Tensor) -> dict[str, Tensor]:
@@ -206,7 +223,7 @@ def of_picks(kind: str, values: Tensor) -> dict[str, Tensor]:
 
 def finite(highest: Tensor) -> Tensor:
     """Largest logits, the lowest finite number for -inf."""
-    return highest.clamp(min=torch.finfo(highest.dtype).min)
+    return highest.clamp_min(LOWEST[highest.dtype])
 
 
 def under(moment: Moment, sums: Mapping[Moment, Tensor], shift: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from sympy import Expr
 from torch import Tensor
 
 from fxpass.aten.gemm import part_of
-from fxpass.aten.row_sums import of_picks
+from fxpass.aten.row_sums import is_dense, of_picks
 from fxpass.spec import expression
+from fxpass.spec.expression import Z
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import LEAST_LOG, OF_LARGEST, OF_PICKS, Moment, Output, Top, lines_of
 from fxpass.spec.reductions import Reductions, Terms
@@ -23,15 +24,16 @@ from fxpass.spec.reductions import Reductions, Terms
 class Slope(Terms):
     """The gradient of some rows of transformed logits, for incoming gradients of their outputs: the
     sum of these terms, of values at ``picked`` classes ``[rows, K]``, and of ``dense`` values
-    ``[rows, V]``.
+    ``[rows, V]``. A number of each row is a column ``[rows, 1]``.
 
     Args:
         operands: of the call.
         few: the rows.
         outputs: those that have an incoming gradient.
-        lines: the incoming gradients ``[rows]``, K for picks ``[N, K]``.
-        sums: those of :func:`fxpass.spec.reductions.for_slopes`, ``[rows]``.
+        incoming: the incoming gradients, a column each, K for picks ``[N, K]``.
+        sums: those of :func:`fxpass.spec.reductions.for_slopes`.
         z: the transformed logits of all classes, read for max, amax, peak, and by late sums.
+        dense: whether all incoming gradients are known to differ from 0.
 
     Attributes:
         weighted: the moments with weights, and their incoming gradients.
@@ -43,63 +45,63 @@ class Slope(Terms):
         operands: Operands,
         few: slice,
         outputs: Iterable[Output],
-        lines: Tensor,
+        incoming: Tensor,
         sums: Mapping[Any, Tensor],
         z: Tensor | None = None,
+        dense: bool = False,
     ) -> None:
         super().__init__()
         self.picked: list[tuple[Tensor, Tensor]] = []
         self.dense: list[Tensor] = []
         self.weighted: list[tuple[Moment, Tensor]] = []
         self._operands, self._few = operands, few
-        row = 0
+        column = 0
         for output in outputs:
             count = lines_of(output, 0 if operands.picks is None else operands.classes().shape[1])
-            line, row = lines[row : row + count], row + count
-            self._add_output(output, line, sums, z)
+            of_output = part_of(incoming, slice(column, column + count), 1)
+            self._add_output(output, of_output, sums, z)
+            column += count
         for i, grad in self.at:
-            of_class = part_of(operands.classes(), few)[:, i : i + 1]
-            self.picked.append((of_class, grad.unsqueeze(1)))
+            self.picked.append((part_of(operands.classes(), few)[:, i : i + 1], grad))
         self.reads_log = bool(self.coefficients or self.weighted)
         self.reads_log |= any(o.reads_softmax for o, _ in self.functions)
         self._logits_at: Tensor | None = None
         if any(o.late for o, _ in self.functions) and operands.picks is not None:
             assert z is not None, "a late sum reads all logits of a row"
             self._logits_at = z.gather(1, part_of(operands.classes(), few))
-        powers = {key: set(polynomial) for key, polynomial in self.coefficients.items()}
         # the first power of the softmax is all there is, besides picked classes
-        self._of_one_softmax = powers == {(1, None): {0}} and not (self.dense or self.functions)
-        # and every row has some of it, so none is without an incoming gradient; a GPU would have to
-        # synchronise
-        self._in_every_row = (
-            self._of_one_softmax and not lines.is_cuda and bool(self.coefficients[1, None][0].all())
+        alone = self.coefficients.keys() == {(1, None)} and self.coefficients[1, None].keys() == {0}
+        self._of_one_softmax = alone and not (self.dense or self.functions)
+        # and every row has some of it: several gradients may cancel
+        self._in_every_row = self._of_one_softmax and (
+            (dense and incoming.shape[1] == 1) or is_dense(self.coefficients[1, None][0])
         )
         # a row without an incoming gradient has none, whatever its logits are: 0 * nan is nan
         self._without = None
-        if not self._in_every_row:
-            counts = lines.any(0)
-            if lines.is_cuda or not counts.all():
-                self._without = ~counts.unsqueeze(1)
+        if not (dense or self._in_every_row):
+            counts = incoming.any(1, True)
+            if not is_dense(counts):
+                self._without = ~counts
 
     def _add_output(
-        self, output: Output, line: Tensor, sums: Mapping[Any, Tensor], z: Tensor | None
+        self, output: Output, each: Tensor, sums: Mapping[Any, Tensor], z: Tensor | None
     ) -> None:
-        """Adds one output; ``line`` is ``[K, rows]``, K = 1 but for picks."""
-        grad = line[0] if len(line) == 1 else line.sum(0)
+        """Adds one output; ``each`` is ``[rows, K]``, K = 1 but for picks."""
+        grad = each if each.shape[1] == 1 else each.sum(1, True)
         if isinstance(output, Moment):
             if output.weight is not None:
                 self.weighted.append((output, grad))
         elif isinstance(output, Top):
             return  # without a gradient
         elif output in OF_PICKS:
-            self.picked.append((part_of(self._operands.classes(), self._few), line.t()))
+            self.picked.append((part_of(self._operands.classes(), self._few), each))
         elif output in OF_LARGEST:
             assert z is not None, "the largest of all classes"
             if output == "amax":  # equal maxima share the gradient
-                highest = z == z.amax(1, keepdim=True)
-                self.dense.append(highest * (grad / highest.sum(1)).unsqueeze(1))
+                highest = z == z.amax(1, True)
+                self.dense.append(highest * (grad / highest.sum(1, True)))
             else:
-                self.picked.append((z.argmax(1, keepdim=True), line.t()))
+                self.picked.append((z.argmax(1, True), each))
         self.add_output(output, grad, sums)
 
     def of(
@@ -110,10 +112,10 @@ class Slope(Terms):
         scaled: bool,
         z: Tensor | None = None,
         of_given: Mapping[int, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The gradient of some classes, where ``y - log_total`` is the log-softmax, ``[rows,
-        classes]`` and ``[rows]``; and the factor ``[rows]`` by which it has still to be multiplied,
-        which is 1 if ``scaled``. It overwrites y, if :attr:`reads_log`.
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gradient of some classes, where ``y - log_total`` is the log-softmax; and the factor
+        by which it has still to be multiplied, which is None or 1 if ``scaled``. It
+        overwrites y, if :attr:`reads_log`.
 
         ``z``: the transformed logits, for sums of functions. ``of_given``: gradients of given
         values by position, to which those of moments and sums are added."""
@@ -121,7 +123,7 @@ class Slope(Terms):
             return self.of_softmax(y.exp_(), log_total.exp(), classes, scaled)
         log, given = y, of_given or {}
         if self.reads_log:
-            log = y.sub_(log_total.unsqueeze(1))
+            log = y.sub_(log_total)
             self._add_of_moments(given, log, classes)
             log.clamp_(min=LEAST_LOG)
         self._add_of_functions(given, z, log, classes)
@@ -144,19 +146,21 @@ class Slope(Terms):
             g += some
         for index, each in self._picked(classes):
             g.scatter_add_(1, index, each)
-        return g, torch.ones_like(g[:, 0])
+        return g, None
 
     def _of_functions(self, z: Tensor | None, log: Tensor, classes: slice) -> Tensor | None:
         """The part of the gradient of the sums of functions."""
         found = None
         for output, grad in self.functions:
             if output.slope != 0:
-                term = self._function(output.slope, z, log, classes) * grad.unsqueeze(1)
+                term = self._function(output.slope, grad, z, log, classes)
                 found = term if found is None else found.add_(term)
         return found
 
-    def _function(self, expr: Expr, z: Tensor | None, log: Tensor, classes: slice) -> Tensor:
-        """An expression of the logits, the log-softmax and the row's picks."""
+    def _function(
+        self, expr: Expr, factor: Tensor, z: Tensor | None, log: Tensor, classes: slice
+    ) -> Tensor:
+        """An expression of the logits, the log-softmax and the row's picks, times ``factor``."""
         assert z is not None, "sums of functions read logits"
         values: dict[str, Tensor] = {}
         if self._logits_at is not None:
@@ -165,24 +169,26 @@ class Slope(Terms):
             values["l"] = log
             if self._logits_at is not None:
                 values |= of_picks("pick", log.gather(1, self._operands.classes()[self._few]))
-        return self._operands.evaluate(expr, z, self._few, classes, values)
+        found = self._operands.evaluate(expr, z, self._few, classes, values)
+        # a function of z is a new tensor
+        return found.mul_(factor) if expr != Z and expr.has(Z) else found * factor
 
     def _add_of_moments(self, grads: Mapping[int, Tensor], log: Tensor, classes: slice) -> None:
         """Adds the gradients of the weights of moments."""
-        for moment, line in self.weighted:
+        for moment, each in self.weighted:
             if (grad := grads.get(cast(int, moment.weight))) is not None:
-                term = moment.term(log).mul_(line.unsqueeze(1))
+                term = moment.term(log).mul_(each)
                 add_of_values(grad, term, self._few, classes)
 
     def _add_of_functions(
         self, grads: Mapping[int, Tensor], z: Tensor | None, log: Tensor, classes: slice
     ) -> None:
         """Adds the gradients of the given values of sums."""
-        for output, line in self.functions:
+        for output, each in self.functions:
             given = (i for kind, i in expression.operands(output.function) if kind == "given")
             for i in [i for i in given if i in grads]:
                 slope = expression.derivative(output.function, expression.given(i))
-                term = self._function(slope, z, log, classes) * line.unsqueeze(1)
+                term = self._function(slope, each, z, log, classes)
                 add_of_values(grads[i], term, self._few, classes)
 
     def of_softmax(
@@ -192,10 +198,10 @@ class Slope(Terms):
         factor = self.coefficients[1, None][0] / total
         # of a row without softmax, only the picked classes have a gradient
         if scaled or self._operands.scale is not None or not self._in_every_row:
-            e.mul_(factor.unsqueeze(1))
+            e.mul_(factor)
             factor = torch.ones_like(factor)
         for index, each in self._picked(classes):
-            e.scatter_add_(1, index, each / factor.unsqueeze(1))
+            e.scatter_add_(1, index, each / factor)
         return e, factor
 
     def _picked(self, classes: slice) -> list[tuple[Tensor, Tensor]]:
@@ -259,9 +265,9 @@ def add_of_values(grad: Tensor, term: Tensor, few: slice, classes: slice) -> Non
 def _polynomial(polynomial: Mapping[int, Tensor], x: Tensor) -> Tensor:
     """``[rows, 1]`` for a constant, else ``[rows, V]``, by Horner's scheme."""
     highest = max(polynomial)
-    out = polynomial[highest].unsqueeze(1)
+    out = polynomial[highest]
     for b in range(highest - 1, -1, -1):
         out = out * x if b == highest - 1 else out.mul_(x)
         if b in polynomial:
-            out.add_(polynomial[b].unsqueeze(1))
+            out.add_(polynomial[b])
     return out

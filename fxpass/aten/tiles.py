@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fxpass.aten.gemm import Rows, add_product, linear, slices, split_bias
 from fxpass.plan.devices import multiplied_in
+from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.operands import Operands
 
@@ -29,12 +30,7 @@ OfTile = Callable[[slice, slice, Tensor], object]
 
 
 def over_tiles(
-    inputs: Operands,
-    gradients: tuple[str, ...],
-    to_gradient: OfTile,
-    rows: int,
-    classes: int,
-    rounded: bool = False,
+    inputs: Operands, gradients: tuple[str, ...], to_gradient: OfTile, plan: Plan, rounded: bool
 ) -> dict[str, Tensor]:
     """The gradients of x, weight and bias, from a function that overwrites a tile of logits with
     its gradient, called in the order of the classes.
@@ -45,10 +41,10 @@ def over_tiles(
     Args:
         inputs: x, weight, bias, and the logits if they exist.
         gradients: the operands whose gradients are returned.
-        rows, classes: of a tile, at most.
+        plan: its rows and classes, of a tile, at most.
         rounded: whether logits of bf16 operands are rounded to bf16, also by f32 products.
     """
-    tiles = _Tiles(inputs, rows, classes, rounded)
+    tiles = _Tiles(inputs, plan.rows, plan.classes, rounded)
     x, weight, dtype, parts = inputs.x, inputs.weight, tiles.dtype, tiles.parts
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
     # a tile's part of the weight's gradient is final; those of x and bias accumulate over tiles

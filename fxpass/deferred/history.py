@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpass.deferred.dynamo import opaque
+from fxpass.deferred.dynamo import hidden
 from fxpass.deferred.values import Part
 
 aten = torch.ops.aten
@@ -41,8 +41,14 @@ def attach_cast(part: Part, cast: Tensor) -> Tensor:
 def recorded(function: Any, given: Tensor, result: Tensor) -> Any:
     """``result``, which autograd takes for ``function(given)``, a view or a copy."""
     _ = given.grad_fn  # after a write, this replays the views that made ``given``
-    with torch._C._InferenceMode(given.is_inference()), torch.enable_grad(), _Returns(result):
-        return function(given)
+    with torch._C._InferenceMode(given.is_inference()):  # its end restores the grad mode too
+        torch._C._set_grad_enabled(True)
+        # not entered, which takes the host longer: only this operation sees the mode
+        torch._C._push_on_torch_dispatch_stack(_Returns(result))
+        try:
+            return function(given)
+        finally:
+            torch._C._pop_torch_dispatch_stack(None)
 
 
 def _base(part: Part, base: Any) -> Tensor:
@@ -50,7 +56,6 @@ def _base(part: Part, base: Any) -> Tensor:
     return base
 
 
-@opaque
 class _Attach(torch.autograd.Function):
     """From the inputs of a recipe to the logits."""
 
@@ -61,6 +66,7 @@ class _Attach(torch.autograd.Function):
         return _without_memory(part)
 
     @staticmethod
+    @hidden
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:  # pyright: ignore
         _, *needed = ctx.needs_input_grad
@@ -74,11 +80,14 @@ def _without_memory(part: Part) -> Tensor:
 
 
 class _Returns(TorchDispatchMode):
-    """The next operation returns this tensor."""
+    """Every operation returns this tensor."""
 
     def __init__(self, result: Tensor) -> None:
-        super().__init__()
         self.result = result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # its users are hidden from Dynamo
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.result

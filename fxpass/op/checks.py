@@ -7,6 +7,8 @@ of the spec alone is computed once for a spec.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,11 +27,19 @@ def trainable(operands: Operands) -> dict[str, Tensor]:
     return {name: t for name, t in found.items() if t is not None}
 
 
+def operand(operands: Operands, name: str) -> Any:
+    """An operand that may have a gradient, by name; None if it is absent."""
+    if not name.startswith("given"):
+        return getattr(operands, name)
+    position = int(name.removeprefix("given"))
+    return operands.given[position] if position < len(operands.given) else None
+
+
 def check(operands: Operands, spec: Reductions) -> None:
     """``ValueError`` for shapes, dtypes or devices that do not fit together."""
     x, weight, bias, scale, picks, given, coef, logits = operands
-    tensors = (weight, bias, scale, picks, *given, coef, logits)
-    if any(t is not None and t.device != x.device for t in tensors):
+    tensors, device = (weight, bias, scale, picks, *given, coef, logits), x.device
+    if any(t is not None and t.device != device for t in tensors):
         every = trainable(operands) | {"picks": picks, "coef": coef, "logits": logits}
         places = (f"{name} on {t.device}" for name, t in every.items() if t is not None)
         raise ValueError(f"{NAME} needs tensors of one device, got {', '.join(places)}")
@@ -81,8 +91,8 @@ def check(operands: Operands, spec: Reductions) -> None:
         mask = tensor.dtype == torch.bool and i not in spec.weights
         if not (tensor.is_floating_point() or mask):
             raise ValueError(f"{NAME} needs a floating-point given{i}, got {tensor.dtype}")
-    if absent := set(spec.gradients) - trainable(operands).keys():
-        raise ValueError(f"{NAME} cannot compute gradients of {', '.join(sorted(absent))}: absent")
+    if absent := [name for name in spec.gradients if operand(operands, name) is None]:
+        raise ValueError(f"{NAME} cannot compute gradients of {', '.join(absent)}: absent")
 
 
 def _check_shape(name: str, tensor: Tensor | None, *allowed: tuple[int, ...]) -> None:

@@ -61,16 +61,16 @@ class Layout(NamedTuple):
 
 
 def fingerprint(t: Tensor, layout: Layout) -> Tensor:
-    """The digest of a tensor, 1-dimensional, int64 unless it is a copy."""
+    """The digest of a tensor: int64 with one dimension, unless it is a copy."""
     bits = t.detach() if t.requires_grad else t
     if t.is_complex():
         bits = torch.view_as_real(bits)
     bits = bits.view(torch.uint8 if t.dtype is torch.bool else INTEGERS[bits.element_size()])
+    if bits.nbytes <= COPIED:
+        return bits.clone()
     if layout.order != tuple(range(t.dim())):
         bits = bits.permute((*layout.order, *range(t.dim(), bits.dim())))
     in_block = BLOCK * WORD // bits.element_size()
-    if bits.nbytes <= COPIED:
-        return bits.flatten().clone()
     if not layout.packed:
         return _sums(bits, in_block)
     flat = bits.reshape(-1)

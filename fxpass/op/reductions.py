@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,13 +33,13 @@ from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
 
 import fxpass.op.kept  # noqa: F401, stored code that imports this module may call it too
 from fxpass.aten import reductions as aten
+from fxpass.aten.row_sums import is_dense
 from fxpass.op.checks import (
-    NAME,
     check,
     check_first_derivative,
     check_gradients,
     check_picks,
-    trainable,
+    operand,
 )
 from fxpass.op.ignored import of_all_rows, rows_of, selected
 from fxpass.op.saved import scaled
@@ -118,12 +119,11 @@ def _class_reductions(
     # version counters and views, a fifth of the host's time
     with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
         check_picks(operands, s.shard)
-        out, grads = _forward(operands, s)
-        found = out._asdict()
+        out, found = _forward(operands, s)
         if s.total:
+            found = {k: _saved(found[k], t.dtype) for k, t in _trained(operands, s).items()}
             found["total"] = out.total.sum()
-            found |= {k: _saved(grads[k], t.dtype) for k, t in _trained(operands, s).items()}
-    return [found[name] for name in s.results]
+        return [found[name] if name in found else getattr(out, name) for name in s.results]
 
 
 def _saved(gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,11 +135,11 @@ def _saved(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
     """The outputs and gradients, without the rows that add nothing to the total."""
     coef = operands.coef
-    if not len(operands.weight):
+    if not operands.weight.shape[0]:
         return _of_no_classes(operands, spec)
     index = None
     if coef is not None and not spec.outputs and operands.logits is None:
-        index = None if coef.is_cpu and coef.all() else selected(coef.any(0))
+        index = None if is_dense(coef) else selected(coef.any(0))
     if coef is None or index is None:
         return _run_forward(operands, spec)
 
@@ -198,7 +198,7 @@ def _class_reductions_backward(
     :func:`class_reductions`."""
     s = Reductions.parse(spec)
     operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
-    if not len(weight):
+    if not weight.shape[0]:
         return [torch.zeros_like(t) for t in _trained(operands, s).values()]
     with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
         none = grad.new_empty((0, 0))
@@ -226,8 +226,7 @@ def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dic
 
 def _trained(operands: Operands, spec: Reductions) -> dict[str, Tensor]:
     """The operands whose gradients the spec names, in its order."""
-    of_name = trainable(operands)
-    return {name: of_name[name] for name in spec.gradients}
+    return {name: operand(operands, name) for name in spec.gradients}
 
 
 def _plan(operands: Operands, spec: Reductions, gradients: bool) -> Plan:
@@ -261,44 +260,63 @@ def _fake_backward(
     return [t.new_empty(t.shape) for t in _trained(operands, Reductions.parse(spec)).values()]
 
 
-def _setup_context(ctx, inputs, output) -> None:
-    x, weight, bias, scale, picks, given, coef, logits, ctx.text = inputs
-    spec = ctx.spec = Reductions.parse(ctx.text)
-    results = spec.named(output)
-    operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits)
-    check_gradients(operands, spec)
-    ctx.set_materialize_grads(False)
-    ctx.count = len(given)
-    ctx.mark_non_differentiable(
-        *(t for name, t in results.items() if name != ("total" if spec.total else "rows"))
-    )
-    if spec.total:
-        ctx.dtypes = [t.dtype for t in _trained(operands, spec).values()]
-        ctx.save_for_backward(*(results[name] for name in spec.gradients))
-        return
-    found = (results.get(name) for name in ("lse", "rest", "saved"))
-    tensors = (*found, x, weight, bias, scale, picks, logits)
-    ctx.present = [t is not None for t in tensors]
-    ctx.save_for_backward(*(t for t in tensors if t is not None), *given)
+class _Differentiable(torch.autograd.Function):
+    """The operator, whose results have a history."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, text: str, *tensors: Any) -> tuple[Tensor, ...]:
+        picks, coef, logits, x, weight, bias, scale, *given = tensors
+        spec = Reductions.parse(text)
+        check_gradients(Operands(x, weight, bias, scale, picks, tuple(given), coef, logits), spec)
+        arguments = x, weight, bias, scale, picks, given, coef, logits, text
+        with torch._C._AutoDispatchBelowAutograd():
+            results = spec.named(_FORWARD.redispatch(keys, *arguments))
+        ctx.set_materialize_grads(False)
+        ctx.spec, ctx.text, ctx.count = spec, text, len(given)
+        differentiable = "total" if spec.total else "rows"
+        ctx.mark_non_differentiable(*(t for k, t in results.items() if k != differentiable))
+        if spec.total:
+            ctx.dtypes = {
+                k: t.dtype for k, t in _trained(Operands(*arguments[:5], ()), spec).items()
+            }
+            ctx.save_for_backward(*(results[name] for name in spec.gradients))
+        else:
+            saved = (results.get(name) for name in ("lse", "rest", "saved"))
+            ctx.save_for_backward(*saved, logits, x, weight, bias, scale, picks, *given)
+        return tuple(results.values())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore
+        check_first_derivative()
+        spec: Reductions = ctx.spec
+        incoming, found = spec.named(grads), {}
+        if spec.total and incoming["total"] is not None:
+            saved = zip(ctx.dtypes.items(), ctx.saved_tensors, strict=True)
+            found = {k: scaled(t, incoming["total"], dtype) for (k, dtype), t in saved}
+        elif incoming.get("rows") is not None:
+            lse, rest, saved, logits, *operands = ctx.saved_tensors
+            read = lse, rest, saved, *operands[:5], operands[5:], logits
+            gradients = _BACKWARD(incoming["rows"], *read, ctx.text)
+            found = dict(zip(spec.gradients, gradients, strict=True))
+        of_operands = ("x", "weight", "bias", "scale", *(f"given{i}" for i in range(ctx.count)))
+        return None, None, None, None, None, *map(found.get, of_operands)
 
 
-def _backward(ctx, grads: Sequence[Tensor | None]):
-    check_first_derivative()
-    spec: Reductions = ctx.spec
-    incoming, found = spec.named(grads), {}
-    if spec.total and incoming["total"] is not None:
-        saved = zip(spec.gradients, ctx.saved_tensors, ctx.dtypes, strict=True)
-        found = {name: scaled(t, incoming["total"], dtype) for name, t, dtype in saved}
-    elif incoming.get("rows") is not None:
-        saved = iter(ctx.saved_tensors)
-        *read, logits = (next(saved) if present else None for present in ctx.present)
-        grads = _BACKWARD(incoming["rows"], *read, [*saved], logits, ctx.text)
-        found = dict(zip(spec.gradients, grads, strict=True))
-    of_given = [found.get(f"given{i}") for i in range(ctx.count)]
-    named = (found.get(name) for name in ("x", "weight", "bias", "scale"))
-    return *named, None, of_given, None, None, None
+def _by_autograd(keys: Any, *arguments: Any) -> list[Tensor]:
+    """The operator's kernel of autograd, which also runs where nothing has a gradient."""
+    after = keys & torch._C._after_autograd_keyset
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
+        *operands, given, coef, logits, text = arguments
+        tensors = operands.pop(), coef, logits, *operands, *given
+        return list(_Differentiable.apply(after, text, *tensors))
+    if after.highestPriorityTypeId() in _PLAIN:
+        return _class_reductions(*arguments)  # a second dispatch takes the host 10 us
+    with torch._C._AutoDispatchBelowAutograd():
+        return _FORWARD.redispatch(after, *arguments)
 
 
+# The keys of tensors that no mode or subclass takes.
+_PLAIN = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _LIBRARY = torch.library.Library("fxpass", "FRAGMENT")
 for _name, _function, _of_shapes in (
     ("class_reductions", _class_reductions, _fake),
@@ -309,6 +327,6 @@ for _name, _function, _of_shapes in (
     _LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fxpass::{_name}", _of_shapes, lib=_LIBRARY)
-torch.library.register_autograd(NAME, _backward, setup_context=_setup_context, lib=_LIBRARY)
+_LIBRARY.impl("class_reductions", _by_autograd, "Autograd", with_keyset=True)
 _FORWARD = torch.ops.fxpass.class_reductions.default
 _BACKWARD = torch.ops.fxpass.class_reductions_backward.default

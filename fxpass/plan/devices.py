@@ -22,6 +22,8 @@ from fxpass.spec.dtypes import compute_dtype, short
 _HAS_BF16 = ("DEFAULT", "ALL", "AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10")
 _HAS_AMX = ("DEFAULT", "ALL", "AVX512_CORE_AMX", "AVX10_1_512_AMX", "AVX10_2")
 
+_NOTHING = contextlib.nullcontext()
+
 
 @functools.cache
 def has_triton() -> bool:
@@ -100,4 +102,4 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 
     Triton launches kernels on the current device, and torch's stream queries refer to it. Without
     this, the current device may differ from the tensors' device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING

@@ -5,6 +5,7 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpass.op.reductions import class_reductions
 from fxpass.spec.dtypes import compute_dtype
@@ -117,6 +118,36 @@ def test_autocast_changes_nothing():
     with torch.autocast("cpu", torch.bfloat16):
         cast = found.fused(*tensors)
     assert torch.equal(cast, found.fused(*tensors))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_mode_sees_one_operator(frozen):
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    found = case(["lse"])
+    tensors = [t.requires_grad_(not frozen) for t in found.tensors.values()]
+    with Seen():
+        results = found.run(tensors)
+    assert [func for func in seen if func.namespace == "fxpass"] == [
+        OPERATORS.class_reductions.default
+    ]
+    assert not {torch.ops.aten.mm.out, torch.ops.aten.mm.default}.intersection(seen)
+    assert results["rows"].requires_grad != frozen
+
+
+def test_some_of_the_given_values_have_gradients():
+    x, weight = torch.randn(4, 6), torch.randn(9, 6)
+    given = [torch.rand(9), torch.rand(9, requires_grad=True)]
+    spec = f"{REVISION} outputs=moment(1,0,0);moment(1,0,1) gradients=given1"
+    rows = class_reductions(x, weight, None, None, None, given, None, None, spec)["rows"]
+    rows.sum().backward()
+    assert given[0].grad is None
+    assert given[1].grad is not None
+    torch.testing.assert_close(given[1].grad, (x @ weight.T).softmax(1).sum(0))
 
 
 # ---------------------------------------------------------------- bad input
