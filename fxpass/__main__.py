@@ -104,8 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     every = ("eager", "inductor", "fusedce")
     text = "what to compare with eager: inductor, fusedce (default: both)"
     demo("--providers", nargs="+", choices=every, default=every, metavar="PROVIDER", help=text)
-    text = "file for a picture of the curves; needs matplotlib (default: %(default)s)"
-    demo("--picture", type=Path, default=Path("fxpass-demo.png"), metavar="PATH", help=text)
     for option, least, default, text in (
         ("--steps", 4, 10, "training steps; three are untimed (default: %(default)s)"),
         ("--batch", 1, None, "sequences per step (default: 8, on a GPU 16)"),
@@ -133,12 +131,12 @@ def _demo(options: argparse.Namespace) -> int:
     from fxpass.cli import demo
 
     _check_settings()
-    sizes = options.layers, options.heads, options.batch, options.seq
+    sizes = options.layers, options.heads, options.batch, options.seq, options.steps
     try:
         job = demo.job_of(options.device, options.dtype, *sizes)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return demo.run(job, options.providers, options.steps, options.picture)
+    return demo.run(job, options.providers)
 
 
 def _doctor(options: argparse.Namespace) -> int:

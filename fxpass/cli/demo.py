@@ -1,18 +1,19 @@
 """``fxpass demo``: trains a small GPT with eager, Inductor and fusedce, and compares them.
 
-In: a :class:`TextJob` and a number of steps. Out: progress on standard error, a report on standard
-output, a picture if matplotlib is installed, and the exit status.
+In: a :class:`TextJob`. Out: progress on standard error, a report on standard output, and the exit
+status.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import sysconfig
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,16 +23,21 @@ from torch import Tensor
 
 from fxpass.cli import doctor
 from fxpass.cli.demo_worker import HEAD_WIDTH, TextJob
-from fxpass.cli.training import MIB, UNTIMED_STEPS, Row, table, train
+from fxpass.cli.training import MIB, UNTIMED_STEPS, Row, refuse, table, tell
 
 CLASSES = 50_304  # GPT-2's vocabulary, padded to a multiple of 64
-WORKER = "fxpass.cli.demo_worker"
 
 
 def job_of(
-    device: str | None, dtype: str | None, layers: int, heads: int, batch: int | None, seq: int
+    device: str | None,
+    dtype: str | None,
+    layers: int,
+    heads: int,
+    batch: int | None,
+    seq: int,
+    steps: int,
 ) -> TextJob:
-    """A job without provider and corpus; None is the default for the device.
+    """A job without provider; None is the default for the device.
 
     Raises:
         ValueError: torch cannot use the device.
@@ -44,12 +50,11 @@ def job_of(
     native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = dtype or ("bfloat16" if native else "float32")
     batch = batch or (8 if kind == "cpu" else 16)
-    return TextJob("", device, dtype, layers, heads * HEAD_WIDTH, CLASSES, batch, seq, corpus="")
+    return TextJob("", device, dtype, layers, heads * HEAD_WIDTH, CLASSES, batch, seq, steps)
 
 
-def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> int:
-    """Trains with eager and the providers, ``steps`` steps each (more than ``UNTIMED_STEPS``), and
-    prints the comparison.
+def run(job: TextJob, providers: Sequence[str]) -> int:
+    """Trains with eager and the providers, and prints the comparison.
 
     Returns:
         0; or 1 if a provider failed, fusedce fused nothing or the curves disagree.
@@ -66,27 +71,34 @@ def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> in
     print(f"model   GPT of {job}, on {job.device}")
     copy = job.tokens * job.classes * 4 / MIB
     print(f"logits  [{job.tokens}, {job.classes}], {copy:.0f} MiB a copy in float32", flush=True)
-    for name in ("SIGTERM", "SIGHUP"):  # so that ``with`` and ``finally`` clean up
-        number = getattr(signal, name, None)
-        if number and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, _end)
-    with tempfile.TemporaryDirectory(prefix="fxpass-demo-") as folder:
-        file = Path(folder) / "corpus.pt"
-        torch.save(corpus, file)
-        job = dataclasses.replace(job, corpus=str(file))
-        rows = train(WORKER, job, providers, steps - UNTIMED_STEPS, environ=environ)
+    names = dict.fromkeys(["eager", *providers])
+    rows = [train(dataclasses.replace(job, provider=name), corpus, environ) for name in names]
+    refuse(rows, job.dtype)
     if any(row.losses for row in rows):
         print(f"\n{report(rows, job.tokens)}")
-        if draw(rows, job, picture):
-            print(f"\npicture: {picture}")
-    found = problems(rows, steps)
+    found = [f"{row.name}: {row.failure}" for row in rows if row.failure]
+    if any(r.name == "fusedce" and r.losses and not r.counters.get("matched") for r in rows):
+        found.append("fusedce fused nothing, so there is nothing to compare")
     for text in found:
-        print(f"fxpass demo: {text}", file=sys.stderr)
+        tell(f"fxpass demo: {text}")
     return int(bool(found))
 
 
-def _end(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
+def train(job: TextJob, corpus: Tensor, environ: dict[str, str]) -> Row:
+    """Trains with one provider in a process of its own, which ends with this one."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    ran = subprocess.run(
+        [sys.executable, "-m", "fxpass.cli.demo_worker", json.dumps(dataclasses.asdict(job))],
+        input=corpus.numpy().tobytes(),
+        stdout=subprocess.PIPE,
+        env=environ,
+        start_new_session=True,  # Ctrl-C ends this process, which kills the other
+    )
+    if ran.returncode == 0:
+        return Row(**json.loads(ran.stdout.splitlines()[-1]))
+    killed = ran.returncode == -getattr(signal, "SIGKILL", 9)
+    why = "killed by the system, most likely because of its memory" if killed else "see its error"
+    return Row(job.provider, failure=f"ended with status {ran.returncode}: {why}")
 
 
 def read_corpus(classes: int, root: Path | None = None) -> Tensor:
@@ -131,42 +143,3 @@ def report(rows: Sequence[Row], tokens: int) -> str:
         f"steps: timed steps; {UNTIMED_STEPS} untimed steps come first",
     ]
     return "\n\n".join(map("\n".join, [*blocks, [table(rows, tokens)], told]))
-
-
-def problems(rows: Sequence[Row], steps: int) -> list[str]:
-    """The problems, one sentence each, with the end of a failed process's output."""
-    found = []
-    for row in rows:
-        log = "\n".join(["", *row.log.splitlines()[-15:]])
-        if row.failure:
-            found.append(f"{row.name}: {row.failure}{log.rstrip()}")
-        elif len(row.losses) < steps:
-            found.append(f"{row.name}: interrupted after {len(row.losses)} of {steps} steps")
-        if row.name == "fusedce" and row.losses and not row.counters.get("matched"):
-            found.append("fusedce fused nothing, so there is nothing to compare")
-    return found
-
-
-def draw(rows: Sequence[Row], job: TextJob, path: Path) -> bool:
-    """Draws loss curves, tokens per second and memory; False if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return False
-    # pyplot would choose a window system and keep global state
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, speed, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-    for i, row in enumerate(rows):
-        loss.plot(range(1, len(row.losses) + 1), row.losses, label=row.name, linewidth=5 - 2 * i)
-        rates = [job.tokens / s for s in row.seconds] or [0.0]
-        speed.bar(row.name, sorted(rates)[len(rates) // 2])
-        memory.bar(row.name, (row.extra_bytes or 0) / MIB)
-    loss.set(title="loss", xlabel="step")
-    loss.legend()
-    speed.set(title="tokens / s")
-    memory.set(title="MiB a step adds")
-    figure.suptitle(f"GPT of {job}")
-    figure.savefig(path, dpi=120)
-    return True

@@ -1,28 +1,30 @@
 """The worker process of ``fxpass demo``: trains a small GPT in plain PyTorch.
 
-In: a :class:`TextJob` as JSON in the first argument, then commands
-(:class:`fxpass.cli.training.Session`). The model does not depend on the backend.
+In: a :class:`TextJob` as JSON in the first argument, the text on standard input. Out: progress on
+standard error, a :class:`fxpass.cli.training.Row` as JSON in the last line of standard output. The
+model does not depend on the backend.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from fxpass.cli.process import serve
-from fxpass.cli.training import Job, Session
+from fxpass.cli.training import WARM_UP_STEPS, Job, Row, Session
 
 HEAD_WIDTH = 32
 
 
 @dataclass(frozen=True)
 class TextJob(Job):
-    """A GPT trained on the text in a file: class indices, int32 ``[tokens]``."""
+    """A GPT that trains on a text for some steps."""
 
-    corpus: str
+    steps: int
 
 
 class GPT(nn.Module):
@@ -54,9 +56,8 @@ class GPT(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten())}
 
 
-def session(job: TextJob) -> Session:
-    """Trains on windows of the text at random places."""
-    corpus = torch.load(job.corpus).long()
+def session(job: TextJob, corpus: Tensor) -> Session:
+    """Trains on windows of a text, class indices ``[tokens]`` int64, at random places."""
 
     def batch(generator: Generator) -> dict[str, Tensor]:
         last = len(corpus) - job.seq
@@ -67,5 +68,16 @@ def session(job: TextJob) -> Session:
     return Session(job, lambda: GPT(job), batch)
 
 
+def main() -> None:
+    """Trains with the provider of the job."""
+    job = TextJob(**json.loads(sys.argv[1]))
+    corpus = torch.frombuffer(bytearray(sys.stdin.buffer.read()), dtype=torch.int32)
+    trained, row = session(job, corpus.long()), Row(job.provider)
+    for step in range(job.steps):
+        answer = trained.measure() if step == WARM_UP_STEPS else trained.step()
+        row.add(answer, timed=step > WARM_UP_STEPS)
+    print("\n" + json.dumps(vars(row)))
+
+
 if __name__ == "__main__":
-    serve(lambda fields: session(TextJob(**fields)))
+    main()
