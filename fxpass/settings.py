@@ -28,13 +28,6 @@ class Setting(NamedTuple):
     allowed: str
     read: Callable[[Any], Any]
 
-    def convert(self, source: str, value: Any) -> Any:
-        """``value`` in the type of the setting; ``source`` is the name that the user wrote."""
-        try:
-            return self.read(value)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{source}={value!r} is not allowed; use {self.allowed}") from error
-
 
 def _one_of(*allowed: str) -> tuple[str, Callable[[Any], str]]:
     return ", ".join(allowed), {a: a for a in allowed}.__getitem__
@@ -97,22 +90,21 @@ class Settings:
             ValueError: an unknown name, or a value that is not allowed; the message has both.
         """
         options, environ = options or {}, os.environ if environ is None else environ
-        variables = {row.variable: name for name, row in TABLE.items()}
-        values = {}
-        for variable in environ:
-            raw, name = environ.get(variable), variables.get(variable)
-            if name and raw:
-                values[name] = TABLE[name].convert(variable, raw)
-            elif variable.startswith("FUSEDCE_") and variable not in variables:
-                known = ", ".join(sorted(variables))
-                raise ValueError(f"unknown environment variable {variable}; fxpass reads {known}")
-        for key in options:
-            name = key.removeprefix(PREFIX)
-            if key.startswith(PREFIX) and name in TABLE:
-                values[name] = TABLE[name].convert(key, options[key])
-            elif key.startswith(PREFIX):
-                known = ", ".join(PREFIX + name for name in TABLE)
-                raise ValueError(f"unknown option {key!r}; fxpass has {known}")
+        names = {row.variable: name for name, row in TABLE.items()}
+        names |= {PREFIX + name: name for name in TABLE}
+        of_fxpass = (v for v in environ if v in names or v.startswith("FUSEDCE_"))
+        found = {variable: raw for variable in of_fxpass if (raw := environ.get(variable))}
+        found |= {key: value for key, value in options.items() if key.startswith(PREFIX)}
+        values: dict[str, Any] = {}
+        for key, raw in found.items():
+            if key not in names:
+                kind = "option" if key in options else "environment variable"
+                raise ValueError(f"unknown {kind} {key!r}; fxpass has {', '.join(names)}")
+            row = TABLE[names[key]]
+            try:
+                values[names[key]] = row.read(raw)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise ValueError(f"{key}={raw!r} is not allowed; use {row.allowed}") from error
         settings = Settings(**values)
         unprefixed = [key for key in options if key in TABLE]
         # another inner backend may have an option of this name
