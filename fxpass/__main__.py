@@ -205,22 +205,16 @@ def _inputs(
     make = getattr(module, f"{name}_inputs", None)
     if make is not None:
         inputs = make()
-        if isinstance(inputs, dict):
-            return (), inputs
-        if isinstance(inputs, (tuple, list)):
-            return inputs, {}
-        kind = type(inputs).__name__
-        raise UsageError(f"{name}_inputs() has to return a tuple or a dict, not {kind}")
-    # torch.nn.Module.__call__ accepts any arguments; forward has the real signature
-    signature = inspect.signature(getattr(function, "forward", function))
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = signature.parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-    if required:
+        if not isinstance(inputs, dict | tuple | list):
+            kind = type(inputs).__name__
+            raise UsageError(f"{name}_inputs() has to return a tuple or a dict, not {kind}")
+        return ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    try:  # torch.nn.Module.__call__ accepts any arguments; forward has the real signature
+        inspect.signature(getattr(function, "forward", function)).bind()
+    except TypeError as error:
         raise UsageError(
-            f"{name} needs {', '.join(required)}: define {name}_inputs() that returns them "
-            "(see fxpass explain --help)"
-        )
+            f"{name}: {error}: define {name}_inputs() that returns them (see fxpass explain --help)"
+        ) from error
     return (), {}
 
 

@@ -3,7 +3,7 @@
 Where torch knows several GPUs, its advice is about the one that a script uses by default::
 
     >>> bf16("sm_75")
-    ('emulated', 'train in float16 there, with torch.amp.GradScaler')
+    ('bf16 emulated', 'train in float16 there, with torch.amp.GradScaler')
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -52,7 +52,6 @@ class Device(NamedTuple):
     device: torch.device
     name: str
     arch: str  # ``sm_86``, ``gfx942``, or the vector instructions of a CPU
-    properties: Any  # torch's; None of a CPU
 
     def __str__(self) -> str:
         return f"{self.device} ({self.name})"
@@ -75,8 +74,15 @@ def run() -> int:
         found.append(Finding("problem", str(error), "correct or unset the variable"))
     tools = read_compilers()
     sections: dict[str, Sequence[tuple[str, ...]]] = {
-        "versions": [(name, version or "-") for name, version in _versions().items()],
-        "devices": [(*_cells(d), "used" if i == used else "") for i, d in enumerate(devices)],
+        "versions": [
+            ("python", platform.python_version()),
+            ("torch", str(torch.__version__)),  # has the local part (+cu130); metadata may lack it
+            *((name, _version(name)) for name in ("triton", "sympy", "fxpass")),
+        ],
+        "devices": [
+            (str(d.device), d.name, d.arch, bf16(d.arch)[0], "used" if i == used else "")
+            for i, d in enumerate(devices)
+        ],
         "devices hidden by": [(n, os.environ[n] or "(empty)") for n in HIDING if n in os.environ],
         "what Inductor needs": [
             (tool, tools[tool] or "not found", f"for {' and '.join(kinds)}")
@@ -96,19 +102,11 @@ def run() -> int:
     return int(any(finding.level == "problem" for finding in found))
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),  # has the local part (+cu130); metadata may lack it
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-    }
-    for package in ("triton", "sympy", "fxpass"):
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    return versions
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "-"
 
 
 def _settings(settings: Settings) -> Iterator[tuple[str, ...]]:
@@ -165,11 +163,10 @@ def _read(device: torch.device) -> Device:
     """A device's facts, from properties only: a context would take memory of the GPU."""
     if device.type == "cpu":
         name = torch.cpu.get_capabilities().get("cpu_name") or platform.machine()
-        return Device(device, name, torch.backends.cpu.get_cpu_capability(), None)
-    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
-    properties: Any = properties_of(device) if properties_of is not None else None
-    arch = target_of(device) if device.type == "cuda" else ""
-    return Device(device, getattr(properties, "name", device.type), arch, properties)
+        return Device(device, name, torch.backends.cpu.get_cpu_capability())
+    if device.type == "cuda":
+        return Device(device, torch.cuda.get_device_properties(device).name, target_of(device))
+    return Device(device, device.type, "")
 
 
 def _line(message: object) -> str:
@@ -177,7 +174,7 @@ def _line(message: object) -> str:
 
 
 def bf16(arch: str) -> tuple[str, str]:
-    """How an NVIDIA GPU multiplies bf16, and advice; both empty for other devices.
+    """Whether an NVIDIA GPU has bf16, and advice; both empty for other devices.
 
     The same as ``torch.cuda.is_bf16_supported(including_emulation=False)``, which answers for the
     current device only.
@@ -186,16 +183,16 @@ def bf16(arch: str) -> tuple[str, str]:
         return "", ""
     capability = int(arch.removeprefix("sm_"))
     if capability >= 80:
-        return "native", ""
+        return "bf16 native", ""
     if capability >= 70:
-        return "emulated", "train in float16 there, with torch.amp.GradScaler"
+        return "bf16 emulated", "train in float16 there, with torch.amp.GradScaler"
     advice = "stay with float32 there, and set FUSEDCE_INNER=aot_eager: Inductor needs sm_70"
-    return "emulated", advice  # without tensor cores
+    return "bf16 emulated", advice  # without tensor cores
 
 
 def _of_bf16(used: Device, devices: Sequence[Device]) -> Iterator[Finding]:
-    native = next((d for d in devices if bf16(d.arch)[0] == "native"), None)
-    if native is not None and bf16(used.arch)[0] == "emulated":
+    native = next((d for d in devices if bf16(d.arch)[0] == "bf16 native"), None)
+    if native is not None and bf16(used.arch)[0] == "bf16 emulated":
         yield Finding(
             "warning",
             f"{used} is the default and emulates bf16; {native} does not",
@@ -240,22 +237,6 @@ def read_compilers() -> dict[str, str]:
         "Python.h": str(header) if header.is_file() else "",
         "Triton": "importable" if has_triton_package() else "",
     }
-
-
-# ---------------------------------------------------------------- text
-
-
-def _cells(device: Device) -> tuple[str, ...]:
-    word, memory = bf16(device.arch)[0], getattr(device.properties, "total_memory", 0)
-    processors = getattr(device.properties, "multi_processor_count", 0)
-    return (
-        str(device.device),
-        device.name,
-        device.arch,
-        f"bf16 {word}" if word else "",
-        f"{processors} processors" if processors else "",
-        f"{memory / 2**30:.1f} GiB" if memory else "",
-    )
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fxpass.graph.nodes import nested_graph
+
 _SHORT = {
     **{torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"},
     **{torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "b8"},
@@ -26,8 +28,8 @@ def graph_text(gm: GraphModule, indent: str = "") -> str:
     lines = []
     for node in gm.graph.nodes:
         lines.append(indent + _line(node))
-        nested = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(nested, GraphModule):
+        nested = nested_graph(node)
+        if nested is not None:
             lines.append(graph_text(nested, indent + "    "))
     return "\n".join(lines)
 

@@ -19,11 +19,11 @@ from torch.fx import Graph, Node
 from fxpass.graph.nodes import is_number, value
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Part, Step
-from fxpass.rewrite.local import Local
+from fxpass.rewrite.builder import Builder
 from fxpass.spec.dtypes import compute_dtype
 
 
-class Arithmetic(Local):
+class Arithmetic(Builder):
     """Inserts arithmetic on the outputs of a head.
 
     Attributes:
@@ -168,7 +168,7 @@ class Arithmetic(Local):
     def _repeated(self, tensor: Node, like: Classes) -> Node:
         """A tensor that is broadcast to the rows of logits."""
         x = self._viewed(self.hidden, like.steps)
-        sizes = [self.size(x, i) for i in range(value(x).dim())]
+        sizes = self.sizes(x)
         sizes[like.dim] = 1
         return self.method("expand", tensor, *sizes)
 

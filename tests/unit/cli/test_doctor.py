@@ -57,8 +57,8 @@ def test_two_unlike_gpus(gpus: Gpus, report) -> None:
     devices = text[text.index("devices\n") : text.index("  cpu  ", text.index("devices\n"))]
     assert devices == (
         "devices\n"
-        "  cuda:0  Tesla T4     sm_75   bf16 emulated  40 processors   15.0 GiB  used\n"
-        "  cuda:1  NVIDIA A100  sm_80   bf16 native    108 processors  80.0 GiB\n"
+        "  cuda:0  Tesla T4     sm_75   bf16 emulated  used\n"
+        "  cuda:1  NVIDIA A100  sm_80   bf16 native\n"
     )
     assert f"```\n{devices}\n{findings}\n```\n" in (ROOT / "fxpass/cli/README.md").read_text()
     assert "  cuda:1  bfloat16  triton  generated Triton kernels\n" in text
@@ -106,15 +106,14 @@ def test_gpus_without_bf16(cards, current, found, gpus: Gpus, report) -> None:
 def test_a_hip_device(gpus: Gpus, report) -> None:
     gpus.have(MI300, hip="6.4")
     text, findings = report()
-    assert "  hip     6.4\n" in text
-    assert re.search(r"cuda:0 +MI300X +gfx942 +304 processors +192.0 GiB +used", text)
+    assert re.search(r"cuda:0 +MI300X +gfx942 +used", text)
     assert findings == "no problems found"
 
 
 @pytest.mark.parametrize("capability", [(6, 1), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
 def test_bf16_is_what_torch_says(capability: tuple[int, int], gpus: Gpus) -> None:
     gpus.have(Card("a card", *capability))
-    native = doctor.bf16(doctor.read_devices()[0][0].arch)[0] == "native"
+    native = doctor.bf16(doctor.read_devices()[0][0].arch)[0] == "bf16 native"
     assert native == torch.cuda.is_bf16_supported(including_emulation=False)
 
 
