@@ -1,4 +1,4 @@
-"""Every setting of fxpass, read in one place.
+"""Every setting of fxpass, read in one place; the README has a table of what they mean.
 
 Precedence: ``torch.compile(..., options={"fusedce.<name>": value})``, then the environment
 variable, then the default::
@@ -21,10 +21,9 @@ PREFIX = "fusedce."
 
 
 class Setting(NamedTuple):
-    """One setting: environment variable, meaning, allowed values as text, parser."""
+    """One setting: environment variable, allowed values as text, parser."""
 
     variable: str
-    meaning: str
     allowed: str
     read: Callable[[Any], Any]
 
@@ -115,30 +114,16 @@ class Settings:
 
 
 _OF_INNER = "inductor, aot_eager, eager or another name from torch._dynamo.list_backends(None)"
-# field of Settings -> meaning, allowed values as text, parser
-_ROWS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "enabled": ("0 hands the untouched graph to the inner backend", "0 or 1", _toggle),
-    "inner": ("the backend that compiles the rewritten graph", _OF_INNER, _backend),
-    "logits": (
-        "what a graph output that holds the logits becomes; auto: defer with gradients, else keep",
-        *_one_of("auto", "defer", "keep", "drop"),
-    ),
-    "mixed_dtypes": (
-        "operands of unlike dtypes outside autocast: cast them, or raise",
-        *_one_of("cast", "error"),
-    ),
-    "strategy": ("how the fused loss is computed", *_one_of("auto", "chunked", "tiled")),
-    "memory_mb": (
-        "scratch budget of one fused loss",
-        "a whole number of MiB, 0 for the default",
-        _whole,
-    ),
-    "min_logits_mb": (
-        "a loss with smaller logits is left alone; unless 0, also other losses that gain nothing",
-        "a size in MiB, 0 to fuse all",
-        _size,
-    ),
-    "dump": ("where graphs before and after and kernel sources are written", "a directory", _path),
+# field of Settings -> allowed values as text, parser
+_ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "enabled": ("0 or 1", _toggle),
+    "inner": (_OF_INNER, _backend),
+    "logits": _one_of("auto", "defer", "keep", "drop"),
+    "mixed_dtypes": _one_of("cast", "error"),
+    "strategy": _one_of("auto", "chunked", "tiled"),
+    "memory_mb": ("a whole number of MiB, 0 for the default", _whole),
+    "min_logits_mb": ("a size in MiB, 0 to fuse all", _size),
+    "dump": ("a directory", _path),
 }
 TABLE = {
     name: Setting("FUSEDCE" if name == "enabled" else f"FUSEDCE_{name.upper()}", *row)

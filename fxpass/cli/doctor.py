@@ -114,7 +114,7 @@ def _settings(settings: Settings) -> Iterator[tuple[str, ...]]:
         value = getattr(settings, name)
         shown = value if isinstance(value, str) else f"{value:g}"
         source = "environment" if os.environ.get(row.variable) else "default"
-        yield row.variable, shown or "-", source, row.meaning
+        yield row.variable, shown or "-", source
 
 
 def _of_torch() -> Iterator[Finding]:
