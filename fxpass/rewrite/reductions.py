@@ -33,7 +33,7 @@ from fxpass.match.losses import Loss
 from fxpass.match.totals import Total, coefficients_of
 from fxpass.op.kept import saved_logits
 from fxpass.rewrite.operands import Operands
-from fxpass.rewrite.totals import Coefficients
+from fxpass.rewrite.totals import coefficients_of_total
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.outputs import OF_PICKS, Top
 
@@ -120,10 +120,7 @@ class _Edit(Operands):
                 picks = [self.kept(p, call) for p in picks]  # autograd saves one-hot tensors
             index = picks[0] if picks else None
             if len(picks) > 1:
-                whole = [
-                    p if value(p).dim() == 2 else self.method("unsqueeze", p, 1) for p in picks
-                ]
-                index = self.function(torch.cat, whole, 1)
+                index = self.function(torch.cat, list(map(self._column, picks)), 1)
             coef = None
             if call.total is not None:
                 coef = self._coefficients(call, call.total, x, counts)
@@ -149,50 +146,43 @@ class _Edit(Operands):
         """The coefficients of the total's outputs ``[T, N]``, in the order of the spec; ``counts``
         are those of picks of a row."""
         zeros = self.method("new_zeros", x, self.size(x, 0), dtype=compute_dtype(self.dtype))
-        out, leaves = self._derivatives(call, total, zeros)
-        each = iter([self.function(operator.getitem, out, i) for i in range(leaves + 1)])
+        terms = [
+            (reduced, *coefficients_of(self.flow, rows))
+            for reduced in total.reductions
+            for rows in reduced.values
+        ]
+        *derivatives, self.totals[total.node] = self._derivatives(call, total, terms, zeros)
         found: dict[Symbol, Node] = {}
-        for reduced in total.reductions:
-            for rows in reduced.values:
-                coef = next(each)
-                coef = coef if value(coef).dim() == 1 else self.method("flatten", coef)
-                for symbol, factor in coefficients_of(self.flow, rows)[0].items():
-                    part = coef
-                    if factor != 1:
-                        part = self.method("mul", coef, self._arithmetic(factor))
-                    found[symbol] = (
-                        self.method("add", found[symbol], part) if symbol in found else part
-                    )
-        self.totals[total.node] = next(each)  # the constant
+        for coef, (_, factors, _) in zip(derivatives, terms, strict=True):
+            coef = coef if value(coef).dim() == 1 else self.method("flatten", coef)
+            for symbol, factor in factors.items():
+                part = coef if factor == 1 else self.method("mul", coef, self._arithmetic(factor))
+                found[symbol] = self.method("add", found[symbol], part) if symbol in found else part
         lines: list[Node] = []
         for symbol, width in self._lines(call, call.spec.total, iter(call.added), counts):
             lines += [found.get(symbol, zeros)] * (width or 1)  # several are beside the total
         return self.function(torch.stack, lines)
 
-    def _derivatives(self, call: Call, total: Total, zeros: Node) -> tuple[Node, int]:
-        """The derivatives of a total by the rows that it adds up, and its constant; and the number
-        of these rows."""
-        classes = self.count(call.base.edits)
+    def _derivatives(
+        self, call: Call, total: Total, terms: Sequence[tuple[Reduced, Any, Any]], zeros: Node
+    ) -> list[Node]:
+        """The derivatives of a total by the rows that it adds up, and its constant. ``terms`` are
+        the reduction, the factors of outputs and the constant of each row."""
         (reduced, *more), loss = total.reductions, total.reductions[0].loss
         if loss is not None and not (more or total.tail):
-            smoothed = reduced.mean_log is not None
-            arguments = zeros, smoothed, *self._of_loss(reduced, loss)
-            return self.function(
-                torch.ops.fxpass.loss_coefficients.default, *arguments
-            ), 1 + smoothed
-        coefficients = Coefficients(total, classes, self._batch)
-        like = [
-            constant if reduced.is_scalar else self._shaped(constant, reduced)
-            for reduced in total.reductions
-            for constant in (self._constant(rows, zeros) for rows in reduced.values)
-        ]
-        others = (self.current(node) for node in coefficients.others)
-        return self.function(coefficients, *like, *others), len(like)
-
-    def _constant(self, rows: Any, zeros: Node) -> Node:
-        """The part of rows that is no output."""
-        constant = coefficients_of(self.flow, rows)[1]
-        return zeros if constant == 0 else self.method("add", zeros, self._arithmetic(constant))
+            arguments = zeros, len(terms) == 2, *self._of_loss(reduced, loss)
+            out = self.function(torch.ops.fxpass.loss_coefficients.default, *arguments)
+        else:
+            classes = self.count(call.base.edits)
+            coefficients, others = coefficients_of_total(total, classes, self._batch)
+            like: list[Node] = []
+            for reduced, _, constant in terms:
+                rows = zeros
+                if constant != 0:
+                    rows = self.method("add", zeros, self._arithmetic(constant))
+                like.append(rows if reduced.is_scalar else self._shaped(rows, reduced))
+            out = self.function(coefficients, *like, *map(self.current, others))
+        return [self.function(operator.getitem, out, i) for i in range(len(terms) + 1)]
 
     def _batch(self, reduced: Reduced) -> int | Node:
         return self.size(self._viewed(self.hidden, reduced.like.steps), 0)
