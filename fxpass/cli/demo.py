@@ -6,20 +6,16 @@ status.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import sysconfig
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fxpass.cli import doctor
 from fxpass.cli.demo_worker import HEAD_WIDTH, TextJob
@@ -66,13 +62,11 @@ def run(job: TextJob, providers: Sequence[str]) -> int:
         print("Continuing without it; fusedce hands the rest of its graph to aot_eager.\n")
         environ["FUSEDCE_INNER"] = "aot_eager"
         providers = [name for name in providers if name != "inductor"]
-    corpus = read_corpus(job.classes)
-    print(f"data    {len(corpus):,} words and signs of Python's standard library")
+    print("data    words and signs of Python's standard library")
     print(f"model   GPT of {job}, on {job.device}")
     copy = job.tokens * job.classes * 4 / MIB
     print(f"logits  [{job.tokens}, {job.classes}], {copy:.0f} MiB a copy in float32", flush=True)
-    names = dict.fromkeys(["eager", *providers])
-    rows = [train(dataclasses.replace(job, provider=name), corpus, environ) for name in names]
+    rows = train(job, list(dict.fromkeys(["eager", *providers])), environ)
     refuse(rows, job.dtype)
     if any(row.losses for row in rows):
         print(f"\n{report(rows, job.tokens)}")
@@ -84,44 +78,49 @@ def run(job: TextJob, providers: Sequence[str]) -> int:
     return int(bool(found))
 
 
-def train(job: TextJob, corpus: Tensor, environ: dict[str, str]) -> Row:
-    """Trains with one provider in a process of its own, which ends with this one."""
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    ran = subprocess.run(
-        [sys.executable, "-m", "fxpass.cli.demo_worker", json.dumps(dataclasses.asdict(job))],
-        input=corpus.numpy().tobytes(),
-        stdout=subprocess.PIPE,
-        env=environ,
-        start_new_session=True,  # Ctrl-C ends this process, which kills the other
-    )
-    if ran.returncode == 0:
-        return Row(**json.loads(ran.stdout.splitlines()[-1]))
-    killed = ran.returncode == -getattr(signal, "SIGKILL", 9)
+def train(job: TextJob, names: Sequence[str], environ: dict[str, str]) -> list[Row]:
+    """Trains with each provider in a process of its own, one step in turn: a drift of the machine's
+    speed affects all of them."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs ``finally``
+    rows = [Row(name) for name in names]
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for name in names:
+            fields = {**dataclasses.asdict(job), "provider": name}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fxpass.cli.demo_worker", json.dumps(fields)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environ,
+                start_new_session=True,  # Ctrl-C ends this process, which kills the others
+            )
+            processes.append(process)
+        for step in range(job.steps):
+            for row, process in zip(rows, processes, strict=True):
+                if not row.failure:
+                    _take_step(row, process, timed=step >= UNTIMED_STEPS)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return rows
+
+
+def _take_step(row: Row, process: subprocess.Popen[str], timed: bool) -> None:
+    assert process.stdin
+    assert process.stdout
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write("\n")
+        process.stdin.flush()
+    answer = process.stdout.readline()
+    if answer:
+        row.add(json.loads(answer), timed)
+        return
+    status = process.wait()
+    killed = status == -getattr(signal, "SIGKILL", 9)
     why = "killed by the system, most likely because of its memory" if killed else "see its error"
-    return Row(job.provider, failure=f"ended with status {ran.returncode}: {why}")
-
-
-def read_corpus(classes: int, root: Path | None = None) -> Tensor:
-    """A text that every machine has, int32 ``[tokens]``: Python sources of ``root`` (the standard
-    library), until there are as many words as classes.
-
-    The classes are the most frequent words and signs, and 0 for all others. A trimmed Python may
-    have fewer words; the last classes do not occur then.
-    """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    words: list[str] = []
-    counts: Counter[str] = Counter()
-    for path in sorted(root.rglob("*.py")):
-        # installed packages differ between machines
-        if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts):
-            found = re.findall(r"\w+|[^\w\s]", path.read_text("utf-8", errors="replace"))
-            words += found
-            counts.update(found)
-        if len(counts) >= classes:
-            break
-    index = {word: i for i, (word, _) in enumerate(counts.most_common(classes - 1), start=1)}
-    numbers = [index.get(word, 0) for word in words]
-    return torch.tensor(numbers, dtype=torch.int32, device="cpu")
+    row.failure = f"ended with status {status}: {why}"
 
 
 def report(rows: Sequence[Row], tokens: int) -> str:

@@ -1,21 +1,26 @@
 """The worker process of ``fxpass demo``: trains a small GPT in plain PyTorch.
 
-In: a :class:`TextJob` as JSON in the first argument, the text on standard input. Out: progress on
-standard error, a :class:`fxpass.cli.training.Row` as JSON in the last line of standard output. The
+In: a :class:`TextJob` as JSON in the first argument, then a line on standard input for each step.
+Out: for each, a line of JSON on standard output, from :class:`fxpass.cli.training.Session`. The
 model does not depend on the backend.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
+import sysconfig
+from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from fxpass.cli.training import WARM_UP_STEPS, Job, Row, Session
+from fxpass.cli.training import WARM_UP_STEPS, Job, Session
 
 HEAD_WIDTH = 32
 
@@ -56,6 +61,29 @@ class GPT(nn.Module):
         return {"loss": F.cross_entropy(logits.flatten(0, 1), targets.flatten())}
 
 
+def read_corpus(classes: int, root: Path | None = None) -> Tensor:
+    """A text that every machine has, int32 ``[tokens]``: Python sources of ``root`` (the standard
+    library), until there are as many words as classes.
+
+    The classes are the most frequent words and signs, and 0 for all others. A trimmed Python may
+    have fewer words; the last classes do not occur then.
+    """
+    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    words: list[str] = []
+    counts: Counter[str] = Counter()
+    for path in sorted(root.rglob("*.py")):
+        # installed packages differ between machines
+        if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts):
+            found = re.findall(r"\w+|[^\w\s]", path.read_text("utf-8", errors="replace"))
+            words += found
+            counts.update(found)
+        if len(counts) >= classes:
+            break
+    index = {word: i for i, (word, _) in enumerate(counts.most_common(classes - 1), start=1)}
+    numbers = [index.get(word, 0) for word in words]
+    return torch.tensor(numbers, dtype=torch.int32, device="cpu")
+
+
 def session(job: TextJob, corpus: Tensor) -> Session:
     """Trains on windows of a text, class indices ``[tokens]`` int64, at random places."""
 
@@ -70,13 +98,13 @@ def session(job: TextJob, corpus: Tensor) -> Session:
 
 def main() -> None:
     """Trains with the provider of the job."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # other prints must not look like answers
     job = TextJob(**json.loads(sys.argv[1]))
-    corpus = torch.frombuffer(bytearray(sys.stdin.buffer.read()), dtype=torch.int32)
-    trained, row = session(job, corpus.long()), Row(job.provider)
-    for step in range(job.steps):
+    trained = session(job, read_corpus(job.classes).long())
+    for step, _ in enumerate(sys.stdin):
         answer = trained.measure() if step == WARM_UP_STEPS else trained.step()
-        row.add(answer, timed=step > WARM_UP_STEPS)
-    print("\n" + json.dumps(vars(row)))
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

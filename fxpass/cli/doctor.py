@@ -23,7 +23,6 @@ import torch
 
 from fxpass.plan.devices import implementation_for, target_of
 from fxpass.settings import TABLE, Settings
-from fxpass.spec.dtypes import short
 
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,7 +88,7 @@ def run() -> int:
             for tool, kinds, _ in NEEDED
         ],
         "fused loss": [
-            (str(d.device), short(dtype), *implementation_for(d.device, dtype))
+            (str(d.device), str(dtype).removeprefix("torch."), *implementation_for(d.device, dtype))
             for d in devices
             for dtype in DTYPES
         ],

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fxpass.cli import demo
-from fxpass.cli.demo_worker import TextJob, session
+from fxpass.cli.demo_worker import TextJob, read_corpus, session
 from fxpass.cli.memory import Memory
 from fxpass.cli.training import Row
 
@@ -33,13 +33,13 @@ def test_frequent_words_come_first_and_rare_ones_are_0(tmp_path: Path) -> None:
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "a.py").write_text("y" * 9)  # differs between machines
     (tmp_path / "b.py").write_bytes(b"\xff x = x + x\nx")
-    assert demo.read_corpus(3, tmp_path).tolist() == [2, 1, 0, 1, 0, 1, 1]
+    assert read_corpus(3, tmp_path).tolist() == [2, 1, 0, 1, 0, 1, 1]
 
 
 def test_reading_ends_when_every_class_has_a_word(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.py").write_text(f"{name} {name}{name} ")
-    corpus = demo.read_corpus(4, tmp_path)
+    corpus = read_corpus(4, tmp_path)
     assert len(corpus) == 4  # of two files
     assert corpus.tolist() == [1, 2, 3, 0]
 
@@ -101,15 +101,13 @@ def row(name: str, matched: int = 1, failure: str = "") -> Row:
 def test_what_is_a_problem(
     fused: Row, found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = {"eager": row("eager", matched=0), "fusedce": fused}
-    monkeypatch.setattr(demo, "train", lambda job, *_: rows[job.provider])
-    monkeypatch.setattr(demo, "read_corpus", lambda classes: CORPUS)
+    monkeypatch.setattr(demo, "train", lambda *_: [row("eager", matched=0), fused])
     assert demo.run(job(), ["fusedce"]) == bool(found)
     assert capsys.readouterr().err == (f"fxpass demo: {found}" if found else "")
 
 
 def test_a_provider_that_fails_shows_its_error(capfd: pytest.CaptureFixture[str]) -> None:
-    rows = [demo.train(job(name), CORPUS.int(), {**os.environ}) for name in ("eager", "nonsense")]
+    rows = demo.train(job(), ["eager", "nonsense"], {**os.environ})
     eager, nonsense = rows
     assert (eager.name, eager.failure, len(eager.losses), len(eager.seconds)) == ("eager", "", 4, 1)
     assert nonsense.failure == "ended with status 1: see its error"
