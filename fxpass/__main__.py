@@ -104,8 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     every = ("eager", "inductor", "fusedce")
     text = "what to compare with eager: inductor, fusedce (default: both)"
     demo("--providers", nargs="+", choices=every, default=every, metavar="PROVIDER", help=text)
-    text = "file for a picture of the curves; needs matplotlib (default: %(default)s)"
-    demo("--picture", type=Path, default=Path("fxpass-demo.png"), metavar="PATH", help=text)
     for option, least, default, text in (
         ("--steps", 4, 10, "training steps; three are untimed (default: %(default)s)"),
         ("--batch", 1, None, "sequences per step (default: 8, on a GPU 16)"),
@@ -133,12 +131,12 @@ def _demo(options: argparse.Namespace) -> int:
     from fxpass.cli import demo
 
     _check_settings()
-    sizes = options.layers, options.heads, options.batch, options.seq
+    sizes = options.layers, options.heads, options.batch, options.seq, options.steps
     try:
         job = demo.job_of(options.device, options.dtype, *sizes)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return demo.run(job, options.providers, options.steps, options.picture)
+    return demo.run(job, options.providers)
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -207,22 +205,16 @@ def _inputs(
     make = getattr(module, f"{name}_inputs", None)
     if make is not None:
         inputs = make()
-        if isinstance(inputs, dict):
-            return (), inputs
-        if isinstance(inputs, (tuple, list)):
-            return inputs, {}
-        kind = type(inputs).__name__
-        raise UsageError(f"{name}_inputs() has to return a tuple or a dict, not {kind}")
-    # torch.nn.Module.__call__ accepts any arguments; forward has the real signature
-    signature = inspect.signature(getattr(function, "forward", function))
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = signature.parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-    if required:
+        if not isinstance(inputs, dict | tuple | list):
+            kind = type(inputs).__name__
+            raise UsageError(f"{name}_inputs() has to return a tuple or a dict, not {kind}")
+        return ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    try:  # torch.nn.Module.__call__ accepts any arguments; forward has the real signature
+        inspect.signature(getattr(function, "forward", function)).bind()
+    except TypeError as error:
         raise UsageError(
-            f"{name} needs {', '.join(required)}: define {name}_inputs() that returns them "
-            "(see fxpass explain --help)"
-        )
+            f"{name}: {error}: define {name}_inputs() that returns them (see fxpass explain --help)"
+        ) from error
     return (), {}
 
 

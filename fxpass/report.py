@@ -22,7 +22,6 @@ import torch
 from torch._dynamo import config
 from torch.fx import GraphModule
 
-from fxpass.casts.aot import trace
 from fxpass.casts.casts import Cast, cast_lines, note
 from fxpass.graph.source import source_of
 from fxpass.graph.text import graph_text
@@ -31,6 +30,7 @@ from fxpass.match.head import Head
 from fxpass.match.match import Rejection
 from fxpass.plan.plan import size
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
+from fxpass.rewrite.inner import compile_inner
 from fxpass.rewrite.stored import with_kept_logits
 from fxpass.rewrite.transform import transform
 from fxpass.settings import Settings
@@ -146,9 +146,9 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
         outcome = transform(gm, settings)
         outcomes.append(outcome)
         after.append(graph_text(gm))
-        if settings.inner == "eager":
-            return outcome.restore(gm.forward)
-        return outcome.restore(trace(gm, example_inputs, settings.mixed_dtypes, record))
+        inner = "eager" if settings.inner == "eager" else "aot_eager"  # shows the same casts
+        arguments = inner, gm, example_inputs, None, {}, settings.mixed_dtypes
+        return outcome.restore(compile_inner(*arguments, record))
 
     def record(found: list[Cast]) -> None:
         note(found)

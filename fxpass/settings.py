@@ -1,4 +1,4 @@
-"""Every setting of fxpass, read in one place.
+"""Every setting of fxpass, read in one place; the README has a table of what they mean.
 
 Precedence: ``torch.compile(..., options={"fusedce.<name>": value})``, then the environment
 variable, then the default::
@@ -21,19 +21,11 @@ PREFIX = "fusedce."
 
 
 class Setting(NamedTuple):
-    """One setting: environment variable, meaning, allowed values as text, parser."""
+    """One setting: environment variable, allowed values as text, parser."""
 
     variable: str
-    meaning: str
     allowed: str
     read: Callable[[Any], Any]
-
-    def convert(self, source: str, value: Any) -> Any:
-        """``value`` in the type of the setting; ``source`` is the name that the user wrote."""
-        try:
-            return self.read(value)
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{source}={value!r} is not allowed; use {self.allowed}") from error
 
 
 def _one_of(*allowed: str) -> tuple[str, Callable[[Any], str]]:
@@ -97,22 +89,21 @@ class Settings:
             ValueError: an unknown name, or a value that is not allowed; the message has both.
         """
         options, environ = options or {}, os.environ if environ is None else environ
-        variables = {row.variable: name for name, row in TABLE.items()}
-        values = {}
-        for variable in environ:
-            raw, name = environ.get(variable), variables.get(variable)
-            if name and raw:
-                values[name] = TABLE[name].convert(variable, raw)
-            elif variable.startswith("FUSEDCE_") and variable not in variables:
-                known = ", ".join(sorted(variables))
-                raise ValueError(f"unknown environment variable {variable}; fxpass reads {known}")
-        for key in options:
-            name = key.removeprefix(PREFIX)
-            if key.startswith(PREFIX) and name in TABLE:
-                values[name] = TABLE[name].convert(key, options[key])
-            elif key.startswith(PREFIX):
-                known = ", ".join(PREFIX + name for name in TABLE)
-                raise ValueError(f"unknown option {key!r}; fxpass has {known}")
+        names = {row.variable: name for name, row in TABLE.items()}
+        names |= {PREFIX + name: name for name in TABLE}
+        of_fxpass = (v for v in environ if v in names or v.startswith("FUSEDCE_"))
+        found = {variable: raw for variable in of_fxpass if (raw := environ.get(variable))}
+        found |= {key: value for key, value in options.items() if key.startswith(PREFIX)}
+        values: dict[str, Any] = {}
+        for key, raw in found.items():
+            if key not in names:
+                kind = "option" if key in options else "environment variable"
+                raise ValueError(f"unknown {kind} {key!r}; fxpass has {', '.join(names)}")
+            row = TABLE[names[key]]
+            try:
+                values[names[key]] = row.read(raw)
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise ValueError(f"{key}={raw!r} is not allowed; use {row.allowed}") from error
         settings = Settings(**values)
         unprefixed = [key for key in options if key in TABLE]
         # another inner backend may have an option of this name
@@ -123,30 +114,16 @@ class Settings:
 
 
 _OF_INNER = "inductor, aot_eager, eager or another name from torch._dynamo.list_backends(None)"
-# field of Settings -> meaning, allowed values as text, parser
-_ROWS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "enabled": ("0 hands the untouched graph to the inner backend", "0 or 1", _toggle),
-    "inner": ("the backend that compiles the rewritten graph", _OF_INNER, _backend),
-    "logits": (
-        "what a graph output that holds the logits becomes; auto: defer with gradients, else keep",
-        *_one_of("auto", "defer", "keep", "drop"),
-    ),
-    "mixed_dtypes": (
-        "operands of unlike dtypes outside autocast: cast them, or raise",
-        *_one_of("cast", "error"),
-    ),
-    "strategy": ("how the fused loss is computed", *_one_of("auto", "chunked", "tiled")),
-    "memory_mb": (
-        "scratch budget of one fused loss",
-        "a whole number of MiB, 0 for the default",
-        _whole,
-    ),
-    "min_logits_mb": (
-        "a loss with smaller logits is left alone; unless 0, also other losses that gain nothing",
-        "a size in MiB, 0 to fuse all",
-        _size,
-    ),
-    "dump": ("where graphs before and after and kernel sources are written", "a directory", _path),
+# field of Settings -> allowed values as text, parser
+_ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "enabled": ("0 or 1", _toggle),
+    "inner": (_OF_INNER, _backend),
+    "logits": _one_of("auto", "defer", "keep", "drop"),
+    "mixed_dtypes": _one_of("cast", "error"),
+    "strategy": _one_of("auto", "chunked", "tiled"),
+    "memory_mb": ("a whole number of MiB, 0 for the default", _whole),
+    "min_logits_mb": ("a size in MiB, 0 to fuse all", _size),
+    "dump": ("a directory", _path),
 }
 TABLE = {
     name: Setting("FUSEDCE" if name == "enabled" else f"FUSEDCE_{name.upper()}", *row)

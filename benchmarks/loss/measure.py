@@ -18,7 +18,7 @@ from typing import NamedTuple
 from benchmarks.loss.case import CHECKED_ROWS, Case
 from benchmarks.loss.providers import BARE, PROVIDERS
 from benchmarks.loss.rows import Result, Row, skipped, wrong
-from fxpass.cli.process import Worker, WorkerError
+from benchmarks.process import Worker, WorkerError
 
 WORKER = "benchmarks.loss.worker"
 Say = Callable[[str], None]

@@ -19,8 +19,8 @@ from torch import Tensor
 from benchmarks.loss import reference
 from benchmarks.loss.case import CHECKED_ROWS, FLOOR, Case
 from benchmarks.loss.providers import BARE, PROVIDERS, Loss
+from benchmarks.process import serve
 from fxpass.cli.memory import Memory
-from fxpass.cli.process import serve
 
 __all__ = ["FLOOR", "Case", "Session", "errors", "run_step"]
 

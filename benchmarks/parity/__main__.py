@@ -29,7 +29,7 @@ from benchmarks.loss.measure import say
 from benchmarks.loss.table import MIB
 from benchmarks.parity.cases import PROGRAMS
 from benchmarks.parity.worker import Job
-from fxpass.cli.process import Worker, WorkerError
+from benchmarks.process import Worker, WorkerError
 
 LIMIT = 1.05
 # Distance from eager in float32, relative to the norm: thousands of terms summed in another order.

@@ -1,6 +1,6 @@
 """The worker process of ``python -m benchmarks.parity``: one program with or without fxpass.
 
-In: a :class:`Job` as JSON in the first argument, then commands (:func:`fxpass.cli.process.serve`).
+In: a :class:`Job` as JSON in the first argument, then commands (:func:`benchmarks.process.serve`).
 ``check`` compiles the program and compares a step with eager; ``measure`` returns the seconds of a
 step and the bytes that it adds to the memory in use.
 """
@@ -16,8 +16,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks.parity.cases import PROGRAMS, Sizes
+from benchmarks.process import serve
 from fxpass.cli.memory import Memory
-from fxpass.cli.process import serve
 
 
 @dataclass(frozen=True)

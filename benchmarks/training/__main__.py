@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.about import about, heading
-from fxpass.cli.training import TOLERANCE, Job, table, train
+from benchmarks.training.turns import train
+from fxpass.cli.training import TOLERANCE, Job, table
 
 WORKER = "benchmarks.training.worker"
 PROVIDERS = ("eager", "inductor", "fusedce")

@@ -11,7 +11,7 @@ import importlib
 import torch
 from torch import Generator, Tensor, nn
 
-from fxpass.cli.process import serve
+from benchmarks.process import serve
 from fxpass.cli.training import Job, Session
 
 

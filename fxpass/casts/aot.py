@@ -1,9 +1,9 @@
 """Casts in AOTAutograd's graphs, which show operations inside of composite operations.
 
-In: the setting, and a function that records casts. Out: options for Inductor, a context for any
-other backend on AOTAutograd, and a backend for ``explain``. Each of them applies
-:func:`fxpass.casts.casts.cast_aot_graph` to the joint graph, before it is split into forward and
-backward, and to the graph of a program without gradients.
+In: the setting, and a function that records casts. Out: options for Inductor, and a context for any
+other backend on AOTAutograd. Both apply :func:`fxpass.casts.casts.cast_aot_graph` to the joint
+graph, before it is split into forward and backward, and to the graph of a program without
+gradients.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd import graph_compile
-from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule
 
@@ -99,19 +97,6 @@ def casting(mixed_dtypes: str, record: Record) -> Iterator[None]:
 # Two threads could otherwise restore each other's wrapper and leave it there. Reentrant: a backend
 # may compile with another backend.
 _one_at_a_time = threading.RLock()
-
-
-def trace(
-    gm: GraphModule, example_inputs: list[Any], mixed_dtypes: str, record: Record
-) -> Callable[..., Any]:
-    """Makes AOTAutograd's graphs with their casts, and runs them without a compiler."""
-
-    def compiler(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
-        return make_boxed_func(graph.forward)
-
-    backend = aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)
-    with casting(mixed_dtypes, record):
-        return backend(gm, example_inputs)
 
 
 def _cast(graph: GraphModule, mixed_dtypes: str, record: Record) -> GraphModule:

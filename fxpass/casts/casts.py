@@ -120,7 +120,8 @@ class Dialect:
     def make(
         self, graph: Graph, operand: Node, dtype: torch.dtype, site: Node
     ) -> tuple[Node, Cast]:
-        """Casts ``operand`` at the graph's insertion point; the node has the meta of ``site``."""
+        """Casts ``operand`` at the graph's insertion point. The node has the meta of ``site``, with
+        its stack trace; autograd casts the gradient back to the operand's dtype."""
         node = self.cast(graph, operand, dtype)
         # AOT's partitioner reads its notes on the site: forward or backward, recompute or not
         node.meta = {k: v for k, v in site.meta.items() if k != "tensor_meta"}
@@ -135,17 +136,6 @@ AOT = Dialect(
         torch.ops.prims.convert_element_type.default, (x, dtype)
     ),
 )
-
-
-def cast(graph: Graph, operand: Node, dtype: torch.dtype, site: Node) -> tuple[Node, Cast | None]:
-    """Casts ``operand`` of a Dynamo graph to ``dtype``, at the graph's insertion point.
-
-    Returns the operand itself and None if it has this dtype already; else a ``.to`` node with the
-    stack trace of ``site``. Autograd casts its gradient back to the operand's dtype.
-    """
-    if DYNAMO.dtype(operand) == dtype:
-        return operand, None
-    return DYNAMO.make(graph, operand, dtype, site)
 
 
 def cast_region(region: Region, mixed_dtypes: str) -> list[Cast]:

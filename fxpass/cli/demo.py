@@ -1,37 +1,39 @@
 """``fxpass demo``: trains a small GPT with eager, Inductor and fusedce, and compares them.
 
-In: a :class:`TextJob` and a number of steps. Out: progress on standard error, a report on standard
-output, a picture if matplotlib is installed, and the exit status.
+In: a :class:`TextJob`. Out: progress on standard error, a report on standard output, and the exit
+status.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
-import re
 import signal
+import subprocess
 import sys
-import sysconfig
-import tempfile
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from fxpass.cli import doctor
 from fxpass.cli.demo_worker import HEAD_WIDTH, TextJob
-from fxpass.cli.training import MIB, UNTIMED_STEPS, Row, table, train
+from fxpass.cli.training import MIB, UNTIMED_STEPS, Row, refuse, table, tell
 
 CLASSES = 50_304  # GPT-2's vocabulary, padded to a multiple of 64
-WORKER = "fxpass.cli.demo_worker"
 
 
 def job_of(
-    device: str | None, dtype: str | None, layers: int, heads: int, batch: int | None, seq: int
+    device: str | None,
+    dtype: str | None,
+    layers: int,
+    heads: int,
+    batch: int | None,
+    seq: int,
+    steps: int,
 ) -> TextJob:
-    """A job without provider and corpus; None is the default for the device.
+    """A job without provider; None is the default for the device.
 
     Raises:
         ValueError: torch cannot use the device.
@@ -44,12 +46,11 @@ def job_of(
     native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = dtype or ("bfloat16" if native else "float32")
     batch = batch or (8 if kind == "cpu" else 16)
-    return TextJob("", device, dtype, layers, heads * HEAD_WIDTH, CLASSES, batch, seq, corpus="")
+    return TextJob("", device, dtype, layers, heads * HEAD_WIDTH, CLASSES, batch, seq, steps)
 
 
-def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> int:
-    """Trains with eager and the providers, ``steps`` steps each (more than ``UNTIMED_STEPS``), and
-    prints the comparison.
+def run(job: TextJob, providers: Sequence[str]) -> int:
+    """Trains with eager and the providers, and prints the comparison.
 
     Returns:
         0; or 1 if a provider failed, fusedce fused nothing or the curves disagree.
@@ -61,55 +62,65 @@ def run(job: TextJob, providers: Sequence[str], steps: int, picture: Path) -> in
         print("Continuing without it; fusedce hands the rest of its graph to aot_eager.\n")
         environ["FUSEDCE_INNER"] = "aot_eager"
         providers = [name for name in providers if name != "inductor"]
-    corpus = read_corpus(job.classes)
-    print(f"data    {len(corpus):,} words and signs of Python's standard library")
+    print("data    words and signs of Python's standard library")
     print(f"model   GPT of {job}, on {job.device}")
     copy = job.tokens * job.classes * 4 / MIB
     print(f"logits  [{job.tokens}, {job.classes}], {copy:.0f} MiB a copy in float32", flush=True)
-    for name in ("SIGTERM", "SIGHUP"):  # so that ``with`` and ``finally`` clean up
-        number = getattr(signal, name, None)
-        if number and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
-            signal.signal(number, _end)
-    with tempfile.TemporaryDirectory(prefix="fxpass-demo-") as folder:
-        file = Path(folder) / "corpus.pt"
-        torch.save(corpus, file)
-        job = dataclasses.replace(job, corpus=str(file))
-        rows = train(WORKER, job, providers, steps - UNTIMED_STEPS, environ=environ)
+    rows = train(job, list(dict.fromkeys(["eager", *providers])), environ)
+    refuse(rows, job.dtype)
     if any(row.losses for row in rows):
         print(f"\n{report(rows, job.tokens)}")
-        if draw(rows, job, picture):
-            print(f"\npicture: {picture}")
-    found = problems(rows, steps)
+    found = [f"{row.name}: {row.failure}" for row in rows if row.failure]
+    if any(r.name == "fusedce" and r.losses and not r.counters.get("matched") for r in rows):
+        found.append("fusedce fused nothing, so there is nothing to compare")
     for text in found:
-        print(f"fxpass demo: {text}", file=sys.stderr)
+        tell(f"fxpass demo: {text}")
     return int(bool(found))
 
 
-def _end(number: int, frame: object) -> None:
-    raise SystemExit(128 + number)
+def train(job: TextJob, names: Sequence[str], environ: dict[str, str]) -> list[Row]:
+    """Trains with each provider in a process of its own, one step in turn: a drift of the machine's
+    speed affects all of them."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs ``finally``
+    rows = [Row(name) for name in names]
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        for name in names:
+            fields = {**dataclasses.asdict(job), "provider": name}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "fxpass.cli.demo_worker", json.dumps(fields)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environ,
+                start_new_session=True,  # Ctrl-C ends this process, which kills the others
+            )
+            processes.append(process)
+        for step in range(job.steps):
+            for row, process in zip(rows, processes, strict=True):
+                if not row.failure:
+                    _take_step(row, process, timed=step >= UNTIMED_STEPS)
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return rows
 
 
-def read_corpus(classes: int, root: Path | None = None) -> Tensor:
-    """A text that every machine has, int32 ``[tokens]``: Python sources of ``root`` (the standard
-    library), until there are as many words as classes.
-
-    The classes are the most frequent words and signs, and 0 for all others. A trimmed Python may
-    have fewer words; the last classes do not occur then.
-    """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
-    words: list[str] = []
-    counts: Counter[str] = Counter()
-    for path in sorted(root.rglob("*.py")):
-        # installed packages differ between machines
-        if not {"site-packages", "dist-packages"} & set(path.relative_to(root).parts):
-            found = re.findall(r"\w+|[^\w\s]", path.read_text("utf-8", errors="replace"))
-            words += found
-            counts.update(found)
-        if len(counts) >= classes:
-            break
-    index = {word: i for i, (word, _) in enumerate(counts.most_common(classes - 1), start=1)}
-    numbers = [index.get(word, 0) for word in words]
-    return torch.tensor(numbers, dtype=torch.int32, device="cpu")
+def _take_step(row: Row, process: subprocess.Popen[str], timed: bool) -> None:
+    assert process.stdin
+    assert process.stdout
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write("\n")
+        process.stdin.flush()
+    answer = process.stdout.readline()
+    if answer:
+        row.add(json.loads(answer), timed)
+        return
+    status = process.wait()
+    killed = status == -getattr(signal, "SIGKILL", 9)
+    why = "killed by the system, most likely because of its memory" if killed else "see its error"
+    row.failure = f"ended with status {status}: {why}"
 
 
 def report(rows: Sequence[Row], tokens: int) -> str:
@@ -131,42 +142,3 @@ def report(rows: Sequence[Row], tokens: int) -> str:
         f"steps: timed steps; {UNTIMED_STEPS} untimed steps come first",
     ]
     return "\n\n".join(map("\n".join, [*blocks, [table(rows, tokens)], told]))
-
-
-def problems(rows: Sequence[Row], steps: int) -> list[str]:
-    """The problems, one sentence each, with the end of a failed process's output."""
-    found = []
-    for row in rows:
-        log = "\n".join(["", *row.log.splitlines()[-15:]])
-        if row.failure:
-            found.append(f"{row.name}: {row.failure}{log.rstrip()}")
-        elif len(row.losses) < steps:
-            found.append(f"{row.name}: interrupted after {len(row.losses)} of {steps} steps")
-        if row.name == "fusedce" and row.losses and not row.counters.get("matched"):
-            found.append("fusedce fused nothing, so there is nothing to compare")
-    return found
-
-
-def draw(rows: Sequence[Row], job: TextJob, path: Path) -> bool:
-    """Draws loss curves, tokens per second and memory; False if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return False
-    # pyplot would choose a window system and keep global state
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, speed, memory = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-    for i, row in enumerate(rows):
-        loss.plot(range(1, len(row.losses) + 1), row.losses, label=row.name, linewidth=5 - 2 * i)
-        rates = [job.tokens / s for s in row.seconds] or [0.0]
-        speed.bar(row.name, sorted(rates)[len(rates) // 2])
-        memory.bar(row.name, (row.extra_bytes or 0) / MIB)
-    loss.set(title="loss", xlabel="step")
-    loss.legend()
-    speed.set(title="tokens / s")
-    memory.set(title="MiB a step adds")
-    figure.suptitle(f"GPT of {job}")
-    figure.savefig(path, dpi=120)
-    return True

@@ -1,20 +1,18 @@
-"""Trains one model with several providers and compares their speed, memory and losses.
+"""Trains one model with a provider, and compares the speed, memory and losses of several.
 
-``fxpass demo`` and ``python -m benchmarks.training`` share this module and differ in model and
-data. :class:`Session` runs one provider in a separate process. :func:`train` drives the processes,
-one step in turn, and refuses a provider whose losses differ from eager's. :func:`table` prints the
-result.
+``fxpass demo`` and ``python -m benchmarks.training`` share this module and differ in model, data,
+and in who takes turns. A :class:`Session` trains, a :class:`Row` has its measurements.
+:func:`refuse` refuses a provider whose losses differ from eager's, and :func:`table` prints rows.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from typing import Any
@@ -23,7 +21,6 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fxpass.cli.memory import Memory
-from fxpass.cli.process import Worker, WorkerError
 
 MIB = 2**20
 WARM_UP_STEPS = 2  # the first compiles, the second still allocates the optimizer's state
@@ -149,79 +146,18 @@ class Row:
     # the largest relative differences from eager's losses and norms
     differences: tuple[float, float] | None = None
 
-
-def train(
-    module: str,
-    job: Job,
-    names: Sequence[str],
-    rounds: int,
-    timeout: float = 1800.0,
-    environ: Mapping[str, str] | None = None,
-) -> list[Row]:
-    """Trains eager and the named providers; the other processes wait while a step is timed.
-
-    Args:
-        module: serves a :class:`Session`.
-        job: the sizes; its provider is replaced.
-        rounds: timed steps of each provider.
-        timeout: seconds that a step may take.
-        environ: added to the processes' environment.
-
-    Returns:
-        the rows, eager first. Ctrl-C ends the training and returns the steps so far.
-    """
-    rows = [Row(name) for name in dict.fromkeys(["eager", *names])]
-    workers: dict[str, Worker] = {}
-
-    def answer(row: Row) -> dict[str, Any]:
-        try:
-            return workers[row.name].answer()
-        except WorkerError as error:
-            row.failure, row.log = str(error), workers.pop(row.name).log
-            _tell(f"{row.name}: {row.failure}")
-            return {}
-
-    def take(command: str, turn: Sequence[Row], timed: bool) -> None:
-        alive = [row for row in turn if row.name in workers]
-        for row in alive:
-            workers[row.name].send(command)
-        for row in alive:
-            if found := answer(row):
-                row.losses.append(found.pop("loss"))
-                row.norms.append(found.pop("norm"))
-                row.seconds += [seconds := found.pop("seconds")] * timed
-                vars(row).update(found)
-                step = f"{row.name} {len(row.losses)}/{UNTIMED_STEPS + rounds}"
-                told = f"{seconds:.2f} s" if timed else "not timed"
-                _tell(f"{step}: {row.losses[-1]:.3f}, {told}")
-
-    alone = [[row] for row in rows]
-    # compilation for a GPU times kernels, so processes must not compile at the same time
-    warm_up = [rows] if job.device == "cpu" else alone
-    try:
-        for row in rows:  # the processes import at the same time
-            of_row = dataclasses.replace(job, provider=row.name)
-            workers[row.name] = Worker(module, of_row, timeout, environ)
-        for row in rows:
-            answer(row)
-        for turn in warm_up * WARM_UP_STEPS:
-            take("step", turn, timed=False)
-        for turn in alone:
-            take("measure", turn, timed=False)
-        for turn in alone * rounds:
-            take("step", turn, timed=True)
-        for worker in workers.values():
-            worker.close()
-    except KeyboardInterrupt:
-        _tell("interrupted")
-    finally:  # the processes also end if this one is told to, or cannot print
-        for worker in workers.values():
-            worker.kill()
-    refuse(rows, job.dtype)
-    return rows
+    def add(self, answer: dict[str, Any], timed: bool) -> None:
+        """Adds a step of a :class:`Session`, and tells its loss on standard error."""
+        self.losses.append(answer.pop("loss"))
+        self.norms.append(answer.pop("norm"))
+        self.seconds += [seconds := answer.pop("seconds")] * timed
+        vars(self).update(answer)
+        told = f"{seconds:.2f} s" if timed else "not timed"
+        tell(f"{self.name} step {len(self.losses)}: {self.losses[-1]:.3f}, {told}")
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Prints progress."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -25,8 +25,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from fxpass.graph.functions import REFLECTED, function_of_method
-from fxpass.graph.nodes import REQUIRED, NoMatch, Target, is_tensor
+from fxpass.graph.functions import GET_DATA, REFLECTED, function_of_method
+from fxpass.graph.nodes import REQUIRED, NoMatch, Target, is_tensor, nested_graph
 from fxpass.graph.placements import placement_name
 from fxpass.graph.source import call_name
 
@@ -221,7 +221,7 @@ _OPERATORS_THAT_WRITE = {
 }
 _PURE_FUNCTIONS: set[Target] = {
     *({getattr(operator, name) for name in operator.__all__} - _OPERATORS_THAT_WRITE),
-    *(getattr, len, torch._C._autograd._get_data_attr),
+    *(getattr, len, GET_DATA),
     # variadic functions, whose signatures name no parameters
     *(torch.einsum, torch.meshgrid, torch.broadcast_tensors, torch.block_diag),
 }
@@ -250,7 +250,7 @@ def written(node: Node) -> list[Node]:
     if not operands or node.op == "output" or placement_name(target):
         return []
     if isinstance(target, torch._ops.HigherOrderOperator):
-        bodies = _bodies(node)
+        bodies = list(filter(None, map(nested_graph, node.all_input_nodes)))
         return [] if bodies and not any(map(_writes_outside, bodies)) else operands
     if node.op == "call_method":
         if target in _PURE_METHODS:
@@ -273,14 +273,6 @@ def written(node: Node) -> list[Node]:
         for name in (*form.writes, *(n for switch in asked for n in _WRITES_IF[switch])):
             torch.fx.map_arg((given.get(name),), found.setdefault)
     return [n for n in found if is_tensor(n)]
-
-
-def _bodies(node: Node) -> list[GraphModule]:
-    """The graphs that a higher-order operation runs."""
-    owner = node.graph.owning_module
-    named = [n for n in node.all_input_nodes if n.op == "get_attr"]
-    found = [getattr(owner, str(n.target), None) for n in named]
-    return [body for body in found if isinstance(body, GraphModule)]
 
 
 def _writes_outside(body: GraphModule) -> bool:

@@ -30,6 +30,9 @@ _OPERATORS = (
     *("ge", "gt", "le", "lt", "setitem"),
 )
 
+# Dynamo's spelling of z.data.
+GET_DATA: Target = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+
 # Methods that take their operands in the opposite order.
 REFLECTED = {
     **{f"__r{name}__": name for name in ("add", "sub", "mul", "truediv", "pow", "matmul")},
@@ -110,7 +113,7 @@ def _functions() -> dict[Target, str]:
         if hasattr(operator, f"i{name}"):
             found[getattr(operator, f"i{name}")] = f"{_aten_name(name)}_"
     found[operator.imatmul] = "matmul"  # a tensor has no product in place
-    found[torch._C._autograd._get_data_attr] = "detach"  # Dynamo's spelling of z.data
+    found[GET_DATA] = "detach"
     return found
 
 

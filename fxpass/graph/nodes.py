@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 Target = Any  # a function, or a method's name
 
@@ -47,3 +47,11 @@ def is_number(node: Node) -> bool:
 def needs_gradient(node: Any) -> bool:
     """Whether an argument of a call is a tensor that needs a gradient."""
     return is_tensor(node) and value(node).requires_grad
+
+
+def nested_graph(argument: Any) -> GraphModule | None:
+    """The nested graph that an argument of a call refers to, or None."""
+    if not isinstance(argument, Node) or argument.op != "get_attr":
+        return None
+    body = getattr(argument.graph.owning_module, str(argument.target), None)
+    return body if isinstance(body, GraphModule) else None

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from fxpass.graph.nodes import nested_graph
+
 _CHECKPOINTS = {torch.ops.higher_order.tag_activation_checkpoint}
 # torch.export has a nested graph for what the program runs in one of these contexts.
 AUTOCAST = torch.ops.higher_order.wrap_with_autocast
@@ -48,22 +50,14 @@ def regions(module: GraphModule) -> Iterator[Region]:
 def _regions(region: Region, seen: set[int]) -> Iterator[Region]:
     yield region
     for node in region.module.graph.nodes:
-        bodies = [_body(region.module, argument) for argument in node.args]
-        for position, body in enumerate(bodies):
+        for position, body in enumerate(map(nested_graph, node.args)):
             if body is None or id(body) in seen:
                 continue
             seen.add(id(body))
+            plain = region.plain and node.target in _CHECKPOINTS | _CONTEXTS
             backward = node.target in _AUTOGRAD_FUNCTIONS and position == 1
-            yield from _regions(
-                Region(
-                    module=body,
-                    outer=region,
-                    call=node,
-                    plain=region.plain and node.target in _CHECKPOINTS | _CONTEXTS,
-                    backward=region.backward or backward,
-                ),
-                seen,
-            )
+            nested = Region(body, region, node, plain, region.backward or backward)
+            yield from _regions(nested, seen)
 
 
 def return_once(region: Region) -> None:
@@ -78,7 +72,7 @@ def return_once(region: Region) -> None:
     for node in region.module.graph.nodes:
         if node.target not in _AUTOGRAD_FUNCTIONS:
             continue
-        forward, backward = (_body(region.module, argument) for argument in node.args[:2])
+        forward, backward = map(nested_graph, node.args[:2])
         if forward is None or backward is None:
             continue
         returns = forward.graph.output_node()
@@ -101,11 +95,3 @@ def return_once(region: Region) -> None:
 
 def _example(output: object) -> object:
     return output.meta.get("example_value", output) if isinstance(output, Node) else output
-
-
-def _body(module: GraphModule, argument: object) -> GraphModule | None:
-    """The nested graph that an argument of a call refers to, or None."""
-    if not isinstance(argument, Node) or argument.op != "get_attr":
-        return None
-    body = getattr(module, str(argument.target), None)
-    return body if isinstance(body, GraphModule) else None

@@ -14,11 +14,9 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._dtype_abbrs import dtype_abbrs
 
-_SHORT = {
-    **{torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"},
-    **{torch.int64: "i64", torch.int32: "i32", torch.uint8: "u8", torch.bool: "b8"},
-}
+from fxpass.graph.nodes import nested_graph
 
 
 def graph_text(gm: GraphModule, indent: str = "") -> str:
@@ -26,8 +24,8 @@ def graph_text(gm: GraphModule, indent: str = "") -> str:
     lines = []
     for node in gm.graph.nodes:
         lines.append(indent + _line(node))
-        nested = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
-        if isinstance(nested, GraphModule):
+        nested = nested_graph(node)
+        if nested is not None:
             lines.append(graph_text(nested, indent + "    "))
     return "\n".join(lines)
 
@@ -56,7 +54,7 @@ def _operands(node: Node) -> dict[str, Any]:
 def _type(example: Any) -> str:
     if not isinstance(example, torch.Tensor):
         return ""
-    dtype = _SHORT.get(example.dtype, str(example.dtype).removeprefix("torch."))
+    dtype = dtype_abbrs.get(example.dtype, example.dtype)
     return f": {dtype}[{', '.join(str(s) for s in example.shape)}]"
 
 

@@ -19,12 +19,12 @@ from torch.fx import Graph, Node
 from fxpass.graph.nodes import is_number, value
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Part, Step
-from fxpass.rewrite.local import Local
+from fxpass.rewrite.builder import Builder
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.functions import FUNCTIONS, Where
 
 
-class Arithmetic(Local):
+class Arithmetic(Builder):
     """Inserts arithmetic on the outputs of a head.
 
     Attributes:
@@ -96,17 +96,13 @@ class Arithmetic(Local):
     def _part(self, whole: Symbol, part: Part) -> Node:
         """Some rows of an output: flat, as the output."""
         output, step = self.known[whole], part.step
-        x = self._viewed(self.hidden, self._steps_before(step))
+        steps = next(c.steps for c in self.flow.classes.values() if step in c.steps)
+        x = self._viewed(self.hidden, steps[: steps.index(step)])
         first = self.size(x, 1 if step.view.dim == 0 else 0)
         flat = value(x).dim() == 2
         rows = output if flat else self.method("unflatten", output, 0, (first, -1))
         rows = self.function(operator.getitem, rows, slice(part.start, part.stop))
         return rows if flat else self.method("flatten", rows, 0, 1)
-
-    def _steps_before(self, step: Step) -> tuple[Step, ...]:
-        """The views before a view."""
-        steps = next(c.steps for c in self.flow.classes.values() if step in c.steps)
-        return steps[: steps.index(step)]
 
     def _arithmetic(self, expr: Any) -> Any:
         """An expression of outputs and row symbols, as nodes of flat rows."""
@@ -147,8 +143,8 @@ class Arithmetic(Local):
                 return self.method("pow", base, power)
             return self._kept(self.method("reciprocal", base))
         if isinstance(expr, Where):
-            # of a number and a row, the difference is a row
-            difference = self._arithmetic(expr.args[0] - expr.args[1])
+            x, y, *_ = expr.args  # of a number and a row, the difference is a row
+            difference = self._arithmetic(x - y)  # type: ignore[operator]
             condition = self.function(type(expr).holds, difference, 0)
             return self.function(torch.where, condition, *parts[2:])
         return self._kept(self.function(FUNCTIONS[type(expr).__name__].tensor, *parts))
@@ -169,7 +165,7 @@ class Arithmetic(Local):
     def _repeated(self, tensor: Node, like: Classes) -> Node:
         """A tensor that is broadcast to the rows of logits."""
         x = self._viewed(self.hidden, like.steps)
-        sizes = [self.size(x, i) for i in range(value(x).dim())]
+        sizes = self.sizes(x)
         sizes[like.dim] = 1
         return self.method("expand", tensor, *sizes)
 
@@ -179,17 +175,9 @@ class Arithmetic(Local):
         return self.method("unsqueeze", part, 1) if is_row else part
 
     def _sum_of_given(self, expr: Any) -> Node:
-        """The sum over the classes of an expression of given values."""
-        terms = {s: self._computed(s) for s in expr.free_symbols}
-        # no einsum: autocast around it would make it one of bf16
-        return self.method("sum", self._elementwise(expr, terms), -1)
-
-    def _computed(self, symbol: Any) -> Node:
-        """Given values in the dtype in which sums are computed."""
-        return self.method("to", self._values(symbol), compute_dtype(self.dtype))
-
-    def _elementwise(self, expr: Any, terms: dict[Any, Node]) -> Node:
-        """A product of given values, of their powers and their logarithms."""
+        """The sum over the classes of a product of given values, of their powers and logarithms."""
+        dtype = compute_dtype(self.dtype)
+        terms = {s: self.method("to", self._values(s), dtype) for s in expr.free_symbols}
         logs: list[Any] = [f.args[0] for f in sympy.Mul.make_args(expr) if isinstance(f, sympy.log)]
         found = [self.function(torch.special.xlogy, terms[s], terms[s]) for s in logs]
         rest = sympy.Mul(expr, *(1 / (s * sympy.log(s)) for s in logs))
@@ -197,4 +185,6 @@ class Arithmetic(Local):
         for root, power in powers.items():
             one = terms[root]
             found.append(one if power == 1 else self.method("pow", one, int(power)))
-        return functools.reduce(lambda a, b: self.method("mul", a, b), found)
+        # no einsum: autocast around it would make it one of bf16
+        product = functools.reduce(lambda a, b: self.method("mul", a, b), found)
+        return self.method("sum", product, -1)

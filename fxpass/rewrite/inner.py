@@ -26,21 +26,23 @@ def compile_inner(
     mode: str | None,
     options: Mapping[str, Any],
     mixed_dtypes: str | None = None,
+    record: aot.Record = note,
 ) -> Callable[..., Any]:
     """Compiles ``gm`` with the backend ``name``, as ``torch.compile`` would.
 
     Args:
         name, gm, example_inputs, mode, options: as ``torch.compile`` passes them to the backend.
         mixed_dtypes: the setting for casts in AOTAutograd's graphs of ``gm``; None: no casts.
+        record: is called with these casts.
     """
     if name != "inductor":
         given = {"mode": mode, "options": dict(options)}
         backend = torch._dynamo.lookup_backend(name)
-        with aot.casting(mixed_dtypes, note) if mixed_dtypes else nullcontext():
+        with aot.casting(mixed_dtypes, record) if mixed_dtypes else nullcontext():
             return backend(gm, example_inputs, **{k: v for k, v in given.items() if v})
     _warn_without_compiler(example_inputs)
     if mixed_dtypes:
-        options = aot.inductor_options(options, mixed_dtypes, note)
+        options = aot.inductor_options(options, mixed_dtypes, record)
     # torch.compile uses this class too, so mode and options have the same meaning.
     backend: Any = torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None)
     return backend(gm, example_inputs)

@@ -52,7 +52,8 @@ class Operands(Arithmetic):
         """The hidden states ``[N, D]``, weight ``[V, D]`` and bias of the logits of a call, and its
         class indices."""
         linear, edits, dtype = self.linear, call.base.edits, compute_dtype(self.dtype)
-        x = self._rows(self._viewed(self._operand(self.hidden), call.base.steps), call)
+        dim = call.base.steps[-1].dim if call.base.steps else linear.dim
+        x = self._flat(self._viewed(self._operand(self.hidden), call.base.steps), dim)
         weight = self._operand(linear.weight)
         weight = self.weight = self.method("t", weight) if linear.transposed else weight
         for edit in edits:
@@ -78,11 +79,6 @@ class Operands(Arithmetic):
                     more = self.method("add", self.method("to", bias, dtype), more)
                 bias = more
         return x, self.weight_here(weight), bias, picks
-
-    def _rows(self, tensor: Node, call: Call) -> Node:
-        """``[..., D, ...]`` as ``[N, D]``."""
-        dim = call.base.steps[-1].dim if call.base.steps else self.linear.dim
-        return self._flat(tensor, dim)
 
     def _scale(self, call: Call, x: Node) -> Node | None:
         if call.base.scale == 1:

@@ -120,19 +120,13 @@ def plain_inputs(examples: Sequence[Any]) -> tuple[list[Any], Restore]:
 
     Dynamo passes plain tensors; the parts of a graph that DDP splits hand deferred logits on.
     """
-    places = [i for i, example in enumerate(examples) if isinstance(example, tensor.DeferredLogits)]
+    places = {i for i, example in enumerate(examples) if isinstance(example, tensor.DeferredLogits)}
 
     def plain(args: Sequence[Any]) -> list[Any]:
-        args = list(args)
-        for i in places:
-            args[i] = args[i].plain
-        return args
+        return [a.plain if i in places else a for i, a in enumerate(args)]
 
     def take(compiled: Compiled) -> Compiled:
-        def run(*args: Any) -> Any:
-            return compiled(*plain(args))
-
-        return run
+        return lambda *args: compiled(*plain(args))
 
     return plain(examples), take if places else as_compiled
 

@@ -11,7 +11,7 @@ the logits is replaced by arithmetic on outputs of a call::
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,13 +30,12 @@ from fxpass.match.classes import Reduced
 from fxpass.match.head import Head
 from fxpass.match.join import Call
 from fxpass.match.losses import Loss
-from fxpass.match.outputs import Picked
 from fxpass.match.totals import Total, coefficients_of
 from fxpass.op.kept import saved_logits
 from fxpass.rewrite.operands import Operands
-from fxpass.rewrite.totals import Coefficients
+from fxpass.rewrite.totals import coefficients_of_total
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.outputs import OF_PICKS, Top, lines_of
+from fxpass.spec.outputs import OF_PICKS, Top
 
 
 def rewrite_heads(region: Region, heads: Sequence[Head]) -> list[Cast]:
@@ -121,14 +120,10 @@ class _Edit(Operands):
                 picks = [self.kept(p, call) for p in picks]  # autograd saves one-hot tensors
             index = picks[0] if picks else None
             if len(picks) > 1:
-                whole = [
-                    p if value(p).dim() == 2 else self.method("unsqueeze", p, 1) for p in picks
-                ]
-                index = self.function(torch.cat, whole, 1)
+                index = self.function(torch.cat, list(map(self._column, picks)), 1)
             coef = None
             if call.total is not None:
-                of_picks = dict(zip(call.picks, counts, strict=True))
-                coef = self._coefficients(call, call.total, x, of_picks)
+                coef = self._coefficients(call, call.total, x, counts)
             operands = x, weight, bias, scale, index, given
             self._unpack(call, self._called(call, operands, coef), counts)
 
@@ -147,104 +142,85 @@ class _Edit(Operands):
         function = sharded.class_reductions
         return self.call("call_function", function, *operands, logits, text, **of_rank)
 
-    def _coefficients(self, call: Call, total: Total, x: Node, counts: dict[Picked, int]) -> Node:
+    def _coefficients(self, call: Call, total: Total, x: Node, counts: list[int]) -> Node:
         """The coefficients of the total's outputs ``[T, N]``, in the order of the spec; ``counts``
         are those of picks of a row."""
         zeros = self.method("new_zeros", x, self.size(x, 0), dtype=compute_dtype(self.dtype))
-        out, leaves = self._derivatives(call, total, zeros)
-        each = iter([self.function(operator.getitem, out, i) for i in range(leaves + 1)])
+        terms = [
+            (reduced, *coefficients_of(self.flow, rows))
+            for reduced in total.reductions
+            for rows in reduced.values
+        ]
+        *derivatives, self.totals[total.node] = self._derivatives(call, total, terms, zeros)
         found: dict[Symbol, Node] = {}
-        for reduced in total.reductions:
-            for rows in reduced.values:
-                coef = next(each)
-                coef = coef if value(coef).dim() == 1 else self.method("flatten", coef)
-                for symbol, factor in coefficients_of(self.flow, rows)[0].items():
-                    part = coef
-                    if factor != 1:
-                        part = self.method("mul", coef, self._arithmetic(factor))
-                    found[symbol] = (
-                        self.method("add", found[symbol], part) if symbol in found else part
-                    )
-        self.totals[total.node] = next(each)  # the constant
+        for coef, (_, factors, _) in zip(derivatives, terms, strict=True):
+            coef = coef if value(coef).dim() == 1 else self.method("flatten", coef)
+            for symbol, factor in factors.items():
+                part = coef if factor == 1 else self.method("mul", coef, self._arithmetic(factor))
+                found[symbol] = self.method("add", found[symbol], part) if symbol in found else part
         lines: list[Node] = []
-        symbols = iter(call.added)
-        for output in call.spec.total:
-            if output not in OF_PICKS:
-                lines.append(found[next(symbols)])
-                continue
-            for pick in call.picks:
-                symbol = self.flow.output(call.base, replace(pick, logit=output == "at"))
-                # several picks of a row are beside the total
-                lines += [found.get(symbol, zeros)] * counts[pick]
+        for symbol, width in self._lines(call, call.spec.total, iter(call.added), counts):
+            lines += [found.get(symbol, zeros)] * (width or 1)  # several are beside the total
         return self.function(torch.stack, lines)
 
-    def _derivatives(self, call: Call, total: Total, zeros: Node) -> tuple[Node, int]:
-        """The derivatives of a total by the rows that it adds up, and its constant; and the number
-        of these rows."""
-        classes = self.count(call.base.edits)
+    def _derivatives(
+        self, call: Call, total: Total, terms: Sequence[tuple[Reduced, Any, Any]], zeros: Node
+    ) -> list[Node]:
+        """The derivatives of a total by the rows that it adds up, and its constant. ``terms`` are
+        the reduction, the factors of outputs and the constant of each row."""
         (reduced, *more), loss = total.reductions, total.reductions[0].loss
-        constants = [coefficients_of(self.flow, rows)[1] for rows in reduced.values]
-        if loss is not None and not (more or total.tail or any(constants)):
-            smoothed = reduced.mean_log is not None
-            arguments = zeros, smoothed, *self._of_loss(reduced, loss)
-            return self.function(
-                torch.ops.fxpass.loss_coefficients.default, *arguments
-            ), 1 + smoothed
-        coefficients = Coefficients(total, classes, self._batch)
-        like = [
-            constant if reduced.is_scalar else self._shaped(constant, reduced)
-            for reduced in total.reductions
-            for constant in (self._constant(rows, zeros) for rows in reduced.values)
-        ]
-        others = (self.current(node) for node in coefficients.others)
-        return self.function(coefficients, *like, *others), len(like)
-
-    def _constant(self, rows: Any, zeros: Node) -> Node:
-        """The part of rows that is no output."""
-        constant = coefficients_of(self.flow, rows)[1]
-        return zeros if constant == 0 else self.method("add", zeros, self._arithmetic(constant))
+        constants = any(constant != 0 for _, _, constant in terms)
+        if loss is not None and not (more or total.tail or constants):
+            arguments = zeros, len(terms) == 2, *self._of_loss(reduced, loss)
+            out = self.function(torch.ops.fxpass.loss_coefficients.default, *arguments)
+        else:
+            classes = self.count(call.base.edits)
+            coefficients, others = coefficients_of_total(total, classes, self._batch)
+            like: list[Node] = []
+            for reduced, _, constant in terms:
+                rows = zeros
+                if constant != 0:
+                    rows = self.method("add", zeros, self._arithmetic(constant))
+                like.append(rows if reduced.is_scalar else self._shaped(rows, reduced))
+            out = self.function(coefficients, *like, *map(self.current, others))
+        return [self.function(operator.getitem, out, i) for i in range(len(terms) + 1)]
 
     def _batch(self, reduced: Reduced) -> int | Node:
         return self.size(self._viewed(self.hidden, reduced.like.steps), 0)
 
     def _unpack(self, call: Call, out: Node, counts: list[int]) -> None:
-        rows, indices, sums = (
-            self.function(operator.getitem, out, call.spec.results.index(name))
-            if name in call.spec.results
-            else out
+        symbols = iter(call.outputs)
+        results = call.spec.results
+        tensors = {
+            name: self.function(operator.getitem, out, results.index(name))
             for name in ("rows", "indices", "total")
-        )
-        at, symbols = 0, iter(call.outputs)
-        for output in call.spec.rows:
-            if isinstance(output, Top):
-                self.known[next(symbols)] = self._columns(rows, at, output.k)
-                at += output.k
-                continue
+            if name in results
+        }
+        for name, outputs in (("rows", call.spec.rows), ("indices", call.spec.indices)):
+            at = 0
+            for symbol, width in self._lines(call, outputs, symbols, counts):
+                if width is None:
+                    self.known[symbol] = self.method("select", tensors[name], 0, at)
+                else:  # [N, K]
+                    columns = self.method("narrow", tensors[name], 0, at, width)
+                    self.known[symbol] = self.method("t", columns)
+                at += width or 1
+        if call.total is not None:
+            constant = self.totals[call.total.node]
+            self.totals[call.total.node] = self.method("add", tensors["total"], constant)
+
+    def _lines(
+        self, call: Call, outputs: Sequence[Any], symbols: Iterator[Symbol], counts: list[int]
+    ) -> Iterator[tuple[Symbol, int | None]]:
+        """The symbols of outputs of a spec, in order, and the number of their lines if there may be
+        several; ``symbols`` are those of the outputs that are no picks."""
+        for output in outputs:
             if output not in OF_PICKS:
-                self.known[next(symbols)] = self.method("select", rows, 0, at)
-                at += 1
+                yield next(symbols), output.k if isinstance(output, Top) else None
                 continue
             for pick, count in zip(call.picks, counts, strict=True):
                 symbol = self.flow.output(call.base, replace(pick, logit=output == "at"))
-                if count == 1:
-                    self.known[symbol] = self.method("select", rows, 0, at)
-                else:
-                    self.known[symbol] = self._columns(rows, at, count)
-                at += count
-        at = 0
-        for output in call.spec.indices:
-            if isinstance(output, Top):
-                self.known[next(symbols)] = self._columns(indices, at, output.k)
-            else:
-                self.known[next(symbols)] = self.method("select", indices, 0, at)
-            at += lines_of(output, 0)
-        if call.total is not None:
-            constant = self.totals[call.total.node]
-            self.totals[call.total.node] = self.method("add", sums, constant)
-
-    def _columns(self, rows: Node, at: int, count: Any) -> Node:
-        """Some rows of an output as ``[N, count]``."""
-        return self.method("t", self.method("narrow", rows, 0, at, count))
+                yield symbol, None if count == 1 else count
 
     # ------------------------------------------------------------ what reads it
 
@@ -265,12 +241,17 @@ class _Edit(Operands):
                 new = self.method("div", self.method("sum", new), self._batch(reduced))
             elif not reduced.is_scalar:
                 new = self._shaped(new, reduced)
-            if value(new).dtype != value(old).dtype:
-                new = self.method("to", new, value(old).dtype)
-            elif self._shared(new) and (leaves(old) or is_written(old)):
+            same = value(new).dtype == value(old).dtype
+            if same and self._shared(new) and (leaves(old) or is_written(old)):
                 # each result has memory of its own; Inductor returns a clone without the copy
                 new = self.method("mul", new, 1)
-            new = self.result(new, old, self.weight)
+            self._take_place(old, new)
+
+    def _take_place(self, old: Node, new: Node) -> None:
+        """Replaces a node, with its dtype and placements."""
+        if value(new).dtype != value(old).dtype:
+            new = self.method("to", new, value(old).dtype)
+        new = self.result(new, old, self.weight)
         new.meta["example_value"] = old.meta["example_value"]
         old.replace_all_uses_with(new)
         self.replaced[old] = new
@@ -286,12 +267,7 @@ class _Edit(Operands):
             return
         old = self.site = call.total.node
         with self.graph.inserting_before(old):
-            new = self.totals[old]
-            if value(new).dtype != value(old).dtype:
-                new = self.method("to", new, value(old).dtype)
-        new.meta["example_value"] = old.meta["example_value"]
-        old.replace_all_uses_with(new)
-        self.replaced[old] = new
+            self._take_place(old, self.totals[old])
 
     def _shaped(self, new: Node, reduced: Reduced) -> Node:
         """Flat rows in the shape of the old node."""
@@ -300,13 +276,11 @@ class _Edit(Operands):
         rows = self._viewed(self.hidden, like.steps)
         rows = self.method("select", rows, like.dim, 0)
         if value(new).dim() == 2:  # K picks
-            sizes = [self.size(rows, i) for i in range(value(rows).dim())]
-            new = self.method("reshape", new, *sizes, value(new).shape[1])
+            new = self.method("reshape", new, *self.sizes(rows), value(new).shape[1])
             # a view of the result works where its memory is as in the program
             return self.method("contiguous", self.method("movedim", new, -1, like.dim))
         if value(new).dim() == 0:
-            sizes = (self.size(rows, i) for i in range(value(rows).dim()))
-            new = self.method("contiguous", self.method("expand", new, *sizes))
+            new = self.method("contiguous", self.method("expand", new, *self.sizes(rows)))
         else:
             new = self.method("view_as", new, rows) if value(rows).dim() != 1 else new
         return self.method("unsqueeze", new, like.dim) if reduced.keepdim else new
@@ -342,7 +316,7 @@ class _Edit(Operands):
             return  # the number of classes that are taken is known only later
         with self.graph.inserting_before(node):
             x = self._viewed(self.hidden, like.steps)
-            sizes = [self.size(x, i) for i in range(value(x).dim())]
+            sizes = self.sizes(x)
             sizes[like.dim] = size if isinstance(size, int) else self.count(like.edits)
             new = self.method("new_empty", x, (), dtype=dtype)
             new = self.method("expand", new, *sizes)

@@ -21,76 +21,63 @@ from fxpass.match.classes import Reduced
 from fxpass.match.totals import Total
 
 
-class Coefficients:
-    """The nodes from reductions to their total, as a function.
+def coefficients_of_total(
+    total: Total, classes: int | Node, batch_of: Callable[[Reduced], int | Node]
+) -> tuple[Callable[..., tuple[Tensor, ...]], list[Node]]:
+    """A function to the coefficients of a total, and the nodes that are its last arguments.
 
-    Attributes:
-        leaves: the number of reductions; a cross-entropy with label smoothing counts as two.
-        others: what else the nodes read, in the order of the arguments.
+    Args:
+        total: the total.
+        classes: their number.
+        batch_of: the first size of the rows of a reduction.
+
+    Returns:
+        the function and the nodes. Its first arguments are constants of what the total adds up, in
+        the shape of each of the ``values`` of its reductions and in the dtype of the coefficients.
+        It returns the coefficients of each, and the total of the constants.
     """
+    graph = Graph()
+    starts = [
+        [graph.placeholder(f"{reduced.node.name}_{i}") for i in range(len(reduced.values))]
+        for reduced in total.reductions
+    ]
+    batch = {r.node: batch_of(r) for r in total.reductions if r.then == "batchmean"}
+    losses = [reduced.loss for reduced in total.reductions if reduced.loss is not None]
+    of_losses = (n for loss in losses for n in (*loss.indices, classes))
+    read = dict.fromkeys((*total.others, *of_losses, *batch.values()))
+    others = [n for n in read if isinstance(n, Node)]
+    known: dict[Any, Any] = {node: graph.placeholder(node.name) for node in others}
+    for reduced, leaves in zip(total.reductions, starts, strict=True):
+        size = batch.get(reduced.node)
+        sizes = known.get(classes, classes), known.get(size, size)
+        known[reduced.node] = _finished(graph, reduced, leaves, known, *sizes)
+    for node in total.tail:
+        known[node] = graph.node_copy(node, known.__getitem__)
+    graph.output(known[total.node])
+    module, count = GraphModule(torch.nn.Module(), graph), sum(map(len, starts))
 
-    def __init__(
-        self, total: Total, classes: int | Node, batch: Callable[[Reduced], int | Node]
-    ) -> None:
-        """
-        Args:
-            total: the total.
-            classes: their number.
-            batch: the first size of the rows of a reduction.
-        """
-        self.__name__ = self.__qualname__ = "coefficients"
-        self.__module__ = __name__
-        self._classes = classes
-        self._batch = {r.node: batch(r) for r in total.reductions if r.then == "batchmean"}
-        graph, known = Graph(), {}
-        starts = [_leaves(graph, reduced) for reduced in total.reductions]
-        self.leaves = sum(map(len, starts))
-        self.others = list(total.others)
-        for reduced in total.reductions:
-            if reduced.loss is not None:
-                operands = (*reduced.loss.indices, classes)
-                self.others += [n for n in operands if isinstance(n, Node)]
-        self.others += [size for size in self._batch.values() if isinstance(size, Node)]
-        self.others = list(dict.fromkeys(self.others))
-        for node in self.others:
-            known[node] = graph.placeholder(node.name)
-        for reduced, leaves in zip(total.reductions, starts, strict=True):
-            known[reduced.node] = self._start(graph, reduced, leaves, known)
-        for node in total.tail:
-            known[node] = graph.node_copy(node, lambda n: known[n])
-        graph.output(known[total.node])
-        self._module = GraphModule(torch.nn.Module(), graph)
-
-    def _start(self, graph: Graph, reduced: Reduced, leaves: list[Node], known: Any) -> Node:
-        """The reduction in terms of its leaves."""
-        loss = reduced.loss
-        if reduced.then == "batchmean":
-            size = self._batch[reduced.node]
-            total = graph.call_method("sum", (leaves[0],))
-            return graph.call_method("div", (total, known.get(size, size)))
-        if loss is None:
-            return graph.call_method(reduced.then, (leaves[0],)) if reduced.then else leaves[0]
-        classes = known.get(self._classes, self._classes)
-        picked, smooth = leaves if len(leaves) == 2 else (leaves[0], None)
-        target, weight = (n and known[n] for n in loss.indices)
-        options = loss.reduction, loss.ignore_index, loss.label_smoothing, classes
-        op = torch.ops.fxpass.cross_entropy_of.default
-        return graph.call_function(op, (picked, smooth, target, weight, *options, ()))
-
-    def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
-        """The coefficients of each leaf, and the total of the leaves' constants.
-
-        Args:
-            tensors: for each leaf its constant, in its shape and in the dtype of the coefficients;
-                then :attr:`others`.
-        """
+    def coefficients(*tensors: Any) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            leaves = [t.detach().clone().requires_grad_() for t in tensors[: self.leaves]]
-            total = self._module(*leaves, *tensors[self.leaves :])
+            leaves = [t.detach().clone().requires_grad_() for t in tensors[:count]]
+            whole = module(*leaves, *tensors[count:])
             # zeros for a leaf that the total does not read: an entropy that is detached later
-            found = torch.autograd.grad(total, leaves, materialize_grads=True)
-        return *found, total.detach()
+            found = torch.autograd.grad(whole, leaves, materialize_grads=True)
+        return *found, whole.detach()
+
+    return coefficients, others
 
 
-def _leaves(graph: Graph, reduced: Reduced) -> list[Node]:
-    return [graph.placeholder(f"{reduced.node.name}_{i}") for i in range(len(reduced.values))]
+def _finished(
+    graph: Graph, reduced: Reduced, leaves: list[Node], known: Any, classes: Any, batch: Any
+) -> Node:
+    """A reduction in terms of its rows."""
+    loss = reduced.loss
+    if reduced.then == "batchmean":
+        return graph.call_method("div", (graph.call_method("sum", (leaves[0],)), batch))
+    if loss is None:
+        return graph.call_method(reduced.then, (leaves[0],)) if reduced.then else leaves[0]
+    picked, smooth = leaves if len(leaves) == 2 else (leaves[0], None)
+    target, weight = (n and known[n] for n in loss.indices)
+    options = loss.reduction, loss.ignore_index, loss.label_smoothing, classes
+    op = torch.ops.fxpass.cross_entropy_of.default
+    return graph.call_function(op, (picked, smooth, target, weight, *options, ()))

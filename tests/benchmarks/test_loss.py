@@ -20,7 +20,7 @@ from benchmarks.loss.measure import Effort
 from benchmarks.loss.rows import Result, Row, wrong
 from benchmarks.loss.table import document, table
 from benchmarks.loss.worker import errors
-from fxpass.cli.process import Worker, WorkerError
+from benchmarks.process import Worker, WorkerError
 
 EAGER = {"loss": 1e-7, "dx": 1e-6, "dw": 1e-6}
 WHAT = about("cpu")
@@ -108,7 +108,7 @@ import torch
 from benchmarks.loss import providers
 from benchmarks.loss import worker
 from benchmarks.loss.providers import Provider
-from fxpass.cli.process import serve
+from benchmarks.process import serve
 providers.PROVIDERS["half"] = Provider("half", lambda cap: lambda *a: providers.plain(*a) / 2)
 providers.PROVIDERS["dies"] = Provider("dies", lambda cap: dies)
 providers.PROVIDERS["hangs"] = Provider("hangs", lambda cap: lambda *a: __import__("time").sleep(999))

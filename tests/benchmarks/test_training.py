@@ -7,9 +7,10 @@ import math
 
 import pytest
 
+from benchmarks.process import WorkerError
+from benchmarks.training import turns
 from benchmarks.training.__main__ import main
 from fxpass.cli import training
-from fxpass.cli.process import WorkerError
 from fxpass.cli.training import Job, Row, max_difference, refuse, table
 
 LOSSES, NORMS = [10.0, 9.0, 8.0], [1.0, 2.0, 1.0]
@@ -74,7 +75,7 @@ class Scripted:
     command = ""
     busy: list[str]
 
-    def __init__(self, module: str, job: Job, timeout: float, environ: object) -> None:
+    def __init__(self, module: str, job: Job, timeout: float) -> None:
         self.name = job.provider
 
     def send(self, command: str) -> None:
@@ -100,9 +101,9 @@ class Scripted:
 
 
 def scripted(monkeypatch, names: list[str], device: str) -> list[Row]:
-    monkeypatch.setattr(training, "Worker", Scripted)
+    monkeypatch.setattr(turns, "Worker", Scripted)
     Scripted.busy = []
-    return training.train("", Job("", device, "float32", 1, 64, 1000, 1, 32), names, 3)
+    return turns.train("", Job("", device, "float32", 1, 64, 1000, 1, 32), names, 3, timeout=1.0)
 
 
 def test_a_provider_that_fails_has_a_reason_and_no_numbers(monkeypatch, capsys):

@@ -149,7 +149,9 @@ def test_an_empty_variable_is_no_setting(name):
 
 
 def test_an_unknown_variable_is_refused():
-    with pytest.raises(ValueError, match="unknown environment variable FUSEDCE_STRATEGI") as caught:
+    with pytest.raises(
+        ValueError, match="unknown environment variable 'FUSEDCE_STRATEGI'"
+    ) as caught:
         Settings.read(environ={"FUSEDCE_STRATEGI": "chunked"})
     assert all(row.variable in str(caught.value) for row in TABLE.values())
 

@@ -129,8 +129,8 @@ def test_explain_runs_as_a_process(source: str) -> None:
         ("absent.py:loss", "there is no file"),
         ("{source}:absent", "has no function absent"),
         ("{source}:number", "has no function number"),
-        ("{source}:lacking", "lacking needs x, weight: define lacking_inputs()"),
-        ("{source}:module", "module needs x: define module_inputs()"),
+        ("{source}:lacking", "lacking: missing a required argument: 'x': define lacking_inputs()"),
+        ("{source}:module", "module: missing a required argument: 'x': define module_inputs()"),
         ("{source}:wrong", "wrong_inputs() has to return a tuple or a dict, not int"),
     ],
 )

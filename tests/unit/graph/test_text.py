@@ -147,7 +147,7 @@ def test_targets(target, shown):
     [
         (torch.ones(2, 3, dtype=torch.float64), ": f64[2, 3]"),
         (torch.ones((), dtype=torch.bool), ": b8[]"),
-        (torch.ones(0, dtype=torch.complex64), ": complex64[0]"),
+        (torch.ones(0, dtype=torch.complex64), ": c64[0]"),
         (3, ""),
         (None, ""),
     ],

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,12 +38,9 @@ class Worker:
         module: the module to run; it calls :func:`serve`.
         job: a dataclass, passed to the module as JSON.
         timeout: seconds that one answer may take.
-        environ: added to this process's environment.
     """
 
-    def __init__(
-        self, module: str, job: Any, timeout: float, environ: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, module: str, job: Any, timeout: float) -> None:
         self.timeout, self.log = timeout, ""
         self.printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() closes it)
         self.process = subprocess.Popen(
@@ -52,7 +49,6 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.printed,
             text=True,
-            env={**os.environ, **(environ or {})},
         )
 
     def send(self, command: str) -> None:

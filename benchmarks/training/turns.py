@@ -1,0 +1,72 @@
+"""Trains one model with several providers, which take turns.
+
+In: a module that serves :class:`fxpass.cli.training.Session`, a job, names of providers. Out: a
+:class:`fxpass.cli.training.Row` for each. The other processes wait while a step is timed, so that a
+drift of the machine's speed affects all providers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.process import Worker, WorkerError
+from fxpass.cli.training import WARM_UP_STEPS, Job, Row, refuse, tell
+
+
+def train(module: str, job: Job, names: Sequence[str], rounds: int, timeout: float) -> list[Row]:
+    """Trains eager and the named providers.
+
+    Args:
+        module: serves a :class:`Session`.
+        job: the sizes; its provider is replaced.
+        rounds: timed steps of each provider.
+        timeout: seconds that a step may take.
+
+    Returns:
+        the rows, eager first. Ctrl-C ends the training and returns the steps so far.
+    """
+    rows = [Row(name) for name in dict.fromkeys(["eager", *names])]
+    workers: dict[str, Worker] = {}
+
+    def answer(row: Row) -> dict[str, Any]:
+        try:
+            return workers[row.name].answer()
+        except WorkerError as error:
+            row.failure, row.log = str(error), workers.pop(row.name).log
+            tell(f"{row.name}: {row.failure}")
+            return {}
+
+    def take(command: str, turn: Sequence[Row], timed: bool) -> None:
+        alive = [row for row in turn if row.name in workers]
+        for row in alive:
+            workers[row.name].send(command)
+        for row in alive:
+            if found := answer(row):
+                row.add(found, timed)
+
+    alone = [[row] for row in rows]
+    # compilation for a GPU times kernels, so processes must not compile at the same time
+    warm_up = [rows] if job.device == "cpu" else alone
+    try:
+        for row in rows:  # the processes import at the same time
+            of_row = dataclasses.replace(job, provider=row.name)
+            workers[row.name] = Worker(module, of_row, timeout)
+        for row in rows:
+            answer(row)
+        for turn in warm_up * WARM_UP_STEPS:
+            take("step", turn, timed=False)
+        for turn in alone:
+            take("measure", turn, timed=False)
+        for turn in alone * rounds:
+            take("step", turn, timed=True)
+        for worker in workers.values():
+            worker.close()
+    except KeyboardInterrupt:
+        tell("interrupted")
+    finally:  # the processes also end if this one is told to, or cannot print
+        for worker in workers.values():
+            worker.kill()
+    refuse(rows, job.dtype)
+    return rows
