@@ -171,6 +171,8 @@ class RowSums:
             self._columns(outputs).t().contiguous() if outputs else ABSENT
             for outputs in (spec.rows, spec.indices, spec.saved)
         )
+        if spec.saved == spec.rows:
+            saved = rows.clone()  # each result has memory of its own
         lse = rest = total = ABSENT
         if self._raw and coef is None:
             lse, rest = (column.view(-1) for column in self.lse_and_rest())

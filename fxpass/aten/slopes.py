@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
+import sympy
 import torch
 from sympy import Expr
 from torch import Tensor
@@ -225,25 +226,29 @@ class Slope(Terms):
         the transform reads, by position, to which those of these classes are added."""
         if self._operands.scale is not None:
             g.mul_(self._operands.scale[self._few].unsqueeze(1))
+        # a mask of -inf passes no gradient on, also where the softmax of a whole row of them is nan
+        masks = transform.has(sympy.S.NegativeInfinity)
+
+        def times(g: Tensor, slope: Expr) -> Tensor:
+            """``g`` times a slope at each of the linear's outputs, in place."""
+            if slope == 1:
+                return g
+            if slope.is_number:
+                return g.mul_(float(slope))
+            each = self._operands.evaluate(slope, logits, self._few, classes)
+            return g.mul_(each).masked_fill_(each == 0, 0) if masks else g.mul_(each)
+
         for position, grad in (given or {}).items():
             slope = expression.derivative(transform, expression.given(position))
-            found = g * self._at(slope, logits, classes)
+            found = times(g.clone(), slope)
             if self._without is not None:
                 found.masked_fill_(self._without, 0)
             add_of_values(grad, found, self._few, classes)
-        slope = expression.derivative(transform)
-        if slope != 1:
-            g.mul_(self._at(slope, logits, classes))
+        times(g, expression.derivative(transform))
         if g is not logits:
             logits.copy_(g)
         if self._without is not None:
             logits.masked_fill_(self._without, 0)
-
-    def _at(self, slope: Expr, logits: Tensor, classes: slice) -> Tensor | float:
-        """A slope at each of the linear's outputs."""
-        if slope.is_number:
-            return float(slope)
-        return self._operands.evaluate(slope, logits, self._few, classes)
 
 
 def transformed(

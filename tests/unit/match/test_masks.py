@@ -487,3 +487,38 @@ def test_the_rank_of_a_class_by_a_function_of_its_logit_and_softmax(dtype):
     for _ in range(20):
         x, weight, labels = inputs(dtype)
         assert torch.equal(fused(x, weight, labels)[0], program(x, weight, labels)[0])
+
+
+@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
+def test_a_row_that_is_masked_wholly(strategy):
+    """Its log-sum-exp is -inf; no gradient passes through the mask, as in eager."""
+    mask = torch.rand(2, S, V) < 0.3
+    mask[0, 1] = True
+
+    def program(x, weight):
+        z = F.linear(x, weight).masked_fill(mask, -math.inf)
+        return z.logsumexp(-1).sum()
+
+    found = []
+    for backend in ("eager", "fusedce"):
+        torch.manual_seed(0)
+        x, weight = torch.randn(2, S, D).requires_grad_(), torch.randn(V, D).requires_grad_()
+        options = {"fusedce.inner": "eager", "fusedce.strategy": strategy}
+        options = {"options": options} if backend == "fusedce" else {}
+        torch.compile(program, backend=backend, **options)(x, weight).backward()
+        found.append((x.grad, weight.grad))
+    assert all(g.isfinite().all() for g in found[0])
+    assert all(map(torch.allclose, *found))
+
+
+def test_a_mask_of_rows_before_a_function():
+    keep = torch.rand(B, S, 1) > 0.4
+
+    def program(x, weight, labels):
+        z = torch.where(keep, F.linear(x, weight), 2.0)
+        z = F.silu(z, inplace=True)
+        return z.gather(-1, labels[..., None]).square().sum() + z.logsumexp(-1).sum()
+
+    x, weight, labels = inputs()
+    assert report_of(program, x, weight, labels).matches
+    check(program, labels, x, weight)

@@ -14,6 +14,8 @@ from fxpass.spec.reductions import REVISION
 from tests.support.reduction_cases import (
     COMBINATIONS,
     DTYPES,
+    LATE,
+    OUTPUTS,
     Case,
     D,
     N,
@@ -79,6 +81,15 @@ def test_nothing_is_written_to_operands(dtype):
     assert not indices.requires_grad
     assert all(map(torch.equal, (*found.tensors.values(), found.picks), before))
     assert torch.equal(grad, torch.ones_like(rows))
+
+
+@pytest.mark.parametrize("names", [[o] for o in (*OUTPUTS, *LATE)] + list(COMBINATIONS.values()))
+def test_each_result_has_memory_of_its_own(names):
+    found = case(names, torch.float32)
+    tensors = [*found.tensors.values(), *found.run(list(found.tensors.values())).values()]
+    assert len({t.untyped_storage().data_ptr() for t in tensors if t.numel()}) == len(
+        [t for t in tensors if t.numel()]
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
