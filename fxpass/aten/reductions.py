@@ -53,10 +53,11 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
             return None
         slope = Slope(operands, few, spec.total, sums.coef, sums.moments, dense=sums.dense)
         if once and sums.only_total:
-            g, factor = slope.of_softmax(y, sums.total, every, scaled)
+            # a row that is masked wholly has an infinite factor
+            g, factor = slope.of_softmax(y, sums.total, every, scaled or spec.masks)
         else:
             g, factor = slope.of(y, sums.log_total, every, scaled, z)
-        slope.to_logits(spec.transform, g, logits, every)
+        slope.to_logits(spec, g, logits, every)
         return factor
 
     grads = over_chunks(operands, products, read_rows, plan)
@@ -121,7 +122,7 @@ def _in_place(
             z = transformed(operands, spec, every, logits, some)[1]
             y = _less(z, lse, slope)
             g, _ = slope.of(y, rest, some, True, z)
-            slope.to_logits(spec.transform, g, logits, some)
+            slope.to_logits(spec, g, logits, some)
 
         return to_gradient
 
@@ -167,7 +168,7 @@ def backward(
         g, factor = slope.of(y, rest, some, scaled or bool(of_transform), z, of_given)
         if "scale" in grads:
             grads["scale"][few] += (g * unscaled).sum(1)
-        slope.to_logits(spec.transform, g, logits, some, of_transform)
+        slope.to_logits(spec, g, logits, some, of_transform)
         return factor
 
     products = tuple(n for n in spec.gradients if n not in others)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-import sympy
 import torch
 from sympy import Expr
 from torch import Tensor
@@ -215,7 +214,7 @@ class Slope(Terms):
 
     def to_logits(
         self,
-        transform: Expr,
+        spec: Reductions,
         g: Tensor,
         logits: Tensor,
         classes: slice,
@@ -226,8 +225,6 @@ class Slope(Terms):
         the transform reads, by position, to which those of these classes are added."""
         if self._operands.scale is not None:
             g.mul_(self._operands.scale[self._few].unsqueeze(1))
-        # a mask of -inf passes no gradient on, also where the softmax of a whole row of them is nan
-        masks = transform.has(sympy.S.NegativeInfinity)
 
         def times(g: Tensor, slope: Expr) -> Tensor:
             """``g`` times a slope at each of the linear's outputs, in place."""
@@ -236,15 +233,16 @@ class Slope(Terms):
             if slope.is_number:
                 return g.mul_(float(slope))
             each = self._operands.evaluate(slope, logits, self._few, classes)
-            return g.mul_(each).masked_fill_(each == 0, 0) if masks else g.mul_(each)
+            # also where the softmax of a row is nan
+            return g.mul_(each).masked_fill_(each == 0, 0) if spec.masks else g.mul_(each)
 
         for position, grad in (given or {}).items():
-            slope = expression.derivative(transform, expression.given(position))
+            slope = expression.derivative(spec.transform, expression.given(position))
             found = times(g.clone(), slope)
             if self._without is not None:
                 found.masked_fill_(self._without, 0)
             add_of_values(grad, found, self._few, classes)
-        times(g, expression.derivative(transform))
+        times(g, expression.derivative(spec.transform))
         if g is not logits:
             logits.copy_(g)
         if self._without is not None:

@@ -133,8 +133,7 @@ def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
         "transformed": transformed,
         "transform": functools.partial(_arguments, spec.transform),
         "with_slope": backward and not expression.unit_slope(spec.transform)[1].is_number,
-        # where a mask is, no gradient is passed on, also if the softmax of a row of -inf is nan
-        "masks": backward and spec.transform.has(sympy.S.NegativeInfinity),
+        "masks": backward and spec.masks,
         "hits": sorted({i for kind, i in spec.operands if kind == "hit"}),
         "picks_read": sorted({i for kind, i in spec.operands if kind in OF_PICKS}),
         "positions": positions,

@@ -51,6 +51,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 from sympy import Expr
 
 from fxpass.spec import expression
@@ -236,6 +237,12 @@ class Reductions:
     def indices(self) -> tuple[Output, ...]:
         """The outputs that are class indices."""
         return tuple(o for o in self.outputs if is_index(o))
+
+    @functools.cached_property
+    def masks(self) -> bool:
+        """Whether logits are masked with -inf. Such a logit has no gradient, whatever the softmax
+        of its row is: it is nan if all logits are masked."""
+        return self.transform.has(sympy.S.NegativeInfinity)
 
     @functools.cached_property
     def of_largest(self) -> bool:
