@@ -101,8 +101,10 @@ class RowSums:
             index = part_of(self._operands.classes(), self._few)
             column, elsewhere = self._operands.columns(index, classes)
             at = z.gather(1, column)
-            # each pick is in one of the tiles, or in none of a vocabulary shard's
-            self._at = torch.where(elsewhere, 0 if self._at is None else self._at, at)
+            if elsewhere is not None:
+                # each pick is in one of the tiles, or in none of a vocabulary shard's
+                at = torch.where(elsewhere, 0 if self._at is None else self._at, at)
+            self._at = at
 
     def _add_late(self, z: Tensor) -> None:
         """The sums that read the softmax, or picks, where z has all classes."""

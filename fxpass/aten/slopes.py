@@ -209,7 +209,7 @@ class Slope(Terms):
         found = []
         for index, each in self.picked:
             column, elsewhere = self._operands.columns(index, classes)
-            found.append((column, each.masked_fill(elsewhere, 0)))
+            found.append((column, each if elsewhere is None else each.masked_fill(elsewhere, 0)))
         return found
 
     def to_logits(

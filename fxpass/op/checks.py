@@ -37,7 +37,7 @@ def operand(operands: Operands, name: str) -> Any:
 
 def check(operands: Operands, spec: Reductions) -> None:
     """``ValueError`` for shapes, dtypes or devices that do not fit together."""
-    x, weight, bias, scale, picks, given, coef, logits = operands
+    x, weight, bias, scale, picks, given, coef, logits, _ = operands
     tensors, device = (weight, bias, scale, picks, *given, coef, logits), x.device
     if any(t is not None and t.device != device for t in tensors):
         every = trainable(operands) | {"picks": picks, "coef": coef, "logits": logits}
@@ -120,10 +120,10 @@ def check_first_derivative() -> None:
         )
 
 
-def check_picks(operands: Operands, shard: bool = False) -> None:
+def check_picks(operands: Operands) -> None:
     """``IndexError`` for a pick that is no class, of a vocabulary shard but V; a device-side
     assertion on GPUs."""
-    picks, v = operands.picks, operands.weight.shape[0]
+    picks, v, shard = operands.picks, operands.weight.shape[0], operands.shard
     if picks is None or not (v or shard) or not picks.numel():
         return
     least, largest = picks.aminmax()

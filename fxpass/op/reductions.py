@@ -113,12 +113,12 @@ def _class_reductions(
 ) -> list[Tensor]:
     """The results of :func:`class_reductions` in the order of ``spec.results``."""
     s = Reductions.parse(spec)
-    operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits)
+    operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits, s.shard)
     check(operands, s)
     # without an ambient autocast, since the graph's casts are explicit, and without autograd,
     # version counters and views, a fifth of the host's time
     with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
-        check_picks(operands, s.shard)
+        check_picks(operands)
         out, found = _forward(operands, s)
         if s.total:
             found = {k: _saved(found[k], t.dtype) for k, t in _trained(operands, s).items()}
@@ -197,7 +197,7 @@ def _class_reductions_backward(
     the dtypes of their operands. The other arguments are those and the results of
     :func:`class_reductions`."""
     s = Reductions.parse(spec)
-    operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
+    operands = Operands(x, weight, bias, scale, picks, tuple(given), None, logits, s.shard)
     if not weight.shape[0]:
         return [torch.zeros_like(t) for t in _trained(operands, s).values()]
     with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():

@@ -329,7 +329,7 @@ def _ties(operands: Operands, spec: Reductions) -> Tensor:
 def _run(operands: Operands, local: Reductions) -> tuple[dict[Output, Tensor], Tensor, Tensor]:
     """The outputs of the shard, by name; its indices ``[I, N]``; the rounding error of its lse
     ``[N]``."""
-    x, weight, bias, scale, picks, given, _, logits = read_by(local, operands)
+    x, weight, bias, scale, picks, given, _, logits, _ = read_by(local, operands)
     found = of_one_rank(x, weight, bias, scale, picks, given, None, logits, local.text())
     rows, rest = found["rows"], found.get("rest", x.new_empty(0))
     index = found.get("indices", rows.new_empty((0, len(x)), dtype=torch.int64))

@@ -38,6 +38,7 @@ class Operands(NamedTuple):
             rows for a pick of K classes; None without a total.
         logits: ``[N, V]`` in the dtype of x or in the compute dtype, the linear's output with its
             bias if it exists anyway, else None. It is not written to.
+        shard: whether a pick may be V, a class of another vocabulary shard.
     """
 
     x: Tensor
@@ -48,6 +49,7 @@ class Operands(NamedTuple):
     given: tuple[Tensor, ...]
     coef: Tensor | None = None
     logits: Tensor | None = None
+    shard: bool = False
 
     def classes(self) -> Tensor:
         """The class indices as ``[N, K]``."""
@@ -92,12 +94,16 @@ class Operands(NamedTuple):
             there = {k: t if t.shape[-1] == 1 else _at(t, column) for k, t in known.items()}
             there |= {f"hit{k}": (index[:, k : k + 1] == of_hit).to(z.dtype) for k in hits}
             found = expression.evaluate(expr, z.gather(1, column), there)
-            out.scatter_(1, column, torch.where(elsewhere, out.gather(1, column), found))
+            if elsewhere is not None:
+                found = torch.where(elsewhere, out.gather(1, column), found)
+            out.scatter_(1, column, found)
         return out
 
-    def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor]:
+    def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor | None]:
         """The columns of class indices in a tile of logits, any column for those that are not in
-        it, and which these are."""
+        it, and which these are; None if all are in it."""
+        if classes.stop - classes.start == self.weight.shape[0] and not self.shard:
+            return index, None
         column = index - classes.start if classes.start else index
         inside = column.clamp(0, classes.stop - classes.start - 1)
         return inside, inside != column

@@ -173,9 +173,11 @@ def on_second(given: Operands) -> Operands:
     """Operands, some of which are tuples of tensors."""
 
     def moved(value: Any) -> Any:
-        return tuple(map(moved, value)) if isinstance(value, tuple) else value.as_subclass(OnSecond)
+        if isinstance(value, tuple):
+            return tuple(map(moved, value))
+        return value.as_subclass(OnSecond) if isinstance(value, Tensor) else value
 
-    return Operands(*(None if value is None else moved(value) for value in given))
+    return Operands(*map(moved, given))
 
 
 def operands(dtype: torch.dtype, total: int = 0) -> Operands:
