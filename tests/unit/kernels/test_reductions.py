@@ -126,7 +126,8 @@ def test_a_vocabulary_shard(shape, many):
     named = [t.requires_grad_(name in trained) for name, t in tensors.items()]
     found = found._replace(spec=spec, tensors=tensors, frozen=())
     operands = *(tensors.get(name) for name in ("x", "weight", "bias", "scale")), found.picks
-    of_call = Operands(*operands, tuple(given_of(tensors)))  # type: ignore[arg-type]
+    given = tuple(given_of(tensors))
+    of_call = Operands(*operands, given, shard=True)  # type: ignore[arg-type]
     got = found.run(named)
     incoming = torch.randn(got["rows"].shape)
     of_aten = Plan("aten", "tiled", rows=n, classes=v)
