@@ -21,6 +21,7 @@ from fxpass.graph.functions import CASTS
 from fxpass.match.linears import LINEARS
 from fxpass.match.losses import LOSSES
 from fxpass.match.pointwise import POINTWISE
+from fxpass.match.products import ELEMENTS
 from fxpass.match.reductions import REDUCTIONS
 from fxpass.match.views import VIEWS
 from tests.fuzz.case import Case, Statement
@@ -189,7 +190,7 @@ def test_log_softmax(target):
 # ---------------------------------------------------------------- other reductions
 
 # Their other functions are linears too, divergences, or losses with a target of their own.
-_OTHERS = {"mv", "kl_div", "binary_cross_entropy_with_logits", "topk"}
+_OTHERS = {"mv", "kl_div", "topk", *ELEMENTS}
 OF_CLASSES = REDUCTIONS.keys() - LINEARS.keys() - OF_LOSSES - _OTHERS
 SUMS = {"dim": "-1", "keepdim": "True", "dtype": "torch.float32"}
 
