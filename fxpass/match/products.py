@@ -25,6 +25,7 @@ from fxpass.match.bases import in_logs
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.elementwise import check_gradients, exponential, expr_of, logarithm
 from fxpass.match.sums import summed
+from fxpass.spec.dtypes import LOW_PRECISION
 from fxpass.spec.functions import call, exact, where
 
 
@@ -109,6 +110,9 @@ def of_elements(flow: Flow, node: Node) -> None:
     """A loss of a row of ``ELEMENTS``."""
     options, element = ELEMENTS[function_of(node)]
     like, given = _elements(flow, node, options)
+    if {value(n).dtype for n in node.all_input_nodes if is_tensor(n)} >= LOW_PRECISION:
+        # eager's result may be narrower than the compiler expects
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has operands of two 16-bit dtypes")
     used = (given[name] for name in ("input", "target", *options) if name != "weight")
     try:
         expr = element(*used)

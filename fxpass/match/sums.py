@@ -277,8 +277,8 @@ def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Exp
     """An expression at given classes, in outputs of one base."""
     read, expr = expr, in_logs(flow, node, like, expr)
     logs = [base for base in flow.bases if expr.has(base.log)]
-    tensors = [s for s in symbols_of(expr) if s in flow.tensors and has_classes(s)]
-    if len(logs) != 1 or tensors or not fits(flow, logs[0], like):
+    others = set(_class_symbols(expr)) - {base.log for base in logs}
+    if len(logs) != 1 or others or not fits(flow, logs[0], like):
         raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
     base, logit = logs[0], Symbol("logit", real=True)
     rows = expr

@@ -522,3 +522,14 @@ def test_a_mask_of_rows_before_a_function():
     x, weight, labels = inputs()
     assert report_of(program, x, weight, labels).matches
     check(program, labels, x, weight)
+
+
+def test_a_function_of_assigned_classes_at_a_class():
+    def program(x, weight, labels):
+        z = F.linear(x, weight).index_fill(-1, torch.tensor([0, V - 1]), -6.0)
+        of_row = (z * F.logsigmoid(z)).sum(-1)
+        return of_row.square().sum() + (hot(labels) * F.logsigmoid(z).tanh()).sum(-1).sin().sum()
+
+    x, weight, labels = inputs()
+    assert report_of(program, x, weight, labels).matches
+    check(program, labels, x, weight)
