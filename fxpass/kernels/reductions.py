@@ -101,7 +101,8 @@ class _Run:
         self.of_rows["scale_grad"] = x.new_empty(len(x), dtype=torch.float32)
         self.of_outputs: dict[str, Any] = {"outputs": out.rows, "indices": out.indices}
         self.of_outputs |= {"saved": out.saved, "incoming": incoming}
-        self.of_classes: dict[str, Any] = {"bias": operands.bias}
+        bias = operands.bias if call.adds_bias(operands) else None
+        self.of_classes: dict[str, Any] = {"bias": None if bias is None else bias.contiguous()}
         for i, w in enumerate(operands.given):
             self.of_classes[f"given{i}"] = w.view(torch.uint8) if w.dtype == torch.bool else w
 
@@ -149,8 +150,10 @@ class _Run:
         for name, t in self.of_classes.items():
             if name in kernel.arg_names:
                 some = t[classes] if t.dim() == 1 else t[rows, classes]
-                given[name] = some if some.stride(-1) == 1 else some.contiguous()
-        strides = {f"{name}_stride": t.stride(0) for name, t in given.items() if t is not None}
+                given[name] = some if some.stride(-1) in (0, 1) else some.contiguous()
+        tensors = {name: t for name, t in given.items() if t is not None}
+        strides = {f"{name}_stride": t.stride(0) for name, t in tensors.items()}
+        strides |= {f"{name}_step": t.stride(-1) for name, t in tensors.items()}
         n, v = part.shape
         sizes = {**self.sizes, "V": v, "slice_start": classes.start, "stride": logits.stride(0)}
         arguments = {**given, **sizes, **strides}

@@ -76,6 +76,7 @@ def test_offsets_beyond_2_31(tmp_path, device):
         logits=chunk,
         given0=far,
         given0_stride=FAR,
+        given0_step=1,
         lse=lse,
         rest=rest,
         incoming=torch.ones(1, rows),

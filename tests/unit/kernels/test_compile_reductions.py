@@ -124,7 +124,7 @@ def units(target: str, labels: list[str] | None = None) -> dict[str, Unit]:
 def unit(candidate: Candidate, dtype: str, picks: int, aligned: bool) -> Unit:
     source, name = candidate.kernel.source, candidate.kernel.name
     constants = {"K": picks, "PICKS": 1 << max(0, picks - 1).bit_length()}
-    constants["BLOCK_V"] = candidate.options["BLOCK_V"]
+    constants |= {"BLOCK_V": candidate.options["BLOCK_V"], "given0_step": 1, "given1_step": 1}
     ragged = () if aligned else ("V", *["stride"] * ("    gradient," in source))
     return Unit(
         source,

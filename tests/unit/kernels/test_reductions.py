@@ -19,8 +19,10 @@ from fxpass.kernels import reductions as kernels
 from fxpass.op import reductions as operator
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.expression import parse
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import INDICES, PRODUCTS, Moment, Output
+from fxpass.spec.reductions import Reductions
 from tests.support.allocations import Allocations
 from tests.support.numerics import assert_as_accurate, error
 from tests.support.reduction_cases import (
@@ -227,6 +229,27 @@ def test_non_contiguous_operands(outputs, dtype):
         found.tensors[name] = tensor.T.contiguous().T if name == "x" else strided
     assert found.picks is not None
     check(found._replace(picks=found.picks.T.contiguous().T), dtype)
+
+
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+def test_one_value_of_each_row_is_not_copied(device, shape):
+    n, d, v = shape
+    with device:
+        x, weight, row = torch.randn(n, d), torch.randn(v, d), torch.randn(n, 1)
+        bias = torch.randn(1).expand(v)
+    given = row.expand(n, v), torch.randn(v, device=device), row.square().expand(n, v)
+    spec = Reductions(("lse", of("given2*z")), parse("z-given0*hit0*given1"), ("x",))
+    picks = torch.arange(n, device=device)
+    plan = Plan("triton", "chunked", rows=1, classes=v)
+    with Allocations() as allocations:
+        out, _ = kernels.forward(Operands(x, weight, bias, None, picks, given), spec, plan)
+    of_gemms = v if device.type == "cpu" else 0  # which has no out= there
+    assert allocations.peak(out) <= (v + 16 + of_gemms) * 4 + 1000
+    z = x.double() @ weight.double().T + bias
+    hit = F.one_hot(picks, v)
+    changed = z - row * hit * given[1]
+    want = torch.stack([changed.logsumexp(1), (row**2 * changed).sum(1)])
+    torch.testing.assert_close(out.rows, want.float(), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("triton", [100], indirect=True)

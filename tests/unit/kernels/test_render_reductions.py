@@ -179,7 +179,7 @@ def parameters(text: str) -> list[str]:
 
 def test_the_operands_of_everything():
     both = ["logits", "bias", "scale", "picks", "given0", "given1", "given1_stride"]
-    sizes = ["stride", "N", "V", "K", "PICKS", "BLOCK_V"]
+    sizes = ["stride", "N", "V", "given0_step", "given1_step", "K", "PICKS", "BLOCK_V"]
     rows = ["lse", "rest", "saved"]
     assert parameters(source(EVERYTHING, **PRESENT)) == [
         *both,
