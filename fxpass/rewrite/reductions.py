@@ -243,8 +243,8 @@ class _Edit(Operands):
                 new = self._shaped(new, reduced)
             same = value(new).dtype == value(old).dtype
             if same and self._shared(new) and (leaves(old) or is_written(old)):
-                # each result has memory of its own; Inductor returns a clone without the copy
-                new = self.method("mul", new, 1)
+                # each result has memory of its own; Inductor drops a clone, or a product with 1
+                new = self.function(torch.ops.fxpass.kept.default, new)
             self._take_place(old, new)
 
     def _take_place(self, old: Node, new: Node) -> None:

@@ -85,7 +85,11 @@ def test_inference_mode_at_the_linear_only():
     torch.testing.assert_close(fused(*args), program(*args))
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+# up to torch 2.12, AOTAutograd raises for all operations there
+INNER = ["eager", "aot_eager"] if torch.__version__ >= "2.13.0a0" else ["eager"]
+
+
+@pytest.mark.parametrize("inner", INNER)
 def test_a_block_of_inference_mode(inner):
     """AOTAutograd raises there for a detach, and for most views. The loss beside it is fused."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxpass.spec.expression import parse
+from fxpass.spec.functions import ABOVE
 from fxpass.spec.outputs import Moment, Sum
 from fxpass.spec.reductions import REVISION, Reductions
 from fxpass.spec.shards import known_rows, of_backward, of_forward, of_second_pass
@@ -60,7 +61,7 @@ LOG = "log_softmax(z,given1,given2)"
         (
             "maximum(1-at0+z,0)",
             "lse;at",
-            "sum(maximum(-given1+z+1,0));sum(where(-given1+z+1>=0,-1,0))",
+            f"sum(maximum(-given1+z+1,0));sum(where(-given1+z+1{ABOVE}0,-1,0))",
             "at;sum(maximum(-given1+z+1,0))",
             [("at", 0)],
         ),
