@@ -72,7 +72,24 @@ def operands(expr: Expr) -> tuple[tuple[str, int], ...]:
 def derivative(expr: Expr, by: sympy.Symbol = Z) -> Expr:
     """d expr / dz, or another symbol's, exactly. Where a branch has slope zero, it is zero even if
     other factors overflow: autograd too selects zero there, and does not multiply by zero."""
-    return _masked(sympy.diff(expr, by))
+    return _without_rounding(_masked(sympy.diff(expr, by)))
+
+
+def _without_rounding(expr: Any) -> Any:
+    """``expr`` with sigmoid(-x) in place of 1 - sigmoid(x), which rounds what is small to 0."""
+    if not expr.has(_SIGMOID):
+        return expr
+    if expr.args:
+        expr = expr.func(*map(_without_rounding, expr.args))
+    number, rest = expr.as_coeff_Add()
+    for term in sympy.Add.make_args(rest):
+        factor, function = term.as_coeff_Mul()
+        if factor == -number and isinstance(function, _SIGMOID):
+            return rest - term + number * _SIGMOID(-function.args[0])
+    return expr
+
+
+_SIGMOID = FUNCTIONS["sigmoid"].symbolic
 
 
 def _masked(expr: Any) -> Any:
@@ -253,13 +270,15 @@ def _evaluate(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) ->
         y = _evaluate(root, z, values)
         out = 1 - y
         return out.mul_(1 + y if isinstance(root, sympy.Symbol) else y.add_(1)).mul_(factor)
-    if isinstance(expr, sympy.Add | sympy.Mul):
-        name = "add" if isinstance(expr, sympy.Add) else "mul"
-        numbers = [float(a) for a in expr.args if isinstance(a, sympy.Rational)]
-        first, *terms = (a for a in expr.args if not isinstance(a, sympy.Rational))
-        out, mine = _evaluate(first, z, values), not isinstance(first, sympy.Symbol)
-        for other in (*(_evaluate(term, z, values) for term in terms), *numbers):
-            out = getattr(out, f"{name}_" if mine and out.shape == z.shape else name)(other)
+    if isinstance(expr, sympy.Add):
+        return _sum(expr, z, values)
+    if isinstance(expr, sympy.Mul):
+        number, product = expr.as_coeff_Mul()
+        first, *factors = sorted(sympy.Mul.make_args(product), key=_is_symbol)
+        out, mine = _evaluate(first, z, values), not _is_symbol(first)
+        numbers = [float(number)] * (number != 1)
+        for other in (*(_evaluate(factor, z, values) for factor in factors), *numbers):
+            out = out.mul_(other) if mine and out.shape == z.shape else out * other
             mine = True
         return out
     if isinstance(expr, sympy.Pow):
@@ -270,6 +289,31 @@ def _evaluate(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) ->
         return FUNCTIONS[type(expr).__name__].tensor(*parts)
     condition = expr.holds(*parts[:2])
     return torch.where(condition, *(_scalar(a, z) for a in parts[2:]))
+
+
+def _is_symbol(expr: Any) -> bool:
+    """Whether the value of an expression is an operand's tensor, and no new one, which the others
+    of a sum or a product may be added to, or multiplied by."""
+    return isinstance(expr, sympy.Symbol)
+
+
+def _sum(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A sum, each term of which is multiplied by its number and added in one pass."""
+    number, rest = expr.as_coeff_Add()
+    terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(rest)]
+    (factor, first), *others = sorted(terms, key=lambda term: _is_symbol(term[1]))
+    out, mine = _evaluate(first, z, values), not _is_symbol(first)
+    if number != 0:
+        place = out if mine and out.shape == z.shape else None
+        out = torch.add(_scalar(float(number), z), out, alpha=float(factor), out=place)
+        mine = True
+    elif factor != 1:
+        out = out.mul_(float(factor)) if mine and out.shape == z.shape else out * float(factor)
+        mine = True
+    for factor, term in others:
+        add = out.add_ if mine and out.shape == z.shape else out.add
+        out, mine = add(_evaluate(term, z, values), alpha=float(factor)), True
+    return out
 
 
 def _one_minus_square(expr: Any) -> tuple[float, Any] | None:

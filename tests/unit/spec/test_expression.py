@@ -312,3 +312,44 @@ def test_the_slope_of_a_saturated_tanh(softcap):
     z = torch.linspace(0, 8, 200) / float(tanh.args[0].coeff(Z))
     exact = float(slope.subs(Z, 0)) * (1 - evaluate(tanh, z).double().square())
     torch.testing.assert_close(evaluate(slope, z).double(), exact, rtol=2**-21, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("source", "slope"),
+    [
+        ("(1-given0)*z+softplus(-z)", "-given0+sigmoid(z)"),
+        ("given0*(softplus(-z)+z)", "given0*sigmoid(z)"),
+        ("-softplus(-z)", "sigmoid(-z)"),
+        ("2*z-2*softplus(z)+z**2", "2*z+2*sigmoid(-z)"),
+        ("sigmoid(z)", "sigmoid(z)*sigmoid(-z)"),
+    ],
+)
+def test_the_slope_of_a_softplus(source, slope):
+    """1 - sigmoid(x) would be 0 where a class is improbable, as most classes are."""
+    assert text(derivative(parse(source))) == slope
+    z = torch.tensor([-40.0, -30, 0, 3, 30, 40])
+    values = {"given0": torch.tensor([0.0, 0, 1, 1, 0, 0])}
+    got = evaluate(derivative(parse(source)), z, values)
+    exact = {"given0": values["given0"].double()}
+    want = evaluate(derivative(parse(source)), z.double(), exact)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (5,), (3, 1), ()])
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("1-given0-given1", "2-3*given0*given1+z", "-given0/7-2*z", "given0+given1"),
+        *("5*given0*sigmoid(z)*given1", "4-2*sigmoid(given0)-3*given1*z", "-sigmoid(given1)/3"),
+    ],
+)
+def test_operands_of_any_shape_stay_as_they_are(source, shape):
+    z, given = torch.randn(3, 5), torch.randn(shape)
+    values = {"given0": given, "given1": torch.randn(3, 1)}
+    before = {name: t.clone() for name, t in values.items()}
+    got = evaluate(parse(source), z.clone(), values)
+    wide = {name: t.double() for name, t in values.items()}
+    names = {"z": z.double(), **wide, "sigmoid": torch.sigmoid}
+    want = eval(source, {}, names) + torch.zeros(3, 5, dtype=torch.float64)
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-6)
+    assert all(torch.equal(values[name], t) for name, t in before.items())
