@@ -129,10 +129,10 @@ BY_A_MASK = {
     "of a sum": lambda z, t, m: F.cross_entropy(z[m], t[m], reduction="sum") / m.sum().clamp(min=1),
     "rows and classes": lambda z, t, m: F.cross_entropy(z[m, 2:], t[m].clamp(min=2) - 2),
     "log-probabilities": lambda z, t, m: -z[m].log_softmax(-1).gather(1, t[m][:, None]).mean(),
-    "positions": lambda z, t, m: F.cross_entropy(
-        z[:, m[0]].flatten(0, 1), t[:, m[0]].flatten()),
-    "flat": lambda z, t, m: F.cross_entropy(
-        z.flatten(0, 1)[m.flatten()], t.flatten()[m.flatten()]),
+    "positions": lambda z, t, m: (
+        lambda some: F.cross_entropy(z[:, some].flatten(0, 1), t[:, some].flatten()))(m[0]),
+    "flat": lambda z, t, m: (
+        lambda some: F.cross_entropy(z.flatten(0, 1)[some], t.flatten()[some]))(m.flatten()),
 }  # fmt: skip
 
 
