@@ -12,7 +12,7 @@ every rank of the group. For programs in which the backend cannot match a head a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -21,13 +21,14 @@ from torch import Tensor
 
 from fxpass.graph.placements import is_dtensor, placements_of
 from fxpass.match.sharding import compiled_for_all_ranks
-from fxpass.op import losses
+from fxpass.op import sharded
 from fxpass.op.collectives import waited, with_summed_gradient
 from fxpass.op.kept import saved_logits
-from fxpass.op.losses import Shard
+from fxpass.op.losses import cross_entropy_of, reductions_of_loss
 from fxpass.plan.choice import choose
 from fxpass.settings import Settings
 from fxpass.spec import expression
+from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.reductions import Reductions
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["linear_cross_entropy"]
 
 _NAME = "fxpass.distributed.linear_cross_entropy"
+_REDUCTIONS = ("none", "mean", "sum")
 
 
 def linear_cross_entropy(
@@ -82,16 +84,29 @@ def linear_cross_entropy(
         ``none``.
 
     Raises:
-        ValueError: operands do not fit together; the message names them.
+        ValueError: operands do not fit together, or an option is not allowed; the message says so.
+        RuntimeError: the target or the class weights need a gradient.
         IndexError: a class index is outside ``[0, V)`` and not ``ignore_index`` (on CPU; on GPUs a
             device-side assertion fails).
     """
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}; got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if any(t is not None and t.requires_grad for t in (target, weight)):
+        raise RuntimeError("the target or the class weights requires a gradient: detach them")
     tensors = (input, linear_weight, linear_bias, target, weight)
     options = (reduction, ignore_index, label_smoothing, logits, sequence_dim)
     return _fused(*tensors, *_shard_of(linear_weight, group, classes), *options)
 
 
-def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
+class _Shard(NamedTuple):
+    first: int
+    classes: int
+    group: str
+
+
+def _shard_of(weight: Any, group: Any, classes: int | None) -> _Shard:
     """This rank's first class, the number of all classes, and the group that shards them."""
     if compiled_for_all_ranks():
         raise ValueError(
@@ -108,7 +123,7 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
             )
         # Dynamo of torch 2.11 cannot trace DTensor's function for this
         group, total = mesh.get_group(over[0]), int(weight.shape[0])
-        return Shard(_dealt(total, group)[0], total, group.group_name)
+        return _Shard(_dealt(total, group)[0], total, group.group_name)
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError(
@@ -125,7 +140,7 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
             f"have {here}: classes are divided as by torch.chunk. If the number of all classes is "
             "not this rank's number times the number of ranks, pass classes="
         )
-    return Shard(first, total, group.group_name)
+    return _Shard(first, total, group.group_name)
 
 
 def _dealt(classes: int, group: dist.ProcessGroup) -> tuple[int, int]:
@@ -158,8 +173,8 @@ def _fused(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     probabilities = target.is_floating_point()
-    rows = target.shape[:-1] if probabilities else target.shape
-    if rows != x.shape[:-1] or x.dim() < 2:
+    shape = target.shape[:-1] if probabilities else target.shape
+    if shape != x.shape[:-1] or x.dim() < 2:
         raise ValueError(
             f"{_NAME} needs input [..., D] and target [...] or [..., V] of the same rows, got "
             f"{list(x.shape)}{'' if sequence_dim is None else ' from all ranks'} and "
@@ -168,25 +183,29 @@ def _fused(
     leaves = {"x": x, "weight": weight, "bias": bias}
     needed = [k for k, t in leaves.items() if t is not None and t.requires_grad]
     gradients = tuple(needed) if torch.is_grad_enabled() else ()
-    settings, transform = Settings.read(), expression.parse(logits)
-    target = target.flatten(0, -2) if probabilities else target.flatten()
-    x = x.flatten(0, -2)
+    settings, shard = Settings.read(), {"first": first, "classes": classes, "group": group}
+    picks = index = None
+    if probabilities:
+        target = target.flatten(0, -2)
+    else:
+        index = target.flatten().long()  # uint8 cannot hold -100
+        picks = index.masked_fill(index == ignore_index, 0)
+    dtype = compute_dtype(x.dtype)
+    outputs, given = reductions_of_loss(target, class_weight, label_smoothing, dtype)
+    given = [w[..., first : first + len(weight)] for w in given]
+    names, x = tuple(sorted(outputs, key=str)), x.flatten(0, -2)
+    transform, memory = expression.parse(logits), settings.memory_mb
+    spec = Reductions(names, transform, gradients, memory_mb=memory)
     sizes = (x.shape[0], x.shape[1], max(1, weight.shape[0]))
-    waiting = Reductions(("lse",), transform, gradients, memory_mb=settings.memory_mb)
-    setting = settings.strategy
-    choice = choose(*sizes, x.dtype, x.device, None, waiting, setting, sharded=True)
-    loss = losses.linear_cross_entropy(
-        *(x, weight, bias, target, class_weight),
-        saved_logits(x, weight, bias) if choice.save_logits else None,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        transform=transform,
-        gradients=gradients,
-        memory_mb=choice.spec.memory_mb,
-        shard=Shard(first, classes, group),
-    )
-    return loss if reduction != "none" else loss.view(rows)
+    choice = choose(*sizes, x.dtype, x.device, None, spec, settings.strategy, sharded=True)
+    saved = saved_logits(x, weight, bias) if choice.save_logits else None
+    operands = x, weight, bias, None, picks, given, saved
+    rows, _ = sharded.class_reductions(*operands, choice.spec.text(), **shard)
+    logs = [rows[names.index(output)] for output in outputs]
+    options = reduction, ignore_index, label_smoothing, classes
+    mean_log = logs[1] if len(logs) == 2 else None
+    loss = cross_entropy_of(logs[0], mean_log, index, class_weight, *options)
+    return loss if reduction != "none" else loss.view(shape)
 
 
 def _whole_rows(x: Tensor, group: str, sequence_dim: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses from the log-probabilities of the rows, and the fused loss as a function.
+"""Losses from the log-probabilities of the rows.
 
 In: log-probabilities, picked at the targets or weighted with them. Out: what ``F.cross_entropy``
 returns for the logits. A rewritten graph calls these functions as operators, which the compiler
@@ -14,19 +14,12 @@ traces::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from sympy import Expr
 from torch import Tensor
 
-from fxpass.op.reductions import class_reductions
-from fxpass.spec import expression
-from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.outputs import Moment, Output
-from fxpass.spec.reductions import Reductions
-
-REDUCTIONS = ("none", "mean", "sum")
 
 
 def cross_entropy_of(picked: Tensor, mean_log: Tensor | None, *arguments: Any) -> Tensor:
@@ -105,6 +98,22 @@ def loss_coefficients(
     return [*found, nothing]
 
 
+def reductions_of_loss(
+    target: Tensor, class_weight: Tensor | None, smoothing: float, dtype: torch.dtype
+) -> tuple[list[Output], list[Tensor]]:
+    """The outputs of the operator for :func:`cross_entropy_of`, the picked log-probabilities first,
+    and the weights of moments in ``dtype``."""
+    given: list[Tensor] = []
+    outputs: list[Output] = ["pick"]
+    if target.is_floating_point():
+        outputs = [Moment(0, 1, 0)]
+        given.append(target if class_weight is None else target.to(dtype) * class_weight)
+    if smoothing:
+        outputs.append(Moment(0, 1, None if class_weight is None else len(given)))
+        given += [] if class_weight is None else [class_weight.to(dtype)]
+    return outputs, given
+
+
 _ARGUMENTS = (
     "Tensor? target, Tensor? weight, str reduction, int? ignore_index, float smoothing, "
     "SymInt classes, str[] row_groups"
@@ -117,119 +126,3 @@ for _function, _schema in (
 ):
     _LIBRARY.define(_function.__name__ + _schema)
     _LIBRARY.impl(_function.__name__, _function, "CompositeImplicitAutograd")
-
-
-# ---------------------------------------------------------------- the fused loss
-
-
-class Shard(NamedTuple):
-    """The classes of one rank.
-
-    Attributes:
-        first: its first class.
-        classes: the number of all classes.
-        group: the name of the process group that shards them.
-    """
-
-    first: int
-    classes: int
-    group: str
-
-
-def linear_cross_entropy(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None = None,
-    logits: Tensor | None = None,
-    *,
-    reduction: str = "mean",
-    ignore_index: int | None = -100,
-    label_smoothing: float = 0.0,
-    transform: Expr = expression.Z,
-    gradients: tuple[str, ...] = (),
-    in_forward: bool = True,
-    memory_mb: int = 0,
-    shard: Shard | None = None,
-) -> Tensor:
-    """Cross-entropy of ``x @ weight.T + bias`` without the logits.
-
-    Args:
-        x: ``[N, D]`` floating point.
-        weight: ``[V, D]``, dtype of x; with ``shard`` the rank's classes.
-        bias: ``[V]`` in the dtype of x or in the compute dtype, or None.
-        target: class indices ``[N]`` int64 or uint8, or class probabilities ``[N, V]``, of all
-            classes.
-        class_weight: ``[V]`` floating point, of all classes, or None.
-        logits: ``[N, V]``, the linear's output if it exists anyway, else None.
-        reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``; None ignores no row.
-        transform: the logit that enters the loss, as an expression of the linear's output ``z``.
-        gradients: which of ``x``, ``weight``, ``bias`` need a gradient.
-        in_forward: whether forward computes the gradients, if it can: not for ``none``, nor for a
-            shard.
-        memory_mb: scratch budget in MiB; 0 leaves it to the plan.
-        shard: the rank's classes; None if this process has all of them.
-
-    Returns:
-        f32 (f64 for f64 operands), a scalar, or ``[N]`` for ``none``.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit together, or an option is not allowed.
-        RuntimeError: the target or the class weights need a gradient.
-        IndexError: a class index is outside ``[0, V)`` and not ``ignore_index`` (on CPU; on GPUs a
-            device-side assertion fails).
-    """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}; got {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    if any(t is not None and t.requires_grad for t in (target, class_weight)):
-        raise RuntimeError("the target or the class weights requires a gradient: detach them")
-    outputs, given = _outputs(target, class_weight, label_smoothing, weight, shard)
-    picks = index = None
-    if not target.is_floating_point():
-        picks = index = target.long()  # uint8 cannot hold -100
-        if ignore_index is not None:
-            picks = index.masked_fill(index == ignore_index, 0)
-    classes = weight.shape[0] if shard is None else shard.classes
-    arguments = index, class_weight, reduction, ignore_index, label_smoothing, classes
-    names = tuple(sorted(outputs, key=str))
-    operands = x, weight, bias, None, picks, given
-    if in_forward and reduction != "none" and shard is None:
-        zeros = x.new_zeros(x.shape[0], dtype=compute_dtype(x.dtype))
-        *found, constant = loss_coefficients(zeros, len(outputs) == 2, *arguments)
-        coef = torch.stack([found[outputs.index(name)] for name in names])
-        text = Reductions((), transform, gradients, names, memory_mb).text()
-        return class_reductions(*operands, coef, logits, text)["total"] + constant
-    text = Reductions(names, transform, gradients, memory_mb=memory_mb).text()
-    if shard is None:
-        rows = class_reductions(*operands, None, logits, text)["rows"]
-    else:
-        from fxpass.op import sharded  # not every PyTorch has torch.distributed
-
-        rows, _ = sharded.class_reductions(*operands, logits, text, **shard._asdict())
-    logs = [rows[names.index(output)] for output in outputs]
-    return cross_entropy_of(logs[0], logs[1] if len(logs) == 2 else None, *arguments)
-
-
-def _outputs(
-    target: Tensor,
-    class_weight: Tensor | None,
-    smoothing: float,
-    weight: Tensor,
-    shard: Shard | None,
-) -> tuple[list[Output], list[Tensor]]:
-    """The reductions of a loss, the picked log-probabilities first, and the weights of moments."""
-    dtype, count = compute_dtype(weight.dtype), weight.shape[0]
-    given: list[Tensor] = []
-    outputs: list[Output] = ["pick"]
-    if target.is_floating_point():
-        outputs = [Moment(0, 1, 0)]
-        given.append(target if class_weight is None else target.to(dtype) * class_weight)
-    if smoothing:
-        outputs.append(Moment(0, 1, None if class_weight is None else len(given)))
-        given += [] if class_weight is None else [class_weight.to(dtype)]
-    if shard is not None:
-        given = [w[..., shard.first : shard.first + count] for w in given]
-    return outputs, given

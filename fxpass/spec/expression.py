@@ -77,19 +77,17 @@ def derivative(expr: Expr, by: sympy.Symbol = Z) -> Expr:
 
 def _without_rounding(expr: Any) -> Any:
     """``expr`` with sigmoid(-x) in place of 1 - sigmoid(x), which rounds what is small to 0."""
-    if not expr.has(_SIGMOID):
+    sigmoid = FUNCTIONS["sigmoid"].symbolic
+    if not expr.has(sigmoid):
         return expr
     if expr.args:
         expr = expr.func(*map(_without_rounding, expr.args))
     number, rest = expr.as_coeff_Add()
     for term in sympy.Add.make_args(rest):
         factor, function = term.as_coeff_Mul()
-        if factor == -number and isinstance(function, _SIGMOID):
-            return rest - term + number * _SIGMOID(-function.args[0])
+        if factor == -number and isinstance(function, sigmoid):
+            return rest - term + number * sigmoid(-1 * function.args[0])
     return expr
-
-
-_SIGMOID = FUNCTIONS["sigmoid"].symbolic
 
 
 def _masked(expr: Any) -> Any:

@@ -37,8 +37,8 @@ torch._dynamo.config.capture_dynamic_output_shape_ops = True
 FUSED_NAMES = """\
 import fxpass.backend  # watches optimizers, as it does before a program compiles
 from fxpass.deferred.tensor import Recipe, defer
-from fxpass.op.losses import linear_cross_entropy
 from fxpass.spec.expression import parse
+from tests.support.losses import fused_loss
 """
 
 TRACED_NAMES = """\

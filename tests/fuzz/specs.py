@@ -1,7 +1,7 @@
 """Random specs of the operator: the program that each stands for, and the operator's call.
 
 In: a seed. Out: a :class:`Case` whose body is plain PyTorch and whose fused function calls
-``fxpass.op.losses`` with random options, in one of the implementations.
+``fxpass.op`` with random options, in one of the implementations.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def spec(seed: str) -> Case:
     options = chosen.options()
     transform = f"transform=parse({expression.text(options.pop('transform'))!r})"
     named = ", ".join([transform, *(f"{name}={option!r}" for name, option in options.items())])
-    call = f"linear_cross_entropy(x, w, b, t, cw, {kept}, {named})"
+    call = f"fused_loss(x, w, b, t, cw, {kept}, {named})"
     return Case(
         tuple(inputs),
         tuple(map(Statement, _meaning(chosen, [torch for _, torch in transforms], dtype))),

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpass.op.kept import saved_logits
-from fxpass.op.losses import Shard
 from fxpass.spec.expression import parse
-from tests.support.losses import Spec, linear_cross_entropy
+from tests.support.losses import Shard, Spec, linear_cross_entropy
 from tests.support.targets import centred
 
 N, D = 7, 5
