@@ -32,7 +32,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -86,7 +86,8 @@ def _without_rounding(expr: Any) -> Any:
     for term in sympy.Add.make_args(rest):
         factor, function = term.as_coeff_Mul()
         if factor == -number and isinstance(function, sigmoid):
-            return rest - term + number * sigmoid(-1 * function.args[0])
+            (x,) = cast(Any, function).args
+            return rest - term + number * sigmoid(-x)
     return expr
 
 
