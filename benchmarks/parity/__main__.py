@@ -2,8 +2,8 @@
 
 It compiles each program of :mod:`benchmarks.parity.cases` with ``backend="fusedce"`` in two
 processes: with fxpass, and with ``FUSEDCE=0``, the inner backend alone. They step in turn, and the
-memory that a step adds is compared. Times are not meaningful, because the allocator returns freed
-memory to the system at once::
+memory that a step adds is compared; then two others, whose times are. (Where memory is measured,
+the allocator returns what is freed to the system at once, which takes time.)::
 
     python -m benchmarks.parity --markdown benchmarks/parity.md
     python -m benchmarks.parity --programs plain "cross-entropy, 16 chunks" --rounds 5
@@ -18,7 +18,7 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,8 +83,6 @@ class Row:
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses the command line, measures, prints and writes; returns the exit status."""
     args = _parser().parse_args(argv)
-    # glibc returns freed tensors to the system, so resident memory is the memory of live tensors
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
     rows = []
     for i, program in enumerate(args.programs, 1):
         say(f"[{i}/{len(args.programs)}] {program}")
@@ -100,10 +98,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(program: str, args: argparse.Namespace) -> Row:
     """Numerics first, then steps in turn."""
     row = Row(program)
+    try:
+        # glibc returns freed tensors to the system: resident memory is the memory of live tensors
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+        for on, answer in _measured("measure", row, args):
+            if answer["bytes"] is None:
+                raise WorkerError("the peak of memory is unknown on this platform")
+            row.bytes[on].append(answer["bytes"])
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
+        for on, answer in _measured("time", row, args):
+            row.seconds[on].append(answer["seconds"])
+    except WorkerError as error:
+        row.failure = str(error)
+    finally:
+        os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
+    return row
+
+
+def _measured(
+    command: str, row: Row, args: argparse.Namespace
+) -> Iterator[tuple[bool, dict[str, Any]]]:
+    """What two new processes answer to a command, in turn, with fxpass and without; nothing if the
+    results are wrong, which the row says then."""
     workers: dict[bool, Worker] = {}
     try:
         for on in (True, False):
-            job = Job(program, args.n, args.d, args.v, args.inner, on)
+            job = Job(row.program, args.n, args.d, args.v, args.inner, on)
             workers[on] = Worker("benchmarks.parity.worker", job, args.timeout)
         for worker in workers.values():
             worker.answer()
@@ -113,17 +133,10 @@ def measure(program: str, args: argparse.Namespace) -> Row:
                 row.matched, row.rejected = answer["matched"], answer["rejected"]
         for _ in range(0 if row.failure else args.rounds):
             for on, worker in workers.items():
-                answer = worker.ask("measure")
-                if answer["bytes"] is None:
-                    raise WorkerError("the peak of memory is unknown on this platform")
-                row.bytes[on].append(answer["bytes"])
-                row.seconds[on].append(answer["seconds"])
-    except WorkerError as error:
-        row.failure = str(error)
+                yield on, worker.ask(command)
     finally:
         for worker in workers.values():
             worker.close()
-    return row
 
 
 def _check(workers: Iterable[Worker]) -> list[dict[str, Any]]:
@@ -167,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--d", type=int, default=256, help="hidden size")
     add("--v", type=int, default=16000, help="classes")
     add("--inner", default="inductor", help="the inner backend")
-    add("--rounds", type=int, default=3, help="steps of each")
+    add("--rounds", type=int, default=9, help="steps of each")
     add("--timeout", type=float, default=600.0, help="seconds that one answer may take")
     add("--markdown", type=Path, help="the table")
     return parser

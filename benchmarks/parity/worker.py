@@ -1,8 +1,8 @@
 """The worker process of ``python -m benchmarks.parity``: one program with or without fxpass.
 
 In: a :class:`Job` as JSON in the first argument, then commands (:func:`benchmarks.process.serve`).
-``check`` compiles the program and compares a step with eager; ``measure`` returns the seconds of a
-step and the bytes that it adds to the memory in use.
+``check`` compiles the program and compares a step with eager; ``measure`` returns the bytes that a
+step adds to the memory in use, and ``time`` its seconds.
 """
 
 from __future__ import annotations
@@ -59,15 +59,26 @@ class Session:
         }
 
     def measure(self) -> dict[str, Any]:
-        """One step."""
+        """The memory of one step."""
+        self._clear()
+        self.memory.start()
+        self._step()
+        return {"bytes": self.memory.added()}
+
+    def time(self) -> dict[str, Any]:
+        """The time of one step."""
+        self._clear()
+        begin = time.perf_counter()
+        self._step()
+        return {"seconds": time.perf_counter() - begin}
+
+    def _clear(self) -> None:
         for tensor in self.program.tensors:
             tensor.grad = None
-        self.memory.start()
-        begin = time.perf_counter()
+
+    def _step(self) -> None:
         outputs = self.function(*self.program.tensors)
         outputs[0].backward()
-        seconds = time.perf_counter() - begin
-        return {"bytes": self.memory.added(), "seconds": seconds}
 
 
 if __name__ == "__main__":
