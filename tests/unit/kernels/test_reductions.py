@@ -22,7 +22,7 @@ from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.expression import parse
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import INDICES, PRODUCTS, Moment, Output
-from fxpass.spec.reductions import Reductions
+from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.allocations import Allocations
 from tests.support.numerics import assert_as_accurate, error
 from tests.support.reduction_cases import (
@@ -589,6 +589,30 @@ def test_a_class_without_probability_counts_nothing(shape):
     assert torch.allclose(rows, rows_of_kept, 1e-5, 1e-6)
     assert torch.allclose(bias[kept], bias_of_kept, 1e-5, 1e-6)
     assert not bias[~kept].any()
+
+
+@SHAPES
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("output", ["pick", "lse"])
+def test_a_row_that_is_masked_wholly(output, shape):
+    """Its softmax is nan, and its logits have no gradient."""
+    n, d, v = shape
+    x, weight = torch.randn(n, d), torch.randn(v, d)
+    mask, picks = torch.rand(n, v) < 0.3, torch.zeros(n, dtype=torch.int64)
+    mask[:, 0], mask[1] = False, True
+    text = f"{REVISION} outputs={output} transform=where(given0>0,-inf,z) gradients=x,weight"
+    got, want = ([t.clone().requires_grad_() for t in (x, weight)] for _ in range(2))
+    of_picks = picks if output == "pick" else None
+    rows = operator.class_reductions(*got, None, None, of_picks, [mask], None, None, text)["rows"]
+    z = F.linear(*want).masked_fill(mask, -INF)
+    eager = z.log_softmax(1)[:, 0] if output == "pick" else z.logsumexp(1)
+    torch.testing.assert_close(rows[0], eager, equal_nan=True)
+    for program in (rows[0], eager):
+        program.sum().backward()
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        assert ours.grad.isfinite().all()
 
 
 @SHAPES
