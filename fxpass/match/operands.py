@@ -64,14 +64,23 @@ def check_dtype(node: Node, given: dict[str, Any]) -> None:
 
 
 def picks_rows_and_classes(node: Node) -> bool:
-    """Whether a node is ``z[arange(N), index]``."""
+    """Whether a node is ``z[arange(N), index]``, or of another range."""
     index = index_of(node) if function_of(node) in ("getitem", "index") else ()
-    return len(index) == 2 and all(map(is_tensor, index)) and function_of(index[0]) == "arange"
+    if len(index) != 2 or not is_tensor(index[1]):
+        return False
+    rows = index[0]
+    return isinstance(rows, _NUMBERS) or (is_tensor(rows) and function_of(rows) == "arange")
 
 
-def whole_range(node: Node, count: Any) -> bool:
-    """Whether a node is ``arange(count)``, which nothing has changed."""
-    if function_of(node) != "arange":
+_NUMBERS = (range, list, tuple)
+
+
+def whole_range(node: Any, count: Any) -> bool:
+    """Whether an entry of an index is ``arange(count)``, which nothing has changed, or as many
+    numbers."""
+    if isinstance(node, _NUMBERS):
+        return isinstance(count, int) and [*node] == [*range(count)]
+    if not is_tensor(node) or function_of(node) != "arange":
         return False
     given = arguments(node, _ARANGE)
     memory = {storage(node), None}

@@ -101,6 +101,11 @@ ACCEPTED = {
     "lse by hand": (lambda z, t: by_hand(z), ["amax;lse"]),
     "two targets": (
         lambda z, t: z.log_softmax(-1).gather(-1, torch.stack([t, t // 2], -1)), ["pick"]),
+    "a range of rows": (
+        lambda z, t: last(z).log_softmax(-1)[range(len(last(z))), t.flatten()], ["pick"]),
+    "a list of rows": (
+        lambda z, t: last(z)[[*range(len(last(z)))], t.flatten() - 3] - last(z).logsumexp(-1),
+        ["at;lse"]),
     "one-hot": (lambda z, t: -(hot(t) * z.log_softmax(-1)).sum(-1), ["pick"]),
     "max and log-probability": (
         lambda z, t: z.max(-1).values * z.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1),
@@ -375,6 +380,8 @@ def test_the_shape_of_the_logits_needs_no_logits():
 
 # ... -> what is left as it was, and why
 REJECTED = {
+    "rows in another order": (
+        lambda z, t: last(z)[[*range(1, len(last(z))), 0], t.flatten()], "indexes some of the rows"),
     "a cast to 8 bits": (
         lambda z, t: z.to(torch.float8_e5m2).float().mean(-1), "torch.float8_e5m2"),
     "a cast to float64": (lambda z, t: z.double().mean(-1), "float64"),

@@ -61,6 +61,11 @@ def margin(z, t):
     return z
 
 
+def margin_of_a_range(z, t):
+    z[range(len(t)), t] -= 0.5
+    return z
+
+
 def arc_at_the_target(z, t):
     rows, z = torch.arange(len(t)), z / 8
     at = z[rows, t]
@@ -128,6 +133,7 @@ LOGITS = {
     "index_fill": (lambda z, t: z.index_fill(-1, CHOSEN, -5), "where(given0>0,-5,z)"),
     "index_fill_": (lambda z, t: z.index_fill_(-1, CHOSEN, -5), "where(given0>0,-5,z)"),
     "a margin in place": (flat(margin), "where(hit1>0,z-0.5,z)"),
+    "a margin in a range of rows": (flat(margin_of_a_range), "where(hit1>0,z-0.5,z)"),
     "ArcFace at the target": (flat(arc_at_the_target), ""),
     "a margin by scatter of the target": (flat(scattered), "2*where(hit0>0,z-0.5,z)"),
     "a margin by scatter_add": (
