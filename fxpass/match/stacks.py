@@ -16,6 +16,7 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, value
+from fxpass.graph.source import call_name
 from fxpass.match.classes import Flow, Stacked
 from fxpass.match.edits import Step
 from fxpass.match.elementwise import view_step
@@ -50,7 +51,9 @@ def taken_from_stack(flow: Flow, node: Node) -> None:
     Raises:
         NoMatch: it may take the logits of several heads.
     """
-    stack = flow.stacks[first_operand(node)]
+    stack = flow.stacks.get(first_operand(node))
+    if stack is None:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads logits in another place")
     function = function_of(node)
     if function in CASTS and value(node).is_floating_point():
         flow.stacks[node] = stack

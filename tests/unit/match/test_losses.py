@@ -9,7 +9,18 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import fxpass
-from tests.support.programs import B, S, V, check, head_of, inputs, last, reason_of, spec_of
+from tests.support.programs import (
+    B,
+    S,
+    V,
+    check,
+    head_of,
+    inputs,
+    last,
+    reason_of,
+    report_of,
+    spec_of,
+)
 
 WEIGHTS = torch.linspace(0.5, 2, V)
 
@@ -169,6 +180,19 @@ def test_heads_stacked_and_read_together():
         return F.cross_entropy(last(logits.contiguous()), labels.view(-1).repeat(2))
 
     assert "of several linears" in reason_of(program, *inputs())
+
+
+def test_a_stack_that_is_a_second_operand():
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        both = torch.stack([z, z])
+        return F.cross_entropy(last(z), labels.view(-1)) + (both.sin() * both).sum()
+
+    x, weight, labels = inputs()
+    report = report_of(program, x, weight, labels)
+    (head,) = report.matches
+    assert any("reads logits in another place" in no.reason for no in head.flow.stops)
+    check(program, labels, x, weight)
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="from torch 2.13 on")
