@@ -110,9 +110,10 @@ def of_elements(flow: Flow, node: Node) -> None:
     """A loss of a row of ``ELEMENTS``."""
     options, element = ELEMENTS[function_of(node)]
     like, given = _elements(flow, node, options)
-    if {value(n).dtype for n in node.all_input_nodes if is_tensor(n)} >= LOW_PRECISION:
+    dtypes = {value(n).dtype for n in node.all_input_nodes if is_tensor(n)}
+    if dtypes >= LOW_PRECISION or (function_of(node) in _NARROW and len(dtypes) > 1):
         # eager's result may be narrower than the compiler expects
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has operands of two 16-bit dtypes")
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has operands of two dtypes")
     used = (given[name] for name in ("input", "target", *options) if name != "weight")
     try:
         expr = element(*used)
@@ -121,6 +122,10 @@ def of_elements(flow: Flow, node: Node) -> None:
     if given.get("weight") is not None:
         expr = given["weight"] * expr
     _reduce(flow, node, replace(like, expr=expr), given)
+
+
+# Losses that have the dtype of their input in eager, whatever that of the target is.
+_NARROW = ("huber_loss", "soft_margin_loss")
 
 
 def _with_logits(x: Expr, y: Expr, positive: Expr | None) -> Expr:

@@ -411,6 +411,8 @@ REJECTED = {
     "a loss of other shapes": (
         lambda z, t: F.soft_margin_loss(z, U.detach(), reduction="none").sum(-1),
         "repeats an operand"),
+    "a loss of two dtypes, which is f32 in eager and f64 in the compiler": (
+        lambda z, t: F.soft_margin_loss(z, hot(t).double() - 0.5), "has operands of two dtypes"),
     "a write without gradients": (
         lambda z, t: under_no_grad(lambda: z.mul_(2)).sum(-1), "writes without gradients"),
 }  # fmt: skip
