@@ -233,6 +233,11 @@ _PURE_METHODS = {
 }
 # Modules whose Python functions write only what one of their parameters asks for.
 _MODULES = ("torch.nn.functional", "torch.functional", "torch")
+# Those of what torch.func.vmap and grad do to tensors: wrap them, and take them out again.
+_TRANSFORMS = (
+    *("torch._functorch.predispatch", "torch._functorch.eager_transforms"),
+    "torch._C._functorch",
+)
 # Parameter that asks for a write unless it is None or False → the parameters that are written then.
 # No schema declares that a normalisation writes its running statistics.
 _WRITES_IF = {
@@ -248,6 +253,8 @@ def written(node: Node) -> list[Node]:
     operands = [n for n in node.all_input_nodes if is_tensor(n)]
     target: Any = node.target
     if not operands or node.op == "output" or placement_name(target):
+        return []
+    if getattr(target, "__module__", "") in _TRANSFORMS:
         return []
     if isinstance(target, torch._ops.HigherOrderOperator):
         bodies = list(filter(None, map(nested_graph, node.all_input_nodes)))

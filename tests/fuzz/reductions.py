@@ -288,6 +288,7 @@ PICKS: Recipes = (
     ("r% = {z2}[torch.arange({N}), {lab}]",),
     ("r% = {z2}[torch.arange({N}), {lab} - 3]",),
     ("r% = {z2}[range({N}), {lab}]",),
+    ("k% = torch.vmap(lambda i: i // 2)({lab})", "r% = {z2}[torch.arange({N}), k%]"),
     ("r% = {z2}.log_softmax(-1)[list(range({N})), {lab} - 1]",),
     ("r% = {z2}.log_softmax(-1)[[*range(1, {N}), 0], {lab}]",),
     ("lp% = {z}.log_softmax({d})", "r% = lp%.gather({d}, {lab1})"),

@@ -142,3 +142,17 @@ def test_a_loss_inside_a_functional_transform(program):
     assert "torch.func transform" in reason_of(program, x, weight, labels)
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
     torch.testing.assert_close(fused(x, weight, labels), program(x, weight, labels))
+
+
+def test_masks_and_gradients_of_functional_transforms_before_the_head():
+    """As transformers make attention masks: what wraps tensors writes to none."""
+
+    def program(x, weight, labels):
+        mask = torch.vmap(torch.vmap(lambda label: label < 5))(labels)
+        h = torch.vmap(torch.func.grad(lambda row: row.square().sum()))(x)
+        return F.cross_entropy(last(F.linear(h * mask.unsqueeze(-1), weight)), labels.view(-1))
+
+    args = inputs()
+    head_of(program, *args)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    torch.testing.assert_close(fused(*args), program(*args))
