@@ -30,7 +30,13 @@ from fxpass.match.operands import check_plain
 from fxpass.match.outputs import Base, Picked, Summed, Weighted, given_of
 from fxpass.match.place import movable, place, writes
 from fxpass.match.sharding import sharding_of
-from fxpass.match.totals import Total, is_linear, passes_gradients, total_of
+from fxpass.match.totals import (
+    Total,
+    coefficients_of,
+    is_linear,
+    passes_gradients,
+    total_of,
+)
 from fxpass.plan.choice import Choice, choose
 from fxpass.settings import Settings
 from fxpass.spec import expression
@@ -304,7 +310,9 @@ def _total(
     if not any(_differentiable(r, modes) for r in reductions):
         (first, *more) = reductions
         alone = first.loss is not None and first.is_scalar and not more
+        # in inference mode, autograd could not find the coefficients beside a constant
         alone = alone and is_linear(flow, first)
+        alone = alone and all(coefficients_of(flow, rows)[1] == 0 for rows in first.values)
         return Total(first.node, (first,), (), (), (), ()) if alone else None
     for reduced in flow.reductions:
         inside = reduced in reductions

@@ -156,3 +156,23 @@ def test_masks_and_gradients_of_functional_transforms_before_the_head():
     head_of(program, *args)
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
     torch.testing.assert_close(fused(*args), program(*args))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_loss_with_a_constant_in_inference_mode(smoothing):
+    """Where autograd finds nothing."""
+
+    def program(x, weight, labels):
+        z = last(F.linear(x, weight))
+        loss = F.nll_loss(3 - z, labels.view(-1), ignore_index=3)
+        return loss + F.cross_entropy(z, labels.view(-1), label_smoothing=smoothing)
+
+    def alone(x, weight, labels):
+        return F.nll_loss(last(F.linear(x, weight)).sigmoid() - 2, labels.view(-1))
+
+    args = inputs()
+    for each in (program, alone):
+        fused = torch.compile(each, backend="fusedce", options={"fusedce.inner": "eager"})
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.testing.assert_close(fused(*args), each(*args))
