@@ -92,7 +92,7 @@ def _selected(
         return (flow.given(index[0], like.dim) if made is None else made), None
     if len(index) == 2 and like.dim == 1 and _is_of(index[1], whole.shape[:1], torch.int64):
         rows, picked = index
-        if whole_range(rows, whole.shape[0]):
+        if whole_range(flow, rows, whole.shape[0]):
             return hot(flow, node, picked, wraps=True), picked
     entries = entries_of(index, whole.dim())
     if len(entries) == whole.dim():
@@ -146,7 +146,7 @@ def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None)
     def leaf(one: Node) -> Expr | None:
         """The logit at the target, as an expression of all logits."""
         expr = flow.rows.get(one)
-        if expr is None or target is None or written_between(index_of(target), node):
+        if expr is None or target is None or written_between(flow, index_of(target), node):
             return None
         for symbol in symbols_of(expr) & flow.outputs.keys():
             base, output = flow.outputs[symbol]
@@ -158,26 +158,32 @@ def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None)
             expr = cast(Expr, expr.subs(symbol, base.logit))
         return expr if expr == like.expr else None
 
-    found = _computed(flow, new, node, leaf, trained)
-    if found is None:
+    found: dict[Node, Expr | None] = {}
+    expr = _computed(flow, new, node, leaf, trained, found)
+    if expr is None:
         what = "values that are no function of the logits at the target"
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) assigns {what}")
-    return found
+    flow.spelled += [one for one, of_one in found.items() if of_one is not None]
+    return expr
 
 
-def _computed(flow: Flow, node: Node, reader: Node, leaf: Any, trained: bool) -> Expr | None:
-    """The expression of rows that pointwise functions make of leaves and numbers."""
-    if written_between(node, reader):
+def _computed(
+    flow: Flow, node: Node, reader: Node, leaf: Any, trained: bool, found: dict[Node, Expr | None]
+) -> Expr | None:
+    """The expression of rows that pointwise functions make of leaves and numbers; noted in
+    ``found``, since a node may be read over many paths."""
+
+    def read(operand: Node) -> Expr | None:
+        return _computed(flow, operand, node, leaf, trained, found)
+
+    if written_between(flow, node, reader):
         return None
-    if (found := leaf(node)) is not None:
-        return found
+    if (of_leaf := leaf(node)) is not None:
+        return of_leaf
     function = out_of_place(function_of(node))
     if value(node).requires_grad != trained or not value(node).is_floating_point():
         return None
-    if function in (*CASTS, "view", "reshape", "unsqueeze", "squeeze"):
-        found = _computed(flow, first_operand(node), node, leaf, trained)
-    else:
-        found = function_over(node, lambda n: _computed(flow, n, node, leaf, trained))
-    if found is not None:
-        flow.spelled.append(node)
-    return found
+    if node not in found:
+        views = (*CASTS, "view", "reshape", "unsqueeze", "squeeze")
+        found[node] = read(first_operand(node)) if function in views else function_over(node, read)
+    return found[node]

@@ -12,6 +12,8 @@ import torch
 from sympy import Expr, Symbol
 from torch.fx import Node
 
+from fxpass.graph.calls import storage
+from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import NoMatch, value
 from fxpass.graph.region import Region
 from fxpass.match.edits import (
@@ -119,6 +121,7 @@ class Flow:
     Attributes:
         linear: the head's linear.
         region: the region of the graph.
+        writers: its nodes that write.
         classes: nodes with classes.
         rows: nodes of rows whose value is known.
         cut: such nodes through which the value's gradient does not flow.
@@ -132,6 +135,8 @@ class Flow:
         selections: symbols of masks of classes → the index that selects these classes.
         sums: symbol → an expression of given values alone, of which it is the sum over the classes.
         reductions: the nodes that reduce the logits, in the graph's order.
+        made: tensors of the logits' shape, class dimensions and dtypes of logits → the expression
+            that :mod:`fxpass.match.masks` found for them.
         spelled: nodes of rows that an assignment to logits was read through.
         assigned: assignments to logits that return nothing.
         unread: reductions and ``spelled`` that only tensors with classes read, which are not
@@ -149,6 +154,7 @@ class Flow:
 
     linear: Linear
     region: Region
+    writers: Writers
     classes: dict[Node, Classes] = field(default_factory=dict)
     rows: dict[Node, Expr] = field(default_factory=dict)
     cut: dict[Node, Expr] = field(default_factory=dict)
@@ -162,6 +168,7 @@ class Flow:
     selections: dict[Symbol, Any] = field(default_factory=dict)
     sums: dict[Symbol, Expr] = field(default_factory=dict)
     reductions: list[Reduced] = field(default_factory=list)
+    made: dict[tuple[Node, int, torch.dtype], Expr | None] = field(default_factory=dict)
     spelled: list[Node] = field(default_factory=list)
     assigned: list[Node] = field(default_factory=list)
     unread: set[Node] = field(default_factory=set)
@@ -184,6 +191,10 @@ class Flow:
     def dtype(self) -> torch.dtype:
         """The dtype of the logits."""
         return value(self.linear.node).dtype
+
+    def writers_of(self, node: Node) -> list[Node]:
+        """The nodes that may write to a tensor's memory."""
+        return [n for memory in {storage(node), None} for n in self.writers.get(memory, ())]
 
     # ------------------------------------------------------------ symbols
 

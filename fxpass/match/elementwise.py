@@ -35,7 +35,7 @@ from fxpass.match.operands import (
     with_bias,
     with_scale,
 )
-from fxpass.match.pointwise import MASKS, POINTWISE
+from fxpass.match.pointwise import MASKS, POINTWISE, check_size
 from fxpass.match.views import VIEWS, View, view_of
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
@@ -165,6 +165,7 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
     reason = "is not known"
     for of_operands in values:
         try:
+            check_size(operands)
             found = replace(like, expr=of_operands(*operands), detached=detached)
         except ValueError as error:
             reason = f"{error}"

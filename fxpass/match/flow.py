@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpass.graph.calls import first_operand, written
 from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place, reads_values
+from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name
@@ -43,15 +44,16 @@ from fxpass.match.tuples import TUPLES, cut_to_size, member_of, tuple_of
 from fxpass.spec.expression import Z
 
 
-def flow_of(linear: Linear, region: Region, modes: dict[Node, Mode]) -> Flow:
-    """Reads all that a region computes of a linear's output; ``modes`` are those of its nodes.
+def flow_of(linear: Linear, region: Region, modes: dict[Node, Mode], writers: Writers) -> Flow:
+    """Reads all that a region computes of a linear's output; ``modes`` and ``writers`` are
+    those of its nodes.
 
     A reader that is not understood needs the logits: it is one of the flow's ``stops``.
 
     Raises:
         NoMatch: it may also write to them, and another node reads them after that.
     """
-    flow = Flow(linear, region)
+    flow = Flow(linear, region, writers)
     flow.classes[linear.node] = Classes((), linear.dim, Z)
     end: NoMatch | None = None
     noted = (flow.classes, flow.pairs, flow.stacks, flow.repeated, flow.rows, flow.cut)

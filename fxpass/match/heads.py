@@ -86,6 +86,7 @@ def heads_of(region: Region, settings: Settings) -> Heads:
 def _flows(region: Region, modes: dict[Node, Mode], settings: Settings, found: Heads) -> list[Flow]:
     """The flows of large linears with reductions that are more than sums of logits."""
     flows: list[Flow] = []
+    writers = hazards.writers_in(region.module.graph)
     for node in region.module.graph.nodes:
         if function_of(node) not in LINEARS:
             continue
@@ -96,7 +97,7 @@ def _flows(region: Region, modes: dict[Node, Mode], settings: Settings, found: H
             if reason := profitability.too_small(linear, settings.min_logits_mb):
                 found.costs.add(node)
                 raise NoMatch(node, reason)
-            flow = flow_of(linear, region, modes)
+            flow = flow_of(linear, region, modes, writers)
             for no in flow.stops:
                 log.debug("%s: %s", source_line(node), no.reason)
                 found.stops[no.node] = no

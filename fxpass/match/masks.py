@@ -14,13 +14,13 @@ from sympy import Expr, Symbol
 from torch import Tensor
 from torch.fx import Node
 
-from fxpass.graph.calls import arguments, first_operand, storage, written
+from fxpass.graph.calls import arguments, first_operand, written
 from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.match.classes import OF_CLASS, Classes, Flow
 from fxpass.match.edits import symbols_of
 from fxpass.match.outputs import WRAPPED
-from fxpass.match.pointwise import MASKS, POINTWISE
+from fxpass.match.pointwise import MASKS, POINTWISE, check_size
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
 
@@ -28,10 +28,17 @@ from fxpass.spec.functions import exact
 def made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | None:
     """The expression of a tensor in the place of the logits; None if it is made of other
     tensors, or if it, or what it is made of, is written to."""
-    function = out_of_place(function_of(node))
     if value(node).shape != whole.shape or node in flow.classes:
         return None
-    if like.dim != whole.dim() - 1 or any(writer is not node for writer in _writers(node)):
+    key = node, like.dim, whole.dtype
+    if key not in flow.made:  # a residual network reaches each layer over 2**layers paths
+        flow.made[key] = _made_of(flow, node, like, whole)
+    return flow.made[key]
+
+
+def _made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | None:
+    function = out_of_place(function_of(node))
+    if like.dim != whole.dim() - 1 or any(writer is not node for writer in flow.writers_of(node)):
         return None
     if function in (*CASTS, "bool", "long", "int") and node.args and is_tensor(node.args[0]):
         return _cast(node, made_of(flow, first_operand(node), like, whole))
@@ -48,7 +55,7 @@ def made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | None
         if tensor.requires_grad and not value(node).requires_grad:
             return None
         made = made_of(flow, operand, like, whole)
-        if made is not None or operand in known or _writers(operand):
+        if made is not None or operand in known or flow.writers_of(operand):
             return made
         if is_row(tensor, like, whole):
             return flow.tensor(operand, "row")
@@ -88,7 +95,10 @@ def function_over(node: Node, read: Callable[[Node], Expr | None]) -> Expr | Non
             return None
         found = [read(n) if is_tensor(n) else number_of(n) for n in given]
         tensors = [one for n, one in zip(given, found, strict=True) if isinstance(n, Node)]
-        return spelling.value(*found) if tensors and None not in tensors else None
+        if not tensors or None in tensors:
+            return None
+        check_size(found)
+        return spelling.value(*found)
     except (ValueError, NoMatch):
         return None
 
@@ -132,9 +142,9 @@ def hot(flow: Flow, node: Node, index: Node, *, wraps: bool = False) -> Symbol |
     """The symbol of a one-hot tensor; None if its class indices change after ``node``. ``wraps``:
     whether negative ones are counted from the end."""
     base = index_of(index)
-    if any(writer > base for writer in _writers(base)):
+    if any(writer > base for writer in flow.writers_of(base)):
         base = index  # a view may be a copy, from before
-    changed = any(writer > node for writer in _writers(base))
+    changed = any(writer > node for writer in flow.writers_of(base))
     return None if changed else flow.tensor(base, WRAPPED if wraps else "hot")
 
 
@@ -165,15 +175,9 @@ def _cast(node: Node, made: Expr | None) -> Expr | None:
     return made if is_hot or not (cut or rounds) else None
 
 
-def written_between(node: Node, reader: Node) -> bool:
+def written_between(flow: Flow, node: Node, reader: Node) -> bool:
     """Whether another node writes to the memory of a tensor before ``reader`` reads it."""
-    return any(node < writer < reader for writer in _writers(node))
-
-
-def _writers(node: Node) -> list[Node]:
-    """The nodes that write to the memory of a tensor."""
-    memory, nodes = storage(node), node.graph.nodes
-    return [n for n in nodes if any(storage(t) in (memory, None) for t in written(n))]
+    return any(node < writer < reader for writer in flow.writers_of(node))
 
 
 def of_classes_alone(expr: Any, *, rows: bool = False) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 
-from fxpass.graph.calls import arguments, first_operand, storage, written
+from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of, reads_values
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, needs_gradient, value
 from fxpass.graph.placements import is_dtensor
@@ -75,7 +75,7 @@ def picks_rows_and_classes(node: Node) -> bool:
 _NUMBERS = (range, list, tuple)
 
 
-def whole_range(node: Any, count: Any) -> bool:
+def whole_range(flow: Flow, node: Any, count: Any) -> bool:
     """Whether an entry of an index is ``arange(count)``, which nothing has changed, or as many
     numbers."""
     if isinstance(node, _NUMBERS):
@@ -83,10 +83,8 @@ def whole_range(node: Any, count: Any) -> bool:
     if not is_tensor(node) or function_of(node) != "arange":
         return False
     given = arguments(node, _ARANGE)
-    memory = {storage(node), None}
-    changed = any(storage(tensor) in memory for n in node.graph.nodes for tensor in written(n))
     whole = given["start"] == 0 and given["step"] == 1 and value(node).shape[0] == count
-    return whole and not changed
+    return whole and not flow.writers_of(node)
 
 
 _ARANGE = {

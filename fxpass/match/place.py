@@ -43,24 +43,22 @@ def movable(node: Node, first: Node) -> list[Node] | None:
     """The nodes that have to be moved before ``first`` so that ``node`` exists there, in the
     graph's order; None if they cannot be moved. A tensor with gradients would get another mode of
     autograd."""
-    if node < first:
-        return []
-    if node.op == "placeholder" or not is_tensor(node) or value(node).requires_grad:
-        return None
-    between = first
-    while between is not node:
+    found, todo, between = set(), [node], first
+    while todo:
+        one = todo.pop()
+        if one < first or one in found:
+            continue
+        if one.op == "placeholder" or not is_tensor(one) or value(one).requires_grad:
+            return None
+        if function_of(one) not in _PURE or written(one):
+            return None
+        found.add(one)
+        todo += one.all_input_nodes
+    while between < node:
         if written(between):
             return None
         between = between.next
-    if function_of(node) not in _PURE or written(node):
-        return None
-    found: dict[Node, None] = {}
-    for operand in node.all_input_nodes:
-        before = movable(operand, first)
-        if before is None:
-            return None
-        found |= dict.fromkeys(before)
-    return sorted(found | {node: None})
+    return sorted(found)
 
 
 # Functions of indices and masks.

@@ -16,8 +16,9 @@ that are not of one logit (``softmax``, ``maximum``), have no useful slope (``ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import sympy
@@ -40,6 +41,19 @@ class Spelling:
 
     signature: Mapping[str, Any]
     value: Callable[..., Expr]
+
+
+# Operations in the operands of a function. An expression is a tree: where a program uses a tensor
+# twice, as in z + tanh(z), its operations are there twice, and after 24 times 2**24 times.
+MOST_OPERATIONS = 200
+
+
+def check_size(operands: Iterable[Any]) -> None:
+    """``ValueError`` if expressions are too large to be one function of a logit."""
+    trees = (sympy.preorder_traversal(o) for o in operands if isinstance(o, Expr))
+    n = len([*islice(chain.from_iterable(trees), MOST_OPERATIONS + 1)])
+    if n > MOST_OPERATIONS:
+        raise ValueError(f"functions of more than {MOST_OPERATIONS} operations are not fused")
 
 
 # ---------------------------------------------------------------- meanings

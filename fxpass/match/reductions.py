@@ -106,7 +106,7 @@ def _getitem(flow: Flow, node: Node) -> None:
     if like.dim != 1 or value(index).dtype != torch.int64 or value(index).dim() != 1:
         raise NoMatch(node, f"%{node.name} indexes rows and classes")
     n = value(first_operand(node)).shape[0]
-    if not whole_range(rows, n) or value(index).shape[0] != n:
+    if not whole_range(flow, rows, n) or value(index).shape[0] != n:
         raise NoMatch(node, f"%{node.name} indexes some of the rows")
     _pick(flow, node, like, Picked(index, None, "negative"), keepdim=False)
 
