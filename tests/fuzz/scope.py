@@ -6,23 +6,22 @@ is there: shapes, dtypes, where the classes are. What raises is not written.
 
 from __future__ import annotations
 
-import operator
 import random
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import grammar, interrupts
-from .case import Statement, lines
+from .case import PREAMBLE, Statement, lines
 from .spellings import all_pointwise_calls
 
 POINTWISE_CALLS = all_pointwise_calls()
 IN_PLACE_CALLS = [c for c in POINTWISE_CALLS if re.search(r"_\(|inplace=True|, True\)", c)]
-GLOBALS: dict[str, Any] = {"torch": torch, "F": F, "operator": operator}
+GLOBALS: dict[str, Any] = {}
+exec(PREAMBLE, GLOBALS)
 _HOLE = re.compile(r"\{(\w+)\}")
 _MOST = 1e6  # beyond, rounding errors are all there is to compare
 
