@@ -57,7 +57,7 @@ class Slope(Terms):
         self._operands, self._few = operands, few
         column = 0
         for output in outputs:
-            count = lines_of(output, 0 if operands.picks is None else operands.classes().shape[1])
+            count = lines_of(output, operands.many)
             of_output = part_of(incoming, slice(column, column + count), 1)
             self._add_output(output, of_output, sums, z)
             column += count

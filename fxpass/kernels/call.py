@@ -119,7 +119,7 @@ def for_reductions(
             forward,
             biased=adds_bias(operands),
             scaled=operands.scale is not None,
-            several=operands.picks is not None and operands.classes().shape[1] != 1,
+            several=operands.picks is not None and operands.many != 1,
             given=tuple(w.dim() == 2 for w in operands.given),
             whole_row=block >= v,
             ragged=padded(v) != v,
@@ -138,7 +138,8 @@ def launches(spec: Reductions, operands: Operands, gpu: Gpu) -> tuple[Launch, ..
     gradient; the GPU need not exist."""
     found = for_reductions(spec, operands, gpu)
     if spec.gradients and not spec.total:
-        found += for_reductions(spec, operands, gpu, forward=False)
+        reduced = spec.of_backward
+        found += for_reductions(reduced, operands.read_by(reduced), gpu, forward=False)
     return found
 
 

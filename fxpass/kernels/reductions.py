@@ -88,12 +88,12 @@ class _Run:
         incoming: Tensor | None,
         forward: bool,
     ):
-        x, picks, scale, k = operands.x, operands.picks, operands.scale, 0
+        x, picks, scale, k = operands.x, operands.picks, operands.scale, operands.many
         self.operands, self.factor = operands, render.gradient_factor(spec)
         (self.row,) = call.for_reductions(spec, operands, call.gpu_of(x.device), forward)
         self.gradients = spec.gradients if spec.total or not forward else ()
         if picks is not None:
-            picks, k = operands.classes().contiguous(), operands.classes().shape[1]
+            picks = operands.classes().contiguous()
         self.sizes = {"N": len(x), "K": k, "PICKS": 1 << max(0, k - 1).bit_length()}
         # what the kernel may read and write, by the dimensions of which a part has some
         self.of_rows: dict[str, Any] = {"lse": out.lse, "rest": out.rest, "total": out.total}

@@ -120,7 +120,7 @@ def gradient_factor(spec: Reductions) -> float:
 def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
     """What the docstring says, how a logit is transformed, and the given values at its class."""
     transformed = spec.transform != Z
-    said = dataclasses.replace(spec, gradients=(), memory_mb=0).text().split(" ")[1:]
+    said = dataclasses.replace(spec, gradients=(), detached=(), memory_mb=0).text().split(" ")[1:]
     said += [name for name in ("biased", "scaled", "several", "apart") if getattr(f, name)]
     functions = expression.functions(spec.transform) if transformed else []
     for i, output in enumerate(spec.sums):

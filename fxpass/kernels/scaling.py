@@ -46,7 +46,7 @@ def scale_incoming(
     bound = incoming.new_zeros(incoming.shape[1])
     row = 0
     for output in outputs:
-        count = lines_of(output, 0 if operands.picks is None else operands.classes().shape[1])
+        count = lines_of(output, operands.many)
         bound += _largest_slope(operands, output) * incoming[row : row + count].abs().sum(0)
         row += count
     if operands.scale is not None:

@@ -24,7 +24,7 @@ from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Taken, symbols_of
 from fxpass.match.elementwise import expr_of
-from fxpass.match.masks import function_over, hot, index_of, made_of, written_between
+from fxpass.match.masks import function_over, hot, index_of, made_of
 from fxpass.match.operands import operand_of, whole_range
 from fxpass.match.outputs import Picked
 from fxpass.match.pointwise import MASKS
@@ -146,7 +146,7 @@ def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None)
     def leaf(one: Node) -> Expr | None:
         """The logit at the target, as an expression of all logits."""
         expr = flow.rows.get(one)
-        if expr is None or target is None or written_between(flow, index_of(target), node):
+        if expr is None or target is None or flow.written_between(index_of(target), node):
             return None
         for symbol in symbols_of(expr) & flow.outputs.keys():
             base, output = flow.outputs[symbol]
@@ -176,7 +176,7 @@ def _computed(
     def read(operand: Node) -> Expr | None:
         return _computed(flow, operand, node, leaf, trained, found)
 
-    if written_between(flow, node, reader):
+    if flow.written_between(node, reader):
         return None
     if (of_leaf := leaf(node)) is not None:
         return of_leaf

@@ -5,6 +5,7 @@ In: a head. Out: a :class:`Flow`, which :mod:`fxpass.match.flow` fills; see ther
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,6 +123,7 @@ class Flow:
         linear: the head's linear.
         region: the region of the graph.
         writers: its nodes that write.
+        trained: its nodes that gradients may reach.
         classes: nodes with classes.
         rows: nodes of rows whose value is known.
         cut: such nodes through which the value's gradient does not flow.
@@ -139,8 +141,8 @@ class Flow:
             that :mod:`fxpass.match.masks` found for them.
         spelled: nodes of rows that an assignment to logits was read through.
         assigned: assignments to logits that return nothing.
-        unread: reductions and ``spelled`` that only tensors with classes read, which are not
-            computed any more.
+        unread: reductions, their views and ``spelled`` that only tensors with classes read, which
+            are not computed any more.
         pairs: nodes whose value is a tuple of tensors.
         stacks: stacks of logits, and views of them.
         repeated: nodes that are broadcast to the logits' shape → the tensor that is.
@@ -155,6 +157,7 @@ class Flow:
     linear: Linear
     region: Region
     writers: Writers
+    trained: Collection[Node]
     classes: dict[Node, Classes] = field(default_factory=dict)
     rows: dict[Node, Expr] = field(default_factory=dict)
     cut: dict[Node, Expr] = field(default_factory=dict)
@@ -195,6 +198,10 @@ class Flow:
     def writers_of(self, node: Node) -> list[Node]:
         """The nodes that may write to a tensor's memory."""
         return [n for memory in {storage(node), None} for n in self.writers.get(memory, ())]
+
+    def written_between(self, node: Node, reader: Node) -> bool:
+        """Whether another node writes to the memory of a tensor before ``reader`` reads it."""
+        return any(node < writer < reader for writer in self.writers_of(node))
 
     # ------------------------------------------------------------ symbols
 
@@ -293,7 +300,10 @@ class Flow:
             (self.rows if same else self.cut)[node] = rows
 
     def row(self, node: Node, reader: Node) -> Expr | None:
-        """The value of a node of rows as ``reader`` may use it; None for another node."""
+        """The value of a node of rows as ``reader`` may use it; None for another node, and for one
+        that is written to."""
+        if self.written_between(node, reader):
+            return None
         cut = None if value(reader).requires_grad else self.cut.get(node)
         return self.rows.get(node, cut)
 

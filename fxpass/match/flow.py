@@ -18,6 +18,7 @@ sum over the classes is moment(1,1) + lse_0, since the sum of p is 1::
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from torch.fx import Node
@@ -41,19 +42,26 @@ from fxpass.match.pointwise import POINTWISE
 from fxpass.match.reductions import REDUCTIONS, of_loss
 from fxpass.match.stacks import stack_of, taken_from_stack
 from fxpass.match.tuples import TUPLES, cut_to_size, member_of, tuple_of
+from fxpass.match.views import index_of
 from fxpass.spec.expression import Z
 
 
-def flow_of(linear: Linear, region: Region, modes: dict[Node, Mode], writers: Writers) -> Flow:
-    """Reads all that a region computes of a linear's output; ``modes`` and ``writers`` are
-    those of its nodes.
+def flow_of(
+    linear: Linear,
+    region: Region,
+    modes: dict[Node, Mode],
+    writers: Writers,
+    trained: Collection[Node],
+) -> Flow:
+    """Reads all that a region computes of a linear's output. The others are those of its nodes:
+    their modes, those that write, and those that gradients may reach.
 
     A reader that is not understood needs the logits: it is one of the flow's ``stops``.
 
     Raises:
         NoMatch: it may also write to them, and another node reads them after that.
     """
-    flow = Flow(linear, region, writers)
+    flow = Flow(linear, region, writers, trained)
     flow.classes[linear.node] = Classes((), linear.dim, Z)
     end: NoMatch | None = None
     noted = (flow.classes, flow.pairs, flow.stacks, flow.repeated, flow.rows, flow.cut)
@@ -113,7 +121,7 @@ def _follow(flow: Flow, node: Node, modes: dict[Node, Mode]) -> bool:
 def _drop_unread(flow: Flow) -> None:
     """Notes the reductions that only tensors with classes read: the lse in ``z - lse``."""
     operands = set(flow.tensors.values())
-    nodes = {r.node for r in flow.reductions if r.node not in operands}
+    nodes = {*flow.rows, *flow.cut, *(r.node for r in flow.reductions)} - operands
     readers = {*flow.classes, *flow.assigned}
     for node in sorted(nodes.union(flow.spelled), reverse=True):
         if node.users and readers.issuperset(node.users):
@@ -176,11 +184,19 @@ def _is_operand(node: Node, function: str) -> bool:
 
 def _same_row(flow: Flow, node: Node) -> None:
     """A reshaped row has the value of the row."""
-    function = function_of(node)
-    known = function in ("unsqueeze", "view", "reshape") or function in CASTS
-    if known and is_tensor(node) and value(node).is_floating_point():
+    if _keeps_order(node) and is_tensor(node) and value(node).is_floating_point():
         operand = first_operand(node)
         same = value(node).requires_grad == value(operand).requires_grad
+        same = same and not flow.written_between(operand, node)
         for known in (flow.rows, flow.cut):
             if operand in known and same:
                 known[node] = known[operand]
+
+
+def _keeps_order(node: Node) -> bool:
+    """Whether a node has the elements of its operand in their order."""
+    function = function_of(node)
+    if function == "getitem":  # rows[:, None]
+        return all(entry in (None, ..., slice(None)) for entry in index_of(node))
+    same = function in ("unsqueeze", "squeeze", "view", "reshape", "flatten", "contiguous")
+    return function in CASTS or (same and value(node).dtype == value(first_operand(node)).dtype)

@@ -28,7 +28,7 @@ from fxpass.match.head import Head
 from fxpass.match.join import Options, calls_of
 from fxpass.match.leaving import Deferred, deferred_outputs
 from fxpass.match.linears import LINEARS, linear_of
-from fxpass.match.modes import Mode, modes_of
+from fxpass.match.modes import Mode, gradients_reach, modes_of
 from fxpass.match.outputs import Summed
 from fxpass.settings import Settings
 from fxpass.spec.expression import Z
@@ -87,6 +87,7 @@ def _flows(region: Region, modes: dict[Node, Mode], settings: Settings, found: H
     """The flows of large linears with reductions that are more than sums of logits."""
     flows: list[Flow] = []
     writers = hazards.writers_in(region.module.graph)
+    trained = gradients_reach(region.module.graph, writers)
     for node in region.module.graph.nodes:
         if function_of(node) not in LINEARS:
             continue
@@ -97,7 +98,7 @@ def _flows(region: Region, modes: dict[Node, Mode], settings: Settings, found: H
             if reason := profitability.too_small(linear, settings.min_logits_mb):
                 found.costs.add(node)
                 raise NoMatch(node, reason)
-            flow = flow_of(linear, region, modes, writers)
+            flow = flow_of(linear, region, modes, writers, trained)
             for no in flow.stops:
                 log.debug("%s: %s", source_line(node), no.reason)
                 found.stops[no.node] = no

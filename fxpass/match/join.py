@@ -34,7 +34,6 @@ from fxpass.match.totals import (
     Total,
     coefficients_of,
     is_linear,
-    passes_gradients,
     total_of,
 )
 from fxpass.plan.choice import Choice, choose
@@ -173,7 +172,7 @@ def _call(
     flow: Flow, base: Base, reductions: list[Reduced], symbols: list[Symbol], options: Options
 ) -> Call:
     linear, first, modes = flow.linear, reductions[0].node, options.modes
-    differentiable = [r for r in reductions if _differentiable(r, modes)]
+    differentiable = [r for r in reductions if _differentiable(flow, r, modes)]
     detached = all(r.like.detached or r not in differentiable for r in reductions)
     outputs = [flow.outputs[s][1] for s in symbols]
     summed = [o for o in outputs if isinstance(o, Summed)]
@@ -198,9 +197,11 @@ def _call(
         kind = "at" if pick.logit else "pick"
         names[symbol] = Symbol(f"{kind}{numbers[replace(pick, logit=False)]}")
     transform: Expr = base.transform.xreplace(names)  # type: ignore[assignment]
-    waiting = Reductions(
-        tuple(_named(flow, symbols, names)), transform, gradients, memory_mb=memory
-    )
+    every, of_trained = (_named(flow, some, names) for some in (symbols, trained))
+    waiting = Reductions(tuple(every), transform, gradients, memory_mb=memory)
+    if gradients and flow.sharding is None:
+        untrained = tuple(o for o in waiting.rows if o not in of_trained)
+        waiting = replace(waiting, detached=untrained)
     total, of_total, left, added = None, None, symbols, {}
     # the ranks of a sharded head exchange what its gradients need after forward
     if set(gradients) <= set(PRODUCTS) and flow.sharding is None:
@@ -210,7 +211,9 @@ def _call(
         read = [r for r in reductions if r not in total.reductions or r in total.read]
         left = _symbols(flow, base, read)
         added = _named(flow, _symbols(flow, base, list(total.reductions)), names)
-        of_total = replace(waiting, outputs=tuple(_named(flow, left, names)), total=tuple(added))
+        of_total = replace(
+            waiting, outputs=tuple(_named(flow, left, names)), total=tuple(added), detached=()
+        )
     choice = _choice(flow, base, of_total, waiting, options)
     spec = choice.spec
     if spec.total:
@@ -225,6 +228,10 @@ def _call(
         logits = None if waits and hazards.leaves(logits) else logits
         operands += [] if logits is None else [logits]
     after, moved = place(linear.node, operands, first)
+    while modes[after].transforms > modes[linear.node].transforms:
+        after = after.next  # an operand is what a transform returns
+    if any(modes[r.node].transforms != modes[linear.node].transforms for r in reductions):
+        raise NoMatch(first, f"%{first.name} is inside a torch.func transform (vmap, grad, ...)")
     if not detached and modes[after].grad != modes[linear.node].grad:
         if modes[first].grad != modes[linear.node].grad:
             reason = f"gradients are switched on or off between %{after.name} and the head"
@@ -307,7 +314,7 @@ def _total(
     """The total of the reductions of one call, if no other reduction reads its outputs with
     gradients, and it reads no other's; without gradients, of one loss, whose ignored rows are left
     out then."""
-    if not any(_differentiable(r, modes) for r in reductions):
+    if not any(_differentiable(flow, r, modes) for r in reductions):
         (first, *more) = reductions
         alone = first.loss is not None and first.is_scalar and not more
         # in inference mode, autograd could not find the coefficients beside a constant
@@ -317,7 +324,7 @@ def _total(
     for reduced in flow.reductions:
         inside = reduced in reductions
         alien = [s for s in reduced.symbols & flow.outputs.keys() if (s in symbols) != inside]
-        if alien and _differentiable(reduced, modes):
+        if alien and _differentiable(flow, reduced, modes):
             return None
     return total_of(flow, reductions)
 
@@ -342,9 +349,9 @@ def _named(
     return {o: outputs[o] for o in sorted(outputs, key=lambda o: (is_index(o), str(o)))}
 
 
-def _differentiable(reduced: Reduced, modes: dict[Node, Mode]) -> bool:
+def _differentiable(flow: Flow, reduced: Reduced, modes: dict[Node, Mode]) -> bool:
     """Whether a gradient reaches a reduction: of a metric that is detached later, none does."""
-    return modes[reduced.node].grad and passes_gradients(reduced.node)
+    return modes[reduced.node].grad and reduced.node in flow.trained
 
 
 def _gradients(

@@ -175,11 +175,6 @@ def _cast(node: Node, made: Expr | None) -> Expr | None:
     return made if is_hot or not (cut or rounds) else None
 
 
-def written_between(flow: Flow, node: Node, reader: Node) -> bool:
-    """Whether another node writes to the memory of a tensor before ``reader`` reads it."""
-    return any(node < writer < reader for writer in flow.writers_of(node))
-
-
 def of_classes_alone(expr: Any, *, rows: bool = False) -> bool:
     """Whether an expression is one of a logit and of what is given at its class, without a softmax;
     ``rows``: or of what is given for its row."""

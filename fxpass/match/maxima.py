@@ -100,7 +100,7 @@ def _highest(flow: Flow, node: Node, like: Classes, output: str) -> Expr:
     base, expr = _grows(flow, node, like)
     largest = Symbol("largest", real=True)
     rows = expr.subs(base.log, largest - base.lse)
-    if rows.has(base.lse) and (output == "max" or not value(node).requires_grad):
+    if rows.has(base.lse) and (output == "max" or node not in flow.trained):
         # of log or of its exponential: equal to what is picked there, bit by bit
         return expr.subs(base.log, flow.output(base, "peak"))
     return rows.subs(largest, flow.output(base, output))

@@ -1,7 +1,7 @@
-"""The modes of autograd under which the nodes of a graph run.
+"""The modes under which the nodes of a graph run.
 
-In: a graph. Out: for each node whether gradients and inference mode are enabled; a program may
-switch both anywhere::
+In: a graph. Out: for each node whether gradients and inference mode are enabled, and how many
+transforms of torch.func it is in; a program may switch all of them anywhere::
 
     %h = linear(...)                     Mode(grad=True, inference=False)
     _set_grad_enabled(False)
@@ -16,14 +16,18 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpass.graph.calls import first_operand
+from fxpass.graph.functions import reads_values
+from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import is_tensor, value
 
 
 class Mode(NamedTuple):
-    """Whether gradients are enabled and whether inference mode is."""
+    """Whether gradients are enabled and whether inference mode is, and the number of transforms
+    (vmap, grad) around the node."""
 
     grad: bool
     inference: bool
+    transforms: int = 0
 
 
 def modes_of(graph: Graph) -> dict[Node, Mode]:
@@ -37,11 +41,30 @@ def modes_of(graph: Graph) -> dict[Node, Mode]:
         elif node.target is torch.autograd.grad_mode._enter_inference_mode:
             outer[node] = mode
             inference = bool(node.args[0])
-            mode = Mode(not inference, inference)  # leaving it switches gradients on
+            mode = mode._replace(
+                grad=not inference, inference=inference
+            )  # leaving it switches gradients on
         elif node.target is torch.autograd.grad_mode._exit_inference_mode:
             (entered,) = node.all_input_nodes
             mode = outer[entered]
+        name = getattr(node.target, "__name__", "")
+        depth = name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+        mode = mode._replace(transforms=mode.transforms + depth)
         found[node] = mode
+    return found
+
+
+def gradients_reach(graph: Graph, writers: Writers) -> set[Node]:
+    """The nodes that gradients may reach: with a path of nodes with gradients to an output, or to
+    a write. Of the shape of a node, or of a comparison, there is none."""
+    found = set(graph.find_nodes(op="output"))
+    writing = set().union(*writers.values())
+    for node in reversed(graph.nodes):
+        if is_tensor(node) and not value(node).requires_grad:
+            continue
+        users = [user for user in node.users if user in found and reads_values(user, node)]
+        if users or node in writing or not (node.users or is_tensor(node)):
+            found.add(node)
     return found
 
 

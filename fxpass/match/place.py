@@ -61,11 +61,12 @@ def movable(node: Node, first: Node) -> list[Node] | None:
     return sorted(found)
 
 
-# Functions of indices and masks.
+# Functions of indices and masks, and what makes them.
 _PURE = {
     *VIEWS,
     *("add", "sub", "clamp", "clamp_min", "where", "masked_fill", "remainder", "to", "long"),
-    *("eq", "ne", "lt", "gt", "le", "ge", "expand", "arange", "float", "type_as", "mul", "neg"),
+    *("eq", "ne", "lt", "gt", "le", "ge", "expand", "float", "type_as", "mul", "neg"),
+    *("arange", "zeros", "ones", "full"),
 }
 
 

@@ -20,7 +20,7 @@ from fxpass.graph.nodes import NoMatch, value
 from fxpass.match.bases import check_given, fits, in_logs
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
-from fxpass.match.masks import of_classes_alone, written_between
+from fxpass.match.masks import of_classes_alone
 from fxpass.match.outputs import Base, Picked, Summed, Weighted
 from fxpass.spec import expression
 from fxpass.spec.expression import L, Z
@@ -181,7 +181,7 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
         pick = flow.outputs[symbol][1]
         if not isinstance(pick, Picked) or pick.count != 1 or pick.pieces or symbol in flow.parts:
             raise unknown
-        if any(written_between(flow, index, node) for index in pick.indices):
+        if any(flow.written_between(index, node) for index in pick.indices):
             raise unknown  # the call reads the index where the sum is
     try:
         expression.text(function)

@@ -10,7 +10,7 @@ gradients with the outputs; a mean, a mask, or the advantages of a policy's loss
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,12 +69,12 @@ def total_of(flow: Flow, reductions: Collection[Reduced]) -> Total | None:
         read = {n for n in node.all_input_nodes if n in linear and reads_values(node, n)}
         if node in starts:
             linear[node] = {node}
-        elif read and _needs_gradient(node):
+        elif read and node in flow.trained:
             if not _keeps_linear(node, read):
                 return None
             linear[node] = set().union(*(linear[n] for n in read))
         whole = node in linear and value(node).dim() == 0 and starts.keys() <= linear.keys()
-        if whole and _all_gradients_pass(node, linear):
+        if whole and _all_gradients_pass(flow, node, linear):
             found = _total(flow, node, starts, linear)
             return None if _changes({*linear, *found.operands}, min(starts), node) else found
         node = node.next
@@ -149,26 +149,15 @@ def _tensors(flow: Flow, reduced: Reduced) -> set[Node]:
 # ---------------------------------------------------------------- the nodes after the reductions
 
 
-def passes_gradients(node: Node, to: Container[Node] | None = None) -> bool:
-    """Whether a node has gradients from a user; with ``to``, from another one than these."""
-    return value(node).requires_grad and any(
-        user.op == "output" or (reads_values(user, node) and _needs_gradient(user))
-        for user in node.users
-        if to is None or user not in to
-    )
-
-
-def _needs_gradient(node: Node) -> bool:
-    return not is_tensor(node) or value(node).requires_grad
-
-
 def _reads(user: Node, node: Node) -> bool:
     return user.op == "output" or reads_values(user, node)
 
 
-def _all_gradients_pass(total: Node, linear: dict[Node, set[Node]]) -> bool:
+def _all_gradients_pass(flow: Flow, total: Node, linear: dict[Node, set[Node]]) -> bool:
     """Whether every other linear node has gradients through ``total`` only."""
-    return not any(passes_gradients(n, to=linear) for n in linear if n is not total)
+    others = [n for n in linear if n is not total and value(n).requires_grad]
+    users = ((user, n) for n in others for user in n.users if user not in linear)
+    return not any(user in flow.trained and reads_values(user, n) for user, n in users)
 
 
 def _keeps_linear(node: Node, read: Collection[Node]) -> bool:

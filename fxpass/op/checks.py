@@ -72,7 +72,7 @@ def check(operands: Operands, spec: Reductions) -> None:
         raise ValueError(
             f"{NAME} needs picks [{n}] or [{n}, K] int64, got {list(picks.shape)} {picks.dtype}"
         )
-    many = 0 if picks is None else picks.shape[1] if picks.dim() == 2 else 1
+    many = operands.many
     if many < spec.least_picks:
         raise ValueError(f"{NAME} needs {spec.least_picks} picks of a row for {spec.text()!r}")
     if spec.top and max(output.k for output in spec.top) > v:

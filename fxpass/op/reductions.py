@@ -47,6 +47,7 @@ from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.operands import Operands, Outputs, empty
+from fxpass.spec.outputs import lines_of
 from fxpass.spec.reductions import Reductions
 
 
@@ -193,9 +194,9 @@ def _class_reductions_backward(
     logits: Tensor | None,
     spec: str,
 ) -> list[Tensor]:
-    """The gradients that a spec without a total names, for the gradient ``[R, N]`` of the rows, in
-    the dtypes of their operands. The other arguments are those and the results of
-    :func:`class_reductions`."""
+    """The gradients that a spec without a total names, in the dtypes of their operands, for the
+    gradient ``[R, N]`` of the rows that are not detached. The other arguments are those and the
+    results of :func:`class_reductions`, or what ``Operands.read_by(spec.of_backward)`` leaves."""
     s = Reductions.parse(spec)
     operands = Operands(x, weight, bias, scale, picks, tuple(given), None, logits, s.shard)
     if not weight.shape[0]:
@@ -215,12 +216,13 @@ def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dic
     if index is not None:
         some = rows_of(operands, index)
         out = Outputs(*(t[..., index] if t.numel() else t for t in out))
-    elif spec.softmax:
+    elif spec.of_backward.softmax:
         # such a row adds nothing, whatever its lse is
         out = out._replace(lse=torch.where(counts, out.lse, torch.finfo(out.lse.dtype).max))
     plan = _plan(some, spec, gradients=True)
     incoming = out.rows.to(compute_dtype(operands.x.dtype))
-    grads = _implementation(plan).backward(some, spec, plan, out, incoming)
+    # the plan of forward's outputs: the logits are rounded as there
+    grads = _implementation(plan).backward(some, spec.of_backward, plan, out, incoming)
     return grads if index is None else of_all_rows(grads, operands, index)
 
 
@@ -267,7 +269,8 @@ class _Differentiable(torch.autograd.Function):
     def forward(ctx: Any, keys: Any, text: str, *tensors: Any) -> tuple[Tensor, ...]:
         picks, coef, logits, x, weight, bias, scale, *given = tensors
         spec = Reductions.parse(text)
-        check_gradients(Operands(x, weight, bias, scale, picks, tuple(given), coef, logits), spec)
+        operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits)
+        check_gradients(operands, spec)
         arguments = x, weight, bias, scale, picks, given, coef, logits, text
         with torch._C._AutoDispatchBelowAutograd():
             results = spec.named(_FORWARD.redispatch(keys, *arguments))
@@ -276,13 +279,13 @@ class _Differentiable(torch.autograd.Function):
         differentiable = "total" if spec.total else "rows"
         ctx.mark_non_differentiable(*(t for k, t in results.items() if k != differentiable))
         if spec.total:
-            ctx.dtypes = {
-                k: t.dtype for k, t in _trained(Operands(*arguments[:5], ()), spec).items()
-            }
+            ctx.dtypes = {name: t.dtype for name, t in _trained(operands, spec).items()}
             ctx.save_for_backward(*(results[name] for name in spec.gradients))
         else:
             saved = (results.get(name) for name in ("lse", "rest", "saved"))
-            ctx.save_for_backward(*saved, logits, x, weight, bias, scale, picks, *given)
+            ctx.lines = [lines_of(output, operands.many) for output in spec.rows]
+            read = operands.read_by(spec.of_backward)
+            ctx.save_for_backward(*saved, logits, *read[:5], *read.given)
         return tuple(results.values())
 
     @staticmethod
@@ -296,7 +299,11 @@ class _Differentiable(torch.autograd.Function):
         elif incoming.get("rows") is not None:
             lse, rest, saved, logits, *operands = ctx.saved_tensors
             read = lse, rest, saved, *operands[:5], operands[5:], logits
-            gradients = _BACKWARD(incoming["rows"], *read, ctx.text)
+            grad = incoming["rows"]
+            if spec.detached:
+                lines = zip(spec.rows, grad.split(ctx.lines), strict=True)
+                grad = torch.cat([line for output, line in lines if output not in spec.detached])
+            gradients = _BACKWARD(grad, *read, ctx.text)
             found = dict(zip(spec.gradients, gradients, strict=True))
         of_operands = ("x", "weight", "bias", "scale", *(f"given{i}" for i in range(ctx.count)))
         return None, None, None, None, None, *map(found.get, of_operands)

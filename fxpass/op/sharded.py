@@ -48,7 +48,6 @@ from fxpass.spec.shards import (
     of_backward,
     of_forward,
     of_second_pass,
-    read_by,
     with_known,
 )
 
@@ -171,8 +170,8 @@ class _Merged(torch.autograd.Function):
         lse, rest, saved, known, leads, share, picks, logits, *tensors = ctx.saved_tensors
         x, weight, bias, scale, *own = tensors
         operands = Operands(x, weight, bias, scale, picks, tuple(own), logits=logits)
-        local, many = of_backward(spec), _many(picks)
-        here = read_by(local, with_known(operands, spec, known))
+        local, many = of_backward(spec), operands.many
+        here = with_known(operands, spec, known).read_by(local)
         sums = dict(zip(spec.saved, saved, strict=True))
         lines = _with_late(_by_output(grad, spec.rows, many), spec, sums, many)
         lines = _of_shard(lines, spec, local, {"max": leads, "amax": share})
@@ -329,16 +328,12 @@ def _ties(operands: Operands, spec: Reductions) -> Tensor:
 def _run(operands: Operands, local: Reductions) -> tuple[dict[Output, Tensor], Tensor, Tensor]:
     """The outputs of the shard, by name; its indices ``[I, N]``; the rounding error of its lse
     ``[N]``."""
-    x, weight, bias, scale, picks, given, _, logits, _ = read_by(local, operands)
+    here = operands.read_by(local)
+    x, weight, bias, scale, picks, given, _, logits, _ = here
     found = of_one_rank(x, weight, bias, scale, picks, given, None, logits, local.text())
     rows, rest = found["rows"], found.get("rest", x.new_empty(0))
     index = found.get("indices", rows.new_empty((0, len(x)), dtype=torch.int64))
-    return _by_output(rows, local.rows, _many(picks)), index, rest
-
-
-def _many(picks: Tensor | None) -> int:
-    """The picks of a row, in ``[N]`` or ``[N, K]``."""
-    return 0 if picks is None else 1 if picks.dim() == 1 else picks.shape[1]
+    return _by_output(rows, local.rows, here.many), index, rest
 
 
 def _by_output(rows: Tensor, outputs: Iterable[Output], many: int) -> dict[Output, Tensor]:

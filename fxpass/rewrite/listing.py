@@ -25,7 +25,6 @@ from fxpass.spec.shards import (
     of_backward,
     of_forward,
     of_second_pass,
-    read_by,
     with_known,
 )
 
@@ -54,7 +53,7 @@ def launches_of(graph: Graph) -> Iterator[Launch]:
 def _of_shard(
     call: Reductions, operands: Operands, gpu: Gpu, forward: bool = True
 ) -> tuple[Launch, ...]:
-    return for_reductions(call, read_by(call, operands), gpu, forward)
+    return for_reductions(call, operands.read_by(call), gpu, forward)
 
 
 def _of_reductions(call: Node) -> tuple[Reductions, Operands]:

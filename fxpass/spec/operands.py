@@ -56,6 +56,22 @@ class Operands(NamedTuple):
         assert self.picks is not None
         return self.picks if self.picks.dim() == 2 else self.picks.unsqueeze(1)
 
+    def read_by(self, spec: Reductions) -> Operands:
+        """The operands without picks that ``spec`` does not read, and with placeholders for such
+        given values."""
+        read = {f"given{i}" for i in spec.weights} | {f"{kind}{i}" for kind, i in spec.operands}
+        read |= {*spec.gradients}
+        of_classes = self.weight.new_empty(()).expand(len(self.weight))
+        given = tuple(t if f"given{i}" in read else of_classes for i, t in enumerate(self.given))
+        return self._replace(picks=self.picks if spec.picked else None, given=given)
+
+    @property
+    def many(self) -> int:
+        """The picks of a row."""
+        if self.picks is None:
+            return 0
+        return 1 if self.picks.dim() == 1 else self.picks.shape[1]
+
     def values(self, position: int, rows: slice, classes: slice) -> Tensor:
         """One of ``given`` in a tile of logits, ``[classes]`` or ``[rows, classes]``, in the
         compute dtype."""
@@ -140,9 +156,8 @@ def empty(operands: Operands, spec: Reductions) -> Outputs:
     new, results = operands.x.new_empty, spec.results
     found = dict.fromkeys(Outputs._fields, new((0, 0), dtype=dtype))
     found |= {k: new(n, dtype=dtype) for k in ("lse", "rest", "total") if k in results}
-    many = operands.classes().shape[1] if operands.picks is not None else 0
     for name, outputs in ("rows", spec.rows), ("indices", spec.indices), ("saved", spec.saved):
         if outputs:
-            lines = sum(lines_of(output, many) for output in outputs)
+            lines = sum(lines_of(output, operands.many) for output in outputs)
             found[name] = new((lines, n), dtype=torch.int64 if name == "indices" else dtype)
     return Outputs(**found)

@@ -185,6 +185,8 @@ class Reductions:
         memory_mb: scratch budget in MiB; 0 leaves it to the plan.
         shard: whether the classes are a vocabulary shard. The pick V is none of them then: its
             logit is 0, without a gradient, and no class has the hit.
+        detached: those of ``rows`` that have no gradient where others have, such as metrics under
+            ``no_grad``. Backward does not read what only they read.
 
     The text form is the operator's last argument::
 
@@ -200,6 +202,7 @@ class Reductions:
     total: tuple[Output, ...] = ()
     memory_mb: int = 0
     shard: bool = False
+    detached: tuple[Output, ...] = ()
 
     def __post_init__(self) -> None:
         for output in (*self.outputs, *self.total):
@@ -223,6 +226,10 @@ class Reductions:
                 raise ValueError(f"{output} cannot be added up over the rows")
         if self.total and not set(self.gradients) <= set(PRODUCTS):
             raise ValueError(f"a total has gradients of {', '.join(PRODUCTS)}")
+        if self.detached and (self.total or not self.gradients):
+            raise ValueError("outputs are detached where others have a gradient in backward")
+        if self.detached != tuple(o for o in self.rows if o in self.detached):
+            raise ValueError(f"detached outputs must be rows in their order, got {self.detached}")
         if self.memory_mb < 0:
             raise ValueError(f"memory_mb must not be negative, got {self.memory_mb}")
         if self.gradients != tuple(sorted(set(self.gradients), key=_position)):
@@ -257,7 +264,17 @@ class Reductions:
     @functools.cached_property
     def saved(self) -> tuple[Moment | Sum, ...]:
         """The sums that backward reads."""
-        return for_slopes(self.outputs) if self.gradients and not self.total else ()
+        trained = (o for o in self.outputs if o not in self.detached)
+        return for_slopes(trained) if self.gradients and not self.total else ()
+
+    @functools.cached_property
+    def of_backward(self) -> Reductions:
+        """What backward computes: the outputs that have a gradient."""
+        if not self.detached:
+            return self
+        trained = tuple(o for o in self.rows if o not in self.detached)
+        ranks: tuple[Output, ...] = ("argmax",) * self.ranks  # logits are rounded as in forward
+        return dataclasses.replace(self, outputs=(*trained, *ranks), detached=())
 
     @functools.cached_property
     def sums(self) -> tuple[Sum, ...]:
@@ -346,6 +363,7 @@ class Reductions:
             "total": ";".join(map(str, self.total)),
             "memory_mb": self.memory_mb or "",
             "shard": "1" if self.shard else "",
+            "detached": ";".join(map(str, self.detached)),
         }
         return " ".join([REVISION, *(f"{k}={text}" for k, text in fields.items() if text)])
 
@@ -361,15 +379,15 @@ class Reductions:
             )
         try:
             found = dict(word.split("=", 1) for word in words)
-            outputs, total = (
+            outputs, total, detached = (
                 tuple(map(_output, filter(None, found.get(name, "").split(";"))))
-                for name in ("outputs", "total")
+                for name in ("outputs", "total", "detached")
             )
             transform = expression.parse(found.get("transform", "z"))
             gradients = tuple(filter(None, found.get("gradients", "").split(",")))
             memory_mb = int(found.get("memory_mb", "0"))
             shard = found.get("shard") == "1"
-            spec = Reductions(outputs, transform, gradients, total, memory_mb, shard)
+            spec = Reductions(outputs, transform, gradients, total, memory_mb, shard, detached)
         except ValueError as error:
             raise ValueError(f"not reductions: {text!r}") from error
         if spec.text() != text:  # one computation, one text, one cache key

@@ -89,11 +89,6 @@ def known_rows(spec: Reductions) -> tuple[tuple[str, int], ...]:
     return (*((("lse", 0), ("rest", 0)) if log else ()), *sorted(read))
 
 
-def read_by(call: Reductions, operands: Operands) -> Operands:
-    """The operands without picks that one of these calls does not read."""
-    return operands if call.picked else operands._replace(picks=None)
-
-
 def with_known(operands: Operands, spec: Reductions, known: Tensor) -> Operands:
     """The operands of a second pass and of backward. ``known``: the values of :func:`known_rows`,
     ``[K, N]``."""

@@ -233,6 +233,29 @@ FUNCTIONS: Recipes = (
         "t.copy_((t + 1) % 7)",
         "r% = F.relu(1 + {z} - v%).sum({d})",
     ),
+    (
+        "v% = {z}.gather({d}, {lab1})",
+        "v%.detach().mul_(0.5)",
+        "r% = ({z} > v%).float().sum({d}) * {z}.logsumexp({d})",
+    ),
+    (
+        "v% = {z}.gather({d}, {lab1}).squeeze({d})",
+        "k% = v%.unsqueeze({d})",
+        "v%.detach().mul_(0.5)",
+        "r% = F.relu(1 + {z} - k%).sum({d})",
+    ),
+    (
+        "v% = {z}.mean({d})",
+        "v%.detach().sub_(1)",
+        "r% = F.softplus({z} - v%.unsqueeze({d})).sum({d})",
+    ),
+    (
+        "lp% = {z}.log_softmax({d})",
+        "v% = lp%.gather({d}, {lab1}).squeeze({d})",
+        "c% = (lp% > v%.unsqueeze({d})).sum({d})",
+        "o% = torch.zeros({V}).add_(0.5)",
+        "r% = v% * (1 + c%) + (lp%.exp() * o%).detach().sum({d})",
+    ),
 )
 ENTROPIES: Recipes = (
     ("lp% = {z}.log_softmax({d})", "p% = lp%.exp()", "r% = -(p% * lp%).sum({d})"),

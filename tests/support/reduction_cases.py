@@ -103,6 +103,7 @@ class Case(NamedTuple):
             every["hit0"] = F.one_hot(picks[:, 0], z.shape[1]).to(wide)
             every |= {"at0": z.gather(1, picks[:, :1]), "pick0": log.gather(1, picks[:, :1])}
         for output in self.spec.rows:
+            start = len(lines)
             if isinstance(output, Sum):
                 lines.append(FUNCTIONS[output](z=z, log=log, **every).sum(1))
             elif isinstance(output, Moment):
@@ -120,6 +121,8 @@ class Case(NamedTuple):
                         "peak": lambda: log.max(1).values,
                     }[output]()
                 )
+            if output in self.spec.detached:
+                lines[start:] = [line.detach() for line in lines[start:]]
         return torch.stack(lines)
 
     def reordered(self, seed: int) -> Callable[..., Tensor]:

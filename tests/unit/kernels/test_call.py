@@ -79,6 +79,15 @@ def policy(x, w, y):
     return (chosen * chosen.detach().exp() + 0.01 * entropy).mean(), z.argmax(-1) == y
 
 
+def metrics(x, w, y):
+    """Log-probabilities, and under no_grad a moment and a count of a second pass."""
+    log = F.linear(x, w).float().log_softmax(-1)
+    chosen = log.gather(-1, y.unsqueeze(1)).squeeze(1)
+    with torch.no_grad():
+        read = (log.exp() * torch.ones(len(w))).sum(-1), (log > chosen.unsqueeze(1)).sum(-1)
+    return chosen.square().sum(), *read
+
+
 def several_picks(x, w, y):
     z = F.linear(x, w).float()
     return z.log_softmax(-1).gather(-1, torch.stack([y, y // 2, y * 0], 1)).square().sum()
@@ -125,7 +134,18 @@ def kept(x, w, y):
 
 
 IN_FORWARD = (accurate, everything, plain, smoothed, probabilities, kept)
-PROGRAMS = (policy, several_picks, distilled, rows, z_loss, maxima, each_row, with_lse, *IN_FORWARD)
+PROGRAMS = (
+    policy,
+    metrics,
+    several_picks,
+    distilled,
+    rows,
+    z_loss,
+    maxima,
+    each_row,
+    with_lse,
+    *IN_FORWARD,
+)
 
 
 def assert_listed(kernels, recorded):

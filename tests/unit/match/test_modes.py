@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fxpass import explain
 from tests.support.programs import V, check, head_of, inputs, last, reason_of
 
 
@@ -156,6 +157,33 @@ def test_masks_and_gradients_of_functional_transforms_before_the_head():
     head_of(program, *args)
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
     torch.testing.assert_close(fused(*args), program(*args))
+
+
+def test_the_labels_are_what_a_functional_transform_returns():
+    """The call stands after the transform, in which no tensor may require gradients."""
+
+    def program(x, weight, labels):
+        z = last(F.linear(x, weight))
+        classes = torch.vmap(lambda label: label // 2)(labels.view(-1))
+        return z[torch.arange(len(z)), classes].mean()
+
+    args = inputs()
+    head_of(program, *args)
+    for inner in ("eager", "aot_eager", "inductor"):
+        fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": inner})
+        torch.testing.assert_close(fused(*args), program(*args))
+
+
+def test_a_reduction_inside_a_functional_transform():
+    def program(x, weight, labels):
+        z = last(F.linear(x, weight))
+        return torch.vmap(lambda label: z.logsumexp(-1) * label)(labels.view(-1))
+
+    args = inputs()
+    assert not explain(program, *args).matches
+    for inner in ("eager", "aot_eager"):
+        fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": inner})
+        torch.testing.assert_close(fused(*args), program(*args))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -67,7 +67,7 @@ KNOWN = {
         "outputs=moment(1,1) gradients=x,weight total=pick"),
     "an entropy that is detached later": (
         lambda z, t: (h := -entropy(z), -picked(z, t).mean(), h.detach())[1:],
-        "outputs=moment(1,1) gradients=x,weight total=moment(1,1);pick"),
+        "outputs=moment(1,1) gradients=x,weight total=pick"),
     "stacked": (
         lambda z, t: torch.stack([picked(z, t), entropy(z)]).mean(),
         "gradients=x,weight total=moment(1,1);pick"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import expecttest
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tests.support.reduction_cases import (
     N,
     V,
     case,
+    of,
 )
 
 OPERATORS = torch.ops.fxpass
@@ -159,6 +162,23 @@ def test_some_of_the_given_values_have_gradients():
     assert given[0].grad is None
     assert given[1].grad is not None
     torch.testing.assert_close(given[1].grad, (x @ weight.T).softmax(1).sum(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_only_detached_outputs_read_may_be_overwritten(dtype):
+    """As in eager, whose metrics under no_grad save nothing."""
+    metrics = (Moment(1, 0, 1), "at", of("where(z>at0,1,0)"))
+    found = case(("lse", Moment(1, 1, 0), *metrics), dtype, many=True, frozen=("given1",))
+    found = found._replace(spec=dataclasses.replace(found.spec, detached=metrics))
+    tensors = [t.requires_grad_(name != "given1") for name, t in found.tensors.items()]
+    leaves = [t for t in tensors if t.requires_grad]
+    rows = found.fused(*tensors)
+    want = torch.autograd.grad(rows.sum(), leaves, retain_graph=True)
+    assert found.picks is not None
+    found.picks.fill_(-1)
+    found.tensors["given1"].fill_(float("nan"))
+    got = torch.autograd.grad(rows.sum(), leaves)
+    assert all(map(torch.equal, got, want))
 
 
 # ---------------------------------------------------------------- bad input

@@ -16,6 +16,7 @@ from tests.support.reduction_cases import (
     COMBINATIONS,
     DTYPES,
     LATE,
+    MASKED,
     OUTPUTS,
     TRANSFORMS,
     D,
@@ -45,6 +46,26 @@ def test_combinations(chunks, name, dtype, request):
         request.getfixturevalue("few")
     for transform, many in itertools.product(TRANSFORMS, (False, True)):
         check(case(COMBINATIONS[name], dtype, transform, dtype, many, many), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("plan", ["few", "tiled"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_every_other_output_is_detached(first, plan, name, dtype, request):
+    request.getfixturevalue(plan)
+    found = case(COMBINATIONS[name], dtype, MASKED, dtype, bool(first), bool(first))
+    if plan == "tiled" and (found.spec.whole_rows or found.spec.of_largest):
+        request.getfixturevalue("few")
+    rows = found.spec.rows
+    spec = dataclasses.replace(found.spec, detached=rows[first::2] if len(rows) > 1 else ())
+    weights = ("given0", "given1")
+    read = [*spec.of_backward.weights]
+    read += [i for kind, i in spec.of_backward.operands if kind == "given"]
+    unread = tuple(name for i, name in enumerate(weights) if i not in read)
+    gradients = tuple(name for name in spec.gradients if name not in unread)
+    spec = dataclasses.replace(spec, gradients=gradients)
+    check(found._replace(spec=spec, frozen=(*found.frozen, *unread)), dtype)
 
 
 @pytest.mark.parametrize("shape", [(1, 5, 11), (7, 1, 11), (7, 5, 1), (1, 1, 1), (33, 17, 129)])

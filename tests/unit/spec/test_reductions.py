@@ -24,6 +24,7 @@ SPECS = [
     Reductions((of("z"), of("given0*z"), of("given12*z"), Moment(2, 2, 10))),
     Reductions(("pick", "lse"), SOFTCAP),
     Reductions(("pick", Moment(1, 1), "argmax"), SOFTCAP, EVERY),
+    Reductions(("lse", Moment(1, 1), "pick"), gradients=EVERY, detached=(Moment(1, 1), "pick")),
     *(Reductions(("lse",), gradients=(name,)) for name in EVERY),
 ]
 
@@ -38,7 +39,7 @@ def test_round_trip(spec):
 
 def test_one_computation_has_one_text():
     assert len({spec.text() for spec in SPECS}) == len(SPECS)
-    assert SPECS[-len(EVERY) - 1].text() == (
+    assert SPECS[-len(EVERY) - 2].text() == (
         "r5 outputs=pick;moment(1,1);argmax transform=30*tanh(z/30) "
         "gradients=x,weight,bias,scale,given0,given2,given10"
     )
@@ -85,6 +86,11 @@ def test_one_computation_has_one_text():
         "outputs=lse outputs=lse",
         "outputs=lse rows=1",
         "outputs=lse lse",
+        "outputs=lse;max detached=max",
+        "outputs=lse;max gradients=x detached=pick",
+        "outputs=lse;max gradients=x detached=max;lse",
+        "outputs=lse;argmax gradients=x detached=argmax",
+        "outputs=lse gradients=x total=pick detached=lse",
         "gradients=x outputs=lse",
     ],
 )
