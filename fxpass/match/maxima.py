@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
-from sympy import Expr, Symbol
+from sympy import Expr
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments
@@ -19,6 +19,8 @@ from fxpass.match.bases import fits, in_logs, split
 from fxpass.match.classes import Classes, Flow, Reduced
 from fxpass.match.operands import check_dim, operand_of
 from fxpass.match.outputs import Base
+from fxpass.match.sums import at_class
+from fxpass.spec.functions import call
 from fxpass.spec.outputs import Top
 
 
@@ -71,9 +73,9 @@ def of_pair(flow: Flow, node: Node) -> None:
         if value(node).requires_grad:
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) needs a gradient")
         base, expr = _grows(flow, node, like)
-        rows = flow.output(base, Top(k, index))
+        rows = top = flow.output(base, Top(k, index))
         if not index:
-            rows = sympy.powsimp(expr.subs(base.log, rows - base.lse), combine="exp", deep=True)
+            rows = at_class(base, like.expr, expr, lambda: top, lambda: _log_of(flow, base, top))
         flow.reductions.append(Reduced(node, like, rows, True, "index" if index else ""))
         return
     keepdim = bool(_of_maximum(pair)["keepdim"])  # type: ignore[arg-type]
@@ -96,11 +98,18 @@ def _grows(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
     raise NoMatch(node, f"%{node.name} takes the maximum of `{like.expr}`, which is not known")
 
 
+def _log_of(flow: Flow, base: Base, top: Expr) -> Expr:
+    """The log-softmax of one of the largest logits, by the operations of a pick's: the minimum,
+    which changes nothing, keeps them apart."""
+    return call("minimum", top - flow.output(base, "max"), 0) + flow.output(base, "peak")
+
+
 def _highest(flow: Flow, node: Node, like: Classes, output: str) -> Expr:
     base, expr = _grows(flow, node, like)
-    largest = Symbol("largest", real=True)
-    rows = expr.subs(base.log, largest - base.lse)
-    if rows.has(base.lse) and (output == "max" or node not in flow.trained):
-        # of log or of its exponential: equal to what is picked there, bit by bit
-        return expr.subs(base.log, flow.output(base, "peak"))
-    return rows.subs(largest, flow.output(base, output))
+
+    def log() -> Expr:
+        if output == "amax" and node in flow.trained:  # equal classes share its gradient
+            return flow.output(base, "amax") - base.lse
+        return flow.output(base, "peak")
+
+    return at_class(base, like.expr, expr, lambda: flow.output(base, output), log)

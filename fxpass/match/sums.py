@@ -7,7 +7,7 @@ In: a tensor with classes. Out: rows, as an expression of outputs and of row sym
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from fxpass.match.masks import of_classes_alone
 from fxpass.match.outputs import Base, Picked, Summed, Weighted
 from fxpass.spec import expression
 from fxpass.spec.expression import L, Z
-from fxpass.spec.functions import call
+from fxpass.spec.functions import Where, call
 from fxpass.spec.outputs import HIGHEST_POWER, TOTAL, Moment
 
 
@@ -154,6 +154,7 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
     """The sum of ``r * f`` for a row r and a function f of one logit, of its log-softmax, of what
     is given at its class, and of picks."""
     unknown = NoMatch(node, f"%{node.name} sums `{expr}` over the classes, which is not known")
+    expr = _compared_alike(flow, expr)
     for base in flow.bases:  # exp(log) * exp(lse) is exp(z)
         plain = sympy.powsimp(
             expr.xreplace({base.log: base.logit - base.lse}), combine="exp", deep=True
@@ -188,6 +189,24 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
     except ValueError as error:
         raise NoMatch(node, f"{unknown.reason}: {error}") from error
     return rows * flow.output(base, Summed(function))
+
+
+def _compared_alike(flow: Flow, expr: Expr) -> Expr:
+    """An expression in which a picked logit that is compared with logits is computed as they are,
+    so that it equals itself: a lse beside a pick is ``at - pick``, as it is ``z - log`` at a class.
+    """
+
+    def of_row(side: Expr) -> Expr:
+        picks = [flow.outputs[s] for s in sorted(symbols_of(side) & flow.outputs.keys(), key=str)]
+        picks = [(base, o) for base, o in picks if isinstance(o, Picked) and side.has(base.lse)]
+        if not picks or has_classes(side):
+            return side
+        base, pick = picks[0]
+        logit, log = (flow.output(base, replace(pick, logit=which)) for which in (True, False))
+        return cast(Expr, sympy.powsimp(side.subs(base.lse, logit - log), combine="exp", deep=True))
+
+    branches = {w: w.func(*map(of_row, w.args[:2]), *w.args[2:]) for w in expr.atoms(Where)}
+    return cast(Expr, expr.xreplace(branches))
 
 
 def _plain_first(flow: Flow, like: Classes) -> Iterable[Base]:
@@ -280,14 +299,26 @@ def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Exp
     others = set(_class_symbols(expr)) - {base.log for base in logs}
     if len(logs) != 1 or others or not fits(flow, logs[0], like):
         raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
-    base, logit = logs[0], Symbol("logit", real=True)
-    rows = expr
+    base = logs[0]
+
+    def output(logit: bool) -> Expr:
+        return flow.output(base, replace(picked, logit=logit))
+
+    return at_class(base, read, expr, lambda: output(True), lambda: output(False))
+
+
+def at_class(
+    base: Base, read: Expr, expr: Expr, logit: Callable[[], Expr], log: Callable[[], Expr]
+) -> Expr:
+    """An expression, which is ``read`` in logits and ``expr`` in the base's log-softmax, at a class
+    with this logit and log-softmax. What is picked, and what is largest, are computed alike: a
+    program may compare them."""
+    one, rows = Symbol("logit", real=True), expr
     if expr.has(base.lse):  # of z, which is log + lse, the logit itself is picked: it is exact
-        rows = read.subs(base.logit, logit)
+        rows = read.subs(base.logit, one)
         if rows.has(Z) or rows == read:
-            rows = sympy.powsimp(expr.subs(base.log, logit - base.lse), combine="exp", deep=True)
+            rows = sympy.powsimp(expr.subs(base.log, one - base.lse), combine="exp", deep=True)
             rows = expr if rows.has(base.lse) else rows
-    for symbol, is_logit in ((logit, True), (base.log, False)):
-        if rows.has(symbol):
-            rows = rows.subs(symbol, flow.output(base, replace(picked, logit=is_logit)))
+    for symbol, found in ((one, logit), (base.log, log)):
+        rows = rows.subs(symbol, found()) if rows.has(symbol) else rows
     return cast(Expr, rows)

@@ -244,6 +244,12 @@ FUNCTIONS: Recipes = (
         "v%.detach().mul_(0.5)",
         "r% = F.relu(1 + {z} - k%).sum({d})",
     ),
+    ("lp% = {z} - {z}.logsumexp({d}, True)", "r% = (lp% > lp%.gather({d}, {lab1})).sum({d})"),
+    ("p% = {z} + {z}.logsumexp({d}, True)", "r% = (p% > p%.gather({d}, {lab1})).sum({d})"),
+    (
+        "lp% = {z}.float().log_softmax({d}).detach()",
+        "r% = (lp%.topk(2, {d})[0] == lp%.gather({d}, {lab1})).float().sum({d})",
+    ),
     (
         "v% = {z}.mean({d})",
         "v%.detach().sub_(1)",

@@ -297,6 +297,49 @@ def test_accepted(case):
     check(program, labels, x, weight)
 
 
+# Increasing functions of logits.
+INCREASING = {
+    "logits": lambda z: z,
+    "a temperature": lambda z: z / 0.7,
+    "a softcap": lambda z: 3 * (z / 3).tanh(),
+    "an exponential": lambda z: z.exp(),
+    "a softmax": lambda z: z.softmax(-1),
+    "a log-softmax": lambda z: z.log_softmax(-1),
+    "a log-softmax by hand": shifted,
+    "a multiple of a log-softmax": lambda z: z.log_softmax(-1) * 2 + 1,
+    "logits and a row": lambda z: z / 2 + z.logsumexp(-1, keepdim=True),
+    "a product": lambda z: z.exp() * (z + 9),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("case", INCREASING)
+def test_a_target_that_is_the_largest(case, trained):
+    """Bit by bit, however both are computed."""
+
+    def program(x, weight, labels):
+        logits = F.linear(x, weight)
+        z = INCREASING[case](logits)
+        own = z.gather(-1, labels[:, None])
+        return (z > own).sum(-1), (z >= own).sum(-1), *largest(z, own), logits.logsumexp(-1)
+
+    def largest(z, own):
+        if case in ("a product", "an exponential"):
+            return ()
+        third = [] if trained else [z.topk(3).values[:, :1] == own]
+        return z.amax(-1, keepdim=True) == own, z.max(-1).values == own.squeeze(-1), *third
+
+    x, weight = torch.randn(64, 8), torch.randn(300, 8)
+    labels = F.linear(x, weight).argmax(-1)
+    args = *(t.requires_grad_(trained) for t in (x, weight)), labels
+    assert report_of(program, *args).matches
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    larger, at_least, *others, _ = fused(*args)
+    assert not larger.any()
+    assert (at_least == 1).all()
+    assert all(map(torch.all, others))
+
+
 # logits [B, S, V], detached, and labels [B, S] -> a metric; the reductions of the operator's call
 LARGEST = {
     "top-3 accuracy": (
