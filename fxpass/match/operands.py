@@ -64,9 +64,9 @@ def check_dtype(node: Node, given: dict[str, Any]) -> None:
 
 
 def picks_rows_and_classes(node: Node) -> bool:
-    """Whether a node is ``z[arange(N), index]``, or of another range."""
+    """Whether a node is ``z[arange(N), index]`` of logits ``[N, V]``, or of another range."""
     index = index_of(node) if function_of(node) in ("getitem", "index") else ()
-    if len(index) != 2 or not is_tensor(index[1]):
+    if len(index) != 2 or not is_tensor(index[1]) or value(first_operand(node)).dim() != 2:
         return False
     rows = index[0]
     return isinstance(rows, _NUMBERS) or (is_tensor(rows) and function_of(rows) == "arange")

@@ -196,14 +196,14 @@ def _compared_alike(flow: Flow, expr: Expr) -> Expr:
     so that it equals itself: a lse beside a pick is ``at - pick``, as it is ``z - log`` at a class.
     """
 
-    def of_row(side: Expr) -> Expr:
+    def of_row(side: Any) -> Any:
         picks = [flow.outputs[s] for s in sorted(symbols_of(side) & flow.outputs.keys(), key=str)]
         picks = [(base, o) for base, o in picks if isinstance(o, Picked) and side.has(base.lse)]
         if not picks or has_classes(side):
             return side
         base, pick = picks[0]
         logit, log = (flow.output(base, replace(pick, logit=which)) for which in (True, False))
-        return cast(Expr, sympy.powsimp(side.subs(base.lse, logit - log), combine="exp", deep=True))
+        return sympy.powsimp(side.subs(base.lse, logit - log), combine="exp", deep=True)
 
     branches = {w: w.func(*map(of_row, w.args[:2]), *w.args[2:]) for w in expr.atoms(Where)}
     return cast(Expr, expr.xreplace(branches))

@@ -99,14 +99,12 @@ def defer_outputs(
 
     def restore(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> tuple[Any, ...]:
-            trains = torch.is_grad_enabled()
             known = (*args, *read_from(*args), *compiled(*args))
-            # a graph may end with gradients off, after the logits
-            with torch.set_grad_enabled(trains or torch.is_grad_enabled()):
-                made = {
-                    recipe: tensor.defer(recipe, [known[i] for i in given], drop=drop)
-                    for recipe, given in deferrals
-                }
+            made = {}
+            for recipe, given in deferrals:
+                # as where the program computes the logits
+                with torch.set_grad_enabled(recipe.requires_grad):
+                    made[recipe] = tensor.defer(recipe, [known[i] for i in given], drop=drop)
             return tuple(made[p] if isinstance(p, Recipe) else known[p] for p in places)
 
         return run

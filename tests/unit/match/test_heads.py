@@ -146,6 +146,8 @@ ACCEPTED = {
     "max and log-probability": (
         lambda z, t: z.max(-1).values * z.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1),
         ["max;pick"]),
+    "logits of a sequence's last token": (
+        lambda z, t: z[torch.arange(B), t[:, 0] % S].logsumexp(-1), ["lse"]),
     "log-probabilities of some rows": (
         lambda z, t: z.log_softmax(-1)[:, :-1].gather(-1, t[:, 1:, None].repeat(1, 1, 2)), ["pick"]),
     "a softmax in another order": (

@@ -123,6 +123,26 @@ def test_inference_mode_that_is_switched_off():
         assert loss.requires_grad == expected.requires_grad
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_returned_logits_of_a_block_without_inference_mode(enabled):
+    """It switches gradients on, also under no_grad."""
+
+    def program(x, weight, labels):
+        with torch.inference_mode(False):
+            logits = F.linear(x, weight)
+            return F.cross_entropy(last(logits), labels.view(-1)), logits
+
+    found, given = [], inputs()
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    for run in (program, fused):
+        args = *(t.detach().clone().requires_grad_() for t in given[:2]), given[2]
+        with torch.set_grad_enabled(enabled):
+            loss, logits = run(*args)
+        (loss + logits.square().sum()).backward()
+        found.append([logits.detach() * 1, *(t.grad for t in args[:2])])
+    torch.testing.assert_close(*found)
+
+
 def per_example(x, weight, labels):
     def loss(x, labels):
         return F.cross_entropy(F.linear(x, weight), labels)
