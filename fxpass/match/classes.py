@@ -191,6 +191,11 @@ class Flow:
         return set().union(*known, self.unread, self.assigned)
 
     @property
+    def replaced(self) -> set[Node]:
+        """The nodes that reduce the logits."""
+        return {reduced.node for reduced in self.reductions}
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the logits."""
         return value(self.linear.node).dtype

@@ -140,7 +140,9 @@ def _ready(flow: Flow, base: Base, reduced: Reduced, first: Node) -> bool:
     """Whether all operands of a reduction exist before ``first``, or can be moved there."""
     operands = _operands(flow, base, _symbols(flow, base, [reduced]))
     changes = writes(operands, reduced.node)
-    return all(movable(n, first) is not None for n in operands) and all(w < first for w in changes)
+    return all(movable(n, first, flow.replaced) is not None for n in operands) and all(
+        w < first for w in changes
+    )
 
 
 def _symbols(flow: Flow, base: Base, reductions: list[Reduced]) -> list[Symbol]:
@@ -207,7 +209,9 @@ def _call(
     if set(gradients) <= set(PRODUCTS) and flow.sharding is None:
         trains = differentiable if gradients else reductions
         total = _total(flow, base, symbols, trains, modes)
-    if total is not None and all(movable(n, first) is not None for n in total.operands):
+    if total is not None and all(
+        movable(n, first, flow.replaced) is not None for n in total.operands
+    ):
         read = [r for r in reductions if r not in total.reductions or r in total.read]
         left = _symbols(flow, base, read)
         added = _named(flow, _symbols(flow, base, list(total.reductions)), names)
@@ -227,7 +231,7 @@ def _call(
         # the user may write to logits that are an output too, before backward reads them
         logits = None if waits and hazards.leaves(logits) else logits
         operands += [] if logits is None else [logits]
-    after, moved = place(linear.node, operands, first)
+    after, moved = place(linear.node, operands, first, flow.replaced)
     while modes[after].transforms > modes[linear.node].transforms:
         after = after.next  # an operand is what a transform returns
     if any(modes[r.node].transforms != modes[linear.node].transforms for r in reductions):

@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
+import torch
 from sympy import Expr
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments
 from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import REQUIRED, NoMatch, value
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
 from fxpass.match.bases import fits, in_logs, split
 from fxpass.match.classes import Classes, Flow, Reduced
@@ -108,8 +109,10 @@ def _highest(flow: Flow, node: Node, like: Classes, output: str) -> Expr:
     base, expr = _grows(flow, node, like)
 
     def log() -> Expr:
-        if output == "amax" and node in flow.trained:  # equal classes share its gradient
-            return flow.output(base, "amax") - base.lse
-        return flow.output(base, "peak")
+        if output == "max" or node not in flow.trained:
+            return flow.output(base, "peak")
+        if any(value(user).dtype == torch.bool for user in node.users if is_tensor(user)):
+            raise NoMatch(node, f"%{node.name} is compared, and has a gradient: take max")
+        return flow.output(base, "amax") - base.lse  # equal classes share its gradient
 
     return at_class(base, like.expr, expr, lambda: flow.output(base, output), log)

@@ -9,7 +9,7 @@ call stands, and the operands that are moved::
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 
 from torch.fx import Node
 
@@ -39,10 +39,10 @@ def writes(operands: Collection[Node], end: Node) -> list[Node]:
     return found
 
 
-def movable(node: Node, first: Node) -> list[Node] | None:
+def movable(node: Node, first: Node, replaced: Container[Node]) -> list[Node] | None:
     """The nodes that have to be moved before ``first`` so that ``node`` exists there, in the
-    graph's order; None if they cannot be moved. A tensor with gradients would get another mode of
-    autograd."""
+    graph's order; None if they cannot be moved, as the nodes that calls replace. A tensor with
+    gradients would get another mode of autograd."""
     found, todo, between = set(), [node], first
     while todo:
         one = todo.pop()
@@ -50,7 +50,7 @@ def movable(node: Node, first: Node) -> list[Node] | None:
             continue
         if one.op == "placeholder" or not is_tensor(one) or value(one).requires_grad:
             return None
-        if function_of(one) not in _PURE or written(one):
+        if function_of(one) not in _PURE or written(one) or one in replaced:
             return None
         found.add(one)
         todo += one.all_input_nodes
@@ -70,11 +70,14 @@ _PURE = {
 }
 
 
-def place(linear: Node, operands: Collection[Node], first: Node) -> tuple[Node, tuple[Node, ...]]:
-    """The node after which the call stands, and the operands that are moved to it."""
+def place(
+    linear: Node, operands: Collection[Node], first: Node, replaced: Container[Node]
+) -> tuple[Node, tuple[Node, ...]]:
+    """The node after which the call stands, and the operands that are moved to it; not those that
+    calls replace."""
     moved: dict[Node, None] = {}
     for operand in operands:
-        nodes = movable(operand, first)
+        nodes = movable(operand, first, replaced)
         if nodes is None:
             reason = f"%{operand.name} is an operand, and is computed after %{first.name}"
             raise NoMatch(operand, reason)

@@ -109,5 +109,6 @@ def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restor
     # the outputs read these nodes no more, so that the rewrite erases them
     restore = defer_outputs(region.module, recipes, drop=settings.logits == "drop")
     casts = rewrite_heads(region, found.heads)
+    region.module.graph.lint()
     region.module.recompile()
     return restore, casts

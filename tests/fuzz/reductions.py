@@ -247,6 +247,15 @@ FUNCTIONS: Recipes = (
     ("lp% = {z} - {z}.logsumexp({d}, True)", "r% = (lp% > lp%.gather({d}, {lab1})).sum({d})"),
     ("p% = {z} + {z}.logsumexp({d}, True)", "r% = (p% > p%.gather({d}, {lab1})).sum({d})"),
     (
+        "m% = {z}.softmax({d}).max({d})",  # pseudo-labels
+        "lp% = {z}.log_softmax({d}).gather({d}, m%.indices.unsqueeze({d})).squeeze({d})",
+        "r% = m%.values + lp% * (m%.values > 0.3)",
+    ),
+    (
+        "y% = {z}.detach().topk(2, {d}).indices",
+        "r% = {z}.log_softmax({d}).gather({d}, y%).sum({d})",
+    ),
+    (
         "lp% = {z}.float().log_softmax({d}).detach()",
         "r% = (lp%.topk(2, {d})[0] == lp%.gather({d}, {lab1})).float().sum({d})",
     ),

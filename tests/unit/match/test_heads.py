@@ -497,6 +497,9 @@ REJECTED = {
         "repeats an operand"),
     "a loss of two dtypes, which is f32 in eager and f64 in the compiler": (
         lambda z, t: F.soft_margin_loss(z, hot(t).double() - 0.5), "has operands of two dtypes"),
+    "a largest softmax that is trained and compared": (
+        lambda z, t: (p := z.softmax(-1).amax(-1)) * (p == picked(z, t).exp()),
+        "is compared, and has a gradient"),
     "a row that is written to": (
         lambda z, t: (z > written(z.gather(-1, t[..., None]))).sum(-1) * z.sum(-1), "sums `Less(row_"),
     "a view of a row that is written to": (
@@ -588,3 +591,25 @@ def test_a_node_is_read_once_whatever_the_paths_to_it(program):
     finally:
         sys.setprofile(old)
     assert calls > 100
+
+
+@pytest.mark.parametrize("index", ["max", "argmax", "topk", "a view"])
+def test_the_labels_are_classes_of_the_same_logits(index):
+    """Pseudo-labels: one call gives the labels of the other."""
+
+    def program(x, weight, labels):
+        z = last(F.linear(x, weight))
+        p = z.softmax(-1)
+        chance, first = p.max(-1)
+        pseudo = {
+            "max": lambda: first,
+            "argmax": lambda: p.argmax(-1),
+            "topk": lambda: p.detach().topk(1, -1).indices[:, 0],
+            "a view": lambda: first.view(2, -1).clamp(min=0).view(-1),
+        }[index]()
+        loss = F.cross_entropy(z, pseudo, reduction="none") * chance.ge(0.3)
+        return loss.sum() + chance.sum()
+
+    x, weight, labels = inputs()
+    assert report_of(program, x, weight, labels).matches
+    check(program, labels, x, weight)
