@@ -61,8 +61,10 @@ class Operands(NamedTuple):
         given values."""
         read = {f"given{i}" for i in spec.weights} | {f"{kind}{i}" for kind, i in spec.operands}
         read |= {*spec.gradients}
-        of_classes = self.weight.new_empty(()).expand(len(self.weight))
-        given = tuple(t if f"given{i}" in read else of_classes for i, t in enumerate(self.given))
+        given = tuple(
+            t if f"given{i}" in read else self.weight.new_empty(()).expand(self.weight.shape[0])
+            for i, t in enumerate(self.given)
+        )
         return self._replace(picks=self.picks if spec.picked else None, given=given)
 
     @property

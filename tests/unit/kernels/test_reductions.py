@@ -111,6 +111,15 @@ def test_combinations(name, shape):
 
 
 @pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("first", [0, 1])
+@BOTH
+def test_every_other_output_is_detached(outputs, first):
+    found = case(outputs, torch.bfloat16, shape=WHOLE, many=bool(first), frozen=GIVEN)
+    spec = dataclasses.replace(found.spec, detached=found.spec.rows[first::2])
+    check(found._replace(spec=spec), torch.bfloat16)
+
+
+@pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("many", [False, True], ids=["one", "several"])
 @pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
 def test_a_vocabulary_shard(shape, many):
