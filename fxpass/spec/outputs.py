@@ -9,6 +9,7 @@ In: numbers and expressions. Out: records; what they mean is in :mod:`fxpass.spe
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +105,7 @@ OF_LARGEST = ("max", "amax", "peak")  # with gradients at a row's largest logit
 OF_SOFTMAX = ("lse", "pick", "peak")
 # The outputs, beside sums, that can be part of a total; the operands whose gradients it has.
 IN_TOTAL, PRODUCTS = ("lse", "pick", "at"), ("x", "weight", "bias")
+NAMED = (*PRODUCTS, "scale")  # operands with gradients, before given0, given1, ...
 Output = Moment | Sum | Top | str
 
 
@@ -115,3 +117,26 @@ def is_index(output: Output) -> bool:
 def lines_of(output: Output, picks: int) -> int:
     """The rows of an output, where there are ``picks`` picks."""
     return picks if output in OF_PICKS else output.k if isinstance(output, Top) else 1
+
+
+# ---------------------------------------------------------------- text forms
+
+
+def output_of(word: str) -> Output:
+    """The output with this text form; any other word is returned as it is."""
+    if match := re.fullmatch(r"(arg)?top\(([1-9]\d*)\)", word):
+        return Top(int(match[2]), match[1] is not None)
+    if match := re.fullmatch(r"sum\((.*)\)", word):
+        return Sum(expression.parse(match[1]))
+    if match := re.fullmatch(r"moment\((\d),(\d)(?:,(\d+))?\)", word):
+        return Moment(*map(int, filter(None, match.groups())))
+    return word
+
+
+def position_of(name: str) -> int:
+    """The position of an operand among those with gradients; ``ValueError`` for another name."""
+    if name in NAMED:
+        return NAMED.index(name)
+    if re.fullmatch(r"given(0|[1-9][0-9]*)", name) is None:
+        raise ValueError(f"{name!r} is no operand")
+    return len(NAMED) + int(name.removeprefix("given"))

@@ -46,7 +46,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +59,7 @@ from fxpass.spec.outputs import (
     HIGHEST_POWER,
     IN_TOTAL,
     INDICES,
+    NAMED,
     OF_LARGEST,
     OF_PICKS,
     OF_SOFTMAX,
@@ -71,6 +71,8 @@ from fxpass.spec.outputs import (
     Sum,
     Top,
     is_index,
+    output_of,
+    position_of,
 )
 
 REVISION = "r5"  # as spec.REVISION, of the operator fxpass::class_reductions
@@ -232,7 +234,7 @@ class Reductions:
             raise ValueError(f"detached outputs must be rows in their order, got {self.detached}")
         if self.memory_mb < 0:
             raise ValueError(f"memory_mb must not be negative, got {self.memory_mb}")
-        if self.gradients != tuple(sorted(set(self.gradients), key=_position)):
+        if self.gradients != tuple(sorted(set(self.gradients), key=position_of)):
             raise ValueError(f"gradients must be named once and in order, got {self.gradients}")
 
     @functools.cached_property
@@ -352,7 +354,7 @@ class Reductions:
     @functools.cached_property
     def trains_weights(self) -> bool:
         """Whether weights of moments, or operands of the transform, need a gradient."""
-        return any(name not in _NAMED for name in self.gradients)
+        return any(name not in NAMED for name in self.gradients)
 
     def text(self) -> str:
         """One line; fields at their defaults are left out."""
@@ -380,7 +382,7 @@ class Reductions:
         try:
             found = dict(word.split("=", 1) for word in words)
             outputs, total, detached = (
-                tuple(map(_output, filter(None, found.get(name, "").split(";"))))
+                tuple(map(output_of, filter(None, found.get(name, "").split(";"))))
                 for name in ("outputs", "total", "detached")
             )
             transform = expression.parse(found.get("transform", "z"))
@@ -393,24 +395,3 @@ class Reductions:
         if spec.text() != text:  # one computation, one text, one cache key
             raise ValueError(f"not reductions: {text!r} (written {spec.text()!r})")
         return spec
-
-
-def _output(word: str) -> Output:
-    if match := re.fullmatch(r"(arg)?top\(([1-9]\d*)\)", word):
-        return Top(int(match[2]), match[1] is not None)
-    if match := re.fullmatch(r"sum\((.*)\)", word):
-        return Sum(expression.parse(match[1]))
-    if match := re.fullmatch(r"moment\((\d),(\d)(?:,(\d+))?\)", word):
-        return Moment(*map(int, filter(None, match.groups())))
-    return word
-
-
-_NAMED = (*PRODUCTS, "scale")
-
-
-def _position(name: str) -> int:
-    if name in _NAMED:
-        return _NAMED.index(name)
-    if re.fullmatch(r"given(0|[1-9][0-9]*)", name) is None:
-        raise ValueError(f"{name!r} is no operand")
-    return len(_NAMED) + int(name.removeprefix("given"))
