@@ -41,9 +41,8 @@ def modes_of(graph: Graph) -> dict[Node, Mode]:
         elif node.target is torch.autograd.grad_mode._enter_inference_mode:
             outer[node] = mode
             inference = bool(node.args[0])
-            mode = mode._replace(
-                grad=not inference, inference=inference
-            )  # leaving it switches gradients on
+            # leaving it switches gradients on
+            mode = mode._replace(grad=not inference, inference=inference)
         elif node.target is torch.autograd.grad_mode._exit_inference_mode:
             (entered,) = node.all_input_nodes
             mode = outer[entered]
@@ -62,8 +61,8 @@ def gradients_reach(graph: Graph, writers: Writers) -> set[Node]:
     for node in reversed(graph.nodes):
         if is_tensor(node) and not value(node).requires_grad:
             continue
-        users = [user for user in node.users if user in found and reads_values(user, node)]
-        if users or node in writing or not (node.users or is_tensor(node)):
+        users = any(user in found and reads_values(user, node) for user in node.users)
+        if users or node in writing:
             found.add(node)
     return found
 

@@ -251,6 +251,7 @@ FUNCTIONS: Recipes = (
         "lp% = {z}.log_softmax({d}).gather({d}, m%.indices.unsqueeze({d})).squeeze({d})",
         "r% = m%.values + lp% * (m%.values > 0.3)",
     ),
+    ("e% = {z}.logsumexp({d})", "r% = torch.zeros(e%.shape)", "r%.copy_(e%)"),
     (
         "y% = {z}.detach().topk(2, {d}).indices",
         "r% = {z}.log_softmax({d}).gather({d}, y%).sum({d})",

@@ -51,6 +51,12 @@ def ranked(z, row):
     return (z > row.unsqueeze(-1)).sum(-1) * row
 
 
+def copied(row):
+    made = torch.zeros(row.shape)
+    made.copy_(row)
+    return made
+
+
 def written(row):
     row.detach().mul_(2)
     return row
@@ -146,6 +152,9 @@ ACCEPTED = {
     "max and log-probability": (
         lambda z, t: z.max(-1).values * z.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1),
         ["max;pick"]),
+    "rows that are copied into a tensor": (
+        lambda z, t: copied(z.logsumexp(-1)) * metric_of(z.log_softmax(-1)),
+        ["lse;moment(1,1) detached=moment(1,1)"]),
     "logits of a sequence's last token": (
         lambda z, t: z[torch.arange(B), t[:, 0] % S].logsumexp(-1), ["lse"]),
     "log-probabilities of some rows": (

@@ -68,6 +68,17 @@ def test_every_other_output_is_detached(first, plan, name, dtype, request):
     check(found._replace(spec=spec, frozen=(*found.frozen, *unread)), dtype)
 
 
+@pytest.mark.usefixtures("tiled", "multiplied")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_logits_are_rounded_as_in_forward(dtype):
+    """Of nearly certain classes, p - 1 is the difference of an lse and a logit."""
+    found = case(("lse", "pick", "argmax"), dtype, size=30.0)
+    x, weight = found.tensors.values()
+    spec = dataclasses.replace(found.spec, detached=("lse",))
+    found = found._replace(spec=spec, picks=F.linear(x, weight).argmax(1))
+    check(found, dtype)
+
+
 @pytest.mark.parametrize("shape", [(1, 5, 11), (7, 1, 11), (7, 5, 1), (1, 1, 1), (33, 17, 129)])
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_sizes(name, shape):
