@@ -68,13 +68,14 @@ def find(region: Region, settings: Settings) -> Found:
         except NoMatch as error:
             no = error
         rejections.append(Rejection(no.node, no.reason, source_line(node)))
-    said = {rejection.node for rejection in rejections}
-    rejections += [
-        Rejection(no.node, no.reason, source_line(linear))
-        for linear, no in found.reasons.items()
-        if said.isdisjoint((linear, no.node)) and linear not in found.costs
-        if looks_like_a_head(linear, no)
-    ]
+    if settings.min_logits_mb:
+        said = {rejection.node for rejection in rejections}
+        rejections += [
+            Rejection(no.node, no.reason, source_line(linear))
+            for linear, no in found.reasons.items()
+            if said.isdisjoint((linear, no.node)) and linear not in found.costs
+            if looks_like_a_head(linear, no)
+        ]
     return Found(tuple(found.fused), tuple(rejections), found.deferred)
 
 
