@@ -18,7 +18,7 @@ import sympy
 from sympy import Expr
 
 from fxpass.spec import expression
-from fxpass.spec.expression import ATOM, PRODUCT, SUM, L, Printer, operands
+from fxpass.spec.expression import ATOM, PRODUCT, SUM, L, Printer, Z, operands
 from fxpass.spec.functions import Where
 
 
@@ -49,6 +49,31 @@ def normalized(expr: Any) -> tuple[Any, Any]:
         coefficients, parts = zip(*units, strict=True)
         return sympy.Mul(factor, *coefficients), sympy.Mul(*parts)
     return factor, rest
+
+
+# Functions whose absolute value is at most 1.
+_AT_MOST_ONE = ("tanh", "sigmoid", "erf", "sin", "cos", "sign")
+
+
+def largest(expr: Any) -> Expr:
+    """An upper bound of the absolute value, from numbers and upper bounds of given values; z stands
+    for what is not known to have one.
+
+    >>> largest(expression.parse("given0*(1-tanh(z/30)**2)")), largest(expression.parse("2*exp(z)"))
+    (2*given0, 2*z)
+    """
+    if expr.is_number:
+        return abs(expr)
+    if expr.is_Symbol:
+        kept = {"given": expr, "hit": sympy.Integer(1)}
+        return kept.get(expr.name.rstrip("0123456789"), Z)
+    if isinstance(expr, Where):
+        return sympy.Add(*map(largest, expr.args[2:]))
+    if isinstance(expr, sympy.Add | sympy.Mul):
+        return expr.func(*map(largest, expr.args))
+    if isinstance(expr, sympy.Pow):
+        return largest(expr.base) ** expr.exp if expr.exp > 0 else Z
+    return sympy.Integer(1) if type(expr).__name__ in _AT_MOST_ONE else Z
 
 
 # The source of all functions that a transform may call beside those of ``tl``. It is read, not

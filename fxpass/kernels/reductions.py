@@ -43,7 +43,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     with on_device(operands.x.device):
         coef, unscale = operands.coef, None
         if coef is not None:
-            coef, unscale = scale_incoming(operands, spec.total, coef)
+            coef, unscale = scale_incoming(operands, spec.total, coef, spec.transform)
         grads = _Run(operands, spec, out, coef, forward=True).over(chunks(operands, plan.rows))
         _multiply(unscale, out.total, *grads.values())
         return out, grads
@@ -59,7 +59,7 @@ def backward(
     ``plan.rows`` rows. The dtypes are those of :class:`Gradients`, and f32 for the scale.
     """
     with on_device(operands.x.device):
-        incoming, unscale = scale_incoming(operands, spec.rows, incoming)
+        incoming, unscale = scale_incoming(operands, spec.rows, incoming, spec.transform)
         run = _Run(operands, spec, out, incoming, forward=False)
         if plan.strategy == "tiled" and render.in_slices(spec):
             grads = run.over(slices(operands, plan.classes), sliced=True, unscale=unscale)

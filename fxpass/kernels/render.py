@@ -44,7 +44,8 @@ from fxpass.spec.reductions import Reductions, Terms, for_slopes, normalised, ra
 # Most of a softmax over a vocabulary is below 6e-5, where fp16 loses precision, or below 6e-8, its
 # smallest number. Gradients are stored multiplied by GAIN, in every dtype: a power of two changes
 # no bits of bf16 and f32. The rest of fp16's range, a factor of 64, is for probabilities whose sum
-# exceeds one, row coefficients up to 2, and slopes.
+# exceeds one and row coefficients up to 2. Slopes without a bound need all of the range, as in
+# eager.
 GAIN = 1024.0
 
 # f32's lowest number, the initial maximum. -inf would give exp(-inf - -inf), which is nan.
@@ -87,14 +88,14 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
     :class:`Features`."""
     f, backward = Features(**present), not forward or bool(spec.total and spec.gradients)
     module = rendered(
-        **{"GAIN": GAIN, "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "PADDING": PADDING},
+        **{"GAIN": gain(spec), "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "PADDING": PADDING},
         LOG2_E=math.log2(math.e),
         **_of_logits(spec, f, backward),
         **_of_sums(spec, f, forward),
         **_of_gradient(spec, f, forward),
         **{"f": f, "spec": spec, "forward": forward, "backward": backward, "name": "kernel_NAME"},
         sliced=not forward and in_slices(spec),
-        gain=f"{GAIN} * " if backward else "",
+        gain=f"{gain(spec)} * " if backward else "",
     )
     name = "class_reductions" if forward else "class_reductions_backward"
     name = f"{name}_{hashlib.sha256(module.encode()).hexdigest()[:8]}"
@@ -108,10 +109,17 @@ def in_slices(spec: Reductions) -> bool:
 
 
 @functools.cache
+def gain(spec: Reductions) -> float:
+    """What gradients are multiplied by as they are stored: GAIN, or 1 if slopes have no bound."""
+    slopes = expression.unit_slope(spec.transform)[1], *(output.slope for output in spec.sums)
+    return 1.0 if any(expression.largest(slope).has(Z) for slope in slopes) else GAIN
+
+
+@functools.cache
 def gradient_factor(spec: Reductions) -> float:
-    """The factor for the kernels' gradients: the constant part of the slope, divided by GAIN."""
+    """The factor for the kernels' gradients: the slope's constant part, divided by the gain."""
     factor, _ = expression.unit_slope(spec.transform)
-    return float(factor) / GAIN
+    return float(factor) / gain(spec)
 
 
 # ---------------------------------------------------------------- what the template reads

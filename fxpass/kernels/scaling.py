@@ -16,13 +16,15 @@ below 6e-5. The range of bf16 and f32 is large enough.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.kernels.expression import normalized
-from fxpass.spec import expression
+from fxpass.kernels.expression import largest, unit_slope
+from fxpass.spec.expression import Z, evaluate
+from fxpass.spec.expression import operands as beside
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import Output, Sum, Top, lines_of
 
@@ -32,13 +34,13 @@ _LEAST_SLOPE = 2.0**-14
 
 
 def scale_incoming(
-    operands: Operands, outputs: Sequence[Output], incoming: Tensor
+    operands: Operands, outputs: Sequence[Output], incoming: Tensor, transform: Any = Z
 ) -> tuple[Tensor, Tensor | None]:
     """Incoming gradients ``[R, N]`` of some outputs, K rows for picks of K classes, divided by a
     power of two for fp16: ``[R, N]`` f32, contiguous; and this power, 0-dim f32, None for 1.
 
-    With the results the gradients of the logits are a few units at most; ``render.GAIN`` leaves
-    room for 64.
+    ``transform``: that of the logits. With the results the gradients of the logits are a few units
+    at most, if their slopes have bounds; ``render.GAIN`` leaves room for 64.
     """
     incoming = incoming.float().contiguous()
     if operands.x.dtype != torch.float16:
@@ -49,14 +51,15 @@ def scale_incoming(
         count = lines_of(output, operands.many)
         bound += _largest_slope(operands, output) * incoming[row : row + count].abs().sum(0)
         row += count
+    bound *= _largest(operands, unit_slope(transform)[1])
     if operands.scale is not None:
         bound *= operands.scale.abs()
     # weights of 0 have no slope, and what is divided must stay finite
     bound = torch.maximum(bound, incoming.abs().sum(0) * _LEAST_SLOPE)
     # f32's smallest normal number is appended, so that zeros and empty tensors have an exponent
-    largest = F.pad(bound, (0, 1), value=2.0**-126).amax()
+    most = F.pad(bound, (0, 1), value=2.0**-126).amax()
     # the exponent's bits; those of inf and nan are clamped to 2**126
-    power = (largest.view(torch.int32) & 0x7F800000).clamp(max=253 << 23).view(torch.float32)
+    power = (most.view(torch.int32) & 0x7F800000).clamp(max=253 << 23).view(torch.float32)
     return incoming / power, power
 
 
@@ -65,14 +68,17 @@ def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
     if isinstance(output, str | Top):
         return 1.0
     if isinstance(output, Sum):
-        size = abs(float(normalized(output.slope)[0]))
-        read = (i for kind, i in expression.operands(output.function) if kind == "given")
-        for w in (operands.given[i].float().abs() for i in read):
-            size = size * w.amax(-1).clamp(min=1)
-        return size
+        return _largest(operands, output.slope)
     size = _LARGEST_LOG if output.b > 1 else 1.0
     w = None if output.weight is None else operands.given[output.weight].float().abs()
     if output.a:
         return size if w is None else size * w.amax(-1)
     # of the softmax, there is as much as the weights add up to
     return size * (operands.weight.shape[0] if w is None else w.sum(-1))
+
+
+def _largest(operands: Operands, slope: Any) -> Tensor:
+    """An upper bound ``[N]`` of a slope's absolute value; what has none counts as 1."""
+    bound, ones = largest(slope), operands.x.new_ones(operands.x.shape[0], dtype=torch.float32)
+    given = {f"given{i}": operands.given[i].float().abs().amax(-1) for _, i in beside(bound)}
+    return evaluate(bound, ones, given)

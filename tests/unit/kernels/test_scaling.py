@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxpass.aten import reductions as aten
 from fxpass.kernels import reductions as kernels
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.plan import Plan
+from fxpass.spec.expression import parse
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import Moment
+from fxpass.spec.outputs import Moment, Sum
 from fxpass.spec.reductions import Reductions
 from tests.support.numerics import error
 
@@ -22,6 +24,7 @@ PLANS = {
     "chunks": Plan("triton", "chunked", rows=1000, classes=1000),
     "slices": Plan("triton", "tiled", rows=1000, classes=16),
 }
+WIDE = Plan("aten", "chunked", rows=1000, classes=1000)
 BOTH = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 PICK = Reductions(("pick",), gradients=("x", "weight", "bias"))
 
@@ -62,6 +65,37 @@ def test_many_rows_of_one_class_do_not_overflow_fp16(device, plan):
         found = gradients(given, PICK, plan, incoming)
         wide = given._replace(x=given.x.float(), weight=given.weight.float())
         want = gradients(wide._replace(bias=given.bias), PICK, plan, incoming)  # type: ignore[arg-type]
+    for name, grad in found.items():
+        assert error(grad, want[name]) < 2e-3
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("outputs", "transform"),
+    [
+        (("pick",), "sinh(0.25*exp(0.25*z))"),  # slopes of hundreds, which no table bounds
+        (("pick",), "given0*z"),  # factors of hundreds
+        (("pick",), "given0**2*tanh(z)"),
+        ((Sum(parse("exp(z)")),), "z"),
+        ((Sum(parse("given0*sigmoid(z)")),), "z"),
+        ((Sum(parse("given0*exp(z)")), "pick"), "z"),
+    ],
+)
+def test_large_slopes_do_not_overflow_fp16(device, plan, outputs, transform):
+    """Times the gain, they are beyond 65504."""
+    spec = Reductions(outputs, parse(transform), gradients=("x", "weight", "bias"))
+    with device:
+        given, incoming = operands(), 2.0**-12 * torch.randn(len(outputs), 7)
+        logits = (given.x.float() @ given.weight.float().t()).clamp(-8, 8)
+        logits[0, :2] = 8.0  # exp(8) is 2981
+        factors = 600 * torch.rand(37)
+        picks = given.picks if spec.picked else None
+        given = given._replace(logits=logits.half(), given=(factors,), picks=picks)
+        found = gradients(given, spec, plan, incoming)
+        wide = {name: getattr(given, name).double() for name in ("x", "weight", "bias", "logits")}
+        double = given._replace(**wide, given=(factors.double(),))
+        out, _ = aten.forward(double, spec, WIDE)
+        want = aten.backward(double, spec, WIDE, out, incoming.double())
     for name, grad in found.items():
         assert error(grad, want[name]) < 2e-3
 
