@@ -159,7 +159,11 @@ def _overloads(op: str, target: Target, name: str) -> tuple[Overload, ...]:
     if op == "call_method":
         # a special method such as __mul__ has the schemas of the function that it calls
         schemas = _schemas(target) or _schemas(function_of_method(target))
-        return tuple(map(_of_schema, schemas)) or _of_signature(getattr(torch.Tensor, target, None))
+        method = getattr(torch.Tensor, str(target), None)
+        # norm and split are functions of Python, with parameters that no schema has
+        in_python = isinstance(method, types.FunctionType) and not str(target).startswith("__")
+        signature = _of_signature(method) if in_python or not schemas else ()
+        return (*map(_of_schema, schemas), *signature)
     if isinstance(target, torch._ops.OpOverload):
         return (_of_schema(target._schema),)
     if isinstance(target, torch._ops.OpOverloadPacket):

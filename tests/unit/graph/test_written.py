@@ -89,3 +89,18 @@ def test_what_is_pure_is_known_to_be(function):
         **{F.layer_norm: (p, (4,)), F.scaled_dot_product_attention: (p, q, q)},
     }
     assert written(graph.call_function(function, args.get(function, (p, q)))) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "options"),
+    [
+        *(("norm", (), {"dim": 1, "keepdim": True}), ("norm", (), {}), ("norm", (2,), {"dim": 1})),
+        *(("split", (2,), {"dim": 1}), ("unflatten", (0, (2, 2)), {})),
+    ],
+)
+def test_methods_of_python_are_pure(method, arguments, options):
+    """Their parameters are not those of ATen's schemas."""
+    graph = Graph()
+    p = graph.placeholder("p")
+    p.meta["example_value"] = torch.ones(4, 4)
+    assert written(graph.call_method(method, (p, *arguments), options)) == []
