@@ -50,7 +50,8 @@ def head(seed: str) -> Case | None:
         within = () if rng.random() < 0.5 else ("torch.no_grad()",)
         session.append(Statement(rng.choice(WRITES).replace("{r}", rng.choice(rows)), within))
     if rng.random() < 0.1:
-        session.append(Statement(rng.choice(CHANGES).replace("{a}", rng.choice(inputs)[0])))
+        text = rng.choice(CHANGES).replace("{a}", rng.choice(inputs)[0])
+        session.append(Statement(text, stale=any(n in body.scope.classes for n in returned)))
     if not mode:
         some = ["loss", *(n for n in returned[1:] if rng.random() < 0.5)]
         session.append(Statement(f"backward({', '.join(some)})"))
