@@ -31,6 +31,7 @@ TOOLS = {
 def _sound(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with all tools, and nothing in its environment."""
     monkeypatch.setattr(doctor, "read_compilers", lambda: TOOLS)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     for name in (*HIDING, "FUSEDCE_INNER"):
         monkeypatch.delenv(name, raising=False)
 
