@@ -19,7 +19,7 @@ from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import RowSums
 from fxpass.aten.slopes import Slope, transformed
 from fxpass.plan.plan import Plan
-from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.expression import operands as beside
 from fxpass.spec.operands import Operands, Outputs, empty
 from fxpass.spec.outputs import Sum
@@ -28,15 +28,15 @@ from fxpass.spec.reductions import Reductions
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
     """The outputs of every row, and the gradients of the total, if there is one, in the dtypes of
-    :func:`fxpass.aten.chunked.over_chunks`; in place, in those of
-    :func:`fxpass.aten.tiles.in_gradient`."""
+    :func:`fxpass.aten.chunked.over_chunks`; in tiles and in place, in those of
+    :mod:`fxpass.aten.tiles`."""
     if plan.in_place:
         return _in_place(operands, spec, plan)
     results = _Results(operands, spec)
     products = spec.gradients if spec.total else ()
-    if plan.strategy == "tiled" and not products:
-        _in_tiles(operands, spec, plan, results)
-        return results.all(), {}
+    if plan.strategy == "tiled":
+        grads = _in_tiles(operands, spec, plan, results, products)
+        return results.all(), grads
     every = slice(0, operands.weight.shape[0])
     functions = any(isinstance(output, Sum) for output in spec.total)
     # the exponentials of the sum may become the gradient
@@ -86,19 +86,30 @@ class _Results:
         return self._out
 
 
-def _in_tiles(operands: Operands, spec: Reductions, plan: Plan, results: _Results) -> None:
-    """Adds the outputs of every row, a tile of logits at a time."""
-    of_part: dict[int, RowSums] = {}
+def _in_tiles(
+    operands: Operands, spec: Reductions, plan: Plan, results: _Results, products: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Adds the outputs of every row, a tile of logits at a time; and the gradients of a total that
+    reads no softmax, so that each logit has its gradient at once."""
+    of_part: dict[int, tuple[RowSums, Slope | None]] = {}
 
     def read(part: slice, some: slice, logits: Tensor) -> None:
         if some.start == 0:
-            of_part[part.start] = RowSums(operands, spec, part)
-        sums = of_part[part.start]
-        sums.add(transformed(operands, spec, part, logits, some)[1], some)
+            sums, slope = RowSums(operands, spec, part), None
+            if products and sums.coef is not None:
+                slope = Slope(operands, part, spec.total, sums.coef, {}, dense=sums.dense)
+            of_part[part.start] = sums, slope
+        sums, slope = of_part[part.start]
+        z = transformed(operands, spec, part, logits, some)[1]
+        y = sums.add(z, some)
+        if slope is not None:
+            slope.to_logits(spec, slope.of(y, y, some, True, z)[0], logits, some)
         if some.stop == operands.weight.shape[0]:
-            results.add(part, of_part.pop(part.start).finish())
+            results.add(part, sums.finish())
+            del of_part[part.start]
 
-    tiles.over_tiles(operands, (), read, plan, spec.ranks)
+    returned = gradient_dtype(operands.weight.dtype)
+    return tiles.over_tiles(operands, products, read, plan, spec.ranks, returned)
 
 
 def _in_place(
@@ -174,7 +185,8 @@ def backward(
     products = tuple(n for n in spec.gradients if n not in others)
     if plan.strategy == "tiled":
         of_tile = functools.partial(to_gradient, scaled=True)
-        return grads | tiles.over_tiles(operands, products, of_tile, plan, spec.ranks)
+        dtype = operands.weight.dtype
+        return grads | tiles.over_tiles(operands, products, of_tile, plan, spec.ranks, dtype)
 
     def of_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         return to_gradient(few, slice(0, logits.shape[1]), logits, scaled)

@@ -30,13 +30,18 @@ OfTile = Callable[[slice, slice, Tensor], object]
 
 
 def over_tiles(
-    inputs: Operands, gradients: tuple[str, ...], to_gradient: OfTile, plan: Plan, rounded: bool
+    inputs: Operands,
+    gradients: tuple[str, ...],
+    to_gradient: OfTile,
+    plan: Plan,
+    rounded: bool,
+    of_weight: torch.dtype,
 ) -> dict[str, Tensor]:
     """The gradients of x, weight and bias, from a function that overwrites a tile of logits with
     its gradient, called in the order of the classes.
 
-    Deterministic; does not write to its inputs. The weight's gradient has its dtype, the others
-    have the compute dtype.
+    Deterministic; does not write to its inputs. The weight's gradient has the dtype ``of_weight``,
+    the others have the compute dtype.
 
     Args:
         inputs: x, weight, bias, and the logits if they exist.
@@ -48,10 +53,10 @@ def over_tiles(
     x, weight, dtype, parts = inputs.x, inputs.weight, tiles.dtype, tiles.parts
     shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
     # a tile's part of the weight's gradient is final; those of x and bias accumulate over tiles
-    dtypes = {"x": dtype, "weight": weight.dtype, "bias": dtype}
+    dtypes = {"x": dtype, "weight": of_weight, "bias": dtype}
     grads = {name: x.new_zeros(shapes[name], dtype=dtypes[name]) for name in gradients}
     sums = None
-    if "weight" in grads and weight.dtype != dtype and len(parts) > 1:
+    if "weight" in grads and of_weight != dtype and len(parts) > 1:
         sums = x.new_empty((tiles.widest, x.shape[1]), dtype=dtype)
     for some in tiles.classes:
         w = tiles.weight[some]

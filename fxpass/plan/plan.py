@@ -180,15 +180,16 @@ def _plan(run: _Run, reason: str) -> Plan:
     allowed = budget(run.n, run.v, run.dtype, run.device, spec.memory_mb)
     # the user's budget includes the sums
     for_chunks = max(allowed // 4, allowed - run.sums * bool(spec.memory_mb))
-    # a second pass, and gradients of a largest logit, need the whole row; the gradients of a total
-    # come with its value
-    in_tiles = not (spec.whole_rows or (spec.gradients and (spec.total or spec.of_largest)))
+    # a second pass, and gradients of a largest logit, need the whole row
+    in_tiles = not (spec.whole_rows or (spec.gradients and spec.of_largest))
+    # and gradients that come with their total its softmax
+    at_once = bool(spec.gradients and spec.total)
     if run.implementation == "triton":
         found = _triton_chunked(run, for_chunks)
         # f32 has no sums to save, and slices round logits in another way than forward
-        if in_tiles and run.gradients and run.dtype.itemsize < 4:
+        if in_tiles and run.gradients and not at_once and run.dtype.itemsize < 4:
             found = _triton_tiled(run, allowed, found)
-    elif in_tiles:  # both passes: their logits are rounded alike
+    elif in_tiles and not (at_once and spec.softmax):  # both passes: logits are rounded alike
         found = _aten_tiled(run, allowed)
     elif run.fits_gradient:
         found = _aten_tiled(run, allowed, in_place=True)

@@ -91,6 +91,23 @@ def _without_rounding(expr: Any) -> Any:
     return expr
 
 
+def without_opposites(expr: Any) -> Expr:
+    """``expr`` with softplus(x) in place of x + softplus(-x): one function, and x does not cancel.
+
+    >>> without_opposites(parse("softplus(-z)+z-3"))
+    softplus(z) - 3
+    """
+    softplus = FUNCTIONS["softplus"].symbolic
+    for term in sympy.Add.make_args(expr):
+        factor, function = term.as_coeff_Mul()
+        if isinstance(function, softplus):
+            x = -cast(Any, function).args[0]
+            other = expr - term + factor * (softplus(x) - x)
+            if len(sympy.Add.make_args(other)) < len(sympy.Add.make_args(expr)):
+                return other
+    return expr
+
+
 def _masked(expr: Any) -> Any:
     """``expr``, with the factors of a :class:`Where` that has a zero branch inside its branches."""
     if not expr.has(Where):

@@ -10,6 +10,7 @@ In: the operands of a call. Out: records, and uninitialised outputs of the right
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ class Operands(NamedTuple):
         hits = [i for kind, i in read if kind == "hit"]
         if not hits:
             return expression.evaluate(expr, z, known)
-        plain = expr.subs({expression.hit(i): 0 for i in hits})
+        plain = _elsewhere(expr)
         out = expression.evaluate(plain, z, known)
         if isinstance(plain, Symbol) or 0 in out.stride():  # what others read, or one value of many
             out = out.clone()
@@ -125,6 +126,13 @@ class Operands(NamedTuple):
         column = index - classes.start if classes.start else index
         inside = column.clamp(0, classes.stop - classes.start - 1)
         return inside, inside != column
+
+
+@functools.cache
+def _elsewhere(expr: Expr) -> Expr:
+    """An expression where no hit is 1."""
+    read = {expression.hit(i): 0 for kind, i in operands(expr) if kind == "hit"}
+    return expression.without_opposites(expr.subs(read))  # type: ignore[arg-type]
 
 
 def _at(values: Tensor, column: Tensor) -> Tensor:

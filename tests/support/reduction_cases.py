@@ -36,6 +36,7 @@ SUMS: dict[Sum, Callable[..., Tensor]] = {
     of("given0*z"): lambda z, given0, **_: given0 * z,
     of("given1*z"): lambda z, given1, **_: given1 * z,
     of("softplus(z)-given1*z"): lambda z, given1, **_: F.softplus(z) - given1 * z,
+    of("z*(1-hit0)+softplus(-z)"): lambda z, hit0, **_: z * (1 - hit0) + F.softplus(-z),
 }
 # Those that take a second pass.
 LATE: dict[Sum, Callable[..., Tensor]] = {
@@ -247,7 +248,11 @@ TOTALS: dict[str, list[Output]] = {
     "soft targets": [Moment(0, 1, 1), of("given0*z"), "lse"],
     "squares": [Moment(2, 2), Moment(1, 2, 1), Moment(2, 0)],
     "a mean logit": [of("z")],
+    "binary": [of("z*(1-hit0)+softplus(-z)"), "at"],
+    "soft binary": [of("softplus(z)-given1*z"), of("given0*z")],
 }
+# Those whose logits have a gradient before all classes are read.
+AT_ONCE = ("a logit", "a mean logit", "binary", "soft binary")
 
 
 def coefficients(

@@ -48,6 +48,8 @@ TOTALS = {
     "gated": Reductions((), GATED, ALL, ("lse", Moment(1, 1))),
     "smoothing": Reductions((), gradients=ALL, total=("pick", Moment(0, 1))),
     "a mean logit": Reductions((), gradients=ALL, total=(of("given0*z"), "at")),
+    "binary": Reductions((), gradients=ALL, total=(of("z*(1-given1)+softplus(-z)"),)),
+    "binary and metrics": Reductions(("argmax", "max"), SOFTCAP, ALL, (of("softplus(-z)"), "at")),
     "soft targets": Reductions((), SOFTCAP, ("weight",), (Moment(0, 1, 1), Moment(2, 2))),
 }
 
@@ -133,7 +135,10 @@ def test_the_budget_of_a_total_is_kept(in_place, name, scaled, dtype, memory_mb,
         monkeypatch.setattr(plans, "CPU_TILE", memory_mb * MIB // 6)
     given = operands(spec, dtype, scaled, d)
     found = plan(N, d, V, dtype, CPU, spec, scaled, True)
-    assert (found.strategy, found.in_place) == ("chunked", in_place)
+    if spec.softmax:
+        assert (found.strategy, found.in_place) == ("chunked", in_place)
+    else:  # each logit has its gradient at once
+        assert (found.strategy, found.in_place) == ("tiled", False)
     with torch.no_grad(), Allocations() as allocated:
         out, grads = reductions.forward(given, spec, found)
     assert_kept(found, allocated, [*out, *grads.values()], memory_mb, d)

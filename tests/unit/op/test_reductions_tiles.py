@@ -17,6 +17,7 @@ from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import INDICES, OF_LARGEST, Moment, Output
 from fxpass.spec.reductions import Reductions
 from tests.support.reduction_cases import (
+    AT_ONCE,
     COMBINATIONS,
     DTYPES,
     INF,
@@ -211,6 +212,28 @@ def test_logits_that_exist(dtype):
     torch.testing.assert_close(run(logits, w), run(None, w), rtol=tolerance, atol=tolerance)
     other = (w * 2).detach().requires_grad_()
     assert torch.equal(run(logits, other)[0], run(logits, w)[0])
+
+
+@pytest.mark.usefixtures("tiled", "multiplied")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_a_total_without_a_softmax(name, dtype):
+    """Its gradients are computed with it, a tile at a time."""
+    for flags, transform in itertools.product((0, 1, 2, 4, 7), TRANSFORMS):
+        scaled, many, zeros = (bool(flags & bit) for bit in (1, 2, 4))
+        check_total(TOTALS[name], dtype, transform, (), scaled, many, zeros)
+
+
+def test_gradients_of_a_total_in_tiles_are_not_rounded_to_fp16(monkeypatch):
+    """A gradient scaler multiplies them afterwards."""
+    x, w = torch.ones(3, 5).half(), torch.ones(11, 5).half()
+    given, coef = torch.rand(3, 11), torch.full((1, 3), 2.0**-30)
+    spec = "r5 gradients=x,weight total=sum(given0*z)"
+    plan = Plan("aten", "tiled", 3, 4)
+    monkeypatch.setattr("fxpass.op.reductions.plan", lambda *_: plan)
+    found = class_reductions(x, w, None, None, None, [given], coef, None, spec)
+    assert found["weight"].dtype == found["x"].dtype == torch.float32
+    assert torch.allclose(found["weight"][:, 0] * 2.0**30, given.sum(0))
 
 
 # ---------------------------------------------------------------- the logits in the gradient

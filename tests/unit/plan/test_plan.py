@@ -174,7 +174,9 @@ def _multiplied(request, monkeypatch):
     """CPUs that multiply bf16, and CPUs that multiply it in f32."""
     known = plans.multiplied_in
     monkeypatch.setattr(
-        plans, "multiplied_in", lambda dtype, at: request.param if dtype == BF16 else known(dtype, at)
+        plans,
+        "multiplied_in",
+        lambda dtype, at: request.param if dtype == BF16 else known(dtype, at),
     )
     plans._plan.cache_clear()
     yield
