@@ -51,7 +51,10 @@ def head(seed: str) -> Case | None:
         session.append(Statement(rng.choice(WRITES).replace("{r}", rng.choice(rows)), within))
     if rng.random() < 0.1:
         text = rng.choice(CHANGES).replace("{a}", rng.choice(inputs)[0])
-        session.append(Statement(text, stale=any(n in body.scope.classes for n in returned)))
+        # logits leave a graph where they are returned, and where a number breaks it
+        leave = any(n in body.scope.classes for n in returned)
+        leave = leave or any(".item()" in statement.text for statement in body.statements)
+        session.append(Statement(text, stale=leave))
     if not mode:
         some = ["loss", *(n for n in returned[1:] if rng.random() < 0.5)]
         session.append(Statement(f"backward({', '.join(some)})"))
