@@ -92,7 +92,7 @@ def _selected(
         return (flow.given(index[0], like.dim) if made is None else made), None
     if len(index) == 2 and like.dim == 1 and _is_of(index[1], whole.shape[:1], torch.int64):
         rows, picked = index
-        if whole_range(flow, rows, whole.shape[0]):
+        if whole_range(flow, rows, whole.shape[:1]):
             return hot(flow, node, picked, wraps=True), picked
     entries = entries_of(index, whole.dim())
     if len(entries) == whole.dim():

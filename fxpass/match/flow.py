@@ -36,13 +36,12 @@ from fxpass.match.elementwise import classes_of, note_write, pointwise
 from fxpass.match.linears import Linear
 from fxpass.match.maxima import of_pair
 from fxpass.match.modes import Mode, cuts_gradients, enters_inference
-from fxpass.match.operands import operand_of
+from fxpass.match.operands import keeps_order, operand_of
 from fxpass.match.parts import join_pieces
 from fxpass.match.pointwise import POINTWISE
 from fxpass.match.reductions import REDUCTIONS, of_loss
 from fxpass.match.stacks import stack_of, taken_from_stack
 from fxpass.match.tuples import TUPLES, cut_to_size, member_of, tuple_of
-from fxpass.match.views import index_of
 from fxpass.spec.expression import Z
 
 
@@ -184,19 +183,10 @@ def _is_operand(node: Node, function: str) -> bool:
 
 def _same_row(flow: Flow, node: Node) -> None:
     """A reshaped row has the value of the row."""
-    if _keeps_order(node) and is_tensor(node) and value(node).is_floating_point():
+    if keeps_order(node) and is_tensor(node) and value(node).is_floating_point():
         operand = first_operand(node)
         same = value(node).requires_grad == value(operand).requires_grad
         same = same and not flow.written_between(operand, node)
         for known in (flow.rows, flow.cut):
             if operand in known and same:
                 known[node] = known[operand]
-
-
-def _keeps_order(node: Node) -> bool:
-    """Whether a node has the elements of its operand in their order."""
-    function = function_of(node)
-    if function == "getitem":  # rows[:, None]
-        return all(entry in (None, ..., slice(None)) for entry in index_of(node))
-    same = function in ("unsqueeze", "squeeze", "view", "reshape", "flatten", "contiguous")
-    return function in CASTS or (same and value(node).dtype == value(first_operand(node)).dtype)

@@ -9,6 +9,7 @@ operand; or of its result, if the node rearranges rows, selects classes, or adds
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand
-from fxpass.graph.functions import function_of, reads_values
+from fxpass.graph.functions import CASTS, function_of, reads_values
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, needs_gradient, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.graph.source import call_name
@@ -64,27 +65,46 @@ def check_dtype(node: Node, given: dict[str, Any]) -> None:
 
 
 def picks_rows_and_classes(node: Node) -> bool:
-    """Whether a node is ``z[arange(N), index]`` of logits ``[N, V]``, or of another range."""
+    """Whether a node is ``z[arange(N), index]`` of logits ``[N, V]``, or of other ranges; or of
+    logits ``[B, S, V]`` ``z[arange(B)[:, None], arange(S), index]``."""
     index = index_of(node) if function_of(node) in ("getitem", "index") else ()
-    if len(index) != 2 or not is_tensor(index[1]) or value(first_operand(node)).dim() != 2:
+    if len(index) != value(first_operand(node)).dim() or len(index) < 2 or not is_tensor(index[-1]):
         return False
-    rows = index[0]
-    return isinstance(rows, _NUMBERS) or (is_tensor(rows) and function_of(rows) == "arange")
+    return all(isinstance(rows, _NUMBERS) or _range_of(rows) for rows in index[:-1])
 
 
 _NUMBERS = (range, list, tuple)
 
 
-def whole_range(flow: Flow, node: Any, count: Any) -> bool:
-    """Whether an entry of an index is ``arange(count)``, which nothing has changed, or as many
-    numbers."""
-    if isinstance(node, _NUMBERS):
-        return isinstance(count, int) and [*node] == [*range(count)]
-    if not is_tensor(node) or function_of(node) != "arange":
+def whole_range(flow: Flow, entry: Any, rows: Sequence[Any], axis: int = 0) -> bool:
+    """Whether an entry of an index is, along one dimension of ``rows``, all numbers of this
+    dimension: ``arange``, which nothing has changed, or a list of numbers."""
+    count = rows[axis]
+    if isinstance(entry, _NUMBERS):
+        return len(rows) == 1 and isinstance(count, int) and [*entry] == [*range(count)]
+    if (source := _range_of(entry)) is None:
         return False
-    given = arguments(node, _ARANGE)
-    whole = given["start"] == 0 and given["step"] == 1 and value(node).shape[0] == count
-    return whole and not flow.writers_of(node)
+    given = arguments(source, _ARANGE)
+    whole = given["start"] == 0 and given["step"] == 1 and value(source).shape[0] == count
+    shape = [1] * (len(rows) - value(entry).dim()) + list(value(entry).shape)
+    along = shape == [count if i == axis else 1 for i in range(len(rows))]
+    return whole and along and not flow.writers_of(source)
+
+
+def _range_of(entry: Any) -> Node | None:
+    """The ``arange`` whose elements an entry of an index has, in their order."""
+    while is_tensor(entry) and function_of(entry) != "arange":
+        entry = first_operand(entry) if keeps_order(entry) else None
+    return entry if is_tensor(entry) else None
+
+
+def keeps_order(node: Node) -> bool:
+    """Whether a node has the elements of its operand in their order."""
+    function = function_of(node)
+    if function == "getitem" and is_tensor(node.args[0]):  # rows[:, None]
+        return all(entry in (None, ..., slice(None)) for entry in index_of(node))
+    same = function in ("unsqueeze", "squeeze", "view", "reshape", "flatten", "contiguous")
+    return function in CASTS or (same and value(node).dtype == value(first_operand(node)).dtype)
 
 
 _ARANGE = {

@@ -102,11 +102,12 @@ def _getitem(flow: Flow, node: Node) -> None:
     if not picks_rows_and_classes(node):
         flow.classes[node] = classes_of(flow, node, function_of(node))
         return
-    like, (rows, index) = operand_of(flow, node), index_of(node)
-    if like.dim != 1 or value(index).dtype != torch.int64 or value(index).dim() != 1:
+    like, (*rows, index) = operand_of(flow, node), index_of(node)
+    shape = value(first_operand(node)).shape[:-1]
+    if like.dim != len(rows) or value(index).dtype != torch.int64:
         raise NoMatch(node, f"%{node.name} indexes rows and classes")
-    n = value(first_operand(node)).shape[0]
-    if not whole_range(flow, rows, n) or value(index).shape[0] != n:
+    whole = all(whole_range(flow, entry, shape, i) for i, entry in enumerate(rows))
+    if not whole or value(index).shape != shape:
         raise NoMatch(node, f"%{node.name} indexes some of the rows")
     _pick(flow, node, like, Picked(index, None, "negative"), keepdim=False)
 

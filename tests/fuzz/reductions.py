@@ -330,6 +330,12 @@ PICKS: Recipes = (
     ("r% = {z2}[torch.arange({N}), {lab}]",),
     ("r% = {z2}[torch.arange({N}), {lab} - 3]",),
     ("r% = {z2}[range({N}), {lab}]",),
+    *(
+        (f"b% = torch.arange({{z}}.shape[0]){of_b}", f"r% = {{z}}[b%, {of_s}, {{lab}}{less}]")
+        for of_b in ("[:, None]", ".unsqueeze(1)", ".view(-1, 1)")
+        for of_s in ("torch.arange({z}.shape[1])", "torch.arange({z}.shape[1])[None]")
+        for less in ("", " - 3")
+    ),
     ("k% = torch.vmap(lambda i: i // 2)({lab})", "r% = {z2}[torch.arange({N}), k%]"),
     ("r% = {z2}.log_softmax(-1)[list(range({N})), {lab} - 1]",),
     ("r% = {z2}.log_softmax(-1)[[*range(1, {N}), 0], {lab}]",),

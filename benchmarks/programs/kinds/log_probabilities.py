@@ -56,6 +56,12 @@ def _(logits, labels):
     return F.log_softmax(logits, -1)[torch.arange(len(labels)), labels]
 
 
+@kind("[arange[:, None], arange, tokens] of [B, T, V]", "RL scripts", "[B, T]")
+def _(sequences, tokens):
+    b, t, _ = sequences.shape
+    return sequences.log_softmax(-1)[torch.arange(b)[:, None], torch.arange(t), tokens]
+
+
 @kind("-[arange, labels]", "tutorials", "[N]")
 def _(logits, labels):
     return -logits.log_softmax(dim=-1)[torch.arange(logits.shape[0]), labels]

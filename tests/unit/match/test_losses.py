@@ -57,6 +57,10 @@ ACCEPTED = {
     "take_along_dim": lambda z, t: torch.take_along_dim(
         z.log_softmax(-1), t.unsqueeze(-1), dim=-1).square().mean(),
     "index": lambda z, t: -last(z).log_softmax(-1)[torch.arange(B * S), t.view(-1)].mean(),
+    "index of three dimensions": lambda z, t: -z.log_softmax(-1)[
+        torch.arange(z.shape[0])[:, None], torch.arange(t.shape[1]), t].mean(),
+    "index by ranges of three dimensions": lambda z, t: z[
+        torch.arange(len(t)).view(-1, 1), torch.arange(t.shape[1])[None], t - V].square().mean(),
     "logsumexp - gather": lambda z, t: (
         z.logsumexp(-1) - z.gather(-1, t[..., None])[..., 0]).square().mean(),
     "gather - logsumexp": lambda z, t: -(
@@ -201,6 +205,33 @@ def test_a_module_of_linear_and_loss():
     x, _, labels = inputs()
     spec = spec_of(lambda x: module(x.view(-1, 6), labels.view(-1)), x)
     assert spec.gradients == ("x", "weight", "bias")
+
+
+def changed(index):
+    index[0] = 1
+    return index
+
+
+OTHER_ROWS = {
+    "in another order": lambda z, t: z[torch.arange(B)[:, None], torch.arange(S - 1, -1, -1), t],
+    "some": lambda z, t: z[torch.arange(B)[:, None], torch.arange(S - 1), t[:, 1:]],
+    "of the other dimension": lambda z, t: z[:, :B][torch.arange(B), torch.arange(B)[:, None], t[:, :B]],
+    "labels that are repeated": lambda z, t: z[torch.arange(B)[:, None], torch.arange(S), t[:1]],
+    "changed": lambda z, t: z[changed(torch.arange(B)[:, None]), torch.arange(S), t],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER_ROWS)
+def test_an_index_of_other_rows(case):
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        return OTHER_ROWS[case](z.log_softmax(-1), labels).square().mean()
+
+    counters.clear()
+    compiled = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    x, weight, labels = inputs()
+    assert torch.allclose(compiled(x, weight, labels), program(x, weight, labels))
+    assert not counters["fusedce"]["matched"]
 
 
 def test_an_index_that_would_be_ignored():
