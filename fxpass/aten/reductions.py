@@ -97,6 +97,7 @@ def _in_tiles(
         if some.start == 0:
             sums, slope = RowSums(operands, spec, part), None
             if products and sums.coef is not None:
+                assert not spec.softmax, "gradients before all classes are read"
                 slope = Slope(operands, part, spec.total, sums.coef, {}, dense=sums.dense)
             of_part[part.start] = sums, slope
         sums, slope = of_part[part.start]
