@@ -308,4 +308,5 @@ def check_total(
         rows = found.eager(*tensors)
         return (rows * coef.to(rows.dtype)).sum()
 
-    assert_as_accurate(fused, eager, list(found.tensors.values()), dtype)
+    # the coefficients have both signs: in f64, the total of large terms may be small
+    assert_as_accurate(fused, eager, list(found.tensors.values()), dtype, floor=1e-12)
