@@ -24,10 +24,10 @@ from fxpass.graph.placements import is_dtensor
 from fxpass.match.classes import Flow, Reduced, rest_of
 from fxpass.match.edits import symbols_of, taken
 from fxpass.match.linears import shape_of
-from fxpass.match.masks import index_of
 from fxpass.match.modes import Mode
+from fxpass.match.names import named, names_of
 from fxpass.match.operands import check_plain
-from fxpass.match.outputs import Base, Picked, Summed, Weighted, given_of
+from fxpass.match.outputs import Base, Picked, Summed, given_of
 from fxpass.match.place import movable, place, writes
 from fxpass.match.sharding import sharding_of
 from fxpass.match.totals import (
@@ -38,9 +38,8 @@ from fxpass.match.totals import (
 )
 from fxpass.plan.choice import Choice, choose
 from fxpass.settings import Settings
-from fxpass.spec import expression
 from fxpass.spec.expression import Z
-from fxpass.spec.outputs import PRODUCTS, Output, Sum, is_index
+from fxpass.spec.outputs import PRODUCTS
 from fxpass.spec.reductions import Reductions
 
 
@@ -173,33 +172,15 @@ def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
 def _call(
     flow: Flow, base: Base, reductions: list[Reduced], symbols: list[Symbol], options: Options
 ) -> Call:
-    linear, first, modes = flow.linear, reductions[0].node, options.modes
+    first, modes = reductions[0].node, options.modes
     differentiable = [r for r in reductions if _differentiable(flow, r, modes)]
     detached = all(r.like.detached or r not in differentiable for r in reductions)
-    outputs = [flow.outputs[s][1] for s in symbols]
-    summed = [o for o in outputs if isinstance(o, Summed)]
-    read = (s for o in summed for s in o.picks)
-    of_sums = {s: o for s in read if isinstance(o := flow.outputs[s][1], Picked)}
-    picked = (o for o in (*outputs, *of_sums.values()) if isinstance(o, Picked))
-    picks = tuple(dict.fromkeys(replace(o, logit=False) for o in picked))
-    hits = dict.fromkeys((*base.hits, *(s for o in summed for s in o.hits)))
-    of_hits = {s: _picked_too(flow.hit(s), picks) for s in hits}
-    picks = tuple(dict.fromkeys((*picks, *of_hits.values())))
-    read = (*(s for o in outputs for s in given_of(o)), *base.given)
-    given = tuple(dict.fromkeys(read))
+    names = names_of(flow, base, symbols)
     trained = _symbols(flow, base, differentiable)
-    gradients = () if detached else _gradients(flow, base, trained, given)
-    operands, logits = _operands(flow, base, symbols), None
+    gradients = () if detached else _gradients(flow, base, trained, names.given)
+    transform: Expr = base.transform.xreplace(names.of)  # type: ignore[assignment]
+    every, of_trained = (named(flow, some, names) for some in (symbols, trained))
     memory = options.settings.memory_mb
-    positions = [sum(hint(other.count) for other in picks[:k]) for k in range(len(picks))]
-    numbers = dict(zip(picks, positions, strict=True))
-    names = {s: expression.given(i) for i, s in enumerate(given)}
-    names |= {s: expression.hit(numbers[pick]) for s, pick in of_hits.items()}
-    for symbol, pick in of_sums.items():
-        kind = "at" if pick.logit else "pick"
-        names[symbol] = Symbol(f"{kind}{numbers[replace(pick, logit=False)]}")
-    transform: Expr = base.transform.xreplace(names)  # type: ignore[assignment]
-    every, of_trained = (_named(flow, some, names) for some in (symbols, trained))
     waiting = Reductions(tuple(every), transform, gradients, memory_mb=memory)
     if gradients and flow.sharding is None:
         untrained = tuple(o for o in waiting.rows if o not in of_trained)
@@ -214,54 +195,55 @@ def _call(
     ):
         read = [r for r in reductions if r not in total.reductions or r in total.read]
         left = _symbols(flow, base, read)
-        added = _named(flow, _symbols(flow, base, list(total.reductions)), names)
+        added = named(flow, _symbols(flow, base, list(total.reductions)), names)
         of_total = replace(
-            waiting, outputs=tuple(_named(flow, left, names)), total=tuple(added), detached=()
+            waiting, outputs=tuple(named(flow, left, names)), total=tuple(added), detached=()
         )
     choice = _choice(flow, base, of_total, waiting, options)
-    spec = choice.spec
-    if spec.total:
-        assert total is not None
-        operands += total.operands
-    else:
-        total, left = None, symbols
+    if not choice.spec.total:
+        total, left, added = None, symbols, {}
+    operands, logits = _operands(flow, base, symbols), None
+    operands += [] if total is None else total.operands
     if options.kept:
         logits = existing_logits(flow, base)
         waits = bool(gradients) and total is None
         # the user may write to logits that are an output too, before backward reads them
         logits = None if waits and hazards.leaves(logits) else logits
         operands += [] if logits is None else [logits]
-    after, moved = place(linear.node, operands, first, flow.replaced)
-    while modes[after].transforms > modes[linear.node].transforms:
+    after, moved = _placed(flow, operands, reductions, detached, modes)
+    outputs, in_total = (
+        tuple(s for s in each.values() if s is not None)
+        for each in (named(flow, left, names), added)
+    )
+    return Call(
+        *(base, after, moved, outputs, names.picks, names.given, choice.spec, detached, choice),
+        *(total, in_total, logits),
+    )
+
+
+def _placed(
+    flow: Flow,
+    operands: Sequence[Node],
+    reductions: Sequence[Reduced],
+    detached: bool,
+    modes: dict[Node, Mode],
+) -> tuple[Node, tuple[Node, ...]]:
+    """The node after which a call stands, in the modes of the linear, and the operands that are
+    moved to it."""
+    linear, first = flow.linear.node, reductions[0].node
+    after, moved = place(linear, operands, first, flow.replaced)
+    while modes[after].transforms > modes[linear].transforms:
         after = after.next  # an operand is what a transform returns
-    if any(modes[r.node].transforms != modes[linear.node].transforms for r in reductions):
+    if any(modes[r.node].transforms != modes[linear].transforms for r in reductions):
         raise NoMatch(first, f"%{first.name} is inside a torch.func transform (vmap, grad, ...)")
-    if not detached and modes[after].grad != modes[linear.node].grad:
-        if modes[first].grad != modes[linear.node].grad:
+    if not detached and modes[after].grad != modes[linear].grad:
+        if modes[first].grad != modes[linear].grad:
             reason = f"gradients are switched on or off between %{after.name} and the head"
             raise NoMatch(after, reason)
         after = first.prev
-    if any(modes[r.node].inference != modes[linear.node].inference for r in reductions):
+    if any(modes[r.node].inference != modes[linear].inference for r in reductions):
         raise NoMatch(first, "its linear and its reduction are not in the same inference mode")
-    named, added = (
-        tuple(s for s in each.values() if s is not None)
-        for each in (_named(flow, left, names), added if total is not None else {})
-    )
-    return Call(
-        base, after, moved, named, picks, given, spec, detached, choice, total, added, logits
-    )
-
-
-def _picked_too(hit: Picked, picks: Sequence[Picked]) -> Picked:
-    """The classes of a one-hot tensor, as the one of the picks that has them anyway."""
-    return next((p for p in picks if _are_alike(p, hit)), hit)
-
-
-def _are_alike(one: Picked, hit: Picked) -> bool:
-    same = one.wraps == hit.wraps and index_of(one.index) is hit.index
-    # an ignored index that is no class is none of a one-hot tensor either
-    ignored = one.ignored is not None and one.ignored >= 0
-    return same and not (one.pieces or one.dim or ignored)
+    return after, moved
 
 
 def _choice(
@@ -331,26 +313,6 @@ def _total(
         if alien and _differentiable(flow, reduced, modes):
             return None
     return total_of(flow, reductions)
-
-
-def _named(
-    flow: Flow, symbols: Iterable[Symbol], names: dict[Symbol, Symbol]
-) -> dict[Output, Symbol | None]:
-    """Outputs by their names in a spec, in its order; None for those of picks. ``names``: those of
-    the spec's operands."""
-    outputs: dict[Output, Symbol | None] = {}
-    for symbol in symbols:
-        output = flow.outputs[symbol][1]
-        if isinstance(output, Weighted):
-            ((_, position),) = expression.operands(names[output.weight])
-            outputs[replace(output.moment, weight=position)] = symbol
-        elif isinstance(output, Summed):
-            outputs[Sum(output.function.xreplace(names))] = symbol  # type: ignore[arg-type]
-        elif isinstance(output, Picked):
-            outputs["at" if output.logit else "pick"] = None
-        else:
-            outputs[output] = symbol
-    return {o: outputs[o] for o in sorted(outputs, key=lambda o: (is_index(o), str(o)))}
 
 
 def _differentiable(flow: Flow, reduced: Reduced, modes: dict[Node, Mode]) -> bool:
