@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpass.graph.region import AUTOCAST, Region
+from fxpass.graph.region import Region
 
 
 def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dtype | None:
@@ -22,8 +22,6 @@ def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dt
         ambient = None
     elif region.outer is not None and region.call is not None:
         ambient = autocast_dtype(region.outer, region.call, device)
-        if region.call.target is AUTOCAST:
-            ambient = _entered(ambient, device, *region.call.args[:3])
     else:
         enabled = torch.is_autocast_enabled(device.type)
         ambient = torch.get_autocast_dtype(device.type) if enabled else None

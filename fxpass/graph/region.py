@@ -16,10 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fxpass.graph.nodes import nested_graph
 
-_CHECKPOINTS = {torch.ops.higher_order.tag_activation_checkpoint}
-# torch.export has a nested graph for what the program runs in one of these contexts.
-AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-_CONTEXTS = {AUTOCAST, torch.ops.higher_order.wrap_with_set_grad_enabled}
+CHECKPOINTS = {torch.ops.higher_order.tag_activation_checkpoint}
 _AUTOGRAD_FUNCTIONS = {torch.ops.higher_order.autograd_function_apply}
 
 
@@ -31,7 +28,7 @@ class Region:
         module: the graph.
         outer, call: the region around it and the node there that calls it; None for the outermost.
         plain: whether losses in it can be fused: it is the outermost graph, or in a plain region a
-            checkpoint, which backward only recomputes, or the graph of a context.
+            checkpoint, which backward only recomputes.
         backward: whether it runs in the backward pass.
     """
 
@@ -54,7 +51,7 @@ def _regions(region: Region, seen: set[int]) -> Iterator[Region]:
             if body is None or id(body) in seen:
                 continue
             seen.add(id(body))
-            plain = region.plain and node.target in _CHECKPOINTS | _CONTEXTS
+            plain = region.plain and node.target in CHECKPOINTS
             backward = node.target in _AUTOGRAD_FUNCTIONS and position == 1
             nested = Region(body, region, node, plain, region.backward or backward)
             yield from _regions(nested, seen)

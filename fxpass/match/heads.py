@@ -71,7 +71,7 @@ class Heads:
 
 def heads_of(region: Region, settings: Settings) -> Heads:
     """Reads all linears of a region, and decides which are fused."""
-    modes = modes_of(region.module.graph)
+    modes = modes_of(region)
     found = Heads()
     flows = list(_owned(_flows(region, modes, settings, found), found))
     while True:

@@ -15,7 +15,7 @@ from torch.fx import Node
 from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import NoMatch, is_tensor
 from fxpass.graph.placements import placement_name
-from fxpass.graph.region import Region
+from fxpass.graph.region import CHECKPOINTS, Region
 from fxpass.graph.source import call_name, source_line
 from fxpass.match.head import Head
 from fxpass.match.heads import Heads, heads_of, looks_like_a_head
@@ -46,12 +46,19 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Found:
-    """The heads and rejections of one region in the graph's order, and its deferred outputs, each
-    with the nodes that compute it (the linears and the nodes after them)."""
+    """What one region holds.
+
+    Attributes:
+        heads, rejections: in the graph's order.
+        deferred: its deferred outputs, each with the nodes that compute it (the linears and the
+            nodes after them).
+        checkpoints: the calls of checkpoints that read logits.
+    """
 
     heads: tuple[Head, ...]
     rejections: tuple[Rejection, ...]
     deferred: Deferred
+    checkpoints: tuple[Node, ...]
 
 
 def find(region: Region, settings: Settings) -> Found:
@@ -76,7 +83,8 @@ def find(region: Region, settings: Settings) -> Found:
             if said.isdisjoint((linear, no.node)) and linear not in found.costs
             if looks_like_a_head(linear, no)
         ]
-    return Found(tuple(found.fused), tuple(rejections), found.deferred)
+    checkpoints = tuple(node for node in found.stops if node.target in CHECKPOINTS)
+    return Found(tuple(found.fused), tuple(rejections), found.deferred, checkpoints)
 
 
 def _why_not(logits: Node, found: Heads) -> NoMatch:

@@ -1,6 +1,6 @@
 """The modes under which the nodes of a graph run.
 
-In: a graph. Out: for each node whether gradients and inference mode are enabled, and how many
+In: a region. Out: for each node whether gradients and inference mode are enabled, and how many
 transforms of torch.func it is in; a program may switch all of them anywhere::
 
     %h = linear(...)                     Mode(grad=True, inference=False)
@@ -19,6 +19,7 @@ from fxpass.graph.calls import first_operand
 from fxpass.graph.functions import reads_values
 from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import is_tensor, value
+from fxpass.graph.region import Region
 
 
 class Mode(NamedTuple):
@@ -30,12 +31,15 @@ class Mode(NamedTuple):
     transforms: int = 0
 
 
-def modes_of(graph: Graph) -> dict[Node, Mode]:
-    """The mode of every node; the graph starts in the mode in which it is compiled."""
-    mode = Mode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+def modes_of(region: Region) -> dict[Node, Mode]:
+    """The mode of every node; the outermost graph starts in the mode in which it is compiled."""
+    if region.outer is None or region.call is None:
+        mode = Mode(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    else:
+        mode = modes_of(region.outer)[region.call]
     found: dict[Node, Mode] = {}
     outer: dict[Node, Mode] = {}
-    for node in graph.nodes:
+    for node in region.module.graph.nodes:
         if node.target is torch._C._set_grad_enabled:
             mode = mode._replace(grad=bool(node.args[0]))
         elif node.target is torch.autograd.grad_mode._enter_inference_mode:

@@ -1,8 +1,9 @@
 """All rewrites of one Dynamo graph, in order, with their log lines and counters.
 
 In: a Dynamo graph and settings. Out: an :class:`Outcome`; the graph is changed in place. A graph
-without matches and without mixed dtypes does not change, except for the workaround for torch 2.11
-in :func:`fxpass.graph.region.return_once`.
+without matches and without mixed dtypes does not change, except for torch.export's contexts
+(:mod:`fxpass.rewrite.inline`) and the workaround for torch 2.11 in
+:func:`fxpass.graph.region.return_once`.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import logging
 from dataclasses import dataclass
 
 from torch._dynamo.utils import counters
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fxpass.casts.casts import Cast, cast_region, note
+from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.graph.region import Region, regions, return_once
+from fxpass.graph.source import source_line
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import Launch
 from fxpass.match.head import Head
 from fxpass.match.match import Found, Rejection, find
 from fxpass.rewrite import dump
+from fxpass.rewrite.inline import inline_checkpoints, inline_contexts
 from fxpass.rewrite.listing import launches_of
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
 from fxpass.rewrite.reductions import rewrite_heads
@@ -60,10 +64,11 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     restore: Restore = as_compiled
     for region in regions(gm):
         return_once(region)
+        inline_contexts(region)
         casts += cast_region(region, settings.mixed_dtypes)
         if not region.plain:
             continue
-        found = find(region, settings)
+        found = _found(region, settings)
         rejections += found.rejections
         if not found.heads:
             continue
@@ -91,6 +96,34 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     if settings.dump:
         dump.write(settings.dump, before, graph_text(gm), kernels)
     return Outcome(tuple(heads), tuple(rejections), tuple(casts), tuple(kernels), restore)
+
+
+def _found(region: Region, settings: Settings) -> Found:
+    """What a region holds. Checkpoints that read logits become part of it, if that pays."""
+    found = find(region, settings)
+    if not found.checkpoints:
+        return found
+    untouched = _copy(region.module.graph)
+    try:
+        inlined = inline_checkpoints(region, found.checkpoints)
+        without = find(region, settings)
+        if _pays(without, inlined):
+            return without
+    except Exception:
+        log.warning("%s: inlining failed", source_line(found.checkpoints[0]), exc_info=True)
+    region.module.graph = untouched
+    return find(region, settings)
+
+
+def _pays(found: Found, inlined: set[Node]) -> bool:
+    """Whether no logits are held for nodes that were in checkpoints, and what backward no longer
+    computes again takes less memory than these logits."""
+    reduced = {r.node: head for head in found.heads for r in head.flow.reductions}
+    heads = {id(head): head for node, head in reduced.items() if node in inlined}.values()
+    held = [node for node in inlined.difference(*(h.flow.inside for h in heads)) if is_tensor(node)]
+    more = sum(hint(value(node).numel()) * value(node).itemsize for node in held)
+    less = sum(head.logits_bytes for head in heads if head.logits_mode != "keep")
+    return not found.checkpoints and more < less
 
 
 def _copy(graph: Graph) -> Graph:

@@ -19,6 +19,7 @@ import operator
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def halved(t, times):  # over 2**times paths

@@ -9,6 +9,8 @@ may read. One loss joins the rows with random coefficients; some of them are ret
 from __future__ import annotations
 
 import random
+import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +19,14 @@ from torch import Tensor
 from . import grammar, interrupts, reductions
 from .case import Case, Statement
 from .generate import TRIES, environment
-from .scope import Scope
+from .scope import GLOBALS, Scope
 
 DTYPES = ("", "", "", "", "", ".bfloat16()", ".bfloat16()", ".half()")
 INNER = ("aot_eager",) * 140 + ("eager",) * 58 + ("inductor",) * 2
 OPTIONS = {"fusedce.strategy": ("auto", "chunked", "tiled"), "fusedce.memory_mb": (0, 0, 1)}
 # What the user does before backward: writes to rows that were returned, and to arguments.
 WRITES = ("{r}.add_(1)", "{r}.zero_()", "{r}.detach().mul_(2)", "{r}[:1] = 0")
+_WRITE = re.compile(r"_\(|\] = ")
 CHANGES = ("{a}.detach().zero_()", "{a}.detach().add_(1)")
 
 
@@ -49,7 +52,7 @@ def head(seed: str) -> Case | None:
     if rows and rng.random() < 0.2:
         within = () if rng.random() < 0.5 else ("torch.no_grad()",)
         session.append(Statement(rng.choice(WRITES).replace("{r}", rng.choice(rows)), within))
-    if rng.random() < 0.1:
+    if rng.random() < 0.1 and not body.checkpoints:
         text = rng.choice(CHANGES).replace("{a}", rng.choice(inputs)[0])
         # logits leave a graph where they are returned, and where a number breaks it
         leave = any(n in body.scope.classes for n in returned)
@@ -153,6 +156,8 @@ class _Body:
         self.rows: list[str] = []
         self.count = 0
         self.linear = rng.random() < 0.4
+        # a checkpoint reads its operands in backward again: nothing writes to them then
+        self.checkpoints = rng.random() < 0.08
 
     def write(self) -> bool:
         """Writes it; whether there is a reduction in it."""
@@ -193,6 +198,8 @@ class _Body:
 
     def add(self, template: str, name: str = "", within: tuple[str, ...] = ()) -> bool:
         """One statement; its holes are chosen anew, unless they are chosen already."""
+        if self.checkpoints and _WRITE.search(template):
+            return False
         fresh = self.scope.chosen is None
         if fresh:
             self.scope.chosen = {}
@@ -200,8 +207,21 @@ class _Body:
         if fresh:
             self.scope.chosen = None
         if statement is not None:
+            if self.checkpoints and self.rng.random() < 0.4:
+                statement = self._checkpointed(statement)
             self.statements.append(statement)
         return statement is not None
+
+    def _checkpointed(self, statement: Statement) -> Statement:
+        """A statement that computes rows, in a checkpoint."""
+        name, _, value = statement.text.partition(" = ")
+        if not re.fullmatch(r"r\d+", name):
+            return statement
+        known = self.scope.env.keys() - GLOBALS.keys()
+        names = ", ".join(n for n in dict.fromkeys(re.findall(r"\w+", value)) if n in known)
+        text = f"{name} = checkpoint(lambda {names}: {value}, {names}, use_reentrant=False)"
+        made = replace(statement, text=text)
+        return made if self.scope.run(made) else statement
 
     def logits(self, name: str, table: tuple[str, ...], within: tuple[str, ...] = ()) -> bool:
         """Logits that a statement of a table makes, under a name that may be new."""
