@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpass.aten.exponential import exponential
 from fxpass.aten.gemm import joined, part_of
 from fxpass.spec.operands import Operands, Outputs
 from fxpass.spec.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output, Sum, Top
@@ -132,7 +133,7 @@ class RowSums:
             some = [moment for moment in self._raw if moment.a == a]
             term = y
             if a:
-                term = y.exp_() if in_place else (a * y if a > 1 else y).exp()
+                term = exponential(y, a, out=y if in_place else None)
             for b in range(max(moment.b for moment in some) + 1):
                 if not a:  # no exponential vanishes: an infinite y counts
                     term = y**b if b else y.new_ones(()).expand_as(y)

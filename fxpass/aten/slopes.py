@@ -12,6 +12,7 @@ import torch
 from sympy import Expr
 from torch import Tensor
 
+from fxpass.aten.exponential import exponential
 from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import is_dense, of_picks
 from fxpass.spec import expression
@@ -120,7 +121,7 @@ class Slope(Terms):
         ``z``: the transformed logits, for sums of functions. ``of_given``: gradients of given
         values by position, to which those of moments and sums are added."""
         if self._of_one_softmax and not of_given:
-            return self.of_softmax(y.exp_(), log_total.exp(), classes, scaled)
+            return self.of_softmax(exponential(y, out=y), log_total.exp(), classes, scaled)
         log, given = y, of_given or {}
         if self.reads_log:
             log = y.sub_(log_total)
@@ -128,7 +129,7 @@ class Slope(Terms):
             log.clamp_(min=LEAST_LOG)
         self._add_of_functions(given, z, log, classes)
         g = self._of_functions(z, log, classes)
-        softmax = log.exp() if any(a for a, _ in self.coefficients) else log
+        softmax = exponential(log) if any(a for a, _ in self.coefficients) else log
         for (a, weight), polynomial in self.coefficients.items():
             term = _polynomial(polynomial, log)
             for _ in range(a):
