@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fxpass.aten.exponential import exponential
 from fxpass.aten.gemm import joined, part_of
+from fxpass.aten.largest import larger, largest
 from fxpass.spec.operands import Operands, Outputs
 from fxpass.spec.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output, Sum, Top
 from fxpass.spec.reductions import Reductions, normalised, shifted
@@ -68,14 +69,12 @@ class RowSums:
         """
         before = self._highest
         if "argmax" in self._spec.outputs:
-            highest, index = z.max(1, True)
-            if self._index is not None and before is not None:  # the first of equal logits counts
-                later = (highest > before) | (highest.isnan() & ~before.isnan())
-                index = torch.where(later, index + classes.start, self._index)
-            self._index = index
-        else:
-            highest = z.amax(1, True) if self._raw else None
-        if highest is not None:
+            found = largest(z)
+            if self._index is not None and before is not None:
+                found = larger(before, self._index, *found, classes.start)
+            self._highest, self._index = found
+        elif self._raw:
+            highest = z.amax(1, True)
             self._highest = highest if before is None else torch.maximum(highest, before)
         self._add_logits(z, classes)
         if not self._raw:

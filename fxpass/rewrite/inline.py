@@ -132,8 +132,10 @@ def _is_seen_through(call: Node) -> bool:
     if any(user.target is not operator.getitem for user in call.users):
         return False
     pairs += [(returned[user.args[1]], user) for user in call.users]  # type: ignore[index]
-    return all(
-        isinstance(one, Node) and is_tensor(one) and storage(one) == storage(other)
-        for one, other in pairs
-        if is_tensor(other)
-    )
+    return all(isinstance(one, Node) and _are_alike(one, other) for one, other in pairs)
+
+
+def _are_alike(one: Node, other: Any) -> bool:
+    """Whether two values are no tensors, or tensors of one memory."""
+    tensors = is_tensor(one), is_tensor(other)
+    return storage(one) == storage(other) if all(tensors) else not any(tensors)
