@@ -4,10 +4,9 @@ In: logits ``[rows, classes]``. Out: columns ``[rows, 1]``. On a CPU, ``torch.ma
 takes nine times as long as ``amax``, since it compares one element at a time to know the index. So
 the largest of every ``BLOCK`` classes come first, and the class is looked for in one block::
 
-    >>> largest(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 1.0]]))
-    (tensor([[3.],
-            [2.]]), tensor([[1],
-            [0]]))
+    >>> logit, index = largest(torch.tensor([[1.0, 3.0, 3.0], [2.0, 0.0, 1.0]]))
+    >>> logit.flatten().tolist(), index.flatten().tolist()
+    ([3.0, 2.0], [1, 0])
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ def largest(z: Tensor) -> tuple[Tensor, Tensor]:
     """The largest logits and the first class that has each; nan is larger than all numbers."""
     whole = z.shape[1] // BLOCK * BLOCK
     if not z.is_cpu or whole < LEAST:
-        return z.max(1, True)
+        highest, index = z.max(1, True)
+        return highest, index
     blocks = z[:, :whole].unflatten(1, (-1, BLOCK))
     highest, block = blocks.amax(2).max(1, True)
     rows = torch.arange(z.shape[0], device="cpu")
