@@ -51,8 +51,9 @@ def modes_of(region: Region) -> dict[Node, Mode]:
             (entered,) = node.all_input_nodes
             mode = outer[entered]
         name = getattr(node.target, "__name__", "")
-        depth = name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
-        mode = mode._replace(transforms=mode.transforms + depth)
+        if not name.startswith("autocast"):  # of an autocast that make_fx traced, no transform
+            depth = name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+            mode = mode._replace(transforms=mode.transforms + depth)
         found[node] = mode
     return found
 

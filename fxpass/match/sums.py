@@ -142,12 +142,15 @@ def _is_power_of(factor: Any, symbol: Symbol) -> bool:
 
 
 def _sum_of_logits(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:
-    """The sum of a function of one logit and of what is given at its class; None for another
-    term."""
+    """The sum of a function of one logit and of what is given at its class, or of a base's logit;
+    None for another term."""
     rest = term.as_independent(*_class_symbols(term), as_Add=False)[1]
-    if not rest.has(Z) or not of_classes_alone(rest):
+    if not rest.has(Z):
         return None
-    return _sum_of_function(flow, node, like, term)
+    of_base = (_in_base(base, rest) for base in flow.bases if fits(flow, base, like))
+    if of_classes_alone(rest) or any(f is not None and symbols_of(f) == {Z} for f in of_base):
+        return _sum_of_function(flow, node, like, term)
+    return None
 
 
 def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:

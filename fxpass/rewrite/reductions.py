@@ -78,7 +78,10 @@ def _is_seen_elsewhere(node: Node) -> bool:
     return any(user > node for alias in aliases for user in alias.users)
 
 
-_OF_SHAPES = ("zeros_like", "ones_like", "full_like", "size", "dim", "numel")
+_OF_SHAPES = (
+    *("zeros_like", "ones_like", "full_like", "size", "dim", "numel"),
+    "_assert_tensor_metadata",
+)
 
 
 def _is_read_for_its_shape(node: Node) -> bool:

@@ -75,12 +75,27 @@ def _with_accuracy(x, weight, bias, labels):
     return F.cross_entropy(logits, labels), (logits.argmax(-1) == labels).float().mean()
 
 
+def _with_accuracy_under_no_grad(logits, labels):
+    with torch.no_grad():
+        accuracy = (logits.argmax(-1) == labels).float().mean()
+    return F.cross_entropy(logits, labels), accuracy
+
+
+def _autocast_head(x, weight, labels):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        logits = F.linear(x, weight)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.cross_entropy(logits.float(), labels)
+
+
 FUNCTIONS = {
     "cross_entropy": _cross_entropy,
     "log-probabilities": _log_probabilities,
     "gather(z) - lse": _picked_minus_lse,
     "entropy": _entropy,
     "loss and accuracy": _with_accuracy,
+    "loss, accuracy under no_grad": _with_accuracy_under_no_grad,
+    "head under autocast, loss not": _autocast_head,
 }
 
 for _name, _function in FUNCTIONS.items():

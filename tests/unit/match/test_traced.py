@@ -129,6 +129,13 @@ def under_autocast(x, weight, bias, labels):
         return F.cross_entropy(last(F.linear(x, weight, bias)), labels.view(-1))
 
 
+def head_under_autocast(x, weight, bias, labels):
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = last(F.linear(x, weight, bias))
+        with torch.autocast("cpu", enabled=False):
+            return F.cross_entropy(logits.float(), labels.view(-1))
+
+
 def under_no_grad(x, weight, bias, labels):
     with torch.no_grad():
         return F.cross_entropy(last(F.linear(x, weight, bias)), labels.view(-1))
@@ -149,10 +156,10 @@ def test_rows_that_were_written(tracer):
 
 
 @pytest.mark.parametrize("tracer", TRACERS)
-@pytest.mark.parametrize("function", [under_autocast, under_no_grad])
+@pytest.mark.parametrize("function", [under_autocast, head_under_autocast, under_no_grad])
 def test_contexts(function, tracer):
     """torch.export has nested graphs for them, and the other tracers the casts that autocast makes."""
-    before_autograd = tracer == "traced_before_autograd" and function is under_autocast
+    before_autograd = tracer == "traced_before_autograd" and function is not under_no_grad
     if before_autograd and torch.__version__ < "2.12":
         pytest.skip("Dynamo fails on such graphs, with any backend")
     x, weight, labels = inputs()
