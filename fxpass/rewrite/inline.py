@@ -26,6 +26,7 @@ from fxpass.match.modes import modes_of
 
 _AUTOCAST = torch.ops.higher_order.wrap_with_autocast
 _GRAD_MODE = torch.ops.higher_order.wrap_with_set_grad_enabled
+_CONTEXTS = {_AUTOCAST, _GRAD_MODE}
 
 
 def inline_contexts(region: Region) -> None:
@@ -33,7 +34,7 @@ def inline_contexts(region: Region) -> None:
 
     Not in a backward pass, which runs after the program's contexts have ended.
     """
-    _inline(region, {_AUTOCAST, _GRAD_MODE})
+    _inline(region, _CONTEXTS)
 
 
 def inline_checkpoints(region: Region, calls: Collection[Node]) -> set[Node]:
@@ -89,7 +90,7 @@ def _inlined(module: GraphModule, call: Node, known: dict[Node, Any], enabled: b
     for node in body.graph.nodes:
         if node.op == "output":
             results = map_arg(node.args[0], copies.__getitem__)
-        elif node.target in (_AUTOCAST, _GRAD_MODE):
+        elif node.target in _CONTEXTS:
             copies[node] = _inlined(module, node, copies, inside)
         elif node.target is operator.getitem and isinstance(copies[node.args[0]], tuple | list):
             copies[node] = copies[node.args[0]][node.args[1]]
@@ -132,7 +133,8 @@ def _is_seen_through(call: Node) -> bool:
     if any(user.target is not operator.getitem for user in call.users):
         return False
     pairs += [(returned[user.args[1]], user) for user in call.users]  # type: ignore[index]
-    return all(isinstance(one, Node) and _are_alike(one, other) for one, other in pairs)
+    alike = all(isinstance(one, Node) and _are_alike(one, other) for one, other in pairs)
+    return alike and all(_is_seen_through(n) for n in body.graph.nodes if n.target in _CONTEXTS)
 
 
 def _are_alike(one: Node, other: Any) -> bool:
