@@ -12,29 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch import Tensor
 
-Function = Callable[..., Any]
-
-
-class _Program(nn.Module):
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
-def _exported(function: Function, *args: Any) -> Function:
-    return torch.export.export(_Program(function), args).module()
-
+from tests.support.traced import Function, exported, traced, traced_before_autograd
 
 TRACERS: Mapping[str, Callable[..., Function]] = {
-    "export": _exported,
-    "make_fx": lambda function, *args: make_fx(function)(*args),
-    "make_fx before autograd": lambda function, *args: make_fx(function, pre_dispatch=True)(*args),
+    "export": exported,
+    "make_fx": traced,
+    "make_fx before autograd": traced_before_autograd,
 }
 
 

@@ -7,43 +7,15 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch._dynamo.utils import counters
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.support.numerics import assert_as_accurate
 from tests.support.programs import B, S, V, inputs, last
+from tests.support.traced import decomposed, exported, traced, traced_before_autograd
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 OPTIONS = {"fusedce.inner": "eager"}
 PRIOR, WEIGHTS = torch.linspace(-1, 1, V), torch.linspace(0.5, 2, V)
-
-
-class Program(nn.Module):
-    """A function as a module, which torch.export takes."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
-
-
-def exported(function, *args):
-    return torch.export.export(Program(function), args).module()
-
-
-def decomposed(function, *args):
-    return torch.export.export(Program(function), args).run_decompositions().module()
-
-
-def traced(function, *args):
-    return make_fx(function)(*args)
-
-
-def traced_before_autograd(function, *args):
-    return make_fx(function, pre_dispatch=True)(*args)
 
 
 TRACERS = {t.__name__: t for t in (exported, decomposed, traced, traced_before_autograd)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fxpass import testing
 from tests.support.programs import check, head_of, inputs, report_of
+from tests.support.traced import exported
 
 
 def entropy(z):
@@ -74,15 +74,6 @@ def test_a_checkpoint_that_stays(program):
 # ---------------------------------------------------------------- torch.export
 
 
-class Program(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args):
-        return self.function(*args)
-
-
 def loss_of(z, t):
     return F.cross_entropy(z.flatten(0, 1), t.flatten())
 
@@ -133,7 +124,7 @@ def same(program, *args):
 @pytest.mark.parametrize("program", [metric, half_head, loss_without_autocast])
 def test_logits_through_a_context(program):
     x, w, t = inputs()
-    graph = torch.export.export(Program(program), (x, w, t)).module()
+    graph = exported(program, x, w, t)
     assert "wrap_with" in testing.original(graph, x, w, t)
     after = testing.rewritten(graph, x, w, t)
     assert "wrap_with" not in after
@@ -144,7 +135,7 @@ def test_logits_through_a_context(program):
 
 def test_logits_that_a_context_changes():
     x, w, t = inputs()
-    same(torch.export.export(Program(written_inside), (x, w, t)).module(), x, w, t)
+    same(exported(written_inside, x, w, t), x, w, t)
 
 
 def test_a_graph_has_the_modes_that_it_left():
@@ -158,7 +149,7 @@ def test_a_graph_has_the_modes_that_it_left():
         return loss_of(F.linear(x, w), t), nested, after, x @ w.mT
 
     x, w, t = inputs()
-    graph = torch.export.export(Program(program), (x, w, t)).module()
+    graph = exported(program, x, w, t)
     fused = torch.compile(graph, backend="fusedce", options={"fusedce.inner": "eager"})
     bf16, f32 = torch.bfloat16, torch.float32
     for run in (program, graph, fused):
