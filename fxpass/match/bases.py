@@ -114,3 +114,23 @@ def in_logs(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{expr}` is not known")
     base = flow.base(like, Z, sympy.Integer(1))
     return poly.subs(Z, base.log + base.lse)
+
+
+def in_one_log(
+    flow: Flow, node: Node, like: Classes, expr: Expr, grows: bool = False
+) -> tuple[Base, Expr] | None:
+    """A base, and an expression in its log-softmax and in rows: of a base that exists, or of one of
+    this expression. None for another expression, and if it has to grow with the logits."""
+    found = in_logs(flow, node, like, expr)
+    logs = [base for base in flow.bases if found.has(base.log)]
+    if len(logs) == 1 and fits(flow, logs[0], like):
+        (base,) = logs
+        rest = split(sympy.expand(found))[1] if grows else found
+        factor, core = rest.as_coeff_Mul()
+        alone = all(s == base.log for s in symbols_of(rest) if has_classes(s))
+        if alone and (not grows or (factor > 0 and core in (base.log, sympy.exp(base.log)))):
+            return base, found
+    if not logs or any(expr.has(base.log) for base in flow.bases):
+        return None
+    base, shift = base_of(flow, node, replace(like, expr=expr))
+    return base, base.log + base.lse + shift

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
 import torch
 from sympy import Expr
 from torch.fx import Node
@@ -16,7 +15,7 @@ from fxpass.graph.calls import arguments
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
-from fxpass.match.bases import fits, in_logs, split
+from fxpass.match.bases import in_one_log
 from fxpass.match.classes import Classes, Flow, Reduced
 from fxpass.match.operands import check_dim, operand_of
 from fxpass.match.outputs import Base
@@ -89,14 +88,10 @@ def of_pair(flow: Flow, node: Node) -> None:
 
 def _grows(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
     """The base with whose logits an expression grows, and the expression in its log-softmax."""
-    expr = in_logs(flow, node, like, like.expr)
-    logs = [base for base in flow.bases if expr.has(base.log)]
-    if len(logs) == 1 and fits(flow, logs[0], like):
-        rest = split(sympy.expand(expr))[1]
-        factor, core = rest.as_coeff_Mul()
-        if factor > 0 and core in (logs[0].log, sympy.exp(logs[0].log)):
-            return logs[0], expr
-    raise NoMatch(node, f"%{node.name} takes the maximum of `{like.expr}`, which is not known")
+    found = in_one_log(flow, node, like, like.expr, grows=True)
+    if found is None:
+        raise NoMatch(node, f"%{node.name} takes the maximum of `{like.expr}`, which is not known")
+    return found
 
 
 def _log_of(flow: Flow, base: Base, top: Expr) -> Expr:

@@ -37,6 +37,7 @@ from fxpass.match.edits import (
 from fxpass.match.views import index_of
 from fxpass.spec.dtypes import short
 from fxpass.spec.expression import Z
+from fxpass.spec.functions import Where
 
 
 def operand_of(flow: Flow, node: Node) -> Classes:
@@ -211,7 +212,8 @@ def with_scale(flow: Flow, node: Node, like: Classes) -> Classes:
     """
     factor = like.expr.diff(Z)
     rows = factor.as_independent(*symbols_of(factor), as_Add=False)[1]
-    if rows in (0, 1) or has_classes(factor) or not symbols_of(rows) <= flow.tensors.keys():
+    known = symbols_of(rows) <= flow.tensors.keys() and not rows.has(Where)  # a mask is no factor
+    if rows in (0, 1) or has_classes(factor) or not known:
         return like
     what = f"%{node.name} ({call_name(node)}) comes after a factor of the logits, which"
     tensors = [flow.tensors[s] for s in symbols_of(rows)]

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import NoMatch, value
-from fxpass.match.bases import check_given, fits, in_logs
+from fxpass.match.bases import check_given, fits, in_logs, in_one_log
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
 from fxpass.match.masks import of_classes_alone
@@ -144,11 +144,13 @@ def _is_power_of(factor: Any, symbol: Symbol) -> bool:
 def _sum_of_logits(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:
     """The sum of a function of one logit and of what is given at its class, or of a base's logit;
     None for another term."""
-    rest = term.as_independent(*_class_symbols(term), as_Add=False)[1]
+    rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
     if not rest.has(Z):
         return None
-    of_base = (_in_base(base, rest) for base in flow.bases if fits(flow, base, like))
-    if of_classes_alone(rest) or any(f is not None and symbols_of(f) == {Z} for f in of_base):
+    of_base = (_in_base(base, rows, rest)[1] for base in flow.bases if fits(flow, base, like))
+    if of_classes_alone(rest, rows=True) or any(
+        f is not None and symbols_of(f) == {Z} for f in of_base
+    ):
         return _sum_of_function(flow, node, like, term)
     return None
 
@@ -175,9 +177,9 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
     logs = any(isinstance(log.args[0], Symbol) for log in rest.atoms(sympy.log))
     if logs or not (of_softmax or rest.has(Z)):
         raise unknown
-    found = ((base, _in_base(base, rest)) for base in of_softmax or _plain_first(flow, like))
-    base, function = next(((b, f) for b, f in found if f is not None), (None, rest))
-    if base is None:
+    found = ((b, *_in_base(b, rows, rest)) for b in of_softmax or _plain_first(flow, like))
+    base, rows, function = next((one for one in found if one[2] is not None), (None, rows, None))
+    if base is None or function is None:
         raise unknown
     if function / Z not in flow.tensors:
         check_given(flow, node, function)
@@ -220,18 +222,20 @@ def _plain_first(flow: Flow, like: Classes) -> Iterable[Base]:
     yield flow.base(like, Z, sympy.Integer(1))
 
 
-def _in_base(base: Base, expr: Expr) -> Expr | None:
-    """An expression in the logit ``z`` and the log-softmax ``l`` of a base; None if it reads the
-    linear's output in another way."""
-    logit = Symbol("logit")
-    found = expr.xreplace({base.lse: logit - L, base.log: L}).subs(base.logit, logit)
-    factor = base.logit / Z
-    if found.has(Z) and factor.is_number:
-        found = found.subs(Z, logit / factor)
-    if found.has(Z):
-        return None
-    found = found.subs(logit, Z).replace(sympy.exp, lambda x: call("exp", x))
-    return cast(Expr, found.replace(sympy.log, lambda x: call("log", x)))
+def _in_base(base: Base, rows: Expr, rest: Expr) -> tuple[Expr, Expr | None]:
+    """A factor of each row, and a function of the logit ``z`` and the log-softmax ``l`` of a base,
+    whose product is ``rows * rest``; None in its place if that reads the linear's output in another
+    way."""
+    logit, one = Symbol("logit"), sympy.Integer(1)
+    number, core = base.logit.as_coeff_Mul()
+    for factor, expr in ((rows, rest), (one, rows * rest)):
+        found = expr.xreplace({base.lse: logit - L, base.log: L}).subs(core, logit / number)
+        if not found.has(Z):
+            found = found.subs(logit, Z).replace(sympy.exp, lambda x: call("exp", x))
+            return factor, cast(Expr, found.replace(sympy.log, lambda x: call("log", x)))
+        if base.scale == 1:
+            break
+    return rows, None
 
 
 def _sum_of_given(flow: Flow, term: Expr) -> Expr | None:
@@ -297,17 +301,15 @@ def _summed_term(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr:
 
 def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Expr:
     """An expression at given classes, in outputs of one base."""
-    read, expr = expr, in_logs(flow, node, like, expr)
-    logs = [base for base in flow.bases if expr.has(base.log)]
-    others = set(_class_symbols(expr)) - {base.log for base in logs}
-    if len(logs) != 1 or others or not fits(flow, logs[0], like):
+    found = in_one_log(flow, node, like, expr)
+    if found is None:
         raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
-    base = logs[0]
+    base, in_log = found
 
     def output(logit: bool) -> Expr:
         return flow.output(base, replace(picked, logit=logit))
 
-    return at_class(base, read, expr, lambda: output(True), lambda: output(False))
+    return at_class(base, expr, in_log, lambda: output(True), lambda: output(False))
 
 
 def at_class(
