@@ -59,8 +59,8 @@ def _then_update(closure: Callable[..., Any]) -> Callable[..., Any]:
 def before_update() -> None:
     """Makes all deferred logits independent of the parameters.
 
-    It clones each parameter once, or computes the logits if this takes less memory. It synchronises
-    with the device only if it computes logits.
+    It clones each parameter once, or computes the logits if they take less memory than the clones
+    and the other inputs. It synchronises with the device only if it computes logits.
     """
     pending = values.pending()
     uses: dict[Any, list[tuple[Run, Input]]] = {}  # the uses of each parameter
@@ -68,11 +68,15 @@ def before_update() -> None:
         for given in run.inputs or ():
             if isinstance(given, Input) and given.key is not None:
                 uses.setdefault(given.key, []).append((run, given))
-    parameters = sum(group[0][1].tensor.nbytes for group in uses.values())
-    logits = sum(buffer.like.nbytes for buffer in {part.buffer for part in pending})
-    if parameters > logits:
+    runs = {run for group in uses.values() for run, _ in group}
+    parts = [part for part, run in pending.items() if run in runs]
+    parameters = [group[0][1] for group in uses.values()]
+    others = [i for run in runs for i in run.inputs or () if isinstance(i, Input) and i.key is None]
+    # the memory that is held until then: clones and hidden states, or the logits
+    held = sum({i.tensor.data_ptr(): i.tensor.nbytes for i in (*parameters, *others)}.values())
+    if held > sum(buffer.like.nbytes for buffer in {part.buffer for part in parts}):
         # logits before their casts, and larger parts before smaller: the latter are cheap then
-        for part in sorted(pending, key=lambda p: (len(p.buffer.casts), -p.like.numel())):
+        for part in sorted(parts, key=lambda p: (len(p.buffer.casts), -p.like.numel())):
             with suppress(StaleLogitsError):  # a later use raises it again
                 part.read()
         return

@@ -201,6 +201,9 @@ class DeferredLogits(Tensor):
         vars(plain).update(vars(self))  # such as marks of dynamic dimensions
         return plain
 
+    def as_subclass(self, cls: Any) -> Any:
+        return self.plain.as_subclass(cls)
+
     def detach_(self) -> Tensor:
         if not self._is_root:
             return super().detach_()
@@ -306,7 +309,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs ``func`` on the values. Writes change the values; aliases share their memory."""
     if func is aten.detach_.default:
         return args[0]  # only in inference mode, where there is no autograd history
-    if torch.Tag.inplace_view in func.tags:
+    if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
         raise _refused(RESHAPED.format(func))
     schema = func._schema
     silent = func.namespace == "c10d"  # writes to its arguments without declaring it

@@ -156,10 +156,11 @@ def _deferred(
     if _mode(flows, settings) == "keep":
         return {}
     inside = set().union(*(flow.inside for flow in flows)) if flows else set()
-    drop = settings.logits == "drop"
-    found = dict(deferred_outputs(region, inside, modes, drop=drop))
+    found = dict(deferred_outputs(region, inside, modes, drop=settings.logits == "drop"))
+    least = settings.min_logits_mb if settings.logits == "auto" else 0
+    narrow = {f.linear.node for f in flows if profitability.is_narrow(f.linear, least)}
     while True:
-        free = {f.linear.node for f in flows if not _is_kept(f, found)}
+        free = {f.linear.node for f in flows if not _is_kept(f, found)} - narrow
         left = {
             output: nodes
             for output, nodes in found.items()

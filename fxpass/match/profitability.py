@@ -42,6 +42,16 @@ def too_small(linear: Linear, least: float) -> str | None:
     return None
 
 
+def is_narrow(linear: Linear, least: float) -> bool:
+    """Whether deferred logits would hold more memory, that of their hidden states, than they take
+    if they are computed."""
+    return bool(least) and _bytes_of_row(linear.x, -1) > _bytes_of_row(linear.node, linear.dim)
+
+
+def _bytes_of_row(node: Node, dim: int) -> int:
+    return hint(value(node).shape[dim]) * value(node).dtype.itemsize
+
+
 def kept_weight(head: Head, made: Sequence[Head], least: float) -> str | None:
     """Rejects a head of frozen hidden states whose backward computes the logits again, if the copy
     of the weight that it keeps for this takes as much memory as the logits."""

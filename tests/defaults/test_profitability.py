@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxpass.deferred.tensor import DeferredLogits
 from fxpass.rewrite.transform import transform
 from fxpass.settings import Settings
 
@@ -70,6 +71,18 @@ def test_logits_that_are_kept_for_something_else():
     assert not reasons(logged, x.detach(), weight.detach(), labels)
     # logits that leave the graph cannot become their gradient, whoever computes the loss
     assert not reasons(returned, *head())
+
+
+@pytest.mark.parametrize(("d", "kept"), [(256, False), (257, True)])
+def test_hidden_states_wider_than_the_logits(d, kept):
+    """Deferred logits would hold them; the user decides otherwise by FUSEDCE_LOGITS."""
+    x, weight, labels = head(d=d, v=256, n=4096)
+    for logits in ("auto", "defer"):
+        options = {"fusedce.inner": "eager", "fusedce.min_logits_mb": 1, "fusedce.logits": logits}
+        torch._dynamo.reset()
+        loss, z = torch.compile(returned, backend="fusedce", options=options)(x, weight, labels)
+        assert isinstance(z, DeferredLogits) is not (kept and logits == "auto")
+        torch.testing.assert_close((loss, z + 0), returned(x, weight, labels))
 
 
 def chunks(count: int) -> Any:

@@ -18,6 +18,11 @@ from tests.support.deferred_pairs import B, D, S, V, check, exact, head, pair, r
 
 # ---- writes --------------------------------------------------------------------------------------
 
+
+class Subclass(Tensor):
+    pass
+
+
 WRITES = {
     "mul_": lambda t: t.mul_(2),
     "setitem": lambda t: t.__setitem__((..., 3), -float("inf")),
@@ -33,6 +38,8 @@ WRITES = {
     "foreach": lambda t: torch._foreach_mul_([t.detach()], 2),
     "apply_": lambda t: t.detach()[0].apply_(lambda v: v * 2 + 1),
     "map_": lambda t: t.detach().map_(torch.ones(V), lambda v, w: v + w),
+    "set_": lambda t: torch.empty(0).set_(t.detach()).zero_(),
+    "as_subclass": lambda t: t.as_subclass(Subclass).mul_(2),
     "map2_": lambda t: t.detach().map2_(t.detach(), torch.ones(V), lambda v, w, u: v + w + u),
 }
 
@@ -317,6 +324,32 @@ def test_small_logits_are_computed_before_an_optimizer_step():
     assert p.runs == [(B, 1, D)]
     same(p.logits * 1, p.eager)
     same(cast * 1, p.eager.double())
+
+
+def test_logits_that_take_less_memory_than_their_hidden_states():
+    gc.collect()
+    recipe, runs = recipe_of(lambda x, weight, bias: head(x, weight, bias)[..., :1])
+    inputs = [exact(B, 200, D), exact(V, D), exact(V)]
+    logits = tensor.defer(recipe, inputs)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+    assert runs == [(B, 200, D)]
+    same(logits * 1, head(*inputs)[..., :1])
+
+
+def test_logits_of_earlier_steps_are_no_reason_to_clone():
+    """They hold a clone already, and do not need another one."""
+    gc.collect()
+    p = pair(seq=40)
+    optimizer = torch.optim.SGD([p.weight], lr=0.1)
+    p.weight.grad = torch.ones_like(p.weight)
+    optimizer.step()
+    recipe, runs = recipe_of()
+    x, want = exact(1, D), head(p.eager_inputs[0].detach(), *p.eager_inputs[1:]).detach()
+    small, values_now = tensor.defer(recipe, (x, *p.lazy_inputs[1:])), p.weight.detach().clone()
+    optimizer.step()
+    assert (p.runs, runs) == ([], [(1, D)])
+    same(small * 1, head(x, values_now, p.lazy_inputs[2]))
+    same(p.logits * 1, want)
 
 
 def test_two_optimizer_steps_and_logits_of_each():
