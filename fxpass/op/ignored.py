@@ -14,17 +14,19 @@ from torch import Tensor
 
 from fxpass.spec.operands import Operands
 
-# The minimum share of rows without a coefficient that is worth the copies of x and of its gradient.
-_WORTH_IT = 1 / 16
+# The minimum share of rows left out that is worth the copies of x and of its gradient; and one more
+# product of the others, where backward takes three.
+WORTH_COPIES, WORTH_A_PRODUCT = 1 / 16, 1 / 3
 
 
-def selected(mask: Tensor) -> Tensor | None:
-    """The indices of the True elements of a mask ``[N]``; None if almost all are, or while a CUDA
-    graph is captured, which must not depend on values. On a GPU it synchronises with the mask."""
+def selected(mask: Tensor, least: float) -> Tensor | None:
+    """The indices of the True elements of a mask ``[N]``; None if fewer than this share of rows is
+    left out, or while a CUDA graph is captured, which must not depend on values. On a GPU it
+    synchronises with the mask."""
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     index, n = mask.nonzero(), mask.shape[0]
-    return index.squeeze(1) if n - index.shape[0] > n * _WORTH_IT else None
+    return index.squeeze(1) if n - index.shape[0] > n * least else None
 
 
 def rows_of(operands: Operands, index: Tensor) -> Operands:

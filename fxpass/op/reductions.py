@@ -41,7 +41,13 @@ from fxpass.op.checks import (
     check_picks,
     operand,
 )
-from fxpass.op.ignored import of_all_rows, rows_of, selected
+from fxpass.op.ignored import (
+    WORTH_A_PRODUCT,
+    WORTH_COPIES,
+    of_all_rows,
+    rows_of,
+    selected,
+)
 from fxpass.op.saved import scaled
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, plan
@@ -140,7 +146,7 @@ def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, T
         return _of_no_classes(operands, spec)
     index = None
     if coef is not None and not spec.outputs and operands.logits is None:
-        index = None if is_dense(coef) else selected(coef.any(0))
+        index = None if is_dense(coef) else selected(coef.any(0), WORTH_COPIES)
     if coef is None or index is None:
         return _run_forward(operands, spec)
 
@@ -211,11 +217,18 @@ def _class_reductions_backward(
 def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dict[str, Tensor]:
     """The gradients, without the rows that have no incoming gradient in ``out.rows``."""
     counts = out.rows.any(0)
-    index = selected(counts) if operands.logits is None else None
+    again = spec.of_backward.softmax and not spec.shard
+    least = WORTH_A_PRODUCT if again else WORTH_COPIES
+    index = selected(counts, least) if operands.logits is None else None
     some = operands
     if index is not None:
-        some = rows_of(operands, index)
-        out = Outputs(*(t[..., index] if t.numel() else t for t in out))
+        some, rows = rows_of(operands, index), out.rows[..., index]
+        if again:
+            # a product of fewer rows is rounded in another way: exp(z - lse) needs the lse of this z
+            out = _run_forward(some, spec)[0]
+        else:  # the lse of a shard is of all ranks
+            out = Outputs(*(t[..., index] if t.numel() else t for t in out))
+        out = out._replace(rows=rows)
     elif spec.of_backward.softmax:
         # such a row adds nothing, whatever its lse is
         out = out._replace(lse=torch.where(counts, out.lse, torch.finfo(out.lse.dtype).max))
