@@ -224,7 +224,7 @@ def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dic
     if index is not None:
         some, rows = rows_of(operands, index), out.rows[..., index]
         if again:
-            # a product of fewer rows is rounded in another way: exp(z - lse) needs the lse of this z
+            # fewer rows are rounded in another way: exp(z - lse) needs the lse of this z
             out = _run_forward(some, spec)[0]
         else:  # the lse of a shard is of all ranks
             out = Outputs(*(t[..., index] if t.numel() else t for t in out))

@@ -46,15 +46,30 @@ def rewrite_heads(region: Region, heads: Sequence[Head]) -> list[Cast]:
     """
     graph, replaced = region.module.graph, {}
     edits = [_Edit(graph, head, replaced) for head in heads]
+    places = _places(heads)
     for edit in edits:
         for call in edit.head.calls:
-            edit.insert(call)
+            edit.insert(call, next(places))
         for reduced in edit.flow.reductions:
             edit.replace(reduced)
         for call in edit.head.calls:
             edit.replace_total(call)
     _erase(graph, edits)
     return [cast for edit in edits for cast in edit.casts]
+
+
+def _places(heads: Sequence[Head]) -> Iterator[Node]:
+    """The node before which each call stands, in the order of the heads: one that stays where it
+    is, while other calls move their operands."""
+    calls = [call for head in heads for call in head.calls]
+    moved = {node for call in calls for node in call.moved}
+    found = []
+    for call in calls:
+        place = call.after.next
+        while place in moved:
+            place = place.next
+        found.append(place)
+    return iter(found)
 
 
 def _erase(graph: Graph, edits: Sequence[_Edit]) -> None:
@@ -100,13 +115,12 @@ class _Edit(Operands):
 
     # ------------------------------------------------------------ the operator's call
 
-    def insert(self, call: Call) -> None:
-        """Inserts a call after its operands."""
-        after = call.after
+    def insert(self, call: Call, place: Node) -> None:
+        """Inserts a call before a node, which comes after its operands or after what moves."""
         for node in call.moved:
-            after.append(node)
-            after = node
-        with self.graph.inserting_before(after.next):
+            if place < node:  # else another call has moved it
+                place.prepend(node)
+        with self.graph.inserting_before(place):
             x, weight, bias, picks = self._edited(call)
             gradients = call.spec.gradients
             if call.detached and self.trained:

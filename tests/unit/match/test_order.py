@@ -75,3 +75,20 @@ def test_the_maximum_of_a_function_of_other_logits():
     assert head_of(program, x, weight, labels).logits_mode == "never"
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
     assert torch.equal(fused(x, weight, labels)[1], program(x, weight, labels)[1])
+
+
+def test_an_operand_that_another_call_moves():
+    """The first call takes the sum of ``q`` of the last line with it; the last call stands after
+    the row that it reads."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        sums = (TARGETS.mT.mT / (1 + torch.exp(-z))).sum(-1)
+        row = z.logsumexp(-1)
+        log_probs = torch.sigmoid(z - row.unsqueeze(-1).detach()).log_softmax(-1)
+        last = ((2.0 - log_probs) * TARGETS.mT.mT).sum(-1)
+        return sums.sum() + row.sum() + last.square().mean()
+
+    x, weight, labels = inputs()
+    assert head_of(program, x, weight, labels).logits_mode == "never"
+    check(program, labels, x, weight)
