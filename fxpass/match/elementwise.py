@@ -37,6 +37,7 @@ from fxpass.match.operands import (
 )
 from fxpass.match.pointwise import MASKS, POINTWISE, check_size
 from fxpass.match.views import VIEWS, View, view_of
+from fxpass.spec.dtypes import short
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
 
@@ -145,7 +146,7 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
     if len(tensors) == 1 and function in POINTWISE and function not in _OF_ROWS:
         like = with_scale(flow, node, like)  # a function of what is a multiple of a logit
         operands[list(given.values()).index(tensors[0])] = like.expr
-    _check_infinities(node, function, operands)
+    _check_numbers(node, function, operands)
     joined = {s for o in operands if isinstance(o, Expr) for s in symbols_of(o) if s in flow.dims}
     if len(joined) > MOST_GIVEN:
         raise NoMatch(
@@ -191,12 +192,18 @@ def _check_cancelled(flow: Flow, node: Node, operands: Sequence[Expr], found: Ex
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) cancels {', '.join(names)}")
 
 
-def _check_infinities(node: Node, function: str, operands: Sequence[Any]) -> None:
-    """``NoMatch`` for an infinite number in a function but ``where``, whose branch it may be."""
+def _check_numbers(node: Node, function: str, operands: Sequence[Any]) -> None:
+    """``NoMatch`` for an infinite number in a function but ``where``, whose branch it may be; and
+    there for one beyond the dtype's range, which eager refuses, or makes infinite."""
     infinite = [i for i, o in enumerate(operands) if o is sympy.S.NegativeInfinity]
     masks = function == "masked_fill" or (function == "where" and node.op == "call_function")
     if (infinite and not masks) or (infinite == [0]):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an infinite operand")
+    if masks and value(node).is_floating_point():
+        numbers = [abs(o) for o in operands if isinstance(o, sympy.Rational)]
+        if any(number > exact(torch.finfo(value(node).dtype).max) for number in numbers):
+            what = f"a number beyond the range of {short(value(node).dtype)}"
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {what}")
     if function == "where" and not masks:  # a method, whose operands are in another order
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")
 

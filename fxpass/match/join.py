@@ -253,6 +253,8 @@ def _choice(
     n, v = shape_of(flow.linear)
     for edit in base.edits:
         v = taken(edit, v)
+    if isinstance(v, int) and not v:
+        raise NoMatch(flow.linear.node, "its logits have no classes")
     if flow.sharding is not None:  # the sizes of this rank's call
         n, v = n // flow.sharding.rows, flow.sharding.count
     setting = options.settings.strategy

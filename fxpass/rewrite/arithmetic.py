@@ -126,7 +126,7 @@ class Arithmetic(Builder):
             return self.rows_here(self.method("flatten", tensor))
         if expr.is_number:
             number = float(expr)
-            return int(number) if expr.is_Integer else number
+            return int(number) if expr.is_Integer and abs(number) < 2**63 else number
         if isinstance(expr, sympy.Mul):
             # of exp(lse) * exp(-max), the first factor may be infinite and the second 0
             expr = sympy.powsimp(expr, combine="exp")

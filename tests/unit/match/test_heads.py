@@ -532,6 +532,34 @@ def test_rejected(case, caplog):
     check(program, labels, x, weight)
 
 
+def test_no_classes():
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        return z.logsumexp(-1).sum() + z[..., V:].tanh().sum(), z[..., V:].mean(-1)
+
+    def picked(x, weight, labels):
+        return F.linear(x, weight)[..., V:].log_softmax(-1).gather(-1, labels[..., None])
+
+    x, weight, labels = inputs()
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    assert fused(x, weight, labels)[1].isnan().all()
+    fused = torch.compile(picked, backend="fusedce", options={"fusedce.inner": "eager"})
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        fused(x, weight, labels)
+
+
+def test_large_factors():
+    """Whose square no int64 holds."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight) * 1e10
+        return (z.logsumexp(-1) + (z**2).sum(-1)).sum() / 1e20
+
+    x, weight, labels = inputs()
+    assert head_of(program, x, weight, labels).logits_mode == "never"
+    check(program, labels, x, weight)
+
+
 def test_the_users_budget(monkeypatch):
     def program(x, weight, labels):
         return F.linear(x, weight).softmax(-1).square().sum()

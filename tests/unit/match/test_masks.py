@@ -414,6 +414,16 @@ def test_comparisons_are_not_counted(dim):
     assert loss.isfinite()
 
 
+def test_a_number_that_eager_refuses():
+    def program(x, weight, labels):
+        z = F.linear(x, weight).masked_fill(BANNED, torch.finfo(torch.float32).min)
+        return F.cross_entropy(z.view(-1, V), labels.view(-1))
+
+    tensors = inputs(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="without overflow"):
+        torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})(*tensors)
+
+
 def test_ignored_labels_have_no_margin():
     """A label that is ignored is no class, and no element of a mask."""
 
