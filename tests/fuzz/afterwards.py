@@ -31,6 +31,8 @@ USES = (
     'seen(torch.compile(lambda v: v.max() in v.detach(), backend="aot_eager")({o}))',
     'g = torch.compile(lambda v: (v[:1], v.T), backend="aot_eager", fullgraph=True)({o})[1]',
     "g = {o}.view(-1)",
+    "g = {o}.as_subclass(torch.nn.Buffer)",
+    "g = torch.empty(0, dtype={o}.dtype).set_({o}.detach())",
     "g = {o}.detach()",
     "g = {o}[0]",
     "g = {o}.float()",

@@ -61,7 +61,7 @@ TEMPERATURES = (
 SOFTCAPS = (
     *("15 * torch.tanh({z} / 15)", "{z}.tanh() * 3", "{z}.clamp(-2, 2)", "{z} + 1", "-{z}"),
     *("F.logsigmoid({z})", "{z}.sigmoid()", "F.softplus({z})", "{z} * 0.5 - 1", "{z}.abs()"),
-    *("halved({z}, 2)", "halved({z}, 24)"),
+    *("halved({z}, 2)", "halved({z}, 24)", "{z} * 1e10"),
 )
 # Edits of the linear's operands: biases, classes in another order, factors before a function.
 EDITS = (
@@ -94,6 +94,7 @@ MASKS = (
     "{z}.index_fill({d}, torch.tensor([0, {V} - 1]), -6.0)",
     *("torch.where({keep} > 0.4, {z}, 2.0)", "{z}.masked_fill({keep} > 0.5, 0.0).tanh()"),
     "{z}.masked_fill(({keep} > 0.7) & (cw > 0.5), -torch.inf)",
+    "{z}.masked_fill(cw > 0.7, torch.finfo({z}.dtype).min)",
     *("{z} - halved({given}, 24)", "{z} - 0.3 * halved(F.one_hot({lab}, {V}).float(), 24)"),
     "{z}.scatter({d}, {lab1}, halved({z}.gather({d}, {lab1}), 24))",
 )
