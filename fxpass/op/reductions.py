@@ -220,21 +220,21 @@ def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dic
     again = spec.of_backward.softmax and not spec.shard
     least = WORTH_A_PRODUCT if again else WORTH_COPIES
     index = selected(counts, least) if operands.logits is None else None
-    some = operands
+    some, planned = operands, spec  # the logits are rounded as those of forward's outputs
     if index is not None:
         some, rows = rows_of(operands, index), out.rows[..., index]
         if again:
             # fewer rows are rounded in another way: exp(z - lse) needs the lse of this z
-            out = _run_forward(some, spec)[0]
+            planned = spec.of_backward
+            out = _run_forward(some, planned)[0]
         else:  # the lse of a shard is of all ranks
             out = Outputs(*(t[..., index] if t.numel() else t for t in out))
         out = out._replace(rows=rows)
     elif spec.of_backward.softmax:
         # such a row adds nothing, whatever its lse is
         out = out._replace(lse=torch.where(counts, out.lse, torch.finfo(out.lse.dtype).max))
-    plan = _plan(some, spec, gradients=True)
+    plan = _plan(some, planned, gradients=True)
     incoming = out.rows.to(compute_dtype(operands.x.dtype))
-    # the plan of forward's outputs: the logits are rounded as there
     grads = _implementation(plan).backward(some, spec.of_backward, plan, out, incoming)
     return grads if index is None else of_all_rows(grads, operands, index)
 

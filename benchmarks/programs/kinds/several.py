@@ -87,6 +87,21 @@ def _(logits, labels):
     return loss, accuracy, entropy
 
 
+@kind("logits capped, their mean logged before the loss", "supervised trainers", "scalar, scalar")
+def _(logits, labels):
+    logits = 30 * torch.tanh(logits / 30)
+    mean = logits.detach().mean()
+    return F.cross_entropy(logits, labels), mean
+
+
+@kind("binary loss of masked classes, then accuracy", "multi-label trainers", "scalar, scalar")
+def _(logits, labels):
+    logits = logits.masked_fill(torch.arange(logits.shape[-1]) % 7 == 3, -20.0)
+    targets = F.one_hot(labels, logits.shape[-1]).to(logits.dtype)
+    loss = F.binary_cross_entropy_with_logits(logits, targets)
+    return loss, (logits.argmax(-1) == labels).float().mean()
+
+
 @kind("smoothing, plain loss logged", "translation recipes", "scalar, scalar")
 def _(logits, labels):
     smoothed = F.cross_entropy(logits, labels, label_smoothing=0.1)

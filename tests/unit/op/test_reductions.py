@@ -307,6 +307,19 @@ def test_a_shard_without_classes_adds_nothing():
         assert torch.equal(grad, torch.zeros_like(operand))
 
 
+def test_few_rows_beside_outputs_without_a_gradient():
+    """Backward has no operands of these outputs, and computes the others of these rows anew."""
+    found = case(("pick", "lse"), torch.float32)
+    x, w = (found.tensors[name].detach().requires_grad_() for name in ("x", "weight"))
+    spec = "r5 outputs=pick;lse;max gradients=x,weight detached=pick"
+    rows = class_reductions(x, w, None, None, found.picks, [], None, None, spec)["rows"]
+    upstream = torch.zeros(len(x))
+    upstream[0] = 2
+    got = torch.autograd.grad(rows, (x, w), torch.stack([upstream, upstream, 0 * upstream]))
+    lse = (x @ w.t()).logsumexp(1)
+    torch.testing.assert_close(got, torch.autograd.grad(lse, (x, w), upstream))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_without_a_gradient_add_nothing(dtype):
     """Their lse may be infinite: where a program masks all classes of a row."""
