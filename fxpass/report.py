@@ -93,7 +93,9 @@ class Report:
             )
         elif not self.matches and not self.rejections:
             advice = "; call it with labels to have a loss" if self.labels_missing else ""
-            lines.append(f"  no cross-entropy in any graph: nothing to fuse{advice}")
+            lines.append(
+                f"  no loss, or other reduction of logits, in any graph: nothing to fuse{advice}"
+            )
         for gpu in dict.fromkeys(kernel.gpu for kernel in self.kernels):
             names = ", ".join(kernel.name for kernel in self.kernels if kernel.gpu == gpu)
             lines.append(f"  Triton kernels on {gpu}: {names} (see .kernels)")

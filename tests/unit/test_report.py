@@ -305,7 +305,7 @@ def test_text(tmp_path, monkeypatch):
 def test_text_without_a_loss():
     assert str(explain(loss_less, *inputs())).splitlines() == [
         "1 graph, 0 losses fused, 0 not fused, 0 casts",
-        "  no cross-entropy in any graph: nothing to fuse",
+        "  no loss, or other reduction of logits, in any graph: nothing to fuse",
     ]
 
 
