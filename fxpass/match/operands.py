@@ -198,6 +198,9 @@ def with_bias(flow: Flow, node: Node, like: Classes) -> Classes:
         if not all(f.is_number for f in (factor, *factors)):
             return like
     rest = like.expr.subs(dict.fromkeys(vectors, 0))
+    sums = rest + sum(v * f for v, f in zip(vectors, factors, strict=True))
+    if sympy.expand(like.expr - sums) != 0:
+        return like  # a mask has the derivative 0
     added = (Added(v, f / factor) for v, f in zip(vectors, factors, strict=True))
     return replace(like, expr=rest, edits=(*like.edits, *added))
 

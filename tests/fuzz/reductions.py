@@ -95,6 +95,7 @@ MASKS = (
     *("torch.where({keep} > 0.4, {z}, 2.0)", "{z}.masked_fill({keep} > 0.5, 0.0).tanh()"),
     "{z}.masked_fill(({keep} > 0.7) & (cw > 0.5), -torch.inf)",
     "{z}.masked_fill(cw > 0.7, torch.finfo({z}.dtype).min)",
+    *("torch.where(cw > 0.7, {z} - 0.4, {z})", "torch.where(u > 0.3, {z} * 2, {z} * 2 + cw)"),
     *("{z} - halved({given}, 24)", "{z} - 0.3 * halved(F.one_hot({lab}, {V}).float(), 24)"),
     "{z}.scatter({d}, {lab1}, halved({z}.gather({d}, {lab1}), 24))",
 )

@@ -92,6 +92,10 @@ LOGITS = {
     "where of a mask": (lambda z, t: torch.where(BANNED, -5.0, z), "where(given0>0,-5,z)"),
     "where of a mask, twice the logits": (
         lambda z, t: torch.where(HELD, torch.tanh(z), 2 * z), "where(given0>0,tanh(z),2*z)"),
+    "a shift of some classes": (
+        lambda z, t: torch.where(BANNED, z - 0.5, z), "where(given0>0,z-0.5,z)"),
+    "two shifts of classes": (
+        lambda z, t: 2 * torch.where(BANNED, z + 1, z - 0.25) + MARGINS, ""),
     "a factor of each class": (lambda z, t: z * U, "given0*z"),
     "a temperature of each class": (lambda z, t: z / U[None], "z*given0**(-1)"),
     "a factor and a bias of each class": (lambda z, t: z * U + MARGINS, "given0+given1*z"),
