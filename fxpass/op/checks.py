@@ -124,7 +124,7 @@ def check_picks(operands: Operands) -> None:
     """``IndexError`` for a pick that is no class, of a vocabulary shard but V; a device-side
     assertion on GPUs."""
     picks, v, shard = operands.picks, operands.weight.shape[0], operands.shard
-    if picks is None or not picks.numel():
+    if picks is None or not (v or shard) or not picks.numel():
         return
     least, largest = picks.aminmax()
     if picks.device.type != "cpu":

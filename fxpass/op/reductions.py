@@ -231,8 +231,8 @@ def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dic
             out = Outputs(*(t[..., index] if t.numel() else t for t in out))
         out = out._replace(rows=rows)
     elif spec.of_backward.softmax:
-        # such a row adds nothing, whatever its lse is
-        out = out._replace(lse=torch.where(counts, out.lse, torch.finfo(out.lse.dtype).max))
+        # such a row adds nothing, whatever its lse is; times log2(e), this one is finite
+        out = out._replace(lse=torch.where(counts, out.lse, torch.finfo(out.lse.dtype).max / 2))
     plan = _plan(some, planned, gradients=True)
     incoming = out.rows.to(compute_dtype(operands.x.dtype))
     grads = _implementation(plan).backward(some, spec.of_backward, plan, out, incoming)
