@@ -135,7 +135,8 @@ def for_reductions(
 
 def launches(spec: Reductions, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:
     """The kernels of one call of class reductions, in order, where every output that is named has a
-    gradient; the GPU need not exist."""
+    gradient in all rows; the GPU need not exist. In fewer rows, backward also launches the first
+    kernel of ``spec.of_backward``."""
     found = for_reductions(spec, operands, gpu)
     if spec.gradients and not spec.total:
         reduced = spec.of_backward
