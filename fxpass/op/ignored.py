@@ -3,8 +3,8 @@
 In: the operands of a call, and which of its rows add something: those with a coefficient of a total
 or with an incoming gradient. Out: the operands of these rows, and afterwards gradients for all
 rows. Padding and prompts are often more than half of a batch, and an ignored row would cost as many
-operations as any other row. An ignored row that holds nan or inf does not change the gradients;
-eager multiplies it by 0 and gets nan gradients.
+operations as any other row. A row that is left out does not change the gradients if it holds nan or
+inf. Eager multiplies it by 0 and gets nan gradients; so does a call that leaves no rows out.
 """
 
 from __future__ import annotations
