@@ -173,7 +173,7 @@ class RowSums:
             self._columns(outputs).t().contiguous() if outputs else ABSENT
             for outputs in (spec.rows, spec.indices, spec.saved)
         )
-        if spec.saved == spec.rows:
+        if spec.saved and spec.saved == spec.rows:
             saved = rows.clone()  # each result has memory of its own
         lse = rest = total = ABSENT
         if self._raw and coef is None:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fxpass.deferred import values
 from fxpass.deferred.dynamo import hidden
 from fxpass.deferred.inputs import Input, StaleLogitsError, quiet
-from fxpass.deferred.values import Run
+from fxpass.deferred.run import Run
 
 
 @functools.cache

@@ -32,7 +32,8 @@ from fxpass.deferred.dynamo import hidden, opaque, plain_in_graphs
 from fxpass.deferred.history import attach, attach_cast, recorded
 from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.optimizers import watch_optimizers
-from fxpass.deferred.values import Part, Recipe, memory_of
+from fxpass.deferred.run import Recipe
+from fxpass.deferred.values import Part, memory_of
 from fxpass.spec.dtypes import short
 
 __all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer"]

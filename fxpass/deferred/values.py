@@ -25,108 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
 from torch.utils.weak import TensorWeakRef
 
-from fxpass.deferred.inputs import Input, StaleLogitsError, quiet
+from fxpass.deferred.inputs import StaleLogitsError, quiet
+from fxpass.deferred.run import Recipe, Run, take
 
 CUTS = 8  # how often rows are computed separately; then the whole buffer is cheaper
-LAYOUTS = 256  # cached layouts of one recipe; dynamic shapes would add more without end
-
-
-@dataclass(frozen=True, eq=False)
-class Recipe:
-    """The computation of logits."""
-
-    graph: GraphModule  # returns the logits; plain torch operations with explicit dtypes
-    # Positions of the inputs with rows: their leading dimensions are those of the logits, and a row
-    # of the logits depends only on the same row of these inputs. Empty if unknown.
-    rows: tuple[int, ...]
-    source: str  # the user's source line, for messages
-    requires_grad: bool = True  # whether the logits are linked to the inputs by autograd
-    _layouts: dict[Any, tuple[Tensor, torch.device]] = field(default_factory=dict, repr=False)
-
-    def __call__(self, *inputs: Any) -> Tensor:
-        """The logits."""
-        return self.graph.forward(*inputs)  # the module's own call prints the graph if it raises
-
-    def layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
-        """Shape, dtype and strides of the logits as an empty meta tensor, and their device."""
-        key = tuple(
-            (a.shape, a.stride(), a.dtype, a.device)
-            if isinstance(a, Tensor)
-            else (float if isinstance(a, float) else a)  # a factor, not a size
-            for a in inputs
-        )
-        found = self._layouts.get(key)  # another thread may clear the cache at any time
-        if found is None:
-            with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-                out = self(*(_stand_in(a) for a in inputs))
-            with quiet():
-                found = _stand_in(out, "meta"), out.device
-            if len(self._layouts) >= LAYOUTS:
-                self._layouts.clear()
-            self._layouts[key] = found
-        return found
-
-
-class Run:
-    """One run of a compiled graph: the recipe and its inputs.
-
-    Attributes:
-        inputs: an :class:`Input` for each tensor; None if the logits are dropped.
-        like, device: the layout of the logits, on the meta device, and their real device.
-        lock: guards all values that are computed from these inputs.
-    """
-
-    def __init__(self, recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> None:
-        self.recipe = recipe
-        self.like, self.device = recipe.layout(inputs)
-        self.lock = threading.RLock()
-        self.inputs: list[Any] | None = None
-        if not dropped:
-            self.inputs = [
-                Input(a, i in recipe.rows) if isinstance(a, Tensor) else a
-                for i, a in enumerate(inputs)
-            ]
-
-    def logits(self, rows: Tensor | None = None) -> Tensor:
-        """All logits, or the rows with these numbers, ``[*rows.shape, V]``."""
-        inputs = self.checked()
-        if rows is None:
-            return self.recipe(*inputs)
-        for i in self.recipe.rows:
-            picked = _take(inputs[i], rows.flatten())
-            # an einsum expects as many dimensions as the input has: [1, ..., R, D]
-            inputs[i] = picked.reshape(*[1] * (inputs[i].dim() - 2), *picked.shape)
-        logits = self.recipe(*inputs)
-        return logits.reshape(*rows.shape, logits.shape[-1])
-
-    def gradients(self, needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
-        """The gradients of the ``needed`` inputs (None for others), for the logits' ``grad``."""
-        with quiet():
-            inputs = self.checked()
-            wanted = []
-            for i, need in enumerate(needed):
-                if need:
-                    inputs[i] = inputs[i].detach().requires_grad_()
-                    wanted.append(inputs[i])
-            with torch.enable_grad():
-                logits = self.recipe(*inputs)
-            found = iter(torch.autograd.grad(logits, wanted, grad, allow_unused=True))
-        return [next(found) if need else None for need in needed]
-
-    def checked(self) -> list[Any]:
-        """The values of the inputs; raises RuntimeError if they changed or were dropped."""
-        source = self.recipe.source
-        if self.inputs is None:
-            raise RuntimeError(
-                f"the logits of `{source}` were never computed, because FUSEDCE_LOGITS="
-                "drop; with FUSEDCE_LOGITS=defer they are computed when they are used"
-            )
-        with self.lock:
-            return [a.checked(source) if isinstance(a, Input) else a for a in self.inputs]
 
 
 @dataclass(eq=False)
@@ -179,7 +83,7 @@ class Buffer:
                 before = _shown(source.value, part)
                 if picked is None:
                     return _copied(before, like)
-                return _take(before, picked).to(like.dtype)
+                return take(before, picked).to(like.dtype)
             run, rows = self.run, self.rows
             assert run
             if rows is not None and picked is not None:
@@ -343,18 +247,6 @@ def pending() -> dict[Part, Run]:
 def memory_of(t: Tensor) -> int:
     """A number that two tensors have in common if they share their memory."""
     return t.untyped_storage()._cdata
-
-
-def _stand_in(a: Any, device: str | None = None) -> Any:
-    """An empty tensor with the layout of ``a``; a value that is no tensor is returned unchanged."""
-    if not isinstance(a, Tensor):
-        return a
-    return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device or a.device)
-
-
-def _take(t: Tensor, rows: Tensor) -> Tensor:
-    """The rows of ``t`` ``[..., D]`` with these numbers, ``[*rows.shape, D]``."""
-    return t[torch.unravel_index(rows, t.shape[:-1])]
 
 
 def _copied(t: Tensor, like: Tensor) -> Tensor:

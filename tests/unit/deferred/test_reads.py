@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fxpass.deferred import tensor, values
+from fxpass.deferred import run, tensor, values
 from fxpass.deferred.tensor import DeferredLogits
 from tests.support.deferred_pairs import B, D, S, V, check, exact, pair, recipe_of, same
 
@@ -218,6 +218,29 @@ def test_operations_and_their_gradients(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_gradients_have_the_dtypes_of_the_inputs(dtype):
     check(pair(dtype), lambda t: t.float().logsumexp(-1), bits=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_gradients_of_many_rows_are_computed_in_parts(dtype, monkeypatch):
+    monkeypatch.setattr(run, "PART", 30 * V * dtype.itemsize)
+    p, exactly = pair(dtype, seq=50), pair(torch.float64, seq=50)
+    for logits in (p.logits, p.eager, exactly.eager):
+        logits.double().logsumexp(-1).sum().backward()
+    assert p.runs == [(2, 50, D), (1, 30, D), (1, 30, D), (1, 30, D), (1, 10, D)]
+    every = zip(p.lazy_inputs, p.eager_inputs, exactly.eager_inputs, strict=True)
+    for mine, theirs, of_exact in every:
+        assert mine.grad.dtype == dtype
+        error, of_eager = ((t.grad - of_exact.grad).abs().max() for t in (mine, theirs))
+        assert error <= max(2 * of_eager, 1e-11)  # f64 is its own oracle
+
+
+@pytest.mark.parametrize(("seq", "rows"), [(50, ()), (3, (0,))])
+def test_gradients_that_gain_nothing_from_parts(seq, rows, monkeypatch):
+    """The rows are unknown; the sums of the parts would take more memory than the logits."""
+    monkeypatch.setattr(run, "PART", V * 4)
+    p = pair(seq=seq, rows=rows)
+    check(p, lambda t: t.logsumexp(-1), bits=False)
+    assert p.runs == [(2, seq, D)] * 2
 
 
 def test_explicit_dtypes_hold_under_autocast():
@@ -441,3 +464,14 @@ def test_rows_of_an_einsum(rows):
     assert isinstance(logits, DeferredLogits)
     want = program(x, weight, labels)[1][rows]
     torch.testing.assert_close(logits[rows].clone(), want.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_an_einsum_in_parts(monkeypatch):
+    monkeypatch.setattr(run, "PART", 5 * V * 4)
+    recipe, runs = recipe_of(lambda x, w: 3 * torch.tanh(torch.einsum("bsd,dv->bsv", x, w)))
+    x, weight = torch.randn(2, 30, D, requires_grad=True), torch.randn(D, V, requires_grad=True)
+    want = torch.autograd.grad(recipe(x, weight).square().mean(), (x, weight))
+    del runs[:]
+    got = torch.autograd.grad(tensor.defer(recipe, (x, weight)).square().mean(), (x, weight))
+    assert runs[1:] == [(1, 5, D)] * 12
+    torch.testing.assert_close(got, want)

@@ -1,0 +1,179 @@
+"""One run of the graph that computes logits: the logits, some of their rows, and gradients.
+
+In: a recipe, a graph that computes logits, and its inputs. Out: plain tensors; each call runs the
+recipe again::
+
+    run = Run(Recipe(graph, rows=(0,), source="logits = self.lm_head(x)"), (x, weight), False)
+    run.logits(rows), run.gradients((True, True), grad)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+from fxpass.deferred.inputs import Input, quiet
+from fxpass.spec.dtypes import compute_dtype
+
+PART = 2**26  # bytes of the logits of which gradients are computed at a time
+LAYOUTS = 256  # cached layouts of one recipe; dynamic shapes would add more without end
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """The computation of logits."""
+
+    graph: GraphModule  # returns the logits; plain torch operations with explicit dtypes
+    # Positions of the inputs with rows: their leading dimensions are those of the logits, and a row
+    # of the logits depends only on the same row of these inputs. Empty if unknown.
+    rows: tuple[int, ...]
+    source: str  # the user's source line, for messages
+    requires_grad: bool = True  # whether the logits are linked to the inputs by autograd
+    _layouts: dict[Any, tuple[Tensor, torch.device]] = field(default_factory=dict, repr=False)
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """The logits."""
+        return self.graph.forward(*inputs)  # the module's own call prints the graph if it raises
+
+    def layout(self, inputs: Sequence[Any]) -> tuple[Tensor, torch.device]:
+        """Shape, dtype and strides of the logits as an empty meta tensor, and their device."""
+        key = tuple(
+            (a.shape, a.stride(), a.dtype, a.device)
+            if isinstance(a, Tensor)
+            else (float if isinstance(a, float) else a)  # a factor, not a size
+            for a in inputs
+        )
+        found = self._layouts.get(key)  # another thread may clear the cache at any time
+        if found is None:
+            with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+                out = self(*(stand_in(a) for a in inputs))
+            with quiet():
+                found = stand_in(out, "meta"), out.device
+            if len(self._layouts) >= LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = found
+        return found
+
+
+class Run:
+    """One run of a compiled graph: the recipe and its inputs.
+
+    Attributes:
+        inputs: an :class:`Input` for each tensor; None if the logits are dropped.
+        like, device: the layout of the logits, on the meta device, and their real device.
+        lock: guards all values that are computed from these inputs.
+    """
+
+    def __init__(self, recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> None:
+        self.recipe = recipe
+        self.like, self.device = recipe.layout(inputs)
+        self.lock = threading.RLock()
+        self.inputs: list[Any] | None = None
+        if not dropped:
+            self.inputs = [
+                Input(a, i in recipe.rows) if isinstance(a, Tensor) else a
+                for i, a in enumerate(inputs)
+            ]
+
+    def logits(self, rows: Tensor | None = None) -> Tensor:
+        """All logits, or the rows with these numbers, ``[*rows.shape, V]``."""
+        inputs = self.checked()
+        if rows is None:
+            return self.recipe(*inputs)
+        for i in self.recipe.rows:
+            picked = take(inputs[i], rows.flatten())
+            inputs[i] = _with_dims(picked, inputs[i].dim())
+        logits = self.recipe(*inputs)
+        return logits.reshape(*rows.shape, logits.shape[-1])
+
+    def gradients(self, needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
+        """The gradients of the ``needed`` inputs (None for others), for the logits' ``grad``."""
+        wanted = [i for i, need in enumerate(needed) if need]
+        found: dict[int, list[Tensor]] = {i: [] for i in wanted}
+        with quiet():
+            inputs, rows = self.checked(), self.recipe.rows
+            parts = self._parts(inputs, wanted, grad)
+            for some, of_logits in parts:
+                for i, new in zip(wanted, self._of_part(some, wanted, of_logits), strict=True):
+                    if new is None:
+                        continue
+                    if len(parts) == 1 or i in rows:
+                        found[i].append(new)
+                    elif found[i]:
+                        found[i][0].add_(new)
+                    else:
+                        found[i].append(new.to(compute_dtype(new.dtype)))
+            joined = {
+                i: (torch.cat(t, -2).view_as(inputs[i]) if len(t) > 1 else t[0]).to(inputs[i].dtype)
+                for i, t in found.items()
+                if t
+            }
+        return [joined.get(i) for i in range(len(needed))]
+
+    def _of_part(
+        self, inputs: list[Any], wanted: Sequence[int], grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of some inputs, with those of the logits recomputed."""
+        for i in wanted:
+            inputs[i] = inputs[i].detach().requires_grad_()
+        with torch.enable_grad():
+            logits = self.recipe(*inputs)
+        leaves = [inputs[i] for i in wanted]
+        return torch.autograd.grad(logits, leaves, grad.view_as(logits), allow_unused=True)
+
+    def _parts(
+        self, inputs: list[Any], wanted: Sequence[int], grad: Tensor
+    ) -> list[tuple[list[Any], Tensor]]:
+        """Parts of the rows of the inputs and of the logits' gradient. Autograd keeps several
+        copies of the logits that it computes from; one part has all rows, if the sums of the parts'
+        gradients take more memory than that saves."""
+        rows, v = self.recipe.rows, grad.shape[-1]
+        of_sums = sum(
+            inputs[i].numel() * (inputs[i].itemsize + compute_dtype(inputs[i].dtype).itemsize)
+            for i in wanted
+            if i not in rows
+        )
+        if not rows or not grad.is_contiguous() or grad.nbytes <= max(of_sums, 2 * PART):
+            return [(inputs, grad)]
+        step = max(1, PART // (v * grad.itemsize))
+        flat = {i: inputs[i].reshape(-1, inputs[i].shape[-1]).split(step) for i in rows}
+        found = []
+        for k, part in enumerate(grad.view(-1, v).split(step)):
+            few = {i: _with_dims(of_input[k], inputs[i].dim()) for i, of_input in flat.items()}
+            found.append(([few.get(i, a) for i, a in enumerate(inputs)], part))
+        return found
+
+    def checked(self) -> list[Any]:
+        """The values of the inputs; raises RuntimeError if they changed or were dropped."""
+        source = self.recipe.source
+        if self.inputs is None:
+            raise RuntimeError(
+                f"the logits of `{source}` were never computed, because FUSEDCE_LOGITS="
+                "drop; with FUSEDCE_LOGITS=defer they are computed when they are used"
+            )
+        with self.lock:
+            return [a.checked(source) if isinstance(a, Input) else a for a in self.inputs]
+
+
+def stand_in(a: Any, device: str | None = None) -> Any:
+    """An empty tensor with the layout of ``a``; a value that is no tensor is returned unchanged."""
+    if not isinstance(a, Tensor):
+        return a
+    return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=device or a.device)
+
+
+def take(t: Tensor, rows: Tensor) -> Tensor:
+    """The rows of ``t`` ``[..., D]`` with these numbers, ``[*rows.shape, D]``."""
+    return t[torch.unravel_index(rows, t.shape[:-1])]
+
+
+def _with_dims(rows: Tensor, dims: int) -> Tensor:
+    """Rows ``[R, D]`` as ``[1, ..., R, D]``: an einsum expects the dimensions of all rows."""
+    return rows.view(*[1] * (dims - 2), *rows.shape)
