@@ -94,9 +94,11 @@ def whole_range(flow: Flow, entry: Any, rows: Sequence[Any], axis: int = 0) -> b
 
 def _range_of(entry: Any) -> Node | None:
     """The ``arange`` whose elements an entry of an index has, in their order."""
-    while is_tensor(entry) and function_of(entry) != "arange":
+    while is_tensor(entry) and value(entry).dtype in (torch.int32, torch.int64):  # others round
+        if function_of(entry) == "arange":
+            return entry
         entry = first_operand(entry) if keeps_order(entry) else None
-    return entry if is_tensor(entry) else None
+    return None
 
 
 def keeps_order(node: Node) -> bool:

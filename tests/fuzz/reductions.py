@@ -338,6 +338,10 @@ PICKS: Recipes = (
         for of_s in ("torch.arange({z}.shape[1])", "torch.arange({z}.shape[1])[None]")
         for less in ("", " - 3")
     ),
+    *(
+        (f"i% = torch.arange({{N}}){cast}.to(torch.int64)", "r% = {z2}[i%, {lab}]")
+        for cast in (".to(torch.bool)", ".bfloat16()", ".to(torch.int32)")
+    ),
     ("k% = torch.vmap(lambda i: i // 2)({lab})", "r% = {z2}[torch.arange({N}), k%]"),
     ("r% = {z2}.log_softmax(-1)[list(range({N})), {lab} - 1]",),
     ("r% = {z2}.log_softmax(-1)[[*range(1, {N}), 0], {lab}]",),

@@ -218,6 +218,7 @@ OTHER_ROWS = {
     "of the other dimension": lambda z, t: z[:, :B][torch.arange(B), torch.arange(B)[:, None], t[:, :B]],
     "labels that are repeated": lambda z, t: z[torch.arange(B)[:, None], torch.arange(S), t[:1]],
     "changed": lambda z, t: z[changed(torch.arange(B)[:, None]), torch.arange(S), t],
+    "rounded": lambda z, t: z[torch.arange(B)[:, None], torch.arange(S).to(torch.bool).to(t.dtype), t],
 }  # fmt: skip
 
 
