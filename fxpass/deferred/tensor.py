@@ -197,7 +197,7 @@ class DeferredLogits(Tensor):
             elif base is None and not self.requires_grad:
                 plain = recorded(aten.detach.default, self, value)
             else:
-                plain = recorded(aten.alias.default, self, value)
+                plain = recorded(_alias, self, value)
             self._view = plain
         vars(plain).update(vars(self))  # such as marks of dynamic dimensions
         return plain
@@ -262,6 +262,12 @@ class DeferredLogits(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         raise _refused(ASSIGNED)
+
+
+def _alias(t: Tensor) -> Tensor:
+    """A view that does not refer to ``t``: what aten.alias records of a subclass does, so that
+    ``t.plain`` would keep ``t`` alive."""
+    return aten._fw_primal.default(t, 0)
 
 
 def _root(base: Tensor, part: Part) -> DeferredLogits:

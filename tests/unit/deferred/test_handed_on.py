@@ -42,6 +42,19 @@ def test_unused_logits_are_freed_without_the_garbage_collector():
         gc.enable()
 
 
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[1:], lambda t: t.double()], ids=str)
+@pytest.mark.parametrize("trains", [True, False])
+def test_logits_that_a_graph_has_read_are_freed(view, trains):
+    with torch.set_grad_enabled(trains):
+        p = pair()
+        read = view(p.logits)
+        assert read.plain is read.plain
+        freed = [weakref.ref(t) for t in (read, read.plain, p.logits)]
+        del read, p
+        gc.collect()
+        assert [t() is None for t in freed] == [True] * 3
+
+
 def test_hidden_states_are_released_once_the_logits_are_computed():
     with torch.no_grad():
         p = pair()
