@@ -112,7 +112,9 @@ def in_slices(spec: Reductions) -> bool:
 def gain(spec: Reductions) -> float:
     """What gradients are multiplied by as they are stored: GAIN, or 1 if slopes have no bound."""
     slopes = expression.unit_slope(spec.transform)[1], *(output.slope for output in spec.sums)
-    return 1.0 if any(expression.largest(slope).has(Z) for slope in slopes) else GAIN
+    # a pick has the sum of the slopes of all classes
+    unbounded = spec.late or any(expression.largest(slope).has(Z) for slope in slopes)
+    return 1.0 if unbounded else GAIN
 
 
 @functools.cache

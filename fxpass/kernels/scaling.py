@@ -54,11 +54,13 @@ def scale_incoming(
     bound *= _largest(operands, unit_slope(transform)[1])
     if operands.scale is not None:
         bound *= operands.scale.abs()
+    # a row whose gradient is infinite or nan is that anyway
+    bound = bound.where(bound.isfinite(), 0)
     # weights of 0 have no slope, and what is divided must stay finite
-    bound = torch.maximum(bound, incoming.abs().sum(0) * _LEAST_SLOPE)
+    sizes = incoming.abs().sum(0)
+    bound = torch.maximum(bound, sizes.where(sizes.isfinite(), 0) * _LEAST_SLOPE)
     # f32's smallest normal number is appended, so that zeros and empty tensors have an exponent
     most = F.pad(bound, (0, 1), value=2.0**-126).amax()
-    # the exponent's bits; those of inf and nan are clamped to 2**126
     power = (most.view(torch.int32) & 0x7F800000).clamp(max=253 << 23).view(torch.float32)
     return incoming / power, power
 

@@ -101,6 +101,33 @@ def test_large_slopes_do_not_overflow_fp16(device, plan, outputs, transform):
 
 
 @BOTH
+def test_the_gradients_of_all_classes_at_a_pick_do_not_overflow_fp16(device, plan):
+    """A hinge over all classes: 200 slopes of 1, times the gain, are beyond 65504."""
+    spec = Reductions((Sum(parse("maximum(1+z-at0,0)")),), gradients=("x", "weight", "bias"))
+    with device:
+        given, incoming = operands(v=200, size=0.1), 1 + torch.rand(1, 7)
+        found = gradients(given, spec, plan, incoming)
+        wide = {name: getattr(given, name).double() for name in ("x", "weight", "bias")}
+        double = given._replace(**wide)
+        out, _ = aten.forward(double, spec, WIDE)
+        want = aten.backward(double, spec, WIDE, out, incoming.double())
+    for name, grad in found.items():
+        assert error(grad, want[name]) < 4e-3
+
+
+@BOTH
+def test_a_gradient_of_nan_leaves_other_rows_as_they_are(device, plan):
+    with device:
+        given, incoming = operands(), torch.randn(1, 7)
+        want = gradients(given, PICK, plan, incoming)["x"]
+        incoming[0, 2] = float("nan")
+        found = gradients(given, PICK, plan, incoming)["x"]
+    others = [0, 1, 3, 4, 5, 6]
+    assert error(found[others], want[others]) < 2e-3
+    assert found[2].isnan().all()
+
+
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_incoming_gradients_of_zero(device, plan, dtype):
     with device:
