@@ -21,7 +21,8 @@ _ROUNDED_AT_A_TIME = 1 << 16
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in ``dtype``, for a gradient that forward saved.
+    """``gradient * factor`` in ``dtype``, for a gradient that forward saved; 0 where that is 0: an
+    ignored row has no gradient, also of a loss that is divided by a count of 0.
 
     The weight's gradient is the largest tensor of a fused loss, and a second tensor of its size
     would raise the peak. In a traced graph this function is plain arithmetic: the compiler knows
@@ -31,7 +32,8 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     overwritten, because a replay may run with a retained graph.
     """
     if type(gradient) is not Tensor or torch._C._len_torch_dispatch_stack():
-        return (gradient.to(factor.dtype) * factor).to(dtype)
+        product = (gradient.to(factor.dtype) * factor).to(dtype)
+        return product.masked_fill(gradient == 0, 0)
     on_cpu = gradient.device.type == "cpu"
     with on_device(gradient.device):
         capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
@@ -39,12 +41,15 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     if last and on_cpu and factor == 1:  # a GPU would have to synchronise for this comparison
         return gradient.detach()
     out = gradient.detach() if last else torch.empty_like(gradient, dtype=dtype)
-    rows = len(gradient)
+    rows = len(gradient) if on_cpu else len(gradient) // 8 + 1  # a mask of some rows at a time
     if on_cpu and dtype != factor.dtype:
         # a CPU materialises the up-cast gradient and the unrounded product; a GPU's kernel does not
         rows = max(1, _ROUNDED_AT_A_TIME // max(1, gradient[:1].numel()))
     # one dimension: a factor without dimensions would be rounded to the gradient's dtype first
-    factor = factor.view(1)
+    factor, finite = factor.view(1), on_cpu and bool(factor.isfinite())
     for some, rounded in zip(gradient.split(rows), out.split(rows), strict=True):
+        none = None if finite else some == 0
         torch.mul(some, factor, out=rounded)
+        if none is not None:
+            rounded.masked_fill_(none, 0)
     return out
