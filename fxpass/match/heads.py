@@ -157,10 +157,8 @@ def _deferred(
         return {}
     inside = set().union(*(flow.inside for flow in flows)) if flows else set()
     found = dict(deferred_outputs(region, inside, modes, drop=settings.logits == "drop"))
-    least = settings.min_logits_mb if settings.logits == "auto" else 0
-    narrow = {f.linear.node for f in flows if profitability.is_narrow(f.linear, least)}
     while True:
-        free = {f.linear.node for f in flows if not _is_kept(f, found)} - narrow
+        free = {f.linear.node for f in flows if not _is_kept(f, found)}
         left = {
             output: nodes
             for output, nodes in found.items()

@@ -17,6 +17,8 @@ from fxpass.graph.calls import storage
 from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.graph.placements import placement_name
+from fxpass.match.classes import rest_of
+from fxpass.match.edits import keeps_rows
 from fxpass.match.head import Head
 from fxpass.match.join import Call
 from fxpass.match.linears import Linear
@@ -29,7 +31,8 @@ FUSES_ALL = "FUSEDCE_MIN_LOGITS_MB=0 fuses all"
 
 
 def too_small(linear: Linear, least: float) -> str | None:
-    """Rejects small logits, and logits with few classes."""
+    """Rejects small logits, logits with few classes, and those that take less memory than their
+    hidden states: views of rows, rows that are left out, and f32 sums are copies of these."""
     logits = value(linear.node)
     classes, taken = hint(logits.shape[linear.dim]), logits.dtype.itemsize
     for n in logits.shape:
@@ -39,13 +42,11 @@ def too_small(linear: Linear, least: float) -> str | None:
     if least and classes < LEAST_CLASSES:
         what = f"rows of {classes} logits take hardly more memory than the other values of a row"
         return f"{what} ({FUSES_ALL})"
+    if least and _bytes_of_row(linear.x, -1) > _bytes_of_row(linear.node, linear.dim):
+        hidden = hint(value(linear.x).shape[-1])
+        what = f"rows of {classes} logits take less memory than their {hidden} hidden values"
+        return f"{what} ({FUSES_ALL})"
     return None
-
-
-def is_narrow(linear: Linear, least: float) -> bool:
-    """Whether deferred logits would hold more memory, that of their hidden states, than they take
-    if they are computed."""
-    return bool(least) and _bytes_of_row(linear.x, -1) > _bytes_of_row(linear.node, linear.dim)
 
 
 def _bytes_of_row(node: Node, dim: int) -> int:
@@ -101,8 +102,20 @@ def many_gradients(head: Head, made: Sequence[Head], least: float) -> str | None
     return f"{what}, {size(gradients)} for {size(saved)} of logits ({FUSES_ALL})"
 
 
+def copied_logits(head: Head, made: Sequence[Head], least: float) -> str | None:
+    """Rejects a head whose logits exist, and of which some rows are read without gradients: they
+    would be a copy, and the inner backend reads them where they are."""
+    for call in head.calls:
+        if not least or call.logits is None or call.spec.gradients:
+            continue
+        views = rest_of(call.base, head.flow.classes[call.logits]) or ()
+        if not all(map(keeps_rows, views)):
+            return f"the rows of its logits that are read would be copied ({FUSES_ALL})"
+    return None
+
+
 # The rules about one head among all that were made.
-RULES = (kept_weight, computed_weight, many_gradients)
+RULES = (kept_weight, computed_weight, many_gradients, copied_logits)
 
 
 def others(head: Head, made: Sequence[Head]) -> tuple[int | torch.SymInt, ...]:

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.deferred.tensor import DeferredLogits
 from fxpass.rewrite.transform import transform
 from fxpass.settings import Settings
 
@@ -73,16 +72,28 @@ def test_logits_that_are_kept_for_something_else():
     assert not reasons(returned, *head())
 
 
-@pytest.mark.parametrize(("d", "kept"), [(256, False), (257, True)])
-def test_hidden_states_wider_than_the_logits(d, kept):
-    """Deferred logits would hold them; the user decides otherwise by FUSEDCE_LOGITS."""
-    x, weight, labels = head(d=d, v=256, n=4096)
-    for logits in ("auto", "defer"):
-        options = {"fusedce.inner": "eager", "fusedce.min_logits_mb": 1, "fusedce.logits": logits}
-        torch._dynamo.reset()
-        loss, z = torch.compile(returned, backend="fusedce", options=options)(x, weight, labels)
-        assert isinstance(z, DeferredLogits) is not (kept and logits == "auto")
-        torch.testing.assert_close((loss, z + 0), returned(x, weight, labels))
+def test_hidden_states_wider_than_the_logits():
+    assert not reasons(plain, *head(d=256, v=256, n=4096))
+    (reason,) = reasons(plain, *head(d=257, v=256, n=4096))
+    assert reason.startswith("rows of 256 logits take less memory than their 257 hidden values")
+    assert not reasons(plain, *head(d=257, v=256, n=4096), least=0)
+
+
+def test_rows_of_logits_that_exist():
+    """Without gradients; in training they are deferred."""
+
+    def shifted(x, weight, labels):
+        logits = F.linear(x.view(4, -1, x.shape[-1]), weight)
+        return F.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels.view(4, -1)[:, 1:].flatten()
+        ), logits
+
+    assert not reasons(shifted, *head())
+    with torch.no_grad():
+        (reason,) = reasons(shifted, *head())
+        assert reason.startswith("the rows of its logits that are read would be copied")
+        assert not reasons(returned, *head())
+        assert not reasons(shifted, *head(), least=0)
 
 
 def chunks(count: int) -> Any:
