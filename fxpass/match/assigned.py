@@ -159,7 +159,8 @@ def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None)
         return expr if expr == like.expr else None
 
     found: dict[Node, Expr | None] = {}
-    expr = _computed(flow, new, node, leaf, trained, found)
+    fits = target is not None and value(new).numel() == value(target).numel()
+    expr = _computed(flow, new, node, leaf, trained, found) if fits else None
     if expr is None:
         what = "values that are no function of the logits at the target"
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) assigns {what}")

@@ -59,17 +59,26 @@ def check_given(flow: Flow, node: Node, transform: Expr) -> None:
 
 
 def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:
-    """The base of logits of which a softmax is taken, which does not depend on their shift.
+    """The base of logits of which a softmax is taken. It does not depend on a shift by reductions,
+    but a shift by tensors is computed: a mask of rows may absorb the logits.
 
     Raises:
         NoMatch: the shift has a gradient, which is 0 and not None.
     """
     base, shift = base_of(flow, node, like)
-    for symbol in symbols_of(shift) & flow.tensors.keys():
+    terms = sympy.Add.make_args(sympy.expand(shift))
+    added = sympy.Add(*(t for t in terms if not flow.tensors.keys().isdisjoint(symbols_of(t))))
+    for symbol in symbols_of(added) & flow.tensors.keys():
         if needs_gradient(flow.tensors[symbol]):
             reason = f"%{node.name} ({call_name(node)}) does not depend on"
             raise NoMatch(node, f"{reason} %{flow.tensors[symbol].name}, which needs a gradient")
-    return base
+    if added == 0:
+        return base
+    if not symbols_of(added) <= flow.tensors.keys():
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
+    transform = base.logit + added
+    check_given(flow, node, transform)
+    return flow.base(like, transform, sympy.Integer(1))
 
 
 def fits(flow: Flow, base: Base, like: Classes) -> bool:

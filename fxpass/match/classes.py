@@ -219,7 +219,7 @@ class Flow:
 
     def selected(self, node: Node, entry: Any) -> Symbol:
         """The symbol of a mask of the classes that an index of ``node`` selects."""
-        symbol = Symbol(f"class_of_{node.name}", real=True)
+        symbol = Symbol(f"class_[{node.name}]", real=True)
         self.selections[symbol] = entry
         return symbol
 
@@ -272,6 +272,9 @@ class Flow:
         if output == "lse":
             self.outputs[base.lse] = base, output
             return base.lse
+        known = [s for s, of in self.outputs.items() if of == (base, output)]
+        if known:
+            return known[0]
         name = str(output)
         if isinstance(output, Weighted):
             name = f"{output.moment}_{output.weight.name}"
@@ -279,7 +282,9 @@ class Flow:
             name = f"sum({output.function})"
         if isinstance(output, Picked):
             name = f"{'at' if output.logit else 'pick'}_{output.index.name}{output.wraps}"
-        symbol = Symbol(f"{name}_of_{base.log}", real=True)
+        name = f"{name}_of_{base.log}"
+        while (symbol := Symbol(name, real=True)) in self.outputs:
+            name += "'"  # the same index, of which other rows are ignored
         self.outputs[symbol] = base, output
         return symbol
 

@@ -113,8 +113,8 @@ def note_write(flow: Flow, node: Node, found: Classes) -> None:
         NoMatch: an alias of the tensor is read later.
     """
     operand, memory = first_operand(node), storage(first_operand(node))
-    for alias in flow.classes:
-        shared = alias is not operand and storage(alias) in (memory, None)
+    for alias in (*flow.classes, *flow.stacks, *flow.pairs):
+        shared = alias is not operand and (not is_tensor(alias) or storage(alias) in (memory, None))
         if shared and any(user > node for user in alias.users):
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to %{alias.name}")
     if written(node) != [operand]:
@@ -147,6 +147,7 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
         like = with_scale(flow, node, like)  # a function of what is a multiple of a logit
         operands[list(given.values()).index(tensors[0])] = like.expr
     _check_numbers(node, function, operands)
+    _check_integers(flow, node, function, operands)
     joined = {s for o in operands if isinstance(o, Expr) for s in symbols_of(o) if s in flow.dims}
     if len(joined) > MOST_GIVEN:
         raise NoMatch(
@@ -206,6 +207,22 @@ def _check_numbers(node: Node, function: str, operands: Sequence[Any]) -> None:
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {what}")
     if function == "where" and not masks:  # a method, whose operands are in another order
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")
+
+
+def _check_integers(flow: Flow, node: Node, function: str, operands: Sequence[Any]) -> None:
+    """``NoMatch`` for arithmetic of integers, which may wrap, and of booleans, whose sum is a
+    logical or: masks are compared and chosen, and sums count them."""
+    if value(node).is_floating_point() or function in ("gt", "ge", "lt", "le"):
+        return
+    read = [n for n in node.all_input_nodes if is_tensor(n) and value(n).dtype != torch.bool]
+    if function in MASKS:
+        read = [n for n in read if n not in flow.classes]
+        masks = not read and all(o in (0, 1) for o in operands if isinstance(o, sympy.Rational))
+    else:
+        masks = not read and function == "mul" and value(node).dtype == torch.bool
+    if not masks:
+        what = f"computes with {short(value(node).dtype)} numbers"
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) {what}")
 
 
 # Functions of any expressions, with the parameters of POINTWISE, and their sympy form. In a

@@ -49,6 +49,7 @@ class Call:
 
     Attributes:
         base: the logits that it reduces.
+        reductions: those that read its outputs, or those of the calls before of the same base.
         after: the last of its operands that are not moved.
         moved: operands that are moved to it, in the graph's order.
         outputs: the symbols of its outputs, in the order of the spec; those of picks are left out.
@@ -63,6 +64,7 @@ class Call:
     """
 
     base: Base
+    reductions: tuple[Reduced, ...]
     after: Node
     moved: tuple[Node, ...]
     outputs: tuple[Symbol, ...]
@@ -122,17 +124,36 @@ def calls_of(flow: Flow, options: Options) -> tuple[Call, ...]:
     return calls
 
 
-def _calls(flow: Flow, base: Base, options: Options) -> Iterable[Call]:
+def _calls(flow: Flow, base: Base, options: Options) -> list[Call]:
+    calls: list[Call] = []
     left = [r for r in flow.reductions if _symbols(flow, base, [r])]
-    known: set[Symbol] = set()
+    known: dict[Symbol, tuple[Node, bool]] = {}  # where its call stands, and whether it is trained
     while left:
         first = left[0].node
         ready = [r for r in left if _ready(flow, base, r, first)] or left[:1]
-        symbols = [s for s in _symbols(flow, base, ready) if s not in known]
+        trained = _trained(flow, base, ready, options.modes)
+        symbols = [
+            s
+            for s in _symbols(flow, base, ready)
+            if s not in known
+            or (s in trained and not known[s][1])
+            or any(known[s][0] < w for w in writes(_operands(flow, base, [s]), ready[-1].node))
+        ]
         if symbols:
-            known.update(symbols)
-            yield _call(flow, base, ready, symbols, options)
+            known |= {s: (first, s in trained) for s in symbols}
+            calls.append(_call(flow, base, ready, symbols, options))
+        else:  # the calls before have all
+            calls[-1] = replace(calls[-1], reductions=(*calls[-1].reductions, *ready))
         left = [r for r in left if r not in ready]
+    return calls
+
+
+def _trained(
+    flow: Flow, base: Base, reductions: list[Reduced], modes: dict[Node, Mode]
+) -> list[Symbol]:
+    """The symbols of a base that a gradient reaches from these reductions."""
+    some = [r for r in reductions if _differentiable(flow, r, modes) and not r.like.detached]
+    return _symbols(flow, base, some)
 
 
 def _ready(flow: Flow, base: Base, reduced: Reduced, first: Node) -> bool:
@@ -176,7 +197,7 @@ def _call(
     differentiable = [r for r in reductions if _differentiable(flow, r, modes)]
     detached = all(r.like.detached or r not in differentiable for r in reductions)
     names = names_of(flow, base, symbols)
-    trained = _symbols(flow, base, differentiable)
+    trained = _trained(flow, base, reductions, modes)
     gradients = () if detached else _gradients(flow, base, trained, names.given)
     transform: Expr = base.transform.xreplace(names.of)  # type: ignore[assignment]
     every, of_trained = (named(flow, some, names) for some in (symbols, trained))
@@ -216,7 +237,18 @@ def _call(
         for each in (named(flow, left, names), added)
     )
     return Call(
-        *(base, after, moved, outputs, names.picks, names.given, choice.spec, detached, choice),
+        *(
+            base,
+            tuple(reductions),
+            after,
+            moved,
+            outputs,
+            names.picks,
+            names.given,
+            choice.spec,
+            detached,
+            choice,
+        ),
         *(total, in_total, logits),
     )
 

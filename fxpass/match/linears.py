@@ -70,8 +70,6 @@ def _addmm(node: Node) -> Linear:
     bias, x, weight, beta, alpha = arguments(node, wanted).values()
     if beta != 1 or alpha != 1:
         raise NoMatch(node, f"%{node.name} (addmm) has beta= or alpha= other than 1")
-    if is_tensor(bias) and value(bias).dim() != 1:
-        raise NoMatch(node, f"%{node.name} (addmm) adds a matrix, not a bias [V]")
     return _product(node, x, weight, bias)
 
 
@@ -90,7 +88,7 @@ def _einsum(node: Node) -> Linear:
         x, weight, operands = weight, x, operands[::-1]
     for v, d, transposed in ((weight[:1], weight[1:], False), (weight[1:], weight[:1], True)):
         letters = x + v
-        if len(weight) != 2 or len(set(letters)) < len(letters):
+        if len(weight) != 2 or len(set(letters)) < len(letters) or "_" in weight:
             continue  # a repeated letter takes a diagonal
         if x.endswith(d) and out == x[:-1] + v:
             found = _make(node, operands[0], operands[1], None, transposed)
@@ -117,6 +115,10 @@ def _make(node: Node, x: Any, weight: Any, bias: Any, transposed: bool) -> Linea
     shape = value(weight).shape
     if len(shape) != 2:
         raise NoMatch(node, f"the linear's weight has shape {list(shape)}, not [V, D]")
+    if bias is not None and (
+        value(bias).dim() != 1 or value(bias).shape[0] != value(node).shape[-1]
+    ):
+        raise NoMatch(node, f"the linear's bias has shape {list(value(bias).shape)}, not [V]")
     return Linear(node, x, weight, bias, transposed, value(node).dim() - 1)
 
 

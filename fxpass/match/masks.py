@@ -86,9 +86,10 @@ def is_row(tensor: Tensor, like: Classes, whole: Tensor) -> bool:
 def function_over(node: Node, read: Callable[[Node], Expr | None]) -> Expr | None:
     """A pointwise function of numbers and of tensors that ``read`` knows; None for another node."""
     function = out_of_place(function_of(node))
-    spelling = POINTWISE.get(function) or MASKS.get(function)
-    if spelling is None:
-        return None
+    spelling, dtype = POINTWISE.get(function) or MASKS.get(function), value(node).dtype
+    is_logical = dtype == torch.bool and (function in MASKS or function == "mul")
+    if spelling is None or not (dtype in _EXACT or dtype.is_floating_point or is_logical):
+        return None  # small integers wrap, and a sum of booleans is a logical or
     try:
         given = arguments(node, spelling.signature).values()
         if any(isinstance(n, Node) and not is_tensor(n) for n in given):  # a number that varies
@@ -101,6 +102,9 @@ def function_over(node: Node, read: Callable[[Node], Expr | None]) -> Expr | Non
         return spelling.value(*found)
     except (ValueError, NoMatch):
         return None
+
+
+_EXACT = (torch.int32, torch.int64)
 
 
 def number_of(argument: Any) -> Any:
@@ -134,6 +138,10 @@ def _scattered(flow: Flow, node: Node, like: Classes) -> Expr | None:
         return None
     if not isinstance(number, bool | int | float) or value(index).dtype != torch.int64:
         return None
+    dtype = value(node).dtype
+    kept = dtype.is_floating_point or (dtype in _EXACT and isinstance(number, int))
+    if not kept and number not in (0, 1):
+        return None  # it is rounded
     one_hot = hot(flow, node, index)
     return None if one_hot is None else exact(float(number)) * one_hot
 

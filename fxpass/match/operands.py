@@ -59,10 +59,11 @@ def check_dim(node: Node, like: Classes, dim: Any) -> None:
 
 
 def check_dtype(node: Node, given: dict[str, Any]) -> None:
-    if (given.get("dtype") == torch.float64) != (
-        value(first_operand(node)).dtype == torch.float64 and given.get("dtype") is not None
-    ):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) casts to float64")
+    old, new = value(first_operand(node)).dtype, given.get("dtype")
+    if new is not None and (new == torch.float64) != (old == torch.float64):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) casts to or from float64")
+    if new is not None and old.is_floating_point and not new.is_floating_point:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) rounds the logits to {short(new)}")
 
 
 def picks_rows_and_classes(node: Node) -> bool:

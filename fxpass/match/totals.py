@@ -173,11 +173,12 @@ def _keeps_linear(node: Node, read: Collection[Node]) -> bool:
 
 
 def _in_first(node: Node, read: Collection[Node]) -> bool:
-    return len(read) == 1 and bool(node.args) and node.args[0] in read
+    return bool(node.args) and node.args[0] in read and _in_one(node, read)
 
 
 def _in_one(node: Node, read: Collection[Node]) -> bool:
-    return len(read) == 1 and sum(a in read for a in node.args) == 1
+    given = (*node.args, *node.kwargs.values())
+    return sum(isinstance(a, Node) and a in read for a in given) == 1
 
 
 def _in_branches(node: Node, read: Collection[Node]) -> bool:

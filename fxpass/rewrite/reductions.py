@@ -110,6 +110,7 @@ class _Edit(Operands):
         super().__init__(graph, head.flow.reductions[0].node, head.flow, replaced)
         self.head = head
         self.totals: dict[Node, Node] = {}
+        self.outputs: list[tuple[Call, dict[Symbol, Node]]] = []  # after each call
         operands = self.linear.x, self.linear.weight, self.linear.bias, *self.flow.tensors.values()
         self.trained = any(map(needs_gradient, operands))
 
@@ -206,6 +207,7 @@ class _Edit(Operands):
         return self.size(self._viewed(self.hidden, reduced.like.steps), 0)
 
     def _unpack(self, call: Call, out: Node, counts: list[int]) -> None:
+        found = {s: n for c, known in self.outputs if c.base is call.base for s, n in known.items()}
         symbols = iter(call.outputs)
         results = call.spec.results
         tensors = {
@@ -217,11 +219,13 @@ class _Edit(Operands):
             at = 0
             for symbol, width in self._lines(call, outputs, symbols, counts):
                 if width is None:
-                    self.known[symbol] = self.method("select", tensors[name], 0, at)
+                    found[symbol] = self.method("select", tensors[name], 0, at)
                 else:  # [N, K]
                     columns = self.method("narrow", tensors[name], 0, at, width)
-                    self.known[symbol] = self.method("t", columns)
+                    found[symbol] = self.method("t", columns)
                 at += width or 1
+        self.outputs.append((call, found))
+        self.known |= found
         if call.total is not None:
             constant = self.totals[call.total.node]
             self.totals[call.total.node] = self.method("add", tensors["total"], constant)
@@ -246,6 +250,9 @@ class _Edit(Operands):
         if any(reduced in call.unread for call in self.head.calls):
             return
         old, self.site = reduced.node, reduced.node
+        for call, found in self.outputs:  # another call may have the same output, of other operands
+            if reduced in call.reductions:
+                self.known |= found
         with self.graph.inserting_before(old):
             new = self._arithmetic(reduced.value)
             if reduced.loss is not None:

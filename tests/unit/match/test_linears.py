@@ -63,7 +63,7 @@ REJECTED = {
     "addmm with beta": (
         lambda x, w: torch.addmm(BIAS, x.view(-1, D), w.t(), beta=2), "beta= or alpha="),
     "addmm of a matrix": (
-        lambda x, w: torch.addmm(x.new_ones(8, V), x.view(-1, D), w.t()), "adds a matrix"),
+        lambda x, w: torch.addmm(x.new_ones(8, V), x.view(-1, D), w.t()), "not [V]"),
     "a weight per batch": (
         lambda x, w: torch.matmul(x, w.t().expand(2, D, V)), "not [V, D]"),
     "einsum of three": (

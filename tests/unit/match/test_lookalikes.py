@@ -1,0 +1,186 @@
+"""Programs that look like others: what distinguishes them has to be read.
+
+Each was fused once as the program that it looks like. The sizes of rows, classes and hidden states
+are equal, so that a wrong dimension has the right shape.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+N = V = D = 6
+T, U = torch.tensor([5, 3, 0, 1, 4, 3]), torch.tensor([1, 0, 2, 2, 5, 4])
+VECTOR, GIVEN = torch.linspace(-1, 1, V), torch.linspace(-2, 2, N * V).view(N, V)
+MASK = torch.tensor([1, 0, 1, 1, 1, 0]).bool()
+X3 = torch.linspace(-1, 1, 2 * N * D).sin().view(2, N, D)
+
+
+def mined(z):
+    labels = T.clone()
+    with torch.no_grad():
+        easy = F.cross_entropy(z, labels, reduction="none") < 2
+        labels.masked_fill_(easy, -100)
+    return F.cross_entropy(z, labels)
+
+
+def changed_atoms(z):
+    p, atoms = z.softmax(-1), VECTOR.clone()
+    with torch.no_grad():
+        first = p @ atoms
+        atoms.mul_(3)
+    return (p @ atoms).sum() + first.sum()
+
+
+def changed_targets(z):
+    q = GIVEN.softmax(-1)
+    with torch.no_grad():
+        first = F.cross_entropy(z, q, reduction="none")
+    q.mul_(0.5)
+    return first.square().sum() + F.cross_entropy(z, q)
+
+
+def weighted_by_itself(z):
+    with torch.no_grad():
+        losses = F.cross_entropy(z, T, reduction="none")
+    return F.cross_entropy(z, T, weight=losses.sigmoid(), label_smoothing=0.1)
+
+
+def gated_by_its_lse(z):
+    with torch.no_grad():
+        gate = (GIVEN * z.logsumexp(-1, keepdim=True)).sigmoid()
+    return (z.softmax(-1) * z * gate).sum()
+
+
+def other_picks_of_pieces(z):
+    (a, b), rows, (t, u) = (z[:3], z[3:]), torch.arange(3), (T[:3], T[3:])
+    found = F.cross_entropy(a, t, reduction="sum") + F.cross_entropy(b, u, reduction="sum")
+    return found - a.log_softmax(-1)[rows, t].sum() - 2 * b.log_softmax(-1)[rows, U[3:]].sum()
+
+
+def picked(z):
+    return z.log_softmax(-1).gather(1, T[:, None]).squeeze(1)
+
+
+def times_itself(z):
+    found = picked(z)
+    return torch.mul(found, other=found).sum() + torch.dot(found, tensor=found)
+
+
+def over_itself(z):
+    found = picked(z)
+    return (found / found).mean() + found.sum()
+
+
+def with_a_mask(z, mask):
+    return (z.relu() + mask).logsumexp(-1).sum()
+
+
+def named_like_a_mask(z):
+    of_setitem = VECTOR * 1.0
+    z[:, 2:4] = -3.0
+    return F.cross_entropy(z.tanh() * of_setitem, T)
+
+
+def masked_rows(z, mask):
+    return F.cross_entropy(z + mask[:, None], T) + z.logsumexp(-1).mean()
+
+
+LOWEST = torch.finfo(torch.float32).min
+
+# With the number of operator calls that a program has.
+PROGRAMS = {
+    "other rows are ignored": lambda z: F.cross_entropy(z, T) + F.cross_entropy(z, T, ignore_index=3),
+    "labels change": mined,
+    "atoms change": changed_atoms,
+    "targets change": changed_targets,
+    "class weights from its losses": weighted_by_itself,
+    "a gate from its lse": gated_by_its_lse,
+    "pieces": other_picks_of_pieces,
+    "a row times itself": times_itself,
+    "a row over itself": over_itself,
+    "a sum of booleans": lambda z: (
+        ((z > 0) + F.one_hot(T, V).bool()).sum(-1).sum() + z.logsumexp(-1).sum()
+    ),
+    "a boolean plus a mask": lambda z: ((z > 0) + MASK).sum(-1).sum() + z.logsumexp(-1).sum(),
+    "small integers": lambda z: (
+        ((z > 0).to(torch.uint8) - 1).sum(-1).sum() + z.logsumexp(-1).sum()
+    ),
+    "an integer scatter": lambda z: with_a_mask(
+        z, torch.zeros(N, V, dtype=torch.int64).scatter(1, T[:, None], 1.7)
+    ),
+    "small integers of a one-hot": lambda z: with_a_mask(
+        z, F.one_hot(T, V).to(torch.uint8) - 1
+    ),
+    "a name": named_like_a_mask,
+    "masked rows": lambda z: masked_rows(z, (1 - MASK.float()) * LOWEST),
+    "rows at -inf": lambda z: masked_rows(z, torch.where(MASK, 0.0, -torch.inf)),
+}  # fmt: skip
+
+DETACHED = {
+    "large integers": lambda z: ((z > 0) * (torch.arange(V) + 2**30)).sum(-1),
+    "a sum that rounds": lambda z: z.sum(-1, dtype=torch.int64) + z.logsumexp(-1).long(),
+    "a stack that is written to": lambda z: written_stack(z),
+    "a source that is larger than its index": lambda z: larger_source(z),
+}
+
+
+def written_stack(z):
+    both = torch.stack([z, z])
+    both[0].mul_(2)
+    return both[0].logsumexp(-1)
+
+
+def larger_source(z):
+    found = z.gather(1, T[:, None])
+    return F.cross_entropy(z.scatter(1, T[:, None], found.view(1, N) + found), T)
+
+
+def results(program, backend, trains=True):
+    torch.manual_seed(0)
+    x, weight = torch.randn(N, D), torch.randn(V, D)
+    leaves = [t.requires_grad_(trains) for t in (x, weight)]
+
+    def of_logits(x, weight):
+        return program(F.linear(x, weight))
+
+    if backend:
+        of_logits = torch.compile(of_logits, backend=backend, options={"fusedce.inner": "eager"})
+    found = of_logits(*leaves)
+    if trains:
+        found.backward()
+    return [found.detach(), *(t.grad for t in leaves)]
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_loss_and_gradients(case):
+    fused, eager = results(PROGRAMS[case], "fusedce"), results(PROGRAMS[case], None)
+    torch.testing.assert_close(fused, eager, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", DETACHED)
+def test_without_gradients(case):
+    torch.testing.assert_close(
+        results(DETACHED[case], "fusedce", False), results(DETACHED[case], None, False)
+    )
+
+
+def test_a_contracted_ellipsis():
+    def program(weight):
+        return torch.einsum("n...,v...->nv", X3, weight).logsumexp(-1)
+
+    weight = torch.randn(V, D)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    torch.testing.assert_close(fused(weight), program(weight))
+
+
+@pytest.mark.parametrize("bias", [(1,), (1, V), (N, 1), (N, V)], ids=str)
+def test_a_bias_that_is_broadcast(bias, caplog):
+    def program(x, weight, bias):
+        return F.linear(x, weight, bias).logsumexp(-1).sum()
+
+    args = torch.randn(N, D), torch.randn(V, D), torch.randn(bias)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    torch.testing.assert_close(fused(*args), program(*args))
+    assert "failed" not in caplog.text
