@@ -92,6 +92,7 @@ MASKS = (
         "{z}.scatter_add({d}, {lab1}, {z}.gather({d}, {lab1}) * 0.3)",
     ),
     "{z}.index_fill({d}, torch.tensor([0, {V} - 1]), -6.0)",
+    "{z} + ({keep} > 0.4) * -1e9",
     *("torch.where({keep} > 0.4, {z}, 2.0)", "{z}.masked_fill({keep} > 0.5, 0.0).tanh()"),
     "{z}.masked_fill(({keep} > 0.7) & (cw > 0.5), -torch.inf)",
     "{z}.masked_fill(cw > 0.7, torch.finfo({z}.dtype).min)",
@@ -159,6 +160,9 @@ BETWEEN = {
 Recipes = tuple[tuple[str, ...], ...]
 
 SUMS: Recipes = (
+    ("r% = (({z} > 0) + ({z} < 1)).sum({d})",),
+    ("r% = (({z} > 0.2) + F.one_hot({lab}, {V}).bool()).sum({d}).float()",),
+    ("r% = (({z} > 0).to(torch.uint8) - 1).sum({d})",),
     ("r% = {z}.sum({d})",),
     ("r% = {z}.sum({d}, keepdim=True)",),
     ("r% = {z}.mean({d})",),
@@ -276,6 +280,10 @@ FUNCTIONS: Recipes = (
     ),
 )
 ENTROPIES: Recipes = (
+    (
+        "with torch.no_grad(): e% = {z}.logsumexp({d}, keepdim=True)",
+        "r% = ({z}.softmax({d}) * {z} * e%.sigmoid()).sum({d})",
+    ),
     ("lp% = {z}.log_softmax({d})", "p% = lp%.exp()", "r% = -(p% * lp%).sum({d})"),
     ("p% = {z}.softmax({d})", "lp% = {z}.log_softmax({d})", "r% = -(p% * lp%).sum({d})"),
     ("p% = {z}.softmax({d})", "r% = {z}.logsumexp({d}) - (p% * {z}).sum({d})"),
@@ -417,6 +425,22 @@ LOSSES: Recipes = (
     ("r% = F.cross_entropy({c}, torch.full_like({l}, -100){args})",),
     ("r% = F.cross_entropy({c}, torch.where({lm}, {l}, -100), reduction={reduction})",),
     ("r% = F.cross_entropy({c}, {q}, reduction={reduction})",),
+    (
+        "r% = F.cross_entropy({c}, {l}, reduction={reduction})"
+        " - 2 * F.cross_entropy({c}, {l}, reduction={reduction}, ignore_index=2)",
+    ),
+    (
+        "l% = {l}.clone()",
+        "with torch.no_grad(): e% = F.cross_entropy({c}, l%, reduction='none')",
+        "l%.masked_fill_(e% < 2, -100)",
+        "r% = F.cross_entropy({c}, l%, reduction={reduction})",
+    ),
+    (
+        "q% = {q}.detach().clone()",
+        "with torch.no_grad(): e% = F.cross_entropy({c}, q%, reduction='none')",
+        "q%.mul_(0.5)",
+        "r% = F.cross_entropy({c}, q%, reduction='none') * e%.float()",
+    ),
     ("r% = F.nll_loss(F.log_softmax({c}, {cd}), {l}{nll})",),
     ("r% = F.nll_loss({c}, {l}{nll})",),
 )
@@ -452,6 +476,7 @@ TERMS = (
     "{r}.float().square().mean()",
     "({r} * torch.linspace(-1, 1, {r}.numel()).reshape({s})).sum()",
     "0.1 * ({r}.float().sin() * {r}.float()).sum()",
+    "torch.mul({r}, other={r}).float().mean()",
 )
 # Of which forward computes the gradients: their coefficients are known.
 LINEAR = (

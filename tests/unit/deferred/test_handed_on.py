@@ -42,7 +42,10 @@ def test_unused_logits_are_freed_without_the_garbage_collector():
         gc.enable()
 
 
-@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[1:], lambda t: t.double()], ids=str)
+READ = {"all": lambda t: t, "some": lambda t: t[1:], "a cast": lambda t: t.double()}
+
+
+@pytest.mark.parametrize("view", READ.values(), ids=READ)
 @pytest.mark.parametrize("trains", [True, False])
 def test_logits_that_a_graph_has_read_are_freed(view, trains):
     with torch.set_grad_enabled(trains):
