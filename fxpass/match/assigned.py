@@ -140,6 +140,7 @@ def _check_classes(node: Node, like: Classes, dim: Any) -> None:
 def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None) -> Expr:
     """What is assigned: a number, or a function of the logits at ``target``."""
     if not is_tensor(new):
+        new = int(new) if isinstance(new, bool) else new
         return expr_of(flow, node, like, new, value(first_operand(node)))
     trained = value(first_operand(node)).requires_grad
 

@@ -169,7 +169,7 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
         try:
             check_size(operands)
             found = replace(like, expr=of_operands(*operands), detached=detached)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # a boolean of Python is no number
             reason = f"{error}"
             continue
         _check_cancelled(flow, node, exprs, found.expr)

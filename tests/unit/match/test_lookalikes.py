@@ -175,6 +175,26 @@ def test_a_contracted_ellipsis():
     torch.testing.assert_close(fused(weight), program(weight))
 
 
+def assigned_true(z):
+    z[:, 3] = True
+    return z
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda z: z * True, lambda z: (z > 0) * True, assigned_true],
+    ids=["float", "mask", "assigned"],
+)
+def test_booleans_of_python(change, caplog):
+    def program(x, weight):
+        return change(F.linear(x, weight)).float().logsumexp(-1).sum()
+
+    args = torch.randn(N, D), torch.randn(V, D)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    torch.testing.assert_close(fused(*args), program(*args))
+    assert "failed" not in caplog.text
+
+
 @pytest.mark.parametrize("bias", [(1,), (1, V), (N, 1), (N, V)], ids=str)
 def test_a_bias_that_is_broadcast(bias, caplog):
     def program(x, weight, bias):
