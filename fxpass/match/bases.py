@@ -60,18 +60,19 @@ def check_given(flow: Flow, node: Node, transform: Expr) -> None:
 
 def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:
     """The base of logits of which a softmax is taken. It does not depend on a shift by reductions,
-    but a shift by tensors is computed: a mask of rows may absorb the logits.
+    but a shift by a tensor of rows is computed: a mask of them may absorb the logits.
 
     Raises:
         NoMatch: the shift has a gradient, which is 0 and not None.
     """
     base, shift = base_of(flow, node, like)
-    terms = sympy.Add.make_args(sympy.expand(shift))
-    added = sympy.Add(*(t for t in terms if not flow.tensors.keys().isdisjoint(symbols_of(t))))
-    for symbol in symbols_of(added) & flow.tensors.keys():
+    for symbol in symbols_of(shift) & flow.tensors.keys():
         if needs_gradient(flow.tensors[symbol]):
             reason = f"%{node.name} ({call_name(node)}) does not depend on"
             raise NoMatch(node, f"{reason} %{flow.tensors[symbol].name}, which needs a gradient")
+    rows = {s for s in symbols_of(shift) & flow.tensors.keys() if flow.varies(s)}
+    terms = sympy.Add.make_args(sympy.expand(shift))
+    added = sympy.Add(*(t for t in terms if not rows.isdisjoint(symbols_of(t))))
     if added == 0:
         return base
     if not symbols_of(added) <= flow.tensors.keys():
