@@ -205,6 +205,12 @@ class DeferredLogits(Tensor):
     def as_subclass(self, cls: Any) -> Any:
         return self.plain.as_subclass(cls)
 
+    def register_hook(self, hook: Any) -> Any:
+        # the history of a view that was written to is made anew here; it would be while torch
+        # registers the hook, which ends the process
+        _ = self.grad_fn
+        return super().register_hook(hook)
+
     def detach_(self) -> Tensor:
         if not self._is_root:
             return super().detach_()

@@ -5,7 +5,8 @@ In: a head. Out: a :class:`Flow`, which :mod:`fxpass.match.flow` fills; see ther
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import itertools
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 from sympy import Expr, Symbol
 from torch.fx import Node
 
-from fxpass.graph.calls import storage
+from fxpass.graph.calls import others_of, storage
 from fxpass.graph.hazards import Writers
-from fxpass.graph.nodes import NoMatch, value
+from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.match.edits import (
     Edit,
@@ -28,7 +29,7 @@ from fxpass.match.edits import (
 )
 from fxpass.match.linears import Linear
 from fxpass.match.losses import Loss
-from fxpass.match.outputs import HOT, WRAPPED, Base, OfBase, Picked, Summed, Weighted
+from fxpass.match.outputs import HOT, WRAPPED, Base, OfBase, Picked, Summed, Weighted, given_of
 from fxpass.spec.expression import Z
 
 
@@ -245,9 +246,8 @@ class Flow:
 
     def exponential(self, given: Symbol) -> Symbol:
         """The symbol of the exponential of given values."""
-        node = self.tensors[given]
-        symbol = Symbol(f"given_exp({node.name})", real=True)
-        self.tensors[symbol] = node
+        symbol = Symbol(f"given_exp({given})", real=True)
+        self.tensors[symbol] = self.tensors[given]
         self.dims[symbol] = self.dims[given]
         self.exponentials.add(symbol)
         return symbol
@@ -255,11 +255,22 @@ class Flow:
     def given(self, node: Node, dim: int, weights: Node | None = None) -> Symbol:
         """The symbol of given values, times class weights."""
         symbol = self.tensor(node, "given")
+        if self.dims.get(symbol, dim) != dim:  # beside other logits its classes are elsewhere
+            symbol = self.tensor(node, f"given_{dim}:")
         if weights is not None:
             symbol = Symbol(f"{symbol}*{weights.name}", real=True)
             self.tensors[symbol], self.products[symbol] = node, weights
         self.dims[symbol] = dim
         return symbol
+
+    def repeated_row(self, node: Node, like: Classes) -> Symbol:
+        """The symbol of a tensor that is broadcast to the rows of ``like``."""
+        for i in itertools.count():
+            symbol = self.tensor(node, f"row_{i}:")
+            known = self.repeated_rows.setdefault(symbol, like)
+            if (known.steps, known.dim) == (like.steps, like.dim):
+                return symbol
+        raise AssertionError("unreachable")
 
     def sum_of_given(self, expr: Expr) -> Symbol:
         """The symbol of a sum over the classes of an expression of given values."""
@@ -311,11 +322,40 @@ class Flow:
 
     def row(self, node: Node, reader: Node) -> Expr | None:
         """The value of a node of rows as ``reader`` may use it; None for another node, and for one
-        that is written to."""
-        if self.written_between(node, reader):
-            return None
+        that is written to, or whose operands are: ``reader`` would read them again."""
         cut = None if value(reader).requires_grad else self.cut.get(node)
-        return self.rows.get(node, cut)
+        rows = self.rows.get(node, cut)
+        if rows is None or self.written_between(node, reader):
+            return None
+        read = [n for symbol in symbols_of(rows) for n in self._read_by(symbol) if is_tensor(n)]
+        changes = (writer for n in read for writer in self.writers_of(n))
+        return None if any(node < writer < reader for writer in changes) else rows
+
+    def _read_by(self, symbol: Symbol) -> list[Node]:
+        """The tensors that the value of a symbol is computed from."""
+        if symbol in self.sums:
+            return [n for s in symbols_of(self.sums[symbol]) for n in self.nodes(s)]
+        if symbol in self.outputs:
+            return self.operands(self.outputs[symbol][0], [symbol])
+        return self.nodes(symbol)
+
+    def operands(self, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
+        """The tensors that a call reads for these outputs of a base."""
+        linear = self.linear
+        nodes = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
+        nodes += [n for step in base.steps for n in others_of(step.node)]
+        nodes += [self.tensors[s] for s in symbols_of(base.scale) | base.factors]
+        nodes += [n for s in (*base.biases, *base.given, *base.hits) for n in self.nodes(s)]
+        nodes += base.indices
+        for symbol in symbols:
+            output = self.outputs[symbol][1]
+            if isinstance(output, Picked):
+                nodes += output.indices
+            read = [*given_of(output), *(output.hits if isinstance(output, Summed) else [])]
+            nodes += [n for s in read for n in self.nodes(s)]
+            if isinstance(output, Summed):
+                nodes += self.operands(base, output.picks)
+        return nodes
 
 
 # The names of symbols of what is given at a class.

@@ -325,9 +325,7 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
     if tensor.shape == whole.shape:
         return flow.given(argument, like.dim)
     if tensor.dim() <= whole.dim() and _repeats_rows(tensor, like, whole):
-        symbol = flow.tensor(argument, "row")
-        flow.repeated_rows[symbol] = like
-        return symbol
+        return flow.repeated_row(argument, like)
     raise NoMatch(
         node, f"%{node.name} ({call_name(node)}) has an operand of shape {list(tensor.shape)}"
     )

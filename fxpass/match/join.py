@@ -18,7 +18,7 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.graph import hazards
-from fxpass.graph.calls import others_of, storage, written
+from fxpass.graph.calls import storage, written
 from fxpass.graph.nodes import NoMatch, hint, needs_gradient, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.match.classes import Flow, Reduced, rest_of
@@ -27,7 +27,7 @@ from fxpass.match.linears import shape_of
 from fxpass.match.modes import Mode
 from fxpass.match.names import named, names_of
 from fxpass.match.operands import check_plain
-from fxpass.match.outputs import Base, Picked, Summed, given_of
+from fxpass.match.outputs import Base, Picked, given_of
 from fxpass.match.place import movable, place, writes
 from fxpass.match.sharding import sharding_of
 from fxpass.match.totals import (
@@ -137,11 +137,13 @@ def _calls(flow: Flow, base: Base, options: Options) -> list[Call]:
             for s in _symbols(flow, base, ready)
             if s not in known
             or (s in trained and not known[s][1])
-            or any(known[s][0] < w for w in writes(_operands(flow, base, [s]), ready[-1].node))
+            or any(known[s][0] < w for w in writes(flow.operands(base, [s]), ready[-1].node))
         ]
         if symbols:
-            known |= {s: (first, s in trained) for s in symbols}
-            calls.append(_call(flow, base, ready, symbols, options))
+            call = _call(flow, base, ready, symbols, options)
+            rows = _symbols(flow, base, [r for r in ready if r not in call.unread])
+            known |= {s: (first, s in trained) for s in symbols if s in rows}
+            calls.append(call)
         else:  # the calls before have all
             calls[-1] = replace(calls[-1], reductions=(*calls[-1].reductions, *ready))
         left = [r for r in left if r not in ready]
@@ -158,7 +160,7 @@ def _trained(
 
 def _ready(flow: Flow, base: Base, reduced: Reduced, first: Node) -> bool:
     """Whether all operands of a reduction exist before ``first``, or can be moved there."""
-    operands = _operands(flow, base, _symbols(flow, base, [reduced]))
+    operands = flow.operands(base, _symbols(flow, base, [reduced]))
     changes = writes(operands, reduced.node)
     return all(movable(n, first, flow.replaced) is not None for n in operands) and all(
         w < first for w in changes
@@ -169,25 +171,6 @@ def _symbols(flow: Flow, base: Base, reductions: list[Reduced]) -> list[Symbol]:
     read = {s for r in reductions for s in r.symbols if s in flow.outputs}
     found = {flow.parts[s][0] if s in flow.parts else s for s in read}
     return sorted((s for s in found if flow.outputs[s][0] == base), key=lambda s: s.name)
-
-
-def _operands(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
-    """The tensors that a call with these outputs reads."""
-    linear = flow.linear
-    nodes = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
-    nodes += [n for step in base.steps for n in others_of(step.node)]
-    nodes += [flow.tensors[s] for s in symbols_of(base.scale) | base.factors]
-    nodes += [n for s in (*base.biases, *base.given, *base.hits) for n in flow.nodes(s)]
-    nodes += base.indices
-    for symbol in symbols:
-        output = flow.outputs[symbol][1]
-        if isinstance(output, Picked):
-            nodes += output.indices
-        read = [*given_of(output), *(output.hits if isinstance(output, Summed) else [])]
-        nodes += [n for s in read for n in flow.nodes(s)]
-        if isinstance(output, Summed):
-            nodes += _operands(flow, base, output.picks)
-    return nodes
 
 
 def _call(
@@ -223,7 +206,7 @@ def _call(
     choice = _choice(flow, base, of_total, waiting, options)
     if not choice.spec.total:
         total, left, added = None, symbols, {}
-    operands, logits = _operands(flow, base, symbols), None
+    operands, logits = flow.operands(base, symbols), None
     operands += [] if total is None else total.operands
     if options.kept:
         logits = existing_logits(flow, base)
@@ -337,6 +320,7 @@ def _total(
     if not any(_differentiable(flow, r, modes) for r in reductions):
         (first, *more) = reductions
         alone = first.loss is not None and first.is_scalar and not more
+        alone = alone and set(_symbols(flow, base, [first])) <= {*symbols}
         # in inference mode, autograd could not find the coefficients beside a constant
         alone = alone and is_linear(flow, first)
         alone = alone and all(coefficients_of(flow, rows)[1] == 0 for rows in first.values)

@@ -22,7 +22,7 @@ from fxpass.spec.outputs import Moment, Output
 
 # The kind of symbols of one-hot tensors, and of those of indices that may be negative, counted from
 # the end.
-HOT, WRAPPED = "hot_", "hot_wrapped"
+HOT, WRAPPED = "hot_", "hot_+"  # no name of a node begins with +
 
 
 @dataclass(frozen=True)

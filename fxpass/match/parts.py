@@ -72,7 +72,9 @@ def _part(step: Step) -> Part | None:
     start: Any
     if view.function == "narrow":
         axis, start, length = view.args
-        stop = start + length if isinstance(start, int) else length
+        if not isinstance(start, int) or not isinstance(length, int):
+            return None
+        stop = start + length
     elif view.function == "select":
         axis, start = view.args
         if isinstance(start, int) and start < 0:

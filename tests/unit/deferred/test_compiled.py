@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from fxpass.deferred.tensor import DeferredLogits
+from tests.support.deferred_pairs import pair
 
 N, D, V = 6, 8, 10
 LABELS = torch.arange(N) % V
@@ -397,3 +398,15 @@ def test_a_graph_that_ends_without_gradients(inner):
         assert z.requires_grad
         grads.append(torch.autograd.grad(z.square().sum() + loss, args))
     torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_hook_after_a_write_in_another_function(view):
+    """For plain views torch itself ends the process."""
+    p, seen = pair(), []
+    for z in (p.logits, p.eager):
+        written = torch.compile(lambda t: t.mul_(2).sum(), backend="aot_eager")
+        total = written(z[1] if view else z)
+        z.register_hook(seen.append)
+        (total + z.square().sum()).backward()
+    torch.testing.assert_close(*seen)
