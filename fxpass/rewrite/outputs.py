@@ -154,7 +154,10 @@ def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ..
     shape = value(nodes[-1]).shape[:-1]
     if not all(value(x).shape[:-1] == shape for x in rows):
         return ()
-    operands = {n for linear in linears for n in (linear.weight, linear.bias)} | rows
+    weights = {n for linear in linears for n in (linear.weight, linear.bias)}
+    if not rows.isdisjoint(weights):
+        return ()  # of x @ x.T, all rows are read
+    operands = weights | rows
     others = [n for n in given if n not in operands and is_tensor(n)]
     if not all(value(n).numel() == value(n).shape[-1:].numel() for n in others):
         return ()  # perhaps a factor per row

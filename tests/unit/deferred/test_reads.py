@@ -466,6 +466,22 @@ def test_rows_of_an_einsum(rows):
     torch.testing.assert_close(logits[rows].clone(), want.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("rows", [0, slice(1, 3), (1, 2)], ids=str)
+def test_rows_of_a_product_with_itself(rows):
+    """All rows are the weight of each."""
+
+    def program(x, labels):
+        logits = F.linear(x, x)
+        return F.cross_entropy(logits, labels), logits
+
+    x, labels = torch.randn(8, 5, requires_grad=True), torch.arange(8)
+    options = {"fusedce.inner": "eager"}
+    _, logits = torch.compile(program, backend="fusedce", options=options)(x, labels)
+    assert isinstance(logits, DeferredLogits)
+    want = program(x, labels)[1][rows]
+    torch.testing.assert_close(logits[rows].clone(), want.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_of_an_einsum_in_parts(monkeypatch):
     monkeypatch.setattr(run, "PART", 5 * V * 4)
     recipe, runs = recipe_of(lambda x, w: 3 * torch.tanh(torch.einsum("bsd,dv->bsv", x, w)))
