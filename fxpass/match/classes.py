@@ -265,12 +265,9 @@ class Flow:
 
     def repeated_row(self, node: Node, like: Classes) -> Symbol:
         """The symbol of a tensor that is broadcast to the rows of ``like``."""
-        for i in itertools.count():
-            symbol = self.tensor(node, f"row_{i}:")
-            known = self.repeated_rows.setdefault(symbol, like)
-            if (known.steps, known.dim) == (like.steps, like.dim):
-                return symbol
-        raise AssertionError("unreachable")
+        symbols = (self.tensor(node, f"row_{i}:") for i in itertools.count())
+        known = self.repeated_rows
+        return next(s for s in symbols if known.setdefault(s, like).place == like.place)
 
     def sum_of_given(self, expr: Expr) -> Symbol:
         """The symbol of a sum over the classes of an expression of given values."""

@@ -40,6 +40,15 @@ def gradients(given: Operands, spec: Reductions, plan: Plan, incoming: Tensor) -
     return kernels.backward(given, spec, plan, out, incoming)
 
 
+def exact(given: Operands, spec: Reductions, incoming: Tensor) -> dict[str, Tensor]:
+    """The gradients in float64."""
+    floats = ("x", "weight", "bias", "logits")
+    wide = {name: t.double() for name in floats if (t := getattr(given, name)) is not None}
+    double = given._replace(**wide, given=tuple(t.double() for t in given.given))
+    out, _ = aten.forward(double, spec, WIDE)
+    return aten.backward(double, spec, WIDE, out, incoming.double())
+
+
 @BOTH
 def test_fp16_keeps_small_probabilities(device, plan):
     """One class takes it all; the others' probabilities, 1e-7, have one bit in fp16."""
@@ -92,10 +101,7 @@ def test_large_slopes_do_not_overflow_fp16(device, plan, outputs, transform):
         picks = given.picks if spec.picked else None
         given = given._replace(logits=logits.half(), given=(factors,), picks=picks)
         found = gradients(given, spec, plan, incoming)
-        wide = {name: getattr(given, name).double() for name in ("x", "weight", "bias", "logits")}
-        double = given._replace(**wide, given=(factors.double(),))
-        out, _ = aten.forward(double, spec, WIDE)
-        want = aten.backward(double, spec, WIDE, out, incoming.double())
+        want = exact(given, spec, incoming)
     for name, grad in found.items():
         assert error(grad, want[name]) < 2e-3
 
@@ -107,10 +113,7 @@ def test_the_gradients_of_all_classes_at_a_pick_do_not_overflow_fp16(device, pla
     with device:
         given, incoming = operands(v=200, size=0.1), 1 + torch.rand(1, 7)
         found = gradients(given, spec, plan, incoming)
-        wide = {name: getattr(given, name).double() for name in ("x", "weight", "bias")}
-        double = given._replace(**wide)
-        out, _ = aten.forward(double, spec, WIDE)
-        want = aten.backward(double, spec, WIDE, out, incoming.double())
+        want = exact(given, spec, incoming)
     for name, grad in found.items():
         assert error(grad, want[name]) < 4e-3
 

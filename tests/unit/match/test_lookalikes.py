@@ -119,13 +119,23 @@ def lse_of_a_total(z):
 
 
 def repeated_rows(z):
-    both, factor = torch.stack([z, z + 1]), GIVEN[:, :1].exp()
-    return (both * factor).logsumexp(-1).sum() + (z * factor).logsumexp(-1).sum()
+    both, factor = z.view(2, 3, V), GIVEN[:3, :1].exp()
+    return (both * factor).logsumexp(-1).sum() + (both[0] * factor).logsumexp(-1).sum()
+
+
+def one_mask_of_both_dimensions(z):
+    mask = GIVEN > 0
+    rows, columns = z.masked_fill(mask, -9.0), z.T.masked_fill(mask, -9.0)
+    return (rows.logsumexp(-1) - columns.logsumexp(0)).square().sum()
+
+
+def one_target_of_both_dimensions(z):
+    q = GIVEN.softmax(-1)
+    return F.cross_entropy(z, q) + (z.T.log_softmax(0) * q).sum()
 
 
 LOWEST = torch.finfo(torch.float32).min
 
-# With the number of operator calls that a program has.
 PROGRAMS = {
     "other rows are ignored": lambda z: F.cross_entropy(z, T) + F.cross_entropy(z, T, ignore_index=3),
     "labels change": mined,
@@ -155,13 +165,8 @@ PROGRAMS = {
     "weights from its loss": weights_from_its_loss,
     "the lse of a total": lse_of_a_total,
     "rows that are repeated": repeated_rows,
-    "one mask of both dimensions": lambda z: (
-        (z.masked_fill(GIVEN > 0, -9.0).logsumexp(-1)
-         - z.T.masked_fill(GIVEN > 0, -9.0).logsumexp(0)).square().sum()
-    ),
-    "one target of both dimensions": lambda z: (
-        F.cross_entropy(z, GIVEN.softmax(-1)) + (z.T.log_softmax(0) * GIVEN.softmax(-1)).sum()
-    ),
+    "one mask of both dimensions": one_mask_of_both_dimensions,
+    "one target of both dimensions": one_target_of_both_dimensions,
     "masked rows": lambda z: masked_rows(z, (1 - MASK.float()) * LOWEST),
     "rows at -inf": lambda z: masked_rows(z, torch.where(MASK, 0.0, -torch.inf)),
 }  # fmt: skip
@@ -231,6 +236,21 @@ def test_a_contracted_ellipsis():
     weight = torch.randn(V, D)
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
     torch.testing.assert_close(fused(weight), program(weight))
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_number_of_rows_that_depends_on_data(caplog):
+    def program(x, weight, count):
+        n = count.item()
+        torch._check(n >= 1)
+        torch._check(n <= N)
+        z = F.linear(x, weight).narrow(0, 0, n)
+        return F.cross_entropy(z, T[:n], reduction="none").sum()
+
+    args = torch.randn(N, D), torch.randn(V, D), torch.tensor(3)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    torch.testing.assert_close(fused(*args), program(*args))
+    assert "failed" not in caplog.text
 
 
 def assigned_true(z):
