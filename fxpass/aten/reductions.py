@@ -51,7 +51,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         results.add(few, sums.finish(z))
         if sums.coef is None or not products:
             return None
-        slope = Slope(operands, few, spec.total, sums.coef, sums.moments, dense=sums.dense)
+        slope = Slope(operands, few, spec.total, sums.coef, sums.for_slopes, z, dense=sums.dense)
         if once and sums.only_total:
             # a row that is masked wholly has an infinite factor
             g, factor = slope.of_softmax(y, sums.total, every, scaled or spec.masks)

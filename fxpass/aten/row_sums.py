@@ -185,6 +185,11 @@ class RowSums:
             total = total.sum(1) if total.shape[1] > 1 else total.view(-1)
         return Outputs(rows, indices, lse, rest, saved, total)
 
+    @property
+    def for_slopes(self) -> dict[Moment | Sum, Tensor]:
+        """The sums that gradients read, after :meth:`finish`."""
+        return {**self.moments, **self._functions}
+
     def lse_and_rest(self) -> tuple[Tensor, Tensor]:
         """The log-sum-exp and its rounding error, after :meth:`finish`."""
         m, log_total = self._clamped, self.log_total

@@ -203,11 +203,11 @@ def _divergence(
             return -target * source  # 1 * log(1) and 0 * log(0) are 0
         if not is_log:
             log = sympy.log(target) if target in flow.tensors else logarithm(target)
-            return sympy.expand(target * log - target * source)
+            return target * (log - source)
         if target in flow.dims:
             q: Expr = flow.exponential(cast(Symbol, target))
         else:
             q = exponential(in_logs(flow, node, like, target))
     except ValueError as error:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
-    return q * target - q * source
+    return q * (target - source)

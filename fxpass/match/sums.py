@@ -16,7 +16,7 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
-from fxpass.graph.nodes import NoMatch, value
+from fxpass.graph.nodes import NoMatch, needs_gradient, value
 from fxpass.match.bases import check_given, fits, in_logs, in_one_log
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
@@ -24,7 +24,7 @@ from fxpass.match.masks import of_classes_alone
 from fxpass.match.outputs import Base, Picked, Summed, Weighted
 from fxpass.spec import expression
 from fxpass.spec.expression import L, Z
-from fxpass.spec.functions import Where, call
+from fxpass.spec.functions import Where, call, where
 from fxpass.spec.outputs import HIGHEST_POWER, TOTAL, Moment
 
 
@@ -85,42 +85,24 @@ def _check_cancellation(flow: Flow, node: Node, expr: Expr) -> None:
     """``NoMatch`` for a sum of several terms that may cancel, such as (p - q)**2: eager adds small
     differences, and the sums of the terms would lose their digits.
 
-    Terms of one sign do not cancel, and p * (log + lse) is p * z. A logit and a log-softmax, and a
-    multiple of either, are rounded already before eager subtracts given values: p * (log - given).
+    Terms of one sign do not cancel. With trained values of each logit, there is no other way.
     """
-    groups: dict[Any, dict[int, Any]] = {}  # factors but for powers of log or z -> coefficients
+    if any(map(needs_gradient, (flow.tensors[s] for s in symbols_of(expr) & flow.dims.keys()))):
+        return
+    rows: dict[Any, Any] = {}  # factors with classes -> what they are multiplied by
     for term in sympy.Add.make_args(expr):
-        rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
-        factors = sympy.Mul.make_args(rest)
-        degree = sum(int(f.as_base_exp()[1]) for f in factors if _is_log(f))  # type: ignore[arg-type]
-        others = sympy.Mul(*(f for f in factors if not _is_log(f)))
-        groups.setdefault(others, {})[degree] = rows
-    shifts = {base.lse for base in flow.bases}
-    for found in groups.values():
-        if set(found) == {0, 1} and sympy.cancel(found[0] / found[1]) in shifts:
-            del found[0]
-    left = [one for found in groups.values() for one in found.items()]
-    logs = [(others, degree) for others, found in groups.items() for degree in found if degree]
-    if [degree for _, degree in logs] == [1]:
-        factor = logs[0][0]
-        given = [others for others, found in groups.items() if 0 in found]
-        if all(not _has_logs(one) or not _has_logs(one / factor) for one in given):
-            return
-    signs = {rows.is_positive for _, rows in left if rows.is_number}
-    one_sign = len(signs) == 1 and all(rows.is_number for _, rows in left)
-    if len(left) > 1 and not (one_sign and len({degree for degree, _ in left}) == 1):
+        factor, rest = term.as_independent(*_class_symbols(term), as_Add=False)
+        rows[rest] = factor
+    one_sign = all(row.is_number for row in rows.values())
+    one_sign = one_sign and len({row.is_positive for row in rows.values()}) == 1
+    if len(rows) > 1 and not (one_sign and len(set(map(_degree, rows))) == 1):
         raise NoMatch(node, f"%{node.name} sums `{expr}`, whose terms may cancel")
 
 
-def _has_logs(expr: Expr) -> bool:
-    return any(s == Z or s.name.startswith("log_") for s in symbols_of(expr))
-
-
-def _is_log(factor: Any) -> bool:
-    """Whether a factor is a power of a log-softmax or of the logit."""
-    root, power = factor.as_base_exp()
-    is_log = isinstance(root, Symbol) and (root == Z or root.name.startswith("log_"))
-    return is_log and power.is_Integer and power > 0
+def _degree(product: Any) -> int:
+    """The powers of log-softmaxes and logits in a product."""
+    powers = (factor.as_base_exp() for factor in sympy.Mul.make_args(product))
+    return sum(int(power) for root, power in powers if root == Z or str(root).startswith("log_"))
 
 
 def _at_one_hot(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:
@@ -173,9 +155,8 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
     of_softmax = [base for base in flow.bases if rest.has(base.log) or base in read]
     if len(of_softmax) > 1 or not all(fits(flow, base, like) for base in of_softmax):
         raise unknown
-    # of kl_div, whose q * log(q) is 0 where q is; and what reads no logits
-    logs = any(isinstance(log.args[0], Symbol) for log in rest.atoms(sympy.log))
-    if logs or not (of_softmax or rest.has(Z)):
+    rest = _without_infinities(rest)
+    if rest is None or not (of_softmax or rest.has(Z)):  # it reads no logits
         raise unknown
     found = ((b, *_in_base(b, rows, rest)) for b in of_softmax or _plain_first(flow, like))
     base, rows, function = next((one for one in found if one[2] is not None), (None, rows, None))
@@ -194,6 +175,20 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
     except ValueError as error:
         raise NoMatch(node, f"{unknown.reason}: {error}") from error
     return rows * flow.output(base, Summed(function))
+
+
+def _without_infinities(expr: Expr) -> Expr | None:
+    """``q * log(q)``, which is 0 where q is, with a finite logarithm there; None if a logarithm of
+    given values has another factor."""
+    for log in expr.atoms(sympy.log):
+        q = cast(Expr, log.args[0])
+        terms = [t for t in sympy.Add.make_args(sympy.expand(expr)) if t.has(log)]
+        if isinstance(q, Symbol):
+            if not all(q in sympy.Mul.make_args(term) for term in terms):
+                return None
+            one = where(q, "<", 0, q, where(q, "<=", 0, 1, q))
+            expr = cast(Expr, expr.xreplace({log: call("log", one)}))
+    return expr
 
 
 def _compared_alike(flow: Flow, expr: Expr) -> Expr:

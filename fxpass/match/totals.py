@@ -23,7 +23,7 @@ from fxpass.graph.functions import CASTS, REFLECTED, function_of, reads_values
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
 from fxpass.match.classes import Flow, Reduced
 from fxpass.match.edits import symbols_of
-from fxpass.match.outputs import Picked, Summed, given_of
+from fxpass.match.outputs import Picked, given_of
 from fxpass.spec.outputs import IN_TOTAL, Top
 
 
@@ -120,7 +120,7 @@ def is_linear(flow: Flow, reduced: Reduced) -> bool:
             return False
         if symbol in flow.parts or (isinstance(output, Picked) and output.count != 1):
             return False
-        if isinstance(output, Top) or (isinstance(output, Summed) and output.late):
+        if isinstance(output, Top):
             return False
         if any(needs_gradient(n) for symbol in given_of(output) for n in flow.nodes(symbol)):
             return False

@@ -223,8 +223,8 @@ class Reductions:
         if any(len(set(named)) != len(named) for named in (self.outputs, self.total)):
             raise ValueError("an output is named twice")
         for output in self.total:
-            late = isinstance(output, Top) or (isinstance(output, Sum) and output.late)
-            if late or (isinstance(output, str) and output not in IN_TOTAL):
+            alone = isinstance(output, str) and output not in IN_TOTAL
+            if alone or isinstance(output, Top):
                 raise ValueError(f"{output} cannot be added up over the rows")
         if self.total and not set(self.gradients) <= set(PRODUCTS):
             raise ValueError(f"a total has gradients of {', '.join(PRODUCTS)}")
@@ -264,10 +264,15 @@ class Reductions:
         return self.of_largest or bool(self.indices)
 
     @functools.cached_property
+    def for_slopes(self) -> tuple[Moment | Sum, ...]:
+        """The sums that the gradients read."""
+        trained = self.total or (o for o in self.outputs if o not in self.detached)
+        return for_slopes(trained) if self.gradients else ()
+
+    @property
     def saved(self) -> tuple[Moment | Sum, ...]:
-        """The sums that backward reads."""
-        trained = (o for o in self.outputs if o not in self.detached)
-        return for_slopes(trained) if self.gradients and not self.total else ()
+        """Those of them that backward reads."""
+        return () if self.total else self.for_slopes
 
     @functools.cached_property
     def of_backward(self) -> Reductions:
@@ -281,7 +286,7 @@ class Reductions:
     @functools.cached_property
     def sums(self) -> tuple[Sum, ...]:
         """The sums of functions that forward computes."""
-        read = (*self.outputs, *self.total, *self.saved)
+        read = (*self.outputs, *self.total, *self.for_slopes)
         return tuple(dict.fromkeys(o for o in read if isinstance(o, Sum)))
 
     @functools.cached_property

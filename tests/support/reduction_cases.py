@@ -48,6 +48,7 @@ LATE: dict[Sum, Callable[..., Tensor]] = {
     of("maximum(1-at0+z,0)"): lambda z, at0, **_: (1 - at0 + z).clamp(min=0),
     of("log(0.125+exp(l))*given1"): lambda log, given1, **_: given1 * (log.exp() + 0.125).log(),
     of("exp(l)*tanh(z-pick0)"): lambda z, log, pick0, **_: log.exp() * (z - pick0).tanh(),
+    of("exp(l)*(l-given1)"): lambda log, given1, **_: log.exp() * (log - given1),
 }
 FUNCTIONS = SUMS | LATE
 OUTPUTS: list[Output] = [*ROWS, *MOMENTS, *SUMS]
@@ -250,6 +251,8 @@ TOTALS: dict[str, list[Output]] = {
     "a mean logit": [of("z")],
     "binary": [of("z*(1-hit0)+softplus(-z)"), "at"],
     "soft binary": [of("softplus(z)-given1*z"), of("given0*z")],
+    "a divergence": [of("exp(l)*(l-given1)"), "lse"],
+    "a second pass": [*LATE, Moment(1, 1)],
 }
 # Those whose logits have a gradient before all classes are read.
 AT_ONCE = ("a logit", "a mean logit", "binary", "soft binary")

@@ -57,6 +57,9 @@ TWO_PASSES = "outputs=sum((-hit0+exp(l))**2);sum(maximum(-at0+z+1,0)) gradients=
 RANK = "outputs=sum(where(at0<z,1,0)) gradients=x total=pick"
 BINARY = "gradients=x total=sum(-given1*z+softplus(z))"
 
+Q = "where(given0<0,given0,where(given0<=0,1,given0))"  # 1 where it is 0
+DIVERGENCE = f"gradients=x total=sum(given0*(-l+log({Q})))"
+
 MASK = "transform=where(given0>0,-inf,given1*z-0.5*hit0)"
 
 GIVEN_LOGITS = {"picks": 1, "logits": True}
@@ -97,6 +100,7 @@ KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
     "two passes, whole rows": (TWO_PASSES, FEW_CLASSES, "fp32", {"picks": 3}),
     "a loss and the rank": (RANK, CLASSES, "bf16", {"picks": 1}),
     "binary": (BINARY, CLASSES, "bf16", {"given": (False, True)}),
+    "divergence": (DIVERGENCE, CLASSES, "bf16", {"given": (True,)}),
     "total, several picks": (TOTAL, CLASSES, "bf16", {"picks": 3, "scaled": True}),
 }
 FREQUENT = ["loss", "log-probabilities", "policy, some classes", "weights"]

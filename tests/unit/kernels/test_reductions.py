@@ -28,6 +28,7 @@ from tests.support.numerics import assert_as_accurate, error
 from tests.support.reduction_cases import (
     COMBINATIONS,
     INF,
+    LATE,
     MASKED,
     NAN,
     OUTPUTS,
@@ -398,6 +399,7 @@ TOTALS: dict[str, list[Output]] = {
     "a policy's loss": ["pick", Moment(1, 1)],
     "a loss and a z-loss": ["lse", "at", Moment(2, 0)],
     "soft targets": [Moment(0, 1, 1), of("given0*z"), "lse", Moment(0, 2), Moment(1, 1, 0)],
+    "a second pass": [*LATE, "pick", Moment(1, 1)],
 }
 
 

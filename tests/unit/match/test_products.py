@@ -25,6 +25,8 @@ def kl(z, q, **options):
 
 # logits [B, S, V] and labels [B, S] -> rows or a number; the reductions of the operator's calls
 CROSS = "moment(0,1,0)"
+KL_OF_Q = "sum(given0*(-l+log(where(given0<0,given0,where(given0<=0,1,given0)))))"
+REVERSED = "sum((-given0+l)*exp(l))"
 ACCEPTED = {
     "a vector": (lambda z, t: z.softmax(-1) @ U.to(z.dtype), ["moment(1,0,0)"]),
     "a column": (lambda z, t: torch.matmul(z.softmax(-1), U.to(z.dtype)[:, None]), ["moment(1,0,0)"]),
@@ -47,27 +49,27 @@ ACCEPTED = {
     "einsum of three": (
         lambda z, t: torch.einsum("v,btv,btv->bt", U.to(z.dtype), z.softmax(-1), z.softmax(-1)),
         ["moment(2,0,0)"]),
-    "batchmean": (lambda z, t: kl(z, Q, reduction="batchmean"), [CROSS]),
-    "mean": (lambda z, t: kl(z, Q, reduction="mean"), [CROSS]),
-    "sum": (lambda z, t: kl(last(z), last(Q), reduction="sum"), [CROSS]),
-    "none": (lambda z, t: kl(z, Q, reduction="none").sum(-1), [CROSS]),
-    "none, weighted": (lambda z, t: (kl(z, Q, reduction="none") * 3).mean(), [CROSS]),
-    "with zeros": (lambda z, t: kl(z, Q * (Q > 0.1), reduction="sum"), [CROSS]),
-    "logarithms": (lambda z, t: kl(z, LOG_Q, reduction="sum", log_target=True), [CROSS]),
-    "a module": (lambda z, t: KL(last(z).log_softmax(-1), last(LOG_Q)), [CROSS]),
+    "batchmean": (lambda z, t: kl(z, Q, reduction="batchmean"), [KL_OF_Q]),
+    "mean": (lambda z, t: kl(z, Q, reduction="mean"), [KL_OF_Q]),
+    "sum": (lambda z, t: kl(last(z), last(Q), reduction="sum"), [KL_OF_Q]),
+    "none": (lambda z, t: kl(z, Q, reduction="none").sum(-1), [KL_OF_Q]),
+    "none, weighted": (lambda z, t: (kl(z, Q, reduction="none") * 3).mean(), [KL_OF_Q]),
+    "with zeros": (lambda z, t: kl(z, Q * (Q > 0.1), reduction="sum"), [KL_OF_Q]),
+    "logarithms": (lambda z, t: kl(z, LOG_Q, reduction="sum", log_target=True), ["sum(given0*(given1-l))"]),
+    "a module": (lambda z, t: KL(last(z).log_softmax(-1), last(LOG_Q)), ["sum(given0*(given1-l))"]),
     "one-hot": (lambda z, t: kl(z, F.one_hot(t, V).float(), reduction="none").sum(-1), ["pick"]),
-    "by hand": (lambda z, t: (Q * (Q.log() - z.log_softmax(-1))).sum(-1), [CROSS]),
+    "by hand": (lambda z, t: (Q * (Q.log() - z.log_softmax(-1))).sum(-1), ["sum(given0*(given1-l))"]),
     "reversed": (
         lambda z, t: F.kl_div(LOG_Q, z.softmax(-1), reduction="none").sum(-1),
-        ["moment(1,0,0);moment(1,1)"]),
+        [REVERSED]),
     "reversed, logarithms": (
         lambda z, t: F.kl_div(LOG_Q, z.log_softmax(-1), reduction="none", log_target=True).sum(-1),
-        ["moment(1,0,0);moment(1,1)"]),
+        [REVERSED]),
     "reversed, by hand": (
         lambda z, t: (z.softmax(-1) * (z.log_softmax(-1) - LOG_Q)).sum(-1),
-        ["moment(1,0,0);moment(1,1)"]),
+        [REVERSED]),
     "at a temperature": (
-        lambda z, t: kl(z / 2, Q, reduction="batchmean") * 4, [f"{CROSS} transform=0.5*z"]),
+        lambda z, t: kl(z / 2, Q, reduction="batchmean") * 4, [f"{KL_OF_Q} transform=0.5*z"]),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ ADVANTAGES = torch.linspace(-1, 2, B * S).view(B, S)
 TARGETS = torch.linspace(-1, 1, B * S * V).view(B * S, V).softmax(-1)
 LENGTHS = torch.tensor([3.0, 2.0])
 WEIGHT = torch.linspace(0.5, 1.5, V)
+KL_OF_GIVEN = "sum(given0*(-l+log(where(given0<0,given0,where(given0<=0,1,given0)))))"
 IGNORED = torch.tensor([[1, -100, 3, 9], [-100, 0, 2, -100]])
 
 
@@ -73,12 +74,12 @@ KNOWN = {
         "gradients=x,weight total=moment(1,1);pick"),
     "divergence from given probabilities": (
         lambda z, t: F.kl_div(last(z).log_softmax(-1), TARGETS.to(z.dtype), reduction="batchmean"),
-        "gradients=x,weight total=moment(0,1,0)"),
+        f"gradients=x,weight total={KL_OF_GIVEN}"),
     "divergences of rows, masked": (
         lambda z, t: (F.kl_div(
             last(z).log_softmax(-1), TARGETS.to(z.dtype), reduction="none"
         ).sum(-1) * MASK.flatten()).mean(),
-        "gradients=x,weight total=moment(0,1,0)"),
+        f"gradients=x,weight total={KL_OF_GIVEN}"),
     "rows and a constant": (
         lambda z, t: ((entropy(z) - 2.5) * MASK).sum() + picked(z + 0.5, t).mean(),
         "gradients=x,weight total=moment(1,1);pick"),
