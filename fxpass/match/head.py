@@ -55,11 +55,15 @@ class Head:
         return shape_of(self.flow.linear)
 
     @property
+    def of_rank(self) -> tuple[int, int]:
+        """Rows and classes of a rank: of the one with most, so that all ranks decide alike."""
+        (n, v), sharding = map(hint, self.shape), self.flow.sharding
+        return (n, v) if sharding is None else (n // sharding.rows, sharding.most)
+
+    @property
     def logits_bytes(self) -> int:
-        """Bytes of one copy of this rank's logits in the linear's output dtype."""
-        n, v = map(hint, self.shape)
-        if self.flow.sharding is not None:
-            n, v = n // self.flow.sharding.rows, self.flow.sharding.count
+        """Bytes of one copy of a rank's logits in the linear's output dtype."""
+        n, v = self.of_rank
         return n * v * self.flow.dtype.itemsize
 
     def __str__(self) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch.fx import Node
 
 from fxpass.graph.calls import storage
@@ -71,7 +70,7 @@ def computed_weight(head: Head, made: Sequence[Head], least: float) -> str | Non
     linear = head.flow.linear
     if not least or not _of_weight(head) or not _is_computed(linear.weight):
         return None
-    logits, (n, v) = value(linear.node), map(hint, head.shape)
+    logits, (n, v) = value(linear.node), head.of_rank
     d, dtype = hint(value(linear.x).shape[-1]), logits.dtype
     gradient = v * d * gradient_dtype(dtype).itemsize
     plans = [
@@ -87,14 +86,15 @@ def computed_weight(head: Head, made: Sequence[Head], least: float) -> str | Non
 def many_gradients(head: Head, made: Sequence[Head], least: float) -> str | None:
     """Rejects several calls over one weight if their weight gradients, one for each, take more
     memory than the logits."""
-    rows = (*others(head, made), *[head.shape[0]] * len(_of_weight(head)))
+    n, v = head.of_rank
+    rows = (*others(head, made), *[n] * len(_of_weight(head)))
     if not least or len(rows) < 2 or not _of_weight(head):
         return None
     linear = head.flow.linear
-    logits, v = value(linear.node), hint(head.shape[1])
+    logits = value(linear.node)
     saved = sum(map(hint, rows)) * v * logits.dtype.itemsize
     gradients = len(rows) * _elements(head) * gradient_dtype(value(linear.weight).dtype).itemsize
-    memory, n = head.calls[0].spec.memory_mb, hint(head.shape[0])
+    memory = head.calls[0].spec.memory_mb
     allowed = budget(n, v, logits.dtype, logits.device, memory)
     if gradients + allowed <= saved:
         return None
@@ -118,11 +118,11 @@ def copied_logits(head: Head, made: Sequence[Head], least: float) -> str | None:
 RULES = (kept_weight, computed_weight, many_gradients, copied_logits)
 
 
-def others(head: Head, made: Sequence[Head]) -> tuple[int | torch.SymInt, ...]:
+def others(head: Head, made: Sequence[Head]) -> tuple[int, ...]:
     """The rows of each call of another head that makes a gradient of the same weight."""
     weight = _stored(head.flow.linear.weight)
     return tuple(
-        other.shape[0]
+        other.of_rank[0]
         for other in made
         if other.flow is not head.flow and _stored(other.flow.linear.weight) is weight
         for _ in _of_weight(other)
@@ -136,7 +136,7 @@ def _of_weight(head: Head) -> list[Call]:
 
 def _elements(head: Head) -> int:
     """Those of the weight."""
-    return hint(head.shape[1]) * hint(value(head.flow.linear.x).shape[-1])
+    return head.of_rank[1] * hint(value(head.flow.linear.x).shape[-1])
 
 
 def _is_computed(weight: Node) -> bool:

@@ -68,6 +68,11 @@ class Sharding:
     dims: tuple[str, ...]
 
     @property
+    def most(self) -> int:
+        """The largest number of classes that a rank has."""
+        return -(-self.classes // self.ranks)
+
+    @property
     def rows_move(self) -> bool:
         """Whether the rows are sharded, so that views have to be replayed on x as a DTensor."""
         return self.rows > 1

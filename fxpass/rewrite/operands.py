@@ -18,6 +18,7 @@ from torch.fx import Graph, Node
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import leaves
 from fxpass.graph.nodes import is_tensor, value
+from fxpass.graph.placements import is_dtensor
 from fxpass.match.classes import Flow, rest_of
 from fxpass.match.edits import Edit, Scaled, Taken
 from fxpass.match.join import Call
@@ -43,6 +44,10 @@ class Operands(Arithmetic):
         """The number of all classes after edits, for a node at the insertion point."""
         if any(isinstance(edit, Taken) for edit in edits):
             return self.counts[edits]
+        if (
+            self.sharding is not None
+        ):  # of a linear of plain tensors, the weight has those of a rank
+            return self.sharding.classes
         return self.size(self.linear.weight, int(self.linear.transposed))
 
     def _operand(self, node: Node) -> Node:
@@ -112,7 +117,7 @@ class Operands(Arithmetic):
 
     def kept(self, node: Node, call: Call) -> Node:
         """An operand that backward reads, and autograd of the program may not: a copy."""
-        if not call.spec.gradients or call.total is not None or self.sharding is not None:
+        if not call.spec.gradients or call.total is not None or is_dtensor(value(node)):
             return node
         return self.function(torch.ops.fxpass.kept.default, node)
 

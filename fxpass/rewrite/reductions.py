@@ -127,7 +127,8 @@ class _Edit(Operands):
             if call.detached and self.trained:
                 x, weight = self.method("detach", x), self.method("detach", weight)
                 bias = bias and self.method("detach", bias)
-            else:  # as autograd of the linear, which saves x for the weight and the weight for x
+            elif not call.choice.save_logits:
+                # as autograd of the linear, which saves x for the weight and the weight for x
                 bias = bias and self.kept(bias, call)
                 x = x if "weight" in gradients else self.kept(x, call)
                 weight = weight if "x" in gradients else self.kept(weight, call)

@@ -490,8 +490,73 @@ def rows_as_dtensors(mesh: DeviceMesh, reduction: str, dim: int) -> dict[str, An
     return result(out, model, said)
 
 
+# ---------------------------------------------------------------- programs without a module
+
+
+# rows, hidden size, classes; of the second, a copy of the weight is smaller than the logits of one
+# rank and larger than those of the other
+SMALL, UNEQUAL = (9, 8, 12), (518, 259, 259)
+
+
+def of_local_linear(z: Tensor, t: Tensor) -> Tensor:
+    """What the number of all classes is part of."""
+    wrapped = z.log_softmax(-1)[torch.arange(len(t), device=t.device), t - z.shape[1]]
+    return F.cross_entropy(z, t, label_smoothing=0.2) - 2 * wrapped.mean()
+
+
+def per_row(z: Tensor, t: Tensor) -> Tensor:
+    return F.cross_entropy(z, t, reduction="none").square().mean()
+
+
+def operands(n: int, d: int, v: int) -> tuple[Tensor, ...]:
+    random = torch.Generator().manual_seed(2)
+    made = (torch.randn(size, generator=random) for size in ((n, d), (v, d), (v,)))
+    return *made, torch.randint(v // 2, v, (n,), generator=random)
+
+
+def gathered_by_hand(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+    """Each rank multiplies a plain tensor by its classes, and gathers the logits."""
+    x, w, _, t = (o.to(mesh.device_type) for o in operands(9, 8, 12))
+    x, w = x.requires_grad_(), w.chunk(mesh.size())[rank].clone().requires_grad_()
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        z = DTensor.from_local(F.linear(x, w), mesh, [Shard(1)], run_check=False).full_tensor()
+        return of_local_linear(z, t)
+
+    torch._dynamo.reset()
+    counters.clear()
+    loss: Tensor = torch.compile(program, backend="fusedce")(x, w)
+    loss.backward()
+    assert w.grad is not None
+    whole = DTensor.from_local(w.grad, mesh, [Shard(0)], run_check=False).full_tensor()
+    return {"values": [loss.detach(), whole], "matched": counters["fusedce"]["matched"]}
+
+
+def on_shards(
+    mesh: DeviceMesh, sizes: tuple[int, int, int], written: str = "", trains_x: bool = True
+) -> dict[str, Any]:
+    """A loss of each row, whose backward computes the logits; with an operand that is written
+    between the two passes."""
+    x, w, b, t = (o.to(mesh.device_type) for o in operands(*sizes))
+    w, b = (distribute_tensor(o, mesh, [Shard(0)]).detach().requires_grad_() for o in (w, b))
+
+    def program(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        z = F.linear(DTensor.from_local(x, mesh, [Replicate()], run_check=False), w, b)
+        return per_row(z.full_tensor(), t)  # type: ignore[attr-defined]
+
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"fusedce.strategy": "chunked", "fusedce.min_logits_mb": 0.0 if written else 0.01}
+    run: Any = torch.compile(program, backend="fusedce", options=options)
+    loss = run(x.requires_grad_(trains_x), w, b)
+    with torch.no_grad():
+        {"bias": b, "weight": w}.get(written, torch.zeros(())).add_(1)
+    loss.backward()
+    counted = counters["fusedce"]["matched"]
+    return {"values": [loss.detach(), w.grad.full_tensor()], "matched": counted}  # type: ignore[union-attr]
+
+
 def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
-    del rank
     mesh = init_device_mesh(device.type, (world,))
     out: dict[str, Any] = {}
     for name, case in (OF_FOUR if world == 4 else {**FUSED, **LEFT}).items():
@@ -501,4 +566,9 @@ def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
             raise RuntimeError(f"in case {name!r}") from error
     for name, (reduction, dim) in ROWS.items() if world == 2 else ():
         out[f"rows, {name}"] = rows_as_dtensors(mesh, reduction, dim)
+    if world == 2:
+        out["gathered by hand"] = gathered_by_hand(mesh, rank)
+        out["bias written"] = on_shards(mesh, SMALL, "bias")
+        out["weight written"] = on_shards(mesh, SMALL, "weight", trains_x=False)
+        out["unequal shards"] = on_shards(mesh, UNEQUAL, trains_x=False)
     return out

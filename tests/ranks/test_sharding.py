@@ -9,7 +9,20 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.plan.devices import multiplied_in
-from tests.ranks.sharding_cases import FUSED, LEFT, OF_FOUR, ROWS, Model, data_with_ignored, rows
+from tests.ranks.sharding_cases import (
+    FUSED,
+    LEFT,
+    OF_FOUR,
+    ROWS,
+    SMALL,
+    UNEQUAL,
+    Model,
+    data_with_ignored,
+    of_local_linear,
+    operands,
+    per_row,
+    rows,
+)
 from tests.support import ranks
 from tests.support.numerics import assert_close
 
@@ -91,6 +104,32 @@ def test_rows_of_other_ranks_count(name):
         return train(model, *data_with_ignored(), dtype)
 
     check(results, reference, torch.float32)
+
+
+PROGRAMS = {
+    "gathered by hand": (SMALL, False, of_local_linear),
+    "bias written": (SMALL, True, per_row),
+    "weight written": (SMALL, True, per_row),
+    "unequal shards": (UNEQUAL, True, per_row),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_of_all_ranks(name):
+    sizes, biased, loss_of = PROGRAMS[name]
+    results = [rank[name] for rank in ranks.run("tests.ranks.sharding_cases", WORLD)]
+
+    def reference(dtype):
+        x, w, b, t = operands(*sizes)
+        x, w, b = (tensor.to(dtype) for tensor in (x, w, b))
+        loss = loss_of(F.linear(x, w.requires_grad_(), b if biased else None), t)
+        loss.backward()
+        return [loss.detach(), w.grad]
+
+    eager, exact = reference(torch.float32), reference(torch.float64)
+    for rank in results:
+        assert rank["matched"] == 1
+        assert_close([value.cpu() for value in rank["values"]], eager, exact, torch.float32)
 
 
 REASONS = {
