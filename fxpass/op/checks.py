@@ -7,10 +7,12 @@ of the spec alone is computed once for a spec.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
@@ -118,6 +120,14 @@ def check_first_derivative() -> None:
         raise RuntimeError(
             f"{NAME} has no second derivative (create_graph=True). Set FUSEDCE=0 for this model"
         )
+
+
+def check_no_tangents(tensors: Iterable[Tensor | None]) -> None:
+    """``NotImplementedError`` for forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(f"{NAME} has no forward-mode derivative: set FUSEDCE=0")
 
 
 def check_picks(operands: Operands) -> None:

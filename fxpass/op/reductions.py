@@ -38,6 +38,7 @@ from fxpass.op.checks import (
     check,
     check_first_derivative,
     check_gradients,
+    check_no_tangents,
     check_picks,
     operand,
 )
@@ -325,6 +326,8 @@ class _Differentiable(torch.autograd.Function):
 def _by_autograd(keys: Any, *arguments: Any) -> list[Tensor]:
     """The operator's kernel of autograd, which also runs where nothing has a gradient."""
     after = keys & torch._C._after_autograd_keyset
+    x, weight, bias, scale, _, given, *_ = arguments
+    check_no_tangents((x, weight, bias, scale, *given))
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
         *operands, given, coef, logits, text = arguments
         tensors = operands.pop(), coef, logits, *operands, *given

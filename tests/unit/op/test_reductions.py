@@ -7,6 +7,7 @@ import dataclasses
 import expecttest
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpass.op.reductions import class_reductions
@@ -110,6 +111,15 @@ def test_there_is_no_second_derivative():
     leaves = [t.requires_grad_() for t in found.tensors.values()]
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(found.fused(*leaves).sum(), leaves, create_graph=True)
+
+
+def test_there_is_no_forward_mode_derivative():
+    found = case(["lse"])
+    with forward_ad.dual_level():
+        leaves = [forward_ad.make_dual(t, torch.ones_like(t)) for t in found.tensors.values()]
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            found.fused(*leaves)
+        found.fused(*found.tensors.values())
 
 
 def test_outputs_without_a_gradient():
