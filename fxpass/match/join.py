@@ -34,6 +34,7 @@ from fxpass.match.totals import (
     Total,
     coefficients_of,
     is_linear,
+    tensors_of,
     total_of,
 )
 from fxpass.plan.choice import Choice, choose
@@ -324,7 +325,8 @@ def _total(
         # in inference mode, autograd could not find the coefficients beside a constant
         alone = alone and is_linear(flow, first)
         alone = alone and all(coefficients_of(flow, rows)[1] == 0 for rows in first.values)
-        return Total(first.node, (first,), (), (), (), ()) if alone else None
+        tensors = tuple(tensors_of(flow, first))
+        return Total(first.node, (first,), (), (), (), tensors) if alone else None
     for reduced in flow.reductions:
         inside = reduced in reductions
         alien = [s for s in reduced.symbols & flow.outputs.keys() if (s in symbols) != inside]

@@ -65,7 +65,7 @@ def taken_from_stack(flow: Flow, node: Node) -> None:
         raise unknown
     step = view_step(node, stack.like)
     if not step.view.function:
-        flow.stacks[node] = stack
+        flow.stacks[node] = replace(stack, like=viewed(flow, stack.like, step))
         return
     picked, axis = _picked(step, stack.axis, unknown)
     if picked is None:

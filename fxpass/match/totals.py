@@ -96,7 +96,7 @@ def _total(
         tail,
         tuple(sorted(inputs)),
         tuple(starts[n] for n in starts if n in read),
-        tuple({n for reduced in starts.values() for n in _tensors(flow, reduced)}),
+        tuple({n for reduced in starts.values() for n in tensors_of(flow, reduced)}),
     )
 
 
@@ -112,7 +112,7 @@ def _changes(nodes: Collection[Node], first: Node, last: Node) -> bool:
 
 def is_linear(flow: Flow, reduced: Reduced) -> bool:
     """Whether a reduction is linear in outputs that can be part of a total, but for a constant."""
-    if any(map(needs_gradient, _tensors(flow, reduced))):
+    if any(map(needs_gradient, tensors_of(flow, reduced))):
         return False
     for symbol in reduced.symbols & flow.outputs.keys():
         output = flow.outputs[symbol][1]
@@ -138,7 +138,7 @@ def coefficients_of(flow: Flow, rows: Any) -> tuple[dict[Symbol, Any], Any]:
     return factors, sympy.expand(rows - sum(s * factor for s, factor in factors.items()))
 
 
-def _tensors(flow: Flow, reduced: Reduced) -> set[Node]:
+def tensors_of(flow: Flow, reduced: Reduced) -> set[Node]:
     """The tensors in the rows of a reduction that are no outputs."""
     symbols = reduced.symbols - flow.outputs.keys()
     for symbol in symbols & flow.sums.keys():
@@ -197,7 +197,6 @@ _LINEAR: dict[str, Callable[[Node, Collection[Node]], bool]] = {
     **dict.fromkeys(("squeeze", "unsqueeze", "transpose", "permute", "slice"), _in_first),
     "getitem": _in_first,
     "mul": _in_one,
-    "dot": _in_one,
     "where": _in_branches,
     **dict.fromkeys(("add", "sub", "rsub", "stack", "cat"), _in_any),
 }

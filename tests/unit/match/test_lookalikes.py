@@ -179,7 +179,14 @@ def changed_behind_a_row(z):
     return (z.softmax(-1) * (z - picked)).sum(-1)
 
 
+def kept_with_a_factor(z):
+    y = z * torch.tensor(3.0)
+    binary = F.binary_cross_entropy_with_logits(1.5 * y, GIVEN)
+    return torch.stack([binary, F.nll_loss(y, T), y.sort().values[0, 0]])
+
+
 DETACHED = {
+    "a factor that is made after the logits, which are kept": kept_with_a_factor,
     "labels change behind a row": changed_behind_a_row,
     "large integers": lambda z: ((z > 0) * (torch.arange(V) + 2**30)).sum(-1),
     "a sum that rounds": lambda z: z.sum(-1, dtype=torch.int64) + z.logsumexp(-1).long(),
@@ -223,10 +230,41 @@ def test_loss_and_gradients(case, caplog):
 
 
 @pytest.mark.parametrize("case", DETACHED)
-def test_without_gradients(case):
+def test_without_gradients(case, caplog):
     torch.testing.assert_close(
         results(DETACHED[case], "fusedce", False), results(DETACHED[case], None, False)
     )
+    assert "failed" not in caplog.text
+
+
+STACKS = {
+    "an index": lambda s: s[..., torch.tensor([0, 2, 5])],
+    "a selection": lambda s: s.index_select(2, torch.tensor([5, 3])),
+    "a part": lambda s: s.narrow(2, 2, 3),
+    "a slice": lambda s: s[..., 2:5],
+}
+
+
+@pytest.mark.parametrize("case", STACKS)
+def test_some_classes_of_a_stack(case):
+    def program(x, weight, other):
+        both = STACKS[case](torch.stack([F.linear(x, weight), F.linear(x, other)], 1))
+        return both[:, 0].logsumexp(-1) - F.cross_entropy(both[:, 1], T % 2)
+
+    args = torch.randn(N, D), torch.randn(V, D), torch.randn(V, D)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    torch.testing.assert_close(fused(*args), program(*args))
+
+
+def test_a_dot_product_of_16_bit_losses(caplog):
+    def program(x, weight, mask):
+        return torch.dot(F.cross_entropy(F.linear(x, weight), T, reduction="none"), mask)
+
+    args = [t.bfloat16() for t in (torch.randn(N, D), torch.randn(V, D), MASK)]
+    args[0].requires_grad_()
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    torch.testing.assert_close(fused(*args), program(*args), rtol=2e-2, atol=2e-2)
+    assert "failed" not in caplog.text
 
 
 def test_a_contracted_ellipsis():

@@ -106,6 +106,36 @@ def test_a_target_with_gradients(is_log):
     check(program, labels, x, weight, teacher)
 
 
+def test_small_logits_beside_their_softmax():
+    """p * z is not p * log + p * lse: the lse is that of the classes, however small the logits."""
+
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        return (z.softmax(-1) * z).sum(-1).square().sum()
+
+    x, weight, labels = inputs()
+    check(program, labels, (x / 100).detach().requires_grad_(), weight)
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_near_teacher(reverse, is_log):
+    x, _, labels = inputs()
+    weight = torch.randn(2000, x.shape[-1], requires_grad=True)
+    near = F.linear(x, weight).detach() + 0.05 * torch.randn(B, S, 2000)
+
+    def program(x, weight, labels):
+        z, teacher = F.linear(x, weight), near.to(x.dtype)
+        if not is_log and reverse:
+            p, log = z.softmax(-1), z.log_softmax(-1)
+            return (p * (log - teacher.log_softmax(-1))).sum()
+        teacher = teacher.log_softmax(-1) if is_log or reverse else teacher.softmax(-1)
+        one, other = (teacher, z.log_softmax(-1)) if reverse else (z.log_softmax(-1), teacher)
+        return F.kl_div(one, other, reduction="sum", log_target=is_log or reverse)
+
+    check(program, labels, x, weight)
+
+
 def test_vectors_with_gradients():
     def program(x, weight, atoms, labels):
         return (F.linear(x, weight).softmax(-1) @ atoms).square().sum()
