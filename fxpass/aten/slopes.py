@@ -19,7 +19,8 @@ from fxpass.spec import expression
 from fxpass.spec.expression import Z
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import LEAST_LOG, OF_LARGEST, OF_PICKS, Moment, Output, Top, lines_of
-from fxpass.spec.reductions import Reductions, Terms
+from fxpass.spec.reductions import Reductions
+from fxpass.spec.terms import Terms
 
 
 class Slope(Terms):

@@ -127,7 +127,7 @@ def for_reductions(
         )
         return Candidate(kernel, (("BLOCK_V", block), ("num_warps", warps)))
 
-    sliced = not forward and render.in_slices(spec)
+    sliced = not forward and spec.in_slices
     found = blocks(v, operands.x.dtype, gpu.target, spec, sliced)
     stage = "reductions" if forward else "reductions_backward"
     return (Launch(stage, gpu, tuple(candidate(*sizes) for sizes in found)),)

@@ -61,7 +61,7 @@ def backward(
     with on_device(operands.x.device):
         incoming, unscale = scale_incoming(operands, spec.rows, incoming, spec.transform)
         run = _Run(operands, spec, out, incoming, forward=False)
-        if plan.strategy == "tiled" and render.in_slices(spec):
+        if plan.strategy == "tiled" and spec.in_slices:
             grads = run.over(slices(operands, plan.classes), sliced=True, unscale=unscale)
             _multiply(unscale, *(grads[name] for name in ("x", "scale") if name in grads))
         else:

@@ -39,7 +39,8 @@ from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
 from fxpass.spec.expression import Z
 from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, Moment, Output, Sum
-from fxpass.spec.reductions import Reductions, Terms, for_slopes, normalised, raw, shifted
+from fxpass.spec.reductions import Reductions, for_slopes, normalised, raw, shifted
+from fxpass.spec.terms import Terms
 
 # Most of a softmax over a vocabulary is below 6e-5, where fp16 loses precision, or below 6e-8, its
 # smallest number. Gradients are stored multiplied by GAIN, in every dtype: a power of two changes
@@ -94,18 +95,12 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
         **_of_sums(spec, f, forward),
         **_of_gradient(spec, f, forward),
         **{"f": f, "spec": spec, "forward": forward, "backward": backward, "name": "kernel_NAME"},
-        sliced=not forward and in_slices(spec),
+        sliced=not forward and spec.in_slices,
         gain=f"{gain(spec)} * " if backward else "",
     )
     name = "class_reductions" if forward else "class_reductions_backward"
     name = f"{name}_{hashlib.sha256(module.encode()).hexdigest()[:8]}"
     return Kernel(name, module.replace("kernel_NAME", name))
-
-
-def in_slices(spec: Reductions) -> bool:
-    """Whether the gradient of outputs can be computed for some of the classes at a time: it needs
-    the lse and other sums of a row, which forward has saved, but no logit of another class."""
-    return not (spec.of_largest or spec.late)
 
 
 @functools.cache

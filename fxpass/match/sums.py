@@ -239,7 +239,10 @@ def _sum_of_given(flow: Flow, term: Expr) -> Expr | None:
     rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
     symbols = symbols_of(rest)
     alone = all(s.name.startswith(("given_", "class_")) for s in symbols)
-    if not symbols or not alone or isinstance(rest, Symbol):
+    roots = [factor.as_base_exp()[0] for factor in sympy.Mul.make_args(rest)]
+    roots = [cast(Any, r).args[0] if isinstance(r, sympy.log) else r for r in roots]
+    known = all(isinstance(root, Symbol) for root in roots)
+    if not symbols or not (alone and known) or isinstance(rest, Symbol):
         return None
     return rows * flow.sum_of_given(rest)
 

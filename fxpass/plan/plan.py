@@ -187,7 +187,7 @@ def _plan(run: _Run, reason: str) -> Plan:
     if run.implementation == "triton":
         found = _triton_chunked(run, for_chunks)
         # f32 has no sums to save, and slices round logits in another way than forward
-        if in_tiles and run.gradients and not at_once and run.dtype.itemsize < 4:
+        if spec.in_slices and run.gradients and not at_once and run.dtype.itemsize < 4:
             found = _triton_tiled(run, allowed, found)
     elif in_tiles and not (at_once and spec.softmax):  # both passes: logits are rounded alike
         found = _aten_tiled(run, allowed)

@@ -62,7 +62,6 @@ from fxpass.spec.outputs import (
     NAMED,
     OF_LARGEST,
     OF_PICKS,
-    OF_SOFTMAX,
     PRODUCTS,
     ROWS,
     TOTAL,
@@ -125,48 +124,6 @@ def for_slopes(outputs: Iterable[Output]) -> tuple[Moment | Sum, ...]:
     return tuple(dict.fromkeys(read))
 
 
-class Terms:
-    """The slope of a row's outputs: polynomials of the log-softmax, each multiplied by a power of
-    the softmax and by weights; other functions; and values at single classes.
-
-    Attributes:
-        coefficients: the numbers of the polynomials, tensors ``[rows]`` or symbols: by power of the
-            softmax and position of the weights, then by power of the log-softmax.
-        functions: sums, and the factors of their slopes.
-        at: positions of picks, and what is added at their classes.
-    """
-
-    def __init__(self) -> None:
-        self.coefficients: dict[tuple[int, int | None], dict[int, Any]] = {}
-        self.functions: list[tuple[Sum, Any]] = []
-        self.at: list[tuple[int, Any]] = []
-
-    def add(self, a: int, b: int, weight: int | None, factor: Any) -> None:
-        """Adds ``factor * w * softmax**a * log_softmax**b``."""
-        polynomial = self.coefficients.setdefault((a, weight), {})
-        polynomial[b] = polynomial[b] + factor if b in polynomial else factor
-
-    def add_output(self, output: Output, grad: Any, sums: Mapping[Any, Any]) -> None:
-        """Adds the slope of an output, but for what the classes of a pick, or of the largest logit,
-        add; of a moment ``psi - softmax * sigma``. ``sums`` has those of :func:`for_slopes`."""
-        if isinstance(output, Sum):
-            self.functions.append((output, grad))
-            for (kind, i), lower in output.of_row.items():
-                if kind != "at":  # of the lse
-                    self.add(1, 0, None, -grad * sums[lower])
-                if kind != "l":
-                    self.at.append((i, grad * sums[lower]))
-        elif isinstance(output, str):
-            if output in OF_SOFTMAX:
-                self.add(1, 0, None, grad if output == "lse" else -grad)
-        elif isinstance(output, Moment):
-            psi = for_slope(output)
-            for factor, term in psi:
-                self.add(term.a, term.b, term.weight, factor * grad)
-            for factor, term in psi:
-                self.add(1, 0, None, -factor * grad * (1 if term == TOTAL else sums[term]))
-
-
 # ---------------------------------------------------------------- what one call computes
 
 
@@ -223,8 +180,7 @@ class Reductions:
         if any(len(set(named)) != len(named) for named in (self.outputs, self.total)):
             raise ValueError("an output is named twice")
         for output in self.total:
-            alone = isinstance(output, str) and output not in IN_TOTAL
-            if alone or isinstance(output, Top):
+            if isinstance(output, Top) or (isinstance(output, str) and output not in IN_TOTAL):
                 raise ValueError(f"{output} cannot be added up over the rows")
         if self.total and not set(self.gradients) <= set(PRODUCTS):
             raise ValueError(f"a total has gradients of {', '.join(PRODUCTS)}")
@@ -357,6 +313,13 @@ class Reductions:
         return bool(self.late or self.top)
 
     @functools.cached_property
+    def in_slices(self) -> bool:
+        """Whether backward may compute the gradient of some of the classes at a time: it needs the
+        lse and sums of a row, which forward has saved, but no logit of another class."""
+        read = {kind for output in self.late for kind, _ in operands(output.function)}
+        return not self.of_largest and read.isdisjoint(OF_PICKS)
+
+    @property
     def trains_weights(self) -> bool:
         """Whether weights of moments, or operands of the transform, need a gradient."""
         return any(name not in NAMED for name in self.gradients)

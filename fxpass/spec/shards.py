@@ -33,7 +33,8 @@ from fxpass.spec.expression import L, Z, given, operands
 from fxpass.spec.functions import call as function
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import OF_PICKS, Moment, Output, Sum
-from fxpass.spec.reductions import Reductions, Terms, for_slopes, raw
+from fxpass.spec.reductions import Reductions, for_slopes, raw
+from fxpass.spec.terms import Terms
 
 # An output of a shard's backward: the outputs of all classes that it is part of. A log-softmax is a
 # logit, which one shard has, less the lse.

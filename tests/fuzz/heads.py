@@ -139,7 +139,9 @@ class _Scope(Scope):
         """Values in the place of the logits."""
         shape = tuple(self.env[self.z].shape)
         if shape == tuple(self.env["q"].shape):
-            return "F.linear(x, w2).softmax(-1)" if self.maybe(0.2) else "q"
+            # of another head, or of a near teacher
+            other = self.one("F.linear(x, w2)", "F.linear(x, w * 1.02)")
+            return f"{other}.softmax(-1)" if self.maybe(0.3) else "q"
         if len(shape) == 2 and shape[0] * shape[1] == self.env["q"].numel():
             return f"q.reshape(-1, {shape[1]})"
         return f"torch.linspace(0.1, 1.3, {self.env[self.z].numel()}).reshape({shape})"

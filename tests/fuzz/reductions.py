@@ -61,7 +61,7 @@ TEMPERATURES = (
 SOFTCAPS = (
     *("15 * torch.tanh({z} / 15)", "{z}.tanh() * 3", "{z}.clamp(-2, 2)", "{z} + 1", "-{z}"),
     *("F.logsigmoid({z})", "{z}.sigmoid()", "F.softplus({z})", "{z} * 0.5 - 1", "{z}.abs()"),
-    *("halved({z}, 2)", "halved({z}, 24)", "{z} * 1e10"),
+    *("halved({z}, 2)", "halved({z}, 24)", "{z} * 1e10", "{z} * 1e-3"),
 )
 # Edits of the linear's operands: biases, classes in another order, factors before a function.
 EDITS = (
@@ -70,6 +70,8 @@ EDITS = (
     *("{z}[..., torch.arange({V} - 1, -1, -1)]", "{z}.narrow({d}, 0, {V})", "{z} / s[:1, :1]"),
     *("torch.tanh({z} * tem)", "torch.tanh({z} / s) * 2", "F.softplus({z} / tem)"),
     *("torch.stack([{z}, {z}], 1)[:, 1]", "{z} * (1 + tem).detach() - cw"),
+    "torch.stack([{z}, {z}], 1)[..., torch.arange({V}).flip(0)][:, 0]",
+    "torch.stack([{z}, {z}], 0).index_select(-1, torch.arange({V} - 1, -1, -1))[1]",
 )
 # What is given at a class: masks, factors, margins at a target, values of all classes.
 MASKS = (
@@ -486,6 +488,7 @@ LINEAR = (
     "torch.where(torch.linspace(-1, 1, {r}.numel()).reshape({s}) > 0, {r}.float(), 0.5).mean()",
     "torch.stack([{r}.float(), {r}.float() * 2]).sum()",
     "(1 - {r}.float()).flatten()[::2].sum()",
+    "torch.dot({r}.flatten(), torch.linspace(-1, 1, {r}.numel()).to({r}.dtype))",
 )
 
 # ---------------------------------------------------------------- what is not read

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fxpass.kernels import call, reductions, render
+from fxpass.kernels import call, reductions
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands, empty
 from fxpass.spec.outputs import IN_TOTAL, OF_PICKS
@@ -137,7 +137,7 @@ def run(case, driver: Driver) -> None:
         listed = {Launched(launch.name, frozenset(launch.options.items()))}
     assert launched == listed, f"launched {launched}, listed {listed}"
     if not driver.tries:
-        sliced = not forward and render.in_slices(spec)
+        sliced = not forward and spec.in_slices
         parts = -(-v // case["classes"]) if sliced else -(-n // 4096)
         assert len(driver.launched) == parts
 

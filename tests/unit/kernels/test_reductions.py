@@ -47,7 +47,7 @@ WHOLE, BLOCKED = (3, 5, 37), (3, 5, 8200)
 IN_SLICES = [
     *("lse", "pick", "at"),
     *(Moment(1, 1), Moment(2, 2, 1), Moment(0, 2, 0), Moment(0, 1), Moment(1, 0, 1)),
-    *(of("z"), of("given0*z"), *INDICES),
+    *(of("z"), of("given0*z"), of("exp(l)*(l-given1)"), *INDICES),
 ]
 SOME = [*IN_SLICES, "amax", "peak", "max"]
 BOTH = pytest.mark.parametrize("outputs", [SOME, IN_SLICES], ids=["chunks", "slices"])

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fxpass.spec import expression
 from fxpass.spec.outputs import HIGHEST_POWER, INDICES, ROWS, TOTAL, Moment
-from fxpass.spec.reductions import REVISION, Reductions, Terms, for_slopes, normalised, raw, shifted
+from fxpass.spec.reductions import REVISION, Reductions, for_slopes, normalised, raw, shifted
+from fxpass.spec.terms import Terms
 from tests.support.reduction_cases import of
 
 POWERS = range(HIGHEST_POWER + 1)
