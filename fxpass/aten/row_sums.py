@@ -117,7 +117,11 @@ class RowSums:
             if self._spec.picked:
                 values |= of_picks("pick", self._column("pick"))
         for output in self._spec.late:
-            self._functions[output] = self._summed(output, z, classes, values)
+            some = values
+            # infinities count where no probability, which is 0, is multiplied by them
+            if self._raw and not output.of_softmax:
+                some = values | {"l": (z - self._clamped).sub_(self.log_total)}
+            self._functions[output] = self._summed(output, z, classes, some)
 
     def _summed(
         self, output: Sum, z: Tensor, classes: slice, values: Mapping[str, Tensor] | None = None

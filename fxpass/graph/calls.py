@@ -25,8 +25,22 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
-from fxpass.graph.functions import GET_DATA, REFLECTED, function_of_method
-from fxpass.graph.nodes import REQUIRED, NoMatch, Target, is_tensor, nested_graph
+from fxpass.graph.functions import (
+    CASTS,
+    GET_DATA,
+    REFLECTED,
+    function_of,
+    function_of_method,
+)
+from fxpass.graph.nodes import (
+    REQUIRED,
+    NoMatch,
+    Target,
+    is_tensor,
+    needs_gradient,
+    nested_graph,
+    value,
+)
 from fxpass.graph.placements import placement_name
 from fxpass.graph.source import call_name
 
@@ -302,3 +316,17 @@ def storage(node: Node) -> int | None:
         return node.meta["example_value"].untyped_storage()._cdata
     except NotImplementedError:
         return None
+
+
+def is_cut(node: Node) -> bool:
+    """Whether a node is a view that was made under ``no_grad``: it needs a gradient, as a leaf
+    does, and passes none on to the tensor that it is a view of."""
+    calls = node.op in ("call_function", "call_method")
+    if not (calls and needs_gradient(node)) or value(node).grad_fn is not None:
+        return False
+    sources = [n for n in node.all_input_nodes if needs_gradient(n) and storage(n) == storage(node)]
+    if any(value(source).grad_fn is not None for source in sources):
+        return True
+    function = function_of(node)
+    itself = function in (*CASTS, "contiguous", "flatten") or function.endswith("_")
+    return bool(sources) and not itself  # else the call has returned a leaf

@@ -120,7 +120,13 @@ def asinh(x):
 @triton.jit
 def log_softmax(x, lse, rest):
     """Clamped to LEAST_LOG: 0 * -inf would be nan."""
-    return maximum(x - lse - rest, -1e15)
+    return maximum(difference(x, lse, rest), -1e15)
+
+
+@triton.jit
+def difference(x, lse, rest):
+    """In this order: the lse has been rounded."""
+    return x - lse - rest
 
 
 @triton.jit

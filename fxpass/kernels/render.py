@@ -207,9 +207,11 @@ def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
         term = f"tl.where({d} == 0.0, 0.0, {d} * {f'({v})' if ' ' in v else v})"
         return f"tl.sum({term}, 0)" if f.several and output in OF_PICKS else term
 
-    functions = {
-        o: (value(o), f"of_{value(o)}({_arguments(o.function)})") for o in spec.sums if forward
-    }
+    def called(output: Sum) -> str:
+        log = {} if output.of_softmax else {"l": "z - m - log_s"}  # -inf where a logit is
+        return f"of_{value(output)}({_arguments(output.function, **log)})"
+
+    functions = {o: (value(o), called(o)) for o in spec.sums if forward}
     return {
         "sums": sums_of(read),
         "functions_of_logits": [called for o, called in functions.items() if not o.late],

@@ -17,7 +17,7 @@ import torch
 from sympy import Expr
 from torch.fx import Node
 
-from fxpass.graph.calls import arguments, first_operand
+from fxpass.graph.calls import arguments, first_operand, is_cut
 from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
@@ -90,7 +90,8 @@ def _selected(
     if len(index) == 1 and _is_of(index[0], whole.shape, torch.bool):
         made = made_of(flow, index[0], like, whole)
         return (flow.given(index[0], like.dim) if made is None else made), None
-    if len(index) == 2 and like.dim == 1 and _is_of(index[1], whole.shape[:1], torch.int64):
+    matrix = whole.dim() == 2 and like.dim == 1
+    if matrix and len(index) == 2 and _is_of(index[1], whole.shape[:1], torch.int64):
         rows, picked = index
         if whole_range(flow, rows, whole.shape[:1]):
             return hot(flow, node, picked, wraps=True), picked
@@ -141,6 +142,8 @@ def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None)
     """What is assigned: a number, or a function of the logits at ``target``."""
     if not is_tensor(new):
         new = int(new) if isinstance(new, bool) else new
+        if value(first_operand(node)).dtype == torch.bool and new not in (0, 1):
+            raise NoMatch(node, f"%{node.name} ({call_name(node)}) assigns {new} to booleans")
         return expr_of(flow, node, like, new, value(first_operand(node)))
     trained = value(first_operand(node)).requires_grad
 
@@ -184,6 +187,8 @@ def _computed(
         return of_leaf
     function = out_of_place(function_of(node))
     if value(node).requires_grad != trained or not value(node).is_floating_point():
+        return None
+    if is_cut(node):
         return None
     if node not in found:
         views = (*CASTS, "view", "reshape", "unsqueeze", "squeeze")

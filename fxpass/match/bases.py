@@ -110,7 +110,7 @@ def in_logs(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
             return cast(Expr, min(found, key=sympy.count_ops))  # of a logit, not of a function of z
     for base in read:  # p * z, where p is the softmax of a multiple of z
         factor = base.logit / Z
-        if not factor.has(Z):
+        if factor.is_number:  # another one may be 0
             return expr.subs(Z, (base.log + base.lse) / factor)
     poly = sympy.expand(expr)
     if not read and (not poly.is_polynomial(Z) or sympy.Poly(poly, Z).degree() == 1):

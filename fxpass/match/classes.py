@@ -236,7 +236,9 @@ class Flow:
     def varies(self, symbol: Symbol) -> bool:
         """Whether the tensor of a symbol differs from row to row."""
         tensor = self.tensors.get(symbol)
-        alike = tensor is None or symbol.name.startswith("class_") or is_one_number(tensor)
+        alike = tensor is None or symbol.name.startswith("class_")
+        if tensor is not None and not symbol.name.startswith(HOT):
+            alike |= is_one_number(tensor)
         return not alike or symbol in self.outputs
 
     def hit(self, symbol: Symbol) -> Picked:

@@ -139,6 +139,8 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
     if value(node).shape != value(tensors[0]).shape:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats the logits")
+    if value(node).dtype == torch.float64 != flow.dtype:
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) promotes the logits to float64")
     floats = [t for t in tensors if value(t).is_floating_point()]  # and no conditions
     detached = any(flow.classes[t].detached for t in floats)
     check_gradients(flow, node, floats)
@@ -241,7 +243,7 @@ _ALGEBRA: dict[str, Callable[..., Expr]] = {
     "log": lambda x, *_: logarithm(x),
     "clamp": lambda x, low=None, high=None, *_: _unbounded(x, low, high),
     "clamp_min": lambda x, low, *_: _unbounded(x, low, None),
-    "entr": lambda x, *_: -x * logarithm(x),
+    "entr": lambda x, *_: -_xlogy(x, x),
     "xlogy": lambda x, y, *_: _xlogy(x, y),
 }
 
@@ -269,14 +271,22 @@ def logarithm(x: Expr) -> Expr:
     """The logarithm of a softmax, which is positive: a logit may not be."""
     if x.has(Z):
         raise ValueError("a logarithm of logits is not fused")
+    others = [f for f in sympy.Mul.make_args(x) if not isinstance(f, sympy.exp)]
+    if any(f.is_number and not f.is_positive for f in others):
+        raise ValueError("a logarithm of a negative number is not fused")
+    if sum(not f.is_number for f in others) > 1 or any(f.is_Pow for f in others):
+        raise ValueError("a logarithm of a product, of which two factors may be negative")
     return sympy.expand_log(sympy.log(x), force=True)
 
 
 def _xlogy(x: Expr, y: Expr) -> Expr:
     """Where x is 0, so is the product: a moment has this only if x is a multiple of a softmax."""
+    log = logarithm(y)
     if not x.has(sympy.exp):
         raise ValueError("its first operand is not a softmax")
-    return x * logarithm(y)
+    if any(s.name.startswith("row_") for s in symbols_of(x)):
+        raise ValueError("a factor of a row may be 0")
+    return x * log
 
 
 def _unbounded(x: Expr, low: Expr | None, high: Expr | None) -> Expr:

@@ -25,7 +25,7 @@ from sympy import Symbol
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxpass.graph.calls import first_operand, written
+from fxpass.graph.calls import first_operand, is_cut, written
 from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place, reads_values
 from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import NoMatch, is_tensor, value
@@ -217,7 +217,7 @@ def _same_row(flow: Flow, node: Node) -> None:
     if keeps_order(node) and is_tensor(node) and value(node).is_floating_point():
         operand = first_operand(node)
         same = value(node).requires_grad == value(operand).requires_grad
-        same = same and not flow.written_between(operand, node)
+        same = same and not is_cut(node) and not flow.written_between(operand, node)
         for known in (flow.rows, flow.cut):
             if operand in known and same:
                 known[node] = known[operand]

@@ -257,6 +257,8 @@ def _placed(
             reason = f"gradients are switched on or off between %{after.name} and the head"
             raise NoMatch(after, reason)
         after = first.prev
+    if not detached and not modes[linear].grad:
+        raise NoMatch(first, f"%{first.name} has a gradient, and its linear is under no_grad")
     if any(modes[r.node].inference != modes[linear].inference for r in reductions):
         raise NoMatch(first, "its linear and its reduction are not in the same inference mode")
     return after, moved

@@ -18,9 +18,9 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from fxpass.graph import hazards
-from fxpass.graph.calls import storage, written
+from fxpass.graph.calls import is_cut, storage, written
 from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place
-from fxpass.graph.nodes import is_tensor, value
+from fxpass.graph.nodes import is_tensor, needs_gradient, value
 from fxpass.graph.placements import is_dtensor, is_gathered
 from fxpass.graph.region import Region
 from fxpass.match.linears import LINEARS, linear_of
@@ -79,6 +79,8 @@ def _between(output: Node, inside: Collection[Node], drop: bool) -> tuple[Node, 
         for operand in node.all_input_nodes:
             if isinstance(operand.meta.get("example_value"), tuple):
                 return ()  # a shape, or several tensors, which is no result of a graph
+            if operand not in inside and is_cut(operand):
+                return ()  # AOTAutograd makes such a view of an input anew, with gradients
             if operand in inside and operand not in found:
                 found.add(operand)
                 todo.append(operand)
@@ -120,7 +122,9 @@ def _weight_casts(nodes: Iterable[Node]) -> list[Node]:
     linears = [linear_of(node) for node in nodes]
     weights = [n for linear in linears if linear for n in (linear.weight, linear.bias) if n]
     casts = [weight for weight in dict.fromkeys(weights) if function_of(weight) in CASTS]
-    return [c for c in casts if [n.op for n in c.all_input_nodes] == ["placeholder"]]
+    casts = [c for c in casts if [n.op for n in c.all_input_nodes] == ["placeholder"]]
+    # one under no_grad cuts the gradient of its input
+    return [c for c in casts if needs_gradient(c) == needs_gradient(c.all_input_nodes[0])]
 
 
 def _movable(cast: Node, end: Node) -> bool:

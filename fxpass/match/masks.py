@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import sympy
 import torch
 from sympy import Expr, Symbol
 from torch import Tensor
@@ -88,6 +89,8 @@ def function_over(node: Node, read: Callable[[Node], Expr | None]) -> Expr | Non
     function = out_of_place(function_of(node))
     spelling, dtype = POINTWISE.get(function) or MASKS.get(function), value(node).dtype
     is_logical = dtype == torch.bool and (function in MASKS or function == "mul")
+    if function == "where" and node.op == "call_method":
+        return None  # its operands are in another order
     if spelling is None or not (dtype in _EXACT or dtype.is_floating_point or is_logical):
         return None  # small integers wrap, and a sum of booleans is a logical or
     try:
@@ -99,12 +102,14 @@ def function_over(node: Node, read: Callable[[Node], Expr | None]) -> Expr | Non
         if not tensors or None in tensors:
             return None
         check_size(found)
+        if dtype in _EXACT and any(isinstance(o, sympy.Rational) and o.q != 1 for o in found):
+            return None  # the result is rounded
         return spelling.value(*found)
     except (ValueError, NoMatch):
         return None
 
 
-_EXACT = (torch.int32, torch.int64)
+_EXACT = (torch.int64,)
 
 
 def number_of(argument: Any) -> Any:

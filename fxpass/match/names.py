@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from sympy import Symbol
 
-from fxpass.graph.nodes import hint
 from fxpass.match.classes import Flow
 from fxpass.match.masks import index_of
 from fxpass.match.outputs import Base, Picked, Summed, Weighted, given_of
@@ -46,15 +45,19 @@ def names_of(flow: Flow, base: Base, symbols: Iterable[Symbol]) -> Names:
     picks = tuple(dict.fromkeys(replace(o, logit=False) for o in picked))
     hits = dict.fromkeys((*base.hits, *(s for o in summed for s in o.hits)))
     of_hits = {s: _picked_too(flow.hit(s), picks) for s in hits}
-    picks = tuple(dict.fromkeys((*picks, *of_hits.values())))
+    # those with a number of classes that varies last: what stands before others has to be known
+    picks = dict.fromkeys((*picks, *of_hits.values()))
+    picks = tuple(sorted(picks, key=lambda pick: not isinstance(pick.count, int)))
     given = tuple(dict.fromkeys((*(s for o in outputs for s in given_of(o)), *base.given)))
-    positions = [sum(hint(other.count) for other in picks[:k]) for k in range(len(picks))]
-    numbers = dict(zip(picks, positions, strict=True))
+
+    def position(pick: Picked) -> int:
+        return sum(int(other.count) for other in picks[: picks.index(pick)])
+
     names = {s: expression.given(i) for i, s in enumerate(given)}
-    names |= {s: expression.hit(numbers[pick]) for s, pick in of_hits.items()}
+    names |= {s: expression.hit(position(pick)) for s, pick in of_hits.items()}
     for symbol, pick in of_sums.items():
         kind = "at" if pick.logit else "pick"
-        names[symbol] = Symbol(f"{kind}{numbers[replace(pick, logit=False)]}")
+        names[symbol] = Symbol(f"{kind}{position(replace(pick, logit=False))}")
     return Names(picks, given, names)
 
 

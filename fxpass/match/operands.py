@@ -194,12 +194,12 @@ def with_bias(flow: Flow, node: Node, like: Classes) -> Classes:
     factors = [sympy.expand(like.expr.diff(v)) for v in vectors]
     if any(has_classes(f) for f in (factor, *factors)) or factor == 0:
         return like
-    of_rows = [flow.tensors.get(s) for s in symbols_of(factor).union(*map(symbols_of, factors))]
-    if not all(t is not None and is_one_number(t) for t in of_rows):
+    if symbols_of(factor):  # it may be 0, and what is divided by it infinite
         like = with_scale(flow, node, like)
         factor = like.expr.diff(Z)
-        if not all(f.is_number for f in (factor, *factors)):
-            return like
+    of_rows = [flow.tensors.get(s) for s in set().union(*map(symbols_of, factors))]
+    if not factor.is_number or not all(t is not None and is_one_number(t) for t in of_rows):
+        return like
     rest = like.expr.subs(dict.fromkeys(vectors, 0))
     sums = rest + sum(v * f for v, f in zip(vectors, factors, strict=True))
     if sympy.expand(like.expr - sums) != 0:

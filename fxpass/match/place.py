@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.nodes import NoMatch, is_tensor, needs_gradient, value
 from fxpass.graph.source import call_name
 from fxpass.match.views import VIEWS
 
@@ -51,6 +51,8 @@ def movable(node: Node, first: Node, replaced: Container[Node]) -> list[Node] | 
         if one.op == "placeholder" or not is_tensor(one) or value(one).requires_grad:
             return None
         if function_of(one) not in _PURE or written(one) or one in replaced:
+            return None
+        if any(map(needs_gradient, one.all_input_nodes)):  # it stands under no_grad
             return None
         found.add(one)
         todo += one.all_input_nodes

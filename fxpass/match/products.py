@@ -23,7 +23,9 @@ from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
 from fxpass.match.bases import in_logs
 from fxpass.match.classes import Classes, Flow
+from fxpass.match.edits import symbols_of
 from fxpass.match.elementwise import check_gradients, exponential, expr_of, logarithm
+from fxpass.match.outputs import HOT
 from fxpass.match.sums import summed
 from fxpass.spec.dtypes import LOW_PRECISION
 from fxpass.spec.functions import call, exact, where
@@ -73,10 +75,10 @@ def einsum(flow: Flow, node: Node) -> None:
     one = letters[at]
     if len(set(plain)) != len(plain) or out != letters[:at] + letters[at + 1 :]:
         raise unknown
-    expr = sympy.Integer(1)
+    expr, whole_shape = sympy.Integer(1), value(tensors[first]).shape
     for word, tensor in zip(inputs, tensors, strict=True):
-        whole = value(tensor).shape == value(tensors[first]).shape
-        if word == one and value(tensor).dim() == 1:
+        whole = value(tensor).shape == whole_shape
+        if word == one and value(tensor).shape == whole_shape[like.dim : like.dim + 1]:
             expr *= flow.tensor(tensor, "class")
         elif word == letters and whole:
             expr *= expr_of(flow, node, like, tensor, value(tensors[first]))
@@ -150,11 +152,11 @@ def _number(argument: Any) -> Any:
 
 # A loss of each element -> its parameters beside input, target and reduction, and its expression of
 # these but ``weight``, by which it is multiplied. It lacks binary_cross_entropy, whose gradient
-# PyTorch cuts where p * (1 - p) is below 1e-12.
+# PyTorch cuts where p * (1 - p) is below 1e-12, and the weights of losses whose mean they divide.
 ELEMENTS: dict[str, tuple[dict[str, Any], Callable[..., Expr]]] = {
     "binary_cross_entropy_with_logits": ({"weight": None, "pos_weight": None}, _with_logits),
-    "mse_loss": ({"weight": None}, lambda x, y: (x - y) ** 2),
-    "l1_loss": ({"weight": None}, lambda x, y: call("abs", x - y)),
+    "mse_loss": ({}, lambda x, y: (x - y) ** 2),
+    "l1_loss": ({}, lambda x, y: call("abs", x - y)),
     "smooth_l1_loss": ({"beta": 1.0}, _smooth),
     "huber_loss": ({"weight": None, "delta": 1.0}, _huber),
     "soft_margin_loss": ({}, lambda x, y: call("softplus", -x * y)),
@@ -195,9 +197,11 @@ def _divergence(
     flow: Flow, node: Node, like: Classes, source: Expr, target: Expr, is_log: bool
 ) -> Expr:
     """``q * (log(q) - source)`` of each class, for a target q or log(q)."""
-    hot = not is_log and str(target).startswith("hot_")
+    hot = not is_log and isinstance(target, Symbol) and target.name.startswith(HOT)
     if target in flow.tensors and target not in flow.dims and not hot:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a target of one value for a row")
+    if not hot and any(s.name.startswith(HOT) for s in symbols_of(target)):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has targets of one-hot tensors")
     try:
         if hot:
             return -target * source  # 1 * log(1) and 0 * log(0) are 0

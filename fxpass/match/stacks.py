@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from fxpass.graph.calls import arguments, first_operand
+from fxpass.graph.calls import arguments, first_operand, is_cut
 from fxpass.graph.functions import CASTS, function_of
-from fxpass.graph.nodes import REQUIRED, NoMatch, value
+from fxpass.graph.nodes import REQUIRED, NoMatch, needs_gradient, value
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Flow, Stacked
 from fxpass.match.edits import Step
 from fxpass.match.elementwise import view_step
-from fxpass.match.operands import viewed
+from fxpass.match.operands import check_cast, viewed
 from fxpass.match.views import VIEWS, View
 
 
@@ -37,6 +37,7 @@ def stack_of(flow: Flow, node: Node) -> None:
     if (
         len({tensors[i] for i in at}) != 1
         or like.detached
+        or _cuts_gradients(node, tensors[at[0]])
         or value(node).shape[dim] != value(tensors[at[0]]).shape[like.dim]
     ):
         raise unknown
@@ -55,7 +56,10 @@ def taken_from_stack(flow: Flow, node: Node) -> None:
     if stack is None:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads logits in another place")
     function = function_of(node)
+    if _cuts_gradients(node, first_operand(node)):
+        raise NoMatch(node, f"%{node.name} ({call_name(node)}) cuts the gradients of a stack")
     if function in CASTS and value(node).is_floating_point():
+        check_cast(node)
         flow.stacks[node] = stack
         return
     unknown = NoMatch(
@@ -72,6 +76,10 @@ def taken_from_stack(flow: Flow, node: Node) -> None:
         flow.stacks[node] = replace(stack, like=viewed(flow, stack.like, step), axis=axis)
     elif picked % stack.count in stack.positions:
         flow.classes[node] = viewed(flow, stack.like, step)
+
+
+def _cuts_gradients(node: Node, source: Node) -> bool:
+    return is_cut(node) or (needs_gradient(source) and not needs_gradient(node))
 
 
 def _picked(step: Step, axis: int, unknown: NoMatch) -> tuple[int | None, int]:

@@ -318,7 +318,8 @@ def at_class(
     program may compare them."""
     one, rows = Symbol("logit", real=True), expr
     if expr.has(base.lse):  # of z, which is log + lse, the logit itself is picked: it is exact
-        rows = read.subs(base.logit, one)
+        number, core = base.logit.as_coeff_Mul()
+        rows = read.subs(core, one / number)
         if rows.has(Z) or rows == read:
             rows = sympy.powsimp(expr.subs(base.log, one - base.lse), combine="exp", deep=True)
             rows = expr if rows.has(base.lse) else rows

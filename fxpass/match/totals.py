@@ -18,7 +18,7 @@ import sympy
 from sympy import Symbol
 from torch.fx import Node
 
-from fxpass.graph.calls import others_of, storage, written
+from fxpass.graph.calls import is_cut, others_of, storage, written
 from fxpass.graph.functions import CASTS, REFLECTED, function_of, reads_values
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
 from fxpass.match.classes import Flow, Reduced
@@ -70,7 +70,7 @@ def total_of(flow: Flow, reductions: Collection[Reduced]) -> Total | None:
         if node in starts:
             linear[node] = {node}
         elif read and node in flow.trained:
-            if not _keeps_linear(node, read):
+            if is_cut(node) or not _keeps_linear(node, read):
                 return None
             linear[node] = set().union(*(linear[n] for n in read))
         whole = node in linear and value(node).dim() == 0 and starts.keys() <= linear.keys()

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, needs_gradient, value
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Step
@@ -76,6 +76,9 @@ def cut_to_size(flow: Flow, node: Node) -> None:
     # a slice of all of a dimension, or of one entry where all are equal
     if not plain or value(node).shape != value(operand).shape or node.args[0] is not repeated:
         reason = f"%{node.name} ({call_name(node)}) reads %{repeated.name}, broadcast to the logits"
+        raise NoMatch(node, reason)
+    if needs_gradient(operand) and None in (value(node).grad_fn, value(repeated).grad_fn):
+        reason = f"%{node.name} ({call_name(node)}) cuts the gradient of %{operand.name}"
         raise NoMatch(node, reason)
     flow.same[node] = operand
 

@@ -254,6 +254,8 @@ def _some(entry: slice, size: Any) -> slice | None:
 def _index_select(node: Node, shape: Size, dim: int) -> View:
     _, along, index = required(node, "input", "dim", "index")
     if along % len(shape) == dim:
+        if value(index).dim() != 1:
+            raise NoMatch(node, f"%{node.name} selects one class")
         return View(dim, classes=index)
     return View(dim, "index_select", (along, index))
 

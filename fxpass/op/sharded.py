@@ -9,9 +9,10 @@ lse_r and moments M_r of shard r, m = max(lse_r) and d_r = lse_r - m,
     lse = m + L                 M_ab = exp(-a L) sum_k C(b,k) (-L)**(b-k) S_ak
 
 so the ranks exchange a maximum of lse_r, and of the largest logit if an output reads it, and then
-one sum: of S, of the logits at the picks, each of which one rank has, and of sums of logits. The
-first class with the largest logit is a minimum that they exchange along with the sum. Sums that
-read the lse, or logits at picks, are computed after that, and are one more sum.
+one sum: of S, of the logits at the picks, each of which one rank has, of sums of logits, and of a
+nan that is a rank's largest logit, since a maximum may lose it. The first class with the largest
+logit is a minimum that they exchange along with the sum. Sums that read the lse, or logits at
+picks, are computed after that, and are one more sum.
 
 Backward exchanges nothing: each rank runs the operator's backward over its classes, with the lse
 and the sums of all of them. A log-probability has the gradient 1[j = c] - p_j, which is that of
@@ -235,21 +236,25 @@ def _merged(operands: Operands, spec: Reductions, shard: _Shard) -> _OfAll:
     sums, tied = raw(("lse", *spec.outputs)), bool(spec.gradients) and "amax" in spec.outputs
     local, index, rest = _run(operands, of_forward(spec))
     largest = local.get("amax")
-    of_shard = [local["lse"]] if largest is None else [local["lse"], largest]
-    m, *highest = all_reduce(torch.cat(of_shard), "max", shard.group).split(1)
+    # a nan is larger than any number, as in torch, but gloo's maximum may lose it
+    sent = [] if largest is None else [torch.where(largest.isnan(), torch.inf, largest)]
+    m, *highest = all_reduce(torch.cat([local["lse"], *sent]), "max", shard.group).split(1)
     m = finite(m)
 
     parts = _parts(operands, local, sums, (local["lse"] - m) + rest)
     least = leads = share = None
     if largest is not None:
-        # a nan is larger than any number, as in torch
-        here = ((largest == highest[0]) | largest.isnan()) & bool(len(operands.weight))
+        parts["max"] = torch.where(largest.isnan(), largest, 0)
+        here = (sent[0] == highest[0]) & bool(len(operands.weight))
         if tied:
             parts["amax"] = torch.where(here, _ties(operands, spec), 0)
-        if len(index):
-            index = torch.where(here, shard.first + index, shard.classes)
+        if len(index):  # that of a nan is below 0: it comes before infinity
+            index = shard.first + index - shard.classes * largest.isnan()
+            index = torch.where(here, index, shard.classes)
             least = started(index, "min", shard.group)
     total = _added(parts, shard)
+    if largest is not None:
+        highest = [highest[0] + total.pop("max")]
     if least is not None:
         least = waited(least)
         leads = least == index
@@ -269,7 +274,7 @@ def _merged(operands: Operands, spec: Reductions, shard: _Shard) -> _OfAll:
         torch.cat([rest[:0], *(found[output] for output in outputs)])
         for outputs in (spec.rows, spec.saved)
     )
-    indices = index[:0] if least is None or not spec.indices else least
+    indices = index[:0] if least is None or not spec.indices else least % shard.classes
     return _OfAll(rows, indices, found["lse"], rest, saved, known, leads, share)
 
 

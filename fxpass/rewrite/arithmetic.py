@@ -157,8 +157,10 @@ class Arithmetic(Builder):
     def _wide(self, tensor: Node) -> Node:
         """A tensor in the dtype of the outputs at least: the program promotes it to that."""
         dtype = compute_dtype(self.dtype)
-        floats = not is_number(tensor) and value(tensor).is_floating_point()
-        if not floats or value(tensor).dtype.itemsize >= dtype.itemsize:
+        if is_number(tensor):
+            return tensor
+        wide = value(tensor).dtype.itemsize >= dtype.itemsize
+        if value(tensor).is_floating_point() and wide:  # integers would wrap
             return tensor
         return self.method("to", tensor, dtype)
 

@@ -126,7 +126,12 @@ def call(name: str, *operands: Any) -> Expr:
 
 def _log_softmax(z: Tensor, lse: Tensor, rest: Tensor) -> Tensor:
     """Of a logit, the log-sum-exp and its rounding error."""
-    return (z - lse).sub_(rest).clamp_(min=LEAST_LOG)
+    return _difference(z, lse, rest).clamp_(min=LEAST_LOG)
+
+
+def _difference(z: Tensor, lse: Tensor, rest: Tensor) -> Tensor:
+    """The log-softmax, which is -inf where the logit is."""
+    return (z - lse).sub_(rest)
 
 
 # The comparison under which clamp passes a gradient: up to torch 2.13 also at the bound, later not.
@@ -155,6 +160,7 @@ _TABLE = (
     _function("maximum", torch.clamp_min, lambda x, y, a, b: where(x, ABOVE, y, a, b), 2),
     _function("minimum", torch.clamp_max, lambda x, y, a, b: where(x, BELOW, y, a, b), 2),
     _function("log_softmax", _log_softmax, lambda x, y, rest, a, b, c: a - b - c, 3),
+    _function("difference", _difference, lambda x, y, rest, a, b, c: a - b - c, 3),
 )
 
 # Functions by their names in text forms and in generated Triton.

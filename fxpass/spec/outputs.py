@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fxpass.spec import expression
 from fxpass.spec.expression import L, Z, operands
-from fxpass.spec.functions import LEAST_LOG
+from fxpass.spec.functions import FUNCTIONS, LEAST_LOG
 
 HIGHEST_POWER = 2
 
@@ -58,6 +58,11 @@ class Sum:
     def reads_softmax(self) -> bool:
         """Whether f needs the lse."""
         return self.function.has(L) or any(kind == "pick" for kind, _ in operands(self.function))
+
+    @property
+    def of_softmax(self) -> bool:
+        """Whether f reads exponentials, which may be 0 where the log-softmax is -inf."""
+        return self.function.has(FUNCTIONS["exp"].symbolic)
 
     @property
     def late(self) -> bool:

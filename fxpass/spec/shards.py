@@ -117,5 +117,6 @@ def _given(spec: Reductions, output: Output) -> Output:
     found = {name: given(spec.least_given + i) for i, name in enumerate(rows)}
     names: dict[Any, Any] = {Symbol(f"{kind}{i}"): s for (kind, i), s in found.items()}
     if ("lse", 0) in found:
-        names[L] = function("log_softmax", Z, found["lse", 0], found["rest", 0])
+        name = "log_softmax" if output.of_softmax else "difference"
+        names[L] = function(name, Z, found["lse", 0], found["rest", 0])
     return Sum(output.function.xreplace(names))  # type: ignore[arg-type]

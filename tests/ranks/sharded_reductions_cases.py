@@ -16,7 +16,7 @@ from fxpass.spec.outputs import Moment, Output
 from tests.support import reduction_cases
 from tests.support.reduction_cases import LATE, MASKED, OUTPUTS, V, given_of, of
 
-INF = float("inf")
+INF, NAN = float("inf"), float("nan")
 SIZES = {2: (4, 7), 4: (3, 5, 2, 1)}  # classes of the ranks
 EMPTY = {2: (11, 0), 4: (5, 0, 6, 0)}
 FIRST_EMPTY = {2: (0, 11), 4: (0, 5, 4, 2)}
@@ -33,6 +33,7 @@ class Case:
         bias, scaled, many: whether there are a bias, a scale, and several picks in a row.
         tied: whether equal rows of the weight make several classes the largest, of several ranks.
         impossible: classes whose bias is -inf, some of them picked.
+        broken: the bias of classes that is no number, or infinite.
         sizes: by number of ranks, the classes of each.
         saved: whether the call is given its logits.
         large: a factor of x.
@@ -46,6 +47,7 @@ class Case:
     many: bool = False
     tied: bool = False
     impossible: range = range(0)
+    broken: dict[int, float] = dataclasses.field(default_factory=dict)
     sizes: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=lambda: SIZES)
     saved: bool = False
     large: float = 1.0
@@ -65,6 +67,8 @@ class Case:
             weight[10] = weight[1]  # three times
         if self.impossible:
             found.tensors["bias"][list(self.impossible)] = -INF
+        for position, value in self.broken.items():
+            found.tensors["bias"][position] = value
         return found
 
 
@@ -139,6 +143,16 @@ CASES = {
         "no possible class": Case(
             ("lse", "at", "pick", *LARGEST, Moment(1, 1)), bias=True, impossible=range(V)
         ),
+        **{
+            f"nan, {name}": Case(outputs, bias=True, broken=broken)
+            for outputs, of_largest in ((LARGEST, ""), (("amax", "lse"), ", no index"))
+            for name, broken in {
+                f"the first shard{of_largest}": {1: NAN},
+                f"the last shard{of_largest}": {10: NAN},
+                f"after infinity{of_largest}": {2: INF, 7: NAN, 10: NAN},
+                f"before infinity{of_largest}": {1: NAN, 9: INF},
+            }.items()
+        },
         "impossible classes of weights": Case(
             (Moment(0, 1), Moment(0, 2), of("z")), bias=True, impossible=range(4)
         ),

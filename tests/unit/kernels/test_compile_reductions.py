@@ -101,6 +101,7 @@ KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
     "a loss and the rank": (RANK, CLASSES, "bf16", {"picks": 1}),
     "binary": (BINARY, CLASSES, "bf16", {"given": (False, True)}),
     "divergence": (DIVERGENCE, CLASSES, "bf16", {"given": (True,)}),
+    "entropy by hand": ("outputs=lse;sum(z*exp(l)) gradients=x", CLASSES, "bf16", {}),
     "total, several picks": (TOTAL, CLASSES, "bf16", {"picks": 3, "scaled": True}),
 }
 FREQUENT = ["loss", "log-probabilities", "policy, some classes", "weights"]

@@ -85,7 +85,7 @@ ACCEPTED = {
     "entropy": (
         lambda z, t: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1), ["moment(1,1)"]),
     "entropy from lse": (
-        lambda z, t: z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1), ["lse;moment(1,1)"]),
+        lambda z, t: z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1), ["lse;sum(z*exp(l))"]),
     "entr": (lambda z, t: torch.special.entr(z.softmax(-1)).sum(-1), ["moment(1,1)"]),
     "sum of squares": (lambda z, t: z.softmax(-1).square().sum(-1), ["moment(2,0)"]),
     "expectation": (lambda z, t: (z.softmax(-1) * U).sum(-1), ["moment(1,0,0)"]),
@@ -127,7 +127,7 @@ ACCEPTED = {
         ["lse;sum(where(pick0<=l,1,0)) detached=sum(where(pick0<=l,1,0))"]),
     "a target that is the largest, by hand": (
         lambda z, t: hits(shifted(z), t) * shifted(z).mean(-1),
-        ["lse;peak;pick;sum(z) detached=peak;pick"]),
+        ["peak;pick;sum(l) detached=peak;pick"]),
     "the rank by a row of logits": (
         lambda z, t: ranked(z, picked_logit(z, t)),
         ["at;sum(where(at0<z,1,0)) detached=sum(where(at0<z,1,0))"]),
@@ -171,7 +171,7 @@ ACCEPTED = {
     "xlogy": (lambda z, t: torch.xlogy(z.softmax(-1), z.softmax(-1)).sum(-1), ["moment(1,1)"]),
     "softmax at a temperature times the logits": (
         lambda z, t: ((z / 2).softmax(-1) * z).sum(-1) + (z / 2).logsumexp(-1),
-        ["lse;moment(1,1) transform=0.5*z"]),
+        ["lse;sum(2*z*exp(l)) transform=0.5*z"]),
     "detached entropy from the log-sum-exp, and a log-probability": (
         lambda z, t: Categorical(logits=z.detach(), validate_args=False).entropy() * picked(z, t),
         ["moment(1,1);pick detached=moment(1,1)"]),
@@ -182,7 +182,7 @@ ACCEPTED = {
         lambda z, t: under_no_grad(lambda: metric_of(z.view(-1, V).log_softmax(-1))) * picked(z, t).view(-1),
         ["moment(1,1);pick detached=moment(1,1)"]),
     "a given value minus the log-softmax": (
-        lambda z, t: (VALUES[0, 0] - z.log_softmax(-1)).sum(-1), ["moment(0,0,0);moment(0,1)"]),
+        lambda z, t: (VALUES[0, 0] - z.log_softmax(-1)).sum(-1), ["sum(given0-l)"]),
     "a class vector that is filled in place": (
         lambda z, t: (filled(torch.zeros(V), 2, z) * z.softmax(-1)).sum(-1), ["moment(1,0,0)"]),
     "values that are filled in place": (

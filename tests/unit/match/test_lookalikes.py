@@ -167,6 +167,36 @@ PROGRAMS = {
     "rows that are repeated": repeated_rows,
     "one mask of both dimensions": one_mask_of_both_dimensions,
     "one target of both dimensions": one_target_of_both_dimensions,
+    "small integers of rows": lambda z: (z - T[:, None].to(torch.uint8)).logsumexp(-1).sum(),
+    "integers that divide": lambda z: F.cross_entropy(z / (T + 2)[:, None] / (T + 2)[:, None], T),
+    "booleans of rows": lambda z: (
+        (-z.log_softmax(-1) + (T > 2)[:, None] + (T < 5)[:, None]).gather(1, T[:, None]).sum()
+    ),
+    "a mean of one-hot targets": lambda z: F.kl_div(
+        z.log_softmax(-1), (F.one_hot(T, V) + F.one_hot(U, V)) * 0.5, reduction="sum"
+    ),
+    "where as a method": lambda z: F.cross_entropy(
+        z + (F.one_hot(T, V) * 0.3).where(F.one_hot(U, V).bool(), -1.0), T
+    ),
+    "a fraction among integers": lambda z: F.cross_entropy(
+        z + F.one_hot(T, V).masked_fill(F.one_hot(U, V).bool(), 1.7), T
+    ),
+    "a gate of 0": lambda z: F.cross_entropy(z * (VECTOR.sum() * 0) + VECTOR, T),
+    "a softmax behind a gate of 0": lambda z: (
+        ((z * (VECTOR.sum() * 0)).softmax(-1) * z).gather(1, T[:, None]).sum()
+    ),
+    "a logarithm of two negative factors": lambda z: (
+        (z.softmax(-1) * -VECTOR.exp().sum() * -VECTOR.exp().sum()).log().gather(1, T[:, None]).sum()
+    ),
+    "one row of one-hot targets": lambda z: sum(
+        F.cross_entropy(z[i : i + 1] - 3 * F.one_hot(T[:1], V), T[i : i + 1]) for i in range(N)
+    ),
+    "a divergence from a masked student": lambda z: F.kl_div(
+        z.masked_fill(MASK, -torch.inf).log_softmax(-1), GIVEN.softmax(-1), reduction="sum"
+    ),
+    "weights of squared differences": lambda z: F.mse_loss(
+        z.softmax(-1), GIVEN.softmax(-1), weight=GIVEN.exp()
+    ),
     "masked rows": lambda z: masked_rows(z, (1 - MASK.float()) * LOWEST),
     "rows at -inf": lambda z: masked_rows(z, torch.where(MASK, 0.0, -torch.inf)),
 }  # fmt: skip
@@ -188,11 +218,18 @@ def kept_with_a_factor(z):
 DETACHED = {
     "a factor that is made after the logits, which are kept": kept_with_a_factor,
     "labels change behind a row": changed_behind_a_row,
+    "booleans that are assigned": lambda z: assigned_boolean(z),
     "large integers": lambda z: ((z > 0) * (torch.arange(V) + 2**30)).sum(-1),
     "a sum that rounds": lambda z: z.sum(-1, dtype=torch.int64) + z.logsumexp(-1).long(),
     "a stack that is written to": lambda z: written_stack(z),
     "a source that is larger than its index": lambda z: larger_source(z),
 }
+
+
+def assigned_boolean(z):
+    mask = z > 0
+    mask[:, 3] = 2
+    return mask.sum(-1) + z.logsumexp(-1)
 
 
 def written_stack(z):
@@ -265,6 +302,28 @@ def test_a_dot_product_of_16_bit_losses(caplog):
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
     torch.testing.assert_close(fused(*args), program(*args), rtol=2e-2, atol=2e-2)
     assert "failed" not in caplog.text
+
+
+def test_a_number_of_picks_that_varies():
+    def program(x, weight, index):
+        log = F.linear(x, weight).log_softmax(-1)
+        return log.gather(1, index), (log > log.gather(1, T[:, None])).sum(-1)
+
+    options = {"fusedce.inner": "eager"}
+    fused = torch.compile(program, backend="fusedce", options=options, dynamic=True)
+    x, weight = torch.randn(N, D), torch.randn(V, D)
+    for count in (3, 5):
+        args = x, weight, torch.stack([T] * count, 1)
+        torch.testing.assert_close(fused(*args), program(*args))
+
+
+def test_float64_by_promotion():
+    def program(x, weight):
+        return F.cross_entropy(F.linear(x, weight) + VECTOR.double(), T)
+
+    args = torch.randn(N, D), torch.randn(V, D)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
+    torch.testing.assert_close(fused(*args), program(*args), rtol=1e-12, atol=1e-12)
 
 
 def test_a_contracted_ellipsis():
