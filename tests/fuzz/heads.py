@@ -165,7 +165,8 @@ class _Body:
         """Writes it; whether there is a reduction in it."""
         rng, scope = self.rng, self.scope
         heads = reductions.HEADS if rng.random() < 0.8 else grammar.HEADS
-        if not self.logits("z", heads):
+        within = ("torch.no_grad()",) * (rng.random() < 0.04)
+        if not self.logits("z", heads, within):
             return False
         for _ in range(rng.choice((0, 1, 1, 2, 3))):
             self.step(reductions.BEFORE)
@@ -303,7 +304,8 @@ class _Body:
         name = f"r{self.count}"
         self.count += 1
         template = self.rng.choice(reductions.ROWS)
-        if not self.add(template.replace("{r}", a).replace("{o}", b), name):
+        within = ("torch.no_grad()",) * (self.rng.random() < 0.1)
+        if not self.add(template.replace("{r}", a).replace("{o}", b), name, within):
             return
         if self._comparable(name):
             self.rows.append(name)

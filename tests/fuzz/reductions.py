@@ -69,6 +69,12 @@ EDITS = (
     *("{z}.float() + u", "{z}.index_select({d}, torch.arange({V}).flip(0))", "{z} + b + u"),
     *("{z}[..., torch.arange({V} - 1, -1, -1)]", "{z}.narrow({d}, 0, {V})", "{z} / s[:1, :1]"),
     *("torch.tanh({z} * tem)", "torch.tanh({z} / s) * 2", "F.softplus({z} / tem)"),
+    *(
+        "{z} - {lab1}.to(torch.uint8)",
+        "{z} / ({lab1} + 2)",
+        "{z} * ({lab1} > 2)",
+        "{z} * (tem * 0) + u",
+    ),
     *("torch.stack([{z}, {z}], 1)[:, 1]", "{z} * (1 + tem).detach() - cw"),
     "torch.stack([{z}, {z}], 1)[..., torch.arange({V}).flip(0)][:, 0]",
     "torch.stack([{z}, {z}], 0).index_select(-1, torch.arange({V} - 1, -1, -1))[1]",
@@ -101,6 +107,8 @@ MASKS = (
     *("torch.where(cw > 0.7, {z} - 0.4, {z})", "torch.where(u > 0.3, {z} * 2, {z} * 2 + cw)"),
     *("{z} - halved({given}, 24)", "{z} - 0.3 * halved(F.one_hot({lab}, {V}).float(), 24)"),
     "{z}.scatter({d}, {lab1}, halved({z}.gather({d}, {lab1}), 24))",
+    "{z} + (F.one_hot({lab}, {V}) * 0.3).where(F.one_hot({lab}, {V}).bool(), -1.0)",
+    "{z} + F.one_hot({lab}, {V}).masked_fill(F.one_hot({lab}, {V}).bool(), 1.7)",
 )
 IN_PLACE = (
     *("{z} /= tem", "{z}.div_(tem)", "{z} *= 0.5", "{z}.div_(s)", "{z} -= {keep}", "{z}.tanh_()"),
@@ -194,6 +202,17 @@ SUMS: Recipes = (
     ("r% = F.kl_div({z}.log_softmax({d}), {given}, reduction='batchmean')",),
     ("lp% = {z}.log_softmax({d})", "r% = ({given} * ({given}.log() - lp%)).sum({d})"),
     ("lp% = {z}.log_softmax({d})", "r% = (lp%.exp() * (lp% - {given})).sum({d})"),
+    (
+        "q% = (F.one_hot({lab}, {V}) + F.one_hot({lab}, {V})) * 0.5",
+        "r% = F.kl_div({z}.log_softmax({d}), q%, reduction='sum')",
+    ),
+    ("r% = F.mse_loss({z}.softmax({d}), {given}, weight={given} + 0.5)",),
+    ("with torch.no_grad(): k% = s * 2", "r% = ({z} / k%).logsumexp({d})"),
+    (
+        "k% = {z}.gather({d}, {lab1})",
+        "with torch.no_grad(): v% = k%.view(k%.shape)",
+        "r% = F.relu(1 + {z} - v%).sum({d})",
+    ),
 )
 BINARIES: Recipes = (
     (
