@@ -9,11 +9,11 @@ the nodes at which the reading stopped. A node has one of two values:
 - rows: an expression of outputs of :mod:`fxpass.spec.reductions`. Everything after it stays in the
   graph.
 
-For example, ``p = z.softmax(-1)`` is exp(log_0), ``p * z`` is exp(log_0) * (log_0 + lse_0), and its
-sum over the classes is moment(1,1) + lse_0, since the sum of p is 1::
+For example, ``p = z.softmax(-1)`` is exp(log_0), and the sum of ``p * z`` over the classes is one of
+the function exp(l) * z::
 
     %p = softmax(%z, -1);  %lse = logsumexp(%z, -1);  %e = %lse - (%p * %z).sum(-1)
-    ->  lse_0 - (moment(1,1) + lse_0), that is -moment(1,1): the entropy
+    ->  lse_0 - sum(z*exp(l)): the entropy
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 In: a tensor with classes. Out: rows, as an expression of outputs and of row symbols::
 
-    p * z    ->    moment(1,1) + lse, since the sum of p is 1
+    p * (z - lse)    ->    moment(1,1)
+    p * z            ->    sum(z*exp(l)): moment(1,1) + lse would lose the digits of small logits
 """
 
 from __future__ import annotations
