@@ -9,8 +9,8 @@ the nodes at which the reading stopped. A node has one of two values:
 - rows: an expression of outputs of :mod:`fxpass.spec.reductions`. Everything after it stays in the
   graph.
 
-For example, ``p = z.softmax(-1)`` is exp(log_0), and the sum of ``p * z`` over the classes is one of
-the function exp(l) * z::
+For example, ``p = z.softmax(-1)`` is exp(log_0), and the sum of ``p * z`` over the classes is that
+of the function exp(l) * z::
 
     %p = softmax(%z, -1);  %lse = logsumexp(%z, -1);  %e = %lse - (%p * %z).sum(-1)
     ->  lse_0 - sum(z*exp(l)): the entropy
