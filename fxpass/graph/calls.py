@@ -318,14 +318,22 @@ def storage(node: Node) -> int | None:
         return None
 
 
+def has_history(node: Node) -> bool:
+    """Whether a node's gradient goes on to what the node was computed from."""
+    try:
+        return value(node).grad_fn is not None
+    except RuntimeError:  # a view made under no_grad, of what was written to since
+        return False
+
+
 def is_cut(node: Node) -> bool:
     """Whether a node is a view that was made under ``no_grad``: it needs a gradient, as a leaf
     does, and passes none on to the tensor that it is a view of."""
     calls = node.op in ("call_function", "call_method")
-    if not (calls and needs_gradient(node)) or value(node).grad_fn is not None:
+    if not (calls and needs_gradient(node)) or has_history(node):
         return False
     sources = [n for n in node.all_input_nodes if needs_gradient(n) and storage(n) == storage(node)]
-    if any(value(source).grad_fn is not None for source in sources):
+    if any(map(has_history, sources)):
         return True
     function = function_of(node)
     itself = function in (*CASTS, "contiguous", "flatten") or function.endswith("_")

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxpass.graph.calls import arguments, first_operand
+from fxpass.graph.calls import arguments, first_operand, has_history
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, needs_gradient, value
 from fxpass.graph.source import call_name
@@ -77,7 +77,7 @@ def cut_to_size(flow: Flow, node: Node) -> None:
     if not plain or value(node).shape != value(operand).shape or node.args[0] is not repeated:
         reason = f"%{node.name} ({call_name(node)}) reads %{repeated.name}, broadcast to the logits"
         raise NoMatch(node, reason)
-    if needs_gradient(operand) and None in (value(node).grad_fn, value(repeated).grad_fn):
+    if needs_gradient(operand) and not (has_history(node) and has_history(repeated)):
         reason = f"%{node.name} ({call_name(node)}) cuts the gradient of %{operand.name}"
         raise NoMatch(node, reason)
     flow.same[node] = operand
