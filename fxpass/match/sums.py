@@ -8,7 +8,7 @@ In: a tensor with classes. Out: rows, as an expression of outputs and of row sym
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -86,24 +86,38 @@ def _check_cancellation(flow: Flow, node: Node, expr: Expr) -> None:
     """``NoMatch`` for a sum of several terms that may cancel, such as (p - q)**2: eager adds small
     differences, and the sums of the terms would lose their digits.
 
-    Terms of one sign do not cancel. With trained values of each logit, there is no other way.
+    Terms of one sign do not cancel. Of trained values of each logit there is no sum of a function:
+    they may stand beside a log-softmax, as the target of a divergence, which eager has rounded too.
     """
-    if any(map(needs_gradient, (flow.tensors[s] for s in symbols_of(expr) & flow.dims.keys()))):
-        return
     rows: dict[Any, Any] = {}  # factors with classes -> what they are multiplied by
     for term in sympy.Add.make_args(expr):
         factor, rest = term.as_independent(*_class_symbols(term), as_Add=False)
         rows[rest] = factor
     one_sign = all(row.is_number for row in rows.values())
     one_sign = one_sign and len({row.is_positive for row in rows.values()}) == 1
+    trained = (flow.tensors[s] for s in symbols_of(expr) & flow.dims.keys())
+    if any(map(needs_gradient, trained)) and _is_divergence(rows):
+        return
     if len(rows) > 1 and not (one_sign and len(set(map(_degree, rows))) == 1):
         raise NoMatch(node, f"%{node.name} sums `{expr}`, whose terms may cancel")
+
+
+def _is_divergence(products: Collection[Any]) -> bool:
+    """Whether there is one log-softmax, and what stands beside it has its probabilities or none."""
+    logs = [one for one in products if _degree(one)]
+    alike = (not one.has(sympy.exp) or not (one / logs[0]).has(sympy.exp) for one in products)
+    return list(map(_degree, logs)) == [1] and all(alike)
 
 
 def _degree(product: Any) -> int:
     """The powers of log-softmaxes and logits in a product."""
     powers = (factor.as_base_exp() for factor in sympy.Mul.make_args(product))
-    return sum(int(power) for root, power in powers if root == Z or str(root).startswith("log_"))
+    logs = [p for root, p in powers if isinstance(root, Symbol) and _is_log(root)]
+    return sum(int(power) for power in logs if power.is_Integer)
+
+
+def _is_log(symbol: Symbol) -> bool:
+    return symbol == Z or symbol.name.startswith("log_")
 
 
 def _at_one_hot(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:

@@ -136,6 +136,16 @@ def test_a_near_teacher(reverse, is_log):
     check(program, labels, x, weight)
 
 
+def test_differences_from_trained_values():
+    """They may be small, and no function of values [N, V] with gradients is summed."""
+
+    def program(x, weight, labels, target):
+        return (F.linear(x, weight).softmax(-1) - target).square().sum()
+
+    target = Q.clone().requires_grad_()
+    assert not report_of(program, *inputs(), target).matches
+
+
 def test_vectors_with_gradients():
     def program(x, weight, atoms, labels):
         return (F.linear(x, weight).softmax(-1) @ atoms).square().sum()
