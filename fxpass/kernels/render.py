@@ -7,8 +7,8 @@ numbers::
 
     >>> entropy = Reductions(("pick", Moment(1, 1)), gradients=("x",))
     >>> lines = reductions(entropy).source.splitlines()
-    >>> print([line.strip() for line in lines if "s11 =" in line][-1])
-    s11 = decay * (s10 * shift + s11) + tl.sum(e * near, 0)
+    >>> print([line.strip() for line in lines if "s11 =" in line][1])
+    s11 = decay * (s10 * shift + s11) + tl.sum(tl.sum(e * near, 2), 0)
 
 The template says what the kernel computes and what its parameters and variables are. Of an output
 ``moment(1,2,w0)``, s12_0 is the sum under the largest logit m, m12_0 the moment of the log-softmax,
@@ -132,6 +132,7 @@ def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
         functions.append(expression.function(f"of_sum{i}", output.function))
         functions.append(expression.function(f"slope_of_sum{i}", output.slope))
     positions = sorted({*spec.weights, *(i for kind, i in spec.operands if kind == "given")})
+    hits = sorted({i for kind, i in spec.operands if kind == "hit"})
     return {
         "facts": textwrap.fill(", ".join(said), 96),
         "functions": "\n\n".join([expression.LIBRARY, *(f"{text}\n" for text in functions), ""]),
@@ -139,7 +140,8 @@ def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
         "transform": functools.partial(_arguments, spec.transform),
         "with_slope": backward and not expression.unit_slope(spec.transform)[1].is_number,
         "masks": backward and spec.masks,
-        "hits": sorted({i for kind, i in spec.operands if kind == "hit"}),
+        "hits": hits,
+        "of_classes": ["z", "inside", *(f"w{i}" for i in positions), *(f"h{i}" for i in hits)],
         "picks_read": sorted({i for kind, i in spec.operands if kind in OF_PICKS}),
         "positions": positions,
     }
@@ -169,7 +171,7 @@ def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
     """
     found = []
     sums = {moment: Symbol(_name(moment, kind="s")) for moment in raw(list(outputs))}
-    sums[Moment(0, 0)] = Symbol("start")  # so many classes are before this block
+    count = sums[Moment(0, 0)] = Symbol("s00")  # of the classes in the blocks before
     for moment in sums:
         a, b, weight = moment.a, moment.b, moment.weight
         shift = Symbol("shift" if a else "gap")
@@ -178,7 +180,7 @@ def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
             grown = f"tl.where(grows, {grown}, {sums[moment]})"
         factors = ["e"] * a + ["near" if a else "away"] * b + [f"w{weight}"] * (weight is not None)
         found.append((str(sums[moment]), " * ".join(factors), grown))
-    return [one for one in found if one[0] != "start"]
+    return [one for one in found if one[0] != str(count)]
 
 
 def _powers(base: str, exponent: Expr) -> Callable[[Any], Any]:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 ROUNDS, LAUNCHES, LIMIT_MS = 5, 4, 100.0
 NEVER = float("inf")
 
-_chosen: dict[str, int] = {}
+_chosen: dict[tuple[object, ...], int] = {}
 _one_at_a_time = threading.Lock()  # autograd has a thread for each device
 
 
@@ -76,18 +76,19 @@ def best(
     compiled = isinstance(kernel, triton.JITFunction)  # the interpreter has another class
     if not compiled or len(candidates) == 1 or torch.are_deterministic_algorithms_enabled():
         return candidates[0]
-    gpu = properties_of(device).name, target_of(device)
     buckets = [(size - 1).bit_length() for size in sizes]
-    parts = triton.__version__, kernel.cache_key, gpu, dtype, buckets, candidates
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()
+    known = kernel, device, dtype, *buckets, len(candidates)
     with _one_at_a_time:
-        if key not in _chosen:
+        if known not in _chosen:
             if torch.cuda.is_current_stream_capturing():
                 return candidates[0]
-            _chosen[key] = _fastest(f"{kernel.__name__}.autotune.json", key, candidates, launch)
+            gpu = properties_of(device).name, target_of(device)
+            parts = triton.__version__, kernel.cache_key, gpu, dtype, buckets, candidates
+            key = hashlib.sha256(repr(parts).encode()).hexdigest()
+            _chosen[known] = _fastest(f"{kernel.__name__}.autotune.json", key, candidates, launch)
             if knobs.autotuning.print:
-                print(f"{kernel.__name__} {gpu} {dtype} {sizes}: {candidates[_chosen[key]]}")
-        return candidates[_chosen[key]]
+                print(f"{kernel.__name__} {gpu} {dtype} {sizes}: {candidates[_chosen[known]]}")
+        return candidates[_chosen[known]]
 
 
 def _fastest(

@@ -153,7 +153,7 @@ class _Function:
         self.driver.launched.append(Launched(name, frozenset(options.items())))
 
 
-OPTIONS = {"BLOCK_V", "num_warps"}
+OPTIONS = {"BLOCK_V", "LANES", "VECTOR", "num_warps", "enable_fp_fusion"}
 
 
 def _bound(argument: Any) -> Any:

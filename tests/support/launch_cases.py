@@ -34,7 +34,7 @@ FEATURES = {
     "outputs": (
         *("pick", "argmax;moment(1,1);pick", "amax;argmax;lse;max;peak", "at;lse;pick"),
         *("moment(0,1,1);moment(1,2);sum(given0*z)", "moment(0,2);moment(2,2,0);sum(z)"),
-        "pick;sum((-hit0+exp(l))**2);sum(where(at0<z,1,0))",
+        *("pick;sum((-hit0+exp(l))**2);sum(where(at0<z,1,0))", "at"),
     ),
     "transform": ("z", "30*tanh(z/30)", "0.5*z"),
     "bias": ("", "narrow", "wide"),

@@ -37,6 +37,13 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def in_lanes(x, LANES: tl.constexpr, VECTOR: tl.constexpr):
+    \"\"\"A block as ``[blocks of all lanes, LANES, VECTOR]``: a lane's elements are those that one
+    thread has loaded, VECTOR neighbours at a time, so that its sums need no other thread.\"\"\"
+    return tl.reshape(x, (x.shape[0] // (LANES * VECTOR), LANES, VECTOR))
+
+
 @triton.jit(do_not_specialize=["N"], do_not_specialize_on_alignment=["picks", "incoming", "total"])
 def class_reductions_<hash>(
     logits,
@@ -47,6 +54,8 @@ def class_reductions_<hash>(
     N,
     V,
     BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     N = N.to(tl.int64)
@@ -55,24 +64,33 @@ def class_reductions_<hash>(
     z_c = tl.load(logits + c).to(tl.float32)
 
     # the largest logit so far: m is finite, sums are those under m
-    lowest = tl.full((), -3.4028234663852886e38, tl.float32)
+    lowest = tl.full((LANES,), -3.4028234663852886e38, tl.float32)
     m = lowest
-    s10 = tl.full((), 0.0, tl.float32)
-    s11 = tl.full((), 0.0, tl.float32)
+    zeros = tl.full((LANES,), 0.0, tl.float32)
+    s10 = zeros
+    s11 = zeros
     for start in range(0, V, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
         inside = cols < V
-        z = tl.load(logits + cols, mask=inside, other=-float("inf")).to(tl.float32)
-        top = tl.max(z, 0)
+        z = tl.load(logits + cols, mask=inside, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+        z = in_lanes(z, LANES, VECTOR)
+        top = tl.max(tl.max(z, 2), 0)
         higher = tl.maximum(m, top)
-        decay = tl.exp(m - higher)
-        y = z - higher
+        decay = tl.exp2(1.4426950408889634 * (m - higher))
+        shift = tl.maximum(m - higher, -1000000000000000.0)
+        y = z - higher[None, :, None]
         e = tl.exp2(1.4426950408889634 * y)
         near = tl.maximum(y, -1000000000000000.0)
-        shift = tl.maximum(m - higher, -1000000000000000.0)
-        s11 = decay * (s10 * shift + s11) + tl.sum(e * near, 0)
-        s10 = decay * s10 + tl.sum(e, 0)
+        s11 = decay * (s10 * shift + s11) + tl.sum(tl.sum(e * near, 2), 0)
+        s10 = decay * s10 + tl.sum(tl.sum(e, 2), 0)
         m = higher
+    # of all lanes
+    higher = tl.max(m, 0)
+    decay = tl.exp2(1.4426950408889634 * (m - higher))
+    shift = tl.maximum(m - higher, -1000000000000000.0)
+    s11 = tl.sum(decay * (s10 * shift + s11), 0)
+    s10 = tl.sum(decay * s10, 0)
+    m = higher
     log_s = tl.log(s10)
 
     inverse = 1.0 / s10
@@ -86,17 +104,18 @@ def class_reductions_<hash>(
     tl.store(total + row, of_total * 0.0009765625)
     c11 = d_m11
     c10 = -d_m11 * m11 - d_pick
-    for start in range(0, V, BLOCK_V):
+    for later in range(0, V, BLOCK_V):
+        start = (V - 1) // BLOCK_V * BLOCK_V - later
         cols = start + tl.arange(0, BLOCK_V)
         inside = cols < V
-        z = tl.load(logits + cols, mask=inside, other=-float("inf")).to(tl.float32)
+        z = tl.load(logits + cols, mask=inside, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
         l = z - m - log_s
         p = tl.exp2(1.4426950408889634 * l)
         l = tl.maximum(l, -1000000000000000.0)
         g = p * (c10 + c11 * l)
         if (start <= c) & (c < start + BLOCK_V):
             g += tl.where(cols == c, d_pick, 0.0)
-        tl.store(logits + cols, g, mask=inside)
+        tl.store(logits + cols, g, mask=inside, eviction_policy="evict_first")
 """,
     )
 
@@ -120,13 +139,13 @@ def test_backward_of_log_probabilities():
     for start in range(0, V, BLOCK_V):
         cols = start + tl.arange(0, BLOCK_V)
         inside = cols < V
-        z = tl.load(logits + cols, mask=inside, other=-float("inf")).to(tl.float32)
+        z = tl.load(logits + cols, mask=inside, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
         l = z - m - log_s
         p = tl.exp2(1.4426950408889634 * l)
         g = c10 * p
         if (start <= c) & (c < start + BLOCK_V):
             g += tl.where(cols == c, d_pick, 0.0)
-        tl.store(logits + cols, g, mask=inside)
+        tl.store(logits + cols, g, mask=inside, eviction_policy="evict_first")
 """,
     )
 
@@ -144,7 +163,7 @@ def test_an_accuracy_of_whole_rows():
     highest = tl.full((), -float("inf"), tl.float32)
     cols = tl.arange(0, BLOCK_V)
     inside = cols < V
-    z = tl.load(logits + cols, mask=inside, other=-float("inf")).to(tl.float32)
+    z = tl.load(logits + cols, mask=inside, other=-float("inf"), eviction_policy="evict_first").to(tl.float32)
     top = tl.max(z, 0)
     highest = tl.maximum(highest, top)
     higher = tl.maximum(m, top)
@@ -179,7 +198,8 @@ def parameters(text: str) -> list[str]:
 
 def test_the_operands_of_everything():
     both = ["logits", "bias", "scale", "picks", "given0", "given1", "given1_stride"]
-    sizes = ["stride", "N", "V", "given0_step", "given1_step", "K", "PICKS", "BLOCK_V"]
+    sizes = ["stride", "N", "V", "given0_step", "given1_step", "K", "PICKS"]
+    sizes += ["BLOCK_V", "LANES", "VECTOR"]
     rows = ["lse", "rest", "saved"]
     assert parameters(source(EVERYTHING, **PRESENT)) == [
         *both,
@@ -213,7 +233,7 @@ def test_logits_that_are_given_are_only_read():
     for forward in (True, False):
         text = source("outputs=pick gradients=x", forward, apart=True, ragged=True)
         assert "tl.store(logits" not in text
-        assert ("tl.store(gradient + cols, g, mask=inside)" in text) == (not forward)
+        assert ("tl.store(gradient + cols, g, mask=inside" in text) == (not forward)
         assert "padded" not in text
         assert "padded" in source("outputs=pick gradients=x", forward, ragged=True)
 
