@@ -113,7 +113,7 @@ class _Run:
         weight and the bias are multiplied by ``unscale``."""
         operands, x, buffer = self.operands, self.operands.x, None
         products = tuple(name for name in self.gradients if name != "scale")
-        sums = Gradients(operands, products, self.factor, len(parts), sliced, unscale)
+        sums = Gradients(operands, products, self.factor, parts, sliced, unscale)
         grads = sums.found
         if "scale" in self.gradients:
             grads = grads | {"scale": x.new_zeros(len(x), dtype=torch.float32)}
