@@ -17,15 +17,20 @@ from fxpass.spec.operands import Operands
 # The minimum share of rows left out that is worth the copies of x and of its gradient; and one more
 # product of the others, where backward takes three.
 WORTH_COPIES, WORTH_A_PRODUCT = 1 / 16, 1 / 3
+# Operations of a head's three products that are worth a wait for the mask. An H200 is idle for 0.2
+# ms then, and computes these in 6 ms.
+WORTH_A_WAIT = 4e12
 
 
-def selected(mask: Tensor, least: float) -> Tensor | None:
-    """The indices of the True elements of a mask ``[N]``; None if fewer than this share of rows is
-    left out, or while a CUDA graph is captured, which must not depend on values. On a GPU it
-    synchronises with the mask."""
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
-    index, n = mask.nonzero(), mask.shape[0]
+def selected(values: Tensor, least: float, operands: Operands) -> Tensor | None:
+    """The indices of the rows that have a value other than 0 in ``[R, N]``; None if fewer than this
+    share of rows is left out. Also None on a GPU, which has to wait for the values, if the products
+    are small, and while a CUDA graph is captured, which must not depend on values."""
+    if values.is_cuda:
+        operations = 6.0 * operands.x.numel() * len(operands.weight)
+        if operations < WORTH_A_WAIT or torch.cuda.is_current_stream_capturing():
+            return None
+    index, n = values.any(0).nonzero(), values.shape[1]
     return index.squeeze(1) if n - index.shape[0] > n * least else None
 
 

@@ -147,7 +147,7 @@ def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, T
         return _of_no_classes(operands, spec)
     index = None
     if coef is not None and not spec.outputs and operands.logits is None:
-        index = None if is_dense(coef) else selected(coef.any(0), WORTH_COPIES)
+        index = None if is_dense(coef) else selected(coef, WORTH_COPIES, operands)
     if coef is None or index is None:
         return _run_forward(operands, spec)
 
@@ -217,10 +217,9 @@ def _class_reductions_backward(
 
 def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dict[str, Tensor]:
     """The gradients, without the rows that have no incoming gradient in ``out.rows``."""
-    counts = out.rows.any(0)
     again = spec.of_backward.softmax and not spec.shard
     least = WORTH_A_PRODUCT if again else WORTH_COPIES
-    index = selected(counts, least) if operands.logits is None else None
+    index = selected(out.rows, least, operands) if operands.logits is None else None
     some, planned = operands, spec  # the logits are rounded as those of forward's outputs
     if index is not None:
         some, rows = rows_of(operands, index), out.rows[..., index]
@@ -232,7 +231,8 @@ def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dic
             out = Outputs(*(t[..., index] if t.numel() else t for t in out))
         out = out._replace(rows=rows)
     elif spec.of_backward.softmax:
-        # such a row adds nothing, whatever its lse is; times log2(e), this one is finite
+        # a row of zeros adds nothing, whatever its lse is; times log2(e), this one is finite
+        counts = out.rows.any(0)
         out = out._replace(lse=torch.where(counts, out.lse, torch.finfo(out.lse.dtype).max / 2))
     plan = _plan(some, planned, gradients=True)
     incoming = out.rows.to(compute_dtype(operands.x.dtype))

@@ -52,4 +52,5 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         torch.mul(some, factor, out=rounded)
         if none is not None:
             rounded.masked_fill_(none, 0)
+            none = None  # one at a time
     return out
