@@ -14,9 +14,7 @@ os.environ.setdefault("FUSEDCE_MIN_LOGITS_MB", "0")  # its programs are tiny
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-import torch
-
-from .campaign import KINDS, Tally, campaign
+from .campaign import KINDS, Tally, printed_campaign
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,28 +39,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _of_kind(kind: str, given: argparse.Namespace) -> Tally:
     jobs = [
-        (kind, given, job, given.programs // given.jobs + (job < given.programs % given.jobs))
+        {
+            "programs": given.programs // given.jobs + (job < given.programs % given.jobs),
+            "first": given.first + job,
+            "step": given.jobs,
+            "seconds": given.seconds,
+            "reduce": not given.no_minimise,
+        }
         for job in range(given.jobs)
     ]
     if len(jobs) == 1:
-        return _job(*jobs[0])
+        return printed_campaign(kind, given.seed, **jobs[0])
     tally = Tally()
     with ProcessPoolExecutor(len(jobs), get_context("spawn")) as pool:
-        for one in [pool.submit(_job, *job) for job in jobs]:
+        for one in [pool.submit(printed_campaign, kind, given.seed, **job) for job in jobs]:
             tally.add(one.result())
     return tally
-
-
-def _job(kind: str, given: argparse.Namespace, job: int, programs: int) -> Tally:
-    torch.set_num_threads(1)
-    return campaign(
-        *(kind, given.seed, programs),
-        first=given.first + job,
-        step=given.jobs,
-        seconds=given.seconds,
-        reduce=not given.no_minimise,
-        report=lambda text: print(f"{text}\n", flush=True),
-    )
 
 
 if __name__ == "__main__":

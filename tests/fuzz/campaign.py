@@ -6,6 +6,7 @@ In: what to draw, a seed, a number. Out: a :class:`Tally`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import random
 import re
@@ -134,6 +135,13 @@ def campaign(
             if number // step % RESET_AFTER == 0:
                 torch._dynamo.reset()
     return tally
+
+
+def printed_campaign(kind: str, seed: int, programs: int, **options: Any) -> Tally:
+    """A :func:`campaign` on one thread that prints its failures; a process may start with it."""
+    torch.set_num_threads(1)
+    report = functools.partial(print, end="\n\n", flush=True)
+    return campaign(kind, seed, programs, report=report, **options)
 
 
 def _like(verdict: Verdict) -> str:
