@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,21 +66,25 @@ class Case:
             distinct: how many rows differ; the others repeat them in their order. All by default.
         """
         x, target = self.rows(distinct)
-        generator = torch.Generator().manual_seed(SEED + 1)
-        weight = torch.empty(self.v, self.d, dtype=getattr(torch, self.dtype))
+        weight = torch.empty(self.v, self.d, dtype=getattr(torch, self.dtype), device=self.device)
+        generator = self._generator(SEED + 1)
         for part in weight.split(1 << 14):  # in parts, so that no f32 copy of the whole exists
-            part.copy_(torch.randn(part.shape, generator=generator) * self.d**-0.5)
-        return x, weight.to(self.device).requires_grad_(self.backward), target
+            random = torch.randn(part.shape, generator=generator, device=self.device)
+            part.copy_(random.mul_(self.d**-0.5))
+        return x, weight.requires_grad_(self.backward), target
 
     def rows(self, distinct: int | None = None) -> tuple[Tensor, Tensor]:
         """x and target of :meth:`tensors`."""
         rows = self.n if distinct is None else min(distinct, self.n)
-        generator = torch.Generator().manual_seed(SEED)
-        x = torch.randn(rows, self.d, generator=generator).to(getattr(torch, self.dtype))
-        target = torch.randint(self.v, (rows,), generator=generator)
-        order = torch.arange(self.n) % rows
-        x, target = (t[order].to(self.device) for t in (x, target))
-        return x.requires_grad_(self.backward), target
+        how: dict[str, Any] = {"generator": self._generator(SEED), "device": self.device}
+        x = torch.randn(rows, self.d, **how).to(getattr(torch, self.dtype))
+        target = torch.randint(self.v, (rows,), **how)
+        order = torch.arange(self.n, device=self.device) % rows
+        return x[order].requires_grad_(self.backward), target[order]
+
+    def _generator(self, seed: int) -> torch.Generator:
+        """On the case's device: a CPU takes seconds for a large head."""
+        return torch.Generator(self.device).manual_seed(seed)
 
     def __str__(self) -> str:
         cap = f", soft-cap {self.softcap:g}" if self.softcap else ""
