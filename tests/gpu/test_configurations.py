@@ -103,7 +103,7 @@ def test_totals(place, name, dtype, v, take):
 
 @pytest.mark.only_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["a loss", "a policy's loss", "maxima"])  # of several candidates
 def test_what_is_timed_and_chosen(name, dtype, device, tmp_path, monkeypatch):
     """Without deterministic algorithms the tuner launches each candidate, on the real buffers."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -111,6 +111,6 @@ def test_what_is_timed_and_chosen(name, dtype, device, tmp_path, monkeypatch):
     torch.use_deterministic_algorithms(False)
     in_parts(monkeypatch)
     with device:
-        check(made(name, dtype, v=1016), dtype)
+        check(made(name, dtype, v=5003), dtype)
     assert tuning._chosen
     assert list(tmp_path.rglob("*.autotune.json"))
