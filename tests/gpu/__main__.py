@@ -1,10 +1,9 @@
 """Runs the tests that launch kernels, in parts that take a few minutes each.
 
-``python -m tests.gpu --part 1/4`` needs torch, triton, sympy, jinja2, numpy, pytest and expecttest
-alone.
-Test modules that need more, such as transformers, are left out. Several processes share a part,
-because the tests spend most of their time compiling. After eight minutes no further test starts; the
-last lines then say how many tests did not run. Other arguments go to pytest::
+``python -m tests.gpu --part 1/4`` needs fxpass, installed, pytest and expecttest alone. Test modules
+that need more, such as transformers, are left out. Several processes share a part, because the
+tests spend most of their time compiling. After eight minutes no further test starts; the last lines
+then say how many tests did not run. Other arguments go to pytest::
 
     python -m tests.gpu --part 1/4 -k descriptors
 """
