@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpass.kernels import reductions
+from fxpass.op import ignored
 from fxpass.op import reductions as operator
 from fxpass.op.checks import check
 from fxpass.plan import devices, plan
@@ -237,9 +238,12 @@ def test_everything_happens_on_the_device_of_the_tensors(text, dtype, launches, 
 LOSS = Reductions((), gradients=("x", "weight"), total=("pick",))
 
 
-def test_it_is_the_stream_of_the_tensors_that_may_be_recorded(launches, gpus):
-    """A CUDA graph: nothing is waited for then, so that no row is left out."""
-    gpus.capturing = 1
+@pytest.mark.parametrize("what", ["a CUDA graph", "little work"])
+def test_when_nothing_is_waited_for(what, launches, gpus, monkeypatch):
+    """So that no row is left out. It is the stream of the tensors that may be recorded."""
+    if what == "a CUDA graph":
+        gpus.capturing = 1
+        monkeypatch.setattr(ignored, "WORTH_A_WAIT", 0)
     given = operands(F32, total=1)
     assert given.coef is not None
     given.coef.zero_()  # would be left out
@@ -251,8 +255,9 @@ def test_it_is_the_stream_of_the_tensors_that_may_be_recorded(launches, gpus):
 
 @pytest.mark.parametrize("spec", [LOSS, Reductions((), total=("pick",))], ids=str)
 @pytest.mark.parametrize("counted", [0, 1])
-def test_a_batch_without_counted_rows_loads_the_kernels(counted, spec, launches, gpus):
+def test_a_batch_without_counted_rows_loads_the_kernels(counted, spec, launches, gpus, monkeypatch):
     """A graph that is captured next has all rows. Whatever they hold, the results are zeros."""
+    monkeypatch.setattr(ignored, "WORTH_A_WAIT", 0)
     given = operands(F32, total=1)
     assert given.coef is not None
     given.coef[:, counted:] = 0
