@@ -20,10 +20,10 @@ from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import hint, is_tensor, value
-from fxpass.match.views import View
+from fxpass.match.views import View, reshape_rows
 
 # Views that keep the order of the rows, so that they do not matter to flat rows.
-_SAME_ROWS = ("to_local", "reshape", "reshape_rows", "flatten", "unflatten", "unsqueeze", "squeeze")
+_SAME_ROWS = ("to_local", "reshape", reshape_rows, "flatten", "unflatten", "unsqueeze", "squeeze")
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def trimmed(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 def keeps_rows(step: Step) -> bool:
     """Whether flat rows are the same before and after a view. The class dimension is the last one,
     before it and after it."""
-    if step.view.function not in _SAME_ROWS:
+    if step.view.target not in _SAME_ROWS:
         return False
     before, after = value(operand_of_step(step)), value(step.node)
-    return step.view.dim == before.dim() - 1 and step.dim == after.dim() - 1
+    return step.view.before == before.dim() - 1 and step.dim == after.dim() - 1
 
 
 def operand_of_step(step: Step) -> Node:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, storage, written
-from fxpass.graph.functions import CASTS, function_of
+from fxpass.graph.functions import CASTS
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_number, is_tensor, value
 from fxpass.graph.placements import TO_LOCAL, placement_name
 from fxpass.graph.source import call_name
@@ -75,7 +75,7 @@ def _placed(node: Node, like: Classes) -> Classes:
     """The same values, placed in another way; from ``to_local`` on, views are of local tensors."""
     if placement_name(node.target) not in TO_LOCAL:
         return like
-    step = Step(node, View(like.dim, "to_local"), like.dim)
+    step = Step(node, View(like.dim, like.dim, "to_local"), like.dim)
     return replace(like, steps=(*like.steps, step))
 
 
@@ -86,24 +86,9 @@ _SOFTMAX = {
 
 
 def view_step(node: Node, like: Classes) -> Step:
-    """The view of a tensor with classes. Views are read from their outputs, so that each position
-    at which the class dimension may be is tried."""
-    size, reason = value(first_operand(node)).shape[like.dim], None
-    for dim in range(value(node).dim() - 1, -1, -1):
-        if value(node).shape[dim] != size and function_of(node) not in _TAKE:
-            continue
-        try:
-            view = view_of(node, dim)
-        except NoMatch as no:
-            reason = reason or no
-            continue
-        if view.dim == like.dim:
-            return Step(node, view, dim)
-    raise reason or NoMatch(node, f"%{node.name} ({call_name(node)}) changes the classes")
-
-
-# Views that may select classes.
-_TAKE = {"getitem", "index", "index_select", "narrow", "slice"}
+    """The view of a tensor with classes."""
+    view = view_of(node, like.dim)
+    return Step(node, view, view.after)
 
 
 def note_write(flow: Flow, node: Node, found: Classes) -> None:

@@ -103,7 +103,7 @@ def _product(node: Node, x: Any, weight: Any, bias: Any = None) -> Linear:
     """``x @ weight``; reads a weight ``w.t()`` as ``w``."""
     matrix = is_tensor(weight) and value(weight).dim() == 2
     turns = matrix and function_of(weight) in ("t", "numpy_T", "mT", "transpose", "permute")
-    if turns and not is_cut(weight) and view_of(weight, 1).dim == 0:
+    if turns and not is_cut(weight) and view_of(weight, 0).after == 1:
         return _make(node, x, first_operand(weight), bias, transposed=False)
     return _make(node, x, weight, bias, transposed=True)
 

@@ -157,7 +157,7 @@ def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
         NoMatch: it rearranges rows whose values depend on tensors or reductions of these rows.
     """
     found = like if step.view.classes is None else _taken(like, step)
-    if not step.view.function:
+    if not step.view.target:
         return found
     found = replace(found, steps=(*like.steps, step), dim=step.dim)
     if keeps_rows(step):

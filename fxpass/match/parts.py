@@ -11,6 +11,7 @@ Class indices of the pieces are concatenated. Pieces with values [N, V] of their
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,7 +48,7 @@ def join_pieces(flow: Flow) -> None:
         picks = _joined_picks(flow, list(ranges.values()))
         if picks is None or not _all_rows(list(ranges)):
             continue
-        like = Classes(pieces[0][1].steps[:-1], step.view.dim, transform, edits=edits)
+        like = Classes(pieces[0][1].steps[:-1], step.view.before, transform, edits=edits)
         whole = flow.base(like, transform, scale)
         for part, base in pieces:
             i = list(ranges).index((part.start, part.stop))
@@ -69,25 +70,11 @@ def _part(step: Step) -> Part | None:
     view, shape = step.view, value(operand_of_step(step)).shape
     if view.classes is not None:
         return None
-    start: Any
-    if view.function == "narrow":
-        axis, start, length = view.args
-        if not isinstance(start, int) or not isinstance(length, int):
-            return None
-        stop = start + length
-    elif view.function == "select":
-        axis, start = view.args
-        if isinstance(start, int) and start < 0:
-            start = start + shape[axis]
-        stop = start + 1 if isinstance(start, int) else start
-    elif view.function == "getitem":
-        found = _range(view.args[0], shape)
-        if found is None:
-            return None
-        axis, start, stop = found
-    else:
+    found = _range(view.args[0], shape) if view.target is operator.getitem else None
+    if found is None:
         return None
-    first = axis == (1 if view.dim == 0 else 0)
+    axis, start, stop = found
+    first = axis == (1 if view.before == 0 else 0)
     if not first or not isinstance(start, int) or not isinstance(stop, int | None) or start < 0:
         return None
     whole = isinstance(shape[axis], int) and stop == shape[axis]

@@ -9,6 +9,7 @@ head, of which the index takes one::
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 from torch.fx import Node
@@ -21,7 +22,7 @@ from fxpass.match.classes import Flow, Stacked
 from fxpass.match.edits import Step
 from fxpass.match.elementwise import view_step
 from fxpass.match.operands import check_cast, viewed
-from fxpass.match.views import VIEWS, View
+from fxpass.match.views import VIEWS, View, repeat_rows
 
 
 def stack_of(flow: Flow, node: Node) -> None:
@@ -41,7 +42,7 @@ def stack_of(flow: Flow, node: Node) -> None:
         or value(node).shape[dim] != value(tensors[at[0]]).shape[like.dim]
     ):
         raise unknown
-    view = View(like.dim, "repeat_rows", (new, len(tensors)))
+    view = View(like.dim, dim, repeat_rows, (new, len(tensors)))
     found = viewed(flow, like, Step(node, view, dim))
     flow.stacks[node] = Stacked(node, found, new, tuple(at), len(tensors))
 
@@ -68,7 +69,7 @@ def taken_from_stack(flow: Flow, node: Node) -> None:
     if function not in VIEWS:
         raise unknown
     step = view_step(node, stack.like)
-    if not step.view.function:
+    if not step.view.target:
         flow.stacks[node] = replace(stack, like=viewed(flow, stack.like, step))
         return
     picked, axis = _picked(step, stack.axis, unknown)
@@ -85,7 +86,7 @@ def _cuts_gradients(node: Node, source: Node) -> bool:
 def _picked(step: Step, axis: int, unknown: NoMatch) -> tuple[int | None, int]:
     """The effect of a view on dimension ``axis`` of its input: the index that it selects, and the
     dimension's position in its output."""
-    if step.view.function != "getitem":
+    if step.view.target is not operator.getitem:
         raise unknown
     before = after = 0
     for entry in step.view.args[0]:

@@ -11,6 +11,7 @@ and cut to its own shape again, the tensor itself::
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -116,5 +117,6 @@ def _part_of(flow: Flow, node: Node, parts: Node, at: int) -> Classes:
         if not all(isinstance(length, int) for length in before[: at if last else None]):
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a size that varies")
         index[axis] = slice(sum(before[:at]), None if last else sum(before))
-    view = View(like.dim, "getitem", (tuple(index),))
-    return viewed(flow, like, Step(node, view, like.dim - (alone and axis < like.dim)))
+    after = like.dim - (alone and axis < like.dim)
+    view = View(like.dim, after, operator.getitem, (tuple(index),))
+    return viewed(flow, like, Step(node, view, after))

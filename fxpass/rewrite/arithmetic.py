@@ -55,11 +55,11 @@ class Arithmetic(Builder):
 
     def _viewed(self, tensor: Node, steps: tuple[Step, ...]) -> Node:
         for step in steps:
-            if step.view.function == "to_local":
+            if step.view.target == "to_local":
                 tensor = self.x_to_local(tensor)
                 continue
-            size = self.size(tensor, step.view.dim)
-            op, target, args = step.view.replayed(size, None)
+            size = self.size(tensor, step.view.before)
+            op, target, args = step.view.replayed(size)
             tensor = self.call(op, target, tensor, *args)
         return tensor
 
@@ -98,7 +98,7 @@ class Arithmetic(Builder):
         output, step = self.known[whole], part.step
         steps = next(c.steps for c in self.flow.classes.values() if step in c.steps)
         x = self._viewed(self.hidden, steps[: steps.index(step)])
-        first = self.size(x, 1 if step.view.dim == 0 else 0)
+        first = self.size(x, 1 if step.view.before == 0 else 0)
         flat = value(x).dim() == 2
         rows = output if flat else self.method("unflatten", output, 0, (first, -1))
         rows = self.function(operator.getitem, rows, slice(part.start, part.stop))
