@@ -99,7 +99,7 @@ def _followed(node: Node, dim: int, method: str, args: Sequence[Any]) -> int:
     try:
         found = getattr(probe, method)(*map_arg(tuple(args), _number))
     except (RuntimeError, TypeError, IndexError):
-        found = torch.empty(())
+        found = torch.empty((), device="meta")
     for i, size in enumerate(value(node).shape):
         if found.dim() > i and found.stride(i) == 1 and statically_known_true(size == shape[dim]):
             return i
