@@ -340,3 +340,21 @@ LLAMA = operands(8192, 4096, 128256, torch.bfloat16, picks=1)
 def listed(text):
     return launches(Reductions.parse(f"{REVISION} {text}"), LLAMA, ASSUMED)
 """
+
+
+@pytest.mark.parametrize(
+    ("text", "exact"),
+    [
+        ("outputs=argmax;pick transform=30*tanh(z/30)", True),
+        ("outputs=sum(where(at0<z,1,0)) transform=2*z+1", True),
+        ("outputs=pick transform=30*tanh(z/30)", False),
+        ("outputs=argmax;pick", False),  # what is compared is read, not computed
+    ],
+)
+def test_logits_that_passes_compare_are_computed_alike(text, exact):
+    """Without products and sums that are fused in one pass and not in the other."""
+    spec = Reductions.parse(f"{REVISION} {text}")
+    (launch,) = for_reductions(spec, operands(8192, 4096, 128256, BF16, picks=1), ASSUMED)
+    for candidate in launch.candidates:
+        assert ("enable_fp_fusion" in candidate.options) == exact
+        assert candidate.options.get("enable_fp_fusion") is (False if exact else None)

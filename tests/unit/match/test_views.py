@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 from tests.support.programs import B, D, S, V, check, head_of, inputs, last, reason_of
 
@@ -190,3 +191,21 @@ def test_shapes_that_are_not_numbers():
 def test_sizes_differ():
     """D is no size that a test could mistake for V."""
     assert len({B, S, D, V}) == 4
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda z: z.unsqueeze(0).flatten(0, 1),
+        lambda z: z.view(1, V, V)[0],
+        lambda z: z.unflatten(0, (1, V)).squeeze(0),
+    ],
+)
+def test_as_many_rows_as_classes(view):
+    """The sizes do not say which dimension is that of the classes."""
+    x, weight, _ = inputs()
+    x = torch.randn(V, x.shape[-1], requires_grad=True)
+    labels = (torch.arange(V) * 2 + 1) % V
+    before = counters["fusedce"]["matched"]
+    check(lambda x, w, t: F.cross_entropy(view(F.linear(x, w)), t), labels, x, weight)
+    assert counters["fusedce"]["matched"] > before
