@@ -146,15 +146,16 @@ def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None)
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) assigns {new} to booleans")
         return expr_of(flow, node, like, new, value(first_operand(node)))
     trained = value(first_operand(node)).requires_grad
+    at = None if target is None else index_of(target)
 
     def leaf(one: Node) -> Expr | None:
         """The logit at the target, as an expression of all logits."""
         expr = flow.rows.get(one)
-        if expr is None or target is None or flow.written_between(index_of(target), node):
+        if expr is None or at is None or flow.writes([at], at, node):
             return None
         for symbol in symbols_of(expr) & flow.outputs.keys():
             base, output = flow.outputs[symbol]
-            same = isinstance(output, Picked) and index_of(output.index) is index_of(target)
+            same = isinstance(output, Picked) and index_of(output.index) is at
             if not same or not output.logit or output.ignored is not None:  # type: ignore[union-attr]
                 return None
             if base.logit != like.expr or flow.base(like, base.transform, base.scale) is not base:
@@ -181,7 +182,7 @@ def _computed(
     def read(operand: Node) -> Expr | None:
         return _computed(flow, operand, node, leaf, trained, found)
 
-    if flow.written_between(node, reader):
+    if flow.writes([node], node, reader):
         return None
     if (of_leaf := leaf(node)) is not None:
         return of_leaf

@@ -201,13 +201,15 @@ class Flow:
         """The dtype of the logits."""
         return value(self.linear.node).dtype
 
-    def writers_of(self, node: Node) -> list[Node]:
-        """The nodes that may write to a tensor's memory."""
-        return [n for memory in {storage(node), None} for n in self.writers.get(memory, ())]
-
-    def written_between(self, node: Node, reader: Node) -> bool:
-        """Whether another node writes to the memory of a tensor before ``reader`` reads it."""
-        return any(node < writer < reader for writer in self.writers_of(node))
+    def writes(
+        self, nodes: Iterable[Node], after: Node | None = None, before: Node | None = None
+    ) -> list[Node]:
+        """The nodes, between two others, that may write to the memory of one of ``nodes``."""
+        memory = {storage(n) for n in nodes if is_tensor(n)}
+        some = self.writers if None in memory else {None, *memory}
+        found = {writer for one in some for writer in self.writers.get(one, ())}
+        late = (w for w in found if after is None or after < w)
+        return [w for w in late if before is None or w < before]
 
     # ------------------------------------------------------------ symbols
 
@@ -324,11 +326,10 @@ class Flow:
         that is written to, or whose operands are: ``reader`` would read them again."""
         cut = None if value(reader).requires_grad else self.cut.get(node)
         rows = self.rows.get(node, cut)
-        if rows is None or self.written_between(node, reader):
+        if rows is None:
             return None
-        read = [n for symbol in symbols_of(rows) for n in self._read_by(symbol) if is_tensor(n)]
-        changes = (writer for n in read for writer in self.writers_of(n))
-        return None if any(node < writer < reader for writer in changes) else rows
+        read = [node, *(n for symbol in symbols_of(rows) for n in self._read_by(symbol))]
+        return None if self.writes(read, node, reader) else rows
 
     def _read_by(self, symbol: Symbol) -> list[Node]:
         """The tensors that the value of a symbol is computed from."""

@@ -217,7 +217,7 @@ def _same_row(flow: Flow, node: Node) -> None:
     if keeps_order(node) and is_tensor(node) and value(node).is_floating_point():
         operand = first_operand(node)
         same = value(node).requires_grad == value(operand).requires_grad
-        same = same and not flow.written_between(operand, node)
+        same = same and not flow.writes([operand], operand, node)
         for known in (flow.rows, flow.cut):
             if operand in known and same:
                 (flow.cut if is_cut(node) else known)[node] = known[operand]

@@ -28,7 +28,7 @@ from fxpass.match.modes import Mode
 from fxpass.match.names import named, names_of
 from fxpass.match.operands import check_plain
 from fxpass.match.outputs import Base, Picked, given_of
-from fxpass.match.place import movable, place, writes
+from fxpass.match.place import movable, place
 from fxpass.match.sharding import sharding_of
 from fxpass.match.totals import (
     Total,
@@ -138,7 +138,7 @@ def _calls(flow: Flow, base: Base, options: Options) -> list[Call]:
             for s in _symbols(flow, base, ready)
             if s not in known
             or (s in trained and not known[s][1])
-            or any(known[s][0] < w for w in writes(flow.operands(base, [s]), ready[-1].node))
+            or flow.writes(flow.operands(base, [s]), known[s][0], ready[-1].node)
         ]
         if symbols:
             call = _call(flow, base, ready, symbols, options)
@@ -162,10 +162,9 @@ def _trained(
 def _ready(flow: Flow, base: Base, reduced: Reduced, first: Node) -> bool:
     """Whether all operands of a reduction exist before ``first``, or can be moved there."""
     operands = flow.operands(base, _symbols(flow, base, [reduced]))
-    changes = writes(operands, reduced.node)
-    return all(movable(n, first, flow.replaced) is not None for n in operands) and all(
-        w < first for w in changes
-    )
+    if flow.writes(operands, first.prev, reduced.node):
+        return False
+    return all(movable(n, first, flow.replaced) is not None for n in operands)
 
 
 def _symbols(flow: Flow, base: Base, reductions: list[Reduced]) -> list[Symbol]:
@@ -247,7 +246,7 @@ def _placed(
     """The node after which a call stands, in the modes of the linear, and the operands that are
     moved to it."""
     linear, first = flow.linear.node, reductions[0].node
-    after, moved = place(linear, operands, first, flow.replaced)
+    after, moved = place(flow, operands, first)
     while modes[after].transforms > modes[linear].transforms:
         after = after.next  # an operand is what a transform returns
     if any(modes[r.node].transforms != modes[linear].transforms for r in reductions):

@@ -39,7 +39,7 @@ def made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | None
 
 def _made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | None:
     function = out_of_place(function_of(node))
-    if like.dim != whole.dim() - 1 or any(writer is not node for writer in flow.writers_of(node)):
+    if like.dim != whole.dim() - 1 or any(writer is not node for writer in flow.writes([node])):
         return None
     if function in (*CASTS, "bool", "long", "int") and node.args and is_tensor(node.args[0]):
         return _cast(node, made_of(flow, first_operand(node), like, whole))
@@ -56,7 +56,7 @@ def _made_of(flow: Flow, node: Node, like: Classes, whole: Tensor) -> Expr | Non
         if tensor.requires_grad and not value(node).requires_grad:
             return None
         made = made_of(flow, operand, like, whole)
-        if made is not None or operand in known or flow.writers_of(operand):
+        if made is not None or operand in known or flow.writes([operand]):
             return made
         if is_row(tensor, like, whole):
             return flow.tensor(operand, "row")
@@ -155,10 +155,9 @@ def hot(flow: Flow, node: Node, index: Node, *, wraps: bool = False) -> Symbol |
     """The symbol of a one-hot tensor; None if its class indices change after ``node``. ``wraps``:
     whether negative ones are counted from the end."""
     base = index_of(index)
-    if any(writer > base for writer in flow.writers_of(base)):
+    if flow.writes([base], base):
         base = index  # a view may be a copy, from before
-    changed = any(writer > node for writer in flow.writers_of(base))
-    return None if changed else flow.tensor(base, WRAPPED if wraps else "hot")
+    return None if flow.writes([base], node) else flow.tensor(base, WRAPPED if wraps else "hot")
 
 
 def index_of(node: Node) -> Node:

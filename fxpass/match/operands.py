@@ -90,7 +90,7 @@ def whole_range(flow: Flow, entry: Any, rows: Sequence[Any], axis: int = 0) -> b
     whole = given["start"] == 0 and given["step"] == 1 and value(source).shape[0] == count
     shape = [1] * (len(rows) - value(entry).dim()) + list(value(entry).shape)
     along = shape == [count if i == axis else 1 for i in range(len(rows))]
-    return whole and along and not flow.writers_of(source)
+    return whole and along and not flow.writes([source])
 
 
 def _range_of(entry: Any) -> Node | None:

@@ -13,30 +13,11 @@ from collections.abc import Collection, Container
 
 from torch.fx import Node
 
-from fxpass.graph.calls import storage, written
+from fxpass.graph.calls import written
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import NoMatch, is_tensor, needs_gradient, value
-from fxpass.graph.source import call_name
+from fxpass.match.classes import Flow
 from fxpass.match.views import VIEWS
-
-
-def writes(operands: Collection[Node], end: Node) -> list[Node]:
-    """The nodes before ``end`` that change operands in place: ``q = zeros(n, v); q.scatter_(...)``.
-
-    Raises:
-        NoMatch: the memory of an operand is unknown.
-    """
-    memory = {storage(node) for node in operands if is_tensor(node)}
-    found = []
-    for node in end.graph.nodes:
-        if node is end:
-            break
-        changed = {storage(operand) for operand in written(node)}
-        if changed and None in memory | changed:
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) may change an operand in place")
-        if not changed.isdisjoint(memory):
-            found.append(node)
-    return found
 
 
 def movable(node: Node, first: Node, replaced: Container[Node]) -> list[Node] | None:
@@ -72,18 +53,17 @@ _PURE = {
 }
 
 
-def place(
-    linear: Node, operands: Collection[Node], first: Node, replaced: Container[Node]
-) -> tuple[Node, tuple[Node, ...]]:
+def place(flow: Flow, operands: Collection[Node], first: Node) -> tuple[Node, tuple[Node, ...]]:
     """The node after which the call stands, and the operands that are moved to it; not those that
     calls replace."""
     moved: dict[Node, None] = {}
     for operand in operands:
-        nodes = movable(operand, first, replaced)
+        nodes = movable(operand, first, flow.replaced)
         if nodes is None:
             reason = f"%{operand.name} is an operand, and is computed after %{first.name}"
             raise NoMatch(operand, reason)
         moved |= dict.fromkeys(nodes)
     # what is moved may copy a tensor that has been written to
     read = {*operands, *(n for node in moved for n in node.all_input_nodes)} - moved.keys()
-    return max(linear, *read, *writes({*read, *operands}, first)), tuple(sorted(moved))
+    writes = flow.writes({*read, *operands}, before=first)
+    return max(flow.linear.node, *read, *writes), tuple(sorted(moved))

@@ -183,7 +183,7 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
         pick = flow.outputs[symbol][1]
         if not isinstance(pick, Picked) or pick.count != 1 or pick.pieces or symbol in flow.parts:
             raise unknown
-        if any(flow.written_between(index, node) for index in pick.indices):
+        if any(flow.writes([index], index, node) for index in pick.indices):
             raise unknown  # the call reads the index where the sum is
     try:
         expression.text(function)

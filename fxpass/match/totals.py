@@ -18,7 +18,7 @@ import sympy
 from sympy import Symbol
 from torch.fx import Node
 
-from fxpass.graph.calls import is_cut, others_of, storage, written
+from fxpass.graph.calls import is_cut, others_of
 from fxpass.graph.functions import CASTS, REFLECTED, function_of, reads_values
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
 from fxpass.match.classes import Flow, Reduced
@@ -76,7 +76,8 @@ def total_of(flow: Flow, reductions: Collection[Reduced]) -> Total | None:
         whole = node in linear and value(node).dim() == 0 and starts.keys() <= linear.keys()
         if whole and _all_gradients_pass(flow, node, linear):
             found = _total(flow, node, starts, linear)
-            return None if _changes({*linear, *found.operands}, min(starts), node) else found
+            read = {*linear, *found.operands}
+            return None if flow.writes(read, min(starts).prev, node) else found
         node = node.next
     return None
 
@@ -98,16 +99,6 @@ def _total(
         tuple(starts[n] for n in starts if n in read),
         tuple({n for reduced in starts.values() for n in tensors_of(flow, reduced)}),
     )
-
-
-def _changes(nodes: Collection[Node], first: Node, last: Node) -> bool:
-    """Whether a node between two others may write to the memory of one of ``nodes``."""
-    memory = {storage(n) for n in nodes if is_tensor(n)}
-    while first is not last:
-        if any(storage(n) in {None, *memory} for n in written(first)):
-            return True
-        first = first.next
-    return False
 
 
 def is_linear(flow: Flow, reduced: Reduced) -> bool:
