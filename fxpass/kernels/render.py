@@ -39,7 +39,7 @@ from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
 from fxpass.spec.expression import Z
 from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, Moment, Output, Sum
-from fxpass.spec.reductions import Reductions, for_slopes, normalised, raw, shifted
+from fxpass.spec.reductions import Reductions, normalised, raw, shifted
 from fxpass.spec.terms import Terms
 
 # Most of a softmax over a vocabulary is below 6e-5, where fp16 loses precision, or below 6e-8, its
@@ -228,9 +228,9 @@ def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
 def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
     """The incoming gradients, those of a total are its weights, and the gradient of a logit."""
     outputs = spec.total or (() if forward else spec.rows)
-    names = {o: _name(o, spec.sums) for o in (*outputs, *for_slopes(outputs))}
+    names = {o: _name(o, spec.sums) for o in (*outputs, *spec.for_slopes)}
     terms, sigmas = Terms(), {o: Symbol(name) for o, name in names.items()}
-    for output in outputs:
+    for output in outputs if spec.gradients else ():
         of_picks = "_sum" if f.several and output in OF_PICKS else ""
         terms.add_output(output, Symbol(f"d_{names[output]}{of_picks}"), sigmas)
     functions = [(names[o], o.slope, d) for o, d in terms.functions if o.slope != 0]

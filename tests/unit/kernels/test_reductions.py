@@ -456,7 +456,7 @@ def test_a_total_and_its_gradients_in_one_launch(name, shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
 @pytest.mark.parametrize("given", [False, True])
-@pytest.mark.parametrize("name", ["a policy's loss", "soft targets"])
+@pytest.mark.parametrize("name", ["a policy's loss", "soft targets", "a second pass"])
 def test_a_total_without_gradients(name, given, shape, dtype):
     """Of the same bits, with logits that exist too."""
     found = case(TOTALS[name], dtype, shape=shape, frozen=GIVEN)
@@ -491,6 +491,28 @@ def test_outputs_beside_a_total(name, shape, dtype):
 
 
 # ---------------------------------------------------------------- numbers at the edge
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+@pytest.mark.parametrize("comparison", ["gt", "ge", "lt", "le"])
+def test_the_rank_of_a_masked_class(comparison, shape, dtype):
+    """Its log-softmax is -inf, as that of other masked classes, and less than all others."""
+    sign = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}[comparison]
+    found = case([of(f"where(l{sign}pick0,1,0)")], dtype, shape=shape)
+    operands = operands_of(found, list(found.tensors.values()))
+    n, _, v = shape
+    mask = torch.arange(v) % 3 == 1
+    operands = operands._replace(given=(mask,), picks=torch.arange(n) % v)
+    spec = Reductions(found.spec.outputs, parse("where(given0>0,-inf,z)"))
+    plan = Plan("triton", "chunked", rows=2, classes=1)
+    (ranks,) = kernels.forward(operands, spec, plan)[0].rows
+    log = (operands.x.float() @ operands.weight.float().T).to(dtype).float()
+    log = log.masked_fill(mask, -torch.inf).log_softmax(1)
+    picked = log.gather(1, operands.picks[:, None])
+    assert mask[operands.picks].any()
+    assert torch.equal(ranks, getattr(log, comparison)(picked).sum(1).float())
 
 
 def assert_as_eager(found: Case, exact: bool = False) -> None:
