@@ -23,6 +23,10 @@ from fxpass.spec.reductions import Reductions
 from fxpass.spec.terms import Terms
 
 
+# Times a factor that products with x may make a denormal number, this is 0 in f32.
+_SMALL = 2.0**-49
+
+
 class Slope(Terms):
     """The gradient of some rows of transformed logits, for incoming gradients of their outputs: the
     sum of these terms, of values at ``picked`` classes ``[rows, K]``, and of ``dense`` values
@@ -74,13 +78,9 @@ class Slope(Terms):
         # the first power of the softmax is all there is, besides picked classes
         alone = self.coefficients.keys() == {(1, None)} and self.coefficients[1, None].keys() == {0}
         self._of_one_softmax = alone and not (self.dense or self.functions)
-        # and every row has some of it: several gradients may cancel
-        self._in_every_row = self._of_one_softmax and (
-            (dense and incoming.shape[1] == 1) or is_dense(self.coefficients[1, None][0])
-        )
         # a row without an incoming gradient has none, whatever its logits are: 0 * nan is nan
         self._without = None
-        if not (dense or self._in_every_row):
+        if not dense:
             counts = incoming.any(1, True)
             if not is_dense(counts):
                 self._without = ~counts
@@ -198,8 +198,8 @@ class Slope(Terms):
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`of`, from the softmax ``e / total``, where its first power is all there is."""
         factor = self.coefficients[1, None][0] / total
-        # of a row without softmax, only the picked classes have a gradient
-        if scaled or self._operands.scale is not None or not self._in_every_row:
+        # of a row without softmax, as where several gradients cancel, only picked classes have one
+        if scaled or self._operands.scale is not None or not is_dense(factor * _SMALL):
             e.mul_(factor)
             factor = torch.ones_like(factor)
         for index, each in self._picked(classes):

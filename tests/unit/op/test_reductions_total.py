@@ -167,3 +167,23 @@ def test_a_total_without_gradients():
     total = class_reductions(x, w, None, None, picks, [], coef, None, "r5 total=pick")["total"]
     want = torch.nn.functional.cross_entropy(x[1:] @ w.t(), picks[1:])
     torch.testing.assert_close(total, want)
+
+
+@pytest.mark.parametrize("exponent", [-60, -85, -95, -100, -104])
+@pytest.mark.parametrize("v", [V, 1003, 20001])
+def test_coefficients_that_are_nearly_zero(v, exponent):
+    """Those of a discount, for example. Divided by the sum of exponentials, they would be 0."""
+    torch.manual_seed(0)
+    x, w, picks = torch.randn(3, D), 0.1 * torch.randn(v, D), torch.tensor([1, 2, 3])
+    coef = torch.tensor([[0.0, 0.0, exponent]]).exp()
+    leaves = [[t.clone().requires_grad_() for t in (x, w)] for _ in range(2)]
+    found = class_reductions(*leaves[0], None, None, picks, [], coef, None, LOSS)["total"]
+    log = (leaves[1][0] @ leaves[1][1].T).log_softmax(1)
+    loss = (log.gather(1, picks[:, None]).T * coef).sum()
+    found.backward()
+    loss.backward()
+    (of_x, of_w), (exact_x, exact_w) = ((t.grad for t in pair) for pair in leaves)
+    # some units of the smallest denormal number
+    torch.testing.assert_close(of_x[2], exact_x[2], rtol=1e-4, atol=1e-44)
+    torch.testing.assert_close(of_x[:2], exact_x[:2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(of_w, exact_w, rtol=1e-5, atol=1e-6)
