@@ -22,7 +22,7 @@ from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.expression import operands as beside
 from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.outputs import Sum
+from fxpass.spec.outputs import IN_TOTAL, Sum
 from fxpass.spec.reductions import Reductions
 
 
@@ -39,9 +39,9 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         return results.all(), grads
     every = slice(0, operands.weight.shape[0])
     functions = any(isinstance(output, Sum) for output in spec.total)
-    # the exponentials of the sum may become the gradient
-    once = not functions and not {"lse", "pick"}.isdisjoint(spec.total)
     twice = spec.softmax and (spec.whole_rows or bool(products and functions))
+    # the exponentials of the sum may become the gradient
+    once = set(spec.total) <= set(IN_TOTAL) and not {"lse", "pick"}.isdisjoint(spec.total)
 
     def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         sums = RowSums(operands, spec, few)
@@ -52,7 +52,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         if sums.coef is None or not products:
             return None
         slope = Slope(operands, few, spec.total, sums.coef, sums.for_slopes, z, dense=sums.dense)
-        if once and sums.only_total:
+        if once and sums.exponentials:
             # a row that is masked wholly has an infinite factor
             g, factor = slope.of_softmax(y, sums.total, every, scaled or spec.masks)
         else:

@@ -31,6 +31,7 @@ class RowSums:
     logarithm of ``total``, 0 without a softmax, and the normalised ``moments``.
 
     Attributes:
+        exponentials: what :meth:`add` may return.
         coef: the weights ``[rows, T]`` of the total, if there is one.
         dense: whether they are known to differ from 0.
     """
@@ -49,13 +50,14 @@ class RowSums:
         self._sums: dict[Moment, Tensor] = {}
         self.log_total: Tensor
         self.moments: dict[Moment, Tensor] = {}
-        self.only_total = self._raw == (TOTAL,)  # no other sum is read
+        # no sum reads other powers: add() may return these exponentials
+        self.exponentials = bool(self._raw) and all(m.a == 1 and m.b <= 1 for m in self._raw)
         self.coef = None if operands.coef is None else part_of(operands.coef, few, 1).t()
         self.dense = is_dense(self.coef)
 
     @property
     def total(self) -> Tensor:
-        """The sum of the exponentials of :meth:`add`."""
+        """The sum of the exponentials that :meth:`add` returns."""
         return self._sums[TOTAL]
 
     def add(self, z: Tensor, classes: slice, keep: bool = False) -> Tensor:
@@ -64,8 +66,8 @@ class RowSums:
         Returns:
             the memory of z, with its differences y to the largest logit so far (the lowest finite
             number if that is -inf); they are at least ``LEAST_LOG`` where moments are summed. With
-            the exponentials of y if :attr:`only_total` and not ``keep``; with z if no output reads
-            the softmax.
+            the exponentials of y if :attr:`exponentials` and not ``keep``; with z if no output
+            reads the softmax.
         """
         before = self._highest
         if "argmax" in self._spec.outputs:
@@ -84,7 +86,7 @@ class RowSums:
         # clamped: if every logit is -inf, -inf - -inf would make the lse nan
         m = finite(self._highest)
         y = z.sub_(m)
-        sums = self._raw_sums(y, classes, self.only_total and not keep)
+        sums = self._raw_sums(y, classes, self.exponentials and not keep)
         if before is not None:
             shift = self._clamped - m
             sums = {moment: s + under(moment, self._sums, shift) for moment, s in sums.items()}
@@ -129,20 +131,21 @@ class RowSums:
         return self._operands.evaluate(output.function, z, self._few, classes, values).sum(1, True)
 
     def _raw_sums(self, y: Tensor, classes: slice, in_place: bool) -> dict[Moment, Tensor]:
-        """The raw sums of y ``[rows, classes]``, which is overwritten, unless
-        ``in_place`` at most by its clamped value. One exponential serves all powers of y."""
+        """The raw sums of y ``[rows, classes]``, which is overwritten by its exponentials if
+        ``in_place``, else at most by its clamped value. One exponential serves all powers of y."""
         found: dict[Moment, Tensor] = {}
         for a in sorted({moment.a for moment in self._raw}):
             some = [moment for moment in self._raw if moment.a == a]
-            term = y
+            powers, term = range(max(moment.b for moment in some) + 1), y
             if a:
-                term = exponential(y, a, out=y if in_place else None)
-            for b in range(max(moment.b for moment in some) + 1):
+                if len(powers) > 1:  # 0 * -inf would be nan
+                    y = torch.clamp(y, min=LEAST_LOG, out=None if in_place else y)
+                term = exponential(term, a, out=term if in_place else None)
+            for b in powers:
                 if not a:  # no exponential vanishes: an infinite y counts
                     term = y**b if b else y.new_ones(()).expand_as(y)
                 elif b:
-                    y.clamp_(min=LEAST_LOG)  # 0 * -inf would be nan
-                    term.mul_(y)
+                    term = torch.mul(term, y, out=y if in_place else term)
                 for moment in some:
                     if moment.b == b:
                         found[moment] = self._weighted(term, moment, classes)
