@@ -22,7 +22,6 @@ from fxpass.spec.outputs import LEAST_LOG, OF_LARGEST, OF_PICKS, Moment, Output,
 from fxpass.spec.reductions import Reductions
 from fxpass.spec.terms import Terms
 
-
 # Times a factor that products with x may make a denormal number, this is 0 in f32.
 _SMALL = 2.0**-49
 

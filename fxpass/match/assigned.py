@@ -18,14 +18,14 @@ from sympy import Expr
 from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, is_cut
-from fxpass.graph.functions import CASTS, function_of, out_of_place
+from fxpass.graph.functions import function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Taken, symbols_of
 from fxpass.match.elementwise import expr_of
 from fxpass.match.masks import function_over, hot, index_of, made_of
-from fxpass.match.operands import operand_of, whole_range
+from fxpass.match.operands import keeps_order, operand_of, whole_range
 from fxpass.match.outputs import Picked
 from fxpass.match.pointwise import MASKS
 from fxpass.match.views import entries_of
@@ -186,12 +186,11 @@ def _computed(
         return None
     if (of_leaf := leaf(node)) is not None:
         return of_leaf
-    function = out_of_place(function_of(node))
     if value(node).requires_grad != trained or not value(node).is_floating_point():
         return None
     if is_cut(node):
         return None
     if node not in found:
-        views = (*CASTS, "view", "reshape", "unsqueeze", "squeeze")
-        found[node] = read(first_operand(node)) if function in views else function_over(node, read)
+        same = keeps_order(node)
+        found[node] = read(first_operand(node)) if same else function_over(node, read)
     return found[node]

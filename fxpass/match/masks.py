@@ -20,6 +20,7 @@ from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.match.classes import OF_CLASS, Classes, Flow
 from fxpass.match.edits import symbols_of
+from fxpass.match.operands import keeps_order
 from fxpass.match.outputs import WRAPPED
 from fxpass.match.pointwise import MASKS, POINTWISE, check_size
 from fxpass.spec.expression import Z
@@ -162,19 +163,9 @@ def hot(flow: Flow, node: Node, index: Node, *, wraps: bool = False) -> Symbol |
 
 def index_of(node: Node) -> Node:
     """The tensor of which class indices are a view that keeps their order."""
-    while function_of(node) in _SAME_ORDER or _adds_dimensions(node):
+    while keeps_order(node) and function_of(node) not in CASTS:
         node = first_operand(node)
     return node
-
-
-_SAME_ORDER = ("view", "reshape", "unsqueeze", "flatten", "contiguous")
-
-
-def _adds_dimensions(node: Node) -> bool:
-    """Whether a node is ``labels[:, None]``."""
-    index = node.args[1] if function_of(node) == "getitem" else ()
-    entries = index if isinstance(index, tuple) else (index,)
-    return bool(entries) and all(e is None or e is Ellipsis or e == slice(None) for e in entries)
 
 
 def _cast(node: Node, made: Expr | None) -> Expr | None:

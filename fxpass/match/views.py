@@ -100,8 +100,9 @@ def _followed(node: Node, dim: int, method: str, args: Sequence[Any]) -> int:
         found = getattr(probe, method)(*map_arg(tuple(args), _number))
     except (RuntimeError, TypeError, IndexError):
         found = torch.empty((), device="meta")
-    for i, size in enumerate(value(node).shape):
-        if found.dim() > i and found.stride(i) == 1 and statically_known_true(size == shape[dim]):
+    view = found.untyped_storage()._cdata == probe.untyped_storage()._cdata  # and no copy
+    for i, size in enumerate(value(node).shape if view else ()):
+        if found.stride(i) == 1 and statically_known_true(size == shape[dim]):
             return i
     raise NoMatch(node, f"%{node.name} changes the class dimension")
 
@@ -190,7 +191,7 @@ def _width(entry: Any) -> int:
 def _tensors_of(node: Node, index: tuple[Any, ...]) -> list[int]:
     """The positions of the index tensors; ``NoMatch`` unless their output dimensions are there."""
     for entry in index:
-        if not (entry is None or isinstance(entry, int | slice | Node)):
+        if isinstance(entry, bool) or not (entry is None or isinstance(entry, int | slice | Node)):
             what = f"%{node.name} indexes with {entry!r}, not with slices and numbers"
             raise NoMatch(node, what)
     tensors = [i for i, entry in enumerate(index) if is_tensor(entry)]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from fxpass.spec.expression import text
 from tests.support.programs import B, D, S, V, check, head_of, inputs, reason_of, report_of, spec_of
 
+EAGER = {"fusedce.inner": "eager"}
 BANNED = torch.arange(V) % 3 == 1
 U = torch.rand(V) + 0.5
 TARGETS = (torch.rand(B, S, V) < 0.3).float()
@@ -569,3 +570,35 @@ def test_a_square_of_logits_of_a_masked_row():
     assert head_of(program, x, weight, rows).logits_mode == "never"
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
     assert not fused(x, weight, rows)[1].any()
+
+
+REINTERPRETED = {
+    "a scattered number": lambda z, t: z.scatter(1, t[:, None], 0.5).logsumexp(-1),
+    "one_hot": lambda z, t: (z * hot(t)).sum(-1),
+    "a loss": lambda z, t: F.cross_entropy(z, t, reduction="none"),
+}
+
+
+@pytest.mark.parametrize("case", REINTERPRETED)
+def test_labels_in_the_memory_of_another_dtype(case):
+    """They are not those that the memory has in its own dtype."""
+    program = REINTERPRETED[case]
+    x, weight, labels = inputs()
+    found = [
+        fn(lambda x, w, t: program(F.linear(x.flatten(0, 1), w), t.view(torch.int64)))
+        for fn in (lambda f: f, lambda f: torch.compile(f, backend="fusedce", options=EAGER))
+    ]
+    eager, fused = (fn(x, weight, labels.flatten().view(torch.float64)) for fn in found)
+    torch.testing.assert_close(fused, eager)
+
+
+def test_a_logit_in_the_bits_of_another_dtype():
+    def program(x, weight, labels):
+        z = F.linear(x, weight)
+        at = z.gather(1, labels).view(torch.float16).to(torch.bfloat16)
+        return z.scatter(1, labels, at).logsumexp(-1)
+
+    x, weight, labels = inputs()
+    operands = x.detach().flatten(0, 1).bfloat16(), weight.detach().bfloat16(), labels.view(-1, 1)
+    fused = torch.compile(program, backend="fusedce", options=EAGER)
+    torch.testing.assert_close(fused(*operands), program(*operands))

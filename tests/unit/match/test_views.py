@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from tests.support.programs import B, D, S, V, check, head_of, inputs, last, reason_of
 
+EAGER = {"fusedce.inner": "eager"}
 ROWS = torch.tensor([3, 0, 5])
 CLASSES = torch.tensor([7, 2, 9, 0])
 
@@ -123,6 +124,27 @@ REJECTED = {
 def test_rejected(case):
     program, reason = REJECTED[case]
     assert reason in reason_of(program, *inputs())
+
+
+OF_EQUAL_SIZES = {
+    "classes flattened with rows": lambda z, t: F.cross_entropy(z.mT.flatten(0, 1), t),
+    "as many rows as classes": lambda z, t: z.permute(2, 1, 0).flatten(1, 2).logsumexp(-1).mean(),
+    "a new dimension by True": lambda z, t: z[True].logsumexp(1).square().mean(),
+    "a new dimension by True, behind": lambda z, t: z[:, True].logsumexp(2).square().mean(),
+}
+
+
+@pytest.mark.parametrize("case", OF_EQUAL_SIZES)
+def test_the_class_dimension_is_not_told_by_its_size(case):
+    rows = (4, 2) if "True" in case else (2, 4)
+    x, weight, labels = torch.randn(*rows, 4), torch.randn(4, 4), torch.randint(2, (8,))
+    answers = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, backend="fusedce", options=EAGER)):
+        leaves = [t.clone().requires_grad_() for t in (x, weight)]
+        out = wrap(lambda x, w, t: OF_EQUAL_SIZES[case](F.linear(x, w), t))(*leaves, labels)
+        out.backward()
+        answers.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*answers)
 
 
 BY_A_MASK = {
