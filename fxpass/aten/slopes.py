@@ -138,7 +138,7 @@ class Slope(Terms):
                 w = self._operands.values(weight, self._few, classes)
                 term = w * term if term.shape[1] == 1 else term.mul_(w)
             if g is None:
-                g = term if term.shape == log.shape else term.expand_as(log).clone()
+                g = term if term.shape[1] > 1 else term.expand_as(log).clone()
             else:
                 g += term
             del term  # before the next one
@@ -178,8 +178,7 @@ class Slope(Terms):
         """Adds the gradients of the weights of moments."""
         for moment, each in self.weighted:
             if (grad := grads.get(cast(int, moment.weight))) is not None:
-                term = moment.term(log).mul_(each)
-                add_of_values(grad, term, self._few, classes)
+                self._add_of_values(grad, moment.term(log).mul_(each), classes)
 
     def _add_of_functions(
         self, grads: Mapping[int, Tensor], z: Tensor | None, log: Tensor, classes: slice
@@ -190,7 +189,17 @@ class Slope(Terms):
             for i in [i for i in given if i in grads]:
                 slope = expression.derivative(output.function, expression.given(i))
                 term = self._function(slope, each, z, log, classes)
-                add_of_values(grads[i], term, self._few, classes)
+                self._add_of_values(grads[i], term, classes)
+
+    def _add_of_values(self, grad: Tensor, term: Tensor, classes: slice) -> None:
+        """Adds the gradient of given values, ``[V]`` or ``[N, V]``, of some classes; overwrites
+        ``term``."""
+        if self._without is not None:
+            term.masked_fill_(self._without, 0)
+        if grad.dim() == 1:
+            grad[classes] += term.sum(0)
+        else:
+            grad[self._few, classes] += term
 
     def of_softmax(
         self, e: Tensor, total: Tensor, classes: slice, scaled: bool
@@ -198,7 +207,8 @@ class Slope(Terms):
         """As :meth:`of`, from the softmax ``e / total``, where its first power is all there is."""
         factor = self.coefficients[1, None][0] / total
         # of a row without softmax, as where several gradients cancel, only picked classes have one
-        if scaled or self._operands.scale is not None or not is_dense(factor * _SMALL):
+        small = self._without is not None or not is_dense(factor * _SMALL)
+        if scaled or self._operands.scale is not None or small:
             e.mul_(factor)
             factor = torch.ones_like(factor)
         for index, each in self._picked(classes):
@@ -239,10 +249,7 @@ class Slope(Terms):
 
         for position, grad in (given or {}).items():
             slope = expression.derivative(spec.transform, expression.given(position))
-            found = times(g.clone(), slope)
-            if self._without is not None:
-                found.masked_fill_(self._without, 0)
-            add_of_values(grad, found, self._few, classes)
+            self._add_of_values(grad, times(g.clone(), slope), classes)
         times(g, expression.derivative(spec.transform))
         if g is not logits:
             logits.copy_(g)
@@ -256,14 +263,6 @@ def transformed(
     """The transformed logits of some classes, without the scale of their row and with it."""
     z = operands.evaluate(spec.transform, logits, few, classes)
     return z, z if operands.scale is None else z * operands.scale[few].unsqueeze(1)
-
-
-def add_of_values(grad: Tensor, term: Tensor, few: slice, classes: slice) -> None:
-    """Adds the gradient of given values, ``[V]`` or ``[N, V]``, of a tile ``[rows, classes]``."""
-    if grad.dim() == 1:
-        grad[classes] += term.sum(0)
-    else:
-        grad[few, classes] += term
 
 
 def _polynomial(polynomial: Mapping[int, Tensor], x: Tensor) -> Tensor:

@@ -152,8 +152,10 @@ def run(
 
     if how == CHECKED:
         checks = torch.autograd.graph.saved_tensors_hooks(_saved, _unchanged)
-    elif how == FUSED and case.fused:
-        program, checks = env["fused"], _implemented_by(case.implementation)
+    elif how == FUSED:
+        checks = _implemented_by(case.implementation)
+    if how == FUSED and case.fused:
+        program = env["fused"]
     elif not case.fused:
         program = _program(case, program, how)
     torch.manual_seed(0)

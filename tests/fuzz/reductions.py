@@ -22,6 +22,7 @@ INPUTS: dict[str, str] = {
     "s": "(torch.rand(n, 3, 1) + 0.5){other}{grad}",
     "tem": "(torch.rand(()) + 0.5){other}{grad}",
     "t": _INPUTS["t"],
+    "bits": f"{_INPUTS['t']}.view(torch.int32)",
     "m": _INPUTS["m"],
     "mean": _INPUTS["mean"],
     "e": _INPUTS["e"],
@@ -42,6 +43,9 @@ HEADS = (
     "F.linear(x, w).float()",
     "F.linear(x, w, b).float()",
     "F.linear(x[:, :-1], w)",
+    # as many rows, or hidden values, as classes
+    f"F.linear(x[:, torch.arange({V}) % 3], w)",
+    f"F.linear(x[:, torch.arange({V}) % 3].repeat(1, 1, 3)[..., 1:], w.repeat(1, 3)[:, 1:])",
 )
 
 # ---------------------------------------------------------------- from logits to logits
@@ -52,6 +56,7 @@ VIEWS = (
     *["{z}[:, -1]", "{z}[0]", "{z}.select(0, 1)", "{z}.select(1, -1)", "{z}[1:]"] * 2,
     *["{z}.unbind(0)[{j}]", "{z}.chunk(2)[{j}]", "{z}.split(1)[{j}]", "{z}.contiguous()"],
     *["{z}.split([1, 2], 1)[1]", "{z}.squeeze(0)", "{z}.unsqueeze(0)", "{z}[m]", "{z}[:, m[0]]"],
+    *["{z}[True]", "{z}[:, True]", "{z}.mT", "{z}.mT.flatten(0, 1)", "{z}.transpose(0, -1)"],
 )
 TEMPERATURES = (
     *("{z} / tem", "{z} * tem", "{z} / s", "s * {z}", "{z} / 0.7", "{z} * 1.5", "{z} / tem.item()"),
@@ -508,6 +513,9 @@ LINEAR = (
     "torch.stack([{r}.float(), {r}.float() * 2]).sum()",
     "(1 - {r}.float()).flatten()[::2].sum()",
     "torch.dot({r}.flatten(), torch.linspace(-1, 1, {r}.numel()).to({r}.dtype))",
+    "({r}.float() * (torch.arange({r}.numel()) != 1).reshape({s})).sum()",
+    # a discount, down to the smallest numbers
+    "({r}.float() * torch.logspace(0, -44, {r}.numel()).reshape({s})).sum()",
 )
 
 # ---------------------------------------------------------------- what is not read

@@ -215,6 +215,8 @@ def case(
 def check(found: Case, dtype: torch.dtype = torch.float32) -> None:
     tensors = list(found.tensors.values())
     upstream = torch.randn(found.eager(*tensors).shape)
+    if upstream.shape[1] > 2:
+        upstream[:, 1] = 0  # one row without a gradient, which is not worth leaving out
     # of one class, eager's gradients of moments are exactly 0, and the operator's to a rounding
     floor = 4e-6 if len(found.tensors["weight"]) == 1 and dtype == torch.float32 else 0.0
     orders = map(found.reordered, range(ORDERS))

@@ -14,7 +14,7 @@ from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import INDICES, OF_LARGEST, Moment, Output
+from fxpass.spec.outputs import INDICES, OF_LARGEST, OF_PICKS, Moment, Output
 from fxpass.spec.reductions import Reductions
 from tests.support.reduction_cases import (
     AT_ONCE,
@@ -160,6 +160,14 @@ def test_tiles_of_any_size(sizes, dtype):
     for ours, same, theirs in zip(tiled, again, chunked, strict=True):
         assert torch.equal(ours, same)
         assert (ours - theirs).double().norm() <= tolerance * (1 + theirs.double().norm())
+
+
+@pytest.mark.parametrize("output", SOME, ids=str)
+def test_tiles_of_one_class(output):
+    found = case([output], torch.float64, many=True)
+    upstream = torch.randn(K if output in OF_PICKS else 1, N, dtype=torch.float64)
+    tiled, whole = (answers(found, Plan("aten", "tiled", 3, v), upstream) for v in (1, 100))
+    torch.testing.assert_close(tiled, whole)
 
 
 @pytest.mark.usefixtures("tiled", "multiplied")
