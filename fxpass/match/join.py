@@ -270,8 +270,8 @@ def _choice(
     n, v = shape_of(flow.linear)
     for edit in base.edits:
         v = taken(edit, v)
-    if isinstance(v, int) and not v:
-        raise NoMatch(flow.linear.node, "its logits have no classes")
+    if any(isinstance(size, int) and not size for size in (v, d)):
+        raise NoMatch(flow.linear.node, "its logits have no classes, or its rows no hidden values")
     if flow.sharding is not None:  # the sizes of this rank's call
         n, v = n // flow.sharding.rows, flow.sharding.count
     setting = options.settings.strategy

@@ -80,3 +80,13 @@ def test_rejected(case):
     between, reason = REJECTED[case]
     program = lambda x, w, t: F.cross_entropy(between(x, w).flatten(0, -2), t.view(-1))  # noqa: E731
     assert reason in reason_of(program, *inputs())
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 5), (0, 0, 3)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_rows_without_hidden_values(reduction, shape):
+    n, d, v = shape
+    program = lambda x, w, t: F.cross_entropy(x @ w.t(), t, reduction=reduction)  # noqa: E731
+    operands = torch.zeros(n, d, requires_grad=True), torch.zeros(v, d, requires_grad=True)
+    labels = torch.zeros(n, dtype=torch.long)
+    assert "no hidden values" in reason_of(program, *operands, labels)
