@@ -143,7 +143,9 @@ def _launch(spec: Reductions, present: Present, gpu: Gpu, forward: bool) -> Laun
     # Passes compare transformed logits: each of them has to compute the same, to the last bit. A
     # compiler may fuse a product and a sum, with one rounding, in one of two places.
     compared = spec.ranks or not {kind for kind, _ in spec.operands}.isdisjoint(OF_PICKS)
-    exact = (("enable_fp_fusion", False),) * (compared and spec.transform != expression.Z)
+    compared |= spec.shard and bool(spec.late)  # with the picks of other shards
+    products = scaled or spec.transform != expression.Z
+    exact = (("enable_fp_fusion", False),) * (compared and products)
     vector = 16 // (logits or dtype).itemsize  # what a thread loads at once
 
     def candidate(block: int, warps: int) -> Candidate:

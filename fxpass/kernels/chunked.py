@@ -34,8 +34,6 @@ from fxpass.plan.plan import UPCAST_CLASSES
 from fxpass.spec.dtypes import gradient_dtype
 from fxpass.spec.operands import Operands
 
-# Chunks begin at multiples of the rows of a GEMM tile.
-_CHUNK_MULTIPLE = 128
 # Bytes of the f32 tile of a weight's gradient that is rounded in a second pass.
 _F32_BYTES = 32 << 20
 
@@ -60,10 +58,8 @@ class Part(NamedTuple):
 
 
 def chunks(operands: Operands, rows: int) -> list[Part]:
-    """Divides the rows into the fewest chunks of at most ``rows`` rows, of about equal size."""
+    """Divides the rows, ``rows`` at a time."""
     n, v = len(operands.x), len(operands.weight)
-    even = -(-n // max(1, -(-n // rows)))
-    rows = min(rows, -(-even // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE)
     return [Part(slice(i, min(i + rows, n)), slice(0, v)) for i in range(0, n, rows or 1)]
 
 

@@ -125,6 +125,7 @@ def gradient_factor(spec: Reductions) -> float:
 def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
     """What the docstring says, how a logit is transformed, and the given values at its class."""
     transformed = spec.transform != Z
+    with_slope = backward and not expression.unit_slope(spec.transform)[1].is_number
     said = dataclasses.replace(spec, gradients=(), detached=(), memory_mb=0).text().split(" ")[1:]
     said += [name for name in ("biased", "scaled", "several", "apart") if getattr(f, name)]
     functions = expression.functions(spec.transform) if transformed else []
@@ -138,8 +139,8 @@ def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
         "functions": "\n\n".join([expression.LIBRARY, *(f"{text}\n" for text in functions), ""]),
         "transformed": transformed,
         "transform": functools.partial(_arguments, spec.transform),
-        "with_slope": backward and not expression.unit_slope(spec.transform)[1].is_number,
-        "masks": backward and spec.masks,
+        "with_slope": with_slope,
+        "masks": with_slope and spec.masks,
         "hits": hits,
         "of_classes": ["z", "inside", *(f"w{i}" for i in positions), *(f"h{i}" for i in hits)],
         "picks_read": sorted({i for kind, i in spec.operands if kind in OF_PICKS}),

@@ -39,4 +39,6 @@ def saved_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Logits ``[N, V]`` that backward reads, too; autograd does not see them."""
     # the graph's casts are explicit: an ambient autocast must not cast again
     with torch.no_grad(), torch.amp.autocast(x.device.type, enabled=False):
-        return torch.nn.functional.linear(x, weight, bias)
+        if bias is None or bias.dtype == x.dtype:
+            return torch.nn.functional.linear(x, weight, bias)
+        return torch.nn.functional.linear(x, weight).to(bias.dtype).add_(bias)

@@ -166,11 +166,11 @@ def _of_no_classes(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[
     out = empty(operands, spec)
     for tensor in out:
         tensor.zero_()
-    for output, line in zip(spec.rows, out.rows, strict=False):
-        line.fill_(-float("inf") if output in ("lse", "max", "amax") else 0)
-    named = {"x": operands.x, "weight": operands.weight, "bias": operands.bias}
-    names = spec.gradients if spec.total else ()
-    return out, {k: torch.zeros_like(t) for k, t in named.items() if k in names and t is not None}
+    lines = out.rows.split([lines_of(output, operands.many) for output in spec.rows])
+    for output, some in zip(spec.rows, lines, strict=True):
+        some.fill_(-float("inf") if output in ("lse", "max", "amax") else 0)
+    trained = _trained(operands, spec) if spec.total else {}
+    return out, {k: t.new_zeros(t.shape) for k, t in trained.items()}
 
 
 def _run_forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
@@ -207,7 +207,7 @@ def _class_reductions_backward(
     s = Reductions.parse(spec)
     operands = Operands(x, weight, bias, scale, picks, tuple(given), None, logits, s.shard)
     if not weight.shape[0]:
-        return [torch.zeros_like(t) for t in _trained(operands, s).values()]
+        return [t.new_zeros(t.shape) for t in _trained(operands, s).values()]
     with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
         none = grad.new_empty((0, 0))
         lse, rest, saved = (none if t is None else t for t in (lse, rest, saved))
@@ -231,8 +231,8 @@ def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dic
             out = Outputs(*(t[..., index] if t.numel() else t for t in out))
         out = out._replace(rows=rows)
     elif spec.of_backward.softmax:
-        # a row of zeros adds nothing, whatever its lse is; times log2(e), this one is finite
-        counts = out.rows.any(0)
+        # a row of zeros adds nothing, if its lse is finite; so is this one times log2(e)
+        counts = out.rows.any(0) | out.lse.isfinite()
         out = out._replace(lse=torch.where(counts, out.lse, torch.finfo(out.lse.dtype).max / 2))
     plan = _plan(some, planned, gradients=True)
     incoming = out.rows.to(compute_dtype(operands.x.dtype))

@@ -156,8 +156,8 @@ class _Run(NamedTuple):
     def fits_gradient(self) -> bool:
         """Whether the logits of all rows fit into the weight's gradient and are large enough."""
         large = self.n * self.v * self.bytes[-1] > CPU_TILE
-        fits = "weight" in self.gradients and self.n <= self.d
-        return large and fits and not (self.logits_exist or self.spec.whole_rows)
+        fits = self.spec.total and "weight" in self.gradients and self.n <= self.d
+        return large and bool(fits) and not (self.logits_exist or self.spec.whole_rows)
 
     @property
     def sums(self) -> int:

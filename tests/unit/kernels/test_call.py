@@ -358,3 +358,31 @@ def test_logits_that_passes_compare_are_computed_alike(text, exact):
     for candidate in launch.candidates:
         assert ("enable_fp_fusion" in candidate.options) == exact
         assert candidate.options.get("enable_fp_fusion") is (False if exact else None)
+
+
+def test_scaled_logits_that_passes_compare_are_computed_alike():
+    spec = Reductions.parse(f"{REVISION} outputs=sum(where(pick0<=l,1,0))")
+    scaled = operands(8192, 4096, 128256, BF16, picks=1)
+    scaled = scaled._replace(scale=torch.empty(8192, device="meta"))
+    (launch,) = for_reductions(spec, scaled, ASSUMED)
+    assert launch.options["enable_fp_fusion"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "barrier"),
+    [("gradients=x total=at", True), ("gradients=x total=lse", False), ("outputs=at", False)],
+)
+def test_a_picked_logit_is_read_before_it_is_overwritten(text, barrier):
+    """By another warp: where no pass over the row comes first, nothing else waits for it."""
+    spec = Reductions.parse(f"{REVISION} {text}")
+    given = operands(64, 8, 128256, BF16, picks=1 if spec.picked else 0)
+    given = given._replace(coef=torch.empty(1, 64, device="meta") if spec.total else None)
+    (launch,) = for_reductions(spec, given, ASSUMED)
+    assert ("tl.debug_barrier()" in launch.source) == barrier
+
+
+def test_a_nan_is_not_lost_in_a_second_pass():
+    """On GPUs, tl.maximum of nan and a number is the number; the interpreter's is nan."""
+    spec = Reductions.parse(f"{REVISION} outputs=sum(exp(l)**2)")
+    (launch,) = for_reductions(spec, operands(64, 8, 128256, BF16), ASSUMED)
+    assert "    l = maximum(" in launch.source

@@ -493,6 +493,40 @@ def test_outputs_beside_a_total(name, shape, dtype):
 # ---------------------------------------------------------------- numbers at the edge
 
 
+STEEP = {"sqrt(exp(l))": lambda p: p.sqrt(), "exp(l)*log(exp(l))": lambda p: p * p.log()}
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("text", STEEP)
+def test_rows_without_a_gradient_that_are_not_left_out(text, monkeypatch):
+    """As on a GPU, which does not wait for their count. The slope at a probability of 0 is
+    infinite, or nan."""
+    monkeypatch.setattr(operator, "selected", lambda *_: None)
+    x, w, factors = torch.randn(6, 4), torch.randn(20, 4), torch.tensor([1.0, 1, 0, 2, 1, 0])
+    leaves = [[t.clone().requires_grad_() for t in (x, w)] for _ in range(2)]
+    spec = Reductions((of(text),), gradients=("x", "weight")).text()
+    found = operator.class_reductions(*leaves[0], None, None, None, [], None, None, spec)
+    (found["rows"][0] * factors).sum().backward()
+    softmax = (leaves[1][0] @ leaves[1][1].t()).softmax(1)
+    (STEEP[text](softmax).sum(1) * factors).sum().backward()
+    for ours, eager in zip(*leaves, strict=True):
+        torch.testing.assert_close(ours.grad, eager.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("triton")
+def test_a_masked_function_without_a_slope():
+    found = case(["lse"], shape=WHOLE)
+    operands = operands_of(found, list(found.tensors.values()))
+    n, _, v = WHOLE
+    operands = operands._replace(given=(torch.arange(v) % 3 == 1,), coef=torch.ones(1, n))
+    transform = parse("where(given0>0,-inf,where(z>0,1,-1))")
+    spec = Reductions((), transform, ("x", "weight"), ("lse",))
+    plan = Plan("triton", "chunked", rows=2, classes=1)
+    _, grads = kernels.forward(operands, spec, plan)
+    assert not grads["x"].any()
+    assert not grads["weight"].any()
+
+
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])

@@ -7,9 +7,11 @@ import dataclasses
 import expecttest
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpass.op.kept import saved_logits
 from fxpass.op.reductions import class_reductions
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.outputs import Moment
@@ -342,3 +344,22 @@ def test_rows_without_a_gradient_add_nothing(dtype):
     assert torch.equal(
         torch.autograd.grad((rows * 0).nan_to_num().sum(), b)[0], torch.zeros_like(b)
     )
+
+
+def test_picks_of_a_shard_without_classes():
+    """Each of K picks has a line of its own; gradients have the strides of the fake's."""
+    x, w = torch.randn(3, D).t().contiguous().t(), torch.randn(0, D)
+    picks = torch.zeros(3, 2, dtype=torch.long)
+    text = f"{REVISION} outputs=pick;argmax;amax;lse gradients=x,weight shard=1"
+    arguments = x.requires_grad_(), w.requires_grad_(), None, None, picks, [], None, None, text
+    found = class_reductions(*arguments)["rows"]
+    assert found.tolist() == [[0.0] * 3] * 2 + [[-float("inf")] * 3] * 2
+    (of_x,) = torch.autograd.grad(found.nan_to_num().sum(), x)
+    assert of_x.is_contiguous()
+    assert not of_x.any()
+
+
+def test_saved_logits_with_a_wider_bias():
+    x, w, b = torch.randn(3, D).bfloat16(), torch.randn(V, D).bfloat16(), torch.randn(V)
+    assert torch.equal(saved_logits(x, w, b), F.linear(x, w).float() + b)
+    assert torch.equal(saved_logits(x, w, b.bfloat16()), F.linear(x, w, b.bfloat16()))

@@ -222,6 +222,11 @@ def test_logits_that_fit_into_the_weights_gradient_live_there(dtype):
         )
     kept = plan(1024, 1024, 128256, dtype, CPU, Spec(gradients=BOTH), logits_exist=True)
     assert not kept.in_place
+    # backward, which needs the largest logits, computes no total
+    spec = Reductions(("amax",), gradients=("x", "weight"))
+    of_rows = plans.plan(512, 512, 32000, F32, CPU, spec, False, True)
+    assert not of_rows.in_place
+    assert of_rows.rows < 512
 
 
 @pytest.mark.parametrize("head", HEADS)
