@@ -246,8 +246,8 @@ _PURE_FUNCTIONS: set[Target] = {
 # Methods without a schema.
 _PURE_METHODS = {
     *("float", "double", "half", "bfloat16", "long", "int", "bool", "short", "char", "byte"),
-    *("type", "cpu", "cuda", "new_tensor", "ndimension", "element_size", "tolist"),
-    *(f"__{name}__" for name in ("eq", "ne", "lt", "le", "gt", "ge", "len", "getitem")),
+    *("type", "where", "cpu", "cuda", "new_tensor", "ndimension", "tolist"),
+    *(f"__{name}__" for name in ("eq", "ne", "len", "getitem")),
 }
 # Modules whose Python functions write only what one of their parameters asks for.
 _MODULES = ("torch.nn.functional", "torch.functional", "torch")

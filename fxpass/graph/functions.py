@@ -85,6 +85,8 @@ def out_of_place(function: str) -> str:
 @functools.lru_cache(maxsize=4096)
 def function_of_method(name: str) -> str:
     """The name of the ATen function that a method calls."""
+    if name == "where":  # its operands are in another order
+        return ""
     if name in REFLECTED:
         return _aten_name(REFLECTED[name])
     plain = name.removeprefix("__").removesuffix("__")

@@ -24,8 +24,8 @@ from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Taken, symbols_of
 from fxpass.match.elementwise import expr_of
-from fxpass.match.masks import function_over, hot, index_of, made_of
-from fxpass.match.operands import keeps_order, operand_of, whole_range
+from fxpass.match.masks import SCATTER, function_over, hot, index_of, made_of
+from fxpass.match.operands import check_dim, keeps_order, operand_of, whole_range
 from fxpass.match.outputs import Picked
 from fxpass.match.pointwise import MASKS
 from fxpass.match.views import entries_of
@@ -33,10 +33,6 @@ from fxpass.match.views import entries_of
 _INDEX_PUT = {
     **{"input": REQUIRED, "indices": REQUIRED, "values": REQUIRED, "accumulate": False},
     "unsafe": False,
-}
-_SCATTER = {
-    **{"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED},
-    **{"src": None, "value": None, "reduce": None},
 }
 _FILL = {"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED, "value": REQUIRED}
 
@@ -60,8 +56,8 @@ def assigned(flow: Flow, node: Node) -> Classes:
             index = tuple(slice(None) if i is None else i for i in index)
         mask, target = _selected(flow, node, like, index)
     else:
-        given = arguments(node, _FILL if function == "index_fill" else _SCATTER)
-        _check_classes(node, like, given["dim"])
+        given = arguments(node, _FILL if function == "index_fill" else SCATTER)
+        check_dim(node, like, given["dim"])
         if function == "index_fill":
             new, target = given["value"], None
             mask = _some(flow, node, like, given["index"])
@@ -130,12 +126,6 @@ def _picked(flow: Flow, node: Node, like: Classes, index: Any) -> tuple[Expr | N
     if value(index).dtype != torch.int64:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has no index of int64")
     return hot(flow, node, index), index
-
-
-def _check_classes(node: Node, like: Classes, dim: Any) -> None:
-    rank = value(first_operand(node)).dim()
-    if not isinstance(dim, int) or dim % rank != like.dim:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not along the classes")
 
 
 def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None) -> Expr:

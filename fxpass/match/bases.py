@@ -70,7 +70,7 @@ def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:
         if needs_gradient(flow.tensors[symbol]):
             reason = f"%{node.name} ({call_name(node)}) does not depend on"
             raise NoMatch(node, f"{reason} %{flow.tensors[symbol].name}, which needs a gradient")
-    rows = {s for s in symbols_of(shift) & flow.tensors.keys() if flow.varies(s)}
+    rows = symbols_of(shift) & flow.tensors.keys()
     terms = sympy.Add.make_args(sympy.expand(shift))
     added = sympy.Add(*(t for t in terms if not rows.isdisjoint(symbols_of(t))))
     if added == 0:

@@ -6,7 +6,7 @@ In: a node that reads logits. Out: its :class:`fxpass.match.classes.Classes`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from fxpass.match.operands import (
     with_bias,
     with_scale,
 )
-from fxpass.match.pointwise import MASKS, POINTWISE, check_size
+from fxpass.match.pointwise import MASKS, POINTWISE, Spelling, check_size, row
 from fxpass.match.views import VIEWS, View, view_of
 from fxpass.spec.dtypes import short
 from fxpass.spec.expression import Z
@@ -113,11 +113,10 @@ MOST_GIVEN = 4
 
 def pointwise(flow: Flow, node: Node, function: str) -> Classes:
     """A function of the elements of tensors with classes."""
-    spelling = POINTWISE.get(function) or MASKS.get(function)
-    if spelling is None and function not in _ALGEBRA:
+    spellings = [t[function] for t in (_ALGEBRA, POINTWISE, MASKS) if function in t]
+    if not spellings:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")
-    signature = _SIGNATURES.get(function) if spelling is None else spelling.signature
-    given = arguments(node, signature or {"input": REQUIRED})
+    given = arguments(node, spellings[0].signature)
     tensors = [t for t in given.values() if isinstance(t, Node) and t in flow.classes]
     like = flow.classes[tensors[0]]
     if any(flow.classes[t].place != like.place for t in tensors):
@@ -143,19 +142,15 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
     rows = function not in _OF_ROWS
     exprs = [o for o in operands if isinstance(o, Expr)]
     of_logits = all(of_classes_alone(o, rows=rows) for o in exprs)
-    for name in ("rounding_mode", "out"):
-        if given.get(name) is not None:
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {name}=")
-    values = [] if spelling is None else [spelling.value]
-    if function in _ALGEBRA and (not of_logits or not values or function == "exp"):
-        values.insert(0, _ALGEBRA[function])
+    if of_logits and function != "exp":
+        spellings = spellings[-1:]
     if function == "exp":
         operands[0] = in_logs(flow, node, like, operands[0])
     reason = "is not known"
-    for of_operands in values:
+    for spelling in spellings:
         try:
             check_size(operands)
-            found = replace(like, expr=of_operands(*operands), detached=detached)
+            found = replace(like, expr=spelling.value(*operands), detached=detached)
         except (ValueError, TypeError) as error:  # a boolean of Python is no number
             reason = f"{error}"
             continue
@@ -184,7 +179,7 @@ def _check_numbers(node: Node, function: str, operands: Sequence[Any]) -> None:
     """``NoMatch`` for an infinite number in a function but ``where``, whose branch it may be; and
     there for one beyond the dtype's range, which eager refuses, or makes infinite."""
     infinite = [i for i, o in enumerate(operands) if o is sympy.S.NegativeInfinity]
-    masks = function == "masked_fill" or (function == "where" and node.op == "call_function")
+    masks = function in ("masked_fill", "where")
     if (infinite and not masks) or (infinite == [0]):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an infinite operand")
     if masks and value(node).is_floating_point():
@@ -192,8 +187,6 @@ def _check_numbers(node: Node, function: str, operands: Sequence[Any]) -> None:
         if any(number > exact(torch.finfo(value(node).dtype).max) for number in numbers):
             what = f"a number beyond the range of {short(value(node).dtype)}"
             raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {what}")
-    if function == "where" and not masks:  # a method, whose operands are in another order
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")
 
 
 def _check_integers(flow: Flow, node: Node, function: str, operands: Sequence[Any]) -> None:
@@ -214,37 +207,20 @@ def _check_integers(flow: Flow, node: Node, function: str, operands: Sequence[An
 
 # Functions of any expressions, with the parameters of POINTWISE, and their sympy form. In a
 # division the sign of a zero may be lost; the operands are sums and products of finite values.
-_ALGEBRA: dict[str, Callable[..., Expr]] = {
-    "add": lambda x, y, alpha=1, *_: x + alpha * y,
-    "sub": lambda x, y, alpha=1, *_: x - alpha * y,
-    "rsub": lambda x, y, alpha=1, *_: y - alpha * x,
-    "mul": lambda x, y, *_: x * y,
-    "div": lambda x, y, *_: x / y,
-    "neg": lambda x, *_: -x,
-    "positive": lambda x, *_: x,
-    "square": lambda x, *_: x**2,
-    "pow": lambda x, exponent, *_: _small_power(x, exponent),
-    "exp": lambda x, *_: exponential(x),
-    "log": lambda x, *_: logarithm(x),
-    "clamp": lambda x, low=None, high=None, *_: _unbounded(x, low, high),
-    "clamp_min": lambda x, low, *_: _unbounded(x, low, None),
-    "entr": lambda x, *_: -_xlogy(x, x),
-    "xlogy": lambda x, y, *_: _xlogy(x, y),
+_ALGEBRA: dict[str, Spelling] = {
+    "exp": row(lambda x: exponential(x)),
+    "log": row(lambda x: logarithm(x)),
+    "clamp": row(lambda x, low, high: _unbounded(x, low, high), min=None, max=None),
+    "clamp_min": row(lambda x, low: _unbounded(x, low, None), min=REQUIRED),
+    "entr": row(lambda x: -_xlogy(x, x)),
+    "xlogy": row(lambda x, y: _xlogy(x, y), operands=2),
 }
 
-
 # Those of expressions with row symbols.
-_OF_ROWS = _ALGEBRA.keys() - {"clamp", "clamp_min"}
-
-
-# Of functions that POINTWISE does not have, if they have more than one operand.
-_SIGNATURES: dict[str, dict[str, Any]] = {"xlogy": {"input": REQUIRED, "other": REQUIRED}}
-
-
-def _small_power(x: Expr, exponent: Any) -> Expr:
-    if exponent not in (1, 2):
-        raise ValueError(f"the power {exponent} of a softmax is not fused")
-    return x**exponent
+_OF_ROWS = (
+    *("add", "sub", "rsub", "mul", "div", "neg", "positive", "square", "pow"),
+    *("exp", "log", "entr", "xlogy"),
+)
 
 
 def exponential(x: Expr) -> Expr:

@@ -90,8 +90,6 @@ def function_over(node: Node, read: Callable[[Node], Expr | None]) -> Expr | Non
     function = out_of_place(function_of(node))
     spelling, dtype = POINTWISE.get(function) or MASKS.get(function), value(node).dtype
     is_logical = dtype == torch.bool and (function in MASKS or function == "mul")
-    if function == "where" and node.op == "call_method":
-        return None  # its operands are in another order
     if spelling is None or not (dtype in _EXACT or dtype.is_floating_point or is_logical):
         return None  # small integers wrap, and a sum of booleans is a logical or
     try:
@@ -121,7 +119,7 @@ def number_of(argument: Any) -> Any:
     return exact(argument)
 
 
-_SCATTER = {
+SCATTER = {
     **{"input": REQUIRED, "dim": REQUIRED, "index": REQUIRED},
     **{"src": None, "value": None, "reduce": None},
 }
@@ -130,7 +128,7 @@ _SCATTER = {
 def _scattered(flow: Flow, node: Node, like: Classes) -> Expr | None:
     """``zeros_like(%z).scatter(-1, %index, number)``."""
     try:
-        given = arguments(node, _SCATTER)
+        given = arguments(node, SCATTER)
     except NoMatch:
         return None
     zeros, index = given["input"], given["index"]

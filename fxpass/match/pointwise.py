@@ -159,7 +159,7 @@ def _where(condition: Any, x: Any, y: Any) -> Expr:
     return where(condition, ">", 0, x, y)
 
 
-def _row(value: Callable[..., Any], /, operands: int = 1, **parameters: Any) -> Spelling:
+def row(value: Callable[..., Any], /, operands: int = 1, **parameters: Any) -> Spelling:
     """The row of a function. ``value`` takes the operands and the parameters; in the signature,
     ``inplace`` and ``out`` follow."""
 
@@ -174,7 +174,7 @@ def _row(value: Callable[..., Any], /, operands: int = 1, **parameters: Any) -> 
 
 
 def _same(name: str) -> Spelling:
-    return _row(lambda x: call(name, x))
+    return row(lambda x: call(name, x))
 
 
 _UNARY = (
@@ -184,53 +184,53 @@ _UNARY = (
 
 POINTWISE: dict[str, Spelling] = {
     **{name: _same(name) for name in _UNARY},
-    "add": _row(lambda x, y, alpha: x + alpha * y, operands=2, alpha=1),
-    "sub": _row(lambda x, y, alpha: x - alpha * y, operands=2, alpha=1),
-    "rsub": _row(lambda x, y, alpha: y - alpha * x, operands=2, alpha=1),
-    "mul": _row(lambda x, y: x * y, operands=2),
-    "div": _row(_div, operands=2, rounding_mode=None),
-    "pow": _row(_pow, exponent=REQUIRED),
-    "neg": _row(lambda x: -x),
-    "positive": _row(lambda x: x),
-    "square": _row(lambda x: x**2),
-    "rsqrt": _row(lambda x: 1 / call("sqrt", x)),
-    "reciprocal": _row(lambda x: 1 / x),
-    "log2": _row(lambda x: exact(1 / math.log(2)) * call("log", x)),
-    "log10": _row(lambda x: exact(1 / math.log(10)) * call("log", x)),
-    "tanh": _row(sympy.tanh),
-    "log_sigmoid": _row(lambda x: -call("softplus", -x)),
-    "softplus": _row(_softplus, beta=1.0, threshold=20.0),
-    "clamp": _row(_clamp, min=None, max=None),
-    "clamp_min": _row(lambda x, low: _clamp(x, low, None), min=REQUIRED),
-    "clamp_max": _row(lambda x, high: _clamp(x, None, high), max=REQUIRED),
-    "relu": _row(lambda x: where(x, "<=", 0, 0, x)),
-    "relu6": _row(lambda x: _hardtanh(x, 0, 6)),
-    "leaky_relu": _row(_leaky_relu, negative_slope=0.01),
-    "elu": _row(_elu, alpha=1.0, scale=1, input_scale=1),
-    "celu": _row(_celu, alpha=1.0),
-    "selu": _row(_selu),
-    "gelu": _row(_gelu, approximate="none"),
-    "silu": _row(lambda x: x * call("sigmoid", x)),
-    "mish": _row(lambda x: x * sympy.tanh(call("softplus", x))),
-    "hardtanh": _row(_hardtanh, min_val=-1.0, max_val=1.0),
-    "hardsigmoid": _row(lambda x: where(x, "<=", -3, 0, where(x, ">=", 3, 1, (x + 3) / 6))),
-    "hardswish": _row(_hardswish),
-    "hardshrink": _row(_hardshrink, lambd=0.5),
-    "softshrink": _row(_softshrink, lambd=0.5),
-    "softsign": _row(lambda x: x / (1 + call("abs", x))),
-    "tanhshrink": _row(lambda x: x - sympy.tanh(x)),
-    "threshold": _row(_threshold, threshold=REQUIRED, value=REQUIRED),
+    "add": row(lambda x, y, alpha: x + alpha * y, operands=2, alpha=1),
+    "sub": row(lambda x, y, alpha: x - alpha * y, operands=2, alpha=1),
+    "rsub": row(lambda x, y, alpha: y - alpha * x, operands=2, alpha=1),
+    "mul": row(lambda x, y: x * y, operands=2),
+    "div": row(_div, operands=2, rounding_mode=None),
+    "pow": row(_pow, exponent=REQUIRED),
+    "neg": row(lambda x: -x),
+    "positive": row(lambda x: x),
+    "square": row(lambda x: x**2),
+    "rsqrt": row(lambda x: 1 / call("sqrt", x)),
+    "reciprocal": row(lambda x: 1 / x),
+    "log2": row(lambda x: exact(1 / math.log(2)) * call("log", x)),
+    "log10": row(lambda x: exact(1 / math.log(10)) * call("log", x)),
+    "tanh": row(sympy.tanh),
+    "log_sigmoid": row(lambda x: -call("softplus", -x)),
+    "softplus": row(_softplus, beta=1.0, threshold=20.0),
+    "clamp": row(_clamp, min=None, max=None),
+    "clamp_min": row(lambda x, low: _clamp(x, low, None), min=REQUIRED),
+    "clamp_max": row(lambda x, high: _clamp(x, None, high), max=REQUIRED),
+    "relu": row(lambda x: where(x, "<=", 0, 0, x)),
+    "relu6": row(lambda x: _hardtanh(x, 0, 6)),
+    "leaky_relu": row(_leaky_relu, negative_slope=0.01),
+    "elu": row(_elu, alpha=1.0, scale=1, input_scale=1),
+    "celu": row(_celu, alpha=1.0),
+    "selu": row(_selu),
+    "gelu": row(_gelu, approximate="none"),
+    "silu": row(lambda x: x * call("sigmoid", x)),
+    "mish": row(lambda x: x * sympy.tanh(call("softplus", x))),
+    "hardtanh": row(_hardtanh, min_val=-1.0, max_val=1.0),
+    "hardsigmoid": row(lambda x: where(x, "<=", -3, 0, where(x, ">=", 3, 1, (x + 3) / 6))),
+    "hardswish": row(_hardswish),
+    "hardshrink": row(_hardshrink, lambd=0.5),
+    "softshrink": row(_softshrink, lambd=0.5),
+    "softsign": row(lambda x: x / (1 + call("abs", x))),
+    "tanhshrink": row(lambda x: x - sympy.tanh(x)),
+    "threshold": row(_threshold, threshold=REQUIRED, value=REQUIRED),
 }
 
 # Functions of masks, and comparisons, which give 1 or 0.
 MASKS: dict[str, Spelling] = {
     **{
-        name: _row(lambda x, y, sign=sign: where(x, sign, y, 1, 0), operands=2)
+        name: row(lambda x, y, sign=sign: where(x, sign, y, 1, 0), operands=2)
         for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
     },
     "where": Spelling(
         {"condition": REQUIRED, "input": REQUIRED, "other": REQUIRED, "out": None},
         lambda condition, x, y, _: _where(condition, x, y),
     ),
-    "masked_fill": _row(lambda x, mask, y: _where(mask, y, x), mask=REQUIRED, value=REQUIRED),
+    "masked_fill": row(lambda x, mask, y: _where(mask, y, x), mask=REQUIRED, value=REQUIRED),
 }

@@ -102,8 +102,8 @@ def _elements(flow: Flow, node: Node, options: dict[str, Any]) -> tuple[Classes,
     if not known:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has weights made of the logits")
     like, whole = flow.classes[known[0]], value(known[0])
-    check_gradients(flow, node, known)
     tensors = {k: t for k, t in given.items() if is_tensor(t)}
+    check_gradients(flow, node, [t for t in tensors.values() if t in flow.classes])
     given |= {k: expr_of(flow, node, like, t, whole) for k, t in tensors.items()}
     return like, given
 

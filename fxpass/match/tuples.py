@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand, has_history
 from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, needs_gradient, value
+from fxpass.graph.nodes import NoMatch, is_tensor, needs_gradient, value
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Step
@@ -100,8 +100,8 @@ def _part_of(flow: Flow, node: Node, parts: Node, at: int) -> Classes:
     """A part of the rows: ``split(z, 4)[1]`` is ``z[4:8]``."""
     like, shapes = flow.pairs[parts], _shapes(parts)
     index: list[Any] = [CLASSES] * value(first_operand(parts)).dim()
-    sizes = ("split_size", "split_size_or_sections", "split_sizes", "chunks", "tensor")
-    axis = arguments(parts, {"input": REQUIRED, "dim": 0, **dict.fromkeys(sizes)})["dim"]
+    sizes = ("input", "tensor", "split_size", "split_size_or_sections", "split_sizes", "chunks")
+    axis = arguments(parts, {"dim": 0, **dict.fromkeys(sizes)})["dim"]
     axis %= len(index)
     if axis == like.dim:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) is a part of the classes")

@@ -130,7 +130,11 @@ class Arithmetic(Builder):
         if isinstance(expr, sympy.Mul):
             # of exp(lse) * exp(-max), the first factor may be infinite and the second 0
             expr = sympy.powsimp(expr, combine="exp")
-        parts = [self._arithmetic(part) for part in expr.args]
+        args = expr.args
+        if isinstance(expr, Where):  # of a number and a row, the difference is a row
+            x, y, *branches = args
+            args = (x - y, *branches)
+        parts = [self._arithmetic(part) for part in args]
         if any(isinstance(p, Node) and value(p).dim() == 2 for p in parts):  # [N, K]
             parts = [self._column(p) for p in parts]
         if isinstance(expr, sympy.Add | sympy.Mul):
@@ -143,10 +147,9 @@ class Arithmetic(Builder):
                 return self.method("pow", base, power)
             return self._kept(self.method("reciprocal", base))
         if isinstance(expr, Where):
-            x, y, *_ = expr.args  # of a number and a row, the difference is a row
-            difference = self._arithmetic(x - y)  # type: ignore[operator]
+            difference, *branches = parts
             condition = self.function(type(expr).holds, difference, 0)
-            return self.function(torch.where, condition, *parts[2:])
+            return self.function(torch.where, condition, *branches)
         return self._kept(self.function(FUNCTIONS[type(expr).__name__].tensor, *parts))
 
     def _kept(self, result: Node) -> Node:

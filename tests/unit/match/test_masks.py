@@ -602,3 +602,56 @@ def test_a_logit_in_the_bits_of_another_dtype():
     operands = x.detach().flatten(0, 1).bfloat16(), weight.detach().bfloat16(), labels.view(-1, 1)
     fused = torch.compile(program, backend="fusedce", options=EAGER)
     torch.testing.assert_close(fused(*operands), program(*operands))
+
+
+OF_DETACHED_LOGITS = {
+    "weight": lambda z, y: F.binary_cross_entropy_with_logits(
+        z, y, weight=(z.sigmoid().detach() - y) ** 2, reduction="sum"
+    ),
+    "pos_weight": lambda z, y: F.binary_cross_entropy_with_logits(
+        z, y, pos_weight=z.sigmoid().detach()
+    ),
+    "huber_loss": lambda z, y: F.huber_loss(z, y, weight=z.sigmoid().detach()),
+}
+
+
+@pytest.mark.parametrize("case", OF_DETACHED_LOGITS)
+def test_weights_of_detached_logits(case):
+    """Of a focal loss, for example: no gradient flows through them."""
+    check(lambda x, w, t: OF_DETACHED_LOGITS[case](F.linear(x, w), targets(x @ w.T)), *in_order())
+
+
+def in_order():
+    x, weight, labels = inputs()
+    return labels, x, weight
+
+
+OF_K_CLASSES = {
+    "where": lambda lp, m: torch.where(m, lp, 0.0),
+    "masked_fill": lambda lp, m: lp.masked_fill(m, -3.0),
+    "a row": lambda lp, m: torch.where((lp.exp() * lp).sum(-1, True) > -2.0, lp, 2 * lp),
+}
+
+
+@pytest.mark.parametrize("k", [2, B * S])
+@pytest.mark.parametrize("case", OF_K_CLASSES)
+def test_a_condition_of_rows_beside_several_classes(case, k):
+    """Also of as many classes as there are rows."""
+    index = torch.randint(V, (B * S, k))
+
+    def program(x, weight, labels):
+        lp = F.linear(x.flatten(0, 1), weight).log_softmax(-1)
+        return OF_K_CLASSES[case](lp, labels.view(-1, 1) > 3).gather(-1, index).square().sum()
+
+    labels, x, weight = in_order()
+    assert report_of(program, x, weight, labels).matches
+    check(program, labels, x, weight)
+
+
+@pytest.mark.parametrize("shape", [(), (1, 1)])
+def test_a_number_that_absorbs_the_logits(shape):
+    """The same for one row as for several."""
+    program = lambda x, w, n: F.cross_entropy(F.linear(x, w) + n, torch.tensor([1]))  # noqa: E731
+    operands = torch.randn(1, D), torch.randn(V, D), torch.full(shape, -1e9)
+    fused = torch.compile(program, backend="fusedce", options=EAGER)
+    torch.testing.assert_close(fused(*operands), program(*operands))
