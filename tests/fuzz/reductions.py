@@ -56,6 +56,7 @@ VIEWS = (
     *["{z}[:, -1]", "{z}[0]", "{z}.select(0, 1)", "{z}.select(1, -1)", "{z}[1:]"] * 2,
     *["{z}.unbind(0)[{j}]", "{z}.chunk(2)[{j}]", "{z}.split(1)[{j}]", "{z}.contiguous()"],
     *["{z}.split([1, 2], 1)[1]", "{z}.squeeze(0)", "{z}.unsqueeze(0)", "{z}[m]", "{z}[:, m[0]]"],
+    *["torch.split({z}, 1)[{j}]", "torch.split({z}, [1, 2], 1)[1]"],
     *["{z}[True]", "{z}[:, True]", "{z}.mT", "{z}.mT.flatten(0, 1)", "{z}.transpose(0, -1)"],
 )
 TEMPERATURES = (
@@ -114,6 +115,7 @@ MASKS = (
     "{z}.scatter({d}, {lab1}, halved({z}.gather({d}, {lab1}), 24))",
     "{z} + (F.one_hot({lab}, {V}) * 0.3).where(F.one_hot({lab}, {V}).bool(), -1.0)",
     "{z} + F.one_hot({lab}, {V}).masked_fill(F.one_hot({lab}, {V}).bool(), 1.7)",
+    *("torch.where({keep} > 0.1, {z}, 0.0)", "{z}.masked_fill({keep} > 0.1, -3.0)"),
 )
 IN_PLACE = (
     *("{z} /= tem", "{z}.div_(tem)", "{z} *= 0.5", "{z}.div_(s)", "{z} -= {keep}", "{z}.tanh_()"),
@@ -225,6 +227,10 @@ BINARIES: Recipes = (
     ),
     ("r% = F.binary_cross_entropy_with_logits({z}, {given}, pos_weight=cw, reduction='sum')",),
     ("r% = F.binary_cross_entropy_with_logits({z}, {given}.detach(), weight=cw)",),
+    (
+        "r% = F.binary_cross_entropy_with_logits({z}, {given}.detach().to({z}.dtype), "
+        "weight={z}.sigmoid().detach(), reduction='sum')",
+    ),
     ("r% = (F.softplus({z}) - {given} * {z}).sum({d})",),
     ("r% = -({given} * F.logsigmoid({z}) + (1 - {given}) * F.logsigmoid(-{z})).sum({d})",),
     ("r% = (F.one_hot({lab}, {V}) * {z}.tanh()).sum({d})",),
