@@ -7,8 +7,8 @@ kernel::
     >>> operands = Operands(x.bfloat16(), weight.bfloat16(), None, None, x[:, 0].long(), ())
     >>> spec = Reductions((), gradients=("x",), total=("pick",))
     >>> (row,) = for_reductions(spec, operands, ASSUMED)
-    >>> row.stage, row.options
-    ('reductions', {'BLOCK_V': 16384, 'LANES': 512, 'VECTOR': 8, 'num_warps': 16})
+    >>> row.options
+    {'BLOCK_V': 16384, 'LANES': 512, 'VECTOR': 8, 'num_warps': 16}
 
 :func:`for_reductions` is pure. The launcher :mod:`fxpass.kernels.reductions` launches what it
 returns, and ``explain`` lists it. It does not depend on the number of rows: with rows left out, or
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from fxpass.kernels import render
-from fxpass.kernels.render import Kernel
+from fxpass.kernels.render import Features, Kernel
 from fxpass.plan.devices import implementation_for, properties_of, target_of
 from fxpass.plan.plan import padded
 from fxpass.spec import expression
@@ -78,10 +78,9 @@ class Candidate(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel of a run, of the stage ``reductions`` or ``reductions_backward``, for a GPU: its
-    candidates, of which :mod:`fxpass.kernels.tuning` chooses one, and the default, the first."""
+    """One kernel of a run for a GPU: its candidates, of which :mod:`fxpass.kernels.tuning` chooses
+    one, and the default, the first."""
 
-    stage: str
     gpu: Gpu
     candidates: tuple[Candidate, ...]
 
@@ -113,61 +112,47 @@ def for_reductions(
     these."""
     if operands.x.dtype == torch.float64 or spec.trains_weights or spec.top:
         return ()
-    present = Present(
-        v=operands.weight.shape[0],
-        dtype=operands.x.dtype,
-        logits=None if operands.logits is None else operands.logits.dtype,
+    x, logits, picks = operands.x, operands.logits, operands.picks
+    features = Features(
         biased=adds_bias(operands),
         scaled=operands.scale is not None,
-        several=operands.picks is not None and operands.many != 1,
+        several=picks is not None and operands.many != 1,
         given=tuple(w.dim() == 2 for w in operands.given),
+        ragged=padded(v := len(operands.weight)) != v,
+        apart=logits is not None,
     )
-    return (_launch(spec, present, gpu, forward),)
-
-
-class Present(NamedTuple):
-    """What the kernels read of the operands; the last four as :class:`render.Features`."""
-
-    v: int
-    dtype: torch.dtype
-    logits: torch.dtype | None  # of given logits
-    biased: bool
-    scaled: bool
-    several: bool
-    given: tuple[bool, ...]
+    stored = (x if logits is None else logits).dtype
+    return (_launch(spec, forward, features, v, x.dtype, stored, gpu),)
 
 
 @functools.lru_cache(maxsize=1024)
-def _launch(spec: Reductions, present: Present, gpu: Gpu, forward: bool) -> Launch:
-    v, dtype, logits, biased, scaled, several, given = present
+def _launch(
+    spec: Reductions,
+    forward: bool,
+    features: Features,
+    v: int,
+    dtype: torch.dtype,
+    stored: torch.dtype,  # of the logits
+    gpu: Gpu,
+) -> Launch:
     # Passes compare transformed logits: each of them has to compute the same, to the last bit. A
     # compiler may fuse a product and a sum, with one rounding, in one of two places.
     compared = spec.ranks or not {kind for kind, _ in spec.operands}.isdisjoint(OF_PICKS)
     compared |= spec.shard and bool(spec.late)  # with the picks of other shards
-    products = scaled or spec.transform != expression.Z
+    products = features.scaled or spec.transform != expression.Z
     exact = (("enable_fp_fusion", False),) * (compared and products)
-    vector = 16 // (logits or dtype).itemsize  # what a thread loads at once
+    vector = 16 // stored.itemsize  # what a thread loads at once
 
     def candidate(block: int, warps: int) -> Candidate:
-        kernel = render.reductions(
-            spec,
-            forward,
-            biased=biased,
-            scaled=scaled,
-            several=several,
-            given=given,
-            whole_row=block >= v,
-            ragged=padded(v) != v,
-            apart=logits is not None,
-        )
+        present = features._replace(whole_row=block >= v)._asdict()
+        kernel = render.reductions(spec, forward, **present)
         lanes = min(warps * (64 if gpu.target.startswith("gfx") else 32), block // vector)
         sizes = {"BLOCK_V": block, "LANES": lanes, "VECTOR": vector}
         read = ((k, size) for k, size in sizes.items() if f"    {k}: tl.constexpr" in kernel.source)
         return Candidate(kernel, (*read, ("num_warps", warps), *exact))
 
     found = blocks(v, dtype, gpu.target, spec, sliced=not forward and spec.in_slices)
-    stage = "reductions" if forward else "reductions_backward"
-    return Launch(stage, gpu, tuple(candidate(*sizes) for sizes in found))
+    return Launch(gpu, tuple(candidate(*sizes) for sizes in found))
 
 
 def launches(spec: Reductions, operands: Operands, gpu: Gpu) -> tuple[Launch, ...]:

@@ -173,9 +173,9 @@ def test_what_is_launched_is_listed(program, v, dtype, recorded, monkeypatch):
         assert_listed(kernels, recorded)
         # f32 gradients of fp16 operands would take more than the few logits
         waits = program not in IN_FORWARD or dtype == F16
-        assert [kernel.stage for kernel in kernels] == [
-            "reductions",
-            *["reductions_backward"] * (needs_gradients and waits),
+        assert [kernel.name.rpartition("_")[0] for kernel in kernels] == [
+            "class_reductions",
+            *["class_reductions_backward"] * (needs_gradients and waits),
         ]
 
 
@@ -220,9 +220,9 @@ def test_what_a_vocabulary_shard_launches_is_listed(text, gradients, many, recor
     if gradients:
         rows.sum().backward()
     assert_listed(kernels, recorded)
-    forward = ["reductions", "reductions"] if "sum" in text else ["reductions"]
-    backward = ["reductions_backward"] if gradients else []
-    assert [one.stage for one in kernels] == [*forward, *backward]
+    forward = ["class_reductions", "class_reductions"] if "sum" in text else ["class_reductions"]
+    backward = ["class_reductions_backward"] if gradients else []
+    assert [one.name.rpartition("_")[0] for one in kernels] == [*forward, *backward]
 
 
 # ---------------------------------------------------------------- what it depends on
@@ -286,8 +286,8 @@ def test_reductions_that_aten_computes_have_no_kernels():
         ("outputs=moment(0,1,0) gradients=x,given0", one, False),
         ("outputs=lse gradients=x", operands(8, 8, 9, torch.float64), False),
     ):
-        stages = [launch.stage for launch in listed(text, of_call)]
-        assert stages == ["reductions", "reductions_backward"] * there
+        names = [launch.name.rpartition("_")[0] for launch in listed(text, of_call)]
+        assert names == ["class_reductions", "class_reductions_backward"] * there
 
 
 # ---------------------------------------------------------------- the GPU of a listing

@@ -86,7 +86,7 @@ def test_a_directory_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 def test_write_numbers_the_graphs_of_a_process(tmp_path):
     kernels = (Kernel("k1", "1\n"), Kernel("k2", "2\n"))
-    launch = Launch("row", ASSUMED, tuple(Candidate(kernel, ()) for kernel in kernels))
+    launch = Launch(ASSUMED, tuple(Candidate(kernel, ()) for kernel in kernels))
     for _ in range(2):
         dump.write(str(tmp_path), "before", "after", [launch])
     assert (tmp_path / "k1.py").read_text() == "1\n"
