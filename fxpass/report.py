@@ -190,9 +190,9 @@ def _lacks_labels(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     fn = getattr(fn, "_orig_mod", fn)  # of a compiled module
     try:
         signature = inspect.signature(getattr(fn, "forward", fn))
-    except ValueError:  # some builtins have none
+        given = signature.bind_partial(*args, **kwargs).arguments
+    except (ValueError, TypeError):  # some builtins have none; a hook may change the arguments
         return False
-    given = signature.bind_partial(*args, **kwargs).arguments
     return "labels" in signature.parameters and given.get("labels") is None
 
 

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -31,6 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the processors
 
 import pytest
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from fxpass.casts import casts
@@ -196,6 +198,17 @@ def implementation(request, device, monkeypatch):
         )
     with device if request.param == "triton" else torch.device("cpu"):
         yield request.param
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """The name of a process group of this process."""
+    if sys.platform == "linux":
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    meeting = f"file://{tmp_path}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    yield dist.group.WORLD.group_name  # type: ignore[union-attr]
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

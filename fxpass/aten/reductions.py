@@ -22,7 +22,7 @@ from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype, gradient_dtype
 from fxpass.spec.expression import operands as beside
 from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.outputs import IN_TOTAL, Sum
+from fxpass.spec.outputs import Sum, of_one_softmax
 from fxpass.spec.reductions import Reductions
 
 
@@ -40,8 +40,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     every = slice(0, operands.weight.shape[0])
     functions = any(isinstance(output, Sum) for output in spec.total)
     twice = spec.softmax and (spec.whole_rows or bool(products and functions))
-    # the exponentials of the sum may become the gradient
-    once = set(spec.total) <= set(IN_TOTAL) and not {"lse", "pick"}.isdisjoint(spec.total)
+    once = of_one_softmax(spec.total)  # the exponentials of the sum may become the gradient
 
     def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         sums = RowSums(operands, spec, few)

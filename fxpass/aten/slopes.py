@@ -5,7 +5,7 @@ In: operands and incoming gradients. Out: the gradient of the transformed logits
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,16 @@ from fxpass.aten.row_sums import is_dense, of_picks
 from fxpass.spec import expression
 from fxpass.spec.expression import Z
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import LEAST_LOG, OF_LARGEST, OF_PICKS, Moment, Output, Top, lines_of
+from fxpass.spec.outputs import (
+    LEAST_LOG,
+    OF_LARGEST,
+    OF_PICKS,
+    Moment,
+    Output,
+    Top,
+    lines_of,
+    of_one_softmax,
+)
 from fxpass.spec.reductions import Reductions
 from fxpass.spec.terms import Terms
 
@@ -49,7 +58,7 @@ class Slope(Terms):
         self,
         operands: Operands,
         few: slice,
-        outputs: Iterable[Output],
+        outputs: Sequence[Output],
         incoming: Tensor,
         sums: Mapping[Any, Tensor],
         z: Tensor | None = None,
@@ -74,9 +83,7 @@ class Slope(Terms):
         if any(o.late for o, _ in self.functions) and operands.picks is not None:
             assert z is not None, "a late sum reads all logits of a row"
             self._logits_at = z.gather(1, part_of(operands.classes(), few))
-        # the first power of the softmax is all there is, besides picked classes
-        alone = self.coefficients.keys() == {(1, None)} and self.coefficients[1, None].keys() == {0}
-        self._of_one_softmax = alone and not (self.dense or self.functions)
+        self._of_one_softmax = of_one_softmax(outputs)
         # a row without an incoming gradient has none, whatever its logits are: 0 * nan is nan
         self._without = None
         if not dense:

@@ -58,6 +58,7 @@ def inductor_options(
     options: Mapping[str, Any], mixed_dtypes: str, record: Record
 ) -> dict[str, Any]:
     """Inductor's options with :class:`CastPass` before the user's passes."""
+    options = {key.replace("-", "_"): given for key, given in options.items()}  # as Inductor does
     name = "joint_custom_pre_pass"
     given = options.get(name, getattr(inductor_config, name))
     passes = given if isinstance(given, list | tuple) else [given] if given else []

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.graph.functions import function_of
+from fxpass.graph.placements import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,13 @@ def rule_of(node: Node) -> Rule | None:
 
 
 def _counts(example: Any) -> bool:
+    """Whether the dtype of an operand has to be that of the others; a subclass of a library, such
+    as a quantized weight, may take any."""
     return (
         isinstance(example, torch.Tensor)
         and example.is_floating_point()
         and example.layout == torch.strided
+        and (is_dtensor(example) or not is_traceable_wrapper_subclass(example))
     )
 
 

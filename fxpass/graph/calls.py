@@ -41,7 +41,7 @@ from fxpass.graph.nodes import (
     nested_graph,
     value,
 )
-from fxpass.graph.placements import placement_name
+from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import call_name
 
 
@@ -312,8 +312,11 @@ def _writes_outside(body: GraphModule) -> bool:
 
 def storage(node: Node) -> int | None:
     """Identifies a node's memory, alike for aliases; None if unknown (in torch.func transforms)."""
+    example: Any = node.meta["example_value"]
+    if is_dtensor(example):
+        example = example._local_tensor  # to_local and from_local share it
     try:
-        return node.meta["example_value"].untyped_storage()._cdata
+        return example.untyped_storage()._cdata
     except NotImplementedError:
         return None
 

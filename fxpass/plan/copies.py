@@ -19,7 +19,7 @@ import sympy
 
 from fxpass.spec import expression
 from fxpass.spec.expression import Z, operands
-from fxpass.spec.outputs import OF_PICKS, TOTAL, Moment, Output, Sum
+from fxpass.spec.outputs import TOTAL, Moment, Output, Sum, of_one_softmax
 from fxpass.spec.reductions import Reductions, raw
 
 
@@ -32,7 +32,7 @@ def of(spec: Reductions, scaled: bool, backward: bool) -> int:
         return max(rounded, _of_sums(spec, scaled, keep=False))
     if not spec.total:
         return max(rounded, _of_slope(spec, spec.rows, scaled))
-    keep = not _of_one_softmax(spec.total)
+    keep = not of_one_softmax(spec.total)
     return max(_of_sums(spec, scaled, keep), _of_slope(spec, spec.total, scaled))
 
 
@@ -63,7 +63,7 @@ def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
     dense = 2 * ("amax" in outputs)  # with its mask
     # the transformed logits become the gradient; else there are a softmax, a term and its weights
     terms = of_scale = int("scale" in spec.gradients)
-    if not _of_one_softmax(outputs) or dense:
+    if not of_one_softmax(outputs):
         weighted = any(isinstance(o, Moment) and o.weight is not None for o in outputs)
         sums = [o for o in outputs if isinstance(o, Sum)]
         slopes = [_of_expression(o.slope) for o in sums]
@@ -73,15 +73,6 @@ def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
     if any(f"given{i}" in spec.gradients for _, i in operands(spec.transform)):
         slope += 2
     return max(value, transformed + scaled + max(terms + dense, slope))
-
-
-def _of_one_softmax(outputs: Sequence[Output]) -> bool:
-    """As :attr:`fxpass.aten.slopes.Slope.of_one_softmax`, but for ``amax``."""
-    with_softmax = {"lse", "pick", "peak", TOTAL}
-    names = set(outputs)
-    return names <= {*with_softmax, *OF_PICKS, "max", "argmax", "amax"} and bool(
-        names & with_softmax
-    )
 
 
 def _of_expression(expr: Any) -> int:

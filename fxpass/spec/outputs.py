@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -117,6 +118,13 @@ Output = Moment | Sum | Top | str
 def is_index(output: Output) -> bool:
     """Whether an output is class indices."""
     return output.index if isinstance(output, Top) else output in INDICES
+
+
+def of_one_softmax(outputs: Iterable[Output]) -> bool:
+    """Whether the gradient of these outputs is the softmax times a number of each row, but for what
+    single classes add."""
+    names = set(outputs)
+    return names <= {*OF_SOFTMAX, "at", "max", *INDICES} and not names.isdisjoint(OF_SOFTMAX)
 
 
 def lines_of(output: Output, picks: int) -> int:

@@ -346,6 +346,13 @@ def test_a_model_that_got_no_labels_is_asked_for_them(make):
     assert "call it with labels" not in str(explain(loss_less, *inputs()))
 
 
+def test_a_hook_that_takes_an_argument_away():
+    x, _, labels = inputs()
+    model = Labelled()
+    model.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)
+    assert "matched" not in str(explain(model, x, labels, other=1)).partition("\n")[0]
+
+
 def in_a_loop(x, w, target):
     rows = zip(x, target, strict=True)
     return sum(F.cross_entropy(F.linear(row, w).cumsum(-1), t) for row, t in rows)

@@ -141,10 +141,11 @@ def test_an_aot_graph_without_a_mismatch_is_left_alone():
     assert seen == [(True, True)]
 
 
-def test_the_users_own_joint_passes_still_run():
+@pytest.mark.parametrize("name", ["joint_custom_pre_pass", "joint-custom-pre-pass"])
+def test_the_users_own_joint_passes_still_run(name):
     called = []
     x, w = torch.randn(4, 8).bfloat16(), tensor(24, 8)
-    options = {"joint_custom_pre_pass": lambda graph: called.append("inductor")}
+    options = {name: lambda graph: called.append("inductor")}
     torch.compile(gru, backend="fusedce", options=options)(x, w)
     torch._dynamo.reset()
     theirs = lambda joint, inputs: called.append("aot") or joint  # noqa: E731

@@ -334,3 +334,39 @@ def test_a_loss_that_is_too_small_to_fuse_is_cast_all_the_same():
     exact = program(x.double(), weight.double(), target)
     eager = program(x, weight.to(BF16), target)
     assert_close([loss], [eager], [exact], BF16)
+
+
+class Quantized(torch.Tensor):
+    """A weight of 8 bits with a factor for each row, which is multiplied with inputs of any dtype
+    and implements nothing but this product."""
+
+    @staticmethod
+    def __new__(cls, q, s):
+        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=torch.float32)
+
+    def __init__(self, q, s):
+        self.q, self.s = q, s
+
+    def __tensor_flatten__(self):
+        return ["q", "s"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["q"], inner["s"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        first = args[0]
+        if func is torch.ops.aten.detach.default:
+            return cls(first.q.detach(), first.s.detach())
+        if func is torch.ops.aten.t.default:
+            return cls(first.q.t(), first.s.t())
+        assert func is torch.ops.aten.mm.default, func
+        return first @ (args[1].q.float() * args[1].s).to(first.dtype)
+
+
+def test_a_quantized_weight_takes_inputs_of_any_dtype():
+    weight = Quantized(torch.randint(-128, 127, (6, 8), dtype=torch.int8), torch.rand(6, 1))
+    x = tensor(4, 8, dtype=BF16)
+    got = compiled(lambda x, w: F.linear(x, w) * 2)(x, weight)
+    torch.testing.assert_close(got, F.linear(x, weight) * 2, rtol=0, atol=0)

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from fxpass import explain
@@ -177,17 +176,6 @@ def test_what_is_launched_is_listed(program, v, dtype, recorded, monkeypatch):
             "class_reductions",
             *["class_reductions_backward"] * (needs_gradients and waits),
         ]
-
-
-@pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """The name of a process group of this process."""
-    if sys.platform == "linux":
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    meeting = f"file://{tmp_path}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
-    yield dist.group.WORLD.group_name  # type: ignore[union-attr]
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("many", [False, True])
