@@ -12,7 +12,7 @@ every rank of the group. For programs in which the backend cannot match a head a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from fxpass.settings import Settings
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.reductions import Reductions
+from fxpass.spec.shards import Shard, dealt
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,7 +77,8 @@ def linear_cross_entropy(
         logits: the transformed logit, as an expression in the linear's output ``z``:
             ``30*tanh(z/30)`` is a soft-cap.
         group: the ranks that shard the classes; all ranks by default.
-        classes: V, the number of all classes; by default V_r times the number of ranks.
+        classes: V, the number of all classes; by default V_r times the number of ranks. If ranks
+            have different numbers of classes, all have to pass it.
         sequence_dim: the dimension of ``input`` that is divided into equal parts over the ranks.
 
     Returns:
@@ -100,13 +102,7 @@ def linear_cross_entropy(
     return _fused(*tensors, *_shard_of(linear_weight, group, classes), *options)
 
 
-class _Shard(NamedTuple):
-    first: int
-    classes: int
-    group: str
-
-
-def _shard_of(weight: Any, group: Any, classes: int | None) -> _Shard:
+def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
     """This rank's first class, the number of all classes, and the group that shards them."""
     if compiled_for_all_ranks():
         raise ValueError(
@@ -123,7 +119,8 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> _Shard:
             )
         # Dynamo of torch 2.11 cannot trace DTensor's function for this
         group, total = mesh.get_group(over[0]), int(weight.shape[0])
-        return _Shard(_dealt(total, group)[0], total, group.group_name)
+        first, _ = dealt(total, group.size(), group.rank())
+        return Shard(first, total, group.group_name)
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError(
@@ -133,21 +130,14 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> _Shard:
         group = group.get_group()
     ranks, count = group.size(), weight.shape[0]
     total = count * ranks if classes is None else classes
-    first, here = _dealt(total, group)
+    first, here = dealt(total, ranks, group.rank())
     if here != count:
         raise ValueError(
             f"{_NAME}: rank {group.rank()} of {ranks} has {count} of {total} classes, and should "
             f"have {here}: classes are divided as by torch.chunk. If the number of all classes is "
             "not this rank's number times the number of ranks, pass classes="
         )
-    return _Shard(first, total, group.group_name)
-
-
-def _dealt(classes: int, group: dist.ProcessGroup) -> tuple[int, int]:
-    """This rank's first class and number of classes, divided as by ``torch.chunk``."""
-    step = -(-classes // group.size())
-    first = min(group.rank() * step, classes)
-    return first, min(classes, first + step) - first
+    return Shard(first, total, group.group_name)
 
 
 @torch.compiler.allow_in_graph
@@ -167,12 +157,18 @@ def _fused(
     sequence_dim: int | None,
 ) -> Tensor:
     """The loss. It is one node of a Dynamo graph; AOTAutograd traces through it."""
+    probabilities = target.is_floating_point()
+    for name, t in (("weight", class_weight), ("target", target if probabilities else None)):
+        if t is not None and t.shape[-1] != classes:
+            raise ValueError(
+                f"{_NAME}: {name} has {t.shape[-1]} of {classes} classes; each rank needs all of "
+                "them"
+            )
     x = _whole_rows(x, group, sequence_dim)
     weight, bias = _local(weight), None if bias is None else _local(bias)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    probabilities = target.is_floating_point()
     shape = target.shape[:-1] if probabilities else target.shape
     if shape != x.shape[:-1] or x.dim() < 2:
         raise ValueError(

@@ -19,9 +19,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
-from fxpass.graph.nodes import NoMatch, value
+from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.placements import (
     FROM_LOCAL,
     TO_LOCAL,
@@ -32,10 +33,12 @@ from fxpass.graph.placements import (
     placements_of,
 )
 from fxpass.match.classes import Flow
-from fxpass.match.edits import Taken
+from fxpass.match.edits import Taken, symbols_of
 from fxpass.match.linears import Linear
 from fxpass.match.outputs import Summed
+from fxpass.spec.expression import Z
 from fxpass.spec.outputs import Top
+from fxpass.spec.shards import dealt
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
@@ -72,31 +75,19 @@ class Sharding:
         """The largest number of classes that a rank has."""
         return -(-self.classes // self.ranks)
 
-    @property
-    def rows_move(self) -> bool:
-        """Whether the rows are sharded, so that views have to be replayed on x as a DTensor."""
-        return self.rows > 1
-
     def partial_where(self, kind: str, placements: Sequence[Placement]) -> tuple[Placement, ...]:
         """``placements``, but partial along the dimensions of the mesh that shard ``kind``."""
         pairs = zip(self.dims, placements, strict=True)
         return tuple(dtensors().Partial() if of == kind else p for of, p in pairs)
 
-    def rows_only(self, dim: int) -> tuple[Placement, ...]:
-        """Placements of a tensor whose dimension ``dim`` is sharded like the rows."""
-        return self._sharded("rows", dim)
-
-    def logits(self, dim: int) -> tuple[Placement, ...]:
-        """Placements of logits whose class dimension ``dim`` is sharded like the weight."""
-        return self._sharded("classes", dim)
-
-    def _sharded(self, kind: str, dim: int) -> tuple[Placement, ...]:
+    def placements(self, kind: str, dim: int) -> tuple[Placement, ...]:
+        """Placements of a tensor whose dimension ``dim`` is ``classes`` or ``rows``."""
         tensor = dtensors()
         return tuple(tensor.Shard(dim) if of == kind else tensor.Replicate() for of in self.dims)
 
     def sums(self) -> tuple[Placement, ...]:
         """Placements of a sum over all rows, of which each rank has the sum of its rows."""
-        return self.partial_where("rows", self.rows_only(0))
+        return self.partial_where("rows", self.placements("rows", 0))
 
     def loss_placements(self, old: Sequence[Placement]) -> tuple[Placement, ...]:
         """Placements of the new loss, from those of the old. PyTorch's mean over sharded rows is
@@ -184,7 +175,27 @@ def _of_local_linear(flow: Flow) -> Sharding:
     found = _make(logits, last, dims, None, None)
     if found.count != value(node).shape[-1]:
         raise NoMatch(entry, "this rank's logits are not its part of the DTensor that they become")
+    if found.classes % found.ranks:  # of the sizes of plain tensors each rank sees its own
+        raise NoMatch(entry, "the ranks have different numbers of classes of a plain weight")
+    _check_local(flow)
     return found
+
+
+def _check_local(flow: Flow) -> None:
+    """``NoMatch`` if a rank's plain logits are more than transformed before they become a DTensor:
+    what reads classes there reads those of the rank."""
+    local = {flow.linear.node}
+    for node, like in flow.classes.items():
+        if placement_name(node.target) or local.isdisjoint((node, *node.all_input_nodes)):
+            continue
+        local.add(node)
+        vectors = {s for s in symbols_of(like.expr) - {Z} if s.name.startswith("class_")}
+        if not symbols_of(like.expr) <= {Z, *(vectors - flow.selections.keys())}:
+            raise NoMatch(node, f"%{node.name} is of this rank's logits, not of all classes")
+    for reduced in flow.reductions:
+        if not local.isdisjoint(reduced.node.all_input_nodes):
+            name = reduced.node.name
+            raise NoMatch(reduced.node, f"%{name} is of this rank's logits, not of all classes")
 
 
 def _class_dims(placements: Sequence[Placement], dim: int) -> list[int] | None:
@@ -203,20 +214,17 @@ def _make(
     weight: tuple[Placement, ...] | None,
 ) -> Sharding:
     """The sharding of a DTensor with classes; ``dims`` are what the mesh shards."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     mesh, groups = of_classes.device_mesh, _groups(of_classes)
-    shape, offset = compute_local_shape_and_global_offset(
-        of_classes.shape, mesh, placements_of(of_classes)
-    )
     over = [i for i, kind in enumerate(dims) if kind == "classes"]
     rows = [i for i, kind in enumerate(dims) if kind == "rows"]
+    classes, ranks = int(of_classes.shape[class_dim]), math.prod(int(mesh.size(i)) for i in over)
+    first, count = dealt(classes, ranks, int(mesh.get_local_rank(over[0])) if over else 0)
     return Sharding(
-        first=int(offset[class_dim]),
-        count=int(shape[class_dim]),
-        classes=int(of_classes.shape[class_dim]),
+        first=first,
+        count=count,
+        classes=classes,
         group=groups[over[0]] if over else None,
-        ranks=math.prod(int(mesh.size(i)) for i in over),
+        ranks=ranks,
         row_groups=tuple(groups[i] for i in rows),
         rows=math.prod(int(mesh.size(i)) for i in rows),
         x=x,
@@ -311,6 +319,8 @@ def _of_reductions(flow: Flow, found: Sharding) -> Sharding:
         return replace(found, row_groups=())  # each rank reduces over its rows
     if found.weight is None:
         raise NoMatch(node, "its logits are a DTensor, but its linear is of plain tensors")
+    for reduced in flow.reductions:
+        _check_parts(reduced.node)
     for reduced in flow.reductions if found.rows > 1 else ():
         if reduced.loss is None or not reduced.is_scalar:
             reason = "its rows are sharded: only the mean or sum of a loss is fused"
@@ -320,6 +330,17 @@ def _of_reductions(flow: Flow, found: Sharding) -> Sharding:
             reason = f"the rows are sharded, and %{target.name} is a plain tensor"
             raise NoMatch(reduced.node, reason)
     return found
+
+
+def _check_parts(node: Node) -> None:
+    """``NoMatch`` if ``to_local`` reads a rank's part of a sum: the new graph has the whole."""
+    if not is_dtensor(value(node)) or not any(p.is_partial() for p in placements_of(value(node))):
+        return
+    for user in node.users:
+        if placement_name(user.target).endswith("to_local"):
+            raise NoMatch(user, f"%{user.name} reads this rank's part of a sum")
+        if is_tensor(user):
+            _check_parts(user)
 
 
 def _groups(dtensor: Any) -> list[str]:

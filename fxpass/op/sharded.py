@@ -44,6 +44,7 @@ from fxpass.spec.outputs import LEAST_LOG, TOTAL, Moment, Output, Sum, lines_of
 from fxpass.spec.reductions import Reductions, normalised, raw
 from fxpass.spec.shards import (
     PARTS,
+    Shard,
     added,
     known_rows,
     of_backward,
@@ -107,14 +108,8 @@ def class_reductions(
     operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
     if torch.is_grad_enabled():
         check_gradients(operands, s)
-    shard = _Shard(first, classes, group)
+    shard = Shard(first, classes, group)
     return _Merged.apply(s, shard, picks, logits, x, weight, bias, scale, *given)
-
-
-class _Shard(NamedTuple):
-    first: int
-    classes: int
-    group: str
 
 
 class _OfAll(NamedTuple):
@@ -147,7 +142,7 @@ class _Merged(torch.autograd.Function):
     def forward(
         ctx: Any,
         spec: Reductions,
-        shard: _Shard,
+        shard: Shard,
         picks: Tensor | None,
         logits: Tensor | None,
         x: Tensor,
@@ -223,7 +218,7 @@ def _of_shard(
 # ---------------------------------------------------------------- forward
 
 
-def _in_shard(picks: Tensor, shard: _Shard, count: int) -> Tensor:
+def _in_shard(picks: Tensor, shard: Shard, count: int) -> Tensor:
     """The picks among this shard's ``count`` classes; ``count`` for those of other shards. Indices
     that are no class of any shard remain: the operator raises for them."""
     column = picks - shard.first
@@ -232,7 +227,7 @@ def _in_shard(picks: Tensor, shard: _Shard, count: int) -> Tensor:
     return torch.where(known, column, picks)
 
 
-def _merged(operands: Operands, spec: Reductions, shard: _Shard) -> _OfAll:
+def _merged(operands: Operands, spec: Reductions, shard: Shard) -> _OfAll:
     sums, tied = raw(("lse", *spec.outputs)), bool(spec.gradients) and "amax" in spec.outputs
     local, index, rest = _run(operands, of_forward(spec))
     largest = local.get("amax")
@@ -278,7 +273,7 @@ def _merged(operands: Operands, spec: Reductions, shard: _Shard) -> _OfAll:
     return _OfAll(rows, indices, found["lse"], rest, saved, known, leads, share)
 
 
-def _added(parts: Mapping[Output, Tensor], shard: _Shard) -> dict[Output, Tensor]:
+def _added(parts: Mapping[Output, Tensor], shard: Shard) -> dict[Output, Tensor]:
     """The sums over all shards."""
     added = all_reduce(torch.cat(list(parts.values())), "sum", shard.group)
     return dict(zip(parts, added.split([len(line) for line in parts.values()]), strict=True))

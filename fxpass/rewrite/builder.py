@@ -37,7 +37,7 @@ class Builder:
     def __init__(self, graph: Graph, site: Node, sharding: Sharding | None) -> None:
         self.graph, self.site, self.sharding = graph, site, sharding
         self.casts: list[Cast] = []
-        self.rows: tuple[Any, ...] = () if sharding is None else sharding.rows_only(0)
+        self.rows: tuple[Any, ...] = () if sharding is None else sharding.placements("rows", 0)
 
     def cast(self, operand: Node, dtype: torch.dtype, at: Node) -> Node:
         """An operand of ``at`` in a dtype."""
@@ -81,7 +81,7 @@ class Builder:
         if self.sharding is None or self.sharding.x is None:
             return x
         x = self._placed(x, self.sharding.x)
-        return x if self.sharding.rows_move else self.x_to_local(x)
+        return x if self.sharding.rows > 1 else self.x_to_local(x)
 
     def x_to_local(self, x: Node) -> Node:
         """Hidden states as a local tensor. Their gradient is partial over the group of the
@@ -120,7 +120,7 @@ class Builder:
         if self.sharding is not None and is_dtensor(value(x)):
             self.rows = placements_of(value(x))
             if any(placements_of(value(n)) != self.rows for n in others if is_dtensor(value(n))):
-                self.rows = self.sharding.rows_only(0)
+                self.rows = self.sharding.placements("rows", 0)
                 x = self._placed(x, self.rows)
         return self.x_to_local(x), [self.rows_here(node) for node in others]
 
@@ -135,7 +135,7 @@ class Builder:
     def logits_here(self, logits: Node) -> Node:
         """This rank's classes of existing logits."""
         dim = value(logits).dim() - 1
-        return self._to_local(logits, self.sharding and self.sharding.logits(dim))
+        return self._to_local(logits, self.sharding and self.sharding.placements("classes", dim))
 
     def result(self, new: Node, old: Node, weight: Node) -> Node:
         """What takes the place of a node: a DTensor, with its placements, if it is one. ``weight``

@@ -211,8 +211,10 @@ class _Edit(Operands):
         found = {s: n for c, known in self.outputs if c.base is call.base for s, n in known.items()}
         symbols = iter(call.outputs)
         results = call.spec.results
+        of_shard = self.sharding is not None and self.sharding.group is not None
+        order = ("rows", "indices") if of_shard else results
         tensors = {
-            name: self.function(operator.getitem, out, results.index(name))
+            name: self.function(operator.getitem, out, order.index(name))
             for name in ("rows", "indices", "total")
             if name in results
         }

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sympy import Symbol
 from torch import Tensor
@@ -35,6 +35,26 @@ from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import OF_PICKS, Moment, Output, Sum
 from fxpass.spec.reductions import Reductions, for_slopes, raw
 from fxpass.spec.terms import Terms
+
+
+class Shard(NamedTuple):
+    """A rank's first class, the number of all classes, and the name of the process group."""
+
+    first: int
+    classes: int
+    group: str
+
+
+def dealt(classes: int, ranks: int, rank: int) -> tuple[int, int]:
+    """A rank's first class and its number of classes, divided as by ``torch.chunk``.
+
+    >>> [dealt(5, 4, rank) for rank in range(4)]
+    [(0, 2), (2, 2), (4, 1), (5, 0)]
+    """
+    step = -(-classes // ranks)
+    first = min(rank * step, classes)
+    return first, min(classes, first + step) - first
+
 
 # An output of a shard's backward: the outputs of all classes that it is part of. A log-softmax is a
 # logit, which one shard has, less the lse.

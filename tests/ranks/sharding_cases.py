@@ -556,6 +556,80 @@ def on_shards(
     return {"values": [loss.detach(), w.grad.full_tensor()], "matched": counted}  # type: ignore[union-attr]
 
 
+def masked_class(z: Tensor) -> Tensor:
+    z = z * 1.0
+    z[:, 1] = -3.0
+    return z
+
+
+# of a rank's plain logits and labels, with all logits gathered from them
+OF_LOCAL_LOGITS: dict[str, Callable[..., Any]] = {
+    "lse": lambda z, t, whole: F.cross_entropy(whole(z), t) + z.logsumexp(-1).square().mean(),
+    "amax": lambda z, t, whole: F.cross_entropy(whole(z), t) + z.amax(-1).mean(),
+    "log-softmax": lambda z, t, whole: F.nll_loss(whole(z.log_softmax(-1)), t),
+    "assigned": lambda z, t, whole: F.cross_entropy(whole(masked_class(z)), t),
+    "one-hot": lambda z, t, whole: F.cross_entropy(whole(z - F.one_hot(t % 6, 6)), t),
+    "own labels": lambda z, t, whole: F.cross_entropy(whole(z), t) + F.cross_entropy(z, t % 6),
+}
+# of the logits as a DTensor: a rank has its part of each
+PARTS: dict[str, Callable[[Any], Tensor]] = {
+    "sum": lambda z: z.exp().sum(-1).to_local().mean(),
+    "maximum": lambda z: z.amax(-1).to_local().mean() + z.logsumexp(-1).full_tensor().mean(),
+}
+
+
+def beside_eager(program: Callable[..., Tensor], *leaves: Tensor) -> dict[str, Any]:
+    """What a program and its compiled form compute on this rank."""
+    found: dict[str, Any] = {}
+    options = {"fusedce.inner": "aot_eager"}
+    for name, fn in (
+        ("eager", program),
+        ("ours", torch.compile(program, backend="fusedce", options=options)),
+    ):
+        torch._dynamo.reset()
+        counters.clear()
+        given = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+        out = fn(*given)
+        if out.requires_grad:
+            out.backward()
+        found[name] = [whole(t) for t in (out.detach(), *(g.grad for g in given)) if t is not None]
+    return found | {"matched": counters["fusedce"]["matched"]}
+
+
+def local_programs(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+    """Programs of a rank's plain logits, or of its part of a DTensor; and the largest class alone,
+    as the only output of a call."""
+    x, w, _, t = (o.to(mesh.device_type) for o in operands(9, 8, 12))
+    gather: Any = lambda z: DTensor.from_local(z, mesh, [Shard(1)], run_check=False).full_tensor()  # noqa: E731
+    sharded = distribute_tensor(w, mesh, [Shard(0)])
+
+    def logits(x: Tensor, w: Tensor) -> Any:
+        return F.linear(DTensor.from_local(x, mesh, [Replicate()], run_check=False), w)
+
+    out = {
+        name: beside_eager(
+            lambda x, w, loss=loss: loss(F.linear(x, w), t, gather), x, w.chunk(2)[rank]
+        )
+        for name, loss in OF_LOCAL_LOGITS.items()
+    }
+    out |= {
+        name: beside_eager(lambda x, w, part=part: part(logits(x, w)), x, sharded)
+        for name, part in PARTS.items()
+    }
+    out["largest class"] = beside_eager(
+        lambda x, w: logits(x, w).full_tensor().argmax(-1), x, sharded
+    )
+    uneven = w[:11].chunk(2)[rank]
+
+    def of_uneven(x: Tensor, w: Tensor) -> Tensor:
+        sizes = {"shape": torch.Size((9, 11)), "stride": (11, 1)}
+        z = DTensor.from_local(F.linear(x, w), mesh, [Shard(1)], run_check=False, **sizes)
+        return F.cross_entropy(z.full_tensor(), t.clamp(max=10))  # type: ignore[attr-defined]
+
+    out["uneven"] = beside_eager(of_uneven, x, uneven)
+    return out
+
+
 def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
     mesh = init_device_mesh(device.type, (world,))
     out: dict[str, Any] = {}
@@ -567,6 +641,7 @@ def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
     for name, (reduction, dim) in ROWS.items() if world == 2 else ():
         out[f"rows, {name}"] = rows_as_dtensors(mesh, reduction, dim)
     if world == 2:
+        out["local"] = local_programs(mesh, rank)
         out["gathered by hand"] = gathered_by_hand(mesh, rank)
         out["bias written"] = on_shards(mesh, SMALL, "bias")
         out["weight written"] = on_shards(mesh, SMALL, "weight", trains_x=False)

@@ -13,6 +13,8 @@ from tests.ranks.sharding_cases import (
     FUSED,
     LEFT,
     OF_FOUR,
+    OF_LOCAL_LOGITS,
+    PARTS,
     ROWS,
     SMALL,
     UNEQUAL,
@@ -146,3 +148,13 @@ def test_what_is_left_alone(name):
     for rank in ranks.run("tests.ranks.sharding_cases", WORLD):
         assert (rank[name]["matched"], rank[name]["rejected"]) == (0, 1)
         assert REASONS[name] in rank[name]["said"][0]
+
+
+@pytest.mark.parametrize("name", [*OF_LOCAL_LOGITS, *PARTS, "uneven", "largest class"])
+def test_what_a_rank_does_with_its_part(name):
+    """It is left alone, but the largest class of gathered logits."""
+    for rank in ranks.run("tests.ranks.sharding_cases", WORLD):
+        found = rank["local"][name]
+        assert found["matched"] == (name == "largest class")
+        for ours, theirs in zip(found["ours"], found["eager"], strict=True):
+            torch.testing.assert_close(ours, theirs)
