@@ -34,6 +34,8 @@ def opaque(cls: T) -> T:
     """Hides the methods of a class from Dynamo, which would else trace them wherever a frame that
     it compiles calls them: the dispatcher's and autograd's calls too."""
     for name, member in list(vars(cls).items()):
+        if name == "__new__":
+            continue  # its callers are hidden, or compiled code
         if isinstance(member, (staticmethod, classmethod)):
             setattr(cls, name, type(member)(hidden(member.__func__)))
         elif isinstance(member, property):

@@ -44,11 +44,12 @@ class Input:
     """
 
     def __init__(self, tensor: Tensor, is_row: bool) -> None:
-        self.tensor = tensor.detach()
+        # the recipe would read a negative view as what it is a view of; its copy cannot change
+        self.tensor = tensor.detach().resolve_neg()
         self._is_clone = False  # a clone has no other references that could change it
-        self._version = None if tensor.is_inference() else tensor._version
+        self._version = None if tensor.is_inference() else self.tensor._version
         self._fingerprint = None
-        if not _freed(tensor):
+        if not _freed(self.tensor):
             self._layout = Layout.of(self.tensor)  # a clone may have other strides
             self._fingerprint = fingerprint(self.tensor, self._layout)
         owner = tensor if tensor._base is None else tensor._base

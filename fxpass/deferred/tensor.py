@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.deferred import values
-from fxpass.deferred.dynamo import hidden, opaque, plain_in_graphs
+from fxpass.deferred.dynamo import opaque, plain_in_graphs
 from fxpass.deferred.history import attach, attach_cast, recorded
 from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.optimizers import watch_optimizers
@@ -59,7 +59,6 @@ ASSIGNED = "deferred logits do not take `.data = other`; write with .copy_(other
 RESHAPED = "{} changes the shape of deferred logits in place; work on logits.clone()"
 
 
-@hidden
 def defer(recipe: Recipe, inputs: Sequence[Any], *, drop: bool = False) -> Tensor:
     """The logits of ``recipe(*inputs)``, with the current values of the inputs, on first use.
 

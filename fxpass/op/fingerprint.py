@@ -62,7 +62,7 @@ class Layout(NamedTuple):
 
 def fingerprint(t: Tensor, layout: Layout) -> Tensor:
     """The digest of a tensor: int64 with one dimension, unless it is a copy."""
-    bits = t.detach() if t.requires_grad else t
+    bits = t
     if t.is_complex():
         bits = torch.view_as_real(bits)
     bits = bits.view(torch.uint8 if t.dtype is torch.bool else INTEGERS[bits.element_size()])

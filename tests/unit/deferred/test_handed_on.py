@@ -254,3 +254,11 @@ def test_a_compiled_optimizer_step_changes_nothing():
     torch.compile(optimizer.step, backend="aot_eager")()
     assert not torch.equal(p.weight, p.eager_inputs[1])
     same(p.logits * 1, p.eager)
+
+
+def test_hidden_states_with_the_negative_bit():
+    recipe, _ = recipe_of()
+    x, weight, bias = torch.randn(3, D, dtype=torch.complex64).conj().imag, exact(V, D), exact(V)
+    assert x.is_neg()
+    for read in (lambda z: z * 1, lambda z: z[1] * 1):
+        same(read(tensor.defer(recipe, (x, weight, bias))), read(F.linear(x, weight, bias)))
