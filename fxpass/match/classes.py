@@ -344,7 +344,7 @@ class Flow:
         linear = self.linear
         nodes = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
         nodes += [n for step in base.steps for n in others_of(step.node)]
-        nodes += [self.tensors[s] for s in symbols_of(base.scale) | base.factors]
+        nodes += [self.tensors[s] for s in symbols_of(base.scale)]
         nodes += [n for s in (*base.biases, *base.given, *base.hits) for n in self.nodes(s)]
         nodes += base.indices
         for symbol in symbols:

@@ -6,7 +6,6 @@ the weight and the bias::
     z[:, :-1]                ->    Step: getitem of the hidden states
     z[..., chosen]           ->    Taken: rows of the weight
     z + vector               ->    Added: to the bias
-    tanh(z * temperature)    ->    Scaled: the hidden states, in f32
 """
 
 from __future__ import annotations
@@ -64,20 +63,13 @@ class Taken:
 
 @dataclass(frozen=True)
 class Added:
-    """``factor`` times the vector ``[V]`` of a symbol is added to the linear's output."""
+    """A number times the vector ``[V]`` of a symbol is added to the linear's output."""
 
     bias: Symbol
     factor: Expr
 
 
-@dataclass(frozen=True)
-class Scaled:
-    """The linear's output is multiplied by a factor, an expression of row symbols."""
-
-    factor: Expr
-
-
-Edit = Taken | Added | Scaled
+Edit = Taken | Added
 
 
 def trimmed(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -111,12 +103,6 @@ def taken(edit: Edit, count: int | torch.SymInt) -> int | torch.SymInt:
         return value(edit.index).shape[0]
     numbers = all(isinstance(n, int | None) for n in edit.index)
     return len(range(*slice(*edit.index).indices(hint(count)))) if numbers else count
-
-
-def factors_of(edits: tuple[Edit, ...]) -> set[Symbol]:
-    """The symbols of factors in edits."""
-    factors = [edit.factor for edit in edits if isinstance(edit, Added | Scaled)]
-    return set().union(*map(symbols_of, factors))
 
 
 def is_one_number(node: Node) -> bool:

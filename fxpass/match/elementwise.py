@@ -33,7 +33,6 @@ from fxpass.match.operands import (
     picks_rows_and_classes,
     viewed,
     with_bias,
-    with_scale,
 )
 from fxpass.match.pointwise import MASKS, POINTWISE, Spelling, check_size, row
 from fxpass.match.views import VIEWS, View, view_of
@@ -129,9 +128,6 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
     detached = any(flow.classes[t].detached for t in floats)
     check_gradients(flow, node, floats)
     operands = [expr_of(flow, node, like, argument, value(node)) for argument in given.values()]
-    if len(tensors) == 1 and function in POINTWISE and function not in _OF_ROWS:
-        like = with_scale(flow, node, like)  # a function of what is a multiple of a logit
-        operands[list(given.values()).index(tensors[0])] = like.expr
     _check_numbers(node, function, operands)
     _check_integers(flow, node, function, operands)
     joined = {s for o in operands if isinstance(o, Expr) for s in symbols_of(o) if s in flow.dims}
@@ -155,7 +151,7 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
             reason = f"{error}"
             continue
         _check_cancelled(flow, node, exprs, found.expr)
-        return with_bias(flow, node, found)
+        return with_bias(found)
     raise NoMatch(node, f"%{node.name} ({call_name(node)}): {reason}")
 
 

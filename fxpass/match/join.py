@@ -348,12 +348,11 @@ def _gradients(
     linear = flow.linear
     weights = {one for s in trained for one in given_of(flow.outputs[s][1])}
     scale = [flow.tensors[s] for s in symbols_of(base.scale)]
-    factors = [flow.tensors[s] for s in base.factors]
     biases = [linear.bias, *(flow.tensors[s] for s in base.biases)]
     operands: dict[str, Sequence[Node | None]] = {
-        "x": [linear.x, *factors],
+        "x": [linear.x],
         "weight": [linear.weight],
-        "bias": [*biases, *factors] if any(biases) else [],
+        "bias": biases,
         "scale": scale,
     }
     read = weights.union(base.given)

@@ -20,24 +20,20 @@ from torch.fx import Node
 
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import CASTS, function_of, reads_values
-from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, needs_gradient, value
+from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import (
     Added,
-    Scaled,
     Step,
     Taken,
-    factors_of,
-    is_one_number,
     keeps_rows,
     symbols_of,
 )
 from fxpass.match.views import index_of
 from fxpass.spec.dtypes import short
 from fxpass.spec.expression import Z
-from fxpass.spec.functions import Where
 
 
 def operand_of(flow: Flow, node: Node) -> Classes:
@@ -164,7 +160,6 @@ def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
         return found
     logs = {base.log: base for base in flow.bases if like.expr.has(base.log)}
     read = symbols_of(like.expr).union(*(symbols_of(base.logit) for base in logs.values()))
-    read |= factors_of(like.edits)
     if any(map(flow.varies, read)):
         node = step.node
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) rearranges `{like.expr}`")
@@ -185,20 +180,13 @@ def _taken(like: Classes, step: Step) -> Classes:
     return replace(like, edits=(*like.edits, Taken(index)))
 
 
-def with_bias(flow: Flow, node: Node, like: Classes) -> Classes:
+def with_bias(like: Classes) -> Classes:
     """An expression that is linear in the logit and in vectors ``[V]``, with these as biases."""
     vectors = sorted((s for s in symbols_of(like.expr) if s.name.startswith("class_")), key=str)
     if not vectors or not like.expr.has(Z):
         return like
-    factor = like.expr.diff(Z)
-    factors = [sympy.expand(like.expr.diff(v)) for v in vectors]
-    if any(has_classes(f) for f in (factor, *factors)) or factor == 0:
-        return like
-    if symbols_of(factor):  # it may be 0, and what is divided by it infinite
-        like = with_scale(flow, node, like)
-        factor = like.expr.diff(Z)
-    of_rows = [flow.tensors.get(s) for s in set().union(*map(symbols_of, factors))]
-    if not factor.is_number or not all(t is not None and is_one_number(t) for t in of_rows):
+    factor, factors = like.expr.diff(Z), [like.expr.diff(v) for v in vectors]
+    if factor == 0 or not all(f.is_number for f in (factor, *factors)):
         return like
     rest = like.expr.subs(dict.fromkeys(vectors, 0))
     sums = rest + sum(v * f for v, f in zip(vectors, factors, strict=True))
@@ -206,33 +194,3 @@ def with_bias(flow: Flow, node: Node, like: Classes) -> Classes:
         return like  # a mask has the derivative 0
     added = (Added(v, f / factor) for v, f in zip(vectors, factors, strict=True))
     return replace(like, expr=rest, edits=(*like.edits, *added))
-
-
-def with_scale(flow: Flow, node: Node, like: Classes) -> Classes:
-    """A multiple of the logit by row symbols, with these as a factor of the hidden states. They are
-    in f32: 16 bits would round the factor, or overflow. Without gradients, the transform reads the
-    factor there, and where a bias would get one for each row.
-
-    Raises:
-        NoMatch: the factor needs a gradient then.
-    """
-    factor = like.expr.diff(Z)
-    rows = factor.as_independent(*symbols_of(factor), as_Add=False)[1]
-    known = symbols_of(rows) <= flow.tensors.keys() and not rows.has(Where)  # a mask is no factor
-    if rows in (0, 1) or has_classes(factor) or not known:
-        return like
-    what = f"%{node.name} ({call_name(node)}) comes after a factor of the logits, which"
-    tensors = [flow.tensors[s] for s in symbols_of(rows)]
-    trained = any(map(needs_gradient, tensors))
-    biased = flow.linear.bias is not None or any(isinstance(e, Added) for e in like.edits)
-    of_rows = biased and not all(map(is_one_number, tensors))
-    low = flow.dtype.itemsize < torch.float32.itemsize
-    if (low or of_rows) and not trained:
-        return like
-    if low:
-        where = f"{short(flow.dtype)} hidden states and rounded there"
-        raise NoMatch(node, f"{what} would be multiplied into the {where}")
-    if of_rows:
-        raise NoMatch(node, f"{what} would scale a bias by a factor per row")
-    expr = sympy.expand(like.expr).subs(Z, Z / rows)
-    return replace(like, expr=sympy.expand(expr), edits=(*like.edits, Scaled(rows)))

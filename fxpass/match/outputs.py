@@ -16,7 +16,7 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.graph.nodes import value
-from fxpass.match.edits import Added, Edit, Step, Taken, factors_of, symbols_of
+from fxpass.match.edits import Added, Edit, Step, Taken, symbols_of
 from fxpass.spec.expression import L, Z
 from fxpass.spec.outputs import Moment, Output
 
@@ -58,11 +58,6 @@ class Base:
     def hits(self) -> list[Symbol]:
         """The symbols of the one-hot tensors that the transform reads."""
         return [s for s in beside(self.transform) if s.name.startswith(HOT)]
-
-    @property
-    def factors(self) -> set[Symbol]:
-        """The symbols of factors in the edits."""
-        return factors_of(self.edits)
 
     @property
     def indices(self) -> list[Node]:

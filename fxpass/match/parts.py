@@ -31,7 +31,7 @@ def join_pieces(flow: Flow) -> None:
     groups: dict[Any, list[tuple[Part, Base]]] = {}
     for base in flow.bases:
         part = _part(base.steps[-1]) if base.steps else None
-        read = symbols_of(base.logit).union(base.factors)  # of a piece, not of all rows
+        read = symbols_of(base.logit)  # of a piece, not of all rows
         if part is not None and not any(map(flow.varies, read)):
             key = (
                 tuple(step.node for step in base.steps[:-1]),

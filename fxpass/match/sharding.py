@@ -286,7 +286,7 @@ def _check_placements(flow: Flow, found: Sharding) -> None:
 def _check_edits(flow: Flow, found: Sharding) -> None:
     """``NoMatch`` if an operand or an output is not split between the ranks."""
     node = flow.linear.node
-    scaled = any(base.scale != 1 or base.factors for base in flow.bases)
+    scaled = any(base.scale != 1 for base in flow.bases)
     outputs = [output for _, output in flow.outputs.values()]
     read = [s for base in flow.bases for s in (*base.given, *base.hits)]
     read += [s for o in outputs if isinstance(o, Summed) for s in (*o.given, *o.hits, *o.picks)]

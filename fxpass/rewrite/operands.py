@@ -20,7 +20,7 @@ from fxpass.graph.hazards import leaves
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.match.classes import Flow, rest_of
-from fxpass.match.edits import Edit, Scaled, Taken
+from fxpass.match.edits import Edit, Taken
 from fxpass.match.join import Call
 from fxpass.match.outputs import Picked
 from fxpass.rewrite.arithmetic import Arithmetic
@@ -71,15 +71,10 @@ class Operands(Arithmetic):
         for edit in edits:
             if isinstance(edit, Taken):
                 bias = bias and self.function(operator.getitem, bias, edit.entry)
-            elif isinstance(edit, Scaled):
-                factor = self.of_all_ranks(self._arithmetic(edit.factor))
-                x = self.method("to", self.method("mul", x, self._column(factor)), self.dtype)
-                bias = bias and self.method("mul", bias, factor)
             else:  # in f32: the program may add it to up-cast logits
                 more = self.method("to", self._values(edit.bias), dtype)
-                factor = self.of_all_ranks(self._arithmetic(edit.factor))
                 if edit.factor != 1:
-                    more = self.method("mul", more, factor)
+                    more = self.method("mul", more, self._arithmetic(edit.factor))
                 if bias is not None:
                     more = self.method("add", self.method("to", bias, dtype), more)
                 bias = more

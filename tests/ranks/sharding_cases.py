@@ -194,11 +194,6 @@ class OfRows(Trained):
         return z * self.p.unsqueeze(-1)
 
 
-class BeforeFunction(Trained):
-    def changed(self, z: Tensor) -> Tensor:
-        return (z * self.p).tanh() * 5
-
-
 class Biased(Trained):
     def first(self, v: int) -> Tensor:
         return torch.linspace(-1, 1, v)
@@ -218,7 +213,7 @@ class BiasAndTemperature(Biased):
         self.scale = nn.Parameter(torch.tensor(0.7))
 
     def changed(self, z: Tensor) -> Tensor:
-        return ((z + self.p) * self.scale).tanh() * 4
+        return (z + self.p) * self.scale
 
 
 class SoftTargets(Biased):
@@ -359,7 +354,6 @@ FUSED = {
         Trained, GATHERED, parallel=False, frozen=("lm_head.weight",)
     ),
     "trained temperatures": Case(OfRows, GATHERED, parallel=False, bias=True),
-    "trained temperature in a function": Case(BeforeFunction, GATHERED, parallel=False, bias=True),
     "trained bias": Case(Biased, GATHERED, parallel=False),
     "trained factors": Case(OfClasses, GATHERED, parallel=False),
     "trained bias and temperature": Case(BiasAndTemperature, GATHERED, parallel=False, bias=True),
