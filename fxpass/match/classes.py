@@ -133,10 +133,8 @@ class Flow:
         tensors: symbol → the tensor of the graph that it stands for.
         repeated_rows: symbol of a tensor that is broadcast to the rows → a tensor with these rows.
         dims: symbol of given values → the position of their class dimension.
-        exponentials: symbols of given values that are the exponential of their tensor.
         products: symbols of given values that are their tensor times class weights → the weights.
         selections: symbols of masks of classes → the index that selects these classes.
-        sums: symbol → an expression of given values alone, of which it is the sum over the classes.
         reductions: the nodes that reduce the logits, in the graph's order.
         made: tensors of the logits' shape, class dimensions and dtypes of logits → the expression
             that :mod:`fxpass.match.masks` found for them.
@@ -167,10 +165,8 @@ class Flow:
     tensors: dict[Symbol, Node] = field(default_factory=dict)
     repeated_rows: dict[Symbol, Classes] = field(default_factory=dict)
     dims: dict[Symbol, int] = field(default_factory=dict)
-    exponentials: set[Symbol] = field(default_factory=set)
     products: dict[Symbol, Node] = field(default_factory=dict)
     selections: dict[Symbol, Any] = field(default_factory=dict)
-    sums: dict[Symbol, Expr] = field(default_factory=dict)
     reductions: list[Reduced] = field(default_factory=list)
     made: dict[tuple[Node, int, torch.dtype], Expr | None] = field(default_factory=dict)
     spelled: list[Node] = field(default_factory=list)
@@ -248,14 +244,6 @@ class Flow:
         wraps = "negative" if symbol.name.startswith(WRAPPED) else ""
         return Picked(self.tensors[symbol], None, wraps)
 
-    def exponential(self, given: Symbol) -> Symbol:
-        """The symbol of the exponential of given values."""
-        symbol = Symbol(f"given_exp({given})", real=True)
-        self.tensors[symbol] = self.tensors[given]
-        self.dims[symbol] = self.dims[given]
-        self.exponentials.add(symbol)
-        return symbol
-
     def given(self, node: Node, dim: int, weights: Node | None = None) -> Symbol:
         """The symbol of given values, times class weights."""
         symbol = self.tensor(node, "given")
@@ -272,12 +260,6 @@ class Flow:
         symbols = (self.tensor(node, f"row_{i}:") for i in itertools.count())
         known = self.repeated_rows
         return next(s for s in symbols if known.setdefault(s, like).place == like.place)
-
-    def sum_of_given(self, expr: Expr) -> Symbol:
-        """The symbol of a sum over the classes of an expression of given values."""
-        symbol = Symbol(f"sum_{expr}", real=True)
-        self.sums[symbol] = expr
-        return symbol
 
     def output(self, base: Base, output: OfBase) -> Symbol:
         """The symbol of a reduction of a base."""
@@ -333,8 +315,6 @@ class Flow:
 
     def _read_by(self, symbol: Symbol) -> list[Node]:
         """The tensors that the value of a symbol is computed from."""
-        if symbol in self.sums:
-            return [n for s in symbols_of(self.sums[symbol]) for n in self.nodes(s)]
         if symbol in self.outputs:
             return self.operands(self.outputs[symbol][0], [symbol])
         return self.nodes(symbol)

@@ -4,14 +4,14 @@ In: a node that reads logits. Out: a :class:`fxpass.match.classes.Reduced` in th
 the classes of a product::
 
     matmul(%p, %atoms)                         ->    the sum of p * atoms
-    kl_div(%log_probs, %q)                     ->    the sum of q * log(q) - q * log_probs
+    kl_div(%log_probs, %q)                     ->    the sum of q * (log(q) - log_probs)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import sympy
 from sympy import Expr, Symbol
@@ -208,10 +208,7 @@ def _divergence(
         if not is_log:
             log = sympy.log(target) if target in flow.tensors else logarithm(target)
             return target * (log - source)
-        if target in flow.dims:
-            q: Expr = flow.exponential(cast(Symbol, target))
-        else:
-            q = exponential(in_logs(flow, node, like, target))
+        q = exponential(in_logs(flow, node, like, target))
     except ValueError as error:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
     return q * (target - source)

@@ -8,7 +8,7 @@ In: a tensor with classes. Out: rows, as an expression of outputs and of row sym
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
-from fxpass.graph.nodes import NoMatch, needs_gradient, value
+from fxpass.graph.nodes import NoMatch, value
 from fxpass.match.bases import check_given, fits, in_logs, in_one_log
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
@@ -48,12 +48,11 @@ def summed(flow: Flow, node: Node, like: Classes) -> Expr:
 
 def _summed_terms(flow: Flow, node: Node, like: Classes) -> Expr:
     expr, total = _logs_of_products(flow, node, like), sympy.Integer(0)
-    _check_cancellation(flow, node, expr)
+    _check_cancellation(node, expr)
     rest = sympy.Integer(0)
     for term in sympy.Add.make_args(expr):
         found = _at_one_hot(flow, node, like, term)
         found = _sum_of_logits(flow, node, like, term) if found is None else found
-        found = _sum_of_given(flow, term) if found is None else found
         total, rest = (total, rest + term) if found is None else (total + found, rest)
     expr = _expanded(in_logs(flow, node, like, rest))
     for term in sympy.Add.make_args(expr):
@@ -82,12 +81,9 @@ def _expanded(expr: Any) -> Expr:
     return cast(Expr, found.xreplace({name: function for function, name in names.items()}))
 
 
-def _check_cancellation(flow: Flow, node: Node, expr: Expr) -> None:
+def _check_cancellation(node: Node, expr: Expr) -> None:
     """``NoMatch`` for a sum of several terms that may cancel, such as (p - q)**2: eager adds small
-    differences, and the sums of the terms would lose their digits.
-
-    Terms of one sign do not cancel. Of trained values of each logit there is no sum of a function:
-    they may stand beside a log-softmax, as the target of a divergence, which eager has rounded too.
+    differences, and the sums of the terms would lose their digits. Terms of one sign do not cancel.
     """
     rows: dict[Any, Any] = {}  # factors with classes -> what they are multiplied by
     for term in sympy.Add.make_args(expr):
@@ -95,18 +91,8 @@ def _check_cancellation(flow: Flow, node: Node, expr: Expr) -> None:
         rows[rest] = factor
     one_sign = all(row.is_number for row in rows.values())
     one_sign = one_sign and len({row.is_positive for row in rows.values()}) == 1
-    trained = (flow.tensors[s] for s in symbols_of(expr) & flow.dims.keys())
-    if any(map(needs_gradient, trained)) and _is_divergence(rows):
-        return
     if len(rows) > 1 and not (one_sign and len(set(map(_degree, rows))) == 1):
         raise NoMatch(node, f"%{node.name} sums `{expr}`, whose terms may cancel")
-
-
-def _is_divergence(products: Collection[Any]) -> bool:
-    """Whether there is one log-softmax, and what stands beside it has its probabilities or none."""
-    logs = [one for one in products if _degree(one)]
-    alike = (not one.has(sympy.exp) or not (one / logs[0]).has(sympy.exp) for one in products)
-    return list(map(_degree, logs)) == [1] and all(alike)
 
 
 def _degree(product: Any) -> int:
@@ -246,20 +232,6 @@ def _in_base(base: Base, rows: Expr, rest: Expr) -> tuple[Expr, Expr | None]:
         if base.scale == 1:
             break
     return rows, None
-
-
-def _sum_of_given(flow: Flow, term: Expr) -> Expr | None:
-    """The sum of a product of given values alone, which stays in the graph; None for another term.
-    The sum of one of them is a moment."""
-    rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
-    symbols = symbols_of(rest)
-    alone = all(s.name.startswith(("given_", "class_")) for s in symbols)
-    roots = [factor.as_base_exp()[0] for factor in sympy.Mul.make_args(rest)]
-    roots = [cast(Any, r).args[0] if isinstance(r, sympy.log) else r for r in roots]
-    known = all(isinstance(root, Symbol) for root in roots)
-    if not symbols or not (alone and known) or isinstance(rest, Symbol):
-        return None
-    return rows * flow.sum_of_given(rest)
 
 
 def _class_symbols(expr: Any) -> list[Symbol]:

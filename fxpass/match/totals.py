@@ -132,8 +132,6 @@ def coefficients_of(flow: Flow, rows: Any) -> tuple[dict[Symbol, Any], Any]:
 def tensors_of(flow: Flow, reduced: Reduced) -> set[Node]:
     """The tensors in the rows of a reduction that are no outputs."""
     symbols = reduced.symbols - flow.outputs.keys()
-    for symbol in symbols & flow.sums.keys():
-        symbols = symbols | symbols_of(flow.sums[symbol])
     return {flow.tensors[symbol] for symbol in symbols & flow.tensors.keys()}
 
 

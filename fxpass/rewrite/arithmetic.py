@@ -82,7 +82,7 @@ class Arithmetic(Builder):
             node = self.method("to", node, compute_dtype(self.dtype))
             weights = self.classes_here(self.current(self.flow.products[symbol]))
             return self.method("mul", node, weights)
-        return self.method("exp", node) if symbol in self.flow.exponentials else node
+        return node
 
     def _mask(self, entry: Any) -> Node:
         """A mask of the classes that an index selects."""
@@ -112,8 +112,6 @@ class Arithmetic(Builder):
             # computed anew by each reader: one of them may be under no_grad
             if expr in self.flow.parts:
                 return self._part(*self.flow.parts[expr])
-            if expr in self.flow.sums:
-                return self._sum_of_given(self.flow.sums[expr])
             tensor = self._wide(self.current(self.flow.tensors[expr]))
             if is_number(tensor):
                 dtype = compute_dtype(self.dtype)
@@ -178,18 +176,3 @@ class Arithmetic(Builder):
         """A row ``[N]`` as ``[N, 1]``, beside K picks of each row."""
         is_row = isinstance(part, Node) and value(part).dim() == 1
         return self.method("unsqueeze", part, 1) if is_row else part
-
-    def _sum_of_given(self, expr: Any) -> Node:
-        """The sum over the classes of a product of given values, of their powers and logarithms."""
-        dtype = compute_dtype(self.dtype)
-        terms = {s: self.method("to", self._values(s), dtype) for s in expr.free_symbols}
-        logs: list[Any] = [f.args[0] for f in sympy.Mul.make_args(expr) if isinstance(f, sympy.log)]
-        found = [self.function(torch.special.xlogy, terms[s], terms[s]) for s in logs]
-        rest = sympy.Mul(expr, *(1 / (s * sympy.log(s)) for s in logs))
-        powers: Any = rest.as_powers_dict() if rest != 1 else {}
-        for root, power in powers.items():
-            one = terms[root]
-            found.append(one if power == 1 else self.method("pow", one, int(power)))
-        # no einsum: autocast around it would make it one of bf16
-        product = functools.reduce(lambda a, b: self.method("mul", a, b), found)
-        return self.method("sum", product, -1)

@@ -63,7 +63,8 @@ class Sum:
     @property
     def of_softmax(self) -> bool:
         """Whether f reads exponentials, which may be 0 where the log-softmax is -inf."""
-        return self.function.has(FUNCTIONS["exp"].symbolic)
+        exponentials = self.function.atoms(FUNCTIONS["exp"].symbolic)
+        return any(one.has(Z, L) for one in exponentials)
 
     @property
     def late(self) -> bool:
