@@ -103,7 +103,7 @@ class Reduced:
     def is_scalar(self) -> bool:
         """Whether the rows are reduced too."""
         reduction = self.then if self.loss is None else self.loss.reduction
-        return reduction in ("sum", "mean", "batchmean")
+        return reduction in ("sum", "mean")
 
     @property
     def values(self) -> tuple[Expr, ...]:
@@ -133,7 +133,6 @@ class Flow:
         tensors: symbol → the tensor of the graph that it stands for.
         repeated_rows: symbol of a tensor that is broadcast to the rows → a tensor with these rows.
         dims: symbol of given values → the position of their class dimension.
-        products: symbols of given values that are their tensor times class weights → the weights.
         selections: symbols of masks of classes → the index that selects these classes.
         reductions: the nodes that reduce the logits, in the graph's order.
         made: tensors of the logits' shape, class dimensions and dtypes of logits → the expression
@@ -165,7 +164,6 @@ class Flow:
     tensors: dict[Symbol, Node] = field(default_factory=dict)
     repeated_rows: dict[Symbol, Classes] = field(default_factory=dict)
     dims: dict[Symbol, int] = field(default_factory=dict)
-    products: dict[Symbol, Node] = field(default_factory=dict)
     selections: dict[Symbol, Any] = field(default_factory=dict)
     reductions: list[Reduced] = field(default_factory=list)
     made: dict[tuple[Node, int, torch.dtype], Expr | None] = field(default_factory=dict)
@@ -228,8 +226,7 @@ class Flow:
             entry = self.selections[symbol]
             parts = (entry.start, entry.stop, entry.step) if isinstance(entry, slice) else (entry,)
             return [part for part in parts if isinstance(part, Node)]
-        products = [self.products[symbol]] if symbol in self.products else []
-        return [self.tensors[symbol], *products]
+        return [self.tensors[symbol]]
 
     def varies(self, symbol: Symbol) -> bool:
         """Whether the tensor of a symbol differs from row to row."""
@@ -244,14 +241,11 @@ class Flow:
         wraps = "negative" if symbol.name.startswith(WRAPPED) else ""
         return Picked(self.tensors[symbol], None, wraps)
 
-    def given(self, node: Node, dim: int, weights: Node | None = None) -> Symbol:
-        """The symbol of given values, times class weights."""
+    def given(self, node: Node, dim: int) -> Symbol:
+        """The symbol of given values."""
         symbol = self.tensor(node, "given")
         if self.dims.get(symbol, dim) != dim:  # beside other logits its classes are elsewhere
             symbol = self.tensor(node, f"given_{dim}:")
-        if weights is not None:
-            symbol = Symbol(f"{symbol}*{weights.name}", real=True)
-            self.tensors[symbol], self.products[symbol] = node, weights
         self.dims[symbol] = dim
         return symbol
 

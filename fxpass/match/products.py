@@ -9,6 +9,7 @@ the classes of a product::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -185,6 +186,12 @@ def _reduce(flow: Flow, node: Node, like: Classes, given: dict[str, Any]) -> Non
     if reduction not in ("mean", "sum", "batchmean") or (reduction == "batchmean" and not like.dim):
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has reduction={reduction!r}")
     total = summed(flow, node, like)
+    if reduction == "batchmean":  # the mean of rows, times the rows of a batch
+        others = [n for i, n in enumerate(whole.shape) if i not in (0, like.dim)]
+        if not all(isinstance(n, int) and n for n in others):
+            raise NoMatch(node, f"%{node.name} has batches of a number of rows that varies")
+        flow.reduce(node, like, math.prod(others) * total, keepdim=False, then="mean")
+        return
     if reduction == "mean":
         size = whole.shape[like.dim]
         if not isinstance(size, int):

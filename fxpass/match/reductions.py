@@ -28,10 +28,11 @@ from fxpass.match.operands import (
     picks_rows_and_classes,
     whole_range,
 )
-from fxpass.match.outputs import Picked, Weighted
+from fxpass.match.outputs import Picked, Summed, Weighted
 from fxpass.match.products import ELEMENTS, divergence, einsum, matmul, of_elements
 from fxpass.match.sums import at, summed
 from fxpass.match.views import index_of
+from fxpass.spec.expression import L
 from fxpass.spec.outputs import Moment
 
 
@@ -139,8 +140,11 @@ def of_loss(flow: Flow, node: Node) -> None:
             weight = flow.tensor(loss.class_weight, "class")
             smooth = flow.output(base, Weighted(Moment(0, 1), weight))
     if loss.probabilities:
-        target = flow.given(loss.target, like.dim, loss.class_weight)
+        target = flow.given(loss.target, like.dim)
         rows = flow.output(base, Weighted(Moment(0, 1), target))
+        if loss.class_weight is not None:
+            weight = flow.tensor(loss.class_weight, "class")
+            rows = flow.output(base, Summed(weight * target * L))
     else:
         rows = flow.output(base, Picked(loss.target, None, ignored=loss.ignore_index))
     flow.reductions.append(Reduced(node, like, rows, loss=loss, mean_log=smooth))

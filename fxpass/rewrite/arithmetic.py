@@ -77,12 +77,7 @@ class Arithmetic(Builder):
             return self._mask(self.flow.selections[symbol])
         node, dim = self.current(self.flow.tensors[symbol]), self.flow.dims.get(symbol)
         node = self.method("reshape", node, -1) if dim is None else self._flat(node, dim)
-        node = self.classes_here(node)
-        if symbol in self.flow.products:
-            node = self.method("to", node, compute_dtype(self.dtype))
-            weights = self.classes_here(self.current(self.flow.products[symbol]))
-            return self.method("mul", node, weights)
-        return node
+        return self.classes_here(node)
 
     def _mask(self, entry: Any) -> Node:
         """A mask of the classes that an index selects."""

@@ -194,7 +194,7 @@ class _Edit(Operands):
             out = self.function(torch.ops.fxpass.loss_coefficients.default, *arguments)
         else:
             classes = self.count(call.base.edits)
-            coefficients, others = coefficients_of_total(total, classes, self._batch)
+            coefficients, others = coefficients_of_total(total, classes)
             like: list[Node] = []
             for reduced, _, constant in terms:
                 rows = zeros
@@ -203,9 +203,6 @@ class _Edit(Operands):
                 like.append(rows if reduced.is_scalar else self._shaped(rows, reduced))
             out = self.function(coefficients, *like, *map(self.current, others))
         return [self.function(operator.getitem, out, i) for i in range(len(terms) + 1)]
-
-    def _batch(self, reduced: Reduced) -> int | Node:
-        return self.size(self._viewed(self.hidden, reduced.like.steps), 0)
 
     def _unpack(self, call: Call, out: Node, counts: list[int]) -> None:
         found = {s: n for c, known in self.outputs if c.base is call.base for s, n in known.items()}
@@ -264,8 +261,6 @@ class _Edit(Operands):
                 new = self.method("detach", new)  # it is under no_grad, or reads detached logits
             if reduced.then in ("sum", "mean"):
                 new = self.method(reduced.then, new)
-            elif reduced.then == "batchmean":
-                new = self.method("div", self.method("sum", new), self._batch(reduced))
             elif not reduced.is_scalar:
                 new = self._shaped(new, reduced)
             same = value(new).dtype == value(old).dtype

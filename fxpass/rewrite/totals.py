@@ -22,14 +22,13 @@ from fxpass.match.totals import Total
 
 
 def coefficients_of_total(
-    total: Total, classes: int | Node, batch_of: Callable[[Reduced], int | Node]
+    total: Total, classes: int | Node
 ) -> tuple[Callable[..., tuple[Tensor, ...]], list[Node]]:
     """A function to the coefficients of a total, and the nodes that are its last arguments.
 
     Args:
         total: the total.
         classes: their number.
-        batch_of: the first size of the rows of a reduction.
 
     Returns:
         the function and the nodes. Its first arguments are constants of what the total adds up, in
@@ -41,16 +40,13 @@ def coefficients_of_total(
         [graph.placeholder(f"{reduced.node.name}_{i}") for i in range(len(reduced.values))]
         for reduced in total.reductions
     ]
-    batch = {r.node: batch_of(r) for r in total.reductions if r.then == "batchmean"}
     losses = [reduced.loss for reduced in total.reductions if reduced.loss is not None]
     of_losses = (n for loss in losses for n in (*loss.indices, classes))
-    read = dict.fromkeys((*total.others, *of_losses, *batch.values()))
+    read = dict.fromkeys((*total.others, *of_losses))
     others = [n for n in read if isinstance(n, Node)]
     known: dict[Any, Any] = {node: graph.placeholder(node.name) for node in others}
     for reduced, leaves in zip(total.reductions, starts, strict=True):
-        size = batch.get(reduced.node)
-        sizes = known.get(classes, classes), known.get(size, size)
-        known[reduced.node] = _finished(graph, reduced, leaves, known, *sizes)
+        known[reduced.node] = _finished(graph, reduced, leaves, known, known.get(classes, classes))
     for node in total.tail:
         known[node] = graph.node_copy(node, known.__getitem__)
     graph.output(known[total.node])
@@ -67,13 +63,9 @@ def coefficients_of_total(
     return coefficients, others
 
 
-def _finished(
-    graph: Graph, reduced: Reduced, leaves: list[Node], known: Any, classes: Any, batch: Any
-) -> Node:
+def _finished(graph: Graph, reduced: Reduced, leaves: list[Node], known: Any, classes: Any) -> Node:
     """A reduction in terms of its rows."""
     loss = reduced.loss
-    if reduced.then == "batchmean":
-        return graph.call_method("div", (graph.call_method("sum", (leaves[0],)), batch))
     if loss is None:
         return graph.call_method(reduced.then, (leaves[0],)) if reduced.then else leaves[0]
     picked, smooth = leaves if len(leaves) == 2 else (leaves[0], None)
