@@ -241,47 +241,21 @@ def _class_symbols(expr: Any) -> list[Symbol]:
 def _summed_term(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr:
     """The sum of a product ``w * exp(a log) * log**b``."""
     unknown = NoMatch(node, f"%{node.name} sums `{term}` over the classes, which is not known")
-    a = b = 0
-    weight, base = None, None
-    for factor in sympy.Mul.make_args(term):
-        root, power = factor.as_base_exp()
-        if isinstance(factor, sympy.exp):
-            exponent: Any = factor.args[0]
-            number, symbol = exponent.as_coeff_Mul()
-            power = number
-        else:
-            symbol = root
-        if factor == 1:
-            continue
-        if not isinstance(symbol, Symbol) or not power.is_Integer or power < 0:
-            raise unknown
-        if symbol.name.startswith("log_"):
-            if base is not None and base.log != symbol:
-                raise unknown
-            base = next(one for one in flow.bases if one.log == symbol)
-            if isinstance(factor, sympy.exp):
-                a = int(power)
-            else:
-                b = int(power)
-        elif symbol is root and symbol in flow.tensors and weight is None and power == 1:
-            weight = symbol
-        else:
-            raise unknown
-    if a > HIGHEST_POWER or b > HIGHEST_POWER:
-        raise unknown
-    if base is None and weight is None:
+    if term == 1:
         size = value(first_operand(node)).shape[like.dim]
         if not isinstance(size, int):
             raise unknown
         return sympy.Integer(size)
-    if base is None:
-        base = flow.bases[0] if flow.bases else flow.base(like, Z, sympy.Integer(1))
-    if not fits(flow, base, like):
-        raise unknown
-    moment = Moment(a, b)
-    if weight is None:
-        return sympy.Integer(1) if moment == TOTAL else flow.output(base, moment)
-    return flow.output(base, Weighted(moment, weight))
+    logs = [base for base in flow.bases if term.has(base.log)]
+    base = (logs or flow.bases or [flow.base(like, Z, sympy.Integer(1))])[0]
+    powers = range(HIGHEST_POWER + 1) if fits(flow, base, like) else ()
+    for moment in (Moment(a, b) for a in powers for b in powers):
+        weight = term / (sympy.exp(moment.a * base.log) * base.log**moment.b)
+        if weight == 1:
+            return sympy.Integer(1) if moment == TOTAL else flow.output(base, moment)
+        if weight in flow.tensors:
+            return flow.output(base, Weighted(moment, cast(Symbol, weight)))
+    raise unknown
 
 
 def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Expr:
