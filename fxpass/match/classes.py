@@ -143,8 +143,6 @@ class Flow:
             are not computed any more.
         pairs: nodes whose value is a tuple of tensors.
         stacks: stacks of logits, and views of them.
-        repeated: nodes that are broadcast to the logits' shape → the tensor that is.
-        same: nodes that equal another tensor, which is cut to its size after that.
         sharding: how its classes and rows are distributed over ranks; None on one rank.
         stops: why readers of the logits are not understood.
         left: tensors with classes, and stacks, among the outputs of the graph.
@@ -172,8 +170,6 @@ class Flow:
     unread: set[Node] = field(default_factory=set)
     pairs: dict[Node, Classes] = field(default_factory=dict)
     stacks: dict[Node, Stacked] = field(default_factory=dict)
-    repeated: dict[Node, Node] = field(default_factory=dict)
-    same: dict[Node, Node] = field(default_factory=dict)
     sharding: Any = None
     stops: list[NoMatch] = field(default_factory=list)
     left: tuple[Node, ...] = ()
@@ -182,8 +178,8 @@ class Flow:
     @property
     def inside(self) -> set[Node]:
         """The linear and all nodes with values of logits."""
-        known = (self.classes, self.pairs, self.stacks, self.repeated, self.same)
-        return set().union(*known, self.unread, self.assigned)
+        known = self.classes, self.pairs, self.stacks, self.unread, self.assigned
+        return set().union(*known)
 
     @property
     def replaced(self) -> set[Node]:

@@ -43,7 +43,7 @@ from fxpass.match.parts import join_pieces
 from fxpass.match.pointwise import POINTWISE
 from fxpass.match.reductions import REDUCTIONS, of_loss
 from fxpass.match.stacks import stack_of, taken_from_stack
-from fxpass.match.tuples import TUPLES, cut_to_size, member_of, tuple_of
+from fxpass.match.tuples import TUPLES, member_of, tuple_of
 from fxpass.spec.expression import Z
 
 
@@ -94,7 +94,7 @@ def _read_all(flow: Flow, modes: dict[Node, Mode]) -> Flow:
     linear = flow.linear
     flow.classes[linear.node] = Classes((), linear.dim, Z)
     end: NoMatch | None = None
-    noted = (flow.classes, flow.pairs, flow.stacks, flow.repeated, flow.rows, flow.cut)
+    noted = (flow.classes, flow.pairs, flow.stacks, flow.rows, flow.cut)
     readers = set(linear.node.users)
     for node in linear.node.graph.nodes:
         if node not in readers:
@@ -141,8 +141,6 @@ def _follow(flow: Flow, node: Node, modes: dict[Node, Mode]) -> bool:
         of_loss(flow, node)
     elif pairs:
         of_pair(flow, node)
-    elif any(n in flow.repeated for n in node.all_input_nodes):
-        cut_to_size(flow, node)
     elif any(n in flow.rows or n in flow.cut for n in node.all_input_nodes):
         _same_row(flow, node)
     return bool(read or stacks or pairs)

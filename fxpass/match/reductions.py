@@ -7,7 +7,7 @@ function is a row of ``REDUCTIONS``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -86,8 +86,7 @@ def _gather(flow: Flow, node: Node) -> None:
     shape[like.dim] = taken[like.dim] if len(taken) == len(shape) else -1
     if shape != taken:
         raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an index of other rows")
-    whole = cast(Node, flow.same.get(index, index))
-    _pick(flow, node, like, Picked(whole, like.dim, "all" if take else ""), keepdim=True)
+    _pick(flow, node, like, Picked(index, like.dim, "all" if take else ""), keepdim=True)
 
 
 def _pick(flow: Flow, node: Node, like: Classes, picked: Picked, keepdim: bool) -> None:

@@ -1,12 +1,10 @@
 """Functions of logits whose value is a tuple of tensors: parts of the rows, and broadcast tensors.
 
 In: such a node, then the nodes that take tensors out of it. Out: their
-:class:`fxpass.match.classes.Classes`; or for a tensor that is repeated to the shape of the logits,
-and cut to its own shape again, the tensor itself::
+:class:`fxpass.match.classes.Classes`. Others that are broadcast to logits read their shape alone::
 
-    %parts = split(%z, 128);  %part = getitem(%parts, 0)                 ->    rows 0 to 128 of %z
-    %pair = broadcast_tensors(%i, %z);  %z1 = getitem(%pair, 1)          ->    %z
-    %i1 = getitem(%pair, 0);  %i2 = getitem(%i1, (..., slice(None, 1)))  ->    %i
+    %parts = split(%z, 128);  %part = getitem(%parts, 0)            ->    rows 0 to 128 of %z
+    %pair = broadcast_tensors(%i, %z);  %z1 = getitem(%pair, 1)     ->    %z
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from fxpass.graph.calls import arguments, first_operand, has_history
+from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import NoMatch, is_tensor, needs_gradient, value
+from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Step
@@ -56,32 +54,6 @@ def member_of(flow: Flow, node: Node) -> None:
     if operand in flow.classes:
         like = flow.classes[operand]
         flow.classes[node] = replace(like, detached=like.detached or flow.pairs[found].detached)
-    else:
-        flow.repeated[node] = operand
-
-
-def cut_to_size(flow: Flow, node: Node) -> None:
-    """Notes a tensor that is cut to its own size, after it was repeated.
-
-    Raises:
-        NoMatch: it is not, so that the tensors that were broadcast have to exist.
-    """
-    repeated = next(n for n in node.all_input_nodes if n in flow.repeated)
-    index = node.args[1] if len(node.args) == 2 else ()
-    entries = index if isinstance(index, tuple) else (index,)
-    plain = function_of(node) == "getitem" and all(
-        entry is Ellipsis or (isinstance(entry, slice) and entry.step in (None, 1))
-        for entry in entries
-    )
-    operand = flow.repeated[repeated]
-    # a slice of all of a dimension, or of one entry where all are equal
-    if not plain or value(node).shape != value(operand).shape or node.args[0] is not repeated:
-        reason = f"%{node.name} ({call_name(node)}) reads %{repeated.name}, broadcast to the logits"
-        raise NoMatch(node, reason)
-    if needs_gradient(operand) and not (has_history(node) and has_history(repeated)):
-        reason = f"%{node.name} ({call_name(node)}) cuts the gradient of %{operand.name}"
-        raise NoMatch(node, reason)
-    flow.same[node] = operand
 
 
 def _broadcast(node: Node) -> list[Node]:

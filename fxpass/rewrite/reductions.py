@@ -11,7 +11,7 @@ the logits is replaced by arithmetic on outputs of a call::
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import is_written, leaves
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
+from fxpass.graph.placements import is_dtensor
 from fxpass.graph.region import Region
 from fxpass.match.classes import Reduced
 from fxpass.match.head import Head
@@ -78,7 +79,8 @@ def _erase(graph: Graph, edits: Sequence[_Edit]) -> None:
     for edit in edits:
         dead |= dict.fromkeys(edit.dead(), edit)
     for node in sorted(dead, reverse=True):
-        if node in dead[node].flow.classes and _is_read_for_its_shape(node):
+        classes = dead[node].flow.classes
+        if node in classes and _is_read_for_its_shape(node, classes):
             dead[node].stand_in(node)
         if not node.users and not _is_seen_elsewhere(node):
             graph.erase_node(node)
@@ -99,9 +101,15 @@ _OF_SHAPES = (
 )
 
 
-def _is_read_for_its_shape(node: Node) -> bool:
-    """Whether the readers of a tensor read its shape, dtype and device alone."""
-    read = bool(node.users) and all(function_of(user) in _OF_SHAPES for user in node.users)
+def _is_read_for_its_shape(node: Node, classes: Container[Node]) -> bool:
+    """Whether the readers of logits read their shape, dtype and device alone."""
+
+    def reads_shape(user: Node) -> bool:
+        if function_of(user) != "broadcast_tensors" or is_dtensor(value(node)):
+            return function_of(user) in _OF_SHAPES
+        return not any(member in classes for member in user.users)
+
+    read = bool(node.users) and all(map(reads_shape, node.users))
     return read and value(node).is_contiguous()  # a tensor like it has its strides
 
 
@@ -325,8 +333,6 @@ class _Edit(Operands):
 
     def dead(self) -> set[Node]:
         """The nodes that nobody reads if no other node reads them."""
-        for node, same in self.flow.same.items():
-            node.replace_all_uses_with(same)
         dead = {r.node for r in self.flow.reductions} | self.flow.inside
         return dead | {n for call in self.head.calls if call.total for n in call.total.tail}
 

@@ -84,6 +84,11 @@ ACCEPTED = {
         ["moment(1,1);pick detached=moment(1,1)"]),
     "broadcast, and the labels cut": (
         lambda z, t: chance(broadcast(z, t)[1], broadcast(z, t)[0][..., :1].squeeze(-1)), ["pick"]),
+    "broadcast, the labels cut later": (
+        lambda z, t: entropy(z) * chance(broadcast(z, t)[1], broadcast(z, t)[0][..., 0]),
+        ["moment(1,1);pick"]),
+    "broadcast, and the repeated labels": (
+        lambda z, t: entropy(broadcast(z, t)[1]) + broadcast(z, t)[0].sum(-1), ["moment(1,1)"]),
     "broadcast, only the logits": (lambda z, t: entropy(broadcast(z, t)[1]), ["moment(1,1)"]),
     "broadcast under no_grad": (
         lambda z, t: entropy(under_no_grad(lambda: broadcast(z, t)[1]).detach()) * chance(z, t),
@@ -164,12 +169,6 @@ def test_a_number_of_rows_that_varies():
 REJECTED = {
     "pieces of the classes": (lambda z, t: each(entropy, z.split(5, -1)), "a part of the classes"),
     "a tuple that is an output": (lambda z, t: (z.logsumexp(-1), z.unbind()), "an output of the graph"),
-    "repeated labels": (
-        lambda z, t: entropy(broadcast(z, t)[1]).sum() + broadcast(z, t)[0].sum(),
-        "broadcast to the logits"),
-    "cut to another size": (
-        lambda z, t: broadcast(z, t)[0][..., :2].sum() + entropy(broadcast(z, t)[1]),
-        "broadcast to the logits"),
     "repeated logits": (
         lambda z, t: entropy(torch.broadcast_tensors(z, torch.zeros(3, B, S, 1))[0]),
         "repeats the logits"),
