@@ -68,40 +68,25 @@ def _symbols(flow: Flow, base: Base) -> list[Symbol]:
 def _part(step: Step) -> Part | None:
     """The rows that a view takes; None if it is no range of the first dimension of the rows."""
     view, shape = step.view, value(operand_of_step(step)).shape
-    if view.classes is not None:
-        return None
-    found = _range(view.args[0], shape) if view.target is operator.getitem else None
-    if found is None:
-        return None
-    axis, start, stop = found
-    first = axis == (1 if view.before == 0 else 0)
-    if not first or not isinstance(start, int) or not isinstance(stop, int | None) or start < 0:
-        return None
-    whole = isinstance(shape[axis], int) and stop == shape[axis]
-    return Part(step, start, None if whole else stop)
-
-
-def _range(index: Sequence[Any], shape: Any) -> tuple[int, Any, Any] | None:
-    """The dimension and the range that an index takes, if it takes one."""
-    taken = [
-        (i, entry)
-        for i, entry in enumerate(index)
-        if entry is not CLASSES and not (isinstance(entry, slice) and entry == slice(None))
-    ]
+    index = view.args[0] if view.target is operator.getitem and view.classes is None else ()
+    taken = [(axis, entry) for axis, entry in enumerate(index) if entry != CLASSES]
     if len(taken) != 1 or len(index) != len(shape):
         return None
-    axis, entry = taken[0]
-    if isinstance(entry, int) and isinstance(shape[axis], int):
-        entry %= shape[axis]
-        return axis, entry, entry + 1
-    if not isinstance(entry, slice) or entry.step not in (None, 1):
+    ((axis, entry),) = taken
+    size = shape[axis]
+    if isinstance(entry, int):
+        entry = slice(entry, entry + 1 or None)
+    known = isinstance(entry, slice) and all(
+        isinstance(e, int | None) for e in (entry.start, entry.stop, entry.step)
+    )
+    if not known or axis != (1 if view.before == 0 else 0):
         return None
-    if isinstance(shape[axis], int) and all(
-        isinstance(e, int | None) for e in (entry.start, entry.stop)
-    ):
-        start, stop, _ = entry.indices(shape[axis])
-        return axis, start, stop
-    return axis, entry.start or 0, entry.stop
+    start, stop, stride = entry.start or 0, entry.stop, entry.step
+    if isinstance(size, int):
+        start, stop, stride = entry.indices(size)
+    if start < 0 or stride not in (None, 1):
+        return None
+    return Part(step, start, None if isinstance(size, int) and stop == size else stop)
 
 
 def _all_rows(ranges: Sequence[tuple[int, int | None]]) -> bool:
