@@ -49,15 +49,16 @@ def summed(flow: Flow, node: Node, like: Classes) -> Expr:
 def _summed_terms(flow: Flow, node: Node, like: Classes) -> Expr:
     expr, total = _logs_of_products(flow, node, like), sympy.Integer(0)
     _check_cancellation(node, expr)
-    rest = sympy.Integer(0)
+    others: list[Expr] = []
     for term in sympy.Add.make_args(expr):
         found = _at_one_hot(flow, node, like, term)
-        found = _sum_of_logits(flow, node, like, term) if found is None else found
-        total, rest = (total, rest + term) if found is None else (total + found, rest)
-    expr = _expanded(in_logs(flow, node, like, rest))
-    for term in sympy.Add.make_args(expr):
-        if term == 0:
-            continue
+        if found is not None:
+            total += found
+        elif term != 0:
+            others.append(term)
+    if any(term.has(Z) for term in others):
+        return total + _sum_of_function(flow, node, like, sympy.Add(*others))
+    for term in others:
         rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
         total += rows * _summed_term(flow, node, like, rest)
     return total
@@ -122,20 +123,6 @@ def _at_one_hot(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | Non
 def _is_power_of(factor: Any, symbol: Symbol) -> bool:
     root, power = factor.as_base_exp()
     return root == symbol and power.is_positive is True
-
-
-def _sum_of_logits(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:
-    """The sum of a function of one logit and of what is given at its class, or of a base's logit;
-    None for another term."""
-    rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
-    if not rest.has(Z):
-        return None
-    of_base = (_in_base(base, rows, rest)[1] for base in flow.bases if fits(flow, base, like))
-    if of_classes_alone(rest, rows=True) or any(
-        f is not None and symbols_of(f) == {Z} for f in of_base
-    ):
-        return _sum_of_function(flow, node, like, term)
-    return None
 
 
 def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
