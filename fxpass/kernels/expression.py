@@ -19,7 +19,7 @@ from sympy import Expr
 
 from fxpass.spec import expression
 from fxpass.spec.expression import ATOM, PRODUCT, SUM, L, Printer, Z, operands
-from fxpass.spec.functions import Where
+from fxpass.spec.functions import FUNCTIONS, Where
 
 
 def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
@@ -73,7 +73,8 @@ def largest(expr: Any) -> Expr:
         return expr.func(*map(largest, expr.args))
     if isinstance(expr, sympy.Pow):
         return largest(expr.base) ** expr.exp if expr.exp > 0 else Z
-    return sympy.Integer(1) if type(expr).__name__ in _AT_MOST_ONE else Z
+    at_most_one = type(expr).__name__ in _AT_MOST_ONE or expr == FUNCTIONS["exp"].symbolic(L)
+    return sympy.Integer(1) if at_most_one else Z
 
 
 # The source of all functions that a transform may call beside those of ``tl``. It is read, not

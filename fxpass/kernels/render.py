@@ -37,7 +37,8 @@ from sympy import Expr, Symbol
 from fxpass.kernels import expression
 from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
-from fxpass.spec.expression import Z
+from fxpass.spec.expression import L, Z
+from fxpass.spec.functions import FUNCTIONS
 from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, Moment, Output, Sum
 from fxpass.spec.reductions import Reductions, normalised, raw, shifted
 from fxpass.spec.terms import Terms
@@ -106,10 +107,11 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
 @functools.cache
 def gain(spec: Reductions) -> float:
     """What gradients are multiplied by as they are stored: GAIN, or 1 if slopes have no bound."""
-    slopes = expression.unit_slope(spec.transform)[1], *(output.slope for output in spec.sums)
-    # a pick has the sum of the slopes of all classes
-    unbounded = spec.late or any(expression.largest(slope).has(Z) for slope in slopes)
-    return 1.0 if unbounded else GAIN
+    # a pick and the lse have the sum of all slopes, which is small if they are probabilities
+    p = FUNCTIONS["exp"].symbolic(L)
+    slopes = (sympy.expand(o.slope / p) if o.late else o.slope for o in spec.sums)
+    slopes = expression.unit_slope(spec.transform)[1], *slopes
+    return 1.0 if any(expression.largest(slope).has(Z) for slope in slopes) else GAIN
 
 
 @functools.cache

@@ -746,6 +746,20 @@ def test_gradients_of_any_magnitude(strategy, name, exponent):
         assert all(grad.isfinite().all() and grad.any() for grad in plain.values())
 
 
+def test_squares_of_small_probabilities(device):
+    """Their gradients, 2 * p**2, are below fp16's smallest number."""
+    with device:
+        x, weight = torch.randn(3, 8).half() / 8, torch.randn(5000, 8).half()
+    spec = Reductions.parse(f"{REVISION} outputs=sum(exp(l)**2) gradients=weight")
+    operands, plan = Operands(x, weight, None, None, None, ()), Plan("triton", "chunked", 3, 5000)
+    out, _ = kernels.forward(operands, spec, plan)
+    (got,) = kernels.backward(operands, spec, plan, out, torch.ones_like(out.rows)).values()
+    leaf = weight.double().requires_grad_()
+    (x.double() @ leaf.T).softmax(-1).square().sum().backward()
+    assert leaf.grad is not None
+    assert (got - leaf.grad).norm() < 1e-3 * leaf.grad.norm()
+
+
 @pytest.mark.usefixtures("triton")
 @pytest.mark.parametrize("value", [INF, NAN])
 def test_overflow_of_the_loss_scale_is_seen(value):
