@@ -301,7 +301,7 @@ def existing_logits(flow: Flow, base: Base) -> Node:
                 return node
             if flow.sharding.rows > 1:
                 raise NoMatch(node, "its logits exist anyway, and their rows are sharded")
-            if is_dtensor(value(node)):
+            if flow.sharding.weight is None or is_dtensor(value(node)):
                 return node
     reason = "its logits exist anyway, and a node writes to them"
     if flow.sharding is not None:

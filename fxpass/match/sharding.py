@@ -33,9 +33,10 @@ from fxpass.graph.placements import (
     placements_of,
 )
 from fxpass.match.classes import Flow
-from fxpass.match.edits import Taken
+from fxpass.match.edits import Taken, symbols_of
 from fxpass.match.linears import Linear
 from fxpass.match.outputs import Summed
+from fxpass.spec.expression import Z
 from fxpass.spec.outputs import Top
 from fxpass.spec.shards import dealt
 
@@ -54,7 +55,7 @@ class Sharding:
         row_groups: the groups that the rows are sharded over, if the loss reduces over all rows.
         rows: the number of ranks that the rows are sharded over.
         x, weight: the placements that the operands need, one for each dimension of the mesh. They
-            are the present ones, but x is replicated over ``group``.
+            are the present ones, but x is replicated over ``group``. None for plain tensors.
         dims: what each dimension of the mesh shards: ``classes``, ``rows`` or an empty string.
     """
 
@@ -65,8 +66,8 @@ class Sharding:
     ranks: int
     row_groups: tuple[str, ...]
     rows: int
-    x: tuple[Placement, ...]
-    weight: tuple[Placement, ...]
+    x: tuple[Placement, ...] | None
+    weight: tuple[Placement, ...] | None
     dims: tuple[str, ...]
 
     @property
@@ -122,24 +123,24 @@ def sharding_of(flow: Flow) -> Sharding | None:
             "of this rank's classes"
         )
         raise NoMatch(linear.node, reason)
-    found = _of_linear(linear)
+    found = _of_weight(linear) if is_dtensor(value(linear.weight)) else _of_local_linear(flow)
     _check_placements(flow, found)
     _check_edits(flow, found)
     return _of_reductions(flow, found)
 
 
-def _of_linear(linear: Linear) -> Sharding:
+def _of_weight(linear: Linear) -> Sharding:
     """The sharding of a linear whose x and weight are DTensors."""
     x, weight = value(linear.x), value(linear.weight)
-    if not (is_dtensor(x) and is_dtensor(weight)):
-        raise NoMatch(linear.node, "the head's weight and hidden states are not both DTensors")
+    if not is_dtensor(x):
+        raise NoMatch(linear.node, "the head's weight is a DTensor and its input is not")
     if _groups(x) != _groups(weight):
         reason = f"%{linear.x.name} and the head's weight are on different meshes"
         raise NoMatch(linear.x, reason)
     class_dim, replicate = int(linear.transposed), dtensors().Replicate()
     placements = placements_of(weight)
-    over = [i for i, p in enumerate(placements) if not p.is_replicate()]
-    if len(over) > 1 or not all(_is_shard(placements[i], class_dim) for i in over):
+    over = _class_dims(placements, class_dim)
+    if over is None:
         reason = (
             f"the head's weight is placed {_names(placements)}; fxpass fuses weights that are "
             f"sharded over the classes, Shard({class_dim}), along one dimension of the mesh"
@@ -159,12 +160,58 @@ def _of_linear(linear: Linear) -> Sharding:
     return _make(weight, class_dim, dims, tuple(new), at_zero)
 
 
+def _of_local_linear(flow: Flow) -> Sharding:
+    """The sharding of a linear of plain tensors whose output ``from_local`` makes a DTensor."""
+    node = flow.linear.node
+    entry = next((n for n in flow.classes if placement_name(n.target) in FROM_LOCAL), None)
+    if entry is None or is_dtensor(value(node)):
+        raise NoMatch(node, "the head's input is a DTensor and its weight is not")
+    logits = value(entry)
+    placements, last = placements_of(logits), logits.dim() - 1
+    over = _class_dims(placements, last)
+    if over is None:
+        raise NoMatch(entry, f"the logits become a DTensor that is placed {_names(placements)}")
+    dims = ["classes" if i in over else "" for i in range(len(placements))]
+    found = _make(logits, last, dims, None, None)
+    if found.count != value(node).shape[-1]:
+        raise NoMatch(entry, "this rank's logits are not its part of the DTensor that they become")
+    if found.classes % found.ranks:  # of the sizes of plain tensors each rank sees its own
+        raise NoMatch(entry, "the ranks have different numbers of classes of a plain weight")
+    _check_local(flow)
+    return found
+
+
+def _check_local(flow: Flow) -> None:
+    """``NoMatch`` if a rank's plain logits are more than transformed before they become a DTensor:
+    what reads classes there reads those of the rank."""
+    local = {flow.linear.node}
+    for node, like in flow.classes.items():
+        if placement_name(node.target) or local.isdisjoint((node, *node.all_input_nodes)):
+            continue
+        local.add(node)
+        vectors = {s for s in symbols_of(like.expr) - {Z} if s.name.startswith("class_")}
+        if not symbols_of(like.expr) <= {Z, *(vectors - flow.selections.keys())}:
+            raise NoMatch(node, f"%{node.name} is of this rank's logits, not of all classes")
+    for reduced in flow.reductions:
+        if not local.isdisjoint(reduced.node.all_input_nodes):
+            name = reduced.node.name
+            raise NoMatch(reduced.node, f"%{name} is of this rank's logits, not of all classes")
+
+
+def _class_dims(placements: Sequence[Placement], dim: int) -> list[int] | None:
+    """The dimension of the mesh that shards the classes, at ``dim`` of a tensor, if there is one;
+    None if the tensor is sharded in another way."""
+    over = [i for i, p in enumerate(placements) if not p.is_replicate()]
+    known = len(over) < 2 and all(_is_shard(placements[i], dim) for i in over)
+    return over if known else None
+
+
 def _make(
     of_classes: Any,
     class_dim: int,
     dims: Sequence[str],
-    x: tuple[Placement, ...],
-    weight: tuple[Placement, ...],
+    x: tuple[Placement, ...] | None,
+    weight: tuple[Placement, ...] | None,
 ) -> Sharding:
     """The sharding of a DTensor with classes; ``dims`` are what the mesh shards."""
     mesh, groups = of_classes.device_mesh, _groups(of_classes)
@@ -270,6 +317,8 @@ def _of_reductions(flow: Flow, found: Sharding) -> Sharding:
             if is_dtensor(tensor.meta["example_value"]):
                 raise NoMatch(tensor, f"%{tensor.name} is a DTensor and the logits are not")
         return replace(found, row_groups=())  # each rank reduces over its rows
+    if found.weight is None:
+        raise NoMatch(node, "its logits are a DTensor, but its linear is of plain tensors")
     for reduced in flow.reductions:
         _check_parts(reduced.node)
     for reduced in flow.reductions if found.rows > 1 else ():

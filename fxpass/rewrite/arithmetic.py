@@ -82,7 +82,9 @@ class Arithmetic(Builder):
     def _mask(self, entry: Any) -> Node:
         """A mask of the classes that an index selects."""
         count, x = self.size(self.linear.weight, int(self.linear.transposed)), self.linear.x
-        mask = self.method("new_zeros", self.x_to_local(x), (count,), dtype=torch.bool)
+        if self.sharding is not None:
+            count, x = self.sharding.classes, self.x_to_local(x)
+        mask = self.method("new_zeros", x, (count,), dtype=torch.bool)
         self.function(operator.setitem, mask, entry, True)
         return self.classes_here(mask)
 

@@ -78,7 +78,7 @@ class Builder:
 
     def hidden_here(self, x: Node) -> Node:
         """The hidden states of which views are taken: local, unless the ranks share the rows."""
-        if self.sharding is None:
+        if self.sharding is None or self.sharding.x is None:
             return x
         x = self._placed(x, self.sharding.x)
         return x if self.sharding.rows > 1 else self.x_to_local(x)

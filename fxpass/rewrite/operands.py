@@ -44,6 +44,10 @@ class Operands(Arithmetic):
         """The number of all classes after edits, for a node at the insertion point."""
         if any(isinstance(edit, Taken) for edit in edits):
             return self.counts[edits]
+        if (
+            self.sharding is not None
+        ):  # of a linear of plain tensors, the weight has those of a rank
+            return self.sharding.classes
         return self.size(self.linear.weight, int(self.linear.transposed))
 
     def _operand(self, node: Node) -> Node:

@@ -492,6 +492,12 @@ def rows_as_dtensors(mesh: DeviceMesh, reduction: str, dim: int) -> dict[str, An
 SMALL, UNEQUAL = (9, 8, 12), (518, 259, 259)
 
 
+def of_local_linear(z: Tensor, t: Tensor) -> Tensor:
+    """What the number of all classes is part of."""
+    wrapped = z.log_softmax(-1)[torch.arange(len(t), device=t.device), t - z.shape[1]]
+    return F.cross_entropy(z, t, label_smoothing=0.2) - 2 * wrapped.mean()
+
+
 def per_row(z: Tensor, t: Tensor) -> Tensor:
     return F.cross_entropy(z, t, reduction="none").square().mean()
 
@@ -500,6 +506,24 @@ def operands(n: int, d: int, v: int) -> tuple[Tensor, ...]:
     random = torch.Generator().manual_seed(2)
     made = (torch.randn(size, generator=random) for size in ((n, d), (v, d), (v,)))
     return *made, torch.randint(v // 2, v, (n,), generator=random)
+
+
+def gathered_by_hand(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
+    """Each rank multiplies a plain tensor by its classes, and gathers the logits."""
+    x, w, _, t = (o.to(mesh.device_type) for o in operands(9, 8, 12))
+    x, w = x.requires_grad_(), w.chunk(mesh.size())[rank].clone().requires_grad_()
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        z = DTensor.from_local(F.linear(x, w), mesh, [Shard(1)], run_check=False).full_tensor()
+        return of_local_linear(z, t)
+
+    torch._dynamo.reset()
+    counters.clear()
+    loss: Tensor = torch.compile(program, backend="fusedce")(x, w)
+    loss.backward()
+    assert w.grad is not None
+    whole = DTensor.from_local(w.grad, mesh, [Shard(0)], run_check=False).full_tensor()
+    return {"values": [loss.detach(), whole], "matched": counters["fusedce"]["matched"]}
 
 
 def on_shards(
@@ -526,6 +550,21 @@ def on_shards(
     return {"values": [loss.detach(), w.grad.full_tensor()], "matched": counted}  # type: ignore[union-attr]
 
 
+def masked_class(z: Tensor) -> Tensor:
+    z = z * 1.0
+    z[:, 1] = -3.0
+    return z
+
+
+# of a rank's plain logits and labels, with all logits gathered from them
+OF_LOCAL_LOGITS: dict[str, Callable[..., Any]] = {
+    "lse": lambda z, t, whole: F.cross_entropy(whole(z), t) + z.logsumexp(-1).square().mean(),
+    "amax": lambda z, t, whole: F.cross_entropy(whole(z), t) + z.amax(-1).mean(),
+    "log-softmax": lambda z, t, whole: F.nll_loss(whole(z.log_softmax(-1)), t),
+    "assigned": lambda z, t, whole: F.cross_entropy(whole(masked_class(z)), t),
+    "one-hot": lambda z, t, whole: F.cross_entropy(whole(z - F.one_hot(t % 6, 6)), t),
+    "own labels": lambda z, t, whole: F.cross_entropy(whole(z), t) + F.cross_entropy(z, t % 6),
+}
 # of the logits as a DTensor: a rank has its part of each
 PARTS: dict[str, Callable[[Any], Tensor]] = {
     "sum": lambda z: z.exp().sum(-1).to_local().mean(),
@@ -552,8 +591,8 @@ def beside_eager(program: Callable[..., Tensor], *leaves: Tensor) -> dict[str, A
 
 
 def local_programs(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
-    """Logits of a plain linear that are gathered as a DTensor, a rank's part of sums of a DTensor,
-    and the largest class alone, as the only output of a call."""
+    """Programs of a rank's plain logits, or of its part of a DTensor; and the largest class alone,
+    as the only output of a call."""
     x, w, _, t = (o.to(mesh.device_type) for o in operands(9, 8, 12))
     gather: Any = lambda z: DTensor.from_local(z, mesh, [Shard(1)], run_check=False).full_tensor()  # noqa: E731
     sharded = distribute_tensor(w, mesh, [Shard(0)])
@@ -561,11 +600,12 @@ def local_programs(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
     def logits(x: Tensor, w: Tensor) -> Any:
         return F.linear(DTensor.from_local(x, mesh, [Replicate()], run_check=False), w)
 
-    def of_own_classes_too(x: Tensor, w: Tensor) -> Tensor:
-        z = F.linear(x, w)
-        return F.cross_entropy(gather(z), t) + z.logsumexp(-1).square().mean()
-
-    out = {"plain linear": beside_eager(of_own_classes_too, x, w.chunk(2)[rank])}
+    out = {
+        name: beside_eager(
+            lambda x, w, loss=loss: loss(F.linear(x, w), t, gather), x, w.chunk(2)[rank]
+        )
+        for name, loss in OF_LOCAL_LOGITS.items()
+    }
     out |= {
         name: beside_eager(lambda x, w, part=part: part(logits(x, w)), x, sharded)
         for name, part in PARTS.items()
@@ -573,6 +613,14 @@ def local_programs(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
     out["largest class"] = beside_eager(
         lambda x, w: logits(x, w).full_tensor().argmax(-1), x, sharded
     )
+    uneven = w[:11].chunk(2)[rank]
+
+    def of_uneven(x: Tensor, w: Tensor) -> Tensor:
+        sizes = {"shape": torch.Size((9, 11)), "stride": (11, 1)}
+        z = DTensor.from_local(F.linear(x, w), mesh, [Shard(1)], run_check=False, **sizes)
+        return F.cross_entropy(z.full_tensor(), t.clamp(max=10))  # type: ignore[attr-defined]
+
+    out["uneven"] = beside_eager(of_uneven, x, uneven)
     return out
 
 
@@ -588,6 +636,7 @@ def main(rank: int, world: int, device: torch.device) -> dict[str, Any]:
         out[f"rows, {name}"] = rows_as_dtensors(mesh, reduction, dim)
     if world == 2:
         out["local"] = local_programs(mesh, rank)
+        out["gathered by hand"] = gathered_by_hand(mesh, rank)
         out["bias written"] = on_shards(mesh, SMALL, "bias")
         out["weight written"] = on_shards(mesh, SMALL, "weight", trains_x=False)
         out["unequal shards"] = on_shards(mesh, UNEQUAL, trains_x=False)

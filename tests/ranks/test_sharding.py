@@ -13,12 +13,14 @@ from tests.ranks.sharding_cases import (
     FUSED,
     LEFT,
     OF_FOUR,
+    OF_LOCAL_LOGITS,
     PARTS,
     ROWS,
     SMALL,
     UNEQUAL,
     Model,
     data_with_ignored,
+    of_local_linear,
     operands,
     per_row,
     rows,
@@ -107,20 +109,22 @@ def test_rows_of_other_ranks_count(name):
 
 
 PROGRAMS = {
-    "bias written": SMALL,
-    "weight written": SMALL,
-    "unequal shards": UNEQUAL,
+    "gathered by hand": (SMALL, False, of_local_linear),
+    "bias written": (SMALL, True, per_row),
+    "weight written": (SMALL, True, per_row),
+    "unequal shards": (UNEQUAL, True, per_row),
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_of_all_ranks(name):
+    sizes, biased, loss_of = PROGRAMS[name]
     results = [rank[name] for rank in ranks.run("tests.ranks.sharding_cases", WORLD)]
 
     def reference(dtype):
-        x, w, b, t = operands(*PROGRAMS[name])
+        x, w, b, t = operands(*sizes)
         x, w, b = (tensor.to(dtype) for tensor in (x, w, b))
-        loss = per_row(F.linear(x, w.requires_grad_(), b), t)
+        loss = loss_of(F.linear(x, w.requires_grad_(), b if biased else None), t)
         loss.backward()
         return [loss.detach(), w.grad]
 
@@ -146,7 +150,7 @@ def test_what_is_left_alone(name):
         assert REASONS[name] in rank[name]["said"][0]
 
 
-@pytest.mark.parametrize("name", ["plain linear", *PARTS, "largest class"])
+@pytest.mark.parametrize("name", [*OF_LOCAL_LOGITS, *PARTS, "uneven", "largest class"])
 def test_what_a_rank_does_with_its_part(name):
     """It is left alone, but the largest class of gathered logits."""
     for rank in ranks.run("tests.ranks.sharding_cases", WORLD):
