@@ -64,7 +64,7 @@ def test_a_failure_is_reduced_to_what_fails():
     assert len(small.returned) == 1
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"sharded"}))  # which starts a process group
 def test_a_printed_program_runs_alone(kind, capsys, monkeypatch):
     monkeypatch.setattr(
         plan, "implementation_for", plan.implementation_for

@@ -7,6 +7,8 @@ statements that matter and printed so that it runs alone::
     python -m tests.fuzz --kind programs --seed 1 --first 137 --programs 1
 
 The programs of the kind ``traced`` are graphs of torch.export or make_fx, and eager is the same graph.
+Those of the kind ``sharded`` run on two ranks, which hold half of the classes each. A rank that waits
+for the others in vain ends all of them after ``--seconds``.
 
 A program counts as valid when eager runs it, backward included. It fails when fxpass raises where
 the inner backend alone does not, or when a value, a gradient, a dtype, a shape, what is left in an

@@ -14,7 +14,12 @@ os.environ.setdefault("FUSEDCE_MIN_LOGITS_MB", "0")  # its programs are tiny
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from tests.support import ranks
+
 from .campaign import KINDS, Tally, printed_campaign
+
+RANKS = 2
+MOST_SECONDS = 20_000  # of a campaign on ranks, one of which may hang
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,6 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _of_kind(kind: str, given: argparse.Namespace) -> Tally:
+    if kind == "sharded":
+        numbers = given.seed, given.programs, given.first, int(not given.no_minimise)
+        seconds = int(min(given.seconds, MOST_SECONDS))
+        tally, *_ = ranks.run("tests.fuzz.sharded", RANKS, *map(str, numbers), seconds=seconds)
+        print("\n\n".join(tally.failures))
+        return tally
     jobs = [
         {
             "programs": given.programs // given.jobs + (job < given.programs % given.jobs),

@@ -21,7 +21,7 @@ import torch
 from torch._dynamo import guards
 from torch._dynamo.utils import counters
 
-from . import deferrals, generate, heads, specs
+from . import deferrals, generate, heads, sharded, specs
 from .case import Case
 from .minimise import minimise
 from .oracle import Verdict, clean_state, judge
@@ -83,6 +83,7 @@ KINDS: dict[str, Callable[[str], Case | None]] = {
     "heads": heads.head,
     "specs": specs.spec,
     "deferred": deferrals.deferral,
+    "sharded": sharded.sharded,
 }
 
 

@@ -41,11 +41,23 @@ import torch
 torch._dynamo.config.capture_dynamic_output_shape_ops = True
 """
 
+ONE_RANK = """\
+def spread(t):
+    return t
+
+
+dealt = gathered = spread
+"""
+
 FUSED_NAMES = """\
 import fxpass.backend  # watches optimizers, as it does before a program compiles
 from fxpass.deferred.tensor import Recipe, defer
 from fxpass.spec.expression import parse
 from tests.support.losses import fused_loss
+"""
+
+RANKS = """\
+from tests.fuzz.dealt import over_ranks
 """
 
 TRACED_NAMES = """\
@@ -123,6 +135,7 @@ class Case:
             :data:`tests.fuzz.traced.TRACERS`; empty for none.
         zeros: whether a gradient of zeros is as good as none: one operator has several outputs,
             and gives zeros where the program reads some of them only.
+        sharded: whether classes are dealt to ranks, where it is not eager that runs.
         fixed: whether ``body`` has to stay as it is, since ``fused`` says the same.
     """
 
@@ -139,6 +152,7 @@ class Case:
     zeros: bool = False
     fixed: bool = False
     tracer: str = ""
+    sharded: bool = False
 
     @property
     def may_be_stale(self) -> bool:
@@ -163,6 +177,7 @@ class Case:
                 _function(
                     "session(program, inputs, seen)", lines(self.session), self._tuple(self.kept)
                 ),
+                *([ONE_RANK] if self.sharded else []),
                 *self._fused(),
             )
         )
@@ -184,9 +199,13 @@ class Case:
             eager = f"Traced(program, {self.tracer!r})"
             each = f"lambda graph: torch.compile(graph, {keywords})"
             compiled = f"Traced(program, {self.tracer!r}, {each})"
+        if self.sharded:
+            compiled = f"over_ranks(globals(), {compiled})"
         parts = [self.source(), RUN_ALONE.format(eager=eager, compiled=compiled)]
         if self.tracer:
             parts.insert(0, TRACED_NAMES)
+        if self.sharded:
+            parts.insert(0, RANKS)
         if self.dynamic:
             parts.insert(0, SIZES_OF_DATA)
         if self.implementation:

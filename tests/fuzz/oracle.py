@@ -32,6 +32,7 @@ from fxpass.rewrite import transform
 from tests.support.numerics import FLOOR
 
 from .case import Case
+from .dealt import first_of_all, over_ranks
 from .traced import Traced
 
 FUSED, INNER, CHECKED = "fused", "inner", "checked"
@@ -101,13 +102,16 @@ def judge(case: Case) -> Verdict:
         error = run(case, CHECKED).error
     if error is not None:
         return Verdict("invalid", _line(error))
-    fused = run(case, FUSED)
-    verdict = compare(case, eager, fused)
-    if verdict.failed:  # is it the compiler's own doing?
-        inner = run(case, INNER)
-        if compare(case, eager, inner).failed:
-            return Verdict("invalid", f"the inner backend alone: {verdict.what}")
+    verdict = _judged(case, eager, FUSED)
+    if verdict.failed and _judged(case, eager, INNER).failed:  # the compiler's own doing
+        return Verdict("invalid", f"the inner backend alone: {verdict.what}")
     return verdict
+
+
+def _judged(case: Case, eager: Run, how: str) -> Verdict:
+    """What is different where the program runs in another way; all ranks agree on it."""
+    verdict = compare(case, eager, run(case, how))
+    return first_of_all(verdict, lambda one: one.failed) if case.sharded else verdict
 
 
 # ---------------------------------------------------------------- running
@@ -158,6 +162,8 @@ def run(
         program = env["fused"]
     elif not case.fused:
         program = _program(case, program, how)
+    if case.sharded and how in (FUSED, INNER):
+        over_ranks(env, program)
     torch.manual_seed(0)
     # dynamic sizes may also be those of a mask, or of nonzero
     sizes = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=bool(case.dynamic))
