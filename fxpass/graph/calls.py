@@ -42,7 +42,6 @@ from fxpass.graph.nodes import (
     value,
 )
 from fxpass.graph.placements import is_dtensor, placement_name
-from fxpass.graph.source import call_name
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,11 @@ def arguments(node: Node, wanted: Mapping[str, Any]) -> dict[str, Any]:
     for name, argument in given.items():
         default = overload.parameters.get(name, REQUIRED)
         if name not in wanted and (default is REQUIRED or not _same(argument, default)):
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {name}=, which is not known")
+            raise NoMatch.at(node, f"has {name}=, which is not known")
     found = {name: given.get(name, default) for name, default in wanted.items()}
     for name, argument in found.items():
         if argument is REQUIRED:
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) is given no {name}=")
+            raise NoMatch.at(node, f"is given no {name}=")
     return found
 
 
@@ -138,7 +137,7 @@ def first_operand(node: Node) -> Node:
     names = (n for n in node.kwargs if _NUMPY_NAMES.get(n, n) == "input")
     operand = node.args[0] if node.args else node.kwargs.get(next(names, ""))
     if not isinstance(operand, Node) or not is_tensor(operand):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not of a tensor of the graph")
+        raise NoMatch.at(node, "is not of a tensor of the graph")
     return operand
 
 
@@ -152,7 +151,7 @@ def _bound(node: Node, wanted: Mapping[str, Any]) -> tuple[Overload, dict[str, A
             given = {**given, first: given[second], second: given[first]}
         if given is not None:
             return form, given
-    raise NoMatch(node, f"%{node.name} ({call_name(node)}) is called in a form that is not known")
+    raise NoMatch.at(node, "is called in a form that is not known")
 
 
 def _same(argument: Any, default: Any) -> bool:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fxpass.graph.source import call_name
+
 Target = Any  # a function, or a method's name
 
 REQUIRED: Any = object()  # in a signature: a parameter without a default
@@ -19,6 +21,11 @@ class NoMatch(Exception):  # noqa: N818
     def __init__(self, node: Node, reason: str) -> None:
         super().__init__(reason)
         self.node, self.reason = node, reason
+
+    @classmethod
+    def at(cls, node: Node, what: str) -> NoMatch:
+        """One whose reason begins with the node and its call: ``%y (round) rounds the logits``."""
+        return cls(node, f"%{node.name} ({call_name(node)}) {what}")
 
 
 def value(node: Node) -> Tensor:

@@ -20,7 +20,6 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments, first_operand, is_cut
 from fxpass.graph.functions import function_of, out_of_place
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
-from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Taken, symbols_of
 from fxpass.match.elementwise import expr_of
@@ -66,11 +65,11 @@ def assigned(flow: Flow, node: Node) -> Classes:
             added = function == "scatter_add"
             mask, target = _picked(flow, node, like, given["index"])
             if given["reduce"] is not None:
-                raise NoMatch(node, f"%{node.name} ({call_name(node)}) has reduce=")
+                raise NoMatch.at(node, "has reduce=")
     expr = _value(flow, node, like, new, target)
     expr = like.expr + expr if added else expr
     if mask is None or (added and not is_tensor(new)):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an index that changes later")
+        raise NoMatch.at(node, "has an index that changes later")
     return replace(like, expr=MASKS["where"].value(mask, expr, like.expr, None))
 
 
@@ -96,7 +95,7 @@ def _selected(
         rest = (*entries[: like.dim], *entries[like.dim + 1 :])
         if all(isinstance(e, slice) and e == slice(None) for e in rest):
             return _some(flow, node, like, entries[like.dim]), None
-    raise NoMatch(node, f"%{node.name} ({call_name(node)}) assigns to rows of the logits")
+    raise NoMatch.at(node, "assigns to rows of the logits")
 
 
 def _is_of(argument: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
@@ -106,12 +105,10 @@ def _is_of(argument: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
 def _some(flow: Flow, node: Node, like: Classes, entry: Any) -> Expr:
     """The mask of some classes."""
     if any(isinstance(edit, Taken) for edit in like.edits):
-        raise NoMatch(
-            node, f"%{node.name} ({call_name(node)}) assigns to some of the chosen classes"
-        )
+        raise NoMatch.at(node, "assigns to some of the chosen classes")
     if is_tensor(entry):
         if value(entry).dim() > 1 or value(entry).dtype not in (torch.bool, torch.int64):
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an index of unknown form")
+            raise NoMatch.at(node, "has an index of unknown form")
         if value(entry).dtype == torch.bool and value(entry).dim() == 1:
             return flow.tensor(entry, "class")
     return flow.selected(node, entry)
@@ -122,9 +119,9 @@ def _picked(flow: Flow, node: Node, like: Classes, index: Any) -> tuple[Expr | N
     whole = list(value(first_operand(node)).shape)
     whole[like.dim] = 1
     if not is_tensor(index) or list(value(index).shape) != whole or like.dim != len(whole) - 1:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not of one class of each row")
+        raise NoMatch.at(node, "is not of one class of each row")
     if value(index).dtype != torch.int64:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has no index of int64")
+        raise NoMatch.at(node, "has no index of int64")
     return hot(flow, node, index), index
 
 
@@ -133,7 +130,7 @@ def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None)
     if not is_tensor(new):
         new = int(new) if isinstance(new, bool) else new
         if value(first_operand(node)).dtype == torch.bool and new not in (0, 1):
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) assigns {new} to booleans")
+            raise NoMatch.at(node, f"assigns {new} to booleans")
         return expr_of(flow, node, like, new, value(first_operand(node)))
     trained = value(first_operand(node)).requires_grad
     at = None if target is None else index_of(target)
@@ -158,7 +155,7 @@ def _value(flow: Flow, node: Node, like: Classes, new: Any, target: Node | None)
     expr = _computed(flow, new, node, leaf, trained, found) if fits else None
     if expr is None:
         what = "values that are no function of the logits at the target"
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) assigns {what}")
+        raise NoMatch.at(node, f"assigns {what}")
     flow.spelled += [one for one, of_one in found.items() if of_one is not None]
     return expr
 

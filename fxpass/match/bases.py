@@ -16,7 +16,6 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.graph.nodes import NoMatch, needs_gradient
-from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
 from fxpass.match.masks import of_classes_alone
@@ -29,7 +28,7 @@ def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
     expr = sympy.expand(like.expr, deep=False) if like.expr.is_Add else like.expr
     shift, rest = split(expr)
     if rest == 0:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads no logits: they cancel")
+        raise NoMatch.at(node, "reads no logits: they cancel")
     for base in flow.bases:  # log_softmax(log_softmax(z)), or of z + lse
         if rest == base.log:
             return base, shift - base.lse
@@ -42,7 +41,7 @@ def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
     check_given(flow, node, transform)
     reads = transform.has(Z) and of_classes_alone(transform, rows=True)
     if not reads or not scale.free_symbols <= _rows_of(flow, scale):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
+        raise NoMatch.at(node, f"of `{like.expr}` is not known")
     return flow.base(like, transform, scale), shift
 
 
@@ -54,8 +53,7 @@ def check_given(flow: Flow, node: Node, transform: Expr) -> None:
         # values [N, V] with gradients take as much memory as the logits
         if needs_gradient(tensor) and (symbol in flow.dims or symbol.name.startswith("row_")):
             reason = f"combines the logits with another tensor (%{tensor.name}, which needs a "
-            reason = f"%{node.name} ({call_name(node)}) {reason}gradient): `{transform}`"
-            raise NoMatch(node, reason)
+            raise NoMatch.at(node, f"{reason}gradient): `{transform}`")
 
 
 def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:
@@ -68,15 +66,15 @@ def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:
     base, shift = base_of(flow, node, like)
     for symbol in symbols_of(shift) & flow.tensors.keys():
         if needs_gradient(flow.tensors[symbol]):
-            reason = f"%{node.name} ({call_name(node)}) does not depend on"
-            raise NoMatch(node, f"{reason} %{flow.tensors[symbol].name}, which needs a gradient")
+            name = flow.tensors[symbol].name
+            raise NoMatch.at(node, f"does not depend on %{name}, which needs a gradient")
     rows = symbols_of(shift) & flow.tensors.keys()
     terms = sympy.Add.make_args(sympy.expand(shift))
     added = sympy.Add(*(t for t in terms if not rows.isdisjoint(symbols_of(t))))
     if added == 0:
         return base
     if not symbols_of(added) <= flow.tensors.keys():
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{like.expr}` is not known")
+        raise NoMatch.at(node, f"of `{like.expr}` is not known")
     transform = base.logit + added
     check_given(flow, node, transform)
     return flow.base(like, transform, sympy.Integer(1))
@@ -121,7 +119,7 @@ def in_logs(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
             if not poly.is_polynomial(Z):
                 raise
     if not poly.is_polynomial(Z):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of `{expr}` is not known")
+        raise NoMatch.at(node, f"of `{expr}` is not known")
     base = flow.base(like, Z, sympy.Integer(1))
     return poly.subs(Z, base.log + base.lse)
 

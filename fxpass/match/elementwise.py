@@ -20,7 +20,6 @@ from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import CASTS
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_number, is_tensor, value
 from fxpass.graph.placements import TO_LOCAL, placement_name
-from fxpass.graph.source import call_name
 from fxpass.match.bases import in_logs, softmax_base_of
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Step, symbols_of
@@ -54,7 +53,7 @@ def classes_of(flow: Flow, node: Node, function: str) -> Classes:
         if value(first_operand(node)).dtype == torch.bool:
             return like  # 1 and 0 in every dtype
         if not value(node).is_floating_point():
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) rounds the logits")
+            raise NoMatch.at(node, "rounds the logits")
         check_cast(node)
         return like
     if function in ("detach", "alias"):
@@ -100,9 +99,9 @@ def note_write(flow: Flow, node: Node, found: Classes) -> None:
     for alias in (*flow.classes, *flow.stacks, *flow.pairs):
         shared = alias is not operand and (not is_tensor(alias) or storage(alias) in (memory, None))
         if shared and any(user > node for user in alias.users):
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to %{alias.name}")
+            raise NoMatch.at(node, f"writes to %{alias.name}")
     if written(node) != [operand]:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes to another tensor")
+        raise NoMatch.at(node, "writes to another tensor")
     flow.classes[operand] = found
 
 
@@ -114,16 +113,16 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
     """A function of the elements of tensors with classes."""
     spellings = [t[function] for t in (_ALGEBRA, POINTWISE, MASKS) if function in t]
     if not spellings:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) of the logits is not known")
+        raise NoMatch.at(node, "of the logits is not known")
     given = arguments(node, spellings[0].signature)
     tensors = [t for t in given.values() if isinstance(t, Node) and t in flow.classes]
     like = flow.classes[tensors[0]]
     if any(flow.classes[t].place != like.place for t in tensors):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
+        raise NoMatch.at(node, "joins logits of other rows")
     if value(node).shape != value(tensors[0]).shape:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats the logits")
+        raise NoMatch.at(node, "repeats the logits")
     if value(node).dtype == torch.float64 != flow.dtype:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) promotes the logits to float64")
+        raise NoMatch.at(node, "promotes the logits to float64")
     floats = [t for t in tensors if value(t).is_floating_point()]  # and no conditions
     detached = any(flow.classes[t].detached for t in floats)
     check_gradients(flow, node, floats)
@@ -132,9 +131,7 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
     _check_integers(flow, node, function, operands)
     joined = {s for o in operands if isinstance(o, Expr) for s in symbols_of(o) if s in flow.dims}
     if len(joined) > MOST_GIVEN:
-        raise NoMatch(
-            node, f"%{node.name} ({call_name(node)}) joins logits and {len(joined)} tensors"
-        )
+        raise NoMatch.at(node, f"joins logits and {len(joined)} tensors")
     rows = function not in _OF_ROWS
     exprs = [o for o in operands if isinstance(o, Expr)]
     of_logits = all(of_classes_alone(o, rows=rows) for o in exprs)
@@ -152,14 +149,14 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
             continue
         _check_cancelled(flow, node, exprs, found.expr)
         return with_bias(found)
-    raise NoMatch(node, f"%{node.name} ({call_name(node)}): {reason}")
+    raise NoMatch.at(node, f"is not read: {reason}")
 
 
 def check_gradients(flow: Flow, node: Node, tensors: Sequence[Node]) -> None:
     """``NoMatch`` if gradients flow through some of the tensors with classes that a node reads."""
     differ = len({flow.classes[t].detached for t in tensors}) == 2
     if differ and value(node).requires_grad:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits and detached logits")
+        raise NoMatch.at(node, "joins logits and detached logits")
 
 
 def _check_cancelled(flow: Flow, node: Node, operands: Sequence[Expr], found: Expr) -> None:
@@ -168,7 +165,7 @@ def _check_cancelled(flow: Flow, node: Node, operands: Sequence[Expr], found: Ex
     left = (found, *(base.logit for base in flow.bases))
     lost = set().union(*map(symbols_of, operands)).difference(*map(symbols_of, left))
     if names := sorted(f"%{flow.tensors[s].name}" for s in lost & flow.tensors.keys()):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) cancels {', '.join(names)}")
+        raise NoMatch.at(node, f"cancels {', '.join(names)}")
 
 
 def _check_numbers(node: Node, function: str, operands: Sequence[Any]) -> None:
@@ -177,12 +174,12 @@ def _check_numbers(node: Node, function: str, operands: Sequence[Any]) -> None:
     infinite = [i for i, o in enumerate(operands) if o is sympy.S.NegativeInfinity]
     masks = function in ("masked_fill", "where")
     if (infinite and not masks) or (infinite == [0]):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an infinite operand")
+        raise NoMatch.at(node, "has an infinite operand")
     if masks and value(node).is_floating_point():
         numbers = [abs(o) for o in operands if isinstance(o, sympy.Rational)]
         if any(number > exact(torch.finfo(value(node).dtype).max) for number in numbers):
             what = f"a number beyond the range of {short(value(node).dtype)}"
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has {what}")
+            raise NoMatch.at(node, f"has {what}")
 
 
 def _check_integers(flow: Flow, node: Node, function: str, operands: Sequence[Any]) -> None:
@@ -198,7 +195,7 @@ def _check_integers(flow: Flow, node: Node, function: str, operands: Sequence[An
         masks = not read and function == "mul" and value(node).dtype == torch.bool
     if not masks:
         what = f"computes with {short(value(node).dtype)} numbers"
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) {what}")
+        raise NoMatch.at(node, f"{what}")
 
 
 # Functions of any expressions, with the parameters of POINTWISE, and their sympy form. In a
@@ -262,17 +259,15 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
         if argument == -math.inf:
             return sympy.S.NegativeInfinity
         if not math.isfinite(argument):
-            raise NoMatch(
-                node, f"%{node.name} ({call_name(node)}) needs finite constants, got {argument}"
-            )
+            raise NoMatch.at(node, f"needs finite constants, got {argument}")
         return exact(argument)
     if isinstance(argument, Node) and is_number(argument):
         return flow.tensor(argument, "row")
     if not isinstance(argument, Node) or not is_tensor(argument):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a number that varies")
+        raise NoMatch.at(node, "has a number that varies")
     if argument in flow.classes:
         if flow.classes[argument].place != like.place:
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) joins logits of other rows")
+            raise NoMatch.at(node, "joins logits of other rows")
         return flow.classes[argument].expr
     known = flow.row(argument, node)
     if known is not None and is_row(value(argument), like, whole):
@@ -282,7 +277,7 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
     if made is not None:
         return made
     if tensor.is_complex():
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an operand of {tensor.dtype}")
+        raise NoMatch.at(node, f"has an operand of {tensor.dtype}")
     if tensor.numel() == 1 or is_row(tensor, like, whole):
         return flow.tensor(argument, "row")
     after = whole.dim() - like.dim
@@ -293,9 +288,7 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
         return flow.given(argument, like.dim)
     if tensor.dim() <= whole.dim() and _repeats_rows(tensor, like, whole):
         return flow.repeated_row(argument, like)
-    raise NoMatch(
-        node, f"%{node.name} ({call_name(node)}) has an operand of shape {list(tensor.shape)}"
-    )
+    raise NoMatch.at(node, f"has an operand of shape {list(tensor.shape)}")
 
 
 def _repeats_rows(tensor: torch.Tensor, like: Classes, whole: torch.Tensor) -> bool:

@@ -30,7 +30,6 @@ from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place
 from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.region import Region
-from fxpass.graph.source import call_name
 from fxpass.match.assigned import ASSIGNMENTS, assigned
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.elementwise import classes_of, note_write, pointwise
@@ -117,7 +116,7 @@ def _read_all(flow: Flow, modes: dict[Node, Mode]) -> Flow:
 
 def _of_data(node: Node) -> NoMatch:
     """Why a node is not read whose sizes are those of ``nonzero``, or of a mask."""
-    return NoMatch(node, f"%{node.name} ({call_name(node)}) has sizes that depend on data")
+    return NoMatch.at(node, "has sizes that depend on data")
 
 
 def _follow(flow: Flow, node: Node, modes: dict[Node, Mode]) -> bool:
@@ -130,7 +129,7 @@ def _follow(flow: Flow, node: Node, modes: dict[Node, Mode]) -> bool:
         return False
     if (read or stacks or pairs) and enters_inference(node, modes):
         # AOTAutograd raises there for a detach, and for most views
-        raise NoMatch(node, f"%{node.name} is in a block of inference mode")
+        raise NoMatch.at(node, "is in a block of inference mode")
     if read:
         _read(flow, node, modes)
     elif stacks:
@@ -162,7 +161,7 @@ def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
     function = function_of(node)
     if is_in_place(function) or (written(node) and function in (*POINTWISE, "setitem")):
         if cuts_gradients(node, modes):
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) writes without gradients")
+            raise NoMatch.at(node, "writes without gradients")
         plain = out_of_place(function)
         assigns = plain in ASSIGNMENTS
         found = assigned(flow, node) if assigns else pointwise(flow, node, plain)
@@ -173,7 +172,7 @@ def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
             flow.assigned.append(node)
         return
     if written(node):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) may write to the logits")
+        raise NoMatch.at(node, "may write to the logits")
     if function in TUPLES:
         tuple_of(flow, node, not modes[node].grad)
         return
@@ -197,7 +196,7 @@ def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
     if cuts_gradients(node, modes) and not _is_operand(node, function):
         found = replace(found, detached=True)
     elif value(node).requires_grad and found.detached:
-        raise NoMatch(node, f"%{node.name} has a gradient that its operands do not have")
+        raise NoMatch.at(node, "has a gradient that its operands do not have")
     flow.classes[node] = found
 
 

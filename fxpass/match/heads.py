@@ -136,7 +136,7 @@ def _owned(flows: Collection[Flow], found: Heads) -> Iterable[Flow]:
     for flow in flows:
         for reduced in [r for r in flow.reductions if owners[r.node] is not flow]:
             other = owners[reduced.node].linear.node
-            no = NoMatch(reduced.node, f"%{reduced.node.name} is fused with the head %{other.name}")
+            no = NoMatch.at(reduced.node, f"is fused with the head %{other.name}")
             flow.stops.append(no)
             flow.reductions.remove(reduced)
         if flow.reductions:

@@ -116,7 +116,7 @@ def calls_of(flow: Flow, options: Options) -> tuple[Call, ...]:
     flow.sharding = sharding_of(flow)
     for reduced in flow.reductions:
         if not any(s in flow.outputs for s in reduced.symbols):
-            raise NoMatch(reduced.node, f"%{reduced.node.name} is the number {reduced.value}")
+            raise NoMatch.at(reduced.node, f"is the number {reduced.value}")
         if reduced.like.detached and value(reduced.node).requires_grad:
             reason = f"%{reduced.node.name} has a gradient that its logits do not have"
             raise NoMatch(reduced.node, reason)
@@ -250,14 +250,14 @@ def _placed(
     while modes[after].transforms > modes[linear].transforms:
         after = after.next  # an operand is what a transform returns
     if any(modes[r.node].transforms != modes[linear].transforms for r in reductions):
-        raise NoMatch(first, f"%{first.name} is inside a torch.func transform (vmap, grad, ...)")
+        raise NoMatch.at(first, "is inside a torch.func transform (vmap, grad, ...)")
     if not detached and modes[after].grad != modes[linear].grad:
         if modes[first].grad != modes[linear].grad:
             reason = f"gradients are switched on or off between %{after.name} and the head"
             raise NoMatch(after, reason)
         after = first.prev
     if not detached and not modes[linear].grad:
-        raise NoMatch(first, f"%{first.name} has a gradient, and its linear is under no_grad")
+        raise NoMatch.at(first, "has a gradient, and its linear is under no_grad")
     if any(modes[r.node].inference != modes[linear].inference for r in reductions):
         raise NoMatch(first, "its linear and its reduction are not in the same inference mode")
     return after, moved

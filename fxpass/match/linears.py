@@ -69,14 +69,14 @@ def _addmm(node: Node) -> Linear:
     wanted = {"input": REQUIRED, "mat1": REQUIRED, "mat2": REQUIRED, "beta": 1, "alpha": 1}
     bias, x, weight, beta, alpha = arguments(node, wanted).values()
     if beta != 1 or alpha != 1:
-        raise NoMatch(node, f"%{node.name} (addmm) has beta= or alpha= other than 1")
+        raise NoMatch.at(node, "has beta= or alpha= other than 1")
     return _product(node, x, weight, bias)
 
 
 def _einsum(node: Node) -> Linear:
     equation, *operands = node.args or ("",)
     if node.kwargs:
-        raise NoMatch(node, f"%{node.name} (einsum) has keyword arguments")
+        raise NoMatch.at(node, "has keyword arguments")
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = list(operands[0])
     try:

@@ -16,7 +16,7 @@ from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import NoMatch, is_tensor
 from fxpass.graph.placements import placement_name
 from fxpass.graph.region import CHECKPOINTS, Region
-from fxpass.graph.source import call_name, source_line
+from fxpass.graph.source import source_line
 from fxpass.match.head import Head
 from fxpass.match.heads import Heads, heads_of, looks_like_a_head
 from fxpass.match.leaving import Deferred
@@ -101,8 +101,7 @@ def _why_not(logits: Node, found: Heads) -> NoMatch:
         elif any(function in table for table in _BETWEEN) or placement_name(node.target):
             todo += reversed([n for n in node.all_input_nodes if is_tensor(n)])
         else:
-            what = f"%{node.name} ({call_name(node)}) between the linear and the loss is not known"
-            no = NoMatch(node, what)
+            no = NoMatch.at(node, "between the linear and the loss is not known")
     return no
 
 

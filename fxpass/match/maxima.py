@@ -14,7 +14,6 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
-from fxpass.graph.source import call_name
 from fxpass.match.bases import in_one_log
 from fxpass.match.classes import Classes, Flow, Reduced
 from fxpass.match.operands import check_dim, operand_of
@@ -58,20 +57,20 @@ def top_k(flow: Flow, node: Node) -> None:
     check_dim(node, like, given["dim"])
     k = given["k"]
     if not isinstance(k, int) or k < 1 or not given["largest"] or not given["sorted"]:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has k={k}, or is not of the largest")
+        raise NoMatch.at(node, f"has k={k}, or is not of the largest")
     flow.pairs[node] = like
 
 
 def of_pair(flow: Flow, node: Node) -> None:
     """The values or the indices of ``max`` or ``topk``."""
     if function_of(node) != "getitem" or node.args[1] not in (0, 1):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads values and indices")
+        raise NoMatch.at(node, "reads values and indices")
     pair = node.args[0]
     like = flow.pairs[pair]  # type: ignore[index]
     if function_of(pair) == "topk":  # type: ignore[arg-type]
         k, index = arguments(pair, _TOP)["k"], bool(node.args[1])  # type: ignore[arg-type]
         if value(node).requires_grad:
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) needs a gradient")
+            raise NoMatch.at(node, "needs a gradient")
         base, expr = _grows(flow, node, like)
         rows = top = flow.output(base, Top(k, index))
         if not index:
@@ -90,7 +89,7 @@ def _grows(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
     """The base with whose logits an expression grows, and the expression in its log-softmax."""
     found = in_one_log(flow, node, like, like.expr, grows=True)
     if found is None:
-        raise NoMatch(node, f"%{node.name} takes the maximum of `{like.expr}`, which is not known")
+        raise NoMatch.at(node, f"takes the maximum of `{like.expr}`, which is not known")
     return found
 
 
@@ -107,7 +106,7 @@ def _highest(flow: Flow, node: Node, like: Classes, output: str) -> Expr:
         if output == "max" or node not in flow.trained:
             return flow.output(base, "peak")
         if any(value(user).dtype == torch.bool for user in node.users if is_tensor(user)):
-            raise NoMatch(node, f"%{node.name} is compared, and has a gradient: take max")
+            raise NoMatch.at(node, "is compared, and has a gradient: take max")
         return flow.output(base, "amax") - base.lse  # equal classes share its gradient
 
     return at_class(base, like.expr, expr, lambda: flow.output(base, output), log)

@@ -22,7 +22,6 @@ from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import CASTS, function_of, reads_values
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
 from fxpass.graph.placements import is_dtensor
-from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import (
     Added,
@@ -39,10 +38,10 @@ from fxpass.spec.expression import Z
 def operand_of(flow: Flow, node: Node) -> Classes:
     operand = first_operand(node)
     if operand not in flow.classes:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads logits in another place")
+        raise NoMatch.at(node, "reads logits in another place")
     others = [n for n in node.all_input_nodes if n is not operand and n in flow.classes]
     if any(reads_values(node, n) for n in others):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads logits in two places")
+        raise NoMatch.at(node, "reads logits in two places")
     return flow.classes[operand]
 
 
@@ -51,15 +50,15 @@ def check_dim(node: Node, like: Classes, dim: Any) -> None:
         (dim,) = dim
     rank = len(value(first_operand(node)).shape)
     if not isinstance(dim, int) or dim % rank != like.dim:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not over the classes alone")
+        raise NoMatch.at(node, "is not over the classes alone")
 
 
 def check_dtype(node: Node, given: dict[str, Any]) -> None:
     old, new = value(first_operand(node)).dtype, given.get("dtype")
     if new is not None and (new == torch.float64) != (old == torch.float64):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) casts to or from float64")
+        raise NoMatch.at(node, "casts to or from float64")
     if new is not None and old.is_floating_point and not new.is_floating_point:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) rounds the logits to {short(new)}")
+        raise NoMatch.at(node, f"rounds the logits to {short(new)}")
 
 
 def picks_rows_and_classes(node: Node) -> bool:
@@ -122,11 +121,9 @@ def check_cast(node: Node) -> None:
             f"{old.device} instead, and the loss afterwards",
         )
     if new.dtype.itemsize < 2:
-        raise NoMatch(node, f"%{node.name} rounds the logits to {new.dtype}")
+        raise NoMatch.at(node, f"rounds the logits to {new.dtype}")
     if new.dtype == torch.float64 and old.dtype != torch.float64:
-        raise NoMatch(
-            node, f"%{node.name} casts {old.dtype} logits to float64; the fused loss is f32"
-        )
+        raise NoMatch.at(node, f"casts {old.dtype} logits to float64; the fused loss is f32")
 
 
 def check_plain(node: Node) -> None:
@@ -162,7 +159,7 @@ def viewed(flow: Flow, like: Classes, step: Step) -> Classes:
     read = symbols_of(like.expr).union(*(symbols_of(base.logit) for base in logs.values()))
     if any(map(flow.varies, read)):
         node = step.node
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) rearranges `{like.expr}`")
+        raise NoMatch.at(node, f"rearranges `{like.expr}`")
     others: Any = {
         log: flow.base(found, base.transform, base.scale).log for log, base in logs.items()
     }
@@ -173,7 +170,7 @@ def _taken(like: Classes, step: Step) -> Classes:
     """Some of the classes of a function of the logits alone."""
     if any(s != Z and has_classes(s) for s in symbols_of(like.expr)):
         node = step.node
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) selects classes of `{like.expr}`")
+        raise NoMatch.at(node, f"selects classes of `{like.expr}`")
     index: Any = step.view.classes
     if isinstance(index, slice):
         index = index.start, index.stop, index.step

@@ -21,7 +21,6 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
-from fxpass.graph.source import call_name
 from fxpass.match.bases import in_logs
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import symbols_of
@@ -39,20 +38,20 @@ def matmul(flow: Flow, node: Node) -> None:
     )
     left, right = arguments(node, {"input": REQUIRED, second: REQUIRED}).values()
     if left not in flow.classes or right in flow.classes or not is_tensor(right):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not of logits and a vector")
+        raise NoMatch.at(node, "is not of logits and a vector")
     like, shape = flow.classes[left], value(right).shape
     last = like.dim == value(left).dim() - 1
     column = len(shape) == 2 and isinstance(shape[1], int) and shape[1] == 1
     if not last or not (len(shape) == 1 or column) or value(left).dim() < 2:
         shown = list(shape)
-        raise NoMatch(node, f"%{node.name} multiplies the logits by a matrix of shape {shown}")
+        raise NoMatch.at(node, f"multiplies the logits by a matrix of shape {shown}")
     product = replace(like, expr=like.expr * flow.tensor(right, "class"))
     flow.reduce(node, like, summed(flow, node, product), keepdim=column)
 
 
 def einsum(flow: Flow, node: Node) -> None:
     """``nv,nv->n``, ``...v,v->...``: products that are summed over the classes alone."""
-    unknown = NoMatch(node, f"%{node.name} ({call_name(node)}) is not a sum over the classes")
+    unknown = NoMatch.at(node, "is not a sum over the classes")
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], tuple | list):
         operands = list(operands[0])
@@ -98,10 +97,10 @@ def _elements(flow: Flow, node: Node, options: dict[str, Any]) -> tuple[Classes,
     given = arguments(node, wanted)
     read = [given["input"], given["target"]]
     if not all(map(is_tensor, read)) or value(read[0]).shape != value(read[1]).shape:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats an operand")
+        raise NoMatch.at(node, "repeats an operand")
     known: list[Node] = [t for t in read if t in flow.classes]
     if not known:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has weights made of the logits")
+        raise NoMatch.at(node, "has weights made of the logits")
     like, whole = flow.classes[known[0]], value(known[0])
     tensors = {k: t for k, t in given.items() if is_tensor(t)}
     check_gradients(flow, node, [t for t in tensors.values() if t in flow.classes])
@@ -116,12 +115,12 @@ def of_elements(flow: Flow, node: Node) -> None:
     dtypes = {value(n).dtype for n in node.all_input_nodes if is_tensor(n)}
     if dtypes >= LOW_PRECISION or (function_of(node) in _NARROW and len(dtypes) > 1):
         # eager's result may be narrower than the compiler expects
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has operands of two dtypes")
+        raise NoMatch.at(node, "has operands of two dtypes")
     used = (given[name] for name in ("input", "target", *options) if name != "weight")
     try:
         expr = element(*used)
     except ValueError as error:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+        raise NoMatch.at(node, f"is not read: {error}") from error
     if given.get("weight") is not None:
         expr = given["weight"] * expr
     _reduce(flow, node, replace(like, expr=expr), given)
@@ -175,7 +174,7 @@ def divergence(flow: Flow, node: Node) -> None:
 def _reduce(flow: Flow, node: Node, like: Classes, given: dict[str, Any]) -> None:
     """Notes the elements of a loss, or their sum or mean."""
     if given["size_average"] is not None or given["reduce"] is not None:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has size_average= or reduce=")
+        raise NoMatch.at(node, "has size_average= or reduce=")
     whole, reduction = value(first_operand(node)), given["reduction"]
     if isinstance(reduction, int):
         reduction = ("none", "mean", "sum")[reduction]
@@ -184,18 +183,18 @@ def _reduce(flow: Flow, node: Node, like: Classes, given: dict[str, Any]) -> Non
         return
     rank = whole.dim()
     if reduction not in ("mean", "sum", "batchmean") or (reduction == "batchmean" and not like.dim):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has reduction={reduction!r}")
+        raise NoMatch.at(node, f"has reduction={reduction!r}")
     total = summed(flow, node, like)
     if reduction == "batchmean":  # the mean of rows, times the rows of a batch
         others = [n for i, n in enumerate(whole.shape) if i not in (0, like.dim)]
         if not all(isinstance(n, int) and n for n in others):
-            raise NoMatch(node, f"%{node.name} has batches of a number of rows that varies")
+            raise NoMatch.at(node, "has batches of a number of rows that varies")
         flow.reduce(node, like, math.prod(others) * total, keepdim=False, then="mean")
         return
     if reduction == "mean":
         size = whole.shape[like.dim]
         if not isinstance(size, int):
-            raise NoMatch(node, f"%{node.name} divides by a number of classes that varies")
+            raise NoMatch.at(node, "divides by a number of classes that varies")
         total = total / size
     flow.reduce(node, like, total, keepdim=False, then=reduction if rank > 1 else "")
 
@@ -206,9 +205,9 @@ def _divergence(
     """``q * (log(q) - source)`` of each class, for a target q or log(q)."""
     hot = not is_log and isinstance(target, Symbol) and target.name.startswith(HOT)
     if target in flow.tensors and target not in flow.dims and not hot:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a target of one value for a row")
+        raise NoMatch.at(node, "has a target of one value for a row")
     if not hot and any(s.name.startswith(HOT) for s in symbols_of(target)):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has targets of one-hot tensors")
+        raise NoMatch.at(node, "has targets of one-hot tensors")
     try:
         if hot:
             return -target * source  # 1 * log(1) and 0 * log(0) are 0
@@ -217,5 +216,5 @@ def _divergence(
             return target * (log - source)
         q = exponential(in_logs(flow, node, like, target))
     except ValueError as error:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}): {error}") from error
+        raise NoMatch.at(node, f"is not read: {error}") from error
     return q * (target - source)

@@ -15,7 +15,6 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_tensor, value
-from fxpass.graph.source import call_name
 from fxpass.match.bases import base_of, softmax_base_of
 from fxpass.match.classes import Classes, Flow, Reduced
 from fxpass.match.elementwise import classes_of
@@ -51,14 +50,14 @@ def _sum(flow: Flow, node: Node) -> None:
     if not every:
         check_dim(node, like, dims)
     elif given["keepdim"]:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) keeps dimensions of one")
+        raise NoMatch.at(node, "keeps dimensions of one")
     if every and rank > 1 and not value(node).is_floating_point():
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) counts in all rows")
+        raise NoMatch.at(node, "counts in all rows")
     total = summed(flow, node, like)
     if mean:
         size = value(first_operand(node)).shape[like.dim]
         if not isinstance(size, int):
-            raise NoMatch(node, f"%{node.name} divides by a number of classes that varies")
+            raise NoMatch.at(node, "divides by a number of classes that varies")
         total = total / size
     then = ("mean" if mean else "sum") if every and rank > 1 else ""
     flow.reduce(node, like, total, bool(given["keepdim"]), then)
@@ -81,11 +80,11 @@ def _gather(flow: Flow, node: Node) -> None:
     index: Any = given["indices" if take else "index"]
     check_dim(node, like, given["dim"])
     if not is_tensor(index) or value(index).dtype != torch.int64 or given.get("sparse_grad"):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has no index of int64")
+        raise NoMatch.at(node, "has no index of int64")
     shape, taken = list(value(first_operand(node)).shape), list(value(index).shape)
     shape[like.dim] = taken[like.dim] if len(taken) == len(shape) else -1
     if shape != taken:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has an index of other rows")
+        raise NoMatch.at(node, "has an index of other rows")
     _pick(flow, node, like, Picked(index, like.dim, "all" if take else ""), keepdim=True)
 
 
@@ -105,10 +104,10 @@ def _getitem(flow: Flow, node: Node) -> None:
     like, (*rows, index) = operand_of(flow, node), index_of(node)
     shape = value(first_operand(node)).shape[:-1]
     if like.dim != len(rows) or value(index).dtype != torch.int64:
-        raise NoMatch(node, f"%{node.name} indexes rows and classes")
+        raise NoMatch.at(node, "indexes rows and classes")
     whole = all(whole_range(flow, entry, shape, i) for i, entry in enumerate(rows))
     if not whole or value(index).shape != shape:
-        raise NoMatch(node, f"%{node.name} indexes some of the rows")
+        raise NoMatch.at(node, "indexes some of the rows")
     _pick(flow, node, like, Picked(index, None, "negative"), keepdim=False)
 
 
@@ -119,14 +118,14 @@ def of_loss(flow: Flow, node: Node) -> None:
     """cross_entropy and nll_loss."""
     loss = loss_of(node)
     if loss is None or loss.logits not in flow.classes or loss.node is not node:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not known")
+        raise NoMatch.at(node, "is not known")
     check_dtypes(loss, flow.region)
     like = flow.classes[loss.logits]
     assert loss.target is not None
     if loss.target in flow.classes or loss.class_weight in flow.classes:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a target made of the logits")
+        raise NoMatch.at(node, "has a target made of the logits")
     if loss.dim != like.dim:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is not over the classes")
+        raise NoMatch.at(node, "is not over the classes")
     if loss.log_softmax:
         picked = Picked(loss.target, None, ignored=loss.ignore_index)
         rows = at(flow, node, like, like.expr, picked)

@@ -191,7 +191,7 @@ def _check_local(flow: Flow) -> None:
         local.add(node)
         vectors = {s for s in symbols_of(like.expr) - {Z} if s.name.startswith("class_")}
         if not symbols_of(like.expr) <= {Z, *(vectors - flow.selections.keys())}:
-            raise NoMatch(node, f"%{node.name} is of this rank's logits, not of all classes")
+            raise NoMatch.at(node, "is of this rank's logits, not of all classes")
     for reduced in flow.reductions:
         if not local.isdisjoint(reduced.node.all_input_nodes):
             name = reduced.node.name
@@ -255,7 +255,7 @@ def _check_placements(flow: Flow, found: Sharding) -> None:
     """``NoMatch`` unless every rank has all classes of its rows where DTensors become plain."""
     for node in flow.classes:
         if is_dtensor(value(node)) and any(p.is_partial() for p in placements_of(value(node))):
-            raise NoMatch(node, f"%{node.name} is placed {_names(placements_of(value(node)))}")
+            raise NoMatch.at(node, f"is placed {_names(placements_of(value(node)))}")
     for node in flow.classes:
         name = placement_name(node.target)
         call = f"%{node.name} ({name})"
@@ -315,7 +315,7 @@ def _of_reductions(flow: Flow, found: Sharding) -> Sharding:
     if not is_dtensor(value(read[0])):
         for tensor in flow.tensors.values():
             if is_dtensor(tensor.meta["example_value"]):
-                raise NoMatch(tensor, f"%{tensor.name} is a DTensor and the logits are not")
+                raise NoMatch.at(tensor, "is a DTensor and the logits are not")
         return replace(found, row_groups=())  # each rank reduces over its rows
     if found.weight is None:
         raise NoMatch(node, "its logits are a DTensor, but its linear is of plain tensors")
@@ -338,7 +338,7 @@ def _check_parts(node: Node) -> None:
         return
     for user in node.users:
         if placement_name(user.target).endswith("to_local"):
-            raise NoMatch(user, f"%{user.name} reads this rank's part of a sum")
+            raise NoMatch.at(user, "reads this rank's part of a sum")
         if is_tensor(user):
             _check_parts(user)
 

@@ -17,7 +17,6 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments, first_operand, is_cut
 from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import REQUIRED, NoMatch, needs_gradient, value
-from fxpass.graph.source import call_name
 from fxpass.match.classes import Flow, Stacked
 from fxpass.match.edits import Step
 from fxpass.match.elementwise import view_step
@@ -29,7 +28,7 @@ def stack_of(flow: Flow, node: Node) -> None:
     """Notes a stack with the logits of one head."""
     given = arguments(node, {"tensors": REQUIRED, "dim": 0})
     tensors, new = given["tensors"], given["dim"] % value(node).dim()
-    unknown = NoMatch(node, f"%{node.name} (stack) stacks other than the rows of logits")
+    unknown = NoMatch.at(node, "stacks other than the rows of logits")
     if not isinstance(tensors, tuple | list):
         raise unknown
     at = [i for i, tensor in enumerate(tensors) if tensor in flow.classes]
@@ -55,10 +54,10 @@ def taken_from_stack(flow: Flow, node: Node) -> None:
     """
     stack = flow.stacks.get(first_operand(node))
     if stack is None:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads logits in another place")
+        raise NoMatch.at(node, "reads logits in another place")
     function = function_of(node)
     if _cuts_gradients(node, first_operand(node)):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) cuts the gradients of a stack")
+        raise NoMatch.at(node, "cuts the gradients of a stack")
     if function in CASTS and value(node).is_floating_point():
         check_cast(node)
         flow.stacks[node] = stack

@@ -93,7 +93,7 @@ def _check_cancellation(node: Node, expr: Expr) -> None:
     one_sign = all(row.is_number for row in rows.values())
     one_sign = one_sign and len({row.is_positive for row in rows.values()}) == 1
     if len(rows) > 1 and not (one_sign and len(set(map(_degree, rows))) == 1):
-        raise NoMatch(node, f"%{node.name} sums `{expr}`, whose terms may cancel")
+        raise NoMatch.at(node, f"sums `{expr}`, whose terms may cancel")
 
 
 def _degree(product: Any) -> int:
@@ -128,7 +128,7 @@ def _is_power_of(factor: Any, symbol: Symbol) -> bool:
 def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
     """The sum of ``r * f`` for a row r and a function f of one logit, of its log-softmax, of what
     is given at its class, and of picks."""
-    unknown = NoMatch(node, f"%{node.name} sums `{expr}` over the classes, which is not known")
+    unknown = NoMatch.at(node, f"sums `{expr}` over the classes, which is not known")
     expr = _compared_alike(flow, expr)
     for base in flow.bases:  # exp(log) * exp(lse) is exp(z)
         plain = sympy.powsimp(
@@ -227,7 +227,7 @@ def _class_symbols(expr: Any) -> list[Symbol]:
 
 def _summed_term(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr:
     """The sum of a product ``w * exp(a log) * log**b``."""
-    unknown = NoMatch(node, f"%{node.name} sums `{term}` over the classes, which is not known")
+    unknown = NoMatch.at(node, f"sums `{term}` over the classes, which is not known")
     if term == 1:
         size = value(first_operand(node)).shape[like.dim]
         if not isinstance(size, int):
@@ -249,7 +249,7 @@ def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Exp
     """An expression at given classes, in outputs of one base."""
     found = in_one_log(flow, node, like, expr)
     if found is None:
-        raise NoMatch(node, f"%{node.name} picks `{expr}` at a class, which is not known")
+        raise NoMatch.at(node, f"picks `{expr}` at a class, which is not known")
     base, in_log = found
 
     def output(logit: bool) -> Expr:

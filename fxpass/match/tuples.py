@@ -18,7 +18,6 @@ from torch.fx import Node
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import NoMatch, is_tensor, value
-from fxpass.graph.source import call_name
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.edits import Step
 from fxpass.match.operands import operand_of, viewed
@@ -37,7 +36,7 @@ def tuple_of(flow: Flow, node: Node, off: bool) -> None:
         operand = next(n for n in _broadcast(node) if n in flow.classes)
         like = flow.classes[operand]
         if any(shape != value(operand).shape for shape in _shapes(node)):
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) repeats the logits")
+            raise NoMatch.at(node, "repeats the logits")
     cut = off and value(operand).requires_grad
     flow.pairs[node] = replace(like, detached=like.detached or cut)
 
@@ -46,7 +45,7 @@ def member_of(flow: Flow, node: Node) -> None:
     """Notes a tensor that a node takes out of a tuple."""
     found, at = node.args[0], node.args[1] if len(node.args) == 2 else None
     if function_of(node) != "getitem" or not isinstance(found, Node) or not isinstance(at, int):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) reads a tuple of logits")
+        raise NoMatch.at(node, "reads a tuple of logits")
     if function_of(found) in PARTS:
         flow.classes[node] = _part_of(flow, node, found, at)
         return
@@ -60,7 +59,7 @@ def _broadcast(node: Node) -> list[Node]:
     given = node.args[0] if len(node.args) == 1 else node.args
     operands = list(given) if isinstance(given, tuple | list) else []
     if node.kwargs or not operands or not all(map(is_tensor, operands)):
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is called in an unknown form")
+        raise NoMatch.at(node, "is called in an unknown form")
     return operands  # type: ignore[return-value]
 
 
@@ -76,7 +75,7 @@ def _part_of(flow: Flow, node: Node, parts: Node, at: int) -> Classes:
     axis = arguments(parts, {"dim": 0, **dict.fromkeys(sizes)})["dim"]
     axis %= len(index)
     if axis == like.dim:
-        raise NoMatch(node, f"%{node.name} ({call_name(node)}) is a part of the classes")
+        raise NoMatch.at(node, "is a part of the classes")
     at %= len(shapes)
     alone = function_of(parts) == "unbind"
     if alone:
@@ -87,7 +86,7 @@ def _part_of(flow: Flow, node: Node, parts: Node, at: int) -> Classes:
         before = [shape[axis] for shape in shapes[: at + 1]]
         last = at == len(shapes) - 1  # its length may vary
         if not all(isinstance(length, int) for length in before[: at if last else None]):
-            raise NoMatch(node, f"%{node.name} ({call_name(node)}) has a size that varies")
+            raise NoMatch.at(node, "has a size that varies")
         index[axis] = slice(sum(before[:at]), None if last else sum(before))
     after = like.dim - (alone and axis < like.dim)
     view = View(like.dim, after, operator.getitem, (tuple(index),))

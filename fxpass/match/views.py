@@ -64,7 +64,7 @@ def view_of(node: Node, dim: int) -> View:
         return _index(node, shape, dim)
     if function in _COPIES:  # the operator reads any strides
         if value(node).shape != shape:
-            raise NoMatch(node, f"%{node.name} repeats the logits")
+            raise NoMatch.at(node, "repeats the logits")
         return View(dim, dim)
     if function in _REORDERED:  # the node's own call, of sizes 0, 1, 2 and so on
         order = tuple(_called(node, torch.empty(tuple(range(len(shape))), device="meta")).shape)
@@ -75,11 +75,11 @@ def view_of(node: Node, dim: int) -> View:
         if isinstance(start, int) and isinstance(length, int) and start >= 0:
             return _index(node, shape, dim)
         if axis % len(shape) == dim:
-            raise NoMatch(node, f"%{node.name} selects classes by numbers that vary")
+            raise NoMatch.at(node, "selects classes by numbers that vary")
     if function == "squeeze" and given == [None]:
         raise NoMatch(node, f"%{node.name}: name the one dimension that is squeezed")
     if function == "unflatten" and given[0] % len(shape) == dim:
-        raise NoMatch(node, f"%{node.name} splits the class dimension")
+        raise NoMatch.at(node, "splits the class dimension")
     if function not in ("view", "reshape"):
         return View(dim, _followed(node, dim, function, given), function, tuple(given))
     new: Any = next(n for n in given if n is not None)
@@ -104,7 +104,7 @@ def _followed(node: Node, dim: int, method: str, args: Sequence[Any]) -> int:
     for i, size in enumerate(value(node).shape if view else ()):
         if found.stride(i) == 1 and statically_known_true(size == shape[dim]):
             return i
-    raise NoMatch(node, f"%{node.name} changes the class dimension")
+    raise NoMatch.at(node, "changes the class dimension")
 
 
 def _number(node: Node) -> Any:
@@ -138,7 +138,7 @@ def index_of(node: Node) -> tuple[Any, ...]:
     if function in ("select", "index_select"):
         _, dim, entry = required(node, "input", "dim", "index")
         if function == "index_select" and value(entry).dim() != 1:
-            raise NoMatch(node, f"%{node.name} selects by a number")
+            raise NoMatch.at(node, "selects by a number")
     elif function == "narrow":
         _, dim, start, length = required(node, "input", "dim", "start", "length")
         entry = slice(start, start + length)
@@ -160,7 +160,7 @@ def _index(node: Node, shape: Size, dim: int) -> View:
             if isinstance(entry, slice):
                 return View(dim, after, operator.getitem, (rows,), _some(entry, shape[dim]))
             if _is_mask(entry):
-                raise NoMatch(node, f"%{node.name} selects classes by a mask")
+                raise NoMatch.at(node, "selects classes by a mask")
             alone = is_tensor(entry) and all(e == CLASSES for e in rows)
             if alone and value(entry).dim() == 1:
                 return View(dim, dim, classes=entry)
@@ -169,7 +169,7 @@ def _index(node: Node, shape: Size, dim: int) -> View:
             after += max(1 if _is_mask(index[i]) else value(index[i]).dim() for i in tensors)
         before += _width(entry)
         after += entry is None or isinstance(entry, slice)
-    raise NoMatch(node, f"%{node.name} selects one class, or classes and rows at once")
+    raise NoMatch.at(node, "selects one class, or classes and rows at once")
 
 
 def entries_of(index: tuple[Any, ...], rank: int) -> tuple[Any, ...]:
@@ -196,12 +196,12 @@ def _tensors_of(node: Node, index: tuple[Any, ...]) -> list[int]:
             raise NoMatch(node, what)
     tensors = [i for i, entry in enumerate(index) if is_tensor(entry)]
     if len(tensors) > 1 and any(_is_mask(index[i]) for i in tensors):
-        raise NoMatch(node, f"%{node.name} indexes with a mask and with other tensors")
+        raise NoMatch.at(node, "indexes with a mask and with other tensors")
     # else the index dimensions would come first
     if tensors and tensors[-1] - tensors[0] + 1 != len(tensors):
-        raise NoMatch(node, f"%{node.name} indexes with tensors that are not adjacent")
+        raise NoMatch.at(node, "indexes with tensors that are not adjacent")
     if tensors and any(isinstance(entry, int) for entry in index):
-        raise NoMatch(node, f"%{node.name} indexes with tensors and with numbers")
+        raise NoMatch.at(node, "indexes with tensors and with numbers")
     return tensors
 
 
