@@ -29,7 +29,7 @@ from fxpass.match.edits import (
 )
 from fxpass.match.linears import Linear
 from fxpass.match.losses import Loss
-from fxpass.match.outputs import HOT, WRAPPED, Base, OfBase, Picked, Summed, Weighted, given_of
+from fxpass.match.outputs import HOT, WRAPPED, Base, OfBase, Picked, Summed, given_of
 from fxpass.spec.expression import Z
 
 
@@ -260,8 +260,6 @@ class Flow:
         if known:
             return known[0]
         name = str(output)
-        if isinstance(output, Weighted):
-            name = f"{output.moment}_{output.weight.name}"
         if isinstance(output, Summed):
             name = f"sum({output.function})"
         if isinstance(output, Picked):

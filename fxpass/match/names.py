@@ -15,9 +15,9 @@ from sympy import Symbol
 
 from fxpass.match.classes import Flow
 from fxpass.match.masks import index_of
-from fxpass.match.outputs import Base, Picked, Summed, Weighted, given_of
+from fxpass.match.outputs import Base, Picked, Summed, given_of
 from fxpass.spec import expression
-from fxpass.spec.outputs import Output, Sum, is_index
+from fxpass.spec.outputs import Output, is_index, sum_of
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,8 @@ def named(flow: Flow, symbols: Iterable[Symbol], names: Names) -> dict[Output, S
     outputs: dict[Output, Symbol | None] = {}
     for symbol in symbols:
         output = flow.outputs[symbol][1]
-        if isinstance(output, Weighted):
-            ((_, position),) = expression.operands(names.of[output.weight])
-            outputs[replace(output.moment, weight=position)] = symbol
-        elif isinstance(output, Summed):
-            outputs[Sum(output.function.xreplace(names.of))] = symbol  # type: ignore[arg-type]
+        if isinstance(output, Summed):
+            outputs[sum_of(output.function.xreplace(names.of))] = symbol  # type: ignore[arg-type]
         elif isinstance(output, Picked):
             outputs["at" if output.logit else "pick"] = None
         else:

@@ -3,7 +3,7 @@
 In: nothing. Out: records of symbols, which stand for tensors of the graph
 (:class:`fxpass.match.classes.Flow`)::
 
-    Weighted(Moment(1, 0), given_q)           ->    moment(1,0,0), where given_q is the first
+    Summed(given_q * exp(l))                  ->    moment(1,0,0), where given_q is the first
     Summed(softplus(z) - given_q*z)           ->    sum(softplus(z)-given0*z)
 """
 
@@ -17,8 +17,9 @@ from torch.fx import Node
 
 from fxpass.graph.nodes import value
 from fxpass.match.edits import Added, Edit, Step, Taken, symbols_of
+from fxpass.spec import expression
 from fxpass.spec.expression import L, Z
-from fxpass.spec.outputs import Moment, Output
+from fxpass.spec.outputs import Moment, Output, sum_of
 
 # The kind of symbols of one-hot tensors, and of those of indices that may be negative, counted from
 # the end.
@@ -106,19 +107,6 @@ class Picked:
 
 
 @dataclass(frozen=True)
-class Weighted:
-    """A moment whose weights are the tensor of a symbol."""
-
-    moment: Moment
-    weight: Symbol
-
-    @property
-    def given(self) -> list[Symbol]:
-        """The symbol of the weights."""
-        return [self.weight]
-
-
-@dataclass(frozen=True)
 class Summed:
     """A sum of a function of a base's logit ``z`` and log-softmax ``l``, of values given at its
     class or for its row, and of outputs at picks."""
@@ -141,12 +129,18 @@ class Summed:
         return [s for s in beside(self.function) if s not in (*self.given, *self.hits)]
 
     @property
+    def of_one_pass(self) -> bool:
+        """Whether it is a moment."""
+        names = {symbol: expression.given(i) for i, symbol in enumerate(self.given)}
+        return isinstance(sum_of(self.function.xreplace(names)), Moment)  # type: ignore[arg-type]
+
+    @property
     def late(self) -> bool:
         """Whether it reads the softmax, or picks."""
         return self.function.has(L) or bool(self.picks)
 
 
-OfBase = Output | Picked | Weighted | Summed
+OfBase = Output | Picked | Summed
 
 
 def beside(function: Expr) -> list[Symbol]:
@@ -156,4 +150,4 @@ def beside(function: Expr) -> list[Symbol]:
 
 def given_of(output: object) -> list[Symbol]:
     """The symbols of the values that are given for an output."""
-    return output.given if isinstance(output, Weighted | Summed) else []
+    return output.given if isinstance(output, Summed) else []

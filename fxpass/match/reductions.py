@@ -27,12 +27,11 @@ from fxpass.match.operands import (
     picks_rows_and_classes,
     whole_range,
 )
-from fxpass.match.outputs import Picked, Summed, Weighted
+from fxpass.match.outputs import Picked, Summed
 from fxpass.match.products import ELEMENTS, divergence, einsum, matmul, of_elements
 from fxpass.match.sums import at, summed
 from fxpass.match.views import index_of
 from fxpass.spec.expression import L
-from fxpass.spec.outputs import Moment
 
 
 def _sum(flow: Flow, node: Node) -> None:
@@ -132,17 +131,13 @@ def of_loss(flow: Flow, node: Node) -> None:
         flow.reductions.append(Reduced(node, like, rows, loss=loss))
         return
     base, smooth = softmax_base_of(flow, node, like), None
+    weighted = L
+    if loss.class_weight is not None and (loss.label_smoothing or loss.probabilities):
+        weighted = flow.tensor(loss.class_weight, "class") * L
     if loss.label_smoothing:
-        smooth = flow.output(base, Moment(0, 1))
-        if loss.class_weight is not None:
-            weight = flow.tensor(loss.class_weight, "class")
-            smooth = flow.output(base, Weighted(Moment(0, 1), weight))
+        smooth = flow.output(base, Summed(weighted))
     if loss.probabilities:
-        target = flow.given(loss.target, like.dim)
-        rows = flow.output(base, Weighted(Moment(0, 1), target))
-        if loss.class_weight is not None:
-            weight = flow.tensor(loss.class_weight, "class")
-            rows = flow.output(base, Summed(weight * target * L))
+        rows = flow.output(base, Summed(flow.given(loss.target, like.dim) * weighted))
     else:
         rows = flow.output(base, Picked(loss.target, None, ignored=loss.ignore_index))
     flow.reductions.append(Reduced(node, like, rows, loss=loss, mean_log=smooth))

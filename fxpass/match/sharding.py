@@ -289,7 +289,9 @@ def _check_edits(flow: Flow, found: Sharding) -> None:
     scaled = any(base.scale != 1 for base in flow.bases)
     outputs = [output for _, output in flow.outputs.values()]
     read = [s for base in flow.bases for s in (*base.given, *base.hits)]
-    read += [s for o in outputs if isinstance(o, Summed) for s in (*o.given, *o.hits, *o.picks)]
+    sums = [output for output in outputs if isinstance(output, Summed)]
+    read += [s for o in sums for s in (*o.hits, *o.picks)]
+    read += [s for o in sums if not o.of_one_pass for s in o.given]
     reasons = {
         "logits with sharded rows are reduced with other tensors": (
             found.rows > 1 and (scaled or bool(read))

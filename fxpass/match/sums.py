@@ -22,11 +22,10 @@ from fxpass.match.bases import check_given, fits, in_logs, in_one_log
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
 from fxpass.match.masks import of_classes_alone
-from fxpass.match.outputs import Base, Picked, Summed, Weighted
+from fxpass.match.outputs import Base, Picked, Summed
 from fxpass.spec import expression
 from fxpass.spec.expression import L, Z
 from fxpass.spec.functions import Where, call, where
-from fxpass.spec.outputs import HIGHEST_POWER, TOTAL, Moment
 
 
 def summed(flow: Flow, node: Node, like: Classes) -> Expr:
@@ -235,14 +234,11 @@ def _summed_term(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr:
         return sympy.Integer(size)
     logs = [base for base in flow.bases if term.has(base.log)]
     base = (logs or flow.bases or [flow.base(like, Z, sympy.Integer(1))])[0]
-    powers = range(HIGHEST_POWER + 1) if fits(flow, base, like) else ()
-    for moment in (Moment(a, b) for a in powers for b in powers):
-        weight = term / (sympy.exp(moment.a * base.log) * base.log**moment.b)
-        if weight == 1:
-            return sympy.Integer(1) if moment == TOTAL else flow.output(base, moment)
-        if weight in flow.tensors:
-            return flow.output(base, Weighted(moment, cast(Symbol, weight)))
-    raise unknown
+    function = term.xreplace({base.log: L}).replace(sympy.exp, lambda x: call("exp", x))
+    found = Summed(cast(Expr, function))
+    if not fits(flow, base, like) or not found.of_one_pass:
+        raise unknown
+    return sympy.Integer(1) if function == call("exp", L) else flow.output(base, found)
 
 
 def at(flow: Flow, node: Node, like: Classes, expr: Expr, picked: Picked) -> Expr:

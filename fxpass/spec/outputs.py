@@ -9,9 +9,11 @@ In: numbers and expressions. Out: records; what they mean is in :mod:`fxpass.spe
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sympy import Expr, Symbol
@@ -19,7 +21,7 @@ from torch import Tensor
 
 from fxpass.spec import expression
 from fxpass.spec.expression import L, Z, operands
-from fxpass.spec.functions import FUNCTIONS, LEAST_LOG
+from fxpass.spec.functions import FUNCTIONS, LEAST_LOG, call
 
 HIGHEST_POWER = 2
 
@@ -88,6 +90,21 @@ class Sum:
 
     def __str__(self) -> str:
         return f"sum({expression.text(self.function)})"
+
+
+def sum_of(function: Expr) -> Moment | Sum:
+    """The output that adds up a function: a moment, which one pass finds, if it is one.
+
+    >>> str(sum_of(expression.parse("given1*exp(l)*l"))), str(sum_of(expression.parse("exp(l)*z")))
+    ('moment(1,1,1)', 'sum(z*exp(l))')
+    """
+    for a, b in itertools.product(range(HIGHEST_POWER + 1), repeat=2):
+        weight: Any = function / (call("exp", a * L) if a else 1) / L**b
+        if weight == 1:
+            return Moment(a, b)
+        if isinstance(weight, Symbol) and [kind for kind, _ in operands(weight)] == ["given"]:
+            return Moment(a, b, operands(weight)[0][1])
+    return Sum(function)
 
 
 @dataclass(frozen=True)

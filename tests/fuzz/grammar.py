@@ -129,6 +129,7 @@ HIDDEN = (
     "{x}[:, -1]",
     "{x}[m]",
     "{x}.transpose(0, 1)",
+    "torch.complex({x}, {x}).conj().imag",  # a negative view
 )
 
 # ---------------------------------------------------------------- from logits to logits

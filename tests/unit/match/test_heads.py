@@ -127,7 +127,7 @@ ACCEPTED = {
         ["lse;sum(where(pick0<=l,1,0)) detached=sum(where(pick0<=l,1,0))"]),
     "a target that is the largest, by hand": (
         lambda z, t: hits(shifted(z), t) * shifted(z).mean(-1),
-        ["peak;pick;sum(l) detached=peak;pick"]),
+        ["moment(0,1);peak;pick detached=peak;pick"]),
     "the rank by a row of logits": (
         lambda z, t: ranked(z, picked_logit(z, t)),
         ["at;sum(where(at0<z,1,0)) detached=sum(where(at0<z,1,0))"]),
