@@ -21,6 +21,7 @@ from fxpass.match.edits import symbols_of
 from fxpass.match.masks import of_classes_alone
 from fxpass.match.outputs import Base
 from fxpass.spec.expression import Z
+from fxpass.spec.functions import FUNCTIONS, Where
 
 
 def base_of(flow: Flow, node: Node, like: Classes) -> tuple[Base, Expr]:
@@ -54,6 +55,23 @@ def check_given(flow: Flow, node: Node, transform: Expr) -> None:
         if needs_gradient(tensor) and (symbol in flow.dims or symbol.name.startswith("row_")):
             reason = f"combines the logits with another tensor (%{tensor.name}, which needs a "
             raise NoMatch.at(node, f"{reason}gradient): `{transform}`")
+    check_compared(flow, node, transform)
+
+
+# Functions with a corner, or that are not defined everywhere.
+_CORNERS = (Where, *(FUNCTIONS[n].symbolic for n in ("abs", "sign", "maximum", "minimum", "sqrt")))
+
+
+def check_compared(flow: Flow, node: Node, expr: Expr) -> None:
+    """``NoMatch`` if logits are compared with a tensor that the program computes from them: one of
+    them may equal it there, and the call, which does not round its logits, would find them apart.
+    """
+    for function in sorted(expr.atoms(*_CORNERS), key=str):
+        sides = sympy.Tuple(*function.args[:2])  # the others are branches
+        read = [flow.tensors[s] for s in sorted(symbols_of(sides) & flow.tensors.keys(), key=str)]
+        own = next((n for n in read if flow.is_computed_from_logits(n)), None)
+        if own is not None and has_classes(sides):
+            raise NoMatch.at(node, f"compares logits with %{own.name}, which is computed from them")
 
 
 def softmax_base_of(flow: Flow, node: Node, like: Classes) -> Base:

@@ -15,6 +15,7 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.graph.calls import others_of, storage
+from fxpass.graph.functions import reads_values
 from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.region import Region
@@ -231,6 +232,19 @@ class Flow:
         if tensor is not None and not symbol.name.startswith(HOT):
             alike |= is_one_number(tensor)
         return not alike or symbol in self.outputs
+
+    def is_computed_from_logits(self, node: Node) -> bool:
+        """Whether the values of a node depend on those of the linear."""
+        todo, found = [node], set[Node]()
+        while todo:
+            one = todo.pop()
+            if one is self.linear.node:
+                return True
+            if one not in found and one > self.linear.node:
+                found.add(one)
+                todo += [n for n in one.all_input_nodes if reads_values(one, n)]
+                todo += self.writes([one])
+        return False
 
     def hit(self, symbol: Symbol) -> Picked:
         """The classes of a one-hot tensor, as a pick."""

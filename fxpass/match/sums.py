@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import NoMatch, value
-from fxpass.match.bases import check_given, fits, in_logs, in_one_log
+from fxpass.match.bases import check_compared, check_given, fits, in_logs, in_one_log
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
 from fxpass.match.masks import of_classes_alone
@@ -151,6 +151,7 @@ def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
         raise unknown
     if function / Z not in flow.tensors:
         check_given(flow, node, function)
+    check_compared(flow, node, rest)
     for symbol in symbols_of(function) & flow.outputs.keys():
         pick = flow.outputs[symbol][1]
         if not isinstance(pick, Picked) or pick.count != 1 or pick.pieces or symbol in flow.parts:

@@ -515,6 +515,15 @@ REJECTED = {
         lambda z, t: (z > written(picked_logit(z, t)[..., None])).sum(-1) * z.sum(-1), "with another tensor"),
     "a row that is written to before it is a view": (
         lambda z, t: (z > written(picked_logit(z, t))[..., None]).sum(-1) * z.sum(-1), "with another tensor"),
+    "a rank by a detached logit, which may be rounded": (
+        lambda z, t: (z > z.gather(-1, t[..., None]).detach()).sum(-1) * z.logsumexp(-1),
+        "compares logits with %detach, which is computed from them"),
+    "the largest logits alone": (
+        lambda z, t: z.masked_fill(z < z.detach().topk(3).values[..., -1:], -9).logsumexp(-1),
+        "compares logits with %"),
+    "a hinge at a detached logit": (
+        lambda z, t: F.relu(z - under_no_grad(lambda: z.gather(-1, t[..., None]))).sum(-1),
+        "compares logits with %"),
     "a write without gradients": (
         lambda z, t: under_no_grad(lambda: z.mul_(2)).sum(-1), "writes without gradients"),
 }  # fmt: skip
