@@ -129,15 +129,18 @@ class Operands(Arithmetic):
         mask = value(node).dtype == torch.bool and i not in call.spec.weights
         if not (value(node).is_floating_point() or mask):
             node = self.method("to", node, compute_dtype(self.dtype))
-        if value(node).dim() == 1 or self._only_added(self.flow.nodes(symbol)[0]):
+        if value(node).dim() == 1 or self._not_saved(self.flow.nodes(symbol)[0]):
             node = self.kept(node, call)
         return node if f"given{i}" in call.spec.gradients else self.method("detach", node)
 
-    def _only_added(self, node: Node) -> bool:
-        """Whether a tensor, which the user may write to, is added to logits and read by nobody
-        else: then autograd does not save it."""
-        added = (function_of(user) in ("add", "sub", "rsub") for user in node.users)
-        return is_tensor(node) and leaves(node) and all(added)
+    def _not_saved(self, node: Node) -> bool:
+        """Whether autograd of the program does not save a tensor, which the user may write to: it
+        is added to logits, compared with them, or chosen in their place."""
+        functions = {"add", "sub", "rsub", "gt", "ge", "lt", "le"}
+        if is_tensor(node) and value(node).dtype != torch.bool:  # no condition
+            functions.add("where")
+        unsaved = all(function_of(user) in functions for user in node.users)
+        return is_tensor(node) and leaves(node) and unsaved
 
     def _logits(self, call: Call) -> Node | None:
         """The existing logits ``[N, V]``; the gradients are those of x and weight."""

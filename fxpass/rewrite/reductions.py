@@ -143,8 +143,8 @@ class _Edit(Operands):
             scale = self._scale(call, x)
             counts = [value(p).shape[1] if value(p).dim() == 2 else 1 for p in picks]
             given = [self._given(i, call) for i in range(len(call.given))]
-            if any(kind == "hit" for kind, _ in call.spec.operands):
-                picks = [self.kept(p, call) for p in picks]  # autograd saves one-hot tensors
+            if call.spec.least_picks:  # autograd saves one-hot tensors, and comparisons
+                picks = [self.kept(p, call) for p in picks]
             index = picks[0] if picks else None
             if len(picks) > 1:
                 index = self.function(torch.cat, list(map(self._column, picks)), 1)

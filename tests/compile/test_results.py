@@ -80,6 +80,12 @@ UNSAVED = {
     "a number of a row": (lambda z, b, t, r, q: F.softplus(z - r).sum(-1), "r"),
     "values of each class": (lambda z, b, t, r, q: (z - q).relu().sum(-1).sin(), "q"),
     "values before a softmax": (lambda z, b, t, r, q: (z - q).logsumexp(-1).sin(), "q"),
+    "compared values": (lambda z, b, t, r, q: torch.where(z > q, z, -z).sum(-1).sin(), "q"),
+    "chosen values": (lambda z, b, t, r, q: torch.where(z > 0, z, q).sum(-1).sin(), "q"),
+    "classes of compared logits": (
+        lambda z, b, t, r, q: torch.where(z > z.gather(1, t[:, None]), z, -z).sum(-1).sin(),
+        "t",
+    ),
     "classes": (lambda z, b, t, r, q: (z - 0.3 * F.one_hot(t, V)).logsumexp(1).sin(), "t"),
 }
 
