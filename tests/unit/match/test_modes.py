@@ -86,6 +86,22 @@ def test_inference_mode_at_the_linear_only():
     torch.testing.assert_close(fused(*args), program(*args))
 
 
+def test_a_row_that_is_written_to_and_not_read():
+    """Its atoms have no gradient in eager, which is not one of zeros."""
+
+    def program(x, weight, atoms, labels):
+        z, labels = last(F.linear(x, weight)), labels.view(-1)
+        row = z.softmax(-1) @ atoms
+        row[0] = 0
+        return F.cross_entropy(z, labels)
+
+    x, weight, labels = inputs()
+    atoms = torch.ones(V, requires_grad=True)
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+    fused(x, weight, atoms, labels).backward()
+    assert atoms.grad is None
+
+
 # up to torch 2.12, AOTAutograd raises for all operations there
 INNER = ["eager", "aot_eager"] if torch.__version__ >= "2.13.0a0" else ["eager"]
 
