@@ -9,7 +9,7 @@ In: a tensor with classes. Out: its :class:`fxpass.match.classes.Base` and the s
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import sympy
 from sympy import Expr, Symbol
@@ -67,7 +67,7 @@ def check_compared(flow: Flow, node: Node, expr: Expr) -> None:
     them may equal it there, and the call, which does not round its logits, would find them apart.
     """
     for function in sorted(expr.atoms(*_CORNERS), key=str):
-        sides = sympy.Tuple(*function.args[:2])  # the others are branches
+        sides: Any = sympy.Tuple(*function.args[:2])  # the others are branches
         read = [flow.tensors[s] for s in sorted(symbols_of(sides) & flow.tensors.keys(), key=str)]
         own = next((n for n in read if flow.is_computed_from_logits(n)), None)
         if own is not None and has_classes(sides):
