@@ -203,16 +203,18 @@ def _class_reductions_backward(
 ) -> list[Tensor]:
     """The gradients that a spec without a total names, in the dtypes of their operands, for the
     gradient ``[R, N]`` of the rows that are not detached. The other arguments are those and the
-    results of :func:`class_reductions`, or what ``Operands.read_by(spec.of_backward)`` leaves."""
+    results of :func:`class_reductions`, or what ``Operands.read_by(spec.of_backward)`` leaves. An
+    empty tensor is the last, for the same reason as in ``spec.results``."""
     s = Reductions.parse(spec)
     operands = Operands(x, weight, bias, scale, picks, tuple(given), None, logits, s.shard)
     if not weight.shape[0]:
-        return [t.new_zeros(t.shape) for t in _trained(operands, s).values()]
+        return [*(t.new_zeros(t.shape) for t in _trained(operands, s).values()), x.new_empty(0)]
     with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
         none = grad.new_empty((0, 0))
         lse, rest, saved = (none if t is None else t for t in (lse, rest, saved))
         found = _backward_of_rows(operands, s, Outputs(grad, none, lse, rest, saved, none))
-    return [found[name].to(t.dtype) for name, t in _trained(operands, s).items()]
+    grads = (found[name].to(t.dtype) for name, t in _trained(operands, s).items())
+    return [*grads, x.new_empty(0)]
 
 
 def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dict[str, Tensor]:
@@ -273,7 +275,8 @@ def _fake_backward(
     grad, lse, rest, saved, x, weight, bias, scale, picks, given, logits, spec: str
 ) -> list[Tensor]:
     operands = Operands(x, weight, bias, scale, picks, tuple(given))
-    return [t.new_empty(t.shape) for t in _trained(operands, Reductions.parse(spec)).values()]
+    trained = _trained(operands, Reductions.parse(spec))
+    return [*(t.new_empty(t.shape) for t in trained.values()), x.new_empty(0)]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -318,7 +321,7 @@ class _Differentiable(torch.autograd.Function):
                 lines = zip(spec.rows, grad.split(ctx.lines), strict=True)
                 grad = torch.cat([line for output, line in lines if output not in spec.detached])
             gradients = _BACKWARD(grad, *read, ctx.text)
-            found = dict(zip(spec.gradients, gradients, strict=True))
+            found = dict(zip(spec.gradients, gradients, strict=False))
         of_operands = ("x", "weight", "bias", "scale", *(f"given{i}" for i in range(ctx.count)))
         return None, None, None, None, None, *map(found.get, of_operands)
 

@@ -284,13 +284,15 @@ class Reductions:
 
     @functools.cached_property
     def results(self) -> tuple[str, ...]:
-        """The names of the tensors that the operator returns, in its order."""
+        """The names of the tensors that the operator returns, in its order: at least two, since
+        code of Inductor's cpp_wrapper reads a list of one tensor as a tensor, and crashes."""
         of_rows = {"rows": self.rows, "indices": self.indices, "lse": self.softmax}
         of_rows |= {"rest": self.softmax, "saved": self.saved}
         if self.total:
             of_rows = {k: of_rows[k] for k in ("rows", "indices")} | {"total": True}
         found = tuple(name for name, present in of_rows.items() if present)
-        return (*found, *self.gradients) if self.total else found
+        found = (*found, *self.gradients) if self.total else found
+        return found if len(found) > 1 else (*found, "saved")
 
     def named(self, results: Iterable[Any]) -> dict[str, Any]:
         """What the operator returns, by name."""

@@ -139,3 +139,24 @@ def test_a_target_that_two_reductions_read_of_which_one_has_no_gradients():
         fn(*operands).backward()
         found.append([operands[i].grad for i in (0, 1, -1)])
     torch.testing.assert_close(found[0], found[1])
+
+
+def total(x, weight, bias, labels, *_):
+    return F.cross_entropy(F.linear(x, weight), labels)
+
+
+def one_trained(x, weight, bias, labels, *_):
+    return F.cross_entropy(F.linear(x, weight.detach()), labels, reduction="none").exp().sum()
+
+
+@pytest.mark.full  # compiles C++
+@pytest.mark.parametrize("program", [total, one_trained])
+def test_code_of_the_cpp_wrapper(program):
+    """It crashes at an operator that returns a list of one tensor."""
+    options = {"fusedce.min_logits_mb": 0, "cpp_wrapper": True}
+    compiled = torch.compile(program, backend="fusedce", options=options)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*inputs()), program(*inputs()))
+    given = inputs()
+    got, want = (torch.autograd.grad(run(*given), given[0]) for run in (compiled, program))
+    torch.testing.assert_close(got, want)
