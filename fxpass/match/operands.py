@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.graph.calls import arguments, first_operand
 from fxpass.graph.functions import CASTS, function_of, reads_values
@@ -135,8 +136,10 @@ def check_plain(node: Node) -> None:
         raise NoMatch(node, f"%{node.name} is {example.dtype}, which the fused loss does not take")
     if is_functorch_wrapped_tensor(example):
         raise NoMatch(node, f"%{node.name} is inside a torch.func transform (vmap, grad, ...)")
+    # a parameter of any class, such as a quantized weight, is an instance of Parameter
     plain = (torch._subclasses.FakeTensor, torch.nn.Parameter)
-    if not (type(example) is torch.Tensor or isinstance(example, plain) or is_dtensor(example)):
+    plain = isinstance(example, plain) and not is_traceable_wrapper_subclass(example)
+    if not (type(example) is torch.Tensor or plain or is_dtensor(example)):
         raise NoMatch(node, f"%{node.name} is a {type(example).__name__}, not a plain tensor")
 
 

@@ -347,6 +347,9 @@ class Quantized(torch.Tensor):
     def __init__(self, q, s):
         self.q, self.s = q, s
 
+    def __repr__(self):
+        return "Quantized"
+
     def __tensor_flatten__(self):
         return ["q", "s"], None
 
@@ -370,3 +373,19 @@ def test_a_quantized_weight_takes_inputs_of_any_dtype():
     x = tensor(4, 8, dtype=BF16)
     got = compiled(lambda x, w: F.linear(x, w) * 2)(x, weight)
     torch.testing.assert_close(got, F.linear(x, weight) * 2, rtol=0, atol=0)
+
+
+def test_a_quantized_parameter_of_a_head_is_not_fused(caplog):
+    data = torch.randint(-128, 127, (6, 8), dtype=torch.int8), torch.rand(6, 1)
+    weight = torch.nn.Parameter(Quantized(*data), requires_grad=False)
+    x, target = tensor(4, 8), torch.arange(4)
+
+    def program(x, target):
+        return F.cross_entropy(F.linear(x, weight), target)
+
+    report = explain(program, x, target)
+    assert [r.reason for r in report.rejections] == [
+        "%l_weight_ is a Quantized, not a plain tensor"
+    ]
+    assert "the rewrite failed" not in caplog.text
+    torch.testing.assert_close(compiled(program)(x, target), program(x, target))
