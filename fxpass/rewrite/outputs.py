@@ -9,6 +9,7 @@ not returned, nor is a number), and a function that restores the outputs that th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -159,6 +160,7 @@ def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ..
         return ()  # of x @ x.T, all rows are read
     operands = weights | rows
     others = [n for n in given if n not in operands and is_tensor(n)]
-    if not all(value(n).numel() == value(n).shape[-1:].numel() for n in others):
+    # not torch.Size.numel(), which makes a number of a symbolic one
+    if not all(math.prod(value(n).shape[:-1]) == 1 for n in others):
         return ()  # perhaps a factor per row
     return tuple(i for i, n in enumerate(given) if n in rows)

@@ -1,4 +1,4 @@
-"""Numbers among the arguments, such as a temperature: compiled as often as by the inner backend."""
+"""Numbers and sizes of arguments: compiled as often as by the inner backend."""
 
 from __future__ import annotations
 
@@ -103,3 +103,28 @@ def test_a_number_is_compiled_as_often_as_by_the_inner_backend(program, dynamic,
 @pytest.mark.parametrize("program", [between, of_the_logits_alone, computed])
 def test_with_inductor(program):
     assert compilations(program, FLOATS, None) == 2
+
+
+def of_a_view(x, w, y, bias):
+    z = x @ w.t()
+    return F.cross_entropy(z, y), z
+
+
+def with_a_bias(x, w, y, bias):
+    z = F.linear(x, w) + bias
+    return F.cross_entropy(z, y), z
+
+
+@pytest.mark.parametrize("program", [of_a_view, with_a_bias])
+def test_the_number_of_classes_of_returned_logits_is_no_constant(program):
+    """As in a contrastive loss, whose classes are the rows of a batch."""
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"fusedce.inner": "aot_eager", "fusedce.min_logits_mb": 0}
+    compiled = torch.compile(program, backend="fusedce", options=options)
+    for v in (20, 30, 40, 50):
+        x, w, y = torch.randn(6, 8), torch.randn(v, 8), torch.randint(v, (6,))
+        given = x, w.requires_grad_(), y, torch.randn(v)
+        for got, want in zip(compiled(*given), program(*given), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == counters["fusedce"]["matched"] == 2
