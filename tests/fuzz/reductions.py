@@ -107,6 +107,13 @@ MASKS = (
     ),
     "{z}.index_fill({d}, torch.tensor([0, {V} - 1]), -6.0)",
     "{z} + ({keep} > 0.4) * -1e9",
+    # compared with what is given, and with rows of themselves
+    *("torch.where({z} > {given}, {z}, -{z})", "torch.where({z} > 0.2, {z}, {given}.detach())"),
+    *(
+        "{z}.masked_fill({z} < {keep}.detach(), -9)",
+        "F.relu({z} - {z}.gather({d}, {lab1}).detach())",
+    ),
+    "{z}.masked_fill({z} < {z}.detach().topk(3, {d}).values.amin({d}, True), -9)",
     *("torch.where({keep} > 0.4, {z}, 2.0)", "{z}.masked_fill({keep} > 0.5, 0.0).tanh()"),
     "{z}.masked_fill(({keep} > 0.7) & (cw > 0.5), -torch.inf)",
     "{z}.masked_fill(cw > 0.7, torch.finfo({z}.dtype).min)",
@@ -129,7 +136,7 @@ IN_PLACE = (
     ),
 )
 # Tensors that are read before, and perhaps after.
-CHANGES = ("t.copy_((t + 1) % 7)", "cw.mul_(0.5)", "t[0] = 2", "cw[2] = 0.1")
+CHANGES = ("t.copy_((t + 1) % 7)", "cw.mul_(0.5)", "t[0] = 2", "cw[2] = 0.1", "{row}[:1] = 0")
 NORMAL = (
     *["{z}.log_softmax({d})", "F.log_softmax({z}, dim={d})", "{z}.softmax({d})"] * 3,
     *("F.log_softmax({z}.float(), {d})", "F.softmax({z}, {d}, dtype=torch.float32)"),
@@ -181,6 +188,8 @@ SUMS: Recipes = (
     ("r% = (({z} > 0.2) + F.one_hot({lab}, {V}).bool()).sum({d}).float()",),
     ("r% = (({z} > 0).to(torch.uint8) - 1).sum({d})",),
     ("r% = {z}.sum({d})",),
+    ("r% = ({z} >= {z}.gather({d}, {lab1}).detach()).sum({d})",),
+    ("r% = ({z} >= {z}.amax({d}, True).detach()).sum({d})",),
     ("r% = {z}.sum({d}, keepdim=True)",),
     ("r% = {z}.mean({d})",),
     ("r% = {z}.mean({d}, True)",),
