@@ -158,7 +158,7 @@ def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ..
     weights = {n for linear in linears for n in (linear.weight, linear.bias)}
     if not rows.isdisjoint(weights):
         return ()  # of x @ x.T, all rows are read
-    operands = weights | rows
+    operands = {n for linear in linears for n in linear.node.all_input_nodes}
     others = [n for n in given if n not in operands and is_tensor(n)]
     # not torch.Size.numel(), which makes a number of a symbolic one
     if not all(math.prod(value(n).shape[:-1]) == 1 for n in others):

@@ -466,12 +466,32 @@ def test_rows_of_an_einsum(rows):
     torch.testing.assert_close(logits[rows].clone(), want.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_rows_of_a_transposed_weight():
+    """It is an operand as any other: one row is computed alone."""
+
+    def program(x, weight, labels):
+        logits = x @ weight.t()
+        return F.cross_entropy(logits, labels), logits
+
+    x, weight = torch.randn(8, 4, requires_grad=True), torch.randn(11, 4, requires_grad=True)
+    labels = torch.randint(11, (8,))
+    options = {"fusedce.inner": "aot_eager"}
+    loss, logits = torch.compile(program, backend="fusedce", options=options)(x, weight, labels)
+    want = program(x, weight, labels)[1].detach()
+    torch.testing.assert_close(logits[2].clone(), want[2], rtol=1e-5, atol=1e-6)
+    assert logits._part.buffer.value is None
+    loss.backward()
+    torch.optim.SGD([x, weight], lr=1.0).step()
+    torch.testing.assert_close(logits.clone(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("product", [F.linear, lambda x, w: x @ w.t()])
 @pytest.mark.parametrize("rows", [0, slice(1, 3), (1, 2)], ids=str)
-def test_rows_of_a_product_with_itself(rows):
+def test_rows_of_a_product_with_itself(rows, product):
     """All rows are the weight of each."""
 
     def program(x, labels):
-        logits = F.linear(x, x)
+        logits = product(x, x)
         return F.cross_entropy(logits, labels), logits
 
     x, labels = torch.randn(8, 5, requires_grad=True), torch.arange(8)
