@@ -27,7 +27,7 @@ from fxpass.graph.nodes import Target
 # other names, "index" makes an int.
 _OPERATORS = (
     *("abs", "add", "getitem", "matmul", "mul", "neg", "pos", "pow", "sub", "truediv"),
-    *("ge", "gt", "le", "lt", "setitem"),
+    *("ge", "gt", "le", "lt", "mod", "setitem"),
 )
 
 # Dynamo's spelling of z.data.
@@ -44,7 +44,14 @@ REFLECTED = {
 _OTHER_NAMES = {
     **dict.fromkeys(("divide", "true_divide", "truediv"), "div"),
     **{"subtract": "sub", "multiply": "mul", "negative": "neg", "pos": "positive"},
-    **{"absolute": "abs", "clip": "clamp", "arccos": "acos", "arctan": "atan", "arcsinh": "asinh"},
+    **{
+        "mod": "remainder",
+        "absolute": "abs",
+        "clip": "clamp",
+        "arccos": "acos",
+        "arctan": "atan",
+        "arcsinh": "asinh",
+    },
     **{"expit": "sigmoid", "logsigmoid": "log_sigmoid"},
     **{"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le"},
     **dict.fromkeys(("swapaxes", "swapdims"), "transpose"),

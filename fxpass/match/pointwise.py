@@ -117,7 +117,7 @@ def _selu(x: Any) -> Expr:
 def _gelu(x: Any, approximate: Any) -> Expr:
     if approximate == "tanh":
         inner = x + exact(0.044715) * x**3
-        return x * (1 + sympy.tanh(exact(math.sqrt(2 / math.pi)) * inner)) / 2
+        return x * (1 + call("tanh", exact(math.sqrt(2 / math.pi)) * inner)) / 2
     return x * (1 + call("erf", exact(math.sqrt(0.5)) * x)) / 2
 
 
@@ -179,7 +179,7 @@ def _same(name: str) -> Spelling:
 
 _UNARY = (
     *("exp", "expm1", "exp2", "log", "log1p", "sqrt", "erf", "sin", "cos", "sinh", "cosh"),
-    *("sign", "abs", "acos", "atan", "asinh", "sigmoid"),
+    *("sign", "abs", "acos", "atan", "asinh", "sigmoid", "tanh"),
 )
 
 POINTWISE: dict[str, Spelling] = {
@@ -197,7 +197,6 @@ POINTWISE: dict[str, Spelling] = {
     "reciprocal": row(lambda x: 1 / x),
     "log2": row(lambda x: exact(1 / math.log(2)) * call("log", x)),
     "log10": row(lambda x: exact(1 / math.log(10)) * call("log", x)),
-    "tanh": row(sympy.tanh),
     "log_sigmoid": row(lambda x: -call("softplus", -x)),
     "softplus": row(_softplus, beta=1.0, threshold=20.0),
     "clamp": row(_clamp, min=None, max=None),
@@ -211,14 +210,14 @@ POINTWISE: dict[str, Spelling] = {
     "selu": row(_selu),
     "gelu": row(_gelu, approximate="none"),
     "silu": row(lambda x: x * call("sigmoid", x)),
-    "mish": row(lambda x: x * sympy.tanh(call("softplus", x))),
+    "mish": row(lambda x: x * call("tanh", call("softplus", x))),
     "hardtanh": row(_hardtanh, min_val=-1.0, max_val=1.0),
     "hardsigmoid": row(lambda x: where(x, "<=", -3, 0, where(x, ">=", 3, 1, (x + 3) / 6))),
     "hardswish": row(_hardswish),
     "hardshrink": row(_hardshrink, lambd=0.5),
     "softshrink": row(_softshrink, lambd=0.5),
     "softsign": row(lambda x: x / (1 + call("abs", x))),
-    "tanhshrink": row(lambda x: x - sympy.tanh(x)),
+    "tanhshrink": row(lambda x: x - call("tanh", x)),
     "threshold": row(_threshold, threshold=REQUIRED, value=REQUIRED),
 }
 

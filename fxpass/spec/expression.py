@@ -4,7 +4,7 @@ In: scalars, function names and tensors of the call. Out: a sympy expression in 
 (the linear's raw output), its exact derivative, its value on tensors, and a text form that
 round-trips::
 
-    >>> softcap = 30 * sympy.tanh(Z / exact(30.0))
+    >>> softcap = 30 * FUNCTIONS["tanh"].symbolic(Z / exact(30.0))
     >>> text(softcap)
     '30*tanh(z/30)'
     >>> parse('30*tanh(z/30)') == softcap

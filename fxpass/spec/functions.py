@@ -1,8 +1,9 @@
 """The functions that a logit transform may use, each as a sympy class and as a torch function.
 
 sympy simplifies its own functions: ``log(exp(z))`` becomes ``z``, and ``exp(z) * exp(1)`` becomes
-``exp(z + 1)``. The results overflow at other values of ``z`` than the user's program. So every
-function but tanh is a new class with a known derivative, which sympy does not simplify::
+``exp(z + 1)``. The results overflow at other values of ``z`` than the user's program. And of
+``tanh(exp(z / 3e4))`` it asks a polynomial of ``exp(z / 2**60)`` whether it is real. So every
+function is a new class with a known derivative, which sympy does not simplify::
 
     >>> sympy.diff(FUNCTIONS["softplus"].symbolic(sympy.Symbol("z")))
     sigmoid(z)
@@ -107,6 +108,8 @@ def _function(
     def evaluate(cls: Any, *args: Any) -> Expr | None:
         if not all(x.is_number for x in args):
             return None
+        if not all(x.is_real for x in args):
+            raise ValueError(f"{name} of a number that is not real")
         numbers = (torch.tensor(float(x), dtype=torch.float64, device="cpu") for x in args)
         return exact(tensor(*numbers).item())
 
@@ -147,6 +150,7 @@ _TABLE = (
     _function("sqrt", torch.sqrt, lambda x: 1 / (2 * call("sqrt", x))),
     _function("sigmoid", torch.sigmoid, lambda x: call("sigmoid", x) * (1 - call("sigmoid", x))),
     _function("softplus", softplus, lambda x: call("sigmoid", x)),
+    _function("tanh", torch.tanh, lambda x: 1 - call("tanh", x) ** 2),
     _function("erf", torch.erf, lambda x: exact(2 / math.sqrt(math.pi)) * call("exp", -(x**2))),
     _function("abs", torch.abs, lambda x: call("sign", x)),
     _function("sign", torch.sign, lambda x: sympy.Integer(0)),
@@ -164,7 +168,4 @@ _TABLE = (
 )
 
 # Functions by their names in text forms and in generated Triton.
-FUNCTIONS: dict[str, LogitFunction] = {
-    "tanh": LogitFunction(sympy.tanh, torch.tanh),
-    **{function.symbolic.__name__: function for function in _TABLE},
-}
+FUNCTIONS: dict[str, LogitFunction] = {function.symbolic.__name__: function for function in _TABLE}
