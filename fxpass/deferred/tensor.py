@@ -324,7 +324,8 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.Tag.inplace_view in func.tags and isinstance(args[0], DeferredLogits):
         raise _refused(RESHAPED.format(func))
     schema = func._schema
-    silent = func.namespace == "c10d"  # writes to its arguments without declaring it
+    # writes to its arguments, or keeps an alias of them, without declaring it
+    silent = func.namespace == "c10d" or func.overloadpacket is aten.set_
     by_name = {argument.name: argument for argument in schema.arguments}
     written: dict[int, DeferredLogits] = {}  # by the identity of the plain tensor
     read: dict[int, Part] = {}  # by the memory of the plain tensor

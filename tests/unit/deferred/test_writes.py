@@ -39,6 +39,7 @@ WRITES = {
     "apply_": lambda t: t.detach()[0].apply_(lambda v: v * 2 + 1),
     "map_": lambda t: t.detach().map_(torch.ones(V), lambda v, w: v + w),
     "set_": lambda t: torch.empty(0).set_(t.detach()).zero_(),
+    "set_ to a row": lambda t: torch.empty(0).set_(t.detach()[0]).zero_(),
     "as_subclass": lambda t: t.as_subclass(Subclass).mul_(2),
     "map2_": lambda t: t.detach().map2_(t.detach(), torch.ones(V), lambda v, w, u: v + w + u),
 }
