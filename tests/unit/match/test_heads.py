@@ -523,6 +523,9 @@ REJECTED = {
     "a rank by a detached logit, which may be rounded": (
         lambda z, t: (z > z.gather(-1, t[..., None]).detach()).sum(-1) * z.logsumexp(-1),
         "compares logits with %detach, which is computed from them"),
+    "a probability that is the largest, which is detached": (
+        lambda z, t: (z.softmax(-1) >= z.softmax(-1).amax(-1, True).detach()).sum(-1) * z.logsumexp(-1),
+        "over the classes, which is not known"),
     "the largest logits alone": (
         lambda z, t: z.masked_fill(z < z.detach().topk(3).values[..., -1:], -9).logsumexp(-1),
         "compares logits with %"),
