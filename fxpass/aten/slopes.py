@@ -135,7 +135,7 @@ class Slope(Terms):
             self._add_of_moments(given, log, classes)
             log.clamp_(min=LEAST_LOG)
         self._add_of_functions(given, z, log, classes)
-        g = self._of_functions(z, log, classes)
+        g = self._add_functions(None, 0, z, log, classes)
         softmax = exponential(log) if any(a for a, _ in self.coefficients) else log
         for (a, weight), polynomial in self.coefficients.items():
             term = _polynomial(polynomial, log)
@@ -149,6 +149,8 @@ class Slope(Terms):
             else:
                 g += term
             del term  # before the next one
+        del softmax
+        g = self._add_functions(g, 1, z, log, classes)
         g = torch.zeros_like(log) if g is None else g
         for some in self.dense:
             g += some
@@ -156,14 +158,15 @@ class Slope(Terms):
             g.scatter_add_(1, index, each)
         return g, None
 
-    def _of_functions(self, z: Tensor | None, log: Tensor, classes: slice) -> Tensor | None:
-        """The part of the gradient of the sums of functions."""
-        found = None
+    def _add_functions(
+        self, g: Tensor | None, by: int, z: Tensor | None, log: Tensor, classes: slice
+    ) -> Tensor | None:
+        """``g`` and the parts of the gradient from one of the two slopes of sums of functions."""
         for output, grad in self.functions:
-            if output.slope != 0:
-                term = self._function(output.slope, grad, z, log, classes)
-                found = term if found is None else found.add_(term)
-        return found
+            if (slope := output.slopes[by]) != 0:
+                term = self._function(slope, grad, z, log, classes)
+                g = term if g is None else g.add_(term)
+        return g
 
     def _function(
         self, expr: Expr, factor: Tensor, z: Tensor | None, log: Tensor, classes: slice

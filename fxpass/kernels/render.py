@@ -109,7 +109,8 @@ def gain(spec: Reductions) -> float:
     """What gradients are multiplied by as they are stored: GAIN, or 1 if slopes have no bound."""
     # a pick and the lse have the sum of all slopes, which is small if they are probabilities
     p = FUNCTIONS["exp"].symbolic(L)
-    slopes = (sympy.expand(o.slope / p) if o.late else o.slope for o in spec.sums)
+    of_sums = ((o, slope) for o in spec.sums for slope in o.slopes)
+    slopes = (sympy.expand(slope / p) if o.late else slope for o, slope in of_sums)
     slopes = expression.unit_slope(spec.transform)[1], *slopes
     return 1.0 if any(expression.largest(slope).has(Z) for slope in slopes) else GAIN
 
@@ -133,7 +134,8 @@ def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
     functions = expression.functions(spec.transform) if transformed else []
     for i, output in enumerate(spec.sums):
         functions.append(expression.function(f"of_sum{i}", output.function))
-        functions.append(expression.function(f"slope_of_sum{i}", output.slope))
+        for kind, slope in zip(_SLOPES, output.slopes, strict=True):
+            functions.append(expression.function(f"{kind}_of_sum{i}", slope))
     positions = sorted({*spec.weights, *(i for kind, i in spec.operands if kind == "given")})
     hits = sorted({i for kind, i in spec.operands if kind == "hit"})
     return {
@@ -157,6 +159,9 @@ def _arguments(expr: Any, **variables: str) -> str:
     read = (re.fullmatch(r"([a-z]+)(\d*)", name) for name in expression.parameters(expr))
     return ", ".join(variables.get(m[1], m[0]).format(m[2]) for m in read if m)
 
+
+# The functions of a sum's slopes by the log-softmax and by the logit.
+_SLOPES = ("log_slope", "slope")
 
 # Of the template, for what expressions read.
 _VARIABLES = {"given": "w{}", "hit": "h{}"}
@@ -236,7 +241,12 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
     for output in outputs if spec.gradients else ():
         of_picks = "_sum" if f.several and output in OF_PICKS else ""
         terms.add_output(output, Symbol(f"d_{names[output]}{of_picks}"), sigmas)
-    functions = [(names[o], o.slope, d) for o, d in terms.functions if o.slope != 0]
+    slopes = [
+        f"{d} * {kind}_of_{names[output]}({_arguments(output.slopes[i])})"
+        for i, kind in enumerate(_SLOPES)
+        for output, d in terms.functions
+        if output.slopes[i] != 0
+    ]
     places = _places(outputs, f.several)
 
     def added(some: Iterable[str]) -> str:
@@ -250,7 +260,7 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
             for b, value in polynomial.items()
         ],
         "slope": _slope(terms),
-        "slopes": [f"{d} * slope_of_{name}({_arguments(slope)})" for name, slope, d in functions],
+        "slopes": slopes,
         "at_picks": [(i, expression.text(value)) for i, value in terms.at],
         "places_of_picks": [place.replace("k", "i") for o, place, _ in places if o in OF_PICKS],
         "picked": added(OF_PICKS),

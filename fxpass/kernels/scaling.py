@@ -70,7 +70,7 @@ def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
     if isinstance(output, str | Top):
         return 1.0
     if isinstance(output, Sum):
-        return _largest(operands, output.slope)
+        return sum(_largest(operands, slope) for slope in output.slopes)
     size = _LARGEST_LOG if output.b > 1 else 1.0
     w = None if output.weight is None else operands.given[output.weight].float().abs()
     if output.a:

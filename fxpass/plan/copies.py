@@ -66,7 +66,7 @@ def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
     if not of_one_softmax(outputs):
         weighted = any(isinstance(o, Moment) and o.weight is not None for o in outputs)
         sums = [o for o in outputs if isinstance(o, Sum)]
-        slopes = [_of_expression(o.slope) for o in sums]
+        slopes = [_of_expression(slope) for o in sums for slope in o.slopes]
         if any(f"given{i}" in spec.gradients for o in sums for _, i in operands(o.function)):
             slopes.append(max(_of_functions(sums), *slopes) + 2)
         terms, slope = 3 + weighted + max(slopes, default=0), 1 + max(slope, of_scale)

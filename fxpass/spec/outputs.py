@@ -74,10 +74,12 @@ class Sum:
         return self.reads_softmax or any(kind == "at" for kind, _ in operands(self.function))
 
     @functools.cached_property
-    def slope(self) -> Expr:
-        """The derivative at the class of f, but for what :attr:`of_row` adds."""
-        by_logit, by_log = (expression.derivative(self.function, by) for by in (Z, L))
-        return by_logit + by_log  # type: ignore[return-value]
+    def slopes(self) -> tuple[Expr, Expr]:
+        """The derivatives at the class of f by the log-softmax and by the logit. Of a class whose
+        softmax is 1, :attr:`of_row` cancels the first: they are added up before the second, of
+        which digits would be lost."""
+        by_log, by_logit = (expression.derivative(self.function, by) for by in (L, Z))
+        return by_log, by_logit
 
     @functools.cached_property
     def of_row(self) -> dict[tuple[str, int], Sum]:

@@ -212,6 +212,18 @@ def case(
     )
 
 
+def assert_certain(found: Case, slope: float) -> None:
+    """Of rows with one class that has all of the softmax, this class alone has a gradient."""
+    bias = torch.zeros_like(found.tensors["bias"])
+    bias[3] = 1234.567
+    leaves = found.tensors | {"bias": bias.requires_grad_()}
+    rows = found.fused(*leaves.values())
+    rows.sum().backward()
+    expected = slope * rows.shape[1] * torch.eye(len(bias), device=bias.device)[3]
+    assert bias.grad is not None
+    assert torch.allclose(bias.grad, expected, 1e-6, 0)
+
+
 def check(found: Case, dtype: torch.dtype = torch.float32) -> None:
     tensors = list(found.tensors.values())
     upstream = torch.randn(found.eager(*tensors).shape)

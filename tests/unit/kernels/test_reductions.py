@@ -34,6 +34,7 @@ from tests.support.reduction_cases import (
     OUTPUTS,
     TRANSFORMS,
     Case,
+    assert_certain,
     case,
     given_of,
     of,
@@ -192,6 +193,12 @@ def test_everything(sliced, shape, dtype):
 def test_sizes(outputs, shape, many):
     found = case(outputs, bias=torch.float32, scaled=True, many=many, shape=shape, frozen=GIVEN)
     check(found, torch.float32)
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
+def test_the_gradient_of_a_certain_class(shape):
+    assert_certain(case([of("0.3*exp(l)*z")], shape=shape, size=0.0, bias=torch.float32), 0.3)
 
 
 @pytest.mark.usefixtures("triton")

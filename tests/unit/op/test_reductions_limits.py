@@ -19,6 +19,7 @@ from tests.support.reduction_cases import (
     Case,
     N,
     V,
+    assert_certain,
     case,
     of,
 )
@@ -132,3 +133,8 @@ def test_nan_stays_in_its_row():
     others = [0, 1, 3, 4, 5, 6]
     assert rows[:, 2].isnan().all()
     assert rows[:, others].isfinite().all()
+
+
+def test_the_gradient_of_a_certain_class():
+    """The slope by the log-softmax cancels, and of that by the logit no digit is lost."""
+    assert_certain(case([of("0.3*exp(l)*z")], size=0.0, bias=torch.float32), 0.3)
