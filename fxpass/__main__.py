@@ -167,9 +167,12 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _traceback(error: Exception, path: Path) -> str:
-    """The traceback of an error from the first frame of the user's file on, as text."""
+    """The traceback of an error from the first frame of the user's file on, as text. The text of
+    Dynamo's errors has the user's lines."""
+    from torch._dynamo.exc import TorchDynamoException
+
     shown = traceback.TracebackException.from_exception(error, compact=True)
-    frames = shown.stack
+    frames = [] if isinstance(error, TorchDynamoException) else shown.stack
     own = [i for i, f in enumerate(frames) if Path(f.filename).resolve() == path.resolve()]
     shown.stack = traceback.StackSummary.from_list(frames[own[0] if own else len(frames) :])
     return "".join(shown.format()).rstrip()

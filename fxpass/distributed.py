@@ -95,6 +95,8 @@ def linear_cross_entropy(
         raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}; got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must fit into int64, got {ignore_index}")
     if any(t is not None and t.requires_grad for t in (target, weight)):
         raise RuntimeError("the target or the class weights requires a gradient: detach them")
     tensors = (input, linear_weight, linear_bias, target, weight)

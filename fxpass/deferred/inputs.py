@@ -10,6 +10,7 @@ In: tensors that a computation will read later. Out: their unchanged values, or 
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,7 +61,7 @@ class Input:
     def checked(self, source: str) -> Tensor:
         """The tensor, detached; raises StaleLogitsError if it was changed in place or freed."""
         if _freed(self.tensor):
-            before = "backward(): FSDP frees gathered weights" if _ranks() else "this"
+            before = "backward(): FSDP frees gathered weights" if _has_fsdp() else "this"
             raise StaleLogitsError(source, self.tensor, "was freed", before)
         if not self._same_version():
             raise StaleLogitsError(source, self.tensor, "was changed in place", self._changes())
@@ -69,7 +70,7 @@ class Input:
                 now = fingerprint(self.tensor, self._layout)
                 same = torch.equal(self._fingerprint, now)
             if not same:
-                before = self._changes() + (", with FSDP before backward()" if _ranks() else "")
+                before = self._changes() + (", with FSDP before backward()" if _has_fsdp() else "")
                 what = "was changed in place (through .data)"
                 raise StaleLogitsError(source, self.tensor, what, before)
             if self._is_clone:
@@ -125,6 +126,11 @@ def _freed(t: Tensor) -> bool:
     return t.numel() > 0 and t.untyped_storage().size() == 0
 
 
-def _ranks() -> bool:
-    """Whether there are several processes, and perhaps FSDP."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def _has_fsdp() -> bool:
+    """Whether FSDP shards a module of this process."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    sharded = FSDPModule, FullyShardedDataParallel
+    return any(issubclass(type(one), sharded) for one in gc.get_objects())

@@ -221,13 +221,28 @@ def _class_reductions_backward(
 
 def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dict[str, Tensor]:
     """The gradients, without the rows that have no incoming gradient in ``out.rows``."""
-    again = spec.of_backward.softmax and not spec.shard
-    least = WORTH_A_PRODUCT if again else WORTH_COPIES
+    least = WORTH_A_PRODUCT if _again(spec) else WORTH_COPIES
     index = selected(out.rows, least, operands) if operands.logits is None else None
+    if index is None:
+        return _backward_of_some(operands, spec, out, None)
+    if operands.x.is_cuda and not len(index):
+        _backward_of_some(operands, spec, out, index.new_zeros(1))  # as in forward
+    return of_all_rows(_backward_of_some(operands, spec, out, index), operands, index)
+
+
+def _again(spec: Reductions) -> bool:
+    """Whether backward of some rows computes the lse again."""
+    return spec.of_backward.softmax and not spec.shard
+
+
+def _backward_of_some(
+    operands: Operands, spec: Reductions, out: Outputs, index: Tensor | None
+) -> dict[str, Tensor]:
+    """The gradients of the rows with these indices; of all rows for None."""
     some, planned = operands, spec  # the logits are rounded as those of forward's outputs
     if index is not None:
         some, rows = rows_of(operands, index), out.rows[..., index]
-        if again:
+        if _again(spec):
             # fewer rows are rounded in another way: exp(z - lse) needs the lse of this z
             planned = spec.of_backward
             out = _run_forward(some, planned)[0]
@@ -240,8 +255,7 @@ def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dic
         out = out._replace(lse=torch.where(counts, out.lse, torch.finfo(out.lse.dtype).max / 2))
     plan = _plan(some, planned, gradients=True)
     incoming = out.rows.to(compute_dtype(operands.x.dtype))
-    grads = _implementation(plan).backward(some, spec.of_backward, plan, out, incoming)
-    return grads if index is None else of_all_rows(grads, operands, index)
+    return _implementation(plan).backward(some, spec.of_backward, plan, out, incoming)
 
 
 def _trained(operands: Operands, spec: Reductions) -> dict[str, Tensor]:

@@ -272,6 +272,25 @@ def test_a_batch_without_counted_rows_loads_the_kernels(counted, spec, launches,
         assert all(grads[name].shape == getattr(given, name).shape for name in grads)
 
 
+@pytest.mark.parametrize("counted", [0, 1])
+def test_so_does_one_without_incoming_gradients(counted, launches, gpus, monkeypatch):
+    monkeypatch.setattr(ignored, "WORTH_A_WAIT", 0)
+    spec = Reductions(("pick",), gradients=("x", "weight"))
+    given = operands(F32)
+    with devices.on_device(SECOND):
+        out, _ = operator._forward(given, spec)
+        launches.clear()
+        rows = torch.ones_like(out.rows)
+        rows[:, counted:] = 0
+        grads = operator._backward_of_rows(given, spec, out._replace(rows=rows))
+    check_launches(launches, gpus)
+    assert [launch["kernel"].name.rpartition("_")[0] for launch in launches] == [
+        "class_reductions",
+        "class_reductions_backward",
+    ]
+    assert counted or not any(t.any() for t in grads.values())
+
+
 def test_the_implementation_is_that_of_the_device(gpus):
     """An old GPU beside a new one: each does what it can."""
     gpus.have(V100, T4)

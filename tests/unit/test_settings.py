@@ -168,15 +168,17 @@ def test_what_is_not_ours_is_left_alone():
     environ = {"FUSED_CE": "x", "TORCH_LOGS": "x", "MY_FUSEDCE_INNER": "x", "FUSEDCEX": "x"}
     assert Settings.read(options, environ) == Settings()
     # another backend may have an option of the name of one of ours; switched off, nothing is read
-    others = Settings.read({"strategy": "full", "fusedce.inner": "aot_eager"}, environ={})
-    assert others == Settings(inner="aot_eager")
+    others = Settings.read({"strategy": "full", "fusedce.inner": "tvm"}, environ={})
+    assert others == Settings(inner="tvm")
     assert Settings.read({"strategy": "full"}, environ={"FUSEDCE": "0"}) == Settings(enabled=False)
 
 
-def test_an_option_without_its_prefix_gets_a_hint():
+@pytest.mark.parametrize("inner", ["inductor", "aot_eager", "eager"])
+def test_an_option_without_its_prefix_gets_a_hint(inner):
+    options = {"max_autotune": True, "strategy": "chunked"}
     with pytest.raises(ValueError, match=r"did you mean fusedce\.strategy") as caught:
-        Settings.read({"max_autotune": True, "strategy": "chunked"}, environ={})
-    assert "Inductor has no option 'strategy'" in str(caught.value)
+        Settings.read(options, environ={"FUSEDCE_INNER": inner})
+    assert f"{inner} has no option 'strategy'" in str(caught.value)
 
 
 def test_settings_are_frozen():

@@ -52,6 +52,10 @@ LOSS = """\
 
     def of_a_wrong_shape():
         return torch.ones(2, 3) @ torch.ones(2, 3)
+
+    def of_a_wrong_shape_after_a_break():
+        print("break")
+        return torch.ones(2, 3) @ torch.ones(2, 3)
     """
 
 
@@ -152,6 +156,7 @@ def test_explain_errors_are_one_line_and_status_2(
     [
         ("raises", "return loss(*loss_inputs()).missing", "has no attribute 'missing'"),
         ("of_a_wrong_shape", "return torch.ones(2, 3) @ torch.ones(2, 3)", ""),
+        ("of_a_wrong_shape_after_a_break", "return torch.ones(2, 3) @ torch.ones(2, 3)", ""),
     ],
 )
 def test_a_traceback_starts_in_the_users_file(
@@ -162,12 +167,13 @@ def test_a_traceback_starts_in_the_users_file(
 
     assert main(["explain", f"{source}:{name}"]) == 1
     captured = capsys.readouterr()
-    assert captured.out == ""
+    assert captured.out == "break\n" * name.endswith("break")
     files = [line for line in captured.err.splitlines() if line.lstrip().startswith("File ")]
     assert f'File "{source}"' in files[0]
     assert code in captured.err
     assert last in captured.err
     assert "fxpass/report.py" not in captured.err
+    assert "torch/_dynamo/" not in captured.err.partition("Traceback")[2]
 
 
 @pytest.mark.parametrize("command", [("explain", "a.py:f"), ("demo",)])

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from fxpass.deferred import tensor, values
 from fxpass.deferred.tensor import DeferredLogits, StaleLogitsError
@@ -154,7 +156,7 @@ def test_a_changed_input_is_an_error_that_says_what_to_do(index, change):
     same(late * 1, want[0])
 
 
-def test_the_advice_fits_the_cause(monkeypatch):
+def test_the_advice_fits_the_cause(alone):
     recipe, _ = recipe_of()
 
     def error_after(change):
@@ -184,10 +186,11 @@ def test_the_advice_fits_the_cause(monkeypatch):
         error = error_after(change)
         assert advice in error
         assert "FSDP" not in error
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    sharded = fully_shard(torch.nn.Linear(D, V), mesh=init_device_mesh("cpu", (1,)))
     assert "before backward(): FSDP frees" in error_after(changes["before this"])
     assert "with FSDP before backward()" in error_after(changes["an update by hand"])
     assert "FSDP" not in error_after(load)
+    del sharded
 
 
 def test_a_weight_that_is_replaced_keeps_its_old_values():

@@ -19,3 +19,13 @@ def test_class_weights_and_probabilities_have_all_classes(classes, alone):
         linear_cross_entropy(x, weight, labels, weight=torch.rand(classes))
     with pytest.raises(ValueError, match=f"target has {classes} of {V} classes"):
         linear_cross_entropy(x, weight, torch.rand(N, classes))
+
+
+@pytest.mark.parametrize("index", [2**63, 2**64 - 100, -(2**63) - 1])
+def test_an_ignored_index_is_an_int64(index, alone):
+    """As in eager, where no number wraps to another one."""
+    x, weight, labels = torch.randn(N, D), torch.randn(V, D), torch.randint(V, (N,))
+    for allowed in (-(2**63), 2**63 - 1):
+        linear_cross_entropy(x, weight, labels, ignore_index=allowed)
+    with pytest.raises(ValueError, match="ignore_index must fit into int64"):
+        linear_cross_entropy(x, weight, labels, ignore_index=index)
