@@ -19,6 +19,7 @@ from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=type)
@@ -57,6 +58,10 @@ def _graph_input(builder: VariableBuilder, t: Any) -> VariableTracker:
     """The variable that Dynamo traces for ``t``."""
     source = builder.get_source()
     builder.install_guards(GuardBuilder.TYPE_MATCH)
-    variable = VariableBuilder(builder.tx, AttrSource(source, "plain"))(t.plain)
+    with (
+        temporarily_clear_interpreter_stack()
+    ):  # of transforms of torch.func around their first use
+        plain = t.plain
+    variable = VariableBuilder(builder.tx, AttrSource(source, "plain"))(plain)
     variable.source = source  # for what is not in the graph: its hooks, its gradient, a return
     return variable

@@ -58,11 +58,14 @@ class Input:
         # only if they require a gradient as leaves.
         self._is_parameter = owner.is_leaf and (not is_row or owner.requires_grad)
 
-    def checked(self, source: str) -> Tensor:
-        """The tensor, detached; raises StaleLogitsError if it was changed in place or freed."""
+    def checked(self, source: str, read: bool = True) -> Tensor:
+        """The tensor, detached; raises StaleLogitsError if it was changed in place, and ``read`` is
+        not False, or freed."""
         if _freed(self.tensor):
             before = "backward(): FSDP frees gathered weights" if _has_fsdp() else "this"
             raise StaleLogitsError(source, self.tensor, "was freed", before)
+        if not read:
+            return self.tensor
         if not self._same_version():
             raise StaleLogitsError(source, self.tensor, "was changed in place", self._changes())
         if self._fingerprint is not None:

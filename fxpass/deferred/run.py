@@ -36,6 +36,9 @@ class Recipe:
     rows: tuple[int, ...]
     source: str  # the user's source line, for messages
     requires_grad: bool = True  # whether the logits are linked to the inputs by autograd
+    # Positions of the hidden states, if the gradients of all other inputs read nothing else: a
+    # linear's output is only cast and viewed. Empty if unknown.
+    hidden: tuple[int, ...] = ()
     _layouts: dict[Any, tuple[Tensor, torch.device]] = field(default_factory=dict, repr=False)
 
     def __call__(self, *inputs: Any) -> Tensor:
@@ -97,8 +100,9 @@ class Run:
         """The gradients of the ``needed`` inputs (None for others), for the logits' ``grad``."""
         wanted = [i for i, need in enumerate(needed) if need]
         found: dict[int, list[Tensor]] = {i: [] for i in wanted}
+        read = () if any(needed[i] for i in self.recipe.hidden) else self.recipe.hidden
         with quiet():
-            inputs, rows = self.checked(), self.recipe.rows
+            inputs, rows = self.checked(read), self.recipe.rows
             parts = self._parts(inputs, wanted, grad)
             for some, of_logits in parts:
                 for i, new in zip(wanted, self._of_part(some, wanted, of_logits), strict=True):
@@ -150,8 +154,9 @@ class Run:
             found.append(([few.get(i, a) for i, a in enumerate(inputs)], part))
         return found
 
-    def checked(self) -> list[Any]:
-        """The values of the inputs; raises RuntimeError if they changed or were dropped."""
+    def checked(self, read: tuple[int, ...] = ()) -> list[Any]:
+        """The values of the inputs; raises RuntimeError if they changed or were dropped. If
+        positions are given, the values of all others are not read, and may have changed."""
         source = self.recipe.source
         if self.inputs is None:
             raise RuntimeError(
@@ -159,7 +164,10 @@ class Run:
                 "drop; with FUSEDCE_LOGITS=defer they are computed when they are used"
             )
         with self.lock:
-            return [a.checked(source) if isinstance(a, Input) else a for a in self.inputs]
+            return [
+                a.checked(source, not read or i in read) if isinstance(a, Input) else a
+                for i, a in enumerate(self.inputs)
+            ]
 
 
 def stand_in(a: Any, device: str | None = None) -> Any:

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxpass.deferred import tensor
 from fxpass.deferred.tensor import Recipe
-from fxpass.graph.functions import function_of
+from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import source_line
@@ -64,6 +64,7 @@ def recipe_of(output: Node, nodes: Sequence[Node]) -> tuple[Recipe, tuple[Node, 
         _row_inputs(nodes, given),
         source_line(head),
         value(output).requires_grad,
+        _hidden(nodes, given),
     )
     return recipe, given
 
@@ -144,6 +145,17 @@ def _shape_of(node: Node, output: Node) -> Node:
         detached = node.graph.call_method("detach", (node,))
     detached.meta["example_value"] = value(node).detach()
     return detached
+
+
+def _hidden(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:
+    """The hidden states, if the gradients of all other inputs read nothing else."""
+    linears = [linear for node in nodes if (linear := linear_of(node))]
+    others = {function_of(node) for node in nodes if linear_of(node) is None}
+    hidden = {linear.x for linear in linears}
+    weights = {n for linear in linears for n in (linear.weight, linear.bias)}
+    if not (others <= VIEWS | CASTS | {"stack"} and hidden <= {*given} - weights):
+        return ()
+    return tuple(i for i, n in enumerate(given) if n in hidden)
 
 
 def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:

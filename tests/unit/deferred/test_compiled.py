@@ -344,6 +344,48 @@ def test_compiled_autograd():
     torch.testing.assert_close([x.grad, w.grad], [t.grad for t in want])
 
 
+def test_a_transform_of_torch_func_in_another_function():
+    """Dynamo asks for the logits inside of it; their values are those of no level."""
+
+    def program(compile):
+        _, z = compile(model)(*leaves())
+        slope = compile(lambda z: torch.func.grad(lambda a: a.exp().sum())(z))
+        return slope(z.detach()), z.detach().sum(), slope(z.detach())
+
+    check(program)
+
+
+@pytest.mark.parametrize("sizes", [(N, D, V), (64, 16, 500)], ids=str)
+@pytest.mark.parametrize("read", ["before the step", "after the step"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_the_weight_changes_before_the_backward_of_logits(autocast, read, sizes):
+    """Of hidden states without gradients, as of a linear probe: eager's backward does not read the
+    weight. The logits are in use, or are clones or values since the step."""
+    n, d, v = sizes
+    labels = torch.randint(v, (n,))
+    hidden = torch.randn(n, d)
+
+    def logits_of(x, w):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            z = F.linear(x, w)
+        return F.cross_entropy(z, labels), z
+
+    def program(compile):
+        torch.manual_seed(0)
+        w = torch.nn.Parameter(torch.randn(v, d))
+        both, optimizer = compile(logits_of), torch.optim.SGD([w], lr=0.1)
+        (_, first), (_, second) = both(hidden, w), both(2 * hidden, w)
+        losses = [F.cross_entropy(z.float() / 2, labels) for z in (first, second)[: 1 + early]]
+        losses[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (losses[1] if early else F.cross_entropy(second.float() / 2, labels)).backward()
+        return w.grad
+
+    early = read == "before the step"
+    check(program)
+
+
 def test_data_is_not_assigned_in_compiled_code():
     """As in eager, an error that says what to do."""
 
