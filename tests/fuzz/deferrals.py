@@ -14,13 +14,12 @@ from .case import Case, Statement
 from .generate import afterwards_of, optimizer_step
 from .scope import Scope
 
+# The gradients of w and b read x alone.
+LINEARS = ("F.linear(x, w)", "F.linear(x, w, b)", "F.linear(x, w).float()", "x @ w.t()")
 HEADS = (
-    "F.linear(x, w)",
-    "F.linear(x, w, b)",
+    *LINEARS,
     "30 * torch.tanh(F.linear(x, w) / 30)",
     "F.linear(x, w, b) * 0.5",
-    "F.linear(x, w).float()",
-    "x @ w.t()",
     "torch.tanh(x @ w.t() + b)",
 )
 DTYPES = ("", "", "", ".bfloat16()", ".double()")
@@ -52,15 +51,18 @@ def deferral(seed: str) -> Case | None:
     dtype, trains = rng.choice(DTYPES), rng.random() < 0.8
     grad = ".requires_grad_()" if trains else ""
     holes = {"dtype": dtype, "bias_dtype": dtype, "grad": grad}
-    made_by = grammar.INPUTS | {"w": rng.choice(WEIGHTS)}
+    made_by, head = grammar.INPUTS | {"w": rng.choice(WEIGHTS)}, rng.choice(HEADS)
+    if head in LINEARS and rng.random() < 0.4:  # a linear probe
+        made_by |= {"x": made_by["x"].replace("{grad}", "")}
     inputs = tuple((name, _filled(made_by[name], holes)) for name in INPUTS)
     rows = rng.choice(((0,), (0,), ()))
     graph = "torch.fx.symbolic_trace(lambda x, w, b: program(x, w, b, None)[0])"
+    parts = f"{graph}, {rows}, 'z = self.lm_head(x)', True, {(0,) * (head in LINEARS)}"
     fused = (
-        Statement(f"recipe = Recipe({graph}, {rows}, 'z = self.lm_head(x)')"),
+        Statement(f"recipe = Recipe({parts})"),
         Statement("z = defer(recipe, (x, w, b))"),
     )
-    body = (Statement(f"z = {rng.choice(HEADS)}"),)
+    body = (Statement(f"z = {head}"),)
     arguments = ", ".join(INPUTS)
     made = [f"{arguments} = inputs()"]
     if rng.random() < 0.6:
