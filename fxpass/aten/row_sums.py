@@ -165,7 +165,7 @@ class RowSums:
         if self._raw:
             self.log_total = self.total.log()
         self.moments = {
-            moment: normalised(moment, self._sums, self.log_total, torch.exp)
+            moment: normalised(moment, self._sums, self.log_total, self.total.reciprocal())
             for moment in self._raw
             # every call sums it, and few read it
             if moment is not TOTAL or TOTAL in spec.outputs or TOTAL in spec.total
@@ -250,4 +250,4 @@ def under(moment: Moment, sums: Mapping[Moment, Tensor], shift: Tensor) -> Tenso
     # where the exponentials vanish, so does the sum: infinity * 0 would be nan
     shift = shift.clamp(min=LEAST_LOG) if moment.a else shift
     # an infinite sum remains: 0 * -inf would be nan
-    return torch.where(line.isinf(), line, shifted(moment, sums, shift, torch.exp))
+    return torch.where(line.isinf(), line, shifted(moment, sums, shift, shift.exp()))

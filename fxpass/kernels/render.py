@@ -28,11 +28,11 @@ import hashlib
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import sympy
-from sympy import Expr, Symbol
+from sympy import Symbol
 
 from fxpass.kernels import expression
 from fxpass.kernels.template import rendered
@@ -183,17 +183,12 @@ def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
     for moment in sums:
         a, b, weight = moment.a, moment.b, moment.weight
         shift = Symbol("shift" if a else "gap")
-        grown = expression.text(shifted(moment, sums, shift, _powers("decay", shift)))
+        grown = expression.text(shifted(moment, sums, shift, Symbol("decay")))
         if not a and b > 1:
             grown = f"tl.where(grows, {grown}, {sums[moment]})"
         factors = ["e"] * a + ["near" if a else "away"] * b + [f"w{weight}"] * (weight is not None)
         found.append((str(sums[moment]), " * ".join(factors), grown))
     return [one for one in found if one[0] != str(count)]
-
-
-def _powers(base: str, exponent: Expr) -> Callable[[Any], Any]:
-    """The exponential of multiples of an exponent, as powers of the variable ``base``."""
-    return lambda multiple: Symbol(base) ** (multiple / exponent)
 
 
 # ``peak``: nan if every logit is -inf
@@ -206,8 +201,7 @@ def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
     """The sums of both passes, and the outputs."""
     read = (*spec.outputs, *spec.total)
     sums = {m: Symbol(_name(m, kind="s")) for m in raw(read)}
-    log = Symbol("log_s")
-    exp = _powers("inverse", -log)
+    log, inverse = Symbol("log_s"), Symbol("inverse")
 
     def value(output: Output) -> str:
         return _VALUES.get(output, _name(output, spec.sums))
@@ -226,7 +220,9 @@ def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
         "sums": sums_of(read),
         "functions_of_logits": [called for o, called in functions.items() if not o.late],
         "late": [called for o, called in functions.items() if o.late],
-        "normalised": [(_name(m), expression.text(normalised(m, sums, log, exp))) for m in sums],
+        "normalised": [
+            (_name(m), expression.text(normalised(m, sums, log, inverse))) for m in sums
+        ],
         "stored": [(place, value(o), mask) for o, place, mask in _places(spec.rows, f.several)],
         "saved": [value(output) for output in spec.saved],
         "total": [of_total(output) for output in spec.total],

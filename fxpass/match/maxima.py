@@ -19,7 +19,7 @@ from fxpass.match.classes import Classes, Flow, Reduced
 from fxpass.match.operands import check_dim, operand_of
 from fxpass.match.outputs import Base
 from fxpass.match.sums import at_class
-from fxpass.spec.functions import call
+from fxpass.spec.functions import call, where
 from fxpass.spec.outputs import Top
 
 
@@ -107,6 +107,8 @@ def _highest(flow: Flow, node: Node, like: Classes, output: str) -> Expr:
             return flow.output(base, "peak")
         if any(value(user).dtype == torch.bool for user in node.users if is_tensor(user)):
             raise NoMatch.at(node, "is compared, and has a gradient: take max")
-        return flow.output(base, "amax") - base.lse  # equal classes share its gradient
+        # equal classes share the gradient of amax; the choice, which is always 0, keeps it apart
+        nothing = flow.output(base, "amax") - flow.output(base, "max")
+        return where(nothing, ">=", 0, nothing, 0) + flow.output(base, "peak")
 
     return at_class(base, like.expr, expr, lambda: flow.output(base, output), log)

@@ -305,7 +305,7 @@ def _found(
     rest = torch.where(lse.isfinite(), log_total - (lse - m), 0)
     found: dict[Output, Tensor] = {**total, "lse": lse}
     for moment, line in moments.items():
-        value = normalised(moment, moments, log_total, torch.exp)
+        value = normalised(moment, moments, log_total, moments[TOTAL].reciprocal())
         # an infinite sum remains: 0 * -inf would be nan
         found[moment] = torch.where(line.isinf(), line, value)
     if "at" in total:

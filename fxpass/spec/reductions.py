@@ -35,7 +35,7 @@ df_k/dpick; the sums of derivatives are sums of functions too::
     >>> z = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
     >>> entropy = Moment(1, 1)
     >>> sums = {m: float(m.term(z - 3).sum()) for m in raw([entropy])}
-    >>> -normalised(entropy, sums, math.log(sums[TOTAL]))
+    >>> -normalised(entropy, sums, math.log(sums[TOTAL]), 1 / sums[TOTAL])
     0.83239...
     >>> torch.distributions.Categorical(logits=z).entropy().item()
     0.83239...
@@ -88,23 +88,22 @@ def raw(outputs: Collection[Output]) -> tuple[Moment, ...]:
     return tuple(dict.fromkeys((TOTAL, *lower)))
 
 
-def normalised(
-    moment: Moment, sums: Mapping[Moment, Any], log_total: Any, exp: Any = math.exp
-) -> Any:
-    """The moment of l = y - log_total, from the raw sums of y = z - M."""
+def normalised(moment: Moment, sums: Mapping[Moment, Any], log_total: Any, inverse: Any) -> Any:
+    """The moment of l = y - log_total, from the raw sums of y = z - M; ``inverse``: 1 / S, which is
+    more accurate than the exponential of a rounded logarithm."""
     if moment == TOTAL:
-        return sums[TOTAL] * exp(-log_total)
-    return shifted(moment, sums, -log_total, exp)
+        return sums[TOTAL] * inverse
+    return shifted(moment, sums, -log_total, inverse)
 
 
-def shifted(moment: Moment, sums: Mapping[Moment, Any], shift: Any, exp: Any = math.exp) -> Any:
-    """The raw sum under a new maximum, where ``shift`` is the old maximum minus the new one:
-    ``exp(a shift) sum_j w_j exp(a y_j) (y_j + shift)**b``."""
+def shifted(moment: Moment, sums: Mapping[Moment, Any], shift: Any, decay: Any) -> Any:
+    """The raw sum under a new maximum, where ``shift`` is the old maximum minus the new one, and
+    ``decay`` its exponential: ``decay**a sum_j w_j exp(a y_j) (y_j + shift)**b``."""
     total = sums[moment]
     for k in range(moment.b):
         lower = sums[dataclasses.replace(moment, b=k)]
         total = total + math.comb(moment.b, k) * shift ** (moment.b - k) * lower
-    return total * exp(moment.a * shift) if moment.a else total
+    return total * decay**moment.a if moment.a else total
 
 
 def for_slope(moment: Moment) -> tuple[tuple[int, Moment], ...]:

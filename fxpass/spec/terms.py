@@ -53,8 +53,9 @@ class Terms:
             if output in OF_SOFTMAX:
                 self.add(1, 0, None, grad if output == "lse" else -grad)
         elif isinstance(output, Moment):
-            psi = for_slope(output)
+            # a multiple of the softmax, of which psi and sigma have as much, cancels
+            psi = [(n, term) for n, term in for_slope(output) if term != TOTAL]
             for factor, term in psi:
                 self.add(term.a, term.b, term.weight, factor * grad)
             for factor, term in psi:
-                self.add(1, 0, None, -factor * grad * (1 if term == TOTAL else sums[term]))
+                self.add(1, 0, None, -factor * grad * sums[term])

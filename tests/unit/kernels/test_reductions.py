@@ -34,6 +34,7 @@ from tests.support.reduction_cases import (
     OUTPUTS,
     TRANSFORMS,
     Case,
+    assert_almost_certain,
     assert_certain,
     case,
     given_of,
@@ -199,6 +200,7 @@ def test_sizes(outputs, shape, many):
 @pytest.mark.parametrize("shape", [WHOLE, BLOCKED], ids=["whole", "blocked"])
 def test_the_gradient_of_a_certain_class(shape):
     assert_certain(case([of("0.3*exp(l)*z")], shape=shape, size=0.0, bias=torch.float32), 0.3)
+    assert_almost_certain(case([Moment(1, 1)], shape=shape, size=0.0, bias=torch.float32))
 
 
 @pytest.mark.usefixtures("triton")

@@ -422,6 +422,21 @@ def test_large_logits_minus_their_largest(largest):
     check(program, labels, x, weight)
 
 
+@pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
+def test_the_largest_probability_of_large_logits(function):
+    """It has a gradient, and more digits than the logits."""
+    offset = torch.tensor(300.0)
+
+    def program(x, weight, labels):
+        bias = offset.to(weight.dtype).expand(len(weight))
+        return function(F.linear(x, weight, bias), -1).amax(-1).square().sum()
+
+    x, weight, labels = inputs()
+    (report,) = specs_of(report_of(program, x, weight, labels))
+    assert "outputs=amax;max;peak" in report
+    check(program, labels, x, weight)
+
+
 def test_several_picks_of_shifted_logits():
     def program(x, weight, labels):
         z = F.linear(x, weight)

@@ -19,6 +19,7 @@ from tests.support.reduction_cases import (
     Case,
     N,
     V,
+    assert_almost_certain,
     assert_certain,
     case,
     of,
@@ -138,3 +139,8 @@ def test_nan_stays_in_its_row():
 def test_the_gradient_of_a_certain_class():
     """The slope by the log-softmax cancels, and of that by the logit no digit is lost."""
     assert_certain(case([of("0.3*exp(l)*z")], size=0.0, bias=torch.float32), 0.3)
+
+
+def test_the_gradient_of_an_entropy_of_almost_0():
+    """A multiple of the softmax cancels before others are added to it."""
+    assert_almost_certain(case([Moment(1, 1)], size=0.0, bias=torch.float32))

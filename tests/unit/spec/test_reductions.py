@@ -162,7 +162,7 @@ def test_raw_sums_are_closed_and_begin_with_the_total():
 def test_a_normalised_moment_is_the_sum_over_the_log_softmax(moment, size):
     z, w = size * torch.randn(23, dtype=torch.float64), torch.randn(23, dtype=torch.float64)
     sums = of_block(raw([moment]), z - z.max(), w)
-    got = normalised(moment, sums, math.log(sums[TOTAL]))
+    got = normalised(moment, sums, math.log(sums[TOTAL]), 1 / sums[TOTAL])
     assert_equal(got, direct(moment, z.log_softmax(0), w))
 
 
@@ -178,7 +178,8 @@ def test_blocks_are_joined_under_any_order_of_maxima(seed, order):
         part = places[order][start:stop]
         new = max(highest, float(z[part].max()))
         more = of_block(moments, z[part] - new, w[part])
-        sums = {m: shifted(m, sums, highest - new) + more[m] for m in moments}
+        shift = highest - new
+        sums = {m: shifted(m, sums, shift, math.exp(shift)) + more[m] for m in moments}
         highest = new
     for moment in moments:
         assert_equal(sums[moment], direct(moment, z - z.max(), w))
@@ -188,10 +189,11 @@ def test_a_shift_takes_tensors_too():
     sums = {m: torch.rand(3, dtype=torch.float64) for m in MOMENTS}
     shift = -torch.rand(3, dtype=torch.float64)
     for moment in MOMENTS:
-        got = shifted(moment, sums, shift, torch.exp)
+        got = shifted(moment, sums, shift, shift.exp())
         each = [{m: float(s[i]) for m, s in sums.items()} for i in range(3)]
         for i, one in enumerate(each):
-            assert_equal(float(got[i]), shifted(moment, one, float(shift[i])))
+            by = float(shift[i])
+            assert_equal(float(got[i]), shifted(moment, one, by, math.exp(by)))
 
 
 @pytest.mark.parametrize("moment", MOMENTS, ids=str)
