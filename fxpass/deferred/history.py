@@ -51,6 +51,36 @@ def recorded(function: Any, given: Tensor, result: Tensor) -> Any:
             torch._C._pop_torch_dispatch_stack(None)
 
 
+def plain_view(logits: Tensor, value: Tensor) -> Tensor:
+    """``value``, which autograd takes for a view of deferred logits that does not refer to them:
+    what aten.alias records of a subclass does, so that ``t.plain`` would keep ``t`` alive."""
+    if not logits.requires_grad:
+        return recorded(_primal, logits, value)
+    view = recorded(_PlainView.apply, logits, value)
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    # as of other views: an autograd.Function forbids writes to its own
+    autograd._set_creation_meta(view, autograd.CreationMeta.DEFAULT)
+    return view
+
+
+def _primal(t: Tensor) -> Tensor:
+    return aten._fw_primal.default(t, 0)
+
+
+class _PlainView(torch.autograd.Function):
+    """From logits to a view of them. Compiled autograd cannot read the node of aten._fw_primal."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _primal(logits)
+
+    @staticmethod
+    @hidden
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        return grad
+
+
 def _base(part: Part, base: Any) -> Tensor:
     part.buffer.give_memory(base)
     return base

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.deferred import values
 from fxpass.deferred.dynamo import opaque, plain_in_graphs
-from fxpass.deferred.history import attach, attach_cast, recorded
+from fxpass.deferred.history import attach, attach_cast, plain_view, recorded
 from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.deferred.run import Recipe
@@ -196,7 +196,7 @@ class DeferredLogits(Tensor):
             elif base is None and not self.requires_grad:
                 plain = recorded(aten.detach.default, self, value)
             else:
-                plain = recorded(_alias, self, value)
+                plain = plain_view(self, value)
             self._view = plain
         vars(plain).update(vars(self))  # such as marks of dynamic dimensions
         return plain
@@ -267,12 +267,6 @@ class DeferredLogits(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         raise _refused(ASSIGNED)
-
-
-def _alias(t: Tensor) -> Tensor:
-    """A view that does not refer to ``t``: what aten.alias records of a subclass does, so that
-    ``t.plain`` would keep ``t`` alive."""
-    return aten._fw_primal.default(t, 0)
 
 
 def _root(base: Tensor, part: Part) -> DeferredLogits:

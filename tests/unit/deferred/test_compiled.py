@@ -332,16 +332,45 @@ def test_hooks_on_logits_see_the_gradient_from_another_function():
     check(program)
 
 
-def test_compiled_autograd():
+OPTIONS = {"fusedce.inner": "aot_eager"}
+
+
+@pytest.mark.parametrize("read", [lambda f: f, torch.compile(backend="fusedce", options=OPTIONS)])
+def test_compiled_autograd(read):
     x, w = leaves()
-    loss, z = torch.compile(model, backend="fusedce", options={"fusedce.inner": "aot_eager"})(x, w)
+    loss, z = torch.compile(model, backend="fusedce", options=OPTIONS)(x, w)
     assert isinstance(z, DeferredLogits)
+    loss = loss + read(lambda z: z.square().sum())(z)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-        (loss + z.square().sum()).backward()
+        loss.backward()
     want = leaves()
     loss, z = model(*want)
     (loss + z.square().sum()).backward()
     torch.testing.assert_close([x.grad, w.grad], [t.grad for t in want])
+
+
+def test_backward_in_compiled_functions_with_compiled_autograd():
+    def in_another(compile):
+        x, w = leaves()
+        _, z = compile(model)(x, w)
+        compile(lambda z: z.exp().sum().backward())(z)
+        return x.grad, w.grad
+
+    def after_a_break(compile):
+        def step(x, w):
+            loss, z = model(x, w)
+            torch._dynamo.graph_break()
+            (loss + z.square().mean()).backward()
+
+        x, w = leaves()
+        compile(step)(x, w)
+        return x.grad, w.grad
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        for program in (in_another, after_a_break):
+            want, _ = outcome(program, "eager", "aot_eager")
+            got, _ = outcome(program, "fusedce", "aot_eager")
+            torch.testing.assert_close(got, want)
 
 
 def test_a_transform_of_torch_func_in_another_function():
