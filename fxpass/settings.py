@@ -107,14 +107,14 @@ class Settings:
         settings = Settings(**values)
         unprefixed = [key for key in options if key in TABLE]
         # another inner backend may have an option of this name
-        if unprefixed and settings.enabled and settings.inner in _WITHOUT:
+        if unprefixed and settings.enabled and settings.inner in _NONE_OF_OURS:
             names = " and ".join(PREFIX + key for key in unprefixed)
             text = f"{settings.inner} has no option {unprefixed[0]!r}: did you mean {names}?"
             raise ValueError(text)
         return settings
 
 
-_WITHOUT = ("inductor", "aot_eager", "eager")  # the backends that have no option of these names
+_NONE_OF_OURS = ("inductor", "aot_eager", "eager")  # they have no options of these names
 _OF_INNER = "inductor, aot_eager, eager or another name from torch._dynamo.list_backends(None)"
 # field of Settings -> allowed values as text, parser
 _ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {

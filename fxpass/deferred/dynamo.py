@@ -58,9 +58,8 @@ def _graph_input(builder: VariableBuilder, t: Any) -> VariableTracker:
     """The variable that Dynamo traces for ``t``."""
     source = builder.get_source()
     builder.install_guards(GuardBuilder.TYPE_MATCH)
-    with (
-        temporarily_clear_interpreter_stack()
-    ):  # of transforms of torch.func around their first use
+    # the first use may be inside a transform of torch.func, and the values are of no level
+    with temporarily_clear_interpreter_stack():
         plain = t.plain
     variable = VariableBuilder(builder.tx, AttrSource(source, "plain"))(plain)
     variable.source = source  # for what is not in the graph: its hooks, its gradient, a return
