@@ -29,40 +29,47 @@ Record = Callable[[list[Cast]], None]
 _SOURCES = tuple(module.__file__ or "" for module in (autocast, rules, casts, dtypes))
 
 
-class CastPass(CustomGraphPass):
-    """The casts as a pass of Inductor, with a cache key, before the user's passes; ``record`` is a
-    function of the casts of one graph."""
+class Pass(CustomGraphPass):
+    """A pass of Inductor, with a cache key, before the user's passes."""
 
-    def __init__(
-        self, mixed_dtypes: str, record: Record, then: tuple[Callable[[Graph], None], ...] = ()
-    ) -> None:
-        self._mixed_dtypes, self._record, self._then = mixed_dtypes, record, then
+    def __init__(self, function: Callable[[Graph], object], key: str, then: Any) -> None:
+        self._function, self._key = function, key
+        self._then = tuple(then) if isinstance(then, list | tuple) else (then,) if then else ()
 
     def __call__(self, graph: Graph) -> None:
-        self._record(cast_aot_graph(graph, self._mixed_dtypes))
+        self._function(graph)
         for user_pass in self._then:
             user_pass(graph)
 
     def uuid(self) -> Any:
-        """The part of the cache key for this pass, the setting, and the user's passes."""
+        """The part of the cache key for this pass and the user's passes."""
         user_keys = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._then]
-        if not all(user_keys):
-            return None  # no caching, as without this pass
-        # torch's key lacks donated_buffer, but a cached backward that overwrites its saved tensors
-        # must not run with retain_graph=True
-        settings = f"{self._mixed_dtypes} donated_buffer={functorch_config.donated_buffer}"
-        return (get_hash_for_files(_SOURCES, extra=settings), *user_keys)
+        # no caching without all keys, as without this pass
+        return (self._key, *user_keys) if all(user_keys) else None
+
+
+def with_pass(
+    options: Mapping[str, Any], name: str, function: Callable[[Graph], object], key: str
+) -> dict[str, Any]:
+    """Inductor's options with a pass before those that the option ``name`` has, the user's."""
+    options = {key.replace("-", "_"): given for key, given in options.items()}  # as Inductor does
+    then = options.get(name, getattr(inductor_config, name))
+    return {**options, name: Pass(function, key, then)}
 
 
 def inductor_options(
     options: Mapping[str, Any], mixed_dtypes: str, record: Record
 ) -> dict[str, Any]:
-    """Inductor's options with :class:`CastPass` before the user's passes."""
-    options = {key.replace("-", "_"): given for key, given in options.items()}  # as Inductor does
-    name = "joint_custom_pre_pass"
-    given = options.get(name, getattr(inductor_config, name))
-    passes = given if isinstance(given, list | tuple) else [given] if given else []
-    return {**options, name: CastPass(mixed_dtypes, record, tuple(passes))}
+    """Inductor's options with the casts, before the user's passes."""
+    # torch's key lacks donated_buffer, but a cached backward that overwrites its saved tensors
+    # must not run with retain_graph=True
+    settings = f"{mixed_dtypes} donated_buffer={functorch_config.donated_buffer}"
+    key = get_hash_for_files(_SOURCES, extra=settings)
+
+    def cast(graph: Graph) -> None:
+        record(cast_aot_graph(graph, mixed_dtypes))
+
+    return with_pass(options, "joint_custom_pre_pass", cast, str(key))
 
 
 @contextmanager

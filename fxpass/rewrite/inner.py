@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from fxpass.casts import aot
 from fxpass.casts.casts import note
+from fxpass.rewrite import in_place
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def compile_inner(
             return backend(gm, example_inputs, **{k: v for k, v in given.items() if v})
     _warn_without_compiler(example_inputs)
     if mixed_dtypes:
-        options = aot.inductor_options(options, mixed_dtypes, record)
+        options = aot.inductor_options(in_place.inductor_options(options), mixed_dtypes, record)
     # torch.compile uses this class too, so mode and options have the same meaning.
     backend: Any = torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None)
     return backend(gm, example_inputs)

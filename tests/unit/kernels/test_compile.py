@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fxpass.kernels import fingerprint
+from fxpass.kernels import fingerprint, scale
 from fxpass.kernels.call import Candidate
 from fxpass.kernels.render import reductions
 from fxpass.spec.reductions import Reductions
@@ -65,6 +65,25 @@ def test_fingerprints_compile_and_nothing_spills(target, monkeypatch):
     assert "i64" not in units["words"].signature.values()
     found = resources(units, target)
 
+    assert not any(one.spills for one in found.values()), found
+
+
+# ---------------------------------------------------------------- the loss's incoming gradient
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_product_with_a_factor_compiles_and_nothing_spills(target):
+    """In place, for gradients of fewer and of more than 2**31 elements."""
+    source = Path(scale.__file__).read_text()
+    units = {
+        f"{dtype} {count}": Unit(
+            *(source, "kernel", {"gradient": f"*{dtype}", "factor": "*fp32", "count": count}),
+            *({"BLOCK": scale.BLOCK}, {"num_warps": 8}, ("gradient", "factor")),
+        )
+        for dtype in ("bf16", "fp16", "fp32")
+        for count in ("i32", "i64")
+    }
+    found = resources(units, target)
     assert not any(one.spills for one in found.values()), found
 
 

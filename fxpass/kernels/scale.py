@@ -1,0 +1,46 @@
+"""Multiplies a gradient in place by a number on the GPU, which is nearly always 1.
+
+In: a contiguous gradient and a factor. The kernel reads the factor, and ends at once if it is 1:
+the host does not wait, and nothing reads the gradient. Where the gradient is 0, it stays 0::
+
+    >>> import torch
+    >>> gradient = torch.ones(2, 3)  # on a GPU
+    >>> scale_(gradient, torch.tensor(0.5))
+    >>> gradient.sum()
+    tensor(3.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements of a block, and programs at most: some for each of a GPU's processors, so that all of
+# them end at once.
+BLOCK, PROGRAMS = 4096, 2048
+
+
+@triton.jit
+def kernel(gradient, factor, count, BLOCK: tl.constexpr):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for start in range(first, count, step):
+            place = start + tl.arange(0, BLOCK)
+            inside = place < count
+            old = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
+            new = tl.where(old == 0.0, 0.0, old * by)
+            tl.store(gradient + place, new.to(gradient.dtype.element_ty), mask=inside)
+
+
+def scale_(gradient: Tensor, factor: Tensor) -> None:
+    """``gradient *= factor`` for a contiguous gradient of 16 bits or f32, and a factor of one
+    element on the same device, the current one."""
+    count = gradient.numel()
+    if count:
+        launch: Any = kernel[(min(PROGRAMS, triton.cdiv(count, BLOCK)),)]
+        launch(gradient, factor, count, BLOCK=BLOCK, num_warps=8)

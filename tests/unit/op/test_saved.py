@@ -1,0 +1,77 @@
+"""The product of a saved gradient and the loss's incoming gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxpass.kernels import scale
+from fxpass.op.saved import scaled
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+
+
+def gradient_of(shape, dtype, device="cpu"):
+    found = torch.randn(shape, device=device).to(dtype)
+    found[1] = 0
+    return found
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16, torch.float64], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.3, 0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("shape", [(5, 7), (4097, 3), (3, 1)])
+def test_both_operators_agree(shape, factor, dtype):
+    """In place and in a new tensor: the product is rounded once, and what is 0 stays 0."""
+    gradient = gradient_of(shape, dtype)
+    by = torch.tensor(factor, dtype=torch.float64 if dtype == torch.float64 else F32)
+    want = (gradient.to(by.dtype) * by).to(dtype).masked_fill(gradient == 0, 0)
+    new = torch.ops.fxpass.scaled(gradient, by)
+    assert new.data_ptr() != gradient.data_ptr()
+    torch.ops.fxpass.scale_(gradient, by)
+    for got in (new, gradient):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.3, 0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("shape", [(5, 7), (4097, 3), (0, 3), (2 * scale.BLOCK + 1,)])
+def test_the_kernel(shape, factor, dtype, device, monkeypatch):
+    """A program has several blocks, or none."""
+    monkeypatch.setattr(scale, "PROGRAMS", 2)
+    gradient = torch.randn(shape, device=device).to(dtype)
+    gradient[1:2] = 0
+    by = torch.tensor(factor, device=device)
+    want = (gradient.float() * by).to(dtype).masked_fill(gradient == 0, 0)
+    scale.scale_(gradient, by)
+    # the interpreter truncates to bf16
+    rounded = torch.finfo(dtype).eps if dtype == BF16 and device.type == "cpu" else 0
+    torch.testing.assert_close(gradient, want, rtol=rounded, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("operator", ["scaled", "scale_"])
+def test_opcheck(operator):
+    given = torch.randn(3, 4), torch.tensor(0.5)
+    torch.library.opcheck(getattr(torch.ops.fxpass, operator).default, given)
+
+
+def test_a_saved_gradient_that_is_retained_is_not_overwritten():
+    x = torch.randn(3, 4, requires_grad=True)
+
+    class Saved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(torch.ones_like(x))
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return scaled(ctx.saved_tensors[0], grad, F32)
+
+    loss = Saved.apply(x)
+    found = [
+        torch.autograd.grad(loss, x, torch.tensor(by), retain_graph=by != 4.0)[0].clone()
+        for by in (2.0, 3.0, 4.0)
+    ]
+    assert [float(g.mean()) for g in found] == [2.0, 3.0, 4.0]
