@@ -71,6 +71,7 @@ class Settings:
     mixed_dtypes: str = "cast"
     strategy: str = "auto"
     memory_mb: int = 0
+    accumulate: str = "auto"
     # smaller logits take no more memory than the scratch, and an operator call costs time
     min_logits_mb: float = 64.0
     dump: str = ""
@@ -124,6 +125,7 @@ _ROWS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "mixed_dtypes": _one_of("cast", "error"),
     "strategy": _one_of("auto", "chunked", "tiled"),
     "memory_mb": ("a whole number of MiB, 0 for the default", _whole),
+    "accumulate": _one_of("auto", "float32"),
     "min_logits_mb": ("a size in MiB, 0 to fuse all", _size),
     "dump": ("a directory", _path),
 }

@@ -31,13 +31,17 @@ ToGradient = Callable[[slice, Tensor, bool], Tensor | None]
 
 
 def over_chunks(
-    inputs: Operands, gradients: tuple[str, ...], to_gradient: ToGradient, plan: Plan
+    inputs: Operands,
+    gradients: tuple[str, ...],
+    to_gradient: ToGradient,
+    plan: Plan,
+    unrounded: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """The gradients of x, weight and bias, from a function of some rows of logits.
 
-    Deterministic; does not write to its inputs. A gradient has its operand's dtype, with three
+    Deterministic; does not write to its inputs. A gradient has its operand's dtype, with four
     exceptions in f32 (f64 for f64): the weight's gradient if there are several chunks, the bias's,
-    and those of fp16 operands.
+    those of fp16 operands, and unrounded ones.
 
     Args:
         inputs: x, weight, bias, and the logits if they exist.
@@ -45,23 +49,25 @@ def over_chunks(
         to_gradient: called once for each block of rows, in the compute dtype.
         plan: its rows, of a chunk; its block; its classes, of one product, if the weight or its
             gradient needs a cast.
+        unrounded: those of x and weight whose gradients keep the dtype of the sums.
     """
     x, weight = inputs.x, inputs.weight
     dtype, multiplied = compute_dtype(x.dtype), multiplied_in(x.dtype, x.device)
     n, v = x.shape[0], weight.shape[0]
-    rows, returned, copied = min(plan.rows, n), gradient_dtype(x.dtype), x.dtype != multiplied
-    final = returned if rows == n else dtype
+    rows, copied = min(plan.rows, n), x.dtype != multiplied
+    of_x, final = (gradient_dtype(x.dtype, name in unrounded) for name in ("x", "weight"))
+    final = final if rows == n else dtype
     whole = not copied and ("weight" not in gradients or final == multiplied)
     tiles = slices(0, v, v if whole else plan.classes)
     # the products of the only chunk are the gradients; else there are places for them
-    only = whole and rows == n > 0 and returned == multiplied
-    shapes = {"x": (x.shape, returned), "weight": (weight.shape, final), "bias": ((v,), dtype)}
+    only = whole and rows == n > 0 and of_x == multiplied
+    shapes = {"x": (x.shape, of_x), "weight": (weight.shape, final), "bias": ((v,), dtype)}
     placed = [name for name in gradients if not only or name == "bias"]
     new = x.new_empty if n else x.new_zeros
     grads = {name: new(shapes[name][0], dtype=shapes[name][1]) for name in placed}
     chunks = _Chunks(inputs, rows, tiles, min(plan.block, rows), multiplied)
     x_rows, x_sums = Rows(x, rows, multiplied), None
-    if "x" in gradients and returned != multiplied:
+    if "x" in gradients and of_x != multiplied:
         x_sums = x.new_empty((rows, x.shape[1]), dtype=multiplied)
     for part in slices(0, n, rows):
         chunk, factors = chunks.logits(part, x_rows[part]), []

@@ -59,7 +59,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         slope.to_logits(spec, g, logits, every)
         return factor
 
-    grads = over_chunks(operands, products, read_rows, plan)
+    grads = over_chunks(operands, products, read_rows, plan, spec.unrounded)
     return results.all(), grads
 
 
@@ -108,7 +108,7 @@ def _in_tiles(
             results.add(part, sums.finish())
             del of_part[part.start]
 
-    returned = gradient_dtype(operands.weight.dtype)
+    returned = gradient_dtype(operands.weight.dtype, "weight" in spec.unrounded)
     return tiles.over_tiles(operands, products, read, plan, spec.ranks, returned)
 
 
@@ -185,13 +185,13 @@ def backward(
     products = tuple(n for n in spec.gradients if n not in others)
     if plan.strategy == "tiled":
         of_tile = functools.partial(to_gradient, scaled=True)
-        dtype = operands.weight.dtype
+        dtype = dtype if "weight" in spec.unrounded else operands.weight.dtype
         return grads | tiles.over_tiles(operands, products, of_tile, plan, spec.ranks, dtype)
 
     def of_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         return to_gradient(few, slice(0, logits.shape[1]), logits, scaled)
 
-    return grads | over_chunks(operands, products, of_rows, plan)
+    return grads | over_chunks(operands, products, of_rows, plan, spec.unrounded)
 
 
 def _less(z: Tensor, lse: Tensor | None, slope: Slope) -> Tensor:

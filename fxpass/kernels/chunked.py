@@ -8,19 +8,21 @@ weight and bias. Between the two, :mod:`fxpass.kernels.reductions` launches a ke
     >>> operands = Operands(x, weight, None, None, None, ())
     >>> part = Part(slice(0, 2), slice(0, 10))
     >>> logits = logits_of(operands, part, torch.empty(2, 16))
-    >>> gradients = Gradients(operands, ("x",), 1.0, [part], sliced=False)
+    >>> gradients = Gradients(operands, {"x": torch.float32}, factor=1.0)
     >>> gradients.add(part, logits)
     >>> gradients.found["x"].shape
     torch.Size([4, 8])
 
-In PyTorch 2.11 to 2.13 (``aten/src/ATen/native/cuda/Blas.cpp``), ``addmm`` with ``out_dtype`` and
-``out`` equal to its first argument copies nothing: the GEMM of 16-bit operands accumulates each
-chunk into the f32 gradient, and reads the view ``[:, :V]`` of the padded chunk as it lies.
+In PyTorch 2.11 to 2.13 (``aten/src/ATen/native/cuda/Blas.cpp``), ``addmm`` with ``out`` equal to
+its first argument copies nothing: the GEMM of 16-bit operands accumulates each chunk into the
+gradient, of 16 bits or with ``out_dtype`` of f32, and reads the view ``[:, :V]`` of the padded
+chunk as it lies.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -30,9 +32,11 @@ from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
 from fxpass.kernels.render import Kernel
-from fxpass.plan.plan import UPCAST_CLASSES
+from fxpass.plan.plan import UPCAST_CLASSES, Plan
 from fxpass.spec.dtypes import gradient_dtype
 from fxpass.spec.operands import Operands
+from fxpass.spec.outputs import PRODUCTS
+from fxpass.spec.reductions import Reductions
 
 # Bytes of the f32 tile of a weight's gradient that is rounded in a second pass.
 _F32_BYTES = 32 << 20
@@ -123,44 +127,55 @@ def load(kernel: Kernel) -> triton.JITFunction:
 # ---------------------------------------------------------------- gradients
 
 
+def dtypes_of(
+    operands: Operands, spec: Reductions, plan: Plan, parts: list[Part], sliced: bool
+) -> dict[str, torch.dtype]:
+    """The dtypes of the gradients of x, weight and bias that ``spec`` names, in its order.
+
+    What several GEMMs add to is f32, and so is a bias's, but the weight's has its dtype where the
+    plan says so. What one GEMM computes is rounded once: from chunks of rows x's, and with one
+    chunk the weight's, to the dtype of the operand, but f32 for fp16; from ``sliced`` classes the
+    weight's and the bias's, to the dtypes of their operands. Unrounded gradients are f32.
+    """
+    x, weight, bias = operands.x, operands.weight, operands.bias
+    once: dict[str, torch.dtype] = {}
+    if len(parts) == 1 or plan.rounded:
+        once["weight"] = gradient_dtype(x.dtype)
+    if all(len(gemms(part, x)) == 1 for part in parts):
+        once["x"] = gradient_dtype(x.dtype)
+    if sliced:
+        once = {"weight": weight.dtype, "bias": weight.dtype if bias is None else bias.dtype}
+    names = (name for name in PRODUCTS if name in spec.gradients)
+    wide = torch.float32
+    return {k: wide if k in spec.unrounded else once.get(k, wide) for k in names}
+
+
 class Gradients:
     """The gradients of x, weight and bias, from the gradients of the parts of the logits, in order.
 
     Args:
         operands: of the call.
-        names: the gradients that are computed.
+        dtypes: of the gradients that are computed, by name, see :func:`dtypes_of`.
         factor: of the gradients that :meth:`add` gets.
-        parts: chunks of rows, or slices of classes.
-        sliced: whether they are slices.
         unscale: another factor, 0-dim f32, of what is complete after a slice; None is 1.
 
     Attributes:
-        found: by name. What several GEMMs add to is f32, and so is a bias's. What one GEMM computes
-            is rounded once: from chunks of rows x's, and with one chunk the weight's, to the dtype
-            of the operand, but f32 for fp16; from slices of classes the weight's and the bias's, to
-            the dtypes of their operands.
+        found: by name.
     """
 
     def __init__(
         self,
         operands: Operands,
-        names: tuple[str, ...],
+        dtypes: Mapping[str, torch.dtype],
         factor: float,
-        parts: list[Part],
-        sliced: bool,
         unscale: Tensor | None = None,
     ):
-        x, weight, bias = operands.x, operands.weight, operands.bias
+        x, weight = operands.x, operands.weight
         self._x, self._weight, self._factor, self._unscale = x, weight, factor, unscale
-        dtypes = {"weight": gradient_dtype(x.dtype)} if len(parts) == 1 else {}
-        if all(len(self._gemms(part, x)) == 1 for part in parts):
-            dtypes["x"] = gradient_dtype(x.dtype)
-        if sliced:
-            dtypes = {"weight": weight.dtype, "bias": weight.dtype if bias is None else bias.dtype}
         shapes = {"x": x.shape, "weight": weight.shape, "bias": weight.shape[:1]}
         # the first part overwrites the gradients, if there is one
         new = x.new_empty if len(x) else x.new_zeros
-        self.found = {k: new(shapes[k], dtype=dtypes.get(k, torch.float32)) for k in names}
+        self.found = {k: new(shapes[k], dtype=dtype) for k, dtype in dtypes.items()}
 
     def add(self, part: Part, g: Tensor) -> None:
         """Adds the gradient of a part of the logits; ``g`` is to be multiplied by the factors."""
@@ -171,7 +186,7 @@ class Gradients:
                 total.mul_(self._unscale)
             (bias.add_ if rows.start else bias[classes].copy_)(total)
         x, weight = self.found.get("x"), self.found.get("weight")
-        for place in self._gemms(part, g):
+        for place in gemms(part, g):
             few = g[:, place.start - classes.start : place.stop - classes.start]
             if x is not None:  # the first classes overwrite
                 product(x[rows], few, self._weight[place], self._factor, add=place.start > 0)
@@ -179,16 +194,6 @@ class Gradients:
                 self._write_unscaled(weight[place], few.t(), self._unscale)
             elif weight is not None:
                 product(weight[place], few.t(), self._x[rows], self._factor, rows.start > 0)
-
-    @staticmethod
-    def _gemms(part: Part, g: Tensor) -> list[slice]:
-        """The classes of each product with the gradient of a part, of the dtype and device of
-        ``g``: fewer at a time where they are copied to f32."""
-        if mixed_gemm(g):
-            return gemms_of(part, g.dtype)
-        first, last = part.classes.start, part.classes.stop
-        starts = range(first, last, UPCAST_CLASSES)
-        return [slice(i, min(i + UPCAST_CLASSES, last)) for i in starts]
 
     def _write_unscaled(self, out: Tensor, g: Tensor, unscale: Tensor) -> None:
         """``out = factor * unscale * g @ x``, rounded once to the dtype of ``out``. The alpha of a
@@ -199,6 +204,16 @@ class Gradients:
             exact = torch.empty_like(out[some], dtype=torch.float32)
             product(exact, g[some], self._x, self._factor, add=False)
             out[some] = exact.mul_(unscale)
+
+
+def gemms(part: Part, g: Tensor) -> list[slice]:
+    """The classes of each product with the gradient of a part, of the dtype and device of ``g``:
+    fewer at a time where they are copied to f32."""
+    if mixed_gemm(g):
+        return gemms_of(part, g.dtype)
+    first, last = part.classes.start, part.classes.stop
+    starts = range(first, last, UPCAST_CLASSES)
+    return [slice(i, min(i + UPCAST_CLASSES, last)) for i in starts]
 
 
 def mixed_gemm(x: Tensor) -> bool:
@@ -215,15 +230,15 @@ def mixed_gemm(x: Tensor) -> bool:
 
 
 def product(out: Tensor, a: Tensor, b: Tensor, factor: float, add: bool) -> None:
-    """``out = factor * a @ b``, or ``out +=``, accumulated in f32: ``out`` is f32; without ``add``
-    it may have the dtype of ``a``."""
+    """``out = factor * a @ b``, or ``out +=``, accumulated in f32: ``out`` is f32, or has the dtype
+    of ``a``, to which the sum is rounded once."""
     beta = int(add)  # 0: the old values, which may be nan, are not read
     if out.dtype != torch.float32:
-        assert not add, "each addition would round to 16 bits"
         if out.is_cuda:
-            torch.addmm(out, a, b, beta=0, alpha=factor, out=out)
+            torch.addmm(out, a, b, beta=beta, alpha=factor, out=out)
         else:
-            out.copy_((a.float() @ b.float()).mul_(factor))
+            old = out.float()
+            out.copy_(old.addmm_(a.float(), b.float(), beta=beta, alpha=factor))
     elif a.dtype != torch.float32 and mixed_gemm(a):
         torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, alpha=factor, out=out)
     else:

@@ -28,7 +28,15 @@ from torch import Tensor
 
 from fxpass.kernels import call, render, tuning
 from fxpass.kernels.call import Candidate
-from fxpass.kernels.chunked import Gradients, Part, chunks, load, logits_of, slices
+from fxpass.kernels.chunked import (
+    Gradients,
+    Part,
+    chunks,
+    dtypes_of,
+    load,
+    logits_of,
+    slices,
+)
 from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.devices import on_device
 from fxpass.plan.plan import Plan, padded
@@ -38,13 +46,13 @@ from fxpass.spec.reductions import Reductions
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
     """The outputs of every row, and the gradients of the total, if there is one. One launch has
-    both, so each logit is computed once. The dtypes are those of :class:`Gradients`."""
+    both, so each logit is computed once. The dtypes are those of :func:`dtypes_of`."""
     out = empty(operands, spec)
     with on_device(operands.x.device):
         coef, unscale = operands.coef, None
         if coef is not None:
             coef, unscale = scale_incoming(operands, spec.total, coef, spec.transform)
-        grads = _Run(operands, spec, out, coef, forward=True).over(chunks(operands, plan.rows))
+        grads = _Run(operands, spec, out, coef, plan).over(chunks(operands, plan.rows))
         _multiply(unscale, out.total, *grads.values())
         return out, grads
 
@@ -56,11 +64,11 @@ def backward(
 
     Of ``out`` it reads lse, rest and saved. With the strategy ``tiled`` it computes
     ``plan.classes`` classes of all rows at a time, unless it needs the largest logits; otherwise
-    ``plan.rows`` rows. The dtypes are those of :class:`Gradients`, and f32 for the scale.
+    ``plan.rows`` rows. The dtypes are those of :func:`dtypes_of`, and f32 for the scale.
     """
     with on_device(operands.x.device):
         incoming, unscale = scale_incoming(operands, spec.rows, incoming, spec.transform)
-        run = _Run(operands, spec, out, incoming, forward=False)
+        run = _Run(operands, spec, out, incoming, plan, forward=False)
         if plan.strategy == "tiled" and spec.in_slices:
             grads = run.over(slices(operands, plan.classes), sliced=True, unscale=unscale)
             _multiply(unscale, *(grads[name] for name in ("x", "scale") if name in grads))
@@ -86,10 +94,11 @@ class _Run:
         spec: Reductions,
         out: Outputs,
         incoming: Tensor | None,
-        forward: bool,
+        plan: Plan,
+        forward: bool = True,
     ):
         x, picks, scale, k = operands.x, operands.picks, operands.scale, operands.many
-        self.operands, self.factor = operands, render.gradient_factor(spec)
+        self.operands, self.spec, self.plan = operands, spec, plan
         (self.row,) = call.for_reductions(spec, operands, call.gpu_of(x.device), forward)
         self.gradients = spec.gradients if spec.total or not forward else ()
         if picks is not None:
@@ -112,8 +121,10 @@ class _Run:
         """The gradients, a part of the logits at a time; of slices of the classes, those of the
         weight and the bias are multiplied by ``unscale``."""
         operands, x, buffer = self.operands, self.operands.x, None
-        products = tuple(name for name in self.gradients if name != "scale")
-        sums = Gradients(operands, products, self.factor, parts, sliced, unscale)
+        dtypes = {}
+        if self.gradients:
+            dtypes = dtypes_of(operands, self.spec, self.plan, parts, sliced)
+        sums = Gradients(operands, dtypes, render.gradient_factor(self.spec), unscale)
         grads = sums.found
         if "scale" in self.gradients:
             grads = grads | {"scale": x.new_zeros(len(x), dtype=torch.float32)}

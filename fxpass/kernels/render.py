@@ -129,7 +129,14 @@ def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
     """What the docstring says, how a logit is transformed, and the given values at its class."""
     transformed = spec.transform != Z
     with_slope = backward and not expression.unit_slope(spec.transform)[1].is_number
-    said = dataclasses.replace(spec, gradients=(), detached=(), memory_mb=0).text().split(" ")[1:]
+    of_call = {
+        "gradients": (),
+        "detached": (),
+        "unrounded": (),
+        "memory_mb": 0,
+        "accumulate": "auto",
+    }
+    said = dataclasses.replace(spec, **of_call).text().split(" ")[1:]
     said += [name for name in ("biased", "scaled", "several", "apart") if getattr(f, name)]
     functions = expression.functions(spec.transform) if transformed else []
     for i, output in enumerate(spec.sums):

@@ -39,6 +39,7 @@ from fxpass.match.totals import (
 )
 from fxpass.plan.choice import Choice, choose
 from fxpass.settings import Settings
+from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.expression import Z
 from fxpass.spec.outputs import PRODUCTS
 from fxpass.spec.reductions import Reductions
@@ -184,8 +185,14 @@ def _call(
     gradients = () if detached else _gradients(flow, base, trained, names.given)
     transform: Expr = base.transform.xreplace(names.of)  # type: ignore[assignment]
     every, of_trained = (named(flow, some, names) for some in (symbols, trained))
-    memory = options.settings.memory_mb
-    waiting = Reductions(tuple(every), transform, gradients, memory_mb=memory)
+    memory, accumulate = options.settings.memory_mb, options.settings.accumulate
+    unrounded = _unrounded(flow, gradients)
+    waiting = Reductions(
+        *(tuple(every), transform, gradients),
+        memory_mb=memory,
+        accumulate=accumulate,
+        unrounded=unrounded,
+    )
     if gradients and flow.sharding is None:
         untrained = tuple(o for o in waiting.rows if o not in of_trained)
         waiting = replace(waiting, detached=untrained)
@@ -359,6 +366,17 @@ def _gradients(
     of_given = [flow.nodes(s) if s in read else [] for s in given]
     operands |= {f"given{i}": nodes for i, nodes in enumerate(of_given)}
     return tuple(name for name, nodes in operands.items() if any(map(needs_gradient, nodes)))
+
+
+def _unrounded(flow: Flow, gradients: Sequence[str]) -> tuple[str, ...]:
+    """Those of x and weight that the call casts to 16 bits, from the dtype of its sums: their
+    gradients need not be rounded, and cast back. The ranks of a sharded head exchange casts."""
+    linear = flow.linear
+    dtype, operands = value(linear.node).dtype, {"x": linear.x, "weight": linear.weight}
+    sums = compute_dtype(dtype)
+    if sums == dtype or flow.sharding is not None:
+        return ()
+    return tuple(k for k, t in operands.items() if k in gradients and value(t).dtype == sums)
 
 
 def _check_hazards(flow: Flow, calls: Sequence[Call]) -> None:

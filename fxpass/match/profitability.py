@@ -72,7 +72,8 @@ def computed_weight(head: Head, made: Sequence[Head], least: float) -> str | Non
         return None
     logits, (n, v) = value(linear.node), head.of_rank
     d, dtype = hint(value(linear.x).shape[-1]), logits.dtype
-    gradient = v * d * gradient_dtype(dtype).itemsize
+    unrounded = any("weight" in call.spec.unrounded for call in head.calls)
+    gradient = v * d * gradient_dtype(dtype, unrounded).itemsize
     plans = [
         plan(n, d, v, dtype, logits.device, c.spec, c.base.scale != 1, True)
         for c in _of_weight(head)

@@ -7,7 +7,7 @@ of the spec alone is computed once for a spec.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -112,6 +112,20 @@ def check_gradients(operands: Operands, spec: Reductions) -> None:
                 f"{NAME}: {name} requires a gradient that the spec does not name "
                 f"({spec.text()!r}); add it to gradients= or detach {name}"
             )
+
+
+def check_wide(operands: Operands, spec: Reductions, wide: Mapping[str, Tensor | None]) -> None:
+    """``ValueError`` for wide tensors that are not those whose gradients are unrounded."""
+    dtype = compute_dtype(operands.x.dtype)
+    for name, tensor in wide.items():
+        shape = list(operand(operands, name).shape)
+        if (tensor is None) == (name in spec.unrounded):
+            raise ValueError(
+                f"{NAME} needs wide_{name} where its gradient is unrounded, only there"
+            )
+        if tensor is not None and (list(tensor.shape) != shape or tensor.dtype != dtype):
+            got = f"{list(tensor.shape)} {tensor.dtype}"
+            raise ValueError(f"{NAME} needs wide_{name} {shape} {dtype}, got {got}")
 
 
 def check_first_derivative() -> None:

@@ -24,36 +24,24 @@ logits are computed once. Backward multiplies the saved gradients by the total's
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
 
 import fxpass.op.kept  # noqa: F401, stored code that imports this module may call it too
-from fxpass.aten import reductions as aten
-from fxpass.aten.row_sums import is_dense
+from fxpass.op import run
 from fxpass.op.checks import (
     check,
     check_first_derivative,
     check_gradients,
     check_no_tangents,
-    check_picks,
-    operand,
+    check_wide,
 )
-from fxpass.op.ignored import (
-    WORTH_A_PRODUCT,
-    WORTH_COPIES,
-    of_all_rows,
-    rows_of,
-    selected,
-)
+from fxpass.op.run import returned, trained
 from fxpass.op.saved import scaled
-from fxpass.plan.devices import on_device
-from fxpass.plan.plan import Plan, plan
-from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.operands import Operands, Outputs, empty
+from fxpass.spec.dtypes import gradient_dtype
+from fxpass.spec.operands import Operands, empty
 from fxpass.spec.outputs import lines_of
 from fxpass.spec.reductions import Reductions
 
@@ -68,6 +56,8 @@ def class_reductions(
     coef: Tensor | None,
     logits: Tensor | None,
     spec: str,
+    wide_x: Tensor | None = None,
+    wide_weight: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Reductions of ``x @ weight.T + bias`` over the classes.
 
@@ -88,6 +78,9 @@ def class_reductions(
         logits: ``[N, V]``, the linear's output with its bias, if the graph needs it anyway; it has
             no gradient, and those of the operands are computed from it.
         spec: the text of a :class:`fxpass.spec.reductions.Reductions`.
+        wide_x, wide_weight: what x and weight were cast from, in the dtype of the outputs, where
+            ``spec`` returns their gradients unrounded. Autograd gives these tensors the gradients,
+            and x and weight none; nothing reads their values.
 
     Returns:
         the results of the operator by name, those of ``spec.results``:
@@ -98,182 +91,24 @@ def class_reductions(
         lse, rest, saved: what backward reads; not with a total.
         total: a scalar, the sum of ``coef * output``.
         x, weight, bias: the gradients of the total, in the dtypes of their operands, but f32 for
-            fp16.
+            fp16, and in the dtype of the outputs if unrounded.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit together.
         IndexError: a pick is no class (on CPU; on GPUs a device-side assertion fails).
     """
-    results = _FORWARD(x, weight, bias, scale, picks, given, coef, logits, spec)
+    results = _FORWARD(
+        x, weight, bias, scale, picks, given, coef, logits, spec, wide_x, wide_weight
+    )
     return Reductions.parse(spec).named(results)
-
-
-def _class_reductions(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    picks: Tensor | None,
-    given: Sequence[Tensor],
-    coef: Tensor | None,
-    logits: Tensor | None,
-    spec: str,
-) -> list[Tensor]:
-    """The results of :func:`class_reductions` in the order of ``spec.results``."""
-    s = Reductions.parse(spec)
-    operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits, s.shard)
-    check(operands, s)
-    # without an ambient autocast, since the graph's casts are explicit, and without autograd,
-    # version counters and views, a fifth of the host's time
-    with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
-        check_picks(operands)
-        out, found = _forward(operands, s)
-        if s.total:
-            found = {k: _saved(found[k], t.dtype) for k, t in _trained(operands, s).items()}
-            found["total"] = out.total.sum()
-        if "saved" in s.results and not s.saved:  # the place of one that is not there
-            found["saved"] = x.new_empty((0, 0), dtype=compute_dtype(x.dtype))
-        return [found[name] if name in found else getattr(out, name) for name in s.results]
-
-
-def _saved(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of an operand of ``dtype``, as forward returns it."""
-    dtype = gradient_dtype(dtype)
-    return gradient if gradient.dtype == dtype else gradient.to(dtype)
-
-
-def _forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
-    """The outputs and gradients, without the rows that add nothing to the total."""
-    coef = operands.coef
-    if not operands.weight.shape[0]:
-        return _of_no_classes(operands, spec)
-    index = None
-    if coef is not None and not spec.outputs and operands.logits is None:
-        index = None if is_dense(coef) else selected(coef, WORTH_COPIES, operands)
-    if coef is None or index is None:
-        return _run_forward(operands, spec)
-
-    def of(rows: Tensor) -> Operands:
-        return rows_of(operands, rows)._replace(coef=coef[:, rows])
-
-    if operands.x.is_cuda and not len(index):
-        # a CUDA graph that is captured next has all rows, and can load no kernel
-        _run_forward(of(index.new_zeros(1)), spec)
-    out, grads = _run_forward(of(index), spec)
-    return out, of_all_rows(grads, operands, index)
-
-
-def _of_no_classes(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
-    """The outputs of a vocabulary shard without classes."""
-    out = empty(operands, spec)
-    for tensor in out:
-        tensor.zero_()
-    lines = out.rows.split([lines_of(output, operands.many) for output in spec.rows])
-    for output, some in zip(spec.rows, lines, strict=True):
-        some.fill_(-float("inf") if output in ("lse", "max", "amax") else 0)
-    trained = _trained(operands, spec) if spec.total else {}
-    return out, {k: t.new_zeros(t.shape) for k, t in trained.items()}
-
-
-def _run_forward(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[str, Tensor]]:
-    plan = _plan(operands, spec, gradients=bool(spec.total))
-    return _implementation(plan).forward(operands, spec, plan)
-
-
-def _implementation(plan: Plan) -> ModuleType:
-    """The module whose ``forward`` and ``backward`` run a call."""
-    if plan.implementation == "aten":
-        return aten
-    from fxpass.kernels import reductions as triton  # imports triton, which not every platform has
-
-    return triton
-
-
-def _class_reductions_backward(
-    grad: Tensor,
-    lse: Tensor | None,
-    rest: Tensor | None,
-    saved: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    picks: Tensor | None,
-    given: Sequence[Tensor],
-    logits: Tensor | None,
-    spec: str,
-) -> list[Tensor]:
-    """The gradients that a spec without a total names, in the dtypes of their operands, for the
-    gradient ``[R, N]`` of the rows that are not detached. The other arguments are those and the
-    results of :func:`class_reductions`, or what ``Operands.read_by(spec.of_backward)`` leaves. An
-    empty tensor is the last, for the same reason as in ``spec.results``."""
-    s = Reductions.parse(spec)
-    operands = Operands(x, weight, bias, scale, picks, tuple(given), None, logits, s.shard)
-    if not weight.shape[0]:
-        return [*(t.new_zeros(t.shape) for t in _trained(operands, s).values()), x.new_empty(0)]
-    with on_device(x.device), _AutoDispatchBelowADInplaceOrView(), _DisableAutocast():
-        none = grad.new_empty((0, 0))
-        lse, rest, saved = (none if t is None else t for t in (lse, rest, saved))
-        found = _backward_of_rows(operands, s, Outputs(grad, none, lse, rest, saved, none))
-    grads = (found[name].to(t.dtype) for name, t in _trained(operands, s).items())
-    return [*grads, x.new_empty(0)]
-
-
-def _backward_of_rows(operands: Operands, spec: Reductions, out: Outputs) -> dict[str, Tensor]:
-    """The gradients, without the rows that have no incoming gradient in ``out.rows``."""
-    least = WORTH_A_PRODUCT if _again(spec) else WORTH_COPIES
-    index = selected(out.rows, least, operands) if operands.logits is None else None
-    if index is None:
-        return _backward_of_some(operands, spec, out, None)
-    if operands.x.is_cuda and not len(index):
-        _backward_of_some(operands, spec, out, index.new_zeros(1))  # as in forward
-    return of_all_rows(_backward_of_some(operands, spec, out, index), operands, index)
-
-
-def _again(spec: Reductions) -> bool:
-    """Whether backward of some rows computes the lse again."""
-    return spec.of_backward.softmax and not spec.shard
-
-
-def _backward_of_some(
-    operands: Operands, spec: Reductions, out: Outputs, index: Tensor | None
-) -> dict[str, Tensor]:
-    """The gradients of the rows with these indices; of all rows for None."""
-    some, planned = operands, spec  # the logits are rounded as those of forward's outputs
-    if index is not None:
-        some, rows = rows_of(operands, index), out.rows[..., index]
-        if _again(spec):
-            # fewer rows are rounded in another way: exp(z - lse) needs the lse of this z
-            planned = spec.of_backward
-            out = _run_forward(some, planned)[0]
-        else:  # the lse of a shard is of all ranks
-            out = Outputs(*(t[..., index] if t.numel() else t for t in out))
-        out = out._replace(rows=rows)
-    elif spec.of_backward.softmax:
-        # a row of zeros adds nothing, if its lse is finite; so is this one times log2(e)
-        counts = out.rows.any(0) | out.lse.isfinite()
-        out = out._replace(lse=torch.where(counts, out.lse, torch.finfo(out.lse.dtype).max / 2))
-    plan = _plan(some, planned, gradients=True)
-    incoming = out.rows.to(compute_dtype(operands.x.dtype))
-    return _implementation(plan).backward(some, spec.of_backward, plan, out, incoming)
-
-
-def _trained(operands: Operands, spec: Reductions) -> dict[str, Tensor]:
-    """The operands whose gradients the spec names, in its order."""
-    return {name: operand(operands, name) for name in spec.gradients}
-
-
-def _plan(operands: Operands, spec: Reductions, gradients: bool) -> Plan:
-    x, weight = operands.x, operands.weight
-    n, d, v = *x.shape, weight.shape[0]
-    scaled, exist = operands.scale is not None, operands.logits is not None
-    return plan(n, d, v, x.dtype, x.device, spec, scaled, gradients, exist)
 
 
 # ---------------------------------------------------------------- the compiler and autograd
 
 
-def _fake(x, weight, bias, scale, picks, given, coef, logits, spec: str) -> list[Tensor]:
+def _fake(
+    x, weight, bias, scale, picks, given, coef, logits, spec: str, wide_x=None, wide_weight=None
+) -> list[Tensor]:
     s = Reductions.parse(spec)
     operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits)
     check(operands, s)
@@ -281,8 +116,8 @@ def _fake(x, weight, bias, scale, picks, given, coef, logits, spec: str) -> list
     if s.total:
         found["total"] = found["total"].new_empty(())
         found |= {
-            name: t.new_empty(t.shape, dtype=gradient_dtype(t.dtype))
-            for name, t in _trained(operands, s).items()
+            name: t.new_empty(t.shape, dtype=gradient_dtype(t.dtype, name in s.unrounded))
+            for name, t in trained(operands, s).items()
         }
     return [found[name] for name in s.results]
 
@@ -290,9 +125,7 @@ def _fake(x, weight, bias, scale, picks, given, coef, logits, spec: str) -> list
 def _fake_backward(
     grad, lse, rest, saved, x, weight, bias, scale, picks, given, logits, spec: str
 ) -> list[Tensor]:
-    operands = Operands(x, weight, bias, scale, picks, tuple(given))
-    trained = _trained(operands, Reductions.parse(spec))
-    return [*(t.new_empty(t.shape) for t in trained.values()), x.new_empty(0)]
+    return run.places(Operands(x, weight, bias, scale, picks, tuple(given)), Reductions.parse(spec))
 
 
 class _Differentiable(torch.autograd.Function):
@@ -300,10 +133,12 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keys: Any, text: str, *tensors: Any) -> tuple[Tensor, ...]:
-        picks, coef, logits, x, weight, bias, scale, *given = tensors
+        picks, coef, logits, wide_x, wide_weight, x, weight, bias, scale, *given = tensors
         spec = Reductions.parse(text)
         operands = Operands(x, weight, bias, scale, picks, tuple(given), coef, logits)
         check_gradients(operands, spec)
+        check_wide(operands, spec, {"x": wide_x, "weight": wide_weight})
+        # without the wide tensors, which the compiler then need not compute
         arguments = x, weight, bias, scale, picks, given, coef, logits, text
         with torch._C._AutoDispatchBelowAutograd():
             results = spec.named(_FORWARD.redispatch(keys, *arguments))
@@ -312,7 +147,7 @@ class _Differentiable(torch.autograd.Function):
         differentiable = "total" if spec.total else "rows"
         ctx.mark_non_differentiable(*(t for k, t in results.items() if k != differentiable))
         if spec.total:
-            ctx.dtypes = {name: t.dtype for name, t in _trained(operands, spec).items()}
+            ctx.dtypes = returned(operands, spec)
             ctx.save_for_backward(*(results[name] for name in spec.gradients))
         else:
             saved = (results.get(name) for name in ("lse", "rest", "saved"))
@@ -338,21 +173,23 @@ class _Differentiable(torch.autograd.Function):
                 grad = torch.cat([line for output, line in lines if output not in spec.detached])
             gradients = _BACKWARD(grad, *read, ctx.text)
             found = dict(zip(spec.gradients, gradients, strict=False))
+        wide = {f"wide_{name}": found.pop(name, None) for name in spec.unrounded}
         of_operands = ("x", "weight", "bias", "scale", *(f"given{i}" for i in range(ctx.count)))
-        return None, None, None, None, None, *map(found.get, of_operands)
+        named = "wide_x", "wide_weight", *of_operands
+        return *(None,) * 5, *map((found | wide).get, named)
 
 
 def _by_autograd(keys: Any, *arguments: Any) -> list[Tensor]:
     """The operator's kernel of autograd, which also runs where nothing has a gradient."""
     after = keys & torch._C._after_autograd_keyset
-    x, weight, bias, scale, _, given, *_ = arguments
+    arguments, wide = arguments[:9], (*arguments[9:], None, None)
+    x, weight, bias, scale, picks, given, coef, logits, text = arguments
     check_no_tangents((x, weight, bias, scale, *given))
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-        *operands, given, coef, logits, text = arguments
-        tensors = operands.pop(), coef, logits, *operands, *given
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments, *wide[:2]):
+        tensors = picks, coef, logits, *wide[:2], x, weight, bias, scale, *given
         return list(_Differentiable.apply(after, text, *tensors))
     if after.highestPriorityTypeId() in _PLAIN:
-        return _class_reductions(*arguments)  # a second dispatch takes the host 10 us
+        return run.class_reductions(*arguments)  # a second dispatch takes the host 10 us
     with torch._C._AutoDispatchBelowAutograd():
         return _FORWARD.redispatch(after, *arguments)
 
@@ -361,8 +198,8 @@ def _by_autograd(keys: Any, *arguments: Any) -> list[Tensor]:
 _PLAIN = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)
 _LIBRARY = torch.library.Library("fxpass", "FRAGMENT")
 for _name, _function, _of_shapes in (
-    ("class_reductions", _class_reductions, _fake),
-    ("class_reductions_backward", _class_reductions_backward, _fake_backward),
+    ("class_reductions", run.class_reductions, _fake),
+    ("class_reductions_backward", run.class_reductions_backward, _fake_backward),
 ):
     # not torch.library.custom_op, whose checks of aliases take 20 us of each call on the host
     _schema = torch.library.infer_schema(_function, mutates_args=())

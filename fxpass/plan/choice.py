@@ -69,6 +69,7 @@ class Choice:
             at_a_time = f"{found.rows} rows and {found.classes} classes at a time"
         parts = [f"{size(found.scratch + self.logits * self.save_logits)} of scratch"]
         parts += [f"{size(found.sums)} of f32 sums"] * bool(found.sums)
+        parts += [f"{-(-self.n // found.rows)} chunks are added up in bf16"] * found.rounded
         place = ", the logits in the weight's gradient" * found.in_place
         traced = f"; for {self.n} rows, as traced" if self.symbolic else ""
         return (
@@ -139,12 +140,14 @@ def _hint(number: int | torch.SymInt) -> int:
 
 def _too_wide(choice: Choice, others: tuple[int | torch.SymInt, ...]) -> bool:
     """Whether the weight gradients that ``chunked`` saves (one per loss, in f32 for fp16) exceed
-    one gradient in the weight's dtype by more than the logits of all losses take."""
+    the one that backward returns by more than the logits of all losses take."""
     if "weight" not in choice.spec.gradients:
         return False
-    saved = (1 + len(others)) * gradient_dtype(choice.dtype).itemsize
+    unrounded, narrow = "weight" in choice.spec.unrounded, choice.dtype.itemsize
+    saved = gradient_dtype(choice.dtype, unrounded).itemsize
+    returned = saved if unrounded else narrow
     total = choice.n + sum(map(_hint, others))
-    return choice.d * (saved - choice.dtype.itemsize) > total * choice.dtype.itemsize
+    return choice.d * ((1 + len(others)) * saved - returned) > total * narrow
 
 
 def _saving(choice: Choice) -> Choice | None:

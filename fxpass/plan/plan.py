@@ -16,6 +16,9 @@ and losses of the rows do not count as scratch, and a chunk or tile has a minimu
   else ``tiled`` (a GPU's forward is ``chunked``, and so is its backward in f32).
 - ``chunked``: equal chunks, as large as the budget allows. But one chunk of all rows if it takes no
   more memory than a smaller chunk and the f32 sums of the gradients: N <= rows + 2 D for bf16.
+- A GPU's chunks are a quarter of the rows by default, but enough rows for its GEMMs. These chunks
+  of bf16 add up the weight's gradient in bf16, where that takes no more memory than f32 sums of
+  smaller chunks. With the user's budget, up to six do: see :data:`MOST_ROUNDED`.
 - ``chunked`` on CPUs with N <= D and large logits: the logits ``[V, N]`` share the memory of the
   weight's gradient ``[V, D]``, a tile at a time.
 - ``tiled``: a block of rows, and as many classes as the budget or the cache allows.
@@ -50,6 +53,16 @@ CACHED = 4 * MIB
 # Minimum sizes that are worth the overhead of an operation: elements of a block of logits,
 # elements of an operand, rows or classes of a tile, rows of a chunk.
 BLOCK, OPERAND, LEAST, LEAST_ROWS = 1 << 14, 1 << 18, 64, 16
+# Parts of a GPU's logits by default, the rows (or classes) that keep its GEMMs efficient, and bytes
+# of a part that are worth its launches. On an H100, 4 chunks of 2048 x 128256 logits take 1.03 of
+# the time of one chunk, and half of its memory.
+FEW, EFFICIENT, FEW_BYTES = 4, 2048, 64 * MIB
+# Chunks that add up a weight's gradient in bf16, at most, where the user sets the budget. Each GEMM
+# accumulates in f32 and rounds the sum so far once. The sum after k of K chunks has about
+# sqrt(k / K) of the size of the whole, so K chunks have the error of sqrt((1 + ... + K) / K) =
+# sqrt((K + 1) / 2) roundings: 1.6 for 4, 1.9 for 6. Eager has one rounding, and twice its error is
+# allowed.
+MOST_ROUNDED = 6
 # Rows of a tile at most, unless there are few classes; classes of a GPU's slice are multiples.
 TILE_ROWS, SLICE_CLASSES = 2048, 256
 # Rows and classes are multiples of the GEMM kernels' tile sizes.
@@ -73,6 +86,7 @@ class Plan(NamedTuple):
     in_place: bool = False  # whether the logits share the memory of the weight's gradient
     scratch: int = 0  # bytes allocated beside the outputs, at most
     sums: int = 0  # bytes of the f32 sums of the weight's gradient, if several chunks need them
+    rounded: bool = False  # whether chunks add up the weight's gradient in its 16-bit dtype
 
 
 def budget(n: int, v: int, dtype: torch.dtype, device: torch.device, memory_mb: int) -> int:
@@ -135,7 +149,7 @@ class _Run(NamedTuple):
     @property
     def bytes(self) -> tuple[int, int, int, int]:
         """The size of an element of the operands, in the compute dtype, in the dtype of the
-        products, and of the gradients."""
+        products, and of a chunk of logits and its gradient."""
         on_gpu = self.implementation == "triton"
         multiplied = self.dtype if on_gpu else multiplied_in(self.dtype, self.device)
         dtypes = self.dtype, compute_dtype(self.dtype), multiplied, gradient_dtype(self.dtype)
@@ -157,13 +171,20 @@ class _Run(NamedTuple):
         """Whether the logits of all rows fit into the weight's gradient and are large enough."""
         large = self.n * self.v * self.bytes[-1] > CPU_TILE
         fits = self.spec.total and "weight" in self.gradients and self.n <= self.d
+        fits = fits and not self.unrounded
         return large and bool(fits) and not (self.logits_exist or self.spec.whole_rows)
+
+    @property
+    def unrounded(self) -> bool:
+        """Whether the weight's gradient is wider than a chunk of logits."""
+        return "weight" in self.gradients and "weight" in self.spec.unrounded
 
     @property
     def sums(self) -> int:
         """Bytes of the f32 sums of the weight's gradient, if the returned gradient is narrower."""
         _, a, _, g = self.bytes
-        return self.v * self.d * a if "weight" in self.gradients and g < a else 0
+        narrower = "weight" in self.gradients and not self.unrounded and g < a
+        return self.v * self.d * a if narrower else 0
 
     def rows(self, most: int, row: int, least: int, align: int) -> int:
         """Rows of a chunk: equal chunks of at most ``most`` rows, but not below the minimum
@@ -185,7 +206,7 @@ def _plan(run: _Run, reason: str) -> Plan:
     # and gradients that come with their total its softmax
     at_once = bool(spec.gradients and spec.total)
     if run.implementation == "triton":
-        found = _triton_chunked(run, for_chunks)
+        found = _triton_chunked(run, allowed, for_chunks)
         # f32 has no sums to save, and slices round logits in another way than forward
         if spec.in_slices and run.gradients and not at_once and run.dtype.itemsize < 4:
             found = _triton_tiled(run, allowed, found)
@@ -220,7 +241,7 @@ def _aten_chunked(run: _Run, allowed: int) -> Plan:
     # per class: the cast gradient of the logits, the cast weight, the product for its gradient
     column = m * (rows * (m != g) + d * (copied + ("weight" in run.gradients)))
     classes = v
-    if copied or sums:
+    if copied or sums or run.unrounded:
         classes = _parts(v, max(share // column, _least(rows, d)), align)
     taken = rows * row + blocks + (classes * column if share else 0) + vectors
     return Plan("aten", "chunked", rows, classes, "", min(block, rows), scratch=taken, sums=sums)
@@ -249,24 +270,51 @@ def _aten_tiled(run: _Run, allowed: int, in_place: bool = False) -> Plan:
     return Plan("aten", strategy, rows, classes, in_place=in_place, scratch=taken)
 
 
-def _triton_chunked(run: _Run, allowed: int) -> Plan:
+def _triton_chunked(run: _Run, allowed: int, beside_sums: int) -> Plan:
+    """Chunks within the budget ``allowed``, or ``beside_sums`` where there are f32 sums too."""
     n, d, v = run[:3]
-    e, a, _, _ = run.bytes
+    e, a, _, g = run.bytes
+    align, by_user, least = ALIGNMENT["triton"], bool(run.spec.memory_mb), max(LEAST, BLOCK // v)
     # ROCm may have to multiply f32 copies of some classes
     copies = 4 * min(v, UPCAST_CLASSES) if torch.version.hip and e < a else 0
-    row = e * padded(v) + copies + (4 * d if copies else 0)
-    rows = run.rows((allowed - copies * d) // row, row, LEAST, ALIGNMENT["triton"])
-    sums = run.sums if rows < n else 0
-    return Plan("triton", "chunked", rows, v, scratch=rows * row + copies * d, sums=sums)
+    row, copied = e * padded(v) + copies + (4 * d if copies else 0), copies * d
+
+    def of(rows: int, sums: int = 0, rounded: bool = False) -> Plan:
+        sums, rounded = (sums, rounded) if rows < n else (0, False)
+        scratch = rows * row + copied
+        return Plan("triton", "chunked", rows, v, scratch=scratch, sums=sums, rounded=rounded)
+
+    most, few = (allowed - copied) // row, max(_few(n), FEW_BYTES // row)
+    if not run.sums:  # chunks add up in the gradient that is returned
+        default = most if run.dtype == torch.float16 else min(most, few)
+        return of(_parts(n, max(most if by_user else default, least), align))
+    wide = of(run.rows((beside_sums - copied) // row, row, LEAST, align), run.sums)
+    if run.spec.accumulate == "float32":
+        return wide
+    narrow = of(_parts(n, max(most if by_user else few, least), align), rounded=True)
+    if by_user:
+        return narrow if n <= MOST_ROUNDED * narrow.rows else wide
+    gradient = g * v * d
+    of_wide = wide.sums + max(wide.scratch, gradient) if wide.sums else wide.scratch + gradient
+    return narrow if narrow.scratch + gradient <= of_wide else wide
 
 
 def _triton_tiled(run: _Run, allowed: int, chunks: Plan) -> Plan:
     """Slices of classes of all rows, in place of chunks with an equal scratch or a smaller one."""
     row = run.n * run.bytes[0]
     most = allowed // row
+    if not run.spec.memory_mb:
+        most = min(most, max(_few(run.v), FEW_BYTES // row))
     classes = min(run.v, max(SLICE_CLASSES, most - most % SLICE_CLASSES))
     scratch = max(chunks.scratch, row * padded(classes))
-    return chunks._replace(strategy="tiled", classes=classes, scratch=scratch)
+    return chunks._replace(
+        strategy="tiled", classes=classes, scratch=scratch, rounded=False, sums=0
+    )
+
+
+def _few(total: int) -> int:
+    """The rows (or classes) of each of a few parts that keep GEMMs efficient."""
+    return -(-total // max(1, min(FEW, total // EFFICIENT)))
 
 
 def _vectors(run: _Run, allowed: int) -> int:

@@ -68,10 +68,10 @@ class Builder:
         """A new node with its example value and the stack trace of the site."""
         node = self.graph.create_node(op, target, args, kwargs)
         node.meta["stack_trace"] = self.site.meta.get("stack_trace")
-        examples = torch.fx.map_arg(args, lambda n: n.meta["example_value"])
+        examples, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
         function = getattr(type(examples[0]), target) if op == "call_method" else target
         with torch.no_grad(), _fake_mode_of(examples[0]):
-            node.meta["example_value"] = function(*examples, **kwargs)
+            node.meta["example_value"] = function(*examples, **named)
         return node
 
     # ------------------------------------------------------------ DTensors

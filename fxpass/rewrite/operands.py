@@ -11,6 +11,7 @@ edits of the logits that the call reduces::
 from __future__ import annotations
 
 import operator
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -25,6 +26,13 @@ from fxpass.match.join import Call
 from fxpass.match.outputs import Picked
 from fxpass.rewrite.arithmetic import Arithmetic
 from fxpass.spec.dtypes import compute_dtype
+
+
+class Wide(NamedTuple):
+    """Hidden states ``[N, D]`` and weight ``[V, D]`` of a call, before they are cast."""
+
+    x: Node
+    weight: Node
 
 
 class Operands(Arithmetic):
@@ -53,13 +61,13 @@ class Operands(Arithmetic):
     def _operand(self, node: Node) -> Node:
         return self.cast(node, self.dtype, self.linear.node)
 
-    def _edited(self, call: Call) -> tuple[Node, Node, Node | None, list[Node]]:
-        """The hidden states ``[N, D]``, weight ``[V, D]`` and bias of the logits of a call, and its
-        class indices."""
+    def _edited(self, call: Call) -> tuple[Wide, Node | None, list[Node]]:
+        """The hidden states ``[N, D]`` and weight ``[V, D]`` of the logits of a call, before they
+        are cast, their bias, and its class indices."""
         linear, edits, dtype = self.linear, call.base.edits, compute_dtype(self.dtype)
         dim = call.base.steps[-1].dim if call.base.steps else linear.dim
-        x = self._flat(self._viewed(self._operand(self.hidden), call.base.steps), dim)
-        weight = self._operand(linear.weight)
+        x = self._flat(self._viewed(self._early(self.hidden), call.base.steps), dim)
+        weight = self._early(linear.weight)
         weight = self.weight = self.method("t", weight) if linear.transposed else weight
         for edit in edits:
             if isinstance(edit, Taken):
@@ -78,7 +86,11 @@ class Operands(Arithmetic):
                 if bias is not None:
                     more = self.method("add", self.method("to", bias, dtype), more)
                 bias = more
-        return x, self.weight_here(weight), bias, picks
+        return Wide(x, self.weight_here(weight)), bias, picks
+
+    def _early(self, operand: Node) -> Node:
+        """An operand before its views: of a sharded head it is cast before ranks exchange it."""
+        return operand if self.sharding is None else self._operand(operand)
 
     def _scale(self, call: Call, x: Node) -> Node | None:
         if call.base.scale == 1:

@@ -33,7 +33,7 @@ from fxpass.match.join import Call
 from fxpass.match.losses import Loss
 from fxpass.match.totals import Total, coefficients_of
 from fxpass.op.kept import saved_logits
-from fxpass.rewrite.operands import Operands
+from fxpass.rewrite.operands import Operands, Wide
 from fxpass.rewrite.totals import coefficients_of_total
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.outputs import OF_PICKS, Top
@@ -130,7 +130,8 @@ class _Edit(Operands):
             if place < node:  # else another call has moved it
                 place.prepend(node)
         with self.graph.inserting_before(place):
-            x, weight, bias, picks = self._edited(call)
+            wide, bias, picks = self._edited(call)
+            x, weight = map(self._operand, wide)
             gradients = call.spec.gradients
             if call.detached and self.trained:
                 x, weight = self.method("detach", x), self.method("detach", weight)
@@ -152,14 +153,15 @@ class _Edit(Operands):
             if call.total is not None:
                 coef = self._coefficients(call, call.total, x, counts)
             operands = x, weight, bias, scale, index, given
-            self._unpack(call, self._called(call, operands, coef), counts)
+            self._unpack(call, self._called(call, operands, coef, wide), counts)
 
-    def _called(self, call: Call, operands: tuple[Any, ...], coef: Node | None) -> Node:
+    def _called(self, call: Call, operands: tuple[Any, ...], coef: Node | None, wide: Wide) -> Node:
         """The operator's call; for a vocabulary shard, over the classes of all ranks."""
         logits, sharding, text = self._logits(call), self.sharding, call.spec.text()
         if sharding is None or sharding.group is None:
-            op = torch.ops.fxpass.class_reductions.default
-            return self.function(op, *operands, coef, logits, text)
+            op, unrounded = torch.ops.fxpass.class_reductions.default, call.spec.unrounded
+            named = {f"wide_{name}": getattr(wide, name) for name in unrounded}
+            return self.call("call_function", op, *operands, coef, logits, text, **named)
         from fxpass.op import sharded  # not every PyTorch has torch.distributed
 
         if call.choice.save_logits:

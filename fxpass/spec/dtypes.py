@@ -25,10 +25,10 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+def gradient_dtype(dtype: torch.dtype, unrounded: bool = False) -> torch.dtype:
     """The dtype in which forward returns the gradients of operands of ``dtype``.
 
-    It is the operands' dtype, but f32 for fp16, whose range is too small for the factor 1 / N and
-    for loss scaling.
+    It is the operands' dtype, but that of the sums for ``unrounded`` gradients, and f32 for fp16,
+    whose range is too small for the factor 1 / N and for loss scaling.
     """
-    return torch.float32 if dtype == torch.float16 else dtype
+    return compute_dtype(dtype) if unrounded or dtype == torch.float16 else dtype

@@ -141,10 +141,14 @@ class Reductions:
             weights are known before (a mean, a mask, a policy's advantages). Forward computes its
             gradients, of x, weight and bias; the other outputs then have none.
         memory_mb: scratch budget in MiB; 0 leaves it to the plan.
+        accumulate: ``float32``: chunks add up the weight's gradient in f32; ``auto``: few chunks
+            of bf16 add it up in bf16 (:mod:`fxpass.plan.plan`).
         shard: whether the classes are a vocabulary shard. The pick V is none of them then: its
             logit is 0, without a gradient, and no class has the hit.
         detached: those of ``rows`` that have no gradient where others have, such as metrics under
             ``no_grad``. Backward does not read what only they read.
+        unrounded: those of ``x`` and ``weight`` whose gradients are returned in the dtype of the
+            sums: the program cast these operands from it, and their gradients bypass the cast.
 
     The text form is the operator's last argument::
 
@@ -161,6 +165,8 @@ class Reductions:
     memory_mb: int = 0
     shard: bool = False
     detached: tuple[Output, ...] = ()
+    unrounded: tuple[str, ...] = ()
+    accumulate: str = "auto"
 
     def __post_init__(self) -> None:
         for output in (*self.outputs, *self.total):
@@ -191,6 +197,11 @@ class Reductions:
             raise ValueError(f"memory_mb must not be negative, got {self.memory_mb}")
         if self.gradients != tuple(sorted(set(self.gradients), key=position_of)):
             raise ValueError(f"gradients must be named once and in order, got {self.gradients}")
+        trained = tuple(name for name in PRODUCTS[:2] if name in self.gradients)
+        if self.unrounded != tuple(name for name in trained if name in self.unrounded):
+            raise ValueError(f"gradients of {trained} may be unrounded, got {self.unrounded}")
+        if self.accumulate not in ("auto", "float32"):
+            raise ValueError(f"accumulate must be auto or float32, got {self.accumulate!r}")
 
     @functools.cached_property
     def rows(self) -> tuple[Output, ...]:
@@ -335,6 +346,8 @@ class Reductions:
             "memory_mb": self.memory_mb or "",
             "shard": "1" if self.shard else "",
             "detached": ";".join(map(str, self.detached)),
+            "unrounded": ",".join(self.unrounded),
+            "accumulate": self.accumulate if self.accumulate != "auto" else "",
         }
         return " ".join([REVISION, *(f"{k}={text}" for k, text in fields.items() if text)])
 
@@ -355,10 +368,13 @@ class Reductions:
                 for name in ("outputs", "total", "detached")
             )
             transform = expression.parse(found.get("transform", "z"))
-            gradients = tuple(filter(None, found.get("gradients", "").split(",")))
-            memory_mb = int(found.get("memory_mb", "0"))
-            shard = found.get("shard") == "1"
-            spec = Reductions(outputs, transform, gradients, total, memory_mb, shard, detached)
+            gradients, unrounded = (
+                tuple(filter(None, found.get(name, "").split(",")))
+                for name in ("gradients", "unrounded")
+            )
+            memory_mb, shard = int(found.get("memory_mb", "0")), found.get("shard") == "1"
+            of_rows = outputs, transform, gradients, total, memory_mb, shard, detached
+            spec = Reductions(*of_rows, unrounded, found.get("accumulate", "auto"))
         except ValueError as error:
             raise ValueError(f"not reductions: {text!r}") from error
         if spec.text() != text:  # one computation, one text, one cache key

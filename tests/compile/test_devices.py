@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpass.kernels import reductions
 from fxpass.op import ignored
-from fxpass.op import reductions as operator
+from fxpass.op import run as operator
 from fxpass.op.checks import check
 from fxpass.plan import devices, plan
 from fxpass.rewrite.transform import Outcome, transform
@@ -244,6 +245,7 @@ def test_when_nothing_is_waited_for(what, launches, gpus, monkeypatch):
     if what == "a CUDA graph":
         gpus.capturing = 1
         monkeypatch.setattr(ignored, "WORTH_A_WAIT", 0)
+    monkeypatch.setattr(ignored._Earlier, "left_out", lambda *_: 1.0)
     given = operands(F32, total=1)
     assert given.coef is not None
     given.coef.zero_()  # would be left out
@@ -253,42 +255,93 @@ def test_when_nothing_is_waited_for(what, launches, gpus, monkeypatch):
     assert [len(launch["logits"]) for launch in launches] == [7]
 
 
-@pytest.mark.parametrize("spec", [LOSS, Reductions((), total=("pick",))], ids=str)
-@pytest.mark.parametrize("counted", [0, 1])
-def test_a_batch_without_counted_rows_loads_the_kernels(counted, spec, launches, gpus, monkeypatch):
-    """A graph that is captured next has all rows. Whatever they hold, the results are zeros."""
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for tensors on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        waits = func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "equal")
+        self.count += waits and not getattr(args[0], "pinned", False)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The waits of calls, all of which are large enough for one; no call was made before."""
+
+    def pinned():
+        number = torch.zeros((), dtype=torch.int64)
+        number.pinned = True  # type: ignore[attr-defined]
+        return number
+
     monkeypatch.setattr(ignored, "WORTH_A_WAIT", 0)
+    # not every build of torch pins memory
+    monkeypatch.setattr(ignored, "_pinned", pinned)
+    monkeypatch.setattr(ignored, "_EARLIER", ignored._Earlier())
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield Waits()
+    torch.use_deterministic_algorithms(before)
+
+
+EVALUATED = Reductions((), total=("pick",))
+IN_BACKWARD = Reductions(("pick",), gradients=("x", "weight"))
+
+
+def steps(spec: Reductions, given: Operands, counted: list[int], waits: Waits, launches) -> list:
+    """The rows of the last launch of each step, of which so many count, and the waits."""
+    found = []
+    for count in counted:
+        with waits, devices.on_device(SECOND):
+            before = waits.count
+            if spec.total:
+                coef = torch.ones_like(given.coef)
+                coef[:, count:] = 0
+                _, grads = operator._forward(given._replace(coef=coef), spec)
+            else:
+                out, _ = operator._forward(given, spec)
+                rows = torch.ones_like(out.rows)
+                rows[:, count:] = 0
+                grads = operator._backward_of_rows(given, spec, out._replace(rows=rows))
+        assert grads.keys() == set(spec.gradients)
+        if not count:
+            assert not any(t.any() for t in grads.values())
+        found.append((len(launches[-1]["logits"]), waits.count - before))
+    return found
+
+
+@pytest.mark.parametrize("spec", [LOSS, EVALUATED, IN_BACKWARD], ids=str)
+def test_steps_whose_rows_all_count_never_wait(spec, launches, gpus, waits):
+    given = operands(F32, total=len(spec.total))
+    assert steps(spec, given, [7, 7, 7, 7], waits, launches) == [(7, 0)] * 4
+    check_launches(launches, gpus)
+
+
+@pytest.mark.parametrize("spec", [LOSS, EVALUATED, IN_BACKWARD], ids=str)
+def test_ignored_rows_are_left_out_from_the_second_step_on(spec, launches, gpus, waits):
+    """A step waits for the indices of rows if the step before it left enough rows out."""
+    given = operands(F32, total=len(spec.total))
+    found = steps(spec, given, [3, 3, 2, 7, 7, 3, 3], waits, launches)
+    assert found == [(7, 0), (3, 1), (2, 1), (7, 1), (7, 0), (7, 0), (3, 1)]
+    check_launches(launches, gpus)
+
+
+def test_an_earlier_step_does_not_decide_how_deterministic_algorithms_round(launches, gpus, waits):
+    torch.use_deterministic_algorithms(True)
     given = operands(F32, total=1)
-    assert given.coef is not None
-    given.coef[:, counted:] = 0
-    given.x[counted:] = torch.nan
-    with devices.on_device(SECOND):
-        out, grads = operator._forward(given, spec)
-    check_launches(launches, gpus)
-    assert [len(launch["logits"]) for launch in launches] == [1]
-    assert grads.keys() == set(spec.gradients)
-    if not counted:
-        assert not any(t.any() for t in (out.total.sum(), *grads.values()))
-        assert all(grads[name].shape == getattr(given, name).shape for name in grads)
+    assert steps(LOSS, given, [3, 3], waits, launches) == [(7, 0)] * 2
 
 
-@pytest.mark.parametrize("counted", [0, 1])
-def test_so_does_one_without_incoming_gradients(counted, launches, gpus, monkeypatch):
-    monkeypatch.setattr(ignored, "WORTH_A_WAIT", 0)
-    spec = Reductions(("pick",), gradients=("x", "weight"))
-    given = operands(F32)
-    with devices.on_device(SECOND):
-        out, _ = operator._forward(given, spec)
-        launches.clear()
-        rows = torch.ones_like(out.rows)
-        rows[:, counted:] = 0
-        grads = operator._backward_of_rows(given, spec, out._replace(rows=rows))
+@pytest.mark.parametrize("spec", [LOSS, EVALUATED, IN_BACKWARD], ids=str)
+def test_a_batch_without_counted_rows_loads_the_kernels(spec, launches, gpus, waits):
+    """A graph that is captured next has all rows. Whatever they hold, the results are zeros."""
+    given = operands(F32, total=len(spec.total))
+    given.x[1:] = torch.nan
+    assert steps(spec, given, [1, 0, 1], waits, launches)[1:] == [(1, 1), (1, 1)]
     check_launches(launches, gpus)
-    assert [launch["kernel"].name.rpartition("_")[0] for launch in launches] == [
-        "class_reductions",
-        "class_reductions_backward",
-    ]
-    assert counted or not any(t.any() for t in grads.values())
 
 
 def test_the_implementation_is_that_of_the_device(gpus):

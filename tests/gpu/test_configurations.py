@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fxpass.kernels import reductions, tuning
-from fxpass.op import reductions as operator
+from fxpass.op import run
 from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import PRODUCTS, Moment
@@ -50,7 +50,7 @@ def take(monkeypatch, device):
 
 def in_parts(monkeypatch) -> None:
     plan = Plan("triton", "tiled", rows=200, classes=768)
-    monkeypatch.setattr(operator, "plan", lambda *_: plan)
+    monkeypatch.setattr(run, "plan", lambda *_: plan)
 
 
 def made(name: str, dtype: torch.dtype, v: int) -> Case:

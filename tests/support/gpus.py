@@ -26,6 +26,7 @@ class Card:
 
 
 H200 = Card("NVIDIA H200", 9, 0, 139 * GIB, 132)
+H100 = Card("NVIDIA H100 80GB HBM3", 9, 0, 80 * GIB, 132)
 A100 = Card("NVIDIA A100", 8, 0, 80 * GIB, 108)
 T4 = Card("Tesla T4", 7, 5, 15 * GIB)
 V100 = Card("Tesla V100", 7, 0, 32 * GIB, 80)
@@ -69,6 +70,7 @@ class Gpus:
                 ),
                 "get_device_name": lambda device=None: self._card(device).name,
                 "is_current_stream_capturing": self._is_capturing,
+                "Event": _Event,
             },
             torch.accelerator: {
                 "current_accelerator": lambda check_available=False: (
@@ -99,6 +101,16 @@ class Gpus:
     def _is_capturing(self) -> bool:
         self.asked.append(self.current)
         return self.current == self.capturing
+
+
+class _Event:
+    """``torch.cuda.Event``: what was queued before it is done at once."""
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        return self.recorded
 
 
 class _Current:

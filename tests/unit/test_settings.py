@@ -51,6 +51,12 @@ CASES = {
         refused=["-1", "1.5", "many", "1e3", "inf", "nan"],
         refused_options=[-1, 1.5, True, None, [], float("inf"), float("nan"), 10**400],
     ),
+    "accumulate": SimpleNamespace(
+        accepted=[("float32", "float32"), ("auto", "auto")],
+        options=[],
+        refused=["bfloat16", "f32"],
+        refused_options=[None, 1, torch.float32],
+    ),
     "min_logits_mb": SimpleNamespace(
         accepted=[("0.5", 0.5), ("64", 64.0), ("0", 0.0)],
         options=[(0.5, 0.5), (64, 64.0)],

@@ -17,6 +17,7 @@ from fxpass.aten import reductions as aten
 from fxpass.kernels import call, chunked
 from fxpass.kernels import reductions as kernels
 from fxpass.op import reductions as operator
+from fxpass.op import run
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.expression import parse
@@ -65,7 +66,7 @@ def triton(request, device, monkeypatch):
         # several slices; of those with several blocks, the last one has less than one
         return Plan("triton", "tiled", rows=request.param, classes=16 if v < 8192 else 8192)
 
-    monkeypatch.setattr(operator, "plan", plan)
+    monkeypatch.setattr(run, "plan", plan)
     with device:
         yield device
 
@@ -510,7 +511,7 @@ STEEP = {"sqrt(exp(l))": lambda p: p.sqrt(), "exp(l)*log(exp(l))": lambda p: p *
 def test_rows_without_a_gradient_that_are_not_left_out(text, monkeypatch):
     """As on a GPU, which does not wait for their count. The slope at a probability of 0 is
     infinite, or nan."""
-    monkeypatch.setattr(operator, "selected", lambda *_: None)
+    monkeypatch.setattr(run, "selected", lambda *_: None)
     x, w, factors = torch.randn(6, 4), torch.randn(20, 4), torch.tensor([1.0, 1, 0, 2, 1, 0])
     leaves = [[t.clone().requires_grad_() for t in (x, w)] for _ in range(2)]
     spec = Reductions((of(text),), gradients=("x", "weight")).text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxpass.aten import chunked, tiles
-from fxpass.op import reductions
+from fxpass.op import run
 from fxpass.plan.plan import Plan
 from fxpass.spec.dtypes import compute_dtype
 
@@ -14,7 +14,7 @@ from fxpass.spec.dtypes import compute_dtype
 def few(monkeypatch):
     """Reductions in chunks of 3 rows, blocks of 2 rows, products of 4 classes."""
     plan = Plan("aten", "chunked", 3, 4, block=2)
-    monkeypatch.setattr(reductions, "plan", lambda *_: plan)
+    monkeypatch.setattr(run, "plan", lambda *_: plan)
 
 
 @pytest.fixture(params=["the fastest dtype", "f32"])
@@ -29,7 +29,7 @@ def multiplied(request, monkeypatch):
 def tiled(monkeypatch):
     """Reductions in tiles of 3 rows and 4 classes."""
     plan = Plan("aten", "tiled", 3, 4)
-    monkeypatch.setattr(reductions, "plan", lambda *_: plan)
+    monkeypatch.setattr(run, "plan", lambda *_: plan)
 
 
 @pytest.fixture
@@ -41,4 +41,4 @@ def in_place(monkeypatch):
         total = of_call[5].total and of_call[5].gradients
         return Plan("aten", "chunked", 100, 4, in_place=bool(total))
 
-    monkeypatch.setattr(reductions, "plan", plan)
+    monkeypatch.setattr(run, "plan", plan)

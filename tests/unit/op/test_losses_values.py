@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.op import reductions
+from fxpass.op import run
 from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from tests.support.losses import Spec, linear_cross_entropy
@@ -37,7 +37,7 @@ TRANSFORMS = {
 def strategy(request, monkeypatch) -> str:
     """What :func:`programs` runs: chunks of 3 rows, or tiles of 3 rows and 4 classes."""
     plan = Plan("aten", request.param, 3, 4, "a test", block=2)
-    monkeypatch.setattr(reductions, "plan", lambda *_: plan)
+    monkeypatch.setattr(run, "plan", lambda *_: plan)
     monkeypatch.setitem(globals(), "STRATEGY", request.param)
     return request.param
 
@@ -233,17 +233,18 @@ def test_ignored_rows_are_left_out_of_one_pass_only(monkeypatch, all_rows):
         operands = [t.clone().requires_grad_() for t in tensors]
         with monkeypatch.context() as patch:
             if all_rows == "forward":
-                patch.setattr(reductions, "selected", lambda *_: None)
+                patch.setattr(run, "selected", lambda *_: None)
             loss = program(*operands)
         with monkeypatch.context() as patch:
             if all_rows == "backward":
-                patch.setattr(reductions, "selected", lambda *_: None)
+                patch.setattr(run, "selected", lambda *_: None)
             return torch.autograd.grad(loss.sum(), operands)
 
     got, eager = (gradients_of(program, x, weight) for program in (fused, plain))
     exact = gradients_of(plain, x.double(), weight.double())
-    run = functools.partial(gradients_of, plain)
-    assert_close(got, eager, exact, torch.float32, lambda: in_other_orders(run, x, weight, ORDERS))
+    again = functools.partial(gradients_of, plain)
+    orders = functools.partial(in_other_orders, again, x, weight, ORDERS)
+    assert_close(got, eager, exact, torch.float32, orders)
 
 
 @pytest.mark.parametrize("count", [1, 10])

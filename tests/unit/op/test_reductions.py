@@ -33,13 +33,14 @@ OPERATORS = torch.ops.fxpass
 
 
 def test_the_operators_of_this_revision():
-    """Graphs in compile caches call them like this: another schema needs another revision."""
+    """Graphs in compile caches call them like this: another schema needs another revision, unless
+    what is new has a default."""
     operators = (OPERATORS.class_reductions, OPERATORS.class_reductions_backward)
     expecttest.assert_expected_inline(
         "\n".join([REVISION, *(str(operator.default._schema) for operator in operators)]),
         """\
 r5
-fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? coef, Tensor? logits, str spec) -> Tensor[]
+fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? coef, Tensor? logits, str spec, Tensor? wide_x=None, Tensor? wide_weight=None) -> Tensor[]
 fxpass::class_reductions_backward(Tensor grad, Tensor? lse, Tensor? rest, Tensor? saved, Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? logits, str spec) -> Tensor[]""",
     )
 

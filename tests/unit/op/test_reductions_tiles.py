@@ -241,7 +241,7 @@ def test_gradients_of_a_total_in_tiles_are_not_rounded_to_fp16(monkeypatch):
     given, coef = torch.rand(3, 11), torch.full((1, 3), 2.0**-30)
     spec = "r5 gradients=x,weight total=sum(given0*z)"
     plan = Plan("aten", "tiled", 3, 4)
-    monkeypatch.setattr("fxpass.op.reductions.plan", lambda *_: plan)
+    monkeypatch.setattr("fxpass.op.run.plan", lambda *_: plan)
     found = class_reductions(x, w, None, None, None, [given], coef, None, spec)
     assert found["weight"].dtype == found["x"].dtype == torch.float32
     assert torch.allclose(found["weight"][:, 0] * 2.0**30, given.sum(0))

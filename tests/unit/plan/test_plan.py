@@ -17,14 +17,17 @@ from fxpass.plan.plan import (
     CPU_BUDGET,
     CPU_LEAST,
     CPU_PARTS,
+    EFFICIENT,
+    FEW,
     GPU_BUDGET,
     MIB,
+    MOST_ROUNDED,
     budget,
     size,
 )
 from fxpass.spec import expression
 from fxpass.spec.reductions import REVISION, Reductions
-from tests.support.gpus import H200, T4, V100
+from tests.support.gpus import H100, H200, T4, V100
 from tests.support.losses import Spec
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
 
@@ -230,20 +233,57 @@ def test_logits_that_fit_into_the_weights_gradient_live_there(dtype):
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("n", [1024, 4096, 32768])
-@pytest.mark.parametrize("memory_mb", [0, 256])
-def test_a_gpus_chunks(head, n, memory_mb, h200):
+@pytest.mark.parametrize("n", [1, 1024, 4096, 16384, 65536, 1 << 20])
+@pytest.mark.parametrize("memory_mb", [0, 256, 2048])
+@pytest.mark.parametrize("accumulate", ["auto", "float32"])
+@pytest.mark.parametrize("unrounded", [(), ("weight",)], ids=["rounded", "unrounded"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_a_gpus_chunks(dtype, unrounded, accumulate, memory_mb, n, head, h200):
+    """Chunks add up in bf16 only where twice eager's error allows it, and nobody says otherwise."""
     d, v = HEADS[head]
-    got = plan(n, d, v, BF16, CUDA, Spec(gradients=BOTH, memory_mb=memory_mb))
-    padded = -(-v // 16) * 16
-    most = 1024 * MIB // (padded * 2)
-    if memory_mb:  # holds the sums too, or what would take less
-        assert got.scratch + got.sums <= max(256 * MIB, 64 * MIB + 4 * v * d)
-    elif n <= most + 2 * d:
-        assert got.rows == n
-    else:
-        assert got.rows % 64 == 0
-        assert got.rows <= most
+    asked = replace(Reductions((), gradients=BOTH, total=("pick",)), unrounded=unrounded)
+    asked = replace(asked, memory_mb=memory_mb, accumulate=accumulate)
+    got = plans.plan(n, d, v, dtype, CUDA, asked, False, True)
+    chunks = -(-n // got.rows)
+    assert chunks == 1 or got.rows % 64 == 0
+    may_round = dtype == BF16 and not unrounded and accumulate == "auto"
+    assert got.rounded <= (may_round and 1 < chunks <= (MOST_ROUNDED if memory_mb else FEW))
+    wide = unrounded or dtype == F16  # sums are what is returned
+    assert bool(got.sums) == (chunks > 1 and not got.rounded and not wide)
+    gradient = v * d * (4 if wide else 2)
+    taken = max(got.scratch + (got.sums or gradient), (got.sums + gradient) * bool(got.sums))
+    floor = 64 * 2 * (v + 16)
+    if memory_mb:  # within the budget, or the smallest chunk, or what would take less than sums
+        quarter = max(floor, memory_mb * MIB // 4)
+        assert got.scratch + got.sums <= max(memory_mb * MIB, quarter + 4 * v * d)
+    else:  # no more than chunks of the budget with f32 sums
+        assert taken <= max(GIB + 2 * gradient, 3 * gradient) + floor
+        assert not may_round or chunks == 1 or got.rows >= EFFICIENT
+
+
+# extra memory of a step on an H100, in MiB: of the plan, and as a GPU measured Inductor's
+SHARES = {
+    (8192, 4096, 128256): (1567, 3070, 0.55),
+    (16384, 1024, 151936): (1515, 5077, 0.30),
+    (4096, 896, 151936): (860, 1455, 0.60),
+    (8192, 2304, 256000): (2161, 5161, 0.45),
+}
+
+
+@pytest.mark.parametrize("sizes", SHARES, ids=str)
+def test_the_memory_of_a_step(sizes, gpus):
+    gpus.have(H100)
+    n, d, v = sizes
+    want, inductor, share = SHARES[sizes]
+    asked = Reductions((), gradients=BOTH, total=("pick",))
+    got = plans.plan(n, d, v, BF16, CUDA, asked, False, True)
+    assert got.rounded
+    assert (got.scratch + 2 * v * d + 2 * n * d) // MIB == want
+    assert want <= share * inductor
+    # gradients in backward: slices of as many classes, whose gradients are final
+    later = plans.plan(n, d, v, BF16, CUDA, Reductions(("pick",), gradients=BOTH), False, True)
+    assert (later.strategy, later.sums, later.rounded) == ("tiled", 0, False)
+    assert later.scratch <= 1.01 * got.scratch
 
 
 POLICY = f"{REVISION} outputs=moment(1,1);pick gradients=x,weight"
