@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
-from fxpass.settings import PREFIX, Settings
+from fxpass.settings import PREFIX, SettingError, Settings
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def fusedce(
             inner backend.
 
     Raises:
-        ValueError: an unknown setting, or a value that is not allowed.
+        SettingError: an unknown setting, or a value that is not allowed.
         MixedDtypeError: operands of unlike dtypes outside autocast, with
             ``fusedce.mixed_dtypes=error``.
     """
@@ -66,6 +66,11 @@ def fusedce(
     if stored and outcome.heads:
         compiled = with_operator(compiled)
     return take_plain(outcome.restore(compiled))
+
+
+def misnamed(*_args: Any, **_options: Any) -> Any:
+    """What ``backend="fxpass"`` names: no backend, but an error that says how it is named."""
+    raise SettingError('the backend of the package fxpass is named "fusedce": backend="fusedce"')
 
 
 if Settings.read().enabled:

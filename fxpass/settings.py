@@ -10,14 +10,24 @@ variable, then the default::
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch._dynamo.exc import ShortenTraceback
 
 PREFIX = "fusedce."
+
+
+class SettingError(ShortenTraceback, ValueError):
+    """A setting that is not allowed. Of what a backend raises, Dynamo hands on exceptions of the
+    first class, and wraps others in ``BackendCompilerFailed``, which is no ValueError."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, first_useful_frame=None)
 
 
 class Setting(NamedTuple):
@@ -49,7 +59,10 @@ def _size(value: Any) -> float:
 
 
 def _backend(value: Any) -> str:
-    if value not in {*torch._dynamo.list_backends(exclude_tags=()), "inductor"} - {"fusedce"}:
+    if value not in {*torch._dynamo.list_backends(exclude_tags=()), "inductor"} - {
+        "fusedce",
+        "fxpass",
+    }:
         raise ValueError(value)
     return value
 
@@ -87,7 +100,7 @@ class Settings:
             environ: the environment, ``os.environ`` by default.
 
         Raises:
-            ValueError: an unknown name, or a value that is not allowed; the message has both.
+            SettingError: an unknown name, or a value that is not allowed; the message has both.
         """
         options, environ = options or {}, os.environ if environ is None else environ
         names = {row.variable: name for name, row in TABLE.items()}
@@ -99,19 +112,21 @@ class Settings:
         for key, raw in found.items():
             if key not in names:
                 kind = "option" if key in options else "environment variable"
-                raise ValueError(f"unknown {kind} {key!r}; fxpass has {', '.join(names)}")
+                close = difflib.get_close_matches(key, names, 1, 0.8)
+                meant = "".join(f": did you mean {name!r}?" for name in close) or ";"
+                raise SettingError(f"unknown {kind} {key!r}{meant} fxpass has {', '.join(names)}")
             row = TABLE[names[key]]
             try:
                 values[names[key]] = row.read(raw)
             except (KeyError, TypeError, ValueError, OverflowError) as error:
-                raise ValueError(f"{key}={raw!r} is not allowed; use {row.allowed}") from error
+                raise SettingError(f"{key}={raw!r} is not allowed; use {row.allowed}") from error
         settings = Settings(**values)
         unprefixed = [key for key in options if key in TABLE]
         # another inner backend may have an option of this name
         if unprefixed and settings.enabled and settings.inner in _NONE_OF_OURS:
             names = " and ".join(PREFIX + key for key in unprefixed)
             text = f"{settings.inner} has no option {unprefixed[0]!r}: did you mean {names}?"
-            raise ValueError(text)
+            raise SettingError(text)
         return settings
 
 

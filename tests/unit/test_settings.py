@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import fxpass
+from fxpass.backend import misnamed
 from fxpass.settings import PREFIX, TABLE, Settings
 
 # per setting: what may be written and the value that comes of it (accepted: in the environment and
@@ -24,7 +26,7 @@ CASES = {
     "inner": SimpleNamespace(
         accepted=[("eager", "eager"), ("aot_eager", "aot_eager"), ("inductor", "inductor")],
         options=[],
-        refused=["fusedce", "gcc", "Eager"],
+        refused=["fusedce", "fxpass", "gcc", "Eager"],
         refused_options=[None, 1, [], print],
     ),
     "logits": SimpleNamespace(
@@ -199,6 +201,31 @@ def test_a_bad_option_reaches_the_user_of_torch_compile():
     compiled = torch.compile(
         f, backend="fusedce", options={"fusedce.inner": "eager", "fusedce.strategy": "full"}
     )
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+    with pytest.raises(ValueError, match=r"fusedce\.strategy='full' is not allowed") as caught:
         compiled(torch.ones(2))
-    assert "fusedce.strategy='full' is not allowed; use auto, chunked, tiled" in str(caught.value)
+    assert "use auto, chunked, tiled" in str(caught.value)
+
+
+def test_the_name_of_the_package_is_no_backend():
+    """It is an entry point, so that torch says how the backend is named."""
+    entries = (Path(fxpass.__file__).parents[1] / "pyproject.toml").read_text()
+    assert 'fxpass = "fxpass.backend:misnamed"' in entries.partition("torch_dynamo_backends]")[2]
+    with pytest.raises(ValueError, match='named "fusedce"'):
+        torch.compile(F.relu, backend=misnamed)(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("fusedce.strategi", "fusedce.strategy"),
+        ("fusedce.min_logit_mb", "fusedce.min_logits_mb"),
+        ("fusedce.mixeddtypes", "fusedce.mixed_dtypes"),
+        ("FUSEDCE_LOGIT", "FUSEDCE_LOGITS"),
+    ],
+)
+def test_a_typing_error_gets_a_hint(key, meant):
+    given = ({key: "x"}, {}) if key.startswith(PREFIX) else ({}, {key: "x"})
+    with pytest.raises(ValueError, match=f"{key}': did you mean '{meant}'"):
+        Settings.read(*given)
+    with pytest.raises(ValueError, match=r"'fusedce\.qqq'; fxpass has FUSEDCE, FUSEDCE_INNER"):
+        Settings.read({"fusedce.qqq": 1}, {})
