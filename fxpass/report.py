@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from fxpass.casts.casts import Cast, cast_lines, note
 from fxpass.graph.source import source_of
 from fxpass.graph.text import graph_text
-from fxpass.kernels.call import Launch
+from fxpass.kernels.call import ASSUMED, Launch
 from fxpass.match.head import Head
 from fxpass.match.match import Rejection
 from fxpass.plan.plan import size
@@ -50,8 +50,8 @@ class Report:
             reason or the user's line.
         kernels: the Triton kernels that the matches launch on a GPU, each with ``.name``,
             ``.source``, the launch ``.options``, and the ``.gpu`` that they are for: the operands'
-            GPU, else the current one, else an H200 (sm_90). These are the defaults; where the
-            tuner measures, it may choose another of ``.candidates``.
+            GPU, else the current one, else an H200 (sm_90), which ``str()`` leaves out. These are
+            the defaults; where the tuner measures, it may choose another of ``.candidates``.
         before, after: each graph as text, before and after the rewrite.
         labels_missing: whether the function takes ``labels`` and got none, as models do that
             return a loss only if they get labels.
@@ -96,7 +96,7 @@ class Report:
             lines.append(
                 f"  no loss, or other reduction of logits, in any graph: nothing to fuse{advice}"
             )
-        for gpu in dict.fromkeys(kernel.gpu for kernel in self.kernels):
+        for gpu in dict.fromkeys(k.gpu for k in self.kernels if k.gpu != ASSUMED):
             names = ", ".join(kernel.name for kernel in self.kernels if kernel.gpu == gpu)
             lines.append(f"  Triton kernels on {gpu}: {names} (see .kernels)")
         return "\n".join(lines)

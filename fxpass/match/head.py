@@ -16,6 +16,7 @@ from fxpass.graph.source import source_line
 from fxpass.match.classes import Flow
 from fxpass.match.join import Call
 from fxpass.match.linears import shape_of
+from fxpass.spec.words import words
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,14 @@ class Head:
             "defer": " (logits deferred: computed when they are first used)",
             "drop": " (logits dropped: their values cannot be used)",
         }
-        specs = "; ".join(call.spec.text() for call in self.calls)
+        computed = "; ".join(map(_words, self.calls))
         ranks = f" ({self.flow.sharding})" if str(self.flow.sharding or "") else ""
         kept = left.get(self.logits_mode, "")
-        return f"fused: {self.source}: logits [{n}, {v}]{ranks}, {specs}{kept}"
+        return f"fused: {self.source}: logits [{n}, {v}]{ranks}, {computed}{kept}"
+
+
+def _words(call: Call) -> str:
+    what, computed = "cross-entropy", words(call.spec)
+    if all(reduced.loss is None for reduced in call.reductions):
+        return computed
+    return f"{what} {computed}" if computed.startswith("of ") else f"{what}: {computed}"

@@ -46,7 +46,7 @@ def loss_less(x, w, target):
 
 EXPECTED = [
     "fused: train.py:6 loss = F.cross_entropy(F.linear(x, w), target): logits [4, 10], "
-    "r5 gradients=weight total=pick",
+    "cross-entropy: log-probability of the label; gradients of weight with the loss",
     "not fused: train.py:7 return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), target): %cumsum (cumsum) "
     "of the logits is not known",
     "cast: %l_x_, %l_w_ float32 -> bfloat16: train.py:6 loss = F.cross_entropy(F.linear(x, w), target)",

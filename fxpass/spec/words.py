@@ -1,0 +1,85 @@
+"""What a call computes, in words for people; the text form of its spec is for programs.
+
+In: a spec. Out: one line, in which z is a logit of the linear and p its softmax::
+
+    >>> words(Reductions.parse("r5 transform=30*tanh(z/30) gradients=x,weight total=pick"))
+    'of 30*tanh(z/30): log-probability of the label; gradients of x and weight with the loss'
+    >>> words(Reductions((Moment(1, 1), "argmax")))
+    'entropy, class of the largest logit; no gradients'
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+
+from fxpass.spec.expression import ATOM, PRODUCT, SUM, L, Printer, Z
+from fxpass.spec.functions import call, exact
+from fxpass.spec.outputs import Moment, Output, Sum, Top
+from fxpass.spec.reductions import Reductions
+
+_NAMES = {
+    "lse": "log-sum-exp",
+    "pick": "log-probability of the label",
+    "at": "logit of the label",
+    "max": "largest logit",
+    "amax": "largest logit",
+    "argmax": "class of the largest logit",
+    "peak": "largest log-probability",
+}
+_ENTROPY = Moment(1, 1)
+_SYMBOLS = {"at": "z[label]", "pick": "log(p[label])", "hit": "is_label", "l": "log(p)"}
+
+
+def words(spec: Reductions) -> str:
+    """The logit that is reduced, the outputs, and the gradients."""
+    of = "" if spec.transform == Z else f"of {_Words().text(spec.transform)}: "
+    outputs = ", ".join(map(_output, dict.fromkeys((*spec.total, *spec.outputs))))
+    *more, last = spec.gradients or ("",)
+    names = f"{', '.join(more)} and {last}" if more else last
+    where = "with the loss" if spec.total else "in backward"
+    gradients = f"gradients of {names} {where}" if names else "no gradients"
+    return f"{of}{outputs}; {gradients}"
+
+
+def _output(output: Output) -> str:
+    if output == _ENTROPY:
+        return "entropy"
+    if isinstance(output, Moment):
+        given = [] if output.weight is None else [f"given{output.weight}"]
+        powers = [("p", output.a), ("log(p)", output.b)]
+        factors = [name if k == 1 else f"{name}**{k}" for name, k in powers if k]
+        return f"sum of {'*'.join(given + factors) or '1'}"
+    if isinstance(output, Sum):
+        p = {call("exp", L): sympy.Symbol("p")}
+        return f"sum of {_Words().text(output.function.xreplace(p))}"
+    if isinstance(output, Top):
+        return f"{'classes of the ' * output.index}{output.k} largest logits"
+    return _NAMES[output]
+
+
+class _Words(Printer):
+    """Prints expressions with rounded numbers: 1/0.9 is no double, and a long fraction."""
+
+    def written(self, expr: Any) -> tuple[str, int]:
+        if not isinstance(expr, sympy.Symbol):
+            return super().written(expr)
+        kind = expr.name.rstrip("0123456789")
+        number = expr.name.removeprefix(kind)
+        known = _SYMBOLS.get(kind)
+        if known is None or number in ("", "0"):
+            return known or expr.name, ATOM
+        return known.replace("label", f"label{number}"), ATOM
+
+    def number(self, number: Any) -> tuple[str, int]:
+        out = str(number) if number.is_Integer else repr(float(number))
+        return out, SUM if out.startswith("-") else ATOM
+
+    def product(self, number: Any, rest: Any) -> str:
+        if number == exact(float(number)):
+            return super().product(number, rest)
+        if 1 / number == exact(float(1 / number)):
+            sign, divisor = "-" * bool(number < 0), self.number(abs(1 / number))[0]
+            return f"{sign}{self.text(rest, PRODUCT)}/{divisor}"
+        return f"{self.number(number)[0]}*{self.text(rest, PRODUCT)}"

@@ -1,0 +1,59 @@
+"""A spec in words: what a reader of a report gets in its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxpass.spec.expression import parse, text
+from fxpass.spec.reductions import Reductions
+from fxpass.spec.words import words
+
+WORDS = {
+    "total=pick": "log-probability of the label; no gradients",
+    "gradients=x,weight total=pick": "log-probability of the label; gradients of x and weight with "
+    "the loss",
+    "outputs=at;lse gradients=x,weight,bias": "logit of the label, log-sum-exp; gradients of x, "
+    "weight and bias in backward",
+    "outputs=pick gradients=weight total=pick": "log-probability of the label; gradients of weight "
+    "with the loss",
+    "outputs=moment(1,1);argmax": "entropy, class of the largest logit; no gradients",
+    "outputs=moment(2,0);moment(0,1);moment(1,2,1)": "sum of p**2, sum of log(p), "
+    "sum of given1*p*log(p)**2; no gradients",
+    "outputs=sum(l*(1-exp(l))**2)": "sum of log(p)*(1-p)**2; no gradients",
+    "outputs=sum(pick1*where(z<at0,1,0))": "sum of log(p[label1])*where(z<z[label],1,0); "
+    "no gradients",
+    "transform=-5*hit0+z outputs=lse": "of -5*is_label+z: log-sum-exp; no gradients",
+    "outputs=max;peak;top(3);argtop(3)": "largest logit, largest log-probability, 3 largest "
+    "logits, classes of the 3 largest logits; no gradients",
+}
+
+
+def spec_of(fields: str) -> Reductions:
+    known = ("outputs", "transform", "gradients", "total")
+    given = dict(field.split("=", 1) for field in fields.split(" "))
+    return Reductions.parse(" ".join(["r5", *(f"{k}={given[k]}" for k in known if k in given)]))
+
+
+@pytest.mark.parametrize("fields", WORDS)
+def test_outputs_and_gradients(fields):
+    assert words(spec_of(fields)) == WORDS[fields]
+
+
+@pytest.mark.parametrize(
+    ("written", "shown"),
+    [
+        ("z/0.9", "z/0.9"),
+        ("-z/0.9", "-z/0.9"),
+        ("z/3", "z/3"),
+        ("0.1*z", "0.1*z"),
+        ("30*tanh(z/30)", "30*tanh(z/30)"),
+        ("30*tanh(z/30)/0.9", "33.333333333333336*tanh(z/30)"),
+        ("(z+1)/0.9", "z/0.9+1.1111111111111112"),
+        ("-0.3*z*z/0.7", "-0.4285714285714286*z**2"),
+        ("exp(z/1.1)**2", "exp(z/1.1)**2"),
+    ],
+)
+def test_numbers_are_short_and_the_spec_is_exact(written, shown):
+    transform = parse(written)
+    assert words(Reductions(("lse",), transform)) == f"of {shown}: log-sum-exp; no gradients"
+    assert parse(text(transform)) == transform
