@@ -49,6 +49,7 @@ def fusedce(
         MixedDtypeError: operands of unlike dtypes outside autocast, with
             ``fusedce.mixed_dtypes=error``.
     """
+    from fxpass.graph.source import warn_once
     from fxpass.rewrite.inner import compile_inner
     from fxpass.rewrite.outputs import plain_inputs
     from fxpass.rewrite.stored import is_stored, with_kept_logits, with_operator
@@ -61,6 +62,9 @@ def fusedce(
         return compile_inner(settings.inner, gm, example_inputs, mode, rest)
     stored = is_stored(gm)
     outcome = transform(gm, with_kept_logits(settings) if stored else settings)
+    for rejection in outcome.rejections:
+        if rejection.loss_elsewhere:
+            warn_once(log, "loss elsewhere", str(rejection))
     examples, take_plain = plain_inputs(example_inputs)
     compiled = compile_inner(settings.inner, gm, examples, mode, rest, settings.mixed_dtypes)
     if stored and outcome.heads:

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from fxpass.casts import casts
+from fxpass.graph import source
 from fxpass.plan import plan
 from tests.support.gpus import H200, Gpus
 
@@ -217,6 +218,7 @@ def _clean_compiler():
     torch._dynamo.reset()
     counters.clear()
     casts.logged.clear()
+    source.warned.clear()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -78,7 +78,7 @@ def before_update() -> None:
         # logits before their casts, and larger parts before smaller: the latter are cheap then
         for part in sorted(parts, key=lambda p: (len(p.buffer.casts), -p.like.numel())):
             with suppress(StaleLogitsError):  # a later use raises it again
-                part.read()
+                part.compute()
         return
     for key, group in uses.items():
         with quiet():

@@ -17,6 +17,7 @@ and copies such rows into it.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,7 +30,16 @@ from torch.utils.weak import TensorWeakRef
 
 from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.run import Recipe, Run, take
+from fxpass.graph.source import calling_line, warn_once
+from fxpass.spec.dtypes import short
 
+log = logging.getLogger(__name__)
+
+_PAID_TWICE = (
+    "{} computes the logits {} of `{}` again, after their loss was fused. Compute what reads them "
+    "in the compiled function, beside the loss; or have them computed once, with the loss "
+    "(FUSEDCE_LOGITS=keep)"
+)
 CUTS = 8  # how often rows are computed separately; then the whole buffer is cheaper
 
 
@@ -173,7 +183,15 @@ class Part:
         return made if self.run else None
 
     def read(self) -> Tensor:
-        """The values. The caller must not write to them or return an alias of them."""
+        """The values, for the program. The caller must not write to them or return an alias."""
+        with self.buffer.lock:
+            picked = None if self.run is None else self.buffer.rows_of(self.like)
+            if picked is None or 2 * picked.numel() > self.buffer.like.shape[:-1].numel():
+                self._warn()
+            return self.compute()
+
+    def compute(self) -> Tensor:
+        """The values, as :meth:`read`."""
         buffer = self.buffer
         with buffer.lock:
             if self.run is not None and buffer.cuts < CUTS:
@@ -195,11 +213,20 @@ class Part:
             return alias.detach()
 
     def materialise(self) -> Tensor:
-        """The values, as an alias of the buffer's memory."""
+        """The values, for the program, as an alias of the buffer's memory."""
         with self.buffer.lock:
+            self._warn()
             self.buffer.exposed = True
             self.buffer.whole()  # moves rows that were computed separately
             return self._computed()
+
+    def _warn(self) -> None:
+        """Says once a process where the program computes logits whose loss was fused."""
+        run = self.run
+        if run is not None and run.inputs is not None and run.recipe.requires_grad:
+            logits = f"{short(run.like.dtype)}{list(run.like.shape)}"
+            text = _PAID_TWICE.format(calling_line(), logits, run.recipe.source)
+            warn_once(log, "deferred logits", text)
 
     def _computed(self) -> Tensor:
         if self.value is None:

@@ -1,14 +1,18 @@
-"""The user's source line of a graph node: ``train.py:12 loss = F.cross_entropy(logits, labels)``.
+"""The user's source line: ``train.py:12 loss = F.cross_entropy(logits, labels)``.
 
-In: a node of a Dynamo graph. Out: one line of text, from the stack trace that Dynamo recorded.
+In: a node of a Dynamo graph, of which Dynamo recorded the stack trace, or a running program. Out:
+one line of text; warnings with such a line are logged once a process.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import sys
 from traceback import FrameSummary
 
+import torch
 from torch.fx import Node
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*\n?(?P<code>[^\n]*)')
@@ -26,6 +30,29 @@ def source_line(node: Node) -> str:
 def source_of(frame: FrameSummary) -> str:
     """``file:line code`` of a stack frame."""
     return f"{_short(frame.filename)}:{frame.lineno} {(frame.line or '').strip()}".rstrip()
+
+
+def calling_line() -> str:
+    """``file:line code`` of the innermost frame that is neither torch's nor fxpass's."""
+    frame = sys._getframe(1)
+    while frame.f_code.co_filename.startswith(_NOT_USERS) and frame.f_back is not None:
+        frame = frame.f_back
+    return source_of(FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+
+
+_NOT_USERS = tuple(
+    os.path.join(os.path.dirname(file), "") for file in (torch.__file__, os.path.dirname(__file__))
+)
+
+# The kinds of warnings logged in this process: a training loop would repeat them.
+warned: set[str] = set()
+
+
+def warn_once(log: logging.Logger, kind: str, text: str) -> None:
+    """Logs a warning, unless this process has logged one of its kind."""
+    if kind not in warned:
+        warned.add(kind)
+        log.warning("%s", text)
 
 
 def call_name(node: Node) -> str:

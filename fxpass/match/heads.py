@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import sympy
 from torch.fx import Node
 
 from fxpass.graph import hazards
-from fxpass.graph.functions import function_of
+from fxpass.graph.functions import function_of, reads_values
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.graph.source import source_line
@@ -26,12 +27,14 @@ from fxpass.match.edits import symbols_of
 from fxpass.match.flow import flow_of
 from fxpass.match.head import Head
 from fxpass.match.join import Options, calls_of
-from fxpass.match.leaving import Deferred, deferred_outputs
-from fxpass.match.linears import LINEARS, linear_of
+from fxpass.match.leaving import Deferred, deferred_outputs, is_computable
+from fxpass.match.linears import LINEARS, Linear, linear_of
 from fxpass.match.modes import Mode, gradients_reach, modes_of
 from fxpass.match.outputs import Summed
+from fxpass.match.profitability import bytes_of
 from fxpass.settings import Settings
 from fxpass.spec.expression import Z
+from fxpass.spec.functions import FUNCTIONS
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +63,6 @@ class Heads:
         try:
             yield
         except NoMatch as no:
-            log.debug("%s: %s", source_line(linear), no.reason)
             self.reasons[linear] = no
         except Exception as error:
             # the graph has not changed yet: an unforeseen program runs without the rewrite
@@ -99,14 +101,42 @@ def _flows(region: Region, modes: dict[Node, Mode], settings: Settings, found: H
                 found.costs.add(node)
                 raise NoMatch(node, reason)
             flow = flow_of(linear, region, modes, writers, trained)
-            for no in flow.stops:
-                log.debug("%s: %s", source_line(node), no.reason)
-                found.stops[no.node] = no
+            found.stops |= {no.node: no for no in flow.stops}
             if _reduces_classes(flow):
                 flows.append(flow)
             elif flow.stops:
                 found.reasons[node] = flow.stops[0]
+            elif _leaves_without_a_loss(flow):
+                raise NoMatch(node.graph.output_node(), _LOSS_ELSEWHERE.format(bytes_of(linear)))
     return flows
+
+
+_LOSS_ELSEWHERE = (
+    "the graph returns its logits, {}, with gradients, and has no loss of them: compile the "
+    "function that computes the loss, or pass labels to the model"
+)
+
+
+def _leaves_without_a_loss(flow: Flow) -> bool:
+    """Whether the outputs of a linear are logits, as far as a graph shows, whose loss is computed
+    after it: all that is done with them is to return them, scaled or soft-capped.
+
+    The outputs of a hidden layer are returned by a graph that ends early, or has nothing else."""
+    linear = flow.linear
+    ended = getattr(flow.region.module, "compile_subgraph_reason", None)
+    if ended is not None and (ended.graph_break or ended.reason.startswith("DDPOptimizer")):
+        return False
+    left = [flow.classes[node].expr for node in flow.left if node in flow.classes]
+    called = {type(function) for expr in left for function in expr.atoms(sympy.Function)}
+    return (
+        bool(left)
+        and not flow.reductions
+        and flow.region.outer is None
+        and any(value(node).requires_grad for node in flow.left)
+        and linear.x.op != "placeholder"
+        and called <= {FUNCTIONS["tanh"].symbolic}
+        and _widens(linear)
+    )
 
 
 def _reduces_classes(flow: Flow) -> bool:
@@ -224,14 +254,27 @@ def _check_kept(flow: Flow, least: float) -> None:
         raise NoMatch(why.node if why else flow.left[0], f"{reason} ({profitability.FUSES_ALL})")
 
 
-def looks_like_a_head(linear: Node, stop: NoMatch) -> bool:
-    """Whether a linear has more outputs than inputs, and they are neither the inputs of another
-    linear, as those of a hidden layer, nor outputs of the graph."""
+def looks_like_a_head(node: Node) -> bool:
+    """Whether a linear has more outputs than inputs, and the graph computes more than functions of
+    one output from them, but no product, as from those of a hidden layer."""
     try:
-        read = linear_of(linear)
+        linear = linear_of(node)
     except NoMatch:
         return False  # a product that is read as no linear, such as attention by einsum
-    if read is None or stop.node.op == "output" or function_of(stop.node) in LINEARS:
+    if linear is None or not _widens(linear):
         return False
-    v = hint(value(linear).shape[read.dim])
-    return v > hint(value(read.x).shape[-1]) and v >= profitability.LEAST_CLASSES
+    found, todo = {node}, [node]
+    while todo:
+        read = todo.pop()
+        users = [user for user in read.users if user not in found and reads_values(user, read)]
+        if any(function_of(user) in LINEARS for user in users):
+            return False
+        found.update(users)
+        todo += users
+    return not all(user.op == "output" or is_computable(function_of(user)) for user in found)
+
+
+def _widens(linear: Linear) -> bool:
+    """Whether a linear has as many outputs as a head, and more than inputs."""
+    v = hint(value(linear.node).shape[linear.dim])
+    return v > hint(value(linear.x).shape[-1]) and v >= profitability.LEAST_CLASSES

@@ -72,7 +72,7 @@ def _between(output: Node, inside: Collection[Node], drop: bool) -> tuple[Node, 
         if free_unbacked_symbols(value(node)):
             return ()  # a deferred tensor has a shape before its values are known
         function, changed = function_of(node), written(node)
-        if not _is_computable(function) and not (drop and is_gathered(node)):
+        if not is_computable(function) and not (drop and is_gathered(node)):
             return ()
         if changed and not (is_in_place(function) and all(n in inside for n in changed)):
             return ()
@@ -87,7 +87,9 @@ def _between(output: Node, inside: Collection[Node], drop: bool) -> tuple[Node, 
     return tuple(sorted(found))
 
 
-def _is_computable(function: str) -> bool:
+def is_computable(function: str) -> bool:
+    """Whether a recipe of deferred logits may have a function: linears, casts, views and functions
+    of one logit."""
     return function in _COMPUTABLE or out_of_place(function) in POINTWISE
 
 

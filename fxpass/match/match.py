@@ -8,6 +8,7 @@ to exist. The graph does not change.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -25,13 +26,15 @@ from fxpass.match.pointwise import MASKS, POINTWISE
 from fxpass.match.views import VIEWS
 from fxpass.settings import Settings
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Rejection:
     """A loss, or a head, that is not fused.
 
     Attributes:
-        node: the node at which reading stopped.
+        node: the node at which reading stopped; the graph's output where nothing reads the logits.
         reason: why, as a sentence without its first capital.
         source: the user's line of the loss or of the linear.
     """
@@ -39,6 +42,11 @@ class Rejection:
     node: Node
     reason: str
     source: str
+
+    @property
+    def loss_elsewhere(self) -> bool:
+        """Whether it is a head whose logits leave the graph, which has no loss of them."""
+        return self.node.op == "output"
 
     def __str__(self) -> str:
         return f"not fused: {self.source}: {self.reason}"
@@ -75,14 +83,15 @@ def find(region: Region, settings: Settings) -> Found:
         except NoMatch as error:
             no = error
         rejections.append(Rejection(no.node, no.reason, source_line(node)))
-    if settings.min_logits_mb:
-        said = {rejection.node for rejection in rejections}
-        rejections += [
-            Rejection(no.node, no.reason, source_line(linear))
-            for linear, no in found.reasons.items()
-            if said.isdisjoint((linear, no.node)) and linear not in found.costs
-            if looks_like_a_head(linear, no)
-        ]
+    said = {rejection.node for rejection in rejections}
+    for linear, no in found.reasons.items():
+        known = not said.isdisjoint((linear, no.node))
+        if known or not (no.node.op == "output" or looks_like_a_head(linear)):
+            continue
+        if settings.min_logits_mb and linear not in found.costs:
+            rejections.append(Rejection(no.node, no.reason, source_line(linear)))
+        else:
+            log.debug("%s: %s", source_line(linear), no.reason)
     checkpoints = tuple(node for node in found.stops if node.target in CHECKPOINTS)
     return Found(tuple(found.fused), tuple(rejections), found.deferred, checkpoints)
 

@@ -8,6 +8,7 @@ backward and overwrites them with their gradients.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch.fx import Node
@@ -32,10 +33,7 @@ FUSES_ALL = "FUSEDCE_MIN_LOGITS_MB=0 fuses all"
 def too_small(linear: Linear, least: float) -> str | None:
     """Rejects small logits, logits with few classes, and those that take less memory than their
     hidden states: views of rows, rows that are left out, and f32 sums are copies of these."""
-    logits = value(linear.node)
-    classes, taken = hint(logits.shape[linear.dim]), logits.dtype.itemsize
-    for n in logits.shape:
-        taken *= hint(n)
+    classes, taken = hint(value(linear.node).shape[linear.dim]), _bytes(linear.node)
     if least and taken < least * MIB:
         return f"its logits take {size(taken)}, fewer than {least:g} MiB ({FUSES_ALL})"
     if least and classes < LEAST_CLASSES:
@@ -46,6 +44,15 @@ def too_small(linear: Linear, least: float) -> str | None:
         what = f"rows of {classes} logits take less memory than their {hidden} hidden values"
         return f"{what} ({FUSES_ALL})"
     return None
+
+
+def bytes_of(linear: Linear) -> str:
+    """The size of a linear's output, as text."""
+    return size(_bytes(linear.node))
+
+
+def _bytes(node: Node) -> int:
+    return math.prod(map(hint, value(node).shape)) * value(node).dtype.itemsize
 
 
 def _bytes_of_row(node: Node, dim: int) -> int:

@@ -1,7 +1,9 @@
-"""TORCH_LOGS=+fxpass: one line for every match, rejection and cast; and the counters."""
+"""TORCH_LOGS=+fxpass: one line for every match, rejection and cast; warnings; and the counters."""
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import logging
 import os
 import re
@@ -12,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 OPTIONS = {"fusedce.inner": "eager"}
 INPUTS = (torch.ones(4, 8), torch.ones(10, 8, requires_grad=True), torch.zeros(4).long())
@@ -111,3 +114,191 @@ def test_switched_off_it_says_so_and_counts_nothing(caplog, monkeypatch):
     messages = [r.getMessage() for r in caplog.records if r.name.startswith("fxpass")]
     assert messages == ["switched off: the graph goes to eager unchanged"]
     assert not counters["fusedce"]
+
+
+# ---------------------------------------------------------------- hidden layers, and heads
+
+
+class Block(torch.nn.Module):
+    """A language model of one block: linears that are no heads, and one that is."""
+
+    def __init__(self, wide=1024):
+        super().__init__()
+        self.query_key_value = torch.nn.Linear(128, 384)
+        self.up, self.down = torch.nn.Linear(128, 2 * wide), torch.nn.Linear(wide, 128)
+        self.head = torch.nn.Linear(128, 512, bias=False)
+
+    def forward(self, x, labels=None):
+        parts = (part.unflatten(-1, (2, -1)) for part in self.query_key_value(x).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(*(part.transpose(0, 1) for part in parts))
+        x = x + mixed.transpose(0, 1).flatten(1)
+        gate, up = self.up(x).chunk(2, -1)
+        x = x + F.dropout(self.down(F.silu(gate) * up), 0.1)
+        logits = 30 * torch.tanh(self.head(x).float() / 30)
+        return logits if labels is None else (F.cross_entropy(logits, labels), logits)
+
+
+HIDDEN, LABELS = torch.ones(1024, 128), torch.zeros(1024).long()  # 2 MiB of logits
+
+
+def compiled(fn, least: float = 1):
+    options = OPTIONS | {"fusedce.min_logits_mb": least}
+    return torch.compile(fn, backend="fusedce", options=options)
+
+
+def messages(caplog, level=logging.DEBUG):
+    records = [r for r in caplog.records if r.name.startswith("fxpass") and r.levelno >= level]
+    return [record.getMessage() for record in records]
+
+
+@pytest.mark.parametrize("least", [1, 100])
+def test_no_line_is_about_a_hidden_layer(caplog, least):
+    caplog.set_level(logging.DEBUG, logger="fxpass")
+    compiled(Block(), least)(HIDDEN, LABELS)
+    (line,) = messages(caplog)
+    assert "F.cross_entropy(logits, labels)" in line
+    assert line.startswith("fused" if least == 1 else "not fused")
+
+
+def test_a_small_head_without_a_loss_is_no_news(caplog):
+    caplog.set_level(logging.DEBUG, logger="fxpass")
+    with torch.no_grad():
+        compiled(Block().eval(), 100)(HIDDEN)
+    assert not messages(caplog)
+
+
+def test_a_small_head_that_is_reduced_is_said_at_debug(caplog):
+    def surprise(x, w):
+        return F.linear(x * 2, w).log_softmax(-1).amax(-1)
+
+    caplog.set_level(logging.DEBUG, logger="fxpass")
+    compiled(surprise, 100)(HIDDEN, torch.ones(512, 128))
+    (line,) = messages(caplog)
+    assert "its logits take 2.0 MiB, fewer than 100 MiB" in line
+    assert not messages(caplog, logging.INFO)
+
+
+# ---------------------------------------------------------------- where the loss is
+
+
+def test_a_loss_outside_of_the_compiled_model_is_warned_of_once(caplog):
+    for _ in range(2):
+        model = Block()
+        F.cross_entropy(compiled(model)(HIDDEN), LABELS).backward()
+        torch._dynamo.reset()
+    (line,) = messages(caplog, logging.WARNING)
+    code, first = inspect.getsourcelines(Block.forward)
+    number = first + next(i for i, line in enumerate(code) if "self.head(" in line)
+    assert f"tests/compile/test_logging.py:{number} logits = 30 * torch.tanh(self.head(x)" in line
+    assert "returns its logits, 2.0 MiB, with gradients, and has no loss of them" in line
+    assert "compile the function that computes the loss, or pass labels" in line
+
+
+class Layers(torch.nn.Sequential):
+    """Linears of these widths with an activation between them."""
+
+    def __init__(self, *widths, last=None):
+        pairs = itertools.pairwise(widths)
+        layers = [layer for d, v in pairs for layer in (torch.nn.Linear(d, v), torch.nn.GELU())]
+        super().__init__(*layers[:-1], *([last] if last else []))
+
+
+class Parts(torch.nn.Module):
+    """A hidden layer whose graph ends early."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(128, 512), torch.nn.Linear(512, 128)
+
+    def forward(self, x):
+        h = self.up(x * 2)
+        torch._dynamo.graph_break()
+        return self.down(F.gelu(h))
+
+
+class Checkpointed(Parts):
+    """A hidden layer that is all of a checkpoint."""
+
+    def forward(self, x):
+        h = checkpoint(lambda x: self.up(x * 2), x, use_reentrant=False)
+        return self.down(F.gelu(h))
+
+
+class Penalty(Parts):
+    """Values that are returned beside a loss of them."""
+
+    def forward(self, x):
+        h = self.up(x * 2)
+        return h.square().mean(), h
+
+
+class Features(torch.nn.Module):
+    """A sparse autoencoder, which returns its hidden values too."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(128, 2048), torch.nn.Linear(2048, 128)
+
+    def forward(self, x):
+        h = self.up(x * 2)
+        return self.down(h), h
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        (Block(), (HIDDEN, LABELS)),
+        (Layers(128, 4096, 128), (HIDDEN,)),
+        (Layers(128, 4096, 512), (HIDDEN,)),
+        (Layers(128, 64, 512, last=torch.nn.GELU()), (HIDDEN,)),
+        (Layers(128, 64, 200), (torch.ones(8192, 128),)),
+        (torch.nn.Linear(128, 512), (HIDDEN,)),
+        (Parts(), (HIDDEN,)),
+        (Checkpointed(), (HIDDEN,)),
+        (Features(), (HIDDEN,)),
+        (Penalty(), (HIDDEN,)),
+        (Layers(128, 512, 512), (HIDDEN,)),
+    ],
+    ids=[
+        "labels",
+        "mlp",
+        "narrow",
+        "activation",
+        "few outputs",
+        "linear",
+        "broken",
+        "checkpoint",
+        "features",
+        "penalty",
+        "square",
+    ],
+)
+# Dynamo itself looks at the .grad of hidden values that enter a graph
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_hidden_values_that_are_returned_are_no_logits(caplog, model, args):
+    compiled(model)(*args)
+    assert not messages(caplog, logging.WARNING)
+
+
+def test_logits_without_gradients_or_below_the_threshold_have_no_warning(caplog):
+    with torch.no_grad():
+        compiled(Block())(HIDDEN)
+    compiled(Block(), 100)(HIDDEN)
+    assert not messages(caplog, logging.WARNING)
+
+
+def test_logits_that_are_read_again_after_their_loss_was_fused(caplog):
+    """Not by an optimizer's step, and once; the line is the program's."""
+    step = compiled(Block())
+    for _ in range(2):
+        loss, logits = step(HIDDEN, LABELS)
+        loss.backward()
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
+        assert not messages(caplog, logging.WARNING)
+        logits.shape, logits[:, :7], logits.float()
+    logits.argmax(-1).eq(LABELS).float().mean()
+    logits.argmax(-1)
+    (line,) = messages(caplog, logging.WARNING)
+    number = test_logits_that_are_read_again_after_their_loss_was_fused.__code__.co_firstlineno + 9
+    assert f"test_logging.py:{number} logits.argmax(-1).eq(LABELS).float().mean() computes" in line
+    assert "float32[1024, 512] of `tests/compile/test_logging.py:" in line

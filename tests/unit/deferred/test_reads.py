@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import math
 import pickle
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fxpass.deferred import run, tensor, values
-from fxpass.deferred.tensor import DeferredLogits
+from fxpass.deferred.tensor import DeferredLogits, defer
 from tests.support.deferred_pairs import B, D, S, V, check, exact, pair, recipe_of, same
 
 # ---- laziness ------------------------------------------------------------------------------------
@@ -145,6 +146,60 @@ def test_many_rows_one_by_one_become_one_run():
         same(p.logits[0, i].max(), p.eager[0, i].max())
     assert len(p.runs) == values.CUTS + 1
     assert p.runs[-1] == (B, 40, D)
+
+
+# ---- both the loss and the logits are paid for ---------------------------------------------------
+
+
+@torch.compile(backend="eager")
+def best(logits):
+    return logits.argmax(-1)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.argmax(-1),
+        lambda t: t.detach().float().sum(),
+        lambda t: t[:, :-1].max(),
+        lambda t: t.detach().numpy(),
+        lambda t: t[:, -1].detach().numpy(),  # an alias of the memory of all rows
+        lambda t: t.clone(),
+        lambda t: best(t),
+        lambda t: t.detach().add_(1),
+    ],
+)
+# Dynamo itself looks at the .grad of logits that enter a graph
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_the_line_that_computes_the_logits_is_named_once(read, caplog):
+    for _ in range(2):
+        p = pair()
+        read(p.logits)
+        assert p.runs == [(B, S, D)] or p.runs == [(1, B * (S - 1), D)]
+    (record,) = (r for r in caplog.records if r.name.startswith("fxpass"))
+    line = read.__code__.co_firstlineno
+    assert record.levelname == "WARNING"
+    assert f"tests/unit/deferred/test_reads.py:{line} lambda t: " in record.getMessage()
+    assert "float32[2, 5, 16] of `logits = self.lm_head(x)` again" in record.getMessage()
+
+
+def test_nothing_is_said_where_little_is_computed_or_nobody_asked(caplog):
+    p = pair()
+    for fn in LAZY.values():
+        fn(p.logits)
+    assert p.logits.shape == (B, S, V)
+    repr(p.logits)
+    p.logits[:, -1].argmax(-1)
+    assert len(p.runs) == 1
+    torch.optim.SGD(p.lazy_inputs, lr=1.0).step()
+    assert p.runs[1:] == [(B, S, D)]  # they take less memory than what they are computed from
+    p.logits.sum()
+    with torch.no_grad():  # evaluation under FUSEDCE_LOGITS=defer
+        recipe, runs = recipe_of()
+        recipe = dataclasses.replace(recipe, requires_grad=False)
+        defer(recipe, [t.detach() for t in p.lazy_inputs]).sum()
+    assert runs
+    assert not caplog.records
 
 
 # ---- every other operation -----------------------------------------------------------------------
