@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo import config
+from torch._dynamo import config, eval_frame
 from torch.fx import GraphModule
 
 from fxpass.casts.casts import Cast, cast_lines, note
@@ -29,6 +29,7 @@ from fxpass.kernels.call import ASSUMED, Launch
 from fxpass.match.head import Head
 from fxpass.match.match import Rejection
 from fxpass.plan.plan import size
+from fxpass.rewrite.compiled import is_compiled, reaches_compiled
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
 from fxpass.rewrite.inner import compile_inner
 from fxpass.rewrite.stored import with_kept_logits
@@ -55,6 +56,8 @@ class Report:
         before, after: each graph as text, before and after the rewrite.
         labels_missing: whether the function takes ``labels`` and got none, as models do that
             return a loss only if they get labels.
+        in_parts: whether the function is not compiled and calls what is: the graphs are those of
+            the compiled parts, as in a run without ``explain``.
     """
 
     graphs: int
@@ -66,6 +69,7 @@ class Report:
     before: tuple[str, ...]
     after: tuple[str, ...]
     labels_missing: bool = False
+    in_parts: bool = False
 
     @property
     def logits_bytes(self) -> int:
@@ -78,6 +82,10 @@ class Report:
             f"{_count(self.graphs, 'graph')}, {_count(losses, 'loss', 'losses')} fused, "
             f"{len(self.rejections)} not fused, {_count(len(self.casts), 'cast')}"
         ]
+        if self.in_parts:
+            lines.append(
+                "  the function is not compiled: only what it calls that is compiled is here"
+            )
         for match in self.matches:
             lines.append(f"  {match}")
             lines += [f"    {call.choice}" for call in match.calls]
@@ -119,8 +127,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Runs ``fn(*args, **kwargs)`` once through the rewrite, with no inner compiler.
 
     Args:
-        fn: a function or module, compiled or not.
-        args, kwargs: its arguments; the function runs, with its side effects. As with
+        fn: a function or module. One that is not compiled is compiled as one; if it calls compiled
+            functions or modules, it runs as it is, and the report is about these, whatever their
+            backend.
+        args, kwargs: its arguments; the function runs, with its side effects; twice if it could
+            call what is compiled and does not. As with
             ``torch._dynamo.explain``, all compiled code is dropped and compiled again at its next
             call.
 
@@ -158,6 +169,7 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
 
     # a compiled call, which module.compile() has set, would run in place of the function
     module: Any = fn
+    in_parts = _runs_in_parts(fn, args, kwargs)
     in_place = getattr(module, "_compiled_call_impl", None)
     torch._dynamo.reset()
     try:
@@ -165,9 +177,14 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
             module._compiled_call_impl = None
         # no stored code in place of the function, and none of this code stored
         with config.patch(caching_precompile=False):
-            # torch.compile would change a class for good, and does not trace its construction
-            run: Any = fn if inspect.isclass(fn) else torch.compile(fn, backend=backend)
-            run(*args, **kwargs)
+            if in_parts:
+                with torch.compiler.set_stance("default", force_backend=backend):
+                    fn(*args, **kwargs)
+            if not outcomes:
+                in_parts = False
+                # torch.compile would change a class for good, and does not trace its construction
+                run: Any = fn if inspect.isclass(fn) else torch.compile(fn, backend=backend)
+                run(*args, **kwargs)
     finally:
         # the code traced here must not run later or count towards the recompile limit
         torch._dynamo.reset()
@@ -183,7 +200,14 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
         before=tuple(before),
         after=tuple(after),
         labels_missing=_lacks_labels(fn, args, kwargs),
+        in_parts=in_parts,
     )
+
+
+def _runs_in_parts(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a function is not compiled, but calls what is. Nothing is where Dynamo is off."""
+    on = not inspect.isclass(fn) and eval_frame._stance.stance == "default"
+    return on and not is_compiled(fn) and reaches_compiled(fn, *args, **kwargs)
 
 
 def _lacks_labels(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
