@@ -304,7 +304,8 @@ def _triton_tiled(run: _Run, allowed: int, chunks: Plan) -> Plan:
     row = run.n * run.bytes[0]
     most = allowed // row
     if not run.spec.memory_mb:
-        most = min(most, max(_few(run.v), FEW_BYTES // row))
+        few = max(_few(run.v), FEW_BYTES // row)
+        most = min(most, few + -few % SLICE_CLASSES)
     classes = min(run.v, max(SLICE_CLASSES, most - most % SLICE_CLASSES))
     scratch = max(chunks.scratch, row * padded(classes))
     return chunks._replace(

@@ -17,7 +17,7 @@ from fxpass.kernels import call, chunked, reductions, render, tuning
 from fxpass.kernels.chunked import Gradients, Part, dtypes_of
 from fxpass.kernels.expression import LIBRARY
 from fxpass.kernels.render import Kernel
-from fxpass.plan.plan import Plan
+from fxpass.plan.plan import MOST_ROUNDED, Plan
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import Moment
 from fxpass.spec.reductions import REVISION, Reductions
@@ -281,6 +281,24 @@ def test_products(device, dtype, way, unrounded, monkeypatch):
         rounded &= sliced or dtype != torch.float16
         assert grad.dtype == (dtype if rounded else torch.float32)
         assert error(grad, want[name]) < (torch.finfo(dtype).eps if rounded else 1e-6)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, MOST_ROUNDED])
+def test_the_error_of_sums_in_bf16(count, device):
+    """K chunks have sqrt((K + 1) / 2) of the error of one rounding, which is eager's: less than
+    twice, up to the most that a plan takes."""
+    with device:
+        given = operands(384, 256, torch.bfloat16, d=64)
+        g = torch.randn(384, 256).bfloat16()
+    parts, planned = chunked.chunks(given, 384 // count), plan()._replace(rounded=True)
+    spec = replace(ROWS, gradients=("weight",))
+    sums = Gradients(given, dtypes_of(given, spec, planned, parts, False), 1.0)
+    for part in parts:
+        sums.add(part, g[part.rows])
+    exact = g.double().T @ given.x.double()
+    found = error(sums.found["weight"], exact) / error(exact.bfloat16(), exact)
+    assert found == pytest.approx(((count + 1) / 2) ** 0.5, rel=0.06)
+    assert found < 2
 
 
 # ---------------------------------------------------------------- what only a GPU does
