@@ -21,7 +21,7 @@ after a first run has compiled the kernel and tuned its blocks.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -103,17 +103,24 @@ class _Run:
         self.gradients = spec.gradients if spec.total or not forward else ()
         if picks is not None:
             picks = operands.classes().contiguous()
-        self.sizes = {"N": len(x), "K": k, "PICKS": 1 << max(0, k - 1).bit_length()}
-        # what the kernel may read and write, by the dimensions of which a part has some
-        self.of_rows: dict[str, Any] = {"lse": out.lse, "rest": out.rest, "total": out.total}
-        self.of_rows |= {"picks": picks, "scale": None if scale is None else scale.contiguous()}
-        self.of_rows["scale_grad"] = x.new_empty(len(x), dtype=torch.float32)
-        self.of_outputs: dict[str, Any] = {"outputs": out.rows, "indices": out.indices}
-        self.of_outputs |= {"saved": out.saved, "incoming": incoming}
         bias = operands.bias if call.adds_bias(operands) else None
-        self.of_classes: dict[str, Any] = {"bias": None if bias is None else bias.contiguous()}
+        scale_grad = x.new_empty(len(x), dtype=torch.float32) if "scale" in self.gradients else None
+        # what the kernels may read and write, by the dimensions of which a part has some
+        of_rows = {"lse": out.lse, "rest": out.rest, "total": out.total, "picks": picks}
+        of_rows |= {"scale": None if scale is None else scale.contiguous()}
+        of_rows |= {"scale_grad": scale_grad}
+        of_outputs = {"outputs": out.rows, "indices": out.indices, "saved": out.saved}
+        of_outputs |= {"incoming": incoming}
+        of_classes = {"bias": None if bias is None else bias.contiguous()}
         for i, w in enumerate(operands.given):
-            self.of_classes[f"given{i}"] = w.view(torch.uint8) if w.dtype == torch.bool else w
+            of_classes[f"given{i}"] = w.view(torch.uint8) if w.dtype == torch.bool else w
+        named = {name for c in self.row.candidates for name in load(c.kernel).arg_names}
+        self.of_rows, self.of_outputs, self.of_classes = (
+            {name: t for name, t in some.items() if t is not None and name in named}
+            for some in (of_rows, of_outputs, of_classes)
+        )
+        self.sizes = {"N": len(x), "K": k, "PICKS": 1 << max(0, k - 1).bit_length()}
+        self.sizes |= _strides(self.of_rows | self.of_outputs)
 
     def over(
         self, parts: list[Part], sliced: bool = False, unscale: Tensor | None = None
@@ -154,19 +161,23 @@ class _Run:
 
     def _launch(self, chosen: Candidate, part: Part, logits: Tensor, buffer: Tensor | None) -> None:
         """Runs the kernel on a part of the logits; their gradient is written to the buffer."""
-        kernel, (rows, classes) = load(chosen.kernel), part
-        given = {"logits": logits, "gradient": None if buffer is None else part.of(buffer)}
-        for tensors, place in (self.of_rows, rows), (self.of_outputs, (slice(None), rows)):
-            given |= {name: t[place] for name, t in tensors.items() if name in kernel.arg_names}
+        kernel, (rows, classes), (n, v) = load(chosen.kernel), part, part.shape
+        given = {"logits": logits}
+        if buffer is not None:
+            given["gradient"] = part.of(buffer)
         for name, t in self.of_classes.items():
-            if name in kernel.arg_names:
-                some = t[classes] if t.dim() == 1 else t[rows, classes]
-                given[name] = some if some.stride(-1) in (0, 1) else some.contiguous()
-        tensors = {name: t for name, t in given.items() if t is not None}
-        strides = {f"{name}_stride": t.stride(0) for name, t in tensors.items()}
-        strides |= {f"{name}_step": t.stride(-1) for name, t in tensors.items()}
-        n, v = part.shape
+            some = t[classes] if t.dim() == 1 else t[rows, classes]
+            given[name] = some if some.stride(-1) in (0, 1) else some.contiguous()
         sizes = {**self.sizes, "V": v, "slice_start": classes.start, "stride": logits.stride(0)}
-        arguments = {**given, **sizes, **strides}
-        known = {name: value for name, value in arguments.items() if name in kernel.arg_names}
+        sizes |= _strides(given)
+        given |= {name: t[rows] for name, t in self.of_rows.items()}
+        given |= {name: t[:, rows] for name, t in self.of_outputs.items()}
+        arguments = {**given, **sizes}
+        known = {name: arguments[name] for name in kernel.arg_names if name in arguments}
         kernel[(n,)](**known, **chosen.options)
+
+
+def _strides(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The strides that a kernel may read, by name; a part has those of the whole."""
+    found = {f"{name}_stride": t.stride(0) for name, t in tensors.items()}
+    return found | {f"{name}_step": t.stride(-1) for name, t in tensors.items()}
