@@ -18,19 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements of a block, and programs at most: some for each of a GPU's processors, so that all of
-# them end at once.
-BLOCK, PROGRAMS = 4096, 2048
+# Elements of a block, and blocks of a program: so few programs start and end where the factor is 1.
+# (The interpreter of Triton 3.6 cannot loop to a number that the program computes.)
+BLOCK, BLOCKS = 4096, 16
 
 
 @triton.jit
-def kernel(gradient, factor, count, BLOCK: tl.constexpr):
+def kernel(gradient, factor, count, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
-        first = tl.program_id(0).to(tl.int64) * BLOCK
-        step = tl.num_programs(0).to(tl.int64) * BLOCK
-        for start in range(first, count, step):
-            place = start + tl.arange(0, BLOCK)
+        first = tl.program_id(0).to(tl.int64) * BLOCK * BLOCKS
+        for i in range(BLOCKS):
+            place = first + i * BLOCK + tl.arange(0, BLOCK)
             inside = place < count
             old = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
             new = tl.where(old == 0.0, 0.0, old * by)
@@ -42,5 +41,5 @@ def scale_(gradient: Tensor, factor: Tensor) -> None:
     element on the same device, the current one."""
     count = gradient.numel()
     if count:
-        launch: Any = kernel[(min(PROGRAMS, triton.cdiv(count, BLOCK)),)]
-        launch(gradient, factor, count, BLOCK=BLOCK, num_warps=8)
+        launch: Any = kernel[(triton.cdiv(count, BLOCK * BLOCKS),)]
+        launch(gradient, factor, count, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)

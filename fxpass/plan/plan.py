@@ -209,7 +209,7 @@ def _plan(run: _Run, reason: str) -> Plan:
         found = _triton_chunked(run, allowed, for_chunks)
         # f32 has no sums to save, and slices round logits in another way than forward
         if spec.in_slices and run.gradients and not at_once and run.dtype.itemsize < 4:
-            found = _triton_tiled(run, allowed, found)
+            found = _triton_tiled(run, allowed)
     elif in_tiles and not (at_once and spec.softmax):  # both passes: logits are rounded alike
         found = _aten_tiled(run, allowed)
     elif run.fits_gradient:
@@ -299,8 +299,9 @@ def _triton_chunked(run: _Run, allowed: int, beside_sums: int) -> Plan:
     return narrow if narrow.scratch + gradient <= of_wide else wide
 
 
-def _triton_tiled(run: _Run, allowed: int, chunks: Plan) -> Plan:
-    """Slices of classes of all rows, in place of chunks with an equal scratch or a smaller one."""
+def _triton_tiled(run: _Run, allowed: int) -> Plan:
+    """Slices of classes of all rows, after a forward in chunks of rows."""
+    chunks = _triton_chunked(run._replace(backward=False), allowed, allowed)
     row = run.n * run.bytes[0]
     most = allowed // row
     if not run.spec.memory_mb:

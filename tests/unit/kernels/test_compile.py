@@ -78,7 +78,11 @@ def test_the_product_with_a_factor_compiles_and_nothing_spills(target):
     units = {
         f"{dtype} {count}": Unit(
             *(source, "kernel", {"gradient": f"*{dtype}", "factor": "*fp32", "count": count}),
-            *({"BLOCK": scale.BLOCK}, {"num_warps": 8}, ("gradient", "factor")),
+            *(
+                {"BLOCK": scale.BLOCK, "BLOCKS": scale.BLOCKS},
+                {"num_warps": 8},
+                ("gradient", "factor"),
+            ),
         )
         for dtype in ("bf16", "fp16", "fp32")
         for count in ("i32", "i64")

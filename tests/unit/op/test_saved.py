@@ -38,8 +38,8 @@ def test_both_operators_agree(shape, factor, dtype):
 @pytest.mark.parametrize("factor", [1.0, 0.3, 0.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("shape", [(5, 7), (4097, 3), (0, 3), (2 * scale.BLOCK + 1,)])
 def test_the_kernel(shape, factor, dtype, device, monkeypatch):
-    """A program has several blocks, or none."""
-    monkeypatch.setattr(scale, "PROGRAMS", 2)
+    """There are several programs and blocks, or none."""
+    monkeypatch.setattr(scale, "BLOCKS", 2)
     gradient = torch.randn(shape, device=device).to(dtype)
     gradient[1:2] = 0
     by = torch.tensor(factor, device=device)

@@ -284,6 +284,8 @@ def test_the_memory_of_a_step(sizes, gpus):
     later = plans.plan(n, d, v, BF16, CUDA, Reductions(("pick",), gradients=BOTH), False, True)
     assert (later.strategy, later.sums, later.rounded) == ("tiled", 0, False)
     assert later.scratch <= 1.01 * got.scratch
+    small = Reductions(("pick",), gradients=BOTH, memory_mb=256)
+    assert plans.plan(n, d, v, BF16, CUDA, small, False, True).scratch <= 256 * MIB
 
 
 POLICY = f"{REVISION} outputs=moment(1,1);pick gradients=x,weight"
