@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import doctest
+import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from benchmarks import memory
 from benchmarks.loss.table import MIB
+from fxpass.plan.plan import plan
 from tests.support.gpus import H100, T4
 
 ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 LLAMA = 4096, 128256
 
 
@@ -41,6 +46,22 @@ def test_the_picture_is_the_readmes(gpus):
     assert "Inductor, 9.1" in texts
     assert "fusedce, 3.2" in texts
     assert len(drawn) < 60_000
+
+
+def test_the_memory_in_the_readmes_tables(gpus):
+    """By the plan of an H100; under autocast with the weight's copy and its gradient in f32."""
+    gpus.have(H100)
+    rows = re.findall(r"^\| (\d+), (\d+), (\d+)(.*?) \| \*\*([\d,]+) by plan", README, re.MULTILINE)
+    assert len(rows) == 5
+    for *sizes, what, said in rows:
+        n, d, v = map(int, sizes)
+        if "f32 weight" in what:
+            spec = replace(memory.LOSS, unrounded=("weight",))
+            chunk = plan(n, d, v, torch.bfloat16, torch.device("cuda"), spec, False, True).scratch
+            counted = chunk + 2 * d * v + 4 * d * v + 2 * n * d
+        else:
+            counted = memory.fusedce(n, d, v)
+        assert counted // MIB == int(said.replace(",", "")), sizes
 
 
 def test_the_example():
