@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -62,8 +63,10 @@ class Recorder(Trainer):
         return loss
 
 
-def trainer(model, folder: Path, dtype: torch.dtype = torch.float32, **arguments) -> Recorder:
-    made = Recorder(
+def trainer(
+    model, folder: Path, dtype: torch.dtype = torch.float32, kind: Any = Recorder, **arguments
+) -> Recorder:
+    made = kind(
         model,
         TrainingArguments(
             output_dir=str(folder),
@@ -212,6 +215,48 @@ def test_resuming_goes_on_with_the_same_losses(runs):
     assert again.items == fused.trainer.items[HALF * ACCUMULATE :]
     before, after = (logged(t, "loss") for t in (fused.trainer, again))
     assert after == pytest.approx(before, rel=tiny.RTOL[dtype])
+
+
+def smoothed(outputs, labels, num_items_in_batch=None) -> torch.Tensor:
+    """A loss outside of the model, with the labels' smoothing."""
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = F.cross_entropy(logits.float(), labels, reduction="sum", label_smoothing=0.1)
+    return total / num_items_in_batch
+
+
+class OwnLoss(Trainer):
+    """The compiled method calls the model, which is not compiled itself."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        return smoothed(model(**inputs), labels, num_items_in_batch)
+
+
+class GivenLoss(Trainer):
+    """The loss is ``Trainer(compute_loss_func=...)``."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, compute_loss_func=smoothed, **kwargs)
+
+
+# torch's own, when Dynamo traces a cached function of transformers
+@pytest.mark.filterwarnings("ignore:.*Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("dtype", DTYPES, ids=["f32", "bf16"])
+@pytest.mark.parametrize("kind", [OwnLoss, GivenLoss])
+def test_a_loss_outside_of_the_model(kind, dtype, tmp_path):
+    inner = {"fusedce.inner": "eager"}
+    method = torch.compile(kind.compute_loss, backend="fusedce", options=inner)
+    losses = []
+    for made in (type("Compiled", (kind,), {"compute_loss": method}), kind):
+        torch._dynamo.reset()
+        counters.clear()
+        run = trainer(tiny.llama(), tmp_path, dtype, made)
+        run.train()
+        losses.append(logged(run, "loss"))
+        if made is not kind:
+            assert counters["fusedce"]["matched"] == counters["stats"]["unique_graphs"] >= 2
+            assert counters["fusedce"]["rejected"] == 0
+    tiny.assert_same_course(*losses, dtype)
 
 
 def test_accelerate_refuses_the_name(tmp_path):
