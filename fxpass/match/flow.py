@@ -35,7 +35,7 @@ from fxpass.match.classes import Classes, Flow
 from fxpass.match.elementwise import classes_of, note_write, pointwise
 from fxpass.match.linears import Linear
 from fxpass.match.maxima import of_pair
-from fxpass.match.modes import Mode, cuts_gradients, enters_inference
+from fxpass.match.modes import Mode, cuts_gradients
 from fxpass.match.operands import keeps_order, operand_of
 from fxpass.match.outputs import Base, Picked, Summed
 from fxpass.match.parts import join_pieces
@@ -127,9 +127,6 @@ def _follow(flow: Flow, node: Node, modes: dict[Node, Mode]) -> bool:
     if node.op == "output":
         flow.left = (*read, *stacks)
         return False
-    if (read or stacks or pairs) and enters_inference(node, modes):
-        # AOTAutograd raises there for a detach, and for most views
-        raise NoMatch.at(node, "is in a block of inference mode")
     if read:
         _read(flow, node, modes)
     elif stacks:

@@ -76,11 +76,6 @@ def gradients_reach(graph: Graph, writers: Writers) -> set[Node]:
     return found
 
 
-def enters_inference(node: Node, modes: dict[Node, Mode]) -> bool:
-    """Whether a node is in inference mode, and its graph does not start in it."""
-    return modes[node].inference and not modes[next(iter(modes))].inference
-
-
 def cuts_gradients(node: Node, modes: dict[Node, Mode]) -> bool:
     """Whether gradients are off at a node whose inputs need some."""
     needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))

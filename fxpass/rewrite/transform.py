@@ -2,8 +2,8 @@
 
 In: a Dynamo graph and settings. Out: an :class:`Outcome`; the graph is changed in place. A graph
 without matches and without mixed dtypes does not change, except for torch.export's contexts
-(:mod:`fxpass.rewrite.inline`) and the workaround for torch 2.11 in
-:func:`fxpass.graph.region.return_once`.
+(:mod:`fxpass.rewrite.inline`), and where torch would fail (:mod:`fxpass.rewrite.inference`,
+:func:`fxpass.graph.region.return_once`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fxpass.kernels.call import Launch
 from fxpass.match.head import Head
 from fxpass.match.match import Found, Rejection, find
 from fxpass.rewrite import dump
+from fxpass.rewrite.inference import without_inference_mode
 from fxpass.rewrite.inline import inline_checkpoints, inline_contexts
 from fxpass.rewrite.listing import launches_of
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
@@ -65,6 +66,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     for region in regions(gm):
         return_once(region)
         inline_contexts(region)
+        without_inference_mode(region)
         casts += cast_region(region, settings.mixed_dtypes)
         if not region.plain:
             continue

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpass import explain
-from tests.support.programs import V, check, head_of, inputs, last, reason_of
+from tests.support.programs import V, check, head_of, inputs, last, reason_of, report_of
 
 
 def linear_under_no_grad(x, weight, labels):
@@ -74,18 +74,6 @@ def test_a_view_that_is_taken_under_no_grad():
     assert x.grad is None
 
 
-def test_inference_mode_at_the_linear_only():
-    def program(x, weight, labels):
-        with torch.inference_mode():
-            logits = F.linear(x, weight)
-        return F.cross_entropy(last(logits), labels.view(-1))
-
-    args = inputs()
-    assert "inference mode" in reason_of(program, *args)
-    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
-    torch.testing.assert_close(fused(*args), program(*args))
-
-
 def test_a_row_that_is_written_to_and_not_read():
     """Its atoms have no gradient in eager, which is not one of zeros."""
 
@@ -102,24 +90,52 @@ def test_a_row_that_is_written_to_and_not_read():
     assert atoms.grad is None
 
 
-# up to torch 2.12, AOTAutograd raises for all operations there
-INNER = ["eager", "aot_eager"] if torch.__version__ >= "2.13.0a0" else ["eager"]
+def of_reference(x, weight, labels):
+    with torch.inference_mode():
+        z, labels = last(F.linear(x, weight)), labels.view(-1)
+        picked = z.log_softmax(-1).gather(-1, labels[:, None]).squeeze(-1)
+    return F.cross_entropy(last(F.linear(x, weight)), labels), picked
 
 
-@pytest.mark.parametrize("inner", INNER)
-def test_a_block_of_inference_mode(inner):
-    """AOTAutograd raises there for a detach, and for most views. The loss beside it is fused."""
+def of_frozen_logits(x, weight, labels):
+    with torch.inference_mode():
+        z = F.linear(x, weight)
+    return (F.cross_entropy(last(z), labels.view(-1)),)
 
-    def program(x, weight, labels):
-        loss = F.cross_entropy(last(F.linear(x, weight)), labels.view(-1))
-        with torch.inference_mode():
-            metric = F.linear(x, weight).logsumexp(-1)
-        return loss, metric
 
-    args = inputs()
-    head_of(program, *args)
-    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": inner})
-    torch.testing.assert_close(fused(*args), program(*args))
+def of_metric(x, weight, labels):
+    z = F.linear(x, weight)
+    with torch.inference_mode():
+        return (last(z).logsumexp(-1) + x[:, :, 0].reshape(-1),)
+
+
+def with_gradients_on(x, weight, labels):
+    with torch.inference_mode():
+        z = F.linear(x, weight)
+        with torch.enable_grad():
+            z = z + weight.sum()
+        at = labels.view(-1)
+    with torch.no_grad(), torch.inference_mode():
+        z = last(z)
+    return (F.cross_entropy(z, at),)
+
+
+@pytest.mark.parametrize(
+    ("program", "losses"),
+    [(of_reference, 2), (of_frozen_logits, 1), (of_metric, 1), (with_gradients_on, 0)],
+)
+def test_a_block_of_inference_mode(program, losses):
+    """AOTAutograd raises for views there, and then for every other graph of the process."""
+    x, weight, labels = inputs()
+    assert len(report_of(program, x, weight, labels).matches) == losses
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+    found, expected = fused(x, weight, labels), program(x, weight, labels)
+    torch.testing.assert_close(found, expected)
+    assert [t.requires_grad for t in found] == [t.requires_grad for t in expected]
+    for one, other in zip(found, expected, strict=True):
+        if one.requires_grad:
+            torch.testing.assert_close(*(torch.autograd.grad(t, (x, weight)) for t in (one, other)))
+    torch.compile(torch.sin, backend="aot_eager")(x)
 
 
 def test_inference_mode_that_is_switched_off():
