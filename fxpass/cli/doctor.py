@@ -117,10 +117,16 @@ def _settings(settings: Settings) -> Iterator[tuple[str, ...]]:
 
 
 def _of_torch() -> Iterator[Finding]:
-    numbers, (lowest, highest) = re.match(r"(\d+)\.(\d+)", torch.__version__), SUPPORTED_TORCH
-    if not numbers or not lowest <= (int(numbers[1]), int(numbers[2])) <= highest:
+    lowest, highest = SUPPORTED_TORCH
+    if not lowest <= _release() <= highest:
         advice = "install {}.{} to {}.{}".format(*lowest, *highest)
         yield Finding("problem", f"torch {torch.__version__} is not supported", advice)
+
+
+def _release() -> tuple[int, int]:
+    """torch's, without the patch; zeros for a version that is no release."""
+    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 # ---------------------------------------------------------------- devices
@@ -212,11 +218,16 @@ def _of_bf16(used: Device, devices: Sequence[Device]) -> Iterator[Finding]:
 def inductor_problem(device_type: str) -> str:
     """Why Inductor cannot compile for ``cpu`` or ``cuda``, with remedy; empty if it can."""
     tools = read_compilers()
-    return "; ".join(
+    found = [
         f"{tool} not found: {advice}"
         for tool, kinds, advice in NEEDED
         if device_type in kinds and not tools[tool]
-    )
+    ]
+    folder = Path(torch.__file__).parent
+    if device_type == "cpu" and " " in str(folder) and _release() < (2, 14):
+        what = f"the C++ linker gets the path {folder} in pieces, which torch 2.14 quotes"
+        found.append(f"{what}: make the virtual environment where no folder's name has a space")
+    return "; ".join(found)
 
 
 def read_compilers() -> dict[str, str]:

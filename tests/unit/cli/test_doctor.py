@@ -188,6 +188,20 @@ def test_the_cpp_compiler_is_the_one_that_inductor_would_use(monkeypatch) -> Non
 
 
 @pytest.mark.full  # a process of its own
+def test_a_folder_with_a_space(tmp_path) -> None:
+    """Where torch does not quote it, Inductor cannot link."""
+    folder = tmp_path / "a space"
+    folder.mkdir()
+    (folder / "torch").symlink_to(Path(torch.__file__).parent)
+    code = "from fxpass.cli.doctor import inductor_problem as p; print(p('cpu')); print(p('cuda'))"
+    environ = os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"}
+    said = subprocess.check_output([sys.executable, "-c", code], env=environ, text=True)
+    quoted = torch.__version__ >= "2.14"
+    assert ("no folder's name has a space" in said.splitlines()[0]) != quoted
+    assert "space" not in said.splitlines()[1]
+
+
+@pytest.mark.full  # a process of its own
 def test_doctor_as_a_user_runs_it() -> None:
     ran = subprocess.run(
         [sys.executable, "-m", "fxpass", "doctor"],
