@@ -49,6 +49,7 @@ class Heads:
         reasons: for other linears, why they are not fused.
         costs: those of them that would cost more than they save.
         stops: nodes that read logits in a way that is not understood, and why.
+        softmaxes: linears of whose outputs the program takes a softmax, or its logarithm.
     """
 
     fused: list[Head] = field(default_factory=list)
@@ -56,6 +57,7 @@ class Heads:
     reasons: dict[Node, NoMatch] = field(default_factory=dict)
     costs: set[Node] = field(default_factory=set)
     stops: dict[Node, NoMatch] = field(default_factory=dict)
+    softmaxes: set[Node] = field(default_factory=set)
 
     @contextmanager
     def reading(self, linear: Node) -> Iterator[None]:
@@ -102,6 +104,9 @@ def _flows(region: Region, modes: dict[Node, Mode], settings: Settings, found: H
                 raise NoMatch(node, reason)
             flow = flow_of(linear, region, modes, writers, trained)
             found.stops |= {no.node: no for no in flow.stops}
+            logs = {base.log for base in flow.bases}
+            if any(logs & known.expr.free_symbols for known in flow.classes.values()):
+                found.softmaxes.add(node)
             if _reduces_classes(flow):
                 flows.append(flow)
             elif flow.stops:

@@ -17,7 +17,7 @@ from fxpass.graph.functions import CASTS, function_of, out_of_place
 from fxpass.graph.nodes import NoMatch, is_tensor
 from fxpass.graph.placements import placement_name
 from fxpass.graph.region import CHECKPOINTS, Region
-from fxpass.graph.source import source_line
+from fxpass.graph.source import call_name, source_line
 from fxpass.match.head import Head
 from fxpass.match.heads import Heads, heads_of, looks_like_a_head
 from fxpass.match.leaving import Deferred
@@ -70,7 +70,8 @@ class Found:
 
 
 def find(region: Region, settings: Settings) -> Found:
-    """The heads of a region, and a rejection for every loss that is not fused."""
+    """The heads of a region, and a rejection for every loss that is not fused: in a region that is
+    not plain, for all."""
     found = heads_of(region, settings)
     fused = {r.node for head in found.fused for r in head.flow.reductions}
     rejections: list[Rejection] = []
@@ -84,14 +85,22 @@ def find(region: Region, settings: Settings) -> Found:
             no = error
         rejections.append(Rejection(no.node, no.reason, source_line(node)))
     said = {rejection.node for rejection in rejections}
+    nothing = not (found.fused or rejections)
+    guessed = region.plain and settings.min_logits_mb > 0
     for linear, no in found.reasons.items():
-        known = not said.isdisjoint((linear, no.node))
-        if known or not (no.node.op == "output" or looks_like_a_head(linear)):
+        certain = nothing and linear in found.softmaxes
+        likely = no.node.op == "output" or looks_like_a_head(linear)
+        if not said.isdisjoint((linear, no.node)) or not (certain or likely):
             continue
-        if settings.min_logits_mb and linear not in found.costs:
+        if linear not in found.costs and (certain or guessed):
             rejections.append(Rejection(no.node, no.reason, source_line(linear)))
         else:
             log.debug("%s: %s", source_line(linear), no.reason)
+    if region.call is not None and not region.plain:
+        what = f"it is inside %{region.call.name} ({call_name(region.call)})"
+        reason = f"{what}; of nested graphs, only those of activation checkpoints are fused"
+        rejections += [Rejection(h.flow.linear.node, reason, h.source) for h in found.fused]
+        return Found((), tuple(rejections), {}, ())
     checkpoints = tuple(node for node in found.stops if node.target in CHECKPOINTS)
     return Found(tuple(found.fused), tuple(rejections), found.deferred, checkpoints)
 

@@ -68,7 +68,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         inline_contexts(region)
         without_inference_mode(region)
         casts += cast_region(region, settings.mixed_dtypes)
-        if not region.plain:
+        if region.backward:
             continue
         found = _found(region, settings)
         rejections += found.rejections

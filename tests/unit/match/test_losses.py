@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -249,10 +251,8 @@ def test_an_index_that_would_be_ignored():
 SILENT = {
     "gather of something else": lambda z, t: z.softmax(-1).gather(-1, t.unsqueeze(-1)).sum(),
     "gather of several": lambda z, t: z.log_softmax(-1).gather(-1, t.unsqueeze(-1) * 0 + 1)[..., 0:0].sum() + z.log_softmax(-1).gather(-1, t.unsqueeze(-1).expand(B, S, 2)).sum(),
-    "gather along rows": lambda z, t: z.log_softmax(-1).gather(1, t[:, :1, None].expand(B, 1, V) * 0).sum(),
     "logsumexp over rows": lambda z, t: z.logsumexp(1).sum(),
     "logsumexp over all": lambda z, t: z.logsumexp((0, 1, 2)),
-    "logsumexp of no linear": lambda z, t: z.softmax(-1).logsumexp(-1).sum(),
     "a difference of halves": lambda z, t: (lambda a, b: (a.exp() - b).sum())(*z.chunk(2, -1)),
     "a difference of others": lambda z, t: (z.logsumexp(-1) - z.amax(-1)).sum() * z.sum(),
 }  # fmt: skip
@@ -264,6 +264,36 @@ def test_no_loss_and_nothing_said(case):
     x, weight, labels = inputs()
     report = fxpass.explain(lambda x, w, t: SILENT[case](F.linear(x, w), t), x, weight, labels)
     assert not report.rejections, str(report)
+
+
+def divergence(p, q):
+    """Jensen and Shannon's."""
+    mean = torch.logaddexp(p, q) - math.log(2)
+    return sum(F.kl_div(mean, one, reduction="sum", log_target=True) for one in (p, q))
+
+
+# hidden states, weight and labels -> a number, and what stops the reading of the softmax
+STOPPED = {
+    "gather along rows": (
+        lambda x, w, t: F.linear(x, w).log_softmax(-1).gather(1, t[:, :1, None] * 0).sum(),
+        "(gather) is not over the classes alone"),
+    "logsumexp of no linear": (
+        lambda x, w, t: F.linear(x, w).softmax(-1).logsumexp(-1).sum(),
+        "(logsumexp) of `exp(log_0)` is not known"),
+    "a divergence of two heads": (
+        lambda x, w, t: divergence(
+            F.linear(x, w).log_softmax(-1), F.linear(x, w.detach()).log_softmax(-1)),
+        "(logaddexp) of the logits is not known"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", STOPPED)
+def test_where_there_is_no_loss_what_stopped_a_softmax_is_said(case):
+    program, reason = STOPPED[case]
+    report = fxpass.explain(program, *inputs())
+    assert not report.matches, str(report)
+    assert report.rejections, str(report)
+    assert all(reason in r.reason for r in report.rejections), str(report)
 
 
 REJECTED = {

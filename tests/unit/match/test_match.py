@@ -324,3 +324,45 @@ def test_a_product_that_is_no_linear_is_no_head(monkeypatch):
 
     monkeypatch.setenv("FUSEDCE_MIN_LOGITS_MB", "64")
     assert "fewer than 64 MiB" in reason_of(program, *inputs())
+
+
+class Written(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, labels):
+        ctx.save_for_backward(x, weight)
+        return loss_inside(x, weight, labels)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * x, grad * weight, None
+
+
+def loss_inside(x, weight, labels):
+    return F.cross_entropy(last(F.linear(x, weight)), labels.view(-1))
+
+
+once = torch.compiler.nested_compile_region(loss_inside)
+NESTED = {
+    "cond": lambda *args: torch.cond(args[0].sum() > 0, loss_inside, loss_inside, args),
+    "invoke_subgraph": lambda x, w, t: once(x, w, t) + once(2 * x, w, t),
+    "autograd_function_apply": Written.apply,
+}
+
+
+@pytest.mark.parametrize("call", NESTED)
+def test_a_loss_in_a_nested_graph(call):
+    """It has the line of the loss, and is compiled by the inner backend."""
+
+    def program(x, weight, labels):
+        return NESTED[call](x, weight, labels)
+
+    args = inputs()
+    report = fxpass.explain(program, *args)
+    assert not report.matches
+    assert len(report.rejections) == (2 if call == "cond" else 1)
+    for rejection in report.rejections:
+        assert f"inside %{call} ({call}); of nested graphs, only" in rejection.reason
+        assert "return F.cross_entropy(last(F.linear(x, weight))" in rejection.source
+    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
+    torch.testing.assert_close(fused(*args), program(*args))
