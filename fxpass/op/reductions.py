@@ -31,6 +31,7 @@ from torch import Tensor
 
 import fxpass.op.kept  # noqa: F401, stored code that imports this module may call it too
 from fxpass.op import run
+from fxpass.op.batched import register_batches
 from fxpass.op.checks import (
     check,
     check_first_derivative,
@@ -209,3 +210,4 @@ for _name, _function, _of_shapes in (
 _LIBRARY.impl("class_reductions", _by_autograd, "Autograd", with_keyset=True)
 _FORWARD = torch.ops.fxpass.class_reductions.default
 _BACKWARD = torch.ops.fxpass.class_reductions_backward.default
+register_batches(_LIBRARY, "class_reductions_backward", _BACKWARD)
