@@ -286,8 +286,7 @@ def _triton_chunked(run: _Run, allowed: int, beside_sums: int) -> Plan:
 
     most, few = (allowed - copied) // row, max(_few(n), FEW_BYTES // row)
     if not run.sums:  # chunks add up in the gradient that is returned
-        default = most if run.dtype == torch.float16 else min(most, few)
-        return of(_parts(n, max(most if by_user else default, least), align))
+        return of(_parts(n, max(most if by_user else min(most, few), least), align))
     wide = of(run.rows((beside_sums - copied) // row, row, LEAST, align), run.sums)
     if run.spec.accumulate == "float32":
         return wide

@@ -163,6 +163,14 @@ def test_text():
     )
 
 
+def test_text_of_sums_in_bf16(h200):
+    got = chosen(8192, 4096, 128256, BF16, CUDA, TRAINED)
+    expecttest.assert_expected_inline(
+        str(got),
+        """strategy: chunked, 2048 rows at a time: 501 MiB of scratch, 4 chunks are added up in bf16; the gradients are computed with the loss""",
+    )
+
+
 def test_symbolic_sizes_are_chosen_for_their_hints():
     env = ShapeEnv()
 
