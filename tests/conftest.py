@@ -37,6 +37,7 @@ from torch._dynamo.utils import counters
 
 from fxpass.casts import casts
 from fxpass.graph import source
+from fxpass.match import heads as heads_module
 from fxpass.plan import plan
 from tests.support.gpus import H200, Gpus
 
@@ -180,6 +181,21 @@ def gpus(monkeypatch):
     made = Gpus(monkeypatch)
     yield made
     made.forget()
+
+
+@pytest.fixture
+def stops(monkeypatch):
+    """Why the reading of each linear stopped, also of those that no log names: small ones, and those
+    that may be hidden layers."""
+    found: list[str] = []
+
+    def heads_of(*arguments):
+        heads = heads_module.heads_of(*arguments)
+        found.extend(no.reason for no in (*heads.reasons.values(), *heads.stops.values()))
+        return heads
+
+    monkeypatch.setattr("fxpass.match.match.heads_of", heads_of)
+    return found
 
 
 @pytest.fixture
