@@ -6,6 +6,9 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterable
+
 USES = (
     "seen({o})",
     "seen({o}.argmax(-1))",
@@ -95,6 +98,17 @@ CHANGES = (
     "torch._foreach_neg_([{a}.detach()])",
     "{a}.detach().copy_({a}.detach().flip(0))",
 )
+
+# Factors of what backward begins with, which are the incoming gradient of a loss.
+FACTORS = ("", "", ", by=1", ", by=1", ", by=-2.5", ", by=torch.tensor(0.25)", ", by=0")
+
+
+def passes(rng: random.Random, names: Iterable[str]) -> list[str]:
+    """Backward passes: one, or several, of which the last one frees the graph."""
+    some = ", ".join(names)
+    calls = [f"backward({some}{rng.choice(FACTORS)}" for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+    return [*(f"{call}, retain_graph=True)" for call in calls[:-1]), f"{calls[-1]})"]
+
 
 OPTIMIZERS = (
     "torch.optim.SGD([{p}], lr=0.1).step()",

@@ -28,11 +28,12 @@ def halved(t, times):  # over 2**times paths
     return t
 
 
-def backward(*tensors):
+def backward(*tensors, by=None, **how):
     parts = [t for t in tensors if t.requires_grad and t.is_floating_point()]
     factors = [torch.linspace(0.5, 1.5, t.numel()).view(t.shape).to(t.dtype) for t in parts]
+    factors = factors if by is None else [by for _ in parts]
     if parts:
-        sum((t * f).sum().float() for t, f in zip(parts, factors)).backward()
+        sum((t * f).sum().float() for t, f in zip(parts, factors)).backward(**how)
 """
 
 SIZES_OF_DATA = """\
@@ -72,6 +73,12 @@ os.environ["TRITON_INTERPRET"] = "1"
 from fxpass.plan import plan
 
 plan.implementation_for = lambda device, dtype: ("IMPLEMENTATION", "")
+"""
+
+SMALL = """\
+from tests.fuzz.small import small
+
+small()
 """
 
 RUN_ALONE = """\
@@ -135,6 +142,8 @@ class Case:
             :data:`tests.fuzz.traced.TRACERS`; empty for none.
         zeros: whether a gradient of zeros is as good as none: one operator has several outputs,
             and gives zeros where the program reads some of them only.
+        small: whether it is divided as a large program is, with the sizes of
+            :mod:`tests.fuzz.small`.
         sharded: whether classes are dealt to ranks, where it is not eager that runs.
         fixed: whether ``body`` has to stay as it is, since ``fused`` says the same.
     """
@@ -153,6 +162,7 @@ class Case:
     fixed: bool = False
     tracer: str = ""
     sharded: bool = False
+    small: bool = False
 
     @property
     def may_be_stale(self) -> bool:
@@ -208,6 +218,8 @@ class Case:
             parts.insert(0, RANKS)
         if self.dynamic:
             parts.insert(0, SIZES_OF_DATA)
+        if self.small:
+            parts.insert(0, SMALL)
         if self.implementation:
             parts.insert(0, INTERPRETED.replace("IMPLEMENTATION", self.implementation))
         return "\n\n".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +18,9 @@ OPTIONS = {
     "fusedce.logits": ("auto", "auto", "defer", "defer", "keep"),
     "fusedce.strategy": ("auto", "chunked", "tiled"),
     "fusedce.memory_mb": (0, 0, 1),
+    "fusedce.accumulate": ("auto", "auto", "float32"),
 }
-INNER = ("eager",) * 7 + ("aot_eager",)
+INNER = ("eager",) * 3 + ("aot_eager",)
 TRIES = 6  # for each statement
 
 
@@ -32,16 +34,25 @@ def program(seed: str) -> Case | None:
     options |= {name: rng.choice(values) for name, values in OPTIONS.items()}
     case = Case(inputs, (), (), (), (), options, dynamic, rng.randrange(1000))
     mode = rng.choice(((),) * 8 + (("torch.no_grad()",),) * 2 + (("torch.inference_mode()",),))
+    inside, outside = autocast(rng)
     env = environment(case)
     before = _before(rng, env)
-    body = _Body(rng, env, mode)
+    body = _Body(rng, env, (*outside, *mode))
+    body.scope.region = inside
     if not body.write():
         return None
     case = Case(
         *(inputs, tuple(body.statements), tuple(body.returned(rng)), (), ()),
         *(options, dynamic, case.seed),
+        small=rng.random() < 0.5,
     )
-    return _with_session(case, rng, before, mode).trimmed()
+    return _with_session(case, rng, before, mode, outside).trimmed()
+
+
+def autocast(rng: random.Random) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The contexts in a function, and around its call: autocast in one of the two, or in none."""
+    context = (rng.choice(grammar.AUTOCAST),)
+    return rng.choice(((context, ()), ((), context), *[((), ())] * 6))
 
 
 def _inputs(rng: random.Random) -> tuple[tuple[str, str], ...]:
@@ -240,12 +251,17 @@ class _Body:
 
 
 def _with_session(
-    case: Case, rng: random.Random, before: list[Statement], mode: tuple[str, ...]
+    case: Case,
+    rng: random.Random,
+    before: list[Statement],
+    mode: tuple[str, ...],
+    outside: tuple[str, ...],
 ) -> Case:
     made = Statement(f"{case.arguments} = inputs()")
     outputs = ", ".join(case.returned)
     call = Statement(
-        f"{outputs}{',' * (len(case.returned) == 1)} = program({case.arguments})", mode
+        f"{outputs}{',' * (len(case.returned) == 1)} = program({case.arguments})",
+        (*outside, *mode),
     )
     env: dict[str, Any] = {}
     exec(case.source(), env)
@@ -260,8 +276,10 @@ def _with_session(
             session += afterwards_of(scope, rng, names)
         if part == 0 and not mode:
             some = [n for n in case.returned if n.startswith("loss") or rng.random() < 0.5]
-            back = scope.attempt(f"backward({', '.join(some)})")
-            session += [back] if back else []
+            for again in range(1 + (rng.random() < 0.1)):  # a second call accumulates gradients
+                if all(map(scope.run, [call] * again)):
+                    back = map(Statement, afterwards.passes(rng, some))
+                    session += [*[call] * again, *(one for one in back if scope.run(one))]
             if rng.random() < 0.35:
                 session += optimizer_step(scope, rng)
     if rng.random() < 0.06:
@@ -272,10 +290,7 @@ def _with_session(
             session += [*again, *(b for b in back if scope.run(b))]
     all_names = dict.fromkeys((*(name for name, _ in case.inputs), *case.returned, "g"))
     kept = tuple(n for n in all_names if isinstance(scope.env.get(n), Tensor))
-    return Case(
-        *(case.inputs, case.body, case.returned, tuple(session), kept),
-        *(case.options, case.dynamic, case.seed),
-    )
+    return replace(case, session=tuple(session), kept=kept)
 
 
 def afterwards_of(

@@ -389,6 +389,11 @@ LOSSES: tuple[tuple[str, ...], ...] = (
     ("loss = F.cross_entropy(weight=cw[:{V}], input={c}, reduction={reduction}, target={l})",),
 )
 
+AUTOCAST = (
+    *['torch.autocast("cpu", torch.bfloat16)'] * 3,
+    'torch.autocast("cpu", torch.float16)',
+)
+
 ARGUMENTS = (
     ("reduction", ("'none'", "'mean'", "'sum'")),
     ("ignore_index", ("-100", "0", "3", "-1")),

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import grammar, interrupts, reductions
+from . import afterwards, generate, grammar, interrupts, reductions
 from .case import Case, Statement
-from .generate import TRIES, environment
+from .generate import TRIES, autocast, environment
 from .scope import GLOBALS, Scope
 
 DTYPES = ("", "", "", "", "", ".bfloat16()", ".bfloat16()", ".half()")
 INNER = ("aot_eager",) * 140 + ("eager",) * 58 + ("inductor",) * 2
-OPTIONS = {"fusedce.strategy": ("auto", "chunked", "tiled"), "fusedce.memory_mb": (0, 0, 1)}
+OPTIONS = {name: values for name, values in generate.OPTIONS.items() if name != "fusedce.logits"}
 # What the user does before backward: writes to rows that were returned, and to arguments.
 WRITES = ("{r}.add_(1)", "{r}.zero_()", "{r}.detach().mul_(2)", "{r}[:1] = 0")
 _WRITE = re.compile(r"_\(|\] = ")
@@ -41,7 +41,8 @@ def head(seed: str) -> Case | None:
         options["fusedce.inner"] = "aot_eager"
     case = Case(inputs, (), (), (), (), options, dynamic, rng.randrange(1000))
     mode = rng.choice(((),) * 12 + (("torch.no_grad()",),) * 2 + (("torch.inference_mode()",),))
-    body = _Body(rng, environment(case), mode)
+    inside, outside = autocast(rng)
+    body = _Body(rng, environment(case), (*outside, *mode), inside)
     if not body.write():
         return None
     if any("halved(" in statement.text for statement in body.statements):
@@ -49,7 +50,7 @@ def head(seed: str) -> Case | None:
         options["fusedce.inner"] = "aot_eager"
     returned = body.returned()
     made = Statement(f"{case.arguments} = inputs()")
-    call = Statement(f"{', '.join(returned)}, = program({case.arguments})", mode)
+    call = Statement(f"{', '.join(returned)}, = program({case.arguments})", (*outside, *mode))
     session = [made, call]
     rows = [n for n in returned[1:] if n not in body.scope.classes]
     if rows and rng.random() < 0.2:
@@ -63,12 +64,14 @@ def head(seed: str) -> Case | None:
         session.append(Statement(text, stale=leave))
     if not mode:
         some = ["loss", *(n for n in returned[1:] if rng.random() < 0.5)]
-        session.append(Statement(f"backward({', '.join(some)})"))
+        for again in range(1 + (rng.random() < 0.1)):  # a second call accumulates gradients
+            session += [*[call] * again, *map(Statement, afterwards.passes(rng, some))]
     return Case(
         *(inputs, tuple(body.statements), returned, tuple(session), returned),
         *(options, dynamic, case.seed),
         implementation=rng.choice(("",) * 7 + ("triton",)),
         zeros=True,
+        small=rng.random() < 0.5,
     ).trimmed()
 
 
@@ -157,10 +160,17 @@ class _Scope(Scope):
 class _Body:
     """The function that is compiled, while it is written."""
 
-    def __init__(self, rng: random.Random, env: dict[str, Any], mode: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        env: dict[str, Any],
+        mode: tuple[str, ...],
+        inside: tuple[str, ...],
+    ) -> None:
         self.rng = rng
         self.scope = _Scope(rng, env)
-        self.scope.outside = mode
+        self.scope.outside, self.inside = mode, inside
+        self.scope.region = inside
         self.statements: list[Statement] = []
         self.rows: list[str] = []
         self.count = 0
@@ -181,11 +191,11 @@ class _Body:
             if rng.random() < 0.3:
                 scope.z = rng.choice(list(scope.classes))
             if rng.random() < 0.06:
-                scope.region = (rng.choice(("torch.no_grad()", *interrupts.CONTEXTS)),)
+                scope.region = (*self.inside, rng.choice(("torch.no_grad()", *interrupts.CONTEXTS)))
             if rng.random() < 0.5:
                 self.step(reductions.BETWEEN)
             self.reduction()
-            scope.region = ()
+            scope.region = self.inside
             if rng.random() < 0.25:
                 self.arithmetic()
             if rng.random() < 0.03:

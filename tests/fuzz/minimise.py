@@ -12,7 +12,12 @@ from dataclasses import replace
 
 from .case import Case, Statement
 
-PLAIN = {"fusedce.strategy": "auto", "fusedce.memory_mb": 0, "fusedce.inner": "eager"}
+PLAIN = {
+    "fusedce.strategy": "auto",
+    "fusedce.memory_mb": 0,
+    "fusedce.accumulate": "auto",
+    "fusedce.inner": "eager",
+}
 
 
 def minimise(case: Case, judge: Callable[[Case], str], passes: int = 3) -> Case:
@@ -88,6 +93,7 @@ def _with_plain_options(case: Case) -> list[Case]:
     odd = [name for name, plain in PLAIN.items() if case.options.get(name, plain) != plain]
     out = [replace(case, options=case.options | {name: PLAIN[name]}) for name in odd]
     out += [replace(case, tracer="")] if case.tracer else []
+    out += [replace(case, small=False)] if case.small else []
     return [*out, *([] if case.dynamic is None else [replace(case, dynamic=None)])]
 
 

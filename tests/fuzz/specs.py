@@ -11,10 +11,16 @@ import random
 from fxpass.spec import expression
 from tests.support.losses import GRADIENTS, Spec
 
+from . import afterwards
 from .case import Case, Statement
 
-SIZES = {"n": (0, 1, 2, 5, 7, 13), "d": (1, 1, 3, 8), "v": (1, 2, 5, 17, 37)}
-DTYPES = ("", "", ".bfloat16()", ".half()", ".double()")
+SIZES = {"n": (0, 1, 2, 5, 13, 13, 29, 29), "d": (1, 3, 8, 8), "v": (1, 2, 5, 17, 37)}
+DTYPES = (*("", ".bfloat16()") * 2, ".bfloat16()", ".half()", ".double()")
+# What casts f32 leaves, as autocast does.
+CASTS = (".bfloat16()", ".bfloat16()", ".half()")
+# A tied weight, which is an embedding too, and another user of the weight.
+TIED = "x = x + w[torch.arange(len(x)) % len(w)]"
+USED = "loss = loss + w.float().square().mean()"
 
 # A transform of the logits, as the spec says it and as PyTorch does.
 TRANSFORMS = (
@@ -56,6 +62,7 @@ def spec(seed: str) -> Case:
     rng = random.Random(seed)
     n, d, v = (rng.choice(sizes) for sizes in SIZES.values())
     dtype, bias = rng.choice(DTYPES), rng.random() < 0.5
+    cast = rng.choice(CASTS) if not dtype and rng.random() < 0.6 else ""
     target = rng.choice(("indices", "indices", "probabilities"))
     named = tuple(g for g in GRADIENTS if rng.random() < 0.7 and (bias or g != "bias"))
     transforms = rng.sample(TRANSFORMS, rng.choice((0, 0, 1, 1, 2)))
@@ -71,37 +78,55 @@ def spec(seed: str) -> Case:
         label_smoothing=rng.choice((0.0, 0.0, 0.1, 1.0)),
         transform=expression.parse(expression.text(logits)),
         gradients=named,
-        strategy=rng.choice(("chunked", "tiled")),
+        strategy=rng.choice(("chunked", "chunked", "tiled")),
         memory_mb=rng.choice((0, 0, 1)),
+        accumulate=rng.choice(("auto", "auto", "auto", "float32")),
     )
-    holes = {"n": n, "d": d, "v": v, "dtype": dtype}
+    # autocast may find one of the two in 16 bits already
+    casts = {name: cast if rng.random() < 0.8 else "" for name in ("x", "weight")}
+    dtypes = {name: "" if cast == casts[name] else cast for name in casts}
+    holes = {"n": n, "d": d, "v": v}
+    x, w, b = (
+        _operand(rng, name, rows, columns, named).format(
+            dtype=dtype or dtypes.get(name, cast), **holes
+        )
+        for name, rows, columns in (("x", "n", "d"), ("weight", "v", "d"), ("bias", "v", ""))
+    )
     inputs = [
-        ("x", _operand(rng, "x", "n", "d", named).format(**holes)),
-        ("w", _operand(rng, "weight", "v", "d", named).format(**holes)),
-        ("b", _operand(rng, "bias", "v", "", named).format(**holes) if bias else "None"),
+        ("x", x),
+        ("w", w),
+        ("b", b if bias else "None"),
         ("t", _target(rng, chosen, n, v)),
         (
             "cw",
             _class_weight(rng, chosen, v) if weighted else "None",
         ),
     ]
-    kept = "F.linear(x, w, b).detach()" if rng.random() < 0.2 else "None"
+    operands = f"x{casts['x']}, w{casts['weight']}, b"
+    kept = f"F.linear({operands}).detach()" if rng.random() < 0.2 else "None"
     outputs = ("loss",)
     options = chosen.options()
     transform = f"transform=parse({expression.text(options.pop('transform'))!r})"
-    named = ", ".join([transform, *(f"{name}={option!r}" for name, option in options.items())])
-    call = f"fused_loss(x, w, b, t, cw, {kept}, {named})"
+    wide = {"x": "wide_x=x", "weight": "wide_weight=w"}
+    unrounded = [text for name, text in wide.items() if casts[name] and name in named]
+    named = [transform, *unrounded, *(f"{name}={option!r}" for name, option in options.items())]
+    call = f"loss = fused_loss({operands}, t, cw, {kept}, {', '.join(named)})"
+    trains = chosen.gradients
+    before = [TIED] * (dtypes["x"] == dtypes["weight"] and "x" in trains and rng.random() < 0.2)
+    after = [USED] * (rng.random() < 0.2)
+    meaning = _meaning(chosen, operands, [torch for _, torch in transforms], dtype)
     return Case(
         tuple(inputs),
-        tuple(map(Statement, _meaning(chosen, [torch for _, torch in transforms], dtype))),
+        tuple(map(Statement, (*before, *meaning, *after))),
         outputs,
-        _session(rng, outputs, bool(named)),
+        _session(rng, outputs, bool(trains)),
         ("x", "w", *(["b"] if bias else []), *outputs),
         seed=rng.randrange(1000),
-        fused=(Statement(f"loss = {call}"),),
-        # the gradients of one class are 0, or what is left of logits that two kernels round
-        implementation=rng.choice(("", "", "triton" if v > 1 else "")),
+        fused=tuple(map(Statement, (*before, call, *after))),
         fixed=True,
+        # the gradients of one class are 0, or what is left of logits that two kernels round
+        implementation=rng.choice(("", "triton", "triton")) if v > 1 else "",
+        small=v > 1 and rng.random() < 0.7,
     )
 
 
@@ -137,9 +162,9 @@ def _class_weight(rng: random.Random, spec: Spec, v: int) -> str:
     return rng.choice(forms)
 
 
-def _meaning(spec: Spec, transforms: list[str], dtype: str) -> list[str]:
+def _meaning(spec: Spec, operands: str, transforms: list[str], dtype: str) -> list[str]:
     cast = "" if dtype == ".double()" else ".float()"
-    body = [f"z = F.linear(x, w, b){cast}", *(f"z = {text}" for text in transforms)]
+    body = [f"z = F.linear({operands}){cast}", *(f"z = {text}" for text in transforms)]
     if spec.ignore_index is not None and spec.target == "indices":
         ignored = f", ignore_index={spec.ignore_index}"
     else:
@@ -154,10 +179,7 @@ def _meaning(spec: Spec, transforms: list[str], dtype: str) -> list[str]:
 
 def _session(rng: random.Random, outputs: tuple[str, ...], trains: bool) -> tuple[Statement, ...]:
     names = ", ".join(outputs) + "," * (len(outputs) == 1)
-    out = ["x, w, b, t, cw = inputs()", f"{names} = program(x, w, b, t, cw)"]
-    if trains:
-        some = [name for name in outputs if rng.random() < 0.8] or outputs[:1]
-        if rng.random() < 0.2:
-            out.append(f"({some[0]} * 3).sum().backward(retain_graph=True)")
-        out.append(f"backward({', '.join(some)})")
+    out, call = ["x, w, b, t, cw = inputs()"], f"{names} = program(x, w, b, t, cw)"
+    for _ in range(1 + trains * (rng.random() < 0.2)):  # a second call accumulates gradients
+        out += [call, *(afterwards.passes(rng, outputs) if trains else ())]
     return tuple(map(Statement, out))

@@ -32,6 +32,7 @@ class Spec:
     gradients: tuple[str, ...] = ()
     strategy: str = "chunked"
     memory_mb: int = 0
+    accumulate: str = "auto"
 
     @property
     def totals(self) -> bool:
@@ -87,6 +88,8 @@ def fused_loss(
     class_weight: Tensor | None = None,
     logits: Tensor | None = None,
     *,
+    wide_x: Tensor | None = None,
+    wide_weight: Tensor | None = None,
     reduction: str = "mean",
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
@@ -94,6 +97,7 @@ def fused_loss(
     gradients: tuple[str, ...] = (),
     in_forward: bool = True,
     memory_mb: int = 0,
+    accumulate: str = "auto",
     shard: Shard | None = None,
 ) -> Tensor:
     """Cross-entropy of ``x @ weight.T + bias`` by the operator, as a rewritten graph computes it.
@@ -102,6 +106,7 @@ def fused_loss(
         x, weight, bias, logits: see :class:`fxpass.spec.operands.Operands`.
         target: class indices ``[N]``, or probabilities ``[N, V]``, of all classes.
         class_weight: ``[V]``, of all classes.
+        wide_x, wide_weight: what x and weight were cast from, if their gradients are unrounded.
         in_forward: whether forward computes the gradients, if it can.
         shard: the rank's classes; None if this process has all of them.
     """
@@ -118,15 +123,20 @@ def fused_loss(
     arguments = index, class_weight, reduction, ignore_index, label_smoothing, classes
     names = tuple(sorted(outputs, key=str))
     operands = x, weight, bias, None, picks, given
+    wide = {"x": wide_x, "weight": wide_weight}
+    unrounded = tuple(name for name, t in wide.items() if t is not None)
+    options = {"memory_mb": memory_mb, "accumulate": accumulate, "unrounded": unrounded}
     if in_forward and reduction != "none" and shard is None:
         zeros = x.new_zeros(x.shape[0], dtype=compute_dtype(x.dtype))
         *found, constant = loss_coefficients(zeros, len(outputs) == 2, *arguments)
         coef = torch.stack([found[outputs.index(name)] for name in names])
-        text = Reductions((), transform, gradients, names, memory_mb).text()
-        return class_reductions(*operands, coef, logits, text)["total"] + constant
-    text = Reductions(names, transform, gradients, memory_mb=memory_mb).text()
+        text = Reductions((), transform, gradients, names, **options).text()
+        found = class_reductions(*operands, coef, logits, text, wide_x, wide_weight)
+        return found["total"] + constant
+    text = Reductions(names, transform, gradients, **options).text()
     if shard is None:
-        rows = class_reductions(*operands, None, logits, text)["rows"]
+        found = class_reductions(*operands, None, logits, text, wide_x, wide_weight)
+        rows = found["rows"]
     else:
         from fxpass.op import sharded  # not every PyTorch has torch.distributed
 
