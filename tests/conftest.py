@@ -71,6 +71,7 @@ FULL = (
 NEEDS = {
     "benchmarks/test_coverage.py": ("transformers",),
     "compile/test_models.py": ("transformers",),
+    "compile/test_where_the_loss_is.py": ("transformers",),
     "defaults/test_models.py": ("transformers",),
     "ranks/test_ddp.py": ("transformers",),
     "ranks/test_fsdp.py": ("transformers",),

@@ -11,6 +11,7 @@ trace that later passes read. On one rank, tensors stay as they are::
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,12 +40,12 @@ class Builder:
         self.casts: list[Cast] = []
         self.rows: tuple[Any, ...] = () if sharding is None else sharding.placements("rows", 0)
 
-    def cast(self, operand: Node, dtype: torch.dtype, at: Node) -> Node:
-        """An operand of ``at`` in a dtype."""
+    def cast(self, operand: Node, dtype: torch.dtype, at: Node, of: Node | None = None) -> Node:
+        """An operand of ``at`` in a dtype; it may be a view ``of`` what the program has there."""
         if value(operand).dtype == dtype:
             return operand
         node, made = DYNAMO.make(self.graph, operand, dtype, at)
-        self.casts.append(made)
+        self.casts.append(replace(made, operand=(of or operand).name))
         return node
 
     def size(self, tensor: Node, dim: int) -> int | Node:

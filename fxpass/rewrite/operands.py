@@ -58,8 +58,8 @@ class Operands(Arithmetic):
             return self.sharding.classes
         return self.size(self.linear.weight, int(self.linear.transposed))
 
-    def _operand(self, node: Node) -> Node:
-        return self.cast(node, self.dtype, self.linear.node)
+    def _operand(self, node: Node, of: Node | None = None) -> Node:
+        return self.cast(node, self.dtype, self.linear.node, of)
 
     def _edited(self, call: Call) -> tuple[Wide, Node | None, list[Node]]:
         """The hidden states ``[N, D]`` and weight ``[V, D]`` of the logits of a call, before they

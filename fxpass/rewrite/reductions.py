@@ -131,7 +131,8 @@ class _Edit(Operands):
                 place.prepend(node)
         with self.graph.inserting_before(place):
             wide, bias, picks = self._edited(call)
-            x, weight = map(self._operand, wide)
+            x = self._operand(wide.x, self.linear.x)
+            weight = self._operand(wide.weight, self.linear.weight)
             gradients = call.spec.gradients
             if call.detached and self.trained:
                 x, weight = self.method("detach", x), self.method("detach", weight)

@@ -215,7 +215,8 @@ def test_fp16_with_a_gradscaler():
     losses = train(model, whole(model))
     assert counters["fusedce"] == {**FUSED, "casts": 2}
     expected = train(adapted(SAVED_HEAD), None)
-    assert losses == pytest.approx(expected, rel=2**-12)  # a rounding of a logit is 2**-11 of it
+    # a rounding of a logit is 2**-11 of it; eager also rounds the gradient of the head
+    assert losses == pytest.approx(expected, rel=2**-10)
     assert expected[-1] < expected[0] - 0.1
     model, inputs = adapted(SAVED_HEAD), batch()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
