@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import os
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -28,6 +29,9 @@ from torch._dynamo.eval_frame import OptimizedModule
 _LIBRARIES = tuple(
     os.path.join(sysconfig.get_path(p), "") for p in ("purelib", "platlib", "stdlib")
 )
+
+# Objects that are looked at, the nearest first: a program may reach all objects of its process.
+_MOST = 2000
 
 Names = frozenset[str]
 _NO_NAMES: Names = frozenset()
@@ -54,13 +58,14 @@ def reaches_compiled(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     todo += _read_by(function) if isinstance(function, FunctionType) else [(function, names)]
     # with the objects: the id of one that is freed becomes another's
     seen: dict[tuple[int, Names], Any] = {}
-    while todo:
-        one, names = todo.pop()
+    nearest = deque(todo)
+    while nearest and len(seen) < _MOST:
+        one, names = nearest.popleft()
         if is_compiled(one):
             return True
         if (id(one), names) not in seen:
             seen[id(one), names] = one
-            todo += _held_by(one, names)
+            nearest += _held_by(one, names)
     return False
 
 
