@@ -241,3 +241,10 @@ def _clean_compiler():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def known_formulas(monkeypatch):
+    """No row regions: what has no known formula is not fused. A setting for this would be one that
+    no user needs."""
+    monkeypatch.setattr("fxpass.rewrite.transform.fuse_regions", lambda *_: [])

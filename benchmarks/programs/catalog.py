@@ -30,6 +30,11 @@ KINDS = {
     "margins": "margins at the target",
     "spelled": "ATen's spellings",
     "several": "several reductions of one head",
+    "divergences": "divergences of two heads",
+    "composed": "heads of several products",
+    "selections": "sorted, cumulative and perturbed logits",
+    "row_losses": "row-wise losses of papers",
+    "row_views": "rows moved and masked",
 }
 # module of benchmarks.programs.libraries → the packages that it imports
 LIBRARIES = {
@@ -37,6 +42,7 @@ LIBRARIES = {
     "of_transformers": ("transformers",),
     "of_liger": ("liger_kernel", "triton"),
     "of_torchmetrics": ("torchmetrics",),
+    "of_peft": ("peft",),
 }
 
 

@@ -32,6 +32,7 @@ from benchmarks.programs.operands import SIZES
 from benchmarks.programs.program import Function, Program
 from fxpass.match.head import Head
 from fxpass.match.match import Rejection
+from fxpass.rewrite.row_regions import RegionMatch
 from tests.support.numerics import assert_close, in_other_orders
 
 INNER = "benchmarks_programs"
@@ -39,6 +40,8 @@ INNER = "benchmarks_programs"
 LARGE = SIZES.v * SIZES.d
 # of a nested graph, its first argument
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+# of a nested graph, its name and its arguments
+INVOKE = torch.ops.higher_order.invoke_subgraph
 STATUSES = ("fused", "part", "kept", "no", "silent", "break")
 
 Values = dict[str, Tensor | None]
@@ -110,7 +113,7 @@ def _examine(program: Program) -> Result:
         wrong = f"raises {type(error).__name__}: " + " ".join(str(error).split())[:200]
     finally:
         torch._dynamo.reset()
-    heads = [record for record in records if isinstance(record, Head)]
+    heads = [record for record in records if isinstance(record, Head | RegionMatch)]
     return Result(
         program,
         matches=sum(len(head.calls) for head in heads),
@@ -179,8 +182,11 @@ def differs(program: Program, got: Values, eager: Values, exact: Values) -> str:
 
 
 def _in_other_orders(program: Program, names: list[str]) -> list[Values]:
-    """Eager's values where the products of the head are summed in other orders."""
+    """Eager's values where the products of the head are summed in other orders; none where the
+    second operand is not a weight ``[V, D]``."""
     x, weight, *rest = program.tensors()
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        return []
 
     def again(x: Tensor, weight: Tensor) -> list[Tensor]:
         leaves = [t.detach() for t in (x, weight, *rest)]
@@ -260,6 +266,9 @@ class _Large(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is CHECKPOINT:
             nested, *inputs = args
+            return _Large(nested, self).run(*inputs)
+        if target is INVOKE:
+            nested, _, *inputs = args
             return _Large(nested, self).run(*inputs)
         return super().call_function(target, args, kwargs)
 

@@ -41,6 +41,7 @@ class Sizes:
 
 SIZES = Sizes()
 N, D, V = SIZES.n, SIZES.d, SIZES.v
+TEACHER_D = 12
 INPUTS = ("x", "weight")
 
 
@@ -60,6 +61,16 @@ def _labels() -> Tensor:
 
 def _ignored() -> Tensor:
     return make("labels", torch.float32).masked_fill(torch.arange(N) % 5 == 3, IGNORED)
+
+
+def _codes() -> Tensor:
+    return torch.randint(16, (V, D), dtype=torch.uint8)
+
+
+def _packed() -> Tensor:
+    """Two codes of 4 bits in a byte, the first one in its low bits."""
+    codes = make("codes", torch.float32)
+    return codes[:, ::2] | codes[:, 1::2] << 4
 
 
 OPERANDS: dict[str, Callable[[], Tensor]] = {
@@ -99,9 +110,41 @@ OPERANDS: dict[str, Callable[[], Tensor]] = {
     # a low-rank update of the head
     "down": lambda: torch.randn(4, D) * D**-0.5,
     "up": lambda: torch.randn(V, 4),
+    # a frozen teacher of another hidden size; another pass or another head of the student
+    "teacher_x": lambda: torch.randn(N, TEACHER_D),
+    "teacher_weight": lambda: 0.6 * torch.randn(V, TEACHER_D),
+    "second_x": lambda: make("x", torch.float32) + 0.3 * torch.randn(N, D),
+    "second_weight": lambda: 0.5 * torch.randn(V, D),
+    # a head of another vocabulary, one of each position, and one of each of four codebooks
+    "added_weight": lambda: 0.5 * torch.randn(40, D),
+    "position_weight": lambda: 0.5 * torch.randn(SIZES.t, D, V),
+    "codebooks": lambda: 0.5 * torch.randn(4, V, D),
+    # two centres for each class
+    "centres": lambda: 0.5 * torch.randn(2 * V, D),
+    # a quantised head: 8 bits and a scale for each class; codes of 4 bits, as they are and packed,
+    # a scale for each class and half of the hidden size, and what the codes stand for
+    "quantised": lambda: torch.randint(-127, 128, (V, D), dtype=torch.int8),
+    "scales": lambda: (torch.rand(V, 1) + 0.5) / 127,
+    "codes": _codes,
+    "packed": _packed,
+    "group_scales": lambda: (torch.rand(V, 2) + 0.5) / 8,
+    "levels": lambda: torch.linspace(-1, 1, 16).pow(3),
+    # what dropout multiplies x by
+    "kept": lambda: (torch.rand(N, D) > 0.1) / 0.9,
+    # Gumbel noise [N, V]
+    "noise": lambda: -torch.rand(N, V).clamp(1e-6, 1 - 1e-6).log().neg().log(),
+    # a distribution for each class; the group of each class
+    "class_matrix": lambda: (2 * torch.eye(V) + torch.randn(V, V)).softmax(-1),
+    "groups": lambda: torch.randint(8, (V,)),
+    # [B, T]: who wrote a token, 0 to 2; [N]: a value in the support of the atoms
+    "roles": lambda: (torch.arange(N) // 4 % 3).view(SIZES.b, SIZES.t),
+    "returns": lambda: 4 * torch.randn(N).tanh(),
 }
 TRAINED = frozenset(
-    {*INPUTS, "bias", "soft", "temperature", "temperatures", "factor", "down", "up"}
+    {
+        *(*INPUTS, "bias", "soft", "temperature", "temperatures", "factor", "down", "up"),
+        *("second_x", "second_weight", "added_weight", "position_weight", "codebooks", "centres"),
+    }
 )
 
 

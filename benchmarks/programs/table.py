@@ -25,8 +25,8 @@ PLACE = re.compile(r"( at )?benchmarks/programs/\S+\.py:\d+ ?")
 TEXT = f"""\
 # Programs
 
-Programs that reduce the logits of one head, and what `fusedce` does with each of them. *its own*
-is a library's function, imported; *restated* is the same computation, written anew.
+Programs that reduce the logits of one head or of several, and what `fusedce` does with each of
+them. *its own* is a library's function, imported; *restated* is the same computation, written anew.
 N={SIZES.n} rows ({SIZES.b} x {SIZES.t}), hidden size {SIZES.d}, {SIZES.v} classes; every program is
 compiled with `fusedce.min_logits_mb=0`, with `aot_eager` inside, and run forward and backward
 (evaluations: forward).

@@ -19,23 +19,29 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import Library, register_vmap
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 Operator = Callable[..., list[Tensor]]
 
 
 def register_batches(library: Library, name: str, operator: Operator) -> None:
     """Registers the rules of an operator of fxpass that returns tensors, the first argument of
-    which is the incoming gradient."""
+    which is the incoming gradient, or a list of them."""
 
-    def of_autograd(grad: Tensor, *others: Any) -> list[Tensor]:
+    def of_autograd(grads: Tensor | list[Tensor], *others: Any) -> list[Tensor]:
         level = torch._C._vmapmode_increment_nesting() - 1
         for _ in range(2):  # an outer batch is of the level below
             torch._C._vmapmode_decrement_nesting()
         try:
-            # only the incoming gradient has a batch: the operands are saved tensors
-            batch = torch._remove_batch_dim(grad, level, 1, 0)  # pyright: ignore
-            found = _stacked([operator(one, *others) for one in batch])
+            # only incoming gradients have a batch: the operands are saved tensors
+            remove = torch._remove_batch_dim  # pyright: ignore
+            batches = tree_map(lambda grad: remove(grad, level, 1, 0), grads)
+            size = max(map(len, tree_leaves(batches)))  # 1 of a gradient without a batch
+
+            def entry(i: int) -> Any:
+                return tree_map(lambda batch: batch[min(i, len(batch) - 1)], batches)
+
+            found = _stacked([operator(entry(i), *others) for i in range(size)])
         finally:
             torch._C._vmapmode_increment_nesting()
         return [torch._add_batch_dim(t, 0, level) for t in found]  # pyright: ignore

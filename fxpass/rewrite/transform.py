@@ -8,12 +8,11 @@ without matches and without mixed dtypes does not change, except for torch.expor
 
 from __future__ import annotations
 
-import copy
 import logging
 from dataclasses import dataclass
 
 from torch._dynamo.utils import counters
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from fxpass.casts.casts import Cast, cast_region, note
 from fxpass.graph.nodes import hint, is_tensor, value
@@ -24,11 +23,13 @@ from fxpass.kernels.call import Launch
 from fxpass.match.head import Head
 from fxpass.match.match import Found, Rejection, find
 from fxpass.rewrite import dump
+from fxpass.rewrite.copies import copied
 from fxpass.rewrite.inference import without_inference_mode
 from fxpass.rewrite.inline import inline_checkpoints, inline_contexts
 from fxpass.rewrite.listing import launches_of
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
 from fxpass.rewrite.reductions import rewrite_heads
+from fxpass.rewrite.row_regions import RegionMatch, fuse_regions, heads_in_checkpoints
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Outcome:
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
     """
 
-    heads: tuple[Head, ...]
+    heads: tuple[Head | RegionMatch, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
     kernels: tuple[Launch, ...]
@@ -58,7 +59,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         MixedDtypeError: see :func:`fxpass.casts.casts.agreed`.
     """
     before = graph_text(gm) if settings.dump else ""
-    heads: list[Head] = []
+    heads: list[Head | RegionMatch] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
     kernels: dict[Launch, None] = {}
@@ -70,11 +71,12 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         casts += cast_region(region, settings.mixed_dtypes)
         if region.backward:
             continue
-        found = _found(region, settings)
+        found, matches = _with_regions(region, settings)
         rejections += found.rejections
+        heads += matches
         if not found.heads:
             continue
-        untouched = _copy(region.module.graph)
+        untouched = copied(region.module.graph)
         try:
             returned, made = _carry_out(region, found, settings)
             generated = dict.fromkeys(launches_of(region.module.graph))
@@ -100,12 +102,31 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     return Outcome(tuple(heads), tuple(rejections), tuple(casts), tuple(kernels), restore)
 
 
+def _with_regions(region: Region, settings: Settings) -> tuple[Found, list[RegionMatch]]:
+    """The row regions of a region, which are rewritten, and what is found in the rest."""
+    graph, found = region.module.graph, _found(region, settings)
+    fused = False
+    matches = fuse_regions(region, found.heads, settings)
+    if calls := heads_in_checkpoints(region, settings):
+        untouched = copied(region.module.graph)
+        inlined = inline_checkpoints(region, calls)
+        heads = find(region, settings).heads
+        inside = fuse_regions(region, heads, settings, inlined)
+        matches += inside
+        fused = any(head.flow.linear.node in inlined for head in heads)
+        if not inside and not fused:
+            region.module.graph = untouched
+    if fused or matches or region.module.graph is not graph:
+        found = _found(region, settings)  # the nodes are others
+    return found, matches
+
+
 def _found(region: Region, settings: Settings) -> Found:
     """What a region holds. Checkpoints that read logits become part of it, if that pays."""
     found = find(region, settings)
     if not found.checkpoints:
         return found
-    untouched = _copy(region.module.graph)
+    untouched = copied(region.module.graph)
     try:
         inlined = inline_checkpoints(region, found.checkpoints)
         without = find(region, settings)
@@ -126,15 +147,6 @@ def _pays(found: Found, inlined: set[Node]) -> bool:
     more = sum(hint(value(node).numel()) * value(node).itemsize for node in held)
     less = sum(head.logits_bytes for head in heads if head.logits_mode != "keep")
     return not found.checkpoints and more < less
-
-
-def _copy(graph: Graph) -> Graph:
-    """A copy of a graph, with Dynamo's attributes on its nodes."""
-    copied = copy.deepcopy(graph)
-    for old, new in zip(graph.nodes, copied.nodes, strict=True):
-        if (dynamo_source := getattr(old, "_dynamo_source", None)) is not None:
-            new._dynamo_source = dynamo_source
-    return copied
 
 
 def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Cast]]:

@@ -87,17 +87,17 @@ def _(logits, labels):
 
 @kind("kept", "a test", "scalar, [N]")
 def _(logits, labels):
-    return F.cross_entropy(logits, labels), logits.detach().sort(-1).values[:, 7]
+    return F.cross_entropy(logits, labels), logits.detach().sort(0).values[:, 7]
 
 
 @kind("no", "a test", "scalar")
 def _(logits, labels):
-    return F.cross_entropy(logits.cumsum(-1), labels)
+    return F.cross_entropy(logits.cumsum(0), labels)
 
 
 @kind("silent", "a test", "[N]")
 def _(logits):
-    return logits.sort(-1).values[:, 7]
+    return logits.sort(0).values[:, 7]
 
 
 @kind("break", "a test", "scalar")

@@ -145,6 +145,7 @@ class Case:
         small: whether it is divided as a large program is, with the sizes of
             :mod:`tests.fuzz.small`.
         sharded: whether classes are dealt to ranks, where it is not eager that runs.
+        tags: whether the tags of its rows are checked, too: see :mod:`tests.fuzz.tags`.
         fixed: whether ``body`` has to stay as it is, since ``fused`` says the same.
     """
 
@@ -163,6 +164,7 @@ class Case:
     tracer: str = ""
     sharded: bool = False
     small: bool = False
+    tags: bool = False
 
     @property
     def may_be_stale(self) -> bool:

@@ -29,12 +29,13 @@ from torch._functorch import config as functorch_config
 from fxpass.deferred.inputs import StaleLogitsError
 from fxpass.match import heads
 from fxpass.plan import plan
-from fxpass.rewrite import transform
+from fxpass.rewrite import row_regions, transform
 from tests.support.numerics import FLOOR
 
 from .case import Case
 from .dealt import first_of_all, over_ranks
 from .small import small
+from .tags import wrong_tags
 from .traced import Traced
 
 FUSED, INNER, CHECKED = "fused", "inner", "checked"
@@ -85,7 +86,8 @@ class Verdict:
 
     Attributes:
         kind: ``ok``, ``invalid`` (eager raises, or the inner backend alone is wrong too), or how
-            the fused program fails: ``raises``, ``stale``, ``kind`` or ``value``.
+            the fused program fails: ``raises``, ``stale``, ``kind`` or ``value``; ``tags`` where its
+            rows are not as independent as their tags say.
         what: one line.
     """
 
@@ -108,7 +110,14 @@ def judge(case: Case) -> Verdict:
     verdict = _judged(case, eager, FUSED)
     if verdict.failed and _judged(case, eager, INNER).failed:  # the compiler's own doing
         return Verdict("invalid", f"the inner backend alone: {verdict.what}")
+    if case.tags and not verdict.failed and (what := _wrong_tags(case)):
+        return Verdict("tags", what)
     return verdict
+
+
+def _wrong_tags(case: Case) -> str:
+    with _quiet(), _device_of(case):
+        return wrong_tags(case)
 
 
 def _judged(case: Case, eager: Run, how: str) -> Verdict:
@@ -232,7 +241,7 @@ def _unforeseen() -> Iterator[None]:
         raise AssertionError(message % args) from sys.exc_info()[1]
 
     with contextlib.ExitStack() as stack:
-        for module in (transform, heads):
+        for module in (transform, row_regions, heads):
             stack.enter_context(mock.patch.object(module.log, "warning", raises))
         yield
 

@@ -27,12 +27,17 @@ LAW = {
     "graph": set(),
     "casts": {"graph", "spec"},
     "plan": {"spec"},
-    "aten": {"spec", "plan"},
+    "region": {"spec"},
+    "aten": {"spec", "plan", "region"},
     "kernels": {"spec", "plan"},
-    "op": {"spec", "plan", "aten", "kernels"},
+    "op": {"spec", "plan", "aten", "kernels", "region"},
     "match": {"graph", "spec", "plan"},
+    "capture": {"graph", "spec", "plan"},
     "deferred": {"spec", "op", "match", "graph"},
-    "rewrite": {"match", "casts", "op", "deferred", "graph", "plan", "spec", "kernels"},
+    "rewrite": {
+        *("match", "capture", "casts", "op", "deferred", "graph", "plan", "spec", "kernels"),
+        "region",
+    },
     "cli": {"op", "plan"},
 }
 PUBLIC = {"backend", "distributed", "report", "settings", "testing"}

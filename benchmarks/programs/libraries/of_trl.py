@@ -5,25 +5,33 @@ from __future__ import annotations
 import warnings
 
 import torch
+import torch.nn.functional as F
 from trl.trainer.utils import (
     entropy_from_logits,
     selective_log_softmax,
     selective_log_softmax_and_entropy,
 )
 
+from benchmarks.programs.operands import SIZES
 from benchmarks.programs.program import BF16, F32, Kind
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # trl.experimental warns that it may change
+    from trl.experimental.gkd.gkd_trainer import GKDTrainer
     from trl.experimental.orpo.orpo_trainer import ORPOTrainer
-    from trl.experimental.sdpo.loss_utils import compute_sampled_token_self_distillation_loss
+    from trl.experimental.sdpo.loss_utils import (
+        compute_full_logit_self_distillation_loss,
+        compute_sampled_token_self_distillation_loss,
+    )
 
 log_probabilities = Kind("log-probabilities")
 policies = Kind("losses of log-probabilities")
 entropies = Kind("entropies")
 several = Kind("several reductions of one head")
-KINDS = (log_probabilities, policies, entropies, several)
+divergences = Kind("divergences of two heads")
+KINDS = (log_probabilities, policies, entropies, several, divergences)
 BOTH = (F32, BF16)
+CAPTURED = {"capture_dynamic_output_shape_ops": True}
 
 
 @log_probabilities("selective_log_softmax()", "TRL, its own", "[B, T]", dtypes=BOTH)
@@ -94,3 +102,42 @@ def _(sequences, tokens):
 @several("selective_log_softmax_and_entropy(), no gradient", "TRL, its own", "[B, T], [B, T]")
 def _(sequences, tokens):
     return selective_log_softmax_and_entropy(sequences, tokens, entropy_requires_grad=False)
+
+
+def _jsd(x, weight, teacher_x, teacher_weight, *labels, **options):
+    b, t = SIZES.b, SIZES.t
+    student = F.linear(x.view(b, t, -1), weight)
+    teacher = F.linear(teacher_x.view(b, t, -1), teacher_weight)
+    return GKDTrainer.generalized_jsd_loss(student, teacher, *labels, **options)
+
+
+@divergences("generalized_jsd_loss()", "TRL, its own", "scalar", dtypes=BOTH)
+def _(x, weight, teacher_x, teacher_weight):
+    return _jsd(x, weight, teacher_x, teacher_weight)
+
+
+@divergences("generalized_jsd_loss(labels), captured", "TRL, its own", "scalar", dynamo=CAPTURED)
+def _(x, weight, teacher_x, teacher_weight, ignored_tokens):
+    return _jsd(x, weight, teacher_x, teacher_weight, ignored_tokens, beta=0.1, temperature=0.9)
+
+
+@divergences("generalized_jsd_loss(beta=0)", "TRL, its own", "scalar")
+def _(x, weight, teacher_x, teacher_weight):
+    return _jsd(x, weight, teacher_x, teacher_weight, beta=0, reduction="sum")
+
+
+@divergences("generalized_jsd_loss(beta=1)", "TRL, its own", "scalar")
+def _(x, weight, teacher_x, teacher_weight):
+    return _jsd(x, weight, teacher_x, teacher_weight, beta=1, num_items_in_batch=40)
+
+
+@divergences("generalized_jsd_loss() of given logits", "TRL, its own", "scalar")
+def _(sequences, teacher):
+    return GKDTrainer.generalized_jsd_loss(sequences, teacher.view(sequences.shape), beta=0.3)
+
+
+@divergences("full-logit self-distillation", "TRL, its own", "[B, T]")
+def _(x, weight, teacher_x, teacher_weight):
+    student = F.linear(x.view(SIZES.b, SIZES.t, -1), weight)
+    teacher = F.linear(teacher_x.view(SIZES.b, SIZES.t, -1), teacher_weight)
+    return compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=0.5)

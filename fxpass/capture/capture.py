@@ -1,0 +1,292 @@
+"""Finds row regions: heads, and the calls that compute what a program makes of their rows.
+
+In: a region of a Dynamo graph, and its linears that may be heads. Out: a :class:`Captured` for each
+group of heads whose logits meet, or why there is none. The graph does not change::
+
+    %z = linear(%h, %w);  %t = linear(%g, %u)        one region of two heads: %z, %t
+    %kl = kl_div(log_softmax(%z), softmax(%t))       one call, its output ``[N]`` is summed outside
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from fxpass.capture.function import leaves_of
+from fxpass.capture.slice import PRODUCTS, Slice, slice_of
+from fxpass.capture.values import Leaf, Stop, Value, letter_of, numel
+from fxpass.graph.calls import storage
+from fxpass.graph.functions import function_of
+from fxpass.graph.hazards import writers_in
+from fxpass.graph.nodes import NoMatch, is_tensor
+from fxpass.graph.region import Region
+from fxpass.graph.source import call_name, source_line
+
+
+@dataclass(frozen=True)
+class RowCall:
+    """One call of the operator.
+
+    Attributes:
+        outputs: the tensors of the slice that it computes.
+        leaves: its inputs: logits, rows, shared operands.
+        place: the node before which it stands.
+    """
+
+    outputs: tuple[Value, ...]
+    leaves: tuple[Leaf, ...]
+    place: Node
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A row region.
+
+    Attributes:
+        slice: what its nodes compute.
+        heads: the nodes that make logits.
+        calls: the operator calls.
+    """
+
+    slice: Slice
+    heads: tuple[Node, ...]
+    calls: tuple[RowCall, ...]
+
+    @property
+    def source(self) -> str:
+        """The user's line where the first call's outputs are read."""
+        return source_line(self.calls[0].place)
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The names of the ATen calls on tensors with classes, each once."""
+        steps = (s for s in self.slice.steps if s.run and any(v.of_classes for v in s.values))
+        return tuple(dict.fromkeys(s.op.overloadpacket.__name__ for s in steps))
+
+
+def capture(
+    region: Region, node: Node, candidates: Collection[Node], grads: Mapping[Node, bool]
+) -> Captured:
+    """The row region of a head.
+
+    Args:
+        region: a plain region.
+        node: a linear.
+        candidates: the linears that may be heads of the region, too.
+        grads: for each node whether gradients are enabled.
+
+    Raises:
+        NoMatch: what stops it.
+    """
+    heads = {node}
+    while True:
+        captured = _oriented(region, heads, {}, grads)
+        sources = {n: letters for m in _operands(captured) for n, letters in _behind(*m)}
+        more = {n for n in sources if n in candidates} - heads
+        if not more:
+            break
+        heads |= more
+    given = {n: tag for n, tag in sources.items() if function_of(n) not in PRODUCTS}
+    try:
+        return _oriented(region, heads, given, grads) if given else captured
+    except NoMatch:
+        return captured  # what is made of given logits is made outside
+
+
+def _oriented(
+    region: Region, heads: set[Node], given: Mapping[Node, str], grads: Mapping[Node, bool]
+) -> Captured:
+    """A region in which the classes are the columns of products, or else their rows."""
+    try:
+        return _captured(region, dict.fromkeys(heads, False), given, grads)
+    except NoMatch as no:
+        turned = {n: function_of(n) in ("matmul", "mm", "einsum", "addmm") for n in heads}
+        if not any(turned.values()):
+            raise
+        try:
+            return _captured(region, turned, given, grads)
+        except NoMatch:
+            raise no from None
+
+
+def _captured(
+    region: Region, seeds: dict[Node, bool], given: Mapping[Node, str], grads: Mapping[Node, bool]
+) -> Captured:
+    found = slice_of(region, seeds, given, grads)
+    calls = list(_calls(region, found))
+    if not calls:
+        raise NoMatch(min(seeds), "nothing is computed from its logits")
+    return Captured(found, tuple(sorted(seeds)), tuple(calls))
+
+
+# ---------------------------------------------------------------- outputs
+
+
+def outputs_of(found: Slice, node: Node) -> list[Value]:
+    """The row outputs that a node's results, read outside of the slice, are computed from.
+
+    Raises:
+        NoMatch: a result has classes.
+    """
+    wanted: dict[int, Value] = {}
+
+    def collect(value: Value) -> None:
+        if value.of_classes:
+            raise NoMatch.at(node, "leaves the region with its classes")
+        if value.tag is not None:
+            wanted[id(value)] = value
+        elif value.late and value.step is not None:
+            for argument in value.step.values:
+                collect(argument)
+
+    for leaf in pytree.tree_leaves(found.values(node)):
+        if isinstance(leaf, Value):
+            collect(leaf)
+    return list(wanted.values())
+
+
+def _calls(region: Region, found: Slice) -> Iterator[RowCall]:
+    """Calls for all outputs: one for those of the same rows, before the first node that reads any
+    of them, if what it reads is there."""
+    writers = writers_in(region.module.graph)
+    groups: list[tuple[set[str], list[Value], Node]] = []
+    for node in sorted(found.boundary()):
+        for value in outputs_of(found, node):
+            if any(value is known for _, values, _ in groups for known in values):
+                continue
+            leaves = _leaves(node, [value])
+            rows = {leaf.key for leaf in leaves if leaf.kind == "logits"}
+            for of_group, values, place in groups:
+                if rows & of_group and _fits(found, leaves, place, values, value):
+                    of_group |= rows
+                    values.append(value)
+                    break
+            else:
+                groups.append((rows, [value], _place(found, node, leaves, value)))
+    for _, values, place in groups:
+        leaves = _leaves(place, values)
+        for leaf in leaves:
+            _check_writes(found, leaf, place, writers)
+        yield RowCall(tuple(values), tuple(leaves), place)
+
+
+def _leaves(node: Node, values: Sequence[Value]) -> list[Leaf]:
+    try:
+        leaves = leaves_of(values, values[0].fake.device)
+    except Stop as stop:
+        raise NoMatch.at(node, f"{stop}") from None
+    if not any(leaf.kind == "logits" for leaf in leaves):
+        raise NoMatch.at(node, "reads no values of the logits")
+    return leaves
+
+
+def _fits(found: Slice, leaves: list[Leaf], place: Node, values: list[Value], new: Value) -> bool:
+    """Whether a call at a place can have one output more."""
+    first = values[0]
+    rows = new.rows, first.rows
+    if numel(rows[0]) != numel(rows[1]):
+        return False
+    there = all(node < place for leaf in leaves for node in nodes_of(leaf))
+    return there and (found.grads[place] or not new.trained)
+
+
+def _place(found: Slice, node: Node, leaves: list[Leaf], value: Value) -> Node:
+    """The node before which a call stands: where gradients are enabled, if it has some."""
+    place = node
+    while value.trained and not found.grads[place]:
+        place = place.prev
+    if any(operand >= place for leaf in leaves for operand in nodes_of(leaf)):
+        raise NoMatch.at(node, "reads an operand that is made where gradients are off")
+    return place
+
+
+def nodes_of(leaf: Leaf) -> list[Node]:
+    """The Dynamo nodes that an input is made of."""
+    values: list[Value | None] = [leaf.value]
+    if leaf.head is not None:
+        values = [leaf.head.x, leaf.head.weight, leaf.head.bias]
+    values += [v for op in leaf.chain for v in pytree.tree_leaves(op.args) if isinstance(v, Value)]
+    found: dict[Node, None] = {}
+    seen: set[int] = set()
+
+    def collect(value: Value) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if value.node is not None:
+            found[value.node] = None
+        elif value.step is not None:
+            for argument in value.step.values:
+                collect(argument)
+
+    for value in values:
+        if value is not None:
+            collect(value)
+    return list(found)
+
+
+def _check_writes(found: Slice, leaf: Leaf, place: Node, writers: Mapping[Any, list[Node]]) -> None:
+    """Raises if a node outside of the slice writes to an operand before the call reads it."""
+    for operand in nodes_of(leaf):
+        readers = [user for user in operand.users if user in found.ran]
+        if not readers:
+            continue
+        first = min(readers)
+        for memory in {storage(operand), None}:
+            for writer in writers.get(memory, ()):
+                if first < writer < place and writer not in found.ran:
+                    what = f"%{writer.name} ({call_name(writer)}) may change %{operand.name}"
+                    raise NoMatch(writer, f"{what} in place between the linear and the loss")
+
+
+# ---------------------------------------------------------------- several heads
+
+
+def _operands(captured: Captured) -> Iterator[tuple[Node, str]]:
+    """The operands of rows that are about as large as logits, and their tags."""
+    classes = captured.slice.recorder.classes
+    for call in captured.calls:
+        for leaf in call.leaves:
+            if leaf.kind != "row" or leaf.value is None:
+                continue
+            sizes = zip(leaf.letters, leaf.value.shape, strict=True)
+            tag = "".join(c if c == "r" else letter_of(s, classes) for c, s in sizes)
+            if "c" in tag:
+                yield from ((n, tag) for n in _sources(leaf.value))
+
+
+def _sources(value: Value) -> Iterator[Node]:
+    """The nodes of an operand that are as large."""
+    if value.node is not None:
+        yield value.node
+    for argument in value.step.values if value.step is not None and value.node is None else ():
+        if numel(argument.shape) * 2 >= numel(value.shape):
+            yield from _sources(argument)
+
+
+def _behind(node: Node, tag: str) -> Iterator[tuple[Node, str]]:
+    """What makes an operand, by nodes that are as large: products, given logits; and their tags."""
+    shape, todo, seen = node.meta["example_value"].shape, [node], {node}
+    while todo:
+        source = todo.pop()
+        if function_of(source) in PRODUCTS:
+            yield source, tag
+            continue
+        sources = [n for n in source.all_input_nodes if _is_as_large(n, numel(shape))]
+        alike = is_tensor(source) and source.meta["example_value"].shape == shape
+        if not sources and source is not node and alike:
+            yield source, tag
+        todo += [n for n in sources if n not in seen]
+        seen.update(sources)
+
+
+def _is_as_large(node: Node, size: int) -> bool:
+    """Several tensors, such as those of a sort, have no one size."""
+    example = node.meta.get("example_value")
+    if isinstance(example, tuple | list):
+        return True
+    return is_tensor(node) and numel(node.meta["example_value"].shape) * 2 >= size

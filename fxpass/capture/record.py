@@ -1,0 +1,284 @@
+"""Records the ATen calls of Dynamo nodes, functionalised, with a tag on every tensor.
+
+In: Dynamo nodes, in the order of the graph, of which the products of some make logits. Out: the
+tensors of each node, as :class:`fxpass.capture.values.Value`. The calls run on example values:
+autocast, composite functions, methods and writes in place are the dispatcher's business.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxpass.capture.indexing  # noqa: F401, adds its rules
+from fxpass.capture.dimensions import reduces_rows
+from fxpass.capture.products import head_of
+from fxpass.capture.rows import A, bound, dims_of, is_like, number_of, rule_of
+from fxpass.capture.values import Head, Size, Step, Stop, Value, same, values_in
+from fxpass.graph.nodes import hint
+
+_TORCH: Any = torch  # whose functions of functional tensors are not exported
+# Calls that are rewritten in terms of others, which have rules.
+DECOMPOSED = {
+    getattr(A, name)
+    for name in (
+        *("nll_loss_forward", "nll_loss2d_forward", "mse_loss", "huber_loss", "smooth_l1_loss"),
+        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss"),
+        *("multi_margin_loss", "multilabel_margin_loss_forward", "native_layer_norm"),
+        *("repeat", "_fused_rms_norm", "renorm", "tril", "triu"),
+    )
+    if hasattr(A, name)
+}
+_IGNORED = {torch.ops.prim.device.default, A._assert_tensor_metadata.default}
+
+
+class Recorder(TorchDispatchMode):
+    """Runs Dynamo nodes and tags their tensors.
+
+    Attributes:
+        steps: the calls, in order.
+        heads: the heads that were made.
+        classes: the classes of the smallest head so far.
+        outside: the number of calls after the rows of a region.
+    """
+
+    def __init__(self, seeds: dict[Node, bool], autocast: Callable[[Node], torch.dtype | None]):
+        super().__init__()
+        self.seeds, self._autocast = seeds, autocast
+        self.steps: list[Step] = []
+        self.heads: list[Head] = []
+        self.classes = 1 << 62
+        self._values: dict[int, Value] = {}
+        self._node: Any = None
+        self._grad = False
+        self._head: Head | None = None
+
+    # ------------------------------------------------------------ Dynamo nodes
+
+    def operand(self, node: Node, tag: str | None = None) -> Tensor:
+        """The functional tensor of a node that is an operand; with a tag if it is logits."""
+        example = node.meta["example_value"]
+        if example.dtype == torch.bool:
+            # a mask knows how many rows it takes, wherever it is used
+            self._values[id(example)] = Value(example, node=node)
+            return _TORCH._to_functional_tensor(example)
+        with torch.no_grad(), self._fake_mode(example):
+            # without its history and storage: a write is seen, and changes nothing else
+            fake = torch.empty_strided(
+                example.shape, example.stride(), dtype=example.dtype, device=example.device
+            )
+        self._values[id(fake)] = Value(fake, tag, node=node, trained=example.requires_grad)
+        return _TORCH._to_functional_tensor(fake)
+
+    def run(self, node: Node, args: Any, kwargs: Any, grad: bool) -> Any:
+        """Runs one node on functional tensors; returns its results, functional too.
+
+        Raises:
+            Stop: a call has no rule.
+        """
+        self._node, self._head, self._grad = node, None, grad
+        target: Any = node.target
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        function = getattr(Tensor, target) if node.op == "call_method" else target
+        function = _REPLACED.get(function, function)
+        device = (tensors[0] if tensors else node.meta["example_value"]).device.type
+        dtype = self._autocast(node)
+        mode = torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+        example = node.meta.get("example_value")
+        fake = self._fake_mode(_TORCH._from_functional_tensor(tensors[0]) if tensors else example)
+        with torch.set_grad_enabled(grad), mode, fake, self, _functionalised(), _unbound(fake):
+            return function(*args, **kwargs)
+
+    def value(self, tensor: Tensor) -> Value:
+        """What is recorded of a functional tensor: its views are taken again where it was written.
+
+        Raises:
+            Stop: such a view has no rule.
+        """
+        fake = self._fake_mode(_TORCH._from_functional_tensor(tensor))
+        with fake, self, _functionalised(), _unbound(fake):
+            _TORCH._sync(tensor)
+        return self._values[id(_TORCH._from_functional_tensor(tensor))]
+
+    @staticmethod
+    def _fake_mode(example: Any) -> AbstractContextManager[Any]:
+        return getattr(example, "fake_mode", None) or nullcontext()
+
+    # ------------------------------------------------------------ ATen calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _IGNORED:
+            return func(*args, **kwargs)
+        given, named = pytree.tree_map_only(Tensor, self._known, (args, kwargs))
+        tagged = [v for v in values_in((given, named)) if v.tag is not None or v.late]
+        of_classes = any(v.of_classes for v in tagged)
+        if of_classes and (decomposition := _decomposition(func)) is not None:
+            with self:
+                return decomposition(*args, **kwargs)
+        step = Step(func, given, named, torch.is_grad_enabled(), self._node)
+        if self._grad and not step.grad and any(v.trained for v in tagged):
+            raise Stop(f"aten.{func.overloadpacket.__name__} runs with gradients switched off")
+        whole = of_classes and not any(v.late for v in tagged)
+        if (inside := reduces_rows(step) if whole else None) is not None:
+            with self:
+                return _in_two(step, inside, args, kwargs)
+        out = func(*args, **kwargs)
+        if tagged and is_like(step) and _is_apart(given[0].shape, out.shape):
+            with self:  # it reads the argument's dtype and device alone
+                return torch.full(out.shape, number_of(step), dtype=out.dtype, device=out.device)
+        self._tag(step, out, tagged)
+        return out
+
+    def _known(self, tensor: Tensor) -> Value:
+        if id(tensor) not in self._values:  # a constant of the call
+            self._values[id(tensor)] = Value(tensor, data=tensor)
+        return self._values[id(tensor)]
+
+    def _tag(self, step: Step, out: Any, tagged: list[Value]) -> None:
+        tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
+        late = any(v.late for v in tagged)
+        floats = [t.is_floating_point() for t in tensors]
+        needs = step.grad and any(v.trained for v in step.values)
+        needs = needs and step.op.overloadpacket is not A.detach
+        if (
+            step.op.overloadpacket in (A.lift_fresh, A.lift_fresh_copy)
+            and step.values[0].node is None
+        ):
+            self._values[id(out)] = Value(out, data=step.values[0].data)
+            return
+        step.results = tuple(
+            Value(t, step=step, index=i, late=late, trained=needs and floats[i])
+            for i, t in enumerate(tensors)
+        )
+        for value in step.results:
+            self._values[id(value.fake)] = value
+        self.steps.append(step)
+        if not tagged:
+            self._make_head(step)
+            return
+        try:
+            if late and any(v.of_classes for v in tagged):
+                raise Stop("reads a number that mixes rows of the logits")
+            if late:
+                return
+            self._apply_rule(step)
+        except Stop as stop:
+            if any(v.of_classes for v in tagged):
+                name = step.op.overloadpacket.__name__
+                raise Stop(f"aten.{name} {stop}") from None
+            for value in step.results:  # rows that are mixed outside of the region
+                value.tag, value.late = None, True
+
+    def _apply_rule(self, step: Step) -> None:
+        if torch.Tag.nondeterministic_seeded in step.op.tags:
+            raise Stop("draws random numbers, other ones for a chunk of rows")
+        rule = rule_of(step.op)
+        if rule is None:
+            raise Stop("has no row rule")
+        found = rule(step, self.classes)
+        for value, tag in zip(step.results, found.tags, strict=True):
+            value.tag = tag
+        step.run = found.run
+
+    def _make_head(self, step: Step) -> None:
+        if self._node not in self.seeds or self._head is not None:
+            return
+        found = head_of(step, self.seeds[self._node])
+        if found is None:
+            return
+        head, tag = found
+        self._head = step.head = head
+        self.heads.append(head)
+        self.classes = min(self.classes, hint(head.classes))
+        step.results[0].tag = tag
+
+
+def _is_apart(old: Sequence[Size], new: Sequence[Size]) -> bool:
+    return len(old) != len(new) or not all(map(same, old, new))
+
+
+@contextmanager
+def _functionalised() -> Iterator[None]:
+    _TORCH._enable_functionalization(reapply_views=True)
+    try:
+        yield
+    finally:
+        _TORCH._disable_functionalization()
+
+
+def _unbound(mode: Any) -> AbstractContextManager[Any]:
+    """Sizes of masks are new symbols here, which no node of the graph has to define."""
+    env = getattr(mode, "shape_env", None)
+    return env.ignore_fresh_unbacked_symbols() if env is not None else nullcontext()
+
+
+def _in_two(step: Step, inside: list[int], args: Any, kwargs: Any) -> Any:
+    """A reduction of classes and rows, one after the other; sums in 16 bits are not rounded
+    between the two."""
+    given, (tensor, *_) = bound(step), args
+    op, rank = step.op.overloadpacket, tensor.dim()
+    dims, keep = dims_of(given.get("dim"), rank), bool(given.get("keepdim"))
+    outside = [d for d in dims if d not in inside]
+    if op in (A.sum, A.mean, A.nansum):
+        dtype = given.get("dtype") or (tensor.dtype if tensor.is_floating_point() else torch.int64)
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+        part = op(tensor, inside, True, dtype=wide)
+        return (A.sum if op is A.nansum else op)(part, dims, keep).to(dtype)
+    if op is A.linalg_vector_norm:
+        part = op(tensor, given["ord"], inside, True)
+        return op(part, given["ord"], dims, keep, dtype=given["dtype"])
+    if op is A.count_nonzero:
+        return A.sum((tensor != 0).sum(inside, True), dims, keep)
+    if op in (A.any, A.all):
+        return op.dims(op.dims(tensor, inside, True), dims, keep)
+    if op in (A.amax, A.amin, A.max, A.min) and len(args) < 2:
+        largest = A.amax if op in (A.amax, A.max) else A.amin
+        return largest(largest(tensor, inside, True), dims, keep)
+    raise Stop(f"aten.{op.__name__} reduces rows: {outside}")
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    if num_classes == -1:
+        raise Stop("one_hot has no num_classes")
+    classes = torch.arange(num_classes, device=tensor.device)
+    return (tensor.unsqueeze(-1) == classes).to(torch.int64)
+
+
+def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """``cosine_similarity``, whose gradient does not see that norms are clamped."""
+    units = []
+    for x in torch.broadcast_tensors(x1, x2):
+        norm = torch.linalg.vector_norm(x, 2, dim, True)
+        units.append(x / (norm + (norm.clamp_min(eps) - norm).detach()))
+    return (units[0] * units[1]).sum(dim)
+
+
+# Functions that read a number of a tensor outside of a graph's tracer, or switch gradients off.
+_REPLACED: dict[Any, Any] = {
+    torch.nn.functional.cosine_similarity: _cosine,
+    torch.cosine_similarity: _cosine,
+    torch.nn.functional.one_hot: _one_hot,
+    _TORCH._C._nn.one_hot: _one_hot,
+}
+
+
+@functools.cache
+def _decomposition(func: Any) -> Callable[..., Any] | None:
+    """A function that computes a call by other calls, for one without a row rule."""
+    import torch._decomp.decompositions
+    import torch._refs
+
+    if func.overloadpacket in DECOMPOSED and func in decomposition_table:
+        return decomposition_table[func]
+    composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    return func.decompose if composite and rule_of(func) is None else None

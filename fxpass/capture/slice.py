@@ -1,0 +1,271 @@
+"""The nodes of a graph that compute with logits, from the heads on, until no classes are left.
+
+In: a region of a Dynamo graph and the linears that make logits. Out: a :class:`Slice`: the recorded
+calls, and which tensors of which nodes hold one row each, or a number over all rows::
+
+    %logits = linear(%h, %w)               "rrc"
+    %shifted = getitem(%logits, ...)       "rrc"
+    %loss = cross_entropy(%shifted, ...)   one number of all rows; before it, rows "r"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from fxpass.capture.record import Recorder
+from fxpass.capture.values import Step, Stop, numel
+from fxpass.graph.autocast import autocast_dtype
+from fxpass.graph.calls import storage, written
+from fxpass.graph.functions import function_of, reads_values
+from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph
+from fxpass.graph.region import Region
+
+# Functions that make a tensor of numbers.
+FACTORIES = (
+    "arange",
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "eye",
+    "linspace",
+    "tensor",
+    "scalar_tensor",
+)
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv")
+FACTORIES_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full")
+
+
+@dataclass
+class Slice:
+    """What the nodes of a slice compute.
+
+    Attributes:
+        recorder: the calls.
+        ran: the nodes that ran, with their results: functional tensors, numbers.
+        derived: nodes that read rows or numbers of a slice, and did not have to run.
+        grads: the nodes at which gradients are enabled.
+    """
+
+    recorder: Recorder
+    ran: dict[Node, Any] = field(default_factory=dict)
+    derived: set[Node] = field(default_factory=set)
+    grads: Mapping[Node, bool] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[Step]:
+        """The recorded calls."""
+        return self.recorder.steps
+
+    def values(self, node: Node) -> Any:
+        """The results of a node that ran, with a :class:`Value` for each tensor."""
+        return pytree.tree_map_only(Tensor, self.recorder.value, self.ran[node])
+
+    def makes(self, node: Node) -> bool:
+        """Whether a node's results are made of logits."""
+        return node in self.ran or node in self.derived
+
+    def boundary(self) -> Iterator[Node]:
+        """The nodes that ran, and of which other nodes read the results."""
+        for node in self.ran:
+            if any(user not in self.ran for user in node.users):
+                yield node
+
+
+def slice_of(
+    region: Region,
+    seeds: Mapping[Node, bool],
+    given: Mapping[Node, str],
+    grads: Mapping[Node, bool],
+) -> Slice:
+    """Runs the nodes that read logits.
+
+    Args:
+        region: a plain region.
+        seeds: the nodes that make logits; whether their classes come first.
+        given: nodes that are logits, such as a teacher's, with their tags.
+        grads: for each node of the graph whether gradients are enabled.
+
+    Raises:
+        NoMatch: a node mixes rows, or is no row-wise call.
+    """
+    recorder = Recorder(dict(seeds), _Autocast(region))
+    found = Slice(recorder, grads=grads)
+    walk = _Walk(found, given)
+    for node in region.module.graph.nodes:
+        if node in seeds or walk.reads_classes(node):
+            walk.run(node)
+        elif node.op != "output" and any(map(found.makes, node.all_input_nodes)):
+            found.derived.add(node)
+    for constant in walk.written:
+        if not set(constant.users) <= found.ran.keys():
+            raise NoMatch.at(constant, "is written with logits, and read by other nodes")
+    return found
+
+
+class _Autocast:
+    """The dtype of autocast at a node."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._known: dict[Node, torch.dtype | None] = {}
+
+    def __call__(self, node: Node) -> torch.dtype | None:
+        if node not in self._known:
+            tensors = [n for n in (node, *node.all_input_nodes) if is_tensor(n)]
+            device = tensors[0].meta["example_value"].device if tensors else torch.device("cpu")
+            self._known[node] = autocast_dtype(self._region, node, device)
+        return self._known[node]
+
+
+class _Walk:
+    def __init__(self, found: Slice, given: Mapping[Node, str]) -> None:
+        self.found, self.recorder, self.given = found, found.recorder, given
+        self.operands: dict[Node, Any] = {}
+        self.constants: dict[Node, bool] = {}
+        self.spread: dict[Node, bool] = {}
+        self.written: set[Node] = set()  # constants
+
+    def reads_classes(self, node: Node) -> bool:
+        """Whether a node reads a tensor with classes."""
+        if node.op != "output" and not self.given.keys().isdisjoint(node.all_input_nodes):
+            return reads_any(node, self.given)
+        return any(n in self.found.ran and self._has_classes(n) for n in node.all_input_nodes)
+
+    def _has_classes(self, node: Node) -> bool:
+        leaves = pytree.tree_leaves(self.found.ran[node])
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        several = isinstance(self.found.ran[node], tuple | list)
+        try:
+            return any(self.recorder.value(t).of_classes or several for t in tensors)
+        except Stop as stop:
+            raise NoMatch.at(node, f"({stop})") from None
+
+    def run(self, node: Node) -> Any:
+        """Runs a node, and before it the derived nodes that it reads."""
+        if node in self.found.ran:
+            return self.found.ran[node]
+        if node.op == "output":
+            reads = [n for n in node.all_input_nodes if n in self.found.ran]
+            left = next((n for n in reads if self._has_classes(n)), None)
+            if left is not None:
+                raise NoMatch(node, f"the logits, or what is made of them (%{left.name}), leave")
+            return None
+        self._check(node)
+        for source in node.all_input_nodes:
+            if is_tensor(source) and source in self.found.derived:
+                self.run(source)
+        args, kwargs = map_arg((node.args, node.kwargs), self._argument)
+        try:
+            out = self.recorder.run(node, args, kwargs, self.found.grads[node])
+        except Stop as stop:
+            raise NoMatch.at(node, f"({stop})") from None
+        except NoMatch:
+            raise
+        except Exception as error:
+            why = f"fails on example values: {type(error).__name__}"
+            raise NoMatch.at(node, why) from error
+        self.found.ran[node] = out
+        self.found.derived.discard(node)
+        return out
+
+    def _argument(self, node: Node) -> Any:
+        if node in self.found.ran:
+            return self.found.ran[node]
+        if node in self.found.derived:
+            return self.run(node)
+        if node not in self.operands and node not in self.given and self._is_constant(node):
+            return self.run(node)
+        if node not in self.operands and self._is_spread(node):
+            self._spread(node)
+        if node not in self.operands:
+            example = node.meta.get("example_value")
+            if isinstance(example, tuple | list):
+                self.operands[node] = pytree.tree_map_only(Tensor, self._no_part(node), example)
+            elif isinstance(example, Tensor):
+                self.operands[node] = self.recorder.operand(node, self.given.get(node))
+            else:
+                self.operands[node] = example
+        return self.operands[node]
+
+    def _is_constant(self, node: Node) -> bool:
+        """Whether a node computes a tensor from numbers alone: the record has its calls, too."""
+        if node not in self.constants:
+            tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+            function = function_of(node)
+            known = function in FACTORIES or (bool(tensors) and function not in FACTORIES_LIKE)
+            calls = is_tensor(node) and node.op in ("call_function", "call_method")
+            known = known and calls and not any(nested_graph(a) for a in node.args)
+            like = function in FACTORIES_LIKE
+            known = (known and all(map(self._is_constant, tensors))) or (calls and like)
+            self.constants[node] = known
+        return self.constants[node]
+
+    def _is_spread(self, node: Node) -> bool:
+        """Whether a node spreads smaller tensors: one-hot labels, a mask of classes."""
+        if node not in self.spread:
+            tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+            calls = is_tensor(node) and node.op in ("call_function", "call_method")
+            known = calls and function_of(node) not in PRODUCTS and not written(node)
+            known = known and bool(tensors) and not node.meta["example_value"].requires_grad
+            size = numel(node.meta["example_value"].shape) if known else 0
+
+            def is_small(n: Node) -> bool:
+                small = numel(n.meta["example_value"].shape) * 8 <= size
+                return small or self._is_constant(n) or self._is_spread(n)
+
+            self.spread[node] = known and all(map(is_small, tensors))
+        return self.spread[node]
+
+    def _spread(self, node: Node) -> None:
+        """Records how a node spreads tensors, if that can be told; else it is an operand."""
+        args, kwargs = map_arg((node.args, node.kwargs), self._argument)
+        count = len(self.recorder.steps)
+        try:
+            out = self.recorder.run(node, args, kwargs, self.found.grads[node])
+            self.recorder.value(out).node = node
+            self.operands[node] = out
+        except Exception:
+            del self.recorder.steps[count:]
+
+    def _no_part(self, node: Node) -> Any:
+        def part(_: Tensor) -> Any:
+            raise NoMatch.at(node, "returns several tensors")
+
+        return part
+
+    def _check(self, node: Node) -> None:
+        """Raises for what cannot run on example values alone."""
+        if any(nested_graph(argument) is not None for argument in node.args):
+            raise NoMatch.at(node, "is a nested graph")
+        if node.op not in ("call_function", "call_method"):
+            raise NoMatch.at(node, "is no call of a function")
+        for operand in written(node):
+            if not self.found.grads[node] and operand.meta["example_value"].requires_grad:
+                # its gradient stays that of the value before
+                raise NoMatch.at(node, f"writes to %{operand.name} where gradients are off")
+            if self._is_constant(operand):
+                self.written.add(operand)
+                self.run(operand)
+            elif operand not in self.found.ran and operand not in self.found.derived:
+                raise NoMatch.at(node, f"writes to %{operand.name}, which is an operand")
+            if operand in self.found.ran and self._is_shared(operand):
+                raise NoMatch.at(node, f"writes to the memory of %{operand.name}, which is shared")
+
+    def _is_shared(self, node: Node) -> bool:
+        """Whether memory that is written belongs to an operand, too."""
+        memory = storage(node)
+        return any(is_tensor(n) and storage(n) == memory for n in self.operands)
+
+
+def reads_any(node: Node, sources: Mapping[Node, str]) -> bool:
+    """Whether a node reads the values of one of some nodes."""
+    return any(n in sources and reads_values(node, n) for n in node.all_input_nodes)

@@ -1,0 +1,125 @@
+"""Plans how many rows a chunk of a row region has, and the classes of its products.
+
+In: the sizes of the region's heads, and the bytes that one row takes. Out: a :class:`RegionPlan`
+within the budget. Like :mod:`fxpass.plan.plan` it measures nothing, and runs at every call::
+
+    >>> cpu, f32 = torch.device("cpu"), torch.float32
+    >>> head = Head(256, 32000, f32, f32, False)
+    >>> plan(2048, (head,), 3 * 4 * 32000, cpu)  # 2048 rows that take three times their logits
+    RegionPlan(rows=256, classes=(32000,), scratch=98304000, sums=0)
+
+The rules, where a chunk has a minimum of rows:
+
+- As many rows as the budget allows, divided evenly. All rows where this takes no more memory than
+  such a chunk and the f32 sums of the weights' gradients.
+- A GPU's chunks are a quarter of the rows by default, but enough rows for its GEMMs.
+- A head's operands that are cast, and products that are added to wider sums, take a few classes at
+  a time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fxpass.plan.plan import (
+    ALIGNMENT,
+    BLOCK,
+    CPU_TILE,
+    FEW_BYTES,
+    LEAST,
+    LEAST_ROWS,
+    _few,
+    _least,
+    _parts,
+    budget,
+)
+from fxpass.spec.dtypes import compute_dtype
+
+
+class Head(NamedTuple):
+    """A head of a region: x ``[n, d]``, weight ``[v, d]``, and which dtypes its products have."""
+
+    d: int
+    v: int
+    dtype: torch.dtype  # of the operands and the logits
+    multiplied: torch.dtype  # in which operands are multiplied
+    trained: bool  # whether the run computes the weight's gradient
+
+
+class RegionPlan(NamedTuple):
+    """How one row region runs."""
+
+    rows: int  # of a chunk
+    classes: tuple[int, ...]  # of a product of each head
+    scratch: int  # bytes allocated beside the results, at most
+    sums: int  # bytes of the f32 sums of the weights' gradients, if several chunks need them
+
+
+def plan(
+    n: int, heads: tuple[Head, ...], row_bytes: int, device: torch.device, memory_mb: int = 0
+) -> RegionPlan:
+    """The plan of a run over ``n`` rows.
+
+    ``row_bytes`` is what a row of all heads' logits, their gradients and the temporaries of the
+    row function take at a time; ``memory_mb`` is the user's budget (0: the default). The scratch is
+    within the budget, unless the smallest chunk is larger."""
+    n, by_user = max(1, n), bool(memory_mb)
+    v = max(1, sum(head.v for head in heads))
+    widest = max((compute_dtype(head.dtype) for head in heads), key=lambda dtype: dtype.itemsize)
+    # a budget grows with the logits: here with all that a row needs
+    allowed = budget(n, max(v, row_bytes // widest.itemsize), widest, device, memory_mb)
+    sums = sum(map(_sums, heads))
+    # the user's budget includes the sums
+    beside_sums = max(allowed // 4, allowed - sums * by_user)
+    on_gpu = device.type == "cuda"  # its GEMMs add to f32 sums
+    tiled = any(_in_tiles(head, several=not on_gpu) for head in heads)
+    share = min(beside_sums // 4, CPU_TILE) if tiled else 0
+    row = max(1, row_bytes + sum(map(_beside, heads)))
+    most = (beside_sums - share) // row
+    if on_gpu and not by_user:
+        most = min(most, max(_few(n), FEW_BYTES // row))
+    most = max(most, LEAST if on_gpu else LEAST_ROWS, BLOCK // v)
+    rows, align = n, ALIGNMENT["triton" if on_gpu else "aten"]
+    if n * row > most * row + sums:
+        rows = _parts(n, most, align)
+    # the heads take turns
+    classes = tuple(_classes(head, rows, share, rows < n and not on_gpu) for head in heads)
+    tiles = max(c * _column(h, rows) * (c < h.v) for c, h in zip(classes, heads, strict=True))
+    return RegionPlan(rows, classes, rows * row + tiles, sums if rows < n else 0)
+
+
+def _copied(head: Head) -> bool:
+    return head.multiplied != head.dtype
+
+
+def _sums(head: Head) -> int:
+    """Bytes of the f32 sums of the weight's gradient, if the returned gradient is narrower."""
+    wide = compute_dtype(head.dtype).itemsize
+    return head.v * head.d * wide if head.trained and head.dtype.itemsize < wide else 0
+
+
+def _beside(head: Head) -> int:
+    """Bytes that a row takes beside its logits: the cast of x, the wide sum of its gradient."""
+    return 2 * head.d * head.multiplied.itemsize if _copied(head) else 0
+
+
+def _in_tiles(head: Head, several: bool) -> bool:
+    """Whether products have some classes at a time: their operands are cast, or ``several`` of them
+    are added to a wider sum."""
+    return _copied(head) or (several and _sums(head) > 0)
+
+
+def _column(head: Head, rows: int) -> int:
+    """Bytes of a class of a product: the cast logits and weight, the product of its gradient."""
+    return head.multiplied.itemsize * (
+        rows * _copied(head) + head.d * (_copied(head) + head.trained)
+    )
+
+
+def _classes(head: Head, rows: int, share: int, several: bool) -> int:
+    if not _in_tiles(head, several):
+        return head.v
+    most = max(share // _column(head, rows), _least(rows, max(1, head.d)))
+    return _parts(head.v, most, ALIGNMENT["aten"])

@@ -1,0 +1,231 @@
+"""The functions of a region that run on chunks of rows, compiled by Inductor or interpreted.
+
+In: a region's text and a device. Out: ``Functions``, which take lists of real tensors::
+
+    >>> text = '''row_region heads=2 rows=0 shared=0 trained= outputs=1 tangents= total=0 \\
+    ... memory_mb=0 compiled=0
+    ... %0 = input float32[n, 3]
+    ... %1 = aten.amax.default(%0, [1])
+    ... return %1'''.replace(" \\\\\\n", " ")
+    >>> run = functions(text, torch.device("cpu"))
+    >>> run.forward([torch.tensor([[1.0, 3.0, 2.0]], device="cpu")]), run.row_bytes("forward")
+    ([tensor([3.])], 16)
+
+Each graph is compiled once in a process, when it first runs or when ``warm`` is called, for any
+number of rows. What Inductor writes goes into its own cache, where other processes find it.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+
+from fxpass.region.joint import EQUAL, Parts, cut, traced
+from fxpass.region.live import row_bytes
+from fxpass.region.run import Fakes, Interpreter, Values, apart
+from fxpass.region.text import RowRegion
+from fxpass.spec.dtypes import LOW_PRECISION
+
+log = logging.getLogger(__name__)
+
+# Rows of a chunk that Inductor has in mind when it chooses how to reduce; any other number runs.
+ROWS = 512
+CLASSES = 32768
+# Roundings are those of eager: of 16-bit values, and without fused multiply-adds on GPUs. The rest
+# is what callers of torch.compile may have set, process-wide up to torch 2.11.
+_CONFIG = {
+    "emulate_precision_casts": True,
+    "compile_threads": 1,  # processes of a pool do not outlive a fork
+    "cpp_wrapper": False,
+    "triton.cudagraphs": False,
+    "post_grad_custom_pre_pass": None,
+    "post_grad_custom_post_pass": None,
+}
+_known: dict[tuple[Any, ...], Functions] = {}
+_warned: set[str] = set()
+
+
+def functions(text: str, device: torch.device) -> Functions:
+    """The functions of a region on a device; interpreted if its text says so."""
+    # Inductor makes other kernels where results must be the same in every run
+    return _functions(text, device, RowRegion.parse(text).compiled)
+
+
+def interpreted(text: str, device: torch.device) -> Functions:
+    """The functions of a region, run an operation at a time: the oracle of the compiled ones."""
+    return _functions(text, device, False)
+
+
+def warm(text: str, device: torch.device) -> None:
+    """Compiles what ``functions`` would compile at its first call."""
+    functions(text, device).warm()
+
+
+def _functions(text: str, device: torch.device, compiled: bool) -> Functions:
+    key = (text, device, compiled, compiled and torch.are_deterministic_algorithms_enabled())
+    return _known.get(key) or _known.setdefault(key, Functions(text, device, compiled))
+
+
+class Functions:
+    """Functions of a chunk of rows. Each takes a list, which it empties, of tensors on the device,
+    and returns a list; ``fxpass.region.joint.Parts`` says of what."""
+
+    def __init__(self, text: str, device: torch.device, compiled: bool) -> None:
+        self.region = RowRegion.parse(text)
+        self.parts: Parts = cut(self.region)
+        graphs = {name: getattr(self.parts, name) for name in ("forward", "backward", "both")}
+        self._chunks = {n: _Chunk(g, device, compiled) for n, g in graphs.items() if g is not None}
+
+    def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs -> outputs and what is saved."""
+        return self._chunks["forward"](tensors)
+
+    def backward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs, what is saved, tangents -> gradients."""
+        return self._chunks["backward"](tensors)
+
+    def both(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Inputs, coefficients -> outputs and gradients."""
+        return self._chunks["both"](tensors)
+
+    def row_bytes(self, which: str) -> int:
+        """Bytes that are alive for each row at the worst moment: ``fxpass.region.live``. They are
+        more where Inductor failed, which is known after ``warm``."""
+        compiles = self._chunks[which].compiles
+        return row_bytes(getattr(self.parts, which), len(self.region.heads), compiles)
+
+    def warm(self) -> None:
+        for name, chunk in self._chunks.items():
+            if name != "forward" or not self.region.total or len(self._chunks) == 1:
+                _ = chunk.compiled
+
+
+class _Chunk:
+    """A graph that runs on chunks of rows."""
+
+    def __init__(self, graph: fx.Graph, device: torch.device, compiled: bool) -> None:
+        self.device = device
+        self.wanted = compiled and _available(device) and not _misrounded(graph, device)
+        self.inputs = [node.meta["input"] for node in graph.find_nodes(op="placeholder")]
+        self.interpreter = Interpreter(graph, device)
+        self.tried = False
+        self.found: _Compiled | None = None
+
+    def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        sizes = {
+            name: size
+            for tensor, of in zip(tensors, self.inputs, strict=True)
+            for name, size in zip(of.shape, tensor.shape, strict=True)
+            if isinstance(name, str)
+        }
+        tensors[:] = [t.contiguous() for t in tensors]
+        with torch.no_grad(), torch._C._DisableAutocast():
+            compiled = self.compiled if min(sizes.values()) > 1 else None
+            if compiled is None or not compiled.holds(sizes):
+                return self.interpreter(tensors)
+            return list(compiled.run(tensors))
+
+    @property
+    def compiled(self) -> _Compiled | None:
+        """The compiled graph, or None if it is interpreted."""
+        if not self.tried and self.wanted:
+            apart(self._compile)
+        return self.found
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the graph is compiled, as far as is known."""
+        return self.wanted and (self.found is not None or not self.tried)
+
+    def _compile(self) -> None:
+        if self.tried:  # another thread asked before
+            return
+        try:
+            self.found = _Compiled(self.interpreter, self.inputs)
+        except Exception as error:
+            log.debug("not compiled", exc_info=True)
+            if not _warned:
+                _warned.add("compile")
+                log.warning(
+                    "Inductor cannot compile a function of rows, which is interpreted instead, "
+                    "slower and with more memory: %s: %s",
+                    type(error).__name__,
+                    error,
+                )
+        self.tried = True
+
+
+def _available(device: torch.device) -> bool:
+    module = getattr(torch, device.type, None)
+    return module is not None and module.is_available()
+
+
+def _misrounded(graph: fx.Graph, device: torch.device) -> bool:
+    """Whether Inductor would compare values of 16 bits with values that it did not round.
+
+    Up to torch 2.12, its C++ reads what it casts to 16 bits as it was before
+    (https://github.com/pytorch/pytorch/issues/185337): no logit would be the largest.
+    """
+    if device.type != "cpu" or torch.__version__ >= "2.13":
+        return False
+    values = apart(lambda: Values(graph))
+    read = [n for node in graph.nodes if node.target in EQUAL for n in node.all_input_nodes]
+    return any(n in values.tensors and values.dtype(n) in LOW_PRECISION for n in read)
+
+
+class _Compiled:
+    """Inductor's code for a graph, and the conditions under which it is right."""
+
+    def __init__(self, interpreter: Interpreter, inputs: list[Any]) -> None:
+        from torch._inductor import config
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+
+        device = interpreter.device
+        names = sorted({s for i in inputs for s in i.shape if isinstance(s, str)})
+        hints = {name: CLASSES + k for k, name in enumerate(names)} | {"n": ROWS}
+        self.fakes = Fakes(inputs, hints, device)
+        where = (
+            nullcontext() if device.type == "cpu" else getattr(torch, device.type).device(device)
+        )
+        with where, torch.no_grad(), config.patch(_CONFIG):
+            table = select_decomp_table() | _SCATTERS
+            graph = traced(lambda *tensors: interpreter(list(tensors)), self.fakes, table)
+            module = fx.GraphModule({}, graph)
+            with tracing(TracingContext(self.fakes.mode)):
+                self.run: Any = compile_fx_inner(module, self.fakes.tensors, is_inference=True)
+        self.fakes.check(probes=())
+        self.known: dict[tuple[int, ...], bool] = {}
+
+    def holds(self, sizes: dict[str, int]) -> bool:
+        """Whether the conditions that Inductor found, such as 32-bit indices, are met."""
+        key = tuple(sizes.values())
+        if key not in self.known:
+            at = {self.fakes.sizes[name].node.expr: size for name, size in sizes.items()}
+            self.known[key] = all(guard.expr.subs(at) for guard in self.fakes.env.guards)
+        return self.known[key]
+
+
+def _scatter(x: Any, dim: int, index: Any, src: Any, add: bool = False) -> Any:
+    """``aten.scatter`` of one value in each row, which fuses as a pointwise operation."""
+    dim %= x.dim()
+    shape = [1 if d == dim else s for d, s in enumerate(x.shape)]
+    same = [index.shape, src.shape if isinstance(src, torch.Tensor) else shape]
+    if any(str(list(s)) != str(shape) for s in same):  # compared as text: no condition on n
+        return NotImplemented
+    classes = torch.arange(x.shape[dim], device=x.device)
+    hit = index == classes.view([-1 if d == dim else 1 for d in range(x.dim())])
+    return torch.where(hit, x + src if add else src, x)
+
+
+_SCATTERS = {
+    torch.ops.aten.scatter.value: _scatter,
+    torch.ops.aten.scatter.src: _scatter,
+    torch.ops.aten.scatter_add.default: partial(_scatter, add=True),
+}

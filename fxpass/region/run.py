@@ -1,0 +1,206 @@
+"""Runs the graph of a region, an operation at a time, on tensors of any kind; fake ones as well.
+
+In: a graph and its inputs. Out: what it returns. A value is freed after its last reader::
+
+    >>> text = '''row_region heads=2 rows=0 shared=0 trained= outputs=1 tangents= total=0 \\
+    ... memory_mb=0 compiled=0
+    ... %0 = input float32[n, 3]
+    ... %1 = aten.amax.default(%0, [1])
+    ... return %1'''
+    >>> run = Interpreter(RowRegion.parse(text.replace(" \\\\\\n", " ")).graph, torch.device("cpu"))
+    >>> run([torch.tensor([[1.0, 3.0, 2.0]], device="cpu")])
+    [tensor([3.])]
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.node import map_arg
+
+from fxpass.region.text import Input, RowRegion, results_of
+
+__all__ = ["Fakes", "Interpreter", "RowRegion", "apart"]
+
+_ROWS = 256  # of the fake values
+T = TypeVar("T")
+
+
+class Interpreter:
+    """Runs a graph; the tensors that it makes are on ``device``."""
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self.graph, self.device = graph, device
+        self.given = [node for node in graph.nodes if node.op == "placeholder"]
+        read: set[Node] = set(results_of(graph))
+        self.steps: list[tuple[Node, dict[str, Any], list[Node]]] = []
+        for node in reversed(list(graph.nodes)):
+            if node.op == "call_function":
+                last = [n for n in node.all_input_nodes if n not in read]
+                last += [node] * (node not in read)  # nobody reads it
+                self.steps.append((node, {"device": device} if makes(node.target) else {}, last))
+            read.update(node.all_input_nodes)
+        self.steps.reverse()
+
+    def __call__(self, tensors: list[Any]) -> list[Any]:
+        """What the graph returns. The list of inputs is emptied: they are freed as values are."""
+        values = dict(zip(self.given, tensors, strict=True))
+        tensors.clear()
+        for node, more, last in self.steps:
+            values[node] = self.step(node, values, more)
+            for dead in last:
+                values.pop(dead, None)
+        return [values[node] for node in results_of(self.graph)]
+
+    def step(self, node: Node, values: dict[Node, Any], more: dict[str, Any]) -> Any:
+        read = lambda arguments: map_arg(arguments, values.__getitem__)  # noqa: E731
+        target: Any = node.target
+        return target(*read(node.args), **(read(node.kwargs) | more))
+
+
+def makes(target: Any) -> bool:
+    """Whether an operation makes a tensor from numbers, on a device that it is told."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    kinds = {a.name: str(a.type) for a in target._schema.arguments}
+    return "device" in kinds and not any("Tensor" in kind for kind in kinds.values())
+
+
+class Fakes:
+    """Fake inputs of a region whose sizes are symbols, in a mode and a shape environment of their
+    own: ``tensors``, ``sizes`` by name, ``mode``, ``env``."""
+
+    def __init__(
+        self, inputs: Sequence[Input], hints: Mapping[str, int], device: torch.device
+    ) -> None:
+        self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.device = device
+        self.sizes: dict[str, Any] = {}
+        names = dict.fromkeys(s for i in inputs for s in i.shape if isinstance(s, str))
+        for name in names:
+            source = ConstantSource(name)
+            symbol = self.env.create_symbol(hints[name], source, DimDynamic.DYNAMIC, None)
+            size = self.env.create_symintnode(symbol, hint=hints[name], source=source)
+            self.sizes[name] = size
+        self.symbols = {size.node.expr: name for name, size in self.sizes.items()}
+        self.hints = {size.node.expr: hints[name] for name, size in self.sizes.items()}
+        self.tensors = [self.tensor(i) for i in inputs]
+
+    def tensor(self, of: Input) -> torch.Tensor:
+        shape = [self.sizes[s] if isinstance(s, str) else s for s in of.shape]
+        with self.mode:
+            return torch.empty(shape, dtype=of.dtype, device=self.device)
+
+    def at_hints(self, size: Any) -> int:
+        return int(size.node.expr.subs(self.hints))
+
+    def described(self, tensor: torch.Tensor) -> Input:
+        """Dtype and shape of a tensor, with the names of the sizes.
+
+        Raises:
+            ValueError: a size that is neither a number nor one of the symbols, such as 2 * n.
+        """
+        shape = []
+        for size in tensor.shape:
+            known = size if isinstance(size, int) else self.symbols.get(size.node.expr)
+            if known is None:
+                raise ValueError(f"a result has the size {size}")
+            shape.append(known)
+        return Input(tensor.dtype, tuple(shape))
+
+    def check(self, probes: Sequence[int] = (2, 3, 64, 1_000_003)) -> None:
+        """Raises ValueError if what was run holds for some numbers of rows alone."""
+        for expr in self.symbols:
+            if expr in self.env.replacements:
+                name, value = self.symbols[expr], self.env.replacements[expr]
+                raise ValueError(f"the size {name} can be {value} only")
+        for guard in self.env.guards:
+            for number in probes if "n" in self.sizes else ():
+                at = self.hints | {self.sizes["n"].node.expr: number}
+                if guard.expr.subs(at) == False:  # noqa: E712
+                    raise ValueError(f"not for {number} rows: {guard.expr}")
+
+
+class _Recorder(Interpreter):
+    """Keeps every value."""
+
+    results: dict[Node, Any]
+
+    def step(self, node: Node, values: dict[Node, Any], more: dict[str, Any]) -> Any:
+        self.results[node] = super().step(node, values, more)
+        return self.results[node]
+
+
+class Values:
+    """What is known of the values of a graph: ``tensors`` are fake ones, ``rows`` those of them
+    that are [n, ...]."""
+
+    def __init__(self, graph: Graph) -> None:
+        inputs = [n.meta["input"] for n in graph.find_nodes(op="placeholder")]
+        names = {s for i in inputs for s in i.shape if isinstance(s, str)}
+        hints = {name: 2**15 + k for k, name in enumerate(sorted(names))} | {"n": _ROWS}
+        device = torch.device("cpu")
+        self.graph, self.fakes = graph, Fakes(inputs, hints, device)
+        run = _Recorder(graph, device)
+        self.results = run.results = dict(zip(run.given, self.fakes.tensors, strict=True))
+        with self.fakes.mode:
+            run(list(self.fakes.tensors))
+        self.tensors = {n: v for n, v in self.results.items() if isinstance(v, torch.Tensor)}
+        self.rows = {n for n, v in self.tensors.items() if v.shape and self.name(v.shape[0]) == "n"}
+
+    def name(self, size: Any) -> str | None:
+        return None if isinstance(size, int) else self.fakes.symbols.get(size.node.expr)
+
+    def described(self, node: Node) -> Input:
+        return self.fakes.described(self.tensors[node])
+
+    def dtype(self, node: Node) -> torch.dtype:
+        return self.tensors[node].dtype
+
+    def is_floating(self, node: Node) -> bool:
+        return node in self.tensors and self.tensors[node].is_floating_point()
+
+    def width(self, node: Node) -> int:
+        """Values in a row of a tensor [n, ...]; see ``width_of``."""
+        return self.width_of(self.tensors[node])
+
+    def width_of(self, tensor: torch.Tensor) -> int:
+        """Values of a tensor for each row; 0 if their number does not depend on the rows."""
+        number: Any = tensor.numel()
+        return 0 if isinstance(number, int) else self.fakes.at_hints(number) // _ROWS
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node returns a view of its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+# of each process: a thread does not outlive a fork
+_workers: dict[int, ThreadPoolExecutor] = {}
+_NAME = "fxpass-region"
+
+
+def apart(function: Callable[[], T]) -> T:
+    """Runs ``function`` in a thread that runs nothing else, and returns or raises what it does.
+
+    The thread has neither the modes, the autocast nor the grad mode of the caller, no tracing
+    context of a graph that is compiled around it and, from torch 2.12 on, no configuration that
+    was patched for that graph. It is one for the whole process: calls run one after the other, and
+    torch 2.11 without a GPU crashes where a thread that had fake tensors has ended.
+    """
+    if threading.current_thread().name.startswith(_NAME):
+        return function()
+    process = os.getpid()
+    worker = _workers.get(process) or _workers.setdefault(process, ThreadPoolExecutor(1, _NAME))
+    return worker.submit(function).result()

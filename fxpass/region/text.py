@@ -1,0 +1,297 @@
+"""A row region as text: one operation a line; nothing is evaluated when the text is read.
+
+In: a text. Out: a ``RowRegion`` with a graph, and the same text again::
+
+    >>> text = '''row_region heads=2 rows=1 shared=0 trained= outputs=1 tangents= total=0 \\
+    ... memory_mb=0 compiled=1
+    ... %0 = input float32[n, 97]
+    ... %1 = input int64[n]
+    ... %2 = aten.unsqueeze.default(%1, 1)
+    ... %3 = aten.gather.default(%0, 1, %2)
+    ... return %3'''
+    >>> region = RowRegion.parse(text)
+    >>> region.inputs[0], region.text() == text
+    (Input(dtype=torch.float32, shape=('n', 97)), True)
+    >>> RowRegion.parse(text.replace("gather.default", "gather.out"))
+    Traceback (most recent call last):
+    ValueError: aten.gather.out writes, is random or gives no tensors, in '%3 = aten.gather.out...
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from fxpass.spec.dtypes import short
+
+_DTYPES = ["float64", "float32", "bfloat16", "float16"]
+_DTYPES += ["int64", "int32", "int16", "int8", "uint8", "bool"]
+_WORDS: dict[str, Any] = {
+    name: getattr(torch, name) for name in (*_DTYPES, "contiguous_format", "preserve_format")
+} | {"inf": float("inf"), "nan": float("nan")}
+_NAMES = {value: name for name, value in _WORDS.items() if not isinstance(value, float)}
+# what the graph computes of sizes, such as of %3 = aten.sym_size.int(%0, 0)
+_OF_SIZES = {
+    name: getattr(operator, name)
+    for name in ("add", "sub", "mul", "floordiv", "mod", "neg", "eq", "ne", "lt", "le", "gt", "ge")
+} | {name: getattr(torch, name) for name in ("sym_max", "sym_min", "sym_not", "sym_ite")}
+_PREFIX = {function: f"size.{name}" for name, function in _OF_SIZES.items()}
+_DEFAULT = {"layout": (None, torch.strided), "pin_memory": (None, False)}
+_SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
+_INDEX = ("aten.index.Tensor",)  # by integers; fake tensors refuse masks
+_REFUSED = {
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+}
+
+
+@dataclass(frozen=True)
+class Input:
+    """An input of the row function: "n" stands for the rows, another word for another size."""
+
+    dtype: torch.dtype
+    shape: tuple[int | str, ...]
+
+    def __str__(self) -> str:
+        return f"{short(self.dtype)}[{', '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, eq=False)
+class RowRegion:
+    """A function of rows of logits, and the gradients that it has; equal if the texts are.
+
+    The inputs of ``graph`` are the logits [n, V] of every head, the row operands [n, ...], the
+    shared operands and a tangent for each entry of ``tangents``. It returns ``outputs`` outputs
+    [n, ...] and, if anything is trained, the gradients: of the logits of each head of which a
+    tensor is trained, of the trained row operands and of the trained shared operands (summed over
+    the rows).
+    """
+
+    heads: tuple[int, ...]  # tensors of each head: x and weight, or x, weight and bias
+    rows: int  # row operands
+    shared: int  # shared operands
+    trained: tuple[int, ...]  # positions of the operator's tensors that get a gradient
+    outputs: int
+    tangents: tuple[int, ...]  # the outputs that have a gradient
+    total: bool  # the tangents are operands: forward computes the gradients
+    memory_mb: int  # the user's budget; 0: the default
+    compiled: bool  # by Inductor; otherwise interpreted
+    graph: Graph
+
+    def __post_init__(self) -> None:
+        operands = sum(self.heads) + self.rows + self.shared
+        for name, numbers, end in (
+            ("trained", self.trained, operands),
+            ("tangents", self.tangents, self.outputs),
+        ):
+            if list(numbers) != sorted({i for i in numbers if 0 <= i < end}):
+                raise ValueError(f"{name}={numbers} is not ascending or not below {end}")
+        if set(self.heads) - {2, 3} or not self.heads:
+            raise ValueError(f"heads={self.heads}: a head has two or three tensors")
+        expected = len(self.heads) + self.rows + self.shared + len(self.tangents)
+        if len(self.inputs) != expected:
+            raise ValueError(f"{len(self.inputs)} inputs instead of {expected}")
+        expected = self.outputs + sum(self.learns)
+        if len(results_of(self.graph)) != expected:
+            raise ValueError(f"{len(results_of(self.graph))} results instead of {expected}")
+
+    @property
+    def learns(self) -> tuple[bool, ...]:
+        """Whether the graph has a gradient of the logits of each head, of each row operand and
+        of each shared operand."""
+        flags, start = [], 0
+        for size in (*self.heads, *[1] * (self.rows + self.shared)):
+            flags.append(any(start <= i < start + size for i in self.trained))
+            start += size
+        return tuple(flags)
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        return tuple(node.meta["input"] for node in self.graph.nodes if node.op == "placeholder")
+
+    def text(self) -> str:
+        """The text that ``parse`` reads."""
+        head = " ".join(f"{name}={_field(getattr(self, name))}" for name in _KINDS)
+        return "\n".join([f"row_region {head}", *_lines(self.graph)])
+
+    @classmethod
+    def parse(cls, text: str) -> RowRegion:
+        """Reads a text; every call with the same text returns the same region.
+
+        Raises:
+            ValueError: a line that is not understood, or an operation that is not allowed.
+        """
+        return _parse(text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RowRegion) and self.text() == other.text()
+
+    def __hash__(self) -> int:
+        return hash(self.text())
+
+
+_KINDS = {field.name: str(field.type) for field in fields(RowRegion) if field.name != "graph"}
+_PATTERNS = {"int": r"\d+", "bool": "[01]"}
+_HEAD = re.compile(
+    "row_region"
+    + "".join(f" {n}=(?P<{n}>{_PATTERNS.get(k, '[0-9,]*')})" for n, k in _KINDS.items())
+)
+
+
+def results_of(graph: Graph) -> list[Node]:
+    """What a graph returns."""
+    return list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType, reportReturnType]
+
+
+def _field(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(int(value))
+
+
+def _lines(graph: Graph) -> list[str]:
+    names: dict[Node, str] = {}
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            return [*lines, "return " + ", ".join(names[n] for n in results_of(graph))]
+        names[node] = f"%{len(names)}"
+        lines.append(f"{names[node]} = {_operation(node, names)}")
+    raise ValueError("the graph has no output")
+
+
+def _operation(node: Node, names: dict[Node, str]) -> str:
+    if node.op == "placeholder":
+        return f"input {node.meta['input']}"
+    if node.op != "call_function":
+        raise ValueError(f"a region has no {node.op}, such as {node.target}")
+    parts = [_print(value, names) for value in node.args]
+    for key, value in node.kwargs.items():
+        # tensors are made on the device of the logits
+        if key != "device" and not (key in _DEFAULT and value in _DEFAULT[key]):
+            parts.append(f"{key}={_print(value, names)}")
+    return f"{_name(node.target)}({', '.join(parts)})"
+
+
+def _name(target: Any) -> str:
+    name = str(target) if isinstance(target, torch._ops.OpOverload) else _PREFIX.get(target, "")
+    name = "getitem" if target is operator.getitem else name
+    if not name:
+        raise ValueError(f"a region has no {target}")
+    function(name)  # raises what reading the text would
+    return name
+
+
+def _print(value: Any, names: dict[Node, str]) -> str:
+    if isinstance(value, Node):
+        return names[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_print(v, names) for v in value)}]"
+    if value is None or type(value) in (bool, int, float):
+        return str(value)
+    if isinstance(value, str) and re.fullmatch(r"\w*", value):
+        return f"'{value}'"
+    if isinstance(value, (torch.dtype, torch.memory_format)) and value in _NAMES:
+        return _NAMES[value]
+    raise ValueError(f"a region has no argument {value!r}")
+
+
+@lru_cache(maxsize=4096)
+def function(name: str) -> Callable[..., Any]:
+    """The operation of a name in a text.
+
+    Raises:
+        ValueError: a name that is none of an operation that is functional and not random.
+    """
+    kind, _, rest = name.partition(".")
+    if name == "getitem" or (kind == "size" and rest in _OF_SIZES):
+        return _OF_SIZES.get(rest, operator.getitem)
+    packet, _, overload = rest.partition(".")
+    found: Any = getattr(torch.ops.aten, packet, None) if kind == "aten" else None
+    found = getattr(found, overload, None)
+    if not isinstance(found, torch._ops.OpOverload) or str(found) != name:
+        raise ValueError(f"{name} is no operation of a region")
+    schema = found._schema
+    tensors = {str(r.type) in ("Tensor", "List[Tensor]") for r in schema.returns} == {True}
+    tags = set(found.tags) & _REFUSED if name not in _INDEX else set()
+    refused = schema.is_mutable or tags or name == "aten.from_file.default"
+    if refused or not (tensors or name in _SIZES):
+        raise ValueError(f"{name} writes, is random or gives no tensors")
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> RowRegion:
+    graph, nodes = Graph(), []
+    head, *lines, last = text.split("\n")
+    for line in lines:
+        try:
+            nodes.append(_node(line, nodes, graph))
+        except (ValueError, SyntaxError, IndexError, RecursionError) as error:
+            raise ValueError(f"{error}, in {line[:200]!r}") from error
+    if not re.fullmatch(r"return (%\d+(, |$))*", last):
+        raise ValueError(f"the last line is {last[:200]!r}, not what is returned")
+    returned = [int(number) for number in re.findall(r"\d+", last)]
+    if any(number >= len(nodes) for number in returned):
+        raise ValueError(f"{last!r} returns what is not computed")
+    graph.output([nodes[number] for number in returned])
+    return RowRegion(**_head(head), graph=graph)
+
+
+def _head(line: str) -> dict[str, Any]:
+    if not (match := _HEAD.fullmatch(line)):
+        raise ValueError(f"{line[:200]!r} does not have the fields {', '.join(_KINDS)}")
+    read = {"int": int, "bool": lambda v: v == "1"}
+    many = lambda v: tuple(int(i) for i in v.split(",") if i)  # noqa: E731
+    return {name: read.get(_KINDS[name], many)(value) for name, value in match.groupdict().items()}
+
+
+def _node(line: str, nodes: list[Node], graph: Graph) -> Node:
+    """The node of a line; ``nodes`` are those of the lines before."""
+    match = re.fullmatch(r"%(\d+) = (?:input (\w+)\[(.*)\]|([\w.]+)\((.*)\))", line)
+    if not match or int(match[1]) != len(nodes):
+        raise ValueError(f"no input or operation that gives %{len(nodes)}")
+    if match[2]:
+        sizes = [s for s in match[3].split(", ") if s]
+        if match[2] not in _DTYPES or not all(re.fullmatch(r"\d+|[a-z]\w*", s) for s in sizes):
+            raise ValueError("an input has a dtype and sizes")
+        node = graph.placeholder(f"input_{len(nodes)}")
+        shape = tuple(int(s) if s.isdecimal() else s for s in sizes)
+        node.meta["input"] = Input(_WORDS[match[2]], shape)
+        return node
+    called = function(match[4])
+    call: Any = ast.parse(f"f({re.sub('%', '_', match[5])})", mode="eval").body
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        raise ValueError("no call")
+    args = [_value(a, nodes) for a in call.args]
+    kwargs = {str(k.arg): _value(k.value, nodes) for k in call.keywords}
+    names = []
+    if isinstance(called, torch._ops.OpOverload):
+        names = [a.name for a in called._schema.arguments]
+    if not set(kwargs) <= set(names[len(args) :]) - {"device"} or len(args) > (len(names) or 3):
+        raise ValueError(f"{match[4]} has the arguments {', '.join(names)}")
+    return graph.call_function(called, tuple(args), kwargs)
+
+
+def _value(tree: ast.expr, nodes: list[Node]) -> Any:
+    """An argument as it is written: a node, a number, a word or a list of these."""
+    match tree:
+        case ast.Constant(value=bool() | int() | float() | str() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            if isinstance(value := _value(operand, nodes), (int, float)):
+                return -value
+        case ast.List(elts=elements):
+            return [_value(element, nodes) for element in elements]
+        case ast.Name(id=name) if name in _WORDS:
+            return _WORDS[name]
+        case ast.Name(id=name) if re.fullmatch(r"_\d+", name):
+            return nodes[int(name[1:])]
+    raise ValueError(f"{ast.unparse(tree)} is no argument")

@@ -1,0 +1,368 @@
+"""Replaces row regions by operator calls: the logits of their heads are never whole.
+
+In: a :class:`fxpass.capture.capture.Captured`. Out: the inserted calls, and the calls on rows that
+stood between the operator's outputs and the results of nodes::
+
+    %z = linear(%h, %w)                      %out = row_region([%h_rows, %w, %labels, ...], '...')
+    %top = topk(%z, 5)                 ->    %rows = getitem(%out, 0)
+    %loss = mean(sum(%top[0], -1))           %loss = mean(%rows)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+import fxpass.op.row_region  # noqa: F401, registers the operator
+from fxpass.capture.capture import Captured, RowCall, nodes_of
+from fxpass.capture.function import dtype_of, function_of, shape_of, trained
+from fxpass.capture.values import Leaf, RowOp, Size, Value
+from fxpass.graph.nodes import NoMatch, hint, is_tensor, needs_gradient
+from fxpass.region.joint import trace
+from fxpass.region.text import Input, RowRegion
+from fxpass.rewrite.row_views import VIEWS
+
+A = torch.ops.aten
+# Rows of the traced example: another size than those of a few classes.
+ROWS = 251
+# Elements of a constant that becomes a part of the graph.
+LONGEST = 4096
+
+
+@dataclass(frozen=True)
+class Made:
+    """An operator call that is to be inserted.
+
+    Attributes:
+        call: what it computes.
+        region: the text of its region, and what that says.
+    """
+
+    call: RowCall
+    region: RowRegion
+
+
+def traced(call: RowCall, memory_mb: int, compiled: bool) -> Made:
+    """The region of a call, with its gradients.
+
+    Raises:
+        NoMatch: the function of a chunk of rows cannot be traced, or its text is not allowed.
+    """
+    names: dict[str, str] = {}
+    hints = {"n": ROWS}
+
+    def named(size: Size | str) -> int | str:
+        if not isinstance(size, torch.SymInt):
+            return size
+        name = names.setdefault(str(size.node.expr), f"v{len(names)}")
+        hints[name] = max(2, hint(size))
+        return name
+
+    inputs = [Input(dtype_of(leaf), tuple(map(named, shape_of(leaf)))) for leaf in call.leaves]
+    function = function_of(call.leaves, call.outputs)
+    device = call.outputs[0].fake.device
+    flags = [trained(leaf) for leaf in call.leaves]
+    if not any(output.trained for output in call.outputs):
+        flags = [False] * len(flags)
+    heads = [leaf.head for leaf in call.leaves if leaf.head is not None]
+    rows = sum(leaf.kind == "row" for leaf in call.leaves)
+    try:
+        joint = trace(function, inputs, hints, flags, device)
+        if any(flags) and not joint.tangents:
+            flags = [False] * len(flags)
+            joint = trace(function, inputs, hints, flags, device)
+        return Made(
+            call,
+            RowRegion(
+                heads=tuple(2 + (head.bias is not None) for head in heads),
+                rows=rows,
+                shared=len(call.leaves) - len(heads) - rows,
+                trained=_trained(call.leaves, flags),
+                outputs=len(call.outputs),
+                tangents=tuple(joint.tangents),
+                total=False,
+                memory_mb=memory_mb,
+                compiled=compiled,
+                graph=joint.graph,
+            ),
+        )
+    except ValueError as error:
+        raise NoMatch(call.place, f"its rows cannot be traced: {error}") from error
+
+
+def _trained(leaves: Sequence[Leaf], flags: Sequence[bool]) -> tuple[int, ...]:
+    """The positions of the operator's tensors that get a gradient."""
+    found: list[bool] = []
+    for leaf, flag in zip(leaves, flags, strict=True):
+        if leaf.head is None:
+            found.append(flag)
+            continue
+        head = leaf.head
+        operands = (head.x, head.weight, head.bias)
+        found += [flag and t.trained for t in operands if t is not None]
+    return tuple(i for i, flag in enumerate(found) if flag)
+
+
+def rewrite_region(graph: Graph, captured: Captured, made: Sequence[Made]) -> Emitter:
+    """Inserts the calls of a region, replaces what its nodes give to others, erases them."""
+    emitter = Emitter(graph, captured)
+    for one in made:
+        emitter.insert(one)
+    emitter.replace_results()
+    emitter.erase()
+    return emitter
+
+
+class Emitter:
+    """Inserts nodes before a place of a graph.
+
+    Attributes:
+        calls: the operator calls.
+    """
+
+    def __init__(self, graph: Graph, captured: Captured) -> None:
+        self.graph, self.captured, self.slice = graph, captured, captured.slice
+        self.calls: list[Node] = []
+        self.rows: dict[int, tuple[Node, Value]] = {}  # outputs by value
+        self.fake_mode = captured.calls[0].outputs[0].fake.fake_mode  # type: ignore[attr-defined]
+        self.site: Node = captured.calls[0].place
+        self._known: dict[int, Node] = {}  # operands and late values, at the insertion point
+        self._sizes: dict[Any, Node] = {}
+
+    # ------------------------------------------------------------ nodes
+
+    def call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """A new node with its example value and the stack trace of the site."""
+        node = self.graph.call_function(function, args, kwargs)
+        node.meta["stack_trace"] = self.site.meta.get("stack_trace")
+        examples, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
+        with torch.no_grad(), self.fake_mode or nullcontext():
+            node.meta["example_value"] = function(*examples, **named)
+        return node
+
+    def size(self, size: Any) -> Any:
+        """A size as a number or a node."""
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = size.node.expr
+        if expr.is_number:
+            return int(expr)
+        if expr not in self._sizes:
+            self._sizes[expr] = self._computed(expr)
+        return self._sizes[expr]
+
+    def known_size(self, size: torch.SymInt, node: Node) -> None:
+        """Names the node of a size."""
+        self._sizes.setdefault(size.node.expr, node)
+
+    def sizes(self, sizes: Sequence[Any]) -> list[Any]:
+        """Sizes as numbers or nodes."""
+        return [self.size(s) for s in sizes]
+
+    def _computed(self, expr: Any) -> Any:
+        for node in self.graph.nodes:
+            if node is self.site:
+                break
+            example = node.meta.get("example_value")
+            if node in self.slice.ran:
+                continue
+            if isinstance(example, torch.SymInt) and example.node.expr == expr:
+                return node
+            for dim, size in enumerate(example.shape if isinstance(example, Tensor) else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr == expr:
+                    return self.call(A.sym_size.int, node, dim)
+        if not expr.args:
+            return self._rows_of_mask(expr)
+        parts = [int(a) if a.is_number else self._computed(a) for a in expr.args]
+        function = _ARITHMETIC.get(type(expr).__name__)
+        if function is None:
+            raise NoMatch(self.site, f"the size {expr} is not known before the call")
+        found = parts[0]
+        for part in parts[1:]:
+            found = self.call(function, found, part)
+        return found
+
+    def _rows_of_mask(self, expr: Any) -> Node:
+        """The number of rows that a mask takes, at a place before the call."""
+        for step in self.slice.steps:
+            sizes = step.results[0].shape if step.op.overloadpacket is A.index else ()
+            if not any(isinstance(s, torch.SymInt) and s.node.expr == expr for s in sizes):
+                continue
+            for mask in step.values:
+                known = mask.node is not None and mask.node < self.site
+                if known and mask.fake.dtype == torch.bool:
+                    taken = self.call(A.index.Tensor, mask.node, [mask.node])
+                    return self.call(A.sym_size.int, taken, 0)
+        raise NoMatch(self.site, f"the size {expr} is not known before the call")
+
+    # ------------------------------------------------------------ operands
+
+    def operand(self, value: Value) -> Node:
+        """A node for a tensor that no logits are read for, or for a late one."""
+        if value.node is not None:
+            return value.node
+        if id(value) not in self._known and value.data is not None:
+            self._known[id(value)] = self._constant(value.data)
+        if id(value) not in self._known:
+            step = value.step
+            assert step is not None
+            args, kwargs = self._arguments((step.args, step.kwargs))
+            if step.op.overloadpacket is A._to_copy:
+                args, kwargs = (args[0],), {k: v for k, v in kwargs.items() if v is not None}
+            made = self.call(step.op, *args, **kwargs)
+            if len(step.results) == 1 and isinstance(made.meta["example_value"], Tensor):
+                self._known[id(value)] = made
+            else:
+                for i, result in enumerate(step.results):
+                    self._known[id(result)] = self.call(operator.getitem, made, i)
+        return self._known[id(value)]
+
+    def _constant(self, data: Tensor) -> Node:
+        if data.numel() > LONGEST:
+            raise NoMatch(self.site, f"a constant has {data.numel()} elements")
+        return self.call(torch.tensor, data.tolist(), dtype=data.dtype, device=data.device)
+
+    def _arguments(self, arguments: Any) -> Any:
+        def of(argument: Any) -> Any:
+            if isinstance(argument, Value):
+                return self.current(argument)
+            return self.size(argument)
+
+        return pytree.tree_map(of, arguments, is_leaf=lambda a: isinstance(a, Value))
+
+    def current(self, value: Value) -> Node:
+        """A node for any tensor without classes."""
+        return self.result(value) if value.tag is not None else self.operand(value)
+
+    def viewed(self, node: Node, chain: Sequence[RowOp], rows: int) -> Node:
+        """A tensor ``[*rows, ...]`` after views of its rows, as ``[n, ...]``."""
+        for op in chain:
+            node = VIEWS[op.kind](self, node, op)
+            rows = op.after
+        if rows == 0:
+            return self.call(A.unsqueeze.default, node, 0)
+        return node if rows == 1 else self.call(torch.flatten, node, 0, rows - 1)
+
+    def leaf(self, leaf: Leaf) -> list[Node]:
+        """The operator's tensors for an input."""
+        head = leaf.head
+        if head is not None:
+            x, weight = map(self._matrix, (head.x, head.weight))
+            if head.first:
+                x = self.call(A.t.default, x)
+            else:
+                weight = self.call(A.t.default, weight)
+            bias = [] if head.bias is None else [self.operand(head.bias)]
+            return [self.viewed(x, leaf.chain, 1), weight, *bias]
+        assert leaf.value is not None
+        node, letters = self.operand(leaf.value), leaf.letters
+        device = leaf.value.fake.device
+        if device != self.captured.calls[0].outputs[0].fake.device:
+            node = self.call(A._to_copy.default, node, device=self._device())
+        if leaf.kind == "shared":
+            return [node]
+        order = [i for i, c in enumerate(letters) if c == "r"]
+        rows = len(order)
+        order += [i for i, c in enumerate(letters) if c != "r"]
+        if order != sorted(order):
+            node = self.call(A.permute.default, node, order)
+        return [self.viewed(node, leaf.chain, rows)]
+
+    def _device(self) -> torch.device:
+        return self.captured.calls[0].outputs[0].fake.device
+
+    def _matrix(self, value: Value) -> Node:
+        node = self.operand(value)
+        return node if len(value.shape) == 2 else self.call(A.select.int, node, 0, 0)
+
+    # ------------------------------------------------------------ the operator's call
+
+    def insert(self, made: Made) -> None:
+        """Inserts a call, and the nodes of its outputs."""
+        call, region = made.call, made.region
+        self.site, self._known, self._sizes = call.place, {}, {}
+        with self.graph.inserting_before(call.place):
+            tensors: list[Node] = []
+            for leaf in call.leaves:
+                sources = any(map(needs_gradient, nodes_of(leaf)))
+                for node in self.leaf(leaf):
+                    position = len(tensors)
+                    if sources and position not in region.trained:
+                        node = self.call(A.detach.default, node)
+                    tensors.append(node)
+            out = self.call(torch.ops.fxpass.row_region.default, tensors, region.text())
+            self.calls.append(out)
+            for i, value in enumerate(call.outputs):
+                node = self.call(operator.getitem, out, i)
+                node.meta["example_value"].requires_grad_(i in region.tangents)
+                self.rows[id(value)] = node, value
+
+    def result(self, value: Value) -> Node:
+        """An output of the operator in the shape that the program has."""
+        if id(value) in self._known:
+            return self._known[id(value)]
+        node, _ = self.rows[id(value)]
+        tag = value.tag or ""
+        if tag.count("r") != 1:
+            rows = self.sizes(value.rows)
+            inside = [s for s, c in zip(value.shape, tag, strict=True) if c != "r"]
+            node = self.call(A.view.default, node, [*rows, *self.sizes(inside)])
+        order = [i for i, c in enumerate(tag) if c == "r"] + [
+            i for i, c in enumerate(tag) if c != "r"
+        ]
+        if order != sorted(order):
+            back = [order.index(i) for i in range(len(order))]
+            node = self.call(A.permute.default, node, back)
+            node = self.call(A.clone.default, node, memory_format=torch.contiguous_format)
+        self._known[id(value)] = node
+        return node
+
+    def replace_results(self) -> None:
+        """Gives the users of nodes of the slice what they read."""
+        for old in sorted(self.slice.boundary()):
+            value = self.slice.values(old)
+            self.site, self._known, self._sizes = old, {}, {}
+            if isinstance(value, Value):
+                if value.tag is None and not value.late:
+                    continue  # a constant stays
+                with self.graph.inserting_before(old):
+                    new = self.current(value)
+                self._take_place(old, new)
+            elif isinstance(value, torch.SymInt):
+                with self.graph.inserting_before(old):
+                    self._take_place(old, self.size(value))
+            elif isinstance(value, int | float | bool):
+                self._take_place(old, value)
+
+    def _take_place(self, old: Node, new: Any) -> None:
+        if isinstance(new, Node):
+            example = old.meta["example_value"]
+            if new.meta["example_value"] is not example and is_tensor(old):
+                new.meta["example_value"] = example
+        for user in list(old.users):
+            if user not in self.slice.ran:
+                user.replace_input_with(old, new)
+
+    def erase(self) -> None:
+        """Erases the nodes of the slice that nobody reads."""
+        for node in sorted(self.slice.ran, reverse=True):
+            if not node.users:
+                self.graph.erase_node(node)
+
+
+_ARITHMETIC: dict[str, Any] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+}

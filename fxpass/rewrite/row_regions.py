@@ -1,0 +1,231 @@
+"""Fuses the heads that no formula is known for, as row regions.
+
+In: a region of a Dynamo graph, and the heads that :mod:`fxpass.match` found in it. Out: a
+:class:`RegionMatch` for each row region, which the graph has now in the place of its nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+
+from fxpass.capture.capture import Captured, capture
+from fxpass.capture.slice import PRODUCTS
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import NoMatch, hint, is_tensor, nested_graph, value
+from fxpass.graph.placements import is_dtensor
+from fxpass.graph.region import CHECKPOINTS, Region
+from fxpass.graph.source import source_line
+from fxpass.match.head import Head
+from fxpass.match.modes import modes_of
+from fxpass.match.profitability import LEAST_CLASSES
+from fxpass.op.row_region import planned_for
+from fxpass.plan.plan import MIB, size
+from fxpass.region.compile import warm
+from fxpass.region.text import RowRegion
+from fxpass.rewrite.copies import copied
+from fxpass.rewrite.known import with_total
+from fxpass.rewrite.regions import rewrite_region, traced
+from fxpass.settings import Settings
+
+log = logging.getLogger(__name__)
+# Parts of the least logits that a tile of the vocabulary, or of an adapter, may be.
+PARTS = 8
+
+
+@dataclass(frozen=True)
+class RegionMatch:
+    """A row region that is fused.
+
+    Attributes:
+        source: the user's line of its first result.
+        shapes: rows and classes of each head.
+        itemsizes: bytes of a logit of each head.
+        operations: the ATen calls on logits.
+        choices: how its calls run, as text.
+    """
+
+    source: str
+    shapes: tuple[tuple[Any, Any], ...]
+    itemsizes: tuple[int, ...]
+    operations: tuple[str, ...]
+    choices: tuple[str, ...] = ()
+    logits_mode: str = "never"
+    losses: int = 1
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of one copy of the logits of all heads."""
+        shapes = zip(self.shapes, self.itemsizes, strict=True)
+        return sum(hint(n) * hint(v) * itemsize for (n, v), itemsize in shapes)
+
+    @property
+    def calls(self) -> tuple[_Choice, ...]:
+        """The operator calls."""
+        return tuple(map(_Choice, self.choices))
+
+    def __str__(self) -> str:
+        logits = " and ".join(f"[{n}, {v}]" for n, v in self.shapes)
+        heads = "1 head" if len(self.shapes) == 1 else f"{len(self.shapes)} heads"
+        operations = ", ".join(self.operations)
+        return f"fused: {self.source}: region of {heads}, logits {logits}: {operations}"
+
+
+@dataclass(frozen=True)
+class _Choice:
+    choice: str
+
+
+def fuse_regions(
+    region: Region, heads: Sequence[Head], settings: Settings, among: Collection[Node] = ()
+) -> list[RegionMatch]:
+    """Rewrites the row regions of a graph.
+
+    Args:
+        region: the region of the graph.
+        heads: those of which the formulas are known.
+        among: where not empty, one head of each row region is one of these.
+    """
+    if not region.plain or region.backward:
+        return []
+    fused = {h.flow.linear.node for h in heads if not _reads_logits(h)}
+    graph, made = region.module.graph, list[RegionMatch]()
+    candidates = [n for n in graph.nodes if n not in fused and _may_be_large(n, settings)]
+    todo = [n for n in candidates if not among or n in among]
+    while todo:
+        node, untouched = todo[0], None
+        try:
+            captured = _captured(region, node, candidates, settings)
+            calls = [
+                traced(call, settings.memory_mb, settings.inner == "inductor")
+                for call in captured.calls
+            ]
+            match, untouched = _match(captured), copied(graph)
+            emitter = rewrite_region(graph, captured, calls)
+            modes = {n: mode.grad for n, mode in modes_of(region).items()}
+            made_calls = [
+                with_total(graph, call, modes, emitter.call) or call for call in emitter.calls
+            ]
+            graph.lint()
+            match = replace(match, choices=tuple(map(_choice, made_calls)))
+        except Exception as error:
+            # an unforeseen program runs without the rewrite
+            if not isinstance(error, NoMatch):
+                log.warning("%s: the row region failed", source_line(node), exc_info=True)
+            if untouched is not None:
+                region.module.graph = untouched
+                return made
+            log.debug("%s: no row region: %s", source_line(node), error)
+            todo.remove(node)
+            continue
+        region.module.recompile()
+        for call in made_calls if settings.inner == "inductor" else ():
+            tensors: Any = call.args[0]
+            warm(str(call.args[1]), value(tensors[0]).device)
+        made.append(match)
+        todo = [n for n in todo if n not in captured.heads]
+        candidates = [n for n in candidates if n not in captured.heads]
+    return made
+
+
+def heads_in_checkpoints(region: Region, settings: Settings) -> list[Node]:
+    """The calls of checkpoints in which logits are made, and returned."""
+    calls = [n for n in region.module.graph.nodes if n.target in CHECKPOINTS]
+    return [n for n in calls if region.plain and _returns_logits(n, settings)]
+
+
+def _returns_logits(call: Node, settings: Settings) -> bool:
+    body = next((b for b in map(nested_graph, call.args) if b is not None), None)
+    if body is None:
+        return False
+    made = [n for n in body.graph.nodes if _may_be_large(n, settings)]
+    least = min((hint(value(n).numel()) for n in made), default=0) // 2
+    returned = body.graph.output_node().all_input_nodes
+    return bool(made) and any(is_tensor(n) and hint(value(n).numel()) > least for n in returned)
+
+
+def _reads_logits(head: Head) -> bool:
+    """Whether logits exist for a fused head: its own, or others' that it is compared with."""
+    least = hint(value(head.flow.linear.node).numel()) // 2
+    given = [n for n in head.flow.tensors.values() if hint(value(n).numel()) >= least]
+    made = any(n.op not in ("placeholder", "get_attr") for n in given)
+    return head.logits_mode == "keep" or made
+
+
+def _captured(
+    region: Region, node: Node, candidates: Sequence[Node], settings: Settings
+) -> Captured:
+    if not any(True for _ in node.users):
+        raise NoMatch(node, "nobody reads its logits")
+    modes = modes_of(region)
+    if modes[node].transforms:
+        raise NoMatch(node, "it is in a transform of torch.func")
+    grads = {n: mode.grad for n, mode in modes.items()}
+    captured = capture(region, node, candidates, grads)
+    if settings.min_logits_mb:
+        sizes = [_bytes(n) for n in captured.heads]
+        classes = sum(hint(_classes(n)) for n in captured.heads)
+        if sum(sizes) < settings.min_logits_mb * MIB or classes < LEAST_CLASSES:
+            raise NoMatch(node, f"its logits take {size(sum(sizes))}")
+    return captured
+
+
+def _may_be_large(node: Node, settings: Settings) -> bool:
+    """Whether a node makes logits that may be worth an operator."""
+    if function_of(node) not in PRODUCTS or not is_tensor(node) or value(node).dim() < 2:
+        return False
+    if any(is_tensor(n) and is_dtensor(value(n)) for n in (node, *node.all_input_nodes)):
+        return False  # a head that is sharded
+    if not settings.min_logits_mb:
+        return True
+    if _bytes(node) * PARTS < settings.min_logits_mb * MIB:
+        return False
+    operands = [n for n in node.all_input_nodes if is_tensor(n) and value(n).dim() > 1]
+    hidden = min((hint(value(n).shape[-1]) for n in operands), default=0)
+    return hint(_classes(node)) * PARTS >= max(LEAST_CLASSES, hidden)
+
+
+def _bytes(node: Node) -> int:
+    return hint(value(node).numel()) * value(node).dtype.itemsize
+
+
+def _classes(node: Node) -> Any:
+    return max(value(node).shape[-1], value(node).shape[0], key=hint)
+
+
+def _match(captured: Captured) -> RegionMatch:
+    shapes, sizes = [], []
+    for head in captured.slice.recorder.heads:
+        rows = head.x.shape[-1 if head.first else -2]
+        shapes.append((rows, head.classes))
+        sizes.append(head.x.fake.dtype.itemsize)
+    return RegionMatch(captured.source, tuple(shapes), tuple(sizes), captured.operations)
+
+
+def _choice(call: Node) -> str:
+    """How a call runs, for the rows of the traced graph."""
+    tensors: Any = torch.fx.map_arg(call.args[0], _without_data)
+    text = str(call.args[1])
+    region, planned = RowRegion.parse(text), planned_for(tensors, text)
+    if region.total:
+        gradients = "the gradients are computed with the outputs"
+    elif region.trained:
+        gradients = "backward computes the logits again"
+    else:
+        gradients = "no gradients"
+    compiled = "compiled by Inductor" if region.compiled else "interpreted"
+    rows = f"{planned.rows} rows at a time: {size(planned.scratch + planned.sums)} of scratch"
+    return f"row function of {region.outputs} outputs, {compiled}: {rows}; {gradients}"
+
+
+def _without_data(node: Node) -> torch.Tensor:
+    tensor = value(node)
+    sizes = [hint(s) for s in tensor.shape]
+    with FakeTensorMode():
+        return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,428 @@
+"""Holds the tags of captured rows against values.
+
+In: a function and its tensors. Out: a :class:`Check`: what :mod:`fxpass.capture` captures of each
+head of the function's graph, and what is wrong in it. The recorded ATen calls run on the function's
+own tensors, and each tagged tensor keeps two promises:
+
+- *apart*: if one row of one head's logits changes, only the rows that the tensor's views take of it
+  change;
+- *by chunks*: computed in the canonical layout from some of the rows, it is what the program has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxpass.capture.capture import Captured, capture
+from fxpass.capture.function import function_of as rows_function
+from fxpass.capture.function import leaves_of
+from fxpass.capture.slice import PRODUCTS
+from fxpass.capture.values import Leaf, RowOp, Step, Stop, Value
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.region import Region, regions, return_once
+from fxpass.match.modes import modes_of
+from fxpass.rewrite.inference import without_inference_mode
+from fxpass.rewrite.inline import inline_contexts
+
+A = torch.ops.aten
+# Relative to the largest value: a chunk sums in another order than the whole.
+BOUND = {
+    torch.float64: 1e-9,
+    torch.float32: 2e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1.6e-1,
+}
+
+
+@dataclass
+class Check:
+    """What was found of a function.
+
+    Attributes:
+        captured: the row regions of its graphs.
+        refused: for a head without one, why.
+        tensors: the number of tagged tensors that were checked.
+        wrong: one line for each broken promise.
+    """
+
+    captured: list[Captured] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    tensors: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def tags(self) -> list[str]:
+        """``op tag`` for each tagged result, in order."""
+        return [
+            f"{step.op.overloadpacket.__name__} {result.tag}"
+            for captured in self.captured
+            for step in captured.slice.steps
+            for result in step.results
+            if result.tag is not None
+        ]
+
+
+def check(
+    function: Callable[..., Any], *tensors: Any, values: bool = True, **options: Any
+) -> Check:
+    """Compiles a function, captures its heads, and holds their tags against its values.
+
+    Args:
+        values: whether to run the recorded calls.
+        options: for ``torch.compile``.
+    """
+    found = Check()
+    torch._dynamo.reset()
+    try:
+        torch.compile(function, backend=observer(found, values), **options)(*tensors)
+    finally:
+        torch._dynamo.reset()
+    return found
+
+
+def observer(found: Check, values: bool = True) -> Callable[..., Callable[..., Any]]:
+    """A backend of ``torch.compile`` that runs graphs as they are and adds to a check."""
+
+    def backend(module: GraphModule, _: Any) -> Callable[..., Any]:
+        region = next(regions(module))
+        return_once(region)
+        inline_contexts(region)
+        without_inference_mode(region)
+        captured = list(_captured(region, found))
+        module.recompile()
+
+        def run(*inputs: Any) -> Any:
+            kept = _Kept(module)
+            out = kept.run(*inputs)
+            if values:
+                with _plainly():
+                    for one in captured:
+                        _check(one, kept.kept, found)
+            return out
+
+        return run
+
+    return backend
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Without gradients, autocast, the program's modes, and effects on its random numbers."""
+    with torch.no_grad(), torch.autocast("cpu", enabled=False), _disable_current_modes():
+        with torch.random.fork_rng(devices=[]):
+            yield
+
+
+def _captured(region: Region, found: Check) -> Iterator[Captured]:
+    nodes = [n for n in region.module.graph.nodes if function_of(n) in PRODUCTS and is_tensor(n)]
+    candidates = [n for n in nodes if value(n).dim() > 1]
+    grads = {n: mode.grad for n, mode in modes_of(region).items()}
+    done: set[Node] = set()
+    for node in candidates:
+        if node in done:
+            continue
+        try:
+            one = capture(region, node, candidates, grads)
+        except NoMatch as no:
+            found.refused.append(str(no.reason))
+            continue
+        done.update(one.heads)
+        found.captured.append(one)
+        yield one
+
+
+class _Kept(Interpreter):
+    """Runs a graph, and keeps what each node gives when it is made."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.kept: dict[Node, Any] = {}
+
+    def run_node(self, n: Node) -> Any:
+        out = super().run_node(n)
+        self.kept[n] = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), out)
+        return out
+
+
+# ---------------------------------------------------------------- replaying a record
+
+
+class Replay:
+    """The tensors of a record, computed from a graph's values.
+
+    Args:
+        captured: a row region.
+        kept: what each node of the graph gives.
+        changed: a head, or logits that are an operand, and the row of it that is another.
+    """
+
+    def __init__(
+        self, captured: Captured, kept: Mapping[Node, Any], changed: tuple[Value, int] | None = None
+    ) -> None:
+        self._kept, self._changed = kept, changed
+        self.values: dict[int, Any] = {}
+        self.sizes: dict[str, int] = {}
+        for step in captured.slice.steps:
+            self._run(step)
+
+    def tensor(self, value: Value) -> Tensor:
+        """The values of a tensor of the record."""
+        if id(value) not in self.values:
+            found = value.data if value.node is None else self._kept[value.node]
+            assert found is not None
+            self._know(value, self._other(value, found))
+        return self.values[id(value)]
+
+    def size(self, size: Any) -> Any:
+        """A size as a number."""
+        if not isinstance(size, torch.SymInt):
+            return size
+        expr = size.node.expr
+        if str(expr) not in self.sizes:
+            symbols = {s: self.sizes[str(s)] for s in expr.free_symbols}
+            return int(expr.subs(symbols))
+        return self.sizes[str(expr)]
+
+    def arguments(self, arguments: Any) -> Any:
+        """Arguments of a recorded call."""
+
+        def of(argument: Any) -> Any:
+            return self.tensor(argument) if isinstance(argument, Value) else self.size(argument)
+
+        return pytree.tree_map(of, arguments, is_leaf=lambda a: isinstance(a, Value))
+
+    def _run(self, step: Step) -> None:
+        tagged = any(result.tag is not None for result in step.results)
+        try:
+            args, kwargs = self.arguments((step.args, step.kwargs))
+            torch.manual_seed(0)
+            made = step.op(*args, **kwargs)
+            if step.op.overloadpacket in _EMPTY:  # what is in it is nobody's promise
+                made.zero_()
+        except Exception:
+            if tagged:
+                raise
+            return  # outside of the region, and of no use for it
+        tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
+        for result, tensor in zip(step.results, tensors, strict=True):
+            self._know(result, self._other(result, tensor))
+
+    def _other(self, value: Value, tensor: Tensor) -> Tensor:
+        """The tensor, or one with another row, if it is that which changes."""
+        if self._changed is None or value is not self._changed[0]:
+            return tensor
+        assert value.tag is not None
+        tensor = tensor.clone()
+        inside = canonical(tensor, value.tag)
+        row = inside[self._changed[1]]
+        noise = torch.linspace(-3, 3, row.numel(), dtype=torch.float64, device=tensor.device)
+        inside[self._changed[1]] = row.flip(-1) * -1.5 + noise.view(row.shape).to(row.dtype)
+        return _back(inside, tensor, value.tag)
+
+    def _know(self, value: Value, tensor: Tensor) -> None:
+        self.values[id(value)] = tensor
+        for size, now in zip(value.shape, tensor.shape, strict=True):
+            if isinstance(size, torch.SymInt):
+                self.sizes.setdefault(str(size.node.expr), now)
+
+    def viewed(self, tensor: Tensor, chain: Sequence[RowOp], rows: int) -> Tensor:
+        """``[*rows, ...]`` after views of its rows, as ``[n, ...]``."""
+        for op in chain:
+            args = self.arguments(op.args)
+            tensor = _VIEWS[op.kind](tensor, op.before, *args)
+            rows = op.after
+        return tensor[None] if rows == 0 else tensor.flatten(0, rows - 1)
+
+    def leaf(self, leaf: Leaf, logits: Mapping[int, Value]) -> Tensor:
+        """An input of a row function, all its rows."""
+        if leaf.head is not None:
+            made = logits[id(leaf.head)]
+            whole = canonical(self.tensor(made), made.tag or "")
+            return self.viewed(whole.reshape(len(whole), -1), leaf.chain, 1)
+        assert leaf.value is not None
+        tensor = self.tensor(leaf.value)
+        if leaf.kind == "shared":
+            return tensor
+        rows = [i for i, letter in enumerate(leaf.letters) if letter == "r"]
+        others = [i for i, letter in enumerate(leaf.letters) if letter != "r"]
+        return self.viewed(tensor.permute([*rows, *others]), leaf.chain, len(rows))
+
+
+def canonical(tensor: Tensor, tag: str) -> Tensor:
+    """``[n, ...]``: one dimension of rows, then the others."""
+    rows = [i for i, letter in enumerate(tag) if letter == "r"]
+    others = [i for i, letter in enumerate(tag) if letter != "r"]
+    moved = tensor.permute([*rows, *others])
+    return moved.flatten(0, len(rows) - 1) if rows else moved[None]
+
+
+def _back(inside: Tensor, like: Tensor, tag: str) -> Tensor:
+    order = [i for i, c in enumerate(tag) if c == "r"] + [i for i, c in enumerate(tag) if c != "r"]
+    moved = inside.view([like.shape[i] for i in order])
+    return moved.permute([order.index(i) for i in range(len(order))]).contiguous()
+
+
+def _broadcast(tensor: Tensor, before: int, places: Any, sizes: Any) -> Tensor:
+    inside = tensor.shape[before:]
+    for i, place in enumerate(places):
+        if place is None:
+            tensor = tensor.unsqueeze(i)
+    return tensor.expand(*sizes, *inside)
+
+
+_VIEWS: dict[str, Callable[..., Tensor]] = {
+    "reshape": lambda t, before, sizes: t.reshape(*sizes, *t.shape[before:]),
+    "permute": lambda t, before, order: t.permute(*order, *range(before, t.dim())),
+    "slice": lambda t, before, *args: A.slice.Tensor(t, *args),
+    "narrow": lambda t, before, *args: torch.narrow(t, *args),
+    "select": lambda t, before, *args: t.select(*args),
+    "flip": lambda t, before, dims: t.flip(dims),
+    "roll": lambda t, before, *args: t.roll(*args),
+    "index": lambda t, before, indices, *size: A.index.Tensor(t, list(indices)),
+    "broadcast": _broadcast,
+}
+_EMPTY = (A.empty, A.empty_like, A.new_empty, A.empty_strided, A.new_empty_strided)
+
+
+# ---------------------------------------------------------------- the promises
+
+
+def _check(captured: Captured, kept: Mapping[Node, Any], found: Check) -> None:
+    steps = captured.slice.steps
+    logits = {id(step.head): step.results[0] for step in steps if step.head is not None}
+    tagged = [r for step in steps if step.run for r in step.results if r.tag is not None]
+    known = Replay(captured, kept)
+    leaves: dict[int, list[Leaf]] = {}
+    for value in tagged:
+        try:
+            leaves[id(value)] = leaves_of([value], value.fake.device)
+        except Stop:
+            continue  # a result that no output needs, and cannot be made: capture refuses it
+        found.tensors += 1
+        found.wrong += _by_chunks(value, leaves[id(value)], known, logits)
+    sources = [*logits.values(), *_given(leaves.values())]
+    for source in sources:
+        rows = len(canonical(known.tensor(source), source.tag or ""))
+        for row in sorted({0, rows // 3, rows - 1}):
+            other = Replay(captured, kept, (source, row))
+            for value in tagged:
+                if id(value) in leaves:
+                    of = [_leaf_source(leaf, logits) is source for leaf in leaves[id(value)]]
+                    mine = [x for x, is_of in zip(leaves[id(value)], of, strict=True) if is_of]
+                    found.wrong += _apart(value, mine, row, rows, known, other)
+
+
+def _given(leaves: Any) -> list[Value]:
+    """Operands that are logits."""
+    values = [leaf.value for some in leaves for leaf in some if leaf.value is not None]
+    return list({id(v): v for v in values if v.tag is not None}.values())
+
+
+def _leaf_source(leaf: Leaf, logits: Mapping[int, Value]) -> Value | None:
+    return leaf.value if leaf.head is None else logits[id(leaf.head)]
+
+
+def _named(value: Value) -> str:
+    assert value.step is not None
+    return f"%{value.step.node.name}: aten.{value.step.op.overloadpacket.__name__} {value.tag}"
+
+
+def _apart(
+    value: Value, leaves: Sequence[Leaf], row: int, rows: int, known: Replay, other: Replay
+) -> Iterator[str]:
+    """Rows that change with a row that they are not made of."""
+    a, b = (canonical(replay.tensor(value), value.tag or "") for replay in (known, other))
+    if a.shape != b.shape:
+        yield f"{_named(value)} has another shape"
+        return
+    changed = ((a != b) & ~((a != a) & (b != b)))[:, None].flatten(1).any(1)
+    allowed = torch.zeros(len(a), dtype=torch.bool, device=a.device)
+    for leaf in leaves:
+        assert leaf.head is not None or leaf.value is not None
+        numbers = torch.arange(rows, device=a.device)
+        if leaf.head is None and leaf.value is not None:
+            numbers = numbers.view(known.arguments(leaf.value.rows))
+        allowed |= known.viewed(numbers, leaf.chain, numbers.dim()).expand(len(a)) == row
+    more = (changed & ~allowed).nonzero().flatten().tolist()
+    if more:
+        yield f"{_named(value)} changes in rows {more[:4]} with row {row}"
+
+
+def _by_chunks(
+    value: Value, leaves: list[Leaf], known: Replay, logits: Mapping[int, Value]
+) -> Iterator[str]:
+    """Rows that are others when they are computed from a few rows alone."""
+    if not leaves or leaves[0].kind == "shared":
+        return
+    whole = canonical(known.tensor(value), value.tag or "")
+    n = len(whole)
+    chosen = torch.arange(n, device=whole.device).flip(0)[: max(2, n // 3)][::2]
+    if not len(chosen):
+        return
+    tensors = []
+    for leaf in leaves:
+        tensor = known.leaf(leaf, logits)
+        if leaf.kind != "shared" and len(tensor) != n:
+            yield f"{_named(value)} has {n} rows, its {leaf.kind} {len(tensor)}"
+            return
+        tensors.append(tensor if leaf.kind == "shared" else tensor[chosen])
+    try:
+        (made,) = rows_function(leaves, [value])(*tensors)
+    except Exception as error:
+        yield f"{_named(value)} fails on a chunk: {type(error).__name__}: {error}"
+        return
+    if not _alike(made, whole[chosen], BOUND[_coarsest(value)]):
+        yield f"{_named(value)} is another on a chunk of rows"
+
+
+def _coarsest(value: Value) -> torch.dtype:
+    """The dtype with the fewest bits on the way to a tensor: one rounding may be another."""
+    found, todo, seen = torch.float64, [value], {id(value)}
+    while todo:
+        one = todo.pop()
+        if one.fake.dtype in BOUND:
+            found = max(found, one.fake.dtype, key=lambda dtype: BOUND[dtype])
+        for source in one.step.values if one.step is not None else ():
+            if id(source) not in seen:
+                seen.add(id(source))
+                todo.append(source)
+    return found
+
+
+def _alike(made: Tensor, wanted: Tensor, bound: float) -> bool:
+    if made.shape != wanted.shape or made.dtype != wanted.dtype:
+        return False
+    if not wanted.is_floating_point():
+        return bool((made != wanted).float().mean() <= 0.02) if made.numel() else True
+    odd = ~wanted.isfinite()
+    if not torch.equal(odd, ~made.isfinite()):
+        return False
+    made, wanted = made.masked_fill(odd, 0).double(), wanted.masked_fill(odd, 0).double()
+    most = wanted.abs().max().clamp_min(1) if wanted.numel() else 1
+    return bool(((made - wanted).abs() <= bound * most).all())
+
+
+@contextmanager
+def rule_for(packet: Any, rule: Any) -> Iterator[None]:
+    """Another rule for a call: for tests of this check."""
+    from fxpass.capture.rows import RULES
+
+    old = RULES.get(packet)
+    RULES[packet] = rule
+    try:
+        yield
+    finally:
+        if old is None:
+            del RULES[packet]
+        else:
+            RULES[packet] = old

@@ -1,0 +1,180 @@
+"""Pointwise calls, calls along dimensions and products: which keep rows apart, and their tags.
+
+Each accepted program's tags are held against its values, too (:mod:`tests.support.row_tags`).
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.row_programs import accepted, refused
+
+# The program, and tags among its own.
+POINTWISE = (
+    ("(z * 2 + 1).tanh().logsumexp(-1)", "mul rc", "tanh rc", "logsumexp r"),
+    ("(z + row[:, None]).logsumexp(-1)", "add rc"),
+    ("(z * classes + number).logsumexp(-1)", "mul rc", "add rc"),
+    ("torch.where(z > 0, z, given).logsumexp(-1)", "gt rc", "where rc"),
+    ("(s + row.view(B, T, 1)).logsumexp(-1)", "add rrc", "logsumexp rr"),
+    ("(s.transpose(1, 2) + row.view(B, 1, T)).logsumexp(1)", "add rcr", "logsumexp rr"),
+    ("(z[:, None] + given.view(N, 1, V)).logsumexp(-1)", "add rkc", "logsumexp rk"),
+    ("z.masked_fill(rows[:, None], -3.0).logsumexp(-1)", "masked_fill rc"),
+    ("z.masked_fill(banned, -3.0).logsumexp(-1)", "masked_fill rc"),
+    (
+        "z.masked_fill(labels[:, None] == torch.arange(V), -3.0).logsumexp(-1)",
+        "masked_fill rc",
+    ),
+    ("(z - z.logsumexp(-1, keepdim=True)).amax(-1)", "logsumexp rk", "sub rc"),
+    ("(z - z.logsumexp(-1)[:, None]).amax(-1)", "sub rc"),
+    ("z.nan_to_num().logaddexp(given).sum(-1)", "nan_to_num rc", "logaddexp rc"),
+    ("z.double().sum(-1)", "_to_copy rc"),
+    ("z.isin(classes).sum(-1)", "isin rc"),
+    ("z.detach().abs().log().mean(-1)", "detach rc"),
+    ("(z + z.new_zeros(V)).sum(-1)", "add rc"),
+    ("torch.zeros_like(z).copy_(row[:, None]).mul(z).sum(-1)", "copy rc", "mul rc"),
+    # in place, on all of the logits or on a part of them
+    ("z.mul_(2); z.logsumexp(-1)", "mul rc", "logsumexp r"),
+    ("z[:, 3:9] = 0.0; z.logsumexp(-1)", "slice_scatter rc"),
+    ("z[..., 0] = row; z.logsumexp(-1)", "select_scatter rc"),
+    ("z[:, 3:9].mul_(row[:, None]); z.logsumexp(-1)", "slice_scatter rc"),
+    # two heads
+    ("(z - q.flip(0)).square().mean(-1)", "flip rc", "sub rc", "mean r"),
+    ("torch.lerp(z, q, 0.3).logsumexp(-1)", "lerp rc"),
+    (
+        "F.kl_div(z.log_softmax(-1), q.softmax(-1), reduction='none').sum(-1)",
+        "_log_softmax rc",
+        "_softmax rc",
+        "xlogy rc",
+    ),
+)
+ALONG = (
+    ("z.softmax(1).sort(1).values.sum(-1)", "_softmax rc", "sort rc", "sum r"),
+    ("s.transpose(1, 2).softmax(1).cumsum(1).amax(1)", "_softmax rcr", "cumsum rcr", "amax rr"),
+    ("z.topk(5).values.sum(-1)", "topk rk", "sum r"),
+    ("z.topk(60).values.logsumexp(-1)", "topk rc"),
+    ("z.topk(5).indices.eq(labels[:, None]).any(-1)", "topk rk"),
+    ("z.flip(1).cumsum(-1).amax(-1)", "flip rc", "cumsum rc"),
+    ("z.roll(3, -1).logcumsumexp(-1).amin(-1)", "roll rc", "logcumsumexp rc"),
+    ("z.argsort(-1).argmax(-1)", "sort rc", "argmax r"),
+    ("z.gather(1, labels[:, None])", "gather rk"),
+    ("z.gather(1, some).sum(-1)", "gather rk", "sum r"),
+    ("s.gather(2, some.view(B, T, 5)).mean(-1)", "gather rrk", "mean rr"),
+    ("z.scatter(1, some, -1.0).logsumexp(-1)", "scatter rc"),
+    ("z.scatter_add(1, some, row[:, None].expand(N, 5)).logsumexp(-1)", "scatter_add rc"),
+    ("torch.zeros_like(z).scatter(1, some, 1.0).mul(z).sum(-1)", "zeros_like rc", "scatter rc"),
+    ("z.index_select(1, chosen).logsumexp(-1)", "index_select rc"),
+    ("z.index_add(1, chosen, given[:, :40]).logsumexp(-1)", "index_add rc"),
+    ("z.index_fill(1, chosen, -4.0).logsumexp(-1)", "index_fill rc"),
+    ("torch.cat([z, given], -1).logsumexp(-1)", "cat rc"),
+    ("torch.cat([z, row[:, None]], -1).logsumexp(-1)", "cat rc"),
+    ("torch.stack([z, given]).logsumexp(0).sum(-1)", "stack krc", "logsumexp rc"),
+    ("torch.stack([z, given], -1).sum((1, 2))", "stack rck", "sum r"),
+    ("F.pad(z, (1, 2)).logsumexp(-1)", "constant_pad_nd rc"),
+    ("F.glu(z[:, :-1]).sum(-1)", "glu rc"),
+    ("F.layer_norm(z, (V,)).square().amax(-1)", "var_mean rk", "sub rc"),
+    ("F.normalize(z).amax(-1)", "linalg_vector_norm rk", "div rc"),
+    ("F.cross_entropy(z, labels)", "_log_softmax rc", "gather rk", "where r"),
+    ("F.cross_entropy(s.transpose(1, 2), tokens, reduction='none')", "_log_softmax rcr"),
+    ("F.cross_entropy(s.flatten(0, 1), tokens.flatten(), label_smoothing=0.1)", "gather rk"),
+    ("F.multi_margin_loss(z, labels)", "gather rk"),
+    # of everything: of each row, then of the rows
+    ("z.sum()", "sum rk"),
+    ("z.norm()", "linalg_vector_norm rk"),
+    ("z.max()", "amax rk"),
+    ("s.mean((1, 2), keepdim=True)", "mean rrk"),
+)
+PRODUCTS = (
+    ("z.softmax(-1) @ matrix[:, 0]", "mv r"),
+    ("(z.softmax(-1) @ matrix).amax(-1)", "mm rk", "amax r"),
+    ("(z @ classes)", "mv r"),
+    ("torch.einsum('nv,nv->n', z, given)", "bmm rkk", "view r"),
+    ("torch.einsum('btv,vk->btk', s, matrix)", "view rrk"),
+    ("zt.logsumexp(0)", "mm cr", "logsumexp r"),
+    ("F.cross_entropy(zt.t(), labels)", "mm cr", "t rc", "gather rk"),
+)
+REFUSED = (
+    ("z.softmax(0).sum(-1)", "_softmax works along rows"),
+    ("s.log_softmax(1).sum(-1)", "_log_softmax works along rows"),
+    ("z.sort(0).values.sum(-1)", "sort works along rows"),
+    ("s.cumsum(1).sum(-1)", "cumsum works along rows"),
+    ("(z - z.mean(0)).sum(-1)", "mean reduces rows"),
+    ("z.mean(0).sum()", "mean reduces rows"),
+    ("(z / z.norm()).sum(-1)", "reads a number that mixes rows"),
+    ("z.median()", "median reduces rows"),
+    ("s.amax((0, 2))", ""),
+    ("z.gather(0, labels[:, None] % N).sum(-1)", "gather works along rows"),
+    ("z.gather(1, labels[:5, None])", "gather has an index of other rows"),
+    ("z.scatter(0, labels[None] % N, 0.0).sum(-1)", "scatter works along rows"),
+    ("z.new_zeros(3, V).index_add(0, torch.arange(N) % 3, z).amax(-1)", "assigns to rows"),
+    ("torch.cat([z, given], 0).logsumexp(-1)", "joins rows of several tensors"),
+    ("F.pad(z, (0, 0, 1, 0)).logsumexp(-1)", "pads rows"),
+    ("(z[:, :24] + z[:, :24].t()).sum(-1)", "meets rows with classes"),
+    ("(z + torch.rand_like(z)).sum(-1)", "draws random numbers"),
+    ("F.dropout(z, 0.5).sum(-1)", "draws random numbers"),
+    ("torch.bernoulli(z.sigmoid()).sum(-1)", "draws random numbers"),
+    ("torch.multinomial(z.softmax(-1), 1)", "draws random numbers"),
+    ("given.copy_(z); given.logsumexp(-1)", "writes to"),
+    ("z[0] = 0.0; z.logsumexp(-1)", "assigns to rows"),
+    ("z.t() @ z", ""),
+    ("z @ z.t()", ""),
+    ("F.batch_norm(z, None, None, training=True).sum(-1)", "batch_norm"),
+    ("F.avg_pool1d(s, 3, 1, 1).sum(-1)", ""),
+    ("z.argsort(0).sum(-1)", "works along rows"),
+    ("z + 1", "leave"),
+    ("(z.logsumexp(-1), z.softmax(-1))", "leave"),
+)
+
+
+def _ids(table):
+    return [row[0] for row in table]
+
+
+@pytest.mark.parametrize("row", POINTWISE, ids=_ids(POINTWISE))
+def test_pointwise(row):
+    accepted(*row)
+
+
+@pytest.mark.parametrize("row", ALONG, ids=_ids(ALONG))
+def test_along_classes(row):
+    accepted(*row)
+
+
+@pytest.mark.parametrize("row", PRODUCTS, ids=_ids(PRODUCTS))
+def test_products(row):
+    accepted(*row)
+
+
+@pytest.mark.parametrize(("text", "reason"), REFUSED, ids=_ids(REFUSED))
+def test_refused(text, reason):
+    refused(text, reason)
+
+
+# ---------------------------------------------------------------- spellings
+
+# name, further arguments, whether it keeps the classes; of the logits [B, T, V]
+CALLS = (
+    *(("sum", "", False), ("mean", "", False), ("amax", "", False), ("logsumexp", "", False)),
+    *(("std", "", False), ("argmax", "", False), ("softmax", "", True), ("cumsum", "", True)),
+)
+
+
+def _spellings(name: str, keeps: bool) -> list[tuple[str, str]]:
+    """The call along the classes, and the same along the tokens."""
+    good, bad = [], []
+    for text, dim in (("s", (2, -1)), ("s.transpose(1, 2)", (1, -2)), ("s.movedim(2, 0)", (0, -3))):
+        for d in dim:
+            forms = [f"{text}.{name}({d})", f"{text}.{name}(dim={d})"]
+            forms += [f"torch.{name}({text}, {d})", f"torch.{name}(dim={d}, input={text})"]
+            good += [f"{form}.amax({d})" if keeps else form for form in forms]
+    for form in (f"s.{name}(1)", f"torch.{name}(s, dim=-2)", f"s.transpose(0, 1).{name}(0)"):
+        bad.append(f"{form}.amax(-1)")
+    return [*((text, "") for text in good), *((text, "rows") for text in bad)]
+
+
+SPELLED = [(*pair, name) for name, _, keeps in CALLS for pair in _spellings(name, keeps)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("text", "reason", "name"), SPELLED, ids=[text for text, *_ in SPELLED])
+def test_spellings(text, reason, name):
+    refused(text, reason) if reason else accepted(text)

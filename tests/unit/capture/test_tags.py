@@ -1,0 +1,121 @@
+"""Tags against values: a row of logits changes, and only the rows that are made of it change.
+
+Of programs of benchmarks.programs, and of the fuzzer. A rule that claims too much is found.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from benchmarks.programs.catalog import catalog
+from fxpass.capture.rows import A, Rowwise
+from fxpass.capture.values import Arg
+from tests.fuzz.campaign import draw, quiet_compiler
+from tests.fuzz.oracle import judge
+from tests.fuzz.tags import checked
+from tests.support.row_programs import run
+from tests.support.row_tags import Check, check, rule_for
+
+# torch warns of calls that are legal and odd
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+PROGRAMS = catalog(libraries=False)
+EACH = 8  # of so many programs, one is quick
+FUZZED = 12
+
+
+def _check(program) -> Check:
+    function = program.function
+    with torch.set_grad_enabled(bool(program.gradients)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch._dynamo.config.patch(**program.dynamo):
+            if program.spell is not None:
+                function = program.spell(function, program.tensors())
+            return check(function, *program.tensors(), dynamic=False)
+
+
+@pytest.mark.parametrize("program", PROGRAMS[::EACH], ids=lambda program: program.name)
+def test_programs(program):
+    assert not _check(program).wrong
+
+
+@pytest.mark.full
+def test_all_programs():
+    """Nearly all of them are captured."""
+    found = {program.name: _check(program) for program in PROGRAMS}
+    wrong = {name: one.wrong[0] for name, one in found.items() if one.wrong}
+    assert not wrong
+    assert sum(bool(one.captured) for one in found.values()) > 0.93 * len(PROGRAMS)
+    assert sum(one.tensors for one in found.values()) > 4 * len(PROGRAMS)
+
+
+def test_random_programs():
+    captured = tensors = 0
+    with quiet_compiler():
+        for number in range(FUZZED):
+            case = draw("rowwise", 11, number)
+            if case is None:
+                continue
+            found = checked(case)
+            assert not found.wrong, case.source()
+            captured += bool(found.captured)
+            tensors += found.tensors
+    assert captured > FUZZED / 4
+    assert tensors > FUZZED
+
+
+# ---------------------------------------------------------------- rules that claim too much
+
+
+def _claims(run_of):
+    """A rule by which a call keeps the tag of its argument."""
+
+    def rule(step, classes):
+        value = step.args[0]
+        arg = Arg(value, value.tag)
+        return Rowwise((value.tag,) * len(step.results), lambda env: run_of(env.of(arg)))
+
+    return rule
+
+
+# The program, the call of which the rule is broken, what it computes of some rows, and whether the
+# result is another on a chunk, too.
+BROKEN = (
+    ("z.softmax(0).amax(-1)", "_softmax", lambda t: t.softmax(0)),
+    ("s.cumsum(1).amax(-1)", "cumsum", lambda t: t.cumsum(0)),
+    ("z.sort(0).values.amax(-1)", "sort", lambda t: t.sort(0)),
+    # views of rows that nobody takes of the operands
+    ("z.flip(0).amax(-1)", "flip", lambda t: t),
+    ("s.roll(1, 1).amax(-1)", "roll", lambda t: t),
+    ("s.view(T, B, V).transpose(0, 1).amax(-1)", "transpose", lambda t: t),
+)
+
+
+@pytest.mark.parametrize(("text", "op", "run_of"), BROKEN, ids=[text for text, *_ in BROKEN])
+def test_a_rule_that_mixes_rows_is_found(text, op, run_of):
+    with rule_for(getattr(A, op), _claims(run_of)):
+        found = run(text)
+    assert any("changes in rows" in wrong for wrong in found.wrong)
+
+
+def test_a_rule_that_computes_something_else_is_found():
+    with rule_for(A.cumsum, _claims(lambda t: t.cumprod(-1))):
+        found = run("z.cumsum(-1).amax(-1)")
+    assert any("is another on a chunk of rows" in wrong for wrong in found.wrong)
+    assert not any("changes in rows" in wrong for wrong in found.wrong)
+
+
+def test_the_fuzzer_finds_a_broken_rule():
+    """Whatever the fused program computes: here it is the algebra that fuses it."""
+    kept = []
+    with quiet_compiler(), rule_for(A.logsumexp, _claims(lambda t: t.logsumexp(0, True)[:, 0])):
+        for number in range(40):
+            case = draw("rowwise", 11, number)
+            if case is not None and "logsumexp" in case.source():
+                kept.append(judge(case).kind)
+            if len(kept) == 4:
+                break
+    assert set(kept) & {"tags", "raises", "value", "kind"}

@@ -1,0 +1,109 @@
+"""The text of a region: round trips, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxpass.region.text import Input, RowRegion
+from tests.unit.region.programs import PROGRAMS
+
+HEAD = (
+    "row_region heads=2 rows=1 shared=0 trained= outputs=1 tangents= total=0 memory_mb=0 compiled=1"
+)
+BODY = ["%0 = input float32[n, 97]", "%1 = input int64[n]"]
+
+
+def text(*lines: str, head: str = HEAD, last: str = "return %2") -> str:
+    return "\n".join([head, *BODY, *lines, last])
+
+
+def test_a_round_trip():
+    lines = (
+        "%2 = aten.sym_size.int(%0, 0)",
+        "%3 = size.mul(%2, 2)",
+        "%4 = aten.full.default([%2, 97], -inf, dtype=float32)",
+        "%5 = aten.sort.stable(%0, stable=True, dim=-1, descending=False)",
+        "%6 = getitem(%5, 1)",
+        "%7 = aten.div.Tensor_mode(%0, 1e-05, rounding_mode='floor')",
+        "%8 = aten.sum.dim_IntList(%7, [1], dtype=float64)",
+    )
+    written = text(*lines, last="return %8")
+    region = RowRegion.parse(written)
+    assert region.text() == written
+    assert RowRegion.parse(written) is region
+    assert region.inputs == (Input(torch.float32, ("n", 97)), Input(torch.int64, ("n",)))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_round_trip(name):
+    region = PROGRAMS[name].region()
+    again = RowRegion.parse(region.text())
+    assert again.text() == region.text()
+    assert again == region
+    assert hash(again) == hash(region)
+    assert "cpu" not in region.text()
+
+
+REFUSED = {
+    "%2 = aten.add_.Tensor(%0, 1)": "writes, is random",
+    "%2 = aten.bernoulli.default(%0)": "writes, is random",
+    "%2 = aten.rand.default([3])": "writes, is random",
+    "%2 = aten.item.default(%0)": "writes, is random",
+    "%2 = aten.nonzero.default(%0)": "writes, is random",
+    "%2 = aten.from_file.default('passwd')": "writes, is random",
+    "%2 = aten.amax(%0)": "no operation of a region",
+    "%2 = aten.no_such.default(%0)": "no operation of a region",
+    "%2 = prims.exp.default(%0)": "no operation of a region",
+    "%2 = aten.__class__.default(%0)": "no operation of a region",
+    "%2 = os.system('ls')": "no operation of a region",
+    "%2 = size.system(%0)": "no operation of a region",
+    "%2 = getitem(%0, __import__('os'))": "is no argument",
+    "%2 = aten.neg.default(open)": "is no argument",
+    "%2 = aten.neg.default(%0.real)": "is no argument",
+    "%2 = aten.neg.default(1j)": "is no argument",
+    "%2 = aten.neg.default(%0) + f(%0)": "no call|no input or operation",
+    "%2 = aten.neg.default(%0); 1": "no input or operation",
+    "%2 = aten.neg.default(%0": "no input or operation",
+    "%2 = aten.neg.default(%0,,)": "invalid syntax",
+    "%2 = aten.neg.default(*%0)": "is no argument",
+    "%2 = aten.neg.default(**%0)": "has the arguments",
+    "%2 = aten.neg.default(%0, %0)": "has the arguments self",
+    "%2 = aten.neg.default(other=%0)": "has the arguments self",
+    "%2 = aten.neg.default(%2)": "index out of range",
+    "%3 = aten.neg.default(%0)": "no input or operation that gives %2",
+    "%2 = input complex64[n]": "a dtype and sizes",
+    "%2 = input float32[n, -1]": "a dtype and sizes",
+    "%2 = aten.neg.default(%0)\n%3 = input float32[n]": "3 inputs instead of 2",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_is_refused(line):
+    with pytest.raises(ValueError, match=REFUSED[line]):
+        RowRegion.parse(text(line))
+
+
+HEADS = {
+    HEAD.replace("heads=2", "heads=4"): "a head has two or three tensors",
+    HEAD.replace("heads=2", "heads="): "a head has two or three tensors",
+    HEAD.replace("trained=", "trained=7"): "not ascending or not below 3",
+    HEAD.replace("tangents=", "tangents=1"): "not ascending or not below 1",
+    HEAD.replace("outputs=1", "outputs=2"): "1 results instead of 2",
+    HEAD.replace("total=0", "total=2"): "does not have the fields",
+    HEAD.replace("rows=1 ", ""): "does not have the fields",
+    HEAD + " more=1": "does not have the fields",
+    "": "does not have the fields",
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_that_are_refused(head):
+    with pytest.raises(ValueError, match=HEADS[head]):
+        RowRegion.parse(text("%2 = aten.neg.default(%1)", head=head))
+
+
+@pytest.mark.parametrize("last", ["return %9", "return f", "return %0 %1", ""])
+def test_what_is_returned_is_computed(last):
+    with pytest.raises(ValueError, match="return"):
+        RowRegion.parse(text(last=last))
