@@ -232,10 +232,8 @@ def nodes_of(leaf: Leaf) -> list[Node]:
 def _check_writes(found: Slice, leaf: Leaf, place: Node, writers: Mapping[Any, list[Node]]) -> None:
     """Raises if a node outside of the slice writes to an operand before the call reads it."""
     for operand in nodes_of(leaf):
-        readers = [user for user in operand.users if user in found.ran]
-        if not readers:
-            continue
-        first = min(readers)
+        # an operand of which no node that ran is a user is read by what spreads it
+        first = min((user for user in operand.users if user in found.ran), default=operand)
         for memory in {storage(operand), None}:
             for writer in writers.get(memory, ()):
                 if first < writer < place and writer not in found.ran:

@@ -25,6 +25,7 @@ from fxpass.capture.values import Step, Stop, numel
 from fxpass.graph.autocast import autocast_dtype
 from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of, reads_values
+from fxpass.graph.hazards import Writers, writers_in
 from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph
 from fxpass.graph.region import Region
 
@@ -99,15 +100,13 @@ def slice_of(
     """
     recorder = Recorder(dict(seeds), _Autocast(region))
     found = Slice(recorder, grads=grads)
-    walk = _Walk(found, given)
+    walk = _Walk(found, given, writers_in(region.module.graph))
     for node in region.module.graph.nodes:
         if node in seeds or walk.reads_classes(node):
             walk.run(node)
         elif node.op != "output" and any(map(found.makes, node.all_input_nodes)):
             found.derived.add(node)
-    for constant in walk.written:
-        if not set(constant.users) <= found.ran.keys():
-            raise NoMatch.at(constant, "is written with logits, and read by other nodes")
+    walk.check_constants()
     return found
 
 
@@ -127,12 +126,12 @@ class _Autocast:
 
 
 class _Walk:
-    def __init__(self, found: Slice, given: Mapping[Node, str]) -> None:
+    def __init__(self, found: Slice, given: Mapping[Node, str], writers: Writers) -> None:
         self.found, self.recorder, self.given = found, found.recorder, given
+        self.writers = writers
         self.operands: dict[Node, Any] = {}
         self.constants: dict[Node, bool] = {}
         self.spread: dict[Node, bool] = {}
-        self.written: set[Node] = set()  # constants
 
     def reads_classes(self, node: Node) -> bool:
         """Whether a node reads a tensor with classes."""
@@ -215,6 +214,7 @@ class _Walk:
             tensors = [n for n in node.all_input_nodes if is_tensor(n)]
             calls = is_tensor(node) and node.op in ("call_function", "call_method")
             known = calls and function_of(node) not in PRODUCTS and not written(node)
+            known = known and storage(node) not in self.writers
             known = known and bool(tensors) and not node.meta["example_value"].requires_grad
             size = numel(node.meta["example_value"].shape) if known else 0
 
@@ -253,12 +253,21 @@ class _Walk:
                 # its gradient stays that of the value before
                 raise NoMatch.at(node, f"writes to %{operand.name} where gradients are off")
             if self._is_constant(operand):
-                self.written.add(operand)
                 self.run(operand)
             elif operand not in self.found.ran and operand not in self.found.derived:
                 raise NoMatch.at(node, f"writes to %{operand.name}, which is an operand")
             if operand in self.found.ran and self._is_shared(operand):
                 raise NoMatch.at(node, f"writes to the memory of %{operand.name}, which is shared")
+
+    def check_constants(self) -> None:
+        """Raises where a constant of the record is written outside of it, or read there after it
+        was written with logits."""
+        for constant in [n for n, known in self.constants.items() if known and n in self.found.ran]:
+            writers = self.writers.get(storage(constant), [])
+            if any(writer not in self.found.ran for writer in writers):
+                raise NoMatch.at(constant, "is written between the linear and the loss")
+            if writers and not set(constant.users) <= self.found.ran.keys():
+                raise NoMatch.at(constant, "is written with logits, and read by other nodes")
 
     def _is_shared(self, node: Node) -> bool:
         """Whether memory that is written belongs to an operand, too."""

@@ -61,12 +61,14 @@ class Found:
         deferred: its deferred outputs, each with the nodes that compute it (the linears and the
             nodes after them).
         checkpoints: the calls of checkpoints that read logits.
+        costs: linears whose fusion would cost more than it saves.
     """
 
     heads: tuple[Head, ...]
     rejections: tuple[Rejection, ...]
     deferred: Deferred
     checkpoints: tuple[Node, ...]
+    costs: frozenset[Node] = frozenset()
 
 
 def find(region: Region, settings: Settings) -> Found:
@@ -102,7 +104,8 @@ def find(region: Region, settings: Settings) -> Found:
         rejections += [Rejection(h.flow.linear.node, reason, h.source) for h in found.fused]
         return Found((), tuple(rejections), {}, ())
     checkpoints = tuple(node for node in found.stops if node.target in CHECKPOINTS)
-    return Found(tuple(found.fused), tuple(rejections), found.deferred, checkpoints)
+    costs = frozenset(found.costs)
+    return Found(tuple(found.fused), tuple(rejections), found.deferred, checkpoints, costs)
 
 
 def _why_not(logits: Node, found: Heads) -> NoMatch:

@@ -25,6 +25,8 @@ import fxpass.op.row_region  # noqa: F401, registers the operator
 from fxpass.capture.capture import Captured, RowCall, nodes_of
 from fxpass.capture.function import dtype_of, function_of, shape_of, trained
 from fxpass.capture.values import Leaf, RowOp, Size, Value
+from fxpass.graph.calls import storage
+from fxpass.graph.hazards import writers_in
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, needs_gradient
 from fxpass.region.joint import trace
 from fxpass.region.text import Input, RowRegion
@@ -134,6 +136,7 @@ class Emitter:
         self.rows: dict[int, tuple[Node, Value]] = {}  # outputs by value
         self.fake_mode = captured.calls[0].outputs[0].fake.fake_mode  # type: ignore[attr-defined]
         self.site: Node = captured.calls[0].place
+        self.writers = writers_in(graph)
         self._known: dict[int, Node] = {}  # operands and late values, at the insertion point
         self._sizes: dict[Any, Node] = {}
 
@@ -293,7 +296,10 @@ class Emitter:
             tensors: list[Node] = []
             for leaf in call.leaves:
                 sources = any(map(needs_gradient, nodes_of(leaf)))
+                written = region.trained and self._written_later(leaf)
                 for node in self.leaf(leaf):
+                    if written:  # backward reads it as it is now
+                        node = self.call(A.clone.default, node)
                     position = len(tensors)
                     if sources and position not in region.trained:
                         node = self.call(A.detach.default, node)
@@ -304,6 +310,12 @@ class Emitter:
                 node = self.call(operator.getitem, out, i)
                 node.meta["example_value"].requires_grad_(i in region.tangents)
                 self.rows[id(value)] = node, value
+
+    def _written_later(self, leaf: Leaf) -> bool:
+        """Whether a node writes to an operand after the call."""
+        memory = {storage(n) for n in nodes_of(leaf)}
+        writers = (w for m in (*memory, None) for w in self.writers.get(m, ()))
+        return any(writer > self.site for writer in writers)
 
     def result(self, value: Value) -> Node:
         """An output of the operator in the shape that the program has."""

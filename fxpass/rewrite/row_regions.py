@@ -23,6 +23,8 @@ from fxpass.graph.placements import is_dtensor
 from fxpass.graph.region import CHECKPOINTS, Region
 from fxpass.graph.source import source_line
 from fxpass.match.head import Head
+from fxpass.match.heads import looks_like_a_head
+from fxpass.match.match import Found
 from fxpass.match.modes import modes_of
 from fxpass.match.profitability import LEAST_CLASSES
 from fxpass.op.row_region import planned_for
@@ -83,18 +85,18 @@ class _Choice:
 
 
 def fuse_regions(
-    region: Region, heads: Sequence[Head], settings: Settings, among: Collection[Node] = ()
+    region: Region, found: Found, settings: Settings, among: Collection[Node] = ()
 ) -> list[RegionMatch]:
     """Rewrites the row regions of a graph.
 
     Args:
         region: the region of the graph.
-        heads: those of which the formulas are known.
+        found: the heads of which the formulas are known, and those that cost too much.
         among: where not empty, one head of each row region is one of these.
     """
     if not region.plain or region.backward:
         return []
-    fused = {h.flow.linear.node for h in heads if not _reads_logits(h)}
+    fused = {h.flow.linear.node for h in found.heads if not _reads_logits(h)} | found.costs
     graph, made = region.module.graph, list[RegionMatch]()
     candidates = [n for n in graph.nodes if n not in fused and _may_be_large(n, settings)]
     todo = [n for n in candidates if not among or n in among]
@@ -121,7 +123,8 @@ def fuse_regions(
             if untouched is not None:
                 region.module.graph = untouched
                 return made
-            log.debug("%s: no row region: %s", source_line(node), error)
+            if looks_like_a_head(node):
+                log.debug("%s: no row region: %s", source_line(node), error)
             todo.remove(node)
             continue
         region.module.recompile()
@@ -153,7 +156,8 @@ def _returns_logits(call: Node, settings: Settings) -> bool:
 def _reads_logits(head: Head) -> bool:
     """Whether logits exist for a fused head: its own, or others' that it is compared with."""
     least = hint(value(head.flow.linear.node).numel()) // 2
-    given = [n for n in head.flow.tensors.values() if hint(value(n).numel()) >= least]
+    tensors = [n for n in head.flow.tensors.values() if is_tensor(n)]
+    given = [n for n in tensors if hint(value(n).numel()) >= least]
     made = any(n.op not in ("placeholder", "get_attr") for n in given)
     return head.logits_mode == "keep" or made
 

@@ -106,14 +106,14 @@ def _with_regions(region: Region, settings: Settings) -> tuple[Found, list[Regio
     """The row regions of a region, which are rewritten, and what is found in the rest."""
     graph, found = region.module.graph, _found(region, settings)
     fused = False
-    matches = fuse_regions(region, found.heads, settings)
+    matches = fuse_regions(region, found, settings)
     if calls := heads_in_checkpoints(region, settings):
         untouched = copied(region.module.graph)
         inlined = inline_checkpoints(region, calls)
-        heads = find(region, settings).heads
-        inside = fuse_regions(region, heads, settings, inlined)
+        again = find(region, settings)
+        inside = fuse_regions(region, again, settings, inlined)
         matches += inside
-        fused = any(head.flow.linear.node in inlined for head in heads)
+        fused = any(head.flow.linear.node in inlined for head in again.heads)
         if not inside and not fused:
             region.module.graph = untouched
     if fused or matches or region.module.graph is not graph:

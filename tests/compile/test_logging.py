@@ -26,7 +26,7 @@ import torch.nn.functional as F
 def f(x, w, target):
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(F.linear(x, w), target)
-    return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), target)
+    return loss + F.cross_entropy(F.linear(x, w).cumsum(0), target)
 
 inputs = torch.ones(4, 8), torch.ones(10, 8, requires_grad=True), torch.zeros(4).long()
 torch.compile(f, backend="fusedce", options={"fusedce.inner": "eager"})(*inputs)
@@ -40,17 +40,17 @@ def fused(x, w, target):
 def mixture(x, w, target):
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(F.linear(x, w), target)
-    return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), target)
+    return loss + F.cross_entropy(F.linear(x, w).cumsum(0), target)
 
 
 def loss_less(x, w, target):
-    return F.linear(x, w).cumsum(-1).sum()
+    return F.linear(x, w).cumsum(0).sum()
 
 
 EXPECTED = [
     "fused: train.py:6 loss = F.cross_entropy(F.linear(x, w), target): logits [4, 10], "
     "cross-entropy: log-probability of the label; gradients of weight with the loss",
-    "not fused: train.py:7 return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), target): %cumsum (cumsum) "
+    "not fused: train.py:7 return loss + F.cross_entropy(F.linear(x, w).cumsum(0), target): %cumsum (cumsum) "
     "of the logits is not known",
     "cast: %l_x_, %l_w_ float32 -> bfloat16: train.py:6 loss = F.cross_entropy(F.linear(x, w), target)",
 ]

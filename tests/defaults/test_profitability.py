@@ -52,7 +52,7 @@ def test_few_classes():
 def logged(x, weight, labels):
     logits = F.linear(x, weight)
     with torch.no_grad():
-        largest = logits.sort(-1, descending=True).values[:, :5].sum()
+        largest = logits.sort(0, descending=True).values[:5].sum()
     return F.cross_entropy(logits, labels), largest
 
 

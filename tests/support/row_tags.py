@@ -2,8 +2,9 @@
 
 In: a function and its tensors. Out: a :class:`Check`: what :mod:`fxpass.capture` captures of each
 head of the function's graph, and what is wrong in it. The recorded ATen calls run on the function's
-own tensors, and each tagged tensor keeps two promises:
+own tensors, and each tagged tensor keeps three promises:
 
+- *recorded*: what the calls compute is what the graph's nodes give, writes in place included;
 - *apart*: if one row of one head's logits changes, only the rows that the tensor's views take of it
   change;
 - *by chunks*: computed in the canonical layout from some of the rows, it is what the program has.
@@ -11,6 +12,7 @@ own tensors, and each tagged tensor keeps two promises:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +29,9 @@ from fxpass.capture.function import function_of as rows_function
 from fxpass.capture.function import leaves_of
 from fxpass.capture.slice import PRODUCTS
 from fxpass.capture.values import Leaf, RowOp, Step, Stop, Value
+from fxpass.casts.casts import cast_region
 from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import NoMatch, is_tensor, value
+from fxpass.graph.nodes import NoMatch, is_tensor
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.match.modes import modes_of
 from fxpass.rewrite.inference import without_inference_mode
@@ -98,6 +101,7 @@ def observer(found: Check, values: bool = True) -> Callable[..., Callable[..., A
         return_once(region)
         inline_contexts(region)
         without_inference_mode(region)
+        cast_region(region, "cast")
         captured = list(_captured(region, found))
         module.recompile()
 
@@ -107,6 +111,7 @@ def observer(found: Check, values: bool = True) -> Callable[..., Callable[..., A
             if values:
                 with _plainly():
                     for one in captured:
+                        found.wrong += _recorded(one, kept)
                         _check(one, kept.kept, found)
             return out
 
@@ -118,14 +123,17 @@ def observer(found: Check, values: bool = True) -> Callable[..., Callable[..., A
 @contextmanager
 def _plainly() -> Iterator[None]:
     """Without gradients, autocast, the program's modes, and effects on its random numbers."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), _disable_current_modes():
-        with torch.random.fork_rng(devices=[]):
-            yield
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        yield
 
 
 def _captured(region: Region, found: Check) -> Iterator[Captured]:
     nodes = [n for n in region.module.graph.nodes if function_of(n) in PRODUCTS and is_tensor(n)]
-    candidates = [n for n in nodes if value(n).dim() > 1]
+    candidates = [n for n in nodes if n.meta["example_value"].dim() > 1]
     grads = {n: mode.grad for n, mode in modes_of(region).items()}
     done: set[Node] = set()
     for node in candidates:
@@ -142,14 +150,16 @@ def _captured(region: Region, found: Check) -> Iterator[Captured]:
 
 
 class _Kept(Interpreter):
-    """Runs a graph, and keeps what each node gives when it is made."""
+    """Runs a graph, and keeps what each node gives: when it is made, and after later writes."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.kept: dict[Node, Any] = {}
+        self.last: dict[Node, Any] = {}
 
     def run_node(self, n: Node) -> Any:
         out = super().run_node(n)
+        self.last[n] = out
         self.kept[n] = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), out)
         return out
 
@@ -297,6 +307,21 @@ _EMPTY = (A.empty, A.empty_like, A.new_empty, A.empty_strided, A.new_empty_strid
 # ---------------------------------------------------------------- the promises
 
 
+def _recorded(captured: Captured, kept: _Kept) -> Iterator[str]:
+    """Results that are others than the graph's."""
+    results = {node: captured.slice.values(node) for node in captured.slice.boundary()}
+    replay = Replay(captured, kept.kept)
+    for node, values in results.items():
+        made, last = map(pytree.tree_leaves, (kept.kept[node], kept.last[node]))
+        for one, *tensors in zip(pytree.tree_leaves(values), made, last, strict=True):
+            if not isinstance(one, Value) or id(one) not in replay.values:
+                continue
+            # a later write is in the record if the write's node is
+            bound, found = BOUND[_coarsest(one)], replay.tensor(one)
+            if not any(_alike(found, tensor.detach(), bound) for tensor in tensors):
+                yield f"%{node.name} is recorded as another tensor"
+
+
 def _check(captured: Captured, kept: Mapping[Node, Any], found: Check) -> None:
     steps = captured.slice.steps
     logits = {id(step.head): step.results[0] for step in steps if step.head is not None}
@@ -378,6 +403,8 @@ def _by_chunks(
         tensors.append(tensor if leaf.kind == "shared" else tensor[chosen])
     try:
         (made,) = rows_function(leaves, [value])(*tensors)
+    except KeyError:
+        return  # a symbolic size of the program that no input of these rows has
     except Exception as error:
         yield f"{_named(value)} fails on a chunk: {type(error).__name__}: {error}"
         return

@@ -31,11 +31,11 @@ def fused(x, w, target):
 
 
 def rejected(x, w, target):
-    return F.cross_entropy(F.linear(x, w).cumsum(-1), target)
+    return F.cross_entropy(F.linear(x, w).cumsum(0), target)
 
 
 def loss_less(x, w, target):
-    return F.linear(x, w).cumsum(-1).sum()
+    return F.linear(x, w).cumsum(0).sum()
 
 
 def broken(x, w, target):
@@ -59,7 +59,7 @@ def several(x, w, target):
     logits = F.linear(x, w) * 2
     first = F.cross_entropy(F.linear(x, w), target)
     return (
-        first + F.cross_entropy(logits, target) + F.cross_entropy(F.linear(x, w).cumsum(-1), target)
+        first + F.cross_entropy(logits, target) + F.cross_entropy(F.linear(x, w).cumsum(0), target)
     )
 
 
@@ -407,7 +407,7 @@ import torch.nn.functional as F
 
 def step(x, w, t):
     loss = F.cross_entropy(F.linear(x.half(), w), t)
-    return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), t)
+    return loss + F.cross_entropy(F.linear(x, w).cumsum(0), t)
 """
 
 
@@ -424,7 +424,7 @@ def test_text(tmp_path, monkeypatch):
 1 graph, 1 loss fused, 1 not fused, 1 cast
   fused: train.py:4 loss = F.cross_entropy(F.linear(x.half(), w), t): logits [4, 10], cross-entropy: log-probability of the label; gradients of weight in backward
     strategy: tiled, 4 rows and 10 classes at a time: 1 KiB of scratch; saved gradients would take more than the logits
-  not fused: train.py:5 return loss + F.cross_entropy(F.linear(x, w).cumsum(-1), t): %cumsum (cumsum) of the logits is not known
+  not fused: train.py:5 return loss + F.cross_entropy(F.linear(x, w).cumsum(0), t): %cumsum (cumsum) of the logits is not known
   cast: %l_w_ float32 -> float16: train.py:4 loss = F.cross_entropy(F.linear(x.half(), w), t)
   logits not materialised: 1 KiB""",
     )
@@ -461,7 +461,7 @@ def test_text_where_dynamo_is_off():
 class Labelled(Model):
     def forward(self, x, labels=None):
         logits = self.head(x)
-        return logits.cumsum(-1).sum() if labels is None else self.loss(logits, labels)
+        return logits.cumsum(0).sum() if labels is None else self.loss(logits, labels)
 
 
 @pytest.mark.parametrize("make", [plain, wrapped, compiled_in_place])
@@ -483,7 +483,7 @@ def test_a_hook_that_takes_an_argument_away():
 
 def in_a_loop(x, w, target):
     rows = zip(x, target, strict=True)
-    return sum(F.cross_entropy(F.linear(row, w).cumsum(-1), t) for row, t in rows)
+    return sum(F.cross_entropy(F.linear(row, w).cumsum(0), t) for row, t in rows)
 
 
 def test_equal_rejections_are_one_line():

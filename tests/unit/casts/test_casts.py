@@ -125,7 +125,7 @@ def test_counted_each_time_and_logged_once(caplog):
     assert "test_casts.py" in line
 
 
-def test_the_report_has_it():
+def test_the_report_has_it(known_formulas):
     report = explain(mixed, torch.randn(4, 8).bfloat16(), tensor(6, 8))
     assert "1 cast\n  cast: %l_w_ float32 -> bfloat16: " in str(report)
 

@@ -180,7 +180,7 @@ def nested(write):
     return program
 
 
-def test_what_a_checkpoint_between_writes():
+def test_what_a_checkpoint_between_writes(known_formulas):
     x, weight, labels = inputs()
     assert len(report_of(nested(False), x, weight, labels).matches) == 1
     assert len(report_of(nested(True), x.detach(), weight.detach(), labels).matches) == 0

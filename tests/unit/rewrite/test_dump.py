@@ -25,7 +25,7 @@ def summed(x, w, target):
 
 
 def no_loss(x, w, target):
-    return F.linear(x, w).cumsum(-1).sum()
+    return F.linear(x, w).cumsum(0).sum()
 
 
 def compiled(fn, **options):

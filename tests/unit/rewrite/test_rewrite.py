@@ -148,7 +148,7 @@ return (%to,)""",
 
     def test_nothing_to_match_leaves_the_graph_alone(self):
         def program(x, weight, labels):
-            return F.linear(x, weight).cumsum(-1).sum() + F.nll_loss(
+            return F.linear(x, weight).cumsum(0).sum() + F.nll_loss(
                 x.view(8, 6), labels.view(-1) % 6
             )
 
@@ -179,7 +179,7 @@ def test_an_unused_loss_beside_it_is_untouched():
     def program(x, weight, labels):
         logits = F.linear(x, weight)
         other = F.linear(x, weight * 2)
-        return F.cross_entropy(logits.view(-1, V), labels.view(-1)) + other.cumsum(-1).mean()
+        return F.cross_entropy(logits.view(-1, V), labels.view(-1)) + other.cumsum(0).mean()
 
     after = testing.rewritten(program, *inputs())
     assert after.count("= linear(") == 1

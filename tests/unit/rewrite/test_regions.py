@@ -1,0 +1,280 @@
+"""Graphs with row regions: the operator's operands, what becomes of nodes that read rows, log lines."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxpass import testing
+
+B, T, D, V = 2, 6, 8, 67
+N = B * T
+OPTIONS: dict[str, Any] = {"fusedce.min_logits_mb": 0, "fusedce.inner": "aot_eager"}
+
+
+def operands() -> list[Tensor]:
+    """Hidden states [B, T, D], weight, labels [B, T], a teacher's hidden states and weight."""
+    random = torch.Generator().manual_seed(0)
+    shapes = (B, T, D), (V, D), (B, T, 5), (V, 5)
+    x, weight, y, other = (torch.randn(s, generator=random, dtype=torch.float64) for s in shapes)
+    labels = torch.randint(V, (B, T), generator=random)
+    return [x.requires_grad_(), weight.requires_grad_(), labels, y, other]
+
+
+def spread(z: Tensor) -> Tensor:
+    """Rows of logits by no known formula."""
+    return z.sort(-1, descending=True).values[..., :40].logsumexp(-1)
+
+
+def graph(program: Any, *tensors: Any) -> list[str]:
+    """The lines of the rewritten graph, without the region's text."""
+    text = testing.rewritten(program, *(tensors or operands()))
+    return re.sub(r"region='.*?'", "region", text).split("\n")
+
+
+def functions(lines: list[str]) -> list[str]:
+    """The functions that are called."""
+    found = [re.search(r"= ([\w.]+)\(", line) for line in lines]
+    return [match[1] for match in found if match]
+
+
+def check(program: Any, *tensors: Any, dynamic: bool | None = None) -> None:
+    """Asserts that values and gradients are eager's."""
+    compiled = torch.compile(program, backend="fusedce", options=OPTIONS, dynamic=dynamic)
+    results = []
+    for function in (program, compiled):
+        given = [t.detach().clone().requires_grad_(t.requires_grad) for t in operands()]
+        made = function(*given)
+        outputs = [made] if isinstance(made, Tensor) else list(made)
+        if trained := [t for t in outputs if t.requires_grad]:
+            torch.autograd.backward([t.sum() for t in trained])
+        results.append([*(t.detach() for t in outputs), given[0].grad, given[1].grad])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
+
+
+# ---------------------------------------------------------------- operands
+
+
+def shifted(x, weight, labels, y, other):
+    picks = labels[:, 1:, None]
+    z = F.linear(x, weight)[:, :-1]
+    return spread(z) - z.gather(-1, picks).squeeze(-1)
+
+
+def test_views_of_rows_are_taken_of_the_operands():
+    lines = graph(shifted)
+    names = functions(lines)
+    assert names.count("fxpass.row_region") == 1
+    assert not [line for line in lines if re.search(rf"f64\[\d+, \d+, {V}\]", line)]
+    call = names.index("fxpass.row_region")
+    assert names[:call].count("aten.slice") + names[:call].count("operator.getitem") >= 2
+    assert "linear" not in names
+    assert "sort" not in names
+    check(shifted)
+
+
+def distilled(x, weight, labels, y, other):
+    with torch.no_grad():
+        teacher = F.linear(y, other).softmax(-1)
+    return F.kl_div(F.linear(x, weight).log_softmax(-1), teacher, reduction="none").sum(-1).mean()
+
+
+def test_two_heads_are_one_call(caplog):
+    lines = graph(distilled)
+    assert functions(lines).count("fxpass.row_region") == 1
+    assert "linear" not in functions(lines)
+    with caplog.at_level(logging.INFO, "fxpass"):
+        check(distilled)
+    (line,) = [r.getMessage() for r in caplog.records if "fused:" in r.getMessage()]
+    assert re.search(r"^fused: .*: region of 2 heads, logits \[12, 67\] and \[12, 67\]: ", line)
+    assert "_log_softmax" in line
+
+
+def frozen(x, weight, labels, y, other):
+    return spread(F.linear(x.detach(), weight)) + spread(F.linear(x, weight.detach()))
+
+
+def test_operands_without_a_gradient_are_detached():
+    """An operand of which the region has no gradient must not say that it has one."""
+
+    def scaled(x, weight, labels, y, other):
+        z = F.linear(x, weight)
+        scale = x[..., :1]
+        return spread(z * scale.detach()), (z.sort(-1).values.argmax(-1) * scale[..., 0]).sum()
+
+    check(frozen)
+    check(scaled)
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_symbolic_sizes(dynamic):
+    check(shifted, dynamic=dynamic)
+    check(distilled, dynamic=dynamic)
+    tensors = operands()
+    for tensor in (tensors[0], tensors[2]):
+        torch._dynamo.mark_dynamic(tensor, 1)
+    assert functions(graph(shifted, *tensors)).count("fxpass.row_region") == 1
+
+
+def sized(x, weight, labels, y, other):
+    z = F.linear(x, weight)
+    return spread(z).sum() / z.size(0) + z.shape[-1] * z.sort(-1).values[..., :50].mean()
+
+
+def test_numbers_of_the_logits_are_known_without_them():
+    assert "linear" not in functions(graph(sized))
+    check(sized)
+    check(sized, dynamic=True)
+
+
+# ---------------------------------------------------------------- places
+
+
+def logged(x, weight, labels, y, other):
+    z = F.linear(x, weight)
+    with torch.no_grad():
+        first = z.topk(2).values.logsumexp(-1)
+        rows = spread(z)
+    return spread(z).sum() + rows.sum(), first
+
+
+def test_rows_read_without_gradients():
+    """Where gradients are off, rows have none, whatever the operator's call has."""
+    assert "linear" not in functions(graph(logged))
+    check(logged)
+
+
+def evaluated(x, weight, labels, y, other):
+    with torch.no_grad():
+        return spread(F.linear(x, weight)), F.linear(x, weight).topk(3).indices.eq(3).any(-1)
+
+
+def test_no_gradients():
+    text = testing.rewritten(evaluated, *operands())
+    assert set(re.findall(r"trained=(\S*) ", text)) == {""}
+    check(evaluated)
+
+
+def several(x, weight, labels, y, other):
+    z = F.linear(x, weight)
+    rows = spread(z)
+    return rows.mean(), rows.amax(), z.std(-1), z.argmax(-1) == labels
+
+
+def test_rows_that_several_nodes_read():
+    assert functions(graph(several)).count("fxpass.row_region") == 1
+    check(several)
+
+
+# ---------------------------------------------------------------- writes
+
+
+def written_between(x, weight, labels, y, other):
+    hidden = x * 1
+    z = F.linear(hidden, weight.detach())
+    hidden.mul_(2)
+    return spread(z), hidden.clone()
+
+
+def operand_of_rows_written(x, weight, labels, y, other):
+    marks = labels.clone()
+    picks = F.linear(x, weight)
+    rows = picks.detach().gather(-1, marks[..., None]).squeeze(-1) * 1.5
+    marks.zero_()
+    return rows.sum() + spread(picks).sum(), marks
+
+
+def written_and_read_later(x, weight, labels, y, other):
+    z = F.linear(x, weight)
+    z.mul_(0.5)
+    rows = spread(z)
+    z[..., 0] = 3.0
+    return rows, spread(z)
+
+
+def written_rows(x, weight, labels, y, other):
+    rows = spread(F.linear(x, weight)) + 0.5
+    rows.mul_(2).add_(1)
+    return rows
+
+
+def test_an_operand_that_is_written_between_head_and_rows():
+    assert "linear" in functions(graph(written_between))
+    check(written_between)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [operand_of_rows_written, written_and_read_later, written_rows],
+    ids=lambda f: f.__name__,
+)
+def test_writes(program):
+    check(program)
+
+
+def part_of_the_logits_written(x, weight, labels, y, other):
+    """The part has too few classes to be logits."""
+    z = F.linear(x, weight)
+    z[..., 3:9].mul_(2.0)
+    return spread(z)
+
+
+def one_class_written(x, weight, labels, y, other):
+    z = F.linear(x, weight)
+    z[..., 0].zero_()
+    return spread(z)
+
+
+def part_of_the_sorted_written(x, weight, labels, y, other):
+    values = F.linear(x, weight).sort(-1).values
+    values[..., :4].zero_()
+    return values[..., :60].logsumexp(-1)
+
+
+def rows_written_that_meet_logits_again(x, weight, labels, y, other):
+    z = F.linear(x, weight)
+    largest = z.amax(-1, keepdim=True)
+    largest.mul_(2)
+    return spread(z - largest)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        *(part_of_the_logits_written, one_class_written, part_of_the_sorted_written),
+        rows_written_that_meet_logits_again,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_view_without_classes_that_is_written(program):
+    check(program)
+
+
+# ---------------------------------------------------------------- what stays
+
+
+def test_logits_that_leave():
+    def program(x, weight, labels, y, other):
+        z = F.linear(x, weight)
+        return spread(z), z.softmax(-1)
+
+    assert "fxpass.row_region" not in functions(graph(program))
+    check(program)
+
+
+def test_a_region_of_one_head_beside_a_fused_loss():
+    def program(x, weight, labels, y, other):
+        loss = F.cross_entropy(F.linear(x, weight).flatten(0, 1), labels.flatten())
+        return loss, spread(F.linear(y, other)).mean()
+
+    names = functions(graph(program))
+    assert names.count("fxpass.row_region") == 1
+    assert names.count("fxpass.class_reductions") == 1
+    check(program)
