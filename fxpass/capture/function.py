@@ -169,6 +169,8 @@ def function_of(leaves: Sequence[Leaf], outputs: Sequence[Value]) -> Callable[..
                     sizes.setdefault(str(symbol.node.expr), now)
 
         def size(wanted: torch.SymInt) -> Any:
+            if str(wanted.node.expr) not in sizes:
+                raise ValueError(f"the size {wanted} is that of no operand")
             return sizes[str(wanted.node.expr)]
 
         n = tensors[0].shape[0]

@@ -102,7 +102,7 @@ def slice_of(
     found = Slice(recorder, grads=grads)
     walk = _Walk(found, given, writers_in(region.module.graph))
     for node in region.module.graph.nodes:
-        if node in seeds or walk.reads_classes(node):
+        if node in seeds or walk.reads_classes(node) or walk.writes(node):
             walk.run(node)
         elif node.op != "output" and any(map(found.makes, node.all_input_nodes)):
             found.derived.add(node)
@@ -129,6 +129,7 @@ class _Walk:
     def __init__(self, found: Slice, given: Mapping[Node, str], writers: Writers) -> None:
         self.found, self.recorder, self.given = found, found.recorder, given
         self.writers = writers
+        self.memory: set[int | None] = set()  # of the nodes that ran
         self.operands: dict[Node, Any] = {}
         self.constants: dict[Node, bool] = {}
         self.spread: dict[Node, bool] = {}
@@ -138,6 +139,12 @@ class _Walk:
         if node.op != "output" and not self.given.keys().isdisjoint(node.all_input_nodes):
             return reads_any(node, self.given)
         return any(n in self.found.ran and self._has_classes(n) for n in node.all_input_nodes)
+
+    def writes(self, node: Node) -> bool:
+        """Whether a node writes to memory of a node that ran: such as rows of which others read
+        the classes."""
+        memory = {storage(n) for n in written(node)} if self.found.ran else set()
+        return not memory.isdisjoint(self.memory)
 
     def _has_classes(self, node: Node) -> bool:
         leaves = pytree.tree_leaves(self.found.ran[node])
@@ -172,9 +179,20 @@ class _Walk:
         except Exception as error:
             why = f"fails on example values: {type(error).__name__}"
             raise NoMatch.at(node, why) from error
+        self._check_result(node, out)
         self.found.ran[node] = out
+        if is_tensor(node):
+            self.memory.add(storage(node))
         self.found.derived.discard(node)
         return out
+
+    def _check_result(self, node: Node, out: Any) -> None:
+        """Raises where a node has another result here than in the graph."""
+        example = node.meta.get("example_value")
+        if isinstance(out, Tensor) and isinstance(example, Tensor):
+            fake = self.recorder.value(out).fake
+            if fake.dtype != example.dtype or fake.dim() != example.dim():
+                raise NoMatch.at(node, f"runs in {fake.dtype} outside of the graph")
 
     def _argument(self, node: Node) -> Any:
         if node in self.found.ran:

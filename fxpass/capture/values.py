@@ -128,7 +128,7 @@ class Head:
     @property
     def classes(self) -> Size:
         """V."""
-        return self.weight.shape[0 if self.first else 1]
+        return self.weight.shape[-2 if self.first else -1]
 
     @property
     def trained(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpass.capture.capture import Captured, capture
 from fxpass.capture.slice import PRODUCTS
@@ -118,7 +119,7 @@ def fuse_regions(
             match = replace(match, choices=tuple(map(_choice, made_calls)))
         except Exception as error:
             # an unforeseen program runs without the rewrite
-            if not isinstance(error, NoMatch):
+            if not isinstance(error, NoMatch | GuardOnDataDependentSymNode):
                 log.warning("%s: the row region failed", source_line(node), exc_info=True)
             if untouched is not None:
                 region.module.graph = untouched
