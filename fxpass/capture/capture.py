@@ -17,11 +17,10 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fxpass.capture.function import leaves_of
-from fxpass.capture.slice import PRODUCTS, Slice, slice_of
+from fxpass.capture.slice import PRODUCTS, Scope, Slice, slice_of
 from fxpass.capture.values import Leaf, Stop, Value, letter_of, numel
 from fxpass.graph.calls import storage
 from fxpass.graph.functions import function_of
-from fxpass.graph.hazards import writers_in
 from fxpass.graph.nodes import NoMatch, is_tensor
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name, source_line
@@ -68,23 +67,21 @@ class Captured:
         return tuple(dict.fromkeys(s.op.overloadpacket.__name__ for s in steps))
 
 
-def capture(
-    region: Region, node: Node, candidates: Collection[Node], grads: Mapping[Node, bool]
-) -> Captured:
+def capture(region: Region, node: Node, candidates: Collection[Node], scope: Scope) -> Captured:
     """The row region of a head.
 
     Args:
         region: a plain region.
         node: a linear.
         candidates: the linears that may be heads of the region, too.
-        grads: for each node whether gradients are enabled.
+        scope: what is known of the whole graph.
 
     Raises:
         NoMatch: what stops it.
     """
     heads = {node}
     while True:
-        captured = _oriented(region, heads, {}, grads)
+        captured = _oriented(region, heads, {}, scope)
         sources = {n: letters for m in _operands(captured) for n, letters in _behind(*m)}
         more = {n for n in sources if n in candidates} - heads
         if not more:
@@ -92,32 +89,32 @@ def capture(
         heads |= more
     given = {n: tag for n, tag in sources.items() if function_of(n) not in PRODUCTS}
     try:
-        return _oriented(region, heads, given, grads) if given else captured
+        return _oriented(region, heads, given, scope) if given else captured
     except NoMatch:
         return captured  # what is made of given logits is made outside
 
 
 def _oriented(
-    region: Region, heads: set[Node], given: Mapping[Node, str], grads: Mapping[Node, bool]
+    region: Region, heads: set[Node], given: Mapping[Node, str], scope: Scope
 ) -> Captured:
     """A region in which the classes are the columns of products, or else their rows."""
     try:
-        return _captured(region, dict.fromkeys(heads, False), given, grads)
+        return _captured(region, dict.fromkeys(heads, False), given, scope)
     except NoMatch as no:
         turned = {n: function_of(n) in ("matmul", "mm", "einsum", "addmm") for n in heads}
         if not any(turned.values()):
             raise
         try:
-            return _captured(region, turned, given, grads)
+            return _captured(region, turned, given, scope)
         except NoMatch:
             raise no from None
 
 
 def _captured(
-    region: Region, seeds: dict[Node, bool], given: Mapping[Node, str], grads: Mapping[Node, bool]
+    region: Region, seeds: dict[Node, bool], given: Mapping[Node, str], scope: Scope
 ) -> Captured:
-    found = slice_of(region, seeds, given, grads)
-    calls = list(_calls(region, found))
+    found = slice_of(region, seeds, given, scope)
+    calls = list(_calls(found))
     if not calls:
         raise NoMatch(min(seeds), "nothing is computed from its logits")
     return Captured(found, tuple(sorted(seeds)), tuple(calls))
@@ -149,10 +146,10 @@ def outputs_of(found: Slice, node: Node) -> list[Value]:
     return list(wanted.values())
 
 
-def _calls(region: Region, found: Slice) -> Iterator[RowCall]:
+def _calls(found: Slice) -> Iterator[RowCall]:
     """Calls for all outputs: one for those of the same rows, before the first node that reads any
     of them, if what it reads is there."""
-    writers = writers_in(region.module.graph)
+    writers = found.scope.writers
     groups: list[tuple[set[str], list[Value], Node]] = []
     for node in sorted(found.boundary()):
         for value in outputs_of(found, node):
@@ -191,13 +188,13 @@ def _fits(found: Slice, leaves: list[Leaf], place: Node, values: list[Value], ne
     if numel(rows[0]) != numel(rows[1]):
         return False
     there = all(node < place for leaf in leaves for node in nodes_of(leaf))
-    return there and (found.grads[place] or not new.trained)
+    return there and (found.scope.grads[place] or not new.trained)
 
 
 def _place(found: Slice, node: Node, leaves: list[Leaf], value: Value) -> Node:
     """The node before which a call stands: where gradients are enabled, if it has some."""
     place = node
-    while value.trained and not found.grads[place]:
+    while value.trained and not found.scope.grads[place]:
         place = place.prev
     if any(operand >= place for leaf in leaves for operand in nodes_of(leaf)):
         raise NoMatch.at(node, "reads an operand that is made where gradients are off")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from fxpass.capture.values import Step, Stop, numel
 from fxpass.graph.autocast import autocast_dtype
 from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of, reads_values
-from fxpass.graph.hazards import Writers, writers_in
+from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph
 from fxpass.graph.region import Region
 
@@ -45,6 +45,18 @@ PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv")
 FACTORIES_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full")
 
 
+class Scope(NamedTuple):
+    """What is known of a graph before any slice of it.
+
+    Attributes:
+        grads: for each node whether gradients are enabled.
+        writers: the nodes that write to each memory.
+    """
+
+    grads: Mapping[Node, bool]
+    writers: Writers
+
+
 @dataclass
 class Slice:
     """What the nodes of a slice compute.
@@ -53,13 +65,13 @@ class Slice:
         recorder: the calls.
         ran: the nodes that ran, with their results: functional tensors, numbers.
         derived: nodes that read rows or numbers of a slice, and did not have to run.
-        grads: the nodes at which gradients are enabled.
+        scope: what is known of the whole graph.
     """
 
     recorder: Recorder
+    scope: Scope
     ran: dict[Node, Any] = field(default_factory=dict)
     derived: set[Node] = field(default_factory=set)
-    grads: Mapping[Node, bool] = field(default_factory=dict)
 
     @property
     def steps(self) -> list[Step]:
@@ -85,7 +97,7 @@ def slice_of(
     region: Region,
     seeds: Mapping[Node, bool],
     given: Mapping[Node, str],
-    grads: Mapping[Node, bool],
+    scope: Scope,
 ) -> Slice:
     """Runs the nodes that read logits.
 
@@ -93,14 +105,14 @@ def slice_of(
         region: a plain region.
         seeds: the nodes that make logits; whether their classes come first.
         given: nodes that are logits, such as a teacher's, with their tags.
-        grads: for each node of the graph whether gradients are enabled.
+        scope: what is known of the whole graph.
 
     Raises:
         NoMatch: a node mixes rows, or is no row-wise call.
     """
     recorder = Recorder(dict(seeds), _Autocast(region))
-    found = Slice(recorder, grads=grads)
-    walk = _Walk(found, given, writers_in(region.module.graph))
+    found = Slice(recorder, scope)
+    walk = _Walk(found, given)
     for node in region.module.graph.nodes:
         if node in seeds or walk.reads_classes(node) or walk.writes(node):
             walk.run(node)
@@ -126,9 +138,9 @@ class _Autocast:
 
 
 class _Walk:
-    def __init__(self, found: Slice, given: Mapping[Node, str], writers: Writers) -> None:
+    def __init__(self, found: Slice, given: Mapping[Node, str]) -> None:
         self.found, self.recorder, self.given = found, found.recorder, given
-        self.writers = writers
+        self.writers = found.scope.writers
         self.memory: set[int | None] = set()  # of the nodes that ran
         self.operands: dict[Node, Any] = {}
         self.constants: dict[Node, bool] = {}
@@ -171,7 +183,7 @@ class _Walk:
                 self.run(source)
         args, kwargs = map_arg((node.args, node.kwargs), self._argument)
         try:
-            out = self.recorder.run(node, args, kwargs, self.found.grads[node])
+            out = self.recorder.run(node, args, kwargs, self.found.scope.grads[node])
         except Stop as stop:
             raise NoMatch.at(node, f"({stop})") from None
         except NoMatch:
@@ -248,7 +260,7 @@ class _Walk:
         args, kwargs = map_arg((node.args, node.kwargs), self._argument)
         count = len(self.recorder.steps)
         try:
-            out = self.recorder.run(node, args, kwargs, self.found.grads[node])
+            out = self.recorder.run(node, args, kwargs, self.found.scope.grads[node])
             self.recorder.value(out).node = node
             self.operands[node] = out
         except Exception:
@@ -267,7 +279,7 @@ class _Walk:
         if node.op not in ("call_function", "call_method"):
             raise NoMatch.at(node, "is no call of a function")
         for operand in written(node):
-            if not self.found.grads[node] and operand.meta["example_value"].requires_grad:
+            if not self.found.scope.grads[node] and operand.meta["example_value"].requires_grad:
                 # its gradient stays that of the value before
                 raise NoMatch.at(node, f"writes to %{operand.name} where gradients are off")
             if self._is_constant(operand):

@@ -7,7 +7,7 @@ In: a region of a Dynamo graph, and the heads that :mod:`fxpass.match` found in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpass.capture.capture import Captured, capture
-from fxpass.capture.slice import PRODUCTS
+from fxpass.capture.slice import PRODUCTS, Scope
 from fxpass.graph.functions import function_of
+from fxpass.graph.hazards import Writers, writers_in
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, nested_graph, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.graph.region import CHECKPOINTS, Region
@@ -26,7 +27,7 @@ from fxpass.graph.source import source_line
 from fxpass.match.head import Head
 from fxpass.match.heads import looks_like_a_head
 from fxpass.match.match import Found
-from fxpass.match.modes import modes_of
+from fxpass.match.modes import Mode, modes_of
 from fxpass.match.profitability import LEAST_CLASSES
 from fxpass.op.row_region import planned_for
 from fxpass.plan.plan import MIB, size
@@ -101,19 +102,20 @@ def fuse_regions(
     graph, made = region.module.graph, list[RegionMatch]()
     candidates = [n for n in graph.nodes if n not in fused and _may_be_large(n, settings)]
     todo = [n for n in candidates if not among or n in among]
+    modes, writers = modes_of(region), writers_in(graph)
     while todo:
         node, untouched = todo[0], None
         try:
-            captured = _captured(region, node, candidates, settings)
+            captured = _captured(region, node, candidates, settings, modes, writers)
             calls = [
                 traced(call, settings.memory_mb, settings.inner == "inductor")
                 for call in captured.calls
             ]
             match, untouched = _match(captured), copied(graph)
             emitter = rewrite_region(graph, captured, calls)
-            modes = {n: mode.grad for n, mode in modes_of(region).items()}
+            grads = _grads(modes_of(region))
             made_calls = [
-                with_total(graph, call, modes, emitter.call) or call for call in emitter.calls
+                with_total(graph, call, grads, emitter.call) or call for call in emitter.calls
             ]
             graph.lint()
             match = replace(match, choices=tuple(map(_choice, made_calls)))
@@ -133,6 +135,7 @@ def fuse_regions(
             tensors: Any = call.args[0]
             warm(str(call.args[1]), value(tensors[0]).device)
         made.append(match)
+        modes, writers = modes_of(region), writers_in(graph)
         todo = [n for n in todo if n not in captured.heads]
         candidates = [n for n in candidates if n not in captured.heads]
     return made
@@ -163,16 +166,23 @@ def _reads_logits(head: Head) -> bool:
     return head.logits_mode == "keep" or made
 
 
+def _grads(modes: Mapping[Node, Mode]) -> dict[Node, bool]:
+    return {node: mode.grad for node, mode in modes.items()}
+
+
 def _captured(
-    region: Region, node: Node, candidates: Sequence[Node], settings: Settings
+    region: Region,
+    node: Node,
+    candidates: Sequence[Node],
+    settings: Settings,
+    modes: Mapping[Node, Mode],
+    writers: Writers,
 ) -> Captured:
     if not any(True for _ in node.users):
         raise NoMatch(node, "nobody reads its logits")
-    modes = modes_of(region)
     if modes[node].transforms:
         raise NoMatch(node, "it is in a transform of torch.func")
-    grads = {n: mode.grad for n, mode in modes.items()}
-    captured = capture(region, node, candidates, grads)
+    captured = capture(region, node, candidates, Scope(_grads(modes), writers))
     if settings.min_logits_mb:
         sizes = [_bytes(n) for n in captured.heads]
         classes = sum(hint(_classes(n)) for n in captured.heads)

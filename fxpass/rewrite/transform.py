@@ -106,7 +106,11 @@ def _with_regions(region: Region, settings: Settings) -> tuple[Found, list[Regio
     """The row regions of a region, which are rewritten, and what is found in the rest."""
     graph, found = region.module.graph, _found(region, settings)
     fused = False
-    matches = fuse_regions(region, found, settings)
+    try:
+        matches = fuse_regions(region, found, settings)
+    except Exception:
+        log.warning("the search for row regions failed", exc_info=True)
+        return found, []
     if calls := heads_in_checkpoints(region, settings):
         untouched = copied(region.module.graph)
         inlined = inline_checkpoints(region, calls)

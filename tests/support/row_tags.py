@@ -27,10 +27,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fxpass.capture.capture import Captured, capture
 from fxpass.capture.function import function_of as rows_function
 from fxpass.capture.function import leaves_of
-from fxpass.capture.slice import PRODUCTS
+from fxpass.capture.slice import PRODUCTS, Scope
 from fxpass.capture.values import Leaf, RowOp, Step, Stop, Value
 from fxpass.casts.casts import cast_region
 from fxpass.graph.functions import function_of
+from fxpass.graph.hazards import writers_in
 from fxpass.graph.nodes import NoMatch, is_tensor
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.match.modes import modes_of
@@ -140,7 +141,7 @@ def _captured(region: Region, found: Check) -> Iterator[Captured]:
         if node in done:
             continue
         try:
-            one = capture(region, node, candidates, grads)
+            one = capture(region, node, candidates, Scope(grads, writers_in(region.module.graph)))
         except NoMatch as no:
             found.refused.append(str(no.reason))
             continue

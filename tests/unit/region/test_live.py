@@ -60,8 +60,10 @@ def calls(program, dtype, total, make):
     yield "backward", made, [*tensors, *saved, *tangents]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [functions, interpreted])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(functions, torch.float32), (interpreted, torch.float32), (interpreted, torch.bfloat16)],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_no_more_is_allocated_than_is_counted(name, make, dtype, monkeypatch):
     monkeypatch.setattr(programs, "V", V)  # class indices and one-hot vectors
