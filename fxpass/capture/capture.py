@@ -82,7 +82,7 @@ def capture(region: Region, node: Node, candidates: Collection[Node], scope: Sco
     heads = {node}
     while True:
         captured = _oriented(region, heads, {}, scope)
-        sources = {n: letters for m in _operands(captured) for n, letters in _behind(*m)}
+        sources = {n: letters for m in _operands(captured) for n, letters in made_of(*m)}
         more = {n for n in sources if n in candidates} - heads
         if not more:
             break
@@ -263,7 +263,7 @@ def _sources(value: Value) -> Iterator[Node]:
             yield from _sources(argument)
 
 
-def _behind(node: Node, tag: str) -> Iterator[tuple[Node, str]]:
+def made_of(node: Node, tag: str) -> Iterator[tuple[Node, str]]:
     """What makes an operand, by nodes that are as large: products, given logits; and their tags."""
     shape, todo, seen = node.meta["example_value"].shape, [node], {node}
     while todo:

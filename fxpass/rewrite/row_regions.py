@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxpass.capture.capture import Captured, capture
+from fxpass.capture.capture import Captured, capture, made_of
 from fxpass.capture.slice import PRODUCTS, Scope
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import Writers, writers_in
@@ -161,8 +161,9 @@ def _reads_logits(head: Head) -> bool:
     """Whether logits exist for a fused head: its own, or others' that it is compared with."""
     least = hint(value(head.flow.linear.node).numel()) // 2
     tensors = [n for n in head.flow.tensors.values() if is_tensor(n)]
-    given = [n for n in tensors if hint(value(n).numel()) >= least]
-    made = any(n.op not in ("placeholder", "get_attr") for n in given)
+    large = [n for n in tensors if hint(value(n).numel()) >= least]
+    sources = (source for n in large for source, _ in made_of(n, ""))
+    made = any(n.op == "placeholder" or function_of(n) in PRODUCTS for n in sources)
     return head.logits_mode == "keep" or made
 
 

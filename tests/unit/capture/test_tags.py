@@ -43,13 +43,14 @@ def test_programs(program):
 
 
 @pytest.mark.full
-def test_all_programs():
-    """Nearly all of them are captured."""
-    found = {program.name: _check(program) for program in PROGRAMS}
+def test_many_programs():
+    """Nearly all of them are captured. (All take seven minutes.)"""
+    programs = PROGRAMS[1::4]
+    found = {program.name: _check(program) for program in programs}
     wrong = {name: one.wrong[0] for name, one in found.items() if one.wrong}
     assert not wrong
-    assert sum(bool(one.captured) for one in found.values()) > 0.93 * len(PROGRAMS)
-    assert sum(one.tensors for one in found.values()) > 4 * len(PROGRAMS)
+    assert sum(bool(one.captured) for one in found.values()) > 0.93 * len(programs)
+    assert sum(one.tensors for one in found.values()) > 4 * len(programs)
 
 
 def test_random_programs():
