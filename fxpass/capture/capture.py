@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fxpass.capture.function import leaves_of
 from fxpass.capture.slice import PRODUCTS, Scope, Slice, slice_of
-from fxpass.capture.values import Leaf, Stop, Value, letter_of, numel
+from fxpass.capture.values import Leaf, Size, Stop, Value, letter_of, numel, same
 from fxpass.graph.calls import storage
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import NoMatch, is_tensor
@@ -272,11 +272,15 @@ def made_of(node: Node, tag: str) -> Iterator[tuple[Node, str]]:
             yield source, tag
             continue
         sources = [n for n in source.all_input_nodes if _is_as_large(n, numel(shape))]
-        alike = is_tensor(source) and source.meta["example_value"].shape == shape
+        alike = is_tensor(source) and _same_shape(source.meta["example_value"].shape, shape)
         if not sources and source is not node and alike:
             yield source, tag
         todo += [n for n in sources if n not in seen]
         seen.update(sources)
+
+
+def _same_shape(one: Sequence[Size], other: Sequence[Size]) -> bool:
+    return len(one) == len(other) and all(map(same, one, other))  # without a guard
 
 
 def _is_as_large(node: Node, size: int) -> bool:

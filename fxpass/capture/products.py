@@ -68,9 +68,7 @@ def over_classes(step: Step, classes: int) -> Rowwise:
     if tag[over] == "r" or tag[rows] != "r":
         raise Stop("is a product over rows")
     columns: Size = other.shape[0 if turned else 1]
-    wide, width = hint(columns), hint(value.shape[over])
-    # a matrix from classes to classes (of noisy labels, say) is no hidden layer, either
-    if tag[over] == "c" and wide * HIDDEN > width and wide != width:
+    if tag[over] == "c" and hint(columns) * HIDDEN > hint(value.shape[over]):
         raise Stop("is the product of a hidden layer")
     arg, matrix = Arg(value, tag), Arg(other, "kk")
     letter = letter_of(columns, classes)

@@ -216,10 +216,16 @@ def _functionalised() -> Iterator[None]:
         _TORCH._disable_functionalization()
 
 
-def _unbound(mode: Any) -> AbstractContextManager[Any]:
-    """Sizes of masks are new symbols here, which no node of the graph has to define."""
+@contextmanager
+def _unbound(mode: Any) -> Iterator[None]:
+    """Sizes of masks are new symbols here, which no node of the graph has to define. A decision on
+    a size, which the calls of the graph make again when they are traced, is no guard."""
     env = getattr(mode, "shape_env", None)
-    return env.ignore_fresh_unbacked_symbols() if env is not None else nullcontext()
+    if env is None:
+        yield
+        return
+    with env.ignore_fresh_unbacked_symbols(), env.suppress_guards():
+        yield
 
 
 def _in_two(step: Step, inside: list[int], args: Any, kwargs: Any) -> Any:

@@ -7,11 +7,13 @@ In: a region of a Dynamo graph, and the heads that :mod:`fxpass.match` found in 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -96,7 +98,7 @@ def fuse_regions(
         found: the heads of which the formulas are known, and those that cost too much.
         among: where not empty, one head of each row region is one of these.
     """
-    if not region.plain or region.backward:
+    if not region.plain or region.backward or _in_a_group():
         return []
     fused = {h.flow.linear.node for h in found.heads if not _reads_logits(h)} | found.costs
     graph, made = region.module.graph, list[RegionMatch]()
@@ -141,6 +143,17 @@ def fuse_regions(
     return made
 
 
+@contextmanager
+def without_guards(region: Region) -> Iterator[None]:
+    """A decision on a size, which the calls of the graph make again when they are traced, is no
+    guard of Dynamo's."""
+    tensors = (n.meta.get("example_value") for n in region.module.graph.nodes)
+    modes = (getattr(t, "fake_mode", None) for t in tensors)
+    env = next((mode.shape_env for mode in modes if mode is not None), None)
+    with env.suppress_guards() if env is not None else nullcontext():
+        yield
+
+
 def heads_in_checkpoints(region: Region, settings: Settings) -> list[Node]:
     """The calls of checkpoints in which logits are made, and returned."""
     calls = [n for n in region.module.graph.nodes if n.target in CHECKPOINTS]
@@ -155,6 +168,12 @@ def _returns_logits(call: Node, settings: Settings) -> bool:
     least = min((hint(value(n).numel()) for n in made), default=0) // 2
     returned = body.graph.output_node().all_input_nodes
     return bool(made) and any(is_tensor(n) and hint(value(n).numel()) > least for n in returned)
+
+
+def _in_a_group() -> bool:
+    """Whether the process is one of a group, where row regions are not tested yet: of the parts
+    that DistributedDataParallel's splitting makes, Dynamo finds no source for some size."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _reads_logits(head: Head) -> bool:

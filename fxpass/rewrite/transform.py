@@ -29,7 +29,12 @@ from fxpass.rewrite.inline import inline_checkpoints, inline_contexts
 from fxpass.rewrite.listing import launches_of
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
 from fxpass.rewrite.reductions import rewrite_heads
-from fxpass.rewrite.row_regions import RegionMatch, fuse_regions, heads_in_checkpoints
+from fxpass.rewrite.row_regions import (
+    RegionMatch,
+    fuse_regions,
+    heads_in_checkpoints,
+    without_guards,
+)
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -107,7 +112,8 @@ def _with_regions(region: Region, settings: Settings) -> tuple[Found, list[Regio
     graph, found = region.module.graph, _found(region, settings)
     fused = False
     try:
-        matches = fuse_regions(region, found, settings)
+        with without_guards(region):
+            matches = fuse_regions(region, found, settings)
     except Exception:
         log.warning("the search for row regions failed", exc_info=True)
         return found, []
@@ -115,7 +121,8 @@ def _with_regions(region: Region, settings: Settings) -> tuple[Found, list[Regio
         untouched = copied(region.module.graph)
         inlined = inline_checkpoints(region, calls)
         again = find(region, settings)
-        inside = fuse_regions(region, again, settings, inlined)
+        with without_guards(region):
+            inside = fuse_regions(region, again, settings, inlined)
         matches += inside
         fused = any(head.flow.linear.node in inlined for head in again.heads)
         if not inside and not fused:

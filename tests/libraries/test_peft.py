@@ -116,13 +116,21 @@ def test_a_trained_copy_of_the_head():
     assert outcome() == FUSED
 
 
-@pytest.mark.parametrize(("form", "dropout"), [(whole, 0.3), (step, 0.0)])
-def test_a_low_rank_head_is_left_and_right(form, dropout, caplog):
-    """base(x) + scale·B(A(dropout(x))): the logits of two linears, which the operator has not."""
+@pytest.mark.parametrize("dropout", [0.3, 0.0])
+def test_a_low_rank_head_is_a_row_region(dropout, caplog):
+    """base(x) + scale·B(A(dropout(x))): the logits of two linears."""
     caplog.set_level(logging.INFO, logger="fxpass")
     model = adapted(LOW_RANK_HEAD, dropout=dropout)
     assert len([name for name in trained(model) if "lm_head.lora" in name]) == 2
-    check(model, form, BF16, casts=0)
+    check(model, step, BF16, casts=0)
+    assert outcome() == FUSED
+    assert "region of 2 heads" in caplog.text
+
+
+def test_the_logits_of_a_low_rank_head_leave(caplog):
+    """A model that returns them keeps them."""
+    caplog.set_level(logging.INFO, logger="fxpass")
+    check(adapted(LOW_RANK_HEAD, dropout=0.3), whole, BF16, casts=0)
     assert outcome() == LEFT
     (said,) = [r.getMessage() for r in caplog.records if "not fused" in r.getMessage()]
     assert "combines the logits with another tensor (%result" in said
