@@ -81,7 +81,7 @@ def traced(call: RowCall, memory_mb: int, compiled: bool) -> Made:
         if any(flags) and not joint.tangents:
             flags = [False] * len(flags)
             joint = trace(function, inputs, hints, flags, device)
-        return Made(
+        made = Made(
             call,
             RowRegion(
                 heads=tuple(2 + (head.bias is not None) for head in heads),
@@ -96,6 +96,8 @@ def traced(call: RowCall, memory_mb: int, compiled: bool) -> Made:
                 graph=joint.graph,
             ),
         )
+        made.region.text()  # raises for what no text has
+        return made
     except ValueError as error:
         raise NoMatch(call.place, f"its rows cannot be traced: {error}") from error
 
