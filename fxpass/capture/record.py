@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
         late = any(v.late for v in tagged)
         floats = [t.is_floating_point() for t in tensors]
         needs = step.grad and any(v.trained for v in step.values)
-        needs = needs and step.op.overloadpacket is not A.detach
+        needs = needs and step.op.overloadpacket is not A.detach and not is_like(step)
         if (
             step.op.overloadpacket in (A.lift_fresh, A.lift_fresh_copy)
             and step.values[0].node is None

@@ -26,7 +26,8 @@ from fxpass.graph.autocast import autocast_dtype
 from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of, reads_values
 from fxpass.graph.hazards import Writers
-from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph
+from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph, value
+from fxpass.graph.placements import is_dtensor
 from fxpass.graph.region import Region
 
 # Functions that make a tensor of numbers.
@@ -119,6 +120,7 @@ def slice_of(
         elif node.op != "output" and any(map(found.makes, node.all_input_nodes)):
             found.derived.add(node)
     walk.check_constants()
+    walk.check_earlier_reads()
     return found
 
 
@@ -202,9 +204,14 @@ class _Walk:
         """Raises where a node has another result here than in the graph."""
         example = node.meta.get("example_value")
         if isinstance(out, Tensor) and isinstance(example, Tensor):
-            fake = self.recorder.value(out).fake
+            made = self.recorder.value(out)
+            fake = made.fake
             if fake.dtype != example.dtype or fake.dim() != example.dim():
                 raise NoMatch.at(node, f"runs in {fake.dtype} outside of the graph")
+            # what is written later may give the example a gradient
+            if made.trained != example.requires_grad and storage(node) not in self.writers:
+                # a view made where gradients are off, which needs a gradient and passes none on
+                raise NoMatch.at(node, "has a gradient in another way than its operands")
 
     def _argument(self, node: Node) -> Any:
         if node in self.found.ran:
@@ -278,16 +285,29 @@ class _Walk:
             raise NoMatch.at(node, "is a nested graph")
         if node.op not in ("call_function", "call_method"):
             raise NoMatch.at(node, "is no call of a function")
+        if any(is_tensor(n) and is_dtensor(value(n)) for n in (node, *node.all_input_nodes)):
+            raise NoMatch.at(node, "is sharded")
         for operand in written(node):
             if not self.found.scope.grads[node] and operand.meta["example_value"].requires_grad:
                 # its gradient stays that of the value before
                 raise NoMatch.at(node, f"writes to %{operand.name} where gradients are off")
+            if self._is_detached(operand):
+                raise NoMatch.at(node, f"writes to %{operand.name}, which is detached")
             if self._is_constant(operand):
                 self.run(operand)
             elif operand not in self.found.ran and operand not in self.found.derived:
                 raise NoMatch.at(node, f"writes to %{operand.name}, which is an operand")
             if operand in self.found.ran and self._is_shared(operand):
                 raise NoMatch.at(node, f"writes to the memory of %{operand.name}, which is shared")
+
+    def _is_detached(self, node: Node) -> bool:
+        """Whether a node needs no gradient, and others of its memory do: what is written to it has
+        no gradient, and theirs stays that of the value before."""
+        if node.meta["example_value"].requires_grad:
+            return False
+        known = [n for n in (*self.found.ran, *self.found.derived) if is_tensor(n)]
+        aliases = (n for n in known if storage(n) == storage(node))
+        return any(n.meta["example_value"].requires_grad for n in aliases)
 
     def check_constants(self) -> None:
         """Raises where a constant of the record is written outside of it, or read there after it
@@ -298,6 +318,22 @@ class _Walk:
                 raise NoMatch.at(constant, "is written between the linear and the loss")
             if writers and not set(constant.users) <= self.found.ran.keys():
                 raise NoMatch.at(constant, "is written with logits, and read by other nodes")
+
+    def check_earlier_reads(self) -> None:
+        """Raises where another node reads a result before a node of the slice writes to it: it
+        would get what is written, which is all that the region has in the end."""
+        last: dict[int | None, Node] = {}
+        for memory, writers in self.writers.items():
+            inside = [writer for writer in writers if writer in self.found.ran]
+            if inside:
+                last[memory] = max(inside)
+        for node in filter(is_tensor, self.found.ran):
+            writer = last.get(storage(node))
+            if writer is None:
+                continue
+            for user in node.users:
+                if user not in self.found.ran and user < writer:
+                    raise NoMatch.at(writer, f"changes what %{user.name} has read before")
 
     def _is_shared(self, node: Node) -> bool:
         """Whether memory that is written belongs to an operand, too."""

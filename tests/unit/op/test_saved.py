@@ -34,6 +34,13 @@ def test_both_operators_agree(shape, factor, dtype):
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize(("value", "want"), [(3.0, 1.5), (0.0, 0.0)])
+def test_a_gradient_without_dimensions(value, want):
+    gradient = torch.tensor(value)
+    torch.ops.fxpass.scale_(gradient, torch.tensor(0.5))
+    assert gradient == want
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("factor", [1.0, 0.3, 0.0, float("inf"), float("nan")])
 @pytest.mark.parametrize("shape", [(5, 7), (4097, 3), (0, 3), (2 * scale.BLOCK + 1,)])

@@ -210,6 +210,38 @@ def test_an_operand_that_is_written_between_head_and_rows():
     check(written_between)
 
 
+def read_before_it_is_written(x, weight, labels, y, other):
+    rows = F.linear(x, weight).sort(-1).values[..., :40].sum(-1)
+    before = torch.cat([rows, rows * 2])
+    rows[:1] = 0
+    return rows, before
+
+
+def written_where_it_is_detached(x, weight, labels, y, other):
+    z = F.linear(x, weight)
+    picks = z.gather(-1, labels[..., None]).squeeze(-1)
+    column = picks.unsqueeze(-1)
+    picks.detach().mul_(0.5)
+    return spread(F.relu(1 + z - column))
+
+
+def viewed_without_gradients(x, weight, labels, y, other):
+    z = F.linear(x, weight)
+    with torch.no_grad():
+        z = z[:, :-1]
+    return spread(z - z.mean(-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [read_before_it_is_written, written_where_it_is_detached, viewed_without_gradients],
+    ids=lambda f: f.__name__,
+)
+def test_what_a_region_would_compute_otherwise(program):
+    assert "fxpass.row_region" not in functions(graph(program))
+    check(program)
+
+
 @pytest.mark.parametrize(
     "program",
     [operand_of_rows_written, written_and_read_later, written_rows],
