@@ -61,7 +61,7 @@ def fusedce(
         log.info("switched off: the graph goes to %s unchanged", settings.inner)
         return compile_inner(settings.inner, gm, example_inputs, mode, rest)
     stored = is_stored(gm)
-    outcome = transform(gm, with_kept_logits(settings) if stored else settings)
+    outcome = transform(gm, with_kept_logits(settings) if stored else settings, example_inputs)
     for rejection in outcome.rejections:
         if rejection.loss_elsewhere:
             warn_once(log, "loss elsewhere", str(rejection))

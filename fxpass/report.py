@@ -156,7 +156,7 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
     def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         before.append(graph_text(gm))
         breaks.extend(_break_after(gm))
-        outcome = transform(gm, settings)
+        outcome = transform(gm, settings, example_inputs)
         outcomes.append(outcome)
         after.append(graph_text(gm))
         inner = "eager" if settings.inner == "eager" else "aot_eager"  # shows the same casts

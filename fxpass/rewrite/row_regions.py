@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpass.capture.capture import Captured, capture, made_of
@@ -98,7 +97,7 @@ def fuse_regions(
         found: the heads of which the formulas are known, and those that cost too much.
         among: where not empty, one head of each row region is one of these.
     """
-    if not region.plain or region.backward or _in_a_group():
+    if not region.plain or region.backward:
         return []
     fused = {h.flow.linear.node for h in found.heads if not _reads_logits(h)} | found.costs
     graph, made = region.module.graph, list[RegionMatch]()
@@ -143,6 +142,18 @@ def fuse_regions(
     return made
 
 
+def sized_as_traced(graph: Graph, inputs: Sequence[Any]) -> bool:
+    """Whether the inputs of a graph have its sizes. To a part that DistributedDataParallel's
+    splitting makes, torch 2.13 gives logits of another part with symbols in the place of numbers;
+    Dynamo knows no source of them, and a guard on one raises. The rewrite writes numbers."""
+    pairs = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
+    tensors = [(value(n), t) for n, t in pairs if is_tensor(n) and isinstance(t, torch.Tensor)]
+    sizes = (
+        pair for traced, given in tensors for pair in zip(traced.shape, given.shape, strict=False)
+    )
+    return not any(isinstance(n, int) and not isinstance(m, int) for n, m in sizes)
+
+
 @contextmanager
 def without_guards(region: Region) -> Iterator[None]:
     """A decision on a size, which the calls of the graph make again when they are traced, is no
@@ -168,12 +179,6 @@ def _returns_logits(call: Node, settings: Settings) -> bool:
     least = min((hint(value(n).numel()) for n in made), default=0) // 2
     returned = body.graph.output_node().all_input_nodes
     return bool(made) and any(is_tensor(n) and hint(value(n).numel()) > least for n in returned)
-
-
-def _in_a_group() -> bool:
-    """Whether the process is one of a group, where row regions are not tested yet: of the parts
-    that DistributedDataParallel's splitting makes, Dynamo finds no source for some size."""
-    return dist.is_available() and dist.is_initialized()
 
 
 def _reads_logits(head: Head) -> bool:

@@ -9,7 +9,9 @@ without matches and without mixed dtypes does not change, except for torch.expor
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule, Node
@@ -33,6 +35,7 @@ from fxpass.rewrite.row_regions import (
     RegionMatch,
     fuse_regions,
     heads_in_checkpoints,
+    sized_as_traced,
     without_guards,
 )
 from fxpass.settings import Settings
@@ -57,8 +60,13 @@ class Outcome:
     restore: Restore
 
 
-def transform(gm: GraphModule, settings: Settings) -> Outcome:
+def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -> Outcome:
     """Inserts casts into ``gm`` and its nested graphs, and rewrites the matches of plain regions.
+
+    Args:
+        gm: the graph, changed in place.
+        settings: what is rewritten.
+        inputs: what the graph is compiled for, where known.
 
     Raises:
         MixedDtypeError: see :func:`fxpass.casts.casts.agreed`.
@@ -69,6 +77,7 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
     casts: list[Cast] = []
     kernels: dict[Launch, None] = {}
     restore: Restore = as_compiled
+    sized = sized_as_traced(gm.graph, inputs)
     for region in regions(gm):
         return_once(region)
         inline_contexts(region)
@@ -76,7 +85,9 @@ def transform(gm: GraphModule, settings: Settings) -> Outcome:
         casts += cast_region(region, settings.mixed_dtypes)
         if region.backward:
             continue
-        found, matches = _with_regions(region, settings)
+        found, matches = (
+            _with_regions(region, settings) if sized else (_found(region, settings), [])
+        )
         rejections += found.rejections
         heads += matches
         if not found.heads:

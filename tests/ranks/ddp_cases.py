@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import parallel
-from tests.ranks.parallel import Network, next_id_loss, seeded
+from tests.ranks.parallel import Network, next_id_loss, seeded, sorted_next_id_loss
 
 WIDTH, INNER = 256, 1024
 CLASSES = 1100  # so that each large weight has more than the 1 MiB of the smallest buckets
@@ -69,6 +69,13 @@ class ReadInTheNextPart(LargeHead):
         return loss + self.after(logits.tanh()).square().mean(), logits
 
 
+class RowRegion(LargeHead):
+    """Returns values of rows in the place of logits."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return sorted_next_id_loss(self.lm_head(self.body(input_ids)), labels)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model to train.
@@ -99,6 +106,7 @@ CASES = [
     Case("dynamic", longer=1),
     Case("two heads", TwoHeads),
     Case("next part", ReadInTheNextPart),
+    Case("row region", RowRegion),
 ]
 
 

@@ -28,7 +28,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from tests.ranks import parallel
-from tests.ranks.parallel import Network, next_id_loss, outputs, relative, seeded
+from tests.ranks.parallel import (
+    Network,
+    next_id_loss,
+    outputs,
+    relative,
+    seeded,
+    sorted_next_id_loss,
+)
 from tests.support import tiny
 
 
@@ -64,6 +71,13 @@ class OneFrame(Network):
             x = block(x)
         logits = self.lm_head(x)
         return next_id_loss(logits, labels), logits
+
+
+class RowRegion(Network):
+    """Returns values of rows in the place of logits."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return sorted_next_id_loss(self.lm_head(self.body(input_ids)), labels)
 
 
 def blocks_and_root(model: Any, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
@@ -126,6 +140,7 @@ OF_TWO = [
     Case("head with loss", WithHeadAndLoss, shard=head_apart),
     Case("head apart", shard=head_apart),
     Case("one frame", OneFrame),
+    Case("row region", RowRegion),
     Case("llama", tiny.llama, how="method", inner="eager"),
 ]
 OF_THREE = [

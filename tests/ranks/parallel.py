@@ -75,6 +75,15 @@ def next_id_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(rows, labels[:, 1:].reshape(-1))
 
 
+def sorted_next_id_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The same loss by no known formula, and of each row the entropy of its likeliest classes."""
+    rows, picks = logits[:, :-1].float(), labels[:, 1:, None]
+    lse = rows.sort(-1).values.logsumexp(-1)
+    likely = rows.topk(5).values.log_softmax(-1)
+    loss = (lse - rows.gather(-1, picks).squeeze(-1)).mean()
+    return loss, -(likely.exp() * likely).sum(-1)
+
+
 def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
     """The same weights at every call."""
     torch.manual_seed(0)

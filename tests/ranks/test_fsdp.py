@@ -46,6 +46,9 @@ def check_fused(case: str, course: dict[str, Any]) -> None:
         return
     assert counts == (1, 0), case
     assert course["casts"] == (2 if case == "autocast" else 0), case
+    if case == "row region":
+        assert "region of 1 head" in course["said"][-1]
+        return
     assert course["kind"] == "DeferredLogits", case
     if case == "head with loss":  # its weight is freed with the end of its own forward
         assert_stale(course["logits"], FREED)
