@@ -8,12 +8,14 @@ without gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fxpass.capture.values import Arg, Chain, Leaf, Size, Stop, Value, key_of
 from fxpass.capture.virtual import filled
@@ -29,19 +31,20 @@ class Environment:
     Attributes:
         n: the number of rows.
         device: of the logits.
+        chain: the views of rows that are taken of what a rule computes.
     """
 
     def __init__(
         self, leaf: Callable[[Leaf], Tensor], n: Any, device: torch.device, size: Any
     ) -> None:
         self.n, self.device = n, device
+        self.chain: Chain = ()
         self._leaf, self._size = leaf, size
-        self._chain: Chain = ()
         self._known: dict[Any, Any] = {}
 
     def of(self, arg: Arg) -> Tensor:
         """An argument: ``[n, ...]``; ``[1, ...]`` or a scalar if all rows share it."""
-        chain = self._chain if arg.then is None else (arg.then, *self._chain)
+        chain = self.chain if arg.then is None else (arg.then, *self.chain)
         return self.value(arg.value, arg.letters, chain)
 
     def full(self, arg: Arg) -> Tensor:
@@ -52,6 +55,15 @@ class Environment:
     def sizes(self, sizes: Sequence[Any]) -> list[Any]:
         """Sizes of the program as those of this run."""
         return [self._size(s) if isinstance(s, torch.SymInt) else s for s in sizes]
+
+    def each(self, values: Sequence[Value], chain: Chain | None = None) -> Iterator[Tensor]:
+        """Tensors with tags, of the rows of a chain, or else of those of the rule that runs."""
+        chain = self.chain if chain is None else chain
+        return (self.value(value, "", chain) for value in values)
+
+    def set(self, value: Value, chain: Chain, tensor: Tensor) -> None:
+        """Gives a tensor with a tag, which no call of the record makes."""
+        self._known[id(value), "", key_of(chain)] = tensor
 
     def value(self, value: Value, letters: str, chain: Chain) -> Tensor:
         """A tensor of the slice, of which a chain of views of rows is taken."""
@@ -80,18 +92,18 @@ class Environment:
         return found[None] if kind == "shared" and found.dim() else found
 
     def _run(self, value: Value, chain: Chain) -> Tensor:
-        step, outer = value.step, self._chain
+        step, outer = value.step, self.chain
         assert step is not None
         run: Any = step.run
         one = hasattr(run, "args")  # results that are views of different rows
         key = id(step), key_of(chain), value.index if one else -1
         if key not in self._known:
-            self._chain = chain
+            self.chain = chain
             try:
                 with torch.set_grad_enabled(step.grad and torch.is_grad_enabled()):
                     self._known[key] = run(self, value.index) if one else run(self)
             finally:
-                self._chain = outer
+                self.chain = outer
         found = self._known[key]
         several = isinstance(found, tuple | list)
         return found[value.index] if several else found
@@ -169,9 +181,13 @@ def function_of(leaves: Sequence[Leaf], outputs: Sequence[Value]) -> Callable[..
                     sizes.setdefault(str(symbol.node.expr), now)
 
         def size(wanted: torch.SymInt) -> Any:
-            if str(wanted.node.expr) not in sizes:
-                raise ValueError(f"the size {wanted} is that of no operand")
-            return sizes[str(wanted.node.expr)]
+            expr = wanted.node.expr
+            if str(expr) in sizes:
+                return sizes[str(expr)]
+            known = {s: sizes[str(s)] for s in expr.free_symbols if str(s) in sizes}
+            if len(known) < len(expr.free_symbols):
+                raise Stop(f"the size {wanted} is that of no operand")
+            return sympy_interp(PythonReferenceAnalysis, known, expr)
 
         n = tensors[0].shape[0]
         found = Environment(lambda leaf: known[leaf.key], n, tensors[0].device, size)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,9 +52,9 @@ class Recorder(TorchDispatchMode):
         outside: the number of calls after the rows of a region.
     """
 
-    def __init__(self, seeds: dict[Node, bool], autocast: Callable[[Node], torch.dtype | None]):
+    def __init__(self, seeds: dict[Node, bool]):
         super().__init__()
-        self.seeds, self._autocast = seeds, autocast
+        self.seeds = seeds
         self.steps: list[Step] = []
         self.heads: list[Head] = []
         self.classes = 1 << 62
@@ -71,16 +72,26 @@ class Recorder(TorchDispatchMode):
             # a mask knows how many rows it takes, wherever it is used
             self._values[id(example)] = Value(example, node=node)
             return _TORCH._to_functional_tensor(example)
-        with torch.no_grad(), self._fake_mode(example):
-            # without its history and storage: a write is seen, and changes nothing else
+        return self.tensor(example, tag, example.requires_grad, node=node)
+
+    def tensor(self, like: Tensor, tag: str | None, trained: bool, **origin: Any) -> Tensor:
+        """A functional tensor that no call makes, without the history and storage of the one that
+        it is like: a write is seen, and changes nothing else."""
+        with torch.no_grad(), self._fake_mode(like):
             fake = torch.empty_strided(
-                example.shape, example.stride(), dtype=example.dtype, device=example.device
+                like.shape, like.stride(), dtype=like.dtype, device=like.device
             )
-        self._values[id(fake)] = Value(fake, tag, node=node, trained=example.requires_grad)
+        self._values[id(fake)] = Value(fake, tag, trained=trained, **origin)
         return _TORCH._to_functional_tensor(fake)
 
-    def run(self, node: Node, args: Any, kwargs: Any, grad: bool) -> Any:
+    def run(self, node: Node, args: Any, kwargs: Any, grad: bool, dtype: torch.dtype | None) -> Any:
         """Runs one node on functional tensors; returns its results, functional too.
+
+        Args:
+            node: the node.
+            args, kwargs: its arguments.
+            grad: whether gradients are enabled.
+            dtype: of autocast, or None.
 
         Raises:
             Stop: a call has no rule.
@@ -91,11 +102,18 @@ class Recorder(TorchDispatchMode):
         function = getattr(Tensor, target) if node.op == "call_method" else target
         function = _REPLACED.get(function, function)
         device = (tensors[0] if tensors else node.meta["example_value"]).device.type
-        dtype = self._autocast(node)
         mode = torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
         example = node.meta.get("example_value")
         fake = self._fake_mode(_TORCH._from_functional_tensor(tensors[0]) if tensors else example)
-        with torch.set_grad_enabled(grad), mode, fake, self, _functionalised(), _unbound(fake):
+        with (
+            torch.set_grad_enabled(grad),
+            mode,
+            fake,
+            self,
+            _functionalised(),
+            _unbound(fake),
+            _symbolic(),
+        ):
             return function(*args, **kwargs)
 
     def value(self, tensor: Tensor) -> Value:
@@ -226,6 +244,11 @@ def _unbound(mode: Any) -> Iterator[None]:
         return
     with env.ignore_fresh_unbacked_symbols(), env.suppress_guards():
         yield
+
+
+def _symbolic() -> AbstractContextManager[Any]:
+    """Up to torch 2.12, C++ composites take no symbolic sizes, and those in Python do."""
+    return enable_python_dispatcher() if torch.__version__ < "2.13" else nullcontext()
 
 
 def _in_two(step: Step, inside: list[int], args: Any, kwargs: Any) -> Any:

@@ -14,21 +14,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from fxpass.capture.custom import recorded
 from fxpass.capture.record import Recorder
 from fxpass.capture.values import Step, Stop, numel
-from fxpass.graph.autocast import autocast_dtype
+from fxpass.graph.autocast import AutocastDtypes
 from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of, reads_values
 from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph, value
 from fxpass.graph.placements import is_dtensor
-from fxpass.graph.region import Region
+from fxpass.graph.region import AUTOGRAD_FUNCTIONS, Region
 
 # Functions that make a tensor of numbers.
 FACTORIES = (
@@ -111,9 +111,9 @@ def slice_of(
     Raises:
         NoMatch: a node mixes rows, or is no row-wise call.
     """
-    recorder = Recorder(dict(seeds), _Autocast(region))
+    recorder = Recorder(dict(seeds))
     found = Slice(recorder, scope)
-    walk = _Walk(found, given)
+    walk = _Walk(region, found, given)
     for node in region.module.graph.nodes:
         if node in seeds or walk.reads_classes(node) or walk.writes(node):
             walk.run(node)
@@ -124,23 +124,9 @@ def slice_of(
     return found
 
 
-class _Autocast:
-    """The dtype of autocast at a node."""
-
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self._known: dict[Node, torch.dtype | None] = {}
-
-    def __call__(self, node: Node) -> torch.dtype | None:
-        if node not in self._known:
-            tensors = [n for n in (node, *node.all_input_nodes) if is_tensor(n)]
-            device = tensors[0].meta["example_value"].device if tensors else torch.device("cpu")
-            self._known[node] = autocast_dtype(self._region, node, device)
-        return self._known[node]
-
-
 class _Walk:
-    def __init__(self, found: Slice, given: Mapping[Node, str]) -> None:
+    def __init__(self, region: Region, found: Slice, given: Mapping[Node, str]) -> None:
+        self.region, self.autocast = region, AutocastDtypes(region)
         self.found, self.recorder, self.given = found, found.recorder, given
         self.writers = found.scope.writers
         self.memory: set[int | None] = set()  # of the nodes that ran
@@ -185,7 +171,7 @@ class _Walk:
                 self.run(source)
         args, kwargs = map_arg((node.args, node.kwargs), self._argument)
         try:
-            out = self.recorder.run(node, args, kwargs, self.found.scope.grads[node])
+            out = self._out(node, args, kwargs)
         except Stop as stop:
             raise NoMatch.at(node, f"({stop})") from None
         except NoMatch:
@@ -199,6 +185,12 @@ class _Walk:
             self.memory.add(storage(node))
         self.found.derived.discard(node)
         return out
+
+    def _out(self, node: Node, args: Any, kwargs: Any) -> Any:
+        grad = self.found.scope.grads[node]
+        if node.target in AUTOGRAD_FUNCTIONS:
+            return recorded(self.recorder, self.region, node, args[2:], grad)
+        return self.recorder.run(node, args, kwargs, grad, self.autocast(node))
 
     def _check_result(self, node: Node, out: Any) -> None:
         """Raises where a node has another result here than in the graph."""
@@ -267,7 +259,7 @@ class _Walk:
         args, kwargs = map_arg((node.args, node.kwargs), self._argument)
         count = len(self.recorder.steps)
         try:
-            out = self.recorder.run(node, args, kwargs, self.found.scope.grads[node])
+            out = self._out(node, args, kwargs)
             self.recorder.value(out).node = node
             self.operands[node] = out
         except Exception:
@@ -281,7 +273,8 @@ class _Walk:
 
     def _check(self, node: Node) -> None:
         """Raises for what cannot run on example values alone."""
-        if any(nested_graph(argument) is not None for argument in node.args):
+        nested = any(nested_graph(argument) is not None for argument in node.args)
+        if nested and node.target not in AUTOGRAD_FUNCTIONS:
             raise NoMatch.at(node, "is a nested graph")
         if node.op not in ("call_function", "call_method"):
             raise NoMatch.at(node, "is no call of a function")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from fxpass.graph.nodes import is_tensor
 from fxpass.graph.region import Region
 
 
@@ -34,6 +35,21 @@ def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dt
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             stack.pop()
     return stack[-1]
+
+
+class AutocastDtypes:
+    """The dtype of autocast at the nodes of a region, on the device of their tensors."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._known: dict[Node, torch.dtype | None] = {}
+
+    def __call__(self, node: Node) -> torch.dtype | None:
+        if node not in self._known:
+            tensors = [n for n in (node, *node.all_input_nodes) if is_tensor(n)]
+            device = tensors[0].meta["example_value"].device if tensors else torch.device("cpu")
+            self._known[node] = autocast_dtype(self._region, node, device)
+        return self._known[node]
 
 
 def _entered(

@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 from fxpass.graph.nodes import nested_graph
 
 CHECKPOINTS = {torch.ops.higher_order.tag_activation_checkpoint}
-_AUTOGRAD_FUNCTIONS = {torch.ops.higher_order.autograd_function_apply}
+NESTED_REGIONS = {torch.ops.higher_order.invoke_subgraph}
+AUTOGRAD_FUNCTIONS = {torch.ops.higher_order.autograd_function_apply}
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def _regions(region: Region, seen: set[int]) -> Iterator[Region]:
                 continue
             seen.add(id(body))
             plain = region.plain and node.target in CHECKPOINTS
-            backward = node.target in _AUTOGRAD_FUNCTIONS and position == 1
+            backward = node.target in AUTOGRAD_FUNCTIONS and position == 1
             nested = Region(body, region, node, plain, region.backward or backward)
             yield from _regions(nested, seen)
 
@@ -67,7 +68,7 @@ def return_once(region: Region) -> None:
     intermediates. This function replaces them by None.
     """
     for node in region.module.graph.nodes:
-        if node.target not in _AUTOGRAD_FUNCTIONS:
+        if node.target not in AUTOGRAD_FUNCTIONS:
             continue
         forward, backward = map(nested_graph, node.args[:2])
         if forward is None or backward is None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._autograd import (  # type: ignore[reportMissingImports]
     _get_current_graph_task_keep_graph as _keep_graph,
 )
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fxpass.plan.devices import implementation_for, on_device
 
@@ -41,7 +42,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     compiler knows every user of the saved gradient (two equal losses share one).
     """
     if type(gradient) is not Tensor or torch._C._len_torch_dispatch_stack():
-        if gradient.dtype == dtype and gradient.numel() >= _LARGE:
+        if gradient.dtype == dtype and guard_or_false(gradient.numel() >= _LARGE):
             return _SCALED(gradient, factor)
         product = (gradient.to(factor.dtype) * factor).to(dtype)
         return product.masked_fill(gradient == 0, 0)

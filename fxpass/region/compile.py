@@ -18,6 +18,7 @@ number of rows. What Inductor writes goes into its own cache, where other proces
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
+from torch.fx.traceback import preserve_node_meta
 
 from fxpass.region.joint import EQUAL, Parts, cut, traced
 from fxpass.region.live import row_bytes
@@ -47,6 +49,7 @@ _CONFIG = {
     "post_grad_custom_pre_pass": None,
     "post_grad_custom_post_pass": None,
 }
+_KERNEL = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)  # in Inductor's source
 _known: dict[tuple[Any, ...], Functions] = {}
 _warned: set[str] = set()
 
@@ -62,9 +65,11 @@ def interpreted(text: str, device: torch.device) -> Functions:
     return _functions(text, device, False)
 
 
-def warm(text: str, device: torch.device) -> None:
-    """Compiles what ``functions`` would compile at its first call."""
-    functions(text, device).warm()
+def warm(text: str, device: torch.device) -> tuple[str, ...]:
+    """Compiles what ``functions`` would compile at its first call; the kernels' names."""
+    made = functions(text, device)
+    made.warm()
+    return made.kernels
 
 
 def _functions(text: str, device: torch.device, compiled: bool) -> Functions:
@@ -105,6 +110,11 @@ class Functions:
             if name != "forward" or not self.region.total or len(self._chunks) == 1:
                 _ = chunk.compiled
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of the kernels of what is compiled by now."""
+        return tuple(dict.fromkeys(k for chunk in self._chunks.values() for k in chunk.kernels))
+
 
 class _Chunk:
     """A graph that runs on chunks of rows."""
@@ -142,6 +152,11 @@ class _Chunk:
     def compiles(self) -> bool:
         """Whether the graph is compiled, as far as is known."""
         return self.wanted and (self.found is not None or not self.tried)
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of the compiled graph's kernels; none if it is not compiled by now."""
+        return self.found.kernels if self.found is not None else ()
 
     def _compile(self) -> None:
         if self.tried:  # another thread asked before
@@ -196,12 +211,19 @@ class _Compiled:
         )
         with where, torch.no_grad(), config.patch(_CONFIG):
             table = select_decomp_table() | _SCATTERS
-            graph = traced(lambda *tensors: interpreter(list(tensors)), self.fakes, table)
+            with preserve_node_meta():  # kernels are named after ATen's operations
+                graph = traced(lambda *tensors: interpreter(list(tensors)), self.fakes, table)
             module = fx.GraphModule({}, graph)
             with tracing(TracingContext(self.fakes.mode)):
                 self.run: Any = compile_fx_inner(module, self.fakes.tensors, is_inference=True)
         self.fakes.check(probes=())
         self.known: dict[tuple[int, ...], bool] = {}
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The names of Inductor's own kernels, in the order of its source."""
+        source = getattr(self.run, "source_code", "")
+        return tuple(dict.fromkeys(_KERNEL.findall(source)))
 
     def holds(self, sizes: dict[str, int]) -> bool:
         """Whether the conditions that Inductor found, such as 32-bit indices, are met."""

@@ -23,7 +23,7 @@ from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import Writers, writers_in
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, nested_graph, value
 from fxpass.graph.placements import is_dtensor
-from fxpass.graph.region import CHECKPOINTS, Region
+from fxpass.graph.region import CHECKPOINTS, NESTED_REGIONS, Region
 from fxpass.graph.source import source_line
 from fxpass.match.head import Head
 from fxpass.match.heads import looks_like_a_head
@@ -54,6 +54,7 @@ class RegionMatch:
         itemsizes: bytes of a logit of each head.
         operations: the ATen calls on logits.
         choices: how its calls run, as text.
+        kernels: the names of the kernels that Inductor made for its row functions.
     """
 
     source: str
@@ -61,6 +62,7 @@ class RegionMatch:
     itemsizes: tuple[int, ...]
     operations: tuple[str, ...]
     choices: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
     logits_mode: str = "never"
     losses: int = 1
 
@@ -72,8 +74,9 @@ class RegionMatch:
 
     @property
     def calls(self) -> tuple[_Choice, ...]:
-        """The operator calls."""
-        return tuple(map(_Choice, self.choices))
+        """What a report says of the operator calls, a line each."""
+        kernels = [f"kernels: {', '.join(self.kernels)}"] if self.kernels else []
+        return tuple(map(_Choice, (*self.choices, *kernels)))
 
     def __str__(self) -> str:
         logits = " and ".join(f"[{n}, {v}]" for n, v in self.shapes)
@@ -132,10 +135,11 @@ def fuse_regions(
             todo.remove(node)
             continue
         region.module.recompile()
+        kernels = dict[str, None]()
         for call in made_calls if settings.inner == "inductor" else ():
             tensors: Any = call.args[0]
-            warm(str(call.args[1]), value(tensors[0]).device)
-        made.append(match)
+            kernels |= dict.fromkeys(warm(str(call.args[1]), value(tensors[0]).device))
+        made.append(replace(match, kernels=tuple(kernels)))
         modes, writers = modes_of(region), writers_in(graph)
         todo = [n for n in todo if n not in captured.heads]
         candidates = [n for n in candidates if n not in captured.heads]
@@ -165,9 +169,10 @@ def without_guards(region: Region) -> Iterator[None]:
         yield
 
 
-def heads_in_checkpoints(region: Region, settings: Settings) -> list[Node]:
-    """The calls of checkpoints in which logits are made, and returned."""
-    calls = [n for n in region.module.graph.nodes if n.target in CHECKPOINTS]
+def heads_in_nested(region: Region, settings: Settings) -> list[Node]:
+    """The calls of checkpoints and of nested regions in which logits are made, and returned."""
+    targets = CHECKPOINTS | NESTED_REGIONS
+    calls = [n for n in region.module.graph.nodes if n.target in targets]
     return [n for n in calls if region.plain and _returns_logits(n, settings)]
 
 

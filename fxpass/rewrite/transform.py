@@ -27,14 +27,14 @@ from fxpass.match.match import Found, Rejection, find
 from fxpass.rewrite import dump
 from fxpass.rewrite.copies import copied
 from fxpass.rewrite.inference import without_inference_mode
-from fxpass.rewrite.inline import inline_checkpoints, inline_contexts
+from fxpass.rewrite.inline import inline_call, inline_checkpoints, inline_contexts
 from fxpass.rewrite.listing import launches_of
 from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
 from fxpass.rewrite.reductions import rewrite_heads
 from fxpass.rewrite.row_regions import (
     RegionMatch,
     fuse_regions,
-    heads_in_checkpoints,
+    heads_in_nested,
     sized_as_traced,
     without_guards,
 )
@@ -121,26 +121,50 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
 def _with_regions(region: Region, settings: Settings) -> tuple[Found, list[RegionMatch]]:
     """The row regions of a region, which are rewritten, and what is found in the rest."""
     graph, found = region.module.graph, _found(region, settings)
-    fused = False
     try:
         with without_guards(region):
             matches = fuse_regions(region, found, settings)
     except Exception:
         log.warning("the search for row regions failed", exc_info=True)
         return found, []
-    if calls := heads_in_checkpoints(region, settings):
-        untouched = copied(region.module.graph)
-        inlined = inline_checkpoints(region, calls)
-        again = find(region, settings)
-        with without_guards(region):
-            inside = fuse_regions(region, again, settings, inlined)
-        matches += inside
-        fused = any(head.flow.linear.node in inlined for head in again.heads)
-        if not inside and not fused:
-            region.module.graph = untouched
+    fused, inside = _from_nested(region, settings, heads_in_nested(region, settings))
+    matches += inside
     if fused or matches or region.module.graph is not graph:
         found = _found(region, settings)  # the nodes are others
     return found, matches
+
+
+def _from_nested(
+    region: Region, settings: Settings, calls: Sequence[Node]
+) -> tuple[bool, list[RegionMatch]]:
+    """Fuses logits that checkpoints and nested regions return. Those of which any are fused become
+    part of the graph, and the others stay.
+
+    Returns:
+        whether losses with a formula will be fused, and the row regions.
+    """
+    if not calls:
+        return False, []
+    graph, untouched = region.module.graph, copied(region.module.graph)
+    twins = dict(zip(graph.nodes, untouched.nodes, strict=True))
+    try:
+        with without_guards(region):
+            made = {call: inline_call(region, call) for call in calls}
+            inlined = set[Node]().union(*made.values())
+            if not inlined:
+                return False, []
+            found = find(region, settings)
+            matches = fuse_regions(region, found, settings, inlined)
+    except Exception:
+        log.warning("%s: inlining failed", source_line(calls[0]), exc_info=True)
+        region.module.graph = untouched
+        return False, []
+    linears = {head.flow.linear.node for head in found.heads}
+    taking = [call for call in calls if any(n in linears or n._erased for n in made[call])]
+    if len(taking) == len(calls):
+        return bool(linears & inlined), matches
+    region.module.graph = untouched
+    return _from_nested(region, settings, [twins[call] for call in taking])
 
 
 def _found(region: Region, settings: Settings) -> Found:

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 
+from fxpass.region import compile as compile_module
 from fxpass.report import explain_with
 from fxpass.rewrite.row_regions import RegionMatch
 from fxpass.settings import Settings
@@ -87,10 +89,18 @@ def test_values_and_gradients(name, dtype, inner):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_report(name):
-    report = explain_with(Settings(min_logits_mb=0), PROGRAMS[name], *operands())
+def test_a_report(name, monkeypatch):
+    settings, function = Settings(min_logits_mb=0), PROGRAMS[name]
+    monkeypatch.setattr(compile_module, "_known", {})
+    report, sources = run_and_get_code(explain_with, settings, function, *operands())
     [match] = report.matches
     assert isinstance(match, RegionMatch)
+    assert f"    kernels: {', '.join(match.kernels)}\n" in str(report)
+    for kernel in match.kernels:
+        assert kernel.startswith("cpp_fused")
+        assert any(f"\n{kernel} = " in source for source in sources)
+    monkeypatch.setattr(compile_module, "_known", {})  # Inductor's cache has the code now
+    assert str(explain_with(settings, function, *operands())) == str(report)
     heads = 1 if name == "top_p" else 2
     assert f"region of {heads} head" in str(report)
     assert "rows at a time" in str(report)

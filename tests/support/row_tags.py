@@ -183,6 +183,12 @@ class Replay:
         self._kept, self._changed = kept, changed
         self.values: dict[int, Any] = {}
         self.sizes: dict[str, int] = {}
+        for node, value in kept.items():
+            example = node.meta.get("example_value")
+            if isinstance(example, torch.SymInt):
+                self.sizes.setdefault(str(example.node.expr), value)
+            elif isinstance(example, Tensor) and isinstance(value, Tensor):
+                self._know_sizes(example.shape, value)
         for step in captured.slice.steps:
             self._run(step)
 
@@ -242,7 +248,10 @@ class Replay:
 
     def _know(self, value: Value, tensor: Tensor) -> None:
         self.values[id(value)] = tensor
-        for size, now in zip(value.shape, tensor.shape, strict=True):
+        self._know_sizes(value.shape, tensor)
+
+    def _know_sizes(self, shape: Sequence[Any], tensor: Tensor) -> None:
+        for size, now in zip(shape, tensor.shape, strict=True):
             if isinstance(size, torch.SymInt):
                 self.sizes.setdefault(str(size.node.expr), now)
 
@@ -404,7 +413,7 @@ def _by_chunks(
         tensors.append(tensor if leaf.kind == "shared" else tensor[chosen])
     try:
         (made,) = rows_function(leaves, [value])(*tensors)
-    except KeyError:
+    except (KeyError, Stop):
         return  # a symbolic size of the program that no input of these rows has
     except Exception as error:
         yield f"{_named(value)} fails on a chunk: {type(error).__name__}: {error}"
