@@ -9,7 +9,8 @@ fusedce, which hands the rest of the graph to Inductor::
 
 Every provider runs in a separate process, one step in turn. A compilation is the first step, less
 the second: cold with an empty cache, and again in a second process, which finds it. Before, each
-process compiles a tiny function. A provider whose error against float64 exceeds twice eager's
+process compiles a tiny function. With ``--layers``, what is compiled is a small model: transformer
+layers make the head's hidden states. A provider whose error against float64 exceeds twice eager's
 is refused; the exit status is 1 if fusedce fails or is refused.
 """
 
@@ -31,7 +32,7 @@ from benchmarks.loss import rows
 from benchmarks.loss.case import FLOOR
 from benchmarks.loss.measure import say
 from benchmarks.process import Worker, WorkerError
-from benchmarks.regions.programs import PROGRAMS, Case
+from benchmarks.regions.programs import EXACT_ROWS, PROGRAMS, Case
 
 WORKER = "benchmarks.regions.worker"
 PROVIDERS = ("eager", "inductor", "fusedce")
@@ -173,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--n", type=int, default=8192 if on_gpu else 1024, help="rows")
     add("--d", type=int, default=2048 if on_gpu else 256, help="hidden size")
     add("--v", type=int, default=128256 if on_gpu else 32000, help="classes")
+    add("--layers", type=int, default=0, help="transformer layers in front of the head")
     add("--dtype", choices=sorted(FLOOR), default="bfloat16" if on_gpu else "float32")
     add("--device", default="cuda" if on_gpu else "cpu")
     add("--providers", nargs="+", choices=PROVIDERS, default=list(PROVIDERS))
@@ -181,11 +183,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--json", type=Path)
     add("--markdown", type=Path)
     args = parser.parse_args(argv)
+    if args.layers and args.n % EXACT_ROWS:
+        parser.error(f"--layers takes sequences: --n must be a multiple of {EXACT_ROWS}")
     what = about(args.device)
     results: dict[str, list[Row]] = {}
     lines = [f"## Regions: {heading(what)}"]
     for name in args.programs:
-        case = Case(name, "", args.n, args.d, args.v, args.dtype, args.device)
+        sizes = args.n, args.d, args.v, args.dtype, args.device
+        case = Case(name, "", *sizes, layers=args.layers)
         say(f"{PROGRAMS[name].title}: {case}")
         results[name] = measure(case, args.providers, args.rounds, args.timeout)
         lines += [f"### {PROGRAMS[name].title}: {case}", table(results[name])]

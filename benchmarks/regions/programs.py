@@ -6,7 +6,7 @@ answer in float64::
     >>> case = Case("jsd", "eager", 8, 4, 16, "float32", "cpu")
     >>> list(case.tensors())
     ['x', 'weight', 'teacher_x', 'teacher_weight']
-    >>> case.program()(*case.tensors().values()).shape
+    >>> case.program(case.stack())(*case.tensors().values()).shape
     torch.Size([])
 """
 
@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.loss.case import SEED
 
 RANK = 16  # of a low-rank adapter
-EXACT_ROWS = 128  # that float64 computes at a time
+EXACT_ROWS = 128  # that float64 computes at a time, and that the layers take as a sequence
+OF_A_HEAD = 64  # channels of attention
 
 
 def jsd(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor) -> Tensor:
@@ -108,6 +109,7 @@ class Case:
         provider: ``eager``, or a backend of torch.compile.
         cache: the folder of Inductor's caches.
         exact: the file that has the exact answer, or gets it.
+        layers: the transformer layers that make the head's hidden states of x; none: x is these.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Case:
     device: str
     cache: str = ""
     exact: str = ""
+    layers: int = 0
 
     @property
     def what(self) -> Program:
@@ -149,36 +152,57 @@ class Case:
             made[name] = values.requires_grad_(name in self.what.trained)
         return made
 
-    def program(self) -> Callable[..., Tensor]:
+    def stack(self) -> nn.Sequential:
+        """The trained layers, the same for every provider: pre-norm, on sequences of rows."""
+        if not self.layers:
+            return nn.Sequential()
+        heads = self.d // OF_A_HEAD if self.d % OF_A_HEAD == 0 else 1
+        options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            layers = nn.Sequential(
+                nn.Unflatten(0, (-1, EXACT_ROWS)),
+                *(
+                    nn.TransformerEncoderLayer(self.d, heads, 2 * self.d, **options)
+                    for _ in range(self.layers)
+                ),
+                nn.Flatten(0, 1),
+                nn.LayerNorm(self.d),
+            )
+        return layers.to(self.device, getattr(torch, self.dtype))
+
+    def program(self, stack: nn.Module) -> Callable[..., Tensor]:
         """The mean loss of the operands, as its user writes it."""
         what = self.what
 
-        def loss(*tensors: Tensor) -> Tensor:
-            rows = what.rows(*tensors)
+        def loss(x: Tensor, *others: Tensor) -> Tensor:
+            rows = what.rows(stack(x), *others)
             return (rows.square() if what.squared else rows).mean()
 
         return loss
 
     def answer(self) -> dict[str, Tensor]:
-        """Loss and gradients in float64, a few rows at a time."""
+        """Loss and the operands' gradients in float64, a few rows at a time."""
         wide = {
             name: t.detach().double() if t.is_floating_point() else t
             for name, t in self.tensors().items()
         }
         leaves = [wide[name].requires_grad_() for name in self.what.trained]
+        stack = self.stack().double().requires_grad_(False)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for first in range(0, self.n, EXACT_ROWS):
             part = [
                 t[first : first + EXACT_ROWS] if name in OF_ROWS else t for name, t in wide.items()
             ]
-            loss = self.what.sum(*part) / self.n
+            loss = self.what.sum(stack(part[0]), *part[1:]) / self.n
             loss.backward()
             total += loss.detach()
         gradients = {f"d{name}": t.grad for name, t in zip(self.what.trained, leaves, strict=True)}
         return {"loss": total} | {name: t for name, t in gradients.items() if t is not None}
 
     def __str__(self) -> str:
-        return f"N={self.n} D={self.d} V={self.v}, {self.dtype}"
+        behind = f", behind {self.layers} transformer layers" if self.layers else ""
+        return f"N={self.n} D={self.d} V={self.v}, {self.dtype}{behind}"
 
     def to(self, provider: str, cache: str = "") -> Case:
         """The same for another provider, with another cache."""

@@ -43,11 +43,12 @@ class Session:
         self.case = case
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = case.cache
         self.memory = Memory(torch.device(case.device))
-        self.tensors = case.tensors()
+        self.tensors, stack = case.tensors(), case.stack()
+        self.leaves = [*self.tensors.values(), *stack.parameters()]
         # what all programs share is imported, and built in a new cache, before one is timed
         small = torch.ones(8, 8, device=case.device, requires_grad=True)
         compiled(lambda t: (t.sin() * 2).sum(), case.provider)(small).backward()
-        self.loss = compiled(case.program(), case.provider)
+        self.loss = compiled(case.program(stack), case.provider)
 
     def first(self) -> dict[str, Any]:
         """Seconds that the first step takes longer than the second: those of compilation."""
@@ -55,7 +56,7 @@ class Session:
         return {"seconds": max(first - self._timed(), 0.0)}
 
     def check(self) -> dict[str, Any]:
-        """Relative errors of the loss and of each gradient, in the norm."""
+        """Relative errors of the loss and of each operand's gradient, in the norm."""
         file = Path(self.case.exact)
         exact = torch.load(file) if file.is_file() else self.case.answer()
         if not file.is_file():
@@ -83,7 +84,7 @@ class Session:
         return {"seconds": self._timed(count) if count else seconds}
 
     def _run(self) -> dict[str, Tensor]:
-        for tensor in self.tensors.values():
+        for tensor in self.leaves:
             tensor.grad = None
         loss = self.loss(*self.tensors.values())
         loss.backward()
@@ -106,7 +107,7 @@ class Session:
 
     def _forget(self) -> None:
         """Drops the gradients; gives a GPU's memory back, which the others share."""
-        for tensor in self.tensors.values():
+        for tensor in self.leaves:
             tensor.grad = None
         if self.case.device != "cpu":
             torch.cuda.empty_cache()

@@ -24,15 +24,16 @@ def test_examples():
     assert not found.failed
 
 
+@pytest.mark.parametrize("layers", [0, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_exact_answer_is_that_of_a_wide_program(name, monkeypatch):
-    monkeypatch.setattr(programs, "EXACT_ROWS", 4)  # the last part has two rows
-    case = Case(name, "eager", *SIZES)
+def test_the_exact_answer_is_that_of_a_wide_program(name, layers, monkeypatch):
+    monkeypatch.setattr(programs, "EXACT_ROWS", 5 if layers else 4)  # 4: the last part has two
+    case = Case(name, "eager", *SIZES, layers=layers)
     tensors = [
         t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
         for t in case.tensors().values()
     ]
-    loss = case.program()(*tensors)
+    loss = case.program(case.stack().double())(*tensors)
     loss.backward()
     exact = case.answer()
     torch.testing.assert_close(exact["loss"], loss.detach())
@@ -54,6 +55,19 @@ def test_a_session_checks_measures_and_times(tmp_path, monkeypatch):
     assert session.check()["errors"] == errors  # by the file
     assert session.measure().keys() == {"bytes"}
     assert session.step()["seconds"] > 0
+
+
+def test_layers_are_the_same_in_every_process_and_trained(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.setattr(programs, "EXACT_ROWS", 5)
+    case = Case("top_p", "eager", *SIZES, str(tmp_path), str(tmp_path / "exact.pt"), layers=2)
+    one, other = case.stack().state_dict(), case.stack().state_dict()
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+    session = Session(case)
+    assert max(session.check()["errors"].values()) < 1e-5
+    assert all(leaf.grad is None for leaf in session.leaves)
+    session._run()
+    assert all(leaf.grad is not None for leaf in session.leaves)
 
 
 class Scripted:
@@ -124,7 +138,7 @@ def test_the_exit_status_is_that_of_fusedce(scripted, tmp_path, capsys):
     file, text = tmp_path / "regions.json", tmp_path / "regions.md"
     arguments = ["--n", "10", "--d", "4", "--v", "16", "--rounds", "1", "--programs", "lora"]
     assert main([*arguments, "--json", str(file), "--markdown", str(text)]) == 0
-    assert "### low-rank adapter: N=10 D=4 V=16, float32" in text.read_text()
+    assert "### low-rank adapter: N=10 D=4 V=16, float32\n" in text.read_text()
     rows = json.loads(file.read_text())["results"]["lora"]
     assert [row["name"] for row in rows] == ["eager", "inductor", "fusedce"]
     assert Row(**rows[2]).second_seconds == 1.5
@@ -133,10 +147,20 @@ def test_the_exit_status_is_that_of_fusedce(scripted, tmp_path, capsys):
     assert "refused" in capsys.readouterr().out
 
 
+def test_the_title_says_the_layers(scripted, capsys):
+    arguments = ["--v", "16", "--rounds", "1", "--programs", "lora", "--layers", "2"]
+    assert main(["--n", "128", "--d", "4", *arguments]) == 0
+    assert "V=16, float32, behind 2 transformer layers\n" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--n", "130", *arguments])  # not whole sequences
+    assert "multiple of 128" in capsys.readouterr().err
+
+
 @pytest.mark.full
-def test_a_tiny_run(capsys):
-    sizes = ["--n", "40", "--d", "8", "--v", "200", "--rounds", "1"]
-    assert main(["--programs", "kl", *sizes]) == 0
+@pytest.mark.parametrize("layers", ["0", "1"])
+def test_a_tiny_run(layers, capsys):
+    sizes = ["--n", "128", "--d", "8", "--v", "200", "--rounds", "1"]
+    assert main(["--programs", "kl", *sizes, "--layers", layers]) == 0
     lines = cells(capsys.readouterr().out.split("\n\n")[1])
     assert [line[0] for line in lines] == ["eager", "inductor", "**fusedce**"]
     assert all(len(line) == len(command.COLUMNS) for line in lines)
