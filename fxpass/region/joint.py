@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import compiled_autograd
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import (
@@ -44,6 +45,7 @@ class Joint:
     graph: fx.Graph
     outputs: tuple[Input, ...]
     tangents: tuple[int, ...]  # the outputs that have a gradient
+    reached: tuple[bool, ...]  # the inputs that gradients reach
 
 
 def trace(
@@ -74,6 +76,7 @@ def trace(
 
 def _trace(function: Any, inputs: Any, hints: Any, trained: Any, device: torch.device) -> Joint:
     fakes = Fakes(inputs, hints, device)
+    reached: list[bool] = []
 
     def forward(given: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         leaves = [t.detach().requires_grad_(flag) for t, flag in zip(given, trained, strict=True)]
@@ -83,11 +86,14 @@ def _trace(function: Any, inputs: Any, hints: Any, trained: Any, device: torch.d
         leaves, outputs = forward(given[: len(inputs)])
         wrt = [leaf for leaf, flag in zip(leaves, trained, strict=True) if flag]
         roots = [outputs[k] for k in tangents]
-        gradients: Sequence[torch.Tensor] = [torch.zeros_like(t) for t in wrt]
+        found: Sequence[torch.Tensor | None] = [None] * len(wrt)
         if roots and wrt:
-            gradients = torch.autograd.grad(
-                roots, wrt, given[len(inputs) :], allow_unused=True, materialize_grads=True
-            )
+            found = torch.autograd.grad(roots, wrt, given[len(inputs) :], allow_unused=True)
+        of_wrt = iter(found)
+        reached[:] = [flag and next(of_wrt) is not None for flag in trained]
+        gradients = [
+            torch.zeros_like(t) if g is None else g for t, g in zip(wrt, found, strict=True)
+        ]
         return [t.detach() for t in (*outputs, *gradients)]
 
     with fakes.mode, enable_python_dispatcher():
@@ -100,7 +106,8 @@ def _trace(function: Any, inputs: Any, hints: Any, trained: Any, device: torch.d
             raise ValueError(f"an output {output} does not have the rows first")
     given = (*inputs, *(described[k] for k in tangents))
     fakes.tensors += [fakes.tensor(i) for i in given[len(inputs) :]]
-    eager = traced(joint, fakes, {})
+    with compiled_autograd._disable():  # it would compile this, and wait for the caller's lock
+        eager = traced(joint, fakes, {})
     table = decompositions()
     run = Interpreter(eager, device)
     pure = torch.func.functionalize(lambda *tensors: run(list(tensors)), remove="mutations")
@@ -108,7 +115,7 @@ def _trace(function: Any, inputs: Any, hints: Any, trained: Any, device: torch.d
     fakes.check()
     for node, of in zip(graph.find_nodes(op="placeholder"), given, strict=True):
         node.meta["input"] = of
-    return Joint(graph, described, tangents)
+    return Joint(graph, described, tangents, tuple(reached))
 
 
 def traced(function: Callable[..., Any], fakes: Fakes, table: Mapping[Any, Any]) -> fx.Graph:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -135,7 +136,7 @@ def _coefficients(known: Known, count: int) -> Callable[..., tuple[Tensor, ...]]
     scalar = _tail(known)
 
     def coefficients(*tensors: Any) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
+        with torch.enable_grad(), compiled_autograd._disable():
             leaves = [t.detach().clone().requires_grad_() for t in tensors[:count]]
             whole = scalar(*leaves, *tensors[count:])
             return torch.autograd.grad(whole, leaves, materialize_grads=True)

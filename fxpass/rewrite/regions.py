@@ -78,8 +78,8 @@ def traced(call: RowCall, memory_mb: int, compiled: bool) -> Made:
     rows = sum(leaf.kind == "row" for leaf in call.leaves)
     try:
         joint = trace(function, inputs, hints, flags, device)
-        if any(flags) and not joint.tangents:
-            flags = [False] * len(flags)
+        if flags != list(joint.reached):  # a detached operand gets no gradient, not one of zeros
+            flags = list(joint.reached)
             joint = trace(function, inputs, hints, flags, device)
         made = Made(
             call,

@@ -156,6 +156,17 @@ def test_a_failure_leaves_the_program(monkeypatch, caplog):
     assert "the row region failed" in caplog.text
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compiled_autograd(name):
+    """It compiles backward while a region may still be traced; what is detached gets no gradient."""
+    function, tensors, others = PROGRAMS[name], operands(), operands()
+    function(*tensors).backward()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        compiled(function)(*others).backward()
+    for tensor, other in zip(tensors[:-1], others[:-1], strict=True):
+        torch.testing.assert_close(other.grad, tensor.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_backward_twice():
     tensors = operands()
     loss = compiled(top_p)(*tensors)

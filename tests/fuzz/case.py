@@ -34,6 +34,45 @@ def backward(*tensors, by=None, **how):
     factors = factors if by is None else [by for _ in parts]
     if parts:
         sum((t * f).sum().float() for t, f in zip(parts, factors)).backward(**how)
+
+
+class Capped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z, cap):
+        y = torch.tanh(z / cap) * cap
+        ctx.save_for_backward(y)
+        ctx.cap = cap
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        (y,) = ctx.saved_tensors
+        return g * (1 - (y / ctx.cap).square()), None
+
+
+class Clipped(torch.autograd.Function):  # its backward is not linear
+    @staticmethod
+    def forward(ctx, z):
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.clamp(-0.05, 0.05)
+
+
+class Picked(torch.autograd.Function):  # log-probabilities, and the largest
+    @staticmethod
+    def forward(ctx, z, labels, d):
+        p = z.log_softmax(d)
+        ctx.save_for_backward(p, labels)
+        ctx.d = d
+        return p.gather(d, labels).squeeze(d), p.amax(d)
+
+    @staticmethod
+    def backward(ctx, g, h):
+        p, labels = ctx.saved_tensors
+        chosen = torch.zeros_like(p).scatter(ctx.d, labels, 1.0)
+        return (chosen - p.exp()) * (g + 0.5 * h).unsqueeze(ctx.d), None, None
 """
 
 SIZES_OF_DATA = """\

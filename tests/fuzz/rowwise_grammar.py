@@ -112,6 +112,7 @@ POINTWISE = (
     *("torch.sign({z}) + {z}", "torch.where({z} > 0, {z}, 0.5 * {z})", "{z}.pow(2) / 8"),
     *("({z} > 0.1).to({z}.dtype) * {z}", "F.logsigmoid({z})", "torch.expm1({z}.clamp(-2, 2))"),
     *("{z}.masked_fill({z} < -1, -1.5)", "torch.addcmul({z}, {z}, {z}, value=0.05)"),
+    *("Capped.apply({z}, 3.0)", "Capped.apply({z}, 1.5)", "Clipped.apply({z})"),
     *("{z}.clone()", "{z}.contiguous()", "{z}.float()", "{z}.double()", "{z}.to(torch.bfloat16)"),
     *(
         "{z}.to(c.dtype)",
@@ -228,6 +229,7 @@ REDUCTIONS = (
         "{z}.movedim({d}, -1) @ c[:{v}].to({z}.dtype)",
         "{z}.softmax({d}).movedim({d}, -1) @ c[:{v}].to({z}.dtype)",
     ),
+    *("Picked.apply({z}, {lab1}, {d})[0]", "Picked.apply({z}, {lab1}, {d})[1]"),
     "{z}.softmax({d}).cumsum({d}).sub(0.5).abs().sum({d})",
     "(1 + {z} - {z}.gather({d}, {lab1})).clamp_min(0).sum({d})",
     "F.binary_cross_entropy_with_logits({z}, {g}.sigmoid().to({z}.dtype), reduction='none').mean({d})",
