@@ -79,7 +79,7 @@ def recorded(
     gradients = _run(recorder, Region(backward, region, node, backward=True), [*incoming, *saved])
     if not isinstance(gradients, tuple | list) or len(gradients) != len(given):
         raise Stop("has another number of gradients than arguments")
-    custom = _Custom([], [], [], [])
+    custom = Custom([], [], [], [])
     for argument, gradient in zip(given, gradients, strict=True):
         if argument is not None and argument.trained and isinstance(gradient, Tensor):
             custom.gradients.append(recorder.value(gradient))
@@ -167,7 +167,7 @@ def _is_linear(step: Step, depend: list[bool]) -> bool:
 
 
 @dataclass
-class _Custom:
+class Custom:
     """Runs a custom function in the canonical layout.
 
     Attributes:
@@ -184,7 +184,7 @@ class _Custom:
 
     def __call__(self, environment: Environment) -> list[Tensor]:
         given = [environment.value(*argument, environment.chain) for argument in self.inputs]
-        if not torch.is_grad_enabled():  # what backward reads is an input, too
+        if not environment.grad:  # what backward reads is an input, too
             outputs = [*environment.each(self.outputs)]
             list(self.backward(environment, environment.chain, outputs))
         return list(_Function.apply(environment, self, *given))
@@ -200,7 +200,7 @@ class _Custom:
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, environment: Environment, custom: _Custom, *_: Tensor) -> Any:
+    def forward(ctx: Any, environment: Environment, custom: Custom, *_: Tensor) -> Any:
         ctx.environment, ctx.custom, ctx.chain = environment, custom, environment.chain
         # an alias, since an output may be an argument
         made = [A.alias(o) for o in environment.each(custom.outputs)]

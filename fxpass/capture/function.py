@@ -31,6 +31,7 @@ class Environment:
     Attributes:
         n: the number of rows.
         device: of the logits.
+        grad: whether gradients are enabled, apart from calls that the program makes without.
         chain: the views of rows that are taken of what a rule computes.
     """
 
@@ -38,6 +39,7 @@ class Environment:
         self, leaf: Callable[[Leaf], Tensor], n: Any, device: torch.device, size: Any
     ) -> None:
         self.n, self.device = n, device
+        self.grad = torch.is_grad_enabled()
         self.chain: Chain = ()
         self._leaf, self._size = leaf, size
         self._known: dict[Any, Any] = {}
@@ -100,7 +102,8 @@ class Environment:
         if key not in self._known:
             self.chain = chain
             try:
-                with torch.set_grad_enabled(step.grad and torch.is_grad_enabled()):
+                # not as in the call that reads it: what it computes, others read as well
+                with torch.set_grad_enabled(step.grad and self.grad):
                     self._known[key] = run(self, value.index) if one else run(self)
             finally:
                 self.chain = outer
@@ -126,8 +129,8 @@ def leaves_of(outputs: Sequence[Value], device: torch.device) -> list[Leaf]:
             found[wanted.key] = wanted, made
         return found[wanted.key][1]
 
-    environment = Environment(leaf, ROWS, device, hint)
     with mode, torch.no_grad():
+        environment = Environment(leaf, ROWS, device, hint)
         for output in outputs:
             try:
                 made = environment.value(output, "", ())

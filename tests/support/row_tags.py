@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxpass.capture.capture import Captured, capture
+from fxpass.capture.custom import Custom
 from fxpass.capture.function import function_of as rows_function
 from fxpass.capture.function import leaves_of
 from fxpass.capture.slice import PRODUCTS, Scope
@@ -189,6 +190,7 @@ class Replay:
                 self.sizes.setdefault(str(example.node.expr), value)
             elif isinstance(example, Tensor) and isinstance(value, Tensor):
                 self._know_sizes(example.shape, value)
+        self.of_backward = _of_backward(captured.slice.steps)
         for step in captured.slice.steps:
             self._run(step)
 
@@ -219,6 +221,12 @@ class Replay:
         return pytree.tree_map(of, arguments, is_leaf=lambda a: isinstance(a, Value))
 
     def _run(self, step: Step) -> None:
+        if isinstance(step.run, Custom):
+            for result, output in zip(step.results, step.run.outputs, strict=True):
+                self._know(result, self._other(result, self.tensor(output)))
+            return
+        if any(id(result) in self.of_backward for result in step.results):
+            return
         tagged = any(result.tag is not None for result in step.results)
         try:
             args, kwargs = self.arguments((step.args, step.kwargs))
@@ -278,6 +286,16 @@ class Replay:
         return self.viewed(tensor.permute([*rows, *others]), leaf.chain, len(rows))
 
 
+def _of_backward(steps: Sequence[Step]) -> set[int]:
+    """The tensors that the backward of custom functions makes of incoming gradients."""
+    customs = [step.run for step in steps if isinstance(step.run, Custom)]
+    found = {id(value) for custom in customs for value in custom.incoming}
+    for step in steps:
+        if any(id(value) in found for value in step.values):
+            found |= {id(result) for result in step.results}
+    return found
+
+
 def canonical(tensor: Tensor, tag: str) -> Tensor:
     """``[n, ...]``: one dimension of rows, then the others."""
     rows = [i for i, letter in enumerate(tag) if letter == "r"]
@@ -335,8 +353,9 @@ def _recorded(captured: Captured, kept: _Kept) -> Iterator[str]:
 def _check(captured: Captured, kept: Mapping[Node, Any], found: Check) -> None:
     steps = captured.slice.steps
     logits = {id(step.head): step.results[0] for step in steps if step.head is not None}
-    tagged = [r for step in steps if step.run for r in step.results if r.tag is not None]
     known = Replay(captured, kept)
+    tagged = [r for step in steps if step.run for r in step.results if r.tag is not None]
+    tagged = [r for r in tagged if id(r) not in known.of_backward]
     leaves: dict[int, list[Leaf]] = {}
     for value in tagged:
         try:

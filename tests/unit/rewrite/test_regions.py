@@ -156,6 +156,17 @@ def evaluated(x, weight, labels, y, other):
         return spread(F.linear(x, weight)), F.linear(x, weight).topk(3).indices.eq(3).any(-1)
 
 
+def test_rows_read_without_gradients_before_they_are_read_with_them():
+    def program(x, weight, labels, y, other):
+        z = F.linear(x, weight).sort(-1).values
+        with torch.no_grad():
+            constant = z + z.tanh()
+        return (constant.softmax(-1) * z).var(-1)
+
+    assert functions(graph(program)).count("fxpass.row_region") == 1
+    check(program)
+
+
 def test_no_gradients():
     text = testing.rewritten(evaluated, *operands())
     assert set(re.findall(r"trained=(\S*) ", text)) == {""}
