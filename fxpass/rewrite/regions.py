@@ -10,6 +10,7 @@ stood between the operator's outputs and the results of nodes::
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -154,12 +155,18 @@ class Emitter:
         return node
 
     def size(self, size: Any) -> Any:
-        """A size as a number or a node."""
-        if not isinstance(size, torch.SymInt):
+        """A size, or a number made of sizes, as a number or a node.
+
+        Raises:
+            NoMatch: it cannot be computed before the call.
+        """
+        if isinstance(size, torch.SymBool):
+            raise NoMatch(self.site, f"the condition {size} on sizes is not known before the call")
+        if not isinstance(size, torch.SymInt | torch.SymFloat):
             return size
         expr = size.node.expr
         if expr.is_number:
-            return int(expr)
+            return _number(expr)
         if expr not in self._sizes:
             self._sizes[expr] = self._computed(expr)
         return self._sizes[expr]
@@ -186,14 +193,13 @@ class Emitter:
                     return self.call(A.sym_size.int, node, dim)
         if not expr.args:
             return self._rows_of_mask(expr)
-        parts = [int(a) if a.is_number else self._computed(a) for a in expr.args]
+        parts = [_number(a) if a.is_number else self._computed(a) for a in expr.args]
         function = _ARITHMETIC.get(type(expr).__name__)
         if function is None:
             raise NoMatch(self.site, f"the size {expr} is not known before the call")
-        found = parts[0]
-        for part in parts[1:]:
-            found = self.call(function, found, part)
-        return found
+        if len(parts) == 1:
+            return self.call(function, *parts)
+        return functools.reduce(lambda one, other: self.call(function, one, other), parts)
 
     def _rows_of_mask(self, expr: Any) -> Node:
         """The number of rows that a mask takes, at a place before the call."""
@@ -379,4 +385,11 @@ _ARITHMETIC: dict[str, Any] = {
     "CleanDiv": operator.floordiv,
     "Mod": operator.mod,
     "PythonMod": operator.mod,
+    "FloatTrueDiv": operator.truediv,
+    "IntTrueDiv": operator.truediv,
+    "ToFloat": torch.sym_float,
 }
+
+
+def _number(expr: Any) -> int | float:
+    return int(expr) if expr.is_integer else float(expr)

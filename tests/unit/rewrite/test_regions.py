@@ -128,6 +128,18 @@ def sized(x, weight, labels, y, other):
     return spread(z).sum() / z.size(0) + z.shape[-1] * z.sort(-1).values[..., :50].mean()
 
 
+def test_a_quotient_by_a_symbolic_number_of_classes():
+    def program(x, weight, labels, y, other):
+        z = F.linear(x, weight).flatten(0, 1)
+        smoothed = F.cross_entropy(z, labels.flatten(), label_smoothing=0.1)
+        return spread(z).sum() + smoothed.sigmoid()
+
+    tensors = operands()
+    torch._dynamo.mark_dynamic(tensors[1], 0)
+    assert functions(graph(program, *tensors)).count("fxpass.row_region") == 1
+    check(program, dynamic=True)
+
+
 def test_numbers_of_the_logits_are_known_without_them():
     assert "linear" not in functions(graph(sized))
     check(sized)
