@@ -265,17 +265,20 @@ def _sources(value: Value) -> Iterator[Node]:
 
 def made_of(node: Node, tag: str) -> Iterator[tuple[Node, str]]:
     """What makes an operand, by nodes that are as large: products, given logits; and their tags."""
-    shape, todo, seen = node.meta["example_value"].shape, [node], {node}
+    shape, seen = node.meta["example_value"].shape, {node}
+    todo: list[tuple[Node, Node | None]] = [(node, None)]
     while todo:
-        source = todo.pop()
+        source, last = todo.pop()
         if function_of(source) in PRODUCTS:
             yield source, tag
             continue
         sources = [n for n in source.all_input_nodes if _is_as_large(n, numel(shape))]
-        alike = is_tensor(source) and _same_shape(source.meta["example_value"].shape, shape)
-        if not sources and source is not node and alike:
-            yield source, tag
-        todo += [n for n in sources if n not in seen]
+        if is_tensor(source) and _same_shape(source.meta["example_value"].shape, shape):
+            last = source
+        # given logits, or a view of them that has the rows of the head
+        if not sources and last not in (None, node) and storage(last) == storage(source):
+            yield last, tag
+        todo += [(n, last) for n in sources if n not in seen]
         seen.update(sources)
 
 

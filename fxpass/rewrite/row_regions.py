@@ -170,17 +170,22 @@ def without_guards(region: Region) -> Iterator[None]:
 
 
 def heads_in_nested(region: Region, settings: Settings) -> list[Node]:
-    """The calls of checkpoints and of nested regions in which logits are made, and returned."""
+    """The calls of checkpoints and of nested regions in which logits are made: those of nested
+    regions, and those that a checkpoint returns."""
     targets = CHECKPOINTS | NESTED_REGIONS
     calls = [n for n in region.module.graph.nodes if n.target in targets]
-    return [n for n in calls if region.plain and _returns_logits(n, settings)]
+    return [n for n in calls if region.plain and _has_logits(n, settings)]
 
 
-def _returns_logits(call: Node, settings: Settings) -> bool:
+def _has_logits(call: Node, settings: Settings) -> bool:
     body = next((b for b in map(nested_graph, call.args) if b is not None), None)
     if body is None:
         return False
     made = [n for n in body.graph.nodes if _may_be_large(n, settings)]
+    if call.target in NESTED_REGIONS and not settings.min_logits_mb:
+        return bool(made)
+    if call.target in NESTED_REGIONS and any(map(looks_like_a_head, made)):
+        return True
     least = min((hint(value(n).numel()) for n in made), default=0) // 2
     returned = body.graph.output_node().all_input_nodes
     return bool(made) and any(is_tensor(n) and hint(value(n).numel()) > least for n in returned)
@@ -191,9 +196,7 @@ def _reads_logits(head: Head) -> bool:
     least = hint(value(head.flow.linear.node).numel()) // 2
     tensors = [n for n in head.flow.tensors.values() if is_tensor(n)]
     large = [n for n in tensors if hint(value(n).numel()) >= least]
-    sources = (source for n in large for source, _ in made_of(n, ""))
-    made = any(n.op == "placeholder" or function_of(n) in PRODUCTS for n in sources)
-    return head.logits_mode == "keep" or made
+    return head.logits_mode == "keep" or any(True for n in large for _ in made_of(n, ""))
 
 
 def _grads(modes: Mapping[Node, Mode]) -> dict[Node, bool]:

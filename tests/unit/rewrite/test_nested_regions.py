@@ -150,6 +150,36 @@ def test_losses_with_a_formula():
     check(program)
 
 
+@torch.compiler.nested_compile_region
+def loss(x, weight, labels):
+    return F.cross_entropy(F.linear(x, weight), labels)
+
+
+@torch.compiler.nested_compile_region
+def spread(x, weight):
+    return F.linear(x, weight).sort(-1).values[..., :40].logsumexp(-1)
+
+
+def test_losses_inside():
+    def program(x, y, weight, other, labels):
+        return loss(x, weight, labels) + loss(y, weight, labels)
+
+    text = lines(program)
+    assert text.count("= fxpass.class_reductions(") == 2
+    assert "invoke_subgraph" not in text
+    check(program)
+
+
+def test_row_regions_inside():
+    def program(x, y, weight, other, labels):
+        return (spread(x, weight) - spread(y, weight)).square().mean()
+
+    text = lines(program)
+    assert text.count("= fxpass.row_region(") == 2
+    assert "invoke_subgraph" not in text
+    check(program)
+
+
 @pytest.mark.parametrize("dynamic", [True, None])
 def test_symbolic_sizes(dynamic):
     check(r_drop, dynamic=dynamic)
