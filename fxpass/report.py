@@ -220,6 +220,9 @@ def _lacks_labels(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return "labels" in signature.parameters and given.get("labels") is None
 
 
+_SWITCH = re.compile(r"torch\._dynamo\.config\.\w+ = True")
+
+
 def _break_after(gm: GraphModule) -> list[str]:
     """The graph break that ended a graph, as ``file:line code: reason``; empty if none did."""
     ended = getattr(gm, "compile_subgraph_reason", None)
@@ -228,4 +231,7 @@ def _break_after(gm: GraphModule) -> list[str]:
     where = source_of(ended.user_stack[-1]) if ended.user_stack else "somewhere"
     lines = [line.strip() for line in ended.reason.splitlines() if line.strip()]
     said = " ".join(line for line in lines[:2] if not line.startswith("Hint"))
+    # such as that which captures the rows of a boolean mask
+    switches = dict.fromkeys(_SWITCH.findall(ended.reason))
+    said += "".join(f" It is captured with {switch}." for switch in switches)
     return [f"{where}: {said}"]

@@ -119,6 +119,20 @@ def test_a_graph_break_between_head_and_loss_is_located():
     assert f"graph break: tests/unit/test_report.py:{number} torch._dynamo.graph_break()" in report
 
 
+@NON_LEAF
+def test_a_mask_of_rows_names_the_switch_that_captures_it():
+    def program(x, weight, labels):
+        z, t = F.linear(x, weight).flatten(0, -2), labels.flatten()
+        return F.cross_entropy(z[t > 0], t[t > 0])
+
+    switch = "torch._dynamo.config.capture_dynamic_output_shape_ops = True"
+    broke = explain(program, *inputs())
+    assert all(f"It is captured with {switch}." in place for place in broke.breaks)
+    assert broke.breaks
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert counts(explain(program, *inputs()))[:3] == (1, 1, 0)
+
+
 def test_it_is_what_the_package_exports():
     assert (fxpass.explain, fxpass.Report) == (explain, Report)
 
