@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpass.capture.capture import Captured, capture, made_of
 from fxpass.capture.slice import PRODUCTS, Scope
+from fxpass.graph.calls import storage
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import Writers, writers_in
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, nested_graph, value
@@ -196,7 +197,11 @@ def _reads_logits(head: Head) -> bool:
     least = hint(value(head.flow.linear.node).numel()) // 2
     tensors = [n for n in head.flow.tensors.values() if is_tensor(n)]
     large = [n for n in tensors if hint(value(n).numel()) >= least]
-    return head.logits_mode == "keep" or any(True for n in large for _ in made_of(n, ""))
+    graph = head.flow.linear.node.graph
+    inputs = {storage(n) for n in graph.find_nodes(op="placeholder") if is_tensor(n)}
+    sources = (source for n in large for source, _ in made_of(n, ""))
+    made = any(function_of(n) in PRODUCTS or storage(n) in inputs for n in sources)
+    return head.logits_mode == "keep" or made
 
 
 def _grads(modes: Mapping[Node, Mode]) -> dict[Node, bool]:
