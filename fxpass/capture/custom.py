@@ -128,7 +128,10 @@ def _run(recorder: Recorder, region: Region, given: Sequence[Any]) -> Any:
         if any(storage(n) in memory for n in written(node)):
             raise Stop("writes to its arguments, or to what it saved")
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        count = len(recorder.steps)
         values[node] = recorder.run(node, args, kwargs, False, autocast(node))
+        if any(torch.Tag.nondeterministic_seeded in s.op.tags for s in recorder.steps[count:]):
+            raise Stop("draws random numbers")  # a region would draw backward's in forward
     raise Stop("returns nothing")
 
 

@@ -211,7 +211,18 @@ class Centred(torch.autograd.Function):
         return g - g.mean(0, keepdim=True)
 
 
+class Noisy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore
+        return g * (torch.rand(g.shape) * 0 + 1)
+
+
 REFUSED = [
+    (Noisy, "draws random numbers"),
     (Clipped, "is not linear in its gradient (aten.clamp)"),
     (Auxiliary, "is not linear in its gradient (aten.add)"),
     (Ignoring, "does not read its gradient"),
