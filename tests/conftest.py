@@ -39,6 +39,7 @@ from fxpass.casts import casts
 from fxpass.graph import source
 from fxpass.match import heads as heads_module
 from fxpass.plan import plan
+from fxpass.rewrite.row_regions import Fused
 from tests.support.gpus import H200, Gpus
 
 for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
@@ -247,4 +248,4 @@ def _clean_compiler():
 def known_formulas(monkeypatch):
     """No row regions: what has no known formula is not fused. A setting for this would be one that
     no user needs."""
-    monkeypatch.setattr("fxpass.rewrite.transform.fuse_regions", lambda *_: [])
+    monkeypatch.setattr("fxpass.rewrite.transform.fuse_regions", lambda *_: Fused([]))

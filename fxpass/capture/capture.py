@@ -61,6 +61,11 @@ class Captured:
         return source_line(self.calls[0].place)
 
     @property
+    def trained(self) -> bool:
+        """Whether a result has a gradient."""
+        return any(value.trained for call in self.calls for value in call.outputs)
+
+    @property
     def operations(self) -> tuple[str, ...]:
         """The names of the ATen calls on tensors with classes, each once."""
         steps = (s for s in self.slice.steps if s.run and any(v.of_classes for v in s.values))

@@ -292,10 +292,26 @@ def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     return (units[0] * units[1]).sum(dim)
 
 
+def _einsum(equation: str, *operands: Any) -> Tensor:
+    """A sum of products of elements, if that is what it is: its operands may be made in chunks."""
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list) else operands
+    words, _, out = equation.replace(" ", "").partition("->")
+    word = words.split(",")[0]
+    kept = [letter for letter in word if letter in out]
+    alike = words.split(",") == [word] * len(tensors) and "".join(kept) == out
+    if not alike or "." in word or len(set(word)) < len(word) or len(kept) == len(word):
+        return torch.einsum(equation, *operands)
+    summed = [i for i, letter in enumerate(word) if letter not in kept]
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return functools.reduce(torch.mul, [t.to(wide) for t in tensors]).sum(summed).to(dtype)
+
+
 # Functions that read a number of a tensor outside of a graph's tracer, or switch gradients off.
 _REPLACED: dict[Any, Any] = {
     torch.nn.functional.cosine_similarity: _cosine,
     torch.cosine_similarity: _cosine,
+    torch.einsum: _einsum,
     torch.nn.functional.one_hot: _one_hot,
     _TORCH._C._nn.one_hot: _one_hot,
 }

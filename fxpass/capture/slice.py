@@ -66,6 +66,7 @@ class Slice:
         recorder: the calls.
         ran: the nodes that ran, with their results: functional tensors, numbers.
         derived: nodes that read rows or numbers of a slice, and did not have to run.
+        left: nodes with classes that are outputs of the graph.
         scope: what is known of the whole graph.
     """
 
@@ -73,6 +74,7 @@ class Slice:
     scope: Scope
     ran: dict[Node, Any] = field(default_factory=dict)
     derived: set[Node] = field(default_factory=set)
+    left: tuple[Node, ...] = ()
 
     @property
     def steps(self) -> list[Step]:
@@ -88,9 +90,11 @@ class Slice:
         return node in self.ran or node in self.derived
 
     def boundary(self) -> Iterator[Node]:
-        """The nodes that ran, and of which other nodes read the results."""
+        """The nodes that ran, and of which other nodes read the results, or that are outputs of the
+        graph without being ``left``."""
         for node in self.ran:
-            if any(user not in self.ran for user in node.users):
+            others = (user for user in node.users if user not in self.ran)
+            if any(user.op != "output" or node not in self.left for user in others):
                 yield node
 
 
@@ -161,9 +165,7 @@ class _Walk:
             return self.found.ran[node]
         if node.op == "output":
             reads = [n for n in node.all_input_nodes if n in self.found.ran]
-            left = next((n for n in reads if self._has_classes(n)), None)
-            if left is not None:
-                raise NoMatch(node, f"the logits, or what is made of them (%{left.name}), leave")
+            self.found.left = tuple(n for n in reads if self._has_classes(n))
             return None
         self._check(node)
         for source in node.all_input_nodes:
@@ -200,9 +202,10 @@ class _Walk:
             fake = made.fake
             if fake.dtype != example.dtype or fake.dim() != example.dim():
                 raise NoMatch.at(node, f"runs in {fake.dtype} outside of the graph")
-            # what is written later may give the example a gradient
-            if made.trained != example.requires_grad and storage(node) not in self.writers:
-                # a view made where gradients are off, which needs a gradient and passes none on
+            # what is written later may give the example a gradient; a view made where gradients are
+            # off says that it needs one, and passes none on to what reads it there
+            known = storage(node) in self.writers or not self.found.scope.grads[node]
+            if made.trained != example.requires_grad and not known:
                 raise NoMatch.at(node, "has a gradient in another way than its operands")
 
     def _argument(self, node: Node) -> Any:

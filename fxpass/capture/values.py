@@ -165,8 +165,11 @@ Chain = tuple[RowOp, ...]
 
 
 def key_of(chain: Chain) -> str:
-    """Equal for chains that do the same."""
-    return "".join(op.key for op in chain)
+    """Equal for chains that do the same to flat rows, which do not see the last reshapes."""
+    last = len(chain)
+    while last and chain[last - 1].kind == "reshape":
+        last -= 1
+    return "".join(op.key for op in chain[:last])
 
 
 def _text(argument: Any) -> str:

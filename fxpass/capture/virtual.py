@@ -20,6 +20,7 @@ from fxpass.capture.values import Chain, Value, inner, inner_sizes, numel, same
 # Calls that make a tensor of one number: the position of the number, if it is an argument.
 FILLED = {A.full: 1, A.zeros: None, A.ones: None, A.scalar_tensor: 0}
 FILLED |= {A.empty: None}
+_SAME = (A.expand, A.alias, A.detach, A.clone)
 
 
 def filled(env: Any, value: Value, letters: str, chain: Chain) -> Tensor | None:
@@ -42,9 +43,11 @@ def filled(env: Any, value: Value, letters: str, chain: Chain) -> Tensor | None:
             return None
         sizes = (env.n, *env.sizes(inner_sizes(value, letters)))
         return torch.full(sizes, number, dtype=value.fake.dtype, device=env.device)
+    if packet in _SAME and all(map(same, value.shape, step.values[0].shape)):
+        return filled(env, step.values[0], letters, chain)
     if packet in (A.scatter, A.scatter_add):
         return _scattered(env, value, letters, chain)
-    if torch.Tag.pointwise in step.op.tags or packet is A._to_copy:
+    if torch.Tag.pointwise in step.op.tags or packet in (A._to_copy, A.to):
         return _pointwise(env, value, letters, chain)
     return None
 
@@ -55,14 +58,12 @@ def _is_large(value: Value, letters: str) -> bool:
 
 
 def _pointwise(env: Any, value: Value, letters: str, chain: Chain) -> Tensor | None:
-    """A pointwise call of smaller operands."""
+    """A pointwise call of operands."""
     step = value.step
     assert step is not None
     others = [v for v in step.values if len(v.shape)]
     if any(v.trained for v in others) or not others:
         return None
-    if any(v.step is None and numel(v.shape) == numel(value.shape) for v in others):
-        return None  # one of them exists, as large as the result
 
     def of(argument: Any) -> Any:
         if isinstance(argument, list | tuple):

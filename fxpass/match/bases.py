@@ -16,9 +16,8 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.graph.nodes import NoMatch, needs_gradient
-from fxpass.match.classes import Classes, Flow, has_classes
+from fxpass.match.classes import Classes, Flow, has_classes, of_classes_alone
 from fxpass.match.edits import symbols_of
-from fxpass.match.masks import of_classes_alone
 from fxpass.match.outputs import Base
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import FUNCTIONS, Where

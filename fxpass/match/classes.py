@@ -21,7 +21,6 @@ from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.region import Region
 from fxpass.match.edits import (
     Edit,
-    Part,
     Step,
     is_one_number,
     keeps_rows,
@@ -30,7 +29,7 @@ from fxpass.match.edits import (
 )
 from fxpass.match.linears import Linear
 from fxpass.match.losses import Loss
-from fxpass.match.outputs import HOT, WRAPPED, Base, OfBase, Picked, Summed, given_of
+from fxpass.match.outputs import Base, OfBase, Picked, Summed, given_of
 from fxpass.spec.expression import Z
 
 
@@ -56,25 +55,6 @@ class Classes:
     def place(self) -> tuple[Any, ...]:
         """Equal for tensors whose elements are of the same rows and classes."""
         return self.steps, self.dim, self.edits
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """A stack of several heads' logits.
-
-    Attributes:
-        node: the stack.
-        like: the stack, or a view of it, as if all its logits were the head's.
-        axis: the dimension of the heads.
-        positions: where the head's logits are in it.
-        count: its size.
-    """
-
-    node: Node
-    like: Classes
-    axis: int
-    positions: tuple[int, ...]
-    count: int
 
 
 @dataclass(frozen=True)
@@ -134,21 +114,13 @@ class Flow:
         tensors: symbol → the tensor of the graph that it stands for.
         repeated_rows: symbol of a tensor that is broadcast to the rows → a tensor with these rows.
         dims: symbol of given values → the position of their class dimension.
-        selections: symbols of masks of classes → the index that selects these classes.
         reductions: the nodes that reduce the logits, in the graph's order.
-        made: tensors of the logits' shape, class dimensions and dtypes of logits → the expression
-            that :mod:`fxpass.match.masks` found for them.
-        spelled: nodes of rows that an assignment to logits was read through.
-        assigned: assignments to logits that return nothing.
-        unread: reductions, their views and ``spelled`` that only tensors with classes read, which
-            are not computed any more.
+        unread: reductions, and their views, that only tensors with classes read, which are not
+            computed any more.
         pairs: nodes whose value is a tuple of tensors.
-        stacks: stacks of logits, and views of them.
         sharding: how its classes and rows are distributed over ranks; None on one rank.
         stops: why readers of the logits are not understood.
-        left: tensors with classes, and stacks, among the outputs of the graph.
-        parts: symbol of an output of some rows → the symbol of this output of all rows, and which
-            rows of it.
+        left: tensors with classes among the outputs of the graph.
     """
 
     linear: Linear
@@ -163,24 +135,17 @@ class Flow:
     tensors: dict[Symbol, Node] = field(default_factory=dict)
     repeated_rows: dict[Symbol, Classes] = field(default_factory=dict)
     dims: dict[Symbol, int] = field(default_factory=dict)
-    selections: dict[Symbol, Any] = field(default_factory=dict)
     reductions: list[Reduced] = field(default_factory=list)
-    made: dict[tuple[Node, int, torch.dtype], Expr | None] = field(default_factory=dict)
-    spelled: list[Node] = field(default_factory=list)
-    assigned: list[Node] = field(default_factory=list)
     unread: set[Node] = field(default_factory=set)
     pairs: dict[Node, Classes] = field(default_factory=dict)
-    stacks: dict[Node, Stacked] = field(default_factory=dict)
     sharding: Any = None
     stops: list[NoMatch] = field(default_factory=list)
     left: tuple[Node, ...] = ()
-    parts: dict[Symbol, tuple[Symbol, Part]] = field(default_factory=dict)
 
     @property
     def inside(self) -> set[Node]:
         """The linear and all nodes with values of logits."""
-        known = self.classes, self.pairs, self.stacks, self.unread, self.assigned
-        return set().union(*known)
+        return set().union(self.classes, self.pairs, self.unread)
 
     @property
     def replaced(self) -> set[Node]:
@@ -205,32 +170,15 @@ class Flow:
     # ------------------------------------------------------------ symbols
 
     def tensor(self, node: Node, kind: str) -> Symbol:
-        """The symbol of a ``row``, ``class`` or ``given`` tensor, or of the one-hot tensor of class
-        indices (``hot``)."""
+        """The symbol of a ``row``, ``class`` or ``given`` tensor."""
         symbol = Symbol(f"{kind}_{node.name}", real=True)
         self.tensors[symbol] = node
         return symbol
 
-    def selected(self, node: Node, entry: Any) -> Symbol:
-        """The symbol of a mask of the classes that an index of ``node`` selects."""
-        symbol = Symbol(f"class_[{node.name}]", real=True)
-        self.selections[symbol] = entry
-        return symbol
-
-    def nodes(self, symbol: Symbol) -> list[Node]:
-        """The nodes that the tensor of a symbol is computed from."""
-        if symbol in self.selections:
-            entry = self.selections[symbol]
-            parts = (entry.start, entry.stop, entry.step) if isinstance(entry, slice) else (entry,)
-            return [part for part in parts if isinstance(part, Node)]
-        return [self.tensors[symbol]]
-
     def varies(self, symbol: Symbol) -> bool:
         """Whether the tensor of a symbol differs from row to row."""
         tensor = self.tensors.get(symbol)
-        alike = tensor is None or symbol.name.startswith("class_")
-        if tensor is not None and not symbol.name.startswith(HOT):
-            alike |= is_one_number(tensor)
+        alike = tensor is None or symbol.name.startswith("class_") or is_one_number(tensor)
         return not alike or symbol in self.outputs
 
     def is_computed_from_logits(self, node: Node) -> bool:
@@ -245,11 +193,6 @@ class Flow:
                 todo += [n for n in one.all_input_nodes if reads_values(one, n)]
                 todo += self.writes([one])
         return False
-
-    def hit(self, symbol: Symbol) -> Picked:
-        """The classes of a one-hot tensor, as a pick."""
-        wraps = "negative" if symbol.name.startswith(WRAPPED) else ""
-        return Picked(self.tensors[symbol], None, wraps)
 
     def given(self, node: Node, dim: int) -> Symbol:
         """The symbol of given values."""
@@ -319,7 +262,7 @@ class Flow:
         """The tensors that the value of a symbol is computed from."""
         if symbol in self.outputs:
             return self.operands(self.outputs[symbol][0], [symbol])
-        return self.nodes(symbol)
+        return [self.tensors[symbol]]
 
     def operands(self, base: Base, symbols: Iterable[Symbol]) -> list[Node]:
         """The tensors that a call reads for these outputs of a base."""
@@ -327,25 +270,29 @@ class Flow:
         nodes = [n for n in (linear.x, linear.weight, linear.bias) if n is not None]
         nodes += [n for step in base.steps for n in others_of(step.node)]
         nodes += [self.tensors[s] for s in symbols_of(base.scale)]
-        nodes += [n for s in (*base.biases, *base.given, *base.hits) for n in self.nodes(s)]
+        nodes += [self.tensors[s] for s in (*base.biases, *base.given)]
         nodes += base.indices
         for symbol in symbols:
             output = self.outputs[symbol][1]
             if isinstance(output, Picked):
-                nodes += output.indices
-            read = [*given_of(output), *(output.hits if isinstance(output, Summed) else [])]
-            nodes += [n for s in read for n in self.nodes(s)]
-            if isinstance(output, Summed):
-                nodes += self.operands(base, output.picks)
+                nodes.append(output.index)
+            nodes += [self.tensors[s] for s in given_of(output)]
         return nodes
 
 
 # The names of symbols of what is given at a class.
-OF_CLASS = ("class_", "given_", HOT)
+OF_CLASS = ("class_", "given_")
 
 
 def has_classes(expr: Expr) -> bool:
     return any(s == Z or s.name.startswith(("log_", *OF_CLASS)) for s in symbols_of(expr))
+
+
+def of_classes_alone(expr: Any, *, rows: bool = False) -> bool:
+    """Whether an expression is one of a logit and of what is given at its class, without a softmax;
+    ``rows``: or of what is given for its row."""
+    names = (*OF_CLASS, "row_") if rows else OF_CLASS
+    return all(s == Z or s.name.startswith(names) for s in expr.free_symbols)
 
 
 def rest_of(base: Base, like: Classes) -> tuple[Step, ...] | None:

@@ -36,20 +36,6 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Part:
-    """A range of the rows, along their first dimension.
-
-    Attributes:
-        step: the view that takes it.
-        start, stop: the range; None for all that follow.
-    """
-
-    step: Step
-    start: int
-    stop: int | None
-
-
-@dataclass(frozen=True)
 class Taken:
     """Some of the classes: an index tensor ``[V']``, or start, stop and step of a slice."""
 
@@ -84,15 +70,8 @@ def keeps_rows(step: Step) -> bool:
     before it and after it."""
     if step.view.target not in _SAME_ROWS:
         return False
-    before, after = value(operand_of_step(step)), value(step.node)
+    before, after = value(first_operand(step.node)), value(step.node)
     return step.view.before == before.dim() - 1 and step.dim == after.dim() - 1
-
-
-def operand_of_step(step: Step) -> Node:
-    """The tensor of which a view is taken; a part's is that of the tuple."""
-    first = step.node.args[0] if step.node.args else None
-    found = isinstance(first, Node) and not is_tensor(first)
-    return first_operand(first if found else step.node)  # type: ignore[arg-type]
 
 
 def taken(edit: Edit, count: int | torch.SymInt) -> int | torch.SymInt:

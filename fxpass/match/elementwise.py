@@ -21,9 +21,8 @@ from fxpass.graph.functions import CASTS
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_number, is_tensor, value
 from fxpass.graph.placements import TO_LOCAL, placement_name
 from fxpass.match.bases import in_logs, softmax_base_of
-from fxpass.match.classes import Classes, Flow
+from fxpass.match.classes import Classes, Flow, of_classes_alone
 from fxpass.match.edits import Step, symbols_of
-from fxpass.match.masks import is_row, made_of, of_classes_alone
 from fxpass.match.operands import (
     check_cast,
     check_dim,
@@ -96,7 +95,7 @@ def note_write(flow: Flow, node: Node, found: Classes) -> None:
         NoMatch: an alias of the tensor is read later.
     """
     operand, memory = first_operand(node), storage(first_operand(node))
-    for alias in (*flow.classes, *flow.stacks, *flow.pairs):
+    for alias in (*flow.classes, *flow.pairs):
         shared = alias is not operand and (not is_tensor(alias) or storage(alias) in (memory, None))
         if shared and any(user > node for user in alias.users):
             raise NoMatch.at(node, f"writes to %{alias.name}")
@@ -273,9 +272,6 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
     if known is not None and is_row(value(argument), like, whole):
         return known
     tensor = value(argument)
-    made = made_of(flow, argument, like, whole)
-    if made is not None:
-        return made
     if tensor.is_complex():
         raise NoMatch.at(node, f"has an operand of {tensor.dtype}")
     if tensor.numel() == 1 or is_row(tensor, like, whole):
@@ -289,6 +285,13 @@ def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor)
     if tensor.dim() <= whole.dim() and _repeats_rows(tensor, like, whole):
         return flow.repeated_row(argument, like)
     raise NoMatch.at(node, f"has an operand of shape {list(tensor.shape)}")
+
+
+def is_row(tensor: Tensor, like: Classes, whole: Tensor) -> bool:
+    """Whether a tensor has one value for each row, where the classes are."""
+    return tensor.dim() == whole.dim() and list(tensor.shape) == [
+        1 if i == like.dim else size for i, size in enumerate(whole.shape)
+    ]
 
 
 def _repeats_rows(tensor: torch.Tensor, like: Classes, whole: torch.Tensor) -> bool:

@@ -30,19 +30,15 @@ from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place
 from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.region import Region
-from fxpass.match.assigned import ASSIGNMENTS, assigned
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.elementwise import classes_of, note_write, pointwise
 from fxpass.match.linears import Linear
 from fxpass.match.maxima import of_pair
 from fxpass.match.modes import Mode, cuts_gradients
 from fxpass.match.operands import keeps_order, operand_of
-from fxpass.match.outputs import Base, Picked, Summed
-from fxpass.match.parts import join_pieces
+from fxpass.match.outputs import Base, Picked
 from fxpass.match.pointwise import POINTWISE
 from fxpass.match.reductions import REDUCTIONS, of_loss
-from fxpass.match.stacks import stack_of, taken_from_stack
-from fxpass.match.tuples import TUPLES, member_of, tuple_of
 from fxpass.spec.expression import Z
 
 
@@ -78,14 +74,13 @@ def flow_of(
 
 
 def _bases_read(flow: Flow) -> list[tuple[Base, set[int]]]:
-    """The bases of which reductions read an output, with the kinds of outputs: 0 stands for sums of
-    functions of a logit and 1 for picked logits, which other bases may have too, 2 for others."""
+    """The bases of which reductions read an output, with the kinds of outputs: 1 stands
+    for picked logits, which other bases may have too, and 2 for others."""
     kinds: dict[Symbol, set[int]] = {base.log: set() for base in flow.bases}
     for symbol in {s for r in flow.reductions for s in r.symbols & flow.outputs.keys()}:
         base, output = flow.outputs[symbol]
-        is_sum = isinstance(output, Summed) and not output.late
         is_logit = isinstance(output, Picked) and output.logit
-        kinds[base.log].add(0 if is_sum else 1 if is_logit else 2)
+        kinds[base.log].add(1 if is_logit else 2)
     return [(base, kinds[base.log]) for base in flow.bases if kinds[base.log]]
 
 
@@ -93,7 +88,7 @@ def _read_all(flow: Flow, modes: dict[Node, Mode]) -> Flow:
     linear = flow.linear
     flow.classes[linear.node] = Classes((), linear.dim, Z)
     end: NoMatch | None = None
-    noted = (flow.classes, flow.pairs, flow.stacks, flow.rows, flow.cut)
+    noted = (flow.classes, flow.pairs, flow.rows, flow.cut)
     readers = set(linear.node.users)
     for node in linear.node.graph.nodes:
         if node not in readers:
@@ -110,7 +105,6 @@ def _read_all(flow: Flow, modes: dict[Node, Mode]) -> Flow:
         if any(node in table for table in noted):
             readers.update(node.users)
     _drop_unread(flow)
-    join_pieces(flow)
     return flow
 
 
@@ -123,31 +117,26 @@ def _follow(flow: Flow, node: Node, modes: dict[Node, Mode]) -> bool:
     """Notes what a node computes; whether it reads logits that were noted before."""
     read = [n for n in node.all_input_nodes if n in flow.classes and reads_values(node, n)]
     pairs = [n for n in node.all_input_nodes if n in flow.pairs]
-    stacks = [n for n in node.all_input_nodes if n in flow.stacks]
     if node.op == "output":
-        flow.left = (*read, *stacks)
+        flow.left = tuple(read)
         return False
     if read:
         _read(flow, node, modes)
-    elif stacks:
-        taken_from_stack(flow, node)
-    elif pairs and function_of(pairs[0]) in TUPLES:
-        member_of(flow, node)
     elif pairs and function_of(pairs[0]) == "nll_loss_forward":
         of_loss(flow, node)
     elif pairs:
         of_pair(flow, node)
     elif any(n in flow.rows or n in flow.cut for n in node.all_input_nodes):
         _same_row(flow, node)
-    return bool(read or stacks or pairs)
+    return bool(read or pairs)
 
 
 def _drop_unread(flow: Flow) -> None:
     """Notes the reductions that only tensors with classes read: the lse in ``z - lse``."""
     operands = set(flow.tensors.values())
     nodes = {*flow.rows, *flow.cut, *(r.node for r in flow.reductions)} - operands
-    readers = {*flow.classes, *flow.assigned}
-    for node in sorted(nodes.union(flow.spelled), reverse=True):
+    readers = set(flow.classes)
+    for node in sorted(nodes, reverse=True):
         if node.users and readers.issuperset(node.users):
             flow.unread.add(node)
             readers.add(node)
@@ -156,40 +145,24 @@ def _drop_unread(flow: Flow) -> None:
 
 def _read(flow: Flow, node: Node, modes: dict[Node, Mode]) -> None:
     function = function_of(node)
-    if is_in_place(function) or (written(node) and function in (*POINTWISE, "setitem")):
+    if is_in_place(function) or (written(node) and function in POINTWISE):
         if cuts_gradients(node, modes):
             raise NoMatch.at(node, "writes without gradients")
-        plain = out_of_place(function)
-        assigns = plain in ASSIGNMENTS
-        found = assigned(flow, node) if assigns else pointwise(flow, node, plain)
+        found = pointwise(flow, node, out_of_place(function))
         note_write(flow, node, found)
-        if is_tensor(node):
-            flow.classes[node] = found
-        else:
-            flow.assigned.append(node)
+        flow.classes[node] = found
         return
     if written(node):
         raise NoMatch.at(node, "may write to the logits")
-    if function in TUPLES:
-        tuple_of(flow, node, not modes[node].grad)
-        return
     if function == "nll_loss_forward":
         flow.pairs[node] = operand_of(flow, node)
-        return
-    if function == "stack":
-        stack_of(flow, node)
         return
     reader = REDUCTIONS.get(function)
     if reader is not None:
         reader(flow, node)
         if node not in flow.classes:  # else it is a view
             return
-    if reader is not None:
-        found = flow.classes[node]
-    elif function in ASSIGNMENTS:
-        found = assigned(flow, node)
-    else:
-        found = classes_of(flow, node, function)
+    found = flow.classes[node] if reader is not None else classes_of(flow, node, function)
     if cuts_gradients(node, modes) and not _is_operand(node, function):
         found = replace(found, detached=True)
     elif value(node).requires_grad and found.detached:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Node
 
 from fxpass.graph.nodes import hint
 from fxpass.graph.source import source_line
@@ -17,6 +16,13 @@ from fxpass.match.classes import Flow
 from fxpass.match.join import Call
 from fxpass.match.linears import shape_of
 from fxpass.spec.words import words
+
+# What becomes of logits that leave the graph, or that others read.
+LEFT = {
+    "keep": " (logits kept: another node reads them)",
+    "defer": " (logits deferred: computed when they are first used)",
+    "drop": " (logits dropped: their values cannot be used)",
+}
 
 
 @dataclass(frozen=True)
@@ -46,11 +52,6 @@ class Head:
         return max(1, sum(r.loss is not None for r in self.flow.reductions))
 
     @property
-    def beside(self) -> set[Node]:
-        """The logits that are in a stack with those of the head."""
-        return {n for stack in self.flow.stacks.values() for n in stack.node.all_input_nodes}
-
-    @property
     def shape(self) -> tuple[int | torch.SymInt, int | torch.SymInt]:
         """Rows and classes."""
         return shape_of(self.flow.linear)
@@ -69,14 +70,9 @@ class Head:
 
     def __str__(self) -> str:
         n, v = self.shape
-        left = {
-            "keep": " (logits kept: another node reads them)",
-            "defer": " (logits deferred: computed when they are first used)",
-            "drop": " (logits dropped: their values cannot be used)",
-        }
         computed = "; ".join(map(_words, self.calls))
         ranks = f" ({self.flow.sharding})" if str(self.flow.sharding or "") else ""
-        kept = left.get(self.logits_mode, "")
+        kept = LEFT.get(self.logits_mode, "")
         return f"fused: {self.source}: logits [{n}, {v}]{ranks}, {computed}{kept}"
 
 

@@ -33,7 +33,7 @@ from fxpass.match.modes import Mode, gradients_reach, modes_of
 from fxpass.match.outputs import Summed
 from fxpass.match.profitability import bytes_of
 from fxpass.settings import Settings
-from fxpass.spec.expression import Z
+from fxpass.spec.expression import L, Z
 from fxpass.spec.functions import FUNCTIONS
 
 log = logging.getLogger(__name__)
@@ -149,12 +149,9 @@ def _reduces_classes(flow: Flow) -> bool:
     values, or of its square error, is."""
     read = {s for reduced in flow.reductions for s in reduced.symbols if s in flow.outputs}
     for base, output in map(flow.outputs.__getitem__, read):
-        if not isinstance(output, Summed) or output.late:
+        if not isinstance(output, Summed) or output.function.has(L):
             return True
-        if any(
-            symbols_of(e) != {Z} and not e.is_polynomial(Z)
-            for e in (base.transform, output.function)
-        ):
+        if symbols_of(base.transform) != {Z} and not base.transform.is_polynomial(Z):
             return True
     return False
 
@@ -230,14 +227,10 @@ def _decided(
                 # the program may compare others with the logits, bit by bit
                 flow.reductions = [r for r in flow.reductions if r.loss is not None]
             made.append(Head(flow, calls_of(flow, Options(modes, settings, kept)), mode))
-    known = {node for head in made for node in head.flow.classes}
     for head in made:
         linear = head.flow.linear
         others = profitability.others(head, made)
         with found.reading(linear.node):
-            for beside in head.beside - known:
-                reason = f"its logits are in a stack with %{beside.name}, which is not fused"
-                raise NoMatch(beside, reason)
             if others:
                 options = Options(modes, settings, head.logits_mode == "keep", others)
                 head = replace(head, calls=calls_of(head.flow, options))

@@ -170,8 +170,7 @@ def _ready(flow: Flow, base: Base, reduced: Reduced, first: Node) -> bool:
 
 def _symbols(flow: Flow, base: Base, reductions: list[Reduced]) -> list[Symbol]:
     read = {s for r in reductions for s in r.symbols if s in flow.outputs}
-    found = {flow.parts[s][0] if s in flow.parts else s for s in read}
-    return sorted((s for s in found if flow.outputs[s][0] == base), key=lambda s: s.name)
+    return sorted((s for s in read if flow.outputs[s][0] == base), key=lambda s: s.name)
 
 
 def _call(
@@ -298,8 +297,7 @@ def existing_logits(flow: Flow, base: Base) -> Node:
     Raises:
         NoMatch: there is none.
     """
-    writers = sorted({*flow.classes, *flow.assigned})
-    last = {storage(tensor): n for n in writers for tensor in written(n)}
+    last = {storage(tensor): n for n in sorted(flow.classes) for tensor in written(n)}
     for node, like in flow.classes.items():
         if last.get(storage(node), node) is not node:
             continue
@@ -363,7 +361,7 @@ def _gradients(
         "scale": scale,
     }
     read = weights.union(base.given)
-    of_given = [flow.nodes(s) if s in read else [] for s in given]
+    of_given = [[flow.tensors[s]] if s in read else [] for s in given]
     operands |= {f"given{i}": nodes for i, nodes in enumerate(of_given)}
     return tuple(name for name, nodes in operands.items() if any(map(needs_gradient, nodes)))
 
@@ -381,7 +379,7 @@ def _unrounded(flow: Flow, gradients: Sequence[str]) -> tuple[str, ...]:
 
 def _check_hazards(flow: Flow, calls: Sequence[Call]) -> None:
     last = max(r.node for r in flow.reductions)
-    pattern = [n for n in (*flow.classes, *flow.assigned) if n < last]
+    pattern = [n for n in flow.classes if n < last]
     replaced = [*(r.node for r in flow.reductions), *flow.unread]
     if found := hazards.hazard(pattern, last, replaced):
         raise NoMatch(*found)

@@ -28,7 +28,7 @@ from fxpass.match.modes import Mode, cuts_gradients
 from fxpass.match.pointwise import POINTWISE
 from fxpass.match.views import VIEWS
 
-_COMPUTABLE = CASTS | {"stack"} | LINEARS.keys() | VIEWS | POINTWISE.keys()
+_COMPUTABLE = CASTS | LINEARS.keys() | VIEWS | POINTWISE.keys()
 
 Deferred = Mapping[Node, tuple[Node, ...]]
 

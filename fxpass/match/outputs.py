@@ -3,13 +3,14 @@
 In: nothing. Out: records of symbols, which stand for tensors of the graph
 (:class:`fxpass.match.classes.Flow`)::
 
-    Summed(given_q * exp(l))                  ->    moment(1,0,0), where given_q is the first
-    Summed(softplus(z) - given_q*z)           ->    sum(softplus(z)-given0*z)
+    Summed(given_q * exp(l))    ->    moment(1,0,0), where given_q is the first
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sympy import Expr, Symbol
@@ -19,11 +20,8 @@ from fxpass.graph.nodes import value
 from fxpass.match.edits import Added, Edit, Step, Taken, symbols_of
 from fxpass.spec import expression
 from fxpass.spec.expression import L, Z
-from fxpass.spec.outputs import Moment, Output, sum_of
-
-# The kind of symbols of one-hot tensors, and of those of indices that may be negative, counted from
-# the end.
-HOT, WRAPPED = "hot_", "hot_+"  # no name of a node begins with +
+from fxpass.spec.functions import call
+from fxpass.spec.outputs import HIGHEST_POWER, Moment, Output
 
 
 @dataclass(frozen=True)
@@ -52,13 +50,8 @@ class Base:
 
     @property
     def given(self) -> list[Symbol]:
-        """The symbols of the tensors that the transform reads, but for one-hot tensors."""
-        return [s for s in beside(self.transform) if not s.name.startswith(HOT)]
-
-    @property
-    def hits(self) -> list[Symbol]:
-        """The symbols of the one-hot tensors that the transform reads."""
-        return [s for s in beside(self.transform) if s.name.startswith(HOT)]
+        """The symbols of the tensors that the transform reads."""
+        return beside(self.transform)
 
     @property
     def indices(self) -> list[Node]:
@@ -84,8 +77,6 @@ class Picked:
             the end.
         ignored: an index whose rows take class 0; None if there is none.
         logit: whether the logit is picked, and not the log-softmax.
-        pieces: of pieces of the rows that are joined, the picks of each, in order; ``index`` is the
-            first one's.
     """
 
     index: Node
@@ -93,54 +84,47 @@ class Picked:
     wraps: str = ""
     ignored: int | None = None
     logit: bool = False
-    pieces: tuple[Picked, ...] = ()
 
     @property
     def count(self) -> int | torch.SymInt:
         """K."""
         return 1 if self.dim is None else value(self.index).shape[self.dim]
 
-    @property
-    def indices(self) -> tuple[Node, ...]:
-        """The tensors that it is made of."""
-        return tuple(pick.index for pick in self.pieces or (self,))
-
 
 @dataclass(frozen=True)
 class Summed:
-    """A sum of a function of a base's logit ``z`` and log-softmax ``l``, of values given at its
-    class or for its row, and of outputs at picks."""
+    """A sum of a function of a base's log-softmax ``l`` and of values given at its class."""
 
     function: Expr
 
     @property
     def given(self) -> list[Symbol]:
         """The symbols of given values."""
-        return [s for s in beside(self.function) if s.name.startswith(("class_", "given_", "row_"))]
+        return beside(self.function)
 
     @property
-    def hits(self) -> list[Symbol]:
-        """The symbols of one-hot tensors."""
-        return [s for s in beside(self.function) if s.name.startswith(HOT)]
-
-    @property
-    def picks(self) -> list[Symbol]:
-        """The symbols of outputs at picks."""
-        return [s for s in beside(self.function) if s not in (*self.given, *self.hits)]
-
-    @property
-    def of_one_pass(self) -> bool:
-        """Whether it is a moment."""
+    def is_moment(self) -> bool:
+        """Whether a moment has this function."""
         names = {symbol: expression.given(i) for i, symbol in enumerate(self.given)}
-        return isinstance(sum_of(self.function.xreplace(names)), Moment)  # type: ignore[arg-type]
-
-    @property
-    def late(self) -> bool:
-        """Whether it reads the softmax, or picks."""
-        return self.function.has(L) or bool(self.picks)
+        return moment_of(self.function.xreplace(names)) is not None  # type: ignore[arg-type]
 
 
 OfBase = Output | Picked | Summed
+
+
+def moment_of(function: Expr) -> Moment | None:
+    """The moment that adds up a function of ``l``, if there is one.
+
+    >>> str(moment_of(expression.parse("given1*exp(l)*l")))
+    'moment(1,1,1)'
+    """
+    for a, b in itertools.product(range(HIGHEST_POWER + 1), repeat=2):
+        weight: Any = function / (call("exp", a * L) if a else 1) / L**b
+        if weight == 1:
+            return Moment(a, b)
+        if isinstance(weight, Symbol) and weight.name.startswith("given"):
+            return Moment(a, b, int(weight.name.removeprefix("given")))
+    return None
 
 
 def beside(function: Expr) -> list[Symbol]:

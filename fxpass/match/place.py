@@ -29,10 +29,6 @@ def movable(node: Node, first: Node, replaced: Container[Node]) -> list[Node] | 
         one = todo.pop()
         if one < first or one in found:
             continue
-        if function_of(one) == "broadcast_tensors":  # of the logits it reads the shape
-            found.add(one)
-            todo += one.all_input_nodes
-            continue
         if one.op == "placeholder" or not is_tensor(one) or value(one).requires_grad:
             return None
         if function_of(one) not in _PURE or written(one) or one in replaced:

@@ -19,7 +19,7 @@ from fxpass.match.bases import base_of, softmax_base_of
 from fxpass.match.classes import Classes, Flow, Reduced
 from fxpass.match.elementwise import classes_of
 from fxpass.match.losses import check_dtypes, loss_of
-from fxpass.match.maxima import maximum, top_k
+from fxpass.match.maxima import maximum
 from fxpass.match.operands import (
     check_dim,
     check_dtype,
@@ -28,7 +28,6 @@ from fxpass.match.operands import (
     whole_range,
 )
 from fxpass.match.outputs import Picked, Summed
-from fxpass.match.products import ELEMENTS, divergence, einsum, matmul, of_elements
 from fxpass.match.sums import at, summed
 from fxpass.match.views import index_of
 from fxpass.spec.expression import L
@@ -153,11 +152,6 @@ REDUCTIONS: dict[str, Callable[[Flow, Node], None]] = {
     "max": maximum,
     "amax": maximum,
     "argmax": maximum,
-    "topk": top_k,
     "cross_entropy_loss": of_loss,
     "nll_loss": of_loss,
-    **dict.fromkeys(("matmul", "mv", "mm"), matmul),
-    "einsum": einsum,
-    "kl_div": divergence,
-    **dict.fromkeys(ELEMENTS, of_elements),
 }

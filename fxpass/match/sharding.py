@@ -35,9 +35,7 @@ from fxpass.graph.placements import (
 from fxpass.match.classes import Flow
 from fxpass.match.edits import Taken, symbols_of
 from fxpass.match.linears import Linear
-from fxpass.match.outputs import Summed
 from fxpass.spec.expression import Z
-from fxpass.spec.outputs import Top
 from fxpass.spec.shards import dealt
 
 if TYPE_CHECKING:
@@ -190,7 +188,7 @@ def _check_local(flow: Flow) -> None:
             continue
         local.add(node)
         vectors = {s for s in symbols_of(like.expr) - {Z} if s.name.startswith("class_")}
-        if not symbols_of(like.expr) <= {Z, *(vectors - flow.selections.keys())}:
+        if not symbols_of(like.expr) <= {Z, *vectors}:
             raise NoMatch.at(node, "is of this rank's logits, not of all classes")
     for reduced in flow.reductions:
         if not local.isdisjoint(reduced.node.all_input_nodes):
@@ -287,20 +285,13 @@ def _check_edits(flow: Flow, found: Sharding) -> None:
     """``NoMatch`` if an operand or an output is not split between the ranks."""
     node = flow.linear.node
     scaled = any(base.scale != 1 for base in flow.bases)
-    outputs = [output for _, output in flow.outputs.values()]
-    read = [s for base in flow.bases for s in (*base.given, *base.hits)]
-    sums = [output for output in outputs if isinstance(output, Summed)]
-    read += [s for o in sums for s in (*o.hits, *o.picks)]
-    read += [s for o in sums if not o.of_one_pass for s in o.given]
+    read = [s for base in flow.bases for s in base.given]
     reasons = {
         "logits with sharded rows are reduced with other tensors": (
             found.rows > 1 and (scaled or bool(read))
         ),
         f"%{node.name}: the program selects some classes of sharded logits": (
             any(isinstance(edit, Taken) for base in flow.bases for edit in base.edits)
-        ),
-        "the largest logits of sharded classes are read": (
-            any(isinstance(output, Top) for output in outputs)
         ),
     }
     for reason, applies in reasons.items():

@@ -3,12 +3,12 @@
 In: a tensor with classes. Out: rows, as an expression of outputs and of row symbols::
 
     p * (z - lse)    ->    moment(1,1)
-    p * z            ->    sum(z*exp(l)): moment(1,1) + lse would lose the digits of small logits
+    p * z            ->    none: moment(1,1) + lse would lose the digits of small logits
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,46 +18,23 @@ from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import NoMatch, value
-from fxpass.match.bases import check_compared, check_given, fits, in_logs, in_one_log
+from fxpass.match.bases import fits, in_logs, in_one_log
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
-from fxpass.match.masks import of_classes_alone
 from fxpass.match.outputs import Base, Picked, Summed
-from fxpass.spec import expression
 from fxpass.spec.expression import L, Z
-from fxpass.spec.functions import Where, call, where
+from fxpass.spec.functions import call
 
 
 def summed(flow: Flow, node: Node, like: Classes) -> Expr:
-    """The sum of an expression over the classes, in outputs of one base: in moments, which one pass
-    finds, or else of the expression as it is."""
-    rest = like.expr.as_independent(*_class_symbols(like.expr), as_Add=False)[1]
-    # terms that cancel in part before they are added up
-    several = of_classes_alone(rest) and sympy.expand(rest).is_Add
-    if several and not rest.is_polynomial(Z):
-        return _sum_of_function(flow, node, like, like.expr)
-    try:
-        return _summed_terms(flow, node, like)
-    except NoMatch as no:
-        try:
-            return _sum_of_function(flow, node, like, like.expr)
-        except NoMatch:
-            raise no from None
+    """The sum of an expression over the classes, in moments of one base.
 
-
-def _summed_terms(flow: Flow, node: Node, like: Classes) -> Expr:
+    Raises:
+        NoMatch: it is no sum of moments, or its terms may cancel.
+    """
     expr, total = _logs_of_products(flow, node, like), sympy.Integer(0)
     _check_cancellation(node, expr)
-    others: list[Expr] = []
-    for term in sympy.Add.make_args(expr):
-        found = _at_one_hot(flow, node, like, term)
-        if found is not None:
-            total += found
-        elif term != 0:
-            others.append(term)
-    if any(term.has(Z) for term in others):
-        return total + _sum_of_function(flow, node, like, sympy.Add(*others))
-    for term in others:
+    for term in sympy.Add.make_args(expr) if expr != 0 else ():
         rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
         total += rows * _summed_term(flow, node, like, rest)
     return total
@@ -106,121 +83,6 @@ def _is_log(symbol: Symbol) -> bool:
     return symbol == Z or symbol.name.startswith("log_")
 
 
-def _at_one_hot(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr | None:
-    """The sum of a term with a one-hot factor: the rest at its class; None for another term, as
-    exp(hot * z), which is 1 at the other classes."""
-    hot = [s for s in symbols_of(term) if s.name.startswith("hot_")]
-    if len(hot) != 1 or not any(_is_power_of(f, hot[0]) for f in sympy.Mul.make_args(term)):
-        return None
-    rest = term.subs(hot[0], 1)  # its powers are equal
-    rows, rest = rest.as_independent(*_class_symbols(rest), as_Add=False)
-    if rest == 1:
-        return rows
-    return rows * at(flow, node, like, rest, flow.hit(hot[0]))
-
-
-def _is_power_of(factor: Any, symbol: Symbol) -> bool:
-    root, power = factor.as_base_exp()
-    return root == symbol and power.is_positive is True
-
-
-def _sum_of_function(flow: Flow, node: Node, like: Classes, expr: Expr) -> Expr:
-    """The sum of ``r * f`` for a row r and a function f of one logit, of its log-softmax, of what
-    is given at its class, and of picks."""
-    unknown = NoMatch.at(node, f"sums `{expr}` over the classes, which is not known")
-    expr = _compared_alike(flow, expr)
-    for base in flow.bases:  # exp(log) * exp(lse) is exp(z)
-        plain = sympy.powsimp(
-            expr.xreplace({base.log: base.logit - base.lse}), combine="exp", deep=True
-        )
-        if expr.has(base.log) and not plain.has(base.lse) and fits(flow, base, like):
-            expr = plain
-    # both factors may be infinite or 0
-    expr = sympy.powsimp(expr, combine="exp", deep=True)
-    rows, rest = expr.as_independent(*_class_symbols(expr), as_Add=False)
-    read = [flow.outputs[s][0] for s in symbols_of(rest) & flow.outputs.keys()]
-    of_softmax = [base for base in flow.bases if rest.has(base.log) or base in read]
-    if len(of_softmax) > 1 or not all(fits(flow, base, like) for base in of_softmax):
-        raise unknown
-    rest = _without_infinities(rest)
-    if rest is None or not (of_softmax or rest.has(Z)):  # it reads no logits
-        raise unknown
-    found = ((b, *_in_base(b, rows, rest)) for b in of_softmax or _plain_first(flow, like))
-    base, rows, function = next((one for one in found if one[2] is not None), (None, rows, None))
-    if base is None or function is None:
-        raise unknown
-    if function / Z not in flow.tensors:
-        check_given(flow, node, function)
-    check_compared(flow, node, rest)
-    for symbol in symbols_of(function) & flow.outputs.keys():
-        pick = flow.outputs[symbol][1]
-        if not isinstance(pick, Picked) or pick.count != 1 or pick.pieces or symbol in flow.parts:
-            raise unknown
-        if any(flow.writes([index], index, node) for index in pick.indices):
-            raise unknown  # the call reads the index where the sum is
-    try:
-        expression.text(function)
-    except ValueError as error:
-        raise NoMatch(node, f"{unknown.reason}: {error}") from error
-    return rows * flow.output(base, Summed(function))
-
-
-def _without_infinities(expr: Expr) -> Expr | None:
-    """``q * log(q)``, which is 0 where q is, with a finite logarithm there; None if a logarithm of
-    given values has another factor."""
-    for log in expr.atoms(sympy.log):
-        q = cast(Expr, log.args[0])
-        terms = [t for t in sympy.Add.make_args(sympy.expand(expr)) if t.has(log)]
-        if isinstance(q, Symbol):
-            if not all(q in sympy.Mul.make_args(term) for term in terms):
-                return None
-            one = where(q, "<", 0, q, where(q, "<=", 0, 1, q))
-            expr = cast(Expr, expr.xreplace({log: call("log", one)}))
-    return expr
-
-
-def _compared_alike(flow: Flow, expr: Expr) -> Expr:
-    """An expression in which a picked logit that is compared with logits is computed as they are,
-    so that it equals itself: a lse beside a pick is ``at - pick``, as it is ``z - log`` at a class.
-    """
-
-    def of_row(side: Any) -> Any:
-        picks = [flow.outputs[s] for s in sorted(symbols_of(side) & flow.outputs.keys(), key=str)]
-        picks = [(base, o) for base, o in picks if isinstance(o, Picked) and side.has(base.lse)]
-        if not picks or has_classes(side):
-            return side
-        base, pick = picks[0]
-        logit, log = (flow.output(base, replace(pick, logit=which)) for which in (True, False))
-        return sympy.powsimp(side.subs(base.lse, logit - log), combine="exp", deep=True)
-
-    branches = {w: w.func(*map(of_row, w.args[:2]), *w.args[2:]) for w in expr.atoms(Where)}
-    return cast(Expr, expr.xreplace(branches))
-
-
-def _plain_first(flow: Flow, like: Classes) -> Iterable[Base]:
-    """The bases of the rows of a tensor with classes, that of the linear's output first, or else
-    made as the last one."""
-    bases = [base for base in flow.bases if fits(flow, base, like)]
-    yield from sorted(bases, key=lambda base: base.logit != Z)
-    yield flow.base(like, Z, sympy.Integer(1))
-
-
-def _in_base(base: Base, rows: Expr, rest: Expr) -> tuple[Expr, Expr | None]:
-    """A factor of each row, and a function of the logit ``z`` and the log-softmax ``l`` of a base,
-    whose product is ``rows * rest``; None in its place if that reads the linear's output in another
-    way."""
-    logit, one = Symbol("logit"), sympy.Integer(1)
-    number, core = base.logit.as_coeff_Mul()
-    for factor, expr in ((rows, rest), (one, rows * rest)):
-        found = expr.xreplace({base.lse: logit - L, base.log: L}).subs(core, logit / number)
-        if not found.has(Z):
-            found = found.subs(logit, Z).replace(sympy.exp, lambda x: call("exp", x))
-            return factor, cast(Expr, found.replace(sympy.log, lambda x: call("log", x)))
-        if base.scale == 1:
-            break
-    return rows, None
-
-
 def _class_symbols(expr: Any) -> list[Symbol]:
     return [s for s in symbols_of(expr) if has_classes(s)]
 
@@ -237,7 +99,7 @@ def _summed_term(flow: Flow, node: Node, like: Classes, term: Expr) -> Expr:
     base = (logs or flow.bases or [flow.base(like, Z, sympy.Integer(1))])[0]
     function = term.xreplace({base.log: L}).replace(sympy.exp, lambda x: call("exp", x))
     found = Summed(cast(Expr, function))
-    if not fits(flow, base, like) or not found.of_one_pass:
+    if not fits(flow, base, like) or not found.is_moment:
         raise unknown
     return sympy.Integer(1) if function == call("exp", L) else flow.output(base, found)
 

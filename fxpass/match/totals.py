@@ -24,7 +24,7 @@ from fxpass.graph.nodes import is_tensor, needs_gradient, value
 from fxpass.match.classes import Flow, Reduced
 from fxpass.match.edits import symbols_of
 from fxpass.match.outputs import Picked, given_of
-from fxpass.spec.outputs import IN_TOTAL, Top
+from fxpass.spec.outputs import IN_TOTAL
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,9 @@ def is_linear(flow: Flow, reduced: Reduced) -> bool:
         output = flow.outputs[symbol][1]
         if isinstance(output, str) and output not in IN_TOTAL:
             return False
-        if symbol in flow.parts or (isinstance(output, Picked) and output.count != 1):
+        if isinstance(output, Picked) and output.count != 1:
             return False
-        if isinstance(output, Top):
-            return False
-        if any(needs_gradient(n) for symbol in given_of(output) for n in flow.nodes(symbol)):
+        if any(needs_gradient(flow.tensors[symbol]) for symbol in given_of(output)):
             return False
     for rows in reduced.values:
         factors, constant = coefficients_of(flow, rows)

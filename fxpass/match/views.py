@@ -213,12 +213,6 @@ def _some(entry: slice, size: Any) -> slice | None:
     return None if whole else entry
 
 
-def repeat_rows(x: Tensor, dim: int, count: int) -> Tensor:
-    """``count`` views of ``x`` along a new dimension."""
-    x = x.unsqueeze(dim)
-    return x.expand(*x.shape[:dim], count, *x.shape[dim + 1 :])
-
-
 _INPUT = {"input": REQUIRED}
 _PARAMETERS: dict[str, Any] = {
     "view": {**_INPUT, "size": None, "shape": None},

@@ -8,7 +8,6 @@ In: an expression of outputs, rows and given values. Out: the nodes that compute
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import sympy
@@ -18,7 +17,7 @@ from torch.fx import Graph, Node
 
 from fxpass.graph.nodes import is_number, value
 from fxpass.match.classes import Classes, Flow
-from fxpass.match.edits import Part, Step
+from fxpass.match.edits import Step
 from fxpass.rewrite.builder import Builder
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.functions import FUNCTIONS, Where
@@ -73,31 +72,9 @@ class Arithmetic(Builder):
 
     def _values(self, symbol: Symbol) -> Node:
         """The tensor of a symbol as ``[V]`` or ``[N, V]``, with this rank's classes."""
-        if symbol in self.flow.selections:
-            return self._mask(self.flow.selections[symbol])
         node, dim = self.current(self.flow.tensors[symbol]), self.flow.dims.get(symbol)
         node = self.method("reshape", node, -1) if dim is None else self._flat(node, dim)
         return self.classes_here(node)
-
-    def _mask(self, entry: Any) -> Node:
-        """A mask of the classes that an index selects."""
-        count, x = self.size(self.linear.weight, int(self.linear.transposed)), self.linear.x
-        if self.sharding is not None:
-            count, x = self.sharding.classes, self.x_to_local(x)
-        mask = self.method("new_zeros", x, (count,), dtype=torch.bool)
-        self.function(operator.setitem, mask, entry, True)
-        return self.classes_here(mask)
-
-    def _part(self, whole: Symbol, part: Part) -> Node:
-        """Some rows of an output: flat, as the output."""
-        output, step = self.known[whole], part.step
-        steps = next(c.steps for c in self.flow.classes.values() if step in c.steps)
-        x = self._viewed(self.hidden, steps[: steps.index(step)])
-        first = self.size(x, 1 if step.view.before == 0 else 0)
-        flat = value(x).dim() == 2
-        rows = output if flat else self.method("unflatten", output, 0, (first, -1))
-        rows = self.function(operator.getitem, rows, slice(part.start, part.stop))
-        return rows if flat else self.method("flatten", rows, 0, 1)
 
     def _arithmetic(self, expr: Any) -> Any:
         """An expression of outputs and row symbols, as nodes of flat rows."""
@@ -105,8 +82,6 @@ class Arithmetic(Builder):
             if expr in self.known:
                 return self.known[expr]
             # computed anew by each reader: one of them may be under no_grad
-            if expr in self.flow.parts:
-                return self._part(*self.flow.parts[expr])
             tensor = self._wide(self.current(self.flow.tensors[expr]))
             if is_number(tensor):
                 dtype = compute_dtype(self.dtype)

@@ -102,11 +102,6 @@ class Operands(Arithmetic):
         return self.method("detach", scale) if call.detached else scale
 
     def _index(self, pick: Picked, classes: int | Node) -> Node:
-        if pick.pieces:
-            pieces = [self._index(piece, classes) for piece in pick.pieces]
-            if pick.pieces[0].count == 1:
-                pieces = [self.method("flatten", piece) for piece in pieces]
-            return self.function(torch.cat, pieces, 0)
         index = self.current(pick.index)
         if value(index).dtype != torch.int64:
             index = self.method("long", index)
@@ -141,7 +136,7 @@ class Operands(Arithmetic):
         mask = value(node).dtype == torch.bool and i not in call.spec.weights
         if not (value(node).is_floating_point() or mask):
             node = self.method("to", node, compute_dtype(self.dtype))
-        if value(node).dim() == 1 or self._not_saved(self.flow.nodes(symbol)[0]):
+        if value(node).dim() == 1 or self._not_saved(self.flow.tensors[symbol]):
             node = self.kept(node, call)
         return node if f"given{i}" in call.spec.gradients else self.method("detach", node)
 

@@ -136,6 +136,11 @@ def as_compiled(compiled: Compiled) -> Compiled:
     return compiled
 
 
+def both(first: Restore, second: Restore) -> Restore:
+    """The restoring function of a graph whose outputs were changed twice."""
+    return lambda compiled: first(second(compiled))
+
+
 def _shape_of(node: Node, output: Node) -> Node:
     """The node that the graph returns for a recipe: ``node``, or a detached DTensor. DTensors occur
     in dropped logits only: the recipe reads the shape, and no gradient flows through it."""

@@ -11,7 +11,7 @@ the logits is replaced by arithmetic on outputs of a call::
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,6 @@ from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import is_written, leaves
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
-from fxpass.graph.placements import is_dtensor
 from fxpass.graph.region import Region
 from fxpass.match.classes import Reduced
 from fxpass.match.head import Head
@@ -36,7 +35,7 @@ from fxpass.op.kept import saved_logits
 from fxpass.rewrite.operands import Operands, Wide
 from fxpass.rewrite.totals import coefficients_of_total
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.outputs import OF_PICKS, Top
+from fxpass.spec.outputs import OF_PICKS
 
 
 def rewrite_heads(region: Region, heads: Sequence[Head]) -> list[Cast]:
@@ -79,8 +78,7 @@ def _erase(graph: Graph, edits: Sequence[_Edit]) -> None:
     for edit in edits:
         dead |= dict.fromkeys(edit.dead(), edit)
     for node in sorted(dead, reverse=True):
-        classes = dead[node].flow.classes
-        if node in classes and _is_read_for_its_shape(node, classes):
+        if node in dead[node].flow.classes and _is_read_for_its_shape(node):
             dead[node].stand_in(node)
         if not node.users and not _is_seen_elsewhere(node):
             graph.erase_node(node)
@@ -101,15 +99,9 @@ _OF_SHAPES = (
 )
 
 
-def _is_read_for_its_shape(node: Node, classes: Container[Node]) -> bool:
+def _is_read_for_its_shape(node: Node) -> bool:
     """Whether the readers of logits read their shape, dtype and device alone."""
-
-    def reads_shape(user: Node) -> bool:
-        if function_of(user) != "broadcast_tensors" or is_dtensor(value(node)):
-            return function_of(user) in _OF_SHAPES
-        return not any(member in classes for member in user.users)
-
-    read = bool(node.users) and all(map(reads_shape, node.users))
+    read = bool(node.users) and all(function_of(user) in _OF_SHAPES for user in node.users)
     return read and value(node).is_contiguous()  # a tensor like it has its strides
 
 
@@ -145,8 +137,6 @@ class _Edit(Operands):
             scale = self._scale(call, x)
             counts = [value(p).shape[1] if value(p).dim() == 2 else 1 for p in picks]
             given = [self._given(i, call) for i in range(len(call.given))]
-            if call.spec.least_picks:  # autograd saves one-hot tensors, and comparisons
-                picks = [self.kept(p, call) for p in picks]
             index = picks[0] if picks else None
             if len(picks) > 1:
                 index = self.function(torch.cat, list(map(self._column, picks)), 1)
@@ -248,7 +238,7 @@ class _Edit(Operands):
         several; ``symbols`` are those of the outputs that are no picks."""
         for output in outputs:
             if output not in OF_PICKS:
-                yield next(symbols), output.k if isinstance(output, Top) else None
+                yield next(symbols), None
                 continue
             for pick, count in zip(call.picks, counts, strict=True):
                 symbol = self.flow.output(call.base, replace(pick, logit=output == "at"))

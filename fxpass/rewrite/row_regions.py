@@ -10,7 +10,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpass.capture.capture import Captured, capture, made_of
 from fxpass.capture.slice import PRODUCTS, Scope
+from fxpass.deferred.tensor import Recipe
 from fxpass.graph.calls import storage
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import Writers, writers_in
@@ -26,8 +27,9 @@ from fxpass.graph.nodes import NoMatch, hint, is_tensor, nested_graph, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.graph.region import CHECKPOINTS, NESTED_REGIONS, Region
 from fxpass.graph.source import source_line
-from fxpass.match.head import Head
+from fxpass.match.head import LEFT, Head
 from fxpass.match.heads import looks_like_a_head
+from fxpass.match.leaving import deferred_outputs
 from fxpass.match.match import Found
 from fxpass.match.modes import Mode, modes_of
 from fxpass.match.profitability import LEAST_CLASSES
@@ -37,6 +39,7 @@ from fxpass.region.compile import warm
 from fxpass.region.text import RowRegion
 from fxpass.rewrite.copies import copied
 from fxpass.rewrite.known import with_total
+from fxpass.rewrite.outputs import Restore, as_compiled, both, defer_outputs, recipe_of
 from fxpass.rewrite.regions import rewrite_region, traced
 from fxpass.settings import Settings
 
@@ -56,6 +59,7 @@ class RegionMatch:
         operations: the ATen calls on logits.
         choices: how its calls run, as text.
         kernels: the names of the kernels that Inductor made for its row functions.
+        logits_mode: ``never``, ``defer`` or ``drop``, as of a :class:`fxpass.match.head.Head`.
     """
 
     source: str
@@ -83,7 +87,8 @@ class RegionMatch:
         logits = " and ".join(f"[{n}, {v}]" for n, v in self.shapes)
         heads = "1 head" if len(self.shapes) == 1 else f"{len(self.shapes)} heads"
         operations = ", ".join(self.operations)
-        return f"fused: {self.source}: region of {heads}, logits {logits}: {operations}"
+        left = LEFT.get(self.logits_mode, "")
+        return f"fused: {self.source}: region of {heads}, logits {logits}: {operations}{left}"
 
 
 @dataclass(frozen=True)
@@ -91,9 +96,17 @@ class _Choice:
     choice: str
 
 
+class Fused(NamedTuple):
+    """The row regions of a graph; ``restore`` wraps the compiled graph, so that it returns the
+    outputs that Dynamo expects."""
+
+    matches: list[RegionMatch]
+    restore: Restore = as_compiled
+
+
 def fuse_regions(
     region: Region, found: Found, settings: Settings, among: Collection[Node] = ()
-) -> list[RegionMatch]:
+) -> Fused:
     """Rewrites the row regions of a graph.
 
     Args:
@@ -102,9 +115,9 @@ def fuse_regions(
         among: where not empty, one head of each row region is one of these.
     """
     if not region.plain or region.backward:
-        return []
+        return Fused([])
     fused = {h.flow.linear.node for h in found.heads if not _reads_logits(h)} | found.costs
-    graph, made = region.module.graph, list[RegionMatch]()
+    graph, made, restore = region.module.graph, list[RegionMatch](), as_compiled
     candidates = [n for n in graph.nodes if n not in fused and _may_be_large(n, settings)]
     todo = [n for n in candidates if not among or n in among]
     modes, writers = modes_of(region), writers_in(graph)
@@ -116,7 +129,11 @@ def fuse_regions(
                 traced(call, settings.memory_mb, settings.inner == "inductor")
                 for call in captured.calls
             ]
+            recipes = _deferred(region, captured, settings, modes)
             match, untouched = _match(captured), copied(graph)
+            # the outputs read its nodes no more, so that the rewrite erases them
+            drop = settings.logits == "drop"
+            deferred = defer_outputs(region.module, recipes, drop=drop)
             emitter = rewrite_region(graph, captured, calls)
             grads = _grads(modes_of(region))
             made_calls = [
@@ -124,18 +141,21 @@ def fuse_regions(
             ]
             graph.lint()
             match = replace(match, choices=tuple(map(_choice, made_calls)))
+            if recipes:
+                match = replace(match, logits_mode="drop" if drop else "defer")
         except Exception as error:
             # an unforeseen program runs without the rewrite
             if not isinstance(error, NoMatch | GuardOnDataDependentSymNode):
                 log.warning("%s: the row region failed", source_line(node), exc_info=True)
             if untouched is not None:
                 region.module.graph = untouched
-                return made
+                return Fused(made, restore)
             if looks_like_a_head(node):
                 log.debug("%s: no row region: %s", source_line(node), error)
             todo.remove(node)
             continue
         region.module.recompile()
+        restore = both(restore, deferred)
         kernels = dict[str, None]()
         for call in made_calls if settings.inner == "inductor" else ():
             tensors: Any = call.args[0]
@@ -144,7 +164,30 @@ def fuse_regions(
         modes, writers = modes_of(region), writers_in(graph)
         todo = [n for n in todo if n not in captured.heads]
         candidates = [n for n in candidates if n not in captured.heads]
-    return made
+    return Fused(made, restore)
+
+
+def _deferred(
+    region: Region, captured: Captured, settings: Settings, modes: dict[Node, Mode]
+) -> dict[Node, tuple[Recipe, tuple[Node, ...]]]:
+    """The recipes of the logits of a region that are outputs of the graph.
+
+    Raises:
+        NoMatch: one of them has to exist.
+    """
+    if not captured.slice.left:
+        return {}
+    left, output = captured.slice.left, region.module.graph.output_node()
+    kept = settings.logits == "keep" or (settings.logits == "auto" and not captured.trained)
+    # what follows a graph break may read all of the logits, which it would compute again
+    ended = getattr(region.module, "compile_subgraph_reason", None)
+    kept |= settings.logits == "auto" and getattr(ended, "graph_break", False)
+    drop = settings.logits == "drop"
+    ran = captured.slice.ran
+    found = {} if kept else deferred_outputs(region, ran, modes, drop=drop)
+    if stays := next((n for n in left if n not in found), None):
+        raise NoMatch(output, f"the logits, or what is made of them (%{stays.name}), leave")
+    return {n: recipe_of(n, found[n]) for n in left}
 
 
 def sized_as_traced(graph: Graph, inputs: Sequence[Any]) -> bool:
@@ -193,7 +236,8 @@ def _has_logits(call: Node, settings: Settings) -> bool:
 
 
 def _reads_logits(head: Head) -> bool:
-    """Whether logits exist for a fused head: its own, or others' that it is compared with."""
+    """Whether tensors as large as logits exist for a fused head: its logits, others' that it is
+    compared with, or what is made of smaller tensors, such as one-hot labels."""
     least = hint(value(head.flow.linear.node).numel()) // 2
     tensors = [n for n in head.flow.tensors.values() if is_tensor(n)]
     large = [n for n in tensors if hint(value(n).numel()) >= least]
@@ -201,7 +245,20 @@ def _reads_logits(head: Head) -> bool:
     inputs = {storage(n) for n in graph.find_nodes(op="placeholder") if is_tensor(n)}
     sources = (source for n in large for source, _ in made_of(n, ""))
     made = any(function_of(n) in PRODUCTS or storage(n) in inputs for n in sources)
-    return head.logits_mode == "keep" or made
+    return head.logits_mode == "keep" or made or any(_is_spread(n, least) for n in large)
+
+
+def _is_spread(node: Node, least: int) -> bool:
+    """Whether a tensor is made of tensors that all have fewer elements."""
+    todo, seen = [node], {node}
+    while todo:
+        one = todo.pop()
+        if one.op not in ("call_function", "call_method") or function_of(one) in PRODUCTS:
+            return False
+        sources = {n for n in one.all_input_nodes if is_tensor(n)} - seen
+        todo += [n for n in sources if hint(value(n).numel()) >= least]
+        seen |= sources
+    return True
 
 
 def _grads(modes: Mapping[Node, Mode]) -> dict[Node, bool]:

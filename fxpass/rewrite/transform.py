@@ -9,13 +9,14 @@ without matches and without mixed dtypes does not change, except for torch.expor
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo.utils import counters
 from torch.fx import GraphModule, Node
 
+from fxpass.capture.capture import made_of
 from fxpass.casts.casts import Cast, cast_region, note
 from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.graph.region import Region, regions, return_once
@@ -29,9 +30,10 @@ from fxpass.rewrite.copies import copied
 from fxpass.rewrite.inference import without_inference_mode
 from fxpass.rewrite.inline import inline_call, inline_checkpoints, inline_contexts
 from fxpass.rewrite.listing import launches_of
-from fxpass.rewrite.outputs import Restore, as_compiled, defer_outputs, recipe_of
+from fxpass.rewrite.outputs import Restore, as_compiled, both, defer_outputs, recipe_of
 from fxpass.rewrite.reductions import rewrite_heads
 from fxpass.rewrite.row_regions import (
+    Fused,
     RegionMatch,
     fuse_regions,
     heads_in_nested,
@@ -85,11 +87,12 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
         casts += cast_region(region, settings.mixed_dtypes)
         if region.backward:
             continue
-        found, matches = (
-            _with_regions(region, settings) if sized else (_found(region, settings), [])
+        found, fused = (
+            _with_regions(region, settings) if sized else (_found(region, settings), Fused([]))
         )
         rejections += found.rejections
-        heads += matches
+        heads += fused.matches
+        restore = both(restore, fused.restore)
         if not found.heads:
             continue
         untouched = copied(region.module.graph)
@@ -106,8 +109,7 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
         casts += made
         kernels |= generated
         heads += found.heads
-        if region.outer is None:  # no output of a nested graph is deferred
-            restore = returned
+        restore = both(restore, returned)
     counters["fusedce"]["matched"] += sum(head.losses for head in heads)
     counters["fusedce"]["rejected"] += len(rejections)
     for record in (*heads, *rejections):
@@ -118,51 +120,58 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
     return Outcome(tuple(heads), tuple(rejections), tuple(casts), tuple(kernels), restore)
 
 
-def _with_regions(region: Region, settings: Settings) -> tuple[Found, list[RegionMatch]]:
+def _with_regions(region: Region, settings: Settings) -> tuple[Found, Fused]:
     """The row regions of a region, which are rewritten, and what is found in the rest."""
     graph, found = region.module.graph, _found(region, settings)
     try:
         with without_guards(region):
-            matches = fuse_regions(region, found, settings)
+            fused = fuse_regions(region, found, settings)
     except Exception:
         log.warning("the search for row regions failed", exc_info=True)
-        return found, []
-    fused, inside = _from_nested(region, settings, heads_in_nested(region, settings))
-    matches += inside
-    if fused or matches or region.module.graph is not graph:
+        return found, Fused([])
+    calls = dict.fromkeys((*heads_in_nested(region, settings), *found.checkpoints))
+    known, inside = _from_nested(region, settings, [n for n in calls if not n._erased])
+    fused = Fused(fused.matches + inside.matches, both(fused.restore, inside.restore))
+    if known or fused.matches or region.module.graph is not graph:
         found = _found(region, settings)  # the nodes are others
-    return found, matches
+    return found, fused
 
 
-def _from_nested(
-    region: Region, settings: Settings, calls: Sequence[Node]
-) -> tuple[bool, list[RegionMatch]]:
-    """Fuses logits that checkpoints and nested regions return. Those of which any are fused become
-    part of the graph, and the others stay.
+def _from_nested(region: Region, settings: Settings, calls: Sequence[Node]) -> tuple[bool, Fused]:
+    """Fuses logits that checkpoints and nested regions read or return. Those of which any are fused
+    become part of the graph, if that pays, and the others stay.
 
     Returns:
         whether losses with a formula will be fused, and the row regions.
     """
     if not calls:
-        return False, []
+        return False, Fused([])
     graph, untouched = region.module.graph, copied(region.module.graph)
     twins = dict(zip(graph.nodes, untouched.nodes, strict=True))
+    read = [n for call in calls for n in call.all_input_nodes if is_tensor(n)]
+    feeding = {source for node in read for source, _ in made_of(node, "")}
     try:
         with without_guards(region):
             made = {call: inline_call(region, call) for call in calls}
             inlined = set[Node]().union(*made.values())
             if not inlined:
-                return False, []
+                return False, Fused([])
             found = find(region, settings)
-            matches = fuse_regions(region, found, settings, inlined)
+            fused = fuse_regions(region, found, settings, inlined | feeding)
     except Exception:
         log.warning("%s: inlining failed", source_line(calls[0]), exc_info=True)
         region.module.graph = untouched
-        return False, []
+        return False, Fused([])
     linears = {head.flow.linear.node for head in found.heads}
     taking = [call for call in calls if any(n in linears or n._erased for n in made[call])]
+    held = inlined.difference(*(head.flow.inside for head in found.heads))
+    held = [n for n in held if not n._erased and is_tensor(n)]
+    less = sum(m.logits_bytes for m in fused.matches)
+    less += sum(h.logits_bytes for h in found.heads if h.flow.linear.node in inlined)
     if len(taking) == len(calls):
-        return bool(linears & inlined), matches
+        if _bytes(held) < less:
+            return bool(linears & inlined), fused
+        taking = []
     region.module.graph = untouched
     return _from_nested(region, settings, [twins[call] for call in taking])
 
@@ -190,9 +199,12 @@ def _pays(found: Found, inlined: set[Node]) -> bool:
     reduced = {r.node: head for head in found.heads for r in head.flow.reductions}
     heads = {id(head): head for node, head in reduced.items() if node in inlined}.values()
     held = [node for node in inlined.difference(*(h.flow.inside for h in heads)) if is_tensor(node)]
-    more = sum(hint(value(node).numel()) * value(node).itemsize for node in held)
     less = sum(head.logits_bytes for head in heads if head.logits_mode != "keep")
-    return not found.checkpoints and more < less
+    return not found.checkpoints and _bytes(held) < less
+
+
+def _bytes(nodes: Collection[Node]) -> int:
+    return sum(hint(value(node).numel()) * value(node).itemsize for node in nodes)
 
 
 def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Cast]]:

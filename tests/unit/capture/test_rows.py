@@ -87,7 +87,7 @@ PRODUCTS = (
     ("z.softmax(-1) @ matrix[:, 0]", "mv r"),
     ("(z @ classes)", "mv r"),
     ("torch.einsum('btd,vd->btv', x.view(B, T, D), weight).amax(-1)", "amax rr"),
-    ("torch.einsum('nv,nv->n', z, given)", "bmm rkk", "view r"),
+    ("torch.einsum('nv,nv->n', z, given)", "mul rc", "sum r"),
     ("zt.logsumexp(0)", "mm cr", "logsumexp r"),
     ("F.cross_entropy(zt.t(), labels)", "mm cr", "t rc", "gather rk"),
 )

@@ -23,10 +23,6 @@ U = torch.linspace(-1, 2, V)
 VALUES = torch.linspace(-1, 2, B * S * V).view(B, S, V)
 
 
-def hot(t):
-    return F.one_hot(t, V)
-
-
 def under_no_grad(program):
     with torch.no_grad():
         return program()
@@ -36,32 +32,15 @@ def picked(z, t):
     return z.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1)
 
 
-def picked_logit(z, t):
-    return z.gather(-1, t[..., None]).squeeze(-1)
-
-
 def shifted(z):
     """log-softmax"""
     return z - z.logsumexp(-1, keepdim=True)
-
-
-def hits(z, t):
-    return z.amax(-1, keepdim=True).squeeze(-1) <= picked_logit(z, t)
-
-
-def ranked(z, row):
-    return (z > row.unsqueeze(-1)).sum(-1) * row
 
 
 def copied(row):
     made = torch.zeros(row.shape)
     made.copy_(row)
     return made
-
-
-def written(row):
-    row.detach().mul_(2)
-    return row
 
 
 def metric_of(log_probs):
@@ -76,78 +55,15 @@ def filled(made, at, z):
     return made
 
 
-def by_hand(z):
-    """log-sum-exp"""
-    m = z.amax(-1, keepdim=True)
-    return (z - m).exp().sum(-1).log() + m.squeeze(-1)
-
-
 # logits [B, S, V] and labels [B, S] -> rows, or a number; the reductions of the operator's calls
 ACCEPTED = {
     "entropy": (
         lambda z, t: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1), ["moment(1,1)"]),
-    "entropy from lse": (
-        lambda z, t: z.logsumexp(-1) - (z.softmax(-1) * z).sum(-1), ["lse;sum(z*exp(l))"]),
     "entr": (lambda z, t: torch.special.entr(z.softmax(-1)).sum(-1), ["moment(1,1)"]),
     "sum of squares": (lambda z, t: z.softmax(-1).square().sum(-1), ["moment(2,0)"]),
     "expectation": (lambda z, t: (z.softmax(-1) * U).sum(-1), ["moment(1,0,0)"]),
-    "mean and largest logit": (lambda z, t: z.mean(-1) * z.amax(-1), ["amax;sum(z)"]),
-    "a sum that cancels, with a softmax": (
-        lambda z, t: (z.softmax(-1) * (z.softmax(-1) - U)).sum(-1),
-        ["sum((-given0+exp(l))*exp(l))"]),
-    "differences of given values": (
-        lambda z, t: ((VALUES - VALUES.detach().roll(1)) * z.log_softmax(-1) - z).sum(-1),
-        ["sum(given0*l-z)"]),
-    "a softmax and a small number in a logarithm": (
-        lambda z, t: (z.softmax(-1) * (z.softmax(-1) + 1e-9).log()).sum(-1),
-        ["sum(exp(l)*log(exp(l)+1e-09))"]),
-    "small differences": (
-        lambda z, t: (z.softmax(-1) - hot(t)).square().sum(-1), ["sum((-hit0+exp(l))**2)"]),
-    "a function of a logit at a class": (
-        lambda z, t: z.log_softmax(-1).sum(-1) + (hot(t) * z.clamp(-2, 2)).sum(-1),
-        ["at;moment(0,1)"]),
-    "a focal loss of all classes": (
-        lambda z, t: ((1 - z.softmax(-1)) ** 3 * z.log_softmax(-1) * hot(t)).sum(-1),
-        ["sum(hit0*l*(1-exp(l))**3)"]),
-    "a clamped softmax": (
-        lambda z, t: z.softmax(-1).clamp(0.02, 0.3).log().sum(-1),
-        ["sum(log(minimum(maximum(exp(l),0.02),0.3)))"]),
-    "roots of a softmax": (
-        lambda z, t: (z.softmax(-1) ** 1.5 * U).sum(-1), ["sum(given0*sqrt(exp(l))**3)"]),
-    "a hinge": (
-        lambda z, t: F.relu(1 + z - z.gather(-1, t[..., None])).sum(-1),
-        ["sum(where(-at0+z+1<=0,0,-at0+z+1))"]),
-    "pairs of logits": (
-        lambda z, t: (z - z.gather(-1, t[..., None])).exp().log1p().sum(-1),
-        ["sum(log1p(exp(-at0+z)))"]),
-    "the rank and log-probabilities": (
-        lambda z, t: (z > z.gather(-1, t[..., None])).sum(-1) * z.logsumexp(-1),
-        ["lse;sum(where(at0<z,1,0)) detached=sum(where(at0<z,1,0))"]),
-    "the rank by log-probabilities": (
-        lambda z, t: (z.log_softmax(-1) >= z.log_softmax(-1).gather(-1, t[..., None]))
-        .float().sum(-1) * z.logsumexp(-1),
-        ["lse;sum(where(pick0<=l,1,0)) detached=sum(where(pick0<=l,1,0))"]),
-    "a target that is the largest, by hand": (
-        lambda z, t: hits(shifted(z), t) * shifted(z).mean(-1),
-        ["moment(0,1);peak;pick detached=peak;pick"]),
-    "the rank by a row of logits": (
-        lambda z, t: ranked(z, picked_logit(z, t)),
-        ["at;sum(where(at0<z,1,0)) detached=sum(where(at0<z,1,0))"]),
-    "the rank by an index of a row": (
-        lambda z, t: (z > picked_logit(z, t)[..., None]).sum(-1) * z.logsumexp(-1),
-        ["lse;sum(where(at0<z,1,0)) detached=sum(where(at0<z,1,0))"]),
     "a class that is computed later": (
         lambda z, t: z.logsumexp(-1) * z.gather(-1, (t % 7)[..., None])[..., 0], ["at;lse"]),
-    "exponentials of multiples": (
-        lambda z, t: z.gather(-1, t[..., None])[..., 0] * (3 * z).exp().sum(-1),
-        ["at;sum(exp(3*z))"]),
-    "a tanh of an exponential, of which sympy's own takes the memory of the machine": (
-        lambda z, t: z.gather(-1, t[..., None])[..., 0] * (z * 0.1).exp().tanh().sum(-1),
-        ["at;sum(tanh(exp(0.1*z)))"]),
-    "large classes alone": (
-        lambda z, t: torch.where(z.softmax(-1) > 0.1, z.softmax(-1) * U, 0).sum(-1),
-        ["sum(where(exp(l)>0.1,given0*exp(l),0))"]),
-    "lse by hand": (lambda z, t: by_hand(z), ["amax;lse"]),
     "two targets": (
         lambda z, t: z.log_softmax(-1).gather(-1, torch.stack([t, t // 2], -1)), ["pick"]),
     "a range of rows": (
@@ -155,7 +71,6 @@ ACCEPTED = {
     "a list of rows": (
         lambda z, t: last(z)[[*range(len(last(z)))], t.flatten() - 3] - last(z).logsumexp(-1),
         ["at;lse"]),
-    "one-hot": (lambda z, t: -(hot(t) * z.log_softmax(-1)).sum(-1), ["pick"]),
     "max and log-probability": (
         lambda z, t: z.max(-1).values * z.log_softmax(-1).gather(-1, t[..., None]).squeeze(-1),
         ["max;pick"]),
@@ -176,9 +91,6 @@ ACCEPTED = {
     "entropy of Categorical": (
         lambda z, t: Categorical(logits=z, validate_args=False).entropy(), ["moment(1,1)"]),
     "xlogy": (lambda z, t: torch.xlogy(z.softmax(-1), z.softmax(-1)).sum(-1), ["moment(1,1)"]),
-    "softmax at a temperature times the logits": (
-        lambda z, t: ((z / 2).softmax(-1) * z).sum(-1) + (z / 2).logsumexp(-1),
-        ["lse;sum(2*z*exp(l)) transform=0.5*z"]),
     "detached entropy from the log-sum-exp, and a log-probability": (
         lambda z, t: Categorical(logits=z.detach(), validate_args=False).entropy() * picked(z, t),
         ["moment(1,1);pick detached=moment(1,1)"]),
@@ -188,8 +100,6 @@ ACCEPTED = {
     "metric under no_grad of a view": (
         lambda z, t: under_no_grad(lambda: metric_of(z.view(-1, V).log_softmax(-1))) * picked(z, t).view(-1),
         ["moment(1,1);pick detached=moment(1,1)"]),
-    "a given value minus the log-softmax": (
-        lambda z, t: (VALUES[0, 0] - z.log_softmax(-1)).sum(-1), ["sum(given0-l)"]),
     "a class vector that is filled in place": (
         lambda z, t: (filled(torch.zeros(V), 2, z) * z.softmax(-1)).sum(-1), ["moment(1,0,0)"]),
     "values that are filled in place": (
@@ -206,7 +116,7 @@ ACCEPTED = {
         lambda z, t: (z + U).exp().sum(-1).log(), ["lse"]),
     "the operand is a maximum of the same logits": (
         lambda z, t: (z - z.detach().amax(-1, keepdim=True)).logsumexp(-1),
-        ["amax;lse detached=amax"]),
+        ["lse;max detached=max"]),
     "a function of a softmax at a class": (
         lambda z, t: (z.softmax(-1) + 1e-3).log().gather(-1, t[..., None]), ["pick"]),
     "a clamped softmax at two classes": (
@@ -221,27 +131,6 @@ ACCEPTED = {
         ["pick"]),
     "nll_loss of shifted logits": (
         lambda z, t: F.nll_loss((z - 5).flatten(0, 1), t.flatten(), reduction="none"), ["at"]),
-    "mse_loss of the softmax": (
-        lambda z, t: F.mse_loss(z.softmax(-1), hot(t).to(z.dtype), reduction="none").sum(-1),
-        ["sum((-hit0+exp(l))**2)"]),
-    "l1_loss, keywords": (
-        lambda z, t: F.l1_loss(target=VALUES.to(z.dtype), input=z.sigmoid(), reduction="none").sum(-1),
-        ["sum(abs(-given0+sigmoid(z)))"]),
-    "smooth_l1_loss": (
-        lambda z, t: F.smooth_l1_loss(z.sigmoid(), VALUES.to(z.dtype), beta=0.5, reduction="none").sum(-1),
-        ["sum(where(abs(-given0+sigmoid(z))<0.5,(-given0+sigmoid(z))**2,abs(-given0+sigmoid(z))-0.25))"]),
-    "huber_loss of large differences": (
-        lambda z, t: F.huber_loss(z.softmax(-1), VALUES.to(z.dtype), delta=0.25, reduction="none").mean(-1),
-        ["sum(where(abs(-given0+exp(l))<0.25,2*(-given0+exp(l))**2,abs(-given0+exp(l))-0.125))"]),
-    "soft_margin_loss": (
-        lambda z, t: F.soft_margin_loss(z, 2 * hot(t).to(z.dtype) - 1, reduction="none").sum(-1),
-        ["sum(softplus(-(z*(2*hit0-1))))"]),
-    "a binary cross-entropy by TensorFlow's formula": (
-        lambda z, t: (z.clamp(min=0) - z * VALUES.detach() + torch.exp(-z.abs()).log1p()).sum(-1),
-        ["sum(-given0*z+log1p(exp(-abs(z)))+maximum(z,0))"]),
-    "a sigmoid by hand": (
-        lambda z, t: (U.detach() / (1 + torch.exp(-z))).sum(-1),
-        ["sum(given0*(exp(z)+1)**(-1)) transform=-z"]),
     "z.data": (
         lambda z, t: z.data.max(-1)[1] + z.logsumexp(-1), ["lse;argmax"]),
 }  # fmt: skip
@@ -286,19 +175,6 @@ def test_a_copy_of_labels_that_were_written_to():
     assert torch.allclose(got, wanted)
 
 
-def test_labels_that_are_written_to_between_a_pick_and_its_sum():
-    def program(x, weight, labels):
-        z = F.linear(x, weight)
-        picked = z.gather(-1, labels[..., None])
-        labels.copy_((labels + 1) % V)
-        return (z > picked).sum(-1), F.relu(1 + z - picked).sum(-1)
-
-    x, weight, labels = inputs()
-    wanted = program(x, weight, labels.clone())
-    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
-    assert all(map(torch.allclose, fused(x, weight, labels), wanted))
-
-
 def specs_of(report):
     return [call.spec.text() for head in report.matches for call in head.calls]
 
@@ -320,13 +196,7 @@ INCREASING = {
     "logits": lambda z: z,
     "a temperature": lambda z: z / 0.7,
     "a softcap": lambda z: 3 * (z / 3).tanh(),
-    "an exponential": lambda z: z.exp(),
-    "a softmax": lambda z: z.softmax(-1),
-    "a log-softmax": lambda z: z.log_softmax(-1),
-    "a log-softmax by hand": shifted,
-    "a multiple of a log-softmax": lambda z: z.log_softmax(-1) * 2 + 1,
     "logits and a row": lambda z: z / 2 + z.logsumexp(-1, keepdim=True),
-    "a product": lambda z: z.exp() * (z + 9),
 }
 
 
@@ -339,73 +209,15 @@ def test_a_target_that_is_the_largest(case, trained):
         logits = F.linear(x, weight)
         z = INCREASING[case](logits)
         own = z.gather(-1, labels[:, None])
-        return (z > own).sum(-1), (z >= own).sum(-1), *largest(z, own), logits.logsumexp(-1)
-
-    def largest(z, own):
-        if case in ("a product", "an exponential"):
-            return ()
-        third = [] if trained else [z.topk(3).values[:, :1] == own]
-        return z.amax(-1, keepdim=True) == own, z.max(-1).values == own.squeeze(-1), *third
+        largest = z.max(-1, keepdim=True).values if trained else z.amax(-1, keepdim=True)
+        return largest == own, logits.logsumexp(-1)
 
     x, weight = torch.randn(64, 8), torch.randn(300, 8)
     labels = F.linear(x, weight).argmax(-1)
     args = *(t.requires_grad_(trained) for t in (x, weight)), labels
-    assert report_of(program, *args).matches
+    assert head_of(program, *args).logits_mode == "never"
     fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
-    larger, at_least, *others, _ = fused(*args)
-    assert not larger.any()
-    assert (at_least == 1).all()
-    assert all(map(torch.all, others))
-
-
-# logits [B, S, V], detached, and labels [B, S] -> a metric; the reductions of the operator's call
-LARGEST = {
-    "top-3 accuracy": (
-        lambda z, t: (z.topk(3).indices == t[..., None]).any(-1).float().mean(), "argtop(3)"),
-    "margin of confidences": (
-        lambda z, t: z.softmax(-1).topk(2, dim=-1).values.diff(dim=-1), "lse;top(2)"),
-    "values and classes": (lambda z, t: torch.cat(torch.topk(z, 1), -1), "top(1);argtop(1)"),
-    "log-probabilities": (lambda z, t: torch.topk(z.log_softmax(-1), k=4)[0], "lse;top(4)"),
-    "keywords in another order": (
-        lambda z, t: torch.topk(sorted=True, dim=-1, k=2, input=z).indices, "argtop(2)"),
-    "of other rows": (lambda z, t: z[:, 1:].flatten(0, 1).topk(2, 1)[1], "argtop(2)"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", LARGEST)
-def test_the_largest_logits(case):
-    def program(x, weight, labels):
-        z = F.linear(x, weight)
-        metric = LARGEST[case][0](z.detach(), labels)
-        return z.logsumexp(-1).square().sum() + metric.float().square().sum()
-
-    x, weight, labels = inputs()
-    specs = specs_of(report_of(program, x, weight, labels))
-    assert any(LARGEST[case][1].split(";")[-1] in spec for spec in specs)
-    check(program, labels, x, weight)
-
-
-@pytest.mark.parametrize(
-    ("largest", "reason"),
-    [
-        (lambda z: z.topk(2).values, "needs a gradient"),
-        (lambda z: z.topk(2, largest=False).indices, "or is not of the largest"),
-        (lambda z: z.topk(2, sorted=False).indices, "or is not of the largest"),
-        (lambda z: z.topk(2, dim=1).indices, "not over the classes"),
-        (lambda z: (z.sigmoid() * z.softmax(-1)).topk(2).indices, "takes the maximum"),
-    ],
-)
-def test_other_largest_logits(largest, reason, stops):
-    def program(x, weight, labels):
-        z = F.linear(x, weight)
-        loss = F.cross_entropy(z.flatten(0, 1), labels.flatten())
-        return loss + largest(z).float().square().sum()
-
-    x, weight, labels = inputs()
-    head = head_of(program, x, weight, labels)
-    assert any(reason in stop for stop in stops), stops
-    assert head.calls[0].logits is not None
-    check(program, labels, x, weight)
+    assert fused(*args)[0].all()
 
 
 @pytest.mark.parametrize("largest", [100, 30000])
@@ -423,21 +235,6 @@ def test_large_logits_minus_their_largest(largest):
     check(program, labels, x, weight)
 
 
-@pytest.mark.parametrize("function", [F.softmax, F.log_softmax])
-def test_the_largest_probability_of_large_logits(function):
-    """It has a gradient, and more digits than the logits."""
-    offset = torch.tensor(300.0)
-
-    def program(x, weight, labels):
-        bias = offset.to(weight.dtype).expand(len(weight))
-        return function(F.linear(x, weight, bias), -1).amax(-1).square().sum()
-
-    x, weight, labels = inputs()
-    (report,) = specs_of(report_of(program, x, weight, labels))
-    assert "outputs=amax;max;peak" in report
-    check(program, labels, x, weight)
-
-
 def test_several_picks_of_shifted_logits():
     def program(x, weight, labels):
         z = F.linear(x, weight)
@@ -447,7 +244,7 @@ def test_several_picks_of_shifted_logits():
 
     x, weight, labels = inputs()
     assert specs_of(report_of(program, x, weight, labels)) == [
-        "r5 outputs=amax gradients=x,weight total=lse",
+        "r5 outputs=max gradients=x,weight total=lse",
         "r5 outputs=at gradients=x,weight",
     ]
     check(program, labels, x, weight)
@@ -504,8 +301,6 @@ REJECTED = {
         "rearranges `-lse_0 + z`"),
     "rows in another order, with values": (
         lambda z, t: (z * VALUES).transpose(0, 1).sum(-1) * t.T, "rearranges `given_"),
-    "rows in another order, one-hot": (
-        lambda z, t: (z * hot(t)).transpose(0, 1).sum(-1) * t.T, "rearranges `hot_"),
     "a view without gradients, and a softmax with": (
         lambda z, t: z.sum(-1)[:, 0] + under_no_grad(lambda: z[:, 0]).softmax(-1).square().sum(-1),
         "has a gradient that its operands do not have"),
@@ -519,34 +314,8 @@ REJECTED = {
         "a logarithm of logits"),
     "logits that cancel": (
         lambda z, t: (z - z).softmax(-1).square().sum(-1), "they cancel"),
-    "a gradient that PyTorch cuts": (
-        lambda z, t: F.binary_cross_entropy(z.softmax(-1), hot(t).to(z.dtype)),
-        "binary_cross_entropy) of the logits is not known"),
-    "a loss of other shapes": (
-        lambda z, t: F.soft_margin_loss(z, U.detach(), reduction="none").sum(-1),
-        "repeats an operand"),
-    "a loss of two dtypes, which is f32 in eager and f64 in the compiler": (
-        lambda z, t: F.soft_margin_loss(z, hot(t).double() - 0.5), "has operands of two dtypes"),
-    "a largest softmax that is trained and compared": (
-        lambda z, t: (p := z.softmax(-1).amax(-1)) * (p == picked(z, t).exp()),
-        "is compared, and has a gradient"),
-    "a row that is written to": (
-        lambda z, t: (z > written(z.gather(-1, t[..., None]))).sum(-1) * z.sum(-1), "with another tensor"),
-    "a view of a row that is written to": (
-        lambda z, t: (z > written(picked_logit(z, t)[..., None])).sum(-1) * z.sum(-1), "with another tensor"),
-    "a row that is written to before it is a view": (
-        lambda z, t: (z > written(picked_logit(z, t))[..., None]).sum(-1) * z.sum(-1), "with another tensor"),
-    "a rank by a detached logit, which may be rounded": (
-        lambda z, t: (z > z.gather(-1, t[..., None]).detach()).sum(-1) * z.logsumexp(-1),
-        "compares logits with %detach, which is computed from them"),
-    "a probability that is the largest, which is detached": (
-        lambda z, t: (z.softmax(-1) >= z.softmax(-1).amax(-1, True).detach()).sum(-1) * z.logsumexp(-1),
-        "over the classes, which is not known"),
     "the largest logits alone": (
         lambda z, t: z.masked_fill(z < z.detach().topk(3).values[..., -1:], -9).logsumexp(-1),
-        "compares logits with %"),
-    "a hinge at a detached logit": (
-        lambda z, t: F.relu(z - under_no_grad(lambda: z.gather(-1, t[..., None]))).sum(-1),
         "compares logits with %"),
     "a write without gradients": (
         lambda z, t: under_no_grad(lambda: z.mul_(2)).sum(-1), "writes without gradients"),
@@ -580,18 +349,6 @@ def test_no_classes():
         fused(x, weight, labels)
 
 
-def test_large_factors():
-    """Whose square no int64 holds."""
-
-    def program(x, weight, labels):
-        z = F.linear(x, weight) * 1e10
-        return (z.logsumexp(-1) + (z**2).sum(-1)).sum() / 1e20
-
-    x, weight, labels = inputs()
-    assert head_of(program, x, weight, labels).logits_mode == "never"
-    check(program, labels, x, weight)
-
-
 def test_the_users_budget(monkeypatch):
     def program(x, weight, labels):
         return F.linear(x, weight).softmax(-1).square().sum()
@@ -609,12 +366,6 @@ def doubled(t, times, function=torch.sin):
     return t
 
 
-def written_at_target(z, t, times):
-    z = z.clone()
-    index = t.unsqueeze(-1)
-    return z.scatter(-1, index, doubled(z.gather(-1, index), times)).tanh()
-
-
 def of_layers(z, t, times):
     square, scale = torch.ones(V, V), torch.ones(V)
     for _ in range(times):
@@ -626,9 +377,7 @@ def of_layers(z, t, times):
 PATHS = {
     "a transform": lambda z, t, times: doubled(z, times, torch.tanh),
     "a softmax": lambda z, t, times: doubled(z.softmax(-1), times, torch.square),
-    "one-hot": lambda z, t, times: z - doubled(hot(t).float(), times),
     "given": lambda z, t, times: z - doubled(VALUES, times),
-    "at the target": written_at_target,
     "labels": lambda z, t, times: (
         z.log_softmax(-1) * z.gather(-1, doubled(t, times, torch.neg)[..., None])
     ),
@@ -662,23 +411,21 @@ def test_a_node_is_read_once_whatever_the_paths_to_it(program):
     assert calls > 100
 
 
-@pytest.mark.parametrize("index", ["max", "argmax", "topk", "a view"])
+@pytest.mark.parametrize("index", ["max", "argmax", "a view"])
 def test_the_labels_are_classes_of_the_same_logits(index):
     """Pseudo-labels: one call gives the labels of the other."""
 
     def program(x, weight, labels):
         z = last(F.linear(x, weight))
-        p = z.softmax(-1)
-        chance, first = p.max(-1)
+        largest, first = z.max(-1)
         pseudo = {
             "max": lambda: first,
-            "argmax": lambda: p.argmax(-1),
-            "topk": lambda: p.detach().topk(1, -1).indices[:, 0],
+            "argmax": lambda: z.softmax(-1).argmax(-1),
             "a view": lambda: first.view(2, -1).clamp(min=0).view(-1),
         }[index]()
-        loss = F.cross_entropy(z, pseudo, reduction="none") * chance.ge(0.3)
-        return loss.sum() + chance.sum()
+        loss = F.cross_entropy(z, pseudo, reduction="none") * largest.ge(0.3)
+        return loss.sum() + largest.sum()
 
     x, weight, labels = inputs()
-    assert report_of(program, x, weight, labels).matches
+    assert head_of(program, x, weight, labels).logits_mode == "never"
     check(program, labels, x, weight)

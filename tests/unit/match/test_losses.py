@@ -20,7 +20,6 @@ from tests.support.programs import (
     inputs,
     last,
     reason_of,
-    report_of,
     spec_of,
 )
 
@@ -153,52 +152,6 @@ def test_a_log_sum_exp_of_logits_that_exist():
     report = fxpass.explain(program, *inputs())
     assert not report.matches, str(report)
     assert not report.rejections, str(report)
-
-
-@pytest.mark.parametrize("returned", [False, True])
-def test_several_heads_stacked(returned):
-    """One loss for each, as models of several codebooks have it."""
-
-    def program(x, weight, other, labels):
-        logits = torch.stack([F.linear(x, weight), F.linear(x, other)], dim=1)[:, :, -3:]
-        losses = [
-            F.cross_entropy(last(logits[:, k].contiguous()), labels[:, 1:].reshape(-1) // (k + 1))
-            for k in range(2)
-        ]
-        return (losses[0] + losses[1], logits) if returned else losses[0] + losses[1]
-
-    x, weight, labels = inputs()
-    other = torch.randn(V, 6, requires_grad=True)
-    report = fxpass.explain(program, x, weight, other, labels)
-    expected = "defer" if returned else "never"
-    assert [m.logits_mode for m in report.matches] == [expected, expected]
-    if not returned:
-        check(program, labels, x, weight, other)
-        return
-    fused = torch.compile(program, backend="fusedce", options={"fusedce.inner": "eager"})
-    ours, theirs = fused(x, weight, other, labels), program(x, weight, other, labels)
-    torch.testing.assert_close(list(ours), list(theirs))
-
-
-def test_heads_stacked_and_read_together():
-    def program(x, weight, labels):
-        logits = torch.stack([F.linear(x, weight), F.linear(x * 2, weight)])
-        return F.cross_entropy(last(logits.contiguous()), labels.view(-1).repeat(2))
-
-    assert "of several linears" in reason_of(program, *inputs())
-
-
-def test_a_stack_that_is_a_second_operand():
-    def program(x, weight, labels):
-        z = F.linear(x, weight)
-        both = torch.stack([z, z])
-        return F.cross_entropy(last(z), labels.view(-1)) + (both.sin() * both).sum()
-
-    x, weight, labels = inputs()
-    report = report_of(program, x, weight, labels)
-    (head,) = report.matches
-    assert any("reads logits in another place" in no.reason for no in head.flow.stops)
-    check(program, labels, x, weight)
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="from torch 2.13 on")

@@ -11,10 +11,8 @@ from tests.support.programs import B, S, V, check, inputs, last, report_of
 
 MASK = torch.tensor([[1.0, 0, 1, 1], [0, 1, 1, 0]])
 ADVANTAGES = torch.linspace(-1, 2, B * S).view(B, S)
-TARGETS = torch.linspace(-1, 1, B * S * V).view(B * S, V).softmax(-1)
 LENGTHS = torch.tensor([3.0, 2.0])
 WEIGHT = torch.linspace(0.5, 1.5, V)
-KL_OF_GIVEN = "sum(given0*(-l+log(where(given0<0,given0,where(given0<=0,1,given0)))))"
 IGNORED = torch.tensor([[1, -100, 3, 9], [-100, 0, 2, -100]])
 
 
@@ -45,7 +43,7 @@ KNOWN = {
         lambda z, t: torch.where(MASK.bool(), -entropy(z), 0.5).sum(),
         "gradients=x,weight total=moment(1,1)"),
     "a factor of each row, and its log-sum-exp": (
-        lambda z, t: (z * ADVANTAGES[..., None]).logsumexp(-1).sum() - z.mean(-1).sum(),
+        lambda z, t: (z * ADVANTAGES[..., None]).logsumexp(-1).sum() - picked(z, t).sum(),
         None),
     "loss and accuracy": (
         lambda z, t: (F.cross_entropy(last(z), t.view(-1)), accuracy(z, t)),
@@ -62,7 +60,7 @@ KNOWN = {
         lambda z, t: (
             (rows := F.cross_entropy(last(z), IGNORED.view(-1), reduction="none")).mean(),
             rows.detach(), z.detach().amax(-1)),
-        "outputs=amax;pick gradients=x,weight total=pick"),
+        "outputs=max;pick gradients=x,weight total=pick"),
     "losses of two targets": (
         lambda z, t: (picked(z, t) - 2 * picked(z, t.clamp(min=2))).mean() + entropy(z).detach().max(),
         "outputs=moment(1,1) gradients=x,weight total=pick"),
@@ -72,14 +70,6 @@ KNOWN = {
     "stacked": (
         lambda z, t: torch.stack([picked(z, t), entropy(z)]).mean(),
         "gradients=x,weight total=moment(1,1);pick"),
-    "divergence from given probabilities": (
-        lambda z, t: F.kl_div(last(z).log_softmax(-1), TARGETS.to(z.dtype), reduction="batchmean"),
-        f"gradients=x,weight total={KL_OF_GIVEN}"),
-    "divergences of rows, masked": (
-        lambda z, t: (F.kl_div(
-            last(z).log_softmax(-1), TARGETS.to(z.dtype), reduction="none"
-        ).sum(-1) * MASK.flatten()).mean(),
-        f"gradients=x,weight total={KL_OF_GIVEN}"),
     "rows and a constant": (
         lambda z, t: ((entropy(z) - 2.5) * MASK).sum() + picked(z + 0.5, t).mean(),
         "gradients=x,weight total=moment(1,1);pick"),
@@ -113,6 +103,7 @@ def test_known(case, dtype):
     if wanted is not None:
         assert specs == [f"r5 {wanted}"]
     else:
+        assert specs
         assert all("total=" in text for text in specs)
     check(lambda *args: first(program(*args)), labels, x, weight)
     if case != "no row counts":  # the loss is nan: eager multiplies its gradient by 0
@@ -141,11 +132,9 @@ UNKNOWN = {
     "two scalars of which one is squared": (
         lambda z, t: picked(z, t).sum() + entropy(z).sum().square()),
     "the rows are an output": lambda z, t: (picked(z, t) - entropy(z)).exp() + accuracy(z, t),
-    "the largest logit": lambda z, t: z.amax(-1).mean() + accuracy(z, t),
+    "the largest logit": lambda z, t: z.max(-1).values.mean() + accuracy(z, t),
     "several classes": (
         lambda z, t: z.log_softmax(-1).gather(-1, torch.stack([t, t], -1)).mean() + accuracy(z, t)),
-    "a factor that is computed after the first reduction": lambda z, t: (
-        z.logsumexp(-1).mean() + (z * (MASK + 1).sin()[..., None]).mean(-1).mean()),
     "a quotient": lambda z, t: (1 / picked(z, t)).sum() + accuracy(z, t),
     "a rounded quotient": (
         lambda z, t: picked(z, t).div(2, rounding_mode="floor").sum() + entropy(z).sum()),
@@ -162,6 +151,7 @@ def test_unknown(case):
 
     x, weight, labels = inputs()
     specs = specs_of(report_of(program, x, weight, labels))
+    assert specs
     assert not any("total=" in text for text in specs)
     check(program, labels, x, weight)
 

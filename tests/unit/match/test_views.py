@@ -57,7 +57,6 @@ ACCEPTED = {
     "classes by narrow": lambda z, t: (last(z).narrow(1, 2, 5), t.view(-1) % 5),
     "classes by narrow, then rows": lambda z, t: (z.narrow(-1, 2, 5)[:, 1:].flatten(0, 1), t[:, 1:].flatten() % 5),
     "classes by a tensor, then rows": lambda z, t: (z[..., CLASSES][:, 1:].flatten(0, 1), t[:, 1:].flatten() % 4),
-    "torch.split": lambda z, t: (last(torch.split(z, 2, 1)[1].contiguous()), t[:, 2:4].reshape(-1)),
     "every other class": lambda z, t: (last(z[..., ::2]), t.view(-1) % 5),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import fxpass
 from fxpass import testing
 
 B, T, D, V = 2, 6, 8, 67
@@ -315,15 +316,6 @@ def test_a_view_without_classes_that_is_written(program):
 # ---------------------------------------------------------------- what stays
 
 
-def test_logits_that_leave():
-    def program(x, weight, labels, y, other):
-        z = F.linear(x, weight)
-        return spread(z), z.softmax(-1)
-
-    assert "fxpass.row_region" not in functions(graph(program))
-    check(program)
-
-
 def test_a_region_of_one_head_beside_a_fused_loss():
     def program(x, weight, labels, y, other):
         loss = F.cross_entropy(F.linear(x, weight).flatten(0, 1), labels.flatten())
@@ -332,4 +324,57 @@ def test_a_region_of_one_head_beside_a_fused_loss():
     names = functions(graph(program))
     assert names.count("fxpass.row_region") == 1
     assert names.count("fxpass.class_reductions") == 1
+    check(program)
+
+
+# ---------------------------------------------------------------- logits that are returned
+
+LEAVE = {
+    "as they are": lambda z: (spread(z).mean(), z),
+    "soft-capped, and of two losses": lambda z: (
+        spread(z).mean() + F.cross_entropy(z.flatten(0, 1), torch.zeros(N, dtype=torch.int64)),
+        30 * (z / 30).tanh(),
+    ),
+    "twice": lambda z: (spread(z[:, 1:]).sum(), z.flatten(0, 1), z / 2),
+}
+
+
+@pytest.mark.parametrize("name", LEAVE)
+def test_logits_that_leave_are_deferred(name):
+    def program(x, weight, labels, y, other):
+        return LEAVE[name](F.linear(x, weight))
+
+    (match,) = fxpass.explain(program, *operands()).matches
+    assert match.logits_mode == "defer"
+    assert "(logits deferred: computed when they are first used)" in str(match)
+    assert len([line for line in graph(program) if "row_region(" in line]) == 1
+    check(program)
+
+
+def test_logits_that_leave_beside_those_of_another_head():
+    """The graph's outputs are changed twice: by the region, and by the loss with a formula."""
+
+    def program(x, weight, labels, y, other):
+        z, z2 = F.linear(x, weight), F.linear(x.tanh(), weight)
+        return F.cross_entropy(z2.flatten(0, 1), labels.flatten()), z2, spread(z).mean(), z
+
+    report = fxpass.explain(program, *operands())
+    assert [match.logits_mode for match in report.matches] == ["defer", "defer"]
+    check(program)
+
+
+LEFT = {
+    "sorted": lambda z: (spread(z).mean(), z.sort(-1).values),
+    "a softmax": lambda z: (spread(z), z.softmax(-1)),
+    "without a gradient": lambda z: (spread(z.detach()).mean(), z.detach()),
+    "less their lse": lambda z: (spread(z).mean(), z - z.logsumexp(-1, True)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_logits_that_have_to_exist(name):
+    def program(x, weight, labels, y, other):
+        return LEFT[name](F.linear(x, weight))
+
+    assert "row_region" not in "\n".join(graph(program))
     check(program)
