@@ -19,10 +19,10 @@ from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import RowSums
 from fxpass.aten.slopes import Slope, transformed
 from fxpass.plan.plan import Plan
-from fxpass.spec.dtypes import compute_dtype, gradient_dtype
-from fxpass.spec.expression import operands as beside
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.expression import given_in
 from fxpass.spec.operands import Operands, Outputs, empty
-from fxpass.spec.outputs import Sum, of_one_softmax
+from fxpass.spec.outputs import of_one_softmax
 from fxpass.spec.reductions import Reductions
 
 
@@ -35,27 +35,26 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
     results = _Results(operands, spec)
     products = spec.gradients if spec.total else ()
     if plan.strategy == "tiled":
-        grads = _in_tiles(operands, spec, plan, results, products)
-        return results.all(), grads
+        assert not products, "gradients before all classes are read"
+        _in_tiles(operands, spec, plan, results)
+        return results.all(), {}
     every = slice(0, operands.weight.shape[0])
-    functions = any(isinstance(output, Sum) for output in spec.total)
-    twice = spec.softmax and (spec.whole_rows or bool(products and functions))
     once = of_one_softmax(spec.total)  # the exponentials of the sum may become the gradient
 
     def read_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         sums = RowSums(operands, spec, few)
         # nobody reads these logits again
         z = transformed(operands, spec, few, logits, every)[1]
-        y = sums.add(z.clone() if twice else z, every, keep=bool(products) and not once)
-        results.add(few, sums.finish(z))
+        y = sums.add(z, every, keep=bool(products) and not once)
+        results.add(few, sums.finish())
         if sums.coef is None or not products:
             return None
-        slope = Slope(operands, few, spec.total, sums.coef, sums.for_slopes, z, dense=sums.dense)
+        slope = Slope(operands, few, spec.total, sums.coef, sums.moments, dense=sums.dense)
         if once and sums.exponentials:
             # a row that is masked wholly has an infinite factor
             g, factor = slope.of_softmax(y, sums.total, every, scaled or spec.masks)
         else:
-            g, factor = slope.of(y, sums.log_total, every, scaled, z)
+            g, factor = slope.of(y, sums.log_total, every, scaled)
         slope.to_logits(spec, g, logits, every)
         return factor
 
@@ -85,31 +84,20 @@ class _Results:
         return self._out
 
 
-def _in_tiles(
-    operands: Operands, spec: Reductions, plan: Plan, results: _Results, products: tuple[str, ...]
-) -> dict[str, Tensor]:
-    """Adds the outputs of every row, a tile of logits at a time; and the gradients of a total that
-    reads no softmax, so that each logit has its gradient at once."""
-    of_part: dict[int, tuple[RowSums, Slope | None]] = {}
+def _in_tiles(operands: Operands, spec: Reductions, plan: Plan, results: _Results) -> None:
+    """Adds the outputs of every row, a tile of logits at a time."""
+    of_part: dict[int, RowSums] = {}
 
     def read(part: slice, some: slice, logits: Tensor) -> None:
         if some.start == 0:
-            sums, slope = RowSums(operands, spec, part), None
-            if products and sums.coef is not None:
-                assert not spec.softmax, "gradients before all classes are read"
-                slope = Slope(operands, part, spec.total, sums.coef, {}, dense=sums.dense)
-            of_part[part.start] = sums, slope
-        sums, slope = of_part[part.start]
-        z = transformed(operands, spec, part, logits, some)[1]
-        y = sums.add(z, some)
-        if slope is not None:
-            slope.to_logits(spec, slope.of(y, y, some, True, z)[0], logits, some)
+            of_part[part.start] = RowSums(operands, spec, part)
+        sums = of_part[part.start]
+        sums.add(transformed(operands, spec, part, logits, some)[1], some)
         if some.stop == operands.weight.shape[0]:
             results.add(part, sums.finish())
             del of_part[part.start]
 
-    returned = gradient_dtype(operands.weight.dtype, "weight" in spec.unrounded)
-    return tiles.over_tiles(operands, products, read, plan, spec.ranks, returned)
+    tiles.over_tiles(operands, (), read, plan, spec.ranks, operands.weight.dtype)
 
 
 def _in_place(
@@ -131,8 +119,8 @@ def _in_place(
 
         def to_gradient(every: slice, some: slice, logits: Tensor) -> None:
             z = transformed(operands, spec, every, logits, some)[1]
-            y = _less(z, lse, slope)
-            g, _ = slope.of(y, rest, some, True, z)
+            y = z if lse is None else z.sub_(lse)
+            g, _ = slope.of(y, rest, some, True)
             slope.to_logits(spec, g, logits, some)
 
         return to_gradient
@@ -159,7 +147,7 @@ def backward(
     }
     sigmas = dict(zip(spec.saved, out.saved, strict=True))
     of_part: dict[int, Slope] = {}  # of rows whose classes are in several tiles
-    given = (i for kind, i in beside(spec.transform) if kind == "given")
+    given = given_in(spec.transform)
     of_transform = {i: grads[f"given{i}"] for i in given if f"given{i}" in grads}
     of_given = {i: grads[f"given{i}"] for i in range(len(operands.given)) if f"given{i}" in grads}
 
@@ -175,8 +163,8 @@ def backward(
         lse, rest = None, z
         if spec.softmax:
             lse, rest = (part_of(t, few).unsqueeze(1) for t in (out.lse, out.rest))
-        y = _less(z, lse, slope)
-        g, factor = slope.of(y, rest, some, scaled or bool(of_transform), z, of_given)
+        y = z if lse is None else z.sub_(lse)
+        g, factor = slope.of(y, rest, some, scaled or bool(of_transform), of_given)
         if "scale" in grads:
             grads["scale"][few] += (g * unscaled).sum(1)
         slope.to_logits(spec, g, logits, some, of_transform)
@@ -192,10 +180,3 @@ def backward(
         return to_gradient(few, slice(0, logits.shape[1]), logits, scaled)
 
     return grads | over_chunks(operands, products, of_rows, plan, spec.unrounded)
-
-
-def _less(z: Tensor, lse: Tensor | None, slope: Slope) -> Tensor:
-    """``z - lse``, in the memory of z unless the slope reads z; z if there is no lse."""
-    if lse is None:
-        return z
-    return z - lse if slope.functions else z.sub_(lse)

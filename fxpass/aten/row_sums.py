@@ -9,7 +9,6 @@ a column ``[rows, 1]``: beside a tile it needs no view.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from fxpass.aten.exponential import exponential
 from fxpass.aten.gemm import joined, part_of
 from fxpass.aten.largest import larger, largest
 from fxpass.spec.operands import Operands, Outputs
-from fxpass.spec.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output, Sum, Top
+from fxpass.spec.outputs import INDICES, LEAST_LOG, OF_PICKS, TOTAL, Moment, Output
 from fxpass.spec.reductions import Reductions, normalised, shifted
 
 LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float64)}
@@ -40,13 +39,11 @@ class RowSums:
         self._operands, self._spec, self._few = operands, spec, few
         self._raw = spec.raw
         # of the tiles so far: the largest logit and its class, the logits at the picks [rows, K],
-        # sums of functions, and the raw sums under the clamped largest logit
+        # and the raw sums under the clamped largest logit
         self._highest: Tensor | None = None
         self._clamped: Tensor
         self._index: Tensor | None = None
         self._at: Tensor | None = None
-        self._functions: dict[Sum, Tensor] = {}
-        self._top: dict[int, Any] = {}
         self._sums: dict[Moment, Tensor] = {}
         self.log_total: Tensor
         self.moments: dict[Moment, Tensor] = {}
@@ -78,7 +75,8 @@ class RowSums:
         elif self._raw:
             highest = z.amax(1, True)
             self._highest = highest if before is None else torch.maximum(highest, before)
-        self._add_logits(z, classes)
+        if self._spec.picked:
+            self._add_picks(z, classes)
         if not self._raw:
             self.log_total = z.new_zeros((z.shape[0], 1))
             return z
@@ -93,42 +91,15 @@ class RowSums:
         self._sums, self._clamped = sums, m
         return y
 
-    def _add_logits(self, z: Tensor, classes: slice) -> None:
-        """What reads logits and not their differences."""
-        for output in self._spec.sums:
-            if not output.late:
-                line, before = self._summed(output, z, classes), self._functions.get(output)
-                self._functions[output] = line if before is None else before + line
-        if self._spec.picked:
-            index = part_of(self._operands.classes(), self._few)
-            column, elsewhere = self._operands.columns(index, classes)
-            at = z.gather(1, column)
-            if elsewhere is not None:
-                # each pick is in one of the tiles, or in none of a vocabulary shard's
-                at = torch.where(elsewhere, 0 if self._at is None else self._at, at)
-            self._at = at
-
-    def _add_late(self, z: Tensor) -> None:
-        """The sums that read the softmax, or picks, where z has all classes."""
-        classes, values = slice(0, z.shape[1]), {}
-        if self._spec.picked:
-            assert self._at is not None
-            values = of_picks("at", self._at)
-        if self._raw:
-            values["l"] = (z - self._clamped).sub_(self.log_total).clamp_(min=LEAST_LOG)
-            if self._spec.picked:
-                values |= of_picks("pick", self._column("pick"))
-        for output in self._spec.late:
-            some = values
-            # infinities count where no probability, which is 0, is multiplied by them
-            if self._raw and not output.of_softmax:
-                some = values | {"l": (z - self._clamped).sub_(self.log_total)}
-            self._functions[output] = self._summed(output, z, classes, some)
-
-    def _summed(
-        self, output: Sum, z: Tensor, classes: slice, values: Mapping[str, Tensor] | None = None
-    ) -> Tensor:
-        return self._operands.evaluate(output.function, z, self._few, classes, values).sum(1, True)
+    def _add_picks(self, z: Tensor, classes: slice) -> None:
+        """The logits at the picks."""
+        index = part_of(self._operands.classes(), self._few)
+        column, elsewhere = self._operands.columns(index, classes)
+        at = z.gather(1, column)
+        if elsewhere is not None:
+            # each pick is in one of the tiles, or in none of a vocabulary shard's
+            at = torch.where(elsewhere, 0 if self._at is None else self._at, at)
+        self._at = at
 
     def _raw_sums(self, y: Tensor, classes: slice, in_place: bool) -> dict[Moment, Tensor]:
         """The raw sums of y ``[rows, classes]``, which is overwritten by its exponentials if
@@ -158,9 +129,8 @@ class RowSums:
         w = self._operands.values(output.weight, self._few, classes)
         return term.mv(w).unsqueeze(1) if w.dim() == 1 else (w * term).sum(1, True)
 
-    def finish(self, z: Tensor | None = None) -> Outputs:
-        """The outputs, when all classes were added; of a total no lse and rest. ``z``: the
-        transformed logits of all classes, if the spec needs whole rows."""
+    def finish(self) -> Outputs:
+        """The outputs, when all classes were added; of a total no lse and rest."""
         spec, coef = self._spec, self.coef
         if self._raw:
             self.log_total = self.total.log()
@@ -170,12 +140,6 @@ class RowSums:
             # every call sums it, and few read it
             if moment is not TOTAL or TOTAL in spec.outputs or TOTAL in spec.total
         }
-        if spec.late:
-            assert z is not None, "a second pass reads all logits of a row"
-            self._add_late(z)
-        for k in dict.fromkeys(output.k for output in spec.top):
-            assert z is not None, "the largest of all classes"
-            self._top[k] = z.topk(k, 1)
         rows, indices, saved = (
             self._columns(outputs).t().contiguous() if outputs else ABSENT
             for outputs in (spec.rows, spec.indices, spec.saved)
@@ -192,11 +156,6 @@ class RowSums:
             total = total.sum(1) if total.shape[1] > 1 else total.view(-1)
         return Outputs(rows, indices, lse, rest, saved, total)
 
-    @property
-    def for_slopes(self) -> dict[Moment | Sum, Tensor]:
-        """The sums that gradients read, after :meth:`finish`."""
-        return {**self.moments, **self._functions}
-
     def lse_and_rest(self) -> tuple[Tensor, Tensor]:
         """The log-sum-exp and its rounding error, after :meth:`finish`."""
         m, log_total = self._clamped, self.log_total
@@ -207,12 +166,9 @@ class RowSums:
         return joined([self._column(output) for output in outputs], 1)
 
     def _column(self, output: Output) -> Tensor:
-        """One output, ``[rows, 1]``, or ``[rows, K]`` for picks and for the largest logits."""
-        if isinstance(output, Top):
-            return self._top[output.k][output.index]
-        if isinstance(output, Sum | Moment):
-            known = self._functions if isinstance(output, Sum) else self.moments
-            return known[output]  # type: ignore[index]
+        """One output, ``[rows, 1]``, or ``[rows, K]`` for picks."""
+        if isinstance(output, Moment):
+            return self.moments[output]
         if output in OF_PICKS:
             assert self._at is not None, "the call has picks"
             return self._at if output == "at" else self._at - self._clamped - self.log_total
@@ -222,19 +178,12 @@ class RowSums:
         if output == "lse":
             return self._clamped + self.log_total
         assert self._highest is not None, "there is at least one class"
-        if output == "peak":  # highest - m is 0, or nan if every logit is -inf
-            return self._highest - self._clamped - self.log_total
         return self._highest
 
 
 def is_dense(coef: Tensor | None) -> bool:
     """Whether all elements are known to differ from 0; a GPU would have to synchronise."""
     return coef is not None and not coef.is_cuda and int(coef.count_nonzero()) == coef.numel()
-
-
-def of_picks(kind: str, values: Tensor) -> dict[str, Tensor]:
-    """Values at a row's picks ``[rows, K]``, by the names that expressions read, ``[rows, 1]``."""
-    return {f"{kind}{i}": line for i, line in enumerate(values.split(1, 1))}
 
 
 def finite(highest: Tensor) -> Tensor:

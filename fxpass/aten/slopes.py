@@ -14,20 +14,10 @@ from torch import Tensor
 
 from fxpass.aten.exponential import exponential
 from fxpass.aten.gemm import part_of
-from fxpass.aten.row_sums import is_dense, of_picks
+from fxpass.aten.row_sums import is_dense
 from fxpass.spec import expression
-from fxpass.spec.expression import Z
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import (
-    LEAST_LOG,
-    OF_LARGEST,
-    OF_PICKS,
-    Moment,
-    Output,
-    Top,
-    lines_of,
-    of_one_softmax,
-)
+from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, Moment, Output, lines_of, of_one_softmax
 from fxpass.spec.reductions import Reductions
 from fxpass.spec.terms import Terms
 
@@ -37,8 +27,8 @@ _SMALL = 2.0**-49
 
 class Slope(Terms):
     """The gradient of some rows of transformed logits, for incoming gradients of their outputs: the
-    sum of these terms, of values at ``picked`` classes ``[rows, K]``, and of ``dense`` values
-    ``[rows, V]``. A number of each row is a column ``[rows, 1]``.
+    sum of these terms, and of values at ``picked`` classes ``[rows, K]``. A number of each row is a
+    column ``[rows, 1]``.
 
     Args:
         operands: of the call.
@@ -46,7 +36,7 @@ class Slope(Terms):
         outputs: those that have an incoming gradient.
         incoming: the incoming gradients, a column each, K for picks ``[N, K]``.
         sums: those of :func:`fxpass.spec.reductions.for_slopes`.
-        z: the transformed logits of all classes, read for max, amax, peak, and by late sums.
+        z: the transformed logits of all classes, read for max.
         dense: whether all incoming gradients are known to differ from 0.
 
     Attributes:
@@ -66,7 +56,6 @@ class Slope(Terms):
     ) -> None:
         super().__init__()
         self.picked: list[tuple[Tensor, Tensor]] = []
-        self.dense: list[Tensor] = []
         self.weighted: list[tuple[Moment, Tensor]] = []
         self._operands, self._few = operands, few
         column = 0
@@ -75,14 +64,7 @@ class Slope(Terms):
             of_output = part_of(incoming, slice(column, column + count), 1)
             self._add_output(output, of_output, sums, z)
             column += count
-        for i, grad in self.at:
-            self.picked.append((part_of(operands.classes(), few)[:, i : i + 1], grad))
         self.reads_log = bool(self.coefficients or self.weighted)
-        self.reads_log |= any(o.reads_softmax for o, _ in self.functions)
-        self._logits_at: Tensor | None = None
-        if any(o.late for o, _ in self.functions) and operands.picks is not None:
-            assert z is not None, "a late sum reads all logits of a row"
-            self._logits_at = z.gather(1, part_of(operands.classes(), few))
         self._of_one_softmax = of_one_softmax(outputs)
         # a row without an incoming gradient has none, whatever its logits are: 0 * nan is nan
         self._without = None
@@ -99,17 +81,11 @@ class Slope(Terms):
         if isinstance(output, Moment):
             if output.weight is not None:
                 self.weighted.append((output, grad))
-        elif isinstance(output, Top):
-            return  # without a gradient
         elif output in OF_PICKS:
             self.picked.append((part_of(self._operands.classes(), self._few), each))
-        elif output in OF_LARGEST:
+        elif output == "max":
             assert z is not None, "the largest of all classes"
-            if output == "amax":  # equal maxima share the gradient
-                highest = z == z.amax(1, True)
-                self.dense.append(highest * (grad / highest.sum(1, True)))
-            else:
-                self.picked.append((z.argmax(1, True), each))
+            self.picked.append((z.argmax(1, True), each))
         self.add_output(output, grad, sums)
 
     def of(
@@ -118,24 +94,20 @@ class Slope(Terms):
         log_total: Tensor,
         classes: slice,
         scaled: bool,
-        z: Tensor | None = None,
         of_given: Mapping[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The gradient of some classes, where ``y - log_total`` is the log-softmax; and the factor
         by which it has still to be multiplied, which is None or 1 if ``scaled``. It
         overwrites y, if :attr:`reads_log`.
 
-        ``z``: the transformed logits, for sums of functions. ``of_given``: gradients of given
-        values by position, to which those of moments and sums are added."""
+        ``of_given``: gradients of given values by position, to which those of moments are added."""
         if self._of_one_softmax and not of_given:
             return self.of_softmax(exponential(y, out=y), log_total.exp(), classes, scaled)
-        log, given = y, of_given or {}
+        log, g = y, None
         if self.reads_log:
             log = y.sub_(log_total)
-            self._add_of_moments(given, log, classes)
+            self._add_of_moments(of_given or {}, log, classes)
             log.clamp_(min=LEAST_LOG)
-        self._add_of_functions(given, z, log, classes)
-        g = self._add_functions(None, 0, z, log, classes)
         softmax = exponential(log) if any(a for a, _ in self.coefficients) else log
         for (a, weight), polynomial in self.coefficients.items():
             term = _polynomial(polynomial, log)
@@ -150,56 +122,16 @@ class Slope(Terms):
                 g += term
             del term  # before the next one
         del softmax
-        g = self._add_functions(g, 1, z, log, classes)
         g = torch.zeros_like(log) if g is None else g
-        for some in self.dense:
-            g += some
         for index, each in self._picked(classes):
             g.scatter_add_(1, index, each)
         return g, None
-
-    def _add_functions(
-        self, g: Tensor | None, by: int, z: Tensor | None, log: Tensor, classes: slice
-    ) -> Tensor | None:
-        """``g`` and the parts of the gradient from one of the two slopes of sums of functions."""
-        for output, grad in self.functions:
-            if (slope := output.slopes[by]) != 0:
-                term = self._function(slope, grad, z, log, classes)
-                g = term if g is None else g.add_(term)
-        return g
-
-    def _function(
-        self, expr: Expr, factor: Tensor, z: Tensor | None, log: Tensor, classes: slice
-    ) -> Tensor:
-        """An expression of the logits, the log-softmax and the row's picks, times ``factor``."""
-        assert z is not None, "sums of functions read logits"
-        values: dict[str, Tensor] = {}
-        if self._logits_at is not None:
-            values |= of_picks("at", self._logits_at)
-        if self.reads_log:
-            values["l"] = log
-            if self._logits_at is not None:
-                values |= of_picks("pick", log.gather(1, self._operands.classes()[self._few]))
-        found = self._operands.evaluate(expr, z, self._few, classes, values)
-        # a function of z is a new tensor
-        return found.mul_(factor) if expr != Z and expr.has(Z) else found * factor
 
     def _add_of_moments(self, grads: Mapping[int, Tensor], log: Tensor, classes: slice) -> None:
         """Adds the gradients of the weights of moments."""
         for moment, each in self.weighted:
             if (grad := grads.get(cast(int, moment.weight))) is not None:
                 self._add_of_values(grad, moment.term(log).mul_(each), classes)
-
-    def _add_of_functions(
-        self, grads: Mapping[int, Tensor], z: Tensor | None, log: Tensor, classes: slice
-    ) -> None:
-        """Adds the gradients of the given values of sums."""
-        for output, each in self.functions:
-            given = (i for kind, i in expression.operands(output.function) if kind == "given")
-            for i in [i for i in given if i in grads]:
-                slope = expression.derivative(output.function, expression.given(i))
-                term = self._function(slope, each, z, log, classes)
-                self._add_of_values(grads[i], term, classes)
 
     def _add_of_values(self, grad: Tensor, term: Tensor, classes: slice) -> None:
         """Adds the gradient of given values, ``[V]`` or ``[N, V]``, of some classes; overwrites

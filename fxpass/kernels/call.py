@@ -29,7 +29,6 @@ from fxpass.plan.devices import implementation_for, properties_of, target_of
 from fxpass.plan.plan import padded
 from fxpass.spec import expression
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import OF_PICKS
 from fxpass.spec.reductions import Reductions
 
 
@@ -108,9 +107,8 @@ def for_reductions(
     spec: Reductions, operands: Operands, gpu: Gpu, forward: bool = True
 ) -> tuple[Launch, ...]:
     """The kernels of one run of class reductions: of forward, with the gradient of a total, or of
-    backward. None for f64, for gradients of given values, and the largest logits: ATen computes
-    these."""
-    if operands.x.dtype == torch.float64 or spec.trains_weights or spec.top:
+    backward. None for f64, and for gradients of given values: ATen computes these."""
+    if operands.x.dtype == torch.float64 or spec.trains_weights:
         return ()
     x, logits, picks = operands.x, operands.logits, operands.picks
     features = Features(
@@ -137,10 +135,8 @@ def _launch(
 ) -> Launch:
     # Passes compare transformed logits: each of them has to compute the same, to the last bit. A
     # compiler may fuse a product and a sum, with one rounding, in one of two places.
-    compared = spec.ranks or not {kind for kind, _ in spec.operands}.isdisjoint(OF_PICKS)
-    compared |= spec.shard and bool(spec.late)  # with the picks of other shards
     products = features.scaled or spec.transform != expression.Z
-    exact = (("enable_fp_fusion", False),) * (compared and products)
+    exact = (("enable_fp_fusion", False),) * (spec.ranks and products)
     vector = 16 // stored.itemsize  # what a thread loads at once
 
     def candidate(block: int, warps: int) -> Candidate:
@@ -151,7 +147,7 @@ def _launch(
         read = ((k, size) for k, size in sizes.items() if f"    {k}: tl.constexpr" in kernel.source)
         return Candidate(kernel, (*read, ("num_warps", warps), *exact))
 
-    found = blocks(v, dtype, gpu.target, spec, sliced=not forward and spec.in_slices)
+    found = blocks(v, dtype, gpu.target, spec, sliced=not (forward or spec.of_largest))
     return Launch(gpu, tuple(candidate(*sizes) for sizes in found))
 
 
@@ -184,20 +180,20 @@ def blocks(
 ) -> list[tuple[int, int]]:
     """The classes of a block and the warps of each candidate, none of which spills registers.
 
-    A thread has more than 16 logits only where each has few other values: no weights, no functions,
-    no gradient of a scale. ``sliced``: a launch may have some of the classes.
+    A thread has more than 16 logits only where each has few other values: no weights, no
+    gradient of a scale. ``sliced``: a launch may have some of the classes.
 
     >>> blocks(128256, torch.bfloat16, "sm_90", Reductions(("pick",)))
     [(16384, 16), (8192, 8), (4096, 8), (2048, 4)]
     """
-    light = not (spec.weights or spec.sums or "scale" in spec.gradients)
+    light = not (spec.weights or "scale" in spec.gradients)
     light = light and spec.transform == expression.Z
     whole = 1 << (v - 1).bit_length()
     long = light and not sliced and whole > _LARGEST_ROW
     size, warps = _LONG if long else _BLOCK
     block = min(whole, size // dtype.itemsize)
     default = block, max(1, min(warps, block // 512))
-    if spec.operands or spec.late:
+    if expression.given_in(spec.transform):
         return [default]  # others spill on sm_80
     sizes = [*[_FEWER] * long, *_OTHERS, *[_SMALL] * sliced]
     others = [(size // dtype.itemsize, warps) for size, warps in sizes]

@@ -18,8 +18,8 @@ import sympy
 from sympy import Expr
 
 from fxpass.spec import expression
-from fxpass.spec.expression import ATOM, PRODUCT, SUM, L, Printer, Z, operands
-from fxpass.spec.functions import FUNCTIONS, Where
+from fxpass.spec.expression import ATOM, PRODUCT, SUM, Printer, Z, given_in
+from fxpass.spec.functions import Where
 
 
 def unit_slope(logits: Expr) -> tuple[Expr, Expr]:
@@ -65,16 +65,14 @@ def largest(expr: Any) -> Expr:
     if expr.is_number:
         return abs(expr)
     if expr.is_Symbol:
-        kept = {"given": expr, "hit": sympy.Integer(1)}
-        return kept.get(expr.name.rstrip("0123456789"), Z)
+        return expr
     if isinstance(expr, Where):
         return sympy.Add(*map(largest, expr.args[2:]))
     if isinstance(expr, sympy.Add | sympy.Mul):
         return expr.func(*map(largest, expr.args))
     if isinstance(expr, sympy.Pow):
         return largest(expr.base) ** expr.exp if expr.exp > 0 else Z
-    at_most_one = type(expr).__name__ in _AT_MOST_ONE or expr == FUNCTIONS["exp"].symbolic(L)
-    return sympy.Integer(1) if at_most_one else Z
+    return sympy.Integer(1) if type(expr).__name__ in _AT_MOST_ONE else Z
 
 
 # The source of all functions that a transform may call beside those of ``tl``. It is read, not
@@ -96,8 +94,7 @@ def functions(logits: Expr) -> list[str]:
 
 def parameters(expr: Expr) -> list[str]:
     """The names of what an expression reads, in the order of :func:`function`'s parameters."""
-    beside = (f"{kind}{i}" for kind, i in operands(expr))
-    return ["z", *(["l"] if expr.has(L) else []), *beside]
+    return ["z", *(f"given{i}" for i in given_in(expr))]
 
 
 def function(name: str, *values: Expr) -> str:

@@ -118,18 +118,6 @@ def asinh(x):
 
 
 @triton.jit
-def log_softmax(x, lse, rest):
-    """Clamped to LEAST_LOG: 0 * -inf would be nan."""
-    return maximum(difference(x, lse, rest), -1e15)
-
-
-@triton.jit
-def difference(x, lse, rest):
-    """In this order: the lse has been rounded."""
-    return x - lse - rest
-
-
-@triton.jit
 def maximum(x, y):
     """nan where x is nan, as in torch.clamp."""
     return tl.where(x < y, y, x)

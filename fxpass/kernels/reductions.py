@@ -7,7 +7,7 @@ them with their gradient, from which GEMMs compute those of the operands::
 
     >>> x, weight, c = torch.randn(4, 8), torch.randn(10, 8), torch.arange(4)  # on a GPU
     >>> operands = Operands(x, weight, None, None, c, ())
-    >>> spec = Reductions.parse("r5 outputs=pick;moment(1,1) gradients=x")
+    >>> spec = Reductions.parse("r6 outputs=pick;moment(1,1) gradients=x")
     >>> plan = Plan("triton", "tiled", rows=4096, classes=8192)
     >>> out, _ = forward(operands, spec, plan)
     >>> out.rows.shape  # log-probabilities and negative entropies
@@ -69,7 +69,7 @@ def backward(
     with on_device(operands.x.device):
         incoming, unscale = scale_incoming(operands, spec.rows, incoming, spec.transform)
         run = _Run(operands, spec, out, incoming, plan, forward=False)
-        if plan.strategy == "tiled" and spec.in_slices:
+        if plan.strategy == "tiled" and not spec.of_largest:
             grads = run.over(slices(operands, plan.classes), sliced=True, unscale=unscale)
             _multiply(unscale, *(grads[name] for name in ("x", "scale") if name in grads))
         else:

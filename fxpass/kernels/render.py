@@ -12,9 +12,9 @@ numbers::
 
 The template says what the kernel computes and what its parameters and variables are. Of an output
 ``moment(1,2,w0)``, s12_0 is the sum under the largest logit m, m12_0 the moment of the log-softmax,
-d_m12_0 its incoming gradient; sum0, sum1, ... are the sums of functions. With y = z - m, e is
-exp(y), and ``near`` and ``away`` are y without infinities and without what lies behind the classes;
-under a new maximum, ``shift`` and ``gap`` are the old one minus the new one, decay = exp(shift).
+d_m12_0 its incoming gradient. With y = z - m, e is exp(y), and ``near`` and ``away`` are y without
+infinities and without what lies behind the classes; under a new maximum, ``shift`` and ``gap`` are
+the old one minus the new one, decay = exp(shift).
 
 The name of a kernel is a hash of the text: it is the same in every process, and specs with the same
 text share a kernel. The module does not import triton, so it runs on any platform.
@@ -26,9 +26,8 @@ import dataclasses
 import functools
 import hashlib
 import math
-import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import sympy
@@ -37,9 +36,8 @@ from sympy import Symbol
 from fxpass.kernels import expression
 from fxpass.kernels.template import rendered
 from fxpass.plan.plan import PADDING
-from fxpass.spec.expression import L, Z
-from fxpass.spec.functions import FUNCTIONS
-from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, Moment, Output, Sum
+from fxpass.spec.expression import Z, given_in
+from fxpass.spec.outputs import LEAST_LOG, OF_PICKS, Moment, Output
 from fxpass.spec.reductions import Reductions, normalised, raw, shifted
 from fxpass.spec.terms import Terms
 
@@ -93,10 +91,10 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
         **{"GAIN": gain(spec), "LOWEST": LOWEST, "LEAST_LOG": LEAST_LOG, "PADDING": PADDING},
         LOG2_E=math.log2(math.e),
         **_of_logits(spec, f, backward),
-        **_of_sums(spec, f, forward),
+        **_of_sums(spec, f),
         **_of_gradient(spec, f, forward),
         **{"f": f, "spec": spec, "forward": forward, "backward": backward, "name": "kernel_NAME"},
-        sliced=not forward and spec.in_slices,
+        sliced=not (forward or spec.of_largest),
         gain=f"{gain(spec)} * " if backward else "",
     )
     name = "class_reductions" if forward else "class_reductions_backward"
@@ -107,12 +105,8 @@ def reductions(spec: Reductions, forward: bool = True, **present: Any) -> Kernel
 @functools.cache
 def gain(spec: Reductions) -> float:
     """What gradients are multiplied by as they are stored: GAIN, or 1 if slopes have no bound."""
-    # a pick and the lse have the sum of all slopes, which is small if they are probabilities
-    p = FUNCTIONS["exp"].symbolic(L)
-    of_sums = ((o, slope) for o in spec.sums for slope in o.slopes)
-    slopes = (sympy.expand(slope / p) if o.late else slope for o, slope in of_sums)
-    slopes = expression.unit_slope(spec.transform)[1], *slopes
-    return 1.0 if any(expression.largest(slope).has(Z) for slope in slopes) else GAIN
+    slope = expression.unit_slope(spec.transform)[1]
+    return 1.0 if expression.largest(slope).has(Z) else GAIN
 
 
 @functools.cache
@@ -139,12 +133,6 @@ def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
     said = dataclasses.replace(spec, **of_call).text().split(" ")[1:]
     said += [name for name in ("biased", "scaled", "several", "apart") if getattr(f, name)]
     functions = expression.functions(spec.transform) if transformed else []
-    for i, output in enumerate(spec.sums):
-        functions.append(expression.function(f"of_sum{i}", output.function))
-        for kind, slope in zip(_SLOPES, output.slopes, strict=True):
-            functions.append(expression.function(f"{kind}_of_sum{i}", slope))
-    positions = sorted({*spec.weights, *(i for kind, i in spec.operands if kind == "given")})
-    hits = sorted({i for kind, i in spec.operands if kind == "hit"})
     return {
         "facts": textwrap.fill(", ".join(said), 96),
         "functions": "\n\n".join([expression.LIBRARY, *(f"{text}\n" for text in functions), ""]),
@@ -152,26 +140,15 @@ def _of_logits(spec: Reductions, f: Features, backward: bool) -> dict[str, Any]:
         "transform": functools.partial(_arguments, spec.transform),
         "with_slope": with_slope,
         "masks": with_slope and spec.masks,
-        "hits": hits,
-        "of_classes": ["z", "inside", *(f"w{i}" for i in positions), *(f"h{i}" for i in hits)],
-        "picks_read": sorted({i for kind, i in spec.operands if kind in OF_PICKS}),
-        "positions": positions,
+        "of_classes": ["z", "inside", *(f"w{i}" for i in spec.read)],
+        "positions": spec.read,
     }
 
 
-def _arguments(expr: Any, **variables: str) -> str:
-    """The arguments of an expression's function: what it reads, as the text of a kind of operands,
-    with its position, or else in the kernel's variables."""
-    variables = {**_VARIABLES, **variables}
-    read = (re.fullmatch(r"([a-z]+)(\d*)", name) for name in expression.parameters(expr))
-    return ", ".join(variables.get(m[1], m[0]).format(m[2]) for m in read if m)
-
-
-# The functions of a sum's slopes by the log-softmax and by the logit.
-_SLOPES = ("log_slope", "slope")
-
-# Of the template, for what expressions read.
-_VARIABLES = {"given": "w{}", "hit": "h{}"}
+def _arguments(expr: Any, z: str = "z", given: str = "w{}") -> str:
+    """The arguments of an expression's function: what it reads, in variables of the kernel, or as
+    the text of a given value with its position."""
+    return ", ".join([z, *(given.format(i) for i in given_in(expr))])
 
 
 def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
@@ -198,35 +175,25 @@ def sums_of(outputs: Iterable[Output]) -> list[tuple[str, str, str]]:
     return [one for one in found if one[0] != str(count)]
 
 
-# ``peak``: nan if every logit is -inf
-_VALUES: dict[Output, str] = {"lse": "of_row", "pick": "z_c - m - log_s", "at": "z_c"}
-_VALUES |= {"max": "highest", "amax": "highest"}
-_VALUES |= {"peak": 'tl.where(s10 == 0.0, float("nan"), -log_s)'}
+_VALUES = {"lse": "of_row", "pick": "z_c - m - log_s", "at": "z_c", "max": "highest"}
 
 
-def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
-    """The sums of both passes, and the outputs."""
+def _of_sums(spec: Reductions, f: Features) -> dict[str, Any]:
+    """The sums of the first pass, and the outputs."""
     read = (*spec.outputs, *spec.total)
     sums = {m: Symbol(_name(m, kind="s")) for m in raw(read)}
     log, inverse = Symbol("log_s"), Symbol("inverse")
 
     def value(output: Output) -> str:
-        return _VALUES.get(output, _name(output, spec.sums))
+        return _name(output) if isinstance(output, Moment) else _VALUES[output]
 
     def of_total(output: Output) -> str:
-        d, v = f"d_{_name(output, spec.sums)}", value(output)
+        d, v = f"d_{_name(output)}", value(output)
         term = f"tl.where({d} == 0.0, 0.0, {d} * {f'({v})' if ' ' in v else v})"
         return f"tl.sum({term}, 0)" if f.several and output in OF_PICKS else term
 
-    def called(output: Sum) -> str:
-        log = {} if output.of_softmax else {"l": "z - m - log_s"}  # -inf where a logit is
-        return f"of_{value(output)}({_arguments(output.function, **log)})"
-
-    functions = {o: (value(o), called(o)) for o in spec.sums if forward}
     return {
         "sums": sums_of(read),
-        "functions_of_logits": [called for o, called in functions.items() if not o.late],
-        "late": [called for o, called in functions.items() if o.late],
         "normalised": [
             (_name(m), expression.text(normalised(m, sums, log, inverse))) for m in sums
         ],
@@ -239,21 +206,12 @@ def _of_sums(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
 def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]:
     """The incoming gradients, those of a total are its weights, and the gradient of a logit."""
     outputs = spec.total or (() if forward else spec.rows)
-    names = {o: _name(o, spec.sums) for o in (*outputs, *spec.for_slopes)}
+    names = {o: _name(o) for o in (*outputs, *spec.for_slopes)}
     terms, sigmas = Terms(), {o: Symbol(name) for o, name in names.items()}
     for output in outputs if spec.gradients else ():
         of_picks = "_sum" if f.several and output in OF_PICKS else ""
         terms.add_output(output, Symbol(f"d_{names[output]}{of_picks}"), sigmas)
-    slopes = [
-        f"{d} * {kind}_of_{names[output]}({_arguments(output.slopes[i])})"
-        for i, kind in enumerate(_SLOPES)
-        for output, d in terms.functions
-        if output.slopes[i] != 0
-    ]
     places = _places(outputs, f.several)
-
-    def added(some: Iterable[str]) -> str:
-        return " + ".join(f"d_{output}" for output in some if output in outputs)
 
     return {
         "incoming": [(f"d_{names[output]}", *place) for output, *place in places],
@@ -263,12 +221,9 @@ def _of_gradient(spec: Reductions, f: Features, forward: bool) -> dict[str, Any]
             for b, value in polynomial.items()
         ],
         "slope": _slope(terms),
-        "slopes": slopes,
-        "at_picks": [(i, expression.text(value)) for i, value in terms.at],
         "places_of_picks": [place.replace("k", "i") for o, place, _ in places if o in OF_PICKS],
-        "picked": added(OF_PICKS),
-        "at_first": "" if forward else added(("max", "peak")),
-        "shares": not forward and "amax" in outputs,
+        "picked": " + ".join(f"d_{output}" for output in OF_PICKS if output in outputs),
+        "at_first": "d_max" * (not forward and "max" in outputs),
     }
 
 
@@ -301,10 +256,10 @@ def _places(outputs: Iterable[Output], several: bool) -> list[tuple[Output, str,
 # ---------------------------------------------------------------- names
 
 
-def _name(output: Output, sums: Sequence[Sum] = (), kind: str = "m") -> str:
-    """The variable of an output, one of ``sums`` if it is a sum of functions; with ``kind`` s that
-    of a moment's raw sum, with c that of a coefficient."""
+def _name(output: Output, kind: str = "m") -> str:
+    """The variable of an output; with ``kind`` s that of a moment's raw sum, with c that of a
+    coefficient."""
     if isinstance(output, Moment):
         weight = "" if output.weight is None else f"_{output.weight}"
         return f"{kind}{output.a}{output.b}{weight}"
-    return f"sum{sums.index(output)}" if isinstance(output, Sum) else str(output)
+    return output

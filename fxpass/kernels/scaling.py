@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpass.kernels.expression import largest, unit_slope
-from fxpass.spec.expression import Z, evaluate
-from fxpass.spec.expression import operands as beside
+from fxpass.spec.expression import Z, evaluate, given_in
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import Output, Sum, Top, lines_of
+from fxpass.spec.outputs import Output, lines_of
 
 # About twice the largest -log(p) of a class: the slope of a square of log(p).
 _LARGEST_LOG = 64.0
@@ -67,10 +66,8 @@ def scale_incoming(
 
 def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
     """About the largest gradient of a logit, ``[]`` or ``[N]``, for an incoming gradient of 1."""
-    if isinstance(output, str | Top):
+    if isinstance(output, str):
         return 1.0
-    if isinstance(output, Sum):
-        return sum(_largest(operands, slope) for slope in output.slopes)
     size = _LARGEST_LOG if output.b > 1 else 1.0
     w = None if output.weight is None else operands.given[output.weight].float().abs()
     if output.a:
@@ -82,5 +79,5 @@ def _largest_slope(operands: Operands, output: Output) -> Tensor | float:
 def _largest(operands: Operands, slope: Any) -> Tensor:
     """An upper bound ``[N]`` of a slope's absolute value; what has none counts as 1."""
     bound, ones = largest(slope), operands.x.new_ones(operands.x.shape[0], dtype=torch.float32)
-    given = {f"given{i}": operands.given[i].float().abs().amax(-1) for _, i in beside(bound)}
+    given = {f"given{i}": operands.given[i].float().abs().amax(-1) for i in given_in(bound)}
     return evaluate(bound, ones, given)

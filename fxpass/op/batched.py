@@ -5,7 +5,7 @@ with a dispatch key each, for neither of which torch has a rule where an operato
 
     >>> from fxpass.op.reductions import class_reductions
     >>> x, w, c = torch.randn(4, 8, requires_grad=True), torch.randn(10, 8), torch.arange(4)
-    >>> spec = "r5 outputs=pick gradients=x"
+    >>> spec = "r6 outputs=pick gradients=x"
     >>> picks = class_reductions(x, w, None, None, c, [], None, None, spec)["rows"][0]
     >>> torch.autograd.grad(picks, x, torch.eye(4), is_grads_batched=True)[0].shape
     torch.Size([4, 4, 8])

@@ -5,7 +5,7 @@ In: hidden states, the head's weight, what its reductions read, and the text of
 logits again, a chunk of rows at a time::
 
     >>> x, w, c = torch.randn(4, 8), torch.randn(10, 8), torch.tensor([1, 2, 3, 4])
-    >>> spec = "r5 outputs=pick;moment(1,1)"
+    >>> spec = "r6 outputs=pick;moment(1,1)"
     >>> found = class_reductions(x, w, None, None, c, [], None, None, spec)
     >>> log_probs, minus_entropy = found["rows"]  # [4] each
 
@@ -14,7 +14,7 @@ NOTE: gradients in forward. Where a program adds up outputs with coefficients th
 logits are computed once. Backward multiplies the saved gradients by the total's incoming gradient::
 
     >>> of_mean = torch.full((1, 4), -1 / 4)
-    >>> spec = "r5 outputs=argmax gradients=x total=pick"
+    >>> spec = "r6 outputs=argmax gradients=x total=pick"
     >>> _ = x.requires_grad_()
     >>> found = class_reductions(x, w, None, None, c, [], of_mean, None, spec)
     >>> torch.allclose(found["total"], torch.nn.functional.cross_entropy(x @ w.T, c))
@@ -64,8 +64,8 @@ def class_reductions(
 
     Args:
         x: ``[N, D]`` floating point.
-        weight: ``[V, D]``, dtype of x. Without classes, as in an empty vocabulary shard, lse, max
-            and amax are -inf, and all other outputs and gradients are 0.
+        weight: ``[V, D]``, dtype of x. Without classes, as in an empty vocabulary shard, lse and
+            max are -inf, and all other outputs and gradients are 0.
         bias: ``[V]`` in the dtype of x or of the outputs, or None. A wider bias is added to the
             up-cast logits.
         scale: ``[N]`` in the dtype of the outputs, a factor of each row's transformed logits.

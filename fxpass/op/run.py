@@ -99,7 +99,7 @@ def _of_no_classes(operands: Operands, spec: Reductions) -> tuple[Outputs, dict[
         tensor.zero_()
     lines = out.rows.split([lines_of(output, operands.many) for output in spec.rows])
     for output, some in zip(spec.rows, lines, strict=True):
-        some.fill_(-float("inf") if output in ("lse", "max", "amax") else 0)
+        some.fill_(-float("inf") if output in ("lse", "max") else 0)
     zeros = {k: t.new_zeros(t.shape) for k, t in trained(operands, spec).items()}
     return out, zeros if spec.total else {}
 

@@ -9,17 +9,16 @@ lse_r and moments M_r of shard r, m = max(lse_r) and d_r = lse_r - m,
     lse = m + L                 M_ab = exp(-a L) sum_k C(b,k) (-L)**(b-k) S_ak
 
 so the ranks exchange a maximum of lse_r, and of the largest logit if an output reads it, and then
-one sum: of S, of the logits at the picks, each of which one rank has, of sums of logits, and of a
-nan that is a rank's largest logit, since a maximum may lose it. The first class with the largest
-logit is a minimum that they exchange along with the sum. Sums that read the lse, or logits at
-picks, are computed after that, and are one more sum.
+one sum: of S, of the logits at the picks, each of which one rank has, and of a nan that is a rank's
+largest logit, since a maximum may lose it. The first class with the largest logit is a minimum that
+they exchange along with the sum.
 
 Backward exchanges nothing: each rank runs the operator's backward over its classes, with the lse
-and the sums of all of them. A log-probability has the gradient 1[j = c] - p_j, which is that of
+and the moments of all of them. A log-probability has the gradient 1[j = c] - p_j, which is that of
 the logit at c, of one rank, and of -lse, of all ranks::
 
     rows, indices = class_reductions(
-        x, w, None, None, picks, [], None, "r5 outputs=pick;moment(1,1) gradients=x,weight",
+        x, w, None, None, picks, [], None, "r6 outputs=pick;moment(1,1) gradients=x,weight",
         first=0, classes=9, group=group,
     )
 """
@@ -38,20 +37,10 @@ from fxpass.aten.row_sums import finite, under
 from fxpass.op.checks import check_first_derivative, check_gradients
 from fxpass.op.collectives import all_reduce, started, waited
 from fxpass.op.reductions import class_reductions as of_one_rank
-from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import LEAST_LOG, TOTAL, Moment, Output, Sum, lines_of
+from fxpass.spec.outputs import LEAST_LOG, TOTAL, Moment, Output, lines_of
 from fxpass.spec.reductions import Reductions, normalised, raw
-from fxpass.spec.shards import (
-    PARTS,
-    Shard,
-    added,
-    known_rows,
-    of_backward,
-    of_forward,
-    of_second_pass,
-    with_known,
-)
+from fxpass.spec.shards import PARTS, Shard, of_backward, of_forward
 
 
 def class_reductions(
@@ -79,8 +68,8 @@ def class_reductions(
         bias: ``[V_r]`` in the dtype of x or of the outputs, or None.
         scale: ``[N]`` in the dtype of the outputs, the same on all ranks, or None.
         picks: class indices ``[N]`` or ``[N, K]`` int64 among all classes, the same on all ranks,
-            if outputs or expressions read them; else None.
-        given: the weights of moments and what expressions read, ``[V_r]`` or ``[N, V_r]``.
+            if outputs read them; else None.
+        given: the weights of moments and what the transform reads, ``[V_r]`` or ``[N, V_r]``.
         logits: ``[N, V_r]``, the linear's output with its bias if it exists anyway; no gradient.
         spec: the text of a :class:`fxpass.spec.reductions.Reductions` without a total.
         first: this rank's first class. Shards do not overlap.
@@ -95,7 +84,7 @@ def class_reductions(
         Both are the same on all ranks.
 
     Raises:
-        ValueError: the spec has a total, or the largest logits; operands do not fit together.
+        ValueError: the spec has a total; operands do not fit together.
         IndexError: a pick is none of the classes (on CPU; on GPUs a device-side assertion fails).
         RuntimeError: a tensor needs a gradient that the spec does not name.
     """
@@ -103,8 +92,6 @@ def class_reductions(
     s = dataclasses.replace(Reductions.parse(spec), shard=len(weight) < classes)
     if s.total:
         raise ValueError(f"a total needs an lse of all classes before its gradients: {spec!r}")
-    if s.top:
-        raise ValueError(f"a rank has the largest of its logits, not of all: {spec!r}")
     operands = Operands(x, weight, bias, scale, picks, tuple(given), logits=logits)
     if torch.is_grad_enabled():
         check_gradients(operands, s)
@@ -119,9 +106,7 @@ class _OfAll(NamedTuple):
         rows, indices: see :func:`class_reductions`.
         lse, rest: the log-sum-exp and its rounding error.
         saved: ``[S, N]``, the sums of ``spec.saved``.
-        known: ``[K, N]``, those of :func:`fxpass.spec.shards.known_rows`.
         leads: whether this shard has the first class with the largest logit, or None.
-        share: the part of the classes with the largest logit that this shard has, or None.
     """
 
     rows: Tensor
@@ -129,9 +114,7 @@ class _OfAll(NamedTuple):
     lse: Tensor
     rest: Tensor
     saved: Tensor
-    known: Tensor
     leads: Tensor | None
-    share: Tensor | None
 
 
 class _Merged(torch.autograd.Function):
@@ -163,15 +146,12 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         check_first_derivative()
         spec: Reductions = ctx.spec
-        lse, rest, saved, known, leads, share, picks, logits, *tensors = ctx.saved_tensors
+        lse, rest, saved, leads, picks, logits, *tensors = ctx.saved_tensors
         x, weight, bias, scale, *own = tensors
         operands = Operands(x, weight, bias, scale, picks, tuple(own), logits=logits)
-        local, many = of_backward(spec), operands.many
-        here = with_known(operands, spec, known).read_by(local)
-        sums = dict(zip(spec.saved, saved, strict=True))
-        lines = _with_late(_by_output(grad, spec.rows, many), spec, sums, many)
-        lines = _of_shard(lines, spec, local, {"max": leads, "amax": share})
-        saved = torch.cat([saved[:0], *(sums[moment][None] for moment in local.saved)])
+        local = of_backward(spec)
+        here = operands.read_by(local)
+        lines = _of_shard(_by_output(grad, spec.rows, operands.many), spec, local, leads)
         grads = torch.ops.fxpass.class_reductions_backward(
             torch.cat([grad[:0], *lines]),
             *(lse[0], rest[0], saved, x, weight, bias, scale),
@@ -182,37 +162,22 @@ class _Merged(torch.autograd.Function):
         return None, None, None, None, *map(found.get, named)
 
 
-def _with_late(
-    lines: dict[Output, Tensor], spec: Reductions, sums: Mapping[Any, Tensor], many: int
-) -> dict[Output, Tensor]:
-    """The gradients of all outputs, with what those of late sums add to those of the lse and of the
-    logits at ``many`` picks. ``sums``: those of ``spec.saved``, ``[N]``."""
-    late = {output: lines[output][0] for output in spec.late if output in lines}
-    of_lse, at = added(late, sums)
-    for output, row, grad in (("lse", 0, of_lse), *(("at", i, grad) for i, grad in at)):
-        if isinstance(grad, Tensor):
-            line = lines.get(output, grad.new_zeros(lines_of(output, many), len(grad)))
-            lines[output] = line.clone()
-            lines[output][row] += grad
-    return lines
-
-
 def _of_shard(
-    lines: Mapping[Output, Tensor],
-    spec: Reductions,
-    local: Reductions,
-    own: Mapping[Output, Tensor | None],
+    lines: Mapping[Output, Tensor], spec: Reductions, local: Reductions, leads: Tensor | None
 ) -> list[Tensor]:
     """The gradients of the outputs of one shard's backward, from those of all classes, ``[1, N]``,
-    or ``[K, N]`` of picks; ``own``: the part of an output's gradient that belongs to the shard."""
+    or ``[K, N]`` of picks; that of the largest logit belongs to the shard that ``leads``."""
     found = []
     for output in (o for o in local.rows if o in PARTS):
         parts = {o: lines[o] for o in PARTS[output] if o in lines}
         if output == "lse":
             parts = {o: t if o == "lse" else -t.sum(0, keepdim=True) for o, t in parts.items()}
-        line, part = functools.reduce(torch.add, parts.values()), own.get(output)
-        found.append(line if part is None else torch.where(part != 0, line * part, 0))
-    return found + [lines[o] for o in spec.rows if isinstance(o, Moment | Sum)]
+        line = functools.reduce(torch.add, parts.values())
+        if output == "max":
+            assert leads is not None, "gradients of the largest logit take its class"
+            line = torch.where(leads, line, 0)
+        found.append(line)
+    return found + [lines[o] for o in spec.rows if isinstance(o, Moment)]
 
 
 # ---------------------------------------------------------------- forward
@@ -228,21 +193,19 @@ def _in_shard(picks: Tensor, shard: Shard, count: int) -> Tensor:
 
 
 def _merged(operands: Operands, spec: Reductions, shard: Shard) -> _OfAll:
-    sums, tied = raw(("lse", *spec.outputs)), bool(spec.gradients) and "amax" in spec.outputs
+    sums = raw(("lse", *spec.outputs))
     local, index, rest = _run(operands, of_forward(spec))
-    largest = local.get("amax")
+    largest = local.get("max")
     # a nan is larger than any number, as in torch, but gloo's maximum may lose it
     sent = [] if largest is None else [torch.where(largest.isnan(), torch.inf, largest)]
     m, *highest = all_reduce(torch.cat([local["lse"], *sent]), "max", shard.group).split(1)
     m = finite(m)
 
     parts = _parts(operands, local, sums, (local["lse"] - m) + rest)
-    least = leads = share = None
+    least = leads = None
     if largest is not None:
         parts["max"] = torch.where(largest.isnan(), largest, 0)
         here = (sent[0] == highest[0]) & bool(len(operands.weight))
-        if tied:
-            parts["amax"] = torch.where(here, _ties(operands, spec), 0)
         if len(index):  # that of a nan is below 0: it comes before infinity
             index = shard.first + index - shard.classes * largest.isnan()
             index = torch.where(here, index, shard.classes)
@@ -253,24 +216,16 @@ def _merged(operands: Operands, spec: Reductions, shard: Shard) -> _OfAll:
     if least is not None:
         least = waited(least)
         leads = least == index
-    if tied:
-        share = parts["amax"] / total.pop("amax")
 
     found, rest = _found(total, sums, m)
     if highest:
-        found |= {"max": highest[0], "amax": highest[0]}
-        found["peak"] = (highest[0] - found["lse"]) - rest
-    values = found | {"rest": rest}
-    known = torch.cat([rest[:0], *(values[kind][i : i + 1] for kind, i in known_rows(spec))])
-    if spec.late:
-        late = _run(with_known(operands, spec, known), of_second_pass(spec))[0]
-        found |= _added(dict(zip(spec.late, late.values(), strict=True)), shard)
+        found["max"] = highest[0]
     rows, saved = (
         torch.cat([rest[:0], *(found[output] for output in outputs)])
         for outputs in (spec.rows, spec.saved)
     )
     indices = index[:0] if least is None or not spec.indices else least % shard.classes
-    return _OfAll(rows, indices, found["lse"], rest, saved, known, leads, share)
+    return _OfAll(rows, indices, found["lse"], rest, saved, leads)
 
 
 def _added(parts: Mapping[Output, Tensor], shard: Shard) -> dict[Output, Tensor]:
@@ -286,8 +241,7 @@ def _parts(
     if not len(operands.weight):
         d = d.clamp(min=LEAST_LOG)  # 0 * -inf would be nan
     moments = {m: local.get(m, torch.ones_like(d)) for m in sums}  # TOTAL is 1
-    as_they_are = (o for o in local if o == "at" or isinstance(o, Sum))
-    parts: dict[Output, Tensor] = {o: local[o] for o in as_they_are}
+    parts: dict[Output, Tensor] = {"at": local["at"]} if "at" in local else {}
     for moment in sums:
         # if every logit is -inf, the log-softmax in the shard is not known, that of all classes is
         none = 0 if moment.a else moments[Moment(0, 0, moment.weight)] * d**moment.b
@@ -311,18 +265,6 @@ def _found(
     if "at" in total:
         found["pick"] = (total["at"] - lse) - rest
     return found, rest
-
-
-def _ties(operands: Operands, spec: Reductions) -> Tensor:
-    """How many classes of the shard have its largest logit, ``[1, N]``: multiplied by a power of
-    two, which rounds nothing, all other exponentials vanish."""
-    scale = operands.scale
-    if scale is None:
-        scale = torch.ones_like(operands.x[:, 0], dtype=compute_dtype(operands.x.dtype))
-    scaled = operands._replace(scale=scale * 2.0**64)
-    peak = _run(scaled, dataclasses.replace(of_forward(spec), outputs=("peak",)))[0]["peak"]
-    # every logit is -inf
-    return torch.where(peak.isnan(), len(operands.weight), (-peak).exp().round())
 
 
 def _run(operands: Operands, local: Reductions) -> tuple[dict[Output, Tensor], Tensor, Tensor]:

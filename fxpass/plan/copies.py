@@ -12,14 +12,14 @@ rows and classes pays for::
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
 
 from fxpass.spec import expression
-from fxpass.spec.expression import Z, operands
-from fxpass.spec.outputs import TOTAL, Moment, Output, Sum, of_one_softmax
+from fxpass.spec.expression import Z, given_in
+from fxpass.spec.outputs import TOTAL, Moment, Output, of_one_softmax
 from fxpass.spec.reductions import Reductions, raw
 
 
@@ -46,41 +46,27 @@ def _of_sums(spec: Reductions, scaled: bool, keep: bool) -> int:
     terms += terms and any(moment.b > 0 for moment in moments)
     if spec.weights:
         terms = 3
-    terms = max(terms, _of_functions(spec.sums))
-    twice = bool(moments and (spec.whole_rows or any(isinstance(o, Sum) for o in spec.total)))
-    return max(value, transformed + scaled, max(transformed, scaled) + terms + twice)
-
-
-def _of_functions(sums: Iterable[Sum]) -> int:
-    """Copies for the terms of sums of functions, with the log-softmax that they read."""
-    return max((_of_expression(o.function) + o.reads_softmax for o in sums), default=0)
+    return max(value, transformed + scaled, max(transformed, scaled) + terms)
 
 
 def _of_slope(spec: Reductions, outputs: Sequence[Output], scaled: bool) -> int:
     """Copies for the gradient of some outputs."""
     transformed, value = int(spec.transform != Z), _of_expression(spec.transform)
     slope = _of_expression(expression.derivative(spec.transform)) if transformed else 0
-    dense = 2 * ("amax" in outputs)  # with its mask
     # the transformed logits become the gradient; else there are a softmax, a term and its weights
     terms = of_scale = int("scale" in spec.gradients)
     if not of_one_softmax(outputs):
         weighted = any(isinstance(o, Moment) and o.weight is not None for o in outputs)
-        sums = [o for o in outputs if isinstance(o, Sum)]
-        slopes = [_of_expression(slope) for o in sums for slope in o.slopes]
-        if any(f"given{i}" in spec.gradients for o in sums for _, i in operands(o.function)):
-            slopes.append(max(_of_functions(sums), *slopes) + 2)
-        terms, slope = 3 + weighted + max(slopes, default=0), 1 + max(slope, of_scale)
-    if any(f"given{i}" in spec.gradients for _, i in operands(spec.transform)):
+        terms, slope = 3 + weighted, 1 + max(slope, of_scale)
+    if any(f"given{i}" in spec.gradients for i in given_in(spec.transform)):
         slope += 2
-    return max(value, transformed + scaled + max(terms + dense, slope))
+    return max(value, transformed + scaled + max(terms, slope))
 
 
 def _of_expression(expr: Any) -> int:
     """Copies of z that exist at once where an expression is evaluated, its operands and its result
     included, by :meth:`fxpass.spec.operands.Operands.evaluate`."""
-    read = operands(expr)
-    hits = {expression.hit(i): 0 for kind, i in read if kind == "hit"}
-    return len(read) - len(hits) + max(_copies(expr.subs(hits)), bool(hits))
+    return len(given_in(expr)) + _copies(expr)
 
 
 def _copies(expr: Any) -> int:

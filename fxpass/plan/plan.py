@@ -124,9 +124,8 @@ def plan(
     ``logits_exist``: the logits exist already. The scratch stays within ``spec.memory_mb`` MiB (0:
     see :func:`budget`), unless the smallest block is larger; then the plan's reason says so."""
     implementation, reason = implementation_for(device, dtype)
-    if implementation == "triton" and (spec.trains_weights or spec.top):
-        missing = "the largest logits" if spec.top else "gradients of given values"
-        implementation, reason = "aten", f"no Triton kernel has {missing}"
+    if implementation == "triton" and spec.trains_weights:
+        implementation, reason = "aten", "no Triton kernel has gradients of given values"
     sizes = max(1, n), max(1, d), max(1, v)
     run = _Run(*sizes, dtype, device, implementation, spec, scaled, backward, logits_exist)
     return _plan(run, reason)
@@ -172,7 +171,7 @@ class _Run(NamedTuple):
         large = self.n * self.v * self.bytes[-1] > CPU_TILE
         fits = self.spec.total and "weight" in self.gradients and self.n <= self.d
         fits = fits and not self.unrounded
-        return large and bool(fits) and not (self.logits_exist or self.spec.whole_rows)
+        return large and bool(fits) and not self.logits_exist
 
     @property
     def unrounded(self) -> bool:
@@ -201,16 +200,15 @@ def _plan(run: _Run, reason: str) -> Plan:
     allowed = budget(run.n, run.v, run.dtype, run.device, spec.memory_mb)
     # the user's budget includes the sums
     for_chunks = max(allowed // 4, allowed - run.sums * bool(spec.memory_mb))
-    # a second pass, and gradients of a largest logit, need the whole row
-    in_tiles = not (spec.whole_rows or (spec.gradients and spec.of_largest))
-    # and gradients that come with their total its softmax
+    # gradients that come with their total need the softmax of a row, others its largest logit
     at_once = bool(spec.gradients and spec.total)
+    of_whole_rows = at_once or bool(spec.gradients and spec.of_largest)
     if run.implementation == "triton":
         found = _triton_chunked(run, allowed, for_chunks)
         # f32 has no sums to save, and slices round logits in another way than forward
-        if spec.in_slices and run.gradients and not at_once and run.dtype.itemsize < 4:
+        if run.gradients and not of_whole_rows and run.dtype.itemsize < 4:
             found = _triton_tiled(run, allowed)
-    elif in_tiles and not (at_once and spec.softmax):  # both passes: logits are rounded alike
+    elif not of_whole_rows:  # in forward as in backward: logits are rounded alike
         found = _aten_tiled(run, allowed)
     elif run.fits_gradient:
         found = _aten_tiled(run, allowed, in_place=True)

@@ -15,14 +15,10 @@ round-trips::
 A constant is the exact rational of the double that the user wrote: sympy's Floats would lose digits
 in arithmetic. The functions are those of :mod:`fxpass.spec.functions`. Beside z, an expression may
 read the *operands* ``given0``, ``given1``, ...: the call's given values at the logit's class (a
-mask of classes, a factor of each class, targets ``[N, V]``), and ``hit0``, ``hit1``, ...: 1 at the
-class of the row's first, second, ... pick, else 0 (a margin at the target)::
+mask of classes, a factor of each class)::
 
-    >>> text(where(given(0), ">", 0, -sympy.oo, Z - 5 * hit(0)))
-    'where(given0>0,-inf,-5*hit0+z)'
-
-A function that is summed over the classes may also read the log-softmax ``l``, and the row's logit
-``at0``, ``at1``, ... and log-softmax ``pick0``, ... at its picks.
+    >>> text(where(given(0), ">", 0, -sympy.oo, Z))
+    'where(given0>0,-inf,z)'
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ from fxpass.spec.functions import FUNCTIONS, Where, exact, where
 
 # Not declared real: sympy would rewrite the user's sqrt(z**2) as abs(z).
 Z = sympy.Symbol("z")
-# The log-softmax at the logit's class.
+# The log-softmax at the logit's class: of functions whose sums are moments, and in no text form.
 L = sympy.Symbol("l")
 
 
@@ -51,21 +47,14 @@ def given(position: int) -> sympy.Symbol:
     return sympy.Symbol(f"given{position}")
 
 
-def hit(position: int) -> sympy.Symbol:
-    """The symbol that is 1 at one of the row's picks, and 0 at other classes."""
-    return sympy.Symbol(f"hit{position}")
-
-
-_SYMBOL = re.compile(r"z|l|(given|hit|at|pick)(0|[1-9][0-9]*)")
+_SYMBOL = re.compile(r"z|given(0|[1-9][0-9]*)")
 
 
 @functools.cache
-def operands(expr: Expr) -> tuple[tuple[str, int], ...]:
-    """What an expression reads beside z and l: ``given``, ``hit``, ``at`` or ``pick``, and its
-    position."""
-    names = sorted(symbol.name for symbol in expr.free_symbols)  # type: ignore[attr-defined]
-    found = (_SYMBOL.fullmatch(name) for name in names)
-    return tuple((match[1], int(match[2])) for match in found if match and match[1])
+def given_in(expr: Expr) -> tuple[int, ...]:
+    """The positions of the given values that an expression reads, in order."""
+    found = (_SYMBOL.fullmatch(symbol.name) for symbol in expr.free_symbols)  # type: ignore[attr-defined]
+    return tuple(sorted(int(match[1]) for match in found if match and match[1]))
 
 
 @functools.cache
@@ -88,23 +77,6 @@ def _without_rounding(expr: Any) -> Any:
         if factor == -number and isinstance(function, sigmoid):
             (x,) = cast(Any, function).args
             return rest - term + number * sigmoid(-x)
-    return expr
-
-
-def without_opposites(expr: Any) -> Expr:
-    """``expr`` with softplus(x) in place of x + softplus(-x): one function, and x does not cancel.
-
-    >>> without_opposites(parse("softplus(-z)+z-3"))
-    softplus(z) - 3
-    """
-    softplus = FUNCTIONS["softplus"].symbolic
-    for term in sympy.Add.make_args(expr):
-        factor, function = term.as_coeff_Mul()
-        if isinstance(function, softplus):
-            x = -cast(Any, function).args[0]
-            other = expr - term + factor * (softplus(x) - x)
-            if len(sympy.Add.make_args(other)) < len(sympy.Add.make_args(expr)):
-                return other
     return expr
 
 
@@ -242,7 +214,7 @@ def _read(node: ast.expr, source: str) -> Expr:
             x, y, a, b = (_read(operand, source) for operand in (left, right, *branches))
             return where(x, _COMPARISONS[type(op)], y, a, b)
     raise ValueError(
-        f"not a logit transform: {source!r} (allowed: numbers, z, given0, hit0, + - * / **, "
+        f"not a logit transform: {source!r} (allowed: numbers, z, given0, + - * / **, "
         f"{', '.join(FUNCTIONS)}, where(x<y,a,b))"
     )
 

@@ -26,9 +26,6 @@ import torch.nn.functional as F
 from sympy import Expr
 from torch import Tensor
 
-# Far below any log-softmax that counts, and its square is finite: 0 * -inf would be nan.
-LEAST_LOG = -1e15
-
 
 def exact(value: float) -> Expr:
     """The rational that equals the double ``value``; ``ValueError`` for inf and nan."""
@@ -102,8 +99,7 @@ def softplus(x: Tensor) -> Tensor:
 def _function(
     name: str, tensor: Callable[..., Tensor], slope: Callable[..., Any], arity: int = 1
 ) -> LogitFunction:
-    """A function with a derivative: ``slope(x)``, or of ``x, y, dx, dy`` (three operands alike). Of
-    numbers, a number."""
+    """A function with a derivative: ``slope(x)``, or of ``x, y, dx, dy``. Of numbers, a number."""
 
     def evaluate(cls: Any, *args: Any) -> Expr | None:
         if not all(x.is_number for x in args):
@@ -125,16 +121,6 @@ def _function(
 def call(name: str, *operands: Any) -> Expr:
     """The function ``name`` of :data:`FUNCTIONS`, applied to expressions."""
     return FUNCTIONS[name].symbolic(*operands)
-
-
-def _log_softmax(z: Tensor, lse: Tensor, rest: Tensor) -> Tensor:
-    """Of a logit, the log-sum-exp and its rounding error."""
-    return _difference(z, lse, rest).clamp_(min=LEAST_LOG)
-
-
-def _difference(z: Tensor, lse: Tensor, rest: Tensor) -> Tensor:
-    """The log-softmax, which is -inf where the logit is."""
-    return (z - lse).sub_(rest)
 
 
 # The comparison under which clamp passes a gradient: up to torch 2.13 also at the bound, later not.
@@ -163,8 +149,6 @@ _TABLE = (
     _function("asinh", torch.asinh, lambda x: 1 / call("sqrt", 1 + x**2)),
     _function("maximum", torch.clamp_min, lambda x, y, a, b: where(x, ABOVE, y, a, b), 2),
     _function("minimum", torch.clamp_max, lambda x, y, a, b: where(x, BELOW, y, a, b), 2),
-    _function("log_softmax", _log_softmax, lambda x, y, rest, a, b, c: a - b - c, 3),
-    _function("difference", _difference, lambda x, y, rest, a, b, c: a - b - c, 3),
 )
 
 # Functions by their names in text forms and in generated Triton.

@@ -10,17 +10,14 @@ In: the operands of a call. Out: records, and uninitialised outputs of the right
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from sympy import Expr, Symbol
+from sympy import Expr
 from torch import Tensor
 
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.expression import operands
 from fxpass.spec.outputs import lines_of
 from fxpass.spec.reductions import Reductions
 
@@ -34,7 +31,7 @@ class Operands(NamedTuple):
         bias: ``[V]`` in the dtype of x or in the compute dtype, or None.
         scale: ``[N]``, a factor of each row's transformed logits in the compute dtype, or None.
         picks: class indices ``[N]`` or ``[N, K]`` int64, or None.
-        given: weights of moments and operands of expressions, ``[V]`` or ``[N, V]``.
+        given: weights of moments and operands of the transform, ``[V]`` or ``[N, V]``.
         coef: ``[T, N]`` in the compute dtype, the weights of the total's outputs in their order, K
             rows for a pick of K classes; None without a total.
         logits: ``[N, V]`` in the dtype of x or in the compute dtype, the linear's output with its
@@ -60,8 +57,7 @@ class Operands(NamedTuple):
     def read_by(self, spec: Reductions) -> Operands:
         """The operands without picks that ``spec`` does not read, and with placeholders for such
         given values."""
-        read = {f"given{i}" for i in spec.weights} | {f"{kind}{i}" for kind, i in spec.operands}
-        read |= {*spec.gradients}
+        read = {f"given{i}" for i in spec.read} | {*spec.gradients}
         given = tuple(
             t if f"given{i}" in read else self.weight.new_empty(()).expand(self.weight.shape[0])
             for i, t in enumerate(self.given)
@@ -82,41 +78,12 @@ class Operands(NamedTuple):
         w = w[classes] if w.dim() == 1 else w[rows, classes]
         return w.to(compute_dtype(self.x.dtype))
 
-    def evaluate(
-        self,
-        expr: Expr,
-        z: Tensor,
-        rows: slice,
-        classes: slice,
-        values: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def evaluate(self, expr: Expr, z: Tensor, rows: slice, classes: slice) -> Tensor:
         """An expression in a tile of logits ``z`` ``[rows, classes]``, which is not written to, as
-        :func:`fxpass.spec.expression.evaluate`. ``values``: what it reads beside the given values
-        and hits, by name, ``[rows, classes]`` or ``[rows, 1]``.
-
-        Where a hit is 1, at one class of each row, the value is computed again: no tensor of hits
-        is made."""
-        read = operands(expr)
-        known = dict(values or {})
-        known |= {f"given{i}": self.values(i, rows, classes) for kind, i in read if kind == "given"}
-        hits = [i for kind, i in read if kind == "hit"]
-        if not hits:
-            return expression.evaluate(expr, z, known)
-        plain = _elsewhere(expr)
-        out = expression.evaluate(plain, z, known)
-        if isinstance(plain, Symbol) or 0 in out.stride():  # what others read, or one value of many
-            out = out.clone()
-        index = self.classes()[rows]
-        for i in hits:
-            of_hit = index[:, i : i + 1]
-            column, elsewhere = self.columns(of_hit, classes)
-            there = {k: t if t.shape[-1] == 1 else _at(t, column) for k, t in known.items()}
-            there |= {f"hit{k}": (index[:, k : k + 1] == of_hit).to(z.dtype) for k in hits}
-            found = expression.evaluate(expr, z.gather(1, column), there)
-            if elsewhere is not None:
-                found = torch.where(elsewhere, out.gather(1, column), found)
-            out.scatter_(1, column, found)
-        return out
+        :func:`fxpass.spec.expression.evaluate`."""
+        read = expression.given_in(expr)
+        values = {f"given{i}": self.values(i, rows, classes) for i in read}
+        return expression.evaluate(expr, z, values)
 
     def columns(self, index: Tensor, classes: slice) -> tuple[Tensor, Tensor | None]:
         """The columns of class indices in a tile of logits, any column for those that are not in
@@ -128,25 +95,13 @@ class Operands(NamedTuple):
         return inside, inside != column
 
 
-@functools.cache
-def _elsewhere(expr: Expr) -> Expr:
-    """An expression where no hit is 1."""
-    read = {expression.hit(i): 0 for kind, i in operands(expr) if kind == "hit"}
-    return expression.without_opposites(expr.subs(read))  # type: ignore[arg-type]
-
-
-def _at(values: Tensor, column: Tensor) -> Tensor:
-    """Values ``[classes]`` or ``[rows, classes]`` at one class of each row, ``[rows, 1]``."""
-    return values[column] if values.dim() == 1 else values.gather(1, column)
-
-
 class Outputs(NamedTuple):
     """The outputs of all rows; those that the spec does not have are of size 0.
 
     Attributes:
         rows: ``[R, N]`` in the compute dtype, in the order of ``spec.rows``; K rows for a ``pick``
-            of K classes, k rows for the k largest logits.
-        indices: ``[I, N]`` int64, as rows.
+            of K classes.
+        indices: ``[I, N]`` int64.
         lse, rest: ``[N]``, the log-sum-exp and its rounding error.
         saved: ``[S, N]``, the sums of ``spec.saved``.
         total: the terms of the total ``[N]``.

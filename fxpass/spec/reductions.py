@@ -7,19 +7,16 @@ lse their log-softmax and p = exp(l). What programs take from a row is arithmeti
     pick, at           l and z at a given class c
     moment(a,b,w)      sum_j w_j exp(a l_j) l_j**b, for 0 <= a, b <= 2 and weights w: ones, a vector
                        of classes [V], or values [N, V]
-    sum(f)             sum_j f(z_j, l_j, ...), for a function of one logit and of the row's picks
-    max, amax, argmax  the largest logit, and its class
-    top(k), argtop(k)  the k largest logits, and their classes
-    peak               the largest l
+    max, argmax        the largest logit, and its class
 
 The entropy is -moment(1,1), a sum of p**2 is moment(2,0), an expectation of u is moment(1,0,u), and
 a loss with soft targets q is -moment(0,1,q). The output of a row and its gradient with respect to
 the logits, for an incoming gradient of 1, are
 
     lse                 M + log S                         p_j
-    pick, peak          (z_c - M) - log S, -log S         1[j = c] - p_j
+    pick                (z_c - M) - log S                 1[j = c] - p_j
     moment              see :func:`normalised`            psi_j - p_j sigma
-    sum(f)              sum_j f_j                         df_j/dz + df_j/dl - p_j sum_k df_k/dl
+    max                 M                                 1[j = the first class with M]
 
 with S = sum_j exp(z_j - M), psi_j = w_j exp(a l_j) (a l_j**b + b l_j**(b-1)) and sigma = sum_j
 psi_j = a moment(a,b,w) + b moment(a,b-1,w). One pass over the classes accumulates the raw sums
@@ -27,9 +24,7 @@ psi_j = a moment(a,b,w) + b moment(a,b-1,w). One pass over the classes accumulat
     S_ab[w] = sum_j w_j exp(a (z_j - M)) (z_j - M)**b
 
 under the maximum so far. A new maximum changes them by :func:`shifted`, so that blocks of a row,
-tiles, chunks and vocabulary shards are joined by the same few lines. A function that reads the
-log-softmax, or a pick, takes a second pass over the logits, whose pick gets the gradient sum_k
-df_k/dpick; the sums of derivatives are sums of functions too::
+tiles, chunks and vocabulary shards are joined by the same few lines::
 
     >>> import torch
     >>> z = torch.tensor([1.0, 3.0, 2.0], dtype=torch.float64)
@@ -54,34 +49,30 @@ import sympy
 from sympy import Expr
 
 from fxpass.spec import expression
-from fxpass.spec.expression import Z, operands
+from fxpass.spec.expression import Z
 from fxpass.spec.outputs import (
     HIGHEST_POWER,
     IN_TOTAL,
     INDICES,
     NAMED,
-    OF_LARGEST,
     OF_PICKS,
     PRODUCTS,
     ROWS,
     TOTAL,
     Moment,
     Output,
-    Sum,
-    Top,
     is_index,
     output_of,
     position_of,
 )
 
-REVISION = "r5"  # as spec.REVISION, of the operator fxpass::class_reductions
+REVISION = "r6"  # as spec.REVISION, of the operator fxpass::class_reductions
 
 
 def raw(outputs: Collection[Output]) -> tuple[Moment, ...]:
     """The moments that one pass accumulates for these outputs, ``TOTAL`` first; none if all are
-    logits and sums that do not read the softmax. A largest logit takes ``TOTAL`` as a sign of nan,
-    which maxima lose on GPUs."""
-    if all(not o.reads_softmax if isinstance(o, Sum) else o == "at" for o in outputs):
+    logits at picks. A largest logit takes ``TOTAL`` as a sign of nan, which maxima lose on GPUs."""
+    if all(output == "at" for output in outputs):
         return ()
     wanted = [m for m in outputs if isinstance(m, Moment)]
     lower = (dataclasses.replace(m, b=b) for m in wanted for b in range(m.b + 1))
@@ -112,15 +103,11 @@ def for_slope(moment: Moment) -> tuple[tuple[int, Moment], ...]:
     return tuple((factor, term) for factor, term in terms if factor)
 
 
-def for_slopes(outputs: Iterable[Output]) -> tuple[Moment | Sum, ...]:
-    """The sums that the gradients of these outputs read."""
-    read: list[Moment | Sum] = []
-    for output in outputs:
-        if isinstance(output, Moment):
-            read += [moment for _, moment in for_slope(output) if moment != TOTAL]
-        elif isinstance(output, Sum):
-            read += output.of_row.values()
-    return tuple(dict.fromkeys(read))
+def for_slopes(outputs: Iterable[Output]) -> tuple[Moment, ...]:
+    """The moments that the gradients of these outputs read."""
+    moments = (output for output in outputs if isinstance(output, Moment))
+    read = (moment for output in moments for _, moment in for_slope(output))
+    return tuple(dict.fromkeys(moment for moment in read if moment != TOTAL))
 
 
 # ---------------------------------------------------------------- what one call computes
@@ -133,8 +120,7 @@ class Reductions:
     Attributes:
         outputs: the outputs, each once.
         transform: the logit that is reduced, as an expression of the linear's output ``z`` and of
-            given values and picks (:mod:`fxpass.spec.expression`). What sums read as z is this
-            logit.
+            given values (:mod:`fxpass.spec.expression`).
         gradients: the operands that need a gradient, of ``x``, ``weight``, ``bias``, ``scale`` and
             ``given0``, ``given1``, ..., in this order.
         total: the outputs of which the call also returns one weighted sum over all rows, whose
@@ -144,7 +130,7 @@ class Reductions:
         accumulate: ``float32``: chunks add up the weight's gradient in f32; ``auto``: few chunks
             of bf16 add it up in bf16 (:mod:`fxpass.plan.plan`).
         shard: whether the classes are a vocabulary shard. The pick V is none of them then: its
-            logit is 0, without a gradient, and no class has the hit.
+            logit is 0, without a gradient.
         detached: those of ``rows`` that have no gradient where others have, such as metrics under
             ``no_grad``. Backward does not read what only they read.
         unrounded: those of ``x`` and ``weight`` whose gradients are returned in the dtype of the
@@ -153,8 +139,8 @@ class Reductions:
     The text form is the operator's last argument::
 
         >>> Reductions(("lse", Moment(1, 1)), gradients=("x",)).text()
-        'r5 outputs=lse;moment(1,1) gradients=x'
-        >>> Reductions.parse('r5 outputs=pick').outputs
+        'r6 outputs=lse;moment(1,1) gradients=x'
+        >>> Reductions.parse('r6 outputs=pick').outputs
         ('pick',)
     """
 
@@ -178,14 +164,12 @@ class Reductions:
                 raise ValueError(f"{output} has a weight at a negative position")
             if not all(0 <= power <= HIGHEST_POWER for power in (output.a, output.b)):
                 raise ValueError(f"{output} has a power that is not 0 to {HIGHEST_POWER}")
-        if Sum(self.transform).late:
-            raise ValueError(f"a logit is no function of its row: {self.transform}")
         if not self.outputs and not self.total:
             raise ValueError("a call without outputs")
         if any(len(set(named)) != len(named) for named in (self.outputs, self.total)):
             raise ValueError("an output is named twice")
         for output in self.total:
-            if isinstance(output, Top) or (isinstance(output, str) and output not in IN_TOTAL):
+            if isinstance(output, str) and output not in IN_TOTAL:
                 raise ValueError(f"{output} cannot be added up over the rows")
         if self.total and not set(self.gradients) <= set(PRODUCTS):
             raise ValueError(f"a total has gradients of {', '.join(PRODUCTS)}")
@@ -219,10 +203,10 @@ class Reductions:
         of its row is: it is nan if all logits are masked."""
         return self.transform.has(sympy.S.NegativeInfinity)
 
-    @functools.cached_property
+    @property
     def of_largest(self) -> bool:
-        """Whether gradients need a row's largest logit."""
-        return not set(OF_LARGEST).isdisjoint(self.outputs)
+        """Whether gradients need a row's largest logit, and so all logits of the row at once."""
+        return "max" in self.outputs
 
     @functools.cached_property
     def ranks(self) -> bool:
@@ -230,13 +214,13 @@ class Reductions:
         return self.of_largest or bool(self.indices)
 
     @functools.cached_property
-    def for_slopes(self) -> tuple[Moment | Sum, ...]:
-        """The sums that the gradients read."""
+    def for_slopes(self) -> tuple[Moment, ...]:
+        """The moments that the gradients read."""
         trained = self.total or (o for o in self.outputs if o not in self.detached)
         return for_slopes(trained) if self.gradients else ()
 
     @property
-    def saved(self) -> tuple[Moment | Sum, ...]:
+    def saved(self) -> tuple[Moment, ...]:
         """Those of them that backward reads."""
         return () if self.total else self.for_slopes
 
@@ -250,17 +234,6 @@ class Reductions:
         return dataclasses.replace(self, outputs=(*trained, *ranks), detached=())
 
     @functools.cached_property
-    def sums(self) -> tuple[Sum, ...]:
-        """The sums of functions that forward computes."""
-        read = (*self.outputs, *self.total, *self.for_slopes)
-        return tuple(dict.fromkeys(o for o in read if isinstance(o, Sum)))
-
-    @functools.cached_property
-    def late(self) -> tuple[Sum, ...]:
-        """Those of them that take a second pass, over all logits of a row."""
-        return tuple(o for o in self.sums if o.late)
-
-    @functools.cached_property
     def raw(self) -> tuple[Moment, ...]:
         """The moments that one pass accumulates, as :func:`raw`."""
         return raw((*self.outputs, *self.total))
@@ -271,26 +244,14 @@ class Reductions:
         return bool(self.raw)
 
     @functools.cached_property
-    def operands(self) -> tuple[tuple[str, int], ...]:
-        """What the transform and the sums read, as :func:`fxpass.spec.expression.operands`."""
-        read = (operands(e) for e in (self.transform, *(o.function for o in self.sums)))
-        return tuple(sorted({one for each in read for one in each}))
-
-    @functools.cached_property
     def picked(self) -> bool:
-        """Whether outputs or expressions read the picks."""
-        return bool(self.least_picks) or not set(OF_PICKS).isdisjoint((*self.outputs, *self.total))
+        """Whether outputs read the picks."""
+        return not set(OF_PICKS).isdisjoint((*self.outputs, *self.total))
 
     @functools.cached_property
-    def least_picks(self) -> int:
-        """The picks of a row that expressions read."""
-        return max((i + 1 for kind, i in self.operands if kind != "given"), default=0)
-
-    @functools.cached_property
-    def least_given(self) -> int:
-        """The given values that weights and expressions read."""
-        read = (i for kind, i in self.operands if kind == "given")
-        return max((i + 1 for i in (*self.weights, *read)), default=0)
+    def read(self) -> tuple[int, ...]:
+        """The positions of the given values that moments and the transform read."""
+        return tuple(sorted({*self.weights, *expression.given_in(self.transform)}))
 
     @functools.cached_property
     def results(self) -> tuple[str, ...]:
@@ -313,23 +274,6 @@ class Reductions:
         """The positions of the weights of moments."""
         moments = (o for o in (*self.outputs, *self.total) if isinstance(o, Moment))
         return tuple(sorted({m.weight for m in moments if m.weight is not None}))
-
-    @functools.cached_property
-    def top(self) -> tuple[Top, ...]:
-        """The largest logits that are outputs."""
-        return tuple(o for o in self.outputs if isinstance(o, Top))
-
-    @functools.cached_property
-    def whole_rows(self) -> bool:
-        """Whether an output needs all logits of a row at once."""
-        return bool(self.late or self.top)
-
-    @functools.cached_property
-    def in_slices(self) -> bool:
-        """Whether backward may compute the gradient of some of the classes at a time: it needs the
-        lse and sums of a row, which forward has saved, but no logit of another class."""
-        read = {kind for output in self.late for kind, _ in operands(output.function)}
-        return not self.of_largest and read.isdisjoint(OF_PICKS)
 
     @property
     def trains_weights(self) -> bool:

@@ -1,7 +1,7 @@
 """The slope of a row's outputs as a sum of terms, whose factors are numbers, tensors or symbols.
 
-In: outputs of :mod:`fxpass.spec.reductions`, their incoming gradients and the sums that these read.
-Out: :class:`Terms`, of which both implementations compute the gradient of a logit::
+In: outputs of :mod:`fxpass.spec.reductions`, their incoming gradients and the moments that these
+read. Out: :class:`Terms`, of which both implementations compute the gradient of a logit::
 
     >>> terms = Terms()
     >>> terms.add_output("pick", 1.0, {})
@@ -14,25 +14,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fxpass.spec.outputs import OF_SOFTMAX, TOTAL, Moment, Output, Sum
+from fxpass.spec.outputs import OF_SOFTMAX, TOTAL, Output
 from fxpass.spec.reductions import for_slope
 
 
 class Terms:
     """The slope of a row's outputs: polynomials of the log-softmax, each multiplied by a power of
-    the softmax and by weights; other functions; and values at single classes.
+    the softmax and by weights.
 
     Attributes:
         coefficients: the numbers of the polynomials, tensors ``[rows]`` or symbols: by power of the
             softmax and position of the weights, then by power of the log-softmax.
-        functions: sums, and the factors of their slopes.
-        at: positions of picks, and what is added at their classes.
     """
 
     def __init__(self) -> None:
         self.coefficients: dict[tuple[int, int | None], dict[int, Any]] = {}
-        self.functions: list[tuple[Sum, Any]] = []
-        self.at: list[tuple[int, Any]] = []
 
     def add(self, a: int, b: int, weight: int | None, factor: Any) -> None:
         """Adds ``factor * w * softmax**a * log_softmax**b``."""
@@ -42,17 +38,10 @@ class Terms:
     def add_output(self, output: Output, grad: Any, sums: Mapping[Any, Any]) -> None:
         """Adds the slope of an output, but for what the classes of a pick, or of the largest logit,
         add; of a moment ``psi - softmax * sigma``. ``sums`` has those of :func:`for_slopes`."""
-        if isinstance(output, Sum):
-            self.functions.append((output, grad))
-            for (kind, i), lower in output.of_row.items():
-                if kind != "at":  # of the lse
-                    self.add(1, 0, None, -grad * sums[lower])
-                if kind != "l":
-                    self.at.append((i, grad * sums[lower]))
-        elif isinstance(output, str):
+        if isinstance(output, str):
             if output in OF_SOFTMAX:
                 self.add(1, 0, None, grad if output == "lse" else -grad)
-        elif isinstance(output, Moment):
+        else:
             # a multiple of the softmax, of which psi and sigma have as much, cancels
             psi = [(n, term) for n, term in for_slope(output) if term != TOTAL]
             for factor, term in psi:

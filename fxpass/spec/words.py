@@ -2,7 +2,7 @@
 
 In: a spec. Out: one line, in which z is a logit of the linear and p its softmax::
 
-    >>> words(Reductions.parse("r5 transform=30*tanh(z/30) gradients=x,weight total=pick"))
+    >>> words(Reductions.parse("r6 transform=30*tanh(z/30) gradients=x,weight total=pick"))
     'of 30*tanh(z/30): log-probability of the label; gradients of x and weight with the loss'
     >>> words(Reductions((Moment(1, 1), "argmax")))
     'entropy, class of the largest logit; no gradients'
@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
-
-from fxpass.spec.expression import ATOM, PRODUCT, SUM, L, Printer, Z
-from fxpass.spec.functions import call, exact
-from fxpass.spec.outputs import Moment, Output, Sum, Top
+from fxpass.spec.expression import ATOM, PRODUCT, SUM, Printer, Z
+from fxpass.spec.functions import exact
+from fxpass.spec.outputs import Moment, Output
 from fxpass.spec.reductions import Reductions
 
 _NAMES = {
@@ -24,12 +22,9 @@ _NAMES = {
     "pick": "log-probability of the label",
     "at": "logit of the label",
     "max": "largest logit",
-    "amax": "largest logit",
     "argmax": "class of the largest logit",
-    "peak": "largest log-probability",
 }
 _ENTROPY = Moment(1, 1)
-_SYMBOLS = {"at": "z[label]", "pick": "log(p[label])", "hit": "is_label", "l": "log(p)"}
 
 
 def words(spec: Reductions) -> str:
@@ -51,26 +46,11 @@ def _output(output: Output) -> str:
         powers = [("p", output.a), ("log(p)", output.b)]
         factors = [name if k == 1 else f"{name}**{k}" for name, k in powers if k]
         return f"sum of {'*'.join(given + factors) or '1'}"
-    if isinstance(output, Sum):
-        p = {call("exp", L): sympy.Symbol("p")}
-        return f"sum of {_Words().text(output.function.xreplace(p))}"
-    if isinstance(output, Top):
-        return f"{'classes of the ' * output.index}{output.k} largest logits"
     return _NAMES[output]
 
 
 class _Words(Printer):
     """Prints expressions with rounded numbers: 1/0.9 is no double, and a long fraction."""
-
-    def written(self, expr: Any) -> tuple[str, int]:
-        if not isinstance(expr, sympy.Symbol):
-            return super().written(expr)
-        kind = expr.name.rstrip("0123456789")
-        number = expr.name.removeprefix(kind)
-        known = _SYMBOLS.get(kind)
-        if known is None or number in ("", "0"):
-            return known or expr.name, ATOM
-        return known.replace("label", f"label{number}"), ATOM
 
     def number(self, number: Any) -> tuple[str, int]:
         out = str(number) if number.is_Integer else repr(float(number))

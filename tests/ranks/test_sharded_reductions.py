@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.outputs import Sum
 from tests.ranks.sharded_reductions_cases import CASES, upstream
 from tests.support import ranks
 from tests.support.numerics import assert_close, in_other_orders
@@ -69,24 +68,21 @@ def test_an_impossible_shard_has_finite_gradients(name, world):
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_exchange_a_maximum_and_a_sum(name, world):
-    """And, where the first class counts, its index; a sum of second passes; nothing in backward."""
-    outputs = CASES[name].outputs
-    first = {"argmax", "max", "peak"} & set(outputs)
-    late = any(isinstance(o, Sum) and o.late for o in outputs)
+    """And, where the first class counts, its index; nothing in backward."""
+    first = {"argmax", "max"} & set(CASES[name].outputs)
     for rank in ranks.run(MODULE, world):
-        assert rank[name]["exchanges"] == (2 + bool(first) + late, 0)
+        assert rank[name]["exchanges"] == (2 + bool(first), 0)
 
 
 def test_calls_that_are_refused():
     for rank in ranks.run(MODULE, 2):
-        last, beyond, negative, sizes, unnamed, total, largest = rank["refused"]
+        last, beyond, negative, sizes, unnamed, total = rank["refused"]
         assert last.startswith("IndexError: class")
         assert beyond.startswith("IndexError: class 4 is out of bounds")
         assert negative.startswith("IndexError: class -1 is out of bounds")
         assert sizes.startswith("ValueError: fxpass::class_reductions needs picks [3] or [3, K]")
         assert unnamed.startswith("RuntimeError: fxpass::class_reductions: x requires a gradient")
         assert total.startswith("ValueError: a total needs")
-        assert largest.startswith("ValueError: a rank has the largest of its logits")
 
 
 def test_a_second_derivative_is_refused():

@@ -13,7 +13,7 @@ from torch import Tensor
 from fxpass.op.reductions import class_reductions
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.outputs import INDICES, OF_PICKS, PRODUCTS, ROWS, TOTAL, Moment, Output, Sum
+from fxpass.spec.outputs import INDICES, OF_PICKS, PRODUCTS, ROWS, TOTAL, Moment, Output
 from fxpass.spec.reductions import Reductions
 from tests.support.numerics import ORDERS, assert_as_accurate
 
@@ -24,45 +24,16 @@ WEIGHTS = (None, 0, 1)  # ones, classes [V], values [N, V]
 MOMENTS = [Moment(a, b, w) for a in range(3) for b in range(3) for w in WEIGHTS]
 MOMENTS.remove(TOTAL)  # 1, with gradients that are rounding errors
 
-
-def of(text: str) -> Sum:
-    """The sum of a function."""
-    return Sum(expression.parse(text))
-
-
-# Sums of functions of the logit z, the log-softmax log, and what expressions read beside them.
-SUMS: dict[Sum, Callable[..., Tensor]] = {
-    of("z"): lambda z, **_: z,
-    of("given0*z"): lambda z, given0, **_: given0 * z,
-    of("given1*z"): lambda z, given1, **_: given1 * z,
-    of("softplus(z)-given1*z"): lambda z, given1, **_: F.softplus(z) - given1 * z,
-    of("z*(1-hit0)+softplus(-z)"): lambda z, hit0, **_: z * (1 - hit0) + F.softplus(-z),
-}
-# Those that take a second pass.
-LATE: dict[Sum, Callable[..., Tensor]] = {
-    of("where(z>at0,1,0)"): lambda z, at0, **_: (z > at0) + 0 * z,
-    of("where(l>=pick0,given0,0)"): lambda log, pick0, given0, **_: (
-        torch.where(log >= pick0, given0, 0) + 0 * log
-    ),
-    of("(exp(l)-hit0)**2"): lambda log, hit0, **_: (log.exp() - hit0) ** 2,
-    of("maximum(1-at0+z,0)"): lambda z, at0, **_: (1 - at0 + z).clamp(min=0),
-    of("log(0.125+exp(l))*given1"): lambda log, given1, **_: given1 * (log.exp() + 0.125).log(),
-    of("exp(l)*tanh(z-pick0)"): lambda z, log, pick0, **_: log.exp() * (z - pick0).tanh(),
-    of("exp(l)*(l-given1)"): lambda log, given1, **_: log.exp() * (log - given1),
-}
-FUNCTIONS = SUMS | LATE
-OUTPUTS: list[Output] = [*ROWS, *MOMENTS, *SUMS]
+OUTPUTS: list[Output] = [*ROWS, *MOMENTS]
 # Of the logits and the call's other tensors by name, in the compute dtype.
 TRANSFORMS: dict[str, Callable[..., Tensor]] = {
     "z": lambda z: z,
     "3*tanh(z/3)": lambda z: 3 * torch.tanh(z / 3),
     "0.5-0.5*z": lambda z: 0.5 - 0.5 * z,
 }
-# A mask of classes, values [N, V] and a margin at a row's first pick.
-MASKED = "where(given2>0,-2,0.25*given3*z-hit0)"
-TRANSFORMS[MASKED] = lambda z, given2, given3, hit0: torch.where(
-    given2 > 0, -2, 0.25 * given3 * z - hit0
-)
+# A mask of classes, and values [N, V].
+MASKED = "where(given2>0,-2,0.25*given3*z)"
+TRANSFORMS[MASKED] = lambda z, given2, given3: torch.where(given2 > 0, -2, 0.25 * given3 * z)
 
 
 class Case(NamedTuple):
@@ -90,39 +61,23 @@ class Case(NamedTuple):
         if bias is not None:
             z = F.linear(found["x"], found["weight"], bias) if bias.dtype == z.dtype else z + bias
         picks = None if self.picks is None else self.picks.view(len(z), -1)
-        read = {f"{kind}{i}" for kind, i in expression.operands(self.spec.transform)}
-        beside = {name: found[name].to(wide) for name in read & found.keys()}
-        if "hit0" in read:
-            assert picks is not None
-            beside["hit0"] = F.one_hot(picks[:, 0], z.shape[1]).to(wide)
+        read = [f"given{i}" for i in expression.given_in(self.spec.transform)]
+        beside = {name: found[name].to(wide) for name in read}
         z = TRANSFORMS[expression.text(self.spec.transform)](z.to(wide), **beside)
         if "scale" in found:
             z = z * found["scale"].unsqueeze(1)
         log = z.log_softmax(1)
         lines: list[Tensor] = []
-        every = {name: t.to(wide) for name, t in found.items() if name.startswith("given")}
-        if picks is not None and picks.shape[1]:
-            every["hit0"] = F.one_hot(picks[:, 0], z.shape[1]).to(wide)
-            every |= {"at0": z.gather(1, picks[:, :1]), "pick0": log.gather(1, picks[:, :1])}
         for output in self.spec.rows:
             start = len(lines)
-            if isinstance(output, Sum):
-                lines.append(FUNCTIONS[output](z=z, log=log, **every).sum(1))
-            elif isinstance(output, Moment):
+            if isinstance(output, Moment):
                 w = 1 if output.weight is None else found[f"given{output.weight}"].to(wide)
                 lines.append((w * term(output, log)).sum(1))
             elif output in OF_PICKS:
                 assert picks is not None
                 lines += (log if output == "pick" else z).gather(1, picks).unbind(1)
             else:
-                lines.append(
-                    {
-                        "lse": lambda: z.logsumexp(1),
-                        "max": lambda: z.max(1).values,
-                        "amax": lambda: z.amax(1),
-                        "peak": lambda: log.max(1).values,
-                    }[output]()
-                )
+                lines.append(z.logsumexp(1) if output == "lse" else z.max(1).values)
             if output in self.spec.detached:
                 lines[start:] = [line.detach() for line in lines[start:]]
         return torch.stack(lines)
@@ -188,11 +143,8 @@ def case(
         tensors["bias"] = torch.randn(v).to(bias)
     if scaled:
         tensors["scale"] = (0.5 + torch.rand(n)).to(wide)
-    read = [one for o in outputs if isinstance(o, Sum) for one in expression.operands(o.function)]
     weights = [o.weight for o in outputs if isinstance(o, Moment)]
-    weights += [i for kind, i in read if kind == "given"]
-    beside = expression.operands(expression.parse(transform))
-    positions = [i for kind, i in beside if kind == "given"]
+    positions = expression.given_in(expression.parse(transform))
     for i, sizes in enumerate(([v], [n, v])):
         if any(w is not None and w >= i for w in (*weights, *positions)):
             tensors[f"given{i}"] = torch.randn(sizes).to(wide if i == 0 else dtype)
@@ -201,8 +153,7 @@ def case(
         tensors["given3"] = torch.randn(n, v).to(dtype)
     trained = {f"given{w}" for w in (*weights, *([3] if positions else []))}
     frozen += tuple(name for name in tensors if name.startswith("given") and name not in trained)
-    picked = any(kind != "given" for kind, _ in (*beside, *read))
-    picked = picked or not set(OF_PICKS).isdisjoint(outputs)
+    picked = not set(OF_PICKS).isdisjoint(outputs)
     gradients = tuple(name for name in tensors if name not in frozen)
     return Case(
         tensors,
@@ -210,18 +161,6 @@ def case(
         Reductions(tuple(outputs), expression.parse(transform), gradients),
         frozen,
     )
-
-
-def assert_certain(found: Case, slope: float) -> None:
-    """Of rows with one class that has all of the softmax, this class alone has a gradient."""
-    bias = torch.zeros_like(found.tensors["bias"])
-    bias[3] = 1234.567
-    leaves = found.tensors | {"bias": bias.requires_grad_()}
-    rows = found.fused(*leaves.values())
-    rows.sum().backward()
-    expected = slope * rows.shape[1] * torch.eye(len(bias), device=bias.device)[3]
-    assert bias.grad is not None
-    assert torch.allclose(bias.grad, expected, 1e-6, 0)
 
 
 def assert_almost_certain(found: Case) -> None:
@@ -254,15 +193,11 @@ def check(found: Case, dtype: torch.dtype = torch.float32) -> None:
 
 COMBINATIONS: dict[str, list[Output]] = {
     "a policy's loss": ["pick", Moment(1, 1), "argmax"],
-    "a loss with a z-loss and metrics": ["pick", "lse", "argmax", "amax", "peak"],
+    "a loss with a z-loss and metrics": ["pick", "lse", "argmax", "max"],
     "smoothing": ["pick", Moment(0, 1), Moment(0, 1, 0)],
-    "two maxima": ["max", "amax", "at", "argmax"],
-    "sums of one weight": [Moment(1, 0, 1), of("given1*z"), Moment(0, 1, 1), Moment(1, 2, 0)],
-    "a second pass": list(LATE),
-    "a second pass and the rest": [*LATE, "pick", "lse", Moment(1, 1), of("given0*z"), *INDICES],
-    "no softmax": ["at", "amax", of("z"), of("softplus(z)-given1*z"), *INDICES],
-    "no softmax, two passes": [of("where(z>at0,1,0)"), of("maximum(1-at0+z,0)")],
-    "everything": [*OUTPUTS, *LATE, *INDICES],
+    "a maximum": ["max", "at", "argmax"],
+    "sums of one weight": [Moment(1, 0, 1), Moment(0, 1, 1), Moment(1, 2, 0)],
+    "everything": [*OUTPUTS, *INDICES],
 }
 
 
@@ -275,16 +210,9 @@ TOTALS: dict[str, list[Output]] = {
     "a logit": ["at"],
     "a policy's loss": ["pick", Moment(1, 1)],
     "smoothing": ["pick", Moment(0, 1), Moment(0, 1, 0)],
-    "soft targets": [Moment(0, 1, 1), of("given0*z"), "lse"],
+    "soft targets": [Moment(0, 1, 1), Moment(0, 0, 0), "lse"],
     "squares": [Moment(2, 2), Moment(1, 2, 1), Moment(2, 0)],
-    "a mean logit": [of("z")],
-    "binary": [of("z*(1-hit0)+softplus(-z)"), "at"],
-    "soft binary": [of("softplus(z)-given1*z"), of("given0*z")],
-    "a divergence": [of("exp(l)*(l-given1)"), "lse"],
-    "a second pass": [*LATE, Moment(1, 1)],
 }
-# Those whose logits have a gradient before all classes are read.
-AT_ONCE = ("a logit", "a mean logit", "binary", "soft binary")
 
 
 def coefficients(

@@ -107,7 +107,7 @@ return (%cross_entropy,)""",
 %getitem_2: f32[4] = operator.getitem(%loss_coefficients_default, 0)
 %getitem_3: f32[] = operator.getitem(%loss_coefficients_default, 1)
 %stack: f32[1, 4] = stack((%getitem_2,))
-%class_reductions_default = fxpass.class_reductions(x=%flatten, weight=%l_w_, picks=%masked_fill, given=(), coef=%stack, spec='r5 transform=30*tanh(z/30) gradients=weight total=pick')
+%class_reductions_default = fxpass.class_reductions(x=%flatten, weight=%l_w_, picks=%masked_fill, given=(), coef=%stack, spec='r6 transform=30*tanh(z/30) gradients=weight total=pick')
 %getitem_4: f32[] = operator.getitem(%class_reductions_default, 0)
 %add: f32[] = add(%getitem_4, %getitem_3)
 return (%add,)""",

@@ -163,10 +163,10 @@ def test_operands_of_an_operator_have_their_names():
     graph = Graph()
     x = graph.placeholder("x")
     operator_of_ours = torch.ops.fxpass.class_reductions.default
-    graph.call_function(operator_of_ours, (x, x, None, None, x), {"spec": "r5"})
+    graph.call_function(operator_of_ours, (x, x, None, None, x), {"spec": "r6"})
     graph.call_function(torch.ops.aten.add.Tensor, (x, 1))
     lines = graph_text(GraphModule({}, graph)).splitlines()
     assert lines[1:] == [
-        "%class_reductions_default = fxpass.class_reductions(x=%x, weight=%x, picks=%x, spec='r5')",
+        "%class_reductions_default = fxpass.class_reductions(x=%x, weight=%x, picks=%x, spec='r6')",
         "%add_tensor = aten.add(%x, 1)",
     ]

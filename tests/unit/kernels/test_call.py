@@ -66,7 +66,7 @@ def z_loss(x, w, y):
 
 def maxima(x, w, y):
     z = F.linear(x, w).float()
-    return z.softmax(-1).amax(-1).square().sum() + y.sum(), z.argmax(-1)
+    return z.max(-1).values.square().sum() + y.sum(), z.argmax(-1)
 
 
 def policy(x, w, y):
@@ -79,11 +79,11 @@ def policy(x, w, y):
 
 
 def metrics(x, w, y):
-    """Log-probabilities, and under no_grad a moment and a count of a second pass."""
+    """Log-probabilities, and under no_grad a moment and an accuracy."""
     log = F.linear(x, w).float().log_softmax(-1)
     chosen = log.gather(-1, y.unsqueeze(1)).squeeze(1)
     with torch.no_grad():
-        read = (log.exp() * torch.ones(len(w))).sum(-1), (log > chosen.unsqueeze(1)).sum(-1)
+        read = (log.exp() * torch.ones(len(w))).sum(-1), log.argmax(-1) == y
     return chosen.square().sum(), *read
 
 
@@ -179,15 +179,7 @@ def test_what_is_launched_is_listed(program, v, dtype, recorded, monkeypatch):
 
 
 @pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "outputs=pick",
-        "outputs=moment(1,1);pick;argmax",
-        "outputs=sum(where(at0<z,1,0))",
-        "outputs=sum((-hit0+exp(l))**2)",
-    ],
-)
+@pytest.mark.parametrize("text", ["outputs=pick", "outputs=moment(1,1);pick;argmax"])
 @pytest.mark.parametrize("gradients", [(), ("x", "weight")])
 def test_what_a_vocabulary_shard_launches_is_listed(text, gradients, many, recorded, alone):
     text = f"{REVISION} {text}" + f" gradients={','.join(gradients)}" * bool(gradients)
@@ -208,9 +200,10 @@ def test_what_a_vocabulary_shard_launches_is_listed(text, gradients, many, recor
     if gradients:
         rows.sum().backward()
     assert_listed(kernels, recorded)
-    forward = ["class_reductions", "class_reductions"] if "sum" in text else ["class_reductions"]
-    backward = ["class_reductions_backward"] if gradients else []
-    assert [one.name.rpartition("_")[0] for one in kernels] == [*forward, *backward]
+    assert [one.name.rpartition("_")[0] for one in kernels] == [
+        "class_reductions",
+        *["class_reductions_backward"] * bool(gradients),
+    ]
 
 
 # ---------------------------------------------------------------- what it depends on
@@ -334,7 +327,7 @@ def listed(text):
     ("text", "exact"),
     [
         ("outputs=argmax;pick transform=30*tanh(z/30)", True),
-        ("outputs=sum(where(at0<z,1,0)) transform=2*z+1", True),
+        ("outputs=max transform=2*z+1", True),
         ("outputs=pick transform=30*tanh(z/30)", False),
         ("outputs=argmax;pick", False),  # what is compared is read, not computed
     ],
@@ -349,7 +342,7 @@ def test_logits_that_passes_compare_are_computed_alike(text, exact):
 
 
 def test_scaled_logits_that_passes_compare_are_computed_alike():
-    spec = Reductions.parse(f"{REVISION} outputs=sum(where(pick0<=l,1,0))")
+    spec = Reductions.parse(f"{REVISION} outputs=argmax")
     scaled = operands(8192, 4096, 128256, BF16, picks=1)
     scaled = scaled._replace(scale=torch.empty(8192, device="meta"))
     (launch,) = for_reductions(spec, scaled, ASSUMED)
@@ -367,10 +360,3 @@ def test_a_picked_logit_is_read_before_it_is_overwritten(text, barrier):
     given = given._replace(coef=torch.empty(1, 64, device="meta") if spec.total else None)
     (launch,) = for_reductions(spec, given, ASSUMED)
     assert ("tl.debug_barrier()" in launch.source) == barrier
-
-
-def test_a_nan_is_not_lost_in_a_second_pass():
-    """On GPUs, tl.maximum of nan and a number is the number; the interpreter's is nan."""
-    spec = Reductions.parse(f"{REVISION} outputs=sum(exp(l)**2)")
-    (launch,) = for_reductions(spec, operands(64, 8, 128256, BF16), ASSUMED)
-    assert "    l = maximum(" in launch.source

@@ -47,20 +47,13 @@ ALIGNED = (
 CLASSES, SOME_CLASSES, FEW_CLASSES, ODD_CLASSES = 128256, 16032, 4096, 50257
 SOFTCAP = "transform=30*tanh(z/30)"
 POLICY = "outputs=argmax;moment(1,1);pick gradients=x"
-OF_WEIGHTS = "outputs=sum(given0*z);moment(0,1,1);moment(1,2,0) gradients=x"
-MAXIMA = f"outputs=amax;argmax;max;peak {SOFTCAP} gradients=x,scale"
+OF_WEIGHTS = "outputs=moment(0,1,1);moment(1,2,0) gradients=x"
+MAXIMA = f"outputs=argmax;max {SOFTCAP} gradients=x,scale"
 POLICY_LOSS = "gradients=x total=moment(1,1);pick"
 TOTAL = f"outputs=argmax {POLICY_LOSS}"
 SQUARES = f"outputs=lse;moment(0,2);moment(1,2);moment(2,2);pick {SOFTCAP} gradients=x,scale"
 
-TWO_PASSES = "outputs=sum((-hit0+exp(l))**2);sum(maximum(-at0+z+1,0)) gradients=x"
-RANK = "outputs=sum(where(at0<z,1,0)) gradients=x total=pick"
-BINARY = "gradients=x total=sum(-given1*z+softplus(z))"
-
-Q = "where(given0<0,given0,where(given0<=0,1,given0))"  # 1 where it is 0
-DIVERGENCE = f"gradients=x total=sum(given0*(-l+log({Q})))"
-
-MASK = "transform=where(given0>0,-inf,given1*z-0.5*hit0)"
+MASK = "transform=where(given0>0,-inf,given1*z)"
 
 GIVEN_LOGITS = {"picks": 1, "logits": True}
 
@@ -84,24 +77,18 @@ KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
     "evaluated loss": ("total=pick", CLASSES, "bf16", {"picks": 1}),
     "loss of given logits": ("gradients=x total=pick", CLASSES, "bf16", GIVEN_LOGITS),
     "given logits": (POLICY, ODD_CLASSES, "bf16", GIVEN_LOGITS),
-    "mask and margin": (
+    "mask": (
         f"outputs=argmax {MASK} {POLICY_LOSS}",
         CLASSES,
         "bf16",
         {"picks": 1, "given": (False, True)},
     ),
-    "mask and margin, whole rows": (
+    "mask, whole rows": (
         f"outputs=argmax;moment(1,1);pick {MASK} gradients=x",
         FEW_CLASSES,
         "bf16",
         {"picks": 1, "given": (False, True)},
     ),
-    "two passes": (TWO_PASSES, CLASSES, "bf16", {"picks": 1}),
-    "two passes, whole rows": (TWO_PASSES, FEW_CLASSES, "fp32", {"picks": 3}),
-    "a loss and the rank": (RANK, CLASSES, "bf16", {"picks": 1}),
-    "binary": (BINARY, CLASSES, "bf16", {"given": (False, True)}),
-    "divergence": (DIVERGENCE, CLASSES, "bf16", {"given": (True,)}),
-    "entropy by hand": ("outputs=lse;sum(z*exp(l)) gradients=x", CLASSES, "bf16", {}),
     "total, several picks": (TOTAL, CLASSES, "bf16", {"picks": 3, "scaled": True}),
 }
 FREQUENT = ["loss", "log-probabilities", "policy, some classes", "weights"]

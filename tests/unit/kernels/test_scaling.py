@@ -16,7 +16,7 @@ from fxpass.kernels.scaling import scale_incoming
 from fxpass.plan.plan import Plan
 from fxpass.spec.expression import parse
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import Moment, Sum
+from fxpass.spec.outputs import Moment
 from fxpass.spec.reductions import Reductions
 from tests.support.numerics import error
 
@@ -85,9 +85,6 @@ def test_many_rows_of_one_class_do_not_overflow_fp16(device, plan):
         (("pick",), "sinh(0.25*exp(0.25*z))"),  # slopes of hundreds, which no table bounds
         (("pick",), "given0*z"),  # factors of hundreds
         (("pick",), "given0**2*tanh(z)"),
-        ((Sum(parse("exp(z)")),), "z"),
-        ((Sum(parse("given0*sigmoid(z)")),), "z"),
-        ((Sum(parse("given0*exp(z)")), "pick"), "z"),
     ],
 )
 def test_large_slopes_do_not_overflow_fp16(device, plan, outputs, transform):
@@ -104,18 +101,6 @@ def test_large_slopes_do_not_overflow_fp16(device, plan, outputs, transform):
         want = exact(given, spec, incoming)
     for name, grad in found.items():
         assert error(grad, want[name]) < 2e-3
-
-
-@BOTH
-def test_the_gradients_of_all_classes_at_a_pick_do_not_overflow_fp16(device, plan):
-    """A hinge over all classes: 200 slopes of 1, times the gain, are beyond 65504."""
-    spec = Reductions((Sum(parse("maximum(1+z-at0,0)")),), gradients=("x", "weight", "bias"))
-    with device:
-        given, incoming = operands(v=200, size=0.1), 1 + torch.rand(1, 7)
-        found = gradients(given, spec, plan, incoming)
-        want = exact(given, spec, incoming)
-    for name, grad in found.items():
-        assert error(grad, want[name]) < 4e-3
 
 
 @BOTH

@@ -19,14 +19,12 @@ from fxpass.spec.reductions import REVISION
 from tests.support.reduction_cases import (
     COMBINATIONS,
     DTYPES,
-    LATE,
     OUTPUTS,
     Case,
     D,
     N,
     V,
     case,
-    of,
 )
 
 OPERATORS = torch.ops.fxpass
@@ -39,7 +37,7 @@ def test_the_operators_of_this_revision():
     expecttest.assert_expected_inline(
         "\n".join([REVISION, *(str(operator.default._schema) for operator in operators)]),
         """\
-r5
+r6
 fxpass::class_reductions(Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? coef, Tensor? logits, str spec, Tensor? wide_x=None, Tensor? wide_weight=None) -> Tensor[]
 fxpass::class_reductions_backward(Tensor grad, Tensor? lse, Tensor? rest, Tensor? saved, Tensor x, Tensor weight, Tensor? bias, Tensor? scale, Tensor? picks, Tensor[] given, Tensor? logits, str spec) -> Tensor[]""",
     )
@@ -90,7 +88,7 @@ def test_nothing_is_written_to_operands(dtype):
     assert torch.equal(grad, torch.ones_like(rows))
 
 
-@pytest.mark.parametrize("names", [[o] for o in (*OUTPUTS, *LATE)] + list(COMBINATIONS.values()))
+@pytest.mark.parametrize("names", [[o] for o in OUTPUTS] + list(COMBINATIONS.values()))
 def test_each_result_has_memory_of_its_own(names):
     found = case(names, torch.float32)
     tensors = [*found.tensors.values(), *found.run(list(found.tensors.values())).values()]
@@ -180,7 +178,7 @@ def test_some_of_the_given_values_have_gradients():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_only_detached_outputs_read_may_be_overwritten(dtype):
     """As in eager, whose metrics under no_grad save nothing."""
-    metrics = (Moment(1, 0, 1), "at", of("where(z>at0,1,0)"))
+    metrics = (Moment(1, 0, 1), "at")
     found = case(("lse", Moment(1, 1, 0), *metrics), dtype, many=True, frozen=("given1",))
     found = found._replace(spec=dataclasses.replace(found.spec, detached=metrics))
     tensors = [t.requires_grad_(name != "given1") for name, t in found.tensors.items()]
@@ -217,9 +215,9 @@ DEFAULT = {
     "given": [],
     "coef": None,
     "logits": None,
-    "spec": "r5 outputs=lse",
+    "spec": "r6 outputs=lse",
 }
-PICK = "r5 outputs=pick"
+PICK = "r6 outputs=pick"
 WRONG = {
     "needs x .N, D. and weight": [
         {"x": torch.ones(D)},
@@ -246,9 +244,9 @@ WRONG = {
     "needs a bias of": [{"bias": torch.ones(V).double()}, {"bias": torch.ones(V).half()}],
     rf"needs scale \[{N}\], got": [{"scale": torch.ones(())}, {"scale": torch.ones(N, 1)}],
     "needs a scale of torch.float32, got torch.float64": [{"scale": torch.ones(N).double()}],
-    "needs picks where outputs or expressions read them": [
+    "needs picks where outputs read them": [
         {"spec": PICK},
-        {"spec": "r5 outputs=at"},
+        {"spec": "r6 outputs=at"},
         {"picks": torch.zeros(N).long()},
     ],
     rf"needs picks \[{N}\] or \[{N}, K\] int64": [
@@ -267,14 +265,14 @@ WRONG = {
         {"given": [torch.ones(V), torch.ones(V).long()]}
     ],
     "needs 3 given values, got 1": [
-        {"given": [torch.ones(V)], "spec": "r5 outputs=moment(1,0,2)"},
-        {"given": [torch.ones(V)], "spec": "r5 outputs=sum(given2*z)"},
+        {"given": [torch.ones(V)], "spec": "r6 outputs=moment(1,0,2)"},
+        {"given": [torch.ones(V)], "spec": "r6 outputs=lse transform=given2*z"},
     ],
     "cannot compute gradients of bias, given1: absent": [
-        {"given": [torch.ones(V)], "spec": "r5 outputs=lse gradients=x,bias,given0,given1"},
+        {"given": [torch.ones(V)], "spec": "r6 outputs=lse gradients=x,bias,given0,given1"},
     ],
     "another version of fxpass": [{"spec": "v7 reduction=mean"}],
-    "not reductions": [{"spec": "r5 outputs=loss"}],
+    "not reductions": [{"spec": "r6 outputs=loss"}],
 }
 
 
@@ -306,12 +304,12 @@ def test_logits_that_exist_are_read(dtype):
     assert torch.equal(run(logits, other)[0], run(logits, w)[0])
 
 
-SPEC = "r5 outputs=pick;moment(1,1) gradients=x,weight"
+SPEC = "r6 outputs=pick;moment(1,1) gradients=x,weight"
 
 
 def test_a_shard_without_classes_adds_nothing():
     x, w = torch.ones(3, 4, requires_grad=True), torch.ones(0, 4, requires_grad=True)
-    spec = "r5 outputs=pick;lse gradients=x,weight"
+    spec = "r6 outputs=pick;lse gradients=x,weight"
     picks = torch.zeros(3, dtype=torch.int64)
     pick, lse = class_reductions(x, w, None, None, picks, [], None, None, spec)["rows"]
     assert (pick == 0).all()
@@ -324,7 +322,7 @@ def test_few_rows_beside_outputs_without_a_gradient():
     """Backward has no operands of these outputs, and computes the others of these rows anew."""
     found = case(("pick", "lse"), torch.float32)
     x, w = (found.tensors[name].detach().requires_grad_() for name in ("x", "weight"))
-    spec = "r5 outputs=pick;lse;max gradients=x,weight detached=pick"
+    spec = "r6 outputs=pick;lse;max gradients=x,weight detached=pick"
     rows = class_reductions(x, w, None, None, found.picks, [], None, None, spec)["rows"]
     upstream = torch.zeros(len(x))
     upstream[0] = 2
@@ -339,7 +337,7 @@ def test_rows_without_a_gradient_add_nothing(dtype):
     found = case(("pick",), dtype, bias=dtype)
     x, w, b = (found.tensors[name] for name in ("x", "weight", "bias"))
     b = torch.full_like(b, -float("inf")).requires_grad_()
-    spec = "r5 outputs=pick gradients=bias"
+    spec = "r6 outputs=pick gradients=bias"
     operands = (x.detach(), w.detach(), b, None, found.picks, [], None, None)
     rows = class_reductions(*operands, spec)["rows"]
     assert torch.equal(
@@ -351,7 +349,7 @@ def test_picks_of_a_shard_without_classes():
     """Each of K picks has a line of its own; gradients have the strides of the fake's."""
     x, w = torch.randn(3, D).t().contiguous().t(), torch.randn(0, D)
     picks = torch.zeros(3, 2, dtype=torch.long)
-    text = f"{REVISION} outputs=pick;argmax;amax;lse gradients=x,weight shard=1"
+    text = f"{REVISION} outputs=pick;argmax;max;lse gradients=x,weight shard=1"
     arguments = x.requires_grad_(), w.requires_grad_(), None, None, picks, [], None, None, text
     found = class_reductions(*arguments)["rows"]
     assert found.tolist() == [[0.0] * 3] * 2 + [[-float("inf")] * 3] * 2

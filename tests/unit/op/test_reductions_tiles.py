@@ -14,14 +14,12 @@ from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
-from fxpass.spec.outputs import INDICES, OF_LARGEST, OF_PICKS, Moment, Output
+from fxpass.spec.outputs import INDICES, OF_PICKS, Moment, Output
 from fxpass.spec.reductions import Reductions
 from tests.support.reduction_cases import (
-    AT_ONCE,
     COMBINATIONS,
     DTYPES,
     INF,
-    LATE,
     NAN,
     OUTPUTS,
     TOTALS,
@@ -34,20 +32,16 @@ from tests.support.reduction_cases import (
     case,
     check,
     check_total,
-    of,
 )
 
 # The others need a whole row.
-SOME = [output for output in OUTPUTS if output not in OF_LARGEST]
+SOME = [output for output in OUTPUTS if output != "max"]
 TILED: dict[str, list[Output]] = {
     name: some
     for name, outputs in COMBINATIONS.items()
-    if (some := [output for output in outputs if output not in (*OF_LARGEST, *LATE)])
+    if (some := [output for output in outputs if output != "max"])
 }
 FEW = (4, 9, V)  # no more rows than the hidden size
-
-# Those that need no second pass over whole rows.
-IN_TILES = {k: t for k, t in TOTALS.items() if not Reductions((), total=tuple(t)).whole_rows}
 
 
 # ---------------------------------------------------------------- tiles
@@ -174,7 +168,7 @@ def test_tiles_of_one_class(output):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_logits(dtype):
     """Values without gradients, and the first of equal maxima; equal are logits as they round."""
-    outputs = (*OF_LARGEST, *INDICES)
+    outputs = ("max", *INDICES)
     found = case(outputs, dtype, size=0.0, bias=dtype)
     bias = torch.tensor([1.0, 4.0, 4.0, 2.0, 4.0, 0.0, 4.0, 4.0, 3.0, 1.0, 4.01])
     if dtype != torch.bfloat16:
@@ -215,7 +209,7 @@ def test_logits_that_exist(dtype):
     logits = torch.nn.functional.linear(x, w).detach()
 
     def run(some, weight):
-        spec = "r5 outputs=pick;moment(1,1) gradients=x,weight"
+        spec = "r6 outputs=pick;moment(1,1) gradients=x,weight"
         rows = class_reductions(x, weight, None, None, found.picks, [], None, some, spec)["rows"]
         return rows, *torch.autograd.grad(rows.sum(), (x, w if weight is w else weight))
 
@@ -225,34 +219,12 @@ def test_logits_that_exist(dtype):
     assert torch.equal(run(logits, other)[0], run(logits, w)[0])
 
 
-@pytest.mark.usefixtures("tiled", "multiplied")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", AT_ONCE)
-def test_a_total_without_a_softmax(name, dtype):
-    """Its gradients are computed with it, a tile at a time."""
-    for flags, transform in itertools.product((0, 1, 2, 4, 7), TRANSFORMS):
-        scaled, many, zeros = (bool(flags & bit) for bit in (1, 2, 4))
-        check_total(TOTALS[name], dtype, transform, (), scaled, many, zeros)
-
-
-def test_gradients_of_a_total_in_tiles_are_not_rounded_to_fp16(monkeypatch):
-    """A gradient scaler multiplies them afterwards."""
-    x, w = torch.ones(3, 5).half(), torch.ones(11, 5).half()
-    given, coef = torch.rand(3, 11), torch.full((1, 3), 2.0**-30)
-    spec = "r5 gradients=x,weight total=sum(given0*z)"
-    plan = Plan("aten", "tiled", 3, 4)
-    monkeypatch.setattr("fxpass.op.run.plan", lambda *_: plan)
-    found = class_reductions(x, w, None, None, None, [given], coef, None, spec)
-    assert found["weight"].dtype == found["x"].dtype == torch.float32
-    assert torch.allclose(found["weight"][:, 0] * 2.0**30, given.sum(0))
-
-
 # ---------------------------------------------------------------- the logits in the gradient
 
 
 @pytest.mark.usefixtures("in_place", "multiplied")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("total", IN_TILES.values(), ids=IN_TILES)
+@pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
 def test_the_total_and_its_gradients(total, dtype):
     for flags in (0, 1, 2, 4, 7):
         scaled, many, zeros = (bool(flags & bit) for bit in (1, 2, 4))
@@ -263,12 +235,12 @@ def test_the_total_and_its_gradients(total, dtype):
 
 @pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("total", IN_TILES.values(), ids=IN_TILES)
+@pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
 def test_other_outputs_beside_the_total(total, dtype):
     picks = ("pick", "at") if {"pick", "at"} & set(total) else ()
     outputs: tuple[Output, ...] = (
         *picks,
-        *("lse", "max", "amax", "peak", "argmax", Moment(1, 1), Moment(0, 2), of("z")),
+        *("lse", "max", "argmax", Moment(1, 1), Moment(0, 2)),
     )
     for transform in ("z", "3*tanh(z/3)"):
         check_total(total, dtype, transform, outputs, scaled=True, zeros=True, shape=FEW)
@@ -276,14 +248,14 @@ def test_other_outputs_beside_the_total(total, dtype):
 
 @pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("total", IN_TILES.values(), ids=IN_TILES)
+@pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
 def test_huge_logits_in_place(total, dtype):
     check_total(total, dtype, shape=FEW, size=1e4)
 
 
 @pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 5, 11), (5, 5, 1), (5, 5, 12), (17, 17, 129)])
-@pytest.mark.parametrize("total", IN_TILES.values(), ids=IN_TILES)
+@pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
 def test_sizes_in_place(total, shape):
     check_total(total, torch.float32, bias=torch.float32, shape=shape)
 
@@ -301,7 +273,7 @@ def of_total(spec: str, bias: Tensor, coef: Tensor, picks: Tensor, plan: Plan) -
 IN_PLACE, IN_CHUNKS = Plan("aten", "chunked", 4, 4, in_place=True), Plan("aten", "chunked", 4, 100)
 
 
-@pytest.mark.parametrize("total", IN_TILES.values(), ids=IN_TILES)
+@pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
 @pytest.mark.parametrize("where", [[0, 5], [0, 1, 2, 3], [8, 9, 10], [5]])
 @pytest.mark.parametrize("bad", [-INF, INF, NAN])
 def test_infinite_logits_in_place(bad, where, total):
@@ -340,7 +312,7 @@ def test_classes_without_probability_in_tiles(where, weight, b, a):
 @pytest.mark.parametrize("where", [0, 6, 9])
 def test_sums_over_infinite_logits_are_those_of_one_chunk(where, bad, largest):
     """Before and after the tile with the largest logit; the class of a nan is the largest."""
-    outputs = (*SOME, *OF_LARGEST, *INDICES)
+    outputs = (*OUTPUTS, *INDICES)
     bias = torch.randn(V)
     bias[where], bias[largest] = bad, (bad if where == largest else 100)
     given = (torch.rand(V), torch.rand(N, V))
@@ -355,7 +327,7 @@ def test_sums_over_infinite_logits_are_those_of_one_chunk(where, bad, largest):
 
 
 @pytest.mark.parametrize("plan", [IN_PLACE, IN_CHUNKS])
-@pytest.mark.parametrize("total", IN_TILES.values(), ids=IN_TILES)
+@pytest.mark.parametrize("total", TOTALS.values(), ids=TOTALS)
 @pytest.mark.parametrize("row", [(3e38, 0.0), (-3e38, 0.0), (3e38, 3e38)])
 def test_a_row_without_a_coefficient_adds_nothing(row, total, plan):
     """Its logits are inf, -inf or nan."""

@@ -8,7 +8,7 @@ import torch
 from fxpass.op.reductions import class_reductions
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.outputs import Moment
-from fxpass.spec.reductions import Reductions
+from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.allocations import Allocations
 from tests.support.reduction_cases import DTYPES, TOTALS, TRANSFORMS, D, N, V, check_total
 
@@ -43,7 +43,7 @@ def operands(dtype=torch.float32, rows=N):
 
 
 OPERATOR = torch.ops.fxpass.class_reductions.default
-LOSS = "r5 gradients=x,weight total=pick"
+LOSS = "r6 gradients=x,weight total=pick"
 
 
 def test_rows_that_add_nothing_are_not_multiplied():
@@ -106,7 +106,7 @@ def test_opcheck(dtype):
     coef.neg_()  # a positive total: backward in eager overwrites what it multiplies by -1
     torch.library.opcheck(OPERATOR, (x, w, None, None, picks, [], coef, None, LOSS))
     # a float first: opcheck adds the other results to it
-    spec = "r5 outputs=max;argmax gradients=weight total=pick"
+    spec = "r6 outputs=max;argmax gradients=weight total=pick"
     frozen = (x.detach(), w, None, None, picks, [], coef, None, spec)
     torch.library.opcheck(OPERATOR, frozen)
 
@@ -132,7 +132,7 @@ def test_one_chunk_of_logits_and_no_copy():
 )
 def test_no_spec(text, message):
     with pytest.raises(ValueError, match="not reductions") as raised:
-        Reductions.parse(f"r5 {text}")
+        Reductions.parse(f"{REVISION} {text}")
     assert message in str(raised.value.__cause__)
 
 
@@ -140,7 +140,7 @@ def test_no_spec(text, message):
     ("coef", "spec", "message"),
     [
         (None, LOSS, "needs coef for a total, and only for it"),
-        (torch.ones(1, N), "r5 outputs=pick", "needs coef for a total, and only for it"),
+        (torch.ones(1, N), "r6 outputs=pick", "needs coef for a total, and only for it"),
         (torch.ones(N), LOSS, r"needs coef \[1, 7\]"),
         (torch.ones(2, N), LOSS, r"needs coef \[1, 7\]"),
         (torch.ones(1, N).double(), LOSS, r"needs coef \[1, 7\] torch.float32"),
@@ -164,7 +164,7 @@ def test_a_total_without_gradients():
     x[0] = float("nan")
     coef = torch.full((1, 6), -0.2)
     coef[0, :1] = 0
-    total = class_reductions(x, w, None, None, picks, [], coef, None, "r5 total=pick")["total"]
+    total = class_reductions(x, w, None, None, picks, [], coef, None, "r6 total=pick")["total"]
     want = torch.nn.functional.cross_entropy(x[1:] @ w.t(), picks[1:])
     torch.testing.assert_close(total, want)
 

@@ -10,12 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.outputs import TOTAL, Top
-from fxpass.spec.reductions import Reductions
+from fxpass.spec.outputs import TOTAL
 from tests.support.reduction_cases import (
     COMBINATIONS,
     DTYPES,
-    LATE,
     MASKED,
     OUTPUTS,
     TRANSFORMS,
@@ -30,7 +28,7 @@ from tests.support.reduction_cases import (
 
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("output", [*OUTPUTS, *LATE], ids=str)
+@pytest.mark.parametrize("output", OUTPUTS, ids=str)
 def test_each_output(output, dtype):
     for transform in TRANSFORMS:
         check(case([output], dtype, transform), dtype)
@@ -55,14 +53,12 @@ def test_combinations(chunks, name, dtype, request):
 def test_every_other_output_is_detached(first, plan, name, dtype, request):
     request.getfixturevalue(plan)
     found = case(COMBINATIONS[name], dtype, MASKED, dtype, bool(first), bool(first))
-    if plan == "tiled" and (found.spec.whole_rows or found.spec.of_largest):
+    if plan == "tiled" and found.spec.of_largest:
         request.getfixturevalue("few")
     rows = found.spec.rows
     spec = dataclasses.replace(found.spec, detached=rows[first::2] if len(rows) > 1 else ())
     weights = ("given0", "given1")
-    read = [*spec.of_backward.weights]
-    read += [i for kind, i in spec.of_backward.operands if kind == "given"]
-    unread = tuple(name for i, name in enumerate(weights) if i not in read)
+    unread = tuple(name for i, name in enumerate(weights) if i not in spec.of_backward.read)
     gradients = tuple(name for name in spec.gradients if name not in unread)
     spec = dataclasses.replace(spec, gradients=gradients)
     check(found._replace(spec=spec, frozen=(*found.frozen, *unread)), dtype)
@@ -152,36 +148,9 @@ def test_non_contiguous_operands(chunks, dtype, request):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("output", [*OUTPUTS, *LATE], ids=str)
+@pytest.mark.parametrize("output", OUTPUTS, ids=str)
 def test_huge_logits(output, dtype):
     check(case([output], dtype, bias=dtype, size=1e4), dtype)
-
-
-@pytest.mark.usefixtures("few")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [1, 3, V])
-def test_the_largest_logits(k, dtype):
-    found = case(["pick", "argmax"], dtype, "3*tanh(z/3)", dtype)
-    outputs = "pick", Top(k), "argmax", Top(k, index=True)
-    some = found._replace(spec=dataclasses.replace(found.spec, outputs=outputs))
-    tensors = [t.requires_grad_() for t in found.tensors.values()]
-    results = some.run(tensors)
-    rows, indices = results["rows"], results["indices"]
-    z = 3 * torch.tanh(F.linear(*(t.double() for t in tensors)) / 3)
-    assert torch.equal(indices[0], indices[1])
-    bound = 1e-5 if dtype.itemsize > 2 else 0.1
-    assert torch.allclose(rows[1:].double(), z.topk(k, 1).values.t(), atol=bound)
-    assert torch.allclose(z.gather(1, indices[1:].t()).t(), rows[1:].double(), atol=bound)
-    (got,) = torch.autograd.grad(rows.sum(), tensors[0])
-    (wanted,) = torch.autograd.grad(found.fused(*tensors).sum(), tensors[0])
-    assert torch.allclose(got, wanted)
-
-
-def test_more_largest_logits_than_classes():
-    found = case(["lse"])
-    some = found._replace(spec=Reductions((Top(V + 1),)))
-    with pytest.raises(ValueError, match="needs more classes"):
-        some.run(list(found.tensors.values()))
 
 
 def test_the_total_is_one():

@@ -226,7 +226,7 @@ def test_logits_that_fit_into_the_weights_gradient_live_there(dtype):
     kept = plan(1024, 1024, 128256, dtype, CPU, Spec(gradients=BOTH), logits_exist=True)
     assert not kept.in_place
     # backward, which needs the largest logits, computes no total
-    spec = Reductions(("amax",), gradients=("x", "weight"))
+    spec = Reductions(("max",), gradients=("x", "weight"))
     of_rows = plans.plan(512, 512, 32000, F32, CPU, spec, False, True)
     assert not of_rows.in_place
     assert of_rows.rows < 512
@@ -297,8 +297,8 @@ POLICY = f"{REVISION} outputs=moment(1,1);pick gradients=x,weight"
         (POLICY, BF16, "triton", ("chunked", "tiled")),
         (POLICY, F64, "aten", ("tiled", "tiled")),
         (f"{REVISION} outputs=moment(0,1,0) gradients=x", BF16, "triton", ("chunked", "tiled")),
-        (f"{REVISION} outputs=peak gradients=x", BF16, "triton", ("chunked", "chunked")),
-        (f"{REVISION} outputs=peak gradients=x", F64, "aten", ("chunked", "chunked")),
+        (f"{REVISION} outputs=max gradients=x", BF16, "triton", ("chunked", "chunked")),
+        (f"{REVISION} outputs=max gradients=x", F64, "aten", ("chunked", "chunked")),
         (f"{REVISION} gradients=x total=pick", BF16, "triton", ("chunked", "chunked")),
         # no kernel has the gradients of weights of moments; ATen runs on any device
         (f"{REVISION} outputs=moment(0,1,0) gradients=x,given0", BF16, "aten", ("tiled", "tiled")),
