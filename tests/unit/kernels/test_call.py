@@ -92,10 +92,12 @@ def several_picks(x, w, y):
     return z.log_softmax(-1).gather(-1, torch.stack([y, y // 2, y * 0], 1)).square().sum()
 
 
+# Soft targets that programs are given: what they compute of all classes may take a row region.
+GIVEN = torch.rand(N, 20001)
+
+
 def distilled(x, w, y):
-    """From given probabilities."""
-    q = F.one_hot(y, len(w)).float() * 0.5
-    return -(q * F.linear(x, w).float().log_softmax(-1)).sum(-1).square().sum()
+    return -(GIVEN[:, : len(w)] * F.linear(x, w).float().log_softmax(-1)).sum(-1).square().sum()
 
 
 def accurate(x, w, y):
@@ -114,8 +116,7 @@ def smoothed(x, w, y):
 
 
 def probabilities(x, w, y):
-    q = F.one_hot(y, len(w)).to(w.dtype)
-    return F.cross_entropy(F.linear(x, w), q, torch.ones(len(w)).to(w.dtype), label_smoothing=0.1)
+    return F.cross_entropy(F.linear(x, w), GIVEN[:, : len(w)])
 
 
 def each_row(x, w, y):
