@@ -129,9 +129,10 @@ def of_loss(flow: Flow, node: Node) -> None:
         rows = at(flow, node, like, like.expr, picked)
         flow.reductions.append(Reduced(node, like, rows, loss=loss))
         return
-    base, smooth = softmax_base_of(flow, node, like), None
-    weighted = L
-    if loss.class_weight is not None and (loss.label_smoothing or loss.probabilities):
+    base, smooth, weighted = softmax_base_of(flow, node, like), None, L
+    if loss.class_weight is not None and loss.probabilities:
+        raise NoMatch.at(node, "has a weight of each class and probabilities")  # no moment has two
+    if loss.class_weight is not None and loss.label_smoothing:
         weighted = flow.tensor(loss.class_weight, "class") * L
     if loss.label_smoothing:
         smooth = flow.output(base, Summed(weighted))

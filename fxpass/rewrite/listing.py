@@ -3,7 +3,7 @@
 In: a rewritten Dynamo graph. Out: the launches of its operator calls, for its GPU or for the
 one that :func:`fxpass.kernels.call.gpu_for_listing` names::
 
-    %out = fxpass.class_reductions(%x, %w, ..., 'r5 gradients=x,weight total=pick')
+    %out = fxpass.class_reductions(%x, %w, ..., 'r6 gradients=x,weight total=pick')
     ->  the launch of the kernel for `total=pick`
 """
 
@@ -20,13 +20,7 @@ from fxpass.graph.nodes import hint, value
 from fxpass.kernels.call import Gpu, Launch, for_reductions, gpu_for_listing, launches
 from fxpass.spec.operands import Operands
 from fxpass.spec.reductions import Reductions
-from fxpass.spec.shards import (
-    known_rows,
-    of_backward,
-    of_forward,
-    of_second_pass,
-    with_known,
-)
+from fxpass.spec.shards import of_backward, of_forward
 
 
 def launches_of(graph: Graph) -> Iterator[Launch]:
@@ -42,10 +36,6 @@ def launches_of(graph: Graph) -> Iterator[Launch]:
             continue
         spec = replace(spec, shard=len(operands.weight) < node.kwargs["classes"])
         yield from _of_shard(of_forward(spec), operands, gpu)
-        known = operands.x.new_empty((len(known_rows(spec)), len(operands.x)), dtype=torch.float32)
-        operands = with_known(operands, spec, known)
-        if spec.late:
-            yield from _of_shard(of_second_pass(spec), operands, gpu)
         if spec.gradients:
             yield from _of_shard(of_backward(spec), operands, gpu, forward=False)
 

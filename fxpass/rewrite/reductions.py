@@ -4,7 +4,7 @@ In: a region and a :class:`fxpass.match.heads.Head`. Out: the inserted calls. Ea
 the logits is replaced by arithmetic on outputs of a call::
 
     %logits = linear(%h, %w)                        %out = class_reductions(%h, %w, ..., %c, [],
-    %lp = log_softmax(%logits, -1)            ->        'r5 outputs=pick')
+    %lp = log_softmax(%logits, -1)            ->        'r6 outputs=pick')
     %log_probs = gather(%lp, -1, %labels)           %log_probs = unsqueeze(getitem(%out, 0)[0], 1)
 """
 

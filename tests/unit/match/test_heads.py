@@ -187,7 +187,7 @@ def test_accepted(case):
     x, weight, labels = inputs()
     specs = specs_of(report_of(program, x, weight, labels))
     specs = [spec.replace(" gradients=x,weight", "") for spec in specs]
-    assert specs == [f"r5 outputs={o}" for o in ACCEPTED[case][1]]
+    assert specs == [f"r6 outputs={o}" for o in ACCEPTED[case][1]]
     check(program, labels, x, weight)
 
 
@@ -244,8 +244,8 @@ def test_several_picks_of_shifted_logits():
 
     x, weight, labels = inputs()
     assert specs_of(report_of(program, x, weight, labels)) == [
-        "r5 outputs=max gradients=x,weight total=lse",
-        "r5 outputs=at gradients=x,weight",
+        "r6 outputs=max gradients=x,weight total=lse",
+        "r6 outputs=at gradients=x,weight",
     ]
     check(program, labels, x, weight)
 
@@ -273,7 +273,7 @@ def test_several_picks_beside_a_total():
 
     x, weight, labels = inputs()
     (spec,) = specs_of(report_of(program, x, weight, labels))
-    assert spec == "r5 outputs=at gradients=x,weight total=pick"
+    assert spec == "r6 outputs=at gradients=x,weight total=pick"
     check(program, labels, x, weight)
 
 

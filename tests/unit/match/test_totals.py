@@ -101,7 +101,7 @@ def test_known(case, dtype):
     x, weight, labels = inputs(dtype)
     specs = specs_of(report_of(program, x, weight, labels))
     if wanted is not None:
-        assert specs == [f"r5 {wanted}"]
+        assert specs == [f"r6 {wanted}"]
     else:
         assert specs
         assert all("total=" in text for text in specs)

@@ -378,3 +378,23 @@ def test_logits_that_have_to_exist(name):
 
     assert "row_region" not in "\n".join(graph(program))
     check(program)
+
+
+# ---------------------------------------------------------------- what no moment has
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_of_probabilities(other, smoothing):
+    """They are multiplied into the probabilities, which promotes both."""
+    balance = torch.arange(1, V + 1).to(other)
+
+    def program(x, weight, labels, y, other):
+        z = F.linear(x, weight).flatten(0, 1)
+        soft = F.one_hot(labels.flatten(), V).to(x.dtype) * 0.9 + 0.01
+        return F.cross_entropy(z, soft, balance, label_smoothing=smoothing).to(x.dtype)
+
+    lines = graph(program)
+    assert functions(lines).count("fxpass.row_region") == 1
+    assert not [line for line in lines if re.search(rf"\[{N}, {V}\]", line)]
+    check(program)
