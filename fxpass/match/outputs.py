@@ -115,7 +115,7 @@ OfBase = Output | Picked | Summed
 def moment_of(function: Expr) -> Moment | None:
     """The moment that adds up a function of ``l``, if there is one.
 
-    >>> str(moment_of(expression.parse("given1*exp(l)*l")))
+    >>> str(moment_of(expression.given(1) * call("exp", L) * L))
     'moment(1,1,1)'
     """
     for a, b in itertools.product(range(HIGHEST_POWER + 1), repeat=2):
