@@ -141,12 +141,6 @@ def masked(z: Tensor, t: Tensor) -> Tensor:
     return mean((z * (1 + 0.1 * classes)).masked_fill(classes % 5 == 1, -3.0), t)
 
 
-def binary(z: Tensor, t: Tensor) -> Tensor:
-    """Of all classes, with targets of each row."""
-    soft = torch.eye(z.shape[-1], device=z.device).to(z.dtype)[t] * 0.7 + 0.02
-    return F.binary_cross_entropy_with_logits(z, soft, reduction="none").sum(-1).mean()
-
-
 def with_margin(z: Tensor, t: Tensor) -> Tensor:
     """CosFace, with ignored rows."""
     z = 2 * (z - 0.5 * F.one_hot(t, z.shape[-1]))
@@ -159,13 +153,6 @@ def with_angle(z: Tensor, t: Tensor) -> Tensor:
     angle = flat.clamp(-0.99, 0.99).acos()
     margin = torch.zeros_like(angle).scatter(1, target.unsqueeze(1), 0.3)
     return F.cross_entropy(20 * (angle + margin).cos(), target)
-
-
-def with_margin_assigned(z: Tensor, t: Tensor) -> Tensor:
-    flat, target = rows(z * 1.0, t)
-    each = torch.arange(len(flat), device=flat.device)
-    flat[each, target] = flat[each, target] - 0.35
-    return F.cross_entropy(flat, target)
 
 
 class Trained(nn.Module):
@@ -220,41 +207,6 @@ class SoftTargets(Biased):
     def forward(self, z: Tensor, t: Tensor) -> Tensor:
         soft = (self.p * t.unsqueeze(-1)).softmax(-1)
         return -(soft * z.log_softmax(-1)).sum(-1).mean()
-
-
-def target_ranks(z: Tensor, t: Tensor) -> Tensor:
-    """The mean reciprocal rank of the target, beside the loss."""
-    rank = (z > z.gather(-1, t.unsqueeze(-1))).sum(-1) + 1
-    return mean(z, t) + (1 / rank).mean().detach()
-
-
-def clamped_logs(z: Tensor, t: Tensor) -> Tensor:
-    """An entropy of clamped probabilities, and the smallest ones."""
-    p = z.softmax(-1)
-    return -(p * (p + 1e-3).log()).sum(-1).mean() + mean(z, t)
-
-
-def brier(z: Tensor, t: Tensor) -> Tensor:
-    return ((z.softmax(-1) - F.one_hot(t, z.shape[-1])) ** 2).sum(-1).mean()
-
-
-def focal(z: Tensor, t: Tensor) -> Tensor:
-    """Over all classes, with targets of each row."""
-    soft = torch.eye(z.shape[-1], device=z.device).to(z.dtype)[t] * 0.7 + 0.02
-    logs = z.log_softmax(-1)
-    return -(soft * (1 - logs.exp()) ** 2 * logs).sum(-1).mean()
-
-
-def hinge(z: Tensor, t: Tensor) -> Tensor:
-    return (1 + z - z.gather(-1, t.unsqueeze(-1))).clamp(min=0).sum(-1).mean()
-
-
-def of_some(z: Tensor, t: Tensor) -> Tensor:
-    """Classes that are banned by a range and by an index."""
-    z = z * 1.0
-    z[..., 9:] = -30.0
-    z[..., torch.tensor([1, 7], device=z.device)] = float("-inf")
-    return mean(z, t.clamp(min=2, max=6))
 
 
 def above_threshold(z: Tensor, t: Tensor) -> Tensor:
@@ -344,11 +296,9 @@ FUSED = {
     "accuracy": Case(with_accuracy, GATHERED, parallel=False),
     "soft targets": Case(soft_targets, GATHERED, parallel=False),
     "masked": Case(masked, GATHERED, parallel=False),
-    "binary": Case(binary, GATHERED, parallel=False),
     "margin": Case(with_margin, GATHERED, parallel=False),
     "margin, bf16": Case(with_margin, GATHERED, parallel=False, autocast=True),
     "angle": Case(with_angle, GATHERED, parallel=False, inner="aot_eager", bias=True),
-    "margin assigned": Case(with_margin_assigned, GATHERED, parallel=False),
     "trained temperature": Case(Trained, GATHERED, parallel=False, inner="aot_eager"),
     "trained temperature, frozen head": Case(
         Trained, GATHERED, parallel=False, frozen=("lm_head.weight",)
@@ -358,23 +308,13 @@ FUSED = {
     "trained factors": Case(OfClasses, GATHERED, parallel=False),
     "trained bias and temperature": Case(BiasAndTemperature, GATHERED, parallel=False, bias=True),
     "trained soft targets": Case(SoftTargets, GATHERED, parallel=False),
-    "ranks of targets": Case(target_ranks, GATHERED, parallel=False),
-    "clamped logarithms": Case(clamped_logs, GATHERED, parallel=False, inner="inductor"),
-    "Brier": Case(brier, GATHERED, parallel=False, bias=True),
-    "focal": Case(focal, GATHERED, parallel=False, inner="aot_eager"),
-    "hinge": Case(hinge, GATHERED, parallel=False),
-    "some classes assigned": Case(of_some, GATHERED, parallel=False),
     "thresholds": Case(above_threshold, GATHERED, parallel=False),
 }
 # on four ranks, of which the last has one class, or none
 OF_FOUR = {
     "four, margin": Case(with_margin, GATHERED, v=9, parallel=False, bias=True),
-    "four, margin assigned": Case(with_margin_assigned, GATHERED, parallel=False),
     "four, trained": Case(BiasAndTemperature, GATHERED, v=9, parallel=False, bias=True),
     "four, trained factors": Case(OfClasses, GATHERED, parallel=False),
-    "four, clamped logarithms": Case(clamped_logs, GATHERED, v=9, parallel=False),
-    "four, hinge": Case(hinge, GATHERED, parallel=False),
-    "four, some classes assigned": Case(of_some, GATHERED, parallel=False),
 }
 LEFT = {
     "hidden sharded": Case(
@@ -559,7 +499,7 @@ def masked_class(z: Tensor) -> Tensor:
 # of a rank's plain logits and labels, with all logits gathered from them
 OF_LOCAL_LOGITS: dict[str, Callable[..., Any]] = {
     "lse": lambda z, t, whole: F.cross_entropy(whole(z), t) + z.logsumexp(-1).square().mean(),
-    "amax": lambda z, t, whole: F.cross_entropy(whole(z), t) + z.amax(-1).mean(),
+    "max": lambda z, t, whole: F.cross_entropy(whole(z), t) + z.max(-1).values.mean(),
     "log-softmax": lambda z, t, whole: F.nll_loss(whole(z.log_softmax(-1)), t),
     "assigned": lambda z, t, whole: F.cross_entropy(whole(masked_class(z)), t),
     "one-hot": lambda z, t, whole: F.cross_entropy(whole(z - F.one_hot(t % 6, 6)), t),
