@@ -131,12 +131,12 @@ def _demo(options: argparse.Namespace) -> int:
     from fxpass.cli import demo
 
     _check_settings()
-    sizes = options.layers, options.heads, options.batch, options.seq, options.steps
+    sizes = {name: getattr(options, name) for name in ("batch", "heads", "layers", "seq")}
     try:
-        job = demo.job_of(options.device, options.dtype, *sizes)
+        job = demo.job_of(options.device, options.dtype, **sizes)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return demo.run(job, options.providers)
+    return demo.run(job, options.steps, options.providers)
 
 
 def _doctor(options: argparse.Namespace) -> int:

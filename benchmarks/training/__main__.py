@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.about import about, heading
+from benchmarks.training.table import table
 from benchmarks.training.turns import train
-from fxpass.cli.training import TOLERANCE, Job, table
+from fxpass.cli.demo import TOLERANCE
+from fxpass.cli.demo_worker import Job
 
-WORKER = "benchmarks.training.worker"
 PROVIDERS = ("eager", "inductor", "fusedce")
 
 
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise SystemExit("this needs a model of transformers: pip install transformers")
     sizes = {f.name: getattr(args, f.name) for f in dataclasses.fields(Job) if f.name != "provider"}
     job, what = Job(provider="", **sizes), about(args.device)
-    rows = train(WORKER, job, args.providers, args.rounds, args.timeout)
+    rows = train(job, args.providers, args.rounds, args.timeout)
     title = f"### Llama of {job}, logits returned"
     text = f"## Training: {heading(what)}\n\n{title}\n\n{table(rows, job.tokens)}\n"
     print(text)

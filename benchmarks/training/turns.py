@@ -1,8 +1,7 @@
 """Trains one model with several providers, which take turns.
 
-In: a module that serves :class:`fxpass.cli.training.Session`, a job, names of providers. Out: a
-:class:`fxpass.cli.training.Row` for each. The other processes wait while a step is timed, so that a
-drift of the machine's speed affects all providers.
+In: a job, names of providers. Out: a :class:`Row` for each. The other processes wait while a step
+is timed, so that a drift of the machine's speed affects all providers.
 """
 
 from __future__ import annotations
@@ -12,14 +11,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.process import Worker, WorkerError
-from fxpass.cli.training import WARM_UP_STEPS, Job, Row, refuse, tell
+from benchmarks.training.table import Row
+from fxpass.cli.demo import refuse, tell
+from fxpass.cli.demo_worker import MEASURED_STEP, Job
+
+WORKER = "benchmarks.training.worker"
 
 
-def train(module: str, job: Job, names: Sequence[str], rounds: int, timeout: float) -> list[Row]:
+def train(job: Job, names: Sequence[str], rounds: int, timeout: float) -> list[Row]:
     """Trains eager and the named providers.
 
     Args:
-        module: serves a :class:`Session`.
         job: the sizes; its provider is replaced.
         rounds: timed steps of each provider.
         timeout: seconds that a step may take.
@@ -38,13 +40,13 @@ def train(module: str, job: Job, names: Sequence[str], rounds: int, timeout: flo
             tell(f"{row.name}: {row.failure}")
             return {}
 
-    def take(command: str, turn: Sequence[Row], timed: bool) -> None:
+    def take(turn: Sequence[Row]) -> None:
         alive = [row for row in turn if row.name in workers]
         for row in alive:
-            workers[row.name].send(command)
+            workers[row.name].send("step")
         for row in alive:
             if found := answer(row):
-                row.add(found, timed)
+                row.add(found)
 
     alone = [[row] for row in rows]
     # compilation for a GPU times kernels, so processes must not compile at the same time
@@ -52,15 +54,11 @@ def train(module: str, job: Job, names: Sequence[str], rounds: int, timeout: flo
     try:
         for row in rows:  # the processes import at the same time
             of_row = dataclasses.replace(job, provider=row.name)
-            workers[row.name] = Worker(module, of_row, timeout)
+            workers[row.name] = Worker(WORKER, of_row, timeout)
         for row in rows:
             answer(row)
-        for turn in warm_up * WARM_UP_STEPS:
-            take("step", turn, timed=False)
-        for turn in alone:
-            take("measure", turn, timed=False)
-        for turn in alone * rounds:
-            take("step", turn, timed=True)
+        for turn in [*warm_up * MEASURED_STEP, *alone * (1 + rounds)]:
+            take(turn)
         for worker in workers.values():
             worker.close()
     except KeyboardInterrupt:

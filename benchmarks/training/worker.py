@@ -1,18 +1,19 @@
 """The worker process of ``python -m benchmarks.training``: trains a Llama of transformers.
 
-In: a :class:`Job` as JSON in the first argument, then commands
-(:class:`fxpass.cli.training.Session`).
+In: a :class:`Job` as JSON in the first argument, then the command ``step``
+(:func:`benchmarks.process.serve`). Out: for each, what :func:`fxpass.cli.demo_worker.train` yields.
 """
 
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 
 from benchmarks.process import serve
-from fxpass.cli.training import Job, Session
+from fxpass.cli.demo_worker import Job, train
 
 
 def llama(job: Job) -> nn.Module:
@@ -32,15 +33,20 @@ def llama(job: Job) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def session(job: Job) -> Session:
+class Session:
     """Trains on new random tokens in every step, from an eighth of the classes: the loss falls."""
 
-    def batch(generator: Generator) -> dict[str, Tensor]:
-        tokens = torch.randint(job.classes // 8, (job.batch, job.seq), generator=generator)
-        return {"input_ids": tokens, "labels": tokens}
+    def __init__(self, job: Job) -> None:
+        def batch(generator: Generator) -> dict[str, Tensor]:
+            tokens = torch.randint(job.classes // 8, (job.batch, job.seq), generator=generator)
+            return {"input_ids": tokens, "labels": tokens}
 
-    return Session(job, lambda: llama(job), batch)
+        self.steps = train(job, lambda: llama(job), batch)
+
+    def step(self) -> dict[str, Any]:
+        """Runs a training step."""
+        return next(self.steps)
 
 
 if __name__ == "__main__":
-    serve(lambda fields: session(Job(**fields)))
+    serve(lambda fields: Session(Job(**fields)))

@@ -1,5 +1,5 @@
 """``fxpass demo`` and ``fxpass doctor``.
 
-Only the command line imports it, and the benchmarks use its training and worker processes. Imports
-``op``, ``plan`` and the public modules.
+Only the command line imports it, and the benchmarks use its training and its measure of memory.
+Imports ``op``, ``plan`` and the public modules.
 """

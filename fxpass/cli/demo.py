@@ -1,6 +1,6 @@
 """``fxpass demo``: trains a small GPT with eager, Inductor and fusedce, and compares them.
 
-In: a :class:`TextJob`. Out: progress on standard error, a report on standard output, and the exit
+In: a :class:`Job`. Out: progress on standard error, a report on standard output, and the exit
 status.
 """
 
@@ -9,31 +9,68 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from fxpass.cli import doctor
-from fxpass.cli.demo_worker import HEAD_WIDTH, TextJob
-from fxpass.cli.training import MIB, UNTIMED_STEPS, Row, refuse, table, tell
+from fxpass.cli.demo_worker import HEAD_WIDTH, UNTIMED_STEPS, Job
 
 CLASSES = 50_304  # GPT-2's vocabulary, padded to a multiple of 64
+MIB = 2**20
+# Largest relative difference from eager's loss at any step; of the gradient's norm ten times that,
+# which is compared because AdamW and clipping cancel a wrong factor of the gradient. The providers
+# round differently, and the differences grow: in 30 steps Inductor's losses differ by up to 2e-7 in
+# float32, 5e-6 in float16 and 3e-5 in bfloat16. The bounds leave two orders of magnitude.
+TOLERANCE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 4e-3}
+
+
+@dataclass
+class Run:
+    """What training with one provider measured."""
+
+    name: str
+    failure: str = ""  # why it has no numbers; empty if it has
+    losses: list[float] = field(default_factory=list)  # and norms and seconds: one per step
+    norms: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    extra_bytes: int | None = None  # a step's peak memory beyond the memory in use before it
+    counters: dict[str, int] = field(default_factory=dict)  # and log lines, of fusedce
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def timed(self) -> list[float]:
+        """The seconds that count; none of a failed run."""
+        return [] if self.failure else self.seconds[UNTIMED_STEPS:]
+
+    def add(self, answer: dict[str, Any]) -> None:
+        """Adds a step of :func:`fxpass.cli.demo_worker.train`, and tells its loss on standard
+        error."""
+        self.losses.append(answer.pop("loss"))
+        self.norms.append(answer.pop("norm"))
+        self.seconds.append(answer.pop("seconds"))
+        vars(self).update(answer)  # the others are of one step
+        loss, seconds = self.losses[-1], self.seconds[-1]
+        tell(f"{self.name} step {len(self.losses)}: {loss:.3f}, {seconds:.2f} s")
+
+
+def tell(text: str) -> None:
+    """Prints progress."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def job_of(
-    device: str | None,
-    dtype: str | None,
-    layers: int,
-    heads: int,
-    batch: int | None,
-    seq: int,
-    steps: int,
-) -> TextJob:
-    """A job without provider; None is the default for the device.
+    device: str | None, dtype: str | None, batch: int | None, heads: int, **sizes: int
+) -> Job:
+    """A job without provider, with layers and seq in ``sizes``; None: the device's default.
 
     Raises:
         ValueError: torch cannot use the device.
@@ -46,18 +83,18 @@ def job_of(
     native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = dtype or ("bfloat16" if native else "float32")
     batch = batch or (8 if kind == "cpu" else 16)
-    return TextJob("", device, dtype, layers, heads * HEAD_WIDTH, CLASSES, batch, seq, steps)
+    width = heads * HEAD_WIDTH
+    return Job("", device, dtype, width=width, classes=CLASSES, batch=batch, **sizes)
 
 
-def run(job: TextJob, providers: Sequence[str]) -> int:
+def run(job: Job, steps: int, providers: Sequence[str]) -> int:
     """Trains with eager and the providers, and prints the comparison.
 
     Returns:
-        0; or 1 if a provider failed, fusedce fused nothing or the curves disagree.
+        0; or 1 if a provider failed, fusedce fused nothing or the losses disagree.
     """
     environ = {"FUSEDCE_MIN_LOGITS_MB": "0", **os.environ}  # fuses a loss of any size
-    problem = doctor.inductor_problem(torch.device(job.device).type)
-    if problem:
+    if problem := doctor.inductor_problem(torch.device(job.device).type):
         print(f"Inductor cannot run here: {problem}")
         print("Continuing without it; fusedce hands the rest of its graph to aot_eager.\n")
         environ["FUSEDCE_INNER"] = "aot_eager"
@@ -66,23 +103,23 @@ def run(job: TextJob, providers: Sequence[str]) -> int:
     print(f"model   GPT of {job}, on {job.device}")
     copy = job.tokens * job.classes * 4 / MIB
     print(f"logits  [{job.tokens}, {job.classes}], {copy:.0f} MiB a copy in float32", flush=True)
-    rows = train(job, list(dict.fromkeys(["eager", *providers])), environ)
-    refuse(rows, job.dtype)
-    if any(row.losses for row in rows):
-        print(f"\n{report(rows, job.tokens)}")
-    found = [f"{row.name}: {row.failure}" for row in rows if row.failure]
-    if any(r.name == "fusedce" and r.losses and not r.counters.get("matched") for r in rows):
+    runs = train(job, steps, list(dict.fromkeys(["eager", *providers])), environ)
+    refuse(runs, job.dtype)
+    if any(one.losses for one in runs):
+        print(f"\n{report(runs, job.tokens)}")
+    found = [f"{one.name}: {one.failure}" for one in runs if one.failure]
+    if any(r.name == "fusedce" and r.losses and not r.counters.get("matched") for r in runs):
         found.append("fusedce fused nothing, so there is nothing to compare")
     for text in found:
         tell(f"fxpass demo: {text}")
     return int(bool(found))
 
 
-def train(job: TextJob, names: Sequence[str], environ: dict[str, str]) -> list[Row]:
+def train(job: Job, steps: int, names: Sequence[str], environ: dict[str, str]) -> list[Run]:
     """Trains with each provider in a process of its own, one step in turn: a drift of the machine's
     speed affects all of them."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs ``finally``
-    rows = [Row(name) for name in names]
+    runs = [Run(name) for name in names]
     processes: list[subprocess.Popen[str]] = []
     try:
         for name in names:
@@ -96,49 +133,86 @@ def train(job: TextJob, names: Sequence[str], environ: dict[str, str]) -> list[R
                 start_new_session=True,  # Ctrl-C ends this process, which kills the others
             )
             processes.append(process)
-        for step in range(job.steps):
-            for row, process in zip(rows, processes, strict=True):
-                if not row.failure:
-                    _take_step(row, process, timed=step >= UNTIMED_STEPS)
+        for _ in range(steps):
+            for one, process in zip(runs, processes, strict=True):
+                if not one.failure:
+                    _take_step(one, process)
     finally:
         for process in processes:
             process.kill()
             process.communicate()
-    return rows
+    return runs
 
 
-def _take_step(row: Row, process: subprocess.Popen[str], timed: bool) -> None:
+def _take_step(one: Run, process: subprocess.Popen[str]) -> None:
     assert process.stdin
     assert process.stdout
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write("\n")
         process.stdin.flush()
-    answer = process.stdout.readline()
-    if answer:
-        row.add(json.loads(answer), timed)
+    if line := process.stdout.readline():
+        one.add(json.loads(line))
         return
     status = process.wait()
     killed = status == -getattr(signal, "SIGKILL", 9)
     why = "killed by the system, most likely because of its memory" if killed else "see its error"
-    row.failure = f"ended with status {status}: {why}"
+    one.failure = f"ended with status {status}: {why}"
 
 
-def report(rows: Sequence[Row], tokens: int) -> str:
-    """The fused losses, the loss curves, and the table, of rows with at least one step."""
+def refuse(runs: Sequence[Run], dtype: str) -> None:
+    """Refuses the numbers of runs whose curves differ from those of eager, the first run, over
+    their common steps."""
+    eager, bound = runs[0], TOLERANCE[dtype]
+    for one in runs:
+        if one.losses and not eager.losses:
+            one.failure = one.failure or "refused: eager has no numbers to compare with"
+        for curve, most in (("losses", bound), ("norms", 10 * bound)):
+            step = first_difference(getattr(eager, curve), getattr(one, curve), most)
+            if step is not None:
+                why = f"{curve} differ from eager's at step {step} (bound {most:.0e})"
+                one.failure = one.failure or f"refused: {why}"
+
+
+def first_difference(expected: Sequence[float], actual: Sequence[float], most: float) -> int | None:
+    """The first step, counted from 1, at which two curves differ relatively by more than ``most``.
+
+    The first gradients under a GradScaler may overflow; two values that are not finite count as
+    equal.
+    """
+    for step, pair in enumerate(zip(expected, actual, strict=False), 1):
+        if not math.isclose(*pair, rel_tol=most) and any(map(math.isfinite, pair)):
+            return step
+    return None
+
+
+def report(runs: Sequence[Run], tokens: int) -> str:
+    """The fused losses, the loss curves, and a table of speed and memory."""
     blocks = []
-    for row in rows:
-        if row.notes:
-            fused, others = (row.counters.get(name, 0) for name in ("matched", "rejected"))
-            blocks.append([f"{row.name}: {fused} fused, {others} not fused"])
-            blocks[-1] += [f"  {note}" for note in row.notes]
-    steps = max(len(row.losses) for row in rows)
+    for one in runs:
+        if one.notes:
+            fused, others = (one.counters.get(name, 0) for name in ("matched", "rejected"))
+            notes = "".join(f"\n  {note}" for note in one.notes)
+            blocks.append(f"{one.name}: {fused} fused, {others} not fused{notes}")
+    steps = max(len(one.losses) for one in runs)
     shown = sorted({round(i * (steps - 1) / 9) for i in range(10)})
-    blocks.append(["loss at  " + "".join(f"{i + 1:>7}" for i in shown)])
-    for row in rows:
-        curve = "".join(f"{row.losses[i]:>7.3f}" for i in shown if i < len(row.losses))
-        blocks[-1].append(f"{row.name:<9}{curve}")
-    told = [
-        "extra MiB: a step's peak memory beyond the memory in use between steps",
-        f"steps: timed steps; {UNTIMED_STEPS} untimed steps come first",
-    ]
-    return "\n\n".join(map("\n".join, [*blocks, [table(rows, tokens)], told]))
+    curves = [("loss at step", *(str(i + 1) for i in shown))]
+    for one in runs:
+        losses = dict(enumerate(one.losses))
+        curves.append((one.name, *(f"{losses[i]:.3f}" if i in losses else "" for i in shown)))
+    table = [("provider", "tokens/s", "/ inductor", "extra MiB", "/ inductor")]
+    good = [one for one in runs if one.timed]
+    base = next((one for one in good if one.name == "inductor"), None)
+    for one in good:
+        speed, size = tokens / statistics.median(one.timed), one.extra_bytes
+        times = share = "-"
+        if base:
+            rounds = zip(base.timed, one.timed, strict=True)
+            times = f"{statistics.median(theirs / own for theirs, own in rounds):.2f}"
+            share = f"{size / base.extra_bytes:.2f}" if size and base.extra_bytes else "-"
+        mib = "-" if size is None else f"{size / MIB:,.0f}"
+        table.append((one.name, f"{speed:,.0f}", times, mib, share))
+    told = (
+        "extra MiB: a step's peak memory beyond the memory in use between steps\n"
+        f"tokens/s: of the median step; the first {UNTIMED_STEPS} steps are not timed"
+    )
+    return "\n\n".join([*blocks, doctor.columns(curves), doctor.columns(table), told])

@@ -94,7 +94,7 @@ def run() -> int:
         ],
         "settings": settings,
     }
-    blocks = [f"{title}\n{_columns(rows)}" for title, rows in sections.items() if rows]
+    blocks = [f"{title}\n{columns(rows)}" for title, rows in sections.items() if rows]
     found.sort(key=lambda finding: finding.level != "problem")
     lines = [f"{f.level}: {f.text}\n  do: {f.advice}" for f in found] or ["no problems found"]
     print("\n\n".join([*blocks, "\n".join(lines)]))
@@ -249,9 +249,9 @@ def read_compilers() -> dict[str, str]:
     }
 
 
-def _columns(rows: Sequence[tuple[str, ...]]) -> str:
+def columns(rows: Sequence[tuple[str, ...]]) -> str:
+    """Lines of text with aligned columns; a column without any text is omitted."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # columns without any text are omitted
     return "\n".join(
         "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True) if w).rstrip()
         for row in rows

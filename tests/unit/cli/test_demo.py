@@ -1,20 +1,23 @@
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
-from fxpass.cli import demo
-from fxpass.cli.demo_worker import TextJob, read_corpus, session
+from fxpass.cli import demo, demo_worker
+from fxpass.cli.demo import Run, first_difference
+from fxpass.cli.demo_worker import Job, read_corpus, session
 from fxpass.cli.memory import Memory
-from fxpass.cli.training import Row
 
 MIB = 2**20
 
@@ -22,8 +25,8 @@ MIB = 2**20
 CORPUS = torch.arange(200) % 90
 
 
-def job(provider: str = "eager", dtype: str = "float32") -> TextJob:
-    return TextJob(provider, "cpu", dtype, 1, 32, 100, 2, 8, steps=4)
+def job(provider: str = "eager", dtype: str = "float32") -> Job:
+    return Job(provider, "cpu", dtype, 1, 32, 100, 2, 8)
 
 
 # ---------------------------------------------------------------- the data
@@ -36,35 +39,25 @@ def test_frequent_words_come_first_and_rare_ones_are_0(tmp_path: Path) -> None:
     assert read_corpus(3, tmp_path).tolist() == [2, 1, 0, 1, 0, 1, 1]
 
 
-def test_reading_ends_when_every_class_has_a_word(tmp_path: Path) -> None:
-    for name in "abc":
-        (tmp_path / f"{name}.py").write_text(f"{name} {name}{name} ")
-    corpus = read_corpus(4, tmp_path)
-    assert len(corpus) == 4  # of two files
-    assert corpus.tolist() == [1, 2, 3, 0]
-
-
 # ---------------------------------------------------------------- training and measuring
 
 
-def test_every_provider_gets_the_same_batches() -> None:
-    batches = []
-    for provider in ("eager", "fusedce"):
-        made = session(job(provider), CORPUS)
-        batches.append(made.batch(torch.Generator().manual_seed(3)))
-    eager, fused = batches
-    assert eager["tokens"].shape == eager["targets"].shape == (2, 8)
-    assert all(torch.equal(eager[name], fused[name]) for name in eager)
-    # a window is a piece of the text: the next word is the target
-    assert torch.equal((eager["tokens"] + 1) % 90, eager["targets"])
+def test_a_batch_is_a_piece_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_worker, "train", lambda job, make, batch_of: batch_of)
+    batches = [session(job(name), CORPUS)(torch.Generator().manual_seed(3)) for name in ("", "a")]
+    tokens, targets = batches[0].values()
+    assert tokens.shape == targets.shape == (2, 8)
+    assert torch.equal((tokens + 1) % 90, targets)  # the next word
+    assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_training_is_deterministic_and_learns(dtype: str) -> None:
-    first, second = (session(job(dtype=dtype), CORPUS) for _ in range(2))
-    losses = [first.step()["loss"] for _ in range(12)]
-    assert losses[-1] < losses[0] - 0.05
-    assert [second.step()["loss"] for _ in range(12)] == losses
+    first, second = (
+        [a["loss"] for a in islice(session(job(dtype=dtype), CORPUS), 12)] for _ in "ab"
+    )
+    assert first[-1] < first[0] - 0.05
+    assert first == second
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux")
@@ -81,46 +74,80 @@ def test_memory_is_the_peak_since_start() -> None:
 # ---------------------------------------------------------------- judging
 
 
-def row(name: str, matched: int = 1, failure: str = "") -> Row:
-    ones = [1.0] * 4
-    return Row(name, failure, "", ones, ones, [0.1], counters={"matched": matched})
+def run(
+    name: str, matched: int = 1, failure: str = "", losses: Sequence[float] = (1.0,) * 4
+) -> Run:
+    ones = [1.0] * len(losses)
+    return Run(name, failure, list(losses), ones, ones, counters={"matched": matched})
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "reason"),
+    [
+        ([10.0, 9.0, 8.0005], [1.0, 2.0, 1.0], ""),  # rounding
+        ([10.0, 9.0, 8.1], [1.0, 2.0, 1.0], "refused: losses differ from eager's at step 3"),
+        ([10.0, 9.0, 8.0], [1.0, 2.1, 1.0], "refused: norms differ from eager's at step 2"),
+        ([math.nan, 9.0, 8.0], [1.0, 2.0, 1.0], "refused: losses differ from eager's at step 1"),
+        ([10.0, 9.0], [1.0, 2.0], ""),  # interrupted: as far as both go
+    ],
+)
+def test_curves_are_compared_with_eagers(
+    losses: list[float], norms: list[float], reason: str
+) -> None:
+    seconds = [0.1] * 4
+    eager = Run("eager", losses=[10.0, 9.0, 8.0], norms=[1.0, 2.0, 1.0], seconds=seconds)
+    other = Run("fusedce", losses=losses, norms=norms, seconds=seconds)
+    demo.refuse([eager, other], "float32")
+    assert other.failure.startswith(reason)
+    assert bool(other.failure) == bool(reason) == (not other.timed)
+    assert eager.timed
+
+
+def test_without_eager_there_are_no_numbers() -> None:
+    runs = [Run("eager", "out of memory"), run("fusedce")]
+    demo.refuse(runs, "float32")
+    assert runs[1].failure.startswith("refused: eager has no numbers")
+
+
+def test_two_overflows_do_not_differ() -> None:
+    assert first_difference([math.inf, 2.0], [math.nan, 2.0], 1e-4) is None
 
 
 @pytest.mark.parametrize(
     ("fused", "found"),
     [
-        (row("fusedce"), ""),
-        (row("fusedce", matched=0), "fusedce fused nothing, so there is nothing to compare\n"),
-        (row("fusedce", failure="died"), "fusedce: died\n"),
+        (run("fusedce"), ""),
+        (run("fusedce", matched=0), "fusedce fused nothing, so there is nothing to compare\n"),
+        (run("fusedce", failure="died"), "fusedce: died\n"),
         (
-            Row("fusedce", losses=[1.0, 2.0], norms=[1.0, 1.0], counters={"matched": 1}),
-            "fusedce: refused: loss differs from eager's by 1.0e+00 at step 2 (bound 1e-04)\n",
+            run("fusedce", losses=[1.0, 2.0]),
+            "fusedce: refused: losses differ from eager's at step 2 (bound 1e-04)\n",
         ),
     ],
 )
 def test_what_is_a_problem(
-    fused: Row, found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fused: Run, found: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "train", lambda *_: [row("eager", matched=0), fused])
-    assert demo.run(job(), ["fusedce"]) == bool(found)
+    monkeypatch.setattr(demo, "train", lambda *_: [run("eager", matched=0), fused])
+    assert demo.run(job(), 4, ["fusedce"]) == bool(found)
     assert capsys.readouterr().err == (f"fxpass demo: {found}" if found else "")
 
 
 def test_a_provider_that_fails_shows_its_error(capfd: pytest.CaptureFixture[str]) -> None:
-    rows = demo.train(job(), ["eager", "nonsense"], {**os.environ})
-    eager, nonsense = rows
-    assert (eager.name, eager.failure, len(eager.losses), len(eager.seconds)) == ("eager", "", 4, 1)
+    runs = demo.train(job(), 4, ["eager", "nonsense"], {**os.environ})
+    eager, nonsense = runs
+    assert (eager.name, eager.failure, len(eager.losses), len(eager.timed)) == ("eager", "", 4, 1)
     assert nonsense.failure == "ended with status 1: see its error"
     errors = capfd.readouterr().err
     assert "eager step 4: " in errors
     assert "Invalid backend" in errors
-    assert "| nonsense |" in demo.report(rows, 16)
+    assert demo.report(runs, 16).count("eager  ") == 2
 
 
 def test_curves_are_sampled_from_the_first_step_to_the_last() -> None:
-    long = Row("eager", losses=[float(i) for i in range(30)])
+    long = run("eager", losses=[float(i) for i in range(30)])
     head, curve = demo.report([long], 16).splitlines()[:2]
-    assert (head.split()[2:4], head.split()[-1]) == (["1", "4"], "30")
+    assert (head.split()[3:5], head.split()[-1]) == (["1", "4"], "30")
     assert (curve.split()[0], curve.split()[-1]) == ("eager", "29.000")
 
 
@@ -146,7 +173,7 @@ def test_the_demo_as_a_user_runs_it(tmp_path: Path) -> None:
     assert "demo_worker.py" in ran.stdout  # the line of the loss
     assert "[64, 50304]" in ran.stdout
     assert "Inductor cannot run here" in ran.stdout
-    rows = re.findall(r"^\| (\w+) +\| [\d,]+ ", ran.stdout, re.MULTILINE)
+    rows = re.findall(r"^  (\w+) +[\d,]+ +- ", ran.stdout, re.MULTILINE)
     assert rows == ["eager", "fusedce"]
 
 
