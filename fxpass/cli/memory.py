@@ -1,7 +1,7 @@
 """Peak memory, as the operating system or the GPU's allocator counts it.
 
 In: a device. Out: a :class:`Memory`. Call :meth:`Memory.start` before the code to measure, then
-:meth:`Memory.peak` or :meth:`Memory.added`.
+:meth:`Memory.added`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 class Memory:
-    """Peak memory in bytes from :meth:`start` on: of the tensors on a GPU, or of this process.
-
-    None where it is unknown: on a CPU without Linux, or on another accelerator.
+    """Memory in bytes: of the tensors on a GPU, or of this process.
 
     Attributes:
-        rest: the memory in use at :meth:`start`.
+        rest: the memory in use at :meth:`start`; None where it is unknown: on a CPU without Linux,
+            or on another accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.rest = device, None
-        self._by_linux = device.type == "cpu" and os.access(_RESET, os.W_OK)
+        self.device = device
+        self.rest: int | None = None
 
     def start(self) -> None:
         """Resets the peak, and records the memory in use now."""
@@ -35,23 +34,20 @@ class Memory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.rest = torch.cuda.memory_allocated(self.device)
-        elif self._by_linux:
+        elif self.device.type == "cpu" and os.access(_RESET, os.W_OK):
             trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
             if trim is not None:
                 trim(0)
             _RESET.write_text("5")  # resets the peak of resident memory
             self.rest = _status("VmRSS")
 
-    def peak(self) -> int | None:
-        """Largest memory in use since :meth:`start`."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        return _status("VmHWM") if self._by_linux else None
-
     def added(self) -> int | None:
-        """The peak beyond the memory in use at :meth:`start`."""
-        peak = self.peak()
-        return None if peak is None or self.rest is None else peak - self.rest
+        """The largest memory in use since :meth:`start`, beyond what was in use there."""
+        if self.rest is None:
+            return None
+        cuda = self.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self.device) if cuda else _status("VmHWM")
+        return peak - self.rest
 
 
 def _status(field: str) -> int:
