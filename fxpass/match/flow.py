@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from sympy import Symbol
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -36,7 +35,6 @@ from fxpass.match.linears import Linear
 from fxpass.match.maxima import of_pair
 from fxpass.match.modes import Mode, cuts_gradients
 from fxpass.match.operands import keeps_order, operand_of
-from fxpass.match.outputs import Base, Picked
 from fxpass.match.pointwise import POINTWISE
 from fxpass.match.reductions import REDUCTIONS, of_loss
 from fxpass.spec.expression import Z
@@ -54,38 +52,10 @@ def flow_of(
 
     A reader that is not understood needs the logits: it is one of the flow's ``stops``.
 
-    A sum has outputs of a base that another reduction needs, also of one that comes later: of a
-    second reading, which knows it.
-
     Raises:
         NoMatch: it may also write to them, and another node reads them after that.
     """
-    first = _read_all(Flow(linear, region, writers, trained), modes)
-    known = _bases_read(first)
-    leading = [[base for base, kinds in known if kind in kinds] for kind in (2, 1)]
-    leading = leading[0] or leading[1]
-    if not leading or len(leading) == len(known):
-        return first
     flow = Flow(linear, region, writers, trained)
-    for base in leading:
-        flow.base(Classes(base.steps, linear.dim, Z, edits=base.edits), base.transform, base.scale)
-    second = _read_all(flow, modes)
-    return second if len(_bases_read(second)) < len(known) else first
-
-
-def _bases_read(flow: Flow) -> list[tuple[Base, set[int]]]:
-    """The bases of which reductions read an output, with the kinds of outputs: 1 stands
-    for picked logits, which other bases may have too, and 2 for others."""
-    kinds: dict[Symbol, set[int]] = {base.log: set() for base in flow.bases}
-    for symbol in {s for r in flow.reductions for s in r.symbols & flow.outputs.keys()}:
-        base, output = flow.outputs[symbol]
-        is_logit = isinstance(output, Picked) and output.logit
-        kinds[base.log].add(1 if is_logit else 2)
-    return [(base, kinds[base.log]) for base in flow.bases if kinds[base.log]]
-
-
-def _read_all(flow: Flow, modes: dict[Node, Mode]) -> Flow:
-    linear = flow.linear
     flow.classes[linear.node] = Classes((), linear.dim, Z)
     end: NoMatch | None = None
     noted = (flow.classes, flow.pairs, flow.rows, flow.cut)

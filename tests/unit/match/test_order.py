@@ -50,19 +50,6 @@ def test_one_call(first, other, sums, transform):
     check(program, labels, x, weight)
 
 
-def test_a_logit_before_the_loss():
-    """The base is the one that the loss needs, not that of the logit."""
-
-    def program(x, weight, labels):
-        z = F.linear(x, weight)
-        capped = 3 * torch.tanh(z / 3)
-        return OTHERS["logit"](capped, labels) + OTHERS["cross-entropy"](z, labels)
-
-    x, weight, labels = inputs()
-    assert len(head_of(program, x, weight, labels).calls) == 1
-    check(program, labels, x, weight)
-
-
 def test_the_maximum_of_a_function_of_other_logits():
     """Where the cap makes logits equal, the class of the largest is another."""
 
