@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 import fxpass.op.row_region  # noqa: F401, registers the operator
 from fxpass.capture.capture import Captured, RowCall, nodes_of
 from fxpass.capture.function import dtype_of, function_of, shape_of, trained
-from fxpass.capture.values import Leaf, RowOp, Size, Value
+from fxpass.capture.values import Leaf, RowOp, Size, Stop, Value
 from fxpass.graph.calls import storage
 from fxpass.graph.hazards import writers_in
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, needs_gradient
@@ -99,7 +99,7 @@ def traced(call: RowCall, memory_mb: int, compiled: bool) -> Made:
         )
         made.region.text()  # raises for what no text has
         return made
-    except ValueError as error:
+    except (ValueError, Stop) as error:
         raise NoMatch(call.place, f"its rows cannot be traced: {error}") from error
 
 

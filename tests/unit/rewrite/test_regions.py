@@ -398,3 +398,16 @@ def test_class_weights_of_probabilities(other, smoothing):
     assert functions(lines).count("fxpass.row_region") == 1
     assert not [line for line in lines if "(%soft" in line or "(%z" in line]  # nobody reads them
     check(program)
+
+
+def test_an_index_that_varies(caplog):
+    """The row function may not read a size of no operand: then there is no region, and no warning."""
+
+    def program(x, weight, labels, y, other, index):
+        z = torch.stack([F.linear(x, weight), F.linear(x.tanh(), weight)])[index]
+        return spread(z).mean()
+
+    compiled = torch.compile(program, backend="fusedce", options=OPTIONS, dynamic=True)
+    for index in (1, 0):
+        torch.testing.assert_close(compiled(*operands(), index), program(*operands(), index))
+    assert not [r for r in caplog.records if r.name.startswith("fxpass") and r.levelno > 20]
