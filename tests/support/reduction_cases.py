@@ -1,25 +1,31 @@
-"""Calls of ``fxpass::class_reductions``, and the programs that they stand for."""
+"""Calls of ``fxpass::class_reductions``, the programs that they stand for, and the list of calls
+that each implementation computes."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fxpass.aten import chunked, tiles
+from fxpass.op import run
 from fxpass.op.reductions import class_reductions
+from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.outputs import INDICES, OF_PICKS, PRODUCTS, ROWS, TOTAL, Moment, Output
 from fxpass.spec.reductions import Reductions
-from tests.support.numerics import ORDERS, assert_as_accurate
+from tests.support.numerics import ORDERS, assert_as_accurate, assert_close
 
 N, D, V, K = 7, 5, 11, 3
 INF, NAN = float("inf"), float("nan")
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+DTYPES = [F64, F32, BF16, F16]
 WEIGHTS = (None, 0, 1)  # ones, classes [V], values [N, V]
 MOMENTS = [Moment(a, b, w) for a in range(3) for b in range(3) for w in WEIGHTS]
 MOMENTS.remove(TOTAL)  # 1, with gradients that are rounding errors
@@ -34,48 +40,71 @@ TRANSFORMS: dict[str, Callable[..., Tensor]] = {
 # A mask of classes, and values [N, V].
 MASKED = "where(given2>0,-2,0.25*given3*z)"
 TRANSFORMS[MASKED] = lambda z, given2, given3: torch.where(given2 > 0, -2, 0.25 * given3 * z)
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda z: z,
+    "padded": lambda z: F.pad(z, (3, 4))[:, 3:-4],
+    "transposed": lambda z: z.t().contiguous().t(),
+}
 
 
 class Case(NamedTuple):
-    """The operands of a call by name, in the order of the operator; ``picks`` apart."""
+    """The operands of a call by name, in the order of the operator; ``picks`` and ``coef`` apart.
+    The call may be given its logits, in one of :data:`LAYOUTS`."""
 
     tensors: dict[str, Tensor]
     picks: Tensor | None
     spec: Reductions
     frozen: tuple[str, ...] = ()
+    coef: Tensor | None = None
+    layout: str = ""
 
     def fused(self, *tensors: Tensor) -> Tensor:
-        return self.run(tensors)["rows"]
+        """The rows, or the total if there is one."""
+        return self.run(tensors)["total" if self.spec.total else "rows"]
 
     def run(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         found = self._named(tensors)
-        given = given_of(found)
-        one = (found.get(name) for name in ("x", "weight", "bias", "scale"))
-        return class_reductions(*one, self.picks, given, None, None, self.spec.text())
+        x, weight, bias, scale = (found.get(name) for name in ("x", "weight", "bias", "scale"))
+        logits = None
+        if self.layout:
+            with torch.no_grad():
+                logits = LAYOUTS[self.layout](_linear(found))
+        operands = x, weight, bias, scale, self.picks, given_of(found), self.coef
+        return class_reductions(*operands, logits, self.spec.text())
 
     def eager(self, *tensors: Tensor) -> Tensor:
-        """The rows ``[R, N]``, by autograd in the dtype of the operands."""
+        """The rows ``[R, N]`` or the total, by autograd in the dtype of the operands."""
+        return self._result(self.rows(self.spec.total or self.spec.rows, *tensors))
+
+    def _result(self, rows: Tensor) -> Tensor:
+        return rows if self.coef is None else (rows * self.coef.to(rows.dtype)).sum()
+
+    def logits(self, *tensors: Tensor) -> Tensor:
+        """Transformed and scaled."""
         found = self._named(tensors)
-        z, bias = found["x"] @ found["weight"].T, found.get("bias")
+        z = _linear(found)
         wide = torch.promote_types(z.dtype, torch.float32)
-        if bias is not None:
-            z = F.linear(found["x"], found["weight"], bias) if bias.dtype == z.dtype else z + bias
-        picks = None if self.picks is None else self.picks.view(len(z), -1)
         read = [f"given{i}" for i in expression.given_in(self.spec.transform)]
         beside = {name: found[name].to(wide) for name in read}
         z = TRANSFORMS[expression.text(self.spec.transform)](z.to(wide), **beside)
-        if "scale" in found:
-            z = z * found["scale"].unsqueeze(1)
+        return z * found["scale"].unsqueeze(1) if "scale" in found else z
+
+    def rows(self, outputs: Sequence[Output], *tensors: Tensor) -> Tensor:
+        """Some outputs ``[R, N]``."""
+        found, z = self._named(tensors), self.logits(*tensors)
+        picks = None if self.picks is None else self.picks.view(len(z), -1)
         log = z.log_softmax(1)
         lines: list[Tensor] = []
-        for output in self.spec.rows:
+        for output in outputs:
             start = len(lines)
             if isinstance(output, Moment):
-                w = 1 if output.weight is None else found[f"given{output.weight}"].to(wide)
+                w = 1 if output.weight is None else found[f"given{output.weight}"].to(z.dtype)
                 lines.append((w * term(output, log)).sum(1))
             elif output in OF_PICKS:
                 assert picks is not None
-                lines += (log if output == "pick" else z).gather(1, picks).unbind(1)
+                here = picks.clamp(max=z.shape[1] - 1)
+                at = (log if output == "pick" else z).gather(1, here)
+                lines += at.masked_fill(here != picks, 0).unbind(1)
             else:
                 lines.append(z.logsumexp(1) if output == "lse" else z.max(1).values)
             if output in self.spec.detached:
@@ -95,7 +124,8 @@ class Case(NamedTuple):
         axes |= {"given0": (v,), "given1": (n, v), "given2": (v,), "given3": (n, v)}
         other = self
         if self.picks is not None:
-            other = self._replace(picks=v.argsort()[self.picks[n]])
+            places = torch.cat([v.argsort(), v.new_tensor([len(v)])])
+            other = self._replace(picks=places[self.picks[n]])
 
         def eager(*tensors: Tensor) -> Tensor:
             permuted = []
@@ -103,13 +133,25 @@ class Case(NamedTuple):
                 for dim, order in enumerate(axes[name]):
                     tensor = tensor.index_select(dim, order)
                 permuted.append(tensor)
-            return other.eager(*permuted)[:, n.argsort()]
+            rows = other.rows(self.spec.total or self.spec.rows, *permuted)
+            return self._result(rows[:, n.argsort()])
 
         return eager
 
     def _named(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         pairs = zip(self.tensors, tensors, strict=True)
         return {name: t.detach() if name in self.frozen else t for name, t in pairs}
+
+    @property
+    def all(self) -> list[Tensor]:
+        return list(self.tensors.values())
+
+
+def _linear(found: dict[str, Tensor]) -> Tensor:
+    x, weight, bias = found["x"], found["weight"], found.get("bias")
+    if bias is None or bias.dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    return x @ weight.T + bias
 
 
 def given_of(named: dict[str, Tensor]) -> list[Tensor]:
@@ -135,15 +177,23 @@ def case(
     shape: tuple[int, int, int] = (N, D, V),
     size: float = 1.0,
     frozen: tuple[str, ...] = (),
+    total: Sequence[Output] = (),
+    detached: tuple[Output, ...] = (),
+    shard: bool = False,
+    strided: bool = False,
+    layout: str = "",
 ) -> Case:
+    """A call with random operands. A total has gradients of x, weight and bias only, and some
+    coefficients of 0; of a shard, one row's pick is of another one."""
     n, d, v = shape
     wide = compute_dtype(dtype)
+    every = [*outputs, *total]
     tensors = {"x": (size * torch.randn(n, d)).to(dtype), "weight": torch.randn(v, d).to(dtype)}
     if bias is not None:
         tensors["bias"] = torch.randn(v).to(bias)
     if scaled:
         tensors["scale"] = (0.5 + torch.rand(n)).to(wide)
-    weights = [o.weight for o in outputs if isinstance(o, Moment)]
+    weights = [o.weight for o in every if isinstance(o, Moment)]
     positions = expression.given_in(expression.parse(transform))
     for i, sizes in enumerate(([v], [n, v])):
         if any(w is not None and w >= i for w in (*weights, *positions)):
@@ -151,16 +201,36 @@ def case(
     if positions:
         tensors["given2"] = (torch.rand(v) < 0.2).to(wide)
         tensors["given3"] = torch.randn(n, v).to(dtype)
+    picks = None
+    if not set(OF_PICKS).isdisjoint(every):
+        picks = torch.randint(v, (n, K) if many else (n,))
+    if shard and picks is not None:
+        picks[0] = v
+    if strided:
+        tensors = {k: t.repeat_interleave(2, dim=-1)[..., ::2] for k, t in tensors.items()}
+        tensors["x"] = tensors["x"].T.contiguous().T
+        picks = None if picks is None else picks.T.contiguous().T
     trained = {f"given{w}" for w in (*weights, *([3] if positions else []))}
     frozen += tuple(name for name in tensors if name.startswith("given") and name not in trained)
-    picked = not set(OF_PICKS).isdisjoint(outputs)
-    gradients = tuple(name for name in tensors if name not in frozen)
-    return Case(
-        tensors,
-        torch.randint(v, (n, K) if many else (n,)) if picked else None,
-        Reductions(tuple(outputs), expression.parse(transform), gradients),
-        frozen,
-    )
+    coef = None
+    if total:
+        frozen += tuple(name for name in tensors if name not in PRODUCTS)
+        coef = torch.randn(sum(K if many and o in OF_PICKS else 1 for o in total), n).to(wide)
+        coef[:, 1:2] = 0
+        coef[0, 2:3] = 0
+
+    def spec() -> Reductions:
+        parsed, gradients = (
+            expression.parse(transform),
+            tuple(k for k in tensors if k not in frozen),
+        )
+        more = {"total": tuple(total), "shard": shard, "detached": detached}
+        return Reductions(tuple(outputs), parsed, gradients, **more)
+
+    if detached:
+        read = spec().of_backward.read
+        frozen += tuple(f"given{i}" for i in (0, 1) if i not in read and f"given{i}" in tensors)
+    return Case(tensors, picks, spec(), frozen, coef, layout)
 
 
 def assert_almost_certain(found: Case) -> None:
@@ -178,18 +248,87 @@ def assert_almost_certain(found: Case) -> None:
     assert (bias.grad - exact.grad).norm() < 1e-5 * exact.grad.norm()
 
 
-def check(found: Case, dtype: torch.dtype = torch.float32) -> None:
-    tensors = list(found.tensors.values())
+def check(found: Case, dtype: torch.dtype = torch.float32, floor: float = 0.0) -> None:
+    """Values and gradients, as accurate as eager's; beside a total also the outputs. The class of
+    the largest logit has it, but for the rounding of logits."""
+    tensors, spec = found.all, found.spec
     upstream = torch.randn(found.eager(*tensors).shape)
-    if upstream.shape[1] > 2:
+    if found.coef is None and upstream.shape[1] > 2:
         upstream[:, 1] = 0  # one row without a gradient, which is not worth leaving out
     # of one class, eager's gradients of moments are exactly 0, and the operator's to a rounding
-    floor = 4e-6 if len(found.tensors["weight"]) == 1 and dtype == torch.float32 else 0.0
+    if len(found.tensors["weight"]) == 1 and dtype == torch.float32:
+        floor = max(floor, 4e-6)
+    if found.coef is not None:
+        # the coefficients have both signs: in f64, the total of large terms may be small
+        floor = max(floor, 1e-12)
     orders = map(found.reordered, range(ORDERS))
     assert_as_accurate(
         *(found.fused, found.eager, tensors, dtype, upstream), floor=floor, reordered=orders
     )
+    if not (spec.indices or (spec.total and spec.rows)):
+        return
+    results = found.run([t.detach() for t in tensors])
+    exact = [t.double() for t in tensors]
+    if spec.total and spec.rows:
+        of_rows = (found.rows(spec.rows, *some) for some in (tensors, exact))
+        assert_close([results["rows"]], *([rows] for rows in of_rows), dtype, floor=floor)
+    if spec.indices and len(tensors[0]):
+        z = found.logits(*exact)
+        at = z.gather(1, results["indices"].T)
+        of_logits = 4 * torch.finfo(dtype).eps * (1 + z.abs().amax(1, keepdim=True))
+        assert ((z.amax(1, keepdim=True) - at) <= of_logits).all()
 
+
+# ---------------------------------------------------------------- implementations
+
+
+# Chunks of 3 rows, blocks of 2, products of 4 classes; tiles of 3 rows and 4 classes; the logits in
+# the weight's gradient; several chunks and slices of kernels, whose rows are one block or several.
+PLANS = {
+    "chunked": Plan("aten", "chunked", 3, 4, block=2),
+    "tiled": Plan("aten", "tiled", 3, 4),
+    "in place": Plan("aten", "chunked", 100, 4, in_place=True),
+    "triton": Plan("triton", "tiled", 2, 16),
+}
+# exp(l) of kernels is 2**x of a rounded log2(e) * l, as on a GPU: some units in the last place more
+# than eager's on a CPU, which sums that cancel amplify
+FLOORS = {"triton": 4e-6}
+# Dtypes of operands and of ATen's products, as CPUs with and without products in bf16 have them.
+PRECISIONS = [(F64, F64), (F32, F32), (BF16, BF16), (BF16, F32), (F16, F32)]
+
+
+def implement(way: str, patch: pytest.MonkeyPatch, multiplied: torch.dtype | None = None) -> None:
+    """The operator runs one of :data:`PLANS`; where no total is computed in place, in chunks."""
+
+    def plan(*of_call: Any) -> Plan:
+        spec = of_call[5]
+        if way == "in place" and not (spec.total and spec.gradients):
+            return PLANS["chunked"]
+        if way == "triton" and of_call[2] > 8192:
+            return PLANS[way]._replace(classes=8192)
+        return PLANS[way]
+
+    patch.setattr(run, "plan", plan)
+    if multiplied is not None:
+        for module in (chunked, tiles):
+            patch.setattr(
+                module,
+                "multiplied_in",
+                lambda dtype, _: multiplied if dtype == BF16 else compute_dtype(dtype),
+            )
+
+
+def computes(way: str, total: bool, largest: bool) -> bool:
+    """Whether an implementation has its own computation of a total, or of a gradient of maxima."""
+    return {"tiled": not (total or largest), "in place": total}.get(way, True)
+
+
+def where(way: str, device: torch.device) -> Any:
+    """Makes new tensors on a device that the implementation runs on."""
+    return device if way == "triton" else nullcontext()
+
+
+# ---------------------------------------------------------------- the list of cases
 
 COMBINATIONS: dict[str, list[Output]] = {
     "a policy's loss": ["pick", Moment(1, 1), "argmax"],
@@ -199,10 +338,12 @@ COMBINATIONS: dict[str, list[Output]] = {
     "sums of one weight": [Moment(1, 0, 1), Moment(0, 1, 1), Moment(1, 2, 0)],
     "everything": [*OUTPUTS, *INDICES],
 }
-
-
-# ---------------------------------------------------------------- totals
-
+# With each kind of output, but few of each: the interpreter needs a second for all.
+SOME: list[Output] = [
+    *("lse", "pick", "at"),
+    *(Moment(1, 1), Moment(2, 2, 1), Moment(0, 2, 0), Moment(0, 1), Moment(1, 0, 1)),
+    *INDICES,
+]
 TOTALS: dict[str, list[Output]] = {
     "a loss": ["pick"],
     "a z-loss": ["lse"],
@@ -213,60 +354,127 @@ TOTALS: dict[str, list[Output]] = {
     "soft targets": [Moment(0, 1, 1), Moment(0, 0, 0), "lse"],
     "squares": [Moment(2, 2), Moment(1, 2, 1), Moment(2, 0)],
 }
+FEW = (4, 9, V)  # no more rows than the hidden size
+BLOCKED = (3, 5, 8200)  # several blocks of a kernel, the last one with less than one
+# For each dtype the next one.
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"transform": "3*tanh(z/3)", "bias": "own", "many": True},
+    {"transform": MASKED, "bias": "wide", "scaled": True},
+    {"transform": "0.5-0.5*z", "bias": "own", "scaled": True, "many": True},
+]
 
 
-def coefficients(
-    total: Sequence[Output], many: bool, dtype: torch.dtype, zeros: bool, rows: int
-) -> Tensor:
-    lines = sum(K if many and output in OF_PICKS else 1 for output in total)
-    coef = torch.randn(lines, rows).to(compute_dtype(dtype))
-    if zeros:
-        coef[:, 1::2] = 0
-        coef[0, 2] = 0
-    return coef
+def _cases() -> Iterator[tuple[str, dict[str, Any]]]:
+    for i, output in enumerate(OUTPUTS):
+        yield str(output), {"outputs": [output], "variant": i}
+        yield f"huge {output}", {"outputs": [output], "size": 1e4, "bias": "own"}
+    for i, (name, outputs) in enumerate(COMBINATIONS.items()):
+        for j in range(len(VARIANTS)):
+            yield f"{name}, variant {j}", {"outputs": outputs, "variant": i + j}
+    full = {"bias": "own", "scaled": True}
+    everything = COMBINATIONS["everything"]
+    for outputs, more in ((everything, "and maxima"), ([o for o in everything if o != "max"], "")):
+        for shape in ((1, 5, 11), (7, 1, 11), (7, 5, 1), (1, 1, 1), (7, 5, 4), (7, 9, 37)):
+            yield f"sizes {shape} {more}", {"outputs": outputs, "shape": shape, **full}
+        for frozen in (
+            *(("x",), ("weight",), ("weight", "bias"), ("scale", "given0")),
+            ("x", "weight", "bias"),
+        ):
+            yield f"frozen {frozen} {more}", {"outputs": outputs, "frozen": frozen, **full}
+        for first in (0, 1):
+            detached = tuple(outputs[:-1][first::2])
+            found = {"outputs": outputs, "detached": detached, "many": bool(first), **full}
+            yield f"detached {first} {more}", {**found, "transform": MASKED}
+        yield f"strided {more}", {"outputs": outputs, "many": True, "strided": True, **full}
+        for bias, layout in (("own", "padded"), ("wide", "transposed"), ("own", "contiguous")):
+            found = {"outputs": outputs, "scaled": True, "many": True, "bias": bias}
+            yield f"logits {layout} {more}", {**found, "layout": layout}
+    yield "certain", {"outputs": ["lse", "pick", "argmax"], "size": 30.0, "detached": ("lse",)}
+    shard = ["lse", "at", Moment(1, 1), Moment(0, 1, 1)]
+    yield "a shard", {"outputs": shard, "transform": MASKED, "scaled": True, "shard": True}
+    yield "picks of a shard", {"outputs": shard, "many": True, "shard": True}
+    for i, (name, total) in enumerate(TOTALS.items()):
+        found = {"outputs": [], "total": total, "shape": FEW}
+        for j in range(len(VARIANTS)):
+            yield f"total: {name}, variant {j}", {**found, "variant": i + j}
+        yield f"total: huge {name}", {**found, "size": 1e4}
+        for shape in ((1, 1, 1), (5, 5, 1), (5, 5, 12), (9, 9, 37)):
+            yield f"total: {name} {shape}", {**found, "shape": shape, "bias": "own"}
+        picks = [one for one in ("pick", "at") if {"pick", "at"} & set(total)]
+        beside = [*picks, "lse", "max", "argmax", Moment(1, 1), Moment(0, 2)]
+        for j in (0, 1):
+            yield f"total: {name} beside outputs {j}", {**found, "outputs": beside, "variant": j}
+    yield "total: frozen", {**found, "total": ["pick"], "frozen": ("weight",)}
+    yield "total: logits", {**found, "total": ["pick"], "bias": "wide", "layout": "padded"}
 
 
-def check_total(
-    total: Sequence[Output],
-    dtype: torch.dtype,
-    transform: str = "z",
-    outputs: tuple[Output, ...] = (),
-    scaled: bool = False,
-    many: bool = False,
-    zeros: bool = False,
-    bias: torch.dtype | None = None,
-    shape: tuple[int, int, int] = (N, D, V),
-    size: float = 1.0,
-) -> None:
-    """The total and its gradients against eager, and the other outputs against a call without a
-    total: equal, but for rounding where the logits of another shape are multiplied."""
-    bias = dtype if scaled and bias is None else bias
-    found = case([*total], dtype, transform, bias, scaled, many, shape, size)
-    gradients = tuple(name for name in found.spec.gradients if name in PRODUCTS)
-    frozen = tuple(name for name in found.tensors if name not in PRODUCTS)
-    found = found._replace(frozen=frozen)
-    spec = dataclasses.replace(found.spec, outputs=outputs, gradients=gradients, total=tuple(total))
-    coef = coefficients(total, many, dtype, zeros, shape[0])
+CASES: dict[str, dict[str, Any]] = dict(_cases())
+_FULL = {"bias": "wide", "scaled": True, "many": True}
+# What kernels compute is compiled for each call, and the interpreter is slow: less than all.
+OF_TRITON: dict[str, dict[str, Any]] = {
+    "kinds": {"outputs": SOME, "variant": 0},
+    "kinds and maxima": {"outputs": [*SOME, "max"], "variant": 1},
+    "kinds with a mask": {"outputs": SOME, "variant": 2, "shape": (5, 5, 37)},
+    "blocks": {"outputs": SOME, "shape": BLOCKED, "transform": "3*tanh(z/3)", **_FULL},
+    "blocks and maxima": {"outputs": [*SOME, "max"], "shape": BLOCKED},
+    "blocks of a policy": {"outputs": ["pick", Moment(1, 1), "argmax"], "shape": BLOCKED},
+    "blocks of huge logits": {
+        "outputs": [*SOME, "max"],
+        "shape": BLOCKED,
+        "size": 1e4,
+        "bias": "own",
+    },
+    "one row": {"outputs": SOME, "shape": (1, 5, 11), "bias": "own"},
+    "one class": {"outputs": [*SOME, "max"], "shape": (7, 5, 1), "bias": "own", "many": True},
+    "detached": {"outputs": SOME, "detached": tuple(SOME[:-1:2]), "many": True},
+    "frozen": {"outputs": SOME, "frozen": ("x", "weight", "bias"), "bias": "own", "scaled": True},
+    "strided": {"outputs": [*SOME, "max"], "strided": True, **_FULL},
+    "logits": {"outputs": [*SOME, "max"], "layout": "transposed", **_FULL},
+    "logits in blocks": {"outputs": SOME, "layout": "padded", "shape": BLOCKED, "bias": "own"},
+    "a shard": CASES["a shard"],
+    "picks of a shard": CASES["picks of a shard"] | {"shape": BLOCKED},
+    **{f"total: {name}": {"outputs": [], "total": total} for name, total in TOTALS.items()},
+    "total: blocks of a policy": {
+        "outputs": [],
+        "total": TOTALS["a policy's loss"],
+        "shape": BLOCKED,
+    },
+    "total: blocks of squares": {"outputs": [], "total": TOTALS["squares"], "shape": BLOCKED},
+    "total: beside outputs": {
+        "outputs": ["argmax", "max", "pick", Moment(1, 2)],
+        **{"total": TOTALS["a policy's loss"], "transform": "3*tanh(z/3)", "shape": BLOCKED},
+        **{"bias": "own", "scaled": True, "many": True},
+    },
+    "total: logits": CASES["total: logits"],
+}
 
-    def fused(*tensors: Tensor) -> Tensor:
-        named = found._named(tensors)
-        given = given_of(named)
-        one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
-        out = class_reductions(*one, found.picks, given, coef, None, spec.text())
-        if outputs:
-            assert not out["rows"].requires_grad
-            with torch.no_grad():
-                alone = dataclasses.replace(spec, total=(), gradients=())
-                one = (named.get(name) for name in ("x", "weight", "bias", "scale"))
-                rows = class_reductions(*one, found.picks, given, None, None, alone.text())
-            tolerance = 16 * torch.finfo(dtype).eps
-            torch.testing.assert_close(out["rows"], rows["rows"], rtol=tolerance, atol=tolerance)
-            assert torch.equal(out["indices"], rows["indices"])
-        return out["total"]
 
-    def eager(*tensors: Tensor) -> Tensor:
-        rows = found.eager(*tensors)
-        return (rows * coef.to(rows.dtype)).sum()
+def cases_of(way: str) -> dict[str, dict[str, Any]]:
+    """The cases that an implementation computes in its own way."""
+    if way == "triton":
+        return OF_TRITON
+    return {
+        name: options
+        for name, options in CASES.items()
+        if computes(way, "total" in options, "max" in options["outputs"])
+    }
 
-    # the coefficients have both signs: in f64, the total of large terms may be small
-    assert_as_accurate(fused, eager, list(found.tensors.values()), dtype, floor=1e-12)
+
+def precisions(way: str, options: dict[str, Any]) -> Iterator[tuple[torch.dtype, torch.dtype]]:
+    """The dtypes of a case; huge logits are infinite in fp16."""
+    for dtype, multiplied in PRECISIONS:
+        of_kernels = dtype != F64 and multiplied != BF16
+        if (way != "triton" or of_kernels) and (dtype != F16 or "size" not in options):
+            yield dtype, multiplied
+
+
+def made(options: dict[str, Any], dtype: torch.dtype, way: str, turn: int = 0) -> Case:
+    """The case of some options, of a list's ``turn``-th dtype."""
+    options = dict(options)
+    if (variant := options.pop("variant", None)) is not None:
+        options |= VARIANTS[(variant + turn) % len(VARIANTS)]
+    bias = {"own": dtype, "wide": compute_dtype(dtype)}.get(options.pop("bias", ""))
+    # the gradients of what kernels are given are ATen's
+    frozen = options.pop("frozen", ()) + ("given0", "given1", "given3") * (way == "triton")
+    return case(dtype=dtype, bias=bias, frozen=frozen, **options)

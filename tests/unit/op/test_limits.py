@@ -1,0 +1,423 @@
+"""Equal, infinite, undefined and very large logits; rows that add nothing; the same bits and no
+writes: by each implementation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxpass.op.reductions import class_reductions
+from fxpass.spec.outputs import INDICES, PRODUCTS, Moment, Output
+from fxpass.spec.reductions import REVISION
+from tests.support.allocations import Allocations
+from tests.support.numerics import assert_as_accurate
+from tests.support.reduction_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FEW,
+    INF,
+    LAYOUTS,
+    NAN,
+    PLANS,
+    SOME,
+    WEIGHTS,
+    Case,
+    D,
+    N,
+    V,
+    assert_almost_certain,
+    case,
+    check,
+    computes,
+    implement,
+    where,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+WAYS = [("triton" if way == "triton" else "aten", way) for way in PLANS]
+OF_ROWS = pytest.mark.parametrize(
+    ("implementation", "way"), [one for one in WAYS if one[1] != "in place"]
+)
+OF_TOTALS = pytest.mark.parametrize(
+    ("implementation", "way"), [one for one in WAYS if one[1] != "tiled"]
+)
+GIVEN = ("given0", "given1", "given3")  # their gradients are ATen's
+
+
+@pytest.fixture
+def sizes(way, device, monkeypatch):
+    """The operator runs an implementation. Of kernels also rows of several blocks."""
+    implement(way, monkeypatch)
+    with where(way, device):
+        yield [(N, D, V), (3, 5, 8200)] if way == "triton" else [(N, D, V)]
+
+
+def with_logits(outputs: Sequence[Output], row: Sequence[float], shape, **more) -> Case:
+    """Every row has these logits, one of each for so many classes; hidden states are zero."""
+    found = case(outputs, bias=F32, shape=shape, frozen=GIVEN, **more)
+    times = -(-shape[2] // len(row))
+    found.tensors["bias"] = torch.tensor(row).repeat_interleave(times)[: shape[2]].clone()
+    found.tensors["x"].zero_()
+    return found
+
+
+def assert_as_eager(found: Case, gradients: bool = True) -> None:
+    """To rounding, with nan and infinities at the same places."""
+    answers = []
+    for program in (found.fused, found.eager):
+        leaves = [t.detach().requires_grad_() for t in found.all]
+        rows = program(*leaves)
+        if gradients:
+            rows.backward(torch.ones_like(rows))
+        answers.append([rows.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    for ours, theirs in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+LOGITS = {
+    "equal maxima": [1.0, 4.0, 4.0, 2.0, 4.0, 0.0],
+    "all -inf": [-INF] * 3,
+    "a tile of -inf first": [-INF, -INF, 1.0, 2.0],
+    "some -inf": [2.0, -INF, 1.0, -INF, 0.5],
+    "inf": [1.0, INF, 2.0],
+    "nan": [1.0, 5.0, NAN, 7.0],
+    "nan before inf": [NAN, INF, 7.0],
+    "the lowest number": [torch.finfo(F32).min] * 3,
+    "-inf and the lowest number": [-INF, -INF, torch.finfo(F32).min],
+}
+
+
+@OF_ROWS
+@pytest.mark.parametrize("name", LOGITS)
+def test_the_largest_logit_is_torchs(implementation, way, name, sizes):
+    """With the class of the first of equal ones, but a nan before them, and its gradient."""
+    for shape in sizes:
+        found = with_logits(["max", *INDICES], LOGITS[name], shape)
+        if way == "tiled":  # which has no gradient of maxima
+            found = found._replace(spec=dataclasses.replace(found.spec, gradients=()))
+        results = found.run([t.detach() for t in found.all])
+        bias = found.tensors["bias"]
+        highest = bias.max()
+        first = (bias.isnan() if highest.isnan() else bias == highest).nonzero()[0, 0]
+        assert torch.equal(results["indices"], first.expand(1, shape[0]))
+        torch.testing.assert_close(
+            results["rows"], highest.expand(1, shape[0]), equal_nan=True, rtol=0, atol=0
+        )
+        if way != "tiled" and not highest.isnan():
+            assert_as_eager(found._replace(spec=dataclasses.replace(found.spec, outputs=("max",))))
+
+
+OF_SOFTMAX: list[Output] = ["lse", "pick", Moment(1, 0, 0), Moment(2, 0), Moment(2, 0, 1)]
+
+
+@OF_ROWS
+def test_some_infinite_logits(implementation, way, sizes):
+    for shape in sizes:
+        row = [-INF, -INF, 2.0, 1.0, -INF, 0.5]
+        found = with_logits([*OF_SOFTMAX, "at"], row, shape)
+        assert found.picks is not None
+        found.picks.fill_(int(found.tensors["bias"].isfinite().nonzero()[0]))
+        assert_as_eager(found)
+    # infinite sums, and nan where the weight is 0
+    outputs = [Moment(0, 1), Moment(0, 2), Moment(0, 1, 0), Moment(0, 1, 1), "at", "max"]
+    found = with_logits(outputs, [-INF, 1.0, 2.0], sizes[-1])
+    found = found._replace(frozen=tuple(found.tensors))
+    found = found._replace(spec=dataclasses.replace(found.spec, gradients=()))
+    for of_infinite in (1.0, 0.0):
+        found.tensors["given0"][found.tensors["bias"] == -INF] = of_infinite
+        assert_as_eager(found, gradients=False)
+
+
+@OF_ROWS
+@pytest.mark.parametrize("bad", [-INF, INF, NAN])
+def test_rows_without_a_distribution(implementation, way, bad, sizes):
+    """Every logit is -inf, one is inf, or one is nan."""
+    row = [bad] * 3 if bad == -INF else [0.0, bad, 1.0]
+    outputs: list[Output] = ["pick", Moment(1, 1), Moment(2, 0), *(["lse"] if bad != INF else [])]
+    for output in outputs:
+        for shape in sizes:
+            assert_as_eager(with_logits([output], row, shape))
+
+
+@OF_ROWS
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize(
+    "row", [[-INF, 1.0, 2.0, -INF, 0.0], [-INF, -INF, 1.0, 2.0, 1.0], [1.0, -INF, -INF, 2.0]]
+)
+def test_a_class_without_probability_counts_nothing(implementation, way, row, a, b, sizes):
+    """An entropy, say: eager has nan. The answer is that without these classes."""
+    weights = WEIGHTS if way != "triton" else (None, 0)
+    for shape in sizes if a * b == 1 and row[1] == 1.0 else sizes[:1]:
+        found = with_logits([Moment(a, b, w) for w in weights], row, shape)
+        kept = found.tensors["bias"].isfinite()
+        answers = []
+        for some in (slice(None), kept):
+            classes = {
+                n: t[:, some] if n == "given1" else t if n == "x" else t[some]
+                for n, t in found.tensors.items()
+            }
+            leaves = [t.detach().requires_grad_() for t in classes.values()]
+            rows = found._replace(tensors=classes).fused(*leaves)
+            rows.sum().backward()
+            answers.append((rows, leaves[2].grad))
+        (rows, bias), (rows_of_kept, bias_of_kept) = answers
+        torch.testing.assert_close(rows, rows_of_kept, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(bias[kept], bias_of_kept, rtol=1e-5, atol=1e-6)
+        assert not bias[~kept].any()
+
+
+@OF_ROWS
+def test_nan_stays_in_its_row(implementation, way, sizes):
+    found = case(["pick", "lse", Moment(1, 1)])
+    found.tensors["x"][2] = NAN
+    rows = found.fused(*found.all)
+    assert rows[:, 2].isnan().all()
+    assert rows[:, [0, 1, 3, 4, 5, 6]].isfinite().all()
+
+
+@OF_ROWS
+@pytest.mark.parametrize("output", ["pick", "lse"])
+def test_a_row_that_is_masked_wholly(implementation, way, output, sizes):
+    """Its softmax is nan, and its logits have no gradient."""
+    for n, d, v in sizes:
+        x, weight = torch.randn(n, d), torch.randn(v, d)
+        mask, picks = torch.rand(n, v) < 0.3, torch.zeros(n, dtype=torch.int64)
+        mask[:, 0], mask[1] = False, True
+        text = f"{REVISION} outputs={output} transform=where(given0>0,-inf,z) gradients=x,weight"
+        got, want = ([t.clone().requires_grad_() for t in (x, weight)] for _ in range(2))
+        of_picks = picks if output == "pick" else None
+        rows = class_reductions(*got, None, None, of_picks, [mask], None, None, text)["rows"]
+        z = F.linear(*want).masked_fill(mask, -INF)
+        eager = z.log_softmax(1)[:, 0] if output == "pick" else z.logsumexp(1)
+        torch.testing.assert_close(rows[0], eager, equal_nan=True)
+        for program in (rows[0], eager):
+            program.sum().backward()
+        for ours, theirs in zip(got, want, strict=True):
+            assert ours.grad.isfinite().all()
+            torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@OF_ROWS
+def test_the_gradient_of_an_entropy_of_almost_0(implementation, way, sizes):
+    """A multiple of the softmax cancels before others are added to it."""
+    for shape in sizes:
+        assert_almost_certain(case([Moment(1, 1)], shape=shape, size=0.0, bias=F32))
+
+
+@OF_ROWS
+def test_huge_logits_that_differ_by_ones(implementation, way, sizes):
+    """A softmax from an lse in f32 alone would be off by half of f32's spacing, 1e-3 here."""
+    for shape in sizes:
+        found = case(["pick", "lse", Moment(1, 1)], bias=F32, shape=shape)
+        found.tensors["x"].mul_(2.0**-20)
+        found.tensors["bias"].add_(3e4)
+        check(found, F32, 4e-6 if way == "triton" else 0.0)
+
+
+@OF_ROWS
+def test_ranks_are_of_rounded_logits(implementation, way, sizes, monkeypatch):
+    """Two logits that are equal in bf16, and not in f32: eager picks the first of them."""
+    implement(way, monkeypatch, F32)
+    x = torch.ones(2, 2, dtype=BF16)
+    w = torch.tensor([[0.0, 0.0], [4.0, 0.0], [4.0, 2**-10]], dtype=BF16)
+    operands = x, w, None, None, None, [], None, None
+    out = class_reductions(*operands, f"{REVISION} outputs=argmax;max")
+    assert out["indices"].tolist() == [[1, 1]]
+    assert out["rows"].tolist() == [[4.0, 4.0]]
+
+
+# ---------------------------------------------------------------- totals
+
+
+@OF_TOTALS
+@pytest.mark.parametrize("total", [["pick"], ["pick", Moment(1, 1)], [Moment(0, 1, 1), "lse"]])
+@pytest.mark.parametrize("bad", [(3e38, 0.0), (-3e38, 0.0), (3e38, 3e38), (NAN, 0.0)])
+def test_a_row_without_a_coefficient_adds_nothing(implementation, way, bad, total, sizes):
+    """Its logits are inf, -inf or nan."""
+    found = case([], total=total, shape=FEW, frozen=GIVEN)
+    x, w = found.tensors["x"], found.tensors["weight"]
+    x[:, :2], w[:, :2] = 0, torch.tensor([2.0, -2.0])
+    without = found._replace(tensors={k: t.clone() for k, t in found.tensors.items()})
+    x[1, :2] = torch.tensor(bad)
+    answers = []
+    for one in (found, without):
+        leaves = [t.requires_grad_(k not in one.frozen) for k, t in one.tensors.items()]
+        loss = one.fused(*leaves)
+        loss.backward()
+        answers.append([loss, *(t.grad for t in leaves if t.grad is not None)])
+    for ours, theirs in zip(*answers, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert not answers[0][1][1].any()
+
+
+@OF_TOTALS
+@pytest.mark.parametrize("classes", [[0, 5], [0, 1, 2, 3], [8, 9, 10]])
+@pytest.mark.parametrize("bad", [-INF, INF, NAN])
+def test_infinite_logits_of_a_total(implementation, way, bad, classes, sizes):
+    """In the first tile, in a whole tile, in the last: with nan where eager has it."""
+    found = case([], bias=F32, total=["pick", "lse"], shape=FEW)
+    found = found._replace(picks=torch.tensor([4, 7, 6, 4]))
+    found.tensors["bias"][classes] = bad
+    found.coef[:] = torch.randn(found.coef.shape)
+    if bad != INF:
+        assert_as_eager(found)
+    total = found.fused(*found.all)
+    assert total.isnan() == (bad != -INF)
+
+
+@OF_TOTALS
+def test_a_masked_function_without_a_slope(implementation, way, sizes):
+    n, d, v = FEW
+    leaves = [torch.randn(n, d, requires_grad=True), torch.randn(v, d, requires_grad=True)]
+    transform = "where(given0>0,-inf,where(z>0,1,-1))"
+    text = f"{REVISION} transform={transform} gradients=x,weight total=lse"
+    mask = (torch.arange(v) % 3 == 1,)
+    class_reductions(*leaves, None, None, None, mask, torch.ones(1, n), None, text)[
+        "total"
+    ].backward()
+    assert not any(t.grad.any() for t in leaves)
+
+
+@OF_TOTALS
+@pytest.mark.parametrize("exponent", [-60, -95, -104])
+@pytest.mark.parametrize("v", [V, 1003])
+def test_coefficients_that_are_nearly_zero(implementation, way, v, exponent, sizes):
+    """Those of a discount, for example. Divided by the sum of exponentials, they would be 0."""
+    if way == "triton":
+        exponent = max(exponent, -60)  # the interpreter's products lose denormal numbers
+    x, w, picks = torch.randn(3, D), 0.1 * torch.randn(v, D), torch.tensor([1, 2, 3])
+    coef = torch.tensor([[0.0, 0.0, exponent]]).exp()
+    ours, theirs = ([t.clone().requires_grad_() for t in (x, w)] for _ in range(2))
+    text = f"{REVISION} gradients=x,weight total=pick"
+    class_reductions(*ours, None, None, picks, [], coef, None, text)["total"].backward()
+    (F.linear(*theirs).log_softmax(1).gather(1, picks[:, None]).T * coef).sum().backward()
+    # some units of the smallest denormal number
+    torch.testing.assert_close(ours[0].grad[2], theirs[0].grad[2], rtol=1e-4, atol=1e-44)
+    torch.testing.assert_close(ours[0].grad[:2], theirs[0].grad[:2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours[1].grad, theirs[1].grad, rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- what a call leaves alone
+
+
+@pytest.mark.parametrize(("implementation", "way"), WAYS)
+@pytest.mark.parametrize("dtype", [F64, F32, BF16, F16])
+def test_the_bits_are_the_same_and_nothing_is_written_to_operands(
+    implementation, way, dtype, sizes
+):
+    """Results have memory of their own, and gradients the dtypes of their operands."""
+    if way == "triton" and dtype == F64:
+        dtype = BF16
+    total = ["pick", Moment(1, 1)]
+    for has_total in (False, True):
+        if not computes(way, has_total, largest=False):
+            continue
+        outputs, more = (["argmax"], {"total": total}) if has_total else (SOME, {})
+        shape = FEW if has_total else sizes[-1]
+        found = case(outputs, dtype, "3*tanh(z/3)", dtype, True, True, shape, **more, frozen=GIVEN)
+        before = [t.clone() for t in (*found.all, found.picks)]
+        answers = []
+        for _ in range(2):
+            leaves = [t.detach() for t in found.all]
+            for name, t in zip(found.tensors, leaves, strict=True):
+                t.requires_grad_(name not in found.frozen)
+            results = found.run(leaves)
+            out = results["total" if has_total else "rows"]
+            out.backward(grad := torch.ones_like(out))
+            assert torch.equal(grad, torch.ones_like(out))
+            trained = [t for t in leaves if t.requires_grad]
+            assert all(t.grad.dtype == t.dtype for t in trained)
+            # (those that a total has saved may be returned)
+            own = [t for k, t in results.items() if k not in PRODUCTS]
+            answers.append([*own, *(t.grad for t in trained)])
+        assert all(map(torch.equal, *answers))
+        assert all(map(torch.equal, (*found.all, found.picks), before))
+        every = [t for t in (*answers[1], *found.all) if t.numel()]
+        assert len({t.untyped_storage().data_ptr() for t in every}) == len(every)
+
+
+@pytest.mark.parametrize(("implementation", "way"), WAYS)
+def test_no_rows(implementation, way, sizes):
+    total = ["pick", Moment(1, 1)] if way == "in place" else []
+    outputs = [] if total else SOME
+    for _, d, v in sizes:
+        found = case(
+            outputs, bias=F32, scaled=not total, shape=(0, d, v), frozen=GIVEN, total=total
+        )
+        leaves = [t.requires_grad_(k not in found.frozen) for k, t in found.tensors.items()]
+        results = found.run(leaves)
+        if not total:
+            assert results["rows"].shape == (len(found.spec.rows), 0)
+            assert results["indices"].shape == (1, 0)
+        found.fused(*leaves).sum().backward()
+        assert not any(t.grad.any() for t in leaves if t.requires_grad)
+
+
+@OF_ROWS
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_that_exist_are_read(implementation, way, layout, sizes):
+    """They are not computed again, nor written to: other weights give the same outputs."""
+    found = case(["pick", Moment(1, 1)])
+    x, w = (t.requires_grad_() for t in found.all)
+    logits = LAYOUTS[layout](F.linear(x, w).detach())
+    before = logits.clone()
+
+    def run(weight: Tensor) -> Tensor:
+        operands = x, weight, None, None, found.picks, []
+        rows = class_reductions(*operands, None, logits, found.spec.text())["rows"]
+        rows.sum().backward()
+        return rows
+
+    assert torch.equal(run((w * 2).detach().requires_grad_()), run(w))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "way", "total"),
+    [(*one, total) for one in WAYS for total in (False, True) if computes(one[1], total, False)],
+)
+def test_given_logits_that_are_only_read_take_no_memory(implementation, way, total, sizes):
+    found = case(["pick"], shape=(40, 5, 1000), frozen=("x", "weight"))
+    z = LAYOUTS["padded"](F.linear(*found.all))
+    some = {"outputs": (), "total": ("pick",)} if total else {}
+    spec = dataclasses.replace(found.spec, gradients=(), **some).text()
+    coef = torch.ones(1, 40) if total else None
+    with torch.no_grad(), Allocations() as allocated:
+        out = class_reductions(*found.all, None, None, found.picks, [], coef, z, spec)
+    assert allocated.peak([*out.values()]) < 1000
+    want = z.log_softmax(1).gather(1, found.picks.unsqueeze(1)).squeeze(1)
+    got = out["total"] if total else out["rows"][0]
+    torch.testing.assert_close(got, want.sum() if total else want)
+
+
+@OF_ROWS
+@pytest.mark.parametrize("picks", [[[1, 1, 1]] * 7, [[1, 10, 1]] * 7, [[]] * 7])
+def test_a_class_that_is_picked_twice_or_none(implementation, way, picks, sizes):
+    found = case(["lse", "pick"], many=True)
+    found = found._replace(picks=torch.tensor(picks, dtype=torch.int64))
+    check(found, F32, 4e-6 if way == "triton" else 0.0)
+
+
+@pytest.mark.parametrize("all_rows", ["forward", "backward"])
+def test_ignored_rows_are_left_out_of_one_pass_only(monkeypatch, all_rows):
+    """Backward may look at rows that forward did not, and the other way round: one of the two is
+    captured in a CUDA graph."""
+    found = case(["pick"], size=8.0)
+    upstream = torch.tensor([[1.0, 0, 0, 1, 0, 0.5, 0]])
+    selected = [lambda *_: None, lambda values, *_: values.any(0).nonzero().squeeze(1)]
+
+    def fused(*tensors: Tensor) -> Tensor:
+        monkeypatch.setattr("fxpass.op.run.selected", selected[all_rows == "backward"])
+        rows = found.fused(*tensors)
+        monkeypatch.setattr("fxpass.op.run.selected", selected[all_rows == "forward"])
+        return rows
+
+    assert_as_accurate(fused, found.eager, found.all, F32, upstream)
