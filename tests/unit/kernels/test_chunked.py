@@ -1,4 +1,4 @@
-"""How logits are computed in parts: offsets, launch options, GEMMs, CUDA graphs.
+"""How logits are computed in parts: offsets, buffers, launch options, GEMMs, roundings.
 
 What is computed is in ``test_reductions.py``.
 """
@@ -15,9 +15,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from fxpass.kernels import call, chunked, reductions, render, tuning
 from fxpass.kernels.chunked import Gradients, Part, dtypes_of
-from fxpass.kernels.expression import LIBRARY
-from fxpass.kernels.render import Kernel
 from fxpass.plan.plan import MOST_ROUNDED, Plan
+from fxpass.spec import expression
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import Moment
 from fxpass.spec.reductions import REVISION, Reductions
@@ -27,6 +26,8 @@ from tests.support.gpus import A100, H200, MI300, T4
 from tests.support.launches import Launches
 from tests.support.numerics import error
 
+# NumPy's, in the interpreter
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -97,38 +98,17 @@ def test_offsets_beyond_2_31(tmp_path, device):
 # ---------------------------------------------------------------- how it is walked
 
 
-def chunks(n, rows) -> list[slice]:
+@pytest.mark.parametrize("n", [0, 1, 127, 128, 129, 1000, 4097, 12289])
+@pytest.mark.parametrize("rows", [1, 3, 64, 128, 1000, 4096])
+def test_chunks_and_slices_are_few_and_none_is_too_large(n, rows):
     parts = chunked.chunks(without_data.operands(n, 1, 9, torch.float32), rows)
     assert all(part.classes == slice(0, 9) for part in parts)
-    return [part.rows for part in parts]
-
-
-@pytest.mark.parametrize(
-    ("n", "rows", "starts"),
-    [
-        (0, 4, []),
-        (4100, 4096, [0, 4096]),  # the plan has divided them evenly
-        (8192, 4096, [0, 4096]),
-        (8193, 4096, [0, 4096, 8192]),
-        (7, 3, [0, 3, 6]),
-        (300, 200, [0, 200]),  # no more than was allowed
-        (300, 299, [0, 299]),
-        (5, 100, [0]),
-        (1, 1, [0]),
-    ],
-)
-def test_chunks(n, rows, starts):
-    parts = chunks(n, rows)
-    assert [part.start for part in parts] == starts
-    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(n))
-
-
-@pytest.mark.parametrize("n", [1, 127, 128, 129, 1000, 4097, 12289])
-@pytest.mark.parametrize("rows", [1, 3, 64, 128, 1000, 4096])
-def test_chunks_are_few_and_none_is_too_large(n, rows):
-    parts = chunks(n, rows)
-    assert max(part.stop - part.start for part in parts) <= rows
-    assert len(parts) <= -(-n // rows)
+    some = chunked.slices(without_data.operands(9, 1, n, torch.float32), rows)
+    assert all(part.rows == slice(0, 9) for part in some)
+    for found in ([part.rows for part in parts], [part.classes for part in some]):
+        assert [i for one in found for i in range(one.start, one.stop)] == list(range(n))
+        assert all(one.stop - one.start <= rows for one in found)
+        assert len(found) <= -(-n // rows)
 
 
 @pytest.mark.parametrize("rows", [3, 4096])
@@ -160,10 +140,6 @@ def test_the_buffer_is_no_larger_than_a_slice(device, classes):
     assert allocations.peak([*grads.values()]) <= bound
 
 
-# NumPy's, of memory that holds nan
-UNINITIALISED = pytest.mark.filterwarnings("ignore:.* encountered.*:RuntimeWarning")
-
-
 class Tuner:
     """Stands for the tuner, which needs a GPU: tries all candidates, takes the last."""
 
@@ -184,8 +160,7 @@ def tuner(monkeypatch):
     return tuner
 
 
-@UNINITIALISED
-@pytest.mark.parametrize("v", [1, 37, 1000, 8192, 8193, 32000, 50257, 128256])
+@pytest.mark.parametrize("v", [1, 1000, 8193, 50257])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_candidates(v, dtype, device, tuner):
     """The default first, no block twice as large as the row, no more threads than there can be."""
@@ -212,7 +187,6 @@ def check_candidates(candidates, v, blocks) -> None:
     assert bool(whole) == (v <= 1 << 14)
 
 
-@UNINITIALISED
 @pytest.mark.parametrize("given_logits", [False, True])
 def test_blocks_are_tuned_in_the_buffer(device, tuner, monkeypatch, given_logits):
     """Whatever is tried on uninitialised memory (here: nan) leaves nothing behind, and what is
@@ -246,7 +220,64 @@ def test_blocks_are_tuned_in_the_buffer(device, tuner, monkeypatch, given_logits
     assert logits is None or torch.equal(logits, x @ w.T)
 
 
+@pytest.mark.parametrize("shape", [(3, 5, 37), (3, 5, 8200)], ids=["whole", "blocked"])
+def test_one_value_of_each_row_is_not_copied(device, shape):
+    n, d, v = shape
+    with device:
+        x, weight, row = torch.randn(n, d), torch.randn(v, d), torch.randn(n, 1)
+        bias = torch.randn(1).expand(v)
+    values = row.expand(n, v), torch.randn(v, device=device), row.square().expand(n, v)
+    spec = Reductions(("lse", Moment(1, 0, 2)), expression.parse("z-given0*given1"), ("x",))
+    given = Operands(x, weight, bias, None, None, values)
+    with Allocations() as allocations:
+        out, _ = reductions.forward(given, spec, plan(rows=1))
+    of_gemms = v if device.type == "cpu" else 0  # which has no out= there
+    assert allocations.peak(out) <= (v + 16 + of_gemms) * 4 + 1000
+    z = x.double() @ weight.double().T + bias
+    want = torch.stack([(z - row * values[1]).logsumexp(1), row.squeeze(1) ** 2])
+    torch.testing.assert_close(out.rows, want.float(), rtol=1e-5, atol=1e-4)
+
+
 # ---------------------------------------------------------------- products
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_rounded_once_however_many_slices_there_are(dtype, device, monkeypatch):
+    """To the dtypes of the weight and of the bias; the others are sums."""
+    monkeypatch.setattr(chunked, "_F32_BYTES", 4 * 16 * 20)  # several passes behind an f32 result
+    with device:
+        given = operands(24, 90, dtype, d=16, bias=dtype)._replace(scale=torch.rand(24))
+    spec = Reductions(("lse", "pick", Moment(1, 1)), gradients=("x", "weight", "bias", "scale"))
+    answers = []
+    for classes in (16, 90, 1 << 20):
+        out, _ = reductions.forward(given, spec, plan(classes=classes))
+        incoming = torch.ones_like(out.rows)
+        answers.append(reductions.backward(given, spec, plan(classes=classes), out, incoming))
+    many, one, more = answers
+    assert all(torch.equal(one[name], more[name]) for name in one)
+    assert {name: grad.dtype for name, grad in many.items()} == {
+        **{"x": torch.float32, "weight": dtype, "bias": dtype, "scale": torch.float32}
+    }
+    for name in ("weight", "bias"):
+        assert error(many[name], one[name]) < (1e-6 if dtype == torch.float32 else 1e-4)
+    # in f32 the order of a sum hardly shows behind one rounding; six roundings are off by 2e-3
+    for name in ("x", "scale"):
+        assert error(many[name], one[name]) < 2e-4
+
+
+@pytest.mark.parametrize(("v", "added"), [(37, [False]), (200, [False, True, True])])
+def test_the_first_slice_overwrites_the_gradient_of_x(v, added, device, monkeypatch):
+    """An addmm of one row may read an f32 sum as 16 bits; all its classes are one slice."""
+    adds, product = [], chunked.product
+    monkeypatch.setattr(
+        chunked, "product", lambda *args, add: (adds.append(add), product(*args, add))[1]
+    )
+    spec = Reductions(("pick",), gradients=("x",))
+    with device:
+        given = operands(1, v, d=8)
+        out, _ = reductions.forward(given, spec, plan(classes=80))
+        reductions.backward(given, spec, plan(classes=80), out, torch.ones(1, 1))
+    assert adds == added
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -283,7 +314,7 @@ def test_products(device, dtype, way, unrounded, monkeypatch):
         assert error(grad, want[name]) < (torch.finfo(dtype).eps if rounded else 1e-6)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, MOST_ROUNDED])
+@pytest.mark.parametrize("count", [1, 4, MOST_ROUNDED])
 def test_the_error_of_sums_in_bf16(count, device):
     """K chunks have sqrt((K + 1) / 2) of the error of one rounding, which is eager's: less than
     twice, up to the most that a plan takes."""
@@ -427,32 +458,18 @@ def test_hip_adds_to_f32(gpus, monkeypatch, library, mixed):
     assert chunked.mixed_gemm(OnGpu(torch.bfloat16)) == mixed
 
 
-# ---------------------------------------------------------------- tanh, loading
-
-APPLY_TANH = """
-
-@triton.jit
-def apply(x, out, N, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(out + i, tanh(tl.load(x + i, mask=i < N, other=0.0)), mask=i < N)
-"""
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
-def test_tanh(device):
-    head = "import triton\nimport triton.language as tl\n\n\n"
-    source = head + LIBRARY + APPLY_TANH
-    apply = chunked.load(Kernel("apply", source))
-    positive = torch.cat([torch.logspace(-30, 2, 2000), torch.linspace(0, 12, 2000)])
-    x = torch.cat([positive, -positive, torch.tensor([torch.inf, -torch.inf, torch.nan])])
-    x = x.to(device)
-    out = torch.empty_like(x)
-    apply[(1,)](x, out, len(x), BLOCK=1 << 13)
-    want = x.double().tanh()
-    ulp = torch.nextafter(want.abs().float(), torch.full_like(x, 2)) - want.abs().float()
-    assert ((out - want).abs()[:-3] <= 2 * ulp[:-3]).all()
-    assert out[-3:].tolist()[:2] == [1.0, -1.0]
-    assert out[-1].isnan()
+def test_a_row_that_is_heavy_is_not_kept_in_registers():
+    """Weights, a transform or the gradient of a scale need registers for each logit."""
+    for outputs, transform, scaled, whole in (
+        (["pick", Moment(1, 1)], "z", False, True),
+        (["pick", Moment(1, 1)], "z", True, False),
+        (["lse"], "3*tanh(z/3)", False, False),
+        ([Moment(0, 1, 1)], "z", False, False),
+    ):
+        gradients = ("x", "scale") if scaled else ("x",)
+        spec = Reductions(tuple(outputs), expression.parse(transform), gradients)
+        found = call.blocks(16032, torch.bfloat16, "sm_90", spec)
+        assert any(block >= 16032 for block, _ in found) == whole
 
 
 def test_source_is_a_file(device):

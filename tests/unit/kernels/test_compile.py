@@ -1,7 +1,9 @@
-"""Kernels taken to machine code for GPUs that need not be there: fingerprints; what is compared.
+"""Kernels taken to machine code for GPUs that need not be there: fingerprints, products with a factor.
 
 Those of reductions are in ``test_compile_reductions.py``.
 """
+
+from __future__ import annotations
 
 import re
 from pathlib import Path
@@ -13,8 +15,8 @@ from fxpass.kernels import fingerprint, scale
 from fxpass.kernels.call import Candidate
 from fxpass.kernels.render import reductions
 from fxpass.spec.reductions import Reductions
-from tests.support.compiled import TARGETS, Resources, Unit, _read, _write, compare, resources
-from tests.unit.kernels.test_compile_reductions import GOLDEN, unit
+from tests.support.compiled import TARGETS, Resources, Unit, assert_fits, resources
+from tests.unit.kernels.test_compile_reductions import unit
 
 # ---------------------------------------------------------------- fingerprints
 
@@ -65,7 +67,7 @@ def test_fingerprints_compile_and_nothing_spills(target, monkeypatch):
     assert "i64" not in units["words"].signature.values()
     found = resources(units, target)
 
-    assert not any(one.spills for one in found.values()), found
+    assert_fits(found, units, target)
 
 
 # ---------------------------------------------------------------- the loss's incoming gradient
@@ -88,60 +90,29 @@ def test_the_product_with_a_factor_compiles_and_nothing_spills(target):
         for count in ("i32", "i64")
     }
     found = resources(units, target)
-    assert not any(one.spills for one in found.values()), found
+    assert_fits(found, units, target)
 
 
-# ---------------------------------------------------------------- the table can fail
+# ---------------------------------------------------------------- the test can fail
 
 
 def test_a_spill_is_found():
     """A hundred and more values in each of 32 threads, all of which are needed to the end."""
     kernel = reductions(Reductions((), gradients=("x",), total=("pick",)), whole_row=True)
     large = Candidate(kernel, (("BLOCK_V", 1 << 13), ("num_warps", 1)))
-    found = resources({"large": unit(large, "fp32", 1, True)}, "sm_80")
+    units = {"large": unit(large, "fp32", 1, True)}
+    found = resources(units, "sm_80")
     assert found["large"].spills
-    with pytest.raises(AssertionError, match="sm_80 spills"):
-        compare(GOLDEN, "sm_80", found)
+    for wrong, message in (
+        (found["large"], "spills"),
+        (Resources(200, 0, 0), "registers"),
+        (Resources(32, 0, 1 << 20), "shared memory"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            assert_fits({"large": wrong}, units, "sm_80")
 
 
 def test_what_does_not_compile_says_why():
     wrong = Unit("import triton\n\n@triton.jit\ndef f(x):\n    x + nothing\n", "f", {"x": "i32"})
     with pytest.raises(AssertionError, match="nothing is not defined"):
         resources({"wrong": wrong}, "sm_80")
-
-
-@pytest.mark.parametrize(
-    ("found", "message"),
-    [
-        (Resources(33, 0, 64), "is old"),
-        (Resources(32, 0, 16), "is old"),
-        (Resources(32, 4, 64), "spills"),
-        (Resources(32, 0, 1 << 20), "of shared memory"),
-    ],
-)
-def test_compare(tmp_path, monkeypatch, found, message):
-    path = tmp_path / "table.md"
-    monkeypatch.setenv("EXPECTTEST_ACCEPT", "1")
-    compare(path, "sm_90", {"a": Resources(32, 0, 64), "b": Resources(1, 0, 0)})
-    compare(path, "gfx942", {"a": Resources(40, 0, 16)})
-    assert path.read_text().splitlines()[3:] == [
-        "| kernel | sm_90 | gfx942 |",
-        "| --- | --- | --- |",
-        "| a | 32, 64 B | 40, 16 B |",
-        "| b | 1, 0 B |  |",
-    ]
-    monkeypatch.delenv("EXPECTTEST_ACCEPT")
-    compare(path, "sm_90", {"a": Resources(32, 0, 64), "b": Resources(1, 0, 0)})
-    with pytest.raises(AssertionError, match=message):
-        compare(path, "sm_90", {"a": found, "b": Resources(1, 0, 0)})
-    with pytest.raises(AssertionError, match="is old"):
-        compare(path, "sm_90", {"a": Resources(32, 0, 64)})
-
-
-def test_numbers_of_another_triton_are_not_compared(tmp_path):
-    path = tmp_path / "table.md"
-    path.write_text(_write("1.0", {"sm_90": {"a": "32, 64 B"}}))
-    assert _read(path.read_text()) == ("1.0", {"sm_90": {"a": "32, 64 B"}})
-    compare(path, "sm_90", {"a": Resources(33, 0, 64)})
-    with pytest.raises(AssertionError, match="spills"):
-        compare(path, "sm_90", {"a": Resources(33, 8, 64)})

@@ -1,11 +1,7 @@
-"""Kernels of class reductions taken to machine code for GPUs that need not be there.
-
-Registers and shared memory are kept in ``compiled_reductions.md``; nothing spills.
-"""
+"""Kernels of class reductions taken to machine code for GPUs that need not be there: nothing spills,
+and registers, shared memory and instructions are within bounds."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +9,9 @@ import torch
 from fxpass.kernels.call import Candidate, Gpu, for_reductions
 from fxpass.kernels.render import reductions
 from fxpass.spec.reductions import REVISION, Reductions
-from tests.support.compiled import TARGETS, Unit, compare, loops, resources
+from tests.support.compiled import TARGETS, Unit, assert_fits, loops, resources
 from tests.support.without_data import operands
 
-GOLDEN = Path(__file__).parent / "compiled_reductions.md"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TYPES = {
     "bias": "*fp32",
@@ -91,22 +86,17 @@ KERNELS: dict[str, tuple[str, int, str, dict[str, object]]] = {
     ),
     "total, several picks": (TOTAL, CLASSES, "bf16", {"picks": 3, "scaled": True}),
 }
-FREQUENT = ["loss", "log-probabilities", "policy, some classes", "weights"]
-# Targets with the registers of sm_80, where only the default is compiled once more.
-LIKE_SM_80 = ("sm_86", "sm_89")
 
 
-def units(target: str, labels: list[str] | None = None) -> dict[str, Unit]:
+def units(target: str) -> dict[str, Unit]:
     """One for each candidate of each launch."""
     found = {}
-    for label in labels or KERNELS:
-        text, classes, dtype, present = KERNELS[label]
+    for label, (text, classes, dtype, present) in KERNELS.items():
         spec = Reductions.parse(f"{REVISION} {text}")
         given = operands(8, 64, classes, DTYPES[dtype], **present)  # type: ignore[arg-type]
         for forward in (True, False) if not spec.total else (True,):
             (launch,) = for_reductions(spec, given, Gpu("", target), forward)
-            some = launch.candidates[:1] if target in LIKE_SM_80 else launch.candidates
-            for candidate in some:
+            for candidate in launch.candidates:
                 sizes = f"{candidate.options['BLOCK_V']} by {candidate.options['num_warps']} warps"
                 name = f"{label}, {'forward' if forward else 'backward'}, {sizes}"
                 found[name] = unit(candidate, dtype, present.get("picks", 0), classes % 16 == 0)  # type: ignore[arg-type]
@@ -129,35 +119,29 @@ def unit(candidate: Candidate, dtype: str, picks: int, aligned: bool) -> Unit:
     )
 
 
-# one of each generation, and of the others the most frequent kernels
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_of_reductions(target):
-    labels = FREQUENT if target in (*LIKE_SM_80, "sm_120") else None
-    compare(GOLDEN, target, resources(units(target, labels), target))
+    found = units(target)
+    assert_fits(resources(found, target), found, target)
 
 
 # ---------------------------------------------------------------- instructions
 
 LOSS, SLICE = "gradients=x total=pick", "outputs=pick gradients=x"
-# Instructions for a logit in the loops over blocks. A kernel that was written for the loss alone took
-# 27.6 on sm_90, with exp() in place of exp2(); sums of a block, a barrier each, in place of those of
-# lanes take 20.6.
-INSTRUCTIONS = {
-    "sm_80": {LOSS: 18.7, POLICY_LOSS: 22.6, SLICE: 10.0},
-    "sm_90": {LOSS: 17.6, POLICY_LOSS: 21.7, SLICE: 9.3},
-    "sm_100": {LOSS: 15.8, POLICY_LOSS: 18.8, SLICE: 8.6},
-}
+# At most, for a logit in the loops over blocks, on any of the three. A kernel that was written for
+# the loss alone took 27.6 on sm_90, with exp() in place of exp2(); sums of a block, a barrier each, in
+# place of those of lanes take 20.6.
+INSTRUCTIONS = {LOSS: 20, POLICY_LOSS: 24, SLICE: 11}
 
 
-@pytest.mark.parametrize("target", INSTRUCTIONS)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_instructions_for_a_logit(target):
     """The classes of a pick's block apart, which only one block has."""
     options = (("BLOCK_V", 8192), ("LANES", 512), ("VECTOR", 8), ("num_warps", 16))
     units = {}
-    for text in INSTRUCTIONS[target]:
+    for text in INSTRUCTIONS:
         spec = Reductions.parse(f"{REVISION} {text}")
         kernel = reductions(spec, forward=bool(spec.total))
         units[text] = unit(Candidate(kernel, options), "bf16", 1, True)
-    found = loops(units, target)
-    per_logit = {text: round(sum(one) / (8192 / 512), 1) for text, one in found.items()}
-    assert per_logit == INSTRUCTIONS[target]
+    for text, found in loops(units, target).items():
+        assert 0 < sum(found) / (8192 / 512) <= INSTRUCTIONS[text], (text, found)

@@ -5,11 +5,9 @@ Runs on the GPU where there is one, else in Triton's interpreter.
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 
@@ -18,10 +16,9 @@ import torch
 
 from fxpass.kernels import expression
 from fxpass.kernels.chunked import load
-from fxpass.kernels.render import Kernel, reductions
+from fxpass.kernels.render import Kernel
 from fxpass.spec import functions
 from fxpass.spec.expression import derivative, evaluate, parse, text
-from fxpass.spec.reductions import Reductions
 from tests.support.numerics import assert_close
 from tests.unit.match.test_pointwise import (
     CALLS,
@@ -124,10 +121,6 @@ def test_function_of_zeros_infinities_and_nan(device, name):
     torch.testing.assert_close(got, want, rtol=1e-6, atol=0, equal_nan=True)
 
 
-def test_every_function_has_its_bound():
-    assert set(ULPS) == set(UNARY)
-
-
 # ---------------------------------------------------------------- whole expressions
 
 # One call for each expression: the spellings of one function are the same expression.
@@ -164,47 +157,6 @@ def test_corners_and_infinities_as_in_aten(device, source):
     close = {"rtol": 1e-5, "atol": 1e-6, "equal_nan": True}
     torch.testing.assert_close(value, evaluate(expr, z), **close)
     torch.testing.assert_close(slope, evaluate(derivative(expr), z), **close)
-
-
-# ---------------------------------------------------------------- the text
-
-
-def test_only_what_is_called_is_defined():
-    def defined(source, forward):
-        spec = Reductions(("lse",), parse(source), gradients=("x",))
-        found = reductions(spec, forward=forward, whole_row=forward).source
-        return re.findall(r"^def (\w+)", found, re.MULTILINE)[:-1]
-
-    assert defined("2*z", forward=False) == ["transform"]
-    assert defined("softplus(z)", forward=True) == ["log1p", "softplus", "transform"]
-    assert defined("softplus(z)", forward=False) == [
-        *("log1p", "sigmoid", "softplus", "transform_and_slope"),
-    ]
-    assert defined("where(z<0,0,z)", forward=False) == ["transform_and_slope"]
-
-
-@pytest.mark.parametrize("forward", [True, False])
-@pytest.mark.parametrize("source", EXPRESSIONS)
-def test_what_is_called_is_defined(source, forward):
-    """Functions call each other."""
-    kernel = reductions(Reductions(("lse", "pick"), parse(source), ("x",)), forward=forward)
-    nodes = list(ast.walk(ast.parse(kernel.source)))
-    called = {n.func.id for n in nodes if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
-    assert called - {"range", "float"} <= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
-
-
-@pytest.mark.parametrize(
-    ("source", "printed"),
-    [
-        ("where(z<=0,0,z)", "return tl.where(z <= 0.0, 0.0, z)"),
-        ("where(z>2,1,exp(z))", "return tl.where(z > 2.0, 1.0, tl.exp(z))"),
-        ("minimum(maximum(z,-5),5)/2", "return 0.5 * minimum(maximum(z, -5.0), 5.0)"),
-        ("-where(2*z+1<z**2,-1,z)", "return -tl.where(2.0 * z + 1.0 < z * z, -1.0, z)"),
-        ("sqrt(z+1)**3", "u0 = tl.sqrt_rn(z + 1.0)\n    return u0 * u0 * u0"),
-    ],
-)
-def test_text(source, printed):
-    assert expression.functions(parse(source))[0].endswith(printed)
 
 
 # ---------------------------------------------------------------- constants of slopes

@@ -1,7 +1,6 @@
 """Incoming gradients of any magnitude, of logits that are stored in fp16.
 
-Runs on the GPU where there is one, else in Triton's interpreter. See also
-``test_reductions.py::test_gradients_of_any_magnitude``.
+Runs on the GPU where there is one, else in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ PLANS = {
     "slices": Plan("triton", "tiled", rows=1000, classes=16),
 }
 WIDE = Plan("aten", "chunked", rows=1000, classes=1000)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 BOTH = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 PICK = Reductions(("pick",), gradients=("x", "weight", "bias"))
 
@@ -103,16 +103,38 @@ def test_large_slopes_do_not_overflow_fp16(device, plan, outputs, transform):
         assert error(grad, want[name]) < 2e-3
 
 
+@pytest.mark.parametrize("exponent", [-60, 40])
 @BOTH
-def test_a_gradient_of_nan_leaves_other_rows_as_they_are(device, plan):
+def test_gradients_of_any_magnitude(device, plan, exponent):
+    """Powers of two change no bits. (Slices return gradients of the weight in fp16.)"""
+    rows = ("pick", Moment(1, 1), Moment(0, 1))
+    spec = Reductions(rows, gradients=("x", "weight", "bias"))
+    of_total = Reductions((), gradients=("x", "weight", "bias"), total=rows)
     with device:
-        given, incoming = operands(), torch.randn(1, 7)
-        want = gradients(given, PICK, plan, incoming)["x"]
-        incoming[0, 2] = float("nan")
-        found = gradients(given, PICK, plan, incoming)["x"]
-    others = [0, 1, 3, 4, 5, 6]
-    assert error(found[others], want[others]) < 2e-3
-    assert found[2].isnan().all()
+        given, incoming = operands(v=300), torch.randn(3, 7)
+    answers = []
+    for power in (0, exponent):
+        scaled = incoming * 2.0**power
+        grads = gradients(given, spec, plan, scaled)
+        found = [t * 2.0**-power for t in grads.values() if t.dtype == torch.float32]
+        assert len(found) == (3 if plan.strategy == "chunked" else 1)
+        total, grads = kernels.forward(given._replace(coef=scaled), of_total, plan)
+        answers.append(found + [t * 2.0**-power for t in (total.total, *grads.values())])
+    assert all(map(torch.equal, *answers))
+    assert all(t.isfinite().all() and t.any() for t in answers[0])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@BOTH
+def test_overflow_of_the_loss_scale_is_seen(device, plan, value):
+    """GradScaler looks for gradients that are not finite."""
+    with device:
+        given, incoming = operands(), torch.ones(1, 7)
+        incoming[0, 3] = value
+        found = gradients(given, PICK, plan, incoming)
+    assert not found["x"][3].isfinite().any()
+    assert found["x"][4].isfinite().all()
+    assert not found["weight"].isfinite().any()
 
 
 @BOTH
