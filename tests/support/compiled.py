@@ -95,7 +95,8 @@ def _compiled(units: Mapping[str, Unit], target: str, disassembled: bool) -> dic
 
 
 def assert_fits(found: Mapping[str, Resources], units: Mapping[str, Unit], target: str) -> None:
-    """Nothing spills, and a GPU has room for twice as many threads as one block has.
+    """Nothing spills; a multiprocessor has registers for the block, of which no thread has more than
+    :data:`MOST_REGISTERS`, and shared memory for two.
 
     Raises:
         AssertionError: what takes more, and how much.

@@ -36,12 +36,12 @@ def check(what: str, seed: int, count: int) -> None:
 
 
 def test_launches():
-    check("launches", seed=0, count=24)
+    check("launches", seed=0, count=12)
 
 
 def test_a_capture_loads_nothing_that_the_warm_up_did_not():
     """Whatever the numbers of rows, and wherever their tensors lie."""
-    check("rows", seed=0, count=12)
+    check("rows", seed=0, count=6)
 
 
 # of a step over N x D x V: launches, products of each size with the dtype of the result and beta,
@@ -57,17 +57,6 @@ STEPS = {
         },
         "dtypes": {"x": "bfloat16", "weight": "bfloat16"},
         "MiB": 1567,
-    },
-    "many rows": {
-        "launches": 4,
-        "products": {
-            "4096x1024x151936 bfloat16 beta=0": 4,
-            "4096x151936x1024 bfloat16 beta=0": 4,
-            "151936x4096x1024 bfloat16 beta=0": 1,
-            "151936x4096x1024 bfloat16 beta=1": 3,
-        },
-        "dtypes": {"x": "bfloat16", "weight": "bfloat16"},
-        "MiB": 1515,
     },
     "f32 sums": {  # the peak is of the operator, which rounds them
         "launches": 5,
@@ -93,29 +82,6 @@ STEPS = {
         },
         "dtypes": {"x": "float32", "weight": "float32"},
         "MiB": 1567,
-    },
-    "256 MiB": {
-        "launches": 5,
-        "products": {
-            "832x896x151936 bfloat16 beta=0": 4,
-            "832x151936x896 bfloat16 beta=0": 4,
-            "151936x832x896 bfloat16 beta=0": 1,
-            "151936x832x896 bfloat16 beta=1": 3,
-            "768x896x151936 bfloat16 beta=0": 1,
-            "768x151936x896 bfloat16 beta=0": 1,
-            "151936x768x896 bfloat16 beta=1": 1,
-        },
-        "dtypes": {"x": "bfloat16", "weight": "bfloat16"},
-        "MiB": 507,
-    },
-    "frozen": {
-        "launches": 4,
-        "products": {
-            "2048x2048x128256 bfloat16 beta=0": 4,
-            "2048x128256x2048 bfloat16 beta=0": 4,
-        },
-        "dtypes": {"x": "bfloat16"},
-        "MiB": 533,
     },
     "in backward": {
         "launches": 8,

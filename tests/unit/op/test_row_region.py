@@ -195,41 +195,25 @@ totals = pytest.mark.parametrize("total", [False, True])
 @pytest.mark.usefixtures("chunks")
 @names
 @totals
-@pytest.mark.parametrize("n", [0, 1, 4, N])
-def test_values_are_those_of_eager(name, total, n):
-    text = text_of(name, total=total)
-    tensors = tensors_of(name, n=n, text=text)
-    assert_as_in_eager(name, tensors, text)
-
-
-@pytest.mark.usefixtures("few")
-@names
-@totals
-def test_symbolic_classes(name, total):
-    text = text_of(name, total=total, v="v")
-    for v in (V, 40):
-        tensors = tensors_of(name, text=text, v=v)
-        assert_as_in_eager(name, tensors, text)
+def test_values_are_those_of_eager(name, total):
+    """With any number of rows, and of classes where their number is symbolic."""
+    for n, v, classes in ((0, V, V), (1, V, V), (4, V, "v"), (N, 40, "v"), (N, V, V)):
+        text = text_of(name, total=total, v=classes)
+        assert_as_in_eager(name, tensors_of(name, n=n, text=text, v=v), text)
 
 
 @pytest.mark.usefixtures("few")
 @totals
-@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (2, 3, 4), (0, 1, 2, 3, 4)])
-def test_frozen_operands(frozen, total):
-    name = "a divergence"
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        *(("a divergence", some) for some in ((0,), (1,), (2, 3, 4), (0, 1, 2, 3, 4))),
+        *(("an expectation", some) for some in ((3, 4, 6), (0, 1, 2), (0, 1, 2, 4))),
+    ],
+)
+def test_frozen_operands(name, frozen, total):
     text = text_of(name, total=total, frozen=frozen)
-    tensors = tensors_of(name, text=text)
-    assert_as_in_eager(name, tensors, text)
-
-
-@pytest.mark.usefixtures("few")
-@totals
-@pytest.mark.parametrize("frozen", [(3, 4, 6), (0, 1, 2), (0, 1, 2, 4)])
-def test_frozen_row_operands_and_shared_operands(frozen, total):
-    name = "an expectation"
-    text = text_of(name, total=total, frozen=frozen)
-    tensors = tensors_of(name, text=text)
-    assert_as_in_eager(name, tensors, text)
+    assert_as_in_eager(name, tensors_of(name, text=text), text)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -477,7 +461,12 @@ def test_opcheck(name, total):
 @names
 @totals
 @pytest.mark.parametrize(
-    ("backend", "dynamic"), [("aot_eager", None), ("aot_eager", True), ("inductor", None)]
+    ("backend", "dynamic"),
+    [
+        ("aot_eager", None),
+        ("aot_eager", True),
+        pytest.param("inductor", None, marks=pytest.mark.full),
+    ],
 )
 def test_compiled(name, total, backend, dynamic):
     text = text_of(name, total=total)
@@ -499,7 +488,7 @@ def test_compiled(name, total, backend, dynamic):
         torch.testing.assert_close(list(got), gradients)
 
 
-@totals
+@pytest.mark.parametrize("total", [pytest.param(False, marks=pytest.mark.full), True])
 def test_a_region_that_inductor_compiles(total):
     name = "a divergence"
     text = text_of(name, F32, total, compiled=True)
@@ -550,6 +539,7 @@ def test_texts_and_gradients_that_do_not_fit():
 # ---------------------------------------------------------------- memory
 
 
+@pytest.mark.full
 def test_memory():
     """Two heads with [1024, 32000] logits each: their divergence and a cross-entropy."""
     name, n, v = "a divergence", 1024, 32000
