@@ -217,7 +217,7 @@ def check_launches(launches, gpus) -> None:
     "text",
     [
         "outputs=moment(0,1,0);pick gradients=x,weight,bias,scale",
-        "outputs=amax;argmax;pick gradients=x,weight,bias,scale",
+        "outputs=max;argmax;pick gradients=x,weight,bias,scale",
         "gradients=x,weight,bias total=moment(0,1,0);pick",
         "outputs=argmax total=moment(0,1,0);pick",
     ],
