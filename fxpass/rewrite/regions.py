@@ -14,7 +14,6 @@ import functools
 import operator
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,98 +21,22 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+import fxpass.op.kept
 import fxpass.op.row_region  # noqa: F401, registers the operator
-from fxpass.capture.capture import Captured, RowCall, nodes_of
-from fxpass.capture.function import dtype_of, function_of, shape_of, trained
-from fxpass.capture.values import Leaf, RowOp, Size, Stop, Value
+from fxpass.capture.capture import Captured, nodes_of
+from fxpass.capture.values import Leaf, RowOp, Value
 from fxpass.graph.calls import storage
-from fxpass.graph.hazards import writers_in
+from fxpass.graph.functions import function_of
+from fxpass.graph.hazards import leaves, writers_in
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, needs_gradient
-from fxpass.region.joint import trace
-from fxpass.region.text import Input, RowRegion
 from fxpass.rewrite.row_views import VIEWS
+from fxpass.rewrite.traced import Made
 
 A = torch.ops.aten
-# Rows of the traced example: another size than those of a few classes.
-ROWS = 251
+# Functions of which autograd saves no operand, or a mask.
+_UNSAVING = {"add", "sub", "rsub", "gt", "ge", "lt", "le", "where"}
 # Elements of a constant that becomes a part of the graph.
 LONGEST = 4096
-
-
-@dataclass(frozen=True)
-class Made:
-    """An operator call that is to be inserted.
-
-    Attributes:
-        call: what it computes.
-        region: the text of its region, and what that says.
-    """
-
-    call: RowCall
-    region: RowRegion
-
-
-def traced(call: RowCall, memory_mb: int, compiled: bool) -> Made:
-    """The region of a call, with its gradients.
-
-    Raises:
-        NoMatch: the function of a chunk of rows cannot be traced, or its text is not allowed.
-    """
-    names: dict[str, str] = {}
-    hints = {"n": ROWS}
-
-    def named(size: Size | str) -> int | str:
-        if not isinstance(size, torch.SymInt):
-            return size
-        name = names.setdefault(str(size.node.expr), f"v{len(names)}")
-        hints[name] = max(2, hint(size))
-        return name
-
-    inputs = [Input(dtype_of(leaf), tuple(map(named, shape_of(leaf)))) for leaf in call.leaves]
-    function = function_of(call.leaves, call.outputs)
-    device = call.outputs[0].fake.device
-    flags = [trained(leaf) for leaf in call.leaves]
-    if not any(output.trained for output in call.outputs):
-        flags = [False] * len(flags)
-    heads = [leaf.head for leaf in call.leaves if leaf.head is not None]
-    rows = sum(leaf.kind == "row" for leaf in call.leaves)
-    try:
-        joint = trace(function, inputs, hints, flags, device)
-        if flags != list(joint.reached):  # a detached operand gets no gradient, not one of zeros
-            flags = list(joint.reached)
-            joint = trace(function, inputs, hints, flags, device)
-        made = Made(
-            call,
-            RowRegion(
-                heads=tuple(2 + (head.bias is not None) for head in heads),
-                rows=rows,
-                shared=len(call.leaves) - len(heads) - rows,
-                trained=_trained(call.leaves, flags),
-                outputs=len(call.outputs),
-                tangents=tuple(joint.tangents),
-                total=False,
-                memory_mb=memory_mb,
-                compiled=compiled,
-                graph=joint.graph,
-            ),
-        )
-        made.region.text()  # raises for what no text has
-        return made
-    except (ValueError, Stop) as error:
-        raise NoMatch(call.place, f"its rows cannot be traced: {error}") from error
-
-
-def _trained(leaves: Sequence[Leaf], flags: Sequence[bool]) -> tuple[int, ...]:
-    """The positions of the operator's tensors that get a gradient."""
-    found: list[bool] = []
-    for leaf, flag in zip(leaves, flags, strict=True):
-        if leaf.head is None:
-            found.append(flag)
-            continue
-        head = leaf.head
-        operands = (head.x, head.weight, head.bias)
-        found += [flag and t.trained for t in operands if t is not None]
-    return tuple(i for i, flag in enumerate(found) if flag)
 
 
 def rewrite_region(graph: Graph, captured: Captured, made: Sequence[Made]) -> Emitter:
@@ -136,6 +59,7 @@ class Emitter:
     def __init__(self, graph: Graph, captured: Captured) -> None:
         self.graph, self.captured, self.slice = graph, captured, captured.slice
         self.calls: list[Node] = []
+        self._unsaved: dict[Node, list[int]] = {}  # positions of a call's tensors
         self.rows: dict[int, tuple[Node, Value]] = {}  # outputs by value
         self.fake_mode = captured.calls[0].outputs[0].fake.fake_mode  # type: ignore[attr-defined]
         self.site: Node = captured.calls[0].place
@@ -302,6 +226,7 @@ class Emitter:
         self.site, self._known, self._sizes = call.place, {}, {}
         with self.graph.inserting_before(call.place):
             tensors: list[Node] = []
+            unsaved: list[int] = []
             for leaf in call.leaves:
                 sources = any(map(needs_gradient, nodes_of(leaf)))
                 written = region.trained and self._written_later(leaf)
@@ -309,15 +234,40 @@ class Emitter:
                     if written:  # backward reads it as it is now
                         node = self.call(A.clone.default, node)
                     position = len(tensors)
+                    if leaf.head is None and not written and self._is_unsaved(leaf, tensors):
+                        unsaved.append(position)
                     if sources and position not in region.trained:
                         node = self.call(A.detach.default, node)
                     tensors.append(node)
             out = self.call(torch.ops.fxpass.row_region.default, tensors, region.text())
             self.calls.append(out)
+            self._unsaved[out] = unsaved if region.trained else []
             for i, value in enumerate(call.outputs):
                 node = self.call(operator.getitem, out, i)
                 node.meta["example_value"].requires_grad_(i in region.tangents)
                 self.rows[id(value)] = node, value
+
+    def _is_unsaved(self, leaf: Leaf, tensors: Sequence[Node]) -> bool:
+        """Whether autograd of the program may not save an operand that the user may write to: a
+        small one, or one as large as logits that is only added to them, compared or chosen."""
+        x, weight = (node.meta["example_value"] for node in tensors[:2])
+        large = hint(x.shape[0]) * hint(weight.shape[0])
+
+        def unsaved(node: Node) -> bool:
+            small = hint(node.meta["example_value"].numel()) * 8 <= large
+            return small or all(function_of(user) in _UNSAVING for user in node.users)
+
+        return any(leaves(node) and unsaved(node) for node in nodes_of(leaf) if is_tensor(node))
+
+    def kept(self, call: Node) -> Node:
+        """A call whose backward reads copies of operands that autograd of the program may not save:
+        what the user writes to them before backward is not seen."""
+        tensors: Any = list(call.args[0])  # type: ignore[arg-type]
+        with self.graph.inserting_before(call):
+            for position in self._unsaved[call]:
+                tensors[position] = self.call(torch.ops.fxpass.kept.default, tensors[position])
+        call.args = (tensors, *call.args[1:])
+        return call
 
     def _written_later(self, leaf: Leaf) -> bool:
         """Whether a node writes to an operand after the call."""

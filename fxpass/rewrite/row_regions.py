@@ -40,7 +40,8 @@ from fxpass.region.text import RowRegion
 from fxpass.rewrite.copies import copied
 from fxpass.rewrite.known import with_total
 from fxpass.rewrite.outputs import Restore, as_compiled, both, defer_outputs, recipe_of
-from fxpass.rewrite.regions import rewrite_region, traced
+from fxpass.rewrite.regions import rewrite_region
+from fxpass.rewrite.traced import traced
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,8 @@ def fuse_regions(
             emitter = rewrite_region(graph, captured, calls)
             grads = _grads(modes_of(region))
             made_calls = [
-                with_total(graph, call, grads, emitter.call) or call for call in emitter.calls
+                with_total(graph, call, grads, emitter.call) or emitter.kept(call)
+                for call in emitter.calls
             ]
             graph.lint()
             match = replace(match, choices=tuple(map(_choice, made_calls)))

@@ -103,7 +103,9 @@ def test_totals(place, name, dtype, v, take):
 
 @pytest.mark.only_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["a loss", "a policy's loss", "a maximum"])  # of several candidates
+@pytest.mark.parametrize(
+    "name", ["a loss", "a policy's loss", "a maximum"]
+)  # of several candidates
 def test_what_is_timed_and_chosen(name, dtype, device, tmp_path, monkeypatch):
     """Without deterministic algorithms the tuner launches each candidate, on the real buffers."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

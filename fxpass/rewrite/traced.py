@@ -1,0 +1,101 @@
+"""The regions of operator calls: their row functions, traced, as text.
+
+In: a :class:`fxpass.capture.capture.RowCall`. Out: a :class:`Made`, whose region has the graph of
+the row function and of its gradients::
+
+    %top = topk(%z, 5);  sum(%top[0], -1)    ->    row_region heads=2 ... outputs=1 ...
+                                                   %1 = aten.topk.default(%0, 5)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fxpass.capture.capture import RowCall
+from fxpass.capture.function import dtype_of, function_of, shape_of, trained
+from fxpass.capture.values import Leaf, Size, Stop
+from fxpass.graph.nodes import NoMatch, hint
+from fxpass.region.joint import trace
+from fxpass.region.text import Input, RowRegion
+
+# Rows of the traced example: another size than those of a few classes.
+ROWS = 251
+
+
+@dataclass(frozen=True)
+class Made:
+    """An operator call that is to be inserted.
+
+    Attributes:
+        call: what it computes.
+        region: the text of its region, and what that says.
+    """
+
+    call: RowCall
+    region: RowRegion
+
+
+def traced(call: RowCall, memory_mb: int, compiled: bool) -> Made:
+    """The region of a call, with its gradients.
+
+    Raises:
+        NoMatch: the function of a chunk of rows cannot be traced, or its text is not allowed.
+    """
+    names: dict[str, str] = {}
+    hints = {"n": ROWS}
+
+    def named(size: Size | str) -> int | str:
+        if not isinstance(size, torch.SymInt):
+            return size
+        name = names.setdefault(str(size.node.expr), f"v{len(names)}")
+        hints[name] = max(2, hint(size))
+        return name
+
+    inputs = [Input(dtype_of(leaf), tuple(map(named, shape_of(leaf)))) for leaf in call.leaves]
+    function = function_of(call.leaves, call.outputs)
+    device = call.outputs[0].fake.device
+    flags = [trained(leaf) for leaf in call.leaves]
+    if not any(output.trained for output in call.outputs):
+        flags = [False] * len(flags)
+    heads = [leaf.head for leaf in call.leaves if leaf.head is not None]
+    rows = sum(leaf.kind == "row" for leaf in call.leaves)
+    try:
+        joint = trace(function, inputs, hints, flags, device)
+        if flags != list(joint.reached):  # a detached operand gets no gradient, not one of zeros
+            flags = list(joint.reached)
+            joint = trace(function, inputs, hints, flags, device)
+        made = Made(
+            call,
+            RowRegion(
+                heads=tuple(2 + (head.bias is not None) for head in heads),
+                rows=rows,
+                shared=len(call.leaves) - len(heads) - rows,
+                trained=_trained(call.leaves, flags),
+                outputs=len(call.outputs),
+                tangents=tuple(joint.tangents),
+                total=False,
+                memory_mb=memory_mb,
+                compiled=compiled,
+                graph=joint.graph,
+            ),
+        )
+        made.region.text()  # raises for what no text has
+        return made
+    except (ValueError, Stop) as error:
+        raise NoMatch(call.place, f"its rows cannot be traced: {error}") from error
+
+
+def _trained(leaves: Sequence[Leaf], flags: Sequence[bool]) -> tuple[int, ...]:
+    """The positions of the operator's tensors that get a gradient."""
+    found: list[bool] = []
+    for leaf, flag in zip(leaves, flags, strict=True):
+        if leaf.head is None:
+            found.append(flag)
+            continue
+        head = leaf.head
+        operands = (head.x, head.weight, head.bias)
+        found += [flag and t.trained for t in operands if t is not None]
+    return tuple(i for i, flag in enumerate(found) if flag)
