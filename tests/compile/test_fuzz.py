@@ -53,8 +53,8 @@ def test_fused_programs_do_what_eager_does(kind, count, calls, monkeypatch):
     assert tally.valid == count
     if kind != "deferred":
         assert tally.fused > count / 3
-    if kind in ("programs", "heads"):
-        assert large or kind == "heads"  # whose losses are seldom sums that are known before
+    if kind == "programs":  # most heads of the others are row regions
+        assert large
         assert any(one.rows < n for n, _, one in calls)
         # autocast has cast f32 leaves
         assert any(spec.unrounded for _, spec, _ in calls)
