@@ -190,6 +190,8 @@ def _check_local(flow: Flow) -> None:
         vectors = {s for s in symbols_of(like.expr) - {Z} if s.name.startswith("class_")}
         if not symbols_of(like.expr) <= {Z, *vectors}:
             raise NoMatch.at(node, "is of this rank's logits, not of all classes")
+    # values and indices of a maximum are read from a tuple
+    local |= {pair for pair in flow.pairs if not local.isdisjoint(pair.all_input_nodes)}
     for reduced in flow.reductions:
         if not local.isdisjoint(reduced.node.all_input_nodes):
             name = reduced.node.name
