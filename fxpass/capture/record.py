@@ -292,9 +292,13 @@ def _cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     return (units[0] * units[1]).sum(dim)
 
 
-def _einsum(equation: str, *operands: Any) -> Tensor:
-    """A sum of products of elements, if that is what it is: its operands may be made in chunks."""
+def _einsum(equation: Any, *operands: Any) -> Tensor:
+    """A sum of products of elements, if that is what it is: its operands may be made in chunks.
+    Autocast would run a product in 16 bits, and a sum of products in f32."""
     tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], list) else operands
+    words_alone = isinstance(equation, str) and "->" in equation
+    if not words_alone or torch.is_autocast_enabled(tensors[0].device.type):
+        return torch.einsum(equation, *operands)
     words, _, out = equation.replace(" ", "").partition("->")
     word = words.split(",")[0]
     kept = [letter for letter in word if letter in out]

@@ -411,3 +411,29 @@ def test_an_index_that_varies(caplog):
     for index in (1, 0):
         torch.testing.assert_close(compiled(*operands(), index), program(*operands(), index))
     assert not [r for r in caplog.records if r.name.startswith("fxpass") and r.levelno > 20]
+
+
+# ---------------------------------------------------------------- einsum
+
+EINSUMS = {
+    "words": lambda p, z: torch.einsum("btv,btv->bt", p, z),
+    "all": lambda p, z: torch.einsum("btv,btv->", p, z),
+    "a list": lambda p, z: torch.einsum("btv,btv->bt", [p, z]),
+    "no arrow": lambda p, z: torch.einsum("btv,btv", p, z),
+    "one operand, no arrow": lambda p, z: torch.einsum("btv", p).sort(-1).values[..., 3],
+    "numbers": lambda p, z: torch.einsum(p, [0, 1, 2], z, [0, 1, 2], [0, 1]),
+    "autocast": lambda p, z: torch.einsum("btv,btv->bt", p.float(), z.float()).double(),
+}
+
+
+@pytest.mark.parametrize("name", EINSUMS)
+def test_sums_of_products_by_einsum(name):
+    def program(x, weight, labels, y, other):
+        z = F.linear(x, weight)
+        with torch.autocast("cpu", torch.bfloat16, enabled=name == "autocast"):
+            return EINSUMS[name](z.softmax(-1), z)
+
+    fused = "row_region" in "\n".join(graph(program))
+    assert fused or name in ("numbers", "autocast", "no arrow", "one operand, no arrow")
+    if name != "autocast":  # whose values have 8 bits
+        check(program)
