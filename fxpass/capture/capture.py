@@ -21,6 +21,7 @@ from fxpass.capture.slice import PRODUCTS, Scope, Slice, slice_of
 from fxpass.capture.values import Leaf, Size, Stop, Value, letter_of, numel, same
 from fxpass.graph.calls import storage
 from fxpass.graph.functions import function_of
+from fxpass.graph.moving import movable
 from fxpass.graph.nodes import NoMatch, is_tensor
 from fxpass.graph.region import Region
 from fxpass.graph.source import call_name, source_line
@@ -34,11 +35,13 @@ class RowCall:
         outputs: the tensors of the slice that it computes.
         leaves: its inputs: logits, rows, shared operands.
         place: the node before which it stands.
+        moved: operands that are moved to it, in the graph's order.
     """
 
     outputs: tuple[Value, ...]
     leaves: tuple[Leaf, ...]
     place: Node
+    moved: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,8 @@ def _calls(found: Slice) -> Iterator[RowCall]:
         leaves = _leaves(place, values)
         for leaf in leaves:
             _check_writes(found, leaf, place, writers)
-        yield RowCall(tuple(values), tuple(leaves), place)
+        moved = movable((n for leaf in leaves for n in nodes_of(leaf)), place, found.ran) or ()
+        yield RowCall(tuple(values), tuple(leaves), place, tuple(moved))
 
 
 def _leaves(node: Node, values: Sequence[Value]) -> list[Leaf]:
@@ -192,7 +196,8 @@ def _fits(found: Slice, leaves: list[Leaf], place: Node, values: list[Value], ne
     rows = new.rows, first.rows
     if numel(rows[0]) != numel(rows[1]):
         return False
-    there = all(node < place for leaf in leaves for node in nodes_of(leaf))
+    operands = (node for leaf in leaves for node in nodes_of(leaf))
+    there = movable(operands, place, found.ran) is not None
     return there and (found.scope.grads[place] or not new.trained)
 
 

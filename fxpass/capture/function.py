@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -104,7 +105,10 @@ class Environment:
             try:
                 # not as in the call that reads it: what it computes, others read as well
                 with torch.set_grad_enabled(step.grad and self.grad):
-                    self._known[key] = run(self, value.index) if one else run(self)
+                    made = run(self, value.index) if one else run(self)
+                if self.grad and not step.grad:  # said in a trace of these calls, too
+                    made = pytree.tree_map_only(Tensor, Tensor.detach, made)
+                self._known[key] = made
             finally:
                 self.chain = outer
         found = self._known[key]

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from fxpass.capture.custom import recorded
 from fxpass.capture.record import Recorder
-from fxpass.capture.values import Step, Stop, numel
+from fxpass.capture.values import PRODUCTS, Step, Stop, numel
 from fxpass.graph.autocast import AutocastDtypes
 from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of, reads_values
@@ -42,7 +42,6 @@ FACTORIES = (
     "tensor",
     "scalar_tensor",
 )
-PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv")
 FACTORIES_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full")
 
 

@@ -17,7 +17,7 @@ instead, before their rows become one dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,9 +27,12 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import hint
 
 Size = int | torch.SymInt
+# Functions that may make logits.
+PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "mv")
 
 
 class Stop(Exception):  # noqa: N818
@@ -100,6 +103,13 @@ class Step:
     head: Head | None = None
 
     @property
+    def head_cast(self) -> bool:
+        """Whether it is autocast's cast of an operand of a linear."""
+        cast = self.op.overloadpacket is torch.ops.aten._to_copy
+        floats = cast and all(v.fake.is_floating_point() for v in (*self.values, *self.results))
+        return floats and function_of(self.node) in PRODUCTS
+
+    @property
     def values(self) -> list[Value]:
         """The tensors among the arguments."""
         return list(values_in((self.args, self.kwargs)))
@@ -165,11 +175,16 @@ Chain = tuple[RowOp, ...]
 
 
 def key_of(chain: Chain) -> str:
-    """Equal for chains that do the same to flat rows, which do not see the last reshapes."""
+    """Equal for chains that do the same to flat rows."""
+    return "".join(op.key for op in trimmed(chain))
+
+
+def trimmed(chain: Sequence[RowOp]) -> Sequence[RowOp]:
+    """A chain without the last reshapes, which flat rows do not see."""
     last = len(chain)
     while last and chain[last - 1].kind == "reshape":
         last -= 1
-    return "".join(op.key for op in chain[:last])
+    return chain[:last]
 
 
 def _text(argument: Any) -> str:

@@ -20,6 +20,7 @@ from fxpass.graph.calls import arguments, first_operand, storage, written
 from fxpass.graph.functions import CASTS
 from fxpass.graph.nodes import REQUIRED, NoMatch, is_number, is_tensor, value
 from fxpass.graph.placements import TO_LOCAL, placement_name
+from fxpass.lower.pointwise import ALGEBRA, MASKS, OF_ROWS, POINTWISE, check_size
 from fxpass.match.bases import in_logs, softmax_base_of
 from fxpass.match.classes import Classes, Flow, of_classes_alone
 from fxpass.match.edits import Step, symbols_of
@@ -32,10 +33,8 @@ from fxpass.match.operands import (
     viewed,
     with_bias,
 )
-from fxpass.match.pointwise import MASKS, POINTWISE, Spelling, check_size, row
 from fxpass.match.views import VIEWS, View, view_of
 from fxpass.spec.dtypes import short
-from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
 
 
@@ -110,7 +109,7 @@ MOST_GIVEN = 4
 
 def pointwise(flow: Flow, node: Node, function: str) -> Classes:
     """A function of the elements of tensors with classes."""
-    spellings = [t[function] for t in (_ALGEBRA, POINTWISE, MASKS) if function in t]
+    spellings = [t[function] for t in (ALGEBRA, POINTWISE, MASKS) if function in t]
     if not spellings:
         raise NoMatch.at(node, "of the logits is not known")
     given = arguments(node, spellings[0].signature)
@@ -131,7 +130,7 @@ def pointwise(flow: Flow, node: Node, function: str) -> Classes:
     joined = {s for o in operands if isinstance(o, Expr) for s in symbols_of(o) if s in flow.dims}
     if len(joined) > MOST_GIVEN:
         raise NoMatch.at(node, f"joins logits and {len(joined)} tensors")
-    rows = function not in _OF_ROWS
+    rows = function not in OF_ROWS
     exprs = [o for o in operands if isinstance(o, Expr)]
     of_logits = all(of_classes_alone(o, rows=rows) for o in exprs)
     if of_logits and function != "exp":
@@ -195,58 +194,6 @@ def _check_integers(flow: Flow, node: Node, function: str, operands: Sequence[An
     if not masks:
         what = f"computes with {short(value(node).dtype)} numbers"
         raise NoMatch.at(node, f"{what}")
-
-
-# Functions of any expressions, with the parameters of POINTWISE, and their sympy form. In a
-# division the sign of a zero may be lost; the operands are sums and products of finite values.
-_ALGEBRA: dict[str, Spelling] = {
-    "exp": row(lambda x: exponential(x)),
-    "log": row(lambda x: logarithm(x)),
-    "clamp": row(lambda x, low, high: _unbounded(x, low, high), min=None, max=None),
-    "clamp_min": row(lambda x, low: _unbounded(x, low, None), min=REQUIRED),
-    "entr": row(lambda x: -_xlogy(x, x)),
-    "xlogy": row(lambda x, y: _xlogy(x, y), operands=2),
-}
-
-# Those of expressions with row symbols.
-_OF_ROWS = (
-    *("add", "sub", "rsub", "mul", "div", "neg", "positive", "square", "pow"),
-    *("exp", "log", "entr", "xlogy"),
-)
-
-
-def exponential(x: Expr) -> Expr:
-    """As a product of exponentials."""
-    return sympy.expand(sympy.exp(sympy.expand(x)), power_exp=True, mul=False)
-
-
-def logarithm(x: Expr) -> Expr:
-    """The logarithm of a softmax, which is positive: a logit may not be."""
-    if x.has(Z):
-        raise ValueError("a logarithm of logits is not fused")
-    others = [f for f in sympy.Mul.make_args(x) if not isinstance(f, sympy.exp)]
-    if any(f.is_number and not f.is_positive for f in others):
-        raise ValueError("a logarithm of a negative number is not fused")
-    if sum(not f.is_number for f in others) > 1 or any(f.is_Pow for f in others):
-        raise ValueError("a logarithm of a product, of which two factors may be negative")
-    return sympy.expand_log(sympy.log(x), force=True)
-
-
-def _xlogy(x: Expr, y: Expr) -> Expr:
-    """Where x is 0, so is the product: a moment has this only if x is a multiple of a softmax."""
-    log = logarithm(y)
-    if not x.has(sympy.exp):
-        raise ValueError("its first operand is not a softmax")
-    if any(s.name.startswith("row_") for s in symbols_of(x)):
-        raise ValueError("a factor of a row may be 0")
-    return x * log
-
-
-def _unbounded(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
-    """A clamp to finite numbers: where the softmax is 0, an infinite log-softmax counts nothing."""
-    if high is not None or low is None or not low.is_number or low > -1e30:
-        raise ValueError("a clamped softmax is not fused")
-    return x
 
 
 def expr_of(flow: Flow, node: Node, like: Classes, argument: Any, whole: Tensor) -> Any:

@@ -29,13 +29,13 @@ from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place
 from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.region import Region
+from fxpass.lower.pointwise import POINTWISE
 from fxpass.match.classes import Classes, Flow
 from fxpass.match.elementwise import classes_of, note_write, pointwise
 from fxpass.match.linears import Linear
 from fxpass.match.maxima import of_pair
 from fxpass.match.modes import Mode, cuts_gradients
 from fxpass.match.operands import keeps_order, operand_of
-from fxpass.match.pointwise import POINTWISE
 from fxpass.match.reductions import REDUCTIONS, of_loss
 from fxpass.spec.expression import Z
 

@@ -109,7 +109,7 @@ def _flows(region: Region, modes: dict[Node, Mode], settings: Settings, found: H
                 found.softmaxes.add(node)
             if _reduces_classes(flow):
                 flows.append(flow)
-            elif flow.stops:
+            elif flow.stops and getattr(flow.stops[0].node.target, "namespace", "") != "fxpass":
                 found.reasons[node] = flow.stops[0]
             elif _leaves_without_a_loss(flow):
                 raise NoMatch(node.graph.output_node(), _LOSS_ELSEWHERE.format(bytes_of(linear)))

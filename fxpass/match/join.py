@@ -19,6 +19,7 @@ from torch.fx import Node
 
 from fxpass.graph import hazards
 from fxpass.graph.calls import storage, written
+from fxpass.graph.moving import movable
 from fxpass.graph.nodes import NoMatch, hint, needs_gradient, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.match.classes import Flow, Reduced, rest_of
@@ -28,7 +29,7 @@ from fxpass.match.modes import Mode
 from fxpass.match.names import named, names_of
 from fxpass.match.operands import check_plain
 from fxpass.match.outputs import Base, Picked, given_of
-from fxpass.match.place import movable, place
+from fxpass.match.place import place
 from fxpass.match.sharding import sharding_of
 from fxpass.match.totals import (
     Total,
@@ -165,7 +166,7 @@ def _ready(flow: Flow, base: Base, reduced: Reduced, first: Node) -> bool:
     operands = flow.operands(base, _symbols(flow, base, [reduced]))
     if flow.writes(operands, first.prev, reduced.node):
         return False
-    return all(movable(n, first, flow.replaced) is not None for n in operands)
+    return all(movable([n], first, flow.replaced) is not None for n in operands)
 
 
 def _symbols(flow: Flow, base: Base, reductions: list[Reduced]) -> list[Symbol]:
@@ -201,7 +202,7 @@ def _call(
         trains = differentiable if gradients else reductions
         total = _total(flow, base, symbols, trains, modes)
     if total is not None and all(
-        movable(n, first, flow.replaced) is not None for n in total.operands
+        movable([n], first, flow.replaced) is not None for n in total.operands
     ):
         read = [r for r in reductions if r not in total.reductions or r in total.read]
         left = _symbols(flow, base, read)

@@ -23,9 +23,9 @@ from fxpass.graph.functions import CASTS, function_of, is_in_place, out_of_place
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
 from fxpass.graph.placements import is_dtensor, is_gathered
 from fxpass.graph.region import Region
+from fxpass.lower.pointwise import POINTWISE
 from fxpass.match.linears import LINEARS, linear_of
 from fxpass.match.modes import Mode, cuts_gradients
-from fxpass.match.pointwise import POINTWISE
 from fxpass.match.views import VIEWS
 
 _COMPUTABLE = CASTS | LINEARS.keys() | VIEWS | POINTWISE.keys()

@@ -18,11 +18,11 @@ from fxpass.graph.nodes import NoMatch, is_tensor
 from fxpass.graph.placements import placement_name
 from fxpass.graph.region import CHECKPOINTS, Region
 from fxpass.graph.source import call_name, source_line
+from fxpass.lower.pointwise import MASKS, POINTWISE
 from fxpass.match.head import Head
 from fxpass.match.heads import Heads, heads_of, looks_like_a_head
 from fxpass.match.leaving import Deferred
 from fxpass.match.losses import loss_of
-from fxpass.match.pointwise import MASKS, POINTWISE
 from fxpass.match.views import VIEWS
 from fxpass.settings import Settings
 

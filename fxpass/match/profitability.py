@@ -128,11 +128,11 @@ RULES = (kept_weight, computed_weight, many_gradients, copied_logits)
 
 def others(head: Head, made: Sequence[Head]) -> tuple[int, ...]:
     """The rows of each call of another head that makes a gradient of the same weight."""
-    weight = _stored(head.flow.linear.weight)
+    weight = stored(head.flow.linear.weight)
     return tuple(
         other.of_rank[0]
         for other in made
-        if other.flow is not head.flow and _stored(other.flow.linear.weight) is weight
+        if other.flow is not head.flow and stored(other.flow.linear.weight) is weight
         for _ in _of_weight(other)
     )
 
@@ -159,7 +159,7 @@ def _is_computed(weight: Node) -> bool:
     return False
 
 
-def _stored(node: Node) -> Node:
+def stored(node: Node) -> Node:
     """The tensor behind casts, transposes and other views of all its elements."""
     while node.op in ("call_function", "call_method") and len(node.all_input_nodes) == 1:
         (source,) = node.all_input_nodes

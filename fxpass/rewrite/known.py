@@ -4,53 +4,38 @@ In: a call of ``fxpass::row_region`` in a graph. Out: the same call with the coe
 total, if all gradients of its outputs pass one scalar, and the gradient of this scalar by the
 outputs reads none of them. Nobody has to know what the nodes between compute: autograd says it::
 
-    %rows = getitem(%out, 0)                    %coefs = coefficients(%zeros, %mask)
-    %masked = mul(%rows, %mask)          ->     %out = row_region([..., %coefs[0]], '... total=1')
-    %loss = sum(%masked)                        %loss = add(getitem(%out, 1), %coefs[-1])
+    %rows = getitem(%out, 0)
+    %masked = mul(%rows, %mask)          ->     %out = row_region([..., %mask], '... total=1')
+    %loss = sum(%masked)                        %loss = getitem(%out, 1)
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-from torch._dynamo import compiled_autograd
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import Graph, Node
 
 from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import reads_values
-from fxpass.graph.nodes import is_tensor, needs_gradient, value
+from fxpass.graph.moving import movable
+from fxpass.graph.nodes import is_tensor, value
 from fxpass.region.text import RowRegion
+from fxpass.rewrite.tails import Copies, Known, Make, is_linear, traced_of
 
-Make = Callable[..., Node]  # a call of a function → a new node
-
-
-@dataclass(frozen=True)
-class Known:
-    """A total whose gradients forward can compute.
-
-    Attributes:
-        node: the scalar.
-        tail: the nodes between the outputs and the scalar, and the scalar.
-        results: the outputs that have a gradient, then the others that the tail reads.
-        others: what the tail reads beside them.
-    """
-
-    node: Node
-    tail: tuple[Node, ...]
-    results: tuple[Node, ...]
-    others: tuple[Node, ...]
+# Scalars that are tried: each is traced.
+TRIES = 4
 
 
-def known_total(
+def known_totals(
     outputs: Sequence[Node], results: Collection[Node], grads: Mapping[Node, bool]
-) -> Known | None:
-    """The total of the outputs of a call that have a gradient; None if there is none.
+) -> Iterator[Known]:
+    """The totals of the outputs of a call that have a gradient, the best first: the last one is the
+    loss, whose incoming gradient is 1; but of a scalar that is read beside it, the rows would be
+    outputs, too.
 
     Args:
         outputs: the outputs that have a gradient.
@@ -58,18 +43,31 @@ def known_total(
         grads: whether gradients are enabled at a node.
     """
     after = _differentiable(outputs, grads)
-    scalars = [n for n in after if is_tensor(n) and not value(n).dim()]
-    node = next((n for n in sorted(scalars) if _passes(outputs, n, after)), None)
-    if node is None or node in outputs or not value(node).is_floating_point():
-        return None
-    tail = _between(outputs, node, after)
-    inside = {*tail, *outputs}
-    others = tuple(dict.fromkeys(n for t in tail for n in t.all_input_nodes if n not in inside))
-    if any(storage(n) not in _storages(tail) for t in tail for n in written(t)):
-        return None
-    read = (*outputs, *(n for n in others if n in results))
-    found = Known(node, tail, read, tuple(n for n in others if n not in results))
-    return found if _is_linear(found, len(outputs)) else None
+    scalars = [n for n in after if n not in outputs and is_tensor(n) and not value(n).dim()]
+    scalars = [n for n in scalars if value(n).is_floating_point() and _passes(outputs, n, after)]
+    tails = {n: _between(outputs, n, after) for n in scalars}
+    beside = {n: bool(_read_beside(tail)) for n, tail in tails.items()}
+    order = sorted(sorted(scalars, reverse=True), key=beside.__getitem__)
+    for node in order[:TRIES]:
+        tail = tails[node]
+        inside = {*tail, *outputs}
+        others = tuple(dict.fromkeys(n for t in tail for n in t.all_input_nodes if n not in inside))
+        if any(storage(n) not in _storages(tail) for t in tail for n in written(t)):
+            continue
+        read = (*outputs, *(n for n in others if n in results))
+        found = Known(node, tail, read, tuple(n for n in others if n not in results), Graph())
+        traced = traced_of(found, len(outputs))
+        if traced is not None and is_linear(found, traced):
+            yield replace(found, graph=traced)
+
+
+def _read_beside(tail: Sequence[Node]) -> set[Node]:
+    """The nodes of a tail that have readers beside it, and what these need of the tail."""
+    found: set[Node] = set()
+    for node in reversed(tail[:-1]):
+        if any(user not in tail or user in found for user in node.users):
+            found.add(node)
+    return found
 
 
 def _storages(nodes: Collection[Node]) -> set[int | None]:
@@ -115,123 +113,139 @@ def _between(outputs: Sequence[Node], node: Node, after: set[Node]) -> tuple[Nod
     return tuple(sorted(found))
 
 
-def _tail(known: Known) -> Callable[..., Tensor]:
-    """A function of the results and the others to the scalar."""
-    graph = Graph()
-    copies = {n: graph.placeholder(n.name) for n in (*known.results, *known.others)}
-    for node in known.tail:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(copies[known.node])
-    module = GraphModule(torch.nn.Module(), graph)
+class Totalled(Protocol):
+    """A call of an operator that may compute the gradients of a total in forward.
 
-    def scalar(*tensors: Any) -> Tensor:
-        return module(*tensors)
+    Attributes:
+        node: the call.
+        results: the nodes of its outputs.
+        outputs: those of them that have a gradient.
+        made: all nodes that were inserted with it.
+    """
 
-    return scalar
+    @property
+    def node(self) -> Node: ...
 
+    @property
+    def results(self) -> Sequence[Node]: ...
 
-def _coefficients(known: Known, count: int) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of zeros for the results, and of the others, to the derivatives of the scalar by
-    the first results."""
-    scalar = _tail(known)
+    @property
+    def outputs(self) -> Sequence[Node]: ...
 
-    def coefficients(*tensors: Any) -> tuple[Tensor, ...]:
-        with torch.enable_grad(), compiled_autograd._disable():
-            leaves = [t.detach().clone().requires_grad_() for t in tensors[:count]]
-            whole = scalar(*leaves, *tensors[count:])
-            return torch.autograd.grad(whole, leaves, materialize_grads=True)
+    @property
+    def made(self) -> Sequence[Node]: ...
 
-    return coefficients
+    def zeros(self, make: Make, result: Node) -> Node:
+        """Zeros for an output."""
+        ...
 
-
-def _is_linear(known: Known, count: int) -> bool:
-    """Whether the coefficients read none of the results, nothing else that has a gradient, and no
-    random numbers."""
-    examples = [n.meta.get("example_value") for n in (*known.results, *known.others)]
-    try:
-        with torch.no_grad():
-            traced = make_fx(_coefficients(known, count))(*examples)
-    except Exception:
-        return False
-    given = (*known.results, *known.others)
-    inputs = zip(traced.graph.find_nodes(op="placeholder"), given, strict=True)
-    places = {p for p, n in inputs if n in known.results or needs_gradient(n)}
-    returned: Any = traced.graph.output_node().args[0]
-    coefs = [c for c in returned if isinstance(c, Node)]
-    if places.intersection(coefs):
-        return False
-    seen, todo = set(coefs), list(coefs)
-    while todo:
-        node = todo.pop()
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded in tags:
-            return False
-        if _reads_metadata(node):
-            continue
-        for source in node.all_input_nodes:
-            if source in places:
-                return False
-            if source not in seen:
-                seen.add(source)
-                todo.append(source)
-    return True
+    def again(
+        self, make: Make, coefs: Sequence[Node], read: Collection[Node]
+    ) -> tuple[dict[Node, Node], Node] | None:
+        """The call with these coefficients of its outputs: what takes the place of the outputs that
+        are ``read``, and the total. None if it is better without."""
+        ...
 
 
-def _reads_metadata(node: Node) -> bool:
-    name = str(node.target)
-    return any(word in name for word in ("_like", "new_", "sym_size", "sym_numel"))
-
-
-def with_total(graph: Graph, call: Node, grads: Mapping[Node, bool], make: Make) -> Node | None:
-    """The call in the place of a call whose gradients forward can compute; None if it cannot.
+def with_total(graph: Graph, of: Totalled, grads: Mapping[Node, bool], make: Make) -> bool:
+    """Gives a call the coefficients of a total, if forward can compute its gradients.
 
     Args:
         graph: the graph, which is changed.
-        call: of ``fxpass::row_region``.
+        of: the call.
         grads: whether gradients are enabled at a node.
         make: makes a node with its example value at the graph's insertion point.
     """
-    tensors, text = call.args
-    region = RowRegion.parse(str(text))
-    results = {int(n.args[1]): n for n in call.users}  # type: ignore[arg-type]
-    if region.total or not region.tangents or set(region.tangents) - results.keys():
-        return None
-    outputs = [results[i] for i in region.tangents]
-    known = known_total(outputs, results.values(), grads)
-    if known is None:
-        return None
-    place = _place(call, known, list(results.values()))
-    if place is None:
-        return None
+    outputs, results = list(of.outputs), list(of.results)
+    totals = known_totals(outputs, results, grads) if outputs else iter(())
+    places = ((known, _place(of.node, known, results)) for known in totals)
+    known, place = next(((k, p) for k, p in places if p is not None), (None, None))
+    if known is None or place is None:
+        return False
+    beside = {*_read_beside(known.tail)}
+    before = {*of.made, *known.tail}
+    read = {*known.results[len(outputs) :]}
+    inside = {*known.tail} - beside
+    read |= {n for n in results if any(user not in inside for user in n.users)}
+    device = value(outputs[0]).device
     with graph.inserting_before(place):
-        rows = make(torch.ops.aten.sym_size.int, tensors[0], 0)  # type: ignore[index]
-        zeros = []
-        for result in known.results:
-            sizes = [rows, *value(result).shape[1:]]
-            of = tensors[0], sizes  # type: ignore[index]
-            zeros.append(make(torch.ops.aten.new_zeros.default, *of, dtype=value(result).dtype))
-        found = make(_coefficients(known, len(outputs)), *zeros, *known.others)
-        coefs = [make(operator.getitem, found, i) for i in range(len(outputs))]
-        text = replace(region, total=True).text()
-        new = make(call.target, [*tensors, *coefs], text)  # type: ignore[misc]
-        news = {old: make(operator.getitem, new, i) for i, old in results.items()}
-        total = make(operator.getitem, new, region.outputs)
-        read = [news[n] for n in known.results[len(outputs) :]]
-        # what else is in the scalar may have gradients of its own
-        rest = make(_tail(known), *zeros[: len(outputs)], *read, *known.others)
-        total = make(torch.add, make(torch.Tensor.to, total, value(known.node).dtype), rest)
-        for old, node in news.items():
-            old.replace_all_uses_with(node)
+        zeros = [of.zeros(make, result) for result in known.results]
+        given = *zeros, *known.others
+        copies = Copies(known.graph, given, len(outputs), make, device)
+        coefs = [copies(node) for node in copies.results[:-1]]
+        news, total = of.again(make, coefs, read) or ({}, None)
+        if total is not None:
+            for place_of, result in zip(copies.places, known.results, strict=False):
+                copies.known[place_of] = news.get(result, copies.known[place_of])
+            # what else is in the scalar may have gradients of its own
+            rest = copies(copies.results[-1])
+            total, dtype = make(torch.add, total, rest), value(known.node).dtype
+            total = total if value(total).dtype == dtype else make(torch.Tensor.to, total, dtype)
+    made = {n for n in (*zeros, *copies.known.values()) if isinstance(n, Node)} - {*known.others}
+    if total is None:
+        _erase(graph, made)
+        return False
+    for old, node in news.items():
+        old.replace_all_uses_with(node)
     if place is known.node:
         for node in known.tail[:-1]:  # some may be read after the total, too
             place.prepend(node)
     example = known.node.meta["example_value"]
     known.node.replace_all_uses_with(total)
     total.meta["example_value"] = example
-    for node in (*reversed(known.tail), *results.values(), call):
-        if not node.users:
+    _erase(graph, before | made)
+    return True
+
+
+def _erase(graph: Graph, nodes: Collection[Node]) -> None:
+    """Erases the nodes that nobody reads."""
+    for node in sorted(nodes, reverse=True):
+        if not node.users and node.op != "output":
             graph.erase_node(node)
-    return new
+
+
+def rows_of(make: Make, tensor: Node) -> Any:
+    """The rows of a tensor, as a number or a node."""
+    rows = value(tensor).shape[0]
+    return rows if isinstance(rows, int) else make(torch.ops.aten.sym_size.int, tensor, 0)
+
+
+@dataclass
+class OfRegion:
+    """A call of ``fxpass::row_region``; see :class:`Totalled`."""
+
+    node: Node
+
+    def __post_init__(self) -> None:
+        self.region = RowRegion.parse(str(self.node.args[1]))
+        self.places = {n: int(n.args[1]) for n in self.node.users}  # type: ignore[arg-type]
+        self.results = list(self.places)
+        self.made = [self.node, *self.results]
+        trained = [n for n, i in self.places.items() if i in self.region.tangents]
+        whole = not self.region.total and len(trained) == len(self.region.tangents)
+        self.outputs = sorted(trained, key=self.places.__getitem__) if whole else []
+
+    def zeros(self, make: Make, result: Node) -> Node:
+        tensors: Any = self.node.args[0]
+        sizes = [rows_of(make, tensors[0]), *value(result).shape[1:]]
+        return make(torch.ops.aten.new_zeros.default, tensors[0], sizes, dtype=value(result).dtype)
+
+    def again(
+        self, make: Make, coefs: Sequence[Node], read: Collection[Node]
+    ) -> tuple[dict[Node, Node], Node] | None:
+        text, tensors = replace(self.region, total=True).text(), self.node.args[0]
+        self.node = make(self.node.target, [*tensors, *coefs], text)  # type: ignore[misc]
+        news = {old: make(operator.getitem, self.node, i) for old, i in self.places.items()}
+        return news, make(operator.getitem, self.node, self.region.outputs)
+
+
+def _hoisted(call: Node, known: Known) -> bool:
+    """Moves what the tail reads beside the results before the call, if that is the same there: such
+    as the sum of a mask."""
+    moved = movable(known.others, call, known.results)
+    for node in moved or ():
+        call.prepend(node)
+    return moved is not None
 
 
 def _place(call: Node, known: Known, results: Sequence[Node]) -> Node | None:
@@ -242,10 +256,10 @@ def _place(call: Node, known: Known, results: Sequence[Node]) -> Node | None:
     last = max([call, *known.others])
     place = known.node
     if any(reader < place for reader in readers):
-        place = call if last is call else None
+        place = call if last is call or _hoisted(call, known) else None
     if place is None or place is call:
         return place
-    memory = _storages(call.args[0])  # type: ignore[arg-type]
+    memory = _storages([n for n in call.all_input_nodes if is_tensor(n)])
     node = call
     while node is not place:
         if any(storage(n) in memory for n in written(node)):

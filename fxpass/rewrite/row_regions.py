@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxpass.capture.capture import Captured, capture, made_of
-from fxpass.capture.slice import PRODUCTS, Scope
+from fxpass.capture.capture import Captured, RowCall, capture, made_of
+from fxpass.capture.custom import Custom
+from fxpass.capture.function import trained
+from fxpass.capture.slice import Scope
+from fxpass.capture.values import PRODUCTS
+from fxpass.casts.casts import Cast
 from fxpass.deferred.tensor import Recipe
 from fxpass.graph.calls import storage
 from fxpass.graph.functions import function_of
@@ -27,74 +30,28 @@ from fxpass.graph.nodes import NoMatch, hint, is_tensor, nested_graph, value
 from fxpass.graph.placements import is_dtensor
 from fxpass.graph.region import CHECKPOINTS, NESTED_REGIONS, Region
 from fxpass.graph.source import source_line
-from fxpass.match.head import LEFT, Head
+from fxpass.lower.normal import lower
+from fxpass.lower.records import Unknown
+from fxpass.match.head import Head
 from fxpass.match.heads import looks_like_a_head
 from fxpass.match.leaving import deferred_outputs
 from fxpass.match.match import Found
 from fxpass.match.modes import Mode, modes_of
-from fxpass.match.profitability import LEAST_CLASSES
-from fxpass.op.row_region import planned_for
+from fxpass.match.profitability import LEAST_CLASSES, stored
 from fxpass.plan.plan import MIB, size
 from fxpass.region.compile import warm
-from fxpass.region.text import RowRegion
 from fxpass.rewrite.copies import copied
-from fxpass.rewrite.known import with_total
+from fxpass.rewrite.known import OfRegion, with_total
+from fxpass.rewrite.lowered import Inserted, Lowered
+from fxpass.rewrite.matches import RegionMatch, choice_of, match_of, words_of
 from fxpass.rewrite.outputs import Restore, as_compiled, both, defer_outputs, recipe_of
-from fxpass.rewrite.regions import rewrite_region
-from fxpass.rewrite.traced import traced
+from fxpass.rewrite.regions import Calls, rewrite_region
+from fxpass.rewrite.traced import forward, traced
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
 # Parts of the least logits that a tile of the vocabulary, or of an adapter, may be.
 PARTS = 8
-
-
-@dataclass(frozen=True)
-class RegionMatch:
-    """A row region that is fused.
-
-    Attributes:
-        source: the user's line of its first result.
-        shapes: rows and classes of each head.
-        itemsizes: bytes of a logit of each head.
-        operations: the ATen calls on logits.
-        choices: how its calls run, as text.
-        kernels: the names of the kernels that Inductor made for its row functions.
-        logits_mode: ``never``, ``defer`` or ``drop``, as of a :class:`fxpass.match.head.Head`.
-    """
-
-    source: str
-    shapes: tuple[tuple[Any, Any], ...]
-    itemsizes: tuple[int, ...]
-    operations: tuple[str, ...]
-    choices: tuple[str, ...] = ()
-    kernels: tuple[str, ...] = ()
-    logits_mode: str = "never"
-    losses: int = 1
-
-    @property
-    def logits_bytes(self) -> int:
-        """Bytes of one copy of the logits of all heads."""
-        shapes = zip(self.shapes, self.itemsizes, strict=True)
-        return sum(hint(n) * hint(v) * itemsize for (n, v), itemsize in shapes)
-
-    @property
-    def calls(self) -> tuple[_Choice, ...]:
-        """What a report says of the operator calls, a line each."""
-        kernels = [f"kernels: {', '.join(self.kernels)}"] if self.kernels else []
-        return tuple(map(_Choice, (*self.choices, *kernels)))
-
-    def __str__(self) -> str:
-        logits = " and ".join(f"[{n}, {v}]" for n, v in self.shapes)
-        heads = "1 head" if len(self.shapes) == 1 else f"{len(self.shapes)} heads"
-        operations = ", ".join(self.operations)
-        left = LEFT.get(self.logits_mode, "")
-        return f"fused: {self.source}: region of {heads}, logits {logits}: {operations}{left}"
-
-
-@dataclass(frozen=True)
-class _Choice:
-    choice: str
 
 
 class Fused(NamedTuple):
@@ -103,6 +60,7 @@ class Fused(NamedTuple):
 
     matches: list[RegionMatch]
     restore: Restore = as_compiled
+    casts: tuple[Cast, ...] = ()
 
 
 def fuse_regions(
@@ -117,32 +75,36 @@ def fuse_regions(
     """
     if not region.plain or region.backward:
         return Fused([])
-    fused = {h.flow.linear.node for h in found.heads if not _reads_logits(h)} | found.costs
+    known = {h.flow.linear.node for h in found.heads if not _reads_logits(h)}
     graph, made, restore = region.module.graph, list[RegionMatch](), as_compiled
-    candidates = [n for n in graph.nodes if n not in fused and _may_be_large(n, settings)]
+    casts, heads = list[Cast](), set[Node]()
+    candidates = [n for n in graph.nodes if n not in found.costs and _may_be_large(n, settings)]
     todo = [n for n in candidates if not among or n in among]
     modes, writers = modes_of(region), writers_in(graph)
     while todo:
         node, untouched = todo[0], None
         try:
             captured = _captured(region, node, candidates, settings, modes, writers)
+            beside = [n for n in graph.nodes if n in known | heads and n not in captured.heads]
+            calls = [_lowered(call, captured, beside, settings) for call in captured.calls]
+            if not known.isdisjoint(captured.heads) and None in calls:
+                raise NoMatch(node, "has no normal form")
             calls = [
-                traced(call, settings.memory_mb, settings.inner == "inductor")
-                for call in captured.calls
+                lowered or traced(call, settings.memory_mb, settings.inner == "inductor")
+                for lowered, call in zip(calls, captured.calls, strict=True)
             ]
             recipes = _deferred(region, captured, settings, modes)
-            match, untouched = _match(captured), copied(graph)
+            match, untouched = match_of(captured), copied(graph)
             # the outputs read its nodes no more, so that the rewrite erases them
             drop = settings.logits == "drop"
             deferred = defer_outputs(region.module, recipes, drop=drop)
-            emitter = rewrite_region(graph, captured, calls)
-            grads = _grads(modes_of(region))
-            made_calls = [
-                with_total(graph, call, grads, emitter.call) or emitter.kept(call)
-                for call in emitter.calls
-            ]
+            emitter, inserted = rewrite_region(graph, captured, calls)
+            made_calls = [_totalled(graph, emitter, one, modes_of(region)) for one in inserted]
             graph.lint()
-            match = replace(match, choices=tuple(map(_choice, made_calls)))
+            match = replace(match, choices=tuple(map(choice_of, made_calls)))
+            specs = [one.choice.spec for one in made_calls if isinstance(one, Inserted)]
+            if len(specs) == len(made_calls):
+                match = replace(match, words=words_of(specs, match.named))
             if recipes:
                 match = replace(match, logits_mode="drop" if drop else "defer")
         except Exception as error:
@@ -151,22 +113,76 @@ def fuse_regions(
                 log.warning("%s: the row region failed", source_line(node), exc_info=True)
             if untouched is not None:
                 region.module.graph = untouched
-                return Fused(made, restore)
+                return Fused(made, restore, tuple(casts))
             if looks_like_a_head(node):
                 log.debug("%s: no row region: %s", source_line(node), error)
             todo.remove(node)
             continue
         region.module.recompile()
         restore = both(restore, deferred)
+        casts += emitter.casts
+        heads |= {*captured.heads}
         kernels = dict[str, None]()
         for call in made_calls if settings.inner == "inductor" else ():
+            if isinstance(call, Inserted):
+                continue
             tensors: Any = call.args[0]
             kernels |= dict.fromkeys(warm(str(call.args[1]), value(tensors[0]).device))
         made.append(replace(match, kernels=tuple(kernels)))
         modes, writers = modes_of(region), writers_in(graph)
         todo = [n for n in todo if n not in captured.heads]
         candidates = [n for n in candidates if n not in captured.heads]
-    return Fused(made, restore)
+    return Fused(made, restore, tuple(casts))
+
+
+def _lowered(
+    call: RowCall, captured: Captured, beside: Sequence[Node], settings: Settings
+) -> Lowered | None:
+    """The normal form of a call; None if it has none."""
+    custom = any(isinstance(step.run, Custom) for step in captured.slice.steps)
+    if custom or sum(leaf.kind == "logits" for leaf in call.leaves) != 1:
+        return None  # of a custom function, the backward is its own
+    trains = any(output.trained for output in call.outputs)
+    try:
+        normal = lower(forward(call), [trains and trained(leaf) for leaf in call.leaves])
+    except Unknown as no:
+        log.debug("%s: no normal form: %s", source_line(call.place), no)
+        return None
+    return Lowered(call, normal, settings, _others(call, captured, beside))
+
+
+def _others(call: RowCall, captured: Captured, beside: Sequence[Node]) -> tuple[Any, ...]:
+    """The rows of other calls that make a gradient of the same weight."""
+    head = call.leaves[0].head
+    assert head is not None
+    (rows, *_), (weight, *_) = head.x.shape, _weights(head.node)
+    same = [n for n in beside if weight in _weights(n)]
+    same = [n for n in same if value(n).requires_grad]
+    found = [hint(value(n).numel()) // max(1, hint(value(n).shape[-1])) for n in same]
+    more = [c for c in captured.calls if c is not call and c.leaves[0].head is head]
+    return (*found, *[rows] * len(more))
+
+
+def _weights(node: Node) -> list[Node]:
+    """The matrices that a product may have as its weight, without their views and casts."""
+    return [stored(n) for n in node.all_input_nodes[1:] if is_tensor(n)]
+
+
+def _totalled(
+    graph: Graph, emitter: Calls, made: Node | Inserted, modes: Mapping[Node, Mode]
+) -> Node | Inserted:
+    """A call whose gradients forward computes, if it can; else it keeps copies of operands."""
+    grads = _grads(modes)
+    if isinstance(made, Node):
+        call = OfRegion(made)
+        return call.node if with_total(graph, call, grads, emitter.call) else emitter.kept(made)
+    if not made.choice.spec.gradients:  # rows that have no coefficient are left out
+        whole = not any(mode.inference for mode in modes.values())
+        if whole:
+            with_total(graph, made, {}, emitter.call)
+    elif not with_total(graph, made, grads, emitter.call):
+        made.keep()
+    return made
 
 
 def _deferred(
@@ -309,35 +325,3 @@ def _bytes(node: Node) -> int:
 
 def _classes(node: Node) -> Any:
     return max(value(node).shape[-1], value(node).shape[0], key=hint)
-
-
-def _match(captured: Captured) -> RegionMatch:
-    shapes, sizes = [], []
-    for head in captured.slice.recorder.heads:
-        rows = head.x.shape[-1 if head.first else -2]
-        shapes.append((rows, head.classes))
-        sizes.append(head.x.fake.dtype.itemsize)
-    return RegionMatch(captured.source, tuple(shapes), tuple(sizes), captured.operations)
-
-
-def _choice(call: Node) -> str:
-    """How a call runs, for the rows of the traced graph."""
-    tensors: Any = torch.fx.map_arg(call.args[0], _without_data)
-    text = str(call.args[1])
-    region, planned = RowRegion.parse(text), planned_for(tensors, text)
-    if region.total:
-        gradients = "the gradients are computed with the outputs"
-    elif region.trained:
-        gradients = "backward computes the logits again"
-    else:
-        gradients = "no gradients"
-    compiled = "compiled by Inductor" if region.compiled else "interpreted"
-    rows = f"{planned.rows} rows at a time: {size(planned.scratch + planned.sums)} of scratch"
-    return f"row function of {region.outputs} outputs, {compiled}: {rows}; {gradients}"
-
-
-def _without_data(node: Node) -> torch.Tensor:
-    tensor = value(node)
-    sizes = [hint(s) for s in tensor.shape]
-    with FakeTensorMode():
-        return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)

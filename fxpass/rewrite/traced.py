@@ -13,12 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.fx import Graph
 
 from fxpass.capture.capture import RowCall
 from fxpass.capture.function import dtype_of, function_of, shape_of, trained
 from fxpass.capture.values import Leaf, Size, Stop
 from fxpass.graph.nodes import NoMatch, hint
 from fxpass.region.joint import trace
+from fxpass.region.joint import traced as trace_calls
+from fxpass.region.run import Fakes, apart
 from fxpass.region.text import Input, RowRegion
 
 # Rows of the traced example: another size than those of a few classes.
@@ -44,17 +52,7 @@ def traced(call: RowCall, memory_mb: int, compiled: bool) -> Made:
     Raises:
         NoMatch: the function of a chunk of rows cannot be traced, or its text is not allowed.
     """
-    names: dict[str, str] = {}
-    hints = {"n": ROWS}
-
-    def named(size: Size | str) -> int | str:
-        if not isinstance(size, torch.SymInt):
-            return size
-        name = names.setdefault(str(size.node.expr), f"v{len(names)}")
-        hints[name] = max(2, hint(size))
-        return name
-
-    inputs = [Input(dtype_of(leaf), tuple(map(named, shape_of(leaf)))) for leaf in call.leaves]
+    inputs, hints = _inputs(call)
     function = function_of(call.leaves, call.outputs)
     device = call.outputs[0].fake.device
     flags = [trained(leaf) for leaf in call.leaves]
@@ -86,6 +84,41 @@ def traced(call: RowCall, memory_mb: int, compiled: bool) -> Made:
         return made
     except (ValueError, Stop) as error:
         raise NoMatch(call.place, f"its rows cannot be traced: {error}") from error
+
+
+def forward(call: RowCall) -> Graph:
+    """The row function of a call alone, with ``detach`` where the program has no gradients.
+
+    Raises:
+        NoMatch: it cannot be traced.
+    """
+    inputs, hints = _inputs(call)
+    function = function_of(call.leaves, call.outputs)
+
+    def run() -> Graph:
+        fakes = Fakes(inputs, hints, call.outputs[0].fake.device)
+        with torch.enable_grad():
+            return fx_graph_cse(trace_calls(lambda *t: list(function(*t)), fakes, {}))
+
+    try:
+        return apart(run)
+    except (ValueError, Stop, DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise NoMatch(call.place, f"its rows cannot be traced: {error}") from error
+
+
+def _inputs(call: RowCall) -> tuple[list[Input], dict[str, int]]:
+    """The inputs of a call's row function, and an example of each size."""
+    names: dict[str, str] = {}
+    hints = {"n": ROWS}
+
+    def named(size: Size | str) -> int | str:
+        if not isinstance(size, torch.SymInt):
+            return size
+        name = names.setdefault(str(size.node.expr), f"v{len(names)}")
+        hints[name] = max(2, hint(size))
+        return name
+
+    return [Input(dtype_of(leaf), tuple(map(named, shape_of(leaf)))) for leaf in call.leaves], hints
 
 
 def _trained(leaves: Sequence[Leaf], flags: Sequence[bool]) -> tuple[int, ...]:

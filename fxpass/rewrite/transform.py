@@ -30,11 +30,11 @@ from fxpass.rewrite.copies import copied
 from fxpass.rewrite.inference import without_inference_mode
 from fxpass.rewrite.inline import inline_call, inline_checkpoints, inline_contexts
 from fxpass.rewrite.listing import launches_of
+from fxpass.rewrite.matches import RegionMatch
 from fxpass.rewrite.outputs import Restore, as_compiled, both, defer_outputs, recipe_of
 from fxpass.rewrite.reductions import rewrite_heads
 from fxpass.rewrite.row_regions import (
     Fused,
-    RegionMatch,
     fuse_regions,
     heads_in_nested,
     sized_as_traced,
@@ -92,8 +92,10 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
         )
         rejections += found.rejections
         heads += fused.matches
+        casts += fused.casts
         restore = both(restore, fused.restore)
         if not found.heads:
+            kernels |= dict.fromkeys(launches_of(region.module.graph))
             continue
         untouched = copied(region.module.graph)
         try:
@@ -131,7 +133,11 @@ def _with_regions(region: Region, settings: Settings) -> tuple[Found, Fused]:
         return found, Fused([])
     calls = dict.fromkeys((*heads_in_nested(region, settings), *found.checkpoints))
     known, inside = _from_nested(region, settings, [n for n in calls if not n._erased])
-    fused = Fused(fused.matches + inside.matches, both(fused.restore, inside.restore))
+    fused = Fused(
+        fused.matches + inside.matches,
+        both(fused.restore, inside.restore),
+        (*fused.casts, *inside.casts),
+    )
     if known or fused.matches or region.module.graph is not graph:
         found = _found(region, settings)  # the nodes are others
     return found, fused
@@ -167,7 +173,8 @@ def _from_nested(region: Region, settings: Settings, calls: Sequence[Node]) -> t
     held = inlined.difference(*(head.flow.inside for head in found.heads))
     held = [n for n in held if not n._erased and is_tensor(n)]
     less = sum(m.logits_bytes for m in fused.matches)
-    less += sum(h.logits_bytes for h in found.heads if h.flow.linear.node in inlined)
+    left = [h for h in found.heads if not h.flow.linear.node._erased]
+    less += sum(h.logits_bytes for h in left if h.flow.linear.node in inlined)
     if len(taking) == len(calls):
         if _bytes(held) < less:
             return bool(linears & inlined), fused

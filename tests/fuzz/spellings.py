@@ -24,7 +24,7 @@ from torch.fx import Graph
 from torch.fx.operator_schemas import get_signature_for_torch_op
 
 from fxpass.graph.functions import function_of, out_of_place
-from fxpass.match.pointwise import POINTWISE
+from fxpass.lower.pointwise import POINTWISE
 
 PLACES = {"torch": torch, "F": F, "torch.special": torch.special, "operator": operator}
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from fxpass.graph.functions import REFLECTED
-from fxpass.match.pointwise import POINTWISE, REQUIRED
+from fxpass.lower.pointwise import POINTWISE, REQUIRED
 from fxpass.spec.expression import Z, derivative, evaluate, exact, parse, text
 from tests.fuzz.spellings import name_of, spelled, spellings
 from tests.support.numerics import assert_close

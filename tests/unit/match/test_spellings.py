@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from fxpass.graph.functions import CASTS
+from fxpass.lower.pointwise import POINTWISE
 from fxpass.match.linears import LINEARS
 from fxpass.match.losses import LOSSES
-from fxpass.match.pointwise import POINTWISE
 from fxpass.match.reductions import REDUCTIONS
 from fxpass.match.views import VIEWS
 from tests.fuzz.case import Case, Statement

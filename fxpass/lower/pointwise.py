@@ -25,6 +25,7 @@ import sympy
 from sympy import Expr
 
 from fxpass.graph.nodes import REQUIRED
+from fxpass.spec.expression import Z
 from fxpass.spec.functions import Where, call, exact, where
 
 
@@ -233,3 +234,57 @@ MASKS: dict[str, Spelling] = {
     ),
     "masked_fill": row(lambda x, mask, y: _where(mask, y, x), mask=REQUIRED, value=REQUIRED),
 }
+
+
+# ---------------------------------------------------------------- with a softmax
+
+# Functions of any expressions, with the parameters of POINTWISE, and their sympy form. In a
+# division the sign of a zero may be lost; the operands are sums and products of finite values.
+ALGEBRA: dict[str, Spelling] = {
+    "exp": row(lambda x: exponential(x)),
+    "log": row(lambda x: logarithm(x)),
+    "clamp": row(lambda x, low, high: _unbounded(x, low, high), min=None, max=None),
+    "clamp_min": row(lambda x, low: _unbounded(x, low, None), min=REQUIRED),
+    "entr": row(lambda x: -_xlogy(x, x)),
+    "xlogy": row(lambda x, y: _xlogy(x, y), operands=2),
+}
+
+# Those of expressions with row symbols.
+OF_ROWS = (
+    *("add", "sub", "rsub", "mul", "div", "neg", "positive", "square", "pow"),
+    *("exp", "log", "entr", "xlogy"),
+)
+
+
+def exponential(x: Expr) -> Expr:
+    """As a product of exponentials."""
+    return sympy.expand(sympy.exp(sympy.expand(x)), power_exp=True, mul=False)
+
+
+def logarithm(x: Expr) -> Expr:
+    """The logarithm of a softmax, which is positive: a logit may not be."""
+    if x.has(Z):
+        raise ValueError("a logarithm of logits is not fused")
+    others = [f for f in sympy.Mul.make_args(x) if not isinstance(f, sympy.exp)]
+    if any(f.is_number and not f.is_positive for f in others):
+        raise ValueError("a logarithm of a negative number is not fused")
+    if sum(not f.is_number for f in others) > 1 or any(f.is_Pow for f in others):
+        raise ValueError("a logarithm of a product, of which two factors may be negative")
+    return sympy.expand_log(sympy.log(x), force=True)
+
+
+def _xlogy(x: Expr, y: Expr) -> Expr:
+    """Where x is 0, so is the product: a moment has this only if x is a multiple of a softmax."""
+    log = logarithm(y)
+    if not x.has(sympy.exp):
+        raise ValueError("its first operand is not a softmax")
+    if any(str(s).startswith("row_") for s in x.free_symbols):
+        raise ValueError("a factor of a row may be 0")
+    return x * log
+
+
+def _unbounded(x: Expr, low: Expr | None, high: Expr | None) -> Expr:
+    """A clamp to finite numbers: where the softmax is 0, an infinite log-softmax counts nothing."""
+    if high is not None or low is None or not low.is_number or low > -1e30:
+        raise ValueError("a clamped softmax is not fused")
+    return x

@@ -1,0 +1,146 @@
+"""The logits of which a softmax is taken, and expressions in its log-softmax and log-sum-exp.
+
+In: an expression of a logit. Out: its :class:`fxpass.lower.records.Base`, and what rows add::
+
+    2 * z + row  ->  the base with the transform 2 * z, and the shift row
+    p * z        ->  exp(log_0) * (log_0 + lse_0)
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import sympy
+from sympy import Expr, Symbol
+
+from fxpass.lower.records import (
+    Base,
+    Classes,
+    Unknown,
+    has_classes,
+    of_operands_alone,
+    symbols_of,
+)
+from fxpass.lower.tables import Tables
+from fxpass.spec.expression import Z
+from fxpass.spec.functions import FUNCTIONS, Where
+
+
+def base_of(tables: Tables, like: Classes) -> tuple[Base, Expr]:
+    """The base of logits of which a softmax is taken, and the shift of each row that they have."""
+    expr = sympy.expand(like.expr, deep=False) if like.expr.is_Add else like.expr
+    shift, rest = split(expr)
+    if rest == 0:
+        raise Unknown("reads no logits: they cancel")
+    for base in tables.bases:  # log_softmax(log_softmax(z)), or of z + lse
+        if rest == base.log:
+            return base, shift - base.lse
+        if rest == base.logit and base.taken == like.taken:
+            return base, shift
+    classes = [s for s in symbols_of(rest) if has_classes(s)]
+    scale, transform = rest.as_independent(*classes, as_Add=False)
+    number = scale.as_coeff_Mul()[0]
+    scale, transform = scale / number, number * transform
+    check_given(tables, transform)
+    reads = transform.has(Z) and of_operands_alone(transform)
+    rows = {s for s in symbols_of(scale) if s.name.startswith("row_")}
+    if not reads or symbols_of(scale) - rows:
+        raise Unknown(f"`{like.expr}` is no function of one logit")
+    return tables.base(like.taken, transform, scale), shift
+
+
+# Functions with a corner, or that are not defined everywhere.
+_CORNERS = (Where, *(FUNCTIONS[n].symbolic for n in ("abs", "sign", "maximum", "minimum", "sqrt")))
+
+
+def check_given(tables: Tables, transform: Expr) -> None:
+    """``Unknown`` if a function of one logit reads values of its own, or of its row, that are
+    trained."""
+    for symbol in sorted(symbols_of(transform) & tables.nodes.keys(), key=str):
+        wide = symbol.name.startswith(("given_", "row_"))
+        if wide and tables.attached[tables.nodes[symbol]]:
+            raise Unknown(f"`{transform}` reads {symbol.name}, which needs a gradient")
+
+
+def softmax_base_of(tables: Tables, like: Classes) -> Base:
+    """The base of logits of which a softmax is taken. It does not depend on a shift by reductions,
+    but a shift by a tensor of rows is computed: a mask of them may absorb the logits.
+
+    Raises:
+        Unknown: the shift has a gradient, which is 0 and not None.
+    """
+    base, shift = base_of(tables, like)
+    rows = {s for s in symbols_of(shift) if s.name.startswith("row_")}
+    if any(tables.attached[tables.nodes[s]] for s in rows):
+        raise Unknown("a softmax does not depend on rows that need a gradient")
+    terms = sympy.Add.make_args(sympy.expand(shift))
+    added = sympy.Add(*(t for t in terms if not rows.isdisjoint(symbols_of(t))))
+    if added == 0:
+        return base
+    if symbols_of(added) - rows:
+        raise Unknown(f"`{like.expr}` is no function of one logit")
+    transform = base.logit + added
+    check_given(tables, transform)
+    return tables.base(like.taken, transform, sympy.Integer(1))
+
+
+def split(expr: Any) -> tuple[Expr, Expr]:
+    """The terms without classes and those with classes."""
+    terms = sympy.Add.make_args(expr)
+    rows = [t for t in terms if not has_classes(t)]
+    return sympy.Add(*rows), sympy.Add(*(t for t in terms if has_classes(t)))
+
+
+def in_logs(tables: Tables, like: Classes, expr: Any, loose: bool = False) -> Expr:
+    """An expression with the raw logits as log-softmax and lse of a base; ``loose``: the lse has
+    to cancel."""
+
+    def lse(base: Base) -> Symbol:
+        return base.loose if loose else base.lse
+
+    if not expr.has(Z):
+        return expr
+    bases = [base for base in tables.bases if base.taken == like.taken]
+    read = [base for base in bases if expr.has(base.log)]
+    for some in (read, bases):
+        replaced = [expr.subs(base.logit, base.log + lse(base)) for base in some]
+        if found := [one for one in replaced if not one.has(Z)]:
+            return cast(Expr, min(found, key=sympy.count_ops))  # of a logit, not of a function of z
+    for base in read:  # p * z, where p is the softmax of a multiple of z
+        factor = base.logit / Z
+        if factor.is_number:  # another one may be 0
+            return expr.subs(Z, (base.log + lse(base)) / factor)
+    poly = sympy.expand(expr)
+    if not read and (not poly.is_polynomial(Z) or sympy.Poly(poly, Z).degree() == 1):
+        try:
+            base, shift = base_of(tables, Classes(poly, like.taken))
+            return base.log + lse(base) + shift
+        except Unknown:
+            if not poly.is_polynomial(Z):
+                raise
+    if not poly.is_polynomial(Z):
+        raise Unknown(f"`{expr}` is not known")
+    base = tables.base(like.taken, Z, sympy.Integer(1))
+    return poly.subs(Z, base.log + lse(base))
+
+
+def in_one_log(tables: Tables, like: Classes, grows: bool = False) -> tuple[Base, Expr] | None:
+    """A base, and the expression in its log-softmax and in rows: of a base that exists, or of one
+    of this expression. None for another expression, and if it has to grow with the logits."""
+    found = in_logs(tables, like, like.expr)
+    logs = [base for base in tables.bases if found.has(base.log)]
+    if len(logs) == 1 and logs[0].taken == like.taken:
+        (base,) = logs
+        rest = split(sympy.expand(found))[1] if grows else found
+        factor, core = rest.as_coeff_Mul()
+        alone = all(
+            s == base.log or (s.name.startswith(("class_", "given_")) and not grows)
+            for s in symbols_of(rest)
+            if has_classes(s)
+        )
+        if alone and (not grows or (factor > 0 and core in (base.log, sympy.exp(base.log)))):
+            return base, found
+    if not logs or any(like.expr.has(base.log) for base in tables.bases):
+        return None
+    base, shift = base_of(tables, like)
+    return base, base.log + base.lse + shift

@@ -1,0 +1,253 @@
+"""Functions from tensors with classes to tensors with classes: views, softmax, arithmetic.
+
+In: a node that reads logits. Out: its :class:`fxpass.lower.records.Classes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxpass.lower.bases import in_logs, softmax_base_of
+from fxpass.lower.pointwise import ALGEBRA, MASKS, OF_ROWS, POINTWISE, check_size
+from fxpass.lower.reading import (
+    Reading,
+    arguments,
+    class_dim,
+    cut,
+    is_float,
+    name_of,
+    operand_of,
+    reads_sizes,
+    same,
+    sizes_of,
+)
+from fxpass.lower.records import Classes, Unknown, of_operands_alone, symbols_of
+from fxpass.spec.dtypes import short
+from fxpass.spec.expression import Z
+from fxpass.spec.functions import exact
+
+
+def _same(found: Reading, node: Node) -> Classes:
+    """The same elements, in a dtype that is floating point."""
+    (source, *_), example = node.all_input_nodes, node.meta["val"]
+    before = source.meta["val"]
+    if [s for s in sizes_of(source) if not same(s, 1)] != [
+        s for s in sizes_of(node) if not same(s, 1)
+    ] and not all(map(same, sizes_of(source), sizes_of(node))):
+        raise Unknown("rearranges logits")
+    if before.dtype != torch.bool and not example.is_floating_point():
+        raise Unknown(f"rounds logits to {short(example.dtype)}")
+    if (example.dtype == torch.float64) != (before.dtype == torch.float64):
+        raise Unknown("casts to or from float64")
+    if example.dtype.itemsize < 2 and before.dtype != torch.bool:
+        raise Unknown(f"rounds logits to {short(example.dtype)}")
+    return found.classes[source]
+
+
+def _softmax(found: Reading, node: Node) -> Classes:
+    like = operand_of(found, node, node.args[1])
+    _same(found, node)
+    base = softmax_base_of(found.tables, like)
+    return Classes(base.log if "log" in name_of(node) else sympy.exp(base.log), like.taken)
+
+
+def _taken(found: Reading, node: Node) -> Classes:
+    """Some of the classes of a function of the logits alone."""
+    given, (source, *_) = arguments(node), node.all_input_nodes
+    like, dim = found.classes[source], class_dim(found, source)
+    rank = len(sizes_of(source))
+    if all(map(same, sizes_of(source), sizes_of(node))) and name_of(node) == "slice":
+        return like
+    if name_of(node) == "index":
+        indices = given["indices"]
+        along = [i for i, index in enumerate(indices) if index is not None]
+        tensors = [index for index in indices if index is not None]
+    else:
+        along, tensors = [given["dim"] % rank], [given.get("index")]
+    if along != [dim] or rank != 2 or any(n in found.classes for n in node.all_input_nodes[1:]):
+        raise Unknown("selects rows, or classes of each row")
+    if any(isinstance(t, Node) and t.meta["val"].dtype == torch.bool for t in tensors):
+        raise Unknown("selects classes by a mask")
+    if symbols_of(like.expr) - {Z}:
+        raise Unknown(f"selects classes of `{like.expr}`")
+    return Classes(like.expr, (*like.taken, node))
+
+
+VIEWS: dict[str, Callable[[Reading, Node], Classes]] = {
+    **dict.fromkeys(("_log_softmax", "_softmax"), _softmax),
+    **dict.fromkeys(("_to_copy", "detach", "alias", "clone", "view", "_unsafe_view"), _same),
+    **dict.fromkeys(("unsqueeze", "squeeze", "expand", "lift_fresh_copy", "reshape"), _same),
+    **dict.fromkeys(("slice", "index", "index_select"), _taken),
+}
+
+
+def pointwise(found: Reading, node: Node) -> Classes:
+    """A function of the elements of tensors with classes."""
+    name = name_of(node)
+    name = {"log_sigmoid_forward": "log_sigmoid", "getitem": "positive"}.get(name, name)
+    name = name or ("positive" if node.target.__name__ == "getitem" else "")  # type: ignore[union-attr]
+    spellings = [t[name] for t in (ALGEBRA, POINTWISE, MASKS) if name in t]
+    if not spellings:
+        raise Unknown(f"{name or node.target} of logits is not known")
+    given = {"x": node.args[0]} if name == "positive" else arguments(node)
+    tensors = [t for t in given.values() if isinstance(t, Node) and t in found.classes]
+    like = found.classes[tensors[0]]
+    if any(found.classes[t].taken != like.taken for t in tensors):
+        raise Unknown("joins logits of other classes")
+    example = node.meta["val"]
+    example = example[0] if isinstance(example, tuple | list) else example
+    whole = tensors[0].meta["val"]
+    if not all(map(same, example.shape, whole.shape)) or len(example.shape) != len(whole.shape):
+        raise Unknown("repeats the logits")
+    if (example.dtype == torch.float64) != (whole.dtype == torch.float64) and example.dtype in (
+        torch.float64,
+    ):
+        raise Unknown("promotes the logits to float64")
+    _check_attached(found, node)
+    dim = class_dim(found, tensors[0])
+    operands = [expr_of(found, a, dim, whole) for a in given.values()]
+    _check_numbers(name, example.dtype, operands)
+    _check_integers(found, node, name, example.dtype, operands)
+    return Classes(_evaluated(found, name, like, spellings, operands, list(given)), like.taken)
+
+
+def _evaluated(
+    found: Reading, name: str, like: Classes, spellings: list[Any], operands: list[Any], names: Any
+) -> Any:
+    exprs = [o for o in operands if isinstance(o, sympy.Expr)]
+    rows = name not in OF_ROWS
+    if name != "exp" and all(_of_logits(o, rows) for o in exprs):
+        spellings = spellings[-1:]
+    if name == "exp":
+        operands[0] = in_logs(found.tables, like, operands[0])
+    reason = "is not known"
+    for spelling in spellings:
+        parameters = [k for k in spelling.signature if k not in ("inplace", "out")]
+        values = list(operands)
+        if len(values) < len(parameters):  # an overload without the last ones
+            values += [spelling.signature[k] for k in parameters[len(values) :]]
+        values += [False, None] if "inplace" in spelling.signature else [None]
+        try:
+            check_size(operands)
+            expr = spelling.value(*values)
+        except (ValueError, TypeError) as error:
+            reason = f"{error}"
+            continue
+        left = symbols_of(expr).union(*(symbols_of(base.logit) for base in found.tables.bases))
+        lost = set().union(*map(symbols_of, exprs)) - left
+        if lost & found.tables.nodes.keys():
+            # its gradient would be None where eager has zeros, and where it is 0 eager has nan
+            raise Unknown(f"cancels {sorted(map(str, lost))}")
+        return expr
+    raise Unknown(f"{name}: {reason}")
+
+
+def _of_logits(expr: Any, rows: bool) -> bool:
+    alone = of_operands_alone(expr)
+    return alone and (rows or not any(s.name.startswith("row_") for s in symbols_of(expr)))
+
+
+def _check_attached(found: Reading, node: Node) -> None:
+    """``Unknown`` if gradients flow through some of the tensors that a node reads."""
+    attached = found.tables.attached
+    floats = [n for n in node.all_input_nodes if n in found.classes and is_float(n)]
+    differ = len({attached[n] for n in floats}) == 2
+    rows = [n for n in node.all_input_nodes if n in found.rows and attached[n]]
+    if attached[node] and (differ or (rows and not all(attached[n] for n in floats))):
+        raise Unknown("joins logits and detached logits")
+
+
+def _check_numbers(name: str, dtype: torch.dtype, operands: list[Any]) -> None:
+    """``Unknown`` for an infinite number in a function but ``where``, whose branch it may be; and
+    there for one beyond the dtype's range, which eager refuses, or makes infinite."""
+    infinite = [i for i, o in enumerate(operands) if o is sympy.S.NegativeInfinity]
+    masks = name in ("masked_fill", "where")
+    if (infinite and not masks) or infinite == [0]:
+        raise Unknown("has an infinite operand")
+    if masks and dtype.is_floating_point:
+        numbers = [abs(o) for o in operands if isinstance(o, sympy.Rational)]
+        if any(number > exact(torch.finfo(dtype).max) for number in numbers):
+            raise Unknown(f"has a number beyond the range of {short(dtype)}")
+
+
+def _check_integers(
+    found: Reading, node: Node, name: str, dtype: torch.dtype, operands: list[Any]
+) -> None:
+    """``Unknown`` for arithmetic of integers, which may wrap, and of booleans, whose sum is a
+    logical or: masks are compared and chosen, and sums count them."""
+    if dtype.is_floating_point or name in ("gt", "ge", "lt", "le"):
+        return
+    read = [n for n in node.all_input_nodes if n.meta["val"].dtype != torch.bool]
+    if name in MASKS:
+        read = [n for n in read if n not in found.classes]
+        masks = not read and all(o in (0, 1) for o in operands if isinstance(o, sympy.Rational))
+    else:
+        masks = not read and name == "mul" and dtype == torch.bool
+    if not masks:
+        raise Unknown(f"computes with {short(dtype)} numbers")
+
+
+def expr_of(found: Reading, argument: Any, dim: int, whole: torch.Tensor) -> Any:
+    """An argument of a function whose result has the shape of ``whole``, as an expression."""
+    tables = found.tables
+    if isinstance(argument, bool) or argument is None or isinstance(argument, str):
+        return argument
+    if isinstance(argument, int | float):
+        if argument == -math.inf:
+            return sympy.S.NegativeInfinity
+        if not math.isfinite(argument):
+            raise Unknown(f"needs finite constants, got {argument}")
+        return exact(argument)
+    if not isinstance(argument, Node) or not isinstance(argument.meta["val"], torch.Tensor):
+        raise Unknown("has a number that varies")
+    if argument in found.classes:
+        return found.classes[argument].expr
+    if argument in found.late:
+        raise Unknown("reads what is computed of rows")
+    shape, sizes = sizes_of(argument), list(whole.shape)
+    if (number := _number(argument)) is not None:
+        return number
+    aligned = [1] * (len(sizes) - len(shape)) + shape
+    of_row = all(same(s, 1 if i == dim else sizes[i]) for i, s in enumerate(aligned))
+    if argument in found.rows:
+        known = found.rows[argument]
+        if not of_row or known.index:
+            raise Unknown("has rows of another shape")
+        return known.expr if tables.attached[argument] else cut(found, argument)
+    if argument.meta["val"].is_complex():
+        raise Unknown("has a complex operand")
+    if of_row or all(same(s, 1) for s in shape):
+        return tables.node(argument, "row")
+    if all(same(s, 1) for i, s in enumerate(aligned) if i != dim):
+        return tables.node(argument, "class")
+    if all(map(same, aligned, sizes)) and _is_given(argument):
+        return tables.node(argument, "given")
+    raise Unknown(f"has an operand of shape {shape}, which is made of others")
+
+
+def _number(node: Node) -> Any:
+    """The number that a tensor of one number is made of."""
+    if name_of(node) == "scalar_tensor" or (name_of(node) == "full" and sizes_of(node) == []):
+        number = node.args[0 if name_of(node) == "scalar_tensor" else 1]
+        if number == -math.inf:
+            return sympy.S.NegativeInfinity
+        if isinstance(number, int | float) and math.isfinite(number):
+            return exact(number)
+    return None
+
+
+def _is_given(node: Node) -> bool:
+    """Whether a tensor as large as logits is an input, and not made of smaller ones."""
+    while node.op != "placeholder":
+        alike = ("_to_copy", "view", "unsqueeze", "squeeze", "detach", "alias", "clone", "neg")
+        (source, *more) = [n for n in node.all_input_nodes if not reads_sizes(n)]
+        if more or name_of(node) not in alike:
+            return False
+        node = source
+    return True

@@ -1,0 +1,128 @@
+"""What is known of the nodes of a row function: tensors with classes, rows, and their outputs.
+
+In: nodes of a canonical ATen graph, whose tensors have their rows first. Out: records of sympy
+expressions. The symbols stand for nodes and for outputs of the operator; their names start with
+``row_``, ``class_`` or ``given_`` for operands ``[n, 1]``, ``[V]`` and ``[n, V]``::
+
+    %mul = mul(%softmax, %log_softmax)    ->    Classes(exp(log_0)*log_0)
+    %sum = sum(%mul, [1])                 ->    Rows(moment(1,1)_0)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sympy import Expr, Symbol
+from torch.fx import Node
+
+from fxpass.spec.expression import L, Z
+from fxpass.spec.outputs import Moment, Output
+
+
+class Unknown(Exception):  # noqa: N818
+    """Why a row function is not lowered."""
+
+
+@dataclass(frozen=True)
+class Classes:
+    """A tensor with classes.
+
+    Attributes:
+        expr: one element; ``z`` is the logit.
+        taken: the nodes that select its classes, from all of the head's.
+    """
+
+    expr: Expr
+    taken: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One number for each row, or one for each of K picks, as an expression of outputs and of
+    symbols of operands; ``index``: it is a class."""
+
+    expr: Expr
+    index: bool = False
+
+
+@dataclass(frozen=True)
+class Base:
+    """Logits of which a softmax, or another reduction, is taken.
+
+    Attributes:
+        taken: the nodes that select the classes.
+        transform: one logit, as an expression of ``z`` and of what is given at its class.
+        scale: a factor of each row, as an expression of row symbols.
+        log, lse: the symbols of the log-softmax and of the log-sum-exp.
+        loose: that of the lse in expectations of logits, which has to cancel: the digits of small
+            logits are lost in a sum with it.
+    """
+
+    taken: tuple[Node, ...]
+    transform: Expr
+    scale: Expr
+    log: Symbol
+    lse: Symbol
+    loose: Symbol
+
+    @property
+    def logit(self) -> Expr:
+        """The logit as an expression of ``z`` and of symbols of operands."""
+        return self.transform * self.scale
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The outputs ``pick`` or ``at``, at the classes ``[n, K]`` of an index tensor.
+
+    Attributes:
+        index: class indices.
+        logit: whether the logit is picked, and not the log-softmax.
+    """
+
+    index: Node
+    logit: bool = False
+
+    @property
+    def count(self) -> int | torch.SymInt:
+        """K."""
+        return self.index.meta["val"].shape[1]
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A moment, whose weight is that of a symbol, or one."""
+
+    moment: Moment
+    weight: Symbol | None = None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What an operand has at the classes of an index tensor."""
+
+    operand: Node
+    index: Node
+
+
+OfBase = Output | Picked | Summed
+# The names of symbols of what is given at a class.
+OF_CLASS = ("class_", "given_")
+
+
+def symbols_of(expr: Any) -> set[Symbol]:
+    """The symbols of an expression."""
+    return expr.free_symbols
+
+
+def has_classes(expr: Any) -> bool:
+    """Whether an expression differs from class to class."""
+    return any(s in (Z, L) or s.name.startswith(("log_", *OF_CLASS)) for s in symbols_of(expr))
+
+
+def of_operands_alone(expr: Any) -> bool:
+    """Whether an expression is one of a logit and of operands, without a softmax."""
+    names = (*OF_CLASS, "row_")
+    return all(s == Z or s.name.startswith(names) for s in symbols_of(expr))

@@ -1,0 +1,156 @@
+"""Functions from tensors with classes to rows, and from rows to rows.
+
+In: a node that reads logits, or rows. Out: its :class:`fxpass.lower.records.Rows`. Of rows, what
+may cancel is read: sums, multiples, exponentials and logarithms; all else stays in the graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from fxpass.lower.pointwise import exponential, logarithm
+from fxpass.lower.reading import (
+    Reading,
+    arguments,
+    class_dim,
+    cut,
+    name_of,
+    operand_of,
+    same,
+    sizes_of,
+)
+from fxpass.lower.records import Classes, Rows, Unknown, symbols_of
+from fxpass.lower.sums import at, grows, highest, logsumexp, summed
+from fxpass.lower.tables import Tables
+from fxpass.spec.dtypes import short
+from fxpass.spec.functions import exact
+
+
+def _reduction(function: Callable[[Tables, Classes], Any]) -> Callable[[Reading, Node], Rows]:
+    def of(found: Reading, node: Node) -> Rows:
+        return Rows(function(found.tables, operand_of(found, node, arguments(node)["dim"])))
+
+    return of
+
+
+def _sum(found: Reading, node: Node) -> Rows:
+    given, (source, *_) = arguments(node), node.all_input_nodes
+    like = operand_of(found, node, given["dim"])
+    old, new = source.meta["val"].dtype, node.meta["val"].dtype
+    if (new == torch.float64) != (old == torch.float64) or (
+        old.is_floating_point and not new.is_floating_point
+    ):
+        raise Unknown(f"adds up in {short(new)}")
+    classes = sizes_of(source)[class_dim(found, source)]
+    total = summed(found.tables, like, classes)
+    if name_of(node) != "mean":
+        return Rows(total)
+    if not isinstance(classes, int):
+        raise Unknown("divides by a number of classes that varies")
+    return Rows(total / classes)
+
+
+def _gather(found: Reading, node: Node) -> Rows:
+    given, index = arguments(node), node.args[2]
+    like = operand_of(found, node, given["dim"])
+    if not isinstance(index, Node) or index in found.rows or index in found.late:
+        raise Unknown("picks a class that is computed from logits")
+    if index in found.classes or given["sparse_grad"]:
+        raise Unknown("has an index of another kind")
+    if len(sizes_of(index)) != 2 or not same(
+        sizes_of(index)[0], sizes_of(node.all_input_nodes[0])[0]
+    ):
+        raise Unknown("has an index of other rows")
+    return Rows(at(found.tables, like, index))
+
+
+def _amax(found: Reading, node: Node) -> Rows:
+    rows = highest(found.tables, operand_of(found, node, arguments(node)["dim"]))
+    if not found.tables.attached[node]:
+        return Rows(rows)
+    # equal classes share its gradient: it may be a shift of a softmax, and nothing else
+    return Rows(sympy.Symbol(f"shared({rows})", real=True))
+
+
+def _argmax(found: Reading, node: Node) -> Rows:
+    base, _ = grows(found.tables, operand_of(found, node, arguments(node)["dim"]))
+    return Rows(found.tables.output(base, "argmax"), index=True)
+
+
+def of_pair(found: Reading, node: Node) -> Rows:
+    like = found.pairs[node.args[0]]  # type: ignore[index]
+    if node.args[1] == 0:
+        return Rows(highest(found.tables, like))
+    return Rows(found.tables.output(grows(found.tables, like)[0], "argmax"), index=True)
+
+
+REDUCTIONS: dict[str, Callable[[Reading, Node], Rows]] = {
+    **{"sum": _sum, "mean": _sum, "gather": _gather, "amax": _amax, "argmax": _argmax},
+    "logsumexp": _reduction(logsumexp),
+}
+
+
+# ---------------------------------------------------------------- rows
+
+
+def of_rows(found: Reading, node: Node) -> Rows | None:
+    """What a call makes of rows, if it is arithmetic that may cancel, or a view."""
+    name, tables = name_of(node), found.tables
+    given = arguments(node) if name else {}
+    first: Any = node.args[0]
+    if name in _SAME_ROWS and first in found.rows and node.all_input_nodes[0] is first:
+        before, after = first.meta["val"], node.meta["val"]
+        many = [s for s in sizes_of(first)[1:] if not same(s, 1)]
+        if many != [s for s in sizes_of(node)[1:] if not same(s, 1)] or (
+            before.dtype != after.dtype
+            and not (before.is_floating_point() and after.is_floating_point())
+        ):
+            return None
+        if (before.dtype == torch.float64) != (after.dtype == torch.float64):
+            return None
+        rows = found.rows[first]
+        return rows
+    if name not in _ARITHMETIC or any(n not in found.rows for n in node.all_input_nodes):
+        return None
+    attached = [tables.attached[n] for n in node.all_input_nodes]
+    exprs: list[Any] = []
+    for argument in [a for k, a in given.items() if k in ("self", "other")]:
+        if isinstance(argument, Node):
+            mixed = any(attached) and not tables.attached[argument]
+            exprs.append(cut(found, argument) if mixed else found.rows[argument].expr)
+        elif isinstance(argument, int | float) and math.isfinite(argument):
+            exprs.append(exact(argument))
+        else:
+            return None
+    numbers = sum(e.is_number for e in exprs)
+    index = any(found.rows[n].index for n in node.all_input_nodes)
+    if index or (name in ("mul", "div") and (numbers != 1 or exprs[-1] == 0 or exprs[0].is_number)):
+        return None
+    if name in ("exp", "log") and symbols_of(exprs[0]) - tables.outputs.keys():
+        return None
+    try:
+        return Rows(_ARITHMETIC[name](*exprs, given.get("alpha", 1)))
+    except (ValueError, TypeError):
+        return None
+
+
+_SAME_ROWS = (
+    *("view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "select", "_to_copy"),
+    *("alias", "clone", "detach", "expand"),
+)
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "add": lambda x, y, alpha: x + y * exact(alpha),
+    "sub": lambda x, y, alpha: x - y * exact(alpha),
+    "rsub": lambda x, y, alpha: y - x * exact(alpha),
+    "mul": lambda x, y, _: x * y,
+    "div": lambda x, y, _: x / y,
+    "neg": lambda x, _: -x,
+    "exp": lambda x, _: exponential(x),
+    "log": lambda x, _: logarithm(x),
+}

@@ -1,0 +1,76 @@
+"""The tables of one reading: what the symbols of its expressions stand for.
+
+In: nodes, and outputs of a base. Out: the symbol of each, always the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sympy import Expr, Symbol
+from torch.fx import Node
+
+from fxpass.lower.records import Base, Chosen, OfBase, Picked, Summed
+
+
+@dataclass
+class Tables:
+    """What symbols stand for.
+
+    Attributes:
+        attached: for each node whether a gradient flows through it.
+        bases: the bases.
+        nodes: symbols of operands.
+        chosen: symbols of what operands have at picked classes.
+        outputs: symbols of outputs.
+        cut: symbols of rows through which no gradient flows.
+    """
+
+    attached: dict[Node, bool] = field(default_factory=dict)
+    bases: list[Base] = field(default_factory=list)
+    nodes: dict[Symbol, Node] = field(default_factory=dict)
+    chosen: dict[Symbol, Chosen] = field(default_factory=dict)
+    outputs: dict[Symbol, tuple[Base, OfBase]] = field(default_factory=dict)
+    cut: dict[Symbol, Expr] = field(default_factory=dict)
+
+    def node(self, node: Node, kind: str) -> Symbol:
+        """The symbol of a ``row``, ``class`` or ``given`` operand."""
+        symbol = Symbol(f"{kind}_{node.name}", real=True)
+        self.nodes[symbol] = node
+        return symbol
+
+    def choice(self, operand: Node, index: Node) -> Symbol:
+        """The symbol of what an operand has at picked classes."""
+        symbol = Symbol(f"row_{operand.name}_at_{index.name}", real=True)
+        self.chosen[symbol] = Chosen(operand, index)
+        return symbol
+
+    def without_gradient(self, rows: Expr) -> Symbol:
+        """The symbol of rows through which no gradient flows."""
+        symbol = Symbol(f"cut({rows})", real=True)
+        self.cut[symbol] = rows
+        return symbol
+
+    def base(self, taken: tuple[Node, ...], transform: Expr, scale: Expr) -> Base:
+        """The base of these logits."""
+        for base in self.bases:
+            if (base.taken, base.transform, base.scale) == (taken, transform, scale):
+                return base
+        names = (Symbol(f"{name}_{len(self.bases)}", real=True) for name in ("log", "lse", "loose"))
+        self.bases.append(Base(taken, transform, scale, *names))
+        base = self.bases[-1]
+        self.outputs[base.lse] = base, "lse"
+        return base
+
+    def output(self, base: Base, output: OfBase) -> Symbol:
+        """The symbol of an output of a base."""
+        if output == "lse":
+            return base.lse
+        name = str(output)
+        if isinstance(output, Summed):
+            name = f"{output.moment}{output.weight or ''}"
+        if isinstance(output, Picked):
+            name = f"{'at' if output.logit else 'pick'}_{output.index.name}"
+        symbol = Symbol(f"{name}_of_{base.log}", real=True)
+        self.outputs[symbol] = base, output
+        return symbol

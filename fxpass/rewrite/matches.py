@@ -1,0 +1,137 @@
+"""What a report says of a row region that is fused.
+
+In: a :class:`fxpass.capture.capture.Captured` and its calls in a graph. Out: a
+:class:`RegionMatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+
+from fxpass.capture.capture import Captured
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import hint, value
+from fxpass.match.head import LEFT
+from fxpass.op.row_region import planned_for
+from fxpass.plan.choice import Choice
+from fxpass.plan.plan import size
+from fxpass.region.text import RowRegion
+from fxpass.rewrite.lowered import Inserted
+from fxpass.spec.reductions import Reductions
+from fxpass.spec.words import words
+
+# Losses that have a name.
+LOSSES = ("cross_entropy_loss", "nll_loss", "linear_cross_entropy")
+
+
+@dataclass(frozen=True)
+class RegionMatch:
+    """A row region that is fused.
+
+    Attributes:
+        source: the user's line of its first result.
+        shapes: rows and classes of each head.
+        itemsizes: bytes of a logit of each head.
+        operations: the ATen calls on logits.
+        choices: how its calls run.
+        named: the losses among its nodes that have a name.
+        words: what calls with a normal form compute.
+        kernels: the names of the kernels that Inductor made for its row functions.
+        logits_mode: ``never``, ``defer`` or ``drop``, as of a :class:`fxpass.match.head.Head`.
+    """
+
+    source: str
+    shapes: tuple[tuple[Any, Any], ...]
+    itemsizes: tuple[int, ...]
+    operations: tuple[str, ...]
+    choices: tuple[str | Choice, ...] = ()
+    kernels: tuple[str, ...] = ()
+    logits_mode: str = "never"
+    named: int = 0
+    words: str = ""
+
+    @property
+    def losses(self) -> int:
+        """How many losses it is; those without a name count as one."""
+        return max(1, self.named)
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of one copy of the logits of all heads."""
+        shapes = zip(self.shapes, self.itemsizes, strict=True)
+        return sum(hint(n) * hint(v) * itemsize for (n, v), itemsize in shapes)
+
+    @property
+    def calls(self) -> tuple[_Choice, ...]:
+        """What a report says of the operator calls, a line each."""
+        kernels = [f"kernels: {', '.join(self.kernels)}"] if self.kernels else []
+        return tuple(map(_Choice, (*self.choices, *kernels)))
+
+    def __str__(self) -> str:
+        logits = " and ".join(f"[{n}, {v}]" for n, v in self.shapes)
+        heads = "1 head" if len(self.shapes) == 1 else f"{len(self.shapes)} heads"
+        operations = ", ".join(self.operations)
+        left = LEFT.get(self.logits_mode, "")
+        if self.words:
+            return f"fused: {self.source}: logits {logits}, {self.words}{left}"
+        return f"fused: {self.source}: region of {heads}, logits {logits}: {operations}{left}"
+
+
+@dataclass(frozen=True)
+class _Choice:
+    choice: Any
+
+    @property
+    def spec(self) -> Reductions:
+        """Of a call with a normal form."""
+        return self.choice.spec
+
+
+def match_of(captured: Captured) -> RegionMatch:
+    shapes, sizes = [], []
+    for head in captured.slice.recorder.heads:
+        rows = head.x.shape[-1 if head.first else -2]
+        shapes.append((rows, head.classes))
+        sizes.append(head.x.fake.dtype.itemsize)
+    named = sum(function_of(node) in LOSSES for node in captured.slice.ran)
+    of_heads = captured.source, tuple(shapes), tuple(sizes), captured.operations
+    return RegionMatch(*of_heads, named=named)
+
+
+def words_of(specs: Sequence[Reductions], named: int) -> str:
+    """What calls with a normal form compute, in words."""
+    first, *more = map(words, specs)
+    if named:
+        first = f"cross-entropy {first}" if first.startswith("of ") else f"cross-entropy: {first}"
+    return "; ".join((first, *more))
+
+
+def choice_of(call: Node | Inserted) -> str | Choice:
+    """How a call runs, for the rows of the traced graph."""
+    if isinstance(call, Inserted):
+        return call.choice
+    tensors: Any = torch.fx.map_arg(call.args[0], _without_data)
+    text = str(call.args[1])
+    region, planned = RowRegion.parse(text), planned_for(tensors, text)
+    if region.total:
+        gradients = "the gradients are computed with the outputs"
+    elif region.trained:
+        gradients = "backward computes the logits again"
+    else:
+        gradients = "no gradients"
+    compiled = "compiled by Inductor" if region.compiled else "interpreted"
+    rows = f"{planned.rows} rows at a time: {size(planned.scratch + planned.sums)} of scratch"
+    return f"row function of {region.outputs} outputs, {compiled}: {rows}; {gradients}"
+
+
+def _without_data(node: Node) -> torch.Tensor:
+    tensor = value(node)
+    sizes = [hint(s) for s in tensor.shape]
+    with FakeTensorMode():
+        return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)
