@@ -200,7 +200,7 @@ def _trace(subject: Subject, inner: str) -> Row:
             wrong = compare(subject, form, model_in(form), model_in(PLAIN))
         first = first or list(graphs)  # later, a failed guard may add graphs
         found = [record for graph in first for record in graph.found[form]]
-        matched = [str(r) for r in found if type(r).__name__ == "Head"]
+        matched = [str(r) for r in found if hasattr(r, "losses")]
         rejected = [r.reason for r in found if type(r).__name__ == "Rejection"]
         errors = [r for r in found if isinstance(r, str)]
         forms[form] = {"matched": matched, "rejected": rejected, "errors": errors}

@@ -226,8 +226,10 @@ def expr_of(found: Reading, argument: Any, dim: int, whole: torch.Tensor) -> Any
         return tables.node(argument, "row")
     if all(same(s, 1) for i, s in enumerate(aligned) if i != dim):
         return tables.node(argument, "class")
-    if all(map(same, aligned, sizes)) and _is_given(argument):
-        return tables.node(argument, "given")
+    if all(map(same, aligned, sizes)):
+        sign, source = _given(argument)
+        if source is not None:
+            return sign * tables.node(source, "given")
     raise Unknown(f"has an operand of shape {shape}, which is made of others")
 
 
@@ -242,12 +244,20 @@ def _number(node: Node) -> Any:
     return None
 
 
-def _is_given(node: Node) -> bool:
-    """Whether a tensor as large as logits is an input, and not made of smaller ones."""
+def _given(node: Node) -> tuple[int, Node | None]:
+    """The sign and the tensor of an operand as large as logits, if it is an input, in a dtype that
+    is not smaller, and not made of smaller tensors."""
+    sign = 1
     while node.op != "placeholder":
-        alike = ("_to_copy", "view", "unsqueeze", "squeeze", "detach", "alias", "clone", "neg")
-        (source, *more) = [n for n in node.all_input_nodes if not reads_sizes(n)]
-        if more or name_of(node) not in alike:
-            return False
-        node = source
-    return True
+        (source, *more) = [n for n in node.all_input_nodes if not reads_sizes(n)] or [node]
+        alike = ("view", "unsqueeze", "squeeze", "detach", "alias", "clone", "expand", "_to_copy")
+        name, old, new = name_of(node), source.meta["val"], node.meta["val"]
+        floats = old.is_floating_point() and new.is_floating_point()
+        wider = name == "_to_copy" and floats and old.itemsize <= new.itemsize
+        if more or source is node or not (name in alike or (name == "neg" and floats)):
+            return sign, None
+        if name == "_to_copy" and not wider:
+            return sign, None
+        sign, node = -sign if name == "neg" else sign, source
+    shape = [size for size in sizes_of(node) if not same(size, 1)]
+    return (sign, node) if len(shape) == 2 else (sign, None)

@@ -40,7 +40,7 @@ def read(graph: Graph, trained: dict[Node, bool]) -> Reading:
         inputs = node.all_input_nodes
         known = any(tables.attached[n] for n in inputs)
         tables.attached[node] = trained.get(node, known and is_float(node))
-        if name_of(node) == "detach":
+        if name_of(node) == "detach" or reads_sizes(node):
             tables.attached[node] = False
         if node.op == "placeholder" or reads_sizes(node):
             continue

@@ -90,6 +90,19 @@ def _differentiable(outputs: Sequence[Node], grads: Mapping[Node, bool]) -> set[
     return found
 
 
+def _leaves(node: Node, among: set[Node]) -> bool:
+    """Whether some nodes lead from a node to the end of the graph."""
+    seen, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user.op == "output":
+                return True
+            if user in among and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return False
+
+
 def _passes(outputs: Sequence[Node], node: Node, after: set[Node]) -> bool:
     """Whether every way from the outputs to the end of the graph passes a node."""
     seen, todo = {node, *outputs}, list(outputs)
@@ -135,6 +148,10 @@ class Totalled(Protocol):
     @property
     def made(self) -> Sequence[Node]: ...
 
+    def detach(self, results: Collection[Node]) -> None:
+        """Notes that no gradient reaches some outputs."""
+        ...
+
     def zeros(self, make: Make, result: Node) -> Node:
         """Zeros for an output."""
         ...
@@ -156,9 +173,11 @@ def with_total(graph: Graph, of: Totalled, grads: Mapping[Node, bool], make: Mak
         grads: whether gradients are enabled at a node.
         make: makes a node with its example value at the graph's insertion point.
     """
+    reached = _differentiable(of.outputs, grads)
+    of.detach([n for n in of.results if not _leaves(n, reached)])
     outputs, results = list(of.outputs), list(of.results)
     totals = known_totals(outputs, results, grads) if outputs else iter(())
-    places = ((known, _place(of.node, known, results)) for known in totals)
+    places = ((known, _unwritten(known, _place(of.node, known, results))) for known in totals)
     known, place = next(((k, p) for k, p in places if p is not None), (None, None))
     if known is None or place is None:
         return False
@@ -180,7 +199,11 @@ def with_total(graph: Graph, of: Totalled, grads: Mapping[Node, bool], make: Mak
             # what else is in the scalar may have gradients of its own
             rest = copies(copies.results[-1])
             total, dtype = make(torch.add, total, rest), value(known.node).dtype
-            total = total if value(total).dtype == dtype else make(torch.Tensor.to, total, dtype)
+            total = (
+                total
+                if value(total).dtype == dtype
+                else make(torch.ops.aten._to_copy.default, total, dtype=dtype)
+            )
     made = {n for n in (*zeros, *copies.known.values()) if isinstance(n, Node)} - {*known.others}
     if total is None:
         _erase(graph, made)
@@ -225,6 +248,9 @@ class OfRegion:
         whole = not self.region.total and len(trained) == len(self.region.tangents)
         self.outputs = sorted(trained, key=self.places.__getitem__) if whole else []
 
+    def detach(self, results: Collection[Node]) -> None:
+        pass
+
     def zeros(self, make: Make, result: Node) -> Node:
         tensors: Any = self.node.args[0]
         sizes = [rows_of(make, tensors[0]), *value(result).shape[1:]]
@@ -246,6 +272,17 @@ def _hoisted(call: Node, known: Known) -> bool:
     for node in moved or ():
         call.prepend(node)
     return moved is not None
+
+
+def _unwritten(known: Known, place: Node | None) -> Node | None:
+    """The place, unless what the tail reads there is written to before it would read it."""
+    memory = _storages([n for n in known.others if is_tensor(n)])
+    node = known.node if place is None else min(place, *known.tail)
+    while node is not known.node:
+        if any(storage(n) in memory for n in written(node)):
+            return None
+        node = node.next
+    return place
 
 
 def _place(call: Node, known: Known, results: Sequence[Node]) -> Node | None:

@@ -188,14 +188,14 @@ class Inserted(RowNodes):
                 more = self.call(torch.mul, more, float(factor))
             bias = more if bias is None else self.call(torch.add, self.wide(bias), more)
         if bias is not None and value(bias).dtype not in (self.dtype, dtype):
-            bias = self.call(torch.Tensor.to, bias, dtype)
+            bias = self.call(A._to_copy.default, bias, dtype=dtype)
         return bias
 
     def _scale(self) -> Node | None:
         if self.normal.base.scale == 1:
             return None
         rows = self.arithmetic(self.normal.base.scale)
-        scale = self.call(torch.Tensor.to, rows, compute_dtype(self.dtype))
+        scale = self.call(A._to_copy.default, rows, dtype=compute_dtype(self.dtype))
         return scale if value(scale).dim() else self.call(A.expand.default, scale, [self.rows()])
 
     def _given(self, i: int, symbol: Symbol) -> Node:
@@ -213,7 +213,7 @@ class Inserted(RowNodes):
         weights = {o.weight for o in self.normal.outputs if isinstance(o, Moment)}
         mask = value(node).dtype == torch.bool and i not in weights
         if not (value(node).is_floating_point() or mask):
-            node = self.call(torch.Tensor.to, node, compute_dtype(self.dtype))
+            node = self.call(A._to_copy.default, node, dtype=compute_dtype(self.dtype))
         return node if f"given{i}" in self.lowered.gradients else self.cut(node)
 
     # ------------------------------------------------------------ its outputs
@@ -277,6 +277,18 @@ class Inserted(RowNodes):
         fits = all(isinstance(o, Moment) or o in IN_TOTAL for o in trained)
         fits = fits and not spec.total and set(spec.gradients) <= set(PRODUCTS)
         return [self.lines[o] for o in trained] if fits else []
+
+    def detach(self, results: Collection[Node]) -> None:
+        """Backward does not read outputs that no gradient reaches."""
+        spec = self.choice.spec
+        lost = {o for o, line in self.lines.items() if line in results}
+        if not spec.gradients or spec.total or lost.issuperset(spec.rows):
+            return
+        detached = tuple(o for o in spec.rows if o in lost | {*spec.detached})
+        args = list(self.node.args)
+        self.choice = replace(self.choice, spec=replace(spec, detached=detached))
+        args[8] = self.choice.spec.text()
+        self.node.args = tuple(args)
 
     def zeros(self, make: Any, result: Node) -> Node:
         """Zeros for a line."""

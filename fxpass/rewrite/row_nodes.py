@@ -118,7 +118,7 @@ class RowNodes:
             example = source.meta["val"]
             rounded = isinstance(example, torch.Tensor) and isinstance(made, Node)
             if rounded and not exact and value(made).dtype != example.dtype:
-                made = self.call(torch.Tensor.to, made, example.dtype)
+                made = self.call(A._to_copy.default, made, dtype=example.dtype)
             return made
 
         if self._rounds(node):
@@ -147,7 +147,7 @@ class RowNodes:
     def result(self, node: Node) -> Node:
         new = self._row(node)
         if value(new).dtype != node.meta["val"].dtype:
-            new = self.call(torch.Tensor.to, new, node.meta["val"].dtype)
+            new = self.call(A._to_copy.default, new, dtype=node.meta["val"].dtype)
         return new
 
     def arithmetic(self, expr: Any) -> Any:
@@ -205,7 +205,7 @@ class RowNodes:
         wide = value(node).dtype.itemsize >= dtype.itemsize
         if value(node).is_floating_point() and wide:  # integers would wrap
             return node
-        return self.call(torch.Tensor.to, node, dtype)
+        return self.call(A._to_copy.default, node, dtype=dtype)
 
     def column(self, part: Any) -> Any:
         """A row ``[N]`` as ``[N, 1]``, beside K picks of each row."""

@@ -47,7 +47,7 @@ class Known:
 
 def _narrows(node: Node) -> bool:
     """Whether a node is a cast from f32 to 16 bits."""
-    cast = node.target in (torch.Tensor.to, torch.ops.aten._to_copy.default)
+    cast = node.target is torch.ops.aten._to_copy.default
     source = node.all_input_nodes[0] if cast and node.all_input_nodes else node
     wide = is_tensor(source) and value(source).dtype == torch.float32
     return wide and value(node).dtype in LOW_PRECISION
@@ -99,9 +99,39 @@ def traced_of(known: Known, count: int) -> Graph | None:
     return None if module.graph.find_nodes(op="get_attr") else module.graph
 
 
+# Functions that are linear in one argument, or in all of them: of others, such as a rounded
+# quotient, the derivative may be a constant, too.
+_LINEAR = {
+    *("add", "sub", "rsub", "mul", "div", "neg", "sum", "mean", "where", "masked_fill", "clone"),
+    *("_to_copy", "detach", "alias", "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"),
+    *("expand", "permute", "transpose", "t", "select", "slice", "split", "unbind", "getitem"),
+    *("stack", "cat", "index", "index_select", "gather", "mm", "mv", "dot", "bmm", "addmm", "flip"),
+    *("cumsum", "scatter", "scatter_add", "index_add", "repeat", "roll", "constant_pad_nd"),
+    *("lift_fresh_copy", "copy", "diagonal", "unfold", "narrow", "add_", "sub_", "mul_", "div_"),
+}
+
+
+def _is_affine(known: Known, traced: Graph) -> bool:
+    """Whether the scalar is made of the results by linear functions."""
+    places = traced.find_nodes(op="placeholder")[: len(known.results)]
+    whole: Any = traced.output_node().args[0]
+    behind = set(_behind(whole[-1], places)) if isinstance(whole[-1], Node) else set()
+    made = set(places)
+    for node in traced.nodes:
+        if node in behind and not made.isdisjoint(node.all_input_nodes):
+            made.add(node)
+            packet = getattr(node.target, "overloadpacket", node.target)
+            rounds = node.kwargs.get("rounding_mode") is not None
+            if packet.__name__ not in _LINEAR or rounds:
+                return False
+    return True
+
+
 def is_linear(known: Known, traced: Graph) -> bool:
     """Whether the coefficients read none of the results, nothing else that has a gradient, and no
-    random numbers."""
+    random numbers; and the scalar is linear, but for a constant."""
+    if not _is_affine(known, traced):
+        return False
     given = (*known.results, *known.others)
     inputs = zip(traced.find_nodes(op="placeholder"), given, strict=True)
     places = {p for p, n in inputs if n in known.results or needs_gradient(n)}
