@@ -20,6 +20,7 @@ from fxpass.lower.reading import (
     arguments,
     class_dim,
     cut,
+    example_of,
     is_float,
     name_of,
     operand_of,
@@ -100,9 +101,7 @@ def pointwise(found: Reading, node: Node) -> Classes:
     like = found.classes[tensors[0]]
     if any(found.classes[t].taken != like.taken for t in tensors):
         raise Unknown("joins logits of other classes")
-    example = node.meta["val"]
-    example = example[0] if isinstance(example, tuple | list) else example
-    whole = tensors[0].meta["val"]
+    example, whole = example_of(node), example_of(tensors[0])
     if not all(map(same, example.shape, whole.shape)) or len(example.shape) != len(whole.shape):
         raise Unknown("repeats the logits")
     if (example.dtype == torch.float64) != (whole.dtype == torch.float64) and example.dtype in (

@@ -43,16 +43,25 @@ def name_of(node: Node) -> str:
 
 
 def reads_sizes(node: Node) -> bool:
+    """Whether a node is a size."""
     return name_of(node) in ("sym_size", "sym_numel")
 
 
 def is_float(node: Node) -> bool:
+    """Whether a node may have a gradient."""
     example = node.meta["val"]
     return not isinstance(example, torch.Tensor) or example.is_floating_point()
 
 
+def example_of(node: Node) -> torch.Tensor:
+    """The example value of a tensor, or of the first of several."""
+    example = node.meta["val"]
+    return example[0] if isinstance(example, tuple | list) else example
+
+
 def sizes_of(node: Node) -> list[Any]:
-    return list(node.meta["val"].shape)
+    """The sizes of a tensor."""
+    return list(example_of(node).shape)
 
 
 def same(one: Any, other: Any) -> bool:

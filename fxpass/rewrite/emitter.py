@@ -142,6 +142,9 @@ class Emitter:
             step = value.step
             assert step is not None
             args, kwargs = self._arguments((step.args, step.kwargs))
+            if step.op.overloadpacket is A.copy:  # which has no derivative
+                self._known[id(value)] = self._copied(args[1], value)
+                return self._known[id(value)]
             if step.op.overloadpacket is A._to_copy:
                 args, kwargs = (args[0],), {k: v for k, v in kwargs.items() if v is not None}
             if step.head_cast and not kwargs.keys() - {"dtype"}:
@@ -155,6 +158,12 @@ class Emitter:
                 for i, result in enumerate(step.results):
                     self._known[id(result)] = self.call(operator.getitem, made, i)
         return self._known[id(value)]
+
+    def _copied(self, source: Node, to: Value) -> Node:
+        """A tensor in the dtype and shape of the one that it is copied to."""
+        if source.meta["example_value"].dtype != to.fake.dtype:
+            source = self.call(A._to_copy.default, source, dtype=to.fake.dtype)
+        return self.call(A.expand.default, source, self.sizes(to.shape))
 
     def wide(self, leaf: Leaf, dtype: torch.dtype) -> dict[str, Node]:
         """What the hidden states and the weight of a head were cast from, if autocast did it."""

@@ -148,6 +148,11 @@ def _lowered(
     except Unknown as no:
         log.debug("%s: no normal form: %s", source_line(call.place), no)
         return None
+    except NoMatch:
+        raise
+    except Exception:
+        log.warning("%s: the reading failed", source_line(call.place), exc_info=True)
+        return None
     return Lowered(call, normal, settings, _others(call, captured, beside))
 
 

@@ -107,7 +107,7 @@ _LINEAR = {
     *("expand", "permute", "transpose", "t", "select", "slice", "split", "unbind", "getitem"),
     *("stack", "cat", "index", "index_select", "gather", "mm", "mv", "dot", "bmm", "addmm", "flip"),
     *("cumsum", "scatter", "scatter_add", "index_add", "repeat", "roll", "constant_pad_nd"),
-    *("lift_fresh_copy", "copy", "diagonal", "unfold", "narrow", "add_", "sub_", "mul_", "div_"),
+    *("lift_fresh_copy", "diagonal", "unfold", "narrow", "add_", "sub_", "mul_", "div_"),
 }
 
 
