@@ -165,10 +165,14 @@ def _calls(found: Slice) -> Iterator[RowCall]:
                 continue
             leaves = _leaves(node, [value])
             rows = {leaf.key for leaf in leaves if leaf.kind == "logits"}
-            for of_group, values, place in groups:
-                if rows & of_group and _fits(found, leaves, place, values, value):
+            for group in groups:
+                of_group, values, place = group
+                before = _before(found, place, value.trained)
+                read = leaves if before is place else [*leaves, *_leaves(node, values)]
+                if rows & of_group and _fits(found, read, before, values, value):
                     of_group |= rows
                     values.append(value)
+                    groups[groups.index(group)] = of_group, values, before
                     break
             else:
                 groups.append((rows, [value], _place(found, node, leaves, value)))
@@ -197,15 +201,20 @@ def _fits(found: Slice, leaves: list[Leaf], place: Node, values: list[Value], ne
     if numel(rows[0]) != numel(rows[1]):
         return False
     operands = (node for leaf in leaves for node in nodes_of(leaf))
-    there = movable(operands, place, found.ran) is not None
-    return there and (found.scope.grads[place] or not new.trained)
+    return movable(operands, place, found.ran) is not None
+
+
+def _before(found: Slice, place: Node, trained: bool) -> Node:
+    """A place where gradients are enabled, if a call has some: a metric under no_grad may be the
+    first that reads logits."""
+    while trained and not found.scope.grads[place]:
+        place = place.prev
+    return place
 
 
 def _place(found: Slice, node: Node, leaves: list[Leaf], value: Value) -> Node:
     """The node before which a call stands: where gradients are enabled, if it has some."""
-    place = node
-    while value.trained and not found.scope.grads[place]:
-        place = place.prev
+    place = _before(found, node, value.trained)
     if any(operand >= place for leaf in leaves for operand in nodes_of(leaf)):
         raise NoMatch.at(node, "reads an operand that is made where gradients are off")
     return place

@@ -138,6 +138,8 @@ def is_range(index: Value, size: Size, rank: int) -> bool:
     ):
         return False
     while index.step is not None and index.step.op.overloadpacket in _KEEPS_RANGE:
+        if index.fake.dtype not in (torch.int32, torch.int64):
+            return False  # others round
         index = index.step.args[0]
     if index.data is not None:
         with _disable_current_modes():

@@ -39,6 +39,7 @@ DECOMPOSED = {
     )
     if hasattr(A, name)
 }
+_OF_ONE_DTYPE = {A.nll_loss_forward, A.nll_loss2d_forward}
 _IGNORED = {torch.ops.prim.device.default, A._assert_tensor_metadata.default}
 
 
@@ -140,6 +141,10 @@ class Recorder(TorchDispatchMode):
         given, named = pytree.tree_map_only(Tensor, self._known, (args, kwargs))
         tagged = [v for v in values_in((given, named)) if v.tag is not None or v.late]
         of_classes = any(v.of_classes for v in tagged)
+        if of_classes and func.overloadpacket in _OF_ONE_DTYPE:
+            floats = [v.fake.dtype for v in (*given[:1], *given[2:3]) if isinstance(v, Value)]
+            if len(set(floats)) > 1:
+                raise Stop(f"has class weights of {floats[-1]}, for which PyTorch raises an error")
         if of_classes and (decomposition := _decomposition(func)) is not None:
             with self:
                 return decomposition(*args, **kwargs)

@@ -282,6 +282,9 @@ class _Walk:
             raise NoMatch.at(node, "is no call of a function")
         if any(is_tensor(n) and is_dtensor(value(n)) for n in (node, *node.all_input_nodes)):
             raise NoMatch.at(node, "is sharded")
+        tensors = [value(n) for n in (node, *node.all_input_nodes) if is_tensor(n)]
+        if any(t.is_floating_point() and t.itemsize < 2 for t in tensors):
+            raise NoMatch.at(node, "computes with numbers of 8 bits")
         for operand in written(node):
             if not self.found.scope.grads[node] and operand.meta["example_value"].requires_grad:
                 # its gradient stays that of the value before

@@ -163,17 +163,18 @@ def _check_known_before(found: Reading, base: Base) -> None:
 
 
 def _without_biases(transform: Any) -> tuple[Expr, tuple[tuple[Symbol, Expr], ...]]:
-    """A transform that is linear in the logit and in vectors ``[V]``, with these as biases."""
+    """A transform of the logit plus vectors ``[V]``, without these, and they as biases."""
     symbols = symbols_of(transform)
     vectors = sorted((s for s in symbols if s.name.startswith("class_")), key=str)
-    factor, factors = transform.diff(Z), [transform.diff(v) for v in vectors]
-    if not vectors or factor == 0 or not all(f.is_number for f in (factor, *factors)):
+    factor = transform.diff(Z)
+    factors = [transform.diff(v) / factor for v in vectors] if factor != 0 else []
+    if not factors or not all(f.is_number for f in factors):
         return transform, ()
     rest = transform.subs(dict.fromkeys(vectors, 0))
-    sums = rest + sum(v * f for v, f in zip(vectors, factors, strict=True))
-    if sympy.expand(transform - sums) != 0:
+    biased = Z + sum(v * f for v, f in zip(vectors, factors, strict=True))
+    if sympy.expand(transform - rest.subs(Z, biased)) != 0:
         return transform, ()  # a mask has the derivative 0
-    return rest, tuple((v, f / factor) for v, f in zip(vectors, factors, strict=True))
+    return rest, tuple(zip(vectors, factors, strict=True))
 
 
 def _named(

@@ -24,7 +24,7 @@ from fxpass.capture.values import Leaf, RowOp, Value, same, trimmed
 from fxpass.casts.casts import DYNAMO, Cast
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import writers_in
-from fxpass.graph.nodes import NoMatch, needs_gradient
+from fxpass.graph.nodes import NoMatch
 from fxpass.rewrite.row_views import VIEWS
 
 A = torch.ops.aten
@@ -286,7 +286,8 @@ class Emitter:
         """A matrix ``[V, D]`` in place of its transpose."""
         turned = function_of(node) in ("t", "numpy_T") or node.target is A.t.default
         source = node.all_input_nodes[0] if turned else node
-        turned = turned and needs_gradient(source) == needs_gradient(node)
+        # a view made where gradients are off passes none on
+        turned = turned and self.slice.scope.grads.get(node, True)
         if turned and source.meta["example_value"].dim() == 2:
             return source
         return self.call(A.t.default, node)

@@ -301,6 +301,8 @@ def _captured(
     if modes[node].transforms:
         raise NoMatch(node, "it is in a transform of torch.func")
     captured = capture(region, node, candidates, Scope(_grads(modes), writers))
+    if inside := next((n for n in captured.slice.ran if modes[n].transforms), None):
+        raise NoMatch.at(inside, "is in a transform of torch.func")
     if settings.min_logits_mb:
         sizes = [_bytes(n) for n in captured.heads]
         classes = sum(hint(_classes(n)) for n in captured.heads)
