@@ -512,7 +512,7 @@ ROWS = (
         "torch.cat([{r}, {o}])",
     ),
     *("torch.stack([{r}, {o}])", "({r} - {o}.detach()).exp()", "{r}.to(torch.float32)"),
-    *("torch.minimum({r}, {o})", "{r}.view(-1)", "{r} * 0.5"),
+    *("torch.minimum({r}, {o})", "{r}.view(-1)", "{r} * 0.5", "{r} + torch.sign({r} + 0.37)"),
 )
 TERMS = (
     "{r}.float().mean()",
@@ -532,6 +532,11 @@ LINEAR = (
     "(1 - {r}.float()).flatten()[::2].sum()",
     "torch.dot({r}.flatten(), torch.linspace(-1, 1, {r}.numel()).to({r}.dtype))",
     "({r}.float() * (torch.arange({r}.numel()) != 1).reshape({s})).sum()",
+    # linear in one part, and of a constant derivative in the other
+    "({r}.float() + torch.sign({r}.float() + 0.37)).sum()",
+    "({r}.float() + {r}.detach().float()).sum()",
+    # what may be written to between the rows and the sum
+    "({r}.float() * cw[1]).sum()",
     # a discount, down to the smallest numbers
     "({r}.float() * torch.logspace(0, -44, {r}.numel()).reshape({s})).sum()",
 )
