@@ -67,6 +67,8 @@ def _gather(found: Reading, node: Node) -> Rows:
         sizes_of(index)[0], sizes_of(node.all_input_nodes[0])[0]
     ):
         raise Unknown("has an index of other rows")
+    if not isinstance(sizes_of(index)[1], int):
+        raise Unknown("picks a number of classes that varies")
     return Rows(at(found.tables, like, index))
 
 
