@@ -190,8 +190,8 @@ return (%add, %cumsum)""",
 %class_reductions_default_1 = fxpass.class_reductions(x=%detach, weight=%detach_1, picks=%squeeze_dim, given=(), coef=%unsqueeze_default_1, spec='r6 total=pick')
 %getitem_1: f32[] = operator.getitem(%class_reductions_default_1, 0)
 %add: f32[] = add(%getitem_1, %div_tensor_1)
-%to_1: bf16[] = to(%add, torch.bfloat16)
-return (%to_1,)""",
+%_to_copy_default_1: bf16[] = aten._to_copy(%add, dtype=torch.bfloat16)
+return (%_to_copy_default_1,)""",
         )
 
     def test_nothing_to_match_leaves_the_graph_alone(self):
