@@ -153,12 +153,12 @@ def _of_logits(expr: Any, rows: bool) -> bool:
 
 
 def _check_attached(found: Reading, node: Node) -> None:
-    """``Unknown`` if gradients flow through some of the tensors that a node reads."""
+    """``Unknown`` if gradients flow through some of the tensors that a node reads; an operand with
+    a gradient beside detached logits is such a case, too."""
     attached = found.tables.attached
-    floats = [n for n in node.all_input_nodes if n in found.classes and is_float(n)]
-    differ = len({attached[n] for n in floats}) == 2
-    rows = [n for n in node.all_input_nodes if n in found.rows and attached[n]]
-    if attached[node] and (differ or (rows and not all(attached[n] for n in floats))):
+    floats = [attached[n] for n in node.all_input_nodes if n in found.classes and is_float(n)]
+    of_logits = attached[next(iter(found.classes))]
+    if attached[node] and not all(floats) and (any(floats) or of_logits):
         raise Unknown("joins logits and detached logits")
 
 

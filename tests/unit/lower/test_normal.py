@@ -88,6 +88,8 @@ UNKNOWN = {
         lambda z: (F.one_hot(LABELS, V) * z.log_softmax(1)).sum(1), "which is made of others"),
     "logits and detached logits": (
         lambda z: (z.softmax(1).detach() * z.log_softmax(1)).sum(1), "detached logits"),
+    "detached logits and trained values": (
+        lambda z: (z.detach() - z.logsumexp(1, True)).square().sum(1), "detached logits"),
     "an index that logits make": (
         lambda z: z.log_softmax(1).gather(1, z.argmax(1, True)), "is computed from logits"),
     "a scale that logits make": (
