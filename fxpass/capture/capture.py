@@ -169,7 +169,8 @@ def _calls(found: Slice) -> Iterator[RowCall]:
                 of_group, values, place = group
                 before = _before(found, place, value.trained)
                 read = leaves if before is place else [*leaves, *_leaves(node, values)]
-                if rows & of_group and _fits(found, read, before, values, value):
+                fits = rows & of_group and _fits(found, read, before, values, value)
+                if fits and not _written(found, leaves, before, node):
                     of_group |= rows
                     values.append(value)
                     groups[groups.index(group)] = of_group, values, before
@@ -201,20 +202,34 @@ def _fits(found: Slice, leaves: list[Leaf], place: Node, values: list[Value], ne
     if numel(rows[0]) != numel(rows[1]):
         return False
     operands = (node for leaf in leaves for node in nodes_of(leaf))
-    return movable(operands, place, found.ran) is not None
+    grads = found.scope.grads[place] or not new.trained
+    return grads and movable(operands, place, found.ran) is not None
 
 
 def _before(found: Slice, place: Node, trained: bool) -> Node:
     """A place where gradients are enabled, if a call has some: a metric under no_grad may be the
     first that reads logits."""
-    while trained and not found.scope.grads[place]:
-        place = place.prev
-    return place
+    before, grads = place, found.scope.grads
+    while trained and before in grads and not grads[before]:
+        before = before.prev
+    return before if before in grads else place
+
+
+def _written(found: Slice, leaves: list[Leaf], place: Node, node: Node) -> bool:
+    """Whether what a node reads is written to after an earlier place."""
+    for operand in (n for leaf in leaves for n in nodes_of(leaf)):
+        for memory in {storage(operand), None}:
+            writers = found.scope.writers.get(memory, ())
+            if any(place <= w < node and w not in found.ran for w in writers):
+                return True
+    return False
 
 
 def _place(found: Slice, node: Node, leaves: list[Leaf], value: Value) -> Node:
     """The node before which a call stands: where gradients are enabled, if it has some."""
     place = _before(found, node, value.trained)
+    if value.trained and not found.scope.grads[place]:
+        raise NoMatch.at(node, "has a gradient where gradients are off")
     if any(operand >= place for leaf in leaves for operand in nodes_of(leaf)):
         raise NoMatch.at(node, "reads an operand that is made where gradients are off")
     return place

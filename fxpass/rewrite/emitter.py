@@ -64,6 +64,7 @@ class Emitter:
         """A new node with its example value and the stack trace of the site."""
         node = self.graph.call_function(function, args, kwargs)
         self.made.append(node)
+        node.meta["inserted"] = True
         node.meta["stack_trace"] = self.site.meta.get("stack_trace")
         examples, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
         with torch.no_grad(), self.fake_mode or nullcontext():
