@@ -112,6 +112,9 @@ def _picked(value: Value, out: Value, given: dict[int, Value], classes: int) -> 
     elif any(v.tag is not None for v in of_rows) or labels.tag is not None:
         raise Stop("is indexed by what is made of the logits")
     else:
+        taken = torch.broadcast_shapes(*(v.fake.shape for v in of_rows))
+        if len(taken) != len(shape) or not all(map(same, taken, shape)):
+            raise Stop("is indexed by labels of more rows than it takes")
         op = RowOp("index", (tuple(of_rows),), len(rows), len(shape))
     new = "r" * len(shape)
     letters = labels.tag or "r" * len(labels.shape)

@@ -17,6 +17,7 @@ from fxpass.lower.bases import in_logs, softmax_base_of
 from fxpass.lower.pointwise import ALGEBRA, MASKS, OF_ROWS, POINTWISE, check_size
 from fxpass.lower.reading import (
     Reading,
+    alike,
     arguments,
     class_dim,
     cut,
@@ -38,16 +39,14 @@ def _same(found: Reading, node: Node) -> Classes:
     """The same elements, in a dtype that is floating point."""
     (source, *_), example = node.all_input_nodes, node.meta["val"]
     before = source.meta["val"]
-    if [s for s in sizes_of(source) if not same(s, 1)] != [
-        s for s in sizes_of(node) if not same(s, 1)
-    ] and not all(map(same, sizes_of(source), sizes_of(node))):
+    wide = ([s for s in sizes_of(n) if not same(s, 1)] for n in (source, node))
+    if not alike(*wide):
         raise Unknown("rearranges logits")
-    if before.dtype != torch.bool and not example.is_floating_point():
+    rounds = not example.is_floating_point() or example.dtype.itemsize < 2
+    if before.dtype != torch.bool and rounds:
         raise Unknown(f"rounds logits to {short(example.dtype)}")
     if (example.dtype == torch.float64) != (before.dtype == torch.float64):
         raise Unknown("casts to or from float64")
-    if example.dtype.itemsize < 2 and before.dtype != torch.bool:
-        raise Unknown(f"rounds logits to {short(example.dtype)}")
     return found.classes[source]
 
 
@@ -61,7 +60,7 @@ def _softmax(found: Reading, node: Node) -> Classes:
 def _taken(found: Reading, node: Node) -> Classes:
     """Some of the classes of a function of the logits alone."""
     given, (source, *_) = arguments(node), node.all_input_nodes
-    like, dim = found.classes[source], class_dim(found, source)
+    like, dim = found.classes[source], class_dim(source)
     rank = len(sizes_of(source))
     if all(map(same, sizes_of(source), sizes_of(node))) and name_of(node) == "slice":
         return like
@@ -102,23 +101,22 @@ def pointwise(found: Reading, node: Node) -> Classes:
     if any(found.classes[t].taken != like.taken for t in tensors):
         raise Unknown("joins logits of other classes")
     example, whole = example_of(node), example_of(tensors[0])
-    if not all(map(same, example.shape, whole.shape)) or len(example.shape) != len(whole.shape):
+    if not alike(example.shape, whole.shape):
         raise Unknown("repeats the logits")
-    if (example.dtype == torch.float64) != (whole.dtype == torch.float64) and example.dtype in (
-        torch.float64,
-    ):
+    if example.dtype == torch.float64 != whole.dtype:
         raise Unknown("promotes the logits to float64")
     _check_attached(found, node)
-    dim = class_dim(found, tensors[0])
+    dim = class_dim(tensors[0])
     operands = [expr_of(found, a, dim, whole) for a in given.values()]
     _check_numbers(name, example.dtype, operands)
     _check_integers(found, node, name, example.dtype, operands)
-    return Classes(_evaluated(found, name, like, spellings, operands, list(given)), like.taken)
+    return Classes(_evaluated(found, name, like, spellings, operands), like.taken)
 
 
 def _evaluated(
-    found: Reading, name: str, like: Classes, spellings: list[Any], operands: list[Any], names: Any
+    found: Reading, name: str, like: Classes, spellings: list[Any], operands: list[Any]
 ) -> Any:
+    """The expression of a function, by the first spelling that has one."""
     exprs = [o for o in operands if isinstance(o, sympy.Expr)]
     rows = name not in OF_ROWS
     if name != "exp" and all(_of_logits(o, rows) for o in exprs):
@@ -243,17 +241,19 @@ def _number(node: Node) -> Any:
     return None
 
 
+_SAME_VALUES = ("view", "unsqueeze", "squeeze", "detach", "alias", "clone", "expand", "_to_copy")
+
+
 def _given(node: Node) -> tuple[int, Node | None]:
     """The sign and the tensor of an operand as large as logits, if it is an input, in a dtype that
     is not smaller, and not made of smaller tensors."""
     sign = 1
     while node.op != "placeholder":
         (source, *more) = [n for n in node.all_input_nodes if not reads_sizes(n)] or [node]
-        alike = ("view", "unsqueeze", "squeeze", "detach", "alias", "clone", "expand", "_to_copy")
         name, old, new = name_of(node), source.meta["val"], node.meta["val"]
         floats = old.is_floating_point() and new.is_floating_point()
         wider = name == "_to_copy" and floats and old.itemsize <= new.itemsize
-        if more or source is node or not (name in alike or (name == "neg" and floats)):
+        if more or source is node or not (name in _SAME_VALUES or (name == "neg" and floats)):
             return sign, None
         if name == "_to_copy" and not wider:
             return sign, None

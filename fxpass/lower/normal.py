@@ -10,16 +10,18 @@ In: a canonical ATen graph. Out: a :class:`Normal`, from which a rewrite makes o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import sympy
+import torch
 from sympy import Expr, Symbol
 from torch.fx import Graph, Node
 
 from fxpass.lower.reader import read
-from fxpass.lower.reading import Reading
+from fxpass.lower.reading import Reading, name_of, sizes_of
 from fxpass.lower.records import Base, OfBase, Picked, Summed, Unknown, symbols_of
 from fxpass.lower.tables import Tables
 from fxpass.region.text import results_of
@@ -81,6 +83,9 @@ def lower(graph: Graph, trained: Sequence[bool]) -> Normal:
     results = tuple(results_of(graph))
     rows = {node: _resolved(tables, found.rows[node].expr) for node in _frontier(found, results)}
     used = {node: _outputs(tables, expr) for node, expr in rows.items()}
+    if not all(used.values()):
+        raise Unknown("has rows that read no logits: they cancel")
+    _check_sizes(found, places[0], (*results, *rows))
     symbols = sorted(set().union(*used.values()), key=str)
     bases = {id(tables.outputs[s][0]): tables.outputs[s][0] for s in symbols}
     if len(bases) != 1:
@@ -125,6 +130,26 @@ def _frontier(found: Reading, results: Iterable[Node]) -> list[Node]:
             todo += [n for n in node.all_input_nodes if n not in seen]
             seen.update(node.all_input_nodes)
     return sorted(frontier)
+
+
+def _check_sizes(found: Reading, logits: Node, ends: Iterable[Node]) -> None:
+    """``Unknown`` if what stays in the graph makes a tensor about as large as the logits."""
+    todo, seen = [n for n in ends if n not in found.rows], set[Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or node in found.rows or node.op == "placeholder":
+            continue
+        seen.add(node)
+        todo += node.all_input_nodes
+        tensor, classes = isinstance(node.meta["val"], torch.Tensor), sizes_of(logits)[1]
+        of_row = math.prod(s for s in sizes_of(node)[1:] if isinstance(s, int)) if tensor else 0
+        large = isinstance(classes, int) and of_row > 1 and of_row * 8 > classes
+        if large and name_of(node) not in VIEWED:
+            raise Unknown(f"{name_of(node)} of rows is about as large as the logits")
+
+
+# Functions whose result takes no memory.
+VIEWED = ("expand", "view", "unsqueeze", "squeeze", "select", "slice", "permute", "t", "transpose")
 
 
 def _resolved(tables: Tables, expr: Any) -> Expr:

@@ -6,6 +6,7 @@ In: nodes of a canonical ATen graph. Out: a :class:`Reading`, which the rules of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,11 @@ def same(one: Any, other: Any) -> bool:
     return isinstance(one, int) and isinstance(other, int) and one == other
 
 
+def alike(sizes: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two shapes are the same."""
+    return len(sizes) == len(others) and all(map(same, sizes, others))
+
+
 def arguments(node: Node) -> dict[str, Any]:
     """The arguments of a call by name, with defaults, in the order of the schema."""
     schema = node.target._schema.arguments  # type: ignore[union-attr]
@@ -85,12 +91,12 @@ def operand_of(found: Reading, node: Node, dim: Any = None) -> Classes:
         raise Unknown("reads logits in another place")
     rank = len(sizes_of(first))
     dims = dim if isinstance(dim, list | tuple) else [dim]
-    if dim is not None and [d % rank for d in dims] != [class_dim(found, first)]:
+    if dim is not None and [d % rank for d in dims] != [class_dim(first)]:
         raise Unknown("is not over the classes alone")
     return found.classes[first]
 
 
-def class_dim(found: Reading, node: Node) -> int:
+def class_dim(node: Node) -> int:
     """The dimension of the classes: all others but the rows have one element."""
     wide = [i for i, size in enumerate(sizes_of(node)) if i and not same(size, 1)]
     if len(wide) != 1:

@@ -47,7 +47,7 @@ def _sum(found: Reading, node: Node) -> Rows:
         old.is_floating_point and not new.is_floating_point
     ):
         raise Unknown(f"adds up in {short(new)}")
-    classes = sizes_of(source)[class_dim(found, source)]
+    classes = sizes_of(source)[class_dim(source)]
     total = summed(found.tables, like, classes)
     if name_of(node) != "mean":
         return Rows(total)
@@ -116,8 +116,7 @@ def of_rows(found: Reading, node: Node) -> Rows | None:
             return None
         if (before.dtype == torch.float64) != (after.dtype == torch.float64):
             return None
-        rows = found.rows[first]
-        return rows
+        return found.rows[first]
     if name not in _ARITHMETIC or any(n not in found.rows for n in node.all_input_nodes):
         return None
     attached = [tables.attached[n] for n in node.all_input_nodes]

@@ -48,20 +48,20 @@ def summed(tables: Tables, like: Classes, classes: Any) -> Expr:
 def _logs_of_products(tables: Tables, like: Classes) -> Expr:
     """The expression as a sum, in which products with a softmax have no logits: p * z is p * log +
     p * loose, so that p * (z - lse) is p * log."""
-    terms = sympy.Add.make_args(_expanded(like.expr))
+    terms = sympy.Add.make_args(expanded(like.expr))
     logs = {base.log for base in tables.bases}
     mixed = [t for t in terms if t.has(Z) and not logs.isdisjoint(symbols(t))]
     if not mixed:
-        return _expanded(like.expr)
+        return expanded(like.expr)
     with_lse = sympy.Add(*(t for t in terms if t not in mixed))
     loose = in_logs(tables, like, sympy.Add(*mixed), loose=True)
-    found = _expanded(sympy.Add(loose, with_lse))
+    found = expanded(sympy.Add(loose, with_lse))
     tight: Any = {base.loose: base.lse for base in tables.bases}
-    alone = _expanded(found.xreplace(tight))
+    alone = expanded(found.xreplace(tight))
     return found if any(alone.has(base.lse) for base in tables.bases) else alone
 
 
-def _expanded(expr: Any) -> Expr:
+def expanded(expr: Any) -> Expr:
     """A sum of products. The operands of functions stay: their terms may cancel."""
     functions = expr.atoms(sympy.Function) - expr.atoms(sympy.exp, sympy.log)
     names: Any = {function: sympy.Dummy() for function in functions}
@@ -79,11 +79,11 @@ def _check_cancellation(expr: Expr) -> None:
         rows[rest] = factor
     one_sign = all(row.is_number for row in rows.values())
     one_sign = one_sign and len({row.is_positive for row in rows.values()}) == 1
-    if len(rows) > 1 and not (one_sign and len(set(map(_degree, rows))) == 1):
+    if len(rows) > 1 and not (one_sign and len(set(map(degree, rows))) == 1):
         raise Unknown(f"sums `{expr}`, whose terms may cancel")
 
 
-def _degree(product: Any) -> int:
+def degree(product: Any) -> int:
     """The powers of log-softmaxes and logits in a product."""
     powers = (factor.as_base_exp() for factor in sympy.Mul.make_args(product))
     logs = [p for root, p in powers if isinstance(root, Symbol) and _is_log(root)]

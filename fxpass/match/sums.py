@@ -18,6 +18,7 @@ from torch.fx import Node
 
 from fxpass.graph.calls import first_operand
 from fxpass.graph.nodes import NoMatch, value
+from fxpass.lower.sums import degree, expanded
 from fxpass.match.bases import fits, in_logs, in_one_log
 from fxpass.match.classes import Classes, Flow, has_classes
 from fxpass.match.edits import symbols_of
@@ -43,19 +44,11 @@ def summed(flow: Flow, node: Node, like: Classes) -> Expr:
 def _logs_of_products(flow: Flow, node: Node, like: Classes) -> Expr:
     """The expression as a sum, in which products with a softmax have no logits: p * z is p * log +
     p * lse, so that p * (z - lse) is p * log."""
-    terms = sympy.Add.make_args(_expanded(like.expr))
+    terms = sympy.Add.make_args(expanded(like.expr))
     logs = {base.log for base in flow.bases}
     mixed = [t for t in terms if t.has(Z) and not logs.isdisjoint(symbols_of(t))]
     others = [t for t in terms if t not in mixed]
-    return _expanded(sympy.Add(in_logs(flow, node, like, sympy.Add(*mixed)), *others))
-
-
-def _expanded(expr: Any) -> Expr:
-    """A sum of products. The operands of functions stay: their terms may cancel."""
-    functions = expr.atoms(sympy.Function) - expr.atoms(sympy.exp, sympy.log)
-    names: Any = {function: sympy.Dummy() for function in functions}
-    found = sympy.expand(expr.xreplace(names))
-    return cast(Expr, found.xreplace({name: function for function, name in names.items()}))
+    return expanded(sympy.Add(in_logs(flow, node, like, sympy.Add(*mixed)), *others))
 
 
 def _check_cancellation(node: Node, expr: Expr) -> None:
@@ -68,19 +61,8 @@ def _check_cancellation(node: Node, expr: Expr) -> None:
         rows[rest] = factor
     one_sign = all(row.is_number for row in rows.values())
     one_sign = one_sign and len({row.is_positive for row in rows.values()}) == 1
-    if len(rows) > 1 and not (one_sign and len(set(map(_degree, rows))) == 1):
+    if len(rows) > 1 and not (one_sign and len(set(map(degree, rows))) == 1):
         raise NoMatch.at(node, f"sums `{expr}`, whose terms may cancel")
-
-
-def _degree(product: Any) -> int:
-    """The powers of log-softmaxes and logits in a product."""
-    powers = (factor.as_base_exp() for factor in sympy.Mul.make_args(product))
-    logs = [p for root, p in powers if isinstance(root, Symbol) and _is_log(root)]
-    return sum(int(power) for power in logs if power.is_Integer)
-
-
-def _is_log(symbol: Symbol) -> bool:
-    return symbol == Z or symbol.name.startswith("log_")
 
 
 def _class_symbols(expr: Any) -> list[Symbol]:

@@ -91,11 +91,12 @@ def _differentiable(outputs: Sequence[Node], grads: Mapping[Node, bool]) -> set[
 
 
 def _leaves(node: Node, among: set[Node]) -> bool:
-    """Whether some nodes lead from a node to the end of the graph."""
+    """Whether some nodes lead from a node to the end of the graph, or to one without a reader: a
+    write to an input."""
     seen, todo = {node}, [node]
     while todo:
         for user in todo.pop().users:
-            if user.op == "output":
+            if user.op == "output" or (user in among and not user.users):
                 return True
             if user in among and user not in seen:
                 seen.add(user)
@@ -199,11 +200,8 @@ def with_total(graph: Graph, of: Totalled, grads: Mapping[Node, bool], make: Mak
             # what else is in the scalar may have gradients of its own
             rest = copies(copies.results[-1])
             total, dtype = make(torch.add, total, rest), value(known.node).dtype
-            total = (
-                total
-                if value(total).dtype == dtype
-                else make(torch.ops.aten._to_copy.default, total, dtype=dtype)
-            )
+            if value(total).dtype != dtype:
+                total = make(torch.ops.aten._to_copy.default, total, dtype=dtype)
     made = {n for n in (*zeros, *copies.known.values()) if isinstance(n, Node)} - {*known.others}
     if total is None:
         _erase(graph, made)
@@ -276,7 +274,7 @@ def _hoisted(call: Node, known: Known) -> bool:
 
 def _unwritten(known: Known, place: Node | None) -> Node | None:
     """The place, unless what the tail reads there is written to before it would read it."""
-    memory = _storages([n for n in known.others if is_tensor(n)])
+    memory = {None, *_storages([n for n in known.others if is_tensor(n)])}
     node = known.node if place is None else min(place, *known.tail)
     while node is not known.node:
         if any(storage(n) in memory for n in written(node)):

@@ -90,6 +90,7 @@ UNKNOWN = {
         lambda z: (z.softmax(1).detach() * z.log_softmax(1)).sum(1), "detached logits"),
     "detached logits and trained values": (
         lambda z: (z.detach() - z.logsumexp(1, True)).square().sum(1), "detached logits"),
+    "logits that cancel": (lambda z: z.log_softmax(1).logsumexp(1), "they cancel"),
     "an index that logits make": (
         lambda z: z.log_softmax(1).gather(1, z.argmax(1, True)), "is computed from logits"),
     "a scale that logits make": (

@@ -214,3 +214,27 @@ def test_a_mask_that_is_written_after_the_first_reduction():
     x, weight, labels = inputs()
     assert "total=" not in str(specs_of(report_of(program, x, weight, labels)))
     check(program, labels, x, weight)
+
+
+def test_a_gradient_that_leaves_by_a_write_to_an_input():
+    """It reaches the entropy, which nothing that is returned reads."""
+
+    def program(x, weight, labels, held):
+        z = F.linear(x, weight)
+        rows = picked(z, labels)
+        held.add_(entropy(z).square().mean())
+        return rows
+
+    x, weight, labels = inputs()
+    found = []
+    fused = torch.compile(
+        program,
+        backend="fusedce",
+        options={"fusedce.inner": "aot_eager", "fusedce.min_logits_mb": 0},
+    )
+    for run in (program, fused):
+        held = torch.zeros(())
+        rows = run(x, weight, labels, held)
+        found.append(torch.autograd.grad(held + rows.sum(), (x, weight)))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
