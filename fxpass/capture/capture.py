@@ -61,7 +61,8 @@ class Captured:
     @property
     def source(self) -> str:
         """The user's line where the first call's outputs are read."""
-        return source_line(self.calls[0].place)
+        place = self.calls[0].place
+        return source_line(place if place.meta.get("stack_trace") else self.heads[0])
 
     @property
     def trained(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable
 
 from torch.fx import Node
 
-from fxpass.graph.calls import written
+from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import function_of
 from fxpass.graph.nodes import is_tensor, needs_gradient, value
 
@@ -54,8 +54,9 @@ def movable(
         found.add(one)
         todo += one.all_input_nodes
     between = first
+    memory = {storage(n) for one in found for n in one.all_input_nodes if is_tensor(n)}
     while found and between < max(found):
-        if written(between):
+        if any(storage(n) in {None, *memory} or None in memory for n in written(between)):
             return None
         between = between.next
     return sorted(found)

@@ -65,7 +65,10 @@ class Emitter:
         node = self.graph.call_function(function, args, kwargs)
         self.made.append(node)
         node.meta["inserted"] = True
-        node.meta["stack_trace"] = self.site.meta.get("stack_trace")
+        # a node that switches gradients off, before which a call may stand, has no line
+        sites = (self.site, self.captured.heads[0])
+        if trace := next(filter(None, (n.meta.get("stack_trace") for n in sites)), None):
+            node.meta["stack_trace"] = trace
         examples, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
         with torch.no_grad(), self.fake_mode or nullcontext():
             node.meta["example_value"] = function(*examples, **named)
