@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
+from fxpass.capture.sharding import compiled_for_all_ranks
 from fxpass.graph.placements import is_dtensor, placements_of
-from fxpass.match.sharding import compiled_for_all_ranks
 from fxpass.op import sharded
 from fxpass.op.collectives import waited, with_summed_gradient
 from fxpass.op.kept import saved_logits

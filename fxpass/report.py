@@ -22,16 +22,16 @@ import torch
 from torch._dynamo import config, eval_frame
 from torch.fx import GraphModule
 
+from fxpass.capture.rejections import Rejection
 from fxpass.casts.casts import Cast, cast_lines, note
 from fxpass.graph.source import source_of
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import ASSUMED, Launch
-from fxpass.match.head import Head
-from fxpass.match.match import Rejection
 from fxpass.plan.plan import size
 from fxpass.rewrite.compiled import is_compiled, reaches_compiled
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
 from fxpass.rewrite.inner import compile_inner
+from fxpass.rewrite.matches import RegionMatch
 from fxpass.rewrite.stored import with_kept_logits
 from fxpass.rewrite.transform import transform
 from fxpass.settings import Settings
@@ -62,7 +62,7 @@ class Report:
 
     graphs: int
     breaks: tuple[str, ...]
-    matches: tuple[Head, ...]
+    matches: tuple[RegionMatch, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
     kernels: tuple[Launch, ...]

@@ -37,9 +37,7 @@ from torch._dynamo.utils import counters
 
 from fxpass.casts import casts
 from fxpass.graph import source
-from fxpass.match import heads as heads_module
 from fxpass.plan import plan
-from fxpass.rewrite.row_regions import Fused
 from tests.support.gpus import H200, Gpus
 
 for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
@@ -66,7 +64,6 @@ FULL = (
     "unit/cli/test_demo.py",
     "unit/kernels/test_compile.py",
     "unit/kernels/test_compile_reductions.py",
-    "unit/match/test_spellings.py",
 )
 # What modules need beside torch, triton, numpy, pytest and expecttest.
 NEEDS = {
@@ -186,21 +183,6 @@ def gpus(monkeypatch):
 
 
 @pytest.fixture
-def stops(monkeypatch):
-    """Why the reading of each linear stopped, also of those that no log names: small ones, and those
-    that may be hidden layers."""
-    found: list[str] = []
-
-    def heads_of(*arguments):
-        heads = heads_module.heads_of(*arguments)
-        found.extend(no.reason for no in (*heads.reasons.values(), *heads.stops.values()))
-        return heads
-
-    monkeypatch.setattr("fxpass.match.match.heads_of", heads_of)
-    return found
-
-
-@pytest.fixture
 def h200(gpus):
     """One H200, as the driver describes it."""
     gpus.have(H200)
@@ -242,10 +224,3 @@ def _clean_compiler():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def known_formulas(monkeypatch):
-    """No row regions: what has no known formula is not fused. A setting for this would be one that
-    no user needs."""
-    monkeypatch.setattr("fxpass.rewrite.transform.fuse_regions", lambda *_: Fused([]))

@@ -30,9 +30,8 @@ from torch.utils import _pytree as pytree
 from benchmarks.compiled import Records, break_reason
 from benchmarks.programs.operands import SIZES
 from benchmarks.programs.program import Function, Program
-from fxpass.match.head import Head
-from fxpass.match.match import Rejection
-from fxpass.rewrite.row_regions import RegionMatch
+from fxpass.capture.rejections import Rejection
+from fxpass.rewrite.matches import RegionMatch
 from tests.support.numerics import assert_close, in_other_orders
 
 INNER = "benchmarks_programs"
@@ -113,7 +112,7 @@ def _examine(program: Program) -> Result:
         wrong = f"raises {type(error).__name__}: " + " ".join(str(error).split())[:200]
     finally:
         torch._dynamo.reset()
-    heads = [record for record in records if isinstance(record, Head | RegionMatch)]
+    heads = [record for record in records if isinstance(record, RegionMatch)]
     return Result(
         program,
         matches=sum(len(head.calls) for head in heads),

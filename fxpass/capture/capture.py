@@ -17,13 +17,24 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from fxpass.capture.function import leaves_of
-from fxpass.capture.slice import PRODUCTS, Scope, Slice, slice_of
-from fxpass.capture.values import Leaf, Size, Stop, Value, letter_of, numel, same
-from fxpass.graph.calls import storage
-from fxpass.graph.functions import function_of
+from fxpass.capture.sharding import check_results
+from fxpass.capture.slice import Scope, Slice, slice_of
+from fxpass.capture.values import (
+    PRODUCTS,
+    Leaf,
+    Size,
+    Stop,
+    Value,
+    letter_of,
+    nodes_behind,
+    numel,
+    same,
+)
+from fxpass.graph.calls import storage, written
+from fxpass.graph.functions import LOSSES, function_of
 from fxpass.graph.moving import movable
 from fxpass.graph.nodes import NoMatch, is_tensor
-from fxpass.graph.region import Region
+from fxpass.graph.region import CHECKPOINTS, Region
 from fxpass.graph.source import call_name, source_line
 
 
@@ -52,11 +63,15 @@ class Captured:
         slice: what its nodes compute.
         heads: the nodes that make logits.
         calls: the operator calls.
+        results: the nodes whose results they compute.
+        kept: whether the logits exist, and the calls read them.
     """
 
     slice: Slice
     heads: tuple[Node, ...]
     calls: tuple[RowCall, ...]
+    results: tuple[Node, ...]
+    kept: bool = False
 
     @property
     def source(self) -> str:
@@ -74,6 +89,25 @@ class Captured:
         """The names of the ATen calls on tensors with classes, each once."""
         steps = (s for s in self.slice.steps if s.run and any(v.of_classes for v in s.values))
         return tuple(dict.fromkeys(s.op.overloadpacket.__name__ for s in steps))
+
+
+def capture_kept(region: Region, node: Node, scope: Scope) -> Captured:
+    """The losses with a name, of logits that exist anyway: other results, which the program may
+    compare with the logits bit by bit, are computed from them.
+
+    Raises:
+        NoMatch: there is none, or the logits are written to.
+    """
+    found = slice_of(region, {node: False}, {}, scope, kept=True)
+    results = tuple(n for n in sorted(found.boundary()) if function_of(n) in LOSSES)
+    stop = next((no for n, no in found.stops.items() if n.target in CHECKPOINTS), None)
+    if stop is not None:
+        raise stop
+    if writer := next((n for n in found.ran if written(n)), None):
+        raise NoMatch.at(writer, "writes to logits that exist anyway")
+    if not results or (found.sharding is not None and found.sharding.like is None):
+        raise NoMatch(node, "its logits exist, and no loss of them has a name")
+    return _made(found, (node,), results, kept=True)
 
 
 def capture(region: Region, node: Node, candidates: Collection[Node], scope: Scope) -> Captured:
@@ -123,10 +157,20 @@ def _captured(
     region: Region, seeds: dict[Node, bool], given: Mapping[Node, str], scope: Scope
 ) -> Captured:
     found = slice_of(region, seeds, given, scope)
-    calls = list(_calls(found))
+    return _made(found, tuple(sorted(seeds)), tuple(sorted(found.boundary())))
+
+
+def _made(
+    found: Slice, heads: tuple[Node, ...], results: tuple[Node, ...], kept: bool = False
+) -> Captured:
+    if not found.recorder.heads:
+        raise NoMatch.at(min(heads), "is no product of rows with classes")
+    calls = tuple(_calls(found, results))
     if not calls:
-        raise NoMatch(min(seeds), "nothing is computed from its logits")
-    return Captured(found, tuple(sorted(seeds)), tuple(calls))
+        raise NoMatch(min(heads), "nothing is computed from its logits")
+    if found.sharding is not None:
+        check_results(found.sharding, results)
+    return Captured(found, heads, calls, results, kept)
 
 
 # ---------------------------------------------------------------- outputs
@@ -155,12 +199,12 @@ def outputs_of(found: Slice, node: Node) -> list[Value]:
     return list(wanted.values())
 
 
-def _calls(found: Slice) -> Iterator[RowCall]:
-    """Calls for all outputs: one for those of the same rows, before the first node that reads any
+def _calls(found: Slice, results: Sequence[Node]) -> Iterator[RowCall]:
+    """Calls for all results: one for those of the same rows, before the first node that reads any
     of them, if what it reads is there."""
     writers = found.scope.writers
     groups: list[tuple[set[str], list[Value], Node]] = []
-    for node in sorted(found.boundary()):
+    for node in results:
         for value in outputs_of(found, node):
             if any(value is known for _, values, _ in groups for known in values):
                 continue
@@ -242,23 +286,7 @@ def nodes_of(leaf: Leaf) -> list[Node]:
     if leaf.head is not None:
         values = [leaf.head.x, leaf.head.weight, leaf.head.bias]
     values += [v for op in leaf.chain for v in pytree.tree_leaves(op.args) if isinstance(v, Value)]
-    found: dict[Node, None] = {}
-    seen: set[int] = set()
-
-    def collect(value: Value) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if value.node is not None:
-            found[value.node] = None
-        elif value.step is not None:
-            for argument in value.step.values:
-                collect(argument)
-
-    for value in values:
-        if value is not None:
-            collect(value)
-    return list(found)
+    return nodes_behind(v for v in values if v is not None)
 
 
 def _check_writes(found: Slice, leaf: Leaf, place: Node, writers: Mapping[Any, list[Node]]) -> None:

@@ -25,6 +25,7 @@ from fxpass.capture.dimensions import reduces_rows
 from fxpass.capture.products import head_of
 from fxpass.capture.rows import A, bound, dims_of, is_like, number_of, rule_of
 from fxpass.capture.values import Head, Size, Step, Stop, Value, same, values_in
+from fxpass.graph.functions import GET_DATA
 from fxpass.graph.nodes import hint
 
 _TORCH: Any = torch  # whose functions of functional tensors are not exported
@@ -66,9 +67,8 @@ class Recorder(TorchDispatchMode):
 
     # ------------------------------------------------------------ Dynamo nodes
 
-    def operand(self, node: Node, tag: str | None = None) -> Tensor:
+    def operand(self, node: Node, example: Tensor, tag: str | None = None) -> Tensor:
         """The functional tensor of a node that is an operand; with a tag if it is logits."""
-        example = node.meta["example_value"]
         if example.dtype == torch.bool:
             # a mask knows how many rows it takes, wherever it is used
             self._values[id(example)] = Value(example, node=node)
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
     def tensor(self, like: Tensor, tag: str | None, trained: bool, **origin: Any) -> Tensor:
         """A functional tensor that no call makes, without the history and storage of the one that
         it is like: a write is seen, and changes nothing else."""
-        with torch.no_grad(), self._fake_mode(like):
+        with torch.no_grad(), self.fake_mode(like):
             fake = torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=like.device
             )
@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         device = (tensors[0] if tensors else node.meta["example_value"]).device.type
         mode = torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
         example = node.meta.get("example_value")
-        fake = self._fake_mode(_TORCH._from_functional_tensor(tensors[0]) if tensors else example)
+        fake = self.fake_mode(_TORCH._from_functional_tensor(tensors[0]) if tensors else example)
         with (
             torch.set_grad_enabled(grad),
             mode,
@@ -123,13 +123,14 @@ class Recorder(TorchDispatchMode):
         Raises:
             Stop: such a view has no rule.
         """
-        fake = self._fake_mode(_TORCH._from_functional_tensor(tensor))
+        fake = self.fake_mode(_TORCH._from_functional_tensor(tensor))
         with fake, self, _functionalised(), _unbound(fake):
             _TORCH._sync(tensor)
         return self._values[id(_TORCH._from_functional_tensor(tensor))]
 
     @staticmethod
-    def _fake_mode(example: Any) -> AbstractContextManager[Any]:
+    def fake_mode(example: Any) -> AbstractContextManager[Any]:
+        """The fake mode of an example value."""
         return getattr(example, "fake_mode", None) or nullcontext()
 
     # ------------------------------------------------------------ ATen calls
@@ -321,6 +322,7 @@ _REPLACED: dict[Any, Any] = {
     torch.nn.functional.cosine_similarity: _cosine,
     torch.cosine_similarity: _cosine,
     torch.einsum: _einsum,
+    GET_DATA: torch.detach,
     torch.nn.functional.one_hot: _one_hot,
     _TORCH._C._nn.one_hot: _one_hot,
 }

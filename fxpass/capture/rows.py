@@ -169,10 +169,11 @@ _PLACES = ("device", "layout", "pin_memory", "memory_format", "non_blocking")
 
 def _check_place(step: Step) -> None:
     device = step.kwargs.get("device")
-    if device is not None and any(
-        v.fake.device != step.results[0].fake.device for v in step.values
-    ):
-        raise Stop("moves logits to another device")
+    new = step.results[0].fake.device
+    old = next((v.fake.device for v in step.values if v.fake.device != new), None)
+    if device is not None and old is not None:
+        advice = f"move the labels to {old} instead, and the loss afterwards"
+        raise Stop(f"moves the logits from {old} to {new}; {advice}")
     if step.kwargs.get("layout") not in (None, torch.strided):
         raise Stop("changes the layout")
 

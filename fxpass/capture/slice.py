@@ -15,34 +15,30 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.capture.custom import recorded
+from fxpass.capture.inputs import Inputs
 from fxpass.capture.record import Recorder
-from fxpass.capture.values import PRODUCTS, Step, Stop, numel
+from fxpass.capture.sharding import (
+    Sharding,
+    check_local,
+    check_placing,
+    check_tensor,
+    of_head,
+)
+from fxpass.capture.values import Step, Stop
 from fxpass.graph.autocast import AutocastDtypes
 from fxpass.graph.calls import storage, written
-from fxpass.graph.functions import function_of, reads_values
+from fxpass.graph.functions import reads_values
 from fxpass.graph.hazards import Writers
 from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph, value
-from fxpass.graph.placements import is_dtensor
+from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.region import AUTOGRAD_FUNCTIONS, Region
-
-# Functions that make a tensor of numbers.
-FACTORIES = (
-    "arange",
-    "zeros",
-    "ones",
-    "full",
-    "empty",
-    "eye",
-    "linspace",
-    "tensor",
-    "scalar_tensor",
-)
-FACTORIES_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full")
 
 
 class Scope(NamedTuple):
@@ -66,6 +62,8 @@ class Slice:
         ran: the nodes that ran, with their results: functional tensors, numbers.
         derived: nodes that read rows or numbers of a slice, and did not have to run.
         left: nodes with classes that are outputs of the graph.
+        stops: nodes that read logits and did not run, and why.
+        sharding: how the head is distributed over ranks; None for plain tensors.
         scope: what is known of the whole graph.
     """
 
@@ -74,6 +72,8 @@ class Slice:
     ran: dict[Node, Any] = field(default_factory=dict)
     derived: set[Node] = field(default_factory=set)
     left: tuple[Node, ...] = ()
+    stops: dict[Node, NoMatch] = field(default_factory=dict)
+    sharding: Sharding | None = None
 
     @property
     def steps(self) -> list[Step]:
@@ -102,6 +102,7 @@ def slice_of(
     seeds: Mapping[Node, bool],
     given: Mapping[Node, str],
     scope: Scope,
+    kept: bool = False,
 ) -> Slice:
     """Runs the nodes that read logits.
 
@@ -110,6 +111,7 @@ def slice_of(
         seeds: the nodes that make logits; whether their classes come first.
         given: nodes that are logits, such as a teacher's, with their tags.
         scope: what is known of the whole graph.
+        kept: whether the logits exist: a node that is not row-wise reads them as they are.
 
     Raises:
         NoMatch: a node mixes rows, or is no row-wise call.
@@ -119,7 +121,12 @@ def slice_of(
     walk = _Walk(region, found, given)
     for node in region.module.graph.nodes:
         if node in seeds or walk.reads_classes(node) or walk.writes(node):
-            walk.run(node)
+            try:
+                walk.run(node)
+            except NoMatch as no:
+                if not kept or node in seeds or written(node):
+                    raise
+                found.stops[node] = no
         elif node.op != "output" and any(map(found.makes, node.all_input_nodes)):
             found.derived.add(node)
     walk.check_constants()
@@ -127,15 +134,11 @@ def slice_of(
     return found
 
 
-class _Walk:
+class _Walk(Inputs):
     def __init__(self, region: Region, found: Slice, given: Mapping[Node, str]) -> None:
+        super().__init__(found, given)
         self.region, self.autocast = region, AutocastDtypes(region)
-        self.found, self.recorder, self.given = found, found.recorder, given
-        self.writers = found.scope.writers
         self.memory: set[int | None] = set()  # of the nodes that ran
-        self.operands: dict[Node, Any] = {}
-        self.constants: dict[Node, bool] = {}
-        self.spread: dict[Node, bool] = {}
 
     def reads_classes(self, node: Node) -> bool:
         """Whether a node reads a tensor with classes."""
@@ -170,9 +173,13 @@ class _Walk:
         for source in node.all_input_nodes:
             if is_tensor(source) and source in self.found.derived:
                 self.run(source)
-        args, kwargs = map_arg((node.args, node.kwargs), self._argument)
+        if node in self.recorder.seeds:
+            self.enter(node)
+        args, kwargs = map_arg((node.args, node.kwargs), self.argument)
+        count = len(self.recorder.steps)
         try:
-            out = self._out(node, args, kwargs)
+            placed = placement_name(node.target) and self.found.sharding is not None
+            out = self._placed(node) if placed else self.out(node, args, kwargs)
         except Stop as stop:
             raise NoMatch.at(node, f"({stop})") from None
         except NoMatch:
@@ -181,17 +188,43 @@ class _Walk:
             why = f"fails on example values: {type(error).__name__}"
             raise NoMatch.at(node, why) from error
         self._check_result(node, out)
+        if not (placed or self.local.isdisjoint(node.all_input_nodes)):
+            check_local(node, self.recorder.steps[count:])
+            self.local.add(node)
+        if node in self.recorder.seeds:
+            self._shard(node)
+        if is_tensor(node) and self.found.sharding is not None and self._is_of_classes(out):
+            check_tensor(node)
         self.found.ran[node] = out
         if is_tensor(node):
             self.memory.add(storage(node))
         self.found.derived.discard(node)
         return out
 
-    def _out(self, node: Node, args: Any, kwargs: Any) -> Any:
+    def out(self, node: Node, args: Any, kwargs: Any) -> Any:
         grad = self.found.scope.grads[node]
         if node.target in AUTOGRAD_FUNCTIONS:
             return recorded(self.recorder, self.region, node, args[2:], grad)
         return self.recorder.run(node, args, kwargs, grad, self.autocast(node))
+
+    def _shard(self, node: Node) -> None:
+        """Notes how a head is sharded."""
+        if not any(is_tensor(n) and is_dtensor(value(n)) for n in node.all_input_nodes):
+            return
+        if len(self.recorder.seeds) > 1:
+            raise NoMatch.at(node, "is one of several heads, whose classes are sharded")
+        head = next((h for h in self.recorder.heads if h.node is node), None)
+        self.found.sharding = head and of_head(head)
+
+    def _placed(self, node: Node) -> Any:
+        """A node that changes placements: the same tensor."""
+        (source, *_) = node.all_input_nodes
+        assert self.found.sharding is not None
+        check_placing(node, source, self.found.sharding)
+        return self.argument(source)
+
+    def _is_of_classes(self, out: Any) -> bool:
+        return isinstance(out, Tensor) and self.recorder.value(out).of_classes
 
     def _check_result(self, node: Node, out: Any) -> None:
         """Raises where a node has another result here than in the graph."""
@@ -207,72 +240,6 @@ class _Walk:
             if made.trained != example.requires_grad and not known:
                 raise NoMatch.at(node, "has a gradient in another way than its operands")
 
-    def _argument(self, node: Node) -> Any:
-        if node in self.found.ran:
-            return self.found.ran[node]
-        if node in self.found.derived:
-            return self.run(node)
-        if node not in self.operands and node not in self.given and self._is_constant(node):
-            return self.run(node)
-        if node not in self.operands and self._is_spread(node):
-            self._spread(node)
-        if node not in self.operands:
-            example = node.meta.get("example_value")
-            if isinstance(example, tuple | list):
-                self.operands[node] = pytree.tree_map_only(Tensor, self._no_part(node), example)
-            elif isinstance(example, Tensor):
-                self.operands[node] = self.recorder.operand(node, self.given.get(node))
-            else:
-                self.operands[node] = example
-        return self.operands[node]
-
-    def _is_constant(self, node: Node) -> bool:
-        """Whether a node computes a tensor from numbers alone: the record has its calls, too."""
-        if node not in self.constants:
-            tensors = [n for n in node.all_input_nodes if is_tensor(n)]
-            function = function_of(node)
-            known = function in FACTORIES or (bool(tensors) and function not in FACTORIES_LIKE)
-            calls = is_tensor(node) and node.op in ("call_function", "call_method")
-            known = known and calls and not any(nested_graph(a) for a in node.args)
-            like = function in FACTORIES_LIKE
-            known = (known and all(map(self._is_constant, tensors))) or (calls and like)
-            self.constants[node] = known
-        return self.constants[node]
-
-    def _is_spread(self, node: Node) -> bool:
-        """Whether a node spreads smaller tensors: one-hot labels, a mask of classes."""
-        if node not in self.spread:
-            tensors = [n for n in node.all_input_nodes if is_tensor(n)]
-            calls = is_tensor(node) and node.op in ("call_function", "call_method")
-            known = calls and function_of(node) not in PRODUCTS and not written(node)
-            known = known and storage(node) not in self.writers
-            known = known and bool(tensors) and not node.meta["example_value"].requires_grad
-            size = numel(node.meta["example_value"].shape) if known else 0
-
-            def is_small(n: Node) -> bool:
-                small = numel(n.meta["example_value"].shape) * 8 <= size
-                return small or self._is_constant(n) or self._is_spread(n)
-
-            self.spread[node] = known and all(map(is_small, tensors))
-        return self.spread[node]
-
-    def _spread(self, node: Node) -> None:
-        """Records how a node spreads tensors, if that can be told; else it is an operand."""
-        args, kwargs = map_arg((node.args, node.kwargs), self._argument)
-        count = len(self.recorder.steps)
-        try:
-            out = self._out(node, args, kwargs)
-            self.recorder.value(out).node = node
-            self.operands[node] = out
-        except Exception:
-            del self.recorder.steps[count:]
-
-    def _no_part(self, node: Node) -> Any:
-        def part(_: Tensor) -> Any:
-            raise NoMatch.at(node, "returns several tensors")
-
-        return part
-
     def _check(self, node: Node) -> None:
         """Raises for what cannot run on example values alone."""
         nested = any(nested_graph(argument) is not None for argument in node.args)
@@ -280,8 +247,11 @@ class _Walk:
             raise NoMatch.at(node, "is a nested graph")
         if node.op not in ("call_function", "call_method"):
             raise NoMatch.at(node, "is no call of a function")
-        if any(is_tensor(n) and is_dtensor(value(n)) for n in (node, *node.all_input_nodes)):
+        sharded = any(is_tensor(n) and is_dtensor(value(n)) for n in (node, *node.all_input_nodes))
+        if sharded and self.found.sharding is None and node not in self.recorder.seeds:
             raise NoMatch.at(node, "is sharded")
+        for operand in filter(is_tensor, node.all_input_nodes):
+            _check_plain(operand)
         tensors = [value(n) for n in (node, *node.all_input_nodes) if is_tensor(n)]
         if any(t.is_floating_point() and t.itemsize < 2 for t in tensors):
             raise NoMatch.at(node, "computes with numbers of 8 bits")
@@ -291,7 +261,7 @@ class _Walk:
                 raise NoMatch.at(node, f"writes to %{operand.name} where gradients are off")
             if self._is_detached(operand):
                 raise NoMatch.at(node, f"writes to %{operand.name}, which is detached")
-            if self._is_constant(operand):
+            if self.is_constant(operand):
                 self.run(operand)
             elif operand not in self.found.ran and operand not in self.found.derived:
                 raise NoMatch.at(node, f"writes to %{operand.name}, which is an operand")
@@ -337,6 +307,15 @@ class _Walk:
         """Whether memory that is written belongs to an operand, too."""
         memory = storage(node)
         return any(is_tensor(n) and storage(n) == memory for n in self.operands)
+
+
+def _check_plain(node: Node) -> None:
+    """Raises unless a node's value is a plain tensor, or a DTensor."""
+    example = value(node)
+    if is_functorch_wrapped_tensor(example):
+        raise NoMatch(node, f"%{node.name} is inside a torch.func transform (vmap, grad, ...)")
+    if is_traceable_wrapper_subclass(example) and not is_dtensor(example):
+        raise NoMatch(node, f"%{node.name} is a {type(example).__name__}, not a plain tensor")
 
 
 def reads_any(node: Node, sources: Mapping[Node, str]) -> bool:

@@ -240,6 +240,22 @@ def values_in(arguments: Any) -> Iterable[Value]:
         yield from values_in(list(arguments.values()))
 
 
+def nodes_behind(values: Iterable[Value]) -> list[Node]:
+    """The Dynamo nodes that tensors are made of, each once."""
+    found: dict[Node, None] = {}
+    todo, seen = list(values)[::-1], set[int]()
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if value.node is not None:
+            found[value.node] = None
+        elif value.step is not None:
+            todo += value.step.values[::-1]
+    return list(found)
+
+
 def inner(letters: str, dim: int) -> int:
     """The position of a dimension that is no row in the canonical layout."""
     return 1 + sum(letter != "r" for letter in letters[:dim])

@@ -34,6 +34,11 @@ def autocast_dtype(region: Region, site: Node, device: torch.device) -> torch.dt
             stack.append(_entered(stack[-1], device, *node.args[:3]))
         elif node.target is torch.amp.autocast_mode._exit_autocast:
             stack.pop()
+        # as tracers write a context
+        elif node.target is torch.set_autocast_enabled and node.args[0] == device.type:
+            stack[-1] = torch.get_autocast_dtype(device.type) if node.args[1] else None
+        elif node.target is torch.set_autocast_dtype and node.args[0] == device.type:
+            stack[-1] = stack[-1] and node.args[1]  # type: ignore[assignment]
     return stack[-1]
 
 

@@ -1,10 +1,9 @@
-"""Reads a call: its arguments by the callee's parameter names, and the operands that it writes.
+"""Reads a call: the operands that it writes, whatever the mix of positional and keyword arguments.
 
-In: a node of a Dynamo graph. Out: its arguments by name, for any mix of positional and keyword
-arguments, and the tensor operands that the call may write::
+In: a node of a Dynamo graph. Out: the tensor operands that the call may write::
 
-    torch.matmul(other=%w, input=%x)    ->    {"input": %x, "other": %w}        writes nothing
-    F.relu(%h, True)                    ->    {"input": %h, "inplace": True}    writes %h
+    torch.matmul(other=%w, input=%x)    ->    nothing
+    F.relu(%h, True)                    ->    %h
 
 The names come from the schema of an ATen operation or the signature of a Python function. A schema
 that declares no write, or a row of the tables below, proves that a call is pure. An unknown call
@@ -28,7 +27,6 @@ from torch.fx.operator_schemas import get_signature_for_torch_op
 from fxpass.graph.functions import (
     CASTS,
     GET_DATA,
-    REFLECTED,
     function_of,
     function_of_method,
 )
@@ -91,43 +89,6 @@ _NUMPY_NAMES = {
 }
 
 
-def arguments(node: Node, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with defaults filled in.
-
-    Args:
-        node: a call.
-        wanted: the parameters that the reader understands, in order, with their defaults or
-            ``REQUIRED``. Operators and methods without a schema have no parameter names: their
-            arguments get these names in order.
-
-    Raises:
-        NoMatch: an argument is not in ``wanted``, or a required argument is missing.
-    """
-    overload, given = _bound(node, wanted)
-    for name, argument in given.items():
-        default = overload.parameters.get(name, REQUIRED)
-        if name not in wanted and (default is REQUIRED or not _same(argument, default)):
-            raise NoMatch.at(node, f"has {name}=, which is not known")
-    found = {name: given.get(name, default) for name, default in wanted.items()}
-    for name, argument in found.items():
-        if argument is REQUIRED:
-            raise NoMatch.at(node, f"is given no {name}=")
-    return found
-
-
-def required(node: Node, *wanted: str) -> list[Any]:
-    """The arguments of a call that are all required, in the order of ``wanted``; see above."""
-    return list(arguments(node, dict.fromkeys(wanted, REQUIRED)).values())
-
-
-def others_of(node: Node) -> list[Node]:
-    """The nodes that a call reads beside its first operand, whatever the order of keywords."""
-    if node.args:  # the first of them may be a tuple
-        return node.all_input_nodes[1:]
-    first = first_operand(node)
-    return [n for n in node.all_input_nodes if n is not first]
-
-
 def first_operand(node: Node) -> Node:
     """A call's first argument, positional or by name, which has to be a tensor of the graph.
 
@@ -139,23 +100,6 @@ def first_operand(node: Node) -> Node:
     if not isinstance(operand, Node) or not is_tensor(operand):
         raise NoMatch.at(node, "is not of a tensor of the graph")
     return operand
-
-
-def _bound(node: Node, wanted: Mapping[str, Any]) -> tuple[Overload, dict[str, Any]]:
-    forms = overloads(node.op, node.target)
-    nameless = not forms or all(n.startswith("_") for f in forms for n in f.parameters)
-    for form in [Overload(wanted, len(wanted))] if nameless else forms:
-        given = form.bind(node.args, node.kwargs)
-        if given is not None and node.target in REFLECTED:
-            first, second, *_ = form.parameters
-            given = {**given, first: given[second], second: given[first]}
-        if given is not None:
-            return form, given
-    raise NoMatch.at(node, "is called in a form that is not known")
-
-
-def _same(argument: Any, default: Any) -> bool:
-    return type(argument) is type(default) and argument == default
 
 
 # ---------------------------------------------------------------- the overloads of a callee

@@ -1,14 +1,10 @@
 """The ATen function that a node calls: one name for all of its spellings.
 
-In: a node of a Dynamo graph. Out: the name of a function, under which the tables of the matcher
-have their rows; with ``_`` at its end if the spelling is in place, as ATen has it::
+In: a node of a Dynamo graph. Out: the name of a function; with ``_`` at its end if the spelling is
+in place, as ATen has it::
 
     torch.div(%z, 2)    %z / 2    %z.true_divide(2)    aten.div.Tensor(%z, 2)    ->    "div"
     %z /= 2             %z.div_(2)                                               ->    "div_"
-
-:func:`fxpass.graph.calls.arguments` reads the arguments of a call, by one set of names for all
-spellings of a function. So a new spelling is a row of ``_OTHER_NAMES``, and a new function is a row
-of a table in :mod:`fxpass.match`.
 """
 
 from __future__ import annotations
@@ -139,6 +135,9 @@ def _aten_name(name: str) -> str:
 CASTS = frozenset(
     ("to", "float", "half", "bfloat16", "double", "type", "type_as", "cpu", "cuda"),
 )
+
+# Losses by name.
+LOSSES = frozenset(("cross_entropy_loss", "nll_loss", "linear_cross_entropy"))
 
 # Read a tensor's sizes, dtype or strides, not its values.
 _METADATA = {

@@ -83,6 +83,7 @@ VIEWS: dict[str, Callable[[Reading, Node], Classes]] = {
     **dict.fromkeys(("_log_softmax", "_softmax"), _softmax),
     **dict.fromkeys(("_to_copy", "detach", "alias", "clone", "view", "_unsafe_view"), _same),
     **dict.fromkeys(("unsqueeze", "squeeze", "expand", "lift_fresh_copy", "reshape"), _same),
+    **dict.fromkeys(("permute", "transpose"), _same),
     **dict.fromkeys(("slice", "index", "index_select"), _taken),
 }
 
@@ -227,6 +228,8 @@ def expr_of(found: Reading, argument: Any, dim: int, whole: torch.Tensor) -> Any
         sign, source = _given(argument)
         if source is not None:
             return sign * tables.node(source, "given")
+        if found.large:
+            return tables.node(argument, "given")
     raise Unknown(f"has an operand of shape {shape}, which is made of others")
 
 

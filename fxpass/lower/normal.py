@@ -67,20 +67,25 @@ class Normal:
         return self.tables.attached[node]
 
 
-def lower(graph: Graph, trained: Sequence[bool]) -> Normal:
+def lower(
+    graph: Graph, trained: Sequence[bool], reached: Sequence[bool] = (), large: bool = False
+) -> Normal:
     """The normal form of a graph.
 
     Args:
         graph: a row function; its first input is the logits of its only head.
         trained: for each input whether it needs a gradient.
+        reached: for each result whether a gradient may come from it; by default from all.
+        large: whether an operand as large as the logits may be made of others.
 
     Raises:
         Unknown: it has none.
     """
     places = graph.find_nodes(op="placeholder")
-    found = read(graph, dict(zip(places, trained, strict=True)))
-    tables = found.tables
     results = tuple(results_of(graph))
+    ends = [n for n, some in zip(results, reached or [True] * len(results), strict=True) if some]
+    found = read(graph, dict(zip(places, trained, strict=True)), ends, large)
+    tables = found.tables
     rows = {node: _resolved(tables, found.rows[node].expr) for node in _frontier(found, results)}
     used = {node: _outputs(tables, expr) for node, expr in rows.items()}
     if not all(used.values()):
@@ -92,7 +97,7 @@ def lower(graph: Graph, trained: Sequence[bool]) -> Normal:
         raise Unknown(f"reduces the logits of {len(bases)} softmaxes")
     (base,) = bases.values()
     _check_known_before(found, base)
-    attached = [n for n in rows if tables.attached[n]]
+    attached = [n for n in rows if tables.attached[n] and n in found.reached]
     of_trained = {s for n in attached for s in _outputs(tables, rows[n], through=False)}
     transform, biases = _without_biases(base.transform)
     outputs = [tables.outputs[s][1] for s in symbols]

@@ -10,6 +10,7 @@ the graph::
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -21,18 +22,23 @@ from fxpass.lower.reduced import REDUCTIONS, of_pair, of_rows
 from fxpass.spec.expression import Z
 
 
-def read(graph: Graph, trained: dict[Node, bool]) -> Reading:
+def read(
+    graph: Graph, trained: dict[Node, bool], ends: Collection[Node], large: bool = False
+) -> Reading:
     """Reads a graph.
 
     Args:
         graph: the graph; its first placeholder is the logits.
         trained: for each placeholder whether it needs a gradient.
+        ends: the results that a gradient may come from.
+        large: whether an operand as large as the logits may be made of others.
 
     Raises:
         Unknown: a call that reads logits is not known here.
     """
-    found = Reading()
+    found = Reading(large=large)
     tables, logits = found.tables, next(iter(graph.nodes))
+    found.reached = _reached(graph, ends)
     found.classes[logits] = Classes(Z)
     for node in graph.nodes:
         if node.op == "output":
@@ -53,6 +59,16 @@ def read(graph: Graph, trained: dict[Node, bool]) -> Reading:
                 found.late.add(node)
             else:
                 found.rows[node] = rows
+    return found
+
+
+def _reached(graph: Graph, ends: Collection[Node]) -> set[Node]:
+    """The nodes that a gradient of some results may reach: through no comparison, no ``detach``."""
+    found = {*ends}
+    for node in reversed(graph.nodes):
+        cut = name_of(node) == "detach" or reads_sizes(node)
+        if node.op != "output" and is_float(node) and not found.isdisjoint(node.users) and not cut:
+            found.add(node)
     return found
 
 

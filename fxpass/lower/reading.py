@@ -27,6 +27,8 @@ class Reading:
         rows: rows whose value is known.
         late: what is computed of rows, and stays in the graph.
         pairs: results of ``max``, which are read apart.
+        reached: the nodes from which a gradient may go to the logits.
+        large: whether an operand as large as the logits may be made of others.
     """
 
     tables: Tables = field(default_factory=Tables)
@@ -34,6 +36,8 @@ class Reading:
     rows: dict[Node, Rows] = field(default_factory=dict)
     late: set[Node] = field(default_factory=set)
     pairs: dict[Node, Classes] = field(default_factory=dict)
+    reached: set[Node] = field(default_factory=set)
+    large: bool = False
 
 
 def name_of(node: Node) -> str:

@@ -10,6 +10,7 @@ expressions. The symbols stand for nodes and for outputs of the operator; their 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +76,7 @@ class Base:
 
 @dataclass(frozen=True)
 class Picked:
-    """The outputs ``pick`` or ``at``, at the classes ``[n, K]`` of an index tensor.
+    """The outputs ``pick`` or ``at``, at the classes of an index tensor, K for each row.
 
     Attributes:
         index: class indices.
@@ -88,7 +89,7 @@ class Picked:
     @property
     def count(self) -> int | torch.SymInt:
         """K."""
-        return self.index.meta["val"].shape[1]
+        return math.prod(self.index.meta["val"].shape[1:])
 
 
 @dataclass(frozen=True)

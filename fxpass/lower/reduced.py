@@ -63,18 +63,19 @@ def _gather(found: Reading, node: Node) -> Rows:
         raise Unknown("picks a class that is computed from logits")
     if index in found.classes or given["sparse_grad"]:
         raise Unknown("has an index of another kind")
-    if len(sizes_of(index)) != 2 or not same(
-        sizes_of(index)[0], sizes_of(node.all_input_nodes[0])[0]
-    ):
+    source, dim = node.all_input_nodes[0], class_dim(node.all_input_nodes[0])
+    sizes = sizes_of(index)
+    inside = [size for i, size in enumerate(sizes) if i not in (0, dim)]
+    if not same(sizes[0], sizes_of(source)[0]) or not all(same(size, 1) for size in inside):
         raise Unknown("has an index of other rows")
-    if not isinstance(sizes_of(index)[1], int):
+    if not isinstance(sizes[dim], int):
         raise Unknown("picks a number of classes that varies")
     return Rows(at(found.tables, like, index))
 
 
 def _amax(found: Reading, node: Node) -> Rows:
     rows = highest(found.tables, operand_of(found, node, arguments(node)["dim"]))
-    if not found.tables.attached[node]:
+    if not found.tables.attached[node] or node not in found.reached:
         return Rows(rows)
     # equal classes share its gradient: it may be a shift of a softmax, and nothing else
     return Rows(sympy.Symbol(f"shared({rows})", real=True))

@@ -1,8 +1,7 @@
 """Losses from the log-probabilities of the rows.
 
 In: log-probabilities, picked at the targets or weighted with them. Out: what ``F.cross_entropy``
-returns for the logits. A rewritten graph calls these functions as operators, which the compiler
-traces::
+returns for the logits::
 
     >>> z, t = torch.randn(4, 9), torch.tensor([1, 2, -100, 3])
     >>> picked = z.log_softmax(1)[torch.arange(4), t.clamp(min=0)]
@@ -13,7 +12,6 @@ traces::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ def cross_entropy_of(picked: Tensor, mean_log: Tensor | None, *arguments: Any) -
         arguments: those of :func:`loss_coefficients` from ``target`` on.
 
     Returns:
-        a scalar (with ``row_groups`` this rank's part of it), or the shape of ``picked`` for
+        a scalar, or the shape of ``picked`` for
         ``none``, in the dtype of ``picked``.
     """
     target, _, reduction, ignore_index, *_ = arguments
@@ -55,7 +53,6 @@ def loss_coefficients(
     ignore_index: int | None,
     smoothing: float,
     classes: int,
-    row_groups: Sequence[str] = (),
 ) -> list[Tensor]:
     """What the log-probabilities of each row are multiplied by in a cross-entropy.
 
@@ -66,7 +63,6 @@ def loss_coefficients(
         weight: class weights ``[V]`` or None; not read for class probabilities.
         reduction, ignore_index, smoothing: as in ``F.cross_entropy``.
         classes: V.
-        row_groups: names of process groups that shard the rows; ``mean`` is over all rows.
 
     Returns:
         those of the target's log-probabilities and, if ``smoothed``, of their sums, in the shape of
@@ -82,12 +78,7 @@ def loss_coefficients(
             of_row = of_row.masked_fill(left_out, 0)
     factor = torch.ones_like(like.sum())
     if reduction == "mean":
-        count = of_row.sum()
-        for group in row_groups:
-            from fxpass.op.collectives import all_reduce  # not every PyTorch has torch.distributed
-
-            count = all_reduce(count, "sum", group)
-        factor = count.reciprocal()
+        factor = of_row.sum().reciprocal()
     found = [(smoothing - 1) * factor * of_row]
     if smoothed:
         found.append((-smoothing / classes * factor).expand_as(like))
@@ -112,17 +103,3 @@ def reductions_of_loss(
         outputs.append(Moment(0, 1, None if class_weight is None else len(given)))
         given += [] if class_weight is None else [class_weight.to(dtype)]
     return outputs, given
-
-
-_ARGUMENTS = (
-    "Tensor? target, Tensor? weight, str reduction, int? ignore_index, float smoothing, "
-    "SymInt classes, str[] row_groups"
-)
-# operators, since torch can store a graph only if it calls no other Python function
-_LIBRARY = torch.library.Library("fxpass", "FRAGMENT")
-for _function, _schema in (
-    (cross_entropy_of, f"(Tensor picked, Tensor? mean_log, {_ARGUMENTS}) -> Tensor"),
-    (loss_coefficients, f"(Tensor like, bool smoothed, {_ARGUMENTS}) -> Tensor[]"),
-):
-    _LIBRARY.define(_function.__name__ + _schema)
-    _LIBRARY.impl(_function.__name__, _function, "CompositeImplicitAutograd")

@@ -25,6 +25,7 @@ from fxpass.casts.casts import DYNAMO, Cast
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import writers_in
 from fxpass.graph.nodes import NoMatch
+from fxpass.rewrite.ranks import Ranks
 from fxpass.rewrite.row_views import VIEWS
 
 A = torch.ops.aten
@@ -55,8 +56,15 @@ class Emitter:
         self.fake_mode = captured.calls[0].outputs[0].fake.fake_mode  # type: ignore[attr-defined]
         self.site: Node = captured.calls[0].place
         self.writers = writers_in(graph)
+        self.ranks = Ranks(self.call, captured.slice.sharding)
+        self.role = ""  # in a head, of the operand that is inserted
         self._known: dict[int, Node] = {}  # operands and late values, at the insertion point
         self._sizes: dict[Any, Node] = {}
+
+    def stand(self, site: Node) -> None:
+        """Begins at another place of the graph."""
+        self.site, self._known, self._sizes = site, {}, {}
+        self.ranks.forget()
 
     # ------------------------------------------------------------ nodes
 
@@ -139,7 +147,7 @@ class Emitter:
     def operand(self, value: Value) -> Node:
         """A node for a tensor that no logits are read for, or for a late one."""
         if value.node is not None:
-            return value.node
+            return self.ranks.here(value.node, self.role)
         if id(value) not in self._known and value.data is not None:
             self._known[id(value)] = self._constant(value.data)
         if id(value) not in self._known:
@@ -173,6 +181,8 @@ class Emitter:
         """What the hidden states and the weight of a head were cast from, if autocast did it."""
         head, found = leaf.head, dict[str, Node]()
         assert head is not None
+        if self.ranks.sharding is not None:
+            return {}  # the ranks of a sharded head exchange casts
         for name, value in (("x", head.x), ("weight", head.weight)):
             node = self._before_cast(value, dtype)
             if node is None:
@@ -193,7 +203,9 @@ class Emitter:
         if step.op.overloadpacket not in _VIEWS or not isinstance(source, Value):
             return None
         inner = self._before_cast(source, dtype)
-        return inner and self.call(step.op, inner, *self._arguments(tuple(others)))
+        # what is cast may have other strides
+        op = A.reshape.default if step.op.overloadpacket is A.view else step.op
+        return inner and self.call(op, inner, *self._arguments(tuple(others)))
 
     def _constant(self, data: Tensor) -> Node:
         if data.numel() > LONGEST:
@@ -246,16 +258,17 @@ class Emitter:
         """The operator's tensors for an input."""
         head = leaf.head
         if head is not None:
-            x, weight = map(self._matrix, (head.x, head.weight))
+            x = self._in_role("x", self._matrix, head.x)
+            weight = self._in_role("weight", self._matrix, head.weight)
             chain, rows = trimmed(leaf.chain), 1
             if head.first:
                 x = self._transposed(x)
             else:
                 weight = self._transposed(weight)
-            bias = [] if head.bias is None else [self.operand(head.bias)]
+            bias = [] if head.bias is None else [self._bias(head.bias, head.classes)]
             if not head.first and chain and chain[0].kind == "reshape":
-                x, chain, rows = self._unflattened(x, head.x, chain)
-            return [self.viewed(x, chain, rows), weight, *bias]
+                x, chain, rows = self._in_role("x", self._unflattened, x, head.x, chain)
+            return [self.ranks.rows_of_x(self.viewed(x, chain, rows)), weight, *bias]
         assert leaf.value is not None
         node, letters = self.operand(leaf.value), leaf.letters
         device = leaf.value.fake.device
@@ -268,7 +281,20 @@ class Emitter:
         order += [i for i, c in enumerate(letters) if c != "r"]
         if order != sorted(order):
             node = self.call(A.permute.default, node, order)
-        return [self.viewed(node, leaf.chain, rows)]
+        return [self.ranks.rows_here(self.viewed(node, leaf.chain, rows))]
+
+    def _bias(self, bias: Value, classes: Any) -> Node:
+        """``[V]``: of one element, it is that of all classes."""
+        node = self._in_role("bias", self.operand, bias)
+        whole = same(bias.shape[0], classes)
+        return node if whole else self.call(A.expand.default, node, [self.size(classes)])
+
+    def _in_role(self, role: str, function: Any, *args: Any) -> Any:
+        self.role = role
+        try:
+            return function(*args)
+        finally:
+            self.role = ""
 
     def _device(self) -> torch.device:
         return self.captured.calls[0].outputs[0].fake.device

@@ -17,8 +17,8 @@ from __future__ import annotations
 import torch
 from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 
+from fxpass.graph.modes import modes_of
 from fxpass.graph.region import Region
-from fxpass.match.modes import modes_of
 
 
 def without_inference_mode(region: Region) -> None:

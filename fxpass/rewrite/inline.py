@@ -28,11 +28,11 @@ from torch.utils._pytree import tree_leaves
 
 from fxpass.graph.autocast import autocast_dtype
 from fxpass.graph.calls import storage, written
+from fxpass.graph.modes import Mode, modes_of
 from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph
 from fxpass.graph.placements import is_dtensor
-from fxpass.graph.region import CHECKPOINTS, NESTED_REGIONS, Region
+from fxpass.graph.region import NESTED_REGIONS, Region
 from fxpass.graph.source import source_line
-from fxpass.match.modes import Mode, modes_of
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +47,6 @@ def inline_contexts(region: Region) -> None:
     Not in a backward pass, which runs after the program's contexts have ended.
     """
     _inline(region, _CONTEXTS)
-
-
-def inline_checkpoints(region: Region, calls: Collection[Node]) -> set[Node]:
-    """Replaces calls of checkpoints by their nodes, which then are not computed again in backward.
-
-    Returns:
-        the new nodes.
-    """
-    return _inline(region, CHECKPOINTS, calls)
 
 
 def inline_call(region: Region, call: Node) -> set[Node]:

@@ -26,6 +26,7 @@ from fxpass.capture.values import Leaf
 from fxpass.graph.nodes import hint, value
 from fxpass.lower.normal import Normal
 from fxpass.lower.records import Picked, Summed
+from fxpass.op.kept import saved_logits
 from fxpass.plan.choice import Choice, choose
 from fxpass.rewrite.known import rows_of
 from fxpass.rewrite.row_nodes import RowNodes
@@ -89,21 +90,28 @@ class Inserted(RowNodes):
     Attributes:
         node: the operator's call.
         lines: for each output of the spec, a node ``[N]``, or ``[K, N]`` of picks.
+        logits: the logits, if they exist; else None.
         unsaved: operands that backward reads, and autograd of the program may not save.
         made_rows: the results of the row function, ``[N, ...]``.
         choice: how it runs.
     """
 
     def __init__(
-        self, emitter: Any, lowered: Lowered, leaves: list[list[Node]], unsaved: list[Node]
+        self,
+        emitter: Any,
+        lowered: Lowered,
+        leaves: list[list[Node]],
+        unsaved: list[Node],
+        logits: Node | None = None,
     ) -> None:
         super().__init__(emitter, lowered.normal, leaves)
+        self.logits = logits
         self.lowered, self.trains, bias = lowered, bool(lowered.gradients), leaves[0][2:]
         self.bias = bias[0] if bias else None
         self.lines: dict[Output, Node] = {}
         self.operands_first()
         self.node = self._called()
-        gradients = self.choice.spec.gradients
+        gradients = self.choice.spec.gradients if not self.choice.save_logits else ()
         # as autograd of the linear, which saves x for the weight and the weight for x
         self.unsaved = [*unsaved, *bias] if gradients else []
         self.unsaved += [self.x] if gradients and "weight" not in gradients else []
@@ -127,7 +135,7 @@ class Inserted(RowNodes):
             wide |= {k: self._taken(t, node) for k, t in wide.items() if k == "weight"}
         bias = self._bias(bias)
         scale = self._scale()
-        picks = [self.operand(index) for index in normal.picks]
+        picks = [self.index(index) for index in normal.picks]
         counts = [value(p).shape[1] for p in picks]
         index = None
         if picks:
@@ -139,16 +147,30 @@ class Inserted(RowNodes):
             x, weight, bias, scale = (t and self.cut(t) for t in (x, weight, bias, scale))
             given = [self.cut(t) for t in given]
         self.choice = self._choice(gradients, tuple(wide))
-        spec = self.choice.spec
-        operands = x, weight, bias, scale, index, given, None, None, spec.text()
-        named = {f"wide_{name}": t for name, t in wide.items()}
         self.counts = counts
-        return call(torch.ops.fxpass.class_reductions.default, *operands, **named)
+        operands, logits = (x, weight, bias, scale, index, given), self.logits
+        if self.ranks.group is not None:
+            return self._of_shard(operands)
+        named = {f"wide_{name}": t for name, t in wide.items()}
+        op = torch.ops.fxpass.class_reductions.default
+        return call(op, *operands, None, logits, self.choice.spec.text(), **named)
+
+    def _of_shard(self, operands: tuple[Any, ...]) -> Node:
+        """The call of a vocabulary shard, over the classes of all ranks."""
+        from fxpass.op import sharded  # not every PyTorch has torch.distributed
+
+        sharding, logits = self.ranks.sharding, self.logits
+        if self.choice.save_logits:
+            logits = self.call(saved_logits, *operands[:3])
+        of_rank = {"first": sharding.first, "classes": sharding.classes, "group": sharding.group}
+        function, text = sharded.class_reductions, self.choice.spec.text()
+        return self.call(function, *operands, logits, text, **of_rank)
 
     def _choice(self, gradients: tuple[str, ...], wide: tuple[str, ...]) -> Choice:
         normal, settings = self.normal, self.lowered.settings
         rows = [o for o in normal.outputs if o not in ("argmax",)]
         detached = tuple(o for o in rows if o not in normal.trained) if gradients else ()
+        detached = () if self.ranks.sharding is not None else detached
         spec = Reductions(
             tuple(normal.outputs),
             normal.transform,
@@ -167,7 +189,9 @@ class Inserted(RowNodes):
         waiting = replace(spec, outputs=spec.outputs or spec.total, total=())
         total = spec if spec.total else None
         others = self.lowered.others if "weight" in spec.gradients else ()
-        return choose(*sizes, total, waiting, self.lowered.settings.strategy, False, others)
+        exist, sharded = self.logits is not None, self.ranks.group is not None
+        strategy = self.lowered.settings.strategy
+        return choose(*sizes, total, waiting, strategy, exist, others, sharded)
 
     def _taken(self, operand: Node, node: Node) -> Node:
         """The classes of an operand ``[V, ...]`` that a node takes of logits ``[n, V]``."""
@@ -183,7 +207,7 @@ class Inserted(RowNodes):
         dtype = compute_dtype(self.dtype)
         for symbol, factor in self.normal.biases:
             more = self.wide(self.operand(self.normal.tables.nodes[symbol]))
-            more = self.call(torch.reshape, more, [-1])
+            more = self.ranks.classes_here(self.call(torch.reshape, more, [-1]))
             if factor != 1:
                 more = self.call(torch.mul, more, float(factor))
             bias = more if bias is None else self.call(torch.add, self.wide(bias), more)
@@ -194,7 +218,7 @@ class Inserted(RowNodes):
     def _scale(self) -> Node | None:
         if self.normal.base.scale == 1:
             return None
-        rows = self.arithmetic(self.normal.base.scale)
+        rows = self.ranks.of_all_ranks(self.arithmetic(self.normal.base.scale))
         scale = self.call(A._to_copy.default, rows, dtype=compute_dtype(self.dtype))
         return scale if value(scale).dim() else self.call(A.expand.default, scale, [self.rows()])
 
@@ -210,6 +234,7 @@ class Inserted(RowNodes):
             node = self.call(torch.reshape, node, [-1])
         elif value(node).dim() != 2:
             node = self.call(torch.reshape, node, [self.rows(), -1])
+        node = self.ranks.classes_here(node)
         weights = {o.weight for o in self.normal.outputs if isinstance(o, Moment)}
         mask = value(node).dtype == torch.bool and i not in weights
         if not (value(node).is_floating_point() or mask):
@@ -224,7 +249,8 @@ class Inserted(RowNodes):
         for name, outputs in (("rows", spec.rows), ("indices", spec.indices)):
             if not outputs:
                 continue
-            tensor, at = call(operator.getitem, self.node, spec.results.index(name)), 0
+            names = ("rows", "indices") if self.ranks.group is not None else spec.results
+            tensor, at = call(operator.getitem, self.node, names.index(name)), 0
             for output in outputs:
                 count = sum(map(hint, self.counts)) if output in OF_PICKS else 1
                 if count == 1:
@@ -273,6 +299,8 @@ class Inserted(RowNodes):
         """The lines that may be part of a total: all that have a gradient, or none of them; without
         gradients, all floats."""
         spec = self.choice.spec
+        if self.ranks.sharding is not None:
+            return []  # the ranks exchange what gradients need after forward
         trained = [o for o in spec.rows if o not in spec.detached]
         fits = all(isinstance(o, Moment) or o in IN_TOTAL for o in trained)
         fits = fits and not spec.total and set(spec.gradients) <= set(PRODUCTS)
@@ -283,6 +311,8 @@ class Inserted(RowNodes):
         spec = self.choice.spec
         lost = {o for o, line in self.lines.items() if line in results}
         if not spec.gradients or spec.total or lost.issuperset(spec.rows):
+            return
+        if self.ranks.sharding is not None:
             return
         detached = tuple(o for o in spec.rows if o in lost | {*spec.detached})
         args = list(self.node.args)
@@ -328,6 +358,14 @@ class Inserted(RowNodes):
             if not node.users and node not in read:
                 self.emitter.graph.erase_node(node)
         self.made = [node for node in self.made if not node._erased]
+
+    def without_logits(self) -> None:
+        """Computes logits again that the user may write to before backward reads them."""
+        sharded = self.ranks.group is not None
+        args = list(self.node.args)
+        args[6 if sharded else 7] = None
+        self.node.args, self.logits = tuple(args), None
+        self.choice = self._chosen_for(self.choice.spec)
 
     def keep(self) -> None:
         """Gives backward copies of operands that autograd of the program may not save: what the

@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 
 from fxpass.capture.capture import Captured
-from fxpass.graph.functions import function_of
+from fxpass.capture.sharding import Sharding
+from fxpass.graph.functions import LOSSES, function_of
 from fxpass.graph.nodes import hint, value
-from fxpass.match.head import LEFT
 from fxpass.op.row_region import planned_for
 from fxpass.plan.choice import Choice
 from fxpass.plan.plan import size
@@ -26,8 +26,12 @@ from fxpass.rewrite.lowered import Inserted
 from fxpass.spec.reductions import Reductions
 from fxpass.spec.words import words
 
-# Losses that have a name.
-LOSSES = ("cross_entropy_loss", "nll_loss", "linear_cross_entropy")
+# What becomes of logits that leave the graph, or that others read.
+LEFT = {
+    "keep": " (logits kept: another node reads them)",
+    "defer": " (logits deferred: computed when they are first used)",
+    "drop": " (logits dropped: their values cannot be used)",
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,10 @@ class RegionMatch:
         named: the losses among its nodes that have a name.
         words: what calls with a normal form compute.
         kernels: the names of the kernels that Inductor made for its row functions.
-        logits_mode: ``never``, ``defer`` or ``drop``, as of a :class:`fxpass.match.head.Head`.
+        logits_mode: ``never``: the logits are never materialised; ``keep``: the graph materialises
+            them, and the operator reads them; ``defer`` or ``drop``: a deferred or dropped tensor
+            takes their place among the graph's outputs.
+        sharding: how a head is distributed over ranks; None on one rank.
     """
 
     source: str
@@ -55,6 +62,7 @@ class RegionMatch:
     logits_mode: str = "never"
     named: int = 0
     words: str = ""
+    sharding: Sharding | None = None
 
     @property
     def losses(self) -> int:
@@ -63,9 +71,10 @@ class RegionMatch:
 
     @property
     def logits_bytes(self) -> int:
-        """Bytes of one copy of the logits of all heads."""
-        shapes = zip(self.shapes, self.itemsizes, strict=True)
-        return sum(hint(n) * hint(v) * itemsize for (n, v), itemsize in shapes)
+        """Bytes of one copy of a rank's logits of all heads."""
+        shapes, of = zip(self.shapes, self.itemsizes, strict=True), self.sharding
+        sizes = ((hint(n), hint(v) if of is None else of.most, size) for (n, v), size in shapes)
+        return sum(n * v * size for n, v, size in sizes) // (1 if of is None else of.rows)
 
     @property
     def calls(self) -> tuple[_Choice, ...]:
@@ -75,6 +84,7 @@ class RegionMatch:
 
     def __str__(self) -> str:
         logits = " and ".join(f"[{n}, {v}]" for n, v in self.shapes)
+        logits += f" ({self.sharding})" if str(self.sharding or "") else ""
         heads = "1 head" if len(self.shapes) == 1 else f"{len(self.shapes)} heads"
         operations = ", ".join(self.operations)
         left = LEFT.get(self.logits_mode, "")
@@ -101,7 +111,8 @@ def match_of(captured: Captured) -> RegionMatch:
         sizes.append(head.x.fake.dtype.itemsize)
     named = sum(function_of(node) in LOSSES for node in captured.slice.ran)
     of_heads = captured.source, tuple(shapes), tuple(sizes), captured.operations
-    return RegionMatch(*of_heads, named=named)
+    mode, sharding = "keep" if captured.kept else "never", captured.slice.sharding
+    return RegionMatch(*of_heads, named=named, logits_mode=mode, sharding=sharding)
 
 
 def words_of(specs: Sequence[Reductions], named: int) -> str:

@@ -10,33 +10,37 @@ not returned, nor is a number), and a function that restores the outputs that th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from fxpass.capture.capture import Captured
+from fxpass.capture.values import nodes_behind
 from fxpass.deferred import tensor
 from fxpass.deferred.tensor import Recipe
-from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.placements import is_dtensor, placement_name
 from fxpass.graph.source import source_line
-from fxpass.match.linears import linear_of
-from fxpass.match.views import VIEWS
 from fxpass.rewrite import numbers
+from fxpass.rewrite.leaving import CAST, PRODUCT, VIEW, does
 
 Compiled = Callable[..., Any]
 Restore = Callable[[Compiled], Compiled]
 
 
-def recipe_of(output: Node, nodes: Sequence[Node]) -> tuple[Recipe, tuple[Node, ...]]:
-    """The recipe that computes an output from the inputs of its linears, and these inputs.
+def recipe_of(
+    output: Node, nodes: Sequence[Node], captured: Captured
+) -> tuple[Recipe, tuple[Node, ...]]:
+    """The recipe that computes an output from the inputs of its products, and these inputs.
 
     Args:
         output: an output of a graph.
-        nodes: the linears and all nodes from them to ``output``, in the graph's order; the recipe
+        nodes: the products and all nodes from them to ``output``, in the graph's order; the recipe
             has copies of them.
+        captured: the heads.
     """
     inside = set(nodes)
     given = tuple(
@@ -50,7 +54,7 @@ def recipe_of(output: Node, nodes: Sequence[Node]) -> tuple[Recipe, tuple[Node, 
             copies[node] = copies[node.all_input_nodes[0]]
             continue
         operands = dict(copies)
-        if linear_of(node) is not None:
+        if node in captured.heads:
             dtype = value(node).dtype
             for operand in node.all_input_nodes:
                 if value(operand).dtype != dtype:  # the cast that autocast does
@@ -58,13 +62,24 @@ def recipe_of(output: Node, nodes: Sequence[Node]) -> tuple[Recipe, tuple[Node, 
         copies[node] = graph.node_copy(node, operands.__getitem__)
         copies[node].meta = {}
     graph.output(copies[output])
-    head = next(node for node in nodes if linear_of(node) is not None)
+    products = [node for node in nodes if node in captured.heads]
+    kinds = set().union(*(does(captured, node) for node in nodes))
+    heads = [head for head in captured.slice.recorder.heads if head.node in products]
+    hidden = set(nodes_behind(head.x for head in heads))
+    others = set(nodes_behind(t for h in heads for t in (h.weight, h.bias) if t is not None))
+    whole = kinds <= {VIEW, CAST, PRODUCT} and hidden <= {*given} - others
+    # of x @ x.T, all rows are read
+    rows = VIEW not in kinds and hidden.isdisjoint(others)
+    rows = rows and not any(head.first for head in heads)
+    beside = [n for n in given if is_tensor(n) and n not in hidden | others]
+    rows = rows and _have_rows(hidden, beside, value(output))
     recipe = Recipe(
         GraphModule({}, graph),
-        _row_inputs(nodes, given),
-        source_line(head),
+        tuple(i for i, n in enumerate(given) if n in hidden and rows),
+        source_line(products[0]),
         value(output).requires_grad,
-        _hidden(nodes, given),
+        # the hidden states, if the gradients of all other inputs read nothing else
+        tuple(i for i, n in enumerate(given) if n in hidden and whole),
     )
     return recipe, given
 
@@ -152,32 +167,9 @@ def _shape_of(node: Node, output: Node) -> Node:
     return detached
 
 
-def _hidden(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:
-    """The hidden states, if the gradients of all other inputs read nothing else."""
-    linears = [linear for node in nodes if (linear := linear_of(node))]
-    others = {function_of(node) for node in nodes if linear_of(node) is None}
-    hidden = {linear.x for linear in linears}
-    weights = {n for linear in linears for n in (linear.weight, linear.bias)}
-    if not (others <= VIEWS | CASTS | {"stack"} and hidden <= {*given} - weights):
-        return ()
-    return tuple(i for i, n in enumerate(given) if n in hidden)
-
-
-def _row_inputs(nodes: Sequence[Node], given: tuple[Node, ...]) -> tuple[int, ...]:
-    """The inputs with rows, if each row of the output depends on the same row of these inputs."""
-    if any(function_of(node) in VIEWS for node in nodes):
-        return ()
-    linears = [linear for node in nodes if (linear := linear_of(node))]
-    rows = {linear.x for linear in linears}
-    shape = value(nodes[-1]).shape[:-1]
-    if not all(value(x).shape[:-1] == shape for x in rows):
-        return ()
-    weights = {n for linear in linears for n in (linear.weight, linear.bias)}
-    if not rows.isdisjoint(weights):
-        return ()  # of x @ x.T, all rows are read
-    operands = {n for linear in linears for n in linear.node.all_input_nodes}
-    others = [n for n in given if n not in operands and is_tensor(n)]
-    # not torch.Size.numel(), which makes a number of a symbolic one
-    if not all(math.prod(value(n).shape[:-1]) == 1 for n in others):
-        return ()  # perhaps a factor per row
-    return tuple(i for i, n in enumerate(given) if n in rows)
+def _have_rows(hidden: Collection[Node], beside: Collection[Node], output: Tensor) -> bool:
+    """Whether each row of an output depends on the same row of the hidden states, and on what all
+    rows share."""
+    alike = all(value(x).shape[:-1] == output.shape[:-1] for x in hidden)
+    # not torch.Size.numel(), which makes a number of a symbolic one; perhaps a factor per row
+    return alike and all(math.prod(value(n).shape[:-1]) == 1 for n in beside)

@@ -60,7 +60,7 @@ class Calls(Emitter):
     def insert_lowered(self, lowered: Lowered) -> Inserted:
         """Inserts a call that has a normal form, and what is computed of its outputs."""
         call, trains = lowered.call, any(output.trained for output in lowered.call.outputs)
-        self.site, self._known, self._sizes = call.place, {}, {}
+        self.stand(call.place)
         self._move(call)
         self.made.clear()
         with self.graph.inserting_before(call.place):
@@ -79,11 +79,12 @@ class Calls(Emitter):
                 if leaf.head is None and not written and self._is_unsaved(leaf, leaves[0]):
                     unsaved += nodes
                 leaves.append(nodes)
-            inserted = Inserted(self, lowered, leaves, unsaved)
+            logits = self.logits(call.leaves[0]) if self.captured.kept else None
+            inserted = Inserted(self, lowered, leaves, unsaved, logits)
             self.shared |= {storage(node) for node in inserted.shared}
             for result, output in zip(inserted.made_rows, call.outputs, strict=True):
                 result.meta["example_value"].requires_grad_(output.trained)
-                self.rows[id(output)] = result, output
+                self.rows[id(output)] = self.ranks.of_rows(result), output
         inserted.tidy()
         return inserted
 
@@ -97,7 +98,7 @@ class Calls(Emitter):
     def insert(self, made: Made) -> Node:
         """Inserts a call, and the nodes of its outputs."""
         call, region = made.call, made.region
-        self.site, self._known, self._sizes = call.place, {}, {}
+        self.stand(call.place)
         self._move(call)
         with self.graph.inserting_before(call.place):
             tensors: list[Node] = []
@@ -121,6 +122,14 @@ class Calls(Emitter):
                 node.meta["example_value"].requires_grad_(i in region.tangents)
                 self.rows[id(value)] = node, value
         return out
+
+    def logits(self, leaf: Leaf) -> Node:
+        """The logits ``[n, V]`` of a leaf, which exist; no gradient flows through them."""
+        head = leaf.head
+        assert head is not None
+        node = self.ranks.logits(self.call(torch.detach, head.node))
+        rows = node.meta["example_value"].dim() - 1
+        return self.viewed(self.viewed(node, (), rows), leaf.chain, 1)
 
     def _is_unsaved(self, leaf: Leaf, tensors: Sequence[Node]) -> bool:
         """Whether autograd of the program may not save an operand that the user may write to: a
@@ -152,14 +161,14 @@ class Calls(Emitter):
 
     def replace_results(self) -> None:
         """Gives the users of nodes of the slice what they read."""
-        for old in sorted(self.slice.boundary()):
+        for old in self.captured.results:
             value = self.slice.values(old)
-            self.site, self._known, self._sizes = old, {}, {}
+            self.stand(old)
             if isinstance(value, Value):
                 if value.tag is None and not value.late:
                     continue  # a constant stays
                 with self.graph.inserting_before(old):
-                    new = self.current(value)
+                    new = self.ranks.result(self.current(value), old)
                 self._take_place(old, new)
             elif isinstance(value, torch.SymInt):
                 with self.graph.inserting_before(old):
@@ -178,7 +187,7 @@ class Calls(Emitter):
             if new.meta["example_value"] is not example and is_tensor(old):
                 new.meta["example_value"] = example
         for user in list(old.users):
-            if user not in self.slice.ran:
+            if user not in self.slice.ran or self.captured.kept:
                 user.replace_input_with(old, new)
 
     def erase(self) -> None:

@@ -9,6 +9,7 @@ nodes of the program's graph: operands, arithmetic on outputs, and what stays of
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import sympy
@@ -32,6 +33,7 @@ class RowNodes:
 
     Attributes:
         emitter: a :class:`fxpass.rewrite.regions.Emitter`.
+        ranks: what it inserts for a sharded head.
         normal: the normal form of the row function.
         x, weight: the hidden states ``[N, D]`` and the weight ``[V, D]``.
         dtype: of the logits.
@@ -46,6 +48,7 @@ class RowNodes:
 
     def __init__(self, emitter: Any, normal: Normal, leaves: list[list[Node]]) -> None:
         self.emitter, self.normal, self.call = emitter, normal, emitter.call
+        self.ranks: Any = emitter.ranks
         places = normal.graph.find_nodes(op="placeholder")
         self.x, self.weight = leaves[0][:2]
         self.dtype = value(self.x).dtype
@@ -68,6 +71,12 @@ class RowNodes:
         """A node that no logits are read for, of all rows."""
         return self._copied(node, self.operand)
 
+    def index(self, node: Node) -> Node:
+        """Class indices ``[N, K]``."""
+        index, count = self.operand(node), math.prod(node.meta["val"].shape[1:])
+        same = value(index).dim() == 2
+        return index if same else self.call(torch.reshape, index, [self.rows(), count])
+
     def operands_first(self) -> None:
         """Inserts the operands that what stays of the row function reads: the operator's call, with
         coefficients computed of them, may stand after them alone."""
@@ -83,8 +92,10 @@ class RowNodes:
 
     def _copied(self, node: Node, of: Any) -> Node:
         if node not in self._known and _is_size(node, self._logits):
-            size = value(self.x if node.args[1] == 0 else self.weight)
-            self._known[node] = self.emitter.size(size.shape[0])
+            size = value(self.x if node.args[1] == 0 else self.weight).shape[0]
+            if node.args[1] == 1 and self.ranks.sharding is not None:
+                size = self.ranks.sharding.classes
+            self._known[node] = self.emitter.size(size)
         if node not in self._known:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), of)
             if makes(node.target):
@@ -193,7 +204,7 @@ class RowNodes:
 
     def _chosen(self, chosen: Chosen) -> Node:
         """What an operand has at picked classes, ``[N]`` or ``[N, K]``."""
-        operand, index = self.operand(chosen.operand), self.operand(chosen.index)
+        operand, index = self.operand(chosen.operand), self.index(chosen.index)
         sizes = [self.rows(), -1]
         rows = self.call(A.expand.default, operand, sizes)
         found = self.wide(self.call(A.gather.default, rows, 1, index))

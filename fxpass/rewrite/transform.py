@@ -9,37 +9,27 @@ without matches and without mixed dtypes does not change, except for torch.expor
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch._dynamo.utils import counters
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from fxpass.capture.capture import made_of
+from fxpass.capture.heads import in_nested
+from fxpass.capture.rejections import Rejection, rejections_of
 from fxpass.casts.casts import Cast, cast_region, note
-from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.graph.region import Region, regions, return_once
-from fxpass.graph.source import source_line
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import Launch
-from fxpass.match.head import Head
-from fxpass.match.match import Found, Rejection, find
 from fxpass.rewrite import dump
-from fxpass.rewrite.copies import copied
+from fxpass.rewrite.fuse import Fused, fuse, sized_as_traced, without_guards
 from fxpass.rewrite.inference import without_inference_mode
-from fxpass.rewrite.inline import inline_call, inline_checkpoints, inline_contexts
+from fxpass.rewrite.inline import inline_contexts
 from fxpass.rewrite.listing import launches_of
 from fxpass.rewrite.matches import RegionMatch
-from fxpass.rewrite.outputs import Restore, as_compiled, both, defer_outputs, recipe_of
-from fxpass.rewrite.reductions import rewrite_heads
-from fxpass.rewrite.row_regions import (
-    Fused,
-    fuse_regions,
-    heads_in_nested,
-    sized_as_traced,
-    without_guards,
-)
+from fxpass.rewrite.nested import fuse_nested
+from fxpass.rewrite.outputs import Restore, as_compiled, both
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -55,7 +45,7 @@ class Outcome:
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
     """
 
-    heads: tuple[Head | RegionMatch, ...]
+    heads: tuple[RegionMatch, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
     kernels: tuple[Launch, ...]
@@ -74,7 +64,7 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
         MixedDtypeError: see :func:`fxpass.casts.casts.agreed`.
     """
     before = graph_text(gm) if settings.dump else ""
-    heads: list[Head | RegionMatch] = []
+    heads: list[RegionMatch] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
     kernels: dict[Launch, None] = {}
@@ -87,31 +77,14 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
         casts += cast_region(region, settings.mixed_dtypes)
         if region.backward:
             continue
-        found, fused = (
-            _with_regions(region, settings) if sized else (_found(region, settings), Fused([]))
-        )
-        rejections += found.rejections
+        fused = Fused()
+        if sized and region.plain:
+            fused = _fused(region, settings)
+        rejections += _rejections(region, fused, settings)
         heads += fused.matches
         casts += fused.casts
+        kernels |= dict.fromkeys(launches_of(region.module.graph))
         restore = both(restore, fused.restore)
-        if not found.heads:
-            kernels |= dict.fromkeys(launches_of(region.module.graph))
-            continue
-        untouched = copied(region.module.graph)
-        try:
-            returned, made = _carry_out(region, found, settings)
-            generated = dict.fromkeys(launches_of(region.module.graph))
-        except Exception as error:
-            # an unforeseen program runs without the rewrite
-            log.warning("%s: the rewrite failed", found.heads[0].source, exc_info=True)
-            region.module.graph = untouched
-            reason = f"fxpass failed to rewrite the graph, please report this: {error!r}"
-            rejections += [Rejection(h.flow.linear.node, reason, h.source) for h in found.heads]
-            continue
-        casts += made
-        kernels |= generated
-        heads += found.heads
-        restore = both(restore, returned)
     counters["fusedce"]["matched"] += sum(head.losses for head in heads)
     counters["fusedce"]["rejected"] += len(rejections)
     for record in (*heads, *rejections):
@@ -122,105 +95,26 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
     return Outcome(tuple(heads), tuple(rejections), tuple(casts), tuple(kernels), restore)
 
 
-def _with_regions(region: Region, settings: Settings) -> tuple[Found, Fused]:
-    """The row regions of a region, which are rewritten, and what is found in the rest."""
-    graph, found = region.module.graph, _found(region, settings)
+def _rejections(region: Region, fused: Fused, settings: Settings) -> list[Rejection]:
+    nodes = {node.name: node for node in region.module.graph.nodes}
+    reasons = {nodes[name]: no for name, no in fused.reasons.items() if name in nodes}
     try:
-        with without_guards(region):
-            fused = fuse_regions(region, found, settings)
-    except Exception:
-        log.warning("the search for row regions failed", exc_info=True)
-        return found, Fused([])
-    calls = dict.fromkeys((*heads_in_nested(region, settings), *found.checkpoints))
-    known, inside = _from_nested(region, settings, [n for n in calls if not n._erased])
-    fused = Fused(
-        fused.matches + inside.matches,
-        both(fused.restore, inside.restore),
-        (*fused.casts, *inside.casts),
+        return list(rejections_of(region, reasons, settings.min_logits_mb, bool(fused.matches)))
+    except Exception:  # a report is not worth a program
+        log.warning("the search for rejections failed", exc_info=True)
+        return []
+
+
+def _fused(region: Region, settings: Settings) -> Fused:
+    """What is fused of a region: its own heads, then those of nested graphs."""
+    with without_guards(region):
+        own = fuse(region, settings)
+        nested = in_nested(region, settings)
+        calls = [n for n in region.module.graph.nodes if n.name in own.checkpoints or n in nested]
+        inside = fuse_nested(region, settings, calls)
+    return Fused(
+        own.matches + inside.matches,
+        both(own.restore, inside.restore),
+        own.casts + inside.casts,
+        own.reasons | inside.reasons,
     )
-    if known or fused.matches or region.module.graph is not graph:
-        found = _found(region, settings)  # the nodes are others
-    return found, fused
-
-
-def _from_nested(region: Region, settings: Settings, calls: Sequence[Node]) -> tuple[bool, Fused]:
-    """Fuses logits that checkpoints and nested regions read or return. Those of which any are fused
-    become part of the graph, if that pays, and the others stay.
-
-    Returns:
-        whether losses with a formula will be fused, and the row regions.
-    """
-    if not calls:
-        return False, Fused([])
-    graph, untouched = region.module.graph, copied(region.module.graph)
-    twins = dict(zip(graph.nodes, untouched.nodes, strict=True))
-    read = [n for call in calls for n in call.all_input_nodes if is_tensor(n)]
-    feeding = {source for node in read for source, _ in made_of(node, "")}
-    try:
-        with without_guards(region):
-            made = {call: inline_call(region, call) for call in calls}
-            inlined = set[Node]().union(*made.values())
-            if not inlined:
-                return False, Fused([])
-            found = find(region, settings)
-            fused = fuse_regions(region, found, settings, inlined | feeding)
-    except Exception:
-        log.warning("%s: inlining failed", source_line(calls[0]), exc_info=True)
-        region.module.graph = untouched
-        return False, Fused([])
-    linears = {head.flow.linear.node for head in found.heads}
-    taking = [call for call in calls if any(n in linears or n._erased for n in made[call])]
-    held = inlined.difference(*(head.flow.inside for head in found.heads))
-    held = [n for n in held if not n._erased and is_tensor(n)]
-    less = sum(m.logits_bytes for m in fused.matches)
-    left = [h for h in found.heads if not h.flow.linear.node._erased]
-    less += sum(h.logits_bytes for h in left if h.flow.linear.node in inlined)
-    if len(taking) == len(calls):
-        if _bytes(held) < less:
-            return bool(linears & inlined), fused
-        taking = []
-    region.module.graph = untouched
-    return _from_nested(region, settings, [twins[call] for call in taking])
-
-
-def _found(region: Region, settings: Settings) -> Found:
-    """What a region holds. Checkpoints that read logits become part of it, if that pays."""
-    found = find(region, settings)
-    if not found.checkpoints:
-        return found
-    untouched = copied(region.module.graph)
-    try:
-        inlined = inline_checkpoints(region, found.checkpoints)
-        without = find(region, settings)
-        if _pays(without, inlined):
-            return without
-    except Exception:
-        log.warning("%s: inlining failed", source_line(found.checkpoints[0]), exc_info=True)
-    region.module.graph = untouched
-    return find(region, settings)
-
-
-def _pays(found: Found, inlined: set[Node]) -> bool:
-    """Whether no logits are held for nodes that were in checkpoints, and what backward no longer
-    computes again takes less memory than these logits."""
-    reduced = {r.node: head for head in found.heads for r in head.flow.reductions}
-    heads = {id(head): head for node, head in reduced.items() if node in inlined}.values()
-    held = [node for node in inlined.difference(*(h.flow.inside for h in heads)) if is_tensor(node)]
-    less = sum(head.logits_bytes for head in heads if head.logits_mode != "keep")
-    return not found.checkpoints and _bytes(held) < less
-
-
-def _bytes(nodes: Collection[Node]) -> int:
-    return sum(hint(value(node).numel()) * value(node).itemsize for node in nodes)
-
-
-def _carry_out(region: Region, found: Found, settings: Settings) -> tuple[Restore, list[Cast]]:
-    """Rewrites all heads of a region."""
-    # before the rewrite, which erases the nodes that recipes copy
-    recipes = {output: recipe_of(output, nodes) for output, nodes in found.deferred.items()}
-    # the outputs read these nodes no more, so that the rewrite erases them
-    restore = defer_outputs(region.module, recipes, drop=settings.logits == "drop")
-    casts = rewrite_heads(region, found.heads)
-    region.module.graph.lint()
-    region.module.recompile()
-    return restore, casts

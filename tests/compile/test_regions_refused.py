@@ -284,7 +284,7 @@ REFUSED: tuple[tuple[Any, str | None], ...] = (
     (noise_of_its_own, "rand"),
     (gumbel_softmax, ""),
     (sampled, "multinomial"),
-    (written_logits_that_leave, "mul_"),
+    (written_logits_that_leave, "leave"),
     (slice_written_after_it_was_read, "zero_"),
     (hidden_states_written_after_the_head, "zero_"),
     (branch_on_a_logit, None),

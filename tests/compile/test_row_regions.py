@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 from fxpass.region import compile as compile_module
 from fxpass.report import explain_with
-from fxpass.rewrite.row_regions import RegionMatch
+from fxpass.rewrite.matches import RegionMatch
 from fxpass.settings import Settings
 from tests.support.numerics import assert_close
 
@@ -148,12 +148,12 @@ def test_a_failure_leaves_the_program(monkeypatch, caplog):
     def fails(*_):
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr("fxpass.rewrite.row_regions.rewrite_region", fails)
+    monkeypatch.setattr("fxpass.rewrite.fuse.rewrite_region", fails)
     with caplog.at_level(logging.WARNING):
         got = values(compiled(jsd), operands())
     for one, other in zip(got, values(jsd, operands()), strict=True):
         assert torch.equal(one, other)
-    assert "the row region failed" in caplog.text
+    assert "the rewrite failed" in caplog.text
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

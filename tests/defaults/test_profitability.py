@@ -114,7 +114,7 @@ def test_gradients_of_one_weight(d, count, fused):
     if fused:
         assert not found
     else:
-        assert len(found) == count
+        assert len(found) == count - 1  # the last one is alone then
         assert "4 passes over one weight make a gradient of it each" in found[0]
         assert not reasons(chunks(count), x, weight, labels, least=0, budget=1)
         assert not reasons(chunks(count), x, weight.detach(), labels, budget=1)

@@ -27,9 +27,8 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 
 from fxpass.deferred.inputs import StaleLogitsError
-from fxpass.match import heads
 from fxpass.plan import plan
-from fxpass.rewrite import row_regions, transform
+from fxpass.rewrite import fuse, nested, transform
 from tests.support.numerics import FLOOR
 
 from .case import Case
@@ -241,7 +240,7 @@ def _unforeseen() -> Iterator[None]:
         raise AssertionError(message % args) from sys.exc_info()[1]
 
     with contextlib.ExitStack() as stack:
-        for module in (transform, row_regions, heads):
+        for module in (fuse, nested, transform):
             stack.enter_context(mock.patch.object(module.log, "warning", raises))
         yield
 

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fxpass.match.sharding import one_rank_settings
+from fxpass.capture.sharding import one_rank_settings
 from tests.ranks.parallel import said_by_fxpass
 
 B, S, D = 2, 6, 8  # a sequence has to be as long on 2 ranks as on 3

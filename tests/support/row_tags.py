@@ -33,9 +33,9 @@ from fxpass.capture.values import Leaf, RowOp, Step, Stop, Value
 from fxpass.casts.casts import cast_region
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import writers_in
+from fxpass.graph.modes import modes_of
 from fxpass.graph.nodes import NoMatch, is_tensor
 from fxpass.graph.region import Region, regions, return_once
-from fxpass.match.modes import modes_of
 from fxpass.rewrite.inference import without_inference_mode
 from fxpass.rewrite.inline import inline_contexts
 

@@ -125,9 +125,10 @@ def test_counted_each_time_and_logged_once(caplog):
     assert "test_casts.py" in line
 
 
-def test_the_report_has_it(known_formulas):
+def test_the_report_has_it():
     report = explain(mixed, torch.randn(4, 8).bfloat16(), tensor(6, 8))
-    assert "1 cast\n  cast: %l_w_ float32 -> bfloat16: " in str(report)
+    assert "1 cast\n" in str(report)
+    assert "  cast: %l_w_ float32 -> bfloat16: " in str(report)
 
 
 def test_float16_with_bfloat16_warns_with_the_line(caplog):

@@ -120,7 +120,7 @@ def test_float8_on_the_way():
         )
 
     x, weight, labels = inputs()
-    assert "float8" in reason_of(program, x.detach(), weight.detach(), labels)
+    assert "8 bits" in reason_of(program, x.detach(), weight.detach(), labels)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -141,15 +141,6 @@ def test_what_is_added_to_up_cast_logits_is_not_rounded(dtype):
     head_of(program, x, weight, prior, factor, labels)
     got = fused(x, weight, prior, factor, labels)
     assert got.sub(exact).norm() <= 2 * eager.sub(exact).norm()
-
-
-def test_a_function_that_undoes_another_before_a_tensor(known_formulas):
-    def program(x, weight, factor, labels):
-        z = torch.log(torch.exp(last(F.linear(x, weight))))
-        return F.cross_entropy(z * factor, labels.view(-1))
-
-    x, weight, labels = inputs()
-    assert "is not known" in reason_of(program, x, weight, torch.tensor(0.5), labels)
 
 
 # ---------------------------------------------------------------- sizes that are symbols
@@ -221,7 +212,7 @@ def test_a_view_to_a_whole_size():
 
 
 def test_a_class_slice_of_varying_length():
-    """Two graphs: the first length as a number, all later ones as a symbol."""
+    """Two graphs: the first length as a number, all later ones as a symbol, which no row knows."""
     torch._dynamo.utils.counters.clear()
 
     def program(x, weight, labels, k):
@@ -232,7 +223,7 @@ def test_a_class_slice_of_varying_length():
     for k in (5, 6, 7, 8):
         expected = program(x, weight, labels, k)
         torch.testing.assert_close(fused(x, weight, labels, k), expected)
-    assert torch._dynamo.utils.counters["fusedce"]["matched"] == 2
+    assert torch._dynamo.utils.counters["fusedce"]["matched"] == 1
 
 
 # ---------------------------------------------------------------- stacks of heads

@@ -180,10 +180,12 @@ def nested(write):
     return program
 
 
-def test_what_a_checkpoint_between_writes(known_formulas):
+def test_what_a_checkpoint_between_writes():
     x, weight, labels = inputs()
-    assert len(report_of(nested(False), x, weight, labels).matches) == 1
-    assert len(report_of(nested(True), x.detach(), weight.detach(), labels).matches) == 0
+    fused = report_of(nested(False), x, weight, labels).matches
+    assert any(match.named for match in fused)
+    fused = report_of(nested(True), x.detach(), weight.detach(), labels).matches
+    assert not any(match.named for match in fused)
 
 
 # ---------------------------------------------------------------- writes after the loss

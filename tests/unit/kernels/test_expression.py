@@ -20,7 +20,7 @@ from fxpass.kernels.render import Kernel
 from fxpass.spec import functions
 from fxpass.spec.expression import derivative, evaluate, parse, text
 from tests.support.numerics import assert_close
-from tests.unit.match.test_pointwise import (
+from tests.unit.lower.test_pointwise import (
     CALLS,
     CHAINS,
     POINTS,

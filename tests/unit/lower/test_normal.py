@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from fxpass.lower.normal import Normal
 from fxpass.lower.records import Unknown
-from fxpass.rewrite import row_regions
+from fxpass.rewrite import fuse
 from fxpass.spec.expression import text
 from tests.support.programs import report_of
 
@@ -102,7 +102,7 @@ UNKNOWN = {
 def read(program: Any, monkeypatch: pytest.MonkeyPatch) -> list[Normal | str]:
     """What is read of the row functions of a program."""
     found: list[Normal | str] = []
-    lower = row_regions.lower
+    lower = fuse.lower
 
     def noted(*arguments: Any) -> Normal:
         try:
@@ -112,7 +112,7 @@ def read(program: Any, monkeypatch: pytest.MonkeyPatch) -> list[Normal | str]:
             raise
         return normal
 
-    monkeypatch.setattr(row_regions, "lower", noted)
+    monkeypatch.setattr(fuse, "lower", noted)
     x, weight = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
     report_of(lambda x, weight: program(x @ weight.t()), x, weight)
     assert found

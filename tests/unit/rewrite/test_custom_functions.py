@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fxpass import testing
-from fxpass.rewrite import row_regions
 
 B, T, D, V = 2, 6, 8, 67
 OPTIONS: dict[str, Any] = {"fusedce.min_logits_mb": 0, "fusedce.inner": "aot_eager"}
@@ -257,9 +256,7 @@ def test_a_region_with_a_custom_function(program):
 
 
 @pytest.mark.parametrize(("function", "reason"), REFUSED, ids=lambda f: getattr(f, "__name__", ""))
-def test_what_stays(function, reason, caplog, monkeypatch):
-    monkeypatch.setattr(row_regions, "looks_like_a_head", lambda node: True)  # small as it is
-
+def test_what_stays(function, reason, caplog):
     def program(x, weight, labels, factors):
         made = function.apply(F.linear(x, weight))
         return spread(made) if made.dim() == 3 else made

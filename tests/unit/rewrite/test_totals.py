@@ -45,9 +45,6 @@ KNOWN = {
     "where": (
         lambda z, t: torch.where(MASK.bool(), -entropy(z), 0.5).sum(),
         "gradients=x,weight total=moment(1,1)"),
-    "a factor of each row, and its log-sum-exp": (
-        lambda z, t: (z * ADVANTAGES[..., None]).logsumexp(-1).sum() - picked(z, t).sum(),
-        None),
     "loss and accuracy": (
         lambda z, t: (F.cross_entropy(last(z), t.view(-1)), accuracy(z, t)),
         "outputs=argmax gradients=x,weight total=pick"),

@@ -10,6 +10,7 @@ transforms of torch.func it is in; a program may switch all of them anywhere::
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -66,8 +67,9 @@ def gradients_reach(graph: Graph, writers: Writers) -> set[Node]:
     ends = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
     read = {None, *(storage(n) for n in ends if is_tensor(n))}
     writing = set().union(*writers.values())
+    trained = _trained(graph)
     for node in reversed(graph.nodes):
-        if is_tensor(node) and not value(node).requires_grad:
+        if is_tensor(node) and node not in trained:
             continue
         users = any(user in found and reads_values(user, node) for user in node.users)
         if users or (node in writing and any(storage(n) in read for n in written(node))):
@@ -76,7 +78,21 @@ def gradients_reach(graph: Graph, writers: Writers) -> set[Node]:
     return found
 
 
-def cuts_gradients(node: Node, modes: dict[Node, Mode]) -> bool:
+def _trained(graph: Graph) -> set[Node]:
+    """The nodes that need a gradient. The example value of one that a rewrite has inserted does not
+    say so: what it reads does."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if is_tensor(node) and value(node).requires_grad:
+            found.add(node)
+        elif node.meta.get("inserted") and not found.isdisjoint(node.all_input_nodes):
+            cut = "detach" in getattr(node.target, "__name__", "")
+            if not cut and not (is_tensor(node) and not value(node).is_floating_point()):
+                found.add(node)
+    return found
+
+
+def cuts_gradients(node: Node, modes: Mapping[Node, Mode]) -> bool:
     """Whether gradients are off at a node whose inputs need some."""
     needs = any(value(n).requires_grad for n in node.all_input_nodes if is_tensor(n))
     result = node if is_tensor(node) else first_operand(node)  # an assignment returns nothing

@@ -1,0 +1,149 @@
+"""Products that may be heads: their sizes, and what tells a head from a hidden layer.
+
+In: a node of a Dynamo graph. Out: whether its output may be logits that are worth an operator
+(``FUSEDCE_MIN_LOGITS_MB``; 0 fuses all), or why not::
+
+    linear(%h [4096, 2048], %w [128256, 2048])    1.05 GB of bf16 logits: a head
+    linear(%h [4096, 2048], %w [8192, 2048])      read by the next product: a hidden layer
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from fxpass.capture.values import PRODUCTS, Head, numel
+from fxpass.graph.functions import LOSSES, function_of, reads_values
+from fxpass.graph.nodes import NoMatch, hint, is_tensor, nested_graph, value
+from fxpass.graph.region import CHECKPOINTS, NESTED_REGIONS, Region
+from fxpass.plan.plan import MIB, size
+from fxpass.settings import Settings
+
+# With fewer classes, target, sums and gradients of a row take as much memory as its logits.
+LEAST_CLASSES = 256
+FUSES_ALL = "FUSEDCE_MIN_LOGITS_MB=0 fuses all"
+# Parts of the least logits that a tile of the vocabulary, or of an adapter, may be.
+PARTS = 8
+
+
+class Costs(NoMatch):
+    """Why fusing a head would cost more than it saves."""
+
+
+def is_product(node: Node) -> bool:
+    """Whether a node multiplies matrices."""
+    return function_of(node) in PRODUCTS and is_tensor(node) and value(node).dim() >= 2
+
+
+def bytes_of(node: Node) -> int:
+    """Bytes of a node's tensor, as traced."""
+    return hint(value(node).numel()) * value(node).dtype.itemsize
+
+
+def too_small(node: Node, least: float, head: Head | None = None) -> str | None:
+    """Why the logits of a product are not worth an operator: they are small, have few classes, or
+    take less memory than their hidden states, of which views of rows, rows that are left out, and
+    f32 sums are copies.
+
+    Args:
+        node: the product.
+        least: the size of logits, in MiB, that are worth an operator.
+        head: what was captured of it; without it, its columns are the classes.
+    """
+    classes, taken = _columns(node), bytes_of(node)
+    hidden = _hidden(node)
+    if head is not None:
+        classes, hidden = hint(head.classes), hint(head.x.shape[-2 if head.first else -1])
+    if least and taken < least * MIB:
+        return f"its logits take {size(taken)}, fewer than {least:g} MiB ({FUSES_ALL})"
+    if least and classes < LEAST_CLASSES:
+        what = f"rows of {classes} logits take hardly more memory than the other values of a row"
+        return f"{what} ({FUSES_ALL})"
+    if least and hidden > classes:
+        what = f"rows of {classes} logits take less memory than their {hidden} hidden values"
+        return f"{what} ({FUSES_ALL})"
+    return None
+
+
+def _columns(node: Node) -> int:
+    return hint(value(node).shape[-1])
+
+
+def _hidden(node: Node) -> int:
+    operands = [n for n in node.all_input_nodes if is_tensor(n) and value(n).dim() > 1]
+    return min((hint(value(n).shape[-1]) for n in operands), default=0)
+
+
+def may_be_large(node: Node, least: float) -> bool:
+    """Whether a node makes logits, or a part of them, that may be worth an operator."""
+    if not is_product(node):
+        return False
+    if not least:
+        return True
+    if bytes_of(node) * PARTS < least * MIB:
+        return False
+    classes = max(_columns(node), hint(value(node).shape[0]))  # they may come first
+    return classes * PARTS >= max(LEAST_CLASSES, _hidden(node))
+
+
+def widens(node: Node) -> bool:
+    """Whether a product has as many outputs as a head, and more than inputs."""
+    return _columns(node) > _hidden(node) and _columns(node) >= LEAST_CLASSES
+
+
+def looks_like_a_head(node: Node) -> bool:
+    """Whether a product has more outputs than inputs, and the graph reduces them, but makes no
+    product of them, as of those of a hidden layer."""
+    if not is_product(node) or not widens(node):
+        return False
+    found, size_of = _readers(node), numel(value(node).shape)
+    if any(function_of(n) in PRODUCTS for n in found):
+        return False
+    return any(is_tensor(n) and numel(value(n).shape) * 2 < size_of for n in found)
+
+
+def has_loss(node: Node) -> bool:
+    """Whether a loss with a name is computed from the output of a product, and of no other."""
+    return any(function_of(n) in LOSSES for n in _readers(node))
+
+
+def takes_softmax(node: Node) -> bool:
+    """Whether a softmax, or its logarithm, is taken of the output of a product."""
+    return any(function_of(n) in _SOFTMAXES for n in _readers(node))
+
+
+_SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "_softmax", "_log_softmax")
+
+
+def _readers(node: Node) -> set[Node]:
+    """The nodes that values of a product reach, up to the next products."""
+    found, todo = set[Node](), [node]
+    while todo:
+        read = todo.pop()
+        if read is not node and function_of(read) in PRODUCTS:
+            continue
+        users = [user for user in read.users if user not in found and reads_values(user, read)]
+        found.update(users)
+        todo += users
+    return found
+
+
+def in_nested(region: Region, settings: Settings) -> list[Node]:
+    """The calls of checkpoints and of nested regions in which logits are made: those of nested
+    regions, and those that a checkpoint returns."""
+    targets = CHECKPOINTS | NESTED_REGIONS
+    calls = [n for n in region.module.graph.nodes if n.target in targets]
+    return [n for n in calls if region.plain and _has_logits(n, settings)]
+
+
+def _has_logits(call: Node, settings: Settings) -> bool:
+    body = next((b for b in map(nested_graph, call.args) if b is not None), None)
+    if body is None:
+        return False
+    made = [n for n in body.graph.nodes if may_be_large(n, settings.min_logits_mb)]
+    if call.target in NESTED_REGIONS and not settings.min_logits_mb:
+        return bool(made)
+    if call.target in NESTED_REGIONS and any(map(looks_like_a_head, made)):
+        return True
+    least = min((hint(value(n).numel()) for n in made), default=0) // 2
+    returned = body.graph.output_node().all_input_nodes
+    return bool(made) and any(is_tensor(n) and hint(value(n).numel()) > least for n in returned)

@@ -1,0 +1,162 @@
+"""What the nodes of a slice read: operands, constants, and what spreads small tensors.
+
+In: a node that no logits are read for. Out: a functional tensor for it. Of numbers, and of tensors
+that are spread to the size of logits, the record has the calls, too: they are made a chunk at a
+time::
+
+    %rows = arange(12)                          recorded
+    %mask = eq(unsqueeze(%labels, 1), %v)       recorded: %labels is an eighth of it, or less
+    %labels                                     an operand
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from fxpass.capture.sharding import class_dims_of, entry_of, global_of, of_entry
+from fxpass.capture.values import PRODUCTS, numel
+from fxpass.graph.calls import storage, written
+from fxpass.graph.functions import function_of
+from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph, value
+from fxpass.graph.placements import dtensors, is_dtensor
+
+if TYPE_CHECKING:
+    from fxpass.capture.slice import Slice
+
+# Functions that make a tensor of numbers.
+FACTORIES = (
+    "arange",
+    "zeros",
+    "ones",
+    "full",
+    "empty",
+    "eye",
+    "linspace",
+    "tensor",
+    "scalar_tensor",
+)
+FACTORIES_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full")
+
+
+class Inputs:
+    """The operands of the nodes of a slice.
+
+    Attributes:
+        found: the slice.
+        recorder: its record.
+        given: nodes that are logits, with their tags.
+        writers: the nodes of the graph that write to each memory.
+        operands: the functional tensors of operands.
+        constants: for nodes that were asked for, whether they compute a tensor from numbers alone.
+        local: nodes of a rank's classes, as plain tensors.
+    """
+
+    def __init__(self, found: Slice, given: Mapping[Node, str]) -> None:
+        self.found, self.recorder, self.given = found, found.recorder, given
+        self.writers = found.scope.writers
+        self.operands: dict[Node, Any] = {}
+        self.constants: dict[Node, bool] = {}
+        self.spread: dict[Node, bool] = {}
+        self.local: set[Node] = set()
+
+    def run(self, node: Node) -> Any:
+        """Runs a node of the slice."""
+        raise NotImplementedError
+
+    def out(self, node: Node, args: Any, kwargs: Any) -> Any:
+        """The results of a node."""
+        raise NotImplementedError
+
+    def argument(self, node: Node) -> Any:
+        if node in self.found.ran:
+            return self.found.ran[node]
+        if node in self.found.derived:
+            return self.run(node)
+        if node not in self.operands and node not in self.given and self.is_constant(node):
+            return self.run(node)
+        if node not in self.operands and self._is_spread(node):
+            self._spread(node)
+        if node not in self.operands:
+            example = node.meta.get("example_value")
+            if isinstance(example, tuple | list):
+                self.operands[node] = pytree.tree_map_only(Tensor, self._no_part(node), example)
+            elif isinstance(example, Tensor):
+                self.operands[node] = self.recorder.operand(
+                    node, global_of(example), self.given.get(node)
+                )
+            else:
+                self.operands[node] = example
+        return self.operands[node]
+
+    def is_constant(self, node: Node) -> bool:
+        """Whether a node computes a tensor from numbers alone: the record has its calls, too."""
+        if node not in self.constants:
+            tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+            function = function_of(node)
+            known = function in FACTORIES or (bool(tensors) and function not in FACTORIES_LIKE)
+            calls = is_tensor(node) and node.op in ("call_function", "call_method")
+            known = known and calls and not any(nested_graph(a) for a in node.args)
+            like = function in FACTORIES_LIKE
+            known = (known and all(map(self.is_constant, tensors))) or (calls and like)
+            self.constants[node] = known
+        return self.constants[node]
+
+    def _is_spread(self, node: Node) -> bool:
+        """Whether a node spreads smaller tensors: one-hot labels, a mask of classes."""
+        if node not in self.spread:
+            tensors = [n for n in node.all_input_nodes if is_tensor(n)]
+            calls = is_tensor(node) and node.op in ("call_function", "call_method")
+            known = calls and function_of(node) not in PRODUCTS and not written(node)
+            known = known and storage(node) not in self.writers
+            known = known and bool(tensors) and not node.meta["example_value"].requires_grad
+            size = numel(node.meta["example_value"].shape) if known else 0
+
+            def is_small(n: Node) -> bool:
+                small = numel(n.meta["example_value"].shape) * 8 <= size
+                return small or self.is_constant(n) or self._is_spread(n)
+
+            self.spread[node] = known and all(map(is_small, tensors))
+        return self.spread[node]
+
+    def _spread(self, node: Node) -> None:
+        """Records how a node spreads tensors, if that can be told; else it is an operand."""
+        args, kwargs = map_arg((node.args, node.kwargs), self.argument)
+        count = len(self.recorder.steps)
+        try:
+            out = self.out(node, args, kwargs)
+            self.recorder.value(out).node = node
+            self.operands[node] = out
+        except Exception:
+            del self.recorder.steps[count:]
+
+    def _no_part(self, node: Node) -> Any:
+        def part(_: Tensor) -> Any:
+            raise NoMatch.at(node, "returns several tensors")
+
+        return part
+
+    def enter(self, node: Node) -> None:
+        """Gives a product of a rank's classes, of which a DTensor is made, those of all ranks."""
+        plain = dtensors() is not None and not is_dtensor(value(node))
+        entry = entry_of(node) if plain else None
+        if entry is None:
+            return
+        if self.found.sharding is not None or len(self.recorder.seeds) > 1:
+            raise NoMatch.at(node, "is one of several heads, whose classes are sharded")
+        self.found.sharding = of_entry(node, entry)
+        for operand, dim in class_dims_of(node).items():
+            example = value(operand)
+            sizes = list(example.shape)
+            sizes[dim] = self.found.sharding.classes
+            with torch.no_grad(), self.recorder.fake_mode(example):
+                whole = torch.empty(sizes, dtype=example.dtype, device=example.device)
+            trained = example.requires_grad
+            self.operands[operand] = self.recorder.tensor(whole, None, trained, node=operand)
+        self.local.add(node)

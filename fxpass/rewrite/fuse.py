@@ -1,0 +1,359 @@
+"""Fuses heads: operator calls take the place of their products and of what reduces them.
+
+In: a region of a Dynamo graph. Out: a :class:`Fused`, with a :class:`RegionMatch` for what the
+graph has now in the place of its nodes, and why other products are no heads. Calls whose row
+function has a normal form are class reductions (:mod:`fxpass.lower`); the others are row regions.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from fxpass.capture.capture import Captured, RowCall, capture, capture_kept, outputs_of
+from fxpass.capture.custom import Custom
+from fxpass.capture.function import trained
+from fxpass.capture.heads import (
+    FUSES_ALL,
+    LEAST_CLASSES,
+    Costs,
+    bytes_of,
+    has_loss,
+    may_be_large,
+    too_small,
+)
+from fxpass.capture.rejections import elsewhere
+from fxpass.capture.slice import Scope, slice_of
+from fxpass.capture.values import Value
+from fxpass.casts.casts import Cast
+from fxpass.deferred.tensor import Recipe
+from fxpass.graph.hazards import leaves, writers_in
+from fxpass.graph.modes import Mode, gradients_reach, modes_of
+from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
+from fxpass.graph.region import CHECKPOINTS, Region
+from fxpass.graph.source import source_line
+from fxpass.lower.normal import lower
+from fxpass.lower.records import Unknown
+from fxpass.plan.plan import MIB, size
+from fxpass.region.compile import warm
+from fxpass.rewrite.copies import copied
+from fxpass.rewrite.known import OfRegion, with_total
+from fxpass.rewrite.leaving import deferred_outputs
+from fxpass.rewrite.lowered import Inserted, Lowered
+from fxpass.rewrite.matches import RegionMatch, choice_of, match_of, words_of
+from fxpass.rewrite.outputs import Restore, as_compiled, both, defer_outputs, recipe_of
+from fxpass.rewrite.regions import Calls, rewrite_region
+from fxpass.rewrite.traced import Made, forward, traced
+from fxpass.rewrite.worth import stored, too_costly
+from fxpass.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Fused:
+    """What was fused in a graph.
+
+    Attributes:
+        matches: in the order in which they were found.
+        restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
+        casts: those of heads' operands, which autocast did.
+        reasons: for other products, by name, why they are no heads.
+        rows: for each call that makes a gradient of a weight, the weight's name and the rows.
+        checkpoints: the names of the calls of checkpoints that read logits.
+    """
+
+    matches: list[RegionMatch] = field(default_factory=list)
+    restore: Restore = as_compiled
+    casts: list[Cast] = field(default_factory=list)
+    reasons: dict[str, NoMatch] = field(default_factory=dict)
+    rows: list[tuple[str, int]] = field(default_factory=list)
+    checkpoints: set[str] = field(default_factory=set)
+
+
+def fuse(region: Region, settings: Settings, among: Collection[Node] = ()) -> Fused:
+    """Rewrites the heads of a graph.
+
+    Args:
+        region: the region of the graph.
+        settings: the user's.
+        among: where not empty, one head of each row region is one of these.
+    """
+    fused = Fused()
+    if not region.plain or region.backward:
+        return fused
+    nodes = region.module.graph.nodes
+    candidates = [n.name for n in nodes if may_be_large(n, settings.min_logits_mb)]
+    todo = [n.name for n in nodes if n.name in candidates and (not among or n in among)]
+    while todo:
+        try:
+            done = _Fusing(region, settings, fused, candidates).head(todo[0])
+        except Exception:  # an unforeseen program runs without the rewrite
+            log.warning("the search for heads failed", exc_info=True)
+            break
+        present = {n.name for n in region.module.graph.nodes}.difference(done)
+        todo = [name for name in todo if name in present]
+        candidates = [name for name in candidates if name in present]
+    return fused
+
+
+class _Fusing:
+    """Fuses one head, in the present graph."""
+
+    def __init__(
+        self, region: Region, settings: Settings, fused: Fused, candidates: Sequence[str]
+    ) -> None:
+        self.region, self.settings, self.fused = region, settings, fused
+        self.graph = region.module.graph
+        self.nodes = {n.name: n for n in self.graph.nodes}
+        self.candidates = [self.nodes[name] for name in candidates]
+        self.modes = modes_of(region)
+        grads = {node: mode.grad for node, mode in self.modes.items()}
+        self.scope = Scope(grads, writers_in(self.graph))
+        self.reached = gradients_reach(self.graph, self.scope.writers)
+
+    def head(self, name: str) -> Collection[str]:
+        """Fuses a head, or notes why not.
+
+        Returns:
+            the names of the products that are logits no more.
+        """
+        node = self.nodes[name]
+        self.untouched: Graph | None = None
+        try:
+            captured = self._captured(node)
+            heads = [n.name for n in captured.heads]
+            self._fuse(captured)
+        except Exception as error:
+            # an unforeseen program runs without the rewrite
+            no = error if isinstance(error, NoMatch) else None
+            if isinstance(error, GuardOnDataDependentSymNode):
+                no = NoMatch.at(node, "has sizes that depend on data")
+            if no is None:
+                log.warning("%s: the rewrite failed", source_line(node), exc_info=True)
+                reason = f"fxpass failed to rewrite the graph, please report this: {error!r}"
+                no = NoMatch(node, reason)
+            if self.untouched is not None:
+                self.region.module.graph = self.untouched
+            self.fused.reasons[name] = no
+            return [name]
+        return heads
+
+    # ------------------------------------------------------------ what is computed
+
+    def _captured(self, node: Node) -> Captured:
+        """What a head's logits are read for: all that is, or the losses of logits that exist."""
+        if not node.users:
+            raise NoMatch(node, "nobody reads its logits")
+        if self.modes[node].transforms:
+            raise NoMatch(node, "it is in a transform of torch.func")
+        try:
+            captured = capture(self.region, node, self.candidates, self.scope)
+            self._check(node, captured)
+            self.recipes = self._deferred(captured)
+        except (NoMatch, GuardOnDataDependentSymNode) as no:
+            if isinstance(no, NoMatch) and no.node.target in CHECKPOINTS:
+                stops = slice_of(self.region, {node: False}, {}, self.scope, kept=True).stops
+                self.fused.checkpoints |= {n.name for n in stops if n.target in CHECKPOINTS}
+                raise
+            if isinstance(no, NoMatch) and no.reason == "nothing is computed from its logits":
+                found = slice_of(self.region, {node: False}, {}, self.scope)
+                raise elsewhere(self.region, node, found) or no from None
+            if isinstance(no, Costs) or not has_loss(node):
+                raise
+            captured, self.recipes = self._kept(node, no), {}
+        return captured
+
+    def _check(self, node: Node, captured: Captured) -> None:
+        if inside := next((n for n in captured.slice.ran if self.modes[n].transforms), None):
+            raise NoMatch.at(inside, "is in a transform of torch.func")
+        least = self.settings.min_logits_mb
+        if least and len(captured.heads) > 1:
+            taken = sum(map(bytes_of, captured.heads))
+            classes = sum(hint(head.classes) for head in captured.slice.recorder.heads)
+            if taken < least * MIB or classes < LEAST_CLASSES:
+                raise Costs(node, f"its logits take {size(taken)} ({FUSES_ALL})")
+        elif reason := too_small(node, least, captured.slice.recorder.heads[0]):
+            raise Costs(node, reason)
+
+    def _kept(self, node: Node, why: Exception) -> Captured:
+        """The losses of logits that exist anyway."""
+        try:
+            captured = capture_kept(self.region, node, self.scope)
+            self._check(node, captured)
+        except (NoMatch, GuardOnDataDependentSymNode):
+            raise why from None
+        if self.settings.min_logits_mb and captured.trained and not leaves(node):
+            what = "another node of the graph reads its logits, so they are saved for backward"
+            at = why.node if isinstance(why, NoMatch) else node
+            raise NoMatch(at, f"{what} anyway ({FUSES_ALL})") from why
+        return captured
+
+    def _deferred(self, captured: Captured) -> dict[Node, tuple[Recipe, tuple[Node, ...]]]:
+        """The recipes of the logits of a region that are outputs of the graph.
+
+        Raises:
+            NoMatch: one of them has to exist.
+        """
+        left, settings = captured.slice.left, self.settings
+        if not left:
+            return {}
+        output = self.graph.output_node()
+        kept = settings.logits == "keep" or (settings.logits == "auto" and not captured.trained)
+        drop = settings.logits == "drop"
+        found = {} if kept else deferred_outputs(self.region, captured, self.modes, drop=drop)
+        if stays := next((n for n in left if n not in found), None):
+            raise NoMatch(output, f"the logits, or what is made of them (%{stays.name}), leave")
+        return {n: recipe_of(n, found[n], captured) for n in left}
+
+    # ------------------------------------------------------------ the calls
+
+    def _fuse(self, captured: Captured) -> None:
+        graph, settings, fused = self.graph, self.settings, self.fused
+        calls = self._calls(captured)
+        match, self.untouched = match_of(captured), copied(graph)
+        # the outputs read its nodes no more, so that the rewrite erases them
+        drop = settings.logits == "drop"
+        deferred = defer_outputs(self.region.module, self.recipes, drop=drop)
+        emitter, inserted = rewrite_region(graph, captured, calls)
+        made = [_totalled(graph, emitter, one, modes_of(self.region)) for one in inserted]
+        graph.lint()
+        lowered = [one for one in made if isinstance(one, Inserted)]
+        if reason := too_costly(captured, lowered, settings.min_logits_mb):
+            raise Costs(captured.heads[0], reason)
+        match = replace(match, choices=tuple(map(choice_of, made)))
+        if len(lowered) == len(made):
+            specs = [one.choice.spec for one in lowered]
+            match = replace(match, words=words_of(specs, match.named))
+        if self.recipes:
+            match = replace(match, logits_mode="drop" if drop else "defer")
+        self.region.module.recompile()
+        fused.restore = both(fused.restore, deferred)
+        fused.casts += emitter.casts
+        for one in lowered:
+            if "weight" in one.choice.spec.gradients:
+                fused.rows += [(name, hint(value(one.x).shape[0])) for name in self.weights]
+        kernels = dict[str, None]()
+        for call in made if settings.inner == "inductor" else ():
+            if not isinstance(call, Inserted):
+                tensors: Any = call.args[0]
+                kernels |= dict.fromkeys(warm(str(call.args[1]), value(tensors[0]).device))
+        fused.matches.append(replace(match, kernels=tuple(kernels)))
+
+    def _calls(self, captured: Captured) -> list[Made | Lowered]:
+        """What each call of a region becomes.
+
+        Raises:
+            NoMatch: it is no class reduction, and cannot be a row region.
+        """
+        self.weights = [name for head in captured.heads for name in _weights(head)]
+        found: list[Made | Lowered] = []
+        for call in captured.calls:
+            lowered = self._lowered(call, captured)
+            if lowered is None and captured.kept:
+                what = "its logits exist, and its loss has no normal form"
+                raise NoMatch(captured.heads[0], what)
+            if lowered is None and captured.slice.sharding is not None:
+                what = "its rows are no class reductions, and the head is sharded"
+                raise NoMatch(call.place, what)
+            settings = self.settings
+            found.append(lowered or traced(call, settings.memory_mb, settings.inner == "inductor"))
+        return found
+
+    def _lowered(self, call: RowCall, captured: Captured) -> Lowered | None:
+        """The normal form of a call; None if it has none."""
+        custom = any(isinstance(step.run, Custom) for step in captured.slice.steps)
+        if custom or sum(leaf.kind == "logits" for leaf in call.leaves) != 1:
+            return None  # of a custom function, the backward is its own
+        trains = any(output.trained for output in call.outputs)
+        flags = [trains and trained(leaf) for leaf in call.leaves]
+        sharded = captured.slice.sharding is not None  # there is no region to make it in chunks
+        try:
+            reached = [self._is_reached(output, captured) for output in call.outputs]
+            normal = lower(forward(call), flags, reached, sharded)
+        except Unknown as no:
+            log.debug("%s: no normal form: %s", source_line(call.place), no)
+            return None
+        except NoMatch:
+            raise
+        except Exception:
+            log.warning("%s: the reading failed", source_line(call.place), exc_info=True)
+            return None
+        head = captured.heads[0]
+        if sharded and normal.base.taken:
+            what = f"%{head.name}: the program selects some classes of sharded logits"
+            raise NoMatch(head, what)
+        if captured.kept and (normal.base.taken or normal.biases):
+            return None  # the operator reads logits as the linear made them
+        return Lowered(call, normal, self.settings, self._others(call, captured))
+
+    def _is_reached(self, output: Value, captured: Captured) -> bool:
+        """Whether a gradient may come to an output: to that of a metric, none does."""
+        nodes = (n for n in captured.results if n in self.reached)
+        return any(output is value for n in nodes for value in outputs_of(captured.slice, n))
+
+    def _others(self, call: RowCall, captured: Captured) -> tuple[Any, ...]:
+        """The rows of other calls that make a gradient of the same weight."""
+        head = call.leaves[0].head
+        assert head is not None
+        (rows, *_), weights = head.x.shape, _weights(head.node)[:1]
+        found = [n for name, n in self.fused.rows if name in weights]
+        beside = [n for n in self.candidates if n not in captured.heads and value(n).requires_grad]
+        same = [n for n in beside if not set(weights).isdisjoint(_weights(n))]
+        found += [hint(value(n).numel()) // max(1, hint(value(n).shape[-1])) for n in same]
+        more = [c for c in captured.calls if c is not call and c.leaves[0].head is head]
+        return (*found, *[rows] * len(more))
+
+
+def _weights(node: Node) -> list[str]:
+    """The matrices that a product may have as its weight, without their views and casts."""
+    return [stored(n).name for n in node.all_input_nodes[1:] if is_tensor(n)]
+
+
+def _totalled(
+    graph: Graph, emitter: Calls, made: Node | Inserted, modes: Mapping[Node, Mode]
+) -> Node | Inserted:
+    """A call whose gradients forward computes, if it can; else it keeps copies of operands."""
+    grads = {node: mode.grad for node, mode in modes.items()}
+    if isinstance(made, Node):
+        call = OfRegion(made)
+        return call.node if with_total(graph, call, grads, emitter.call) else emitter.kept(made)
+    if not made.choice.spec.gradients:  # rows that have no coefficient are left out
+        whole = not any(mode.inference for mode in modes.values())
+        if whole:
+            with_total(graph, made, {}, emitter.call)
+    elif not with_total(graph, made, grads, emitter.call):
+        if made.logits is not None and leaves(emitter.captured.heads[0]):
+            made.without_logits()
+        made.keep()
+    return made
+
+
+def sized_as_traced(graph: Graph, inputs: Sequence[Any]) -> bool:
+    """Whether the inputs of a graph have its sizes. To a part that DistributedDataParallel's
+    splitting makes, torch 2.13 gives logits of another part with symbols in the place of numbers;
+    Dynamo knows no source of them, and a guard on one raises. The rewrite writes numbers."""
+    pairs = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
+    tensors = [(value(n), t) for n, t in pairs if is_tensor(n) and isinstance(t, torch.Tensor)]
+    sizes = (
+        pair for traced, given in tensors for pair in zip(traced.shape, given.shape, strict=False)
+    )
+    return not any(isinstance(n, int) and not isinstance(m, int) for n, m in sizes)
+
+
+@contextmanager
+def without_guards(region: Region) -> Iterator[None]:
+    """A decision on a size, which the calls of the graph make again when they are traced, is no
+    guard of Dynamo's."""
+    tensors = (n.meta.get("example_value") for n in region.module.graph.nodes)
+    modes = (getattr(t, "fake_mode", None) for t in tensors)
+    env = next((mode.shape_env for mode in modes if mode is not None), None)
+    with env.suppress_guards() if env is not None else nullcontext():
+        yield
