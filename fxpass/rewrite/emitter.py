@@ -72,15 +72,23 @@ class Emitter:
         """A new node with its example value and the stack trace of the site."""
         node = self.graph.call_function(function, args, kwargs)
         self.made.append(node)
-        node.meta["inserted"] = True
         # a node that switches gradients off, before which a call may stand, has no line
         sites = (self.site, self.captured.heads[0])
         if trace := next(filter(None, (n.meta.get("stack_trace") for n in sites)), None):
             node.meta["stack_trace"] = trace
         examples, named = torch.fx.map_arg((args, kwargs), lambda n: n.meta["example_value"])
-        with torch.no_grad(), self.fake_mode or nullcontext():
+        # a search after this one asks which nodes need gradients
+        with torch.set_grad_enabled(self._grads_at(node)), self.fake_mode or nullcontext():
             node.meta["example_value"] = function(*examples, **named)
         return node
+
+    def _grads_at(self, node: Node) -> bool:
+        """Whether gradients are enabled at a node."""
+        first = next(iter(self.graph.nodes))
+        while node is not first and node.target is not torch._C._set_grad_enabled:
+            node = node.prev
+        switches = node.target is torch._C._set_grad_enabled
+        return bool(node.args[0]) if switches else self.slice.scope.grads.get(node, True)
 
     def size(self, size: Any) -> Any:
         """A size, or a number made of sizes, as a number or a node.

@@ -83,7 +83,8 @@ class Calls(Emitter):
             inserted = Inserted(self, lowered, leaves, unsaved, logits)
             self.shared |= {storage(node) for node in inserted.shared}
             for result, output in zip(inserted.made_rows, call.outputs, strict=True):
-                result.meta["example_value"].requires_grad_(output.trained)
+                example = result.meta["example_value"].detach()
+                result.meta["example_value"] = example.requires_grad_(output.trained)
                 self.rows[id(output)] = self.ranks.of_rows(result), output
         inserted.tidy()
         return inserted
@@ -119,7 +120,8 @@ class Calls(Emitter):
             self._unsaved[out] = unsaved if region.trained else []
             for i, value in enumerate(call.outputs):
                 node = self.call(operator.getitem, out, i)
-                node.meta["example_value"].requires_grad_(i in region.tangents)
+                example = node.meta["example_value"].detach()
+                node.meta["example_value"] = example.requires_grad_(i in region.tangents)
                 self.rows[id(value)] = node, value
         return out
 

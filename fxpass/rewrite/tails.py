@@ -127,17 +127,6 @@ def _is_affine(known: Known, traced: Graph) -> bool:
     return True
 
 
-def _is_trained(node: Node) -> bool:
-    """Whether a gradient may flow through a node. The example value of one that was inserted does
-    not say so: what it reads does."""
-    if not node.meta.get("inserted") or needs_gradient(node):
-        return needs_gradient(node)
-    floats = is_tensor(node) and value(node).is_floating_point()
-    if not floats or "detach" in getattr(node.target, "__name__", ""):
-        return False
-    return any(map(_is_trained, node.all_input_nodes))
-
-
 def is_linear(known: Known, traced: Graph) -> bool:
     """Whether the coefficients read none of the results, nothing else that has a gradient, and no
     random numbers; and the scalar is linear, but for a constant."""
@@ -145,7 +134,7 @@ def is_linear(known: Known, traced: Graph) -> bool:
         return False
     given = (*known.results, *known.others)
     inputs = zip(traced.find_nodes(op="placeholder"), given, strict=True)
-    places = {p for p, n in inputs if n in known.results or _is_trained(n)}
+    places = {p for p, n in inputs if n in known.results or needs_gradient(n)}
     returned: Any = traced.output_node().args[0]
     coefs = [c for c in returned[:-1] if isinstance(c, Node)]
     if places.intersection(coefs):

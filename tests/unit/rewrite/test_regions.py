@@ -327,6 +327,18 @@ def test_a_region_of_one_head_beside_a_fused_loss():
     check(program)
 
 
+def test_a_total_that_adds_up_the_loss_of_a_later_call():
+    """The total is made again for the first call: its addends have the gradients that they had."""
+
+    def program(x, weight, labels, y, other):
+        z = F.linear(x, weight[:11])
+        loss = F.cross_entropy(z.flatten(0, 1), labels.flatten() % 11)
+        product = torch.matmul(z.exp().softmax(-1), weight[:11, :1])
+        return loss + product.sum() + product.sign().sum()
+
+    check(program)
+
+
 # ---------------------------------------------------------------- logits that are returned
 
 LEAVE = {
