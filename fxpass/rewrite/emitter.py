@@ -211,9 +211,13 @@ class Emitter:
         if step.op.overloadpacket not in _VIEWS or not isinstance(source, Value):
             return None
         inner = self._before_cast(source, dtype)
-        # what is cast may have other strides
-        op = A.reshape.default if step.op.overloadpacket is A.view else step.op
-        return inner and self.call(op, inner, *self._arguments(tuple(others)))
+        if inner is None:
+            return None
+        # a cast has other strides than its operand, which may have no such view
+        view = step.op.overloadpacket in (A.view, A._unsafe_view)
+        apart = view and not inner.meta["example_value"].is_contiguous()
+        op = A.reshape.default if apart else step.op
+        return self.call(op, inner, *self._arguments(tuple(others)))
 
     def _constant(self, data: Tensor) -> Node:
         if data.numel() > LONGEST:

@@ -339,6 +339,20 @@ def test_a_total_that_adds_up_the_loss_of_a_later_call():
     check(program)
 
 
+def test_a_part_of_the_hidden_states_that_autocast_casts(caplog):
+    """The cast has other strides than the hidden states, which have no such view of their rows."""
+
+    def program(x, weight, labels, y, other):
+        with torch.autocast("cpu", torch.bfloat16):
+            z = F.linear(x[:, :-1], weight)
+        return z.softmax(-1).gather(-1, labels[:, 1:, None]).sum()
+
+    x, weight, *others = operands()
+    made = graph(program, *(t.detach().float().requires_grad_() for t in (x, weight)), *others)
+    assert "linear" not in functions(made)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 # ---------------------------------------------------------------- logits that are returned
 
 LEAVE = {
