@@ -206,6 +206,9 @@ class Recorder(TorchDispatchMode):
     def _apply_rule(self, step: Step) -> None:
         if torch.Tag.nondeterministic_seeded in step.op.tags:
             raise Stop("draws random numbers, other ones for a chunk of rows")
+        numbers = pytree.tree_leaves((step.args, step.kwargs))
+        if any(isinstance(number, torch.SymFloat) for number in numbers):
+            raise Stop("has a number that varies, which is no operand")
         rule = rule_of(step.op)
         if rule is None:
             raise Stop("has no row rule")

@@ -156,7 +156,7 @@ def pointwise(step: Step, classes: int) -> Rowwise:
                 return fit(env.of(arg), arg.letters, tag)
             if isinstance(argument, list | tuple):
                 return [of(a) for a in argument]
-            return argument
+            return env.sizes([argument])[0]
 
         return step.op(*map(of, step.args), **{k: of(v) for k, v in kwargs.items()})
 

@@ -353,6 +353,53 @@ def test_a_part_of_the_hidden_states_that_autocast_casts(caplog):
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
+# ---------------------------------------------------------------- numbers
+
+
+NUMBERS = {
+    "a temperature": lambda z, number, weight: z / number.item(),
+    "a bound": lambda z, number, weight: z.clamp(max=number.item()),
+    "of the classes": lambda z, number, weight: z / weight.shape[0],
+    "of the classes, as a float": lambda z, number, weight: z * weight.shape[0] ** -0.5,
+    "of the rows": lambda z, number, weight: z / z.shape[0],
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_vary(name, caplog):
+    """A chunk of rows has a size of its operands, and no other number that varies."""
+
+    def program(x, weight, labels, y, other):
+        return spread(NUMBERS[name](F.linear(x, weight), labels[0, 0] + 2.5, weight))
+
+    tensors = operands()
+    torch._dynamo.mark_dynamic(tensors[0], 0)
+    torch._dynamo.mark_dynamic(tensors[1], 0)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        names = functions(graph(program, *tensors))
+        check(program, dynamic=True)
+    assert ("fxpass.row_region" in names) == (name == "of the classes")
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+BOOLEANS = {
+    "of rows": lambda z, labels: z[True].squeeze(0),
+    "between rows and classes": lambda z, labels: z[:, True].squeeze(1),
+    "after the classes": lambda z, labels: z[..., True].squeeze(-1),
+}
+
+
+@pytest.mark.parametrize("name", BOOLEANS)
+def test_an_index_of_one_boolean(name, caplog):
+    def program(x, weight, labels, y, other):
+        z = BOOLEANS[name](F.linear(x.flatten(0, 1), weight), labels)
+        return F.cross_entropy(z, labels.flatten())
+
+    graph(program)
+    check(program)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 # ---------------------------------------------------------------- logits that are returned
 
 LEAVE = {
