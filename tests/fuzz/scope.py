@@ -222,7 +222,7 @@ def _two_dimensional(s: Scope) -> str:
 
 def _probabilities(s: Scope) -> str:
     c, v = s.hole("c"), s.classes[s.z]
-    forms = [f"torch.rand_like({c}).softmax({s.hole('cd')})"]
+    forms = [f"torch.rand_like({c}, dtype=torch.float).to({c}.dtype).softmax({s.hole('cd')})"]
     if len(s.shape(c)) == 2 and s.shape(c).numel() == s.env["q"].numel():
         forms += [f"q.reshape(-1, {v})"] * 3
     if len(s.shape(c)) == 2:
@@ -283,7 +283,9 @@ HOLES: dict[str, Callable[[Scope], str]] = {
     ),
     "neg": lambda s: s.one("-1", "-1", "-2", "-11"),
     "q": _probabilities,
-    "qz": lambda s: f"torch.rand_like({s.z}).softmax({s.hole('d')})",
+    "qz": lambda s: (
+        f"torch.rand_like({s.z}, dtype=torch.float).to({s.z}.dtype).softmax({s.hole('d')})"
+    ),
     "lm": _mask_of_labels,
     "args": _arguments,
     "nll": _nll,
