@@ -247,17 +247,23 @@ def _fits(found: Slice, leaves: list[Leaf], place: Node, values: list[Value], ne
     if numel(rows[0]) != numel(rows[1]):
         return False
     operands = (node for leaf in leaves for node in nodes_of(leaf))
-    grads = found.scope.grads[place] or not new.trained
+    grads = _enabled(found, place) or not new.trained
     return grads and movable(operands, place, found.ran) is not None
 
 
 def _before(found: Slice, place: Node, trained: bool) -> Node:
-    """A place where gradients are enabled, if a call has some: a metric under no_grad may be the
-    first that reads logits."""
-    before, grads = place, found.scope.grads
-    while trained and before in grads and not grads[before]:
-        before = before.prev
-    return before if before in grads else place
+    """A place where gradients are enabled, if a call has some: before the node that switches them
+    off, as a metric under no_grad may be the first that reads logits."""
+    last, grads = place, found.scope.grads
+    while trained and last in grads and not grads[last]:
+        last = last.prev
+    return place if last is place or last not in grads else last.next
+
+
+def _enabled(found: Slice, place: Node) -> bool:
+    """Whether gradients are enabled before a node, which may be the one that switches them off."""
+    grads = found.scope.grads
+    return grads[place] or grads.get(place.prev, False)
 
 
 def _written(found: Slice, leaves: list[Leaf], place: Node, node: Node) -> bool:
@@ -273,7 +279,7 @@ def _written(found: Slice, leaves: list[Leaf], place: Node, node: Node) -> bool:
 def _place(found: Slice, node: Node, leaves: list[Leaf], value: Value) -> Node:
     """The node before which a call stands: where gradients are enabled, if it has some."""
     place = _before(found, node, value.trained)
-    if value.trained and not found.scope.grads[place]:
+    if value.trained and not _enabled(found, place):
         raise NoMatch.at(node, "has a gradient where gradients are off")
     if any(operand >= place for leaf in leaves for operand in nodes_of(leaf)):
         raise NoMatch.at(node, "reads an operand that is made where gradients are off")

@@ -164,6 +164,30 @@ def test_rows_read_without_gradients():
     check(logged)
 
 
+def after_an_operand(x, weight, labels, y, other):
+    z, own = F.linear(x, weight), labels.clone()
+    with torch.no_grad():
+        rows = F.cross_entropy(z.flatten(0, 1), own.flatten(), reduction="none")
+    return spread(z).sum(), rows
+
+
+def after_another_block(x, weight, labels, y, other):
+    z = F.linear(x, weight)
+    with torch.no_grad():
+        own = y.sum(-1, keepdim=True)
+    with torch.no_grad():
+        rows = spread(z * own)
+    return spread(z).sum(), rows
+
+
+@pytest.mark.parametrize("program", [after_an_operand, after_another_block])
+def test_a_call_with_gradients_stands_before_they_are_switched_off(program, caplog):
+    lines = graph(program)
+    assert "linear" not in functions(lines)
+    check(program)
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
 def evaluated(x, weight, labels, y, other):
     with torch.no_grad():
         return spread(F.linear(x, weight)), F.linear(x, weight).topk(3).indices.eq(3).any(-1)
