@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from fxpass.capture.sharding import class_dims_of, entry_of, global_of, of_entry
 from fxpass.capture.values import PRODUCTS, numel
 from fxpass.graph.calls import storage, written
-from fxpass.graph.functions import function_of
-from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph, value
+from fxpass.graph.functions import function_of, out_of_place
+from fxpass.graph.nodes import NoMatch, is_number, is_tensor, nested_graph, value
 from fxpass.graph.placements import dtensors, is_dtensor
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ FACTORIES = (
     "tensor",
     "scalar_tensor",
 )
+# A tensor without dimensions promotes as a number does.
+_ARITHMETIC = ("add", "sub", "rsub", "mul", "div")
 FACTORIES_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full")
 
 
@@ -73,6 +75,19 @@ class Inputs:
     def out(self, node: Node, args: Any, kwargs: Any) -> Any:
         """The results of a node."""
         raise NotImplementedError
+
+    def of(self, operand: Node, node: Node) -> Any:
+        """What a node reads for an operand: for a number that varies, in arithmetic, a tensor."""
+        arithmetic = out_of_place(function_of(node)) in _ARITHMETIC
+        tensors = [n for n in (node, *node.all_input_nodes) if is_tensor(n)]
+        if not (is_number(operand) and arithmetic and tensors):
+            return self.argument(operand)
+        if operand not in self.operands or isinstance(self.operands[operand], torch.SymFloat):
+            like = global_of(value(tensors[0]))
+            with torch.no_grad(), self.recorder.fake_mode(like):
+                number = torch.empty((), dtype=torch.float64, device=like.device)
+            self.operands[operand] = self.recorder.tensor(number, None, False, node=operand)
+        return self.operands[operand]
 
     def argument(self, node: Node) -> Any:
         if node in self.found.ran:

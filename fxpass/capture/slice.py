@@ -175,7 +175,7 @@ class _Walk(Inputs):
                 self.run(source)
         if node in self.recorder.seeds:
             self.enter(node)
-        args, kwargs = map_arg((node.args, node.kwargs), self.argument)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.of(n, node))
         count = len(self.recorder.steps)
         try:
             placed = placement_name(node.target) and self.found.sharding is not None

@@ -254,8 +254,11 @@ def _writes_outside(body: GraphModule) -> bool:
 
 
 def storage(node: Node) -> int | None:
-    """Identifies a node's memory, alike for aliases; None if unknown (in torch.func transforms)."""
+    """Identifies a node's memory, alike for aliases; None if unknown (in torch.func transforms). A
+    number has none: 0."""
     example: Any = node.meta["example_value"]
+    if not is_tensor(node):
+        return 0
     if is_dtensor(example):
         example = example._local_tensor  # to_local and from_local share it
     try:

@@ -67,28 +67,13 @@ def gradients_reach(graph: Graph, writers: Writers) -> set[Node]:
     ends = [*graph.find_nodes(op="placeholder"), *graph.output_node().all_input_nodes]
     read = {None, *(storage(n) for n in ends if is_tensor(n))}
     writing = set().union(*writers.values())
-    trained = _trained(graph)
     for node in reversed(graph.nodes):
-        if is_tensor(node) and node not in trained:
+        if is_tensor(node) and not value(node).requires_grad:
             continue
         users = any(user in found and reads_values(user, node) for user in node.users)
         if users or (node in writing and any(storage(n) in read for n in written(node))):
             found.add(node)
             read |= {storage(n) for n in node.all_input_nodes if is_tensor(n)}
-    return found
-
-
-def _trained(graph: Graph) -> set[Node]:
-    """The nodes that need a gradient. The example value of one that a rewrite has inserted does not
-    say so: what it reads does."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        if is_tensor(node) and value(node).requires_grad:
-            found.add(node)
-        elif node.meta.get("inserted") and not found.isdisjoint(node.all_input_nodes):
-            cut = "detach" in getattr(node.target, "__name__", "")
-            if not cut and not (is_tensor(node) and not value(node).is_floating_point()):
-                found.add(node)
     return found
 
 

@@ -24,7 +24,7 @@ from fxpass.capture.values import Leaf, RowOp, Value, same, trimmed
 from fxpass.casts.casts import DYNAMO, Cast
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import writers_in
-from fxpass.graph.nodes import NoMatch
+from fxpass.graph.nodes import NoMatch, is_number
 from fxpass.rewrite.ranks import Ranks
 from fxpass.rewrite.row_views import VIEWS
 
@@ -154,6 +154,10 @@ class Emitter:
 
     def operand(self, value: Value) -> Node:
         """A node for a tensor that no logits are read for, or for a late one."""
+        if value.node is not None and is_number(value.node):
+            # a product, of which AOTAutograd knows how to keep the number varying
+            of = {"dtype": value.fake.dtype, "device": self._device()}
+            return self.call(torch.mul, self.call(A.full.default, [], 1, **of), value.node)
         if value.node is not None:
             return self.ranks.here(value.node, self.role)
         if id(value) not in self._known and value.data is not None:
