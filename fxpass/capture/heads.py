@@ -96,9 +96,14 @@ def looks_like_a_head(node: Node) -> bool:
     if not is_product(node) or not widens(node):
         return False
     found, size_of = _readers(node), numel(value(node).shape)
-    if any(function_of(n) in PRODUCTS for n in found):
+    if any(function_of(n) in PRODUCTS or _is_fused(n) for n in found):
         return False
     return any(is_tensor(n) and numel(value(n).shape) * 2 < size_of for n in found)
+
+
+def _is_fused(node: Node) -> bool:
+    """Whether a node is an operator call that took the place of a product."""
+    return getattr(node.target, "namespace", "") == "fxpass" and len(node.all_input_nodes) > 1
 
 
 def has_loss(node: Node) -> bool:

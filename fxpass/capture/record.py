@@ -149,6 +149,11 @@ class Recorder(TorchDispatchMode):
         if of_classes and (decomposition := _decomposition(func)) is not None:
             with self:
                 return decomposition(*args, **kwargs)
+        if of_classes and (dim := _selects(func, given)) is not None:
+            index = args[1][dim]
+            with self:
+                index = torch.where(index < 0, index + args[0].shape[dim], index)
+                return A.index_select(args[0], dim, index)
         step = Step(func, given, named, torch.is_grad_enabled(), self._node)
         if self._grad and not step.grad and any(v.trained for v in tagged):
             raise Stop(f"aten.{func.overloadpacket.__name__} runs with gradients switched off")
@@ -232,6 +237,16 @@ class Recorder(TorchDispatchMode):
 
 def _is_apart(old: Sequence[Size], new: Sequence[Size]) -> bool:
     return len(old) != len(new) or not all(map(same, old, new))
+
+
+def _selects(func: Any, given: Sequence[Any]) -> int | None:
+    """The dimension of rows, behind others, that a call indexes with one list of numbers."""
+    if func is not A.index.Tensor or not isinstance(given[0], Value) or given[0].tag is None:
+        return None
+    at = [i for i, index in enumerate(given[1]) if index is not None]
+    alone = len(at) == 1 and at[0] > 0 and given[0].tag[at[0]] == "r"
+    index = given[1][at[0]].fake if alone else None
+    return at[0] if index is not None and index.dim() == 1 and index.dtype == torch.int64 else None
 
 
 @contextmanager

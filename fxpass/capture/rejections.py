@@ -86,10 +86,11 @@ def rejections_of(
         no = reasons.get(product) or _small(product, least)
         certain = nothing and no is not None and takes_softmax(product)
         likely = certain or (no is not None and no.node.op == "output")
-        if no is None or not (likely or looks_like_a_head(product)):
+        known = no is None or not said.isdisjoint((product, no.node))
+        if known or no is None or not (likely or looks_like_a_head(product)):
             continue
         told = region.plain and (certain or least > 0 or no.node.op == "output")
-        if not told or isinstance(no, Costs) or not said.isdisjoint((product, no.node)):
+        if not told or isinstance(no, Costs):
             log.debug("%s: %s", source_line(product), no.reason)
         else:
             yield Rejection(no.node, no.reason, source_line(product))

@@ -196,14 +196,18 @@ PROGRAMS = {
 }
 # What is a row function without a normal form.
 NOT_LOWERED = {
-    *("einsum", "einsum, weight [D, V]", "einsum, weight first", "einsum with dots"),
-    *("einsum of three", "a softmax", "running sums", "rounding division", "classes in reverse"),
-    *("float64", "transpose", "permute, another order"),
-    *("mT, as Dynamo of torch 2.14 writes it", "a dimension of one flattened with the classes"),
-    *("unsqueeze", "classes split", "view behind the classes", "everything, of more dimensions"),
-    *("probabilities, class weights and a z-loss", "nll_loss, one per row"),
-    *("a temperature before a bias", "a temperature in a function", "a factor that cancels"),
-    *("a number per row added", "a number per row, then a bias", "a maximum with a tensor"),
+    "a softmax",
+    "running sums",
+    "rounding division",
+    "classes in reverse",
+    "float64",
+    "probabilities, class weights and a z-loss",
+    "a temperature before a bias",
+    "a temperature in a function",
+    "a factor that cancels",
+    "a number per row added",
+    "a number per row, then a bias",
+    "a maximum with a tensor",
 }
 NOT_FUSED = {"addmm with beta", "probabilities of one row"}
 
