@@ -92,15 +92,21 @@ def fuse(region: Region, settings: Settings, among: Collection[Node] = ()) -> Fu
     nodes = region.module.graph.nodes
     candidates = [n.name for n in nodes if may_be_large(n, settings.min_logits_mb)]
     todo = [n.name for n in nodes if n.name in candidates and (not among or n in among)]
+    fusing: _Fusing | None = None
     while todo:
         try:
-            done = _Fusing(region, settings, fused, candidates).head(todo[0])
+            # what is known of a graph takes long to find: once, until the graph changes
+            fusing = fusing or _Fusing(region, settings, fused, candidates)
+            done = fusing.head(todo[0])
         except Exception:  # an unforeseen program runs without the rewrite
             log.warning("the search for heads failed", exc_info=True)
             break
-        present = {n.name for n in region.module.graph.nodes}.difference(done)
-        todo = [name for name in todo if name in present]
-        candidates = [name for name in candidates if name in present]
+        todo = [name for name in todo if name not in done]
+        if fusing.untouched is not None:
+            present = {n.name for n in region.module.graph.nodes}.difference(done)
+            todo = [name for name in todo if name in present]
+            candidates = [name for name in candidates if name in present]
+            fusing = None
     return fused
 
 
@@ -117,6 +123,7 @@ class _Fusing:
         self.modes = modes_of(region)
         grads = {node: mode.grad for node, mode in self.modes.items()}
         self.scope = Scope(grads, writers_in(self.graph))
+        self.untouched: Graph | None = None  # a copy, from the first change on
         self.reached = gradients_reach(self.graph, self.scope.writers)
 
     def head(self, name: str) -> Collection[str]:
@@ -126,7 +133,6 @@ class _Fusing:
             the names of the products that are logits no more.
         """
         node = self.nodes[name]
-        self.untouched: Graph | None = None
         try:
             captured = self._captured(node)
             heads = [n.name for n in captured.heads]
