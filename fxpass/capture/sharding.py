@@ -97,8 +97,8 @@ def of_head(head: Head) -> Sharding | None:
     Raises:
         NoMatch: the operator does not support the placements of classes or rows.
     """
-    x_node, _ = _source(head.x, 0)
-    weight_node, dim = _source(head.weight, 0 if head.first else 1)
+    x_node, _ = _source(head.x, -1)
+    weight_node, dim = _source(head.weight, -2 if head.first else -1)
     x, weight = value(x_node), value(weight_node)
     if not is_dtensor(weight):
         if is_dtensor(x):
@@ -130,6 +130,10 @@ def of_head(head: Head) -> Sharding | None:
     return _make(weight, dim, dims, tuple(new), at_zero, weight_node)
 
 
+# What a linear makes of its operands.
+_SAME = (A._to_copy, A.alias, A.clone, A.view, A._unsafe_view)
+
+
 def _source(tensor: Value, dim: int) -> tuple[Node, int]:
     """The node that a factor of a product is a view or cast of, and where a dimension is there."""
     dim %= len(tensor.shape)
@@ -140,7 +144,9 @@ def _source(tensor: Value, dim: int) -> tuple[Node, int]:
         (source,) = step.values
         if step.op.overloadpacket is A.t and len(tensor.shape) == 2:
             dim = 1 - dim
-        elif step.op.overloadpacket not in (A._to_copy, A.alias, A.view, A._unsafe_view):
+        elif step.op.overloadpacket is A.expand:
+            dim -= len(tensor.shape) - len(source.shape)
+        elif step.op.overloadpacket not in _SAME:
             break
         elif step.op.overloadpacket in (A.view, A._unsafe_view) and dim == len(tensor.shape) - 1:
             dim = len(source.shape) - 1

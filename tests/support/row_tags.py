@@ -28,8 +28,8 @@ from fxpass.capture.capture import Captured, capture
 from fxpass.capture.custom import Custom
 from fxpass.capture.function import function_of as rows_function
 from fxpass.capture.function import leaves_of
-from fxpass.capture.slice import PRODUCTS, Scope
-from fxpass.capture.values import Leaf, RowOp, Step, Stop, Value
+from fxpass.capture.slice import Scope
+from fxpass.capture.values import PRODUCTS, Leaf, RowOp, Step, Stop, Value
 from fxpass.casts.casts import cast_region
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import writers_in
