@@ -55,6 +55,7 @@ from fxpass.rewrite.worth import stored, too_costly
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
+Recipes = dict[Node, tuple[Recipe, tuple[Node, ...]]]  # by the output of the graph
 
 
 @dataclass
@@ -134,9 +135,9 @@ class _Fusing:
         """
         node = self.nodes[name]
         try:
-            captured = self._captured(node)
+            captured, recipes = self._captured(node)
             heads = [n.name for n in captured.heads]
-            self._fuse(captured)
+            self._fuse(captured, recipes)
         except Exception as error:
             # an unforeseen program runs without the rewrite
             no = error if isinstance(error, NoMatch) else None
@@ -154,8 +155,9 @@ class _Fusing:
 
     # ------------------------------------------------------------ what is computed
 
-    def _captured(self, node: Node) -> Captured:
-        """What a head's logits are read for: all that is, or the losses of logits that exist."""
+    def _captured(self, node: Node) -> tuple[Captured, Recipes]:
+        """What a head's logits are read for: all that is, or the losses of logits that exist; and
+        the recipes of those that are outputs of the graph."""
         if not node.users:
             raise NoMatch(node, "nobody reads its logits")
         if self.modes[node].transforms:
@@ -163,7 +165,7 @@ class _Fusing:
         try:
             captured = capture(self.region, node, self.candidates, self.scope)
             self._check(node, captured)
-            self.recipes = self._deferred(captured)
+            return captured, self._deferred(captured)
         except (NoMatch, GuardOnDataDependentSymNode) as no:
             if isinstance(no, NoMatch) and no.node.target in CHECKPOINTS:
                 stops = slice_of(self.region, {node: False}, {}, self.scope, kept=True).stops
@@ -174,8 +176,7 @@ class _Fusing:
                 raise elsewhere(self.region, node, found) or no from None
             if isinstance(no, Costs) or not has_loss(node):
                 raise
-            captured, self.recipes = self._kept(node, no), {}
-        return captured
+            return self._kept(node, no), {}
 
     def _check(self, node: Node, captured: Captured) -> None:
         if inside := next((n for n in captured.slice.ran if self.modes[n].transforms), None):
@@ -202,7 +203,7 @@ class _Fusing:
             raise NoMatch(at, f"{what} anyway ({FUSES_ALL})") from why
         return captured
 
-    def _deferred(self, captured: Captured) -> dict[Node, tuple[Recipe, tuple[Node, ...]]]:
+    def _deferred(self, captured: Captured) -> Recipes:
         """The recipes of the logits of a region that are outputs of the graph.
 
         Raises:
@@ -221,13 +222,13 @@ class _Fusing:
 
     # ------------------------------------------------------------ the calls
 
-    def _fuse(self, captured: Captured) -> None:
+    def _fuse(self, captured: Captured, recipes: Recipes) -> None:
         graph, settings, fused = self.graph, self.settings, self.fused
         calls = self._calls(captured)
         match, self.untouched = match_of(captured), copied(graph)
         # the outputs read its nodes no more, so that the rewrite erases them
         drop = settings.logits == "drop"
-        deferred = defer_outputs(self.region.module, self.recipes, drop=drop)
+        deferred = defer_outputs(self.region.module, recipes, drop=drop)
         emitter, inserted = rewrite_region(graph, captured, calls)
         made = [_totalled(graph, emitter, one, modes_of(self.region)) for one in inserted]
         graph.lint()
@@ -238,7 +239,7 @@ class _Fusing:
         if len(lowered) == len(made):
             specs = [one.choice.spec for one in lowered]
             match = replace(match, words=words_of(specs, match.named))
-        if self.recipes:
+        if recipes:
             match = replace(match, logits_mode="drop" if drop else "defer")
         self.region.module.recompile()
         fused.restore = both(fused.restore, deferred)
@@ -312,10 +313,18 @@ class _Fusing:
         (rows, *_), weights = head.x.shape, _weights(head.node)[:1]
         found = [n for name, n in self.fused.rows if name in weights]
         beside = [n for n in self.candidates if n not in captured.heads and value(n).requires_grad]
-        same = [n for n in beside if not set(weights).isdisjoint(_weights(n))]
+        same = [n for n in beside if not set(weights).isdisjoint(_weights(n)) and self._may_fuse(n)]
         found += [hint(value(n).numel()) // max(1, hint(value(n).shape[-1])) for n in same]
         more = [c for c in captured.calls if c is not call and c.leaves[0].head is head]
         return (*found, *[rows] * len(more))
+
+    def _may_fuse(self, node: Node) -> bool:
+        """Whether another head can be captured."""
+        try:
+            self._captured(node)
+        except (NoMatch, GuardOnDataDependentSymNode):
+            return False
+        return True
 
 
 def _weights(node: Node) -> list[str]:

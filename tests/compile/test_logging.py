@@ -51,7 +51,7 @@ EXPECTED = [
     "fused: train.py:6 loss = F.cross_entropy(F.linear(x, w), target): logits [4, 10], "
     "cross-entropy: log-probability of the label; gradients of weight with the loss",
     "not fused: train.py:7 return loss + F.cross_entropy(F.linear(x, w).cumsum(0), target): %cumsum (cumsum) "
-    "of the logits is not known",
+    "(aten.cumsum works along rows)",
     "cast: %l_x_, %l_w_ float32 -> bfloat16: train.py:6 loss = F.cross_entropy(F.linear(x, w), target)",
 ]
 

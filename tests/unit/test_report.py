@@ -437,7 +437,7 @@ def test_text(tmp_path, monkeypatch):
         """\
 1 graph, 1 loss fused, 1 not fused, 1 cast
   fused: train.py:4 loss = F.cross_entropy(F.linear(x.half(), w), t): logits [4, 10], cross-entropy: log-probability of the label; gradients of weight in backward
-    strategy: tiled, 4 rows and 10 classes at a time: 1 KiB of scratch; saved gradients of 2 losses over one weight would take more than the logits
+    strategy: tiled, 4 rows and 10 classes at a time: 1 KiB of scratch; saved gradients would take more than the logits
   not fused: train.py:5 return loss + F.cross_entropy(F.linear(x, w).cumsum(0), t): %cumsum (cumsum) (aten.cumsum works along rows)
   cast: %l_w_ float32 -> float16: train.py:4 loss = F.cross_entropy(F.linear(x.half(), w), t)
   logits not materialised: 1 KiB""",
