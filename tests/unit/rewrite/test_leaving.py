@@ -177,10 +177,10 @@ OTHERS = {
     written_by_a_function: [],
     written_after_the_loss: [],
     written_without_gradients: ["never"],
-    sharing_memory: [],
+    sharing_memory: ["keep"],
     viewed_after_a_copy: [],
     shape_of_them: ["defer"],
-    without_gradients: ["never"],
+    without_gradients: ["keep", "never"],
 }
 
 
