@@ -205,6 +205,9 @@ class RowNodes:
     def _chosen(self, chosen: Chosen) -> Node:
         """What an operand has at picked classes, ``[N]`` or ``[N, K]``."""
         operand, index = self.operand(chosen.operand), self.index(chosen.index)
+        if value(operand).dim() > 2:  # dimensions of one, behind the classes or before them
+            first = 1 if value(operand).shape[0] == 1 else self.rows()
+            operand = self.call(torch.reshape, operand, [first, -1])
         sizes = [self.rows(), -1]
         rows = self.call(A.expand.default, operand, sizes)
         found = self.wide(self.call(A.gather.default, rows, 1, index))
