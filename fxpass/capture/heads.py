@@ -107,7 +107,7 @@ def _is_fused(node: Node) -> bool:
 
 
 def has_loss(node: Node) -> bool:
-    """Whether a loss with a name is computed from the output of a product, and of no other."""
+    """Whether a loss with a name is computed from the output of a product, by no other product."""
     return any(function_of(n) in LOSSES for n in _readers(node))
 
 

@@ -11,6 +11,7 @@ time::
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +48,7 @@ _ARITHMETIC = ("add", "sub", "rsub", "mul", "div")
 FACTORIES_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full")
 
 
-class Inputs:
+class Inputs(ABC):
     """The operands of the nodes of a slice.
 
     Attributes:
@@ -68,13 +69,13 @@ class Inputs:
         self.spread: dict[Node, bool] = {}
         self.local: set[Node] = set()
 
+    @abstractmethod
     def run(self, node: Node) -> Any:
         """Runs a node of the slice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def out(self, node: Node, args: Any, kwargs: Any) -> Any:
         """The results of a node."""
-        raise NotImplementedError
 
     def of(self, operand: Node, node: Node) -> Any:
         """What a node reads for an operand: for a number that varies, in arithmetic, a tensor."""

@@ -84,12 +84,12 @@ def rejections_of(
     nothing = not (fused or said)
     for product in filter(is_product, region.module.graph.nodes):
         no = reasons.get(product) or _small(product, least)
-        certain = nothing and no is not None and takes_softmax(product)
-        likely = certain or (no is not None and no.node.op == "output")
-        known = no is None or not said.isdisjoint((product, no.node))
-        if known or no is None or not (likely or looks_like_a_head(product)):
+        if no is None or not said.isdisjoint((product, no.node)):
             continue
-        told = region.plain and (certain or least > 0 or no.node.op == "output")
+        certain = no.node.op == "output" or (nothing and takes_softmax(product))
+        if not (certain or looks_like_a_head(product)):
+            continue
+        told = region.plain and (certain or least > 0)
         if not told or isinstance(no, Costs):
             log.debug("%s: %s", source_line(product), no.reason)
         else:

@@ -23,7 +23,6 @@ from fxpass.lower.records import (
 )
 from fxpass.lower.tables import Tables
 from fxpass.spec.expression import Z
-from fxpass.spec.functions import FUNCTIONS, Where
 
 
 def base_of(tables: Tables, like: Classes) -> tuple[Base, Expr]:
@@ -47,10 +46,6 @@ def base_of(tables: Tables, like: Classes) -> tuple[Base, Expr]:
     if not reads or symbols_of(scale) - rows:
         raise Unknown(f"`{like.expr}` is no function of one logit")
     return tables.base(like.taken, transform, scale), shift
-
-
-# Functions with a corner, or that are not defined everywhere.
-_CORNERS = (Where, *(FUNCTIONS[n].symbolic for n in ("abs", "sign", "maximum", "minimum", "sqrt")))
 
 
 def check_given(tables: Tables, transform: Expr) -> None:

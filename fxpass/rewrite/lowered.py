@@ -365,7 +365,8 @@ class Inserted(RowNodes):
         args = list(self.node.args)
         args[6 if sharded else 7] = None
         self.node.args, self.logits = tuple(args), None
-        self.choice = self._chosen_for(self.choice.spec)
+        why = "the logits may be written to before backward"
+        self.choice = replace(self.choice, logits_exist=False, reason=why)
 
     def keep(self) -> None:
         """Gives backward copies of operands that autograd of the program may not save: what the

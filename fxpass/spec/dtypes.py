@@ -12,8 +12,6 @@ import torch
 
 LOW_PRECISION = {torch.float16, torch.bfloat16}
 
-INDEX_DTYPES = (torch.int64, torch.uint8)  # of class indices, as in F.cross_entropy
-
 
 def short(dtype: torch.dtype) -> str:
     """``torch.bfloat16`` as ``bfloat16``."""
