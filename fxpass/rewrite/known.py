@@ -190,19 +190,23 @@ def with_total(graph: Graph, of: Totalled, grads: Mapping[Node, bool], make: Mak
     device = value(outputs[0]).device
     with graph.inserting_before(place):
         zeros = [of.zeros(make, result) for result in known.results]
-        given = *zeros, *known.others
+        given = [*zeros, *known.others]
         copies = Copies(known.graph, given, len(outputs), make, device)
         coefs = [copies(node) for node in copies.results[:-1]]
         news, total = of.again(make, coefs, read) or ({}, None)
+        made = {*zeros, *copies.known.values()}
         if total is not None:
-            for place_of, result in zip(copies.places, known.results, strict=False):
-                copies.known[place_of] = news.get(result, copies.known[place_of])
+            if len(zeros) > len(outputs):  # results without a gradient are read as they are
+                untrained = known.results[len(outputs) :]
+                given[len(outputs) : len(zeros)] = [news[result] for result in untrained]
+                copies = Copies(known.graph, given, len(outputs), make, device)
             # what else is in the scalar may have gradients of its own
             rest = copies(copies.results[-1])
+            made |= {*copies.known.values()}
             total, dtype = make(torch.add, total, rest), value(known.node).dtype
             if value(total).dtype != dtype:
                 total = make(torch.ops.aten._to_copy.default, total, dtype=dtype)
-    made = {n for n in (*zeros, *copies.known.values()) if isinstance(n, Node)} - {*known.others}
+    made = {n for n in made if isinstance(n, Node)} - {*known.others, *news.values()}
     if total is None:
         _erase(graph, made)
         return False

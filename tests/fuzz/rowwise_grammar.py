@@ -230,6 +230,12 @@ REDUCTIONS = (
         "{z}.softmax({d}).movedim({d}, -1) @ c[:{v}].to({z}.dtype)",
     ),
     *("Picked.apply({z}, {lab1}, {d})[0]", "Picked.apply({z}, {lab1}, {d})[1]"),
+    # rows without a gradient, beside others of the same head
+    *(
+        "{z}.logcumsumexp({d}).mean({d}) + {z}.detach().cumsum({d}).amax({d})",
+        "{z}.tanh().std({d}) - {z}.detach().sort({d}).values.diff(dim={d}).amax({d})",
+    )
+    * 2,
     "{z}.softmax({d}).cumsum({d}).sub(0.5).abs().sum({d})",
     "(1 + {z} - {z}.gather({d}, {lab1})).clamp_min(0).sum({d})",
     "F.binary_cross_entropy_with_logits({z}, {g}.sigmoid().to({z}.dtype), reduction='none').mean({d})",

@@ -101,10 +101,23 @@ def in_another_dtype(x, weight, r, m):
     return (spread(F.linear(x, weight)).float() * r.float()).sum()
 
 
+def beside_rows_without_a_gradient(x, weight, r, m):
+    z = F.linear(x, weight)
+    return (spread(z) + z.detach().cumsum(-1).amax(-1)).sum() * 2 + z.detach().sort(-1).values[
+        :, 3
+    ].square().mean()
+
+
+def of_a_student_and_a_teacher(x, weight, r, m):
+    p, q = F.linear(x, weight).softmax(-1), F.linear(x.detach() * 2, weight.detach()).softmax(-1)
+    mixed, own, others = (torch.special.entr(p).sum(-1) for p in ((p + q) / 2, p, q))
+    return (mixed - (own + others) / 2).mean()
+
+
 KNOWN = (
     *(mean, of_a_weighted_sum, over_a_masks_sum, of_masked_rows, halves, of_tokens, two_outputs),
     *(with_a_constant, scaled_after_the_total, with_a_regulariser, logged, logged_mean),
-    in_another_dtype,
+    *(in_another_dtype, beside_rows_without_a_gradient, of_a_student_and_a_teacher),
 )
 
 
