@@ -5,10 +5,11 @@ In: a call of a matrix product. Out: a :class:`fxpass.capture.values.Head`, or a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fxpass.capture.rows import A, Rowwise, rule
-from fxpass.capture.values import Arg, Head, Size, Step, Stop, Value, is_one, letter_of
+from fxpass.capture.values import Arg, Head, Size, Step, Stop, Value, is_one, letter_of, same
 from fxpass.graph.nodes import hint
 
 # A product over the classes with more columns than a sixteenth of them is a hidden layer.
@@ -23,6 +24,22 @@ def operands_of(step: Step) -> tuple[Value, Value, Value | None] | None:
     if packet is A.addmm and not {k: v for k, v in step.kwargs.items() if v != 1}:
         return args[1], args[2], args[0]
     return None
+
+
+def shared_matrix(op: Any, args: Sequence[Any]) -> Value | None:
+    """The matrix ``[D, V]`` that each matrix of a batch is multiplied by, if it is one: a linear of
+    hidden states ``[B, T, D]`` that are not contiguous spreads its weight."""
+    if op is not A.bmm.default:
+        return None
+    found: Value = args[1]
+    while len(found.shape) == 3 and found.node is None and found.step is not None:
+        if found.step.op.overloadpacket not in (A.expand, A.view, A._unsafe_view):
+            return None
+        found = found.step.values[0]
+    sizes = zip(found.shape, args[1].shape[1:], strict=False)
+    alike = len(found.shape) == 2 and all(same(a, b) for a, b in sizes)
+    spread = is_one(args[1].shape[0]) or args[1].fake.stride(0) == 0
+    return found if alike and spread else None
 
 
 def head_of(step: Step, first: bool) -> tuple[Head, str] | None:

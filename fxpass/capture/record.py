@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpass.capture.indexing  # noqa: F401, adds its rules
 from fxpass.capture.dimensions import reduces_rows
-from fxpass.capture.products import head_of
+from fxpass.capture.products import head_of, shared_matrix
 from fxpass.capture.rows import A, bound, dims_of, is_like, number_of, rule_of
 from fxpass.capture.values import Head, Size, Step, Stop, Value, same, values_in
 from fxpass.graph.functions import GET_DATA
@@ -149,6 +149,12 @@ class Recorder(TorchDispatchMode):
         if of_classes and (decomposition := _decomposition(func)) is not None:
             with self:
                 return decomposition(*args, **kwargs)
+        shared = shared_matrix(func, given) if self._node in self.seeds and not tagged else None
+        if shared is not None:  # the product of a batch with one matrix is one of its rows
+            x = args[0]
+            with self:
+                rows = A.mm(x.reshape(x.shape[0] * x.shape[1], x.shape[2]), shared.fake)
+                return A.view(rows, (*x.shape[:2], rows.shape[1]))
         if of_classes and (dim := _selects(func, given)) is not None:
             index = args[1][dim]
             with self:

@@ -339,19 +339,8 @@ class Emitter:
         return self.call(A.t.default, node)
 
     def _matrix(self, value: Value) -> Node:
-        value = _without_batch(value) if self.ranks.sharding is not None else value
         node = self.operand(value)
         return node if len(value.shape) == 2 else self.call(A.select.int, node, 0, 0)
-
-
-def _without_batch(value: Value) -> Value:
-    """The matrix that a batch of one is a view of: a rank's part of it has other sizes."""
-    found = value
-    while len(found.shape) == 3 and found.step is not None and found.node is None:
-        if found.step.op.overloadpacket not in (A.expand, A.view, A._unsafe_view, A.unsqueeze):
-            break
-        found = found.step.values[0]
-    return found if len(found.shape) == 2 else value
 
 
 _ARITHMETIC: dict[str, Any] = {

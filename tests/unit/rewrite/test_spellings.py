@@ -44,6 +44,13 @@ LINEARS = {
     "addmm": lambda x, w: torch.addmm(BIAS.to(x), x.view(-1, D), w.t()),
     "addmm of a weight [D, V]": lambda x, w: torch.addmm(BIAS.to(x), x.view(-1, D), w.T.clone()),
     "addmm with beta": lambda x, w: torch.addmm(BIAS.to(x), x.view(-1, D), w.t(), beta=2),
+    "of strided hidden states": lambda x, w: F.linear(torch.cat([x, x], 1)[:, :S], w),
+    "of strided hidden states, bias": lambda x, w: F.linear(
+        torch.cat([x, x], 1)[:, :S], w, BIAS.to(x)
+    ),
+    "@ of transposed hidden states": lambda x, w: (
+        (x.transpose(0, 1) @ w.T).transpose(0, 1).contiguous()
+    ),
     "einsum": lambda x, w: torch.einsum("bsd,vd->bsv", x, w),
     "einsum, weight [D, V]": lambda x, w: torch.einsum("bsd, dv -> bsv", x, w.T.clone()),
     "einsum, weight first": lambda x, w: torch.einsum("vd,bsd->bsv", w, x),
