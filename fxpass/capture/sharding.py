@@ -144,6 +144,8 @@ def _source(tensor: Value, dim: int) -> tuple[Node, int]:
         (source,) = step.values
         if step.op.overloadpacket is A.t and len(tensor.shape) == 2:
             dim = 1 - dim
+        elif step.op.overloadpacket is A.expand:
+            dim -= len(tensor.shape) - len(source.shape)
         elif step.op.overloadpacket not in _SAME:
             break
         elif step.op.overloadpacket in (A.view, A._unsafe_view) and dim == len(tensor.shape) - 1:
