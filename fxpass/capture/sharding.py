@@ -131,7 +131,8 @@ def of_head(head: Head) -> Sharding | None:
 
 
 # What a linear makes of its operands.
-_SAME = (A._to_copy, A.alias, A.clone, A.view, A._unsafe_view)
+_RESHAPED = (A.view, A._unsafe_view, A.reshape)
+_SAME = (A._to_copy, A.alias, A.clone, *_RESHAPED)
 
 
 def _source(tensor: Value, dim: int) -> tuple[Node, int]:
@@ -148,7 +149,7 @@ def _source(tensor: Value, dim: int) -> tuple[Node, int]:
             dim -= len(tensor.shape) - len(source.shape)
         elif step.op.overloadpacket not in _SAME:
             break
-        elif step.op.overloadpacket in (A.view, A._unsafe_view) and dim == len(tensor.shape) - 1:
+        elif step.op.overloadpacket in _RESHAPED and dim == len(tensor.shape) - 1:
             dim = len(source.shape) - 1
         tensor = source
     if tensor.node is None:

@@ -29,10 +29,8 @@ from fxpass.rewrite.ranks import Ranks
 from fxpass.rewrite.row_views import VIEWS
 
 A = torch.ops.aten
-# Functions of which autograd saves no operand, or a mask.
-_UNSAVING = {"add", "sub", "rsub", "gt", "ge", "lt", "le", "where"}
 # Views that a linear takes of its operands.
-_VIEWS = {A.t, A.view, A._unsafe_view, A.transpose, A.permute, A.unsqueeze, A.expand}
+_VIEWS = {A.t, A.view, A._unsafe_view, A.reshape, A.transpose, A.permute, A.unsqueeze, A.expand}
 # Elements of a constant that becomes a part of the graph.
 LONGEST = 4096
 
