@@ -105,7 +105,7 @@ def capture_kept(region: Region, node: Node, scope: Scope) -> Captured:
         raise stop
     if writer := next((n for n in found.ran if written(n)), None):
         raise NoMatch.at(writer, "writes to logits that exist anyway")
-    if not results or (found.sharding is not None and found.sharding.like is None):
+    if not results:
         raise NoMatch(node, "its logits exist, and no loss of them has a name")
     return _made(found, (node,), results, kept=True)
 

@@ -112,8 +112,10 @@ def has_loss(node: Node) -> bool:
 
 
 def takes_softmax(node: Node) -> bool:
-    """Whether a softmax, or its logarithm, is taken of the output of a product."""
-    return any(function_of(n) in _SOFTMAXES for n in _readers(node))
+    """Whether a softmax, or its logarithm, is taken of the output of a product, and no product of
+    that, as of attention scores."""
+    functions = set(map(function_of, _readers(node)))
+    return not functions.isdisjoint(_SOFTMAXES) and functions.isdisjoint(PRODUCTS)
 
 
 _SOFTMAXES = ("softmax", "log_softmax", "logsumexp", "_softmax", "_log_softmax")

@@ -32,7 +32,7 @@ def shared_matrix(op: Any, args: Sequence[Any]) -> Value | None:
     if op is not A.bmm.default:
         return None
     found: Value = args[1]
-    while len(found.shape) == 3 and found.node is None and found.step is not None:
+    while len(found.shape) > 2 and found.node is None and found.step is not None:
         if found.step.op.overloadpacket not in (A.expand, A.view, A._unsafe_view):
             return None
         found = found.step.values[0]

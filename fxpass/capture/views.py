@@ -10,6 +10,7 @@ nothing in the canonical layout; it is a :class:`fxpass.capture.values.RowOp`::
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fxpass.capture.rows import A, Rowwise, bound, rule
@@ -93,9 +94,11 @@ def _group(
     left, right = old[i], new[j]
     i, j = i + 1, j + 1
     while not same(left, right):
-        if hint(left) < hint(right) and i < len(old):
+        # a product that is 0 stays: the other one grows until it is, too
+        a, b = (hint(product) or math.inf for product in (left, right))
+        if a < b and i < len(old):
             left, i = left * old[i], i + 1
-        elif hint(right) < hint(left) and j < len(new):
+        elif b < a and j < len(new):
             right, j = right * new[j], j + 1
         else:
             raise Stop("changes sizes in a way that is not known")

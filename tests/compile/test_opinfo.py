@@ -27,7 +27,7 @@ OPS = {
 
 def program_of(op, sample):
     """The sample as a function of its floating-point tensors, those tensors, and whether it has
-    class indices and one weight for all rows, and so has to be fused."""
+    class indices, rows and one weight for all of them, and so has to be fused."""
     if op.name == LINEAR:
         weight, target = sample.args
 
@@ -37,7 +37,7 @@ def program_of(op, sample):
 
         bias = sample.kwargs.get("linear_bias")
         tensors = [t for t in (sample.input, weight, bias) if t is not None]
-        fuses = weight.dim() == 2 and not sample.kwargs.get("options")
+        fuses = weight.dim() == 2 and sample.input.dim() > 1 and not sample.kwargs.get("options")
         return program, tensors, fuses and not target.is_floating_point()
     (target,) = sample.args
     loss = F.nll_loss if "nll" in op.name else F.cross_entropy
@@ -50,7 +50,8 @@ def program_of(op, sample):
         return loss(logits, target, **sample.kwargs)
 
     x = sample.input.detach().movedim(dim, -1)
-    return program, [x, torch.eye(x.shape[-1])], not target.is_floating_point()
+    fuses = x.dim() > 1 and not target.is_floating_point()
+    return program, [x, torch.eye(x.shape[-1])], fuses
 
 
 def results(program, tensors):

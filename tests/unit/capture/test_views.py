@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from fxpass.capture.views import regrouped
 from tests.support.row_programs import accepted, refused, run
 
 # The program, and tags among its own.
@@ -106,3 +107,11 @@ def test_labels_follow_the_rows_of_the_logits():
     (output,) = call.outputs
     assert output.tag == "r"
     assert output.shape == (22,)
+
+
+@pytest.mark.parametrize(
+    ("old", "tag", "new", "expected"),
+    [((2, 0, 16), "rrc", (0, 16), "rc"), ((0, 16), "rc", (2, 0, 16), "rrc")],
+)
+def test_no_rows(old, tag, new, expected):
+    assert regrouped(old, tag, new) == expected
