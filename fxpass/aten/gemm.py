@@ -30,13 +30,13 @@ class Rows:
         return some if self._place is None else self._place[: some.shape[0]].copy_(some)
 
 
-def add_product(out: Tensor | None, a: Tensor, b: Tensor, add: bool) -> Tensor:
-    """``out = a @ b``, or ``out += a @ b``; without ``add`` the old values are not read, and the
-    product is a new tensor if ``out`` is None."""
-    if out is None:
-        return torch.mm(a, b)
+def add_product(out: Tensor, a: Tensor, b: Tensor, add: bool) -> Tensor:
+    """``out = a @ b``, or ``out += a @ b``, accumulated in the output's dtype on GPUs; without
+    ``add`` the old values are not read."""
     if out.dtype == a.dtype:
         return torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    if out.is_cuda and a.dtype.itemsize == 2:
+        return torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
     if not add:
         out.copy_(a @ b)
     else:  # out is wider than the 16-bit product: torch up-casts a whole operand before it adds

@@ -2,7 +2,7 @@
 
 In: :class:`Operands` and :class:`fxpass.spec.reductions.Reductions`. Out: the outputs of every row,
 or the gradients of the operands for incoming gradients of the outputs. The plan says which of the
-logits exist at a time: those of some rows (:mod:`fxpass.aten.chunked`), a tile of some rows and
+logits exist at a time: those of some rows (:mod:`fxpass.aten.blocks`), a tile of some rows and
 some classes, or all of them in the memory of the weight's gradient (:mod:`fxpass.aten.tiles`). The
 outputs are computed in f32 (f64 for f64), the logits in the operands' dtype, as in eager.
 """
@@ -14,7 +14,7 @@ import functools
 from torch import Tensor
 
 from fxpass.aten import tiles
-from fxpass.aten.chunked import over_chunks
+from fxpass.aten.blocks import over_blocks
 from fxpass.aten.gemm import part_of
 from fxpass.aten.row_sums import RowSums
 from fxpass.aten.slopes import Slope, transformed
@@ -28,7 +28,7 @@ from fxpass.spec.reductions import Reductions
 
 def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, dict[str, Tensor]]:
     """The outputs of every row, and the gradients of the total, if there is one, in the dtypes of
-    :func:`fxpass.aten.chunked.over_chunks`; in tiles and in place, in those of
+    :func:`fxpass.aten.blocks.over_blocks`; in tiles and in place, in those of
     :mod:`fxpass.aten.tiles`."""
     if plan.in_place:
         return _in_place(operands, spec, plan)
@@ -58,7 +58,7 @@ def forward(operands: Operands, spec: Reductions, plan: Plan) -> tuple[Outputs, 
         slope.to_logits(spec, g, logits, every)
         return factor
 
-    grads = over_chunks(operands, products, read_rows, plan, spec.unrounded)
+    grads = over_blocks(operands, products, read_rows, plan, spec.unrounded)
     return results.all(), grads
 
 
@@ -135,7 +135,7 @@ def backward(
     """The gradients that ``spec`` names, for the incoming gradients ``[R, N]`` of ``out.rows``.
 
     Of ``out`` it reads lse, rest and saved. Gradients of x, weight and bias have the dtypes of
-    :func:`fxpass.aten.chunked.over_chunks` or of :func:`fxpass.aten.tiles.over_tiles`, those of
+    :func:`fxpass.aten.blocks.over_blocks` or of :func:`fxpass.aten.tiles.over_tiles`, those of
     ``[N, V]`` the dtype of their operand, the others the compute dtype.
     """
     dtype = compute_dtype(operands.x.dtype)
@@ -179,4 +179,4 @@ def backward(
     def of_rows(few: slice, logits: Tensor, scaled: bool) -> Tensor | None:
         return to_gradient(few, slice(0, logits.shape[1]), logits, scaled)
 
-    return grads | over_chunks(operands, products, of_rows, plan, spec.unrounded)
+    return grads | over_blocks(operands, products, of_rows, plan, spec.unrounded)

@@ -1,9 +1,8 @@
-"""The chunks of a row region: logits, the row function, and the products with its gradients.
+"""The chunks of a row region, whose row function is compiled.
 
 In: the tensors of a call of ``fxpass::row_region``, and the compiled function of some rows. Out:
-its outputs, and the gradients of the tensors. One chunk of ``plan.rows`` rows of logits exists at
-a time, in a buffer that all chunks share, in the operands' dtype, as in the program. Products are
-multiplied in the dtype that the device multiplies fastest; sums over chunks are f32 (f64 for f64)::
+its outputs, and the gradients of the tensors, from :func:`fxpass.aten.chunks.over_chunks`. Logits
+have the operands' dtype, as in the program::
 
     >>> from fxpass.plan.regions import RegionPlan
     >>> x, weight = torch.randn(6, 8), torch.randn(10, 8)
@@ -27,7 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fxpass.aten.gemm import Rows, add_product, linear, part_of, slices
+from fxpass.aten.chunks import Chunks, over_chunks, place
+from fxpass.aten.gemm import part_of
 from fxpass.plan.devices import multiplied_in
 from fxpass.plan.regions import Head, RegionPlan
 from fxpass.spec.dtypes import compute_dtype
@@ -36,8 +36,6 @@ from fxpass.spec.dtypes import compute_dtype
 RowFunction = Callable[[list[Tensor]], Sequence[Tensor]]
 # The largest cotangent is not taken for less: the factor stays finite, and so does its inverse.
 _LEAST = 2.0**-100
-# Elements of a gradient of logits that are up-cast and summed at a time.
-_SUMMED_AT_A_TIME = 1 << 18
 
 
 class Call(NamedTuple):
@@ -81,7 +79,7 @@ def sizes(
 
 def forward(call: Call, function: RowFunction, places: Sequence[Tensor]) -> None:
     """Writes the results of all rows to ``places`` ``[N, ...]``."""
-    _over_chunks(call, function, (), places, None)
+    _run(call, function, (), places, None)
 
 
 def backward(
@@ -95,7 +93,7 @@ def backward(
     from the logits, which are computed again, and what forward saved of each row."""
     grads, inverse = _scaled(call, grads)
     gradients = _Gradients(call, dtypes, inverse)
-    _over_chunks(call, function, (*saved, *grads), (), gradients)
+    _run(call, function, (*saved, *grads), (), gradients)
     return gradients.finished()
 
 
@@ -109,7 +107,7 @@ def both(
     """Writes the outputs to ``places`` and returns the gradients of their sum with ``coefs``."""
     coefs, inverse = _scaled(call, coefs)
     gradients = _Gradients(call, dtypes, inverse)
-    _over_chunks(call, function, coefs, places, gradients)
+    _run(call, function, coefs, places, gradients)
     return gradients.finished()
 
 
@@ -137,7 +135,7 @@ def _scaled(call: Call, grads: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tens
     return [(g.to(compute_dtype(g.dtype)) * factor).to(g.dtype) for g in grads], inverse
 
 
-def _over_chunks(
+def _run(
     call: Call,
     function: RowFunction,
     more: Sequence[Tensor],
@@ -146,59 +144,29 @@ def _over_chunks(
 ) -> None:
     """Calls the function once for each chunk, with rows of ``more`` after the operands."""
     tensors, plan = call.tensors, call.plan
-    heads = [_Logits(call, i) for i in range(len(call.heads))]
+    rows, heads = min(plan.rows, call.n), []
+    for (x, weight, bias), classes in zip(call.heads, plan.classes, strict=True):
+        operands = tensors[x], tensors[weight], None if bias is None else tensors[bias]
+        grads, inverse = (None, None, None), None
+        if gradients is not None:
+            grads, inverse = gradients.of_head(x, weight, bias), gradients.inverse
+        dtypes = multiplied(tensors[x]), tensors[x].dtype
+        heads.append(Chunks(operands, rows, classes, *dtypes, grads, inverse))
     of_rows = [tensors[i] for i in call.rows]
     shared = [tensors[i].contiguous() for i in call.shared]
-    for part in slices(0, call.n, plan.rows):
-        logits = [head.of(part) for head in heads]
+
+    def of_chunk(part: slice, logits: list[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
         rows = ([part_of(t, part).contiguous() for t in some] for some in (of_rows, more))
         found = list(function([*logits, *next(rows), *shared, *next(rows)]))
-        for place in places:
-            part_of(place, part).copy_(found.pop(0))
+        for whole in places:
+            part_of(whole, part).copy_(found.pop(0))
+        of_logits: list[tuple[Tensor, Tensor | None]]
+        of_logits = [(found.pop(0), None) for head in heads if head.trained]
         if gradients is not None:
-            gradients.add(part, heads, found)
+            gradients.add(part, found)
+        return of_logits
 
-
-class _Logits:
-    """Chunks of the logits of one head, in the dtype of its operands.
-
-    Attributes:
-        tiles: the classes of each product, where operands are cast or products added.
-        rows: of x, for the chunk that was computed last, in the dtype of the products.
-        weight: the weight in the dtype of the products.
-    """
-
-    def __init__(self, call: Call, head: int) -> None:
-        place, weight, bias = call.heads[head]
-        x, w = call.tensors[place], call.tensors[weight]
-        self._bias = None if bias is None else call.tensors[bias]
-        dtype, v, rows = multiplied(x), w.shape[0], min(call.plan.rows, call.n)
-        most = call.plan.classes[head]
-        self.tiles = slices(0, v, most)
-        self._x, self.weight = Rows(x, rows, dtype), Rows(w, most, dtype)
-        self._buffer = x.new_empty((rows, v))
-        self._tile = None if dtype == x.dtype else x.new_empty(rows * most, dtype=dtype)
-        self.rows = x
-
-    def of(self, part: slice) -> Tensor:
-        """``[rows, V]``; valid until the next call."""
-        self.rows = self._x[part]
-        out = part_of(self._buffer, slice(0, part.stop - part.start))
-        if self._tile is None:
-            return linear(self.rows, self.weight[slice(0, out.shape[1])], self._bias, out)
-        for place in self.tiles:
-            tile = part_of(out, place, 1)
-            wide = torch.mm(self.rows, self.weight[place].t(), out=self._wide(tile))
-            tile.copy_(wide if self._bias is None else wide.add_(self._bias[place]))
-        return out
-
-    def multiplied(self, gradient: Tensor) -> Tensor:
-        """A tile of the gradient of logits in the dtype of the products."""
-        return gradient if self._tile is None else self._wide(gradient).copy_(gradient)
-
-    def _wide(self, tile: Tensor) -> Tensor:
-        assert self._tile is not None
-        return self._tile[: tile.numel()].view(tile.shape)
+    over_chunks(call.n, rows, heads, of_chunk)
 
 
 class _Gradients:
@@ -211,7 +179,7 @@ class _Gradients:
     """
 
     def __init__(self, call: Call, dtypes: Sequence[torch.dtype], inverse: Tensor | None) -> None:
-        self._call, self._inverse = call, inverse
+        self._call, self.inverse = call, inverse
         self._dtypes = dict(zip(call.trained, dtypes, strict=True))
         rows = {*call.rows, *(x for x, _, _ in call.heads)}
         weights = {w for _, w, _ in call.heads}
@@ -220,89 +188,39 @@ class _Gradients:
         self._rows: list[int] = [i for i in call.trained if i in rows]
         for i, dtype in self._dtypes.items():
             tensor = call.tensors[i]
-            # what one product computes is rounded once
             exact = i in rows or (i in weights and inverse is None and not several)
-            new = tensor.new_empty if call.n else tensor.new_zeros
-            self._found[i] = new(tensor.shape, dtype=dtype if exact else compute_dtype(dtype))
+            self._found[i] = place(tensor, dtype, call.n, exact)
 
-    def add(self, part: slice, heads: Sequence[_Logits], found: list[Tensor]) -> None:
-        """Adds the gradients of a chunk: of the logits of each head with something trained, then of
-        row operands and shared operands. Takes them out of the list: each is freed once added."""
-        for head, places in zip(heads, self._call.heads, strict=True):
-            if any(i in self._found for i in places):
-                self._add_products(part, head, places, found.pop(0))
+    def of_head(
+        self, x: int, weight: int, bias: int | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The places of the gradients of a head's operands."""
+        found = self._found
+        return found.get(x), found.get(weight), None if bias is None else found.get(bias)
+
+    def add(self, part: slice, found: list[Tensor]) -> None:
+        """Adds the gradients of a chunk of row operands, then of shared operands. Takes them out
+        of the list: each is freed once added."""
         for i in self._call.rows:
             if i in self._found:
                 self._write(part_of(self._found[i], part), found.pop(0))
         for i in self._call.shared:
             if i in self._found:
-                self._add_sum(self._found[i], part, found.pop(0))
-
-    def _add_products(
-        self, part: slice, head: _Logits, places: tuple[int, int, int | None], of_z: Tensor
-    ) -> None:
-        x, weight, bias = (None if i is None else self._found.get(i) for i in places)
-        of_x = None if x is None else part_of(x, part)
-        sums = None if of_x is None else self._place(of_x, head.rows.dtype)
-        if sums is not None and of_z.dtype == head.rows.dtype:
-            _product(sums, of_z, head.weight[slice(0, of_z.shape[1])], add=False)
-        for place in head.tiles:
-            g = head.multiplied(part_of(of_z, place, 1))
-            if sums is not None and of_z.dtype != g.dtype:
-                _product(sums, g, head.weight[place], add=place.start > 0)
-            if weight is not None:
-                _product(part_of(weight, place), g.t(), head.rows, add=part.start > 0)
-            if bias is not None:
-                self._add_sum(part_of(bias, place), part, _sum(g, bias.dtype))
-        if (
-            of_x is not None
-            and sums is not None
-            and (sums is not of_x or self._inverse is not None)
-        ):
-            self._write(of_x, sums)
-
-    def _place(self, out: Tensor, dtype: torch.dtype) -> Tensor:
-        """Where a product in ``dtype`` goes that is to be written to ``out``: to ``out``, if it is
-        not rounded twice there."""
-        wide = compute_dtype(out.dtype)
-        if out.dtype == wide or (out.dtype == dtype and self._inverse is None):
-            return out
-        return torch.empty_like(out, dtype=wide)
+                gradient = self._found[i]
+                (gradient.add_ if part.start else gradient.copy_)(found.pop(0))
 
     def _write(self, out: Tensor, gradient: Tensor) -> None:
-        """``out = gradient * inverse``, rounded once; the gradient may be ``out``."""
-        if self._inverse is not None:
-            gradient = gradient.to(compute_dtype(gradient.dtype)) * self._inverse
+        """``out = gradient * inverse``, rounded once."""
+        if self.inverse is not None:
+            gradient = gradient.to(compute_dtype(gradient.dtype)) * self.inverse
         out.copy_(gradient)
-
-    def _add_sum(self, out: Tensor, part: slice, gradient: Tensor) -> None:
-        (out.add_ if part.start else out.copy_)(gradient)
 
     def finished(self) -> list[Tensor]:
         """The gradients in the order of ``trained``."""
         found = []
         for i, dtype in self._dtypes.items():
             gradient = self._found.pop(i)
-            if self._inverse is not None and i not in self._rows:
-                gradient.mul_(self._inverse)
+            if self.inverse is not None and i not in self._rows:
+                gradient.mul_(self.inverse)
             found.append(gradient if gradient.dtype == dtype else gradient.to(dtype))
         return found
-
-
-def _product(out: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
-    """``out = a @ b``, or ``out += a @ b``, accumulated in f32 on GPUs."""
-    if out.is_cuda and out.dtype != a.dtype and a.dtype.itemsize == 2:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(add), out=out)
-    else:
-        add_product(out, a, b, add)
-
-
-def _sum(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the rows ``[rows, V]``; a CPU up-casts some rows at a time."""
-    if gradient.is_cuda or gradient.dtype == dtype:
-        return gradient.sum(0, dtype=dtype)
-    rows = max(1, _SUMMED_AT_A_TIME // max(1, gradient.shape[1]))
-    first, *others = (some.sum(0, dtype=dtype) for some in gradient.split(rows))
-    for other in others:
-        first.add_(other)
-    return first

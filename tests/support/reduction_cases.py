@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fxpass.aten import chunked, tiles
+from fxpass.aten import blocks, tiles
 from fxpass.op import run
 from fxpass.op.reductions import class_reductions
 from fxpass.plan.plan import Plan
@@ -310,7 +310,7 @@ def implement(way: str, patch: pytest.MonkeyPatch, multiplied: torch.dtype | Non
 
     patch.setattr(run, "plan", plan)
     if multiplied is not None:
-        for module in (chunked, tiles):
+        for module in (blocks, tiles):
             patch.setattr(
                 module,
                 "multiplied_in",

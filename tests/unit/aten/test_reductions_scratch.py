@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpass.aten import chunked, reductions, tiles
+from fxpass.aten import blocks, reductions, tiles
 from fxpass.aten.reductions import Operands
 from fxpass.plan import plan as plans
 from fxpass.plan.plan import MIB, Plan, plan
@@ -80,7 +80,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 def dtype(request, monkeypatch):
     """The dtype of the operands, which are multiplied in it or in f32."""
     dtype, multiplied = request.param
-    for module in (plans, chunked, tiles):
+    for module in (plans, blocks, tiles):
         monkeypatch.setattr(module, "multiplied_in", lambda *_: multiplied)
     return dtype
 
