@@ -185,13 +185,23 @@ class _Run(NamedTuple):
         narrower = "weight" in self.gradients and not self.unrounded and g < a
         return self.v * self.d * a if narrower else 0
 
-    def rows(self, most: int, row: int, least: int, align: int) -> int:
-        """Rows of a chunk: equal chunks of at most ``most`` rows, but not below the minimum
-        ``least``. All rows, if they take no more memory than such a chunk and the sums. A row takes
-        ``row`` bytes."""
-        if self.n * row <= most * row + self.sums:
-            return self.n
-        return _parts(self.n, max(most, least, BLOCK // self.v), align)
+
+def rows_of_chunk(
+    n: int, v: int, row: int, most: int, sums: int, implementation: str, least: int
+) -> int:
+    """The rule for the rows of a chunk of ``n`` rows and ``v`` classes.
+
+    Equal chunks of at most ``most`` rows, but not below the minimum ``least``. All rows, if they
+    take no more memory than ``most`` rows and the ``sums``. A row takes ``row`` bytes."""
+    if n * row <= most * row + sums:
+        return n
+    return parts(n, max(most, least, BLOCK // v), ALIGNMENT[implementation])
+
+
+def classes_of_product(v: int, d: int, rows: int, column: int, share: int) -> int:
+    """The rule for the classes of one product with a chunk of ``rows`` rows, where operands are
+    cast or products added to a wider sum: a class takes ``column`` bytes of the ``share``."""
+    return parts(v, max(share // max(1, column), least_of_tile(rows, d)), ALIGNMENT["aten"])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -223,7 +233,6 @@ def _plan(run: _Run, reason: str) -> Plan:
 def _aten_chunked(run: _Run, allowed: int) -> Plan:
     n, d, v = run[:3]
     e, a, m, g = run.bytes
-    align = ALIGNMENT["aten"]
     wide = g == a  # the stored logits have the compute dtype and are transformed in place
     copied = m != e  # operands, and the gradient of narrower logits, are cast before products
     share = min(allowed // 4, CPU_TILE) if copied or not wide else 0
@@ -234,13 +243,14 @@ def _aten_chunked(run: _Run, allowed: int) -> Plan:
     blocks = block * a * v * copies
     # the logits, copies of x that are cast or scaled, and the unrounded gradient of x
     row = g * v + m * (copied + wide + (copied and not wide)) * d
-    rows = run.rows((allowed - share - blocks - vectors) // row, row, LEAST_ROWS, align)
+    most = (allowed - share - blocks - vectors) // row
+    rows = rows_of_chunk(n, v, row, most, run.sums, "aten", LEAST_ROWS)
     sums = run.sums if rows < n else 0
     # per class: the cast gradient of the logits, the cast weight, the product for its gradient
     column = m * (rows * (m != g) + d * (copied + ("weight" in run.gradients)))
     classes = v
     if copied or sums or run.unrounded:
-        classes = _parts(v, max(share // column, _least(rows, d)), align)
+        classes = classes_of_product(v, d, rows, column, share)
     taken = rows * row + blocks + (classes * column if share else 0) + vectors
     return Plan("aten", "chunked", rows, classes, "", min(block, rows), scratch=taken, sums=sums)
 
@@ -260,9 +270,9 @@ def _aten_tiled(run: _Run, allowed: int, in_place: bool = False) -> Plan:
         most = min(TILE_ROWS, allowed // (2 * row) if row else TILE_ROWS)
         # few classes: more rows
         most = max(most, (allowed - v * column) // (row + v * cell))
-        rows = _parts(n, max(most, _least(v, d)), align)
+        rows = parts(n, max(most, least_of_tile(v, d)), align)
     most = (allowed - rows * row) // (column + rows * cell)
-    classes = _parts(v, max(most, _least(rows, d)), align)
+    classes = parts(v, max(most, least_of_tile(rows, d)), align)
     taken = rows * row + classes * column + rows * classes * cell + vectors
     strategy = "chunked" if in_place else "tiled"
     return Plan("aten", strategy, rows, classes, in_place=in_place, scratch=taken)
@@ -282,13 +292,14 @@ def _triton_chunked(run: _Run, allowed: int, beside_sums: int) -> Plan:
         scratch = rows * row + copied
         return Plan("triton", "chunked", rows, v, scratch=scratch, sums=sums, rounded=rounded)
 
-    most, few = (allowed - copied) // row, max(_few(n), FEW_BYTES // row)
+    most, few = (allowed - copied) // row, max(few_parts(n), FEW_BYTES // row)
     if not run.sums:  # chunks add up in the gradient that is returned
-        return of(_parts(n, max(most if by_user else min(most, few), least), align))
-    wide = of(run.rows((beside_sums - copied) // row, row, LEAST, align), run.sums)
+        return of(parts(n, max(most if by_user else min(most, few), least), align))
+    most_beside = (beside_sums - copied) // row
+    wide = of(rows_of_chunk(n, v, row, most_beside, run.sums, "triton", LEAST), run.sums)
     if run.spec.accumulate == "float32":
         return wide
-    narrow = of(_parts(n, max(most if by_user else few, least), align), rounded=True)
+    narrow = of(parts(n, max(most if by_user else few, least), align), rounded=True)
     if by_user:
         return narrow if n <= MOST_ROUNDED * narrow.rows else wide
     gradient = g * v * d
@@ -302,7 +313,7 @@ def _triton_tiled(run: _Run, allowed: int) -> Plan:
     row = run.n * run.bytes[0]
     most = allowed // row
     if not run.spec.memory_mb:
-        few = max(_few(run.v), FEW_BYTES // row)
+        few = max(few_parts(run.v), FEW_BYTES // row)
         most = min(most, few + -few % SLICE_CLASSES)
     classes = min(run.v, max(SLICE_CLASSES, most - most % SLICE_CLASSES))
     scratch = max(chunks.scratch, row * padded(classes))
@@ -311,7 +322,7 @@ def _triton_tiled(run: _Run, allowed: int) -> Plan:
     )
 
 
-def _few(total: int) -> int:
+def few_parts(total: int) -> int:
     """The rows (or classes) of each of a few parts that keep GEMMs efficient."""
     return -(-total // max(1, min(FEW, total // EFFICIENT)))
 
@@ -326,12 +337,12 @@ def padded(classes: int) -> int:
     return -(-classes // PADDING) * PADDING
 
 
-def _least(others: int, d: int) -> int:
+def least_of_tile(others: int, d: int) -> int:
     """The minimum of a tile's rows (or classes), for ``others`` classes (or rows)."""
     return max(LEAST, min(BLOCK // others, OPERAND // d))
 
 
-def _parts(total: int, most: int, align: int) -> int:
+def parts(total: int, most: int, align: int) -> int:
     """The size of the parts if ``total`` is divided evenly into parts of at most ``most``.
 
     ``most`` is at least 1. The size is a multiple of ``align`` if ``most`` allows one; the last

@@ -8,13 +8,8 @@ within the budget. Like :mod:`fxpass.plan.plan` it measures nothing, and runs at
     >>> plan(2048, (head,), 3 * 4 * 32000, cpu)  # 2048 rows that take three times their logits
     RegionPlan(rows=256, classes=(32000,), scratch=98304000, sums=0)
 
-The rules, where a chunk has a minimum of rows:
-
-- As many rows as the budget allows, divided evenly. All rows where this takes no more memory than
-  such a chunk and the f32 sums of the weights' gradients.
-- A GPU's chunks are a quarter of the rows by default, but enough rows for its GEMMs.
-- A head's operands that are cast, and products that are added to wider sums, take a few classes at
-  a time.
+The rules are those of :mod:`fxpass.plan.plan`: :func:`rows_of_chunk` and
+:func:`classes_of_product`, where the heads take turns.
 """
 
 from __future__ import annotations
@@ -24,16 +19,14 @@ from typing import NamedTuple
 import torch
 
 from fxpass.plan.plan import (
-    ALIGNMENT,
-    BLOCK,
     CPU_TILE,
     FEW_BYTES,
     LEAST,
     LEAST_ROWS,
-    _few,
-    _least,
-    _parts,
     budget,
+    classes_of_product,
+    few_parts,
+    rows_of_chunk,
 )
 from fxpass.spec.dtypes import compute_dtype
 
@@ -78,13 +71,10 @@ def plan(
     share = min(beside_sums // 4, CPU_TILE) if tiled else 0
     row = max(1, row_bytes + sum(map(_beside, heads)))
     most = (beside_sums - share) // row
-    if on_gpu and not by_user:
-        most = min(most, max(_few(n), FEW_BYTES // row))
-    most = max(most, LEAST if on_gpu else LEAST_ROWS, BLOCK // v)
-    rows, align = n, ALIGNMENT["triton" if on_gpu else "aten"]
-    if n * row > most * row + sums:
-        rows = _parts(n, most, align)
-    # the heads take turns
+    if on_gpu and not by_user:  # a quarter of the rows, but enough for its GEMMs
+        most = min(most, max(few_parts(n), FEW_BYTES // row))
+    minimum = ("triton", LEAST) if on_gpu else ("aten", LEAST_ROWS)
+    rows = rows_of_chunk(n, v, row, most, sums, *minimum)
     classes = tuple(_classes(head, rows, share, rows < n and not on_gpu) for head in heads)
     tiles = max(c * _column(h, rows) * (c < h.v) for c, h in zip(classes, heads, strict=True))
     return RegionPlan(rows, classes, rows * row + tiles, sums if rows < n else 0)
@@ -121,5 +111,4 @@ def _column(head: Head, rows: int) -> int:
 def _classes(head: Head, rows: int, share: int, several: bool) -> int:
     if not _in_tiles(head, several):
         return head.v
-    most = max(share // _column(head, rows), _least(rows, max(1, head.d)))
-    return _parts(head.v, most, ALIGNMENT["aten"])
+    return classes_of_product(head.v, max(1, head.d), rows, _column(head, rows), share)
