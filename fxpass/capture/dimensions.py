@@ -45,7 +45,7 @@ def reduces_rows(step: Step) -> list[int] | None:
 
 @rule("sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "nansum", "argmax")
 @rule("argmin", "logsumexp", "std", "var", "var_mean", "std_mean", "linalg_vector_norm", "norm")
-@rule("count_nonzero", "median", "nanmedian", "kthvalue", "mode", "aminmax", "special_logsumexp")
+@rule("count_nonzero", "median", "nanmedian", "kthvalue", "mode", "aminmax")
 def reduction(step: Step, classes: int) -> Rowwise:
     """A call that reduces dimensions, or one, of one tensor."""
     if len(step.values) > 1:  # max(a, b)
@@ -78,8 +78,8 @@ def _self_name(step: Step, tensor: Any) -> dict[str, Any]:
     return {first: tensor}
 
 
-@rule("_softmax", "_log_softmax", "softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp")
-@rule("sort", "topk", "flip", "roll", "cummax", "cummin", "argsort", "glu", "_safe_softmax")
+@rule("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp")
+@rule("cummax", "cummin", "sort", "topk", "flip", "roll", "glu")
 def along(step: Step, classes: int) -> Rowwise:
     """A call along dimensions of one tensor, which it keeps."""
     given, value = bound(step), step.args[0]
@@ -109,7 +109,7 @@ def along(step: Step, classes: int) -> Rowwise:
     return Rowwise(tuple(tags), lambda env: call(step.op, given | _self_name(step, env.of(arg))))
 
 
-@rule("gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim")
+@rule("gather", "scatter", "scatter_add", "scatter_reduce")
 def gathers(step: Step, classes: int) -> Rowwise:
     """A call along one dimension of tensors with the same rows."""
     given, out = bound(step), step.results[0]

@@ -61,7 +61,7 @@ def head_of(step: Step, first: bool) -> tuple[Head, str] | None:
     return Head(x, weight, bias, first, step.node, step.grad), tag
 
 
-@rule("mm", "mv", "addmm", "addmv", "bmm", "dot")
+@rule("mm", "mv", "addmm", "bmm")
 def over_classes(step: Step, classes: int) -> Rowwise:
     """A product of logits with a matrix or vector that all rows share, over the classes."""
     packet = step.op.overloadpacket

@@ -181,8 +181,8 @@ def _check_place(step: Step) -> None:
 RULES |= {
     getattr(A, name): pointwise
     for name in (
-        *("clone", "_to_copy", "detach", "alias", "lift_fresh_copy", "fill", "masked_fill"),
-        *("log_sigmoid_forward", "lift_fresh", "where", "isin", "bucketize", "_conj"),
+        *("clone", "_to_copy", "detach", "alias", "fill", "masked_fill", "where", "isin"),
+        "log_sigmoid_forward",
     )
     if hasattr(A, name)
 }

@@ -50,7 +50,7 @@ def source_of(step: Step) -> Value:
     return value
 
 
-@rule("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze", "expand_copy")
+@rule("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
 def _reshape(step: Step, classes: int) -> Rowwise:
     """Rows become other rows, and other dimensions other ones, in the same order."""
     value, out = source_of(step), step.results[0]
@@ -129,7 +129,7 @@ def _expand(step: Step, classes: int) -> Rowwise:
     return viewed(value, tag, op, run)
 
 
-@rule("permute", "transpose", "t", "numpy_T", "movedim", "swapaxes")
+@rule("permute", "transpose", "t")
 def _permute(step: Step, classes: int) -> Rowwise:
     value, given = source_of(step), bound(step)
     tag = value.tag or ""
@@ -152,7 +152,7 @@ def _permute(step: Step, classes: int) -> Rowwise:
     return viewed(value, new, op, lambda env, t: t.permute(0, *others))
 
 
-@rule("slice", "narrow", "select")
+@rule("slice", "select")
 def _part(step: Step, classes: int) -> Rowwise:
     """Entries of one dimension, or one of them."""
     value, out, given = source_of(step), step.results[0], bound(step)
@@ -176,7 +176,7 @@ def _part(step: Step, classes: int) -> Rowwise:
     return viewed(value, new, None, lambda env, t: step.op(t, place, *env.sizes(rest)))
 
 
-@rule("split", "split_with_sizes", "unbind", "chunk")
+@rule("split", "split_with_sizes", "unbind")
 def _parts(step: Step, classes: int) -> Rowwise:
     value, given = source_of(step), bound(step)
     tag, dim = value.tag or "", given["dim"] % len(value.tag or "-")

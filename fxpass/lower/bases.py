@@ -14,8 +14,11 @@ import sympy
 from sympy import Expr, Symbol
 
 from fxpass.lower.records import (
+    OF_CLASS,
     Base,
     Classes,
+    GivenOperand,
+    RowOperand,
     Unknown,
     has_classes,
     of_operands_alone,
@@ -42,7 +45,7 @@ def base_of(tables: Tables, like: Classes) -> tuple[Base, Expr]:
     scale, transform = scale / number, number * transform
     check_given(tables, transform)
     reads = transform.has(Z) and of_operands_alone(transform)
-    rows = {s for s in symbols_of(scale) if s.name.startswith("row_")}
+    rows = {s for s in symbols_of(scale) if isinstance(s, RowOperand)}
     if not reads or symbols_of(scale) - rows:
         raise Unknown(f"`{like.expr}` is no function of one logit")
     return tables.base(like.taken, transform, scale), shift
@@ -52,7 +55,7 @@ def check_given(tables: Tables, transform: Expr) -> None:
     """``Unknown`` if a function of one logit reads values of its own, or of its row, that are
     trained."""
     for symbol in sorted(symbols_of(transform) & tables.nodes.keys(), key=str):
-        wide = symbol.name.startswith(("given_", "row_"))
+        wide = isinstance(symbol, GivenOperand | RowOperand)
         if wide and tables.attached[tables.nodes[symbol]]:
             raise Unknown(f"`{transform}` reads {symbol.name}, which needs a gradient")
 
@@ -65,7 +68,7 @@ def softmax_base_of(tables: Tables, like: Classes) -> Base:
         Unknown: the shift has a gradient, which is 0 and not None.
     """
     base, shift = base_of(tables, like)
-    rows = {s for s in symbols_of(shift) if s.name.startswith("row_")}
+    rows = {s for s in symbols_of(shift) if isinstance(s, RowOperand)}
     if any(tables.attached[tables.nodes[s]] for s in rows):
         raise Unknown("a softmax does not depend on rows that need a gradient")
     terms = sympy.Add.make_args(sympy.expand(shift))
@@ -129,7 +132,7 @@ def in_one_log(tables: Tables, like: Classes, grows: bool = False) -> tuple[Base
         rest = split(sympy.expand(found))[1] if grows else found
         factor, core = rest.as_coeff_Mul()
         alone = all(
-            s == base.log or (s.name.startswith(("class_", "given_")) and not grows)
+            s == base.log or (isinstance(s, OF_CLASS) and not grows)
             for s in symbols_of(rest)
             if has_classes(s)
         )

@@ -29,7 +29,15 @@ from fxpass.lower.reading import (
     same,
     sizes_of,
 )
-from fxpass.lower.records import Classes, Unknown, of_operands_alone, symbols_of
+from fxpass.lower.records import (
+    Classes,
+    ClassOperand,
+    GivenOperand,
+    RowOperand,
+    Unknown,
+    of_operands_alone,
+    symbols_of,
+)
 from fxpass.spec.dtypes import short
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
@@ -148,7 +156,7 @@ def _evaluated(
 
 def _of_logits(expr: Any, rows: bool) -> bool:
     alone = of_operands_alone(expr)
-    return alone and (rows or not any(s.name.startswith("row_") for s in symbols_of(expr)))
+    return alone and (rows or not any(isinstance(s, RowOperand) for s in symbols_of(expr)))
 
 
 def _check_attached(found: Reading, node: Node) -> None:
@@ -221,15 +229,15 @@ def expr_of(found: Reading, argument: Any, dim: int, whole: torch.Tensor) -> Any
     if argument.meta["val"].is_complex():
         raise Unknown("has a complex operand")
     if of_row or all(same(s, 1) for s in shape):
-        return tables.node(argument, "row")
+        return tables.node(argument, RowOperand)
     if all(same(s, 1) for i, s in enumerate(aligned) if i != dim):
-        return tables.node(argument, "class")
+        return tables.node(argument, ClassOperand)
     if all(map(same, aligned, sizes)):
         sign, source = _given(argument)
         if source is not None:
-            return sign * tables.node(source, "given")
+            return sign * tables.node(source, GivenOperand)
         if found.large:
-            return tables.node(argument, "given")
+            return tables.node(argument, GivenOperand)
     raise Unknown(f"has an operand of shape {shape}, which is made of others")
 
 

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from fxpass.lower.reader import read
 from fxpass.lower.reading import Reading, name_of, sizes_of
-from fxpass.lower.records import Base, OfBase, Picked, Summed, Unknown, symbols_of
+from fxpass.lower.records import Base, ClassOperand, OfBase, Picked, Summed, Unknown, symbols_of
 from fxpass.lower.tables import Tables
 from fxpass.region.text import results_of
 from fxpass.spec import expression
@@ -195,7 +195,7 @@ def _check_known_before(found: Reading, base: Base) -> None:
 def _without_biases(transform: Any) -> tuple[Expr, tuple[tuple[Symbol, Expr], ...]]:
     """A transform of the logit plus vectors ``[V]``, without these, and they as biases."""
     symbols = symbols_of(transform)
-    vectors = sorted((s for s in symbols if s.name.startswith("class_")), key=str)
+    vectors = sorted((s for s in symbols if isinstance(s, ClassOperand)), key=str)
     factor = transform.diff(Z)
     factors = [transform.diff(v) / factor for v in vectors] if factor != 0 else []
     if not factors or not all(f.is_number for f in factors):

@@ -25,6 +25,7 @@ import sympy
 from sympy import Expr
 
 from fxpass.graph.nodes import REQUIRED
+from fxpass.lower.records import RowOperand
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import Where, call, exact, where
 
@@ -278,7 +279,7 @@ def _xlogy(x: Expr, y: Expr) -> Expr:
     log = logarithm(y)
     if not x.has(sympy.exp):
         raise ValueError("its first operand is not a softmax")
-    if any(str(s).startswith("row_") for s in x.free_symbols):
+    if any(isinstance(s, RowOperand) for s in x.free_symbols):
         raise ValueError("a factor of a row may be 0")
     return x * log
 

@@ -1,8 +1,8 @@
 """What is known of the nodes of a row function: tensors with classes, rows, and their outputs.
 
 In: nodes of a canonical ATen graph, whose tensors have their rows first. Out: records of sympy
-expressions. The symbols stand for nodes and for outputs of the operator; their names start with
-``row_``, ``class_`` or ``given_`` for operands ``[n, 1]``, ``[V]`` and ``[n, V]``::
+expressions. The symbols stand for nodes and for outputs of the operator; what an operand has for
+each row and class is the class of its symbol::
 
     %mul = mul(%softmax, %log_softmax)    ->    Classes(exp(log_0)*log_0)
     %sum = sum(%mul, [1])                 ->    Rows(moment(1,1)_0)
@@ -20,6 +20,37 @@ from torch.fx import Node
 
 from fxpass.spec.expression import L, Z
 from fxpass.spec.outputs import Moment, Output
+
+
+class Operand(Symbol):
+    """The symbol of an operand; ``label`` tells readers of a message which one."""
+
+    label = ""
+
+
+class RowOperand(Operand):
+    """An operand ``[n, 1]``, or what an operand has at a pick."""
+
+    label = "row"
+
+
+class ClassOperand(Operand):
+    """An operand ``[V]``."""
+
+    label = "class"
+
+
+class GivenOperand(Operand):
+    """An operand ``[n, V]``."""
+
+    label = "given"
+
+
+class LogSoftmax(Symbol):
+    """The symbol of the log-softmax of a base."""
+
+
+OF_CLASS = ClassOperand, GivenOperand
 
 
 class Unknown(Exception):  # noqa: N818
@@ -64,7 +95,7 @@ class Base:
     taken: tuple[Node, ...]
     transform: Expr
     scale: Expr
-    log: Symbol
+    log: LogSoftmax
     lse: Symbol
     loose: Symbol
 
@@ -109,8 +140,6 @@ class Chosen:
 
 
 OfBase = Output | Picked | Summed
-# The names of symbols of what is given at a class.
-OF_CLASS = ("class_", "given_")
 
 
 def symbols_of(expr: Any) -> set[Symbol]:
@@ -120,10 +149,9 @@ def symbols_of(expr: Any) -> set[Symbol]:
 
 def has_classes(expr: Any) -> bool:
     """Whether an expression differs from class to class."""
-    return any(s in (Z, L) or s.name.startswith(("log_", *OF_CLASS)) for s in symbols_of(expr))
+    return any(s in (Z, L) or isinstance(s, (LogSoftmax, *OF_CLASS)) for s in symbols_of(expr))
 
 
 def of_operands_alone(expr: Any) -> bool:
     """Whether an expression is one of a logit and of operands, without a softmax."""
-    names = (*OF_CLASS, "row_")
-    return all(s == Z or s.name.startswith(names) for s in symbols_of(expr))
+    return all(s == Z or isinstance(s, Operand) for s in symbols_of(expr))

@@ -16,7 +16,16 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.lower.bases import base_of, in_logs, in_one_log
-from fxpass.lower.records import OF_CLASS, Base, Classes, Picked, Summed, Unknown, has_classes
+from fxpass.lower.records import (
+    OF_CLASS,
+    Base,
+    Classes,
+    LogSoftmax,
+    Picked,
+    Summed,
+    Unknown,
+    has_classes,
+)
 from fxpass.lower.records import symbols_of as symbols
 from fxpass.lower.tables import Tables
 from fxpass.spec.expression import Z
@@ -91,7 +100,7 @@ def degree(product: Any) -> int:
 
 
 def _is_log(symbol: Symbol) -> bool:
-    return symbol == Z or symbol.name.startswith("log_")
+    return symbol == Z or isinstance(symbol, LogSoftmax)
 
 
 def _class_symbols(expr: Any) -> list[Symbol]:
@@ -111,7 +120,7 @@ def _summed_term(tables: Tables, like: Classes, term: Any, classes: Any) -> Expr
     for a, b in itertools.product(range(HIGHEST_POWER + 1), repeat=2):
         weight = term / sympy.exp(a * base.log) / base.log**b
         found = weight if isinstance(weight, Symbol) else None
-        if weight == 1 or (found is not None and found.name.startswith(OF_CLASS)):
+        if weight == 1 or isinstance(found, OF_CLASS):
             if found is None and Moment(a, b) == TOTAL:
                 return sympy.Integer(1)
             return tables.output(base, Summed(Moment(a, b), found))
@@ -129,7 +138,7 @@ def at(tables: Tables, like: Classes, index: Node) -> Expr:
         return tables.output(base, Picked(index, logit))
 
     rows = at_class(base, like.expr, in_log, output(True), output(False))
-    given = [s for s in symbols(rows) if s.name.startswith(OF_CLASS)]
+    given = [s for s in symbols(rows) if isinstance(s, OF_CLASS)]
     return cast(Expr, rows.xreplace({s: tables.choice(tables.nodes[s], index) for s in given}))
 
 

@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from sympy import Expr, Symbol
 from torch.fx import Node
 
-from fxpass.lower.records import Base, Chosen, OfBase, Picked, Summed
+from fxpass.lower.records import (
+    Base,
+    Chosen,
+    LogSoftmax,
+    OfBase,
+    Operand,
+    Picked,
+    RowOperand,
+    Summed,
+)
 
 
 @dataclass
@@ -33,15 +42,15 @@ class Tables:
     outputs: dict[Symbol, tuple[Base, OfBase]] = field(default_factory=dict)
     cut: dict[Symbol, Expr] = field(default_factory=dict)
 
-    def node(self, node: Node, kind: str) -> Symbol:
-        """The symbol of a ``row``, ``class`` or ``given`` operand."""
-        symbol = Symbol(f"{kind}_{node.name}", real=True)
+    def node(self, node: Node, kind: type[Operand]) -> Symbol:
+        """The symbol of an operand."""
+        symbol = kind(f"{kind.label}_{node.name}", real=True)
         self.nodes[symbol] = node
         return symbol
 
     def choice(self, operand: Node, index: Node) -> Symbol:
         """The symbol of what an operand has at picked classes."""
-        symbol = Symbol(f"row_{operand.name}_at_{index.name}", real=True)
+        symbol = RowOperand(f"row_{operand.name}_at_{index.name}", real=True)
         self.chosen[symbol] = Chosen(operand, index)
         return symbol
 
@@ -56,9 +65,11 @@ class Tables:
         for base in self.bases:
             if (base.taken, base.transform, base.scale) == (taken, transform, scale):
                 return base
-        names = (Symbol(f"{name}_{len(self.bases)}", real=True) for name in ("log", "lse", "loose"))
-        self.bases.append(Base(taken, transform, scale, *names))
-        base = self.bases[-1]
+        count = len(self.bases)
+        log = LogSoftmax(f"log_{count}", real=True)
+        lse, loose = (Symbol(f"{name}_{count}", real=True) for name in ("lse", "loose"))
+        base = Base(taken, transform, scale, log, lse, loose)
+        self.bases.append(base)
         self.outputs[base.lse] = base, "lse"
         return base
 

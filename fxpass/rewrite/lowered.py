@@ -25,7 +25,7 @@ from fxpass.capture.function import trained
 from fxpass.capture.values import Leaf
 from fxpass.graph.nodes import hint, value
 from fxpass.lower.normal import Normal
-from fxpass.lower.records import Picked, Summed
+from fxpass.lower.records import ClassOperand, Picked, RowOperand, Summed
 from fxpass.op.kept import saved_logits
 from fxpass.plan.choice import Choice, choose
 from fxpass.rewrite.known import rows_of
@@ -225,12 +225,12 @@ class Inserted(RowNodes):
     def _given(self, i: int, symbol: Symbol) -> Node:
         """An operand of the transform or of a moment, as ``[V]`` or ``[N, V]``."""
         node = self.operand(self.normal.tables.nodes[symbol])
-        if symbol.name.startswith("row_"):
+        if isinstance(symbol, RowOperand):
             classes = self.emitter.size(value(self.weight).shape[0])
             node = self.wide(node)
             node = self.call(torch.reshape, node, [-1, 1])
             node = self.call(A.expand.default, node, [self.rows(), classes])
-        elif symbol.name.startswith("class_"):
+        elif isinstance(symbol, ClassOperand):
             node = self.call(torch.reshape, node, [-1])
         elif value(node).dim() != 2:
             node = self.call(torch.reshape, node, [self.rows(), -1])

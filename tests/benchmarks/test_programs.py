@@ -227,9 +227,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_programs_are_right_and_stay_fused(kind):
-    """Each third of them: the table's command runs all."""
     before = statuses(COMMITTED.read_text())
-    results = [examine(program) for program in catalog(kinds=[kind])[::3]]
+    results = [examine(program) for program in catalog(kinds=[kind])]
     assert {r.program.name: r.wrong for r in results if r.wrong} == {}
     assert before.keys() >= {r.program.name for r in results}
     unfused = [r.program.name for r in results if r.status != "fused"]

@@ -31,6 +31,14 @@ POINTWISE = (
     ("torch.isin(z, classes).sum(-1)", "isin rc"),
     ("z.detach().abs().log().mean(-1)", "detach rc"),
     ("(z + z.new_zeros(V)).sum(-1)", "add rc"),
+    ("F.logsigmoid(z).sum(-1)", "log_sigmoid_forward rc"),
+    ("torch.ops.aten.alias(z).sum(-1)", "alias rc"),
+    ("torch.ones_like(z).mul(z).sum(-1)", "ones_like rc"),
+    ("torch.full_like(z, 2.0).mul(z).sum(-1)", "full_like rc"),
+    ("z.new_ones(N, V).mul(z).sum(-1)", "new_ones rc"),
+    ("z.new_zeros(N, V).add(z).sum(-1)", "new_zeros rc"),
+    ("z.new_full((N, V), 2.0).mul(z).sum(-1)", "new_full rc"),
+    ("z.new_empty(N, V).fill_(2.0).mul(z).sum(-1)", "new_empty rc", "fill rc"),
     ("torch.zeros_like(z).copy_(row[:, None]).mul(z).sum(-1)", "copy rc", "mul rc"),
     # in place, on all of the logits or on a part of them
     ("z.mul_(2); z.logsumexp(-1)", "mul rc", "logsumexp r"),
@@ -53,6 +61,29 @@ ALONG = (
     ("z.topk(5).values.sum(-1)", "topk rk"),
     ("z.topk(60).values.logsumexp(-1)", "topk rc"),
     ("z.topk(5).indices.eq(labels[:, None]).any(-1)", "topk rk"),
+    ("(z > 0).all(-1)", "all r"),
+    ("(z > 0).any(-1)", "any r"),
+    ("z.aminmax(dim=-1).max", "aminmax r"),
+    ("z.argmin(-1)", "argmin r"),
+    ("z.count_nonzero(-1)", "count_nonzero r"),
+    ("z.kthvalue(3, -1).values", "kthvalue r"),
+    ("z.max(-1).values", "max r"),
+    ("z.min(-1).values", "min r"),
+    ("z.median(-1).values", "median r"),
+    ("z.mode(-1).values", "mode r"),
+    ("z.nanmedian(-1).values", "nanmedian r"),
+    ("z.nansum(-1)", "nansum r"),
+    ("z.prod(-1)", "prod r"),
+    ("z.std(-1)", "std r"),
+    ("torch.std_mean(z, -1)[0]", "std_mean r"),
+    ("z.var(-1)", "var r"),
+    ("torch.ops.aten.norm(z, 2, [-1])", "norm r"),
+    ("z.cummax(-1).values.sum(-1)", "cummax rc"),
+    ("z.cummin(-1).values.sum(-1)", "cummin rc"),
+    ("z.cumprod(-1).sum(-1)", "cumprod rc"),
+    ("torch.ops.aten._safe_softmax(z, -1).amax(-1)", "_safe_softmax rc"),
+    ("z.scatter_reduce(1, some, given[:, :5], 'amax').sum(-1)", "scatter_reduce rc"),
+    ("z.index_copy(1, chosen, given[:, :40]).sum(-1)", "index_copy rc"),
     ("z.flip(1).cumsum(-1).amax(-1)", "flip rc", "cumsum rc"),
     ("z.roll(3, -1).logcumsumexp(-1).amin(-1)", "roll rc", "logcumsumexp rc"),
     ("z.argsort(-1).argmax(-1)", "sort rc", "argmax r"),
@@ -116,6 +147,9 @@ REFUSED = (
     ("z[0] = 0.0; z.logsumexp(-1)", "assigns to rows"),
     ("z.t() @ z", ""),
     ("z @ z.t()", ""),
+    ("torch.bucketize(z, classes).sum(-1)", "has no row rule"),
+    ("torch.addmm(row[:, None], z, matrix)", ""),
+    ("torch.bmm(s, matrix.expand(B, V, 3))", ""),
     ("F.batch_norm(z, None, None, training=True).sum(-1)", "batch_norm"),
     ("F.avg_pool1d(s, 3, 1, 1).sum(-1)", ""),
     ("z.argsort(0).sum(-1)", "works along rows"),
@@ -144,34 +178,3 @@ def test_products(row):
 @pytest.mark.parametrize(("text", "reason"), REFUSED, ids=_ids(REFUSED))
 def test_refused(text, reason):
     refused(text, reason)
-
-
-# ---------------------------------------------------------------- spellings
-
-# name, further arguments, whether it keeps the classes; of the logits [B, T, V]
-CALLS = (
-    *(("sum", "", False), ("mean", "", False), ("amax", "", False), ("logsumexp", "", False)),
-    *(("std", "", False), ("argmax", "", False), ("softmax", "", True), ("cumsum", "", True)),
-)
-
-
-def _spellings(name: str, keeps: bool) -> list[tuple[str, str]]:
-    """The call along the classes, and the same along the tokens."""
-    good, bad = [], []
-    for text, dim in (("s", (2, -1)), ("s.transpose(1, 2)", (1, -2)), ("s.movedim(2, 0)", (0, -3))):
-        for d in dim:
-            forms = [f"{text}.{name}({d})", f"{text}.{name}(dim={d})"]
-            forms += [f"torch.{name}({text}, {d})", f"torch.{name}(dim={d}, input={text})"]
-            good += [f"{form}.amax({d})" if keeps else form for form in forms]
-    for form in (f"s.{name}(1)", f"torch.{name}(s, dim=-2)", f"s.transpose(0, 1).{name}(0)"):
-        bad.append(f"{form}.amax(-1)")
-    return [*((text, "") for text in good), *((text, "rows") for text in bad)]
-
-
-SPELLED = [(*pair, name) for name, _, keeps in CALLS for pair in _spellings(name, keeps)]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("text", "reason", "name"), SPELLED, ids=[text for text, *_ in SPELLED])
-def test_spellings(text, reason, name):
-    refused(text, reason) if reason else accepted(text)
