@@ -87,7 +87,9 @@ def rejections_of(
         if no is None or not said.isdisjoint((product, no.node)):
             continue
         certain = no.node.op == "output" or (nothing and takes_softmax(product))
-        told = region.plain and (certain or (least > 0 and looks_like_a_head(product)))
+        if not (certain or looks_like_a_head(product)):
+            continue
+        told = region.plain and (certain or least > 0)
         if not told or isinstance(no, Costs):
             log.debug("%s: %s", source_line(product), no.reason)
         else:
