@@ -107,6 +107,8 @@ def capture_kept(region: Region, node: Node, scope: Scope) -> Captured:
         raise NoMatch.at(writer, "writes to logits that exist anyway")
     if not results:
         raise NoMatch(node, "its logits exist, and no loss of them has a name")
+    if not (tag := found.values(node).tag or "").endswith("c") or tag[:-1].strip("r"):
+        raise NoMatch(node, "its logits exist, and their classes are not last")
     return _made(found, (node,), results, kept=True)
 
 

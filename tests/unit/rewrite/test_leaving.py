@@ -289,3 +289,17 @@ def test_logits_of_a_size_that_depends_on_data_are_not_deferred():
         loss, rows = compiled(program)(*args)
     assert type(rows) is torch.Tensor
     torch.testing.assert_close((loss, rows), program(*args))
+
+
+def test_logits_that_exist_with_their_classes_before_rows(caplog):
+    """The operator reads logits whose classes are last."""
+
+    def program(x, weight, labels):
+        z = torch.einsum("nsd,vd->nvs", x, weight)
+        return F.cross_entropy(z, labels), z
+
+    x, weight, labels = inputs()
+    args = x.detach(), weight.detach(), labels
+    assert modes_of(program, *args) == []
+    assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
+    torch.testing.assert_close(compiled(program)(*args), program(*args))
