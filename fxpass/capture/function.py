@@ -73,7 +73,7 @@ class Environment:
         key = id(value), letters if value.tag is None else "", key_of(chain)
         if key in self._known:
             return self._known[key]
-        if value.tag is None or (value.node is not None and value.step is None):
+        if value.tag is None or value.step is None:
             found = self._operand(value, value.tag or letters, chain)
         elif value.step is not None and value.step.head is not None:
             leaf = Leaf("logits", chain, value.step.head, key=f"{id(value)}{key_of(chain)}")

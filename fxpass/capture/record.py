@@ -85,6 +85,11 @@ class Recorder(TorchDispatchMode):
         self._values[id(fake)] = Value(fake, tag, trained=trained, **origin)
         return _TORCH._to_functional_tensor(fake)
 
+    def given(self, value: Value) -> Tensor:
+        """A functional tensor of what another record has."""
+        self._values[id(value.fake)] = value
+        return _TORCH._to_functional_tensor(value.fake)
+
     def run(self, node: Node, args: Any, kwargs: Any, grad: bool, dtype: torch.dtype | None) -> Any:
         """Runs one node on functional tensors; returns its results, functional too.
 
@@ -97,14 +102,27 @@ class Recorder(TorchDispatchMode):
         Raises:
             Stop: a call has no rule.
         """
-        self._node, self._head, self._grad = node, None, grad
+        self._node, self._head = node, None
         target: Any = node.target
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         function = getattr(Tensor, target) if node.op == "call_method" else target
+        return self.call(function, args, kwargs, grad, dtype, node.meta.get("example_value"))
+
+    def call(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        grad: bool,
+        dtype: torch.dtype | None,
+        example: Any,
+    ) -> Any:
+        """Calls a torch function on functional tensors, as :meth:`run` a node; ``example`` is a
+        value of it, for a function that takes no tensor."""
+        self._grad = grad
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         function = _REPLACED.get(function, function)
-        device = (tensors[0] if tensors else node.meta["example_value"]).device.type
+        device = (tensors[0] if tensors else example).device.type
         mode = torch.autocast(device, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
-        example = node.meta.get("example_value")
         fake = self.fake_mode(_TORCH._from_functional_tensor(tensors[0]) if tensors else example)
         with (
             torch.set_grad_enabled(grad),

@@ -28,8 +28,9 @@ from fxpass.capture.capture import Captured, capture
 from fxpass.capture.custom import Custom
 from fxpass.capture.function import function_of as rows_function
 from fxpass.capture.function import leaves_of
+from fxpass.capture.replay import canonical, in_place_of, rows_first, viewed
 from fxpass.capture.slice import Scope
-from fxpass.capture.values import PRODUCTS, Leaf, RowOp, Step, Stop, Value
+from fxpass.capture.values import PRODUCTS, Leaf, Step, Stop, Value
 from fxpass.casts.casts import cast_region
 from fxpass.graph.functions import function_of
 from fxpass.graph.hazards import writers_in
@@ -252,7 +253,7 @@ class Replay:
         row = inside[self._changed[1]]
         noise = torch.linspace(-3, 3, row.numel(), dtype=torch.float64, device=tensor.device)
         inside[self._changed[1]] = row.flip(-1) * -1.5 + noise.view(row.shape).to(row.dtype)
-        return _back(inside, tensor, value.tag)
+        return in_place_of(inside, value.tag, tensor.shape).contiguous()
 
     def _know(self, value: Value, tensor: Tensor) -> None:
         self.values[id(value)] = tensor
@@ -263,27 +264,17 @@ class Replay:
             if isinstance(size, torch.SymInt):
                 self.sizes.setdefault(str(size.node.expr), now)
 
-    def viewed(self, tensor: Tensor, chain: Sequence[RowOp], rows: int) -> Tensor:
-        """``[*rows, ...]`` after views of its rows, as ``[n, ...]``."""
-        for op in chain:
-            args = self.arguments(op.args)
-            tensor = _VIEWS[op.kind](tensor, op.before, *args)
-            rows = op.after
-        return tensor[None] if rows == 0 else tensor.flatten(0, rows - 1)
-
     def leaf(self, leaf: Leaf, logits: Mapping[int, Value]) -> Tensor:
         """An input of a row function, all its rows."""
         if leaf.head is not None:
             made = logits[id(leaf.head)]
             whole = canonical(self.tensor(made), made.tag or "")
-            return self.viewed(whole.reshape(len(whole), -1), leaf.chain, 1)
+            return viewed(whole.reshape(len(whole), -1), leaf.chain, 1, self.arguments)
         assert leaf.value is not None
         tensor = self.tensor(leaf.value)
         if leaf.kind == "shared":
             return tensor
-        rows = [i for i, letter in enumerate(leaf.letters) if letter == "r"]
-        others = [i for i, letter in enumerate(leaf.letters) if letter != "r"]
-        return self.viewed(tensor.permute([*rows, *others]), leaf.chain, len(rows))
+        return rows_first(tensor, leaf.letters, leaf.chain, self.arguments)
 
 
 def _of_backward(steps: Sequence[Step]) -> set[int]:
@@ -296,39 +287,6 @@ def _of_backward(steps: Sequence[Step]) -> set[int]:
     return found
 
 
-def canonical(tensor: Tensor, tag: str) -> Tensor:
-    """``[n, ...]``: one dimension of rows, then the others."""
-    rows = [i for i, letter in enumerate(tag) if letter == "r"]
-    others = [i for i, letter in enumerate(tag) if letter != "r"]
-    moved = tensor.permute([*rows, *others])
-    return moved.flatten(0, len(rows) - 1) if rows else moved[None]
-
-
-def _back(inside: Tensor, like: Tensor, tag: str) -> Tensor:
-    order = [i for i, c in enumerate(tag) if c == "r"] + [i for i, c in enumerate(tag) if c != "r"]
-    moved = inside.view([like.shape[i] for i in order])
-    return moved.permute([order.index(i) for i in range(len(order))]).contiguous()
-
-
-def _broadcast(tensor: Tensor, before: int, places: Any, sizes: Any) -> Tensor:
-    inside = tensor.shape[before:]
-    for i, place in enumerate(places):
-        if place is None:
-            tensor = tensor.unsqueeze(i)
-    return tensor.expand(*sizes, *inside)
-
-
-_VIEWS: dict[str, Callable[..., Tensor]] = {
-    "reshape": lambda t, before, sizes: t.reshape(*sizes, *t.shape[before:]),
-    "permute": lambda t, before, order: t.permute(*order, *range(before, t.dim())),
-    "slice": lambda t, before, *args: A.slice.Tensor(t, *args),
-    "narrow": lambda t, before, *args: torch.narrow(t, *args),
-    "select": lambda t, before, *args: t.select(*args),
-    "flip": lambda t, before, dims: t.flip(dims),
-    "roll": lambda t, before, *args: t.roll(*args),
-    "index": lambda t, before, indices, *size: A.index.Tensor(t, list(indices)),
-    "broadcast": _broadcast,
-}
 _EMPTY = (A.empty, A.empty_like, A.new_empty, A.empty_strided, A.new_empty_strided)
 
 
@@ -409,7 +367,7 @@ def _apart(
         numbers = torch.arange(rows, device=a.device)
         if leaf.head is None and leaf.value is not None:
             numbers = numbers.view(known.arguments(leaf.value.rows))
-        allowed |= known.viewed(numbers, leaf.chain, numbers.dim()).expand(len(a)) == row
+        allowed |= viewed(numbers, leaf.chain, numbers.dim(), known.arguments).expand(len(a)) == row
     more = (changed & ~allowed).nonzero().flatten().tolist()
     if more:
         yield f"{_named(value)} changes in rows {more[:4]} with row {row}"
