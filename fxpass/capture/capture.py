@@ -75,9 +75,9 @@ class Captured:
 
     @property
     def source(self) -> str:
-        """The user's line where the first call's outputs are read."""
-        place = self.calls[0].place
-        return source_line(place if place.meta.get("stack_trace") else self.heads[0])
+        """The user's line where the first call's outputs are read, or that of the head."""
+        places = [call.place for call in self.calls[:1]]
+        return source_line(next((p for p in places if p.meta.get("stack_trace")), self.heads[0]))
 
     @property
     def trained(self) -> bool:

@@ -49,8 +49,8 @@ def too_small(node: Node, least: float, head: Head | None = None) -> str | None:
         least: the size of logits, in MiB, that are worth an operator.
         head: what was captured of it; without it, its columns are the classes.
     """
-    classes, taken = _columns(node), bytes_of(node)
-    hidden = _hidden(node)
+    classes, taken = columns(node), bytes_of(node)
+    hidden = hidden_of(node)
     if head is not None:
         classes, hidden = hint(head.classes), hint(head.x.shape[-2 if head.first else -1])
     if least and taken < least * MIB:
@@ -64,11 +64,13 @@ def too_small(node: Node, least: float, head: Head | None = None) -> str | None:
     return None
 
 
-def _columns(node: Node) -> int:
+def columns(node: Node) -> int:
+    """The number of outputs of a product."""
     return hint(value(node).shape[-1])
 
 
-def _hidden(node: Node) -> int:
+def hidden_of(node: Node) -> int:
+    """The number of hidden values of each row."""
     operands = [n for n in node.all_input_nodes if is_tensor(n) and value(n).dim() > 1]
     return min((hint(value(n).shape[-1]) for n in operands), default=0)
 
@@ -81,13 +83,13 @@ def may_be_large(node: Node, least: float) -> bool:
         return True
     if bytes_of(node) * PARTS < least * MIB:
         return False
-    classes = max(_columns(node), hint(value(node).shape[0]))  # they may come first
-    return classes * PARTS >= max(LEAST_CLASSES, _hidden(node))
+    classes = max(columns(node), hint(value(node).shape[0]))  # they may come first
+    return classes * PARTS >= max(LEAST_CLASSES, hidden_of(node))
 
 
 def widens(node: Node) -> bool:
     """Whether a product has as many outputs as a head, and more than inputs."""
-    return _columns(node) > _hidden(node) and _columns(node) >= LEAST_CLASSES
+    return columns(node) > hidden_of(node) and columns(node) >= LEAST_CLASSES
 
 
 def looks_like_a_head(node: Node) -> bool:

@@ -18,6 +18,8 @@ from torch.fx import Node
 
 from fxpass.capture.heads import (
     Costs,
+    columns,
+    hidden_of,
     is_product,
     looks_like_a_head,
     takes_softmax,
@@ -156,21 +158,32 @@ _ELSEWHERE = (
     "the graph returns its logits, {}, with gradients, and has no loss of them: compile the "
     "function that computes the loss, or pass labels to the model"
 )
+# Outputs of a vocabulary for each hidden value, or in all; a gated MLP has up to seven for each.
+_WIDE, _MANY = 7.5, 8192
 
 
-def elsewhere(region: Region, node: Node, found: Slice) -> NoMatch | None:
-    """Why a product that nothing reduces looks like a head whose loss is computed after the graph:
-    all that is done with its output is to return it, scaled or soft-capped. None for the output of
-    a hidden layer, which is returned by a graph that ends early, or that has nothing else."""
+def leaves_whole(region: Region, node: Node, found: Slice) -> bool:
+    """Whether a product that nothing reduces is a head whose loss is computed after the graph: it
+    has as many outputs as a vocabulary, and all that is done with them is to return them, scaled or
+    soft-capped."""
     ended = getattr(region.module, "compile_subgraph_reason", None)
-    if ended is not None and (ended.graph_break or ended.reason.startswith("DDPOptimizer")):
-        return None
+    if ended is not None and ended.reason.startswith("DDPOptimizer"):
+        return False  # the loss is in another part of the graph
     steps = [s for s in found.steps if any(v.of_classes for v in s.values)]
     scaled = all(s.op.overloadpacket.__name__ in _SCALED for s in steps)
-    hidden = any(n.op == "placeholder" for n in node.all_input_nodes[:1])
-    trained = any(value(n).requires_grad for n in found.left)
-    known = region.outer is None and bool(found.left) and widens(node)
-    if not (known and scaled and trained) or hidden:
+    if not (region.outer is None and found.left and scaled and widens(node)):
+        return False
+    if columns(node) >= _WIDE * hidden_of(node):
+        return True
+    # a hidden layer is returned by a graph that ends early, or that has nothing else
+    early = ended is not None and ended.graph_break
+    alone = any(n.op == "placeholder" for n in node.all_input_nodes[:1])
+    return columns(node) >= _MANY and not (early or alone)
+
+
+def elsewhere(node: Node, found: Slice) -> NoMatch | None:
+    """Why the logits of such a head are kept, with gradients."""
+    if not any(value(n).requires_grad for n in found.left):
         return None
     taken = size(numel(value(node).shape) * value(node).dtype.itemsize)
     return NoMatch(node.graph.output_node(), _ELSEWHERE.format(taken))

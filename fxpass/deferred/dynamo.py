@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.guards import GuardBuilder
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import VariableTracker
@@ -56,6 +57,11 @@ def plain_in_graphs(cls: type[Tensor]) -> None:
 
 def _graph_input(builder: VariableBuilder, t: Any) -> VariableTracker:
     """The variable that Dynamo traces for ``t``."""
+    tx: Any = builder.tx
+    name = getattr(tx.output.compiler_fn, "compiler_name", "")
+    if name == "fusedce" and t.answers and not (tx.one_graph or tx.error_on_graph_break):
+        # the frame runs without Dynamo: functions of the logits are answered there
+        raise SkipFrame("its logits are deferred: what reduces them runs in eager, a program each")
     source = builder.get_source()
     builder.install_guards(GuardBuilder.TYPE_MATCH)
     # the first use may be inside a transform of torch.func, and the values are of no level

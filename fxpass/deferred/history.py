@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpass.deferred.dynamo import hidden
-from fxpass.deferred.values import Part
+from fxpass.deferred.values import Deferred, Part
 
 aten = torch.ops.aten
 
@@ -57,9 +57,8 @@ def plain_view(logits: Tensor, value: Tensor) -> Tensor:
     if not logits.requires_grad:
         return recorded(_primal, logits, value)
     view = recorded(_PlainView.apply, logits, value)
-    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     # as of other views: an autograd.Function forbids writes to its own
-    autograd._set_creation_meta(view, autograd.CreationMeta.DEFAULT)
+    _AUTOGRAD._set_creation_meta(view, _AUTOGRAD.CreationMeta.DEFAULT)
     return view
 
 
@@ -100,7 +99,36 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:  # pyright: ignore
         _, *needed = ctx.needs_input_grad
-        return None, *([None] * len(needed) if grad is None else ctx.run.gradients(needed, grad))
+        if grad is None:
+            return None, *[None] * len(needed)
+        run = once(ctx, "run")
+        gradient = grad._part.gradient if isinstance(grad, Deferred) else None
+        if gradient is not None and gradient.run is run:
+            found = gradient.of_inputs
+            return None, *(found.get(i) if needs else None for i, needs in enumerate(needed))
+        return None, *run.gradients(needed, grad)
+
+
+def once(ctx: Any, name: str) -> Any:
+    """What backward reads, an attribute of its context. Without ``retain_graph``, it is taken: a
+    loss may live longer than its logits.
+
+    Raises:
+        RuntimeError: it was taken before.
+    """
+    found = getattr(ctx, name)
+    if found is None:
+        raise RuntimeError(_AGAIN)
+    if not _AUTOGRAD._get_current_graph_task_keep_graph():
+        setattr(ctx, name, None)
+    return found
+
+
+_AUTOGRAD: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+_AGAIN = (
+    "Trying to backward through the graph a second time: what computes the gradients of logits was "
+    "freed. Specify retain_graph=True"
+)
 
 
 def _without_memory(part: Part) -> Tensor:

@@ -10,6 +10,7 @@ In: tensors that a computation will read later. Out: their unchanged values, or 
 
 from __future__ import annotations
 
+import functools
 import gc
 from contextlib import nullcontext
 from typing import Any
@@ -62,7 +63,7 @@ class Input:
         """The tensor, detached; raises StaleLogitsError if it was changed in place, and ``read`` is
         not False, or freed."""
         if _freed(self.tensor):
-            before = "backward(): FSDP frees gathered weights" if _has_fsdp() else "this"
+            before = "backward(): FSDP frees gathered weights" if _sharding() else "this"
             raise StaleLogitsError(source, self.tensor, "was freed", before)
         if not read:
             return self.tensor
@@ -73,7 +74,7 @@ class Input:
                 now = fingerprint(self.tensor, self._layout)
                 same = torch.equal(self._fingerprint, now)
             if not same:
-                before = self._changes() + (", with FSDP before backward()" if _has_fsdp() else "")
+                before = self._changes() + (", with FSDP before backward()" if _sharding() else "")
                 what = "was changed in place (through .data)"
                 raise StaleLogitsError(source, self.tensor, what, before)
             if self._is_clone:
@@ -129,11 +130,33 @@ def _freed(t: Tensor) -> bool:
     return t.numel() > 0 and t.untyped_storage().size() == 0
 
 
-def _has_fsdp() -> bool:
-    """Whether FSDP shards a module of this process."""
-    if not torch.distributed.is_available():
+def freed_by_fsdp(tensor: Tensor) -> bool:
+    """Whether FSDP frees a gathered parameter when the forward of its module ends."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    memory = tensor.untyped_storage()._cdata
+    for state in [ref() for ref in list(_module_state_mapping.values())]:
+        one = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+            if group.post_forward_mesh_info is None:
+                continue
+            gathered = [getattr(param, "_unsharded_param", None) for param in group.fsdp_params]
+            if any(t is not None and t.untyped_storage()._cdata == memory for t in gathered):
+                return True
+    return FullyShardedDataParallel in _sharding_once()
+
+
+def _sharding() -> set[type]:
+    """The kinds of FSDP that shard a module of this process."""
+    if not torch.distributed.is_available():
+        return set()
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    sharded = FSDPModule, FullyShardedDataParallel
-    return any(issubclass(type(one), sharded) for one in gc.get_objects())
+    kinds = FSDPModule, FullyShardedDataParallel
+    return {k for one in gc.get_objects() for k in kinds if issubclass(type(one), k)}
+
+
+_sharding_once = functools.cache(_sharding)  # a look at all objects is slow

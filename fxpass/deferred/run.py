@@ -10,7 +10,9 @@ recipe again::
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +20,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpass.capture.values import Value
 from fxpass.deferred.inputs import Input, quiet
+from fxpass.deferred.recording import root
 from fxpass.spec.dtypes import compute_dtype
 
 PART = 2**26  # bytes of the logits of which gradients are computed at a time
@@ -39,6 +45,12 @@ class Recipe:
     # Positions of the hidden states, if the gradients of all other inputs read nothing else: a
     # linear's output is only cast and viewed. Empty if unknown.
     hidden: tuple[int, ...] = ()
+    # Whether the graph reduces nothing of them: the program does, when forward has ended.
+    alone: bool = False
+    # Makes programs of what is read of its rows; None if nothing is known of these.
+    programs: Callable[..., Callable[..., Sequence[Tensor]] | None] | None = None
+    # What stands for logits in records, by layout: each with the run that it stands for.
+    roots: dict[Any, list[Any]] = field(default_factory=dict, repr=False)
     _layouts: dict[Any, tuple[Tensor, torch.device]] = field(default_factory=dict, repr=False)
 
     def __call__(self, *inputs: Any) -> Tensor:
@@ -70,6 +82,7 @@ class Run:
 
     Attributes:
         inputs: an :class:`Input` for each tensor; None if the logits are dropped.
+        trained: whether each input has a gradient.
         like, device: the layout of the logits, on the meta device, and their real device.
         lock: guards all values that are computed from these inputs.
     """
@@ -77,6 +90,10 @@ class Run:
     def __init__(self, recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> None:
         self.recipe = recipe
         self.like, self.device = recipe.layout(inputs)
+        self.trained = tuple(
+            recipe.requires_grad and isinstance(a, Tensor) and a.requires_grad for a in inputs
+        )
+        self._root: Value | None = None
         self.lock = threading.RLock()
         self.inputs: list[Any] | None = None
         if not dropped:
@@ -85,6 +102,22 @@ class Run:
                 for i, a in enumerate(inputs)
             ]
 
+    def root(self, trained: bool) -> Value:
+        """What stands for the logits in records: the same for the runs of a recipe with one layout,
+        but for those that are alive at the same time."""
+        known = self._root
+        if known is None or known.trained != trained:
+            like = self.like
+            key = like.shape, like.stride(), like.dtype, self.device, trained, self.trained
+            slots = self.recipe.roots.setdefault(key, [])
+            slot = next((s for s in slots if s[1]() is None), None)
+            if slot is None:
+                slot = [root(like, self.device, trained), None]
+                slots.append(slot)
+            slot[1] = weakref.ref(self)
+            self._root = known = slot[0]
+        return known
+
     def logits(self, rows: Tensor | None = None) -> Tensor:
         """All logits, or the rows with these numbers, ``[*rows.shape, V]``."""
         inputs = self.checked()
@@ -92,7 +125,7 @@ class Run:
             return self.recipe(*inputs)
         for i in self.recipe.rows:
             picked = take(inputs[i], rows.flatten())
-            inputs[i] = _with_dims(picked, inputs[i].dim())
+            inputs[i] = with_dims(picked, inputs[i].dim())
         logits = self.recipe(*inputs)
         return logits.reshape(*rows.shape, logits.shape[-1])
 
@@ -127,7 +160,7 @@ class Run:
         """The gradients of some inputs, with those of the logits recomputed."""
         for i in wanted:
             inputs[i] = inputs[i].detach().requires_grad_()
-        with torch.enable_grad():
+        with torch.enable_grad(), _Unread() if self.recipe.hidden else nullcontext():
             logits = self.recipe(*inputs)
         leaves = [inputs[i] for i in wanted]
         return torch.autograd.grad(logits, leaves, grad.view_as(logits), allow_unused=True)
@@ -150,7 +183,7 @@ class Run:
         flat = {i: inputs[i].reshape(-1, inputs[i].shape[-1]).split(step) for i in rows}
         found = []
         for k, part in enumerate(grad.view(-1, v).split(step)):
-            few = {i: _with_dims(of_input[k], inputs[i].dim()) for i, of_input in flat.items()}
+            few = {i: with_dims(of_input[k], inputs[i].dim()) for i, of_input in flat.items()}
             found.append(([few.get(i, a) for i, a in enumerate(inputs)], part))
         return found
 
@@ -170,6 +203,33 @@ class Run:
             ]
 
 
+class _Unread(TorchDispatchMode):
+    """Autograd records a product, and what is made of it, without computing them: of a linear's
+    output that is cast and viewed, backward reads nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        memory = {t.untyped_storage()._cdata for t in self.unread}
+        of_product = any(t.untyped_storage()._cdata in memory for t in given)
+        if not of_product and func.overloadpacket not in _PRODUCTS:
+            return func(*args, **kwargs)
+        if any(r.alias_info is not None for r in func._schema.returns):
+            return func(*args, **kwargs)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            like = func(*pytree.tree_map(stand_in, args), **kwargs)
+        out = torch.empty((), dtype=like.dtype, device=given[0].device).expand(like.shape)
+        self.unread.append(out)
+        return out
+
+
+_PRODUCTS = {getattr(torch.ops.aten, name) for name in ("mm", "addmm", "bmm", "baddbmm", "linear")}
+
+
 def stand_in(a: Any, device: str | None = None) -> Any:
     """An empty tensor with the layout of ``a``; a value that is no tensor is returned unchanged."""
     if not isinstance(a, Tensor):
@@ -182,6 +242,6 @@ def take(t: Tensor, rows: Tensor) -> Tensor:
     return t[torch.unravel_index(rows, t.shape[:-1])]
 
 
-def _with_dims(rows: Tensor, dims: int) -> Tensor:
+def with_dims(rows: Tensor, dims: int) -> Tensor:
     """Rows ``[R, D]`` as ``[1, ..., R, D]``: an einsum expects the dimensions of all rows."""
     return rows.view(*[1] * (dims - 2), *rows.shape)

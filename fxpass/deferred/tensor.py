@@ -27,13 +27,15 @@ from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fxpass.deferred import values
+from fxpass.capture.values import Stop
+from fxpass.deferred import answers, history, values
 from fxpass.deferred.dynamo import opaque, plain_in_graphs
-from fxpass.deferred.history import attach, attach_cast, plain_view, recorded
-from fxpass.deferred.inputs import StaleLogitsError, quiet
+from fxpass.deferred.functions import ROOT, answered
+from fxpass.deferred.history import attach, attach_cast, plain_view
+from fxpass.deferred.inputs import StaleLogitsError, freed_by_fsdp, quiet
 from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.deferred.run import Recipe
-from fxpass.deferred.values import Part, memory_of
+from fxpass.deferred.values import Deferred, Part, memory_of
 from fxpass.spec.dtypes import short
 
 __all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer"]
@@ -42,12 +44,13 @@ aten = torch.ops.aten
 VIEWS = {
     aten.select.int,
     aten.slice.Tensor,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
+    *(aten.squeeze.dim, aten.squeeze.dims),
     aten.transpose.int,
     *(op.default for op in (aten.alias, aten.detach, aten.permute, aten.squeeze, aten.t)),
-    *(op.default for op in (aten.unsqueeze, aten.view)),
+    *(aten.unsqueeze.default, aten.view.default),
 }
+# Views that are several tensors.
+PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
 # Operations that read shape, dtype and device only.
 LIKE = {
     *(op.default for op in (aten.empty_like, aten.full_like, aten.ones_like, aten.zeros_like)),
@@ -55,6 +58,10 @@ LIKE = {
     *(op.default for op in (aten.rand_like, aten.randn_like)),
 }
 
+LATE = (
+    "what is computed of deferred logits has no gradient with respect to a view of them, nor to "
+    "what was made of them: register the hook before it is computed, or on the logits"
+)
 ASSIGNED = "deferred logits do not take `.data = other`; write with .copy_(other)"
 RESHAPED = "{} changes the shape of deferred logits in place; work on logits.clone()"
 
@@ -70,15 +77,16 @@ def defer(recipe: Recipe, inputs: Sequence[Any], *, drop: bool = False) -> Tenso
 
     Returns:
         A :class:`DeferredLogits` with the shape, dtype, strides and device of the logits, linked to
-        the inputs by autograd. If an input is another tensor subclass (a DTensor), the logits,
-        computed now, unless they are dropped.
+        the inputs by autograd. The logits, computed now, unless they are dropped, if an input is
+        another tensor subclass (a DTensor), or FSDP frees it before the program reads the logits.
 
     Raises:
         StaleLogitsError: later, when values or gradients are used, if an input was freed or changed
             in place other than by an optimizer's step.
     """
     tensors = [a for a in inputs if isinstance(a, Tensor)]
-    if not drop and any(map(is_traceable_wrapper_subclass, tensors)):
+    early = recipe.alone and any(map(freed_by_fsdp, tensors))
+    if not drop and (early or any(map(is_traceable_wrapper_subclass, tensors))):
         with torch._C._DisableAutocast():
             return recipe(*inputs)
     trains = recipe.requires_grad and torch.is_grad_enabled()
@@ -95,7 +103,8 @@ def defer(recipe: Recipe, inputs: Sequence[Any], *, drop: bool = False) -> Tenso
         return logits
     watch_optimizers()
     part = values.returned(recipe, inputs, drop)
-    return _root(attach(part, inputs), part) if trains else DeferredLogits(part)
+    part.record = ROOT if recipe.programs and not drop else None
+    return _made(part, inputs if trains else ())
 
 
 def _by_leaf(name: str) -> Any:
@@ -138,11 +147,10 @@ METHODS = {
 }
 
 
-class DeferredLogits(Tensor):
+class DeferredLogits(Deferred):
     """A tensor whose values are computed on first use; made by :func:`defer`."""
 
-    __slots__ = ("_computes", "_is_root", "_view")
-    _computes: Part
+    __slots__ = ("_is_root", "_view")
     _view: Tensor | None
     _is_root: bool
 
@@ -161,7 +169,16 @@ class DeferredLogits(Tensor):
         self._computes, self._view, self._is_root = part, None, False
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                return answered(func, args, kwargs or {}, _made)
+            except Stop as stop:
+                with values.because(func, stop):
+                    return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(
@@ -192,9 +209,9 @@ class DeferredLogits(Tensor):
         if plain is None or plain.requires_grad != self.requires_grad:
             value = value.detach()
             if isinstance(base, DeferredLogits) and not self.requires_grad:
-                plain = recorded(aten.alias.default, base.plain, value)
+                plain = history.recorded(aten.alias.default, base.plain, value)
             elif base is None and not self.requires_grad:
-                plain = recorded(aten.detach.default, self, value)
+                plain = history.recorded(aten.detach.default, self, value)
             else:
                 plain = plain_view(self, value)
             self._view = plain
@@ -208,7 +225,16 @@ class DeferredLogits(Tensor):
         # the history of a view that was written to is made anew here; it would be while torch
         # registers the hook, which ends the process
         _ = self.grad_fn
+        self._check_hook()
         return super().register_hook(hook)
+
+    def retain_grad(self) -> None:
+        self._check_hook()
+        super().retain_grad()
+
+    def _check_hook(self) -> None:
+        if self._part.answered and self._part.record != ROOT:
+            raise RuntimeError(LATE)
 
     def detach_(self) -> Tensor:
         if not self._is_root:
@@ -269,11 +295,16 @@ class DeferredLogits(Tensor):
         raise _refused(ASSIGNED)
 
 
+def _made(part: Part, inputs: Sequence[Tensor]) -> DeferredLogits:
+    """Deferred logits that autograd links to some inputs, if there are any."""
+    return _root(attach(part, inputs), part) if inputs else DeferredLogits(part)
+
+
 def _root(base: Tensor, part: Part) -> DeferredLogits:
     """Deferred logits with the history of ``base``, which are no view in eager."""
     logits = DeferredLogits(part)
     logits._is_root = True
-    return recorded(aten.alias.default, base, logits)
+    return history.recorded(aten.alias.default, base, logits)
 
 
 for _make, _names in METHODS.items():
@@ -285,15 +316,20 @@ plain_in_graphs(opaque(DeferredLogits))
 def _stay_lazy(func: Any, t: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result without computing values, or NotImplemented."""
     part = t._part
-    if func in VIEWS:
+    if func in VIEWS or func in PARTS:
+        views = part.views(lambda like: func(like, *args, **kwargs))
         # a view of a normal tensor is a normal tensor, in inference mode too
         with torch.inference_mode(torch.is_inference_mode_enabled() and t.is_inference()):
-            return DeferredLogits(part.view(lambda like: func(like, *args, **kwargs)))
+            made = [DeferredLogits(view) for view in views]
+        return made if func in PARTS else made[0]
     if part.run is None:
         return NotImplemented
     if func is aten._to_copy.default and _only_dtype(t, kwargs):
         cast = part.cast(kwargs["dtype"], kwargs.get("memory_format"))
         return NotImplemented if cast is None else DeferredLogits(cast)
+    if func is aten.add.Tensor and args and isinstance(args[0], DeferredLogits) and not kwargs:
+        total = answers.added(part, args[0]._part)
+        return NotImplemented if total is None else DeferredLogits(total)
     if func in LIKE and part.like.is_contiguous():
         stand_in = torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
         return func(stand_in, *args, **kwargs)

@@ -4,7 +4,7 @@ In: a recipe with its inputs, and the views and casts that the user took of the 
 tensors, computed on first use::
 
     whole = returned(recipe, inputs, dropped=False)  # a Part
-    last = whole.view(lambda t: t[:, -1])
+    (last,) = whole.views(lambda t: t[:, -1])
     last.read()  # runs the recipe on the last row of the hidden states
 
 A :class:`Buffer` stands for the memory that eager would have allocated: the logits, or a cast of
@@ -20,12 +20,14 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.weak import TensorWeakRef
 
 from fxpass.deferred.inputs import StaleLogitsError, quiet
@@ -35,12 +37,38 @@ from fxpass.spec.dtypes import short
 
 log = logging.getLogger(__name__)
 
-_PAID_TWICE = (
-    "{} computes the logits {} of `{}` again, after their loss was fused. Compute what reads them "
-    "in the compiled function, beside the loss; or have them computed once, with the loss "
-    "(FUSEDCE_LOGITS=keep)"
+_COMPUTED = (
+    "{} computes the logits {} of `{}`, which were deferred{}. Compute what reads them in the "
+    "compiled function, beside the loss; or have them computed there (FUSEDCE_LOGITS=keep)"
 )
 CUTS = 8  # how often rows are computed separately; then the whole buffer is cheaper
+
+
+_why = threading.local()  # what computes logits now, and why
+
+
+@contextmanager
+def because(function: Any, reason: Exception) -> Iterator[None]:
+    """What is computed inside is computed for a function, for this reason."""
+    before = getattr(_why, "text", "")
+    _why.text = f": {getattr(function, '__name__', function)} {reason}"
+    try:
+        yield
+    finally:
+        _why.text = before
+
+
+@dataclass(frozen=True, eq=False)
+class Gradient:
+    """A gradient of logits that is not computed.
+
+    Attributes:
+        run: of the logits.
+        of_inputs: the gradients of the run's inputs, by position.
+    """
+
+    run: Run
+    of_inputs: Mapping[int, Tensor]
 
 
 @dataclass(eq=False)
@@ -63,6 +91,7 @@ class Buffer:
     exposed: bool = False  # a user may have an alias of ``value`` or may have written to it
     apart: weakref.WeakSet[Part] = field(default_factory=weakref.WeakSet)  # computed separately
     cuts: int = 0  # how often rows were computed separately
+    gradient: Gradient | None = None  # if it is a gradient of logits
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock() if self.run is None else self.run.lock
@@ -145,6 +174,8 @@ class Part:
 
     def __init__(self, buffer: Buffer, like: Tensor, value: Tensor | None = None) -> None:
         self.buffer, self.like, self.value = buffer, like, value
+        self.record: Any = None  # how functions of the program made it
+        self.answered = False  # whether a function of it has a gradient that does not pass it
         if self.run is not None:
             with _parts_lock:
                 _parts.add(self)
@@ -154,15 +185,24 @@ class Part:
         """The run that computes it; None when its values are computed."""
         return self.buffer.run if self.value is None else None
 
-    def view(self, view: Callable[[Tensor], Tensor]) -> Part:
-        """A view of the same buffer; computes nothing."""
-        made = Part(self.buffer, view(self.like))
+    @property
+    def gradient(self) -> Gradient | None:
+        """What it is a gradient of, as a whole."""
+        like, whole = self.like, self.buffer.like
+        layouts = [(t.shape, t.stride(), t.storage_offset()) for t in (like, whole)]
+        return self.buffer.gradient if layouts[0] == layouts[1] else None
+
+    def views(self, view: Callable[[Tensor], Any]) -> list[Part]:
+        """The views of the same buffer that a function returns; computes nothing."""
+        made = [Part(self.buffer, like) for like in pytree.tree_leaves(view(self.like))]
         with self.buffer.lock:
             if self.value is not None and self.buffer.value is None:
                 # computed apart: the inputs may no longer be what they were
                 with quiet():
-                    made.value = view(self.value).data
-                self.buffer.apart.add(made)
+                    shown = [t.data for t in pytree.tree_leaves(view(self.value))]
+                for part, value in zip(made, shown, strict=True):
+                    part.value = value
+                    self.buffer.apart.add(part)
         return made
 
     def cast(self, dtype: torch.dtype, memory_format: torch.memory_format | None) -> Part | None:
@@ -225,7 +265,8 @@ class Part:
         run = self.run
         if run is not None and run.inputs is not None and run.recipe.requires_grad:
             logits = f"{short(run.like.dtype)}{list(run.like.shape)}"
-            text = _PAID_TWICE.format(calling_line(), logits, run.recipe.source)
+            why = getattr(_why, "text", "")
+            text = _COMPUTED.format(calling_line(), logits, run.recipe.source, why)
             warn_once(log, "deferred logits", text)
 
     def _computed(self) -> Tensor:
@@ -234,6 +275,23 @@ class Part:
             with quiet():
                 self.value = _shown(whole, self.like)
         return self.value
+
+
+class Deferred(Tensor):
+    """A tensor that shows a part; :mod:`fxpass.deferred.tensor` has the class that is made."""
+
+    __slots__ = ("_computes",)
+    _computes: Part
+
+    @property
+    def _part(self) -> Part:
+        return self._computes
+
+    @property
+    def answers(self) -> bool:
+        """Whether functions may reduce the logits without computing them."""
+        part = self._part
+        return part.run is not None and part.record is not None
 
 
 def returned(recipe: Recipe, inputs: Sequence[Any], dropped: bool) -> Part:

@@ -29,7 +29,7 @@ from fxpass.capture.heads import (
     may_be_large,
     too_small,
 )
-from fxpass.capture.rejections import elsewhere
+from fxpass.capture.rejections import elsewhere, leaves_whole
 from fxpass.capture.slice import Scope, slice_of
 from fxpass.capture.values import Value
 from fxpass.casts.casts import Cast
@@ -49,7 +49,8 @@ from fxpass.rewrite.leaving import deferred_outputs
 from fxpass.rewrite.lowered import Inserted, Lowered
 from fxpass.rewrite.matches import RegionMatch, choice_of, match_of, words_of
 from fxpass.rewrite.outputs import Restore, as_compiled, both, defer_outputs, recipe_of
-from fxpass.rewrite.regions import Calls, rewrite_region
+from fxpass.rewrite.programs import programs_with
+from fxpass.rewrite.regions import Calls, erase, rewrite_region
 from fxpass.rewrite.traced import Made, forward, traced
 from fxpass.rewrite.worth import stored, too_costly
 from fxpass.settings import Settings
@@ -172,11 +173,22 @@ class _Fusing:
                 self.fused.checkpoints |= {n.name for n in stops if n.target in CHECKPOINTS}
                 raise
             if isinstance(no, NoMatch) and no.reason == "nothing is computed from its logits":
-                found = slice_of(self.region, {node: False}, {}, self.scope)
-                raise elsewhere(self.region, node, found) or no from None
+                return self._without_loss(node, no)
             if isinstance(no, Costs) or not has_loss(node):
                 raise
             return self._kept(node, no), {}
+
+    def _without_loss(self, node: Node, why: NoMatch) -> tuple[Captured, Recipes]:
+        """A head whose logits leave the graph, which reduces nothing of them."""
+        found = slice_of(self.region, {node: False}, {}, self.scope)
+        if not leaves_whole(self.region, node, found):
+            raise why
+        captured = Captured(found, (node,), (), ())
+        self._check(node, captured)
+        try:
+            return captured, self._deferred(captured)
+        except NoMatch:
+            raise elsewhere(node, found) or why from None
 
     def _check(self, node: Node, captured: Captured) -> None:
         if inside := next((n for n in captured.slice.ran if self.modes[n].transforms), None):
@@ -213,12 +225,14 @@ class _Fusing:
         if not left:
             return {}
         output = self.graph.output_node()
-        kept = settings.logits == "keep" or (settings.logits == "auto" and not captured.trained)
+        reduced = captured.calls and not captured.trained  # the loss is computed from the logits
+        kept = settings.logits == "keep" or (settings.logits == "auto" and reduced)
         drop = settings.logits == "drop"
         found = {} if kept else deferred_outputs(self.region, captured, self.modes, drop=drop)
         if stays := next((n for n in left if n not in found), None):
             raise NoMatch(output, f"the logits, or what is made of them (%{stays.name}), leave")
-        return {n: recipe_of(n, found[n], captured) for n in left}
+        programs = programs_with(settings)
+        return {n: recipe_of(n, found[n], captured, programs) for n in left}
 
     # ------------------------------------------------------------ the calls
 
@@ -229,6 +243,10 @@ class _Fusing:
         # the outputs read its nodes no more, so that the rewrite erases them
         drop = settings.logits == "drop"
         deferred = defer_outputs(self.region.module, recipes, drop=drop)
+        if not calls:
+            erase(graph, captured)
+            self._finish(replace(match, logits_mode="drop" if drop else "defer"), deferred)
+            return
         emitter, inserted = rewrite_region(graph, captured, calls)
         made = [_totalled(graph, emitter, one, modes_of(self.region)) for one in inserted]
         graph.lint()
@@ -241,8 +259,6 @@ class _Fusing:
             match = replace(match, words=words_of(specs, match.named))
         if recipes:
             match = replace(match, logits_mode="drop" if drop else "defer")
-        self.region.module.recompile()
-        fused.restore = both(fused.restore, deferred)
         fused.casts += emitter.casts
         for one in lowered:
             if "weight" in one.choice.spec.gradients:
@@ -252,7 +268,12 @@ class _Fusing:
             if not isinstance(call, Inserted):
                 tensors: Any = call.args[0]
                 kernels |= dict.fromkeys(warm(str(call.args[1]), value(tensors[0]).device))
-        fused.matches.append(replace(match, kernels=tuple(kernels)))
+        self._finish(replace(match, kernels=tuple(kernels)), deferred)
+
+    def _finish(self, match: RegionMatch, deferred: Restore) -> None:
+        self.region.module.recompile()
+        self.fused.restore = both(self.fused.restore, deferred)
+        self.fused.matches.append(match)
 
     def _calls(self, captured: Captured) -> list[Made | Lowered]:
         """What each call of a region becomes.

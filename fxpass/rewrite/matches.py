@@ -66,8 +66,9 @@ class RegionMatch:
 
     @property
     def losses(self) -> int:
-        """How many losses it is; those without a name count as one."""
-        return max(1, self.named)
+        """How many losses it is; those without a name count as one. None if the graph reduces
+        nothing of its logits."""
+        return max(1, self.named) if self.choices else 0
 
     @property
     def logits_bytes(self) -> int:
@@ -88,6 +89,8 @@ class RegionMatch:
         heads = "1 head" if len(self.shapes) == 1 else f"{len(self.shapes)} heads"
         operations = ", ".join(self.operations)
         left = LEFT.get(self.logits_mode, "")
+        if not self.choices:
+            return f"deferred: {self.source}: logits {logits}{left}"
         if self.words:
             return f"fused: {self.source}: logits {logits}, {self.words}{left}"
         return f"fused: {self.source}: region of {heads}, logits {logits}: {operations}{left}"

@@ -32,7 +32,7 @@ Restore = Callable[[Compiled], Compiled]
 
 
 def recipe_of(
-    output: Node, nodes: Sequence[Node], captured: Captured
+    output: Node, nodes: Sequence[Node], captured: Captured, programs: Any
 ) -> tuple[Recipe, tuple[Node, ...]]:
     """The recipe that computes an output from the inputs of its products, and these inputs.
 
@@ -41,6 +41,7 @@ def recipe_of(
         nodes: the products and all nodes from them to ``output``, in the graph's order; the recipe
             has copies of them.
         captured: the heads.
+        programs: makes programs of what the user's program reads of the output's rows.
     """
     inside = set(nodes)
     given = tuple(
@@ -80,6 +81,8 @@ def recipe_of(
         value(output).requires_grad,
         # the hidden states, if the gradients of all other inputs read nothing else
         tuple(i for i, n in enumerate(given) if n in hidden and whole),
+        not captured.calls,
+        programs,
     )
     return recipe, given
 

@@ -44,8 +44,15 @@ def rewrite_region(
         insert: Any = emitter.insert if isinstance(one, Made) else emitter.insert_lowered
         inserted.append(insert(one))
     emitter.replace_results()
-    emitter.erase()
+    erase(graph, captured)
     return emitter, inserted
+
+
+def erase(graph: Graph, captured: Captured) -> None:
+    """Erases the nodes of a region that nobody reads."""
+    for node in sorted(captured.slice.ran, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
 
 
 class Calls(Emitter):
@@ -187,9 +194,3 @@ class Calls(Emitter):
         for user in list(old.users):
             if user not in self.slice.ran or self.captured.kept:
                 user.replace_input_with(old, new)
-
-    def erase(self) -> None:
-        """Erases the nodes of the slice that nobody reads."""
-        for node in sorted(self.slice.ran, reverse=True):
-            if not node.users:
-                self.graph.erase_node(node)

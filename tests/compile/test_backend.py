@@ -391,7 +391,7 @@ def test_a_failure_of_the_rewrite_leaves_the_program_as_it_was(monkeypatch, capl
     def fail(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("fxpass.rewrite.regions.Calls.erase", fail)
+    monkeypatch.setattr("fxpass.rewrite.regions.Calls.replace_results", fail)
     x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(10, 6, requires_grad=True)
     labels = torch.randint(10, (4,))
 

@@ -33,7 +33,7 @@ LAW = {
     "op": {"spec", "plan", "aten", "kernels", "region"},
     "lower": {"graph", "spec", "plan", "region"},
     "capture": {"graph", "spec", "plan"},
-    "deferred": {"spec", "op", "graph"},
+    "deferred": {"spec", "op", "graph", "capture"},
     "rewrite": {
         *("capture", "casts", "op", "deferred", "graph", "plan", "spec", "kernels"),
         "lower",

@@ -180,7 +180,7 @@ def test_the_line_that_computes_the_logits_is_named_once(read, caplog):
     line = read.__code__.co_firstlineno
     assert record.levelname == "WARNING"
     assert f"tests/unit/deferred/test_reads.py:{line} lambda t: " in record.getMessage()
-    assert "float32[2, 5, 16] of `logits = self.lm_head(x)` again" in record.getMessage()
+    assert "float32[2, 5, 16] of `logits = self.lm_head(x)`, which were" in record.getMessage()
 
 
 def test_nothing_is_said_where_little_is_computed_or_nobody_asked(caplog):

@@ -195,7 +195,7 @@ def test_values_and_gradients(program, inner):
     x, weight, labels = inputs()
     for trains in (True, False):
         args = *(t.detach().requires_grad_(trains) for t in (x, weight)), labels
-        same(program, *args, inner=inner)
+        same(program, *args, inner=inner, rtol=5e-6, atol=1e-5)  # sums in another order
     with torch.no_grad():
         same(program, x, weight, labels, inner=inner)
     with torch.inference_mode():  # of which AOTAutograd's tensors are none

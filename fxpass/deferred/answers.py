@@ -1,0 +1,391 @@
+"""Answers torch functions of deferred logits without computing them.
+
+In: a torch function and its arguments, some of them deferred logits. Out: what it returns. Results
+with classes are deferred, too; rows and numbers are computed from the hidden states, by the
+programs that compiled code would have::
+
+    logp = logits.float().log_softmax(-1)          deferred
+    logp.gather(-1, labels[..., None])             computed, a program of hidden states and labels
+
+NOTE: what is computed together. Each function whose results have no classes is one program: results
+of one function share a pass over the logits, and two functions take two.
+
+Autograd links such results to the logits. The gradient of the logits is not computed either, but
+deferred (:class:`GradientOfLogits`): it knows the gradients of the hidden states and of the weight,
+and the backward of the logits takes them from it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpass.capture.values import Value
+from fxpass.deferred.dynamo import hidden
+from fxpass.deferred.history import once
+from fxpass.deferred.inputs import Input, quiet
+from fxpass.deferred.recording import LOCK, Recorded
+from fxpass.deferred.rows import computed, prepare, reduced
+from fxpass.deferred.run import Recipe, Run
+from fxpass.deferred.values import Buffer, Gradient, Part
+
+
+@dataclass(eq=False)
+class Logits:
+    """Logits of a model, among what a record is made of.
+
+    Attributes:
+        run: computes them.
+        tensor: the tensor that autograd knows.
+        history: its history when it was used; a write to it makes another one.
+        buffer: where their values are, if they are computed.
+    """
+
+    run: Run
+    tensor: Tensor
+    history: Any
+    buffer: weakref.ref[Buffer]
+
+
+@dataclass(eq=False)
+class Operand:
+    """A plain tensor among what a record is made of.
+
+    Attributes:
+        tensor: the tensor, with its history.
+        input: where it is read later, the check that it is unchanged; or else
+        copy: a copy, of one that is small.
+    """
+
+    tensor: Tensor
+    input: Input | None = None
+    copy: Tensor | None = None
+
+    def kept(self, logits: int) -> Operand:
+        """What is read later, if logits take so many bytes."""
+        if self.input is not None or self.copy is not None:
+            return self
+        if self.tensor.nbytes * SMALL <= logits:
+            return Operand(self.tensor, copy=self.tensor.detach().clone())
+        return Operand(self.tensor, Input(self.tensor, is_row=False))
+
+    def value(self, source: str) -> Tensor:
+        """The values, as they were.
+
+        Raises:
+            StaleLogitsError: they were changed.
+        """
+        if self.input is not None:
+            return self.input.checked(source)
+        return self.tensor.detach() if self.copy is None else self.copy
+
+
+# An operand that takes this part of the logits, or less, is copied where it is read later.
+SMALL = 8
+Given = Mapping[Value, Logits | Operand]
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """How deferred logits were made: a tensor of a record, and what that is made of."""
+
+    value: Value
+    given: Given
+
+
+@dataclass(eq=False)
+class Job:
+    """What is computed of logits, when it is computed.
+
+    Attributes:
+        values: tensors of a record.
+        given: what they are made of.
+        tracked: the tensors that autograd links them to.
+    """
+
+    values: Sequence[Value]
+    given: Given
+
+    def __post_init__(self) -> None:
+        each = ((value, given.tensor) for value, given in self.given.items())
+        self.tracked = {value: t for value, t in each if value.trained and t.requires_grad}
+
+    @property
+    def logits(self) -> dict[Value, Logits]:
+        """The logits among what is given."""
+        return {v: g for v, g in self.given.items() if isinstance(g, Logits)}
+
+    @property
+    def recipe(self) -> Recipe:
+        """That of the first logits, for messages."""
+        return next(iter(self.logits.values())).run.recipe
+
+    def operands(self) -> dict[Value, Tensor]:
+        """The plain tensors.
+
+        Raises:
+            StaleLogitsError: one of them was changed.
+        """
+        each = [(v, given) for v, given in self.given.items() if isinstance(given, Operand)]
+        return {value: given.value(self.recipe.source) for value, given in each}
+
+    def inputs(self) -> list[Input]:
+        """All that must not change until it is computed."""
+        found: list[Input] = []
+        for given in self.given.values():
+            if isinstance(given, Logits):
+                found += [i for i in given.run.inputs or () if isinstance(i, Input)]
+            elif given.input is not None:
+                found.append(given.input)
+        return found
+
+    def plain(self) -> dict[Value, Tensor]:
+        """The logits, computed, and the operands."""
+        found = self.operands()
+        for value, logits in self.logits.items():
+            buffer = logits.buffer()
+            with logits.run.lock:
+                known = buffer is not None and not buffer.exposed
+                found[value] = buffer.whole() if buffer and known else logits.run.logits()
+        return found
+
+    # ------------------------------------------------------------ results with classes
+
+    def whole(self) -> Tensor:
+        """The one value, from logits."""
+        with quiet():
+            return computed(self.values, self.plain())[0]
+
+    def gradients(self, grads: Sequence[Tensor | None]) -> dict[Value, Tensor | None]:
+        """The gradients of what autograd tracks, for those of the values, from logits."""
+        with quiet():
+            given = self.plain()
+            leaves = {v: given[v].detach().requires_grad_() for v in self.tracked}
+            with torch.enable_grad():
+                results = computed(self.values, given | leaves)
+            pairs = zip(results, grads, strict=True)
+            known = [(r, g) for r, g in pairs if g is not None and r.requires_grad]
+            if not known:
+                return dict.fromkeys(leaves)
+            outs, of_outs = zip(*known, strict=True)
+            found = torch.autograd.grad(outs, [*leaves.values()], of_outs, allow_unused=True)
+        return dict(zip(leaves, found, strict=True))
+
+
+class Later:
+    """What computes deferred logits that a function made of others, or a gradient of logits; in the
+    place of a :class:`Run`."""
+
+    def __init__(self, job: Job, like: Tensor, device: torch.device) -> None:
+        self.job, self.like, self.device = job, like, device
+        self.lock = threading.RLock()
+        self.recipe = job.recipe
+        self.inputs: list[Any] | None = list(job.inputs())
+        self.tracked = list(job.tracked)  # in the order of the inputs of autograd
+
+    def logits(self, rows: Tensor | None = None) -> Tensor:
+        """All values."""
+        return self.job.whole()
+
+    def gradients(self, needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
+        """The gradients of what autograd tracks."""
+        found = self.job.gradients([grad])
+        pairs = zip(self.tracked, needed, strict=True)
+        return [found[value] if needs else None for value, needs in pairs]
+
+    def checked(self, read: tuple[int, ...] = ()) -> list[Any]:
+        """The values of the inputs, as :meth:`Run.checked`."""
+        return [i.checked(self.recipe.source) for i in self.inputs or ()]
+
+
+class GradientOfLogits(Later):
+    """What computes a gradient of logits, if a program reads one.
+
+    Attributes:
+        terms: functions of logits, and the gradients of their results.
+    """
+
+    def __init__(
+        self, of: Value, terms: Sequence[tuple[Job, Sequence[Any]]], like: Tensor, device: Any
+    ) -> None:
+        super().__init__(terms[0][0], like, device)
+        self.of, self.terms = of, terms
+        self.recipe = replace(self.recipe, requires_grad=False)
+        self.inputs = [i for job, _ in terms for i in job.inputs()]
+
+    def logits(self, rows: Tensor | None = None) -> Tensor:
+        """The gradient."""
+        found = [job.gradients(grads)[self.of] for job, grads in self.terms]
+        total = torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.device)
+        for gradient in found:
+            if gradient is not None:
+                total += gradient
+        return total
+
+
+def later(value: Value, given: Given) -> Part:
+    """Deferred logits that a function made of others. A large operand must not change after it."""
+    with quiet(), LOCK:
+        fake, device = value.fake, value.fake.device
+        size = fake.numel() * fake.itemsize
+        like = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+        kept = {v: g.kept(size) if isinstance(g, Operand) else g for v, g in given.items()}
+    run: Any = Later(Job([value], kept), like, device)
+    part = Part(Buffer(run, run.device, like), like)
+    part.record = Record(value, kept)
+    return part
+
+
+def answer(found: Recorded, given: Given) -> list[Tensor]:
+    """The results of a function, none of which has classes.
+
+    Raises:
+        Stop: there is no program for it.
+    """
+    job = Job(found.values, given)
+    tracked = job.tracked if torch.is_grad_enabled() else {}
+    # as in compiled code, where the program's hooks do not see what a graph is made with
+    unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    with torch._C._DisableAutocast():
+        runs = {v: (logits.run, logits.run.checked()) for v, logits in job.logits.items()}
+        with LOCK, unseen:
+            prepare(found, runs)
+        if tracked and any(value.trained for value in found.values):
+            return list(_Answer.apply(found, job, runs, *tracked.values()))
+        with torch.no_grad():
+            return reduced(found, runs, job.operands())
+
+
+class _Answer(torch.autograd.Function):
+    """From logits and operands to results without classes."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Recorded, job: Job, runs: Any, *tracked: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        made = _made(found, job, runs)
+        ctx.made = job, made
+        # copies: the program may write to them
+        out = [result.detach().clone() for result in made.results]
+        kept = [result.requires_grad for result in made.results]
+        ctx.mark_non_differentiable(*(t for t, needs in zip(out, kept, strict=True) if not needs))
+        return tuple(out)
+
+    @staticmethod
+    @hidden
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore
+        job, made = once(ctx, "made")
+        with torch.no_grad():
+            if made.is_stale():  # eager's backward may not have read the weight
+                found = [*job.gradients(grads).values()]
+            else:
+                leaves = made.gradients(grads)
+                found = [_gradient(job, value, leaves, grads) for value in job.tracked]
+        if torch.is_grad_enabled():  # create_graph=True: their own backward raises
+            found = [None if g is None else _once(g.detach().requires_grad_()) for g in found]
+        return None, None, None, *found
+
+
+_once: Any = torch._C._functions.DelayedError(  # pyright: ignore[reportAttributeAccessIssue]
+    "what is computed of deferred logits has no second derivative "
+    "(FUSEDCE_LOGITS=keep computes the logits)",
+    1,
+)
+
+
+@dataclass(eq=False)
+class _Made:
+    """Results without classes, with autograd's graph between them and the inputs.
+
+    Attributes:
+        results: with gradients, where they have some.
+        leaves: the tensors that get a gradient: an operand, or the input of a run at a position.
+        versions: of the inputs of runs, then of operands.
+    """
+
+    results: list[Tensor]
+    leaves: dict[tuple[Value, int | None], Tensor]
+    versions: tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]]
+
+    def is_stale(self) -> bool:
+        """Whether a weight was changed, and nothing else."""
+        changed = [any(t._version != v for t, v in some) for some in self.versions]
+        return changed == [True, False]
+
+    def gradients(self, grads: Sequence[Tensor | None]) -> dict[Any, Tensor | None]:
+        """The gradients of the leaves."""
+        pairs = zip(self.results, grads, strict=True)
+        known = [(r, g) for r, g in pairs if g is not None and r.requires_grad]
+        if not known:
+            return dict.fromkeys(self.leaves)
+        outs, of_outs = zip(*known, strict=True)
+        leaves = [*self.leaves.values()]
+        # a call with retain_graph=True may come again; else this goes with its only reader
+        found = torch.autograd.grad(outs, leaves, of_outs, allow_unused=True, retain_graph=True)
+        return dict(zip(self.leaves, found, strict=True))
+
+
+def _made(found: Recorded, job: Job, runs: Mapping[Value, tuple[Run, Sequence[Any]]]) -> _Made:
+    leaves: dict[tuple[Value, int | None], Tensor] = {}
+
+    def leaf(tensor: Tensor, value: Value, place: int | None = None) -> Tensor:
+        return leaves.setdefault((value, place), tensor.detach().requires_grad_())
+
+    tracked, operands, inputs = job.tracked, job.operands(), dict(runs)
+    of_runs = [a for _, given in runs.values() for a in given if isinstance(a, Tensor)]
+    of_operands = [*operands.values()]
+    for value in tracked:
+        if value in operands:
+            operands[value] = leaf(operands[value], value)
+            continue
+        run, given = runs[value]
+        needs = enumerate(zip(given, run.trained, strict=True))
+        inputs[value] = run, [leaf(a, value, i) if needed else a for i, (a, needed) in needs]
+    with torch.enable_grad():
+        results = reduced(found, inputs, operands)
+    versions = [(t, t._version) for t in of_runs if not t.is_inference()]
+    others = [(t, t._version) for t in of_operands if not t.is_inference()]
+    return _Made(results, leaves, (versions, others))
+
+
+def _gradient(job: Job, value: Value, made: Mapping[Any, Any], grads: Sequence[Any]) -> Any:
+    """The gradient of an operand, or that of logits, deferred."""
+    if (value, None) in made:
+        return made[value, None]
+    logits = job.logits[value]
+    found = {i: g for (of, i), g in made.items() if of is value and g is not None}
+    return deferred_gradient(logits.run, value, found, [(job, grads)], logits.tensor)
+
+
+def deferred_gradient(
+    run: Run, value: Value, found: Mapping[int, Tensor], terms: Any, tensor: Tensor
+) -> Tensor:
+    """A gradient of logits, by the gradients of their inputs."""
+    like = run.like
+    made: Any = GradientOfLogits(value, terms, like, run.device)
+    buffer = Buffer(made, run.device, like)
+    buffer.gradient = Gradient(run, found)
+    cls: Any = type(tensor)
+    return cls(Part(buffer, like))
+
+
+def added(one: Part, other: Part) -> Part | None:
+    """The sum of two gradients of the same logits; None if they are others."""
+    a, b = one.gradient, other.gradient
+    first, second = one.buffer.run, other.buffer.run
+    if a is None or b is None or a.run is not b.run:
+        return None
+    if not isinstance(first, GradientOfLogits) or not isinstance(second, GradientOfLogits):
+        return None  # one of them was computed
+    total = dict(a.of_inputs)
+    for i, gradient in b.of_inputs.items():
+        total[i] = total[i] + gradient if i in total else gradient
+    run: Any = GradientOfLogits(first.of, [*first.terms, *second.terms], first.like, first.device)
+    buffer = Buffer(run, first.device, first.like)
+    buffer.gradient = Gradient(a.run, total)
+    return Part(buffer, first.like)

@@ -1,0 +1,152 @@
+"""Torch functions of deferred logits: which are answered, and which compute the logits.
+
+In: a call of a torch function. Out: what it returns, without logits that are computed; or
+:class:`fxpass.capture.values.Stop`, with the reason, if it has to compute them::
+
+    answered(F.cross_entropy, (logits.flatten(0, 1), labels), {}, make)
+
+Views and casts of logits exist in any case (:mod:`fxpass.deferred.values`): they are remembered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.utils import _pytree as pytree
+
+from fxpass.capture.values import Stop, Value
+from fxpass.deferred import answers
+from fxpass.deferred.recording import is_value, operands_in, recorded, without_masks
+from fxpass.deferred.run import Run
+from fxpass.deferred.values import Deferred, Part
+
+Make = Callable[[Part, Sequence[Tensor]], Tensor]
+ROOT = "returned by a graph"  # the record of logits that no function of the program made
+# Functions that ask for values, or that run other code of the program.
+COMPUTING = {"clone", "backward", "__deepcopy__", "__reduce_ex__", "item", "tolist"}
+_ALIKE = {"_to_copy", "alias", "detach", "lift_fresh"}
+
+
+def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
+    """What a torch function returns, without computing logits.
+
+    Args:
+        func, args, kwargs: a call; some arguments are deferred logits.
+        make: makes deferred logits of a part, and of the tensors that autograd links them to.
+
+    Raises:
+        Stop: it has to compute them.
+    """
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return func(*args, **kwargs)
+    if name in COMPUTING or is_compiling():
+        raise Stop("asks for values")
+    given: dict[Value, Any] = {}
+    classes: list[int] = []
+
+    def of(argument: Any) -> Any:
+        if not isinstance(argument, Deferred):
+            return argument
+        record = _record_of(argument)
+        for value, source in record.given.items():
+            if given.setdefault(value, source) is not source and not _alike(given[value], source):
+                raise Stop("reads the logits of two calls of one graph")
+            if isinstance(source, answers.Logits):
+                if source.tensor.grad_fn is not source.history:
+                    raise Stop("reads logits that were written to")
+                classes.append(int(value.shape[-1]))
+        return record.value
+
+    as_values: Any = pytree.tree_map(of, (args, kwargs))
+    if not classes:
+        raise Stop("reads no logits")
+    plain_args, plain_kwargs = without_masks(name, as_values[0], as_values[1])
+    found = recorded(func, plain_args, plain_kwargs, min(classes))
+    tensors = operands_in((plain_args, plain_kwargs))
+    given |= {v: answers.Operand(t) for v, t in zip(found.operands, tensors, strict=True)}
+    if not found.values:
+        return func(*args, **kwargs)
+    logits = {
+        id(leaf) for leaf in pytree.tree_leaves(as_values, is_leaf=is_value) if is_value(leaf)
+    }
+    if found.shown or all(_is_cast(value, logits) for value in found.values):
+        made = func(*args, **kwargs)
+        _remember(made, found, given, pytree.tree_leaves((args, kwargs)))
+        return made
+    for t in pytree.tree_leaves((args, kwargs)):
+        if isinstance(t, Deferred):
+            t._part.answered = True
+    if not any(value.of_classes for value in found.values):
+        made = answers.answer(found, given)
+    elif all(value.of_classes for value in found.values):
+        made = [_later(value, given, make) for value in found.values]
+    else:
+        raise Stop("returns tensors with classes, and others without")
+    results = iter(made)
+    return pytree.tree_map(
+        lambda r: next(results) if is_value(r) else r,
+        found.results,
+        is_leaf=is_value,
+    )
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return isinstance(one, answers.Logits) and one.tensor is other.tensor
+
+
+def _record_of(t: Deferred) -> answers.Record:
+    """How deferred logits were made.
+
+    Raises:
+        Stop: they are computed, or autograd knows more of them than the record.
+    """
+    part = t._part
+    run = part.run
+    if run is None:
+        raise Stop("reads logits that are computed")
+    if part.record is None:
+        raise Stop("reads logits of which nothing is known")
+    if isinstance(run, Run) and run.inputs is None:
+        raise Stop("reads logits that were dropped")
+    record = part.record
+    if record == ROOT:
+        value = run.root(t.requires_grad)
+        record = answers.Record(
+            value, {value: answers.Logits(run, t, t.grad_fn, weakref.ref(part.buffer))}
+        )
+    elif t._backward_hooks or t.retains_grad:
+        raise Stop("reads a tensor with a hook")
+    if t.requires_grad != record.value.trained or (t.requires_grad and t.is_leaf):
+        raise Stop("reads a tensor whose history was changed")
+    return record
+
+
+def _is_cast(value: Value, arguments: Collection[int]) -> bool:
+    """Whether a tensor is one of the arguments in another dtype."""
+    while id(value) not in arguments and value.step is not None:
+        source = value.step.args[0] if value.step.args else None
+        if value.step.op.overloadpacket.__name__ not in _ALIKE or not isinstance(source, Value):
+            return False
+        value = source
+    return id(value) in arguments
+
+
+def _remember(made: Any, found: Any, given: Any, arguments: Sequence[Any]) -> None:
+    """Notes of tensors that exist how they were made."""
+    tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
+    if len(tensors) != len(found.values):
+        return
+    for t, value in zip(tensors, found.values, strict=True):
+        if isinstance(t, Deferred) and not any(t is a for a in arguments):
+            t._computes.record = answers.Record(value, given)
+
+
+def _later(value: Value, given: Any, make: Make) -> Tensor:
+    part = answers.later(value, given)
+    run: Any = part.run
+    return make(part, [given[source].tensor for source in run.tracked] if value.trained else ())

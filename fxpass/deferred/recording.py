@@ -1,0 +1,260 @@
+"""Records what a program makes of deferred logits, on fake tensors.
+
+In: a torch function and its arguments, with a :class:`fxpass.capture.values.Value` in the place of
+deferred logits. Out: a :class:`Recorded`: its results, and the rows that results without classes
+are computed from. The rules are those of :mod:`fxpass.capture`::
+
+    recorded(F.log_softmax, (logits, -1), {})       a tensor with classes, "rrc"
+    recorded(Tensor.gather, (logp, -1, index), {})  rows, "rrk": a program of logits and index
+
+A function is recorded once for each layout of its arguments: a training step finds what the step
+before it has recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
+from torch._C._functorch import peek_interpreter_stack
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils import _pytree as pytree
+
+from fxpass.capture.function import leaves_of
+from fxpass.capture.record import Recorder
+from fxpass.capture.values import Leaf, Stop, Value
+
+__all__ = ["Recorded", "Rows", "Stop", "operands_in", "recorded", "root"]
+
+_TORCH: Any = torch
+_FAKE = FakeTensorMode(allow_non_fake_inputs=True)
+LOCK = threading.RLock()  # of the fake mode: its tensors have no device while one of them is used
+_KNOWN: OrderedDict[Any, Recorded | Stop] = OrderedDict()
+_MOST = 512  # recorded functions; those of dynamic shapes would add more without end
+
+
+@dataclass(eq=False)
+class Rows:
+    """Rows of logits that are computed together.
+
+    Attributes:
+        outputs: tensors of the record with the same rows.
+        leaves: what they are computed from.
+        program: computes them; made when it first runs.
+    """
+
+    outputs: tuple[Value, ...]
+    leaves: tuple[Leaf, ...]
+    program: Any = None
+
+
+@dataclass(eq=False)
+class Recorded:
+    """What a function makes of deferred logits.
+
+    Attributes:
+        results: nested results, with a Value in the place of each tensor.
+        operands: the plain tensors among the arguments, in their order.
+        rows: what results without classes are computed from.
+        shown: whether the results are views, or arguments.
+    """
+
+    results: Any
+    operands: tuple[Value, ...]
+    rows: tuple[Rows, ...] = ()
+    shown: bool = False
+    arguments: Sequence[Value] = ()  # keeps the identities in its key alive
+
+    @property
+    def values(self) -> list[Value]:
+        """The tensors among the results."""
+        leaves = pytree.tree_leaves(self.results, is_leaf=is_value)
+        return [leaf for leaf in leaves if isinstance(leaf, Value)]
+
+
+def root(like: Tensor, device: torch.device, trained: bool) -> Value:
+    """Logits that no function of the program made."""
+    with LOCK, torch._C._DisableAutocast(), _FAKE:
+        fake = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return Value(fake, "r" * (like.dim() - 1) + "c", trained=trained)
+
+
+def operands_in(arguments: Any) -> list[Tensor]:
+    """The plain tensors among arguments, each once."""
+    leaves = pytree.tree_leaves(arguments, is_leaf=is_value)
+    found = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    return list(found.values())
+
+
+def recorded(function: Any, args: Any, kwargs: Any, classes: int) -> Recorded:
+    """What a function makes of logits; they have ``classes`` classes at least.
+
+    Raises:
+        Stop: it has no row rule, or it has other effects than its results.
+    """
+    grad = torch.is_grad_enabled()
+    tensors = operands_in((args, kwargs))
+    for tensor in tensors:
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            raise Stop(f"reads a {type(tensor).__name__}")
+    if _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
+        raise Stop("runs in a mode of torch, or in a transform of torch.func")
+    values = [v for v in pytree.tree_leaves((args, kwargs), is_leaf=is_value) if is_value(v)]
+    with LOCK:
+        device = values[0].fake.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if autocast else None
+        key = (function, grad, dtype, torch.get_default_dtype(), _key((args, kwargs), tensors))
+        found = _KNOWN.pop(key, None)
+        if found is None:
+            try:
+                found = _recorded(function, args, kwargs, tensors, (grad, dtype, classes))
+            except Stop as stop:
+                found = stop
+        _KNOWN[key] = found
+        if len(_KNOWN) > _MOST:
+            _KNOWN.popitem(last=False)
+    if isinstance(found, Stop):
+        raise Stop(*found.args)
+    return found
+
+
+def _recorded(
+    function: Any,
+    args: Any,
+    kwargs: Any,
+    tensors: Sequence[Tensor],
+    state: tuple[bool, torch.dtype | None, int],
+) -> Recorded:
+    grad, dtype, classes = state
+    recorder = Recorder({})
+    recorder.classes = classes
+    given: dict[int, tuple[Value, Tensor]] = {}
+
+    def functional(argument: Any) -> Any:
+        if not isinstance(argument, Value | Tensor):
+            return argument
+        if id(argument) not in given:
+            value = argument if isinstance(argument, Value) else _operand(argument)
+            given[id(argument)] = value, recorder.given(value)
+        return given[id(argument)][1]
+
+    try:
+        with torch._C._DisableAutocast():
+            arguments: Any = pytree.tree_map(functional, (args, kwargs), is_leaf=is_value)
+        made = recorder.call(function, arguments[0], arguments[1], grad, dtype, None)
+        for value, tensor in given.values():
+            data, layout = (
+                _TORCH._functionalize_has_data_mutation(tensor),
+                tuple(tensor.shape) != value.shape,
+            )
+            if data or layout:
+                raise Stop("writes to its arguments")
+        results = pytree.tree_map_only(Tensor, recorder.value, made)
+    except (DynamicOutputShapeException, DataDependentOutputException):
+        raise Stop("makes a tensor whose shape depends on values") from None
+    except Stop:
+        raise
+    except Exception as error:
+        raise Stop(f"fails on fake tensors ({type(error).__name__}: {error})") from None
+    operands = tuple([given[id(tensor)][0] for tensor in tensors])
+    found = Recorded(results, operands, arguments=[value for value, _ in given.values()])
+    memory = {v.fake.untyped_storage()._cdata for v, _ in given.values()}
+    shown = [v.fake.untyped_storage()._cdata in memory for v in found.values]
+    found.shown = any(shown)
+    if not found.shown and not all(value.of_classes for value in found.values):
+        found.rows = tuple(_rows(found.values))
+    return found
+
+
+def without_masks(name: str, args: Any, kwargs: Any) -> Any:
+    """Arguments with the numbers of the elements that masks take, in the place of masks."""
+    if name != "__getitem__" or len(args) != 2:
+        return args, kwargs
+
+    def numbers(index: Any) -> tuple[Any, ...]:
+        if isinstance(index, Tensor) and index.dtype == torch.bool and index.dim():
+            return index.nonzero(as_tuple=True)
+        return (index,)
+
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    taken: list[Any] = [number for one in index for number in numbers(one)]
+    return (args[0], tuple(taken) if len(taken) > 1 else taken[0]), kwargs
+
+
+def _operand(tensor: Tensor) -> Value:
+    with _FAKE, torch.no_grad():
+        fake = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+        )
+    return Value(fake, trained=tensor.requires_grad)
+
+
+def _rows(results: Iterable[Value]) -> Iterator[Rows]:
+    """The rows that results without classes are made of, by their number."""
+    groups: dict[int, dict[int, Value]] = {}
+    for value in _frontier(results):
+        number = 1
+        for size in value.rows:
+            number *= int(size)
+        if number == 0 or 0 in value.shape:
+            raise Stop("has no rows")
+        groups.setdefault(number, {})[id(value)] = value
+    for group in groups.values():
+        outputs = tuple(group.values())
+        with torch._C._DisableAutocast():
+            leaves = leaves_of(outputs, outputs[0].fake.device)
+        yield Rows(outputs, tuple(leaves))
+
+
+def _frontier(values: Iterable[Value]) -> Iterator[Value]:
+    for value in values:
+        if value.tag is not None:
+            if not value.of_classes:
+                yield value
+        elif value.late and value.step is not None:
+            for argument in value.step.values:
+                if argument.of_classes:
+                    raise Stop("mixes rows and classes")
+                yield from _frontier([argument])
+
+
+def is_value(leaf: Any) -> bool:
+    """Whether a leaf of arguments stands for deferred logits."""
+    return isinstance(leaf, Value)
+
+
+def _key(arguments: Any, tensors: Sequence[Tensor]) -> Any:
+    """Equal for arguments with the same layout."""
+    leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_value)
+    places = {id(tensor): i for i, tensor in enumerate(tensors)}
+    return (*(_key_of(leaf, places) for leaf in leaves), str(spec))
+
+
+def _key_of(leaf: Any, places: dict[int, int]) -> Any:
+    if isinstance(leaf, Value):
+        return "value", id(leaf)
+    if isinstance(leaf, Tensor):
+        layout = tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad
+        return "tensor", places[id(leaf)], *layout
+    if isinstance(leaf, slice):
+        parts = leaf.start, leaf.stop, leaf.step
+        if any(isinstance(part, Tensor) for part in parts):
+            raise Stop("has an argument that is a slice of tensors")
+        return "slice", *(_key_of(part, places) for part in parts)
+    if leaf is None or leaf is Ellipsis or isinstance(leaf, _PLAIN):
+        return type(leaf), repr(leaf)
+    raise Stop(f"has an argument of type {type(leaf).__name__}")
+
+
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.memory_format, torch.layout)

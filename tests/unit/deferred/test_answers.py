@@ -1,0 +1,437 @@
+"""Torch functions of deferred logits, outside of the compiled function that returns them.
+
+They return what eager returns, with its gradients, and the logits are never computed.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor
+
+from fxpass.deferred.inputs import StaleLogitsError
+from fxpass.deferred.run import Run
+from fxpass.rewrite import programs
+
+# Dynamo itself looks at the .grad of logits that enter a graph
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+B, T, D, V = 3, 7, 16, 300
+torch.manual_seed(0)
+IDS, LABELS = torch.randint(V, (B, T)), torch.randint(V, (B, T))
+TARGETS = torch.rand(B, T, V).softmax(-1)
+ROWS = torch.rand(B, T, 1) + 0.5
+
+REDUCED: dict[str, Callable[[Tensor], Any]] = {
+    "cross_entropy": lambda z: F.cross_entropy(z.flatten(0, 1), LABELS.flatten()),
+    "classes second": lambda z: F.cross_entropy(z.transpose(1, 2), LABELS),
+    "shifted": lambda z: F.cross_entropy(z[:, :-1].reshape(-1, V), LABELS[:, 1:].reshape(-1)),
+    "contiguous, smoothed": lambda z: F.cross_entropy(
+        z[..., :-1, :].contiguous().view(-1, V).float(),
+        LABELS[:, 1:].flatten(),
+        label_smoothing=0.1,
+    ),
+    "module": lambda z: torch.nn.CrossEntropyLoss(reduction="sum")(z.view(-1, V), LABELS.view(-1)),
+    "masked rows": lambda z: F.cross_entropy(z[LABELS > 100], LABELS[LABELS > 100]),
+    "probabilities": lambda z: F.cross_entropy(z.flatten(0, 1), TARGETS.flatten(0, 1)),
+    "log-probabilities": lambda z: z.log_softmax(-1).gather(-1, LABELS[..., None]),
+    "of later rows": lambda z: z.log_softmax(-1)[:, :-1].gather(-1, LABELS[:, 1:, None]).sum(),
+    "one-hot": lambda z: (z.log_softmax(-1) * F.one_hot(LABELS, V)).sum(-1),
+    "for each sequence": lambda z: torch.stack([row.logsumexp(-1) for row in z]),
+    "chunks": lambda z: [part.logsumexp(-1) for part in z.chunk(3, 1)],
+    "entropy": lambda z: -(z.softmax(-1) * z.log_softmax(-1)).sum(-1),
+    "Categorical": lambda z: torch.distributions.Categorical(logits=z).entropy(),
+    "log_prob": lambda z: torch.distributions.Categorical(logits=z).log_prob(LABELS),
+    "argmax": lambda z: z.argmax(-1),
+    "max": lambda z: z.max(-1),
+    "top-k": lambda z: z.topk(4),
+    "accuracy": lambda z: (z.argmax(-1) == LABELS).float().mean(),
+    "factors of rows": lambda z: (z * ROWS).logsumexp(-1),
+    "masked classes": lambda z: z.masked_fill(torch.arange(V) > 200, -1e4).logsumexp(-1),
+    "some classes": lambda z: z[..., :150].logsumexp(-1),
+    "two": lambda z: (F.cross_entropy(z.view(-1, V), LABELS.view(-1)), z.logsumexp(-1).mean()),
+    "mean": lambda z: z.mean(),
+    "binary": lambda z: F.binary_cross_entropy_with_logits(z, TARGETS),
+    "einsum": lambda z: torch.einsum("btv,btv->bt", z.softmax(-1), TARGETS),
+    "detached": lambda z: z.detach().logsumexp(-1),
+    "distillation": lambda z: F.kl_div(z.log_softmax(-1), TARGETS, reduction="batchmean"),
+}
+
+
+class Model(torch.nn.Module):
+    """A language model of one layer."""
+
+    def __init__(self, bias: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = torch.nn.Embedding(V, D)
+        self.layer, self.head = torch.nn.Linear(D, D), torch.nn.Linear(D, V, bias=bias)
+
+    def hidden(self) -> Tensor:
+        return self.layer(self.embed(IDS)).tanh()
+
+    def forward(self) -> Tensor:
+        return self.head(self.hidden())
+
+
+class Capped(Model):
+    def forward(self) -> Tensor:
+        return 3 * torch.tanh(self.head(self.hidden()).float() / 3)
+
+
+class Broken(Model):
+    """Its graph ends between head and loss."""
+
+    def forward(self) -> Tensor:
+        logits = self.head(self.hidden())
+        torch._dynamo.graph_break()
+        return logits * 0.5
+
+
+class WithLoss(Model):
+    def forward(self) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.hidden())
+        return logits, F.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+
+
+@contextmanager
+def no_logits() -> Iterator[None]:
+    """Raises where logits or their gradients are computed."""
+
+    def refuse(self: Run, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("logits are computed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "logits", refuse)
+        patch.setattr(Run, "gradients", refuse)
+        yield
+
+
+def compiled(model: torch.nn.Module) -> torch.nn.Module:
+    torch._dynamo.reset()
+    model.compile(backend="fusedce", options={"fusedce.inner": "aot_eager"})
+    return model
+
+
+def outcome(model: torch.nn.Module, reduce: Callable[[Tensor], Any], dtype: Any) -> list[Any]:
+    """Results, whether they have gradients, and the gradients of the model."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        out = model()
+        logits, *loss = out if isinstance(out, tuple) else (out,)
+        made = reduce(logits)
+    results = [made] if isinstance(made, Tensor) else list(made)
+    needs = [r.requires_grad for r in results]
+    total = sum((r.float().square().sum() for r in results if r.requires_grad), sum(loss))
+    if isinstance(total, Tensor):
+        total.backward()
+    return [[r.detach() for r in results], needs, [p.grad for p in model.parameters()]]
+
+
+def same(model: type[Model], reduce: Callable[[Tensor], Any], dtype: Any = torch.float32) -> None:
+    want = outcome(model(), reduce, dtype)
+    with no_logits():
+        got = outcome(compiled(model()), reduce, dtype)
+    assert got[1] == want[1]
+    coarse = dtype is torch.bfloat16
+    for ours, theirs in zip(got[0] + got[2], want[0] + want[2], strict=True):
+        if theirs is None or not theirs.is_floating_point():
+            assert ours is None if theirs is None else torch.equal(ours, theirs)
+            continue
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        bound = (8e-2 if coarse else 1e-5) * theirs.abs().max().item() + 1e-7
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "autocast"])
+@pytest.mark.parametrize("reduce", REDUCED.values(), ids=REDUCED)
+def test_what_is_reduced_is_answered(reduce, dtype):
+    same(Model, reduce, dtype)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "entropy", "masked rows", "two", "argmax"])
+@pytest.mark.parametrize("model", [Capped, Broken, WithLoss, lambda: Model(bias=True)])
+def test_heads(model, name):
+    same(model, REDUCED[name])
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "shifted", "entropy", "max"])
+@pytest.mark.parametrize("model", [Model, Broken])
+def test_the_next_compiled_function_is_answered(model, name):
+    def reduce(logits: Tensor) -> Any:
+        function = REDUCED[name]
+        if type(logits) is Tensor:
+            return function(logits)
+        return torch.compile(function, backend="fusedce")(logits)
+
+    same(model, reduce)
+
+
+def test_in_one_graph_it_gets_values():
+    with torch.no_grad():
+        want = Model()().logsumexp(-1)
+    logits = compiled(Model())()
+    for options in ({"backend": "fusedce", "fullgraph": True}, {"backend": "aot_eager"}):
+        function = torch.compile(lambda z: z.logsumexp(-1), **options)
+        torch.testing.assert_close(function(logits), want)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):
+    with mode():
+        want = [Model()().log_softmax(-1).gather(-1, LABELS[..., None]), Model()().argmax(-1)]
+        with no_logits():
+            logits = compiled(Model())()
+            got = [logits.log_softmax(-1).gather(-1, LABELS[..., None]), logits.argmax(-1)]
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert ours.is_inference() == theirs.is_inference()
+
+
+# ---------------------------------------------------------------- gradients of logits
+
+
+def of_labels(logits: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+
+
+def both() -> Iterator[Model]:
+    yield Model()
+    yield compiled(Model())
+
+
+def test_the_gradient_of_the_logits_can_be_read():
+    found = []
+    for model in both():
+        logits = model()
+        loss = of_labels(logits) + logits.logsumexp(-1).square().mean()
+        (gradient,) = torch.autograd.grad(loss, logits)
+        found.append(gradient.clone())
+    torch.testing.assert_close(*found)
+
+
+def test_a_hook_on_the_logits_sees_and_changes_their_gradient():
+    found = []
+    for model in both():
+        logits, seen = model(), []
+        logits.register_hook(lambda grad, seen=seen: seen.append(grad.clone()) or grad * 2)
+        logits.retain_grad()
+        of_labels(logits).backward()
+        found.append([seen[0], logits.grad.clone(), model.head.weight.grad, model.layer.bias.grad])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_hook_on_a_view_sees_its_gradient():
+    """The logits are computed: a loss is linked to them, and not to their view."""
+    found = []
+    for model in both():
+        seen = []
+        view = model()[:, 1:]
+        view.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+        F.cross_entropy(view.flatten(0, 1), LABELS[:, 1:].flatten()).backward()
+        found.append(seen[0])
+    torch.testing.assert_close(*found)
+
+
+def test_backward_twice():
+    found = []
+    for model in both():
+        loss = of_labels(model())
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append(model.head.weight.grad)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+    torch.testing.assert_close(*found)
+
+
+def test_trained_operands_have_gradients():
+    found = []
+    for model in both():
+        temperature = torch.tensor(1.5, requires_grad=True)
+        factors = ROWS.clone().requires_grad_()
+        logits = model() / temperature
+        loss = of_labels(logits) + (logits * factors).logsumexp(-1).mean()
+        loss.backward()
+        found.append([temperature.grad, factors.grad, model.head.weight.grad])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_two_models():
+    """A student's logits and a teacher's, compiled apart."""
+    found = []
+    for student in both():
+        teacher = Capped()
+        if type(student()) is not Tensor:
+            teacher.compile(backend="fusedce", options={"fusedce.inner": "aot_eager"})
+        with torch.no_grad():
+            target = teacher().log_softmax(-1)
+        loss = F.kl_div(student().log_softmax(-1), target, reduction="batchmean", log_target=True)
+        loss.backward()
+        found.append([loss.detach(), student.head.weight.grad])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_two_calls_of_one_model():
+    found = []
+    for model in both():
+        first, second = model(), model()
+        loss = F.kl_div(first.log_softmax(-1), second.softmax(-1).detach() * 0.5, reduction="sum")
+        loss.backward()
+        found.append([loss.detach(), model.head.weight.grad])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_hook_on_a_view_that_was_used_raises():
+    logits = compiled(Model())()
+    view, scaled = logits[:, 1:], logits * 2
+    scaled.logsumexp(-1)
+    F.cross_entropy(view.flatten(0, 1), LABELS[:, 1:].flatten())
+    for late in (lambda: view.register_hook(print), view.retain_grad, scaled.retain_grad):
+        with pytest.raises(RuntimeError, match="register the hook before"):
+            late()
+
+
+@pytest.mark.parametrize("of", ["weight", "logits"])
+def test_a_second_derivative_raises(of):
+    model = compiled(Model())
+    logits = model()
+    given = logits if of == "logits" else model.head.weight
+    (gradient,) = torch.autograd.grad(of_labels(logits), given, create_graph=True)
+    assert gradient.requires_grad
+    with pytest.raises(RuntimeError, match=r"second derivative|differentiate twice"):
+        gradient.square().sum().backward()
+
+
+def test_in_a_checkpoint():
+    """Making the program saves nothing for the backward of the checkpoint."""
+    found = []
+    for model in both():
+        torch.utils.checkpoint.checkpoint(of_labels, model(), use_reentrant=False).backward()
+        found.append(model.head.weight.grad)
+    torch.testing.assert_close(*found)
+
+
+# ---------------------------------------------------------------- what changes in between
+
+
+def test_an_operand_that_is_written_to():
+    """A small one is copied; one as large as the logits raises."""
+    found = []
+    for model in both():
+        scale = torch.full((), 2.0)
+        scaled = model() * scale
+        scale.add_(1)
+        found.append(scaled.logsumexp(-1))
+    torch.testing.assert_close(*found)
+    targets = TARGETS.clone()
+    scaled = model() * targets
+    targets.add_(1)
+    with pytest.raises(StaleLogitsError, match="changed in place"):
+        scaled.logsumexp(-1)
+
+
+@pytest.mark.parametrize("write", [lambda z: z.mul_(2), lambda z: z.detach_()])
+def test_a_write_after_a_function_does_not_concern_it(write):
+    found = []
+    for model in both():
+        logits = model() * 1 if type(model()) is Tensor else model()
+        scored = logits.log_softmax(-1)
+        write(logits)
+        scored.gather(-1, LABELS[..., None]).sum().backward()
+        found.append(model.head.weight.grad)
+    torch.testing.assert_close(*found)
+
+
+def test_a_write_to_the_logits_computes_them():
+    found = []
+    for model in both():
+        logits = model()
+        older = logits.log_softmax(-1)
+        before = logits.logsumexp(-1)
+        with torch.no_grad():
+            logits.zero_()
+        found.append([before, older.exp().sum(-1), logits.logsumexp(-1), older * 1])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("read", ["before", "after"])
+def test_a_step_in_between(read):
+    """Logits have the values of before the step."""
+    found = []
+    for model in both():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        logits = model()
+        of_labels(logits).backward(retain_graph=True)
+        if read == "before":
+            scored = logits.log_softmax(-1)
+        optimizer.step()
+        if read == "after":
+            scored = logits.log_softmax(-1)
+        with torch.no_grad():
+            found.append(scored.gather(-1, LABELS[..., None]))
+    torch.testing.assert_close(*found)
+
+
+def test_hidden_states_are_released_after_backward():
+    """Also where the loss is alive."""
+    model, kept = compiled(Model()), []
+    model.layer.register_forward_hook(lambda *a: kept.append(weakref.ref(a[-1])))
+    with no_logits():
+        logits = model()
+        run = weakref.ref(logits._part.run)
+        loss = of_labels(logits)
+        del logits
+        loss.backward()
+    gc.collect()
+    assert run() is None
+    assert loss.isfinite()
+
+
+def test_a_program_is_made_once(monkeypatch):
+    """For other numbers of rows, and for the next step."""
+    made = []
+    text = programs._text
+    monkeypatch.setattr(programs, "_text", lambda graph: made.append(text(graph)) or made[-1])
+    model = compiled(Model())
+    for rows in (6, 6, 5, 3):
+        logits = model()[:, :rows]
+        F.cross_entropy(logits.flatten(0, 1), LABELS[:, :rows].flatten()).backward()
+    assert made
+    assert len({*made}) == 1
+
+
+def test_threads():
+    model, found, errors = compiled(Model()), {}, []
+    model()  # compiled once
+    want = of_labels(Model()()).item()
+
+    def work(number: int) -> None:
+        try:
+            loss = of_labels(model())
+            loss.backward()
+            found[number] = loss.item()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert [*found.values()] == pytest.approx([want] * 4, rel=1e-6)
