@@ -40,7 +40,7 @@ def calls(monkeypatch):
     return found
 
 
-COUNTS = [("programs", 120), ("deferred", 80), ("heads", 80), ("rowwise", 30)]
+COUNTS = [("programs", 120), ("deferred", 80), ("heads", 80), ("rowwise", 30), ("outside", 30)]
 
 
 @pytest.mark.parametrize(("kind", "count"), COUNTS)

@@ -21,7 +21,7 @@ import torch
 from torch._dynamo import guards
 from torch._dynamo.utils import counters
 
-from . import deferrals, generate, heads, rowwise, sharded, specs
+from . import deferrals, generate, heads, outside, rowwise, sharded, specs
 from .case import Case
 from .minimise import minimise
 from .oracle import Verdict, clean_state, judge
@@ -84,6 +84,7 @@ KINDS: dict[str, Callable[[str], Case | None]] = {
     "rowwise": rowwise.rowwise,
     "specs": specs.spec,
     "deferred": deferrals.deferral,
+    "outside": outside.outside,
     "sharded": sharded.sharded,
 }
 

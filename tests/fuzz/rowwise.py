@@ -12,6 +12,7 @@ statements are those of :mod:`tests.fuzz.rowwise_grammar`::
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from . import afterwards
@@ -32,13 +33,13 @@ def rowwise(seed: str) -> Case | None:
     """One program with its session."""
     for again in range(PROGRAMS):
         case = _drawn(random.Random(f"{seed}:{again}"))
-        if case is not None and _runs(case):
+        if case is not None and runs(case):
             return case
     return None
 
 
 def _drawn(rng: random.Random) -> Case | None:
-    inputs = _inputs(rng)
+    inputs = inputs_of(rng)
     dynamic = rng.choice((None,) * 8 + (True,))
     inner = "aot_eager" if dynamic else rng.choice(INNER)
     options: dict[str, Any] = {"fusedce.inner": inner, "fusedce.min_logits_mb": 0}
@@ -47,12 +48,7 @@ def _drawn(rng: random.Random) -> Case | None:
     mode = rng.choice(((),) * 14 + (("torch.no_grad()",),) * 2 + (("torch.inference_mode()",),))
     inside, outside = autocast(rng)
     body = Body(rng, environment(case), (*outside, *mode), inside, bool(dynamic))
-    try:
-        if not body.write():
-            return None
-    except RuntimeError as error:  # one of several views is gone once another was written to
-        if "Such functions do not allow the output views" not in str(error):
-            raise
+    if not written(body.write):
         return None
     returned = body.returned()
     call = Statement(f"{', '.join(returned)}, = program({case.arguments})", (*outside, *mode))
@@ -74,7 +70,18 @@ def _drawn(rng: random.Random) -> Case | None:
     ).trimmed()
 
 
-def _inputs(rng: random.Random) -> tuple[tuple[str, str], ...]:
+def written(write: Callable[[], Any]) -> Any:
+    """What a writer returns; None if one of several views is gone once another was written to."""
+    try:
+        return write()
+    except RuntimeError as error:
+        if "Such functions do not allow the output views" not in str(error):
+            raise
+        return None
+
+
+def inputs_of(rng: random.Random) -> tuple[tuple[str, str], ...]:
+    """The arguments of a program: of one dtype, but for some operands; some of them trained."""
     dtype = rng.choice(DTYPES)
     frozen = rng.choice((0.0, 0.2, 0.2, 0.5, 1.0))
     out = []
@@ -89,7 +96,7 @@ def _inputs(rng: random.Random) -> tuple[tuple[str, str], ...]:
     return tuple(out)
 
 
-def _runs(case: Case) -> bool:
+def runs(case: Case) -> bool:
     """Whether eager runs a program, and all it gives can be compared."""
     eager = run(case)
     values = [record.value for record in eager.records if record.value.is_floating_point()]

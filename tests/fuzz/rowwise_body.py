@@ -73,11 +73,17 @@ class Body:
 
     def write(self) -> bool:
         """Writes it; whether there is a reduction in it."""
-        rng = self.rng
-        for _ in range(rng.choice((1, 1, 1, 2, 2, 3))):
+        return self.heads() and self.rest()
+
+    def heads(self) -> bool:
+        """Writes the heads; whether there is one."""
+        for _ in range(self.rng.choice((1, 1, 1, 2, 2, 3))):
             self.head()
-        if not self.classes:
-            return False
+        return bool(self.classes)
+
+    def rest(self) -> bool:
+        """Writes what follows the heads; whether there is a reduction in it."""
+        rng = self.rng
         for _ in range(rng.choice((1, 2, 3, 4, 5, 7))):
             self.view() if rng.random() < 0.25 else self.step()
         for _ in range(rng.choice((1, 1, 2, 2, 3))):
@@ -217,7 +223,7 @@ class Body:
         if self.add(text.replace("{f}", self._number()), name, self._contexts()):
             self.rows.append(name)
 
-    def loss(self) -> bool:
+    def loss(self, name: str = "loss") -> bool:
         """One number of some of the rows."""
         terms = []
         table = grammar.LINEAR if self.linear else (*grammar.LINEAR, *grammar.NONLINEAR * 2)
@@ -233,7 +239,7 @@ class Body:
                     text = text.replace(f"{{{hole}}}", operand)
                 terms.append(text)
                 break
-        return bool(terms) and self.add(" + ".join(terms), "loss")
+        return bool(terms) and self.add(" + ".join(terms), name)
 
     def _row_operands(self, r: str) -> tuple[str, str] | None:
         """A factor and a mask of the shape of rows."""

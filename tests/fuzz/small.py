@@ -1,7 +1,8 @@
 """The sizes by which fxpass divides its work, for tensors of a few rows and classes.
 
 In: nothing. Out: patches under which a program of a dozen rows runs as one of thousands: in several
-chunks or tiles, within budgets that bind, and with operators for large gradients.
+chunks or tiles, within budgets that bind, and with operators for large gradients; and a dozen classes
+are as many as a vocabulary has.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from fxpass.capture import heads, rejections
 from fxpass.op import saved
 from fxpass.plan import plan
 
@@ -20,6 +22,8 @@ SIZES: dict[ModuleType, dict[str, Any]] = {
         **{"BLOCK": 1, "OPERAND": 1, "LEAST": 2, "LEAST_ROWS": 2, "EFFICIENT": 2},
         **{"SLICE_CLASSES": 16, "ALIGNMENT": dict.fromkeys(plan.ALIGNMENT, 1)},
     },
+    heads: {"LEAST_CLASSES": 8},
+    rejections: {"_WIDE": 1},
     saved: {"_LARGE": 1, "_ROUNDED_AT_A_TIME": 16},
 }
 
