@@ -105,8 +105,7 @@ def test_a_small_model_is_the_inner_backends():
 
 @pytest.mark.parametrize("where", ["in the graph", "behind the call"])
 def test_accuracy_beside_the_loss(where):
-    """In the graph one call computes both; behind the call the logits are computed when they are
-    read."""
+    """In the graph one call computes both; behind the call, a program computes the accuracy."""
     model, ids = llama(LARGE), tokens(LARGE)
 
     def step(ids):
@@ -120,5 +119,5 @@ def test_accuracy_beside_the_loss(where):
     inside = where == "in the graph"
     compiled = torch.compile(step if inside else model, backend="fusedce", options=AOT)
     got = compiled(ids) if inside else whole(ids)
-    assert counters["fusedce"]["matched"] == 1
+    assert counters["fusedce"]["matched"] == (1 if inside else 2)
     torch.testing.assert_close(got, step(ids))
