@@ -14,12 +14,14 @@ import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from fxpass.capture.values import Stop, Value
 from fxpass.deferred import answers
+from fxpass.deferred.jobs import Logits, Operand, Record
 from fxpass.deferred.recording import is_value, operands_in, recorded, without_masks
 from fxpass.deferred.run import Run
 from fxpass.deferred.values import Deferred, Part
@@ -56,7 +58,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
         for value, source in record.given.items():
             if given.setdefault(value, source) is not source and not _alike(given[value], source):
                 raise Stop("reads the logits of two calls of one graph")
-            if isinstance(source, answers.Logits):
+            if isinstance(source, Logits):
                 if source.tensor.grad_fn is not source.history:
                     raise Stop("reads logits that were written to")
                 classes.append(int(value.shape[-1]))
@@ -68,7 +70,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     plain_args, plain_kwargs = without_masks(name, as_values[0], as_values[1])
     found = recorded(func, plain_args, plain_kwargs, min(classes))
     tensors = operands_in((plain_args, plain_kwargs))
-    given |= {v: answers.Operand(t) for v, t in zip(found.operands, tensors, strict=True)}
+    given |= {v: Operand(t) for v, t in zip(found.operands, tensors, strict=True)}
     if not found.values:
         return func(*args, **kwargs)
     logits = {
@@ -96,10 +98,10 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    return isinstance(one, answers.Logits) and one.tensor is other.tensor
+    return isinstance(one, Logits) and one.tensor is other.tensor
 
 
-def _record_of(t: Deferred) -> answers.Record:
+def _record_of(t: Deferred) -> Record:
     """How deferred logits were made.
 
     Raises:
@@ -116,12 +118,13 @@ def _record_of(t: Deferred) -> answers.Record:
     record = part.record
     if record == ROOT:
         value = run.root(t.requires_grad)
-        record = answers.Record(
-            value, {value: answers.Logits(run, t, t.grad_fn, weakref.ref(part.buffer))}
-        )
+        record = Record(value, {value: Logits(run, t, t.grad_fn, weakref.ref(part.buffer))})
     elif t._backward_hooks or t.retains_grad:
         raise Stop("reads a tensor with a hook")
-    if t.requires_grad != record.value.trained or (t.requires_grad and t.is_leaf):
+    trained = record.value.trained
+    # torch says of a view without gradients, of logits with gradients, that it is a leaf with some
+    apart = t.requires_grad and t.is_leaf and (trained or torch.is_grad_enabled())
+    if apart or (trained and not t.requires_grad):
         raise Stop("reads a tensor whose history was changed")
     return record
 
@@ -143,7 +146,7 @@ def _remember(made: Any, found: Any, given: Any, arguments: Sequence[Any]) -> No
         return
     for t, value in zip(tensors, found.values, strict=True):
         if isinstance(t, Deferred) and not any(t is a for a in arguments):
-            t._computes.record = answers.Record(value, given)
+            t._computes.record = Record(value, given)
 
 
 def _later(value: Value, given: Any, make: Make) -> Tensor:

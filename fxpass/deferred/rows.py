@@ -10,6 +10,7 @@ logits, call by call::
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from fxpass.capture.function import function_of, leaves_of
 from fxpass.capture.replay import in_place_of, rows_first
 from fxpass.capture.values import Leaf, Step, Stop, Value
-from fxpass.deferred.recording import Recorded, Rows
-from fxpass.deferred.run import Run
+from fxpass.deferred.recording import LOCK, Recorded, Rows
+from fxpass.deferred.run import Run, with_dims
 from fxpass.graph.source import calling_line
 
 Tensors = Mapping[Value, Tensor]
@@ -71,6 +73,37 @@ def computed(values: Sequence[Value], given: Tensors) -> list[Tensor]:
     with torch._C._DisableAutocast():
         calls = Calls(given)
         return [calls.tensor(value) for value in values]
+
+
+def of_few_rows(
+    value: Value, runs: Mapping[Value, tuple[Run, Sequence[Any]]], given: Tensors
+) -> Tensor | None:
+    """A tensor with classes, from the logits of its rows alone; None if these are more than half of
+    the rows that some logits have, or not known."""
+    n = math.prod(map(int, value.rows)) if value.tag is not None else 0
+    whole = min(run.like.shape[:-1].numel() for run, _ in runs.values())
+    if not n or 2 * n > whole or not all(run.recipe.rows for run, _ in runs.values()):
+        return None
+    try:
+        with LOCK, torch._C._DisableAutocast():
+            leaves = leaves_of([value], value.fake.device)
+    except Stop:
+        return None
+    calls, tensors = Calls(given), []
+    for leaf in leaves:
+        assert leaf.value is not None
+        if leaf.value not in runs:
+            tensors.append(_operand(leaf, calls))
+            continue
+        run, inputs = runs[leaf.value]
+        rows = _inputs(leaf, run, inputs, calls)
+        for i in run.recipe.rows:
+            rows[i] = with_dims(rows[i], inputs[i].dim())
+        logits = run.recipe(*rows)
+        tensors.append(logits.reshape(-1, logits.shape[-1]))
+    (made,) = function_of(leaves, [value])(*tensors)
+    assert value.tag is not None
+    return in_place_of(made, value.tag, [int(size) for size in value.shape]).contiguous()
 
 
 def reduced(
@@ -134,12 +167,17 @@ def _of_program(
             tensors.append(_operand(leaf, calls))
             continue
         run, inputs = runs[leaf.value]
-        for i, tensor in enumerate(inputs):
-            if i in run.recipe.rows:  # its classes are last
-                letters = "r" * (tensor.dim() - 1) + "k"
-                tensor = rows_first(tensor, letters, leaf.chain, calls.arguments).contiguous()
-            tensors.append(tensor)
+        tensors += _inputs(leaf, run, inputs, calls)
     return rows.program(*tensors)
+
+
+def _inputs(leaf: Leaf, run: Run, inputs: Sequence[Any], calls: Calls) -> list[Any]:
+    """What a run reads, of the rows that are left of its logits."""
+    found = list(inputs)
+    for i in run.recipe.rows:  # whose hidden values are last
+        letters = "r" * (found[i].dim() - 1) + "k"
+        found[i] = rows_first(found[i], letters, leaf.chain, calls.arguments).contiguous()
+    return found
 
 
 def _operand(leaf: Leaf, calls: Calls) -> Tensor:
@@ -152,7 +190,4 @@ def _operand(leaf: Leaf, calls: Calls) -> Tensor:
 
 def number(rows: Rows) -> int:
     """The number of rows."""
-    found = 1
-    for size in rows.outputs[0].rows:
-        found *= int(size)
-    return found
+    return math.prod(map(int, rows.outputs[0].rows))

@@ -240,6 +240,13 @@ class Part:
                     self.value = _shown_of_rows(buffer.compute(picked), self.like)
                     buffer.apart.add(self)
                     buffer.cuts += 1
+                elif 2 * self.like.numel() <= buffer.like.numel():
+                    alone = getattr(self.record, "alone", None)  # of what a function made
+                    few = alone() if alone is not None and picked is None else None
+                    if few is not None:
+                        self.value = few
+                        buffer.apart.add(self)
+                        buffer.cuts += 1
             return self._computed()
 
     def hand_out(self, alias: Tensor) -> Tensor:

@@ -186,9 +186,12 @@ class _Fusing:
         captured = Captured(found, (node,), (), ())
         self._check(node, captured)
         try:
-            return captured, self._deferred(captured)
+            recipes = self._deferred(captured)
         except NoMatch:
             raise elsewhere(node, found) or why from None
+        if not all(recipe.rows for recipe, _ in recipes.values()):
+            raise elsewhere(node, found) or why  # nothing of them would be answered
+        return captured, recipes
 
     def _check(self, node: Node, captured: Captured) -> None:
         if inside := next((n for n in captured.slice.ran if self.modes[n].transforms), None):

@@ -197,6 +197,61 @@ def test_without_gradients(mode):
         assert ours.is_inference() == theirs.is_inference()
 
 
+def test_views_without_gradients_of_logits_with_gradients():
+    found = []
+    for model in both():
+        logits = model()
+        loss = of_labels(logits)
+        with torch.no_grad():
+            view = logits[:, :-1]
+            found.append([view.argmax(-1), view.flatten(0, 1).float().logsumexp(-1)])
+        loss.backward()
+        found[-1].append(model.head.weight.grad)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda z: z[:, -1].softmax(-1).cumsum(0),
+        lambda z: torch.tensor(z.log_softmax(-1)[:, -1].tolist()),
+        lambda z: (z / 2).softmax(-1)[0, 3].clone(),
+    ],
+)
+def test_a_few_rows_of_what_is_deferred_are_computed_alone(read, monkeypatch):
+    """As in sampling."""
+    with torch.no_grad():
+        want = read(Model()())
+        logits = compiled(Model())()
+        run, of_rows = logits._part.run, []
+        forward = run.recipe.graph.forward
+        monkeypatch.setattr(
+            run.recipe.graph, "forward", lambda x, *a: of_rows.append(x.shape) or forward(x, *a)
+        )
+        torch.testing.assert_close(read(logits), want)
+    assert [shape[:-1].numel() for shape in of_rows] in ([B], [1])
+
+
+def test_a_head_with_a_product_beside_it_keeps_its_logits():
+    class WithLora(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = torch.nn.Linear(D, 4), torch.nn.Linear(4, V)
+
+        def forward(self) -> Tensor:
+            x = self.hidden()
+            return self.head(x) + self.b(self.a(x)) * 2
+
+    model = compiled(WithLora())
+    logits = model()
+    assert type(logits) is Tensor
+    of_labels(logits).backward()
+    eager = WithLora()
+    of_labels(eager()).backward()
+    torch.testing.assert_close(model.head.weight.grad, eager.head.weight.grad)
+
+
 # ---------------------------------------------------------------- gradients of logits
 
 
