@@ -84,6 +84,7 @@ NEEDS = {
     "libraries/test_grpo.py": ("trl",),
     "libraries/test_liger.py": ("accelerate", "datasets", "liger_kernel"),
     "libraries/test_llama_recipes.py": ("accelerate", "peft"),
+    "libraries/test_outside.py": ("accelerate", "datasets", "lightning", "trl"),
     "libraries/test_peft.py": ("accelerate", "liger_kernel", "peft"),
     "libraries/test_trainers.py": ("accelerate", "datasets"),
     "libraries/test_trl.py": ("accelerate", "datasets", "trl"),

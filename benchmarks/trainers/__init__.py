@@ -1,0 +1,1 @@
+"""Training loops whose loss is outside of the compiled model."""

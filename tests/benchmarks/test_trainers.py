@@ -1,0 +1,101 @@
+"""The table of losses outside of the model: what is fused, what is wrong, what was computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.trainers.table import Row, table
+from benchmarks.trainers.task import WARM, Sizes, Task
+
+
+def answer(losses: list[float], mib: int, why: str = "") -> dict[str, Any]:
+    return {"losses": losses, "bytes": mib << 20, "fused": not why, "why": why}
+
+
+def row(fused: dict[str, Any]) -> Row:
+    others = {"eager": answer([2.0, 1.0], 300), "inductor": answer([2.0, 1.125], 200)}
+    return Row("a loop", {**others, "fusedce": fused})
+
+
+@pytest.mark.parametrize(
+    ("fused", "wrong", "cells"),
+    [
+        (answer([2.0, 1.0], 50), False, ["yes", "300", "200", "50", "0.25", "1.2e-01", "0.0e+00"]),
+        (
+            answer([2.0, 1.5], 200, "3 times values"),
+            True,
+            ["no: 3 times values", "300", "200", "200", "1.00", "1.2e-01", "5.0e-01"],
+        ),
+        (answer([2.0], 50), True, ["yes", "300", "200", "50", "0.25", "1.2e-01", "inf"]),
+    ],
+)
+def test_the_cells_of_a_line(fused, wrong, cells):
+    made = row(fused)
+    assert made.cells() == ["a loop", *cells, "1 / 2"]
+    assert made.wrong == wrong
+
+
+def test_a_backend_that_failed_is_named():
+    failed = Row("a loop", failures={"fusedce": "ValueError: no"})
+    assert failed.wrong
+    lines = table([failed]).splitlines()
+    assert lines[2] == f"| a loop | no: ValueError: no | {' | '.join('-' * 7)} |"
+    assert lines[-1] == "- a loop, fusedce: ValueError: no"
+
+
+class Head(nn.Module):
+    """Hidden states ``[N, 8]`` to logits ``[N, 500]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 500)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+def watched(reads, x: torch.Tensor) -> Task:
+    task, model = Task(Sizes(), "fusedce", {"fusedce.inner": "eager"}), Head()
+    task.compile(model)
+    with task.watch:
+        reads(model(x))
+    return task
+
+
+@pytest.mark.parametrize(
+    ("reads", "why"),
+    [
+        (lambda z: F.cross_entropy(z, torch.zeros(64, dtype=torch.long)).backward(), ""),
+        (lambda z: z[:3].clone(), ""),
+        (lambda z: z.clone(), "1 times values"),
+        (lambda z: z.backward(torch.ones(64, 500)), "1 times gradients"),
+    ],
+)
+def test_the_watch_sees_what_is_computed_whole(reads, why):
+    watch = watched(reads, torch.randn(64, 8)).watch
+    assert watch.why == why
+    assert watch.fused == (not why)
+
+
+def test_plain_logits_are_not_fused(monkeypatch):
+    monkeypatch.setenv("FUSEDCE_LOGITS", "keep")
+    watch = watched(lambda z: z.sum(), torch.randn(64, 8)).watch
+    assert watch.why == "1 of 1 calls returned plain logits"
+    assert not watch.fused
+
+
+def test_memory_is_that_of_the_steps_after_the_first_ones():
+    task = Task(Sizes(), "eager")
+    for loss in range(WARM):
+        assert task.memory.rest is None
+        task.step(float(loss))
+    kept = torch.ones(4 << 20)
+    task.step(1.0)
+    added = task.memory.added()
+    assert added is None or added >= kept.nbytes
+    assert task.losses == [*map(float, range(WARM)), 1.0]
