@@ -34,14 +34,7 @@ ELSEWHERE = {
 }
 # Without gradients a loss in the graph is computed from logits, which are returned.
 PLAIN = {"Trainer, the model's loss, evaluation with argmax"}
-A_VIEW = pytest.mark.xfail(reason="a view without gradients, of logits with gradients", strict=True)
-COMPUTE = {
-    "Trainer, own `compute_loss` with token accuracy": A_VIEW,
-    "GRPO, by TRL's functions": A_VIEW,
-}
-CASES = [
-    pytest.param(name, marks=COMPUTE.get(name, ())) for name in PROGRAMS if name not in ELSEWHERE
-]
+CASES = [name for name in PROGRAMS if name not in ELSEWHERE]
 
 
 @pytest.fixture(autouse=True)
