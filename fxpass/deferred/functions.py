@@ -123,8 +123,8 @@ def _record_of(t: Deferred) -> Record:
         raise Stop("reads a tensor with a hook")
     trained = record.value.trained
     # torch says of a view without gradients, of logits with gradients, that it is a leaf with some
-    apart = t.requires_grad and t.is_leaf and (trained or torch.is_grad_enabled())
-    if apart or (trained and not t.requires_grad):
+    cut = not trained and t.is_leaf and not torch.is_grad_enabled()
+    if (t.requires_grad != trained and not cut) or (trained and t.is_leaf):
         raise Stop("reads a tensor whose history was changed")
     return record
 

@@ -350,6 +350,26 @@ def test_two_calls_of_one_model():
         torch.testing.assert_close(ours, theirs)
 
 
+class Reversed(torch.autograd.Function):
+    """Returns what it is given; its gradient is the negative."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor) -> Tensor:
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return -grad
+
+
+def test_a_custom_function_of_the_logits_has_its_own_backward():
+    found = []
+    for model in both():
+        of_labels(Reversed.apply(model())).backward()
+        found.append(model.head.weight.grad)
+    torch.testing.assert_close(*found)
+
+
 def test_a_hook_on_a_view_that_was_used_raises():
     logits = compiled(Model())()
     view, scaled = logits[:, 1:], logits * 2
