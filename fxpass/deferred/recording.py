@@ -120,7 +120,7 @@ def recorded(function: Any, args: Any, kwargs: Any, classes: int) -> Recorded:
             try:
                 found = _recorded(function, args, kwargs, tensors, (grad, dtype, classes))
             except Stop as stop:
-                found = stop
+                found = Stop(*stop.args)  # without its frames, which have tensors
         _KNOWN[key] = found
         if len(_KNOWN) > _MOST:
             _KNOWN.popitem(last=False)

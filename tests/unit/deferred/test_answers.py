@@ -477,6 +477,16 @@ def test_hidden_states_are_released_after_backward():
     assert loss.isfinite()
 
 
+def test_logits_that_are_computed_are_released():
+    """What is known of a function that is not answered refers to no tensor."""
+    logits = compiled(Model())()
+    part = weakref.ref(logits._part)
+    logits.cumsum(0)
+    del logits
+    gc.collect()
+    assert part() is None
+
+
 def test_a_program_is_made_once(monkeypatch):
     """For other numbers of rows, and for the next step."""
     made = []
