@@ -57,10 +57,6 @@ class Later:
         pairs = zip(self.tracked, needed, strict=True)
         return [found[value] if needs else None for value, needs in pairs]
 
-    def checked(self, read: tuple[int, ...] = ()) -> list[Any]:
-        """The values of the inputs, as :meth:`Run.checked`."""
-        return [i.checked(self.recipe.source) for i in self.inputs or ()]
-
 
 class GradientOfLogits(Later):
     """What computes a gradient of logits, if a program reads one.
@@ -145,11 +141,11 @@ class _Answer(torch.autograd.Function):
                 leaves = made.gradients(grads)
                 found = [_gradient(job, value, leaves, grads) for value in job.tracked]
         if torch.is_grad_enabled():  # create_graph=True: their own backward raises
-            found = [None if g is None else _once(g.detach().requires_grad_()) for g in found]
+            found = [None if g is None else _raising(g.detach().requires_grad_()) for g in found]
         return None, None, None, *found
 
 
-_once: Any = torch._C._functions.DelayedError(  # pyright: ignore[reportAttributeAccessIssue]
+_raising: Any = torch._C._functions.DelayedError(  # pyright: ignore[reportAttributeAccessIssue]
     "what is computed of deferred logits has no second derivative "
     "(FUSEDCE_LOGITS=keep computes the logits)",
     1,

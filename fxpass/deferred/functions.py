@@ -80,15 +80,16 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
         made = func(*args, **kwargs)
         _remember(made, found, given, pytree.tree_leaves((args, kwargs)))
         return made
-    for t in pytree.tree_leaves((args, kwargs)):
-        if isinstance(t, Deferred):
-            t._part.answered = True
     if not any(value.of_classes for value in found.values):
         made = answers.answer(found, given)
     elif all(value.of_classes for value in found.values):
         made = [_later(value, given, make) for value in found.values]
     else:
         raise Stop("returns tensors with classes, and others without")
+    if any(t.requires_grad for t in made):
+        for t in pytree.tree_leaves((args, kwargs)):
+            if isinstance(t, Deferred):
+                t._part.answered = True
     results = iter(made)
     return pytree.tree_map(
         lambda r: next(results) if is_value(r) else r,

@@ -21,7 +21,7 @@ from . import afterwards, grammar
 from .case import Case, Statement, lines
 from .generate import afterwards_of, autocast, environment, optimizer_step
 from .heads import OPTIONS
-from .rowwise import INNER, PROGRAMS, inputs_of, runs, written
+from .rowwise import INNER, first, inputs_of, written
 from .rowwise_body import Body
 from .scope import Scope
 
@@ -53,11 +53,7 @@ GRADS = (
 
 def outside(seed: str) -> Case | None:
     """One program with its session."""
-    for again in range(PROGRAMS):
-        case = _drawn(random.Random(f"{seed}:{again}"))
-        if case is not None and runs(case):
-            return case
-    return None
+    return first(seed, _drawn)
 
 
 def _drawn(rng: random.Random) -> Case | None:

@@ -31,8 +31,13 @@ STEEPEST = 1e4  # of a gradient
 
 def rowwise(seed: str) -> Case | None:
     """One program with its session."""
+    return first(seed, _drawn)
+
+
+def first(seed: str, draw: Callable[[random.Random], Case | None]) -> Case | None:
+    """The first of a few programs that eager runs."""
     for again in range(PROGRAMS):
-        case = _drawn(random.Random(f"{seed}:{again}"))
+        case = draw(random.Random(f"{seed}:{again}"))
         if case is not None and runs(case):
             return case
     return None

@@ -380,6 +380,15 @@ def test_a_hook_on_a_view_that_was_used_raises():
             late()
 
 
+def test_a_hook_on_a_view_that_a_metric_has_read():
+    """The metric has no gradient that could pass the hook."""
+    view, seen = compiled(Model())()[:, 1:], []
+    view.argmax(-1)
+    view.register_hook(seen.append)
+    F.cross_entropy(view.flatten(0, 1), LABELS[:, 1:].flatten()).backward()
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize("of", ["weight", "logits"])
 def test_a_second_derivative_raises(of):
     model = compiled(Model())
