@@ -42,7 +42,7 @@ class Input:
     :func:`quiet`. ``is_row``: its leading dimensions are those of the logits.
 
     It holds an alias of the memory, so that ``weight.data = other`` has no effect on it, the
-    version counter, and a fingerprint of the bits.
+    version counter, and a fingerprint of the bits. ``is_parameter``: an optimizer may change it.
     """
 
     def __init__(self, tensor: Tensor, is_row: bool) -> None:
@@ -57,7 +57,7 @@ class Input:
         owner = tensor if tensor._base is None else tensor._base
         # An optimizer may change leaves: parameters and copies of them. It changes hidden states
         # only if they require a gradient as leaves.
-        self._is_parameter = owner.is_leaf and (not is_row or owner.requires_grad)
+        self.is_parameter = owner.is_leaf and (not is_row or owner.requires_grad)
 
     def checked(self, source: str, read: bool = True) -> Tensor:
         """The tensor, detached; raises StaleLogitsError if it was changed in place, and ``read`` is
@@ -85,7 +85,7 @@ class Input:
     def key(self) -> tuple[object, ...] | None:
         """Inputs with equal keys can share a clone; None if a clone would not help."""
         t = self.tensor
-        if self._is_clone or not self._is_parameter or _freed(t) or not self._same_version():
+        if self._is_clone or not self.is_parameter or _freed(t) or not self._same_version():
             return None
         return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device, self._version
 
@@ -95,7 +95,7 @@ class Input:
 
     def _changes(self) -> str:
         """What may have changed it."""
-        if not self._is_parameter:
+        if not self.is_parameter:
             return "the program writes to this tensor"
         return (
             "load_state_dict(), an update by hand or the step of an optimizer that is no "

@@ -37,36 +37,42 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The optimizer changes parameters now; or after each call of its closure, whose logits need
     the parameters too."""
-    before_update()
+    before_update(optimizer)
     if callable(kwargs.get("closure")):
-        return args, kwargs | {"closure": _then_update(kwargs["closure"])}
+        return args, kwargs | {"closure": _then_update(optimizer, kwargs["closure"])}
     if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer
-        return (args[0], _then_update(args[1]), *args[2:]), kwargs
+        return (args[0], _then_update(optimizer, args[1]), *args[2:]), kwargs
     return None
 
 
-def _then_update(closure: Callable[..., Any]) -> Callable[..., Any]:
+def _then_update(optimizer: Any, closure: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(closure)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         result = closure(*args, **kwargs)
-        before_update()
+        before_update(optimizer)
         return result
 
     return wrapped
 
 
 @hidden
-def before_update() -> None:
-    """Makes all deferred logits independent of the parameters.
+def before_update(optimizer: Any = None) -> None:
+    """Makes all deferred logits independent of the parameters, and of what shares memory with those
+    of an optimizer.
 
     It clones each parameter once, or computes the logits if they take less memory than the clones
     and the other inputs. It synchronises with the device only if it computes logits.
     """
     pending = values.pending()
     uses: dict[Any, list[tuple[Run, Input]]] = {}  # the uses of each parameter
+    groups = optimizer.param_groups if optimizer is not None and pending else ()
+    memory = {values.memory_of(p) for group in groups for p in group["params"]}
     for run in set(pending.values()):
         for given in run.inputs or ():
-            if isinstance(given, Input) and given.key is not None:
+            if not isinstance(given, Input):
+                continue
+            given.is_parameter |= values.memory_of(given.tensor) in memory
+            if given.key is not None:
                 uses.setdefault(given.key, []).append((run, given))
     runs = {run for group in uses.values() for run, _ in group}
     parts = [part for part, run in pending.items() if run in runs]

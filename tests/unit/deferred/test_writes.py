@@ -246,6 +246,16 @@ def test_an_optimizer_step_changes_nothing(fused):
     check(p, lambda t: t.exp(), bits=False)
 
 
+def test_a_step_of_hidden_states_that_are_a_detached_parameter():
+    recipe, _ = recipe_of()
+    x, weight, bias = torch.randn(B, 40, D).requires_grad_(), torch.randn(V, D), torch.randn(V)
+    logits = tensor.defer(recipe, (x.detach(), weight, bias))
+    eager = head(x.detach(), weight, bias)
+    x.grad = torch.ones_like(x)
+    torch.optim.SGD([x], lr=0.1).step()
+    same(logits * 1, eager)
+
+
 VIEWS = {
     "detach": lambda t: t.detach(),
     "slice": lambda t: t[:1],
