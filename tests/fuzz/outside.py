@@ -49,6 +49,10 @@ GRADS = (
     "seen(torch.autograd.grad(loss, [{o}, {o}], retain_graph=True)[1].sum())",
     "seen(torch.autograd.grad(loss, {o}, retain_graph=True)[0].norm())",
 )
+# A write makes the history of the logits anew, which has no gradient then.
+_WRITES = re.compile(r"\w_\(|\] \S?= ")
+# Equal to the last bit in a compiled function alone: of two functions, each computes its logits.
+_COMPARES = re.compile(r"\b(\w+) >=? \1\.(gather|amax)\(")
 
 
 def outside(seed: str) -> Case | None:
@@ -112,6 +116,8 @@ def _written(rng: random.Random, body: Body) -> tuple[int, int] | None:
     if rng.random() < 0.3:
         body.reduction()
         body.loss("loss1")
+    if any(_COMPARES.search(statement.text) for statement in body.statements[cut:]):
+        return None
     return heads, cut
 
 
@@ -157,7 +163,8 @@ def _session(
             session.append(statement)
             if rng.random() < busy:
                 session += _between(rng, scope, alone)
-        if alone and rng.random() < 0.2 and (found := _attempt(scope, rng.choice(GRADS))):
+        asks = alone and not any(_WRITES.search(statement.text) for statement in rest)
+        if asks and rng.random() < 0.2 and (found := _attempt(scope, rng.choice(GRADS))):
             session.append(found)
         passes = [Statement(text) for text in afterwards.passes(rng, losses)]
         for one in passes:
