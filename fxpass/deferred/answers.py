@@ -45,17 +45,16 @@ class Later:
         self.lock = threading.RLock()
         self.recipe = job.recipe
         self.inputs: list[Any] | None = list(job.inputs())
-        self.tracked = list(job.tracked)  # in the order of the inputs of autograd
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         """All values."""
         return self.job.whole()
 
     def gradients(self, needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
-        """The gradients of what autograd tracks."""
-        found = self.job.gradients([grad])
-        pairs = zip(self.tracked, needed, strict=True)
-        return [found[value] if needs else None for value, needs in pairs]
+        """The gradients of what autograd links it to."""
+        found = self.job.gradients([grad], self.job.exact)
+        pairs = zip(self.job.linked, needed, strict=True)
+        return [found.get(value) if needs else None for value, needs in pairs]
 
 
 class GradientOfLogits(Later):
@@ -83,26 +82,31 @@ class GradientOfLogits(Later):
         return total
 
 
-def later(value: Value, given: Given) -> Part:
+def later(value: Value, given: Given, arguments: tuple[Value, ...]) -> Part:
     """Deferred logits that a function made of others. A large operand must not change after it."""
     with quiet(), LOCK:
         fake, device = value.fake, value.fake.device
         size = fake.numel() * fake.itemsize
         like = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
         kept = {v: g.kept(size) if isinstance(g, Operand) else g for v, g in given.items()}
-    run: Any = Later(Job([value], kept), like, device)
+    run: Any = Later(Job([value], kept, arguments), like, device)
     part = Part(Buffer(run, run.device, like), like)
     part.record = Record(value, kept)
     return part
 
 
-def answer(found: Recorded, given: Given) -> list[Tensor]:
+def answer(found: Recorded, given: Given, arguments: Mapping[Value, Tensor]) -> list[Tensor]:
     """The results of a function, none of which has classes.
+
+    Args:
+        found: the function.
+        given: what its results are made of.
+        arguments: those of the function that have a gradient.
 
     Raises:
         Stop: there is no program for it.
     """
-    job = Job(found.values, given)
+    job = Job(found.values, given, tuple(arguments))
     tracked = job.tracked if torch.is_grad_enabled() else {}
     # as in compiled code, where the program's hooks do not see what a graph is made with
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
@@ -111,7 +115,8 @@ def answer(found: Recorded, given: Given) -> list[Tensor]:
         with LOCK, unseen:
             prepare(found, runs)
         if tracked and any(value.trained for value in found.values):
-            return list(_Answer.apply(found, job, runs, *tracked.values()))
+            links = [{**arguments, **tracked}[value] for value in job.linked]
+            return list(_Answer.apply(found, job, runs, *links))
         with torch.no_grad():
             return reduced(found, runs, job.operands())
 
@@ -120,7 +125,7 @@ class _Answer(torch.autograd.Function):
     """From logits and operands to results without classes."""
 
     @staticmethod
-    def forward(ctx: Any, found: Recorded, job: Job, runs: Any, *tracked: Tensor) -> Any:
+    def forward(ctx: Any, found: Recorded, job: Job, runs: Any, *links: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         made = _made(found, job, runs)
         ctx.made = job, made
@@ -135,11 +140,13 @@ class _Answer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # pyright: ignore
         job, made = once(ctx, "made")
         with torch.no_grad():
-            if made.is_stale():  # eager's backward may not have read the weight
-                found = [*job.gradients(grads).values()]
+            # eager's backward may not have read a weight that was changed
+            if job.exact or made.is_stale():
+                by_value = job.gradients(grads, job.exact)
             else:
                 leaves = made.gradients(grads)
-                found = [_gradient(job, value, leaves, grads) for value in job.tracked]
+                by_value = {v: _gradient(job, v, leaves, grads) for v in job.tracked}
+        found = [by_value.get(value) for value in job.linked]
         if torch.is_grad_enabled():  # create_graph=True: their own backward raises
             found = [None if g is None else _raising(g.detach().requires_grad_()) for g in found]
         return None, None, None, *found

@@ -46,9 +46,17 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     name = getattr(func, "__name__", "")
     if name == "__get__":
         return func(*args, **kwargs)
+    if func is torch.autograd.grad:
+        before = see_gradients(kwargs["inputs"] if len(args) < 2 else args[1])
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for run in before:
+                run.exact = False
     if name in COMPUTING or is_compiling():
         raise Stop("asks for values")
     given: dict[Value, Any] = {}
+    direct: dict[Value, Tensor] = {}
     classes: list[int] = []
 
     def of(argument: Any) -> Any:
@@ -62,6 +70,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
                 if source.tensor.grad_fn is not source.history:
                     raise Stop("reads logits that were written to")
                 classes.append(int(value.shape[-1]))
+        direct.setdefault(record.value, argument)
         return record.value
 
     as_values: Any = pytree.tree_map(of, (args, kwargs))
@@ -70,6 +79,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     plain_args, plain_kwargs = without_masks(name, as_values[0], as_values[1])
     found = recorded(func, plain_args, plain_kwargs, min(classes))
     tensors = operands_in((plain_args, plain_kwargs))
+    direct |= dict(zip(found.operands, tensors, strict=True))
     given |= {v: Operand(t) for v, t in zip(found.operands, tensors, strict=True)}
     if not found.values:
         return func(*args, **kwargs)
@@ -80,22 +90,33 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
         made = func(*args, **kwargs)
         _remember(made, found, given, pytree.tree_leaves((args, kwargs)))
         return made
+    arguments = {v: t for v, t in direct.items() if v.trained and t.requires_grad}
     if not any(value.of_classes for value in found.values):
-        made = answers.answer(found, given)
+        made = answers.answer(found, given, arguments)
     elif all(value.of_classes for value in found.values):
-        made = [_later(value, given, make) for value in found.values]
+        made = [_later(value, given, arguments, make) for value in found.values]
     else:
         raise Stop("returns tensors with classes, and others without")
-    if any(t.requires_grad for t in made):
-        for t in pytree.tree_leaves((args, kwargs)):
-            if isinstance(t, Deferred):
-                t._part.answered = True
     results = iter(made)
     return pytree.tree_map(
         lambda r: next(results) if is_value(r) else r,
         found.results,
         is_leaf=is_value,
     )
+
+
+def see_gradients(tensors: Any) -> list[Run]:
+    """Lets gradients pass tensors that functions made of logits, each as in eager: a program sees
+    them. Returns the runs of the logits for which that is new."""
+    found: dict[Run, None] = {}
+    for t in pytree.tree_leaves(tensors):
+        record = t._part.record if isinstance(t, Deferred) else None
+        if isinstance(record, Record):
+            logits = [g for g in record.given.values() if isinstance(g, Logits)]
+            found |= {of.run: None for of in logits if not of.run.exact}
+    for run in found:
+        run.exact = True
+    return [*found]
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -120,8 +141,6 @@ def _record_of(t: Deferred) -> Record:
     if record == ROOT:
         value = run.root(t.requires_grad)
         record = Record(value, {value: Logits(run, t, t.grad_fn, weakref.ref(part.buffer))})
-    elif t._backward_hooks or t.retains_grad:
-        raise Stop("reads a tensor with a hook")
     trained = record.value.trained
     # torch says of a view without gradients, of logits with gradients, that it is a leaf with some
     cut = not trained and t.is_leaf and not torch.is_grad_enabled()
@@ -150,7 +169,10 @@ def _remember(made: Any, found: Any, given: Any, arguments: Sequence[Any]) -> No
             t._computes.record = Record(value, given)
 
 
-def _later(value: Value, given: Any, make: Make) -> Tensor:
-    part = answers.later(value, given)
+def _later(value: Value, given: Any, arguments: Any, make: Make) -> Tensor:
+    part = answers.later(value, given, tuple(arguments))
     run: Any = part.run
-    return make(part, [given[source].tensor for source in run.tracked] if value.trained else ())
+    if not value.trained:
+        return make(part, ())
+    links = {**arguments, **run.job.tracked}
+    return make(part, [links[source] for source in run.job.linked])

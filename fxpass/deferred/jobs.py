@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fxpass.capture.values import Value
-from fxpass.deferred.inputs import Input, quiet
+from fxpass.deferred.inputs import Input, StaleLogitsError, quiet
 from fxpass.deferred.rows import computed, of_few_rows
 from fxpass.deferred.run import Recipe, Run
 from fxpass.deferred.values import Buffer
@@ -38,6 +38,14 @@ class Logits:
     tensor: Tensor
     history: Any
     buffer: weakref.ref[Buffer]
+
+    def __post_init__(self) -> None:
+        self._version = None if self.tensor.is_inference() else self.tensor._version
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the program may have written to them; then eager's backward raises."""
+        return self._version is None or self.tensor._version != self._version
 
 
 @dataclass(eq=False)
@@ -94,18 +102,37 @@ class Record:
 class Job:
     """What is computed of logits, when it is computed.
 
+    NOTE: two ways of autograd. Results are linked to the logits and operands that they are made of
+    in the end (``tracked``), and to the arguments of the function that made them (``arguments``).
+    Backward takes the first way, on which gradients of logits stay deferred. It takes the second
+    one, which is eager's (``exact``), where a program asks for the gradient of something between.
+
     Attributes:
         values: tensors of a record.
         given: what they are made of.
-        tracked: the tensors that autograd links them to.
+        arguments: what the function that returns them was called with, if it has a gradient.
+        tracked: the tensors among what is given that have a gradient.
     """
 
     values: Sequence[Value]
     given: Given
+    arguments: tuple[Value, ...] = ()
 
     def __post_init__(self) -> None:
+        passed = _passed(self.values)
+        self.arguments = tuple(value for value in self.arguments if value in passed)
         each = ((value, given.tensor) for value, given in self.given.items())
-        self.tracked = {value: t for value, t in each if value.trained and t.requires_grad}
+        self.tracked = {value: t for value, t in each if value in passed and t.requires_grad}
+
+    @property
+    def linked(self) -> list[Value]:
+        """What autograd links the values to, in the order of its inputs."""
+        return [*self.tracked, *(v for v in self.arguments if v not in self.tracked)]
+
+    @property
+    def exact(self) -> bool:
+        """Whether a program asks for gradients of what is made of these logits."""
+        return any(logits.run.exact for logits in self.logits.values())
 
     @property
     def logits(self) -> dict[Value, Logits]:
@@ -142,8 +169,15 @@ class Job:
         for value, logits in self.logits.items():
             buffer = logits.buffer()
             with logits.run.lock:
-                known = buffer is not None and not buffer.exposed
-                found[value] = buffer.whole() if buffer and known else logits.run.logits()
+                if buffer is not None and not buffer.exposed:
+                    found[value] = buffer.whole()
+                    continue
+                try:
+                    found[value] = logits.run.logits()
+                except StaleLogitsError:
+                    if buffer is None or buffer.value is None or logits.is_written:
+                        raise
+                    found[value] = buffer.value
         return found
 
     # ------------------------------------------------------------ results with classes
@@ -163,11 +197,16 @@ class Job:
             runs = {v: (logits.run, logits.run.checked()) for v, logits in self.logits.items()}
             return of_few_rows(self.values[0], runs, self.operands())
 
-    def gradients(self, grads: Sequence[Tensor | None]) -> dict[Value, Tensor | None]:
-        """The gradients of what autograd tracks, for those of the values, from logits."""
+    def gradients(
+        self, grads: Sequence[Tensor | None], exact: bool = False
+    ) -> dict[Value, Tensor | None]:
+        """The gradients of what autograd tracks, or of the arguments, for those of the values; from
+        logits."""
         with quiet():
             given = self.plain()
-            leaves = {v: given[v].detach().requires_grad_() for v in self.tracked}
+            wanted = self.arguments if exact else [*self.tracked]
+            known = computed(wanted, given)
+            leaves = {v: t.detach().requires_grad_() for v, t in zip(wanted, known, strict=True)}
             with torch.enable_grad():
                 results = computed(self.values, given | leaves)
             pairs = zip(results, grads, strict=True)
@@ -177,3 +216,14 @@ class Job:
             outs, of_outs = zip(*known, strict=True)
             found = torch.autograd.grad(outs, [*leaves.values()], of_outs, allow_unused=True)
         return dict(zip(leaves, found, strict=True))
+
+
+def _passed(values: Sequence[Value]) -> set[Value]:
+    """The tensors of a record that gradients of some of its tensors pass."""
+    todo, found = [*values], set[Value]()
+    while todo:
+        value = todo.pop()
+        if value.trained and value not in found:
+            found.add(value)
+            todo += value.step.values if value.step is not None else ()
+    return found

@@ -83,6 +83,7 @@ class Run:
     Attributes:
         inputs: an :class:`Input` for each tensor; None if the logits are dropped.
         trained: whether each input has a gradient.
+        exact: whether gradients pass what functions make of the logits, each as in eager.
         like, device: the layout of the logits, on the meta device, and their real device.
         lock: guards all values that are computed from these inputs.
     """
@@ -93,6 +94,7 @@ class Run:
         self.trained = tuple(
             recipe.requires_grad and isinstance(a, Tensor) and a.requires_grad for a in inputs
         )
+        self.exact = False
         self._root: Value | None = None
         self.lock = threading.RLock()
         self.inputs: list[Any] | None = None

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fxpass.capture.values import Stop
 from fxpass.deferred import answers, history, values
 from fxpass.deferred.dynamo import opaque, plain_in_graphs
-from fxpass.deferred.functions import ROOT, answered
+from fxpass.deferred.functions import ROOT, answered, see_gradients
 from fxpass.deferred.history import attach, attach_cast, plain_view
 from fxpass.deferred.inputs import StaleLogitsError, freed_by_fsdp, quiet
 from fxpass.deferred.optimizers import watch_optimizers
@@ -58,10 +58,6 @@ LIKE = {
     *(op.default for op in (aten.rand_like, aten.randn_like)),
 }
 
-LATE = (
-    "what is computed of deferred logits has no gradient with respect to a view of them, nor to "
-    "what was made of them: register the hook before it is computed, or on the logits"
-)
 ASSIGNED = "deferred logits do not take `.data = other`; write with .copy_(other)"
 RESHAPED = "{} changes the shape of deferred logits in place; work on logits.clone()"
 
@@ -225,16 +221,12 @@ class DeferredLogits(Deferred):
         # the history of a view that was written to is made anew here; it would be while torch
         # registers the hook, which ends the process
         _ = self.grad_fn
-        self._check_hook()
+        see_gradients([self])
         return super().register_hook(hook)
 
     def retain_grad(self) -> None:
-        self._check_hook()
+        see_gradients([self])
         super().retain_grad()
-
-    def _check_hook(self) -> None:
-        if self._part.answered and self._part.record != ROOT:
-            raise RuntimeError(LATE)
 
     def detach_(self) -> Tensor:
         if not self._is_root:

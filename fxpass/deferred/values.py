@@ -175,7 +175,6 @@ class Part:
     def __init__(self, buffer: Buffer, like: Tensor, value: Tensor | None = None) -> None:
         self.buffer, self.like, self.value = buffer, like, value
         self.record: Any = None  # how functions of the program made it
-        self.answered = False  # whether a function of it has a gradient that does not pass it
         if self.run is not None:
             with _parts_lock:
                 _parts.add(self)
