@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.process import Worker, WorkerError
+from benchmarks.training.job import Job
 from benchmarks.training.table import Row
 from fxpass.cli.demo import refuse, tell
-from fxpass.cli.demo_worker import MEASURED_STEP, Job
+from fxpass.cli.demo_worker import MEASURED_STEP
 
 WORKER = "benchmarks.training.worker"
 

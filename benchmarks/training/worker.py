@@ -10,10 +10,12 @@ import importlib
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from benchmarks.process import serve
-from fxpass.cli.demo_worker import Job, train
+from benchmarks.training.job import Job
+from fxpass.cli.demo_worker import train
 
 
 def llama(job: Job) -> nn.Module:
@@ -33,6 +35,23 @@ def llama(job: Job) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
+class LossOutside(nn.Module):
+    """A model that is compiled alone; eager code computes its loss, of logits or of their copy."""
+
+    def __init__(self, model: nn.Module, job: Job) -> None:
+        super().__init__()
+        self.model, self.copied = model, job.loss == "copied"
+        if job.provider != "eager":
+            model.compile(backend=job.provider)
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """The logits ``[batch, seq, classes]``, and their mean loss."""
+        logits = self.model(input_ids=input_ids).logits
+        shifted = (logits.clone() if self.copied else logits)[:, :-1].flatten(0, 1)
+        return {"loss": F.cross_entropy(shifted.float(), labels[:, 1:].flatten()), "logits": logits}
+
+
 class Session:
     """Trains on new random tokens in every step, from an eighth of the classes: the loss falls."""
 
@@ -41,7 +60,10 @@ class Session:
             tokens = torch.randint(job.classes // 8, (job.batch, job.seq), generator=generator)
             return {"input_ids": tokens, "labels": tokens}
 
-        self.steps = train(job, lambda: llama(job), batch)
+        def model() -> nn.Module:
+            return llama(job) if job.loss == "model" else LossOutside(llama(job), job)
+
+        self.steps = train(job, model, batch)
 
     def step(self) -> dict[str, Any]:
         """Runs a training step."""

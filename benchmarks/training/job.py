@@ -1,0 +1,33 @@
+"""What :mod:`benchmarks.training` trains.
+
+In: sizes, and where the loss of the model is computed. Out: a :class:`Job`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fxpass.cli import demo_worker
+
+LOSSES = {
+    "model": "logits returned",
+    "outside": "loss outside of the compiled model",
+    "copied": "loss outside, of a copy of the logits",
+}
+
+
+@dataclass(frozen=True)
+class Job(demo_worker.Job):
+    """A Llama of this size, trained with AdamW.
+
+    Attributes:
+        loss: a name of :data:`LOSSES`: of the ``model``, which returns logits, too; ``outside`` of
+            the compiled model; or of logits that are ``copied`` first, which nobody can fuse.
+    """
+
+    loss: str = "model"
+
+    @property
+    def what(self) -> str:
+        """What is trained."""
+        return f"Llama of {self}, {LOSSES[self.loss]}"
