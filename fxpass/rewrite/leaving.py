@@ -103,7 +103,8 @@ def _between(output: Node, captured: Captured, drop: bool) -> tuple[Node, ...]:
             if operand in inside and operand not in found and node not in captured.heads:
                 found.add(operand)
                 todo.append(operand)
-    return tuple(sorted(found))
+    # of logits that exist, nothing is saved
+    return tuple(sorted(found)) if not found.isdisjoint(captured.heads) else ()
 
 
 # ---------------------------------------------------------------- recomputed later, the same?

@@ -49,7 +49,8 @@ GRADS = (
     "seen(torch.autograd.grad(loss, [{o}, {o}], retain_graph=True)[1].sum())",
     "seen(torch.autograd.grad(loss, {o}, retain_graph=True)[0].norm())",
 )
-# A write makes the history of the logits anew, which has no gradient then.
+# A write makes the history of the logits anew, which has no gradient then. What is written may be an
+# operand of others, which are stale then.
 _WRITES = re.compile(r"\w_\(|\] \S?= ")
 # Equal to the last bit in a compiled function alone: of two functions, each computes its logits.
 _COMPARES = re.compile(r"\b(\w+) >=? \1\.(gather|amax)\(")
@@ -94,6 +95,7 @@ def _drawn(rng: random.Random) -> Case | None:
     within = rng.choice(((*around, *inside),) * 6 + ((rng.choice(grammar.AUTOCAST),), mode))
     rest = [replace(s, within=(*within, *s.within)) for s in rest]
     kept += [n for n in shown if n not in kept and rng.random() < 0.3]
+    rest = [replace(s, stale=_WRITES.search(s.text) is not None) for s in rest]
     session = _session(rng, case, call, rest, losses, alone=cut == heads)
     if session is None:
         return None

@@ -303,3 +303,15 @@ def test_logits_that_exist_with_their_classes_before_rows(caplog):
     assert modes_of(program, *args) == []
     assert not [r for r in caplog.records if r.levelname in ("WARNING", "ERROR")]
     torch.testing.assert_close(compiled(program)(*args), program(*args))
+
+
+def test_what_leaves_beside_a_head_is_made_of_logits_that_exist():
+    """A concatenation is no head, whose inputs would have to be saved for what is made of it."""
+
+    def program(x, weight, labels):
+        exist = torch.cat([F.linear(x, part) for part in weight.chunk(3)], -1)
+        z, rows = F.linear(x, weight), exist.square()
+        mixed = torch.logaddexp(rows.log_softmax(-1), z.log_softmax(-1))
+        return mixed.mean(-1).sum(), loss_of(z, labels), rows
+
+    same(program, *inputs(), inner="eager", logits="auto", rtol=1e-5, atol=1e-5)
