@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from torch.fx import _symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
@@ -124,8 +125,14 @@ def traced(function: Callable[..., Any], fakes: Fakes, table: Mapping[Any, Any])
     Raises:
         ValueError: the function reads another tensor; of one element, it becomes a number.
     """
+
+    def unmarked(*tensors: torch.Tensor) -> Any:
+        # the mark is one for all threads: compiled functions of another one would raise
+        _symbolic_trace._is_fx_tracing_flag = False
+        return function(*tensors)
+
     with fakes.mode, enable_python_dispatcher():
-        made = make_fx(function, decomposition_table=dict(table))(*fakes.tensors)
+        made = make_fx(unmarked, decomposition_table=dict(table))(*fakes.tensors)
     for node in made.graph.find_nodes(op="get_attr"):
         value = getattr(made, str(node.target))
         value = value.constant if isinstance(value, FakeTensor) else value
