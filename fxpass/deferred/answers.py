@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 
 from fxpass.capture.values import Value
 from fxpass.deferred.dynamo import hidden
@@ -52,9 +53,8 @@ class Later:
 
     def gradients(self, needed: Sequence[bool], grad: Tensor) -> list[Tensor | None]:
         """The gradients of what autograd links it to."""
-        found = self.job.gradients([grad], self.job.exact)
-        pairs = zip(self.job.linked, needed, strict=True)
-        return [found.get(value) if needs else None for value, needs in pairs]
+        found = _of_links(self.job, self.job.gradients([grad], self.job.exact))
+        return [g if needs else None for g, needs in zip(found, needed, strict=True)]
 
 
 class GradientOfLogits(Later):
@@ -146,10 +146,24 @@ class _Answer(torch.autograd.Function):
             else:
                 leaves = made.gradients(grads)
                 by_value = {v: _gradient(job, v, leaves, grads) for v in job.tracked}
-        found = [by_value.get(value) for value in job.linked]
+        found = _of_links(job, by_value)
         if torch.is_grad_enabled():  # create_graph=True: their own backward raises
             found = [None if g is None else _raising(g.detach().requires_grad_()) for g in found]
         return None, None, None, *found
+
+
+def _of_links(job: Job, found: Mapping[Value, Tensor | None]) -> list[Tensor | None]:
+    """Gradients of what autograd links a job to; none of what is on the other way. Compiled
+    autograd adds up what eager finds undefined, and gets zeros."""
+    if not compiled_autograd.in_compiled_autograd_region:
+        return [found.get(value) for value in job.linked]
+    return [_zeros(value) if found.get(value) is None else found[value] for value in job.linked]
+
+
+def _zeros(value: Value) -> Tensor:
+    with LOCK:
+        like = value.fake
+        return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 _raising: Any = torch._C._functions.DelayedError(  # pyright: ignore[reportAttributeAccessIssue]

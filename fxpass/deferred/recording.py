@@ -50,7 +50,7 @@ class Rows:
     Attributes:
         outputs: tensors of the record with the same rows.
         leaves: what they are computed from.
-        program: computes them; made when it first runs.
+        program: computes them, or why there is none; made when it first runs.
     """
 
     outputs: tuple[Value, ...]

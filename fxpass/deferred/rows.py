@@ -138,23 +138,23 @@ def prepare(found: Recorded, runs: Mapping[Value, tuple[Run, Sequence[Any]]]) ->
     """
     for rows in found.rows:
         if rows.program is None:
-            rows.program = _program(rows, runs) or False
-        if not rows.program:
-            raise Stop("is not fused")
+            rows.program = _program(rows, runs)
+        if isinstance(rows.program, str):
+            raise Stop(rows.program)
 
 
 def _program(
     rows: Rows, runs: Mapping[Value, tuple[Run, Sequence[Any]]]
-) -> Callable[..., Sequence[Tensor]] | None:
+) -> Callable[..., Sequence[Tensor]] | str:
     sources = {}
     for leaf in rows.leaves:
         if leaf.value is not None and leaf.value in runs:
             run, inputs = runs[leaf.value]
             if not run.recipe.rows or not all(isinstance(a, Tensor) for a in inputs):
-                return None
+                return "reads logits whose rows cannot be computed apart"
             sources[id(leaf.value)] = run.recipe, inputs, run.trained
     make = next((recipe.programs for recipe, *_ in sources.values()), None)
-    return None if make is None else make(rows, sources, number(rows), calling_line())
+    return "reads no logits" if make is None else make(rows, sources, number(rows), calling_line())
 
 
 def _of_program(

@@ -48,7 +48,7 @@ class Recipe:
     # Whether the graph reduces nothing of them: the program does, when forward has ended.
     alone: bool = False
     # Makes programs of what is read of its rows; None if nothing is known of these.
-    programs: Callable[..., Callable[..., Sequence[Tensor]] | None] | None = None
+    programs: Callable[..., Callable[..., Sequence[Tensor]] | str] | None = None
     # What stands for logits in records, by layout: each with the run that it stands for.
     roots: dict[Any, list[Any]] = field(default_factory=dict, repr=False)
     _layouts: dict[Any, tuple[Tensor, torch.device]] = field(default_factory=dict, repr=False)
@@ -136,8 +136,10 @@ class Run:
         wanted = [i for i, need in enumerate(needed) if need]
         found: dict[int, list[Tensor]] = {i: [] for i in wanted}
         read = () if any(needed[i] for i in self.recipe.hidden) else self.recipe.hidden
+        # where nothing is computed again, eager's backward reads the same; but FSDP refills memory
+        bits = not self.recipe.hidden or _is_distributed()
         with quiet():
-            inputs, rows = self.checked(read), self.recipe.rows
+            inputs, rows = self.checked(read, bits), self.recipe.rows
             parts = self._parts(inputs, wanted, grad)
             for some, of_logits in parts:
                 for i, new in zip(wanted, self._of_part(some, wanted, of_logits), strict=True):
@@ -171,15 +173,20 @@ class Run:
         self, inputs: list[Any], wanted: Sequence[int], grad: Tensor
     ) -> list[tuple[list[Any], Tensor]]:
         """Parts of the rows of the inputs and of the logits' gradient. Autograd keeps several
-        copies of the logits that it computes from; one part has all rows, if the sums of the parts'
-        gradients take more memory than that saves."""
+        copies of the logits that it computes from; one part has all rows, if it computes none, or
+        the sums of the parts' gradients take more memory than that saves."""
         rows, v = self.recipe.rows, grad.shape[-1]
         of_sums = sum(
             inputs[i].numel() * (inputs[i].itemsize + compute_dtype(inputs[i].dtype).itemsize)
             for i in wanted
             if i not in rows
         )
-        if not rows or not grad.is_contiguous() or grad.nbytes <= max(of_sums, 2 * PART):
+        if (
+            self.recipe.hidden
+            or not rows
+            or not grad.is_contiguous()
+            or grad.nbytes <= max(of_sums, 2 * PART)
+        ):
             return [(inputs, grad)]
         step = max(1, PART // (v * grad.itemsize))
         flat = {i: inputs[i].reshape(-1, inputs[i].shape[-1]).split(step) for i in rows}
@@ -189,9 +196,10 @@ class Run:
             found.append(([few.get(i, a) for i, a in enumerate(inputs)], part))
         return found
 
-    def checked(self, read: tuple[int, ...] = ()) -> list[Any]:
+    def checked(self, read: tuple[int, ...] = (), bits: bool = True) -> list[Any]:
         """The values of the inputs; raises RuntimeError if they changed or were dropped. If
-        positions are given, the values of all others are not read, and may have changed."""
+        positions are given, the values of all others are not read, and may have changed. ``bits``:
+        whether changes count that no version counter has seen."""
         source = self.recipe.source
         if self.inputs is None:
             raise RuntimeError(
@@ -200,9 +208,13 @@ class Run:
             )
         with self.lock:
             return [
-                a.checked(source, not read or i in read) if isinstance(a, Input) else a
+                a.checked(source, not read or i in read, bits) if isinstance(a, Input) else a
                 for i, a in enumerate(self.inputs)
             ]
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 class _Unread(TorchDispatchMode):

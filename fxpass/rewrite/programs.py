@@ -2,7 +2,7 @@
 
 In: the rows that a program reads of deferred logits, and the recipes of the logits. Out: a function
 of hidden states, weights and operands, whose graph has gone through the same rewrite as a graph of
-Dynamo; or None, if that leaves logits in it::
+Dynamo; or why that leaves logits in it::
 
     run = program(rows, {id(logits): (recipe, inputs)})
     run([hidden[:, :-1].flatten(0, 1), weight, labels[:, 1:].flatten()])       [rows [n]]
@@ -12,7 +12,6 @@ It runs for any number of rows, with gradients if its inputs have some.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,8 +32,6 @@ from fxpass.region.run import Fakes, apart
 from fxpass.region.text import Input
 from fxpass.settings import Settings
 
-log = logging.getLogger(__name__)
-
 LEAST = 64  # a program is worth its logits if they take this part of what a head's have to take
 MOST = 256  # programs of a graph that are known; lists of dynamic sizes would add more without end
 Program = Callable[..., Sequence[Tensor]]
@@ -42,16 +39,16 @@ Program = Callable[..., Sequence[Tensor]]
 Sources = Mapping[int, tuple[Recipe, Sequence[Tensor], Sequence[bool]]]
 
 
-def programs_with(settings: Settings) -> Callable[[Rows, Sources, int, str], Program | None]:
+def programs_with(settings: Settings) -> Callable[[Rows, Sources, int, str], Program | str]:
     """What makes programs, with the settings of the graph that returns the logits."""
     from fxpass.rewrite.transform import transform  # which makes recipes, and these programs
 
     least = settings.min_logits_mb * MIB / LEAST
     settings = replace(settings, min_logits_mb=0.0, logits="keep")
-    known: dict[Any, Program | None] = {}
+    known: dict[Any, Program | str] = {}
 
-    def program(rows: Rows, sources: Sources, n: int, line: str) -> Program | None:
-        """The program of some rows.
+    def program(rows: Rows, sources: Sources, n: int, line: str) -> Program | str:
+        """The program of some rows, or why there is none.
 
         Args:
             rows: what it computes.
@@ -61,20 +58,19 @@ def programs_with(settings: Settings) -> Callable[[Rows, Sources, int, str], Pro
         """
         taken = n * sum(value.shape[-1] * value.fake.dtype.itemsize for value in _roots(rows))
         if n < 2 or taken < least:
-            return None
+            return "reads few rows"
         try:
             module, fakes = apart(lambda: _graph(rows, sources, n))
         except (ValueError, Stop) as no:
-            log.debug("%s: the rows are not traced: %s", line, no)
-            return None
+            return f"is not traced: {no}"
         key = _text(module.graph)  # the same for other numbers of rows
         if key not in known:
             if len(known) >= MOST:
                 known.clear()
-            known[key] = rewritten(module, fakes, rows, line)
+            known[key] = rewritten(module, fakes, line)
         return known[key]
 
-    def rewritten(module: GraphModule, fakes: Fakes, rows: Rows, line: str) -> Program | None:
+    def rewritten(module: GraphModule, fakes: Fakes, line: str) -> Program | str:
         for node in module.graph.nodes:
             file, _, code = line.partition(" ")
             name, _, number = file.rpartition(":")
@@ -82,7 +78,7 @@ def programs_with(settings: Settings) -> Callable[[Rows, Sources, int, str], Pro
         outcome = transform(module, settings)
         fakes.check()
         if not outcome.heads or _has_logits(module.graph):
-            return None
+            return "; ".join(["is not fused", *(r.reason for r in outcome.rejections[:1])])
         module.recompile()
         return outcome.restore(module.forward)
 
