@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,6 +50,27 @@ def test_what_is_refused(name):
 def text_of(function) -> str:
     joint = traced(function)
     return RowRegion((2,), 0, 0, (0, 1), 1, joint.tangents, False, 0, True, joint.graph).text()
+
+
+def test_another_thread_calls_a_compiled_function_meanwhile():
+    doubled = torch.compile(lambda t: t * 2, backend="eager")
+    doubled(torch.ones(2))
+    errors = []
+
+    def call() -> None:
+        try:
+            doubled(torch.ones(2))
+        except RuntimeError as error:
+            errors.append(error)
+
+    def function(z):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return [z.sum(1)]
+
+    traced(function)
+    assert not errors
 
 
 def test_surroundings_change_nothing():
