@@ -99,9 +99,9 @@ class _Attach(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:  # pyright: ignore
         _, *needed = ctx.needs_input_grad
+        run = once(ctx, "run")
         if grad is None:
             return None, *[None] * len(needed)
-        run = once(ctx, "run")
         gradient = grad._part.gradient if isinstance(grad, Deferred) else None
         if gradient is not None and gradient.run is run:
             found = gradient.of_inputs

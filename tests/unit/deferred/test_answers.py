@@ -523,14 +523,15 @@ def test_a_step_in_between(read):
     torch.testing.assert_close(*found)
 
 
-def test_hidden_states_are_released_after_backward():
+@pytest.mark.parametrize("loss_of", [of_labels, lambda z: of_labels(z.log_softmax(-1) * 2)])
+def test_hidden_states_are_released_after_backward(loss_of):
     """Also where the loss is alive."""
     model, kept = compiled(Model()), []
     model.layer.register_forward_hook(lambda *a: kept.append(weakref.ref(a[-1])))
     with no_logits():
         logits = model()
         run = weakref.ref(logits._part.run)
-        loss = of_labels(logits)
+        loss = loss_of(logits)
         del logits
         loss.backward()
     gc.collect()
