@@ -52,7 +52,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
             return func(*args, **kwargs)
         finally:
             for run in before:
-                run.exact = False
+                run.see(-1)
     if name in COMPUTING or is_compiling():
         raise Stop("asks for values")
     given: dict[Value, Any] = {}
@@ -107,15 +107,15 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
 
 def see_gradients(tensors: Any) -> list[Run]:
     """Lets gradients pass tensors that functions made of logits, each as in eager: a program sees
-    them. Returns the runs of the logits for which that is new."""
+    them. Returns the runs of the logits."""
     found: dict[Run, None] = {}
     for t in pytree.tree_leaves(tensors):
         record = t._part.record if isinstance(t, Deferred) else None
         if isinstance(record, Record):
             logits = [g for g in record.given.values() if isinstance(g, Logits)]
-            found |= {of.run: None for of in logits if not of.run.exact}
+            found |= {of.run: None for of in logits}
     for run in found:
-        run.exact = True
+        run.see(1)
     return [*found]
 
 

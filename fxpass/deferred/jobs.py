@@ -132,7 +132,7 @@ class Job:
     @property
     def exact(self) -> bool:
         """Whether a program asks for gradients of what is made of these logits."""
-        return any(logits.run.exact for logits in self.logits.values())
+        return any(logits.run.exact > 0 for logits in self.logits.values())
 
     @property
     def logits(self) -> dict[Value, Logits]:

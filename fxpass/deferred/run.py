@@ -83,7 +83,8 @@ class Run:
     Attributes:
         inputs: an :class:`Input` for each tensor; None if the logits are dropped.
         trained: whether each input has a gradient.
-        exact: whether gradients pass what functions make of the logits, each as in eager.
+        exact: whether gradients pass what functions make of the logits, each as in eager; how many
+            uses of the program ask for that.
         like, device: the layout of the logits, on the meta device, and their real device.
         lock: guards all values that are computed from these inputs.
     """
@@ -94,7 +95,7 @@ class Run:
         self.trained = tuple(
             recipe.requires_grad and isinstance(a, Tensor) and a.requires_grad for a in inputs
         )
-        self.exact = False
+        self.exact = 0
         self._root: Value | None = None
         self.lock = threading.RLock()
         self.inputs: list[Any] | None = None
@@ -119,6 +120,11 @@ class Run:
             slot[1] = weakref.ref(self)
             self._root = known = slot[0]
         return known
+
+    def see(self, uses: int) -> None:
+        """More uses, or fewer, of gradients of what functions make of the logits."""
+        with self.lock:
+            self.exact += uses
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         """All logits, or the rows with these numbers, ``[*rows.shape, V]``."""
