@@ -205,20 +205,27 @@ class _Made:
         return dict(zip(self.leaves, found, strict=True))
 
 
+def _saved(a: Any) -> Any:
+    """What autograd can save: no tensor of inference mode, as are a teacher's hidden states."""
+    return a.clone() if isinstance(a, Tensor) and a.is_inference() else a
+
+
 def _made(found: Recorded, job: Job, runs: Mapping[Value, tuple[Run, Sequence[Any]]]) -> _Made:
     leaves: dict[tuple[Value, int | None], Tensor] = {}
 
     def leaf(tensor: Tensor, value: Value, place: int | None = None) -> Tensor:
         return leaves.setdefault((value, place), tensor.detach().requires_grad_())
 
-    tracked, operands, inputs = job.tracked, job.operands(), dict(runs)
+    tracked = job.tracked
+    operands = {value: _saved(t) for value, t in job.operands().items()}
+    inputs = {value: (run, [_saved(a) for a in given]) for value, (run, given) in runs.items()}
     of_runs = [a for _, given in runs.values() for a in given if isinstance(a, Tensor)]
     of_operands = [*operands.values()]
     for value in tracked:
         if value in operands:
             operands[value] = leaf(operands[value], value)
             continue
-        run, given = runs[value]
+        run, given = inputs[value]
         needs = enumerate(zip(given, run.trained, strict=True))
         inputs[value] = run, [leaf(a, value, i) if needed else a for i, (a, needed) in needs]
     with torch.enable_grad():
