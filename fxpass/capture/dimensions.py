@@ -27,7 +27,7 @@ from fxpass.capture.values import (
 # Calls over several dimensions that may be taken one after the other.
 SEPARABLE = {
     getattr(A, name)
-    for name in ("sum", "mean", "amax", "amin", "max", "min", "any", "all", "prod", "nansum")
+    for name in ("sum", "mean", "amax", "amin", "max", "min", "any", "all", "nansum")
 } | {A.linalg_vector_norm, A.count_nonzero}
 
 

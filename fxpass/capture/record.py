@@ -8,6 +8,7 @@ autocast, composite functions, methods and writes in place are the dispatcher's 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,19 +24,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fxpass.capture.indexing  # noqa: F401, adds its rules
 from fxpass.capture.dimensions import reduces_rows
 from fxpass.capture.products import head_of, shared_matrix
-from fxpass.capture.rows import A, bound, dims_of, is_like, number_of, rule_of
+from fxpass.capture.rows import (
+    ELEMENTWISE_LOSSES,
+    A,
+    bound,
+    call,
+    dims_of,
+    is_like,
+    number_of,
+    rule_of,
+)
 from fxpass.capture.values import Head, Size, Step, Stop, Value, same, values_in
 from fxpass.graph.functions import GET_DATA
 from fxpass.graph.nodes import hint
 
 _TORCH: Any = torch  # whose functions of functional tensors are not exported
-# Calls that are rewritten in terms of others, which have rules.
+# Calls that are rewritten in terms of others, which have rules, and the same values and derivatives.
 DECOMPOSED = {
     getattr(A, name)
     for name in (
-        *("nll_loss_forward", "nll_loss2d_forward", "mse_loss", "huber_loss", "smooth_l1_loss"),
-        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "soft_margin_loss"),
-        *("multi_margin_loss", "multilabel_margin_loss_forward", "native_layer_norm"),
+        *("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss", "native_layer_norm"),
         *("repeat", "_fused_rms_norm", "renorm", "tril", "triu"),
     )
     if hasattr(A, name)
@@ -164,6 +172,12 @@ class Recorder(TorchDispatchMode):
             floats = [v.fake.dtype for v in (*given[:1], *given[2:3]) if isinstance(v, Value)]
             if len(set(floats)) > 1:
                 raise Stop(f"has class weights of {floats[-1]}, for which PyTorch raises an error")
+        if of_classes and func.overloadpacket in ELEMENTWISE_LOSSES:
+            named_args = bound(Step(func, args, kwargs, self._grad, self._node))
+            if reduction := named_args["reduction"]:
+                with self:
+                    losses = call(func, named_args | {"reduction": 0})
+                    return (A.mean if reduction == 1 else A.sum)(losses)
         if of_classes and (decomposition := _decomposition(func)) is not None:
             with self:
                 return decomposition(*args, **kwargs)
@@ -184,7 +198,7 @@ class Recorder(TorchDispatchMode):
         whole = of_classes and not any(v.late for v in tagged)
         if (inside := reduces_rows(step) if whole else None) is not None:
             with self:
-                return _in_two(step, inside, args, kwargs)
+                return _in_two(step, inside, args)
         out = func(*args, **kwargs)
         if tagged and is_like(step) and _is_apart(given[0].shape, out.shape):
             with self:  # it reads the argument's dtype and device alone
@@ -299,29 +313,50 @@ def _symbolic() -> AbstractContextManager[Any]:
     return enable_python_dispatcher() if torch.__version__ < "2.13" else nullcontext()
 
 
-def _in_two(step: Step, inside: list[int], args: Any, kwargs: Any) -> Any:
-    """A reduction of classes and rows, one after the other; sums in 16 bits are not rounded
-    between the two."""
+def _in_two(step: Step, inside: list[int], args: Any) -> Any:
+    """A reduction of classes and rows, one after the other, of which both are the whole: values,
+    the dtype between the two, and gradients where several elements are the largest."""
     given, (tensor, *_) = bound(step), args
-    op, rank = step.op.overloadpacket, tensor.dim()
-    dims, keep = dims_of(given.get("dim"), rank), bool(given.get("keepdim"))
-    outside = [d for d in dims if d not in inside]
+    op = step.op.overloadpacket
+    dims, keep = dims_of(given.get("dim"), tensor.dim()), bool(given.get("keepdim"))
+    dtype = given.get("dtype") or (
+        torch.int64 if op in (A.sum, A.nansum) and not tensor.is_floating_point() else tensor.dtype
+    )
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     if op in (A.sum, A.mean, A.nansum):
-        dtype = given.get("dtype") or (tensor.dtype if tensor.is_floating_point() else torch.int64)
-        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         part = op(tensor, inside, True, dtype=wide)
         return (A.sum if op is A.nansum else op)(part, dims, keep).to(dtype)
-    if op is A.linalg_vector_norm:
-        part = op(tensor, given["ord"], inside, True)
-        return op(part, given["ord"], dims, keep, dtype=given["dtype"])
     if op is A.count_nonzero:
         return A.sum((tensor != 0).sum(inside, True), dims, keep)
     if op in (A.any, A.all):
         return op.dims(op.dims(tensor, inside, True), dims, keep)
-    if op in (A.amax, A.amin, A.max, A.min) and len(args) < 2:
-        largest = A.amax if op in (A.amax, A.max) else A.amin
-        return largest(largest(tensor, inside, True), dims, keep)
-    raise Stop(f"aten.{op.__name__} reduces rows: {outside}")
+    trains = step.grad and step.values[0].trained
+    if op is A.linalg_vector_norm:
+        order = given["ord"]
+        if abs(order) == math.inf:
+            largest = A.amax if order > 0 else A.amin
+            return _largest(largest, tensor.to(dtype).abs(), inside, dims, keep, trains)
+        part = op(tensor, order, inside, True, dtype=wide)
+        return (A.sum(part, dims, keep) if order == 0 else op(part, order, dims, keep)).to(dtype)
+    largest = A.amax if op in (A.amax, A.max) else A.amin
+    return _largest(largest, tensor, inside, dims, keep, trains)
+
+
+def _largest(
+    largest: Any, tensor: Tensor, inside: list[int], dims: list[int], keep: bool, trains: bool
+) -> Tensor:
+    """The largest, or smallest, element of classes and rows. All elements that equal it have the
+    same share of the gradient, however many of them a row has."""
+    part = largest(tensor, inside, True)
+    found = largest(part, dims, True)
+    if trains:
+        chosen = part == found
+        shares = (tensor == part).sum(inside, True) * chosen
+        shares = (shares / shares.sum(dims, True)).to(part.dtype)
+        share = torch.where(chosen, part * shares, 0).sum(dims, True)
+        exact = found.detach() + (share - share.detach())
+        found = torch.where(found.isinf(), share, exact)
+    return found if keep else found.squeeze(dims)
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:

@@ -93,17 +93,17 @@ def dims_of(dim: Any, rank: int) -> list[int]:
 
 
 def joined(values: list[Value], shape: tuple[Size, ...]) -> str:
-    """The tag of what is broadcast to a shape."""
+    """The tag of what is broadcast to a shape: rows meet rows, or one entry for all of them."""
     rank, found = len(shape), ["" for _ in shape]
     for value in values:
-        if value.tag is None:
-            continue
-        for i, letter in enumerate(value.tag, rank - len(value.tag)):
-            old, one = found[i], is_one(value.shape[i - rank]) and not is_one(shape[i])
-            if not old or (old == "k" and letter != "k"):
-                found[i] = letter if not (one and letter == "k") else found[i]
-            elif letter != old and letter != "k" and not one:
-                raise Stop("meets rows with classes")
+        tag = value.tag or ""
+        for i, letter in enumerate(tag, rank - len(tag)):
+            if letter != "r" and is_one(value.shape[i - rank]) and not is_one(shape[i]):
+                continue
+            mixed = found[i] and (letter == "r") != (found[i] == "r")
+            if mixed and not is_one(shape[i]):
+                raise Stop("meets rows with classes, or with another dimension")
+            found[i] = min(found[i] or "k", letter, key="rck".index)
     return "".join(letter or "k" for letter in found)
 
 
@@ -178,6 +178,12 @@ def _check_place(step: Step) -> None:
         raise Stop("changes the layout")
 
 
+# Losses of one element each, whose derivative is not that of their decomposition.
+ELEMENTWISE_LOSSES = {
+    *(A.binary_cross_entropy, A.binary_cross_entropy_with_logits, A.soft_margin_loss),
+    *(A.mse_loss, A.huber_loss, A.smooth_l1_loss),
+}
+RULES |= dict.fromkeys(ELEMENTWISE_LOSSES, pointwise)
 RULES |= {
     getattr(A, name): pointwise
     for name in (

@@ -28,6 +28,7 @@ from fxpass.capture.values import (
     same,
 )
 from fxpass.graph.nodes import hint
+from fxpass.spec.dtypes import short
 
 
 def rows_of(tag: str) -> list[int]:
@@ -54,6 +55,8 @@ def source_of(step: Step) -> Value:
 def _reshape(step: Step, classes: int) -> Rowwise:
     """Rows become other rows, and other dimensions other ones, in the same order."""
     value, out = source_of(step), step.results[0]
+    if value.fake.dtype != out.fake.dtype:
+        raise Stop(f"reads the bits of {short(value.fake.dtype)} as {short(out.fake.dtype)}")
     tag = regrouped(value.shape, value.tag or "", out.shape)
     before, after = value.rows, tuple(s for s, c in zip(out.shape, tag, strict=True) if c == "r")
     op = None

@@ -40,6 +40,17 @@ POINTWISE = (
     ("z.new_full((N, V), 2.0).mul(z).sum(-1)", "new_full rc"),
     ("z.new_empty(N, V).fill_(2.0).mul(z).sum(-1)", "new_empty rc", "fill rc"),
     ("torch.zeros_like(z).copy_(row[:, None]).mul(z).sum(-1)", "copy rc", "mul rc"),
+    # as many temperatures, classes or pairs as rows
+    (
+        "t = z[:, None] * torch.arange(1.0, N + 1)[:, None]; "
+        "(t - z.logsumexp(-1)[:, None, None]).sigmoid().mean(-1)",
+        "mul rkc",
+        "sub rkc",
+        "mean rk",
+    ),
+    ("(z[:, :N] * classes[:N] - z.amax(-1, keepdim=True)).exp().sum(-1)", "sub rc", "sum r"),
+    ("(z[:, None] - z[None]).abs().mean(-1)", "sub rrc", "mean rr"),
+    ("(z[:1] * row[:, None]).logsumexp(-1)", "mul rc", "logsumexp r"),
     # in place, on all of the logits or on a part of them
     ("z.mul_(2); z.logsumexp(-1)", "mul rc", "logsumexp r"),
     ("z[:, 3:9] = 0.0; z.logsumexp(-1)", "slice_scatter rc"),
@@ -113,6 +124,7 @@ ALONG = (
     ("z.norm()", "linalg_vector_norm rk"),
     ("z.max()", "amax rk"),
     ("s.mean((1, 2), keepdim=True)", "mean rrk"),
+    ("s.amax((0, 2))", "amax rrk"),
 )
 PRODUCTS = (
     ("z.softmax(-1) @ matrix[:, 0]", "mv r"),
@@ -131,7 +143,10 @@ REFUSED = (
     ("z.mean(0).sum()", "mean reduces rows"),
     ("(z / z.norm()).sum(-1)", "reads a number that mixes rows"),
     ("z.median()", "median reduces rows"),
-    ("s.amax((0, 2))", ""),
+    ("z.prod()", "prod reduces rows"),
+    ("F.multilabel_margin_loss(z, F.pad(some, (0, V - 5), value=-1))", "has no row rule"),
+    ("z.view(torch.int32).sum(-1)", "reads the bits of float32 as int32"),
+    ("z.bfloat16().view(torch.int16).sum(-1)", "reads the bits of bfloat16 as int16"),
     ("z.gather(0, labels[:, None] % N).sum(-1)", "gather works along rows"),
     ("z.gather(1, labels[:5, None])", "gather has an index of other rows"),
     ("z.scatter(0, labels[None] % N, 0.0).sum(-1)", "scatter works along rows"),
@@ -139,6 +154,18 @@ REFUSED = (
     ("torch.cat([z, given], 0).logsumexp(-1)", "joins rows of several tensors"),
     ("F.pad(z, (0, 0, 1, 0)).logsumexp(-1)", "pads rows"),
     ("(z[:, :24] + z[:, :24].t()).sum(-1)", "meets rows with classes"),
+    (
+        "t = z[:, None] * torch.arange(1.0, N + 1)[:, None]; "
+        "(t - z.logsumexp(-1, keepdim=True)).sigmoid().mean(-1)",
+        "meets rows with classes, or with another dimension",
+    ),
+    (
+        "t = z[:, None] * torch.arange(1.0, N + 1)[:, None]; "
+        "(z.logsumexp(-1, keepdim=True) + t).amax(-1)",
+        "meets rows with classes, or with another dimension",
+    ),
+    ("(z[:1, None] * row[:, None] + z.amax(-1)[:, None]).amax(-1)", "or with another dimension"),
+    ("(z[:, None].expand(N, N, V) + z[:1, :1]).sum(-1) + z.amax(-1)", "or with another dimension"),
     ("(z + torch.rand_like(z)).sum(-1)", "draws random numbers"),
     ("F.dropout(z, 0.5).sum(-1)", "draws random numbers"),
     ("torch.bernoulli(z.sigmoid()).sum(-1)", "draws random numbers"),
