@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from fxpass.capture.rejections import Rejection
 from fxpass.casts.casts import Cast, cast_lines, note
+from fxpass.deferred.values import Computed, watched
 from fxpass.graph.source import source_of
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import ASSUMED, Launch
@@ -58,6 +59,7 @@ class Report:
             return a loss only if they get labels.
         in_parts: whether the function is not compiled and calls what is: the graphs are those of
             the compiled parts, as in a run without ``explain``.
+        computed: the deferred logits that the run computed, each with the line that reads them.
     """
 
     graphs: int
@@ -70,11 +72,13 @@ class Report:
     after: tuple[str, ...]
     labels_missing: bool = False
     in_parts: bool = False
+    computed: tuple[Computed, ...] = ()
 
     @property
     def logits_bytes(self) -> int:
         """Bytes of the logits that are not materialised, one copy in the linear's dtype."""
-        return sum(m.logits_bytes for m in self.matches if m.logits_mode != "keep")
+        left = sum(m.logits_bytes for m in self.matches if m.logits_mode != "keep")
+        return max(0, left - sum(computed.bytes for computed in self.computed))
 
     def __str__(self) -> str:
         losses = sum(match.losses for match in self.matches)
@@ -92,6 +96,7 @@ class Report:
         records = (*_counted(map(str, self.rejections)), *cast_lines(self.casts))
         lines += [f"  {record}" for record in records]
         lines += [f"  graph break: {place}" for place in self.breaks]
+        lines += [f"  materialised: {computed}" for computed in self.computed]
         if self.logits_bytes:
             lines.append(f"  logits not materialised: {size(self.logits_bytes)}")
         if not self.graphs:
@@ -153,7 +158,8 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
     outcomes, before, after, breaks = [], [], [], []
     later: list[Cast] = []
 
-    def backend(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    # the name by which deferred logits know that what reads them can be answered
+    def fusedce(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         before.append(graph_text(gm))
         breaks.extend(_break_after(gm))
         outcome = transform(gm, settings, example_inputs)
@@ -176,14 +182,14 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
         if in_place is not None:
             module._compiled_call_impl = None
         # no stored code in place of the function, and none of this code stored
-        with config.patch(caching_precompile=False):
+        with config.patch(caching_precompile=False), watched() as computed:
             if in_parts:
-                with torch.compiler.set_stance("default", force_backend=backend):
+                with torch.compiler.set_stance("default", force_backend=fusedce):
                     fn(*args, **kwargs)
             if not outcomes:
                 in_parts = False
                 # torch.compile would change a class for good, and does not trace its construction
-                run: Any = fn if inspect.isclass(fn) else torch.compile(fn, backend=backend)
+                run: Any = fn if inspect.isclass(fn) else torch.compile(fn, backend=fusedce)
                 run(*args, **kwargs)
     finally:
         # the code traced here must not run later or count towards the recompile limit
@@ -201,6 +207,7 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
         after=tuple(after),
         labels_missing=_lacks_labels(fn, args, kwargs),
         in_parts=in_parts,
+        computed=tuple(computed.values()),
     )
 
 

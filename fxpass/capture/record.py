@@ -39,7 +39,7 @@ from fxpass.graph.functions import GET_DATA
 from fxpass.graph.nodes import hint
 
 _TORCH: Any = torch  # whose functions of functional tensors are not exported
-# Calls that are rewritten in terms of others, which have rules, and the same values and derivatives.
+# Calls that are rewritten in terms of others, which have rules; with the same derivatives.
 DECOMPOSED = {
     getattr(A, name)
     for name in (

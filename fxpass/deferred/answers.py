@@ -17,8 +17,10 @@ and the backward of the logits takes them from it.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,15 +28,17 @@ import torch
 from torch import Tensor
 from torch._dynamo import compiled_autograd
 
-from fxpass.capture.values import Value
+from fxpass.capture.values import Stop, Value
 from fxpass.deferred.dynamo import hidden
 from fxpass.deferred.history import once
-from fxpass.deferred.inputs import quiet
+from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.jobs import Given, Job, Operand, Record
 from fxpass.deferred.recording import LOCK, Recorded
 from fxpass.deferred.rows import prepare, reduced
 from fxpass.deferred.run import Run
 from fxpass.deferred.values import Buffer, Gradient, Part
+
+log = logging.getLogger(__name__)
 
 
 class Later:
@@ -46,6 +50,11 @@ class Later:
         self.lock = threading.RLock()
         self.recipe = job.recipe
         self.inputs: list[Any] | None = list(job.inputs())
+
+    @property
+    def roots(self) -> list[Run]:
+        """The runs of the logits that these are made of."""
+        return [logits.run for logits in self.job.logits.values()]
 
     def logits(self, rows: Tensor | None = None) -> Tensor:
         """All values."""
@@ -108,17 +117,29 @@ def answer(found: Recorded, given: Given, arguments: Mapping[Value, Tensor]) -> 
     """
     job = Job(found.values, given, tuple(arguments))
     tracked = job.tracked if torch.is_grad_enabled() else {}
-    # as in compiled code, where the program's hooks do not see what a graph is made with
-    unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
     with torch._C._DisableAutocast():
         runs = {v: (logits.run, logits.run.checked()) for v, logits in job.logits.items()}
-        with LOCK, unseen:
-            prepare(found, runs)
-        if tracked and any(value.trained for value in found.values):
-            links = [{**arguments, **tracked}[value] for value in job.linked]
-            return list(_Answer.apply(found, job, runs, *links))
-        with torch.no_grad():
-            return reduced(found, runs, job.operands())
+        try:
+            with LOCK, _unseen():
+                prepare(found, runs)
+            if tracked and any(value.trained for value in found.values):
+                links = [{**arguments, **tracked}[value] for value in job.linked]
+                return list(_Answer.apply(found, job, runs, *links))
+            with torch.no_grad():
+                return reduced(found, runs, job.operands())
+        except (Stop, StaleLogitsError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # an unforeseen program runs on the logits
+            log.debug("a program of deferred logits failed", exc_info=True)
+            text = " ".join(str(error).split())[:120]
+            raise Stop(f"fails a chunk at a time ({type(error).__name__}: {text})") from None
+
+
+def _unseen() -> AbstractContextManager[Any]:
+    """As in compiled code: the program's hooks do not see what a graph is made with."""
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 class _Answer(torch.autograd.Function):

@@ -15,10 +15,12 @@ parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
@@ -299,6 +301,18 @@ def _root(base: Tensor, part: Part) -> DeferredLogits:
     return history.recorded(aten.alias.default, base, logits)
 
 
+def _to_dlpack(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``to_dlpack``, which reads memory, and of which no class is told."""
+
+    @functools.wraps(original)
+    def to_dlpack(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = tensor._leaf() if isinstance(tensor, DeferredLogits) else tensor
+        return original(plain, *args, **kwargs)
+
+    return to_dlpack
+
+
+torch.to_dlpack = torch.utils.dlpack.to_dlpack = _to_dlpack(torch.utils.dlpack.to_dlpack)
 for _make, _names in METHODS.items():
     for _name in _names:
         setattr(DeferredLogits, _name, _make(_name))

@@ -58,6 +58,44 @@ def because(function: Any, reason: Exception) -> Iterator[None]:
         _why.text = before
 
 
+@dataclass(frozen=True)
+class Computed:
+    """Deferred logits that a program computed.
+
+    Attributes:
+        run: of the logits.
+        line: the line of the program that computes them.
+        why: what reads them, and why it is not answered; empty if nothing is known.
+    """
+
+    run: Run
+    line: str
+    why: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the logits."""
+        return self.run.like.numel() * self.run.like.itemsize
+
+    def __str__(self) -> str:
+        logits = f"{short(self.run.like.dtype)}{list(self.run.like.shape)}"
+        return f"{self.line} computes the logits {logits} of `{self.run.recipe.source}`{self.why}"
+
+
+_watchers: list[dict[int, Computed]] = []
+
+
+@contextmanager
+def watched() -> Iterator[dict[int, Computed]]:
+    """Which deferred logits any thread computes inside, by the identity of their run."""
+    found: dict[int, Computed] = {}
+    _watchers.append(found)
+    try:
+        yield found
+    finally:
+        _watchers.remove(found)
+
+
 @dataclass(frozen=True, eq=False)
 class Gradient:
     """A gradient of logits that is not computed.
@@ -269,11 +307,16 @@ class Part:
     def _warn(self) -> None:
         """Says once a process where the program computes logits whose loss was fused."""
         run = self.run
-        if run is not None and run.inputs is not None and run.recipe.requires_grad:
+        if run is None or run.inputs is None:
+            return
+        line, why = calling_line(), getattr(_why, "text", "")
+        if run.recipe.requires_grad:
             logits = f"{short(run.like.dtype)}{list(run.like.shape)}"
-            why = getattr(_why, "text", "")
-            text = _COMPUTED.format(calling_line(), logits, run.recipe.source, why)
+            text = _COMPUTED.format(line, logits, run.recipe.source, why)
             warn_once(log, "deferred logits", text)
+        for root in getattr(run, "roots", [run]):
+            for found in _watchers:
+                found.setdefault(id(root), Computed(root, line, why))
 
     def _computed(self) -> Tensor:
         if self.value is None:

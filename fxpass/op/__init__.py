@@ -1,5 +1,5 @@
-"""The operator ``fxpass::linear_cross_entropy``: schema, checks, fake tensors, autograd.
+"""The operators ``class_reductions`` and ``row_region``: schema, fake tensors, autograd.
 
-It runs the implementation that the plan names, and has a form for a sharded vocabulary. Imports
-``spec``, ``plan``, ``aten`` and ``kernels``.
+They run the implementation that the plan names; the first has a form for a sharded vocabulary.
+Imports ``spec``, ``plan``, ``aten``, ``kernels`` and ``region``.
 """

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
@@ -153,7 +154,7 @@ class Values:
         self.graph, self.fakes = graph, Fakes(inputs, hints, device)
         run = _Recorder(graph, device)
         self.results = run.results = dict(zip(run.given, self.fakes.tensors, strict=True))
-        with self.fakes.mode:
+        with self.fakes.mode, enable_python_dispatcher():  # composites in C++ fix sizes
             run(list(self.fakes.tensors))
         self.tensors = {n: v for n, v in self.results.items() if isinstance(v, torch.Tensor)}
         self.rows = {n for n, v in self.tensors.items() if v.shape and self.name(v.shape[0]) == "n"}

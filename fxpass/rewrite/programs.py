@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
@@ -106,7 +107,7 @@ def _graph(rows: Rows, sources: Sources, n: int) -> tuple[GraphModule, Fakes]:
     module = GraphModule({}, graph)
     module.graph.eliminate_dead_code()
     examples: dict[Any, Any] = {}
-    with fakes.mode, torch.enable_grad():
+    with fakes.mode, enable_python_dispatcher(), torch.enable_grad():
         for tensor, flag in zip(fakes.tensors, flags, strict=True):
             tensor.requires_grad_(flag)
         todo = list(fakes.tensors)

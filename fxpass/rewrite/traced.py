@@ -9,6 +9,7 @@ the row function and of its gradients::
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,11 +25,13 @@ from fxpass.capture.capture import RowCall
 from fxpass.capture.function import dtype_of, function_of, shape_of, trained
 from fxpass.capture.values import Leaf, Size, Stop
 from fxpass.graph.nodes import NoMatch, hint
-from fxpass.region.joint import trace
+from fxpass.graph.source import source_line
+from fxpass.region.joint import cut, trace
 from fxpass.region.joint import traced as trace_calls
 from fxpass.region.run import Fakes, apart
 from fxpass.region.text import Input, RowRegion
 
+log = logging.getLogger(__name__)
 # Rows of the traced example: another size than those of a few classes.
 ROWS = 251
 
@@ -80,10 +83,10 @@ def traced(call: RowCall, memory_mb: int, compiled: bool) -> Made:
                 graph=joint.graph,
             ),
         )
-        made.region.text()  # raises for what no text has
+        cut(RowRegion.parse(made.region.text()))  # raises for what no text has
         return made
-    except (ValueError, Stop) as error:
-        raise NoMatch(call.place, f"its rows cannot be traced: {error}") from error
+    except Exception as error:
+        raise _untraced(call, error) from error
 
 
 def forward(call: RowCall) -> Graph:
@@ -102,8 +105,17 @@ def forward(call: RowCall) -> Graph:
 
     try:
         return apart(run)
-    except (ValueError, Stop, DynamicOutputShapeException, DataDependentOutputException) as error:
-        raise NoMatch(call.place, f"its rows cannot be traced: {error}") from error
+    except Exception as error:
+        raise _untraced(call, error) from error
+
+
+def _untraced(call: RowCall, error: Exception) -> NoMatch:
+    """Why there is no graph for any number of rows: the program's own calls run in it."""
+    log.debug("%s: its rows cannot be traced", source_line(call.place), exc_info=error)
+    known = (ValueError, Stop, DynamicOutputShapeException, DataDependentOutputException)
+    kind = "" if isinstance(error, known) else f"{type(error).__name__}: "
+    text = " ".join(str(error).split())[:200]
+    return NoMatch(call.place, f"its rows cannot be traced: {kind}{text}")
 
 
 def _inputs(call: RowCall) -> tuple[list[Input], dict[str, int]]:

@@ -160,3 +160,31 @@ def test_code_of_the_cpp_wrapper(program):
     given = inputs()
     got, want = (torch.autograd.grad(run(*given), given[0]) for run in (compiled, program))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("ignored", [1, 3])
+def test_an_ignored_row_does_not_show_what_it_holds(ignored):
+    """PyTorch's gradients would be nan: it multiplies the row by 0."""
+
+    def masked(x, weight, bias, labels, *_):
+        return (F.linear(x, weight, bias).logsumexp(-1) * (labels >= 0)).sum()
+
+    def with_labels(x, weight, bias, labels, *_):
+        return F.cross_entropy(F.linear(x, weight, bias), labels)
+
+    for program in (masked, with_labels):
+        found = []
+        for value in (0.5, float("nan")):
+            torch._dynamo.reset()
+            x, weight, bias, labels, *_ = inputs()
+            labels[:ignored] = -100
+            with torch.no_grad():
+                x[:ignored] = value
+            loss = fused(program, "aot_eager")(x, weight, bias, labels)
+            loss.backward()
+            found.append((loss, x.grad, bias.grad, weight.grad))
+        finite, hidden = found
+        torch.testing.assert_close(hidden[:2], finite[:2])
+        assert not hidden[1][:ignored].any()
+        if ignored == 3:  # half of the rows are left out of the products
+            torch.testing.assert_close(hidden, finite)
