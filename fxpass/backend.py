@@ -34,6 +34,7 @@ def fusedce(
     *,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> Callable[..., Any]:
     """Compiles one Dynamo graph.
 
@@ -43,6 +44,7 @@ def fusedce(
         mode: a mode of the inner backend (``reduce-overhead``, ``max-autotune``, ...).
         options: keys that start with ``fusedce.`` are settings of fxpass; other keys go to the
             inner backend.
+        name: of the compiled region, for an inner backend that takes one.
 
     Raises:
         SettingError: an unknown setting, or a value that is not allowed.
@@ -59,14 +61,15 @@ def fusedce(
     rest = {k: v for k, v in (options or {}).items() if not k.startswith(PREFIX)}
     if not settings.enabled:
         log.info("switched off: the graph goes to %s unchanged", settings.inner)
-        return compile_inner(settings.inner, gm, example_inputs, mode, rest)
+        return compile_inner(settings.inner, gm, example_inputs, mode, rest, region=name)
     stored = is_stored(gm)
     outcome = transform(gm, with_kept_logits(settings) if stored else settings, example_inputs)
     for rejection in outcome.rejections:
         if rejection.loss_elsewhere:
             warn_once(log, "loss elsewhere", str(rejection))
     examples, take_plain = plain_inputs(example_inputs)
-    compiled = compile_inner(settings.inner, gm, examples, mode, rest, settings.mixed_dtypes)
+    casts = settings.mixed_dtypes
+    compiled = compile_inner(settings.inner, gm, examples, mode, rest, casts, region=name)
     if stored and outcome.heads:
         compiled = with_operator(compiled)
     return take_plain(outcome.restore(compiled))

@@ -30,8 +30,8 @@ from fxpass.capture.slice import Slice
 from fxpass.capture.values import PRODUCTS, numel
 from fxpass.graph.calls import first_operand
 from fxpass.graph.functions import LOSSES, function_of
-from fxpass.graph.nodes import NoMatch, is_tensor, value
-from fxpass.graph.region import Region
+from fxpass.graph.nodes import NoMatch, is_tensor, nested_graph, value
+from fxpass.graph.region import AUTOGRAD_FUNCTIONS, Region
 from fxpass.graph.source import call_name, source_line
 from fxpass.plan.plan import size
 
@@ -62,27 +62,37 @@ class Rejection:
 
 
 def rejections_of(
-    region: Region, reasons: Mapping[Node, NoMatch], least: float, fused: bool
+    region: Region,
+    reasons: Mapping[Node, NoMatch],
+    kept: Mapping[Node, NoMatch],
+    least: float,
+    fused: bool,
 ) -> Iterator[Rejection]:
     """The rejections of a region.
 
     Args:
         region: the region, with what is fused replaced.
         reasons: for products, why they are no heads.
+        kept: for heads whose logits exist, why they have to.
         least: the size of logits, in MiB, that are worth an operator.
         fused: whether anything was fused.
     """
     said: set[Node] = set()
+    functions = dict(_of_functions(region))
     for node in region.module.graph.nodes:
         if function_of(node) not in LOSSES:
             continue
-        product, no = _of_loss(node, reasons, least)
+        product, no = _of_loss(node, {**reasons, **kept}, functions, least)
         if region.call is not None and not region.plain and product is not None:
             what = f"it is inside %{region.call.name} ({call_name(region.call)})"
             reason = f"{what}; of nested graphs, only those of activation checkpoints are fused"
             no = NoMatch(node, reason)
         said |= {product or node, no.node}
-        yield Rejection(no.node, no.reason, source_line(node))
+        yield Rejection(no.node, no.reason + _advice(no), source_line(node))
+    for node, name in functions.items():
+        if node not in said and takes_softmax(node):
+            said.add(node)
+            yield Rejection(node, _INSIDE.format(name), source_line(node))
     nothing = not (fused or said)
     for product in filter(is_product, region.module.graph.nodes):
         no = reasons.get(product) or _small(product, least)
@@ -98,13 +108,35 @@ def rejections_of(
             yield Rejection(no.node, no.reason, source_line(product))
 
 
+_INSIDE = (
+    "its logits are made inside of an autograd.Function (%{}), whose backward is its own: of a "
+    "custom function, fxpass fuses what is computed of logits, but not the product that makes them"
+)
+_COLUMNS = (
+    ": one pass over logits has their rows, or their columns; where a loss of the columns has a "
+    "product of its own (b @ a.T beside a @ b.T), both fuse"
+)
+
+
+def _advice(no: NoMatch) -> str:
+    return _COLUMNS if "works along rows" in no.reason else ""
+
+
+def _of_functions(region: Region) -> Iterator[tuple[Node, str]]:
+    """The calls of custom functions in whose forward a product is, and their names."""
+    for node in region.module.graph.nodes:
+        body = nested_graph(node.args[0]) if node.target in AUTOGRAD_FUNCTIONS else None
+        if body is not None and any(map(is_product, body.graph.nodes)):
+            yield node, node.name
+
+
 def _small(product: Node, least: float) -> NoMatch | None:
     reason = too_small(product, least)
     return Costs(product, reason) if reason else None
 
 
 def _of_loss(
-    loss: Node, reasons: Mapping[Node, NoMatch], least: float
+    loss: Node, reasons: Mapping[Node, NoMatch], functions: Mapping[Node, str], least: float
 ) -> tuple[Node | None, NoMatch]:
     """The product that makes the logits of a loss, and why they have to exist."""
     try:
@@ -120,6 +152,8 @@ def _of_loss(
                 return node, reasons[node]
             unknown = NoMatch(node, "what is made of its logits is not known")
             return node, _small(node, least) or unknown
+        if node in functions:
+            return None, NoMatch(node, _INSIDE.format(functions[node]))
         if node.op not in ("call_function", "call_method"):
             no = NoMatch(node, _not_computed_here(node))
         sources = [n for n in node.all_input_nodes if n not in seen and _is_as_large(n, wanted)]

@@ -31,7 +31,7 @@ from torch._dynamo import compiled_autograd
 from fxpass.capture.values import Stop, Value
 from fxpass.deferred.dynamo import hidden
 from fxpass.deferred.history import once
-from fxpass.deferred.inputs import StaleLogitsError, quiet
+from fxpass.deferred.inputs import quiet
 from fxpass.deferred.jobs import Given, Job, Operand, Record
 from fxpass.deferred.recording import LOCK, Recorded
 from fxpass.deferred.rows import prepare, reduced
@@ -122,17 +122,17 @@ def answer(found: Recorded, given: Given, arguments: Mapping[Value, Tensor]) -> 
         try:
             with LOCK, _unseen():
                 prepare(found, runs)
-            if tracked and any(value.trained for value in found.values):
-                links = [{**arguments, **tracked}[value] for value in job.linked]
-                return list(_Answer.apply(found, job, runs, *links))
-            with torch.no_grad():
-                return reduced(found, runs, job.operands())
-        except (Stop, StaleLogitsError, torch.OutOfMemoryError):
+        except Stop:
             raise
         except Exception as error:  # an unforeseen program runs on the logits
             log.debug("a program of deferred logits failed", exc_info=True)
             text = " ".join(str(error).split())[:120]
             raise Stop(f"fails a chunk at a time ({type(error).__name__}: {text})") from None
+        if tracked and any(value.trained for value in found.values):
+            links = [{**arguments, **tracked}[value] for value in job.linked]
+            return list(_Answer.apply(found, job, runs, *links))
+        with torch.no_grad():
+            return reduced(found, runs, job.operands())
 
 
 def _unseen() -> AbstractContextManager[Any]:

@@ -37,8 +37,14 @@ def value(node: Node) -> Tensor:
 
 
 def hint(size: Any) -> int:
-    """A size as a number; for a symbolic size, its value when the graph was traced."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)
+    """A size as a number; for a symbolic size, its value when the graph was traced; for the jagged
+    one of a nested tensor, which has none, a large number."""
+    if isinstance(size, int):
+        return size
+    return _JAGGED if size.node.is_nested_int() else int(size.node.hint or 0)
+
+
+_JAGGED = 1 << 20
 
 
 def is_tensor(argument: Any) -> bool:

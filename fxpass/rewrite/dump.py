@@ -1,7 +1,9 @@
-"""Writes graphs and kernels to a directory, for ``FUSEDCE_DUMP``.
+"""Writes graphs, kernels and reports: to a directory (``FUSEDCE_DUMP``), to torch's trace log.
 
-In: a directory, a graph before and after, the launches of its matches. Out: files
-``graph_<pid>_<n>_before.txt``, ``graph_<pid>_<n>_after.txt`` and ``<kernel name>.py``.
+In: a graph before and after, the launches of its matches, lines of its report. Out: files
+``graph_<pid>_<n>_before.txt``, ``graph_<pid>_<n>_after.txt`` and ``<kernel name>.py``; with
+``TORCH_TRACE``, artifacts that tlparse shows at the graph's compilation: ``fxpass_before``,
+``fxpass_after`` and ``fxpass_report``.
 """
 
 from __future__ import annotations
@@ -12,11 +14,30 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from torch._logging._internal import trace_log, trace_structured_artifact
+
 from fxpass.kernels.call import Launch
 
 log = logging.getLogger(__name__)
 
 _number = itertools.count()
+
+
+def is_traced() -> bool:
+    """Whether torch writes a trace log."""
+    return bool(trace_log.handlers)
+
+
+def trace(before: str, after: str, report: Iterable[object]) -> None:
+    """Adds one graph to torch's trace log.
+
+    Args:
+        before, after: the graph as text.
+        report: the matches, rejections and casts, a line each.
+    """
+    lines = "\n".join(map(str, report))
+    for name, text in {"before": before, "after": after, "report": lines}.items():
+        trace_structured_artifact(f"fxpass_{name}", "string", lambda text=text: text)
 
 
 def write(directory: str, before: str, after: str, kernels: Iterable[Launch]) -> None:

@@ -68,6 +68,7 @@ class Fused:
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
         casts: those of heads' operands, which autocast did.
         reasons: for other products, by name, why they are no heads.
+        kept: for heads whose logits exist, by name, why they have to.
         rows: for each call that makes a gradient of a weight, the weight's name and the rows.
         checkpoints: the names of the calls of checkpoints that read logits.
     """
@@ -76,6 +77,7 @@ class Fused:
     restore: Restore = as_compiled
     casts: list[Cast] = field(default_factory=list)
     reasons: dict[str, NoMatch] = field(default_factory=dict)
+    kept: dict[str, NoMatch] = field(default_factory=dict)
     rows: list[tuple[str, int]] = field(default_factory=list)
     checkpoints: set[str] = field(default_factory=set)
 
@@ -176,7 +178,10 @@ class _Fusing:
                 return self._without_loss(node, no)
             if isinstance(no, Costs) or not has_loss(node):
                 raise
-            return self._kept(node, no), {}
+            captured = self._kept(node, no)
+            if isinstance(no, NoMatch):
+                self.fused.kept[node.name] = no
+            return captured, {}
 
     def _without_loss(self, node: Node, why: NoMatch) -> tuple[Captured, Recipes]:
         """A head whose logits leave the graph, which reduces nothing of them."""

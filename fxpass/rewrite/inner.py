@@ -5,6 +5,7 @@ In: a graph and the arguments of ``torch.compile`` for the inner backend. Out: a
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ def compile_inner(
     options: Mapping[str, Any],
     mixed_dtypes: str | None = None,
     record: aot.Record = note,
+    region: str | None = None,
 ) -> Callable[..., Any]:
     """Compiles ``gm`` with the backend ``name``, as ``torch.compile`` would.
 
@@ -35,17 +37,21 @@ def compile_inner(
         name, gm, example_inputs, mode, options: as ``torch.compile`` passes them to the backend.
         mixed_dtypes: the setting for casts in AOTAutograd's graphs of ``gm``; None: no casts.
         record: is called with these casts.
+        region: the name of the compiled region, for a backend with such a parameter.
     """
     if name != "inductor":
         given = {"mode": mode, "options": dict(options)}
         backend = torch._dynamo.lookup_backend(name)
+        if region is not None and "name" in inspect.signature(backend).parameters:
+            given["name"] = region
         with aot.casting(mixed_dtypes, record) if mixed_dtypes else nullcontext():
             return backend(gm, example_inputs, **{k: v for k, v in given.items() if v})
     _warn_without_compiler(example_inputs)
     if mixed_dtypes:
         options = aot.inductor_options(in_place.inductor_options(options), mixed_dtypes, record)
     # torch.compile uses this class too, so mode and options have the same meaning.
-    backend: Any = torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None)
+    named = {"name": region} if region is not None else {}  # releases before 2.13 have none
+    backend: Any = torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None, **named)
     return backend(gm, example_inputs)
 
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from fxpass.capture.heads import in_nested
 from fxpass.capture.rejections import Rejection, rejections_of
-from fxpass.casts.casts import Cast, cast_region, note
+from fxpass.casts.casts import Cast, cast_lines, cast_region, note
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import Launch
@@ -63,7 +63,8 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
     Raises:
         MixedDtypeError: see :func:`fxpass.casts.casts.agreed`.
     """
-    before = graph_text(gm) if settings.dump else ""
+    shown = bool(settings.dump) or dump.is_traced()
+    before = graph_text(gm) if shown else ""
     heads: list[RegionMatch] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
@@ -92,14 +93,20 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
     note(casts)
     if settings.dump:
         dump.write(settings.dump, before, graph_text(gm), kernels)
+    if shown:
+        dump.trace(before, graph_text(gm), (*heads, *rejections, *cast_lines(casts)))
     return Outcome(tuple(heads), tuple(rejections), tuple(casts), tuple(kernels), restore)
 
 
 def _rejections(region: Region, fused: Fused, settings: Settings) -> list[Rejection]:
     nodes = {node.name: node for node in region.module.graph.nodes}
-    reasons = {nodes[name]: no for name, no in fused.reasons.items() if name in nodes}
+    reasons, kept = (
+        {nodes[name]: no for name, no in of.items() if name in nodes}
+        for of in (fused.reasons, fused.kept)
+    )
+    least = settings.min_logits_mb
     try:
-        return list(rejections_of(region, reasons, settings.min_logits_mb, bool(fused.matches)))
+        return list(rejections_of(region, reasons, kept, least, bool(fused.matches)))
     except Exception:  # a report is not worth a program
         log.warning("the search for rejections failed", exc_info=True)
         return []
@@ -117,4 +124,5 @@ def _fused(region: Region, settings: Settings) -> Fused:
         both(own.restore, inside.restore),
         own.casts + inside.casts,
         own.reasons | inside.reasons,
+        own.kept | inside.kept,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -11,10 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fxpass
+from fxpass.backend import fusedce
 from fxpass.rewrite.inner import compile_inner
 
 V = 50
@@ -177,6 +180,36 @@ def test_other_options_and_mode_reach_the_inner_backend():
         del os.environ["FUSEDCE_INNER"]
     assert seen == {"mode": "max-autotune"}
     assert counters["fusedce"]["matched"] == 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_name_of_a_region_reaches_an_inner_backend_that_takes_one(enabled, monkeypatch):
+    """From torch 2.14 on, ``torch.compile(name=...)`` is a keyword of backends."""
+    seen = []
+
+    def takes(gm, inputs, *, name):
+        seen.append(name)
+        return gm.forward
+
+    def takes_none(gm, inputs):
+        seen.append(None)
+        return gm.forward
+
+    class Wrapper(torch._TorchCompileInductorWrapper):
+        def __call__(self, gm, inputs):
+            seen.append(self.name)
+            return gm.forward
+
+    monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", Wrapper)
+    for function in (takes, takes_none):
+        monkeypatch.setitem(registry._BACKENDS, function.__name__, None)
+        monkeypatch.setitem(registry._COMPILER_FNS, function.__name__, function)
+    for inner in ("takes", "takes_none", "inductor"):
+        torch._dynamo.reset()
+        options = {"fusedce.inner": inner, "fusedce.enabled": int(enabled)}
+        backend = functools.partial(fusedce, options=options, name="head")
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3))
+    assert seen == ["head", None, "head"]
 
 
 def test_an_option_that_inductor_does_not_know_is_inductors_own_error():

@@ -30,6 +30,7 @@ torch.manual_seed(0)
 IDS, LABELS = torch.randint(V, (B, T)), torch.randint(V, (B, T))
 TARGETS = torch.rand(B, T, V).softmax(-1)
 ROWS = torch.rand(B, T, 1) + 0.5
+BITS = torch.randint(2**31, (B, T, 10))
 
 REDUCED: dict[str, Callable[[Tensor], Any]] = {
     "cross_entropy": lambda z: F.cross_entropy(z.flatten(0, 1), LABELS.flatten()),
@@ -63,6 +64,16 @@ REDUCED: dict[str, Callable[[Tensor], Any]] = {
     "binary": lambda z: F.binary_cross_entropy_with_logits(z, TARGETS),
     "einsum": lambda z: torch.einsum("btv,btv->bt", z.softmax(-1), TARGETS),
     "detached": lambda z: z.detach().logsumexp(-1),
+    "padded": lambda z: F.cross_entropy(
+        F.pad(z, (0, 21), value=-1e4).flatten(0, 1), LABELS.flatten()
+    ),
+    "packed bits": lambda z: z.masked_fill(
+        (BITS[..., torch.arange(V) // 32] >> (torch.arange(V) % 32)) & 1 > 0, -1e4
+    ).logsumexp(-1),
+    "lerp": lambda z: torch.lerp(z, TARGETS.to(z.dtype), z.new_tensor(0.3)).logsumexp(-1),
+    "norm of order 0": lambda z: torch.linalg.vector_norm(z.detach().round(), 0),
+    "norms": lambda z: torch.linalg.vector_norm(z, 3, dtype=torch.float64),
+    "probabilities of labels": lambda z: F.binary_cross_entropy((z * 99).sigmoid(), TARGETS),
     "distillation": lambda z: F.kl_div(z.log_softmax(-1), TARGETS, reduction="batchmean"),
 }
 
@@ -442,6 +453,32 @@ def test_in_a_checkpoint():
     for model in both():
         torch.utils.checkpoint.checkpoint(of_labels, model(), use_reentrant=False).backward()
         found.append(model.head.weight.grad)
+    torch.testing.assert_close(*found)
+
+
+def test_where_hooks_of_saved_tensors_are_disabled():
+    found = []
+    for model in both():
+        logits = model()
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            loss = of_labels(logits)
+        loss.backward()
+        found.append((loss, model.head.weight.grad))
+    torch.testing.assert_close(*found)
+
+
+def test_a_program_that_cannot_be_made_computes_the_logits(monkeypatch):
+    """No program is known that fails now: padding did."""
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr(programs, "_graph", fails)
+    found = []
+    for model in both():
+        loss = F.pad(model(), (0, 21), value=-1e4).logsumexp(-1).sum()
+        loss.backward()
+        found.append((loss, model.head.weight.grad))
     torch.testing.assert_close(*found)
 
 

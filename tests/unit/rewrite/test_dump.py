@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._logging._internal import trace_log
 
 from fxpass.kernels.call import ASSUMED, Candidate, Launch
 from fxpass.kernels.render import Kernel
@@ -49,6 +51,29 @@ def test_a_graph_before_and_after_and_its_kernels(by_environment, tmp_path, monk
     (kernel,) = report.kernels
     assert (folder / f"{kernel.name}.py").read_text() == kernel.source
     assert len(list(folder.iterdir())) == 3
+
+
+def test_the_trace_log_has_both_graphs_and_the_report():
+    """``TORCH_TRACE``, of which tlparse makes pages."""
+    records, artifacts = [], {}
+    handler = logging.Handler()
+    handler.emit = records.append
+    trace_log.addHandler(handler)
+    try:
+        torch._dynamo.reset()
+        compiled(loss)(*INPUTS)
+    finally:
+        trace_log.removeHandler(handler)
+    for record in records:
+        metadata = getattr(record, "metadata", {}).get("artifact", {})
+        if metadata.get("name", "").startswith("fxpass_"):
+            artifacts[metadata["name"]] = record.payload
+    report = explain(loss, *INPUTS)
+    assert artifacts == {
+        "fxpass_before": report.before[0],
+        "fxpass_after": report.after[0],
+        "fxpass_report": str(report.matches[0]),
+    }
 
 
 def test_two_graphs_give_two_pairs(tmp_path):
