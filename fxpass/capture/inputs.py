@@ -12,7 +12,7 @@ time::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +82,7 @@ class Inputs(ABC):
         arithmetic = out_of_place(function_of(node)) in _ARITHMETIC
         tensors = [n for n in (node, *node.all_input_nodes) if is_tensor(n)]
         if not (is_number(operand) and arithmetic and tensors):
-            return self.argument(operand)
+            return self.argument(operand, node)
         if operand not in self.operands or isinstance(self.operands[operand], torch.SymFloat):
             like = global_of(value(tensors[0]))
             with torch.no_grad(), self.recorder.fake_mode(like):
@@ -90,13 +90,19 @@ class Inputs(ABC):
             self.operands[operand] = self.recorder.tensor(number, None, False, node=operand)
         return self.operands[operand]
 
-    def argument(self, node: Node) -> Any:
+    def argument(self, node: Node, reader: Node) -> Any:
+        """What another node reads for a node."""
         if node in self.found.ran:
             return self.found.ran[node]
         if node in self.found.derived:
             return self.run(node)
         if node not in self.operands and node not in self.given and self.is_constant(node):
-            return self.run(node)
+            writers = self._written_before(node, reader)
+            if not writers or self._is_target(node, reader, writers):
+                made = self.run(node)
+                for writer in writers:
+                    self.run(writer)
+                return made
         if node not in self.operands and self._is_spread(node):
             self._spread(node)
         if node not in self.operands:
@@ -124,6 +130,20 @@ class Inputs(ABC):
             self.constants[node] = known
         return self.constants[node]
 
+    def _written_before(self, node: Node, reader: Node) -> list[Node]:
+        """The nodes outside of the slice that write to a tensor before another node reads it. The
+        program has made what is read: an operand like another."""
+        writers = self.writers.get(storage(node), ()) if is_tensor(node) else ()
+        return [w for w in sorted(writers) if w < reader and w not in self.found.ran]
+
+    def _is_target(self, node: Node, reader: Node, writers: Sequence[Node]) -> bool:
+        """Whether a tensor that is written is as large as logits, and nothing else reads it, as
+        smoothed labels: its writers are recorded with it, so that it is made a chunk at a time."""
+        large = numel(value(node).shape) * 8 > min(
+            numel(value(n).shape) for n in self.recorder.seeds
+        )
+        return large and set(node.users) <= {*writers, reader}
+
     def _is_spread(self, node: Node) -> bool:
         """Whether a node spreads smaller tensors: one-hot labels, a mask of classes."""
         if node not in self.spread:
@@ -143,7 +163,7 @@ class Inputs(ABC):
 
     def _spread(self, node: Node) -> None:
         """Records how a node spreads tensors, if that can be told; else it is an operand."""
-        args, kwargs = map_arg((node.args, node.kwargs), self.argument)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: self.argument(n, node))
         count = len(self.recorder.steps)
         try:
             out = self.out(node, args, kwargs)

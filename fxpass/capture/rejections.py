@@ -119,7 +119,7 @@ _COLUMNS = (
 
 
 def _advice(no: NoMatch) -> str:
-    return _COLUMNS if "works along rows" in no.reason else ""
+    return _COLUMNS if "softmax works along rows" in no.reason else ""
 
 
 def _of_functions(region: Region) -> Iterator[tuple[Node, str]]:

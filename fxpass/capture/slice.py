@@ -221,7 +221,7 @@ class _Walk(Inputs):
         (source, *_) = node.all_input_nodes
         assert self.found.sharding is not None
         check_placing(node, source, self.found.sharding)
-        return self.argument(source)
+        return self.argument(source, node)
 
     def _is_of_classes(self, out: Any) -> bool:
         return isinstance(out, Tensor) and self.recorder.value(out).of_classes

@@ -19,7 +19,7 @@ from fxpass.capture.values import Chain, Value, inner, inner_sizes, numel, same
 
 # Calls that make a tensor of one number: the position of the number, if it is an argument.
 FILLED = {A.full: 1, A.zeros: None, A.ones: None, A.scalar_tensor: 0}
-FILLED |= {A.empty: None}
+FILLED |= {A.empty: None, A.fill: 1}
 _SAME = (A.expand, A.alias, A.detach, A.clone)
 
 
@@ -37,8 +37,8 @@ def filled(env: Any, value: Value, letters: str, chain: Chain) -> Tensor | None:
         return None
     packet = step.op.overloadpacket
     if packet in FILLED or is_like(step):
-        given = bound(step)
-        number = given.get("fill_value", given.get("s", number_of(step)))
+        at = FILLED.get(packet)
+        number = number_of(step) if at is None else step.args[at]
         if isinstance(number, Value):
             return None
         sizes = (env.n, *env.sizes(inner_sizes(value, letters)))

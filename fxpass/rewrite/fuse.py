@@ -33,10 +33,10 @@ from fxpass.capture.rejections import elsewhere, leaves_whole
 from fxpass.capture.slice import Scope, slice_of
 from fxpass.capture.values import Value
 from fxpass.casts.casts import Cast
-from fxpass.deferred.tensor import Recipe
+from fxpass.graph.calls import storage
 from fxpass.graph.hazards import leaves, writers_in
 from fxpass.graph.modes import Mode, gradients_reach, modes_of
-from fxpass.graph.nodes import NoMatch, hint, is_tensor, value
+from fxpass.graph.nodes import NoMatch, hint, is_tensor, needs_gradient, value
 from fxpass.graph.region import CHECKPOINTS, Region
 from fxpass.graph.source import source_line
 from fxpass.lower.normal import lower
@@ -45,10 +45,10 @@ from fxpass.plan.plan import MIB, size
 from fxpass.region.compile import warm
 from fxpass.rewrite.copies import copied
 from fxpass.rewrite.known import OfRegion, with_total
-from fxpass.rewrite.leaving import deferred_outputs
+from fxpass.rewrite.leaving import deferred_outputs, split
 from fxpass.rewrite.lowered import Inserted, Lowered
 from fxpass.rewrite.matches import RegionMatch, choice_of, match_of, words_of
-from fxpass.rewrite.outputs import Restore, as_compiled, both, defer_outputs, recipe_of
+from fxpass.rewrite.outputs import Deferral, Restore, as_compiled, both, defer_outputs, recipe_of
 from fxpass.rewrite.programs import programs_with
 from fxpass.rewrite.regions import Calls, erase, rewrite_region
 from fxpass.rewrite.traced import Made, forward, traced
@@ -56,7 +56,7 @@ from fxpass.rewrite.worth import stored, too_costly
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
-Recipes = dict[Node, tuple[Recipe, tuple[Node, ...]]]  # by the output of the graph
+Recipes = dict[Node, Deferral]  # by the output of the graph
 
 
 @dataclass
@@ -194,7 +194,7 @@ class _Fusing:
             recipes = self._deferred(captured)
         except NoMatch:
             raise elsewhere(node, found) or why from None
-        if not all(recipe.rows for recipe, _ in recipes.values()):
+        if not all(deferral.recipe.rows for deferral in recipes.values()):
             raise elsewhere(node, found) or why  # nothing of them would be answered
         return captured, recipes
 
@@ -233,14 +233,26 @@ class _Fusing:
         if not left:
             return {}
         output = self.graph.output_node()
-        reduced = captured.calls and not captured.trained  # the loss is computed from the logits
+        reduced = captured.calls and not captured.trained  # the loss is computed from the logits,
+        # which are not those of a training step, whose metrics leave the graph before the loss
+        reduced = reduced and not any(map(needs_gradient, left))
         kept = settings.logits == "keep" or (settings.logits == "auto" and reduced)
         drop = settings.logits == "drop"
         found = {} if kept else deferred_outputs(self.region, captured, self.modes, drop=drop)
         if stays := next((n for n in left if n not in found), None):
             raise NoMatch(output, f"the logits, or what is made of them (%{stays.name}), leave")
-        programs = programs_with(settings)
-        return {n: recipe_of(n, found[n], captured, programs) for n in left}
+        programs, roots = programs_with(settings), dict[Node, Deferral]()
+        made: Recipes = {}
+        for node in left:
+            root, chain = (node, ()) if drop else split(node, found[node], captured)
+            if root not in roots:
+                nodes = [n for n in found[node] if n not in chain]
+                roots[root] = recipe_of(root, nodes, captured, programs)
+            made[node] = roots[root] if not chain else roots[root].then(root, chain)
+        recipes = {(storage(n), deferral.recipe) for n, deferral in made.items()}
+        if not drop and len(recipes) > len({memory for memory, _ in recipes}):
+            raise NoMatch(output, "two results of the graph share the memory of its logits")
+        return made
 
     # ------------------------------------------------------------ the calls
 

@@ -50,9 +50,45 @@ def deferred_outputs(
     found: dict[Node, tuple[Node, ...]] = {}
     for node in captured.slice.left:
         nodes = _between(node, captured, drop)
-        if nodes and (drop or _computable_at(output, node, nodes, captured, modes)):
+        others = {n for n in output.all_input_nodes if n not in captured.slice.left}
+        if nodes and (drop or _computable_at(output, node, nodes, captured, modes, others)):
             casts = [n for n in _weight_casts(nodes) if drop or _movable(n, output)]
             found[node] = tuple(sorted((*casts, *nodes)))
+    return found
+
+
+def split(
+    output: Node, nodes: Collection[Node], captured: Captured
+) -> tuple[Node, tuple[Node, ...]]:
+    """The last node before the first view of rows, and the nodes from it to an output: the logits
+    are deferred as a whole, so that their rows are known, and the views are taken of them.
+
+    Args:
+        output: a deferred output.
+        nodes: the nodes that compute it.
+        captured: the heads.
+
+    Returns:
+        the output itself and no nodes, where there is no such node.
+    """
+    node, chain = output, list[Node]()
+    while True:
+        before = {n for n in nodes if n is node or n in _ancestors(node, nodes)}
+        if not any(VIEW in does(captured, n) for n in before):
+            return node, tuple(reversed(chain))
+        sources = {n for n in node.all_input_nodes if n in nodes}
+        if node in captured.heads or len(sources) != 1 or written(node):
+            return output, ()
+        chain.append(node)
+        node = sources.pop()
+
+
+def _ancestors(node: Node, nodes: Collection[Node]) -> set[Node]:
+    found, todo = set[Node](), [node]
+    while todo:
+        sources = {n for n in todo.pop().all_input_nodes if n in nodes} - found
+        found |= sources
+        todo += sources
     return found
 
 
@@ -116,11 +152,12 @@ def _computable_at(
     nodes: Collection[Node],
     captured: Captured,
     modes: Mapping[Node, Mode],
+    others: Collection[Node],
 ) -> bool:
     """Whether ``nodes``, recomputed at the graph's end without autocast, give the same values and
-    gradients as ``output``."""
+    gradients as ``output``, which shares no memory with ``others``."""
     memory = storage(output)
-    if any(storage(n) == memory for n in end.all_input_nodes if is_tensor(n) and n is not output):
+    if any(storage(n) == memory for n in others if is_tensor(n)):
         return False  # the outputs are aliases: a write to one changes the other
     return (
         memory is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -31,9 +32,37 @@ Compiled = Callable[..., Any]
 Restore = Callable[[Compiled], Compiled]
 
 
-def recipe_of(
-    output: Node, nodes: Sequence[Node], captured: Captured, programs: Any
-) -> tuple[Recipe, tuple[Node, ...]]:
+@dataclass(frozen=True)
+class Deferral:
+    """How an output of a graph is deferred.
+
+    Attributes:
+        recipe: computes logits.
+        given: the nodes that the recipe reads.
+        chain: computes the output from the deferred logits, and from ``beside``; None if they are
+            the output.
+        beside: the nodes that the chain reads beside the logits.
+    """
+
+    recipe: Recipe
+    given: tuple[Node, ...]
+    chain: GraphModule | None = None
+    beside: tuple[Node, ...] = ()
+
+    def then(self, root: Node, nodes: Sequence[Node]) -> Deferral:
+        """What some nodes compute of the logits ``root``; the last one is an output."""
+        inside = {root, *nodes}
+        beside = dict.fromkeys(n for m in nodes for n in m.all_input_nodes if n not in inside)
+        graph = Graph()
+        copies = {node: graph.placeholder(node.name) for node in (root, *beside)}
+        for node in nodes:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = {}
+        graph.output(copies[nodes[-1]])
+        return replace(self, chain=GraphModule({}, graph), beside=tuple(beside))
+
+
+def recipe_of(output: Node, nodes: Sequence[Node], captured: Captured, programs: Any) -> Deferral:
     """The recipe that computes an output from the inputs of its products, and these inputs.
 
     Args:
@@ -84,19 +113,17 @@ def recipe_of(
         not captured.calls,
         programs,
     )
-    return recipe, given
+    return Deferral(recipe, given)
 
 
-def defer_outputs(
-    gm: GraphModule, recipes: Mapping[Node, tuple[Recipe, tuple[Node, ...]]], *, drop: bool
-) -> Restore:
+def defer_outputs(gm: GraphModule, recipes: Mapping[Node, Deferral], *, drop: bool) -> Restore:
     """Replaces the graph's outputs that have a recipe by the inputs of the recipes.
 
     Returns a function that wraps the compiled graph, so that it returns the original outputs.
 
     Args:
         gm: the graph; changed in place.
-        recipes: output → its recipe and inputs, from :func:`recipe_of`.
+        recipes: output → how it is deferred.
         drop: whether the returned tensors raise an error when their values are read.
     """
     if not recipes:
@@ -105,27 +132,37 @@ def defer_outputs(
     old: list[Any] = list(cast(Any, output.args[0]))
     inputs = {n: i for i, n in enumerate(gm.graph.find_nodes(op="placeholder"))}
     returned = dict.fromkeys(n for n in old if n not in recipes)
-    needed = dict.fromkeys(n for _, given in recipes.values() for n in given if n not in inputs)
+    of_recipes = (n for deferral in recipes.values() for n in (*deferral.given, *deferral.beside))
+    needed = dict.fromkeys(n for n in of_recipes if n not in inputs)
     read = [n for n in needed if n not in returned and numbers.follows_from_inputs(n)]
     new = [n for n in returned | needed if n not in read]
     results = [n if n in returned else _shape_of(n, output) for n in new]
     device = value(next(iter(recipes))).device
     output.args = ((*results, *numbers.products(output, results, read, device)),)
-    read_from = numbers.reader(gm.graph, read)
-    # Positions in (*inputs, *numbers, *results): restore must not keep the graph's nodes alive.
+    read_from, count = numbers.reader(gm.graph, read), len(results)
+    # Positions in (*inputs, *numbers, *results, *deferred), not nodes: restore must not keep the
+    # graph alive.
     at = inputs | {n: len(inputs) + i for i, n in enumerate((*read, *new))}
-    deferrals = [(recipe, [at[n] for n in given]) for recipe, given in recipes.values()]
-    places = [recipes[n][0] if n in recipes else at[n] for n in old]
+    deferrals = {d.recipe: [at[n] for n in d.given] for d in recipes.values()}
+    made_of = [(d.recipe, d.chain, [at[n] for n in d.beside]) for d in recipes.values()]
+    at |= {n: len(at) + i for i, n in enumerate(recipes)}
+    places = [at[n] for n in old]
 
     def restore(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> tuple[Any, ...]:
-            known = (*args, *read_from(*args), *compiled(*args))
+            known = [*args, *read_from(*args), *compiled(*args)[:count]]
             made = {}
-            for recipe, given in deferrals:
+            for recipe, given in deferrals.items():
                 # as where the program computes the logits
                 with torch.set_grad_enabled(recipe.requires_grad):
                     made[recipe] = tensor.defer(recipe, [known[i] for i in given], drop=drop)
-            return tuple(made[p] if isinstance(p, Recipe) else known[p] for p in places)
+            for recipe, chain, beside in made_of:
+                result = made[recipe]
+                if chain is not None:
+                    with torch.set_grad_enabled(recipe.requires_grad), torch._C._DisableAutocast():
+                        result = chain.forward(result, *(known[p] for p in beside))
+                known.append(result)
+            return tuple(known[p] for p in places)
 
         return run
 

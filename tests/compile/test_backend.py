@@ -204,6 +204,7 @@ def test_the_name_of_a_region_reaches_an_inner_backend_that_takes_one(enabled, m
     for function in (takes, takes_none):
         monkeypatch.setitem(registry._BACKENDS, function.__name__, None)
         monkeypatch.setitem(registry._COMPILER_FNS, function.__name__, function)
+        function._tags = ()
     for inner in ("takes", "takes_none", "inductor"):
         torch._dynamo.reset()
         options = {"fusedce.inner": inner, "fusedce.enabled": int(enabled)}

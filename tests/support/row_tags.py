@@ -114,8 +114,9 @@ def observer(found: Check, values: bool = True) -> Callable[..., Callable[..., A
             if values:
                 with _plainly():
                     for one in captured:
-                        found.wrong += _recorded(one, kept)
-                        _check(one, kept.kept, found)
+                        read = kept.read_by(one)
+                        found.wrong += _recorded(one, kept, read)
+                        _check(one, read, found)
             return out
 
         return run
@@ -153,14 +154,26 @@ def _captured(region: Region, found: Check) -> Iterator[Captured]:
 
 
 class _Kept(Interpreter):
-    """Runs a graph, and keeps what each node gives: when it is made, and after later writes."""
+    """Runs a graph, and keeps what each node gives: when it is made, when it is read, and after
+    later writes."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module, garbage_collect_values=False)
         self.kept: dict[Node, Any] = {}
+        self.read: dict[tuple[Node, Node], Any] = {}
         self.last: dict[Node, Any] = {}
 
+    def read_by(self, captured: Captured) -> dict[Node, Any]:
+        """What nodes give; operands as the first node of a region reads them."""
+        found = dict(self.kept)
+        for (operand, reader), value in reversed(self.read.items()):
+            if reader in captured.slice.ran and operand not in captured.slice.ran:
+                found[operand] = value
+        return found
+
     def run_node(self, n: Node) -> Any:
+        for operand in filter(is_tensor, n.all_input_nodes):
+            self.read[operand, n] = self.env[operand].detach().clone()
         out = super().run_node(n)
         self.last[n] = out
         self.kept[n] = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), out)
@@ -293,13 +306,13 @@ _EMPTY = (A.empty, A.empty_like, A.new_empty, A.empty_strided, A.new_empty_strid
 # ---------------------------------------------------------------- the promises
 
 
-def _recorded(captured: Captured, kept: _Kept) -> Iterator[str]:
+def _recorded(captured: Captured, kept: _Kept, read: Mapping[Node, Any]) -> Iterator[str]:
     """Results that are others than the graph's."""
     results = {node: captured.slice.values(node) for node in captured.slice.boundary()}
-    replay = Replay(captured, kept.kept)
-    for node, values in results.items():
+    replay = Replay(captured, read)
+    for node, made_here in results.items():
         made, last = map(pytree.tree_leaves, (kept.kept[node], kept.last[node]))
-        for one, *tensors in zip(pytree.tree_leaves(values), made, last, strict=True):
+        for one, *tensors in zip(pytree.tree_leaves(made_here), made, last, strict=True):
             if not isinstance(one, Value) or id(one) not in replay.values:
                 continue
             # a later write is in the record if the write's node is

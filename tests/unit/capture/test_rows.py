@@ -126,6 +126,22 @@ ALONG = (
     ("s.mean((1, 2), keepdim=True)", "mean rrk"),
     ("s.amax((0, 2))", "amax rrk"),
 )
+# Tensors that the program makes and writes itself.
+WRITTEN = (
+    ("bad = torch.zeros(V, dtype=torch.bool); bad[60:] = True; z.masked_fill(bad, -9.0).sum(-1)",),
+    ("bad = torch.zeros(V); bad[chosen] = -9.0; (z + bad).logsumexp(-1) + bad[:3].sum()",),
+    ("odd = torch.ones(N); odd[::2] = 0.5; odd.add_(1); (z * odd[:, None]).logsumexp(-1)",),
+    ("hot = torch.zeros(N, V); hot.scatter_(1, some, 1.0); (z * hot).sum(-1)", "mul rc"),
+    (
+        "d = torch.full((N, V), 0.5); d.fill_(0.1); d.scatter_(1, some, 0.9); "
+        "(d * z.log_softmax(-1)).sum(-1)",
+        "mul rc",
+    ),
+    ("d = torch.zeros_like(z); d.fill_(0.1); d.scatter_(1, some, 0.9); (d * z).sum(-1)", "mul rc"),
+    ("c = z.clone(); c[:, 3] = -9.0; c /= 2; c.logsumexp(-1)", "select_scatter rc", "div rc"),
+    ("m = torch.zeros(V); t = z + m; m[3] = 1.0; t.logsumexp(-1)", "add rc"),
+    ("at = torch.zeros_like(labels); at.copy_(labels); at %= V; z.gather(1, at[:, None])",),
+)
 PRODUCTS = (
     ("z.softmax(-1) @ matrix[:, 0]", "mv r"),
     ("(z @ classes)", "mv r"),
@@ -171,6 +187,10 @@ REFUSED = (
     ("torch.bernoulli(z.sigmoid()).sum(-1)", "draws random numbers"),
     ("torch.multinomial(z.softmax(-1), 1)", "draws random numbers"),
     ("given.copy_(z); given.logsumexp(-1)", "writes to"),
+    (
+        "m = torch.zeros(V); m[5] = 2.0; y = z + m; m[3] = 1.0; y.logsumexp(-1)",
+        "in place between the linear and the loss",
+    ),
     ("z[0] = 0.0; z.logsumexp(-1)", "assigns to rows"),
     ("z.t() @ z", ""),
     ("z @ z.t()", ""),
@@ -194,6 +214,11 @@ def test_pointwise(row):
 
 @pytest.mark.parametrize("row", ALONG, ids=_ids(ALONG))
 def test_along_classes(row):
+    accepted(*row)
+
+
+@pytest.mark.parametrize("row", WRITTEN, ids=_ids(WRITTEN))
+def test_what_the_program_writes_itself(row):
     accepted(*row)
 
 

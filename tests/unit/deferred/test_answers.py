@@ -108,6 +108,36 @@ class Broken(Model):
         return logits * 0.5
 
 
+class Shifted(Model):
+    """Its graph ends behind a shift."""
+
+    def forward(self) -> Tensor:
+        logits = self.head(self.hidden())
+        logits, labels = logits[:, :-1], LABELS[:, 1:]
+        torch._dynamo.graph_break()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Views(Model):
+    """Its graph returns two views of scaled logits, which share memory."""
+
+    def forward(self) -> Tensor:
+        logits = self.head(self.hidden()) * 0.5
+        first, later = logits[:, :-1].float(), logits.transpose(1, 2)
+        torch._dynamo.graph_break()
+        picked = F.cross_entropy(first.reshape(-1, V), LABELS[:, 1:].flatten())
+        return picked + F.cross_entropy(later, LABELS)
+
+
+class Measured(Model):
+    """Its graph ends at an accuracy that is printed, before the loss."""
+
+    def forward(self) -> Tensor:
+        logits = self.head(self.hidden())
+        correct = (logits.argmax(-1) == LABELS).float().mean().item()
+        return F.cross_entropy(logits.flatten(0, 1), LABELS.flatten()) + correct
+
+
 class WithLoss(Model):
     def forward(self) -> tuple[Tensor, Tensor]:
         logits = self.head(self.hidden())
@@ -173,6 +203,12 @@ def test_what_is_reduced_is_answered(reduce, dtype):
 @pytest.mark.parametrize("model", [Capped, Broken, WithLoss, lambda: Model(bias=True)])
 def test_heads(model, name):
     same(model, REDUCED[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "autocast"])
+@pytest.mark.parametrize("model", [Shifted, Views, Measured])
+def test_a_break_behind_views_and_metrics(model, dtype):
+    same(model, lambda loss: loss, dtype)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "shifted", "entropy", "max"])

@@ -177,7 +177,7 @@ OTHERS = {
     written_by_a_function: [],
     written_after_the_loss: [],
     written_without_gradients: ["never"],
-    sharing_memory: ["keep"],
+    sharing_memory: ["defer"],
     viewed_after_a_copy: [],
     shape_of_them: ["defer"],
     without_gradients: ["keep", "never"],
