@@ -26,10 +26,10 @@ from fxpass.deferred.recording import is_value, operands_in, recorded, without_m
 from fxpass.deferred.run import Run
 from fxpass.deferred.values import Deferred, Part
 
-Make = Callable[[Part, Sequence[Tensor]], Tensor]
+Make = Callable[[Part, Sequence[Tensor]], Deferred]
 ROOT = "returned by a graph"  # the record of logits that no function of the program made
 # Functions that ask for values, or that run other code of the program.
-COMPUTING = {"clone", "backward", "__deepcopy__", "__reduce_ex__", "item", "tolist"}
+COMPUTING = {"backward", "__deepcopy__", "__reduce_ex__", "item", "tolist"}
 _ALIKE = {"_to_copy", "alias", "detach", "lift_fresh"}
 
 
@@ -53,7 +53,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
         finally:
             for run in before:
                 run.see(-1)
-    if name in COMPUTING or is_compiling():
+    if name in COMPUTING or is_compiling() or (name == "clone" and not args[0].requires_grad):
         raise Stop("asks for values")
     given: dict[Value, Any] = {}
     direct: dict[Value, Tensor] = {}
@@ -81,6 +81,11 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     tensors = operands_in((plain_args, plain_kwargs))
     direct |= dict(zip(found.operands, tensors, strict=True))
     given |= {v: Operand(t) for v, t in zip(found.operands, tensors, strict=True)}
+    if found.written is not None:
+        written = [t for t in _deferred_in((args, kwargs)) if _record_of(t).value is found.written[0]]
+        trained = {v: t for v, t in direct.items() if v.trained and t.requires_grad}
+        _write(written, _later(found.written[1], given, trained, make))
+        return written[0] if found.values else None
     if not found.values:
         return func(*args, **kwargs)
     logits = {
@@ -103,6 +108,27 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
         found.results,
         is_leaf=is_value,
     )
+
+
+def _deferred_in(arguments: Any) -> list[Deferred]:
+    leaves = pytree.tree_leaves(arguments)
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Deferred)}.values())
+
+
+def _write(written: Sequence[Any], new: Deferred) -> None:
+    """Lets deferred logits become others, in place. Only those that a function of the program has
+    made, and of which there is no view: a write to those of a model computes them.
+
+    Raises:
+        Stop: they are others.
+    """
+    (t, *others), part = written, written[0]._part
+    alone = not others and isinstance(part.run, answers.Later) and part.is_alone
+    if not alone or isinstance(part.run, answers.GradientOfLogits) or t.is_inference():
+        raise Stop("writes to logits of a model, or of which there are views")
+    if t.requires_grad and not torch.is_grad_enabled():
+        raise Stop("writes to logits where gradients are off")
+    t.become(new)
 
 
 def see_gradients(tensors: Any) -> list[Run]:
@@ -169,7 +195,7 @@ def _remember(made: Any, found: Any, given: Any, arguments: Sequence[Any]) -> No
             t._computes.record = Record(value, given)
 
 
-def _later(value: Value, given: Any, arguments: Any, make: Make) -> Tensor:
+def _later(value: Value, given: Any, arguments: Any, make: Make) -> Deferred:
     part = answers.later(value, given, tuple(arguments))
     run: Any = part.run
     if not value.trained:

@@ -32,7 +32,7 @@ class StaleLogitsError(RuntimeError):
             f"the logits of `{source}` were deferred, and one of their inputs, a "
             f"{str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}, "
             f"{what} before they were used. Use the logits, or make a copy of them "
-            f"(logits.clone()), before {before}; or have them computed with the loss "
+            f"(logits.detach().clone()), before {before}; or have them computed with the loss "
             '(FUSEDCE_LOGITS=keep, or options={"fusedce.logits": "keep"})'
         )
 

@@ -67,12 +67,14 @@ class Recorded:
         operands: the plain tensors among the arguments, in their order.
         rows: what results without classes are computed from.
         shown: whether the results are views, or arguments.
+        written: deferred logits that the function writes to, before and after it; or None.
     """
 
     results: Any
     operands: tuple[Value, ...]
     rows: tuple[Rows, ...] = ()
     shown: bool = False
+    written: tuple[Value, Value] | None = None
     arguments: Sequence[Value] = ()  # keeps the identities in its key alive
 
     @property
@@ -153,13 +155,7 @@ def _recorded(
         with torch._C._DisableAutocast():
             arguments: Any = pytree.tree_map(functional, (args, kwargs), is_leaf=is_value)
         made = recorder.call(function, arguments[0], arguments[1], grad, dtype, None)
-        for value, tensor in given.values():
-            data, layout = (
-                _TORCH._functionalize_has_data_mutation(tensor),
-                tuple(tensor.shape) != value.shape,
-            )
-            if data or layout:
-                raise Stop("writes to its arguments")
+        written = _written(recorder, given.values(), tensors)
         results = pytree.tree_map_only(Tensor, recorder.value, made)
     except (DynamicOutputShapeException, DataDependentOutputException):
         raise Stop("makes a tensor whose shape depends on values") from None
@@ -168,12 +164,35 @@ def _recorded(
     except Exception as error:
         raise Stop(f"fails on fake tensors ({type(error).__name__}: {error})") from None
     operands = tuple([given[id(tensor)][0] for tensor in tensors])
-    found = Recorded(results, operands, arguments=[value for value, _ in given.values()])
+    arguments = [value for value, _ in given.values()]
+    found = Recorded(results, operands, written=written, arguments=arguments)
+    if written is not None:
+        if any(value is not written[1] for value in found.values):
+            raise Stop("writes to its arguments, and returns others")
+        return found
     memory = {v.fake.untyped_storage()._cdata for v, _ in given.values()}
     shown = [v.fake.untyped_storage()._cdata in memory for v in found.values]
     found.shown = any(shown)
     if not found.shown and not all(value.of_classes for value in found.values):
         found.rows = tuple(_rows(found.values))
+    return found
+
+
+def _written(
+    recorder: Recorder, given: Iterable[tuple[Value, Tensor]], operands: Sequence[Tensor]
+) -> tuple[Value, Value] | None:
+    """The deferred logits that a function writes to, before and after it."""
+    found = None
+    for value, tensor in given:
+        data = _TORCH._functionalize_has_data_mutation(tensor)
+        if not data and tuple(tensor.shape) == value.shape:
+            continue
+        if value.tag is None or found is not None:
+            raise Stop("writes to its arguments")
+        new = recorder.value(tensor)
+        if not new.of_classes or new.fake.dtype != value.fake.dtype:
+            raise Stop("writes to its arguments")
+        found = value, new
     return found
 
 

@@ -61,7 +61,7 @@ LIKE = {
 }
 
 ASSIGNED = "deferred logits do not take `.data = other`; write with .copy_(other)"
-RESHAPED = "{} changes the shape of deferred logits in place; work on logits.clone()"
+RESHAPED = "{} changes the shape of deferred logits in place; work on logits.detach().clone()"
 
 
 def defer(recipe: Recipe, inputs: Sequence[Any], *, drop: bool = False) -> Tensor:
@@ -237,6 +237,11 @@ class DeferredLogits(Deferred):
         self._view = None
         return self
 
+    def become(self, other: DeferredLogits) -> None:
+        """Has the values and the history of others from now on, as after a write in place."""
+        torch._C._swap_tensor_impl(self, other)
+        self._computes, self._view, self._is_root = other._computes, None, other._is_root
+
     def _leaf(self, alias: bool = True) -> Tensor:
         """A plain leaf with these values; with ``alias`` it shares the memory of all views."""
         value = self._part.materialise() if alias else self._part.read()
@@ -271,7 +276,7 @@ class DeferredLogits(Deferred):
         if run is not None:
             return (
                 f"DeferredLogits({short(self.dtype)}{list(self.shape)} on {self.device}, of "
-                f"`{run.recipe.source}`; not computed, .clone() computes the values)"
+                f"`{run.recipe.source}`; not computed, .detach().clone() computes the values)"
             )
         try:
             name = type(self.grad_fn).__name__ if self.grad_fn else None

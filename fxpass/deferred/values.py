@@ -223,6 +223,14 @@ class Part:
         return self.buffer.run if self.value is None else None
 
     @property
+    def is_alone(self) -> bool:
+        """Whether it is the whole of its buffer, and there is no other part of it."""
+        like, whole = self.like, self.buffer.like
+        with _parts_lock:
+            others = any(part.buffer is self.buffer and part is not self for part in list(_parts))
+        return not others and (like.shape, like.stride()) == (whole.shape, whole.stride())
+
+    @property
     def gradient(self) -> Gradient | None:
         """What it is a gradient of, as a whole."""
         like, whole = self.like, self.buffer.like

@@ -78,6 +78,55 @@ REDUCED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+def smoothed(z: Tensor) -> Tensor:
+    wanted = torch.zeros_like(z)
+    wanted.fill_(0.1 / (V - 1))
+    wanted.scatter_(-1, LABELS[..., None], 0.9)
+    return -(wanted * z.log_softmax(-1)).sum(-1).mean()
+
+
+def margins(z: Tensor) -> Tensor:
+    hot = torch.zeros_like(z).scatter_(-1, LABELS[..., None], 1)
+    return F.cross_entropy((z - 0.3 * hot).flatten(0, 1), LABELS.flatten())
+
+
+def masked_copy(z: Tensor) -> Tensor:
+    copy = z.clone()
+    copy[..., 150:] = -1e4
+    copy[:, :, 3] = float("-inf")
+    return copy.logsumexp(-1)
+
+
+def scaled_copy(z: Tensor) -> Tensor:
+    copy = z.clone(memory_format=torch.contiguous_format)
+    copy /= 2
+    copy.masked_fill_(TARGETS > 0.01, -3).mul_(ROWS)
+    return copy.log_softmax(-1).gather(-1, LABELS[..., None])
+
+
+def filled_with_logits(z: Tensor) -> Tensor:
+    return torch.empty_like(z).copy_(z).add_(z.detach()).logsumexp(-1)
+
+
+def result_of_out(z: Tensor) -> Tensor:
+    with torch.no_grad():
+        made = torch.zeros_like(z)
+        torch.mul(z, 2, out=made)
+    return made.argmax(-1)
+
+
+def written_twice(z: Tensor) -> tuple[Tensor, Tensor]:
+    copy = z.clone()
+    before = copy.sum(-1)
+    copy *= 2
+    return before, copy.logsumexp(-1)
+
+
+# What the program has made of the logits and writes to.
+WRITTEN = {f.__name__: f for f in (smoothed, margins, masked_copy, scaled_copy)}
+WRITTEN |= {f.__name__: f for f in (filled_with_logits, result_of_out, written_twice)}
+
+
 class Model(torch.nn.Module):
     """A language model of one layer."""
 
@@ -197,6 +246,78 @@ def same(model: type[Model], reduce: Callable[[Tensor], Any], dtype: Any = torch
 @pytest.mark.parametrize("reduce", REDUCED.values(), ids=REDUCED)
 def test_what_is_reduced_is_answered(reduce, dtype):
     same(Model, reduce, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "autocast"])
+@pytest.mark.parametrize("reduce", WRITTEN.values(), ids=WRITTEN)
+def test_what_the_program_has_made_is_written_in_place(reduce, dtype):
+    same(Model, reduce, dtype)
+
+
+def seen_by_a_view(z: Tensor) -> Any:
+    copy = z.clone()
+    row = copy[0]
+    copy[:, 3] = 0.0
+    return row.sum(-1), copy.logsumexp(-1)
+
+
+def seen_by_an_alias(z: Tensor) -> Any:
+    copy = torch.zeros_like(z)
+    alias = copy.detach()
+    copy += 1
+    return alias.sum(-1), (copy * z).sum(-1)
+
+
+def to_a_view(z: Tensor) -> Any:
+    copy = z.clone()
+    copy[0].zero_()
+    return copy.logsumexp(-1)
+
+
+def to_the_logits(z: Tensor) -> Any:
+    z[..., 3] = -2.0
+    return z.logsumexp(-1), z[0].sum()
+
+
+def without_gradients(z: Tensor) -> Any:
+    copy = z.clone()
+    with torch.no_grad():
+        copy *= 2
+    return copy.logsumexp(-1)
+
+
+def to_another_shape(z: Tensor) -> Any:
+    copy = z.clone()
+    copy.unsqueeze_(0)
+    copy.squeeze_(0).transpose_(1, 2)
+    return copy.logsumexp(1)
+
+
+def to_an_operand(z: Tensor) -> Any:
+    given = torch.zeros(B, T, V)
+    given.copy_(z)
+    return given.logsumexp(-1)
+
+
+def to_a_snapshot(z: Tensor) -> Any:
+    copy = z.detach().clone()
+    assert type(copy) is Tensor
+    copy.resize_(B * T, V)
+    return copy.sum(-1), z.logsumexp(-1)
+
+
+IN_PLACE = (seen_by_a_view, seen_by_an_alias, to_a_view, to_the_logits, without_gradients)
+IN_PLACE += (to_another_shape, to_an_operand, to_a_snapshot)
+
+
+@pytest.mark.parametrize("reduce", IN_PLACE, ids=[f.__name__ for f in IN_PLACE])
+@pytest.mark.parametrize("name", ["Model", "Capped"])
+def test_other_writes(reduce, name):
+    """They are seen by all views, and compute the logits where these are."""
+    model = {"Model": Model, "Capped": Capped}[name]
+    want = outcome(model(), reduce, torch.float32)
+    got = outcome(compiled(model()), reduce, torch.float32)
+    torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "entropy", "masked rows", "two", "argmax"])
