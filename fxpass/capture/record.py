@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -59,12 +59,22 @@ class Recorder(TorchDispatchMode):
         steps: the calls, in order.
         heads: the heads that were made.
         classes: the classes of the smallest head so far.
-        outside: the number of calls after the rows of a region.
+        numbers: the floats that calls of elements read, in order.
+        varied: the values of those of them that are operands.
+        dtypes: of the results of each call, in order.
+
+    Args:
+        seeds: the nodes that make logits; whether their classes come first.
+        varying: the positions of ``numbers`` that are operands.
     """
 
-    def __init__(self, seeds: dict[Node, bool]):
+    def __init__(self, seeds: dict[Node, bool], varying: Collection[int] = ()):
         super().__init__()
-        self.seeds = seeds
+        self.seeds, self.varying = seeds, varying
+        self.numbers: list[float] = []
+        self.varied: list[Value] = []
+        self.dtypes: list[tuple[torch.dtype, ...]] = []
+        self._counted = False
         self.steps: list[Step] = []
         self.heads: list[Head] = []
         self.classes = 1 << 62
@@ -192,6 +202,9 @@ class Recorder(TorchDispatchMode):
             with self:
                 index = torch.where(index < 0, index + args[0].shape[dim], index)
                 return A.index_select(args[0], dim, index)
+        if (changed := self._with_operands(func, args)) is not None:
+            with self:
+                return func.overloadpacket(*changed, **kwargs)
         step = Step(func, given, named, torch.is_grad_enabled(), self._node)
         if self._grad and not step.grad and any(v.trained for v in tagged):
             raise Stop(f"aten.{func.overloadpacket.__name__} runs with gradients switched off")
@@ -206,6 +219,27 @@ class Recorder(TorchDispatchMode):
         self._tag(step, out, tagged)
         return out
 
+    def _with_operands(self, func: Any, args: Sequence[Any]) -> Sequence[Any] | None:
+        """Arguments with operands in the place of numbers that vary; None if none does."""
+        counted, self._counted = self._counted, False
+        if counted or torch.Tag.pointwise not in func.tags:
+            return None
+        changed = list(args)
+        for i, number in enumerate(args):
+            if type(number) is not float:
+                continue
+            tensor = next(a for a in args if isinstance(a, Tensor))
+            alone = not any(a.dim() for a in args if isinstance(a, Tensor))
+            if len(self.numbers) in self.varying and not (alone and tensor.itemsize < 4):
+                # a tensor without dimensions promotes others, but for those with some
+                dtype = tensor.dtype if alone else torch.float64
+                changed[i] = tensor.new_empty((), dtype=dtype)
+                value = self._values[id(changed[i])] = Value(changed[i])
+                self.varied.append(value)
+                self._counted = True
+            self.numbers.append(number)
+        return changed if self._counted else None
+
     def _known(self, tensor: Tensor) -> Value:
         if id(tensor) not in self._values:  # a constant of the call
             self._values[id(tensor)] = Value(tensor, data=tensor)
@@ -215,6 +249,7 @@ class Recorder(TorchDispatchMode):
         tensors = [t for t in pytree.tree_leaves(out) if isinstance(t, Tensor)]
         late = any(v.late for v in tagged)
         floats = [t.is_floating_point() for t in tensors]
+        self.dtypes.append(tuple(t.dtype for t in tensors))
         needs = step.grad and any(v.trained for v in step.values)
         needs = needs and step.op.overloadpacket is not A.detach and not is_like(step)
         if (

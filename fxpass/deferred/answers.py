@@ -137,7 +137,8 @@ def answer(found: Recorded, given: Given, arguments: Mapping[Value, Tensor]) -> 
 
 def _unseen() -> AbstractContextManager[Any]:
     """As in compiled code: the program's hooks do not see what a graph is made with."""
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    autograd: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+    if not autograd._saved_tensors_hooks_is_enabled():
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
 

@@ -22,7 +22,8 @@ from torch.utils import _pytree as pytree
 from fxpass.capture.values import Stop, Value
 from fxpass.deferred import answers
 from fxpass.deferred.jobs import Logits, Operand, Record
-from fxpass.deferred.recording import is_value, operands_in, recorded, without_masks
+from fxpass.deferred.known import recorded
+from fxpass.deferred.recording import Call, is_value, without_masks
 from fxpass.deferred.run import Run
 from fxpass.deferred.values import Deferred, Part
 
@@ -77,14 +78,16 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
     if not classes:
         raise Stop("reads no logits")
     plain_args, plain_kwargs = without_masks(name, as_values[0], as_values[1])
-    found = recorded(func, plain_args, plain_kwargs, min(classes))
-    tensors = operands_in((plain_args, plain_kwargs))
-    direct |= dict(zip(found.operands, tensors, strict=True))
-    given |= {v: Operand(t) for v, t in zip(found.operands, tensors, strict=True)}
+    call = Call.now(func, plain_args, plain_kwargs, min(classes))
+    found, numbers = recorded(call)
+    direct |= dict(zip(found.operands, call.tensors, strict=True))
+    given |= {v: Operand(t) for v, t in zip(found.operands, call.tensors, strict=True)}
+    given |= dict(zip(found.numbers, numbers, strict=True))
     if found.written is not None:
-        written = [t for t in _deferred_in((args, kwargs)) if _record_of(t).value is found.written[0]]
+        before, after = found.written
+        written = [t for t in _deferred_in((args, kwargs)) if _record_of(t).value is before]
         trained = {v: t for v, t in direct.items() if v.trained and t.requires_grad}
-        _write(written, _later(found.written[1], given, trained, make))
+        _write(written, _later(after, given, trained, make))
         return written[0] if found.values else None
     if not found.values:
         return func(*args, **kwargs)

@@ -4,18 +4,16 @@ In: a torch function and its arguments, with a :class:`fxpass.capture.values.Val
 deferred logits. Out: a :class:`Recorded`: its results, and the rows that results without classes
 are computed from. The rules are those of :mod:`fxpass.capture`::
 
-    recorded(F.log_softmax, (logits, -1), {})       a tensor with classes, "rrc"
-    recorded(Tensor.gather, (logp, -1, index), {})  rows, "rrk": a program of logits and index
+    F.log_softmax(logits, -1)       a tensor with classes, "rrc"
+    logp.gather(-1, index)          rows, "rrk": a program of logits and index
 
-A function is recorded once for each layout of its arguments: a training step finds what the step
-before it has recorded.
+:mod:`fxpass.deferred.known` keeps what was recorded.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +32,11 @@ from fxpass.capture.function import leaves_of
 from fxpass.capture.record import Recorder
 from fxpass.capture.values import Leaf, Stop, Value
 
-__all__ = ["Recorded", "Rows", "Stop", "operands_in", "recorded", "root"]
+__all__ = ["Call", "Recorded", "Rows", "Stop", "operands_in", "record", "root"]
 
 _TORCH: Any = torch
 _FAKE = FakeTensorMode(allow_non_fake_inputs=True)
 LOCK = threading.RLock()  # of the fake mode: its tensors have no device while one of them is used
-_KNOWN: OrderedDict[Any, Recorded | Stop] = OrderedDict()
-_MOST = 512  # recorded functions; those of dynamic shapes would add more without end
 
 
 @dataclass(eq=False)
@@ -68,6 +64,9 @@ class Recorded:
         rows: what results without classes are computed from.
         shown: whether the results are views, or arguments.
         written: deferred logits that the function writes to, before and after it; or None.
+        floats: the numbers that its calls of elements read, in order.
+        numbers: those of them that are operands.
+        calls: the dtypes of the results of each ATen call, in order.
     """
 
     results: Any
@@ -75,6 +74,9 @@ class Recorded:
     rows: tuple[Rows, ...] = ()
     shown: bool = False
     written: tuple[Value, Value] | None = None
+    floats: tuple[float, ...] = ()
+    numbers: tuple[Value, ...] = ()
+    calls: tuple[Any, ...] = ()
     arguments: Sequence[Value] = ()  # keeps the identities in its key alive
 
     @property
@@ -98,49 +100,69 @@ def operands_in(arguments: Any) -> list[Tensor]:
     return list(found.values())
 
 
-def recorded(function: Any, args: Any, kwargs: Any, classes: int) -> Recorded:
-    """What a function makes of logits; they have ``classes`` classes at least.
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a torch function.
+
+    Attributes:
+        function, args, kwargs: with a Value in the place of deferred logits.
+        classes: the least number of classes of these.
+        grad: whether gradients are enabled.
+        autocast: the dtype of autocast, or None.
+        tensors: the plain tensors among the arguments, each once.
+    """
+
+    function: Any
+    args: Any
+    kwargs: Any
+    classes: int
+    grad: bool
+    autocast: torch.dtype | None
+    tensors: Sequence[Tensor]
+
+    @classmethod
+    def now(cls, function: Any, args: Any, kwargs: Any, classes: int) -> Call:
+        """A call in the modes that are set now.
+
+        Raises:
+            Stop: in these, or with these arguments, nothing is recorded.
+        """
+        tensors = operands_in((args, kwargs))
+        for tensor in tensors:
+            if type(tensor) not in (Tensor, torch.nn.Parameter):
+                raise Stop(f"reads a {type(tensor).__name__}")
+        if _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
+            raise Stop("runs in a mode of torch, or in a transform of torch.func")
+        values = [v for v in pytree.tree_leaves((args, kwargs), is_leaf=is_value) if is_value(v)]
+        with LOCK:
+            device = values[0].fake.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return cls(function, args, kwargs, classes, torch.is_grad_enabled(), dtype, tensors)
+
+    def key(self, floats: bool) -> Any:
+        """Equal for calls with the same layout of arguments, and with the same ``floats``."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs), is_leaf=is_value)
+        places = {id(tensor): i for i, tensor in enumerate(self.tensors)}
+        each = (
+            float if type(leaf) is float and not floats else _key_of(leaf, places)
+            for leaf in leaves
+        )
+        modes = self.grad, self.autocast, torch.get_default_dtype()
+        return (self.function, *modes, *each, str(spec))
+
+
+def record(call: Call, varying: Collection[int] = ()) -> Recorded:
+    """What a function makes of logits.
+
+    Args:
+        call: its call.
+        varying: the positions of numbers that are operands of the record.
 
     Raises:
         Stop: it has no row rule, or it has other effects than its results.
     """
-    grad = torch.is_grad_enabled()
-    tensors = operands_in((args, kwargs))
-    for tensor in tensors:
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise Stop(f"reads a {type(tensor).__name__}")
-    if _len_torch_dispatch_stack() or peek_interpreter_stack() is not None:
-        raise Stop("runs in a mode of torch, or in a transform of torch.func")
-    values = [v for v in pytree.tree_leaves((args, kwargs), is_leaf=is_value) if is_value(v)]
-    with LOCK:
-        device = values[0].fake.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else None
-        key = (function, grad, dtype, torch.get_default_dtype(), _key((args, kwargs), tensors))
-        found = _KNOWN.pop(key, None)
-        if found is None:
-            try:
-                found = _recorded(function, args, kwargs, tensors, (grad, dtype, classes))
-            except Stop as stop:
-                found = Stop(*stop.args)  # without its frames, which have tensors
-        _KNOWN[key] = found
-        if len(_KNOWN) > _MOST:
-            _KNOWN.popitem(last=False)
-    if isinstance(found, Stop):
-        raise Stop(*found.args)
-    return found
-
-
-def _recorded(
-    function: Any,
-    args: Any,
-    kwargs: Any,
-    tensors: Sequence[Tensor],
-    state: tuple[bool, torch.dtype | None, int],
-) -> Recorded:
-    grad, dtype, classes = state
-    recorder = Recorder({})
-    recorder.classes = classes
+    recorder = Recorder({}, varying)
+    recorder.classes = call.classes
     given: dict[int, tuple[Value, Tensor]] = {}
 
     def functional(argument: Any) -> Any:
@@ -153,9 +175,10 @@ def _recorded(
 
     try:
         with torch._C._DisableAutocast():
-            arguments: Any = pytree.tree_map(functional, (args, kwargs), is_leaf=is_value)
-        made = recorder.call(function, arguments[0], arguments[1], grad, dtype, None)
-        written = _written(recorder, given.values(), tensors)
+            arguments: Any = pytree.tree_map(functional, (call.args, call.kwargs), is_leaf=is_value)
+        args, kwargs = arguments
+        made = recorder.call(call.function, args, kwargs, call.grad, call.autocast, None)
+        written = _written(recorder, given.values())
         results = pytree.tree_map_only(Tensor, recorder.value, made)
     except (DynamicOutputShapeException, DataDependentOutputException):
         raise Stop("makes a tensor whose shape depends on values") from None
@@ -163,9 +186,11 @@ def _recorded(
         raise
     except Exception as error:
         raise Stop(f"fails on fake tensors ({type(error).__name__}: {error})") from None
-    operands = tuple([given[id(tensor)][0] for tensor in tensors])
+    operands = tuple([given[id(tensor)][0] for tensor in call.tensors])
     arguments = [value for value, _ in given.values()]
     found = Recorded(results, operands, written=written, arguments=arguments)
+    found.numbers, found.floats = tuple(recorder.varied), tuple(recorder.numbers)
+    found.calls = tuple(recorder.dtypes)
     if written is not None:
         if any(value is not written[1] for value in found.values):
             raise Stop("writes to its arguments, and returns others")
@@ -179,7 +204,7 @@ def _recorded(
 
 
 def _written(
-    recorder: Recorder, given: Iterable[tuple[Value, Tensor]], operands: Sequence[Tensor]
+    recorder: Recorder, given: Iterable[tuple[Value, Tensor]]
 ) -> tuple[Value, Value] | None:
     """The deferred logits that a function writes to, before and after it."""
     found = None
@@ -251,13 +276,6 @@ def _frontier(values: Iterable[Value]) -> Iterator[Value]:
 def is_value(leaf: Any) -> bool:
     """Whether a leaf of arguments stands for deferred logits."""
     return isinstance(leaf, Value)
-
-
-def _key(arguments: Any, tensors: Sequence[Tensor]) -> Any:
-    """Equal for arguments with the same layout."""
-    leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_value)
-    places = {id(tensor): i for i, tensor in enumerate(tensors)}
-    return (*(_key_of(leaf, places) for leaf in leaves), str(spec))
 
 
 def _key_of(leaf: Any, places: dict[int, int]) -> Any:

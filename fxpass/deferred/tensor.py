@@ -317,7 +317,8 @@ def _to_dlpack(original: Callable[..., Any]) -> Callable[..., Any]:
     return to_dlpack
 
 
-torch.to_dlpack = torch.utils.dlpack.to_dlpack = _to_dlpack(torch.utils.dlpack.to_dlpack)
+_dlpack: Any = torch.utils.dlpack
+torch.to_dlpack = _dlpack.to_dlpack = _to_dlpack(_dlpack.to_dlpack)
 for _make, _names in METHODS.items():
     for _name in _names:
         setattr(DeferredLogits, _name, _make(_name))
