@@ -53,6 +53,8 @@ GRADS = (
 # operand of others, which are stale then.
 _WRITES = re.compile(r"\w_\(|\] \S?= ")
 # Equal to the last bit in a compiled function alone: of two functions, each computes its logits.
+# Floats that differ from step to step, where a name takes their place.
+_FLOATS = re.compile(r"(?<![\w.])(0\.5|1\.25|2\.0|0\.75)(?![\w.])")
 _COMPARES = re.compile(r"\b(\w+) >=? \1\.(gather|amax)\(")
 
 
@@ -89,6 +91,9 @@ def _drawn(rng: random.Random) -> Case | None:
     case = replace(case, body=tuple(body.statements[:cut]), returned=tuple(shown))
     call = Statement(f"{', '.join(shown)}, = program({case.arguments})", (*around, *mode))
     rest = [replace(s, within=s.within[len(inside) :]) for s in body.statements[cut:]]
+    scheduled = way == "eager" and rng.random() < 0.3
+    if scheduled:
+        rest = [replace(s, text=_FLOATS.sub("tau", s.text)) for s in rest]
     if way == "function":
         rest = _function(case, rest, shown, kept)
     # the logits may be made in other contexts than those in which they are reduced
@@ -96,7 +101,7 @@ def _drawn(rng: random.Random) -> Case | None:
     rest = [replace(s, within=(*within, *s.within)) for s in rest]
     kept += [n for n in shown if n not in kept and rng.random() < 0.3]
     rest = [replace(s, stale=_WRITES.search(s.text) is not None) for s in rest]
-    session = _session(rng, case, call, rest, losses, alone=cut == heads)
+    session = _session(rng, case, call, rest, losses, alone=cut == heads, scheduled=scheduled)
     if session is None:
         return None
     return replace(case, session=tuple(session), kept=tuple(kept)).trimmed()
@@ -140,13 +145,15 @@ def _session(
     rest: list[Statement],
     losses: list[str],
     alone: bool,
+    scheduled: bool,
 ) -> list[Statement] | None:
-    """One step of training, or two, with other things between the statements; None if it raises.
+    """One step of training, or a few, with other things between the statements; None if it raises.
 
     Args:
         alone: whether the function returns products, and nothing that it makes of them. For those,
             AOTAutograd's graph has no gradients of the products, and fxpass reads what eager does
             not: nothing is written to, and nobody asks for such gradients.
+        scheduled: whether a number, ``tau``, differs from step to step.
     """
     env: dict[str, Any] = {}
     exec(case.source(), env)
@@ -155,7 +162,10 @@ def _session(
     session = [Statement(f"{case.arguments} = inputs()")]
     scope.run(session[0])
     busy = rng.choice((0.0, 0.0, 0.1, 0.3))
-    for step in range(rng.choice((1, 1, 1, 2))):
+    for step in range(4 if scheduled else rng.choice((1, 1, 1, 2))):
+        if scheduled:
+            session.append(Statement(f"tau = {0.5 + 0.25 * step}"))
+            scope.run(session[-1])
         if step and rng.random() < 0.3:
             session.append(Statement(f"{case.arguments} = inputs(3)"))
             scope.run(session[-1])

@@ -30,7 +30,13 @@ STEPS = {
     grammar.IN_PLACE: 8,
     grammar.MIXING: 1,
 }
-REDUCTIONS = {grammar.REDUCTIONS: 60, grammar.ORDERED: 18, grammar.PAIR_REDUCTIONS: 22}
+REDUCTIONS = {
+    grammar.REDUCTIONS: 56,
+    grammar.ORDERED: 16,
+    grammar.PAIR_REDUCTIONS: 20,
+    grammar.COINCIDING: 4,
+    grammar.WHOLE: 4,
+}
 ORDERED = (grammar.ORDERED_SCANS, grammar.ORDERED)
 
 
@@ -288,6 +294,7 @@ class Body:
         cut = f"[:{v}]" if v != grammar.V else ""
         values = {
             "z": z,
+            "last": f"{z}.movedim({d}, -1)",
             "d": str(d - rank) if self.rng.random() < 0.5 else str(d),
             "e": "0" if d else str(rank - 1),
             "v": str(v),

@@ -9,7 +9,8 @@ weight ``i8`` with scales ``sc``, labels ``t``, a mask ``m``, a factor of each r
 Holes: ``{z}`` a tensor with classes, ``{d}`` their dimension, ``{v}`` their number, ``{o}`` another one
 of the same shape, ``{lab}``, ``{row}`` and ``{mask}`` labels, factors and mask of its rows, ``{lab1}``,
 ``{row1}`` and ``{mask1}`` with a dimension of one where the classes are, ``{c}``, ``{cw}`` and ``{order}``
-the class vectors, ``{g}`` given values like it, ``{f}`` a number, ``{r}`` and ``{q}`` rows.
+the class vectors, ``{g}`` given values like it, ``{f}`` a number, ``{r}`` and ``{q}`` rows, ``{last}``
+the tensor with its classes last.
 """
 
 from __future__ import annotations
@@ -167,6 +168,11 @@ OPERANDS = (
     *("torch.where({g} > 0, {z}, 0.5 * {z})", "{z}.masked_fill({g} > 1.5, -2.0)"),
     *("{z}.scatter({d}, {lab1}, -1.0)", "{z}.scatter_add({d}, {lab1}, {row1}.to({z}.dtype))"),
     *("{z} - 0.3 * F.one_hot({lab}, {v}).movedim(-1, {d})", "{z} - {z}.gather({d}, {lab1})"),
+    # tensors that the program makes and writes itself
+    "{z} - 0.3 * torch.zeros_like({z}).scatter_({d}, {lab1}, 1.0)",
+    "{z} * torch.empty_like({z}).fill_(0.1).scatter_({d}, {lab1}, 0.9)",
+    "{z}.masked_fill(torch.zeros({v}, dtype=torch.bool).index_fill_(0, torch.arange(3), True)"
+    ".view({class1}), -3.0)",
     *("torch.where(torch.arange({v}).view({class1}) == {lab1}, {z} - 0.4, {z})",),
     *(
         "torch.maximum({z}, {c})",
@@ -203,6 +209,28 @@ MIXING = (
     *("{z} / {z}.norm()", "{z} - {z}.max()", "F.dropout({z}, 0.0)"),
 )
 
+# From classes to rows and another dimension, which is as large as one of the rows: of temperatures,
+# of pairs of rows. In some of them rows meet that dimension, so that they must stay as they are.
+COINCIDING = (
+    "({last}.unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2]).view(-1, 1)"
+    " - {last}.logsumexp(-1)[..., None, None]).sigmoid().mean(-1)",
+    "({last}.unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2]).view(-1, 1)"
+    " - {last}.logsumexp(-1, keepdim=True)).sigmoid().mean(-1)",
+    "({last}.unsqueeze(-2) + torch.arange({last}.shape[0]).view(-1, 1)"
+    " * {last}.mean(-1, keepdim=True)).tanh().sum(-1)",
+    "({last}.unsqueeze(0) - {last}.unsqueeze(1)).abs().mean(-1)",
+    "({last}[:1].unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2]).view(-1, 1)"
+    " - {last}.logsumexp(-1, keepdim=True)).tanh().mean(-1)",
+)
+# Of rows and classes at once.
+WHOLE = (
+    *(f"torch.linalg.vector_norm({{z}}, {order})" for order in (1, 2, 3, "0.5")),
+    *("{z}.norm()", "{z}.mean()", "{z}.sum() / 9", "{z}.nansum() / 9", "({z} > 1).any()"),
+    *("torch.linalg.vector_norm({z}, 2, dtype=torch.float64)", "{z}.round().count_nonzero()"),
+    *("torch.linalg.vector_norm(({z}.detach() > 0.5).float(), 0)", "{z}.detach().amax()"),
+    *("{z}.sum((0, 1))", "{z}.mean((0, -1))", "{z}.square().sum((-2, -1), keepdim=True)"),
+    "({z}.detach().float().view(torch.int32) > 1065353216).sum()",
+)
 # From classes to rows.
 REDUCTIONS = (
     *("{z}.sum({d})", "{z}.mean({d})", "{z}.logsumexp({d})", "{z}.std({d})", "{z}.var({d})") * 2,
@@ -239,6 +267,14 @@ REDUCTIONS = (
     "{z}.softmax({d}).cumsum({d}).sub(0.5).abs().sum({d})",
     "(1 + {z} - {z}.gather({d}, {lab1})).clamp_min(0).sum({d})",
     "F.binary_cross_entropy_with_logits({z}, {g}.sigmoid().to({z}.dtype), reduction='none').mean({d})",
+    # of probabilities that are 0 or 1, whose logarithms have a derivative of their own
+    "F.binary_cross_entropy(({z} * 30).sigmoid(), {g}.sigmoid().to({z}.dtype), reduction='none').mean({d})",
+    "F.huber_loss({z}, {g}.to({z}.dtype), reduction='none').mean({d})",
+    "F.pad({last}, (0, 3), value=-9.0).logsumexp(-1)",
+    "torch.lerp({z}, {g}.to({z}.dtype), tem.detach().to({z}.dtype)).logsumexp({d})",
+    # the bits of floats
+    "({z}.detach().float().view(torch.int32) > 1065353216).sum({d})",
+    "({z}.detach().to(torch.bfloat16).view(torch.int16) > 16256).sum({d})",
 )
 ORDERED = (
     *(
