@@ -337,6 +337,14 @@ def to_a_view(z: Tensor) -> Any:
     return copy.logsumexp(-1)
 
 
+def to_a_view_of_a_copy(z: Tensor) -> Any:
+    copy = torch.empty_like(z)
+    copy.copy_(z)
+    flat = copy.view(-1, V)
+    flat[:, 0] = 5.0
+    return flat.logsumexp(-1), copy.sum(-1)
+
+
 def to_the_logits(z: Tensor) -> Any:
     z[..., 3] = -2.0
     return z.logsumexp(-1), z[0].sum()
@@ -369,7 +377,14 @@ def to_a_snapshot(z: Tensor) -> Any:
     return copy.sum(-1), z.logsumexp(-1)
 
 
-IN_PLACE = (seen_by_a_view, seen_by_an_alias, to_a_view, to_the_logits, without_gradients)
+IN_PLACE = (
+    seen_by_a_view,
+    seen_by_an_alias,
+    to_a_view,
+    to_a_view_of_a_copy,
+    to_the_logits,
+    without_gradients,
+)
 IN_PLACE += (to_another_shape, to_an_operand, to_a_snapshot)
 
 
