@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 
 from fxpass.capture.rejections import Rejection
 from fxpass.casts.casts import Cast, cast_lines, note
-from fxpass.deferred.values import Computed, watched
+from fxpass.deferred.watch import Computed, watched
 from fxpass.graph.source import source_of
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import ASSUMED, Launch

@@ -82,7 +82,7 @@ def rejections_of(
     for node in region.module.graph.nodes:
         if function_of(node) not in LOSSES:
             continue
-        product, no = _of_loss(node, {**reasons, **kept}, functions, least)
+        product, no = _of_loss(node, {**kept, **reasons}, functions, least)
         if region.call is not None and not region.plain and product is not None:
             what = f"it is inside %{region.call.name} ({call_name(region.call)})"
             reason = f"{what}; of nested graphs, only those of activation checkpoints are fused"

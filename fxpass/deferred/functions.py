@@ -10,6 +10,7 @@ Views and casts of logits exist in any case (:mod:`fxpass.deferred.values`): the
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -132,6 +133,17 @@ def _write(written: Sequence[Any], new: Deferred) -> None:
     if t.requires_grad and not torch.is_grad_enabled():
         raise Stop("writes to logits where gradients are off")
     t.become(new)
+
+
+def of_leaf(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of one tensor that reads its memory, and does not ask the tensor's class."""
+
+    @functools.wraps(original)
+    def function(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        leaf: Any = getattr(tensor, "_leaf", None)
+        return original(leaf() if isinstance(tensor, Deferred) else tensor, *args, **kwargs)
+
+    return function
 
 
 def see_gradients(tensors: Any) -> list[Run]:

@@ -62,14 +62,15 @@ class Calls:
     def _run(self, step: Step) -> None:
         args, kwargs = self.arguments((step.args, step.kwargs))
         with torch.set_grad_enabled(step.grad and torch.is_grad_enabled()):
-            made = _OP.get(step.op, step.op)(*args, **kwargs)
+            operation: Any = _IN_PLACE.get(step.op, step.op)
+            made = operation(*args, **kwargs)
         tensors = [t for t in pytree.tree_leaves(made) if isinstance(t, Tensor)]
         for result, tensor in zip(step.results, tensors, strict=True):
             self._known.setdefault(result, tensor)
 
 
 # Functional calls that have no derivative: in place, they have one.
-_OP = {torch.ops.aten.copy.default: lambda t, source, *more: torch.empty_like(t).copy_(source)}
+_IN_PLACE = {torch.ops.aten.copy.default: lambda t, new, *more: torch.empty_like(t).copy_(new)}
 
 
 def computed(values: Sequence[Value], given: Tensors) -> list[Tensor]:

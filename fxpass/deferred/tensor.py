@@ -15,29 +15,29 @@ parameters.
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.utils.dlpack
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import increment_version
 from torch.utils import _pytree as pytree
+from torch.utils import dlpack
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxpass.capture.values import Stop
 from fxpass.deferred import answers, history, values
 from fxpass.deferred.dynamo import opaque, plain_in_graphs
-from fxpass.deferred.functions import ROOT, answered, see_gradients
+from fxpass.deferred.functions import ROOT, answered, of_leaf, see_gradients
 from fxpass.deferred.history import attach, attach_cast, plain_view
 from fxpass.deferred.inputs import StaleLogitsError, freed_by_fsdp, quiet
 from fxpass.deferred.optimizers import watch_optimizers
 from fxpass.deferred.run import Recipe
 from fxpass.deferred.values import Deferred, Part, memory_of
+from fxpass.deferred.watch import because
 from fxpass.spec.dtypes import short
 
 __all__ = ["DeferredLogits", "Recipe", "StaleLogitsError", "defer"]
@@ -175,7 +175,7 @@ class DeferredLogits(Deferred):
             try:
                 return answered(func, args, kwargs or {}, _made)
             except Stop as stop:
-                with values.because(func, stop):
+                with because(func, stop):
                     return func(*args, **(kwargs or {}))
 
     @classmethod
@@ -306,19 +306,7 @@ def _root(base: Tensor, part: Part) -> DeferredLogits:
     return history.recorded(aten.alias.default, base, logits)
 
 
-def _to_dlpack(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``to_dlpack``, which reads memory, and of which no class is told."""
-
-    @functools.wraps(original)
-    def to_dlpack(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = tensor._leaf() if isinstance(tensor, DeferredLogits) else tensor
-        return original(plain, *args, **kwargs)
-
-    return to_dlpack
-
-
-_dlpack: Any = torch.utils.dlpack
-torch.to_dlpack = _dlpack.to_dlpack = _to_dlpack(_dlpack.to_dlpack)
+torch.to_dlpack = dlpack.to_dlpack = of_leaf(dlpack.to_dlpack)  # type: ignore[attr-defined]
 for _make, _names in METHODS.items():
     for _name in _names:
         setattr(DeferredLogits, _name, _make(_name))

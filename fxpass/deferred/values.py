@@ -17,11 +17,9 @@ and copies such rows into it.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,68 +30,9 @@ from torch.utils.weak import TensorWeakRef
 
 from fxpass.deferred.inputs import StaleLogitsError, quiet
 from fxpass.deferred.run import Recipe, Run, take
-from fxpass.graph.source import calling_line, warn_once
-from fxpass.spec.dtypes import short
+from fxpass.deferred.watch import note
 
-log = logging.getLogger(__name__)
-
-_COMPUTED = (
-    "{} computes the logits {} of `{}`, which were deferred{}. Compute what reads them in the "
-    "compiled function, beside the loss; or have them computed there (FUSEDCE_LOGITS=keep)"
-)
 CUTS = 8  # how often rows are computed separately; then the whole buffer is cheaper
-
-
-_why = threading.local()  # what computes logits now, and why
-
-
-@contextmanager
-def because(function: Any, reason: Exception) -> Iterator[None]:
-    """What is computed inside is computed for a function, for this reason."""
-    before = getattr(_why, "text", "")
-    _why.text = f": {getattr(function, '__name__', function)} {reason}"
-    try:
-        yield
-    finally:
-        _why.text = before
-
-
-@dataclass(frozen=True)
-class Computed:
-    """Deferred logits that a program computed.
-
-    Attributes:
-        run: of the logits.
-        line: the line of the program that computes them.
-        why: what reads them, and why it is not answered; empty if nothing is known.
-    """
-
-    run: Run
-    line: str
-    why: str
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the logits."""
-        return self.run.like.numel() * self.run.like.itemsize
-
-    def __str__(self) -> str:
-        logits = f"{short(self.run.like.dtype)}{list(self.run.like.shape)}"
-        return f"{self.line} computes the logits {logits} of `{self.run.recipe.source}`{self.why}"
-
-
-_watchers: list[dict[int, Computed]] = []
-
-
-@contextmanager
-def watched() -> Iterator[dict[int, Computed]]:
-    """Which deferred logits any thread computes inside, by the identity of their run."""
-    found: dict[int, Computed] = {}
-    _watchers.append(found)
-    try:
-        yield found
-    finally:
-        _watchers.remove(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +211,7 @@ class Part:
         with self.buffer.lock:
             picked = None if self.run is None else self.buffer.rows_of(self.like)
             if picked is None or 2 * picked.numel() > self.buffer.like.shape[:-1].numel():
-                self._warn()
+                note(self.run)
             return self.compute()
 
     def compute(self) -> Tensor:
@@ -307,24 +246,10 @@ class Part:
     def materialise(self) -> Tensor:
         """The values, for the program, as an alias of the buffer's memory."""
         with self.buffer.lock:
-            self._warn()
+            note(self.run)
             self.buffer.exposed = True
             self.buffer.whole()  # moves rows that were computed separately
             return self._computed()
-
-    def _warn(self) -> None:
-        """Says once a process where the program computes logits whose loss was fused."""
-        run = self.run
-        if run is None or run.inputs is None:
-            return
-        line, why = calling_line(), getattr(_why, "text", "")
-        if run.recipe.requires_grad:
-            logits = f"{short(run.like.dtype)}{list(run.like.shape)}"
-            text = _COMPUTED.format(line, logits, run.recipe.source, why)
-            warn_once(log, "deferred logits", text)
-        for root in getattr(run, "roots", [run]):
-            for found in _watchers:
-                found.setdefault(id(root), Computed(root, line, why))
 
     def _computed(self) -> Tensor:
         if self.value is None:

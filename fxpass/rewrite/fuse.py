@@ -8,12 +8,10 @@ function has a normal form are class reductions (:mod:`fxpass.lower`); the other
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -390,26 +388,3 @@ def _totalled(
             made.without_logits()
         made.keep()
     return made
-
-
-def sized_as_traced(graph: Graph, inputs: Sequence[Any]) -> bool:
-    """Whether the inputs of a graph have its sizes. To a part that DistributedDataParallel's
-    splitting makes, torch 2.13 gives logits of another part with symbols in the place of numbers;
-    Dynamo knows no source of them, and a guard on one raises. The rewrite writes numbers."""
-    pairs = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
-    tensors = [(value(n), t) for n, t in pairs if is_tensor(n) and isinstance(t, torch.Tensor)]
-    sizes = (
-        pair for traced, given in tensors for pair in zip(traced.shape, given.shape, strict=False)
-    )
-    return not any(isinstance(n, int) and not isinstance(m, int) for n, m in sizes)
-
-
-@contextmanager
-def without_guards(region: Region) -> Iterator[None]:
-    """A decision on a size, which the calls of the graph make again when they are traced, is no
-    guard of Dynamo's."""
-    tensors = (n.meta.get("example_value") for n in region.module.graph.nodes)
-    modes = (getattr(t, "fake_mode", None) for t in tensors)
-    env = next((mode.shape_env for mode in modes if mode is not None), None)
-    with env.suppress_guards() if env is not None else nullcontext():
-        yield

@@ -9,21 +9,24 @@ without matches and without mixed dtypes does not change, except for torch.expor
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._dynamo.utils import counters
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from fxpass.capture.heads import in_nested
 from fxpass.capture.rejections import Rejection, rejections_of
 from fxpass.casts.casts import Cast, cast_lines, cast_region, note
+from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import Launch
 from fxpass.rewrite import dump
-from fxpass.rewrite.fuse import Fused, fuse, sized_as_traced, without_guards
+from fxpass.rewrite.fuse import Fused, fuse
 from fxpass.rewrite.inference import without_inference_mode
 from fxpass.rewrite.inline import inline_contexts
 from fxpass.rewrite.listing import launches_of
@@ -70,7 +73,7 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
     casts: list[Cast] = []
     kernels: dict[Launch, None] = {}
     restore: Restore = as_compiled
-    sized = sized_as_traced(gm.graph, inputs)
+    sized = _sized_as_traced(gm.graph, inputs)
     for region in regions(gm):
         return_once(region)
         inline_contexts(region)
@@ -114,7 +117,7 @@ def _rejections(region: Region, fused: Fused, settings: Settings) -> list[Reject
 
 def _fused(region: Region, settings: Settings) -> Fused:
     """What is fused of a region: its own heads, then those of nested graphs."""
-    with without_guards(region):
+    with _without_guards(region):
         own = fuse(region, settings)
         nested = in_nested(region, settings)
         calls = [n for n in region.module.graph.nodes if n.name in own.checkpoints or n in nested]
@@ -126,3 +129,26 @@ def _fused(region: Region, settings: Settings) -> Fused:
         own.reasons | inside.reasons,
         own.kept | inside.kept,
     )
+
+
+def _sized_as_traced(graph: Graph, inputs: Sequence[Any]) -> bool:
+    """Whether the inputs of a graph have its sizes. To a part that DistributedDataParallel's
+    splitting makes, torch 2.13 gives logits of another part with symbols in the place of numbers;
+    Dynamo knows no source of them, and a guard on one raises. The rewrite writes numbers."""
+    pairs = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
+    tensors = [(value(n), t) for n, t in pairs if is_tensor(n) and isinstance(t, torch.Tensor)]
+    sizes = (
+        pair for traced, given in tensors for pair in zip(traced.shape, given.shape, strict=False)
+    )
+    return not any(isinstance(n, int) and not isinstance(m, int) for n, m in sizes)
+
+
+@contextmanager
+def _without_guards(region: Region) -> Iterator[None]:
+    """A decision on a size, which the calls of the graph make again when they are traced, is no
+    guard of Dynamo's."""
+    tensors = (n.meta.get("example_value") for n in region.module.graph.nodes)
+    modes = (getattr(t, "fake_mode", None) for t in tensors)
+    env = next((mode.shape_env for mode in modes if mode is not None), None)
+    with env.suppress_guards() if env is not None else nullcontext():
+        yield

@@ -73,7 +73,7 @@ def watched(reads, x: torch.Tensor) -> Task:
     [
         (lambda z: F.cross_entropy(z, torch.zeros(64, dtype=torch.long)).backward(), ""),
         (lambda z: z[:3].clone(), ""),
-        (lambda z: z.clone(), "1 times values"),
+        (lambda z: z.detach().clone(), "1 times values"),
         (lambda z: z.backward(torch.ones(64, 500)), "1 times gradients"),
     ],
 )

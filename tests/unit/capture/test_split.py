@@ -1,7 +1,7 @@
 """Reductions that are split into classes and rows, and losses that are taken apart.
 
 Values and gradients are those of the whole, for every argument of the schema, also where many
-elements are the largest: :func:`fxpass.capture.record._in_two`, ``ELEMENTWISE_LOSSES``,
+elements are the largest: :func:`fxpass.capture.rewritten.in_two`, ``ELEMENTWISE_LOSSES``,
 ``DECOMPOSED``.
 """
 
@@ -17,7 +17,7 @@ from torch._decomp import decomposition_table
 from torch._dynamo.utils import counters
 
 from fxpass.capture.dimensions import SEPARABLE
-from fxpass.capture.record import DECOMPOSED
+from fxpass.capture.rewritten import DECOMPOSED
 from fxpass.capture.rows import ELEMENTWISE_LOSSES
 from tests.support.numerics import assert_close
 

@@ -96,13 +96,13 @@ PROGRAMS = {
         lambda z, t: under_no_grad(lambda: entropy(z.view(B * S, V))) * picked(z, t).view(-1),
         CLASS_REDUCTIONS),
     "a class vector that is filled in place": (
-        lambda z, t: (filled(torch.zeros(V), 2, z) * z.softmax(-1)).sum(-1), DECLINED),
+        lambda z, t: (filled(torch.zeros(V), 2, z) * z.softmax(-1)).sum(-1), CLASS_REDUCTIONS),
     "values that are filled in place": (
         lambda z, t: (filled(torch.zeros(B, S, V), 1, z) * z.log_softmax(-1)).sum(-1),
-        DECLINED),
+        CLASS_REDUCTIONS),
     "a temperature that is filled in place": (
         lambda z, t: (z * filled(torch.ones(1), 0, z)).softmax(-1).square().sum(-1),
-        DECLINED),
+        CLASS_REDUCTIONS),
     "a view whose index comes first": (
         lambda z, t: entropy(torch.index_select(index=t[0] * 0 + 1, input=z, dim=1)),
         CLASS_REDUCTIONS),
