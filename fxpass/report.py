@@ -207,7 +207,7 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
         after=tuple(after),
         labels_missing=_lacks_labels(fn, args, kwargs),
         in_parts=in_parts,
-        computed=tuple(computed.values()),
+        computed=tuple(computed),
     )
 
 

@@ -4,13 +4,14 @@ In: a run whose logits are computed now. Out: a line of the program::
 
     with watched() as found:
         logits.sort(0)
-    [str(one) for one in found.values()]    train.py:9 computes the logits ...: sort works ...
+    [str(one) for one in found]    train.py:9 computes the logits ...: sort works ...
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,37 +46,35 @@ class Computed:
     """Deferred logits that a program computed.
 
     Attributes:
-        run: of the logits.
+        logits: their dtype and shape, as text.
+        bytes: of them.
+        source: the user's line of the head.
         line: the line of the program that computes them.
         why: what reads them, and why it is not answered; empty if nothing is known.
     """
 
-    run: Run
+    logits: str
+    bytes: int
+    source: str
     line: str
     why: str
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of the logits."""
-        return self.run.like.numel() * self.run.like.itemsize
-
     def __str__(self) -> str:
-        logits = f"{short(self.run.like.dtype)}{list(self.run.like.shape)}"
-        return f"{self.line} computes the logits {logits} of `{self.run.recipe.source}`{self.why}"
+        return f"{self.line} computes the logits {self.logits} of `{self.source}`{self.why}"
 
 
-_watchers: list[dict[int, Computed]] = []
+_watchers: list[tuple[list[Computed], weakref.WeakSet[Run]]] = []
 
 
 @contextmanager
-def watched() -> Iterator[dict[int, Computed]]:
-    """Which deferred logits any thread computes inside, by the identity of their run."""
-    found: dict[int, Computed] = {}
-    _watchers.append(found)
+def watched() -> Iterator[list[Computed]]:
+    """The deferred logits that any thread computes inside, each once."""
+    watcher = list[Computed](), weakref.WeakSet[Run]()
+    _watchers.append(watcher)
     try:
-        yield found
+        yield watcher[0]
     finally:
-        _watchers.remove(found)
+        _watchers[:] = [one for one in _watchers if one is not watcher]
 
 
 def note(run: Run | None) -> None:
@@ -85,9 +84,14 @@ def note(run: Run | None) -> None:
         return
     line, why = calling_line(), getattr(_why, "text", "")
     if run.recipe.requires_grad:
-        logits = f"{short(run.like.dtype)}{list(run.like.shape)}"
-        text = _COMPUTED.format(line, logits, run.recipe.source, why)
+        text = _COMPUTED.format(line, _layout(run), run.recipe.source, why)
         warn_once(log, "deferred logits", text)
-    for root in getattr(run, "roots", [run]):
-        for found in _watchers:
-            found.setdefault(id(root), Computed(root, line, why))
+    for found, seen in _watchers:
+        for root in (one for one in getattr(run, "roots", [run]) if one not in seen):
+            seen.add(root)
+            size = root.like.numel() * root.like.itemsize
+            found.append(Computed(_layout(root), size, root.recipe.source, line, why))
+
+
+def _layout(run: Run) -> str:
+    return f"{short(run.like.dtype)}{list(run.like.shape)}"

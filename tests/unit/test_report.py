@@ -300,6 +300,100 @@ def test_the_function_really_runs_once():
     assert calls == [1, 1]
 
 
+class Vocabulary(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 300)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh())
+
+
+@NON_LEAF
+def test_logits_that_the_run_computes_are_not_said_not_to_exist():
+    model = Vocabulary()
+    model.compile(backend="fusedce")
+    x = torch.randn(6, 8)
+    report = explain(lambda: model(x).logsumexp(-1).mean())
+    assert not report.computed
+    assert "logits not materialised: 8 KiB" in str(report)
+    report = explain(lambda: model(x).softmax(0).mean())
+    (computed,) = report.computed
+    assert "works along rows" in computed.why
+    assert report.logits_bytes == 0
+    assert f"materialised: {computed.line} computes the logits float32[6, 300]" in str(report)
+    assert "not materialised" not in str(report)
+
+
+def test_what_is_behind_a_break_is_run_as_without_explain():
+    """The logits are deferred, and what reduces them is answered."""
+
+    class Broken(Vocabulary):
+        def forward(self, x):
+            logits = super().forward(x)[:-1]
+            torch._dynamo.graph_break()
+            return logits.logsumexp(-1).mean()
+
+    report = explain(Broken(), torch.randn(6, 8))
+    assert counts(report) == (1, 1, 0, 0)
+    assert (report.matches[0].logits_mode, report.computed) == ("defer", ())
+
+
+class Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x
+
+
+def contrastive(x, w, target):
+    z = x @ w.t()
+    return F.cross_entropy(z, target) + F.cross_entropy(z.t(), target)
+
+
+REASONS = {
+    "a head in a custom function": (
+        lambda x, w, target: F.cross_entropy(Head.apply(x, w), target),
+        "its logits are made inside of an autograd.Function",
+    ),
+    "without a loss with a name": (
+        lambda x, w, target: Head.apply(x, w).log_softmax(-1).gather(1, target[:, None]).mean(),
+        "its logits are made inside of an autograd.Function",
+    ),
+    "columns": (contrastive, "one pass over logits has their rows, or their columns"),
+    "jagged": (
+        lambda x, w, target: F.cross_entropy(
+            F.linear(
+                torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 6])), w
+            ).values(),
+            target,
+        ),
+        "is a NestedTensor",
+    ),
+    "a call that cannot be traced": (
+        lambda x, w, target: (
+            torch.renorm((x.bfloat16() @ w.bfloat16().t()), 2, 0, 1.0).logsumexp(-1).mean()
+        ),
+        "its rows cannot be traced: RuntimeError: Trying to backward through prims",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_decline_is_one_line(name, caplog):
+    program, reason = REASONS[name]
+    x, w, target = torch.randn(6, 8), torch.randn(6, 8), torch.randint(6, (6,))
+    report = explain(program, x.requires_grad_(), w.requires_grad_(), target)
+    (rejection,) = report.rejections
+    assert reason in rejection.reason
+    assert not [r for r in caplog.records if r.exc_info and r.levelname != "DEBUG"]
+
+
 def test_it_can_be_called_again_and_again():
     first = explain(fused, *inputs())
     for _ in range(12):  # more often than Dynamo compiles one function
