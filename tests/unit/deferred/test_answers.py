@@ -310,11 +310,22 @@ def test_a_number_that_differs_compiles_nothing(name, dtype):
             loss.backward()
             found.append([loss.detach(), *(p.grad for p in one.parameters())])
             one.zero_grad()
-        bound = 8e-2 if dtype is torch.bfloat16 else 1e-5
+        bound = 8e-2 if dtype is torch.bfloat16 else 5e-5  # a divergence cancels
         for ours, theirs in zip(*found, strict=True):
             most = bound * theirs.abs().max().item() + 1e-7
             torch.testing.assert_close(ours, theirs, rtol=0, atol=most)
         assert step < 4 or not counters["fusedce"]["matched"]
+
+
+def margin_of_many_labels(z: Tensor) -> Any:
+    """ATen's decomposition is another function where a list of labels ends early."""
+    labels = torch.full((B * T, V), -1)
+    labels[:, 0], labels[:, 1] = LABELS.flatten(), (LABELS.flatten() + 1) % V
+    return F.multilabel_margin_loss(z.flatten(0, 1), labels), z.argmax(-1)
+
+
+def bits(z: Tensor) -> Any:
+    return (z.detach().view(torch.int32) > 1065353216).sum(-1), z.logsumexp(-1)
 
 
 def seen_by_a_view(z: Tensor) -> Any:
@@ -377,7 +388,9 @@ def to_a_snapshot(z: Tensor) -> Any:
     return copy.sum(-1), z.logsumexp(-1)
 
 
-IN_PLACE = (
+OTHERS = (
+    margin_of_many_labels,
+    bits,
     seen_by_a_view,
     seen_by_an_alias,
     to_a_view,
@@ -385,13 +398,13 @@ IN_PLACE = (
     to_the_logits,
     without_gradients,
 )
-IN_PLACE += (to_another_shape, to_an_operand, to_a_snapshot)
+OTHERS += (to_another_shape, to_an_operand, to_a_snapshot)
 
 
-@pytest.mark.parametrize("reduce", IN_PLACE, ids=[f.__name__ for f in IN_PLACE])
+@pytest.mark.parametrize("reduce", OTHERS, ids=[f.__name__ for f in OTHERS])
 @pytest.mark.parametrize("name", ["Model", "Capped"])
-def test_other_writes(reduce, name):
-    """They are seen by all views, and compute the logits where these are."""
+def test_other_functions(reduce, name):
+    """Writes are seen by all views; what is not answered has the values of the logits."""
     model = {"Model": Model, "Capped": Capped}[name]
     want = outcome(model(), reduce, torch.float32)
     got = outcome(compiled(model()), reduce, torch.float32)

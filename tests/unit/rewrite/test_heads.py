@@ -125,6 +125,15 @@ PROGRAMS = {
         lambda z, t: z.logsumexp(-1).square().mean()
         + z.topk(2, -1).values.softmax(-1).square().sum(), ROW_FUNCTION),
     "z.data": (lambda z, t: z.data.max(-1)[1] + z.logsumexp(-1), CLASS_REDUCTIONS),
+    "padded classes": (
+        lambda z, t: loss_of(F.pad(z, (0, 5), value=-9.0), t), ROW_FUNCTION),
+    "a lerp with a tensor": (
+        lambda z, t: torch.lerp(z, z.detach().flip(-1), z.new_tensor(0.3)).logsumexp(-1),
+        ROW_FUNCTION),
+    "packed bits of classes": (
+        lambda z, t: z.masked_fill(
+            (t[..., None] >> (torch.arange(V) % 3)) & 1 > 0, -9.0).logsumexp(-1),
+        CLASS_REDUCTIONS),
     "rows by a tensor, batch first": (
         lambda z, t: F.cross_entropy(z[:, t[0] % S - 2].mT, t), CLASS_REDUCTIONS),
 }  # fmt: skip
