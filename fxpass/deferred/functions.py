@@ -25,7 +25,7 @@ from fxpass.deferred import answers
 from fxpass.deferred.jobs import Logits, Operand, Record
 from fxpass.deferred.known import recorded
 from fxpass.deferred.recording import Call, is_value, without_masks
-from fxpass.deferred.run import Run
+from fxpass.deferred.run import Run, is_distributed
 from fxpass.deferred.values import Deferred, Part
 
 Make = Callable[[Part, Sequence[Tensor]], Deferred]
@@ -55,7 +55,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
         finally:
             for run in before:
                 run.see(-1)
-    if name in COMPUTING or is_compiling() or (name == "clone" and not args[0].requires_grad):
+    if name in COMPUTING or is_compiling() or (name == "clone" and _is_snapshot(args[0])):
         raise Stop("asks for values")
     given: dict[Value, Any] = {}
     direct: dict[Value, Tensor] = {}
@@ -133,6 +133,12 @@ def _write(written: Sequence[Any], new: Deferred) -> None:
     if t.requires_grad and not torch.is_grad_enabled():
         raise Stop("writes to logits where gradients are off")
     t.become(new)
+
+
+def _is_snapshot(t: Tensor) -> bool:
+    """Whether a copy is one of values, for later: it has no history, or there are several ranks, on
+    which FSDP may free the weight. Others are copies to be written to."""
+    return not (torch.is_grad_enabled() and t.requires_grad) or is_distributed()
 
 
 def of_leaf(original: Callable[..., Any]) -> Callable[..., Any]:

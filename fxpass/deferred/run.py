@@ -143,7 +143,7 @@ class Run:
         found: dict[int, list[Tensor]] = {i: [] for i in wanted}
         read = () if any(needed[i] for i in self.recipe.hidden) else self.recipe.hidden
         # where nothing is computed again, eager's backward reads the same; but FSDP refills memory
-        bits = not self.recipe.hidden or _is_distributed()
+        bits = not self.recipe.hidden or is_distributed()
         with quiet():
             inputs, rows = self.checked(read, bits), self.recipe.rows
             parts = self._parts(inputs, wanted, grad)
@@ -219,7 +219,7 @@ class Run:
             ]
 
 
-def _is_distributed() -> bool:
+def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
