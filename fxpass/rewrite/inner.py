@@ -50,7 +50,7 @@ def compile_inner(
     if mixed_dtypes:
         options = aot.inductor_options(in_place.inductor_options(options), mixed_dtypes, record)
     # torch.compile uses this class too, so mode and options have the same meaning.
-    named = {"name": region} if region is not None else {}  # releases before 2.13 have none
+    named = {"name": region} if region is not None else {}  # older ones have none
     backend: Any = torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None, **named)
     return backend(gm, example_inputs)
 

@@ -184,7 +184,7 @@ def test_other_options_and_mode_reach_the_inner_backend():
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_name_of_a_region_reaches_an_inner_backend_that_takes_one(enabled, monkeypatch):
-    """From torch 2.14 on, ``torch.compile(name=...)`` is a keyword of backends."""
+    """Newer releases of torch pass ``torch.compile(name=...)`` to backends as a keyword."""
     seen = []
 
     def takes(gm, inputs, *, name):
