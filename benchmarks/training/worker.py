@@ -48,7 +48,9 @@ class LossOutside(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The logits ``[batch, seq, classes]``, and their mean loss."""
         logits = self.model(input_ids=input_ids).logits
-        shifted = (logits.clone() if self.copied else logits)[:, :-1].flatten(0, 1)
+        if self.copied:  # of a plain tensor: fxpass computes the logits
+            logits = logits.as_subclass(torch.Tensor).clone()
+        shifted = logits[:, :-1].flatten(0, 1)
         return {"loss": F.cross_entropy(shifted.float(), labels[:, 1:].flatten()), "logits": logits}
 
 
