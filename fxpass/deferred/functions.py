@@ -55,7 +55,7 @@ def answered(func: Any, args: Any, kwargs: Any, make: Make) -> Any:
         finally:
             for run in before:
                 run.see(-1)
-    if name in COMPUTING or is_compiling() or (name == "clone" and _is_snapshot(args[0])):
+    if name in COMPUTING or is_compiling() or (name == "clone" and _is_snapshot(args, kwargs)):
         raise Stop("asks for values")
     given: dict[Value, Any] = {}
     direct: dict[Value, Tensor] = {}
@@ -135,9 +135,10 @@ def _write(written: Sequence[Any], new: Deferred) -> None:
     t.become(new)
 
 
-def _is_snapshot(t: Tensor) -> bool:
+def _is_snapshot(args: Any, kwargs: Any) -> bool:
     """Whether a copy is one of values, for later: it has no history, or there are several ranks, on
     which FSDP may free the weight. Others are copies to be written to."""
+    (t,) = _deferred_in((args, kwargs))
     return not (torch.is_grad_enabled() and t.requires_grad) or is_distributed()
 
 

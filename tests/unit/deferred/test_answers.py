@@ -92,7 +92,7 @@ def margins(z: Tensor) -> Tensor:
 
 
 def masked_copy(z: Tensor) -> Tensor:
-    copy = z.clone()
+    copy = torch.clone(input=z)
     copy[..., 150:] = -1e4
     copy[:, :, 3] = float("-inf")
     return copy.logsumexp(-1)
