@@ -38,6 +38,7 @@ from torch._dynamo.utils import counters
 from fxpass.casts import casts
 from fxpass.graph import source
 from fxpass.plan import plan
+from tests.support.durations import Durations
 from tests.support.gpus import H200, Gpus
 
 for variable in [v for v in os.environ if v.startswith("FUSEDCE")]:
@@ -111,6 +112,28 @@ def pytest_ignore_collect(collection_path, config):
     if missing and not config.option.markexpr:
         raise pytest.UsageError(f"{name} needs {', '.join(missing)}: pip install '.[test-all]'")
     return True if missing else None
+
+
+# ---------------------------------------------------------------- the schedule
+
+
+def pytest_addoption(parser):
+    what = "fail where a test takes longer than its tier allows (tests/support/durations.py)"
+    parser.addoption("--limit-durations", action="store_true", help=what)
+
+
+def pytest_configure(config):
+    if config.getoption("limit_durations", False):
+        config.pluginmanager.register(Durations())
+    # pytest-xdist would begin with the files of the most tests. In order, what runs whole programs
+    # (benchmarks, compile, libraries, ranks) comes before the units, and no long file is the last.
+    config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """A worker takes a gigabyte."""
+    return min(4, os.cpu_count() or 1)
 
 
 # ---------------------------------------------------------------- tests of kernels

@@ -18,8 +18,6 @@ import time
 
 import pytest
 
-ADDOPTS = "addopts=--import-mode=importlib --strict-markers --strict-config -ra"
-
 
 class Part:
     """A plugin that keeps every ``of``-th test, and starts none after the last second."""
@@ -65,7 +63,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"--part {known.part}: there is no such part")
     if known.jobs == 1:
         part = Part(number, of, 60 * known.minutes)
-        return pytest.main(["-o", ADDOPTS, "-q", "-m", "gpu", *others], plugins=[part])
+        return pytest.main(["-q", "-m", "gpu", *others], plugins=[part])
     return _share(number, of, known.minutes, known.jobs, others)
 
 

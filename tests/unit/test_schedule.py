@@ -1,0 +1,115 @@
+"""What one test may take, and how tests are written: the rules of tests/README.md."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.durations import Durations
+
+TESTS = Path(__file__).parents[1]
+
+# ---------------------------------------------------------------- durations
+
+
+def reported(plugin: Any, name: str, seconds: float, marks: str = "", when: str = "call") -> None:
+    keywords = dict.fromkeys(marks.split(), 1)
+    report = SimpleNamespace(nodeid=name, duration=seconds, when=when, keywords=keywords)
+    plugin.pytest_runtest_logreport(report)
+
+
+def test_a_test_that_takes_too_long_fails_the_run():
+    """A full test may take longer than a quick one; fixtures, which start ranks, are not counted."""
+    plugin: Any = Durations()
+    session, lines = SimpleNamespace(exitstatus=0), []
+    for marks in ("", "full"):
+        reported(plugin, "one", 29, marks)
+        reported(plugin, "its fixture", 900, marks, "setup")
+    plugin.pytest_sessionfinish(session)
+    assert session.exitstatus == 0
+    reported(plugin, "a quick one", 31)
+    reported(plugin, "a full one", 31, "full")
+    reported(plugin, "a long one", 91, "full")
+    plugin.pytest_sessionfinish(session)
+    plugin.pytest_terminal_summary(SimpleNamespace(write_line=lines.append))
+    assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
+    assert lines == [
+        "TOO SLOW a quick one: 31 s, of 20 s",
+        "TOO SLOW a long one: 91 s, of 60 s",
+    ]
+
+
+# ---------------------------------------------------------------- how tests are written
+
+RUNNERS = {"compiled", "check", "same", "run", "train", "outcome"}
+# What does not comply yet. Names leave these lists; none is added.
+NOT_YET = {
+    "a file has more than 400 lines": """
+        compile/test_backend.py compile/test_devices.py fuzz/grammar.py fuzz/oracle.py
+        fuzz/reductions.py ranks/sharding_cases.py support/reduction_cases.py support/row_tags.py
+        unit/deferred/test_answers.py unit/deferred/test_compiled.py unit/deferred/test_reads.py
+        unit/deferred/test_writes.py unit/kernels/test_chunked.py unit/op/test_limits.py
+        unit/op/test_row_region.py unit/rewrite/test_regions.py unit/test_report.py""",
+    "a product of three parameters": """
+        compile/test_devices.py gpu/test_configurations.py gpu/test_cuda_graphs.py
+        gpu/test_two_gpus.py unit/aten/test_reductions_scratch.py unit/casts/test_casts.py
+        unit/casts/test_mixed.py unit/deferred/test_compiled.py unit/deferred/test_writes.py
+        unit/graph/test_hazards.py unit/kernels/test_call.py unit/kernels/test_chunked.py
+        unit/op/test_fingerprint.py unit/op/test_limits.py unit/op/test_reductions.py
+        unit/op/test_saved.py unit/op/test_unrounded.py unit/plan/test_plan.py
+        unit/rewrite/test_heads.py unit/rewrite/test_order.py unit/rewrite/test_wide_bias.py""",
+    "a runner of programs in a test file": """
+        compile/test_backend.py compile/test_incoming.py compile/test_logging.py
+        compile/test_models.py compile/test_row_regions.py compile/test_scaler.py
+        compile/test_unrounded.py libraries/test_liger.py libraries/test_lightning.py
+        libraries/test_lightning_encoder.py libraries/test_llama_recipes.py libraries/test_peft.py
+        libraries/test_trainers.py libraries/test_trl.py ranks/test_sharding.py
+        unit/cli/test_cli.py unit/cli/test_demo.py unit/deferred/test_answers.py
+        unit/deferred/test_compiled.py unit/kernels/test_every_launch.py
+        unit/lower/test_pointwise.py unit/op/test_losses.py unit/op/test_unrounded.py
+        unit/region/test_numerics.py unit/rewrite/test_custom_functions.py
+        unit/rewrite/test_dump.py unit/rewrite/test_inline.py
+        unit/rewrite/test_nested_regions.py unit/rewrite/test_regions.py""",
+}
+
+
+def broken(text: str, of_tests: bool) -> Iterator[str]:
+    """The rules that a module of tests breaks."""
+    if text.count("\n") > 400:
+        yield "a file has more than 400 lines"
+    module = ast.parse(text)
+    functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        decorators = [ast.unparse(one) for one in function.decorator_list]
+        if sum("mark.parametrize" in one for one in decorators) > 2:
+            yield "a product of three parameters"
+    if of_tests and RUNNERS & {one.name for one in module.body if isinstance(one, ast.FunctionDef)}:
+        yield "a runner of programs in a test file"
+
+
+@pytest.mark.parametrize("rule", NOT_YET)
+def test_the_rules_are_kept(rule):
+    found = {
+        path.relative_to(TESTS).as_posix()
+        for path in TESTS.rglob("*.py")
+        if rule in broken(path.read_text(), path.name.startswith("test_"))
+    }
+    assert found <= set(NOT_YET[rule].split())
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("x = 1\n" * 401, "a file has more than 400 lines"),
+        ("@mark.parametrize(1)\n" * 3 + "def test(): pass", "a product of three parameters"),
+        ("def check(): pass", "a runner of programs in a test file"),
+    ],
+)
+def test_what_breaks_a_rule_is_found(text, rule):
+    assert [*broken(text, True)] == [rule]
+    assert [*broken("@mark.parametrize(1)\n" * 2 + "def test(): pass", True)] == []
