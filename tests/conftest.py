@@ -53,7 +53,7 @@ FULL = (
     "libraries",
     "ranks",
     # programs that run for a minute
-    "benchmarks/test_communication.py",
+    "benchmarks/test_bytes.py",
     "benchmarks/test_coverage.py",
     "benchmarks/test_loss.py",
     "benchmarks/test_parity.py",

@@ -1,1 +1,0 @@
-"""The bytes that the ranks of a sharded head exchange, counted and modelled."""

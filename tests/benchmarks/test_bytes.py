@@ -1,0 +1,34 @@
+"""The bytes that ranks of a sharded head exchange are those that benchmarks/README.md lists."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.bytes_cases import BATCH, DTYPE, HIDDEN, PROGRAMS, SEQ, D, V
+from tests.support import ranks
+
+N, E = BATCH * SEQ, DTYPE.itemsize
+A_ROW = ("all_reduce", 4 * N)  # one f32 of each row
+# program → what the loss exchanges: a maximum; then a sum of exponentials and the target's logit
+LOSS = {
+    "fusedce": [A_ROW, ("all_reduce", 2 * 4 * N)],
+    "fusedce, of the program that gathers": [A_ROW, ("all_reduce", 2 * 4 * N)],
+    "loss_parallel": [A_ROW] * 3,
+    "gathered logits": [("all_gather_into_tensor", E * N * V)],
+}
+# the hidden states in forward, and their gradient in backward
+STATES = {
+    "replicated": ([], [("all_reduce", E * N * D)]),
+    "sequence-sharded": (
+        [("all_gather_into_tensor", E * N * D)],
+        [("reduce_scatter_tensor", E * N * D)],
+    ),
+}
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_ranks_exchange(program, hidden):
+    forward, backward = STATES[hidden]
+    for rank in ranks.run("tests.benchmarks.bytes_cases", 2):
+        assert rank[program, hidden] == (sorted([*forward, *LOSS[program]]), backward)
