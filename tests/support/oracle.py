@@ -1,0 +1,456 @@
+"""Runs a program as fxpass compiles it, in one of several ways, and says what is not as it should be.
+
+In: a :class:`tests.programs.row.Row` and a key of :data:`WAYS`. Out: an :class:`Outcome`: what the
+program is fused as, what is left of the logits, the reasons, and how its values and gradients differ
+from eager's. They are held against the same program in float64: an answer may be twice as wrong as
+eager's in the same way (:mod:`tests.support.numerics`). Dtypes, shapes, writes to the operands and
+errors have to be eager's::
+
+    check(row)               # asserts all that the row expects
+    check(row, "outside")    # the compiled function returns the logits, and the rest runs in eager
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo import config
+from torch._dynamo.backends import registry
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.compiled import Records, break_reason
+from fxpass.capture.rejections import Rejection
+from fxpass.deferred.watch import watched
+from fxpass.rewrite.matches import RegionMatch
+from tests.fuzz.small import small
+from tests.programs.row import BF16, BOTH, F16, FORMULA, NOTHING, RAISES, REGION, Function, Row
+from tests.support.numerics import FLOOR, error
+from tests.support.traced import decomposed, exported, traced, traced_before_autograd
+
+Values = dict[str, Any]
+# Errors of a program that eager may raise.
+ERRORS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError, AssertionError)
+ORDERS = 32  # of summation; one rounding in a few dozen decides where it is ill-conditioned
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a program.
+
+    Attributes:
+        inner: the backend inside of fusedce.
+        dtype: of the floating-point operands; that of the row by default.
+        around: what the call stands in, eager's too.
+        autocasts: it is an autocast, to bf16.
+        dynamic: as of ``torch.compile``.
+        patched: what only the compiled program runs in.
+        spell: makes the function that is called from a row and ``torch.compile``.
+        graph: whether the graph is that of the first way, and becomes the same.
+    """
+
+    inner: str = "eager"
+    dtype: torch.dtype | None = None
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    autocasts: bool = False
+    dynamic: bool | None = None
+    patched: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    spell: Callable[[Row, Callable[[Function], Function]], Function] | None = None
+    graph: bool = True
+
+
+def _outside(row: Row, compile: Callable[[Function], Function]) -> Function:
+    head, rest = compile(row.head()), row.rest()
+    return lambda *tensors: rest(*head(*tensors), *tensors)
+
+
+def _checkpointed(row: Row, compile: Callable[[Function], Function]) -> Function:
+    head, rest = row.head(), row.rest()
+
+    def program(*tensors: Tensor) -> Any:
+        return checkpoint(rest, *head(*tensors), *tensors, use_reentrant=False)
+
+    return compile(program)
+
+
+def _by(tracer: Callable[..., Function], detached: bool = False) -> Any:
+    def spell(row: Row, compile: Callable[[Function], Function]) -> Function:
+        tensors = row.tensors()
+        tensors = [t.detach() for t in tensors] if detached else tensors
+        return compile(tracer(row.program(), *tensors))
+
+    return spell
+
+
+FIRST = "eager"
+WAYS = {
+    FIRST: Way(),
+    "aot_eager": Way(inner="aot_eager"),
+    "inductor": Way(inner="inductor"),
+    "bf16": Way(dtype=BF16),
+    "f16": Way(dtype=F16),
+    "autocast": Way(around=lambda: torch.autocast("cpu", BF16), autocasts=True, graph=False),
+    "dynamic": Way(dynamic=True),
+    "no_grad": Way(around=torch.no_grad),
+    "inference": Way(around=torch.inference_mode),
+    "chunks": Way(patched=small),
+    "outside": Way(spell=_outside, patched=small, graph=False),
+    "checkpointed": Way(spell=_checkpointed),
+    "exported": Way(spell=_by(exported)),
+    "decomposed": Way(spell=_by(decomposed)),
+    "made": Way(spell=_by(traced, detached=True), graph=False),
+    "made before autograd": Way(spell=_by(traced_before_autograd, detached=True), graph=False),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program.
+
+    Attributes:
+        becomes: what it is fused as.
+        calls: of the fused operator.
+        kept: whether the logits of a head are kept for another node.
+        left: the functions that make tensors of the logits' size outside of the operator.
+        reasons: why something is not fused, graph breaks among them.
+        computed: deferred logits that the program computed.
+        wrong: what is not as eager has it; empty if all is.
+    """
+
+    becomes: str
+    calls: int = 0
+    kept: bool = False
+    left: str = ""
+    reasons: tuple[str, ...] = ()
+    computed: tuple[str, ...] = ()
+    wrong: str = ""
+
+
+def check(row: Row, way: str = FIRST) -> None:
+    """Asserts that a program is as its row says, in one way."""
+    found = outcome(row, way)
+    assert not found.wrong, found
+    if way == "outside":
+        assert bool(found.computed) == (way in row.computes), found
+        return
+    if not WAYS[way].graph:
+        return
+    assert found.becomes == row.becomes, found
+    if row.becomes not in (NOTHING, RAISES):
+        assert found.left == row.left, found
+    if row.reason:
+        assert any(row.reason in reason for reason in found.reasons), found
+
+
+def outcome(row: Row, way: str = FIRST) -> Outcome:
+    """Compiles and runs a program, and compares it with eager and float64."""
+    with warnings.catch_warnings(), config.patch(**row.dynamo):
+        warnings.simplefilter("ignore")  # of libraries, and of torch about them
+        return _outcome(row, WAYS[way])
+
+
+def _outcome(row: Row, way: Way) -> Outcome:
+    torch._dynamo.reset()
+    eager = _run(row, way, row.program())
+    records: list[Any] = []
+    graphs = _Graphs(row.sizes.v * row.sizes.d)
+
+    def compiled(function: Function) -> Function:
+        options: Any = {"fusedce.min_logits_mb": 0, "fusedce.inner": f"{COUNTING}_{way.inner}"}
+        return torch.compile(function, backend="fusedce", options=options, dynamic=way.dynamic)
+
+    failed = _Failures()
+    with Records(records), failed, _listed_in(graphs), watched() as computed, way.patched():
+        try:
+            function = (way.spell or _whole)(row, compiled)
+        except Exception as error:
+            return Outcome(NOTHING, wrong=f"cannot be traced: {_line(error)}")
+        got = _run(row, way, function)
+    torch._dynamo.reset()
+    matches = [record for record in records if isinstance(record, RegionMatch)]
+    choices = [choice for match in matches for choice in match.choices]
+    kinds = {REGION if isinstance(choice, str) else FORMULA for choice in choices}
+    becomes = BOTH if len(kinds) == 2 else kinds.pop() if kinds else NOTHING
+    large = Counter(graphs.left)
+    return Outcome(
+        RAISES if isinstance(eager, Exception) else becomes,
+        calls=sum(len(match.calls) for match in matches),
+        kept=any(match.logits_mode == "keep" for match in matches),
+        left=", ".join(name if n == 1 else f"{n} {name}" for name, n in large.items()),
+        reasons=(*(r.reason for r in records if isinstance(r, Rejection)), *graphs.breaks),
+        computed=tuple(map(str, computed)),
+        wrong="; ".join([*failed.found, *_differs(row, way, got, eager)]),
+    )
+
+
+def _whole(row: Row, compile: Callable[[Function], Function]) -> Function:
+    return compile(row.program())
+
+
+# ---------------------------------------------------------------- values
+
+
+def _run(
+    row: Row, way: Way, function: Function, wide: bool = False, order: Tensor | None = None
+) -> Values | Exception:
+    """Outputs, gradients of all operands that need some (None where there is none), and operands
+    that were written to; or what it raises.
+
+    Args:
+        wide: in float64.
+        order: a permutation of the hidden values.
+    """
+    tensors = row.tensors(way.dtype, wide)
+    named = dict(zip(row.names, tensors, strict=True))
+    if order is not None:
+        for name in ("x", "weight"):
+            named[name] = named[name].detach()[:, order].requires_grad_(named[name].requires_grad)
+    before = {name: t.detach().clone() for name, t in named.items()}
+    torch.manual_seed(0)  # of what a program draws
+    try:
+        around = contextlib.nullcontext() if wide and way.autocasts else way.around()
+        with torch.set_grad_enabled(bool(row.gradients)), around:
+            made = function(*named.values())
+        outputs = pytree.tree_leaves(made)
+        values: Values = {
+            f"output {i}": t.detach().clone() if isinstance(t, Tensor) else t
+            for i, t in enumerate(outputs)
+        }
+        trained = [t for t in outputs if isinstance(t, Tensor) and t.requires_grad]
+        values["gradients"] = tuple(isinstance(t, Tensor) and t.requires_grad for t in outputs)
+        if trained:
+            torch.autograd.backward(trained, [_upstream(t) for t in trained])
+    except ERRORS as error:
+        return error
+    back = None if order is None else order.argsort()
+    for name, tensor in named.items():
+        if tensor.requires_grad:
+            values[f"gradient of {name}"] = _in(back, name, tensor.grad)
+        if not torch.equal(tensor.detach(), before[name]):
+            values[f"{name} afterwards"] = _in(back, name, tensor.detach())
+    return values
+
+
+def _in(order: Tensor | None, name: str, tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or order is None or name not in ("x", "weight"):
+        return tensor
+    return tensor[:, order]
+
+
+def _upstream(output: Tensor) -> Tensor:
+    """What backward starts with: different numbers for the rows, 1 for a scalar."""
+    return torch.linspace(0.5, 1.5, output.numel()).view(output.shape).to(output.dtype)
+
+
+def _differs(
+    row: Row, way: Way, got: Values | Exception, eager: Values | Exception
+) -> Iterator[str]:
+    """Why ``got`` is wrong: an error, a dtype or shape that is not eager's, or more than twice
+    eager's error. Indices and counts have to be exact wherever eager's are."""
+    if isinstance(eager, Exception):
+        if not isinstance(got, Exception):
+            yield f"does not raise: {_line(eager)}"
+        return
+    if isinstance(got, Exception):
+        yield f"raises {_line(got)}"
+        return
+    if got.keys() != eager.keys():
+        yield f"{list(got)} for {list(eager)}"
+        return
+    exact = eager if row.drawn else _run(row, way, row.program(wide=True), wide=True)
+    if isinstance(exact, Exception):  # of dtypes that are no float64
+        exact = eager
+    others = functools.cache(lambda: _in_other_orders(row, way, exact))
+    for name, ours in got.items():
+        theirs, true = eager[name], exact.get(name, eager[name])
+        if _kind(ours) != _kind(theirs):
+            yield f"{name}: {_kind(ours)} for {_kind(theirs)}"
+        elif isinstance(ours, Tensor):
+            narrow = _coarsest(row, way, ours.dtype)
+            yield from _off(name, ours, theirs, true, FLOOR[narrow], others)
+
+
+def _coarsest(row: Row, way: Way, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a program with the fewest bits; of integers, that of exact ones."""
+    if not dtype.is_floating_point:
+        return torch.float64
+    of = [BF16] * way.autocasts + [way.dtype or row.dtype, dtype]
+    return max((d for d in of if d in FLOOR), key=FLOOR.__getitem__)
+
+
+def _off(
+    name: str, ours: Tensor, theirs: Tensor, true: Any, floor: float, others: Any
+) -> Iterator[str]:
+    """More than twice eager's error, the largest of several orders of summation."""
+    if not isinstance(true, Tensor) or true.shape != ours.shape or true.is_complex():
+        true = theirs
+    off, bound = error(ours, true), 2 * error(theirs, true) + floor
+    for answer in others() if not off <= bound else ():
+        bound = max(bound, 2 * error(answer[name], true) + floor)
+    if not off <= bound:
+        yield f"{name}: {off:.2e} > {bound:.2e}"
+
+
+def _in_other_orders(row: Row, way: Way, exact: Values) -> list[Values]:
+    """Eager's values where hidden values are summed in other orders; none where they are not only
+    summed over, as another order in float64 shows."""
+    shapes = {name: t.shape for name, t in zip(row.names, row.tensors(), strict=True)}
+    x, weight = shapes.get("x", ()), shapes.get("weight", ())
+    if len(x) != 2 or len(weight) != 2 or x[1] != weight[1]:
+        return []
+    random = torch.Generator().manual_seed(0)
+    orders = [torch.randperm(x[1], generator=random) for _ in range(ORDERS)]
+    again = _run(row, way, row.program(wide=True), True, orders[0])
+    if isinstance(again, Exception) or again.keys() != exact.keys():
+        return []
+    pairs = [(again[name], true) for name, true in exact.items() if isinstance(true, Tensor)]
+    if any(error(ours, true) > 1e-6 for ours, true in pairs):
+        return []
+    found = [_run(row, way, row.program(), order=order) for order in orders]
+    return [values for values in found if not isinstance(values, Exception)]
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return str(value)
+    return f"{str(value.dtype)[6:]}{list(value.shape)}"
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+class _Failures(logging.Handler):
+    """Collects what fxpass logs where an unforeseen program runs without the rewrite."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "failed" in record.getMessage():
+            error = record.exc_info and record.exc_info[1]
+            self.found.append(f"{record.getMessage()}: {error!r}")
+
+    def __enter__(self) -> None:
+        logging.getLogger("fxpass").addHandler(self)
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger("fxpass").removeHandler(self)
+
+
+# ---------------------------------------------------------------- what is left in the graph
+
+COUNTING = "tests_counting"
+# of a nested graph, its first argument
+CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+# of a nested graph, its name and its arguments
+INVOKE = torch.ops.higher_order.invoke_subgraph
+
+
+@dataclass
+class _Graphs:
+    large: int
+    left: list[str] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+
+
+_listening: list[_Graphs] = []
+
+
+@contextmanager
+def _listed_in(found: _Graphs) -> Iterator[None]:
+    """Collects what :func:`counting` sees, for a ``with`` block."""
+    _listening.append(found)
+    try:
+        yield
+    finally:
+        _listening.remove(found)
+
+
+def counting(inner: str) -> Callable[..., Any]:
+    """A backend that runs each graph once by itself, and lists its tensors of the logits' size."""
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        graph = copy.deepcopy(gm)
+        graph.graph.eliminate_dead_code()  # as AOTAutograd does
+        reason = break_reason(getattr(gm, "compile_subgraph_reason", None))
+        for found in _listening:
+            found.breaks += [reason] * bool(reason)
+        compiled = registry.lookup_backend(inner)(gm, inputs)
+        seen = False
+
+        def call(*args: Any) -> Any:
+            nonlocal seen
+            if not seen and _listening:
+                seen = True
+                state = torch.get_rng_state()
+                sizes = _Large(graph, _listening[-1].large)
+                sizes.run(*(a.detach().clone() if isinstance(a, Tensor) else a for a in args))
+                torch.set_rng_state(state)
+                _listening[-1].left += sizes.names
+            return compiled(*args)
+
+        return call
+
+    return backend
+
+
+class _Large(fx.Interpreter):
+    """Runs a graph; ``names`` has the function that makes each tensor of the logits' size."""
+
+    def __init__(self, gm: fx.GraphModule, large: int, outer: _Large | None = None) -> None:
+        super().__init__(gm)
+        self.large = large
+        self.names: list[str] = outer.names if outer else []
+        # the storages, which have to stay alive
+        self.known: dict[int, Any] = outer.known if outer else {}
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is CHECKPOINT:
+            nested, *inputs = args
+            return _Large(nested, self.large, self).run(*inputs)
+        if target is INVOKE:
+            nested, _, *inputs = args
+            return _Large(nested, self.large, self).run(*inputs)
+        return super().call_function(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        made = super().run_node(n)
+        for tensor in pytree.tree_leaves(made):
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata in self.known:  # a view, or written in place
+                continue
+            self.known[storage._cdata] = storage
+            large = storage.nbytes() > self.large * tensor.itemsize
+            if large and n.op not in ("placeholder", "get_attr") and not _operator(n):
+                self.names.append(_short(n))
+        return made
+
+
+def _operator(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "fxpass"
+
+
+def _short(node: fx.Node) -> str:
+    """``log_softmax`` for the function, method or operator of that name."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
+
+
+for _inner in ("aot_eager", "eager", "inductor"):
+    if f"{COUNTING}_{_inner}" not in registry._COMPILER_FNS:
+        registry.register_backend(counting(_inner), name=f"{COUNTING}_{_inner}")
