@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.durations import Durations
+from tests.support.pairs import pairs
 
 TESTS = Path(__file__).parents[1]
 
@@ -44,6 +46,18 @@ def test_a_test_that_takes_too_long_fails_the_run():
     ]
 
 
+# ---------------------------------------------------------------- pairs
+
+
+def test_any_two_values_meet_in_pairs():
+    sizes = {"a": 2, "b": 3, "c": 2, "d": 5}
+    values = {name: range(count) for name, count in sizes.items()}
+    found = pairs(**values)
+    assert len(found) < 20  # of 60
+    for (i, one), (j, other) in itertools.combinations(enumerate(values.values()), 2):
+        assert {(case[i], case[j]) for case in found} == set(itertools.product(one, other))
+
+
 # ---------------------------------------------------------------- how tests are written
 
 RUNNERS = {"compiled", "check", "same", "run", "train", "outcome"}
@@ -53,15 +67,14 @@ NOT_YET = {
         compile/test_backend.py compile/test_devices.py fuzz/grammar.py fuzz/oracle.py
         fuzz/reductions.py ranks/sharding_cases.py support/reduction_cases.py support/row_tags.py
         unit/deferred/test_answers.py unit/deferred/test_compiled.py unit/deferred/test_reads.py
-        unit/deferred/test_writes.py unit/kernels/test_chunked.py unit/op/test_limits.py
+        unit/deferred/test_writes.py unit/kernels/test_chunked.py
         unit/op/test_row_region.py unit/rewrite/test_regions.py unit/test_report.py""",
     "a product of three parameters": """
         compile/test_devices.py gpu/test_configurations.py gpu/test_cuda_graphs.py
         gpu/test_two_gpus.py unit/aten/test_reductions_scratch.py unit/casts/test_casts.py
         unit/casts/test_mixed.py unit/deferred/test_compiled.py unit/deferred/test_writes.py
         unit/graph/test_hazards.py unit/kernels/test_call.py unit/kernels/test_chunked.py
-        unit/op/test_fingerprint.py unit/op/test_limits.py unit/op/test_reductions.py
-        unit/op/test_saved.py unit/op/test_unrounded.py unit/plan/test_plan.py
+        unit/plan/test_plan.py
         unit/rewrite/test_heads.py unit/rewrite/test_order.py unit/rewrite/test_wide_bias.py""",
     "a runner of programs in a test file": """
         compile/test_backend.py compile/test_incoming.py compile/test_logging.py
@@ -71,8 +84,7 @@ NOT_YET = {
         libraries/test_trainers.py libraries/test_trl.py ranks/test_sharding.py
         unit/cli/test_cli.py unit/cli/test_demo.py unit/deferred/test_answers.py
         unit/deferred/test_compiled.py unit/kernels/test_every_launch.py
-        unit/lower/test_pointwise.py unit/op/test_losses.py unit/op/test_unrounded.py
-        unit/region/test_numerics.py unit/rewrite/test_custom_functions.py
+        unit/lower/test_pointwise.py unit/region/test_numerics.py unit/rewrite/test_custom_functions.py
         unit/rewrite/test_dump.py unit/rewrite/test_inline.py
         unit/rewrite/test_nested_regions.py unit/rewrite/test_regions.py""",
 }

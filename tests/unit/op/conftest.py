@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.reduction_cases import implement
+from tests.support.reduction_cases import D, N, V, implement, where
 
 
 @pytest.fixture
@@ -17,3 +17,11 @@ def few(monkeypatch):
 def tiled(monkeypatch):
     """Reductions in tiles of 3 rows and 4 classes."""
     implement("tiled", monkeypatch)
+
+
+@pytest.fixture
+def sizes(way, device, monkeypatch):
+    """The operator runs an implementation. Of kernels also rows of several blocks."""
+    implement(way, monkeypatch)
+    with where(way, device):
+        yield [(N, D, V), (3, 5, 8200)] if way == "triton" else [(N, D, V)]

@@ -8,27 +8,23 @@ import torch
 
 from fxpass.op.fingerprint import COPIED, PER_CORE, Layout, fingerprint
 from tests.support.allocations import Allocations
+from tests.support.pairs import in_pairs
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def digest(t):
     return fingerprint(t, Layout.of(t))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        lambda t: t,
-        lambda t: t.t(),
-        lambda t: t[:, 1:],
-        lambda t: t[::2],
-        lambda t: t[1:],
-        lambda t: t[0],
-        lambda t: t[0, 0],
-        lambda t: t[:0],
-    ],
+@in_pairs(
+    layout=(
+        *(lambda t: t, lambda t: t.t(), lambda t: t[:, 1:], lambda t: t[::2]),
+        *(lambda t: t[1:], lambda t: t[0], lambda t: t[0, 0], lambda t: t[:0]),
+    ),
+    columns=(32, 33),
+    dtype=DTYPES,
 )
-@pytest.mark.parametrize("columns", [32, 33])
 def test_fingerprints(dtype, layout, columns):
     base = torch.randn(600, columns).to(dtype)
     t = layout(base)
@@ -85,7 +81,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_that_cancel_in_a_sum_change_the_digest(change, dtype):
     """Whole blocks, packed into words or strided; many are summed in several parts."""

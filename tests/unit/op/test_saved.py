@@ -7,8 +7,10 @@ import torch
 
 from fxpass.kernels import scale
 from fxpass.op.saved import scaled
+from tests.support.pairs import in_pairs
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+FACTORS = (1.0, 0.3, 0.0, float("inf"), float("nan"))
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
 
@@ -19,9 +21,7 @@ def gradient_of(shape, dtype, device="cpu"):
     return found
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16, torch.float64], ids=str)
-@pytest.mark.parametrize("factor", [1.0, 0.3, 0.0, float("inf"), float("nan")])
-@pytest.mark.parametrize("shape", [(5, 7), (4097, 3), (3, 1)])
+@in_pairs(shape=((5, 7), (4097, 3), (3, 1)), factor=FACTORS, dtype=(F32, BF16, F16, torch.float64))
 def test_both_operators_agree(shape, factor, dtype):
     """In place and in a new tensor: the product is rounded once, and what is 0 stays 0."""
     gradient = gradient_of(shape, dtype)
@@ -41,9 +41,11 @@ def test_a_gradient_without_dimensions(value, want):
     assert gradient == want
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("factor", [1.0, 0.3, 0.0, float("inf"), float("nan")])
-@pytest.mark.parametrize("shape", [(5, 7), (4097, 3), (0, 3), (2 * scale.BLOCK + 1,)])
+@in_pairs(
+    shape=((5, 7), (4097, 3), (0, 3), (2 * scale.BLOCK + 1,)),
+    factor=FACTORS,
+    dtype=(F32, BF16, F16),
+)
 def test_the_kernel(shape, factor, dtype, device, monkeypatch):
     """There are several programs and blocks, or none."""
     monkeypatch.setattr(scale, "BLOCKS", 2)

@@ -10,13 +10,18 @@ from fxpass.op.reductions import class_reductions
 from fxpass.plan.plan import Plan
 from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.numerics import error
+from tests.support.pairs import in_pairs
 
 N, D, V = 24, 16, 40
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = "x,weight"
 
 
-def run(dtype, spec, coef=None, upstream=None, **wide):
+def text_of(total):
+    return f"{REVISION} {'' if total else 'outputs=pick '}gradients={BOTH}{' total=pick' * total}"
+
+
+def gradients(dtype, spec, coef=None, upstream=None, **wide):
     """The gradients of the wide tensors, or of the operands where there are none."""
     torch.manual_seed(1)
     x, weight = torch.randn(N, D), torch.randn(V, D)
@@ -41,19 +46,23 @@ def run(dtype, spec, coef=None, upstream=None, **wide):
     return grads, [t.grad for t in exact]
 
 
-@pytest.mark.parametrize("unrounded", ["weight", BOTH, "x"])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize(
-    ("total", "plan"), [(True, ""), (True, "few"), (False, ""), (False, "few"), (False, "tiled")]
+# where the total or the rows are computed, and in which parts
+RUNS = ((True, ""), (True, "few"), (False, ""), (False, "few"), (False, "tiled"))
+
+
+@in_pairs(
+    implementation=("aten", "triton"),
+    run=RUNS,
+    dtype=(BF16, F16),
+    unrounded=("weight", BOTH, "x"),
 )
-def test_the_gradients_are_f32(total, plan, dtype, unrounded, request, implementation):
+def test_the_gradients_are_f32(implementation, run, dtype, unrounded, request):
+    total, plan = run
     if plan and implementation == "aten":  # the kernels' plans are below
         request.getfixturevalue(plan)
-    what = "total=pick" if total else ""
-    text = f"{'' if total else 'outputs=pick '}gradients={BOTH} {what}".strip()
-    spec = Reductions.parse(f"{REVISION} {text} unrounded={unrounded}")
+    spec = Reductions.parse(f"{text_of(total)} unrounded={unrounded}")
     weights = torch.rand(1, N)
-    grads, exact = run(dtype, spec, weights if total else None, weights)
+    grads, exact = gradients(dtype, spec, weights if total else None, weights)
     for name, got, true in zip(("x", "weight"), grads, exact, strict=True):
         assert got.dtype == (F32 if name in spec.unrounded else dtype)
         assert error(got, true) < 2.5 * torch.finfo(dtype).eps
@@ -65,12 +74,10 @@ def test_kernels_round_them_less_than_eager(strategy, rows, monkeypatch, device)
     """The error that is left is that of the logits' gradient, stored in bf16."""
     planned = Plan("triton", strategy, rows=rows, classes=16)
     monkeypatch.setattr("fxpass.op.run.plan", lambda *_: planned)
-    of = "total=pick" if strategy == "chunked" else ""
-    text = f"{REVISION} {'' if of else 'outputs=pick '}gradients={BOTH} {of}".strip()
-    weights = torch.rand(1, N)
-    coef = weights if of else None
-    wide, exact = run(BF16, Reductions.parse(f"{text} unrounded={BOTH}"), coef, weights)
-    rounded, _ = run(BF16, Reductions.parse(text), coef, weights)
+    text, weights = text_of(strategy == "chunked"), torch.rand(1, N)
+    coef = weights if strategy == "chunked" else None
+    wide, exact = gradients(BF16, Reductions.parse(f"{text} unrounded={BOTH}"), coef, weights)
+    rounded, _ = gradients(BF16, Reductions.parse(text), coef, weights)
     for got, worse, true in zip(wide, rounded, exact, strict=True):
         assert got.dtype == F32
         assert error(got, true) < 0.95 * error(worse, true)
@@ -81,9 +88,9 @@ def test_what_is_refused():
     coef = torch.rand(1, N)
     for wide in (None, torch.zeros(V, D, dtype=BF16), torch.zeros(V, D + 1)):
         with pytest.raises(ValueError, match="needs wide_weight"):
-            run(BF16, spec, coef, wide_weight=wide)
+            gradients(BF16, spec, coef, wide_weight=wide)
     with pytest.raises(ValueError, match="needs wide_x where its gradient is unrounded"):
-        run(BF16, spec, coef, wide_x=torch.zeros(N, D))
+        gradients(BF16, spec, coef, wide_x=torch.zeros(N, D))
     for text in (
         "unrounded=weight",
         "gradients=x unrounded=weight",

@@ -1,0 +1,150 @@
+"""What a call reads and leaves alone: the same bits again, no writes, logits that exist, picks; by each
+implementation."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fxpass.op.reductions import class_reductions
+from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.outputs import PRODUCTS, Moment
+from tests.support.allocations import Allocations
+from tests.support.numerics import assert_as_accurate
+from tests.support.reduction_cases import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    FEW,
+    LAYOUTS,
+    SOME,
+    case,
+    check,
+    computes,
+)
+from tests.unit.op.test_limits import GIVEN, OF_ROWS, WAYS
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in the interpreter
+
+
+@pytest.mark.parametrize(
+    ("implementation", "way", "dtype"),
+    [(*one, t) for one in WAYS for t in (F64, F32, BF16, F16) if one[1] != "triton" or t != F64],
+)
+def test_the_bits_are_the_same_and_nothing_is_written_to_operands(
+    implementation, way, dtype, sizes
+):
+    """Results have memory of their own, and gradients the dtypes of their operands."""
+    total = ["pick", Moment(1, 1)]
+    for has_total in (False, True):
+        if not computes(way, has_total, largest=False):
+            continue
+        outputs, more = (["argmax"], {"total": total}) if has_total else (SOME, {})
+        shape = FEW if has_total else sizes[-1]
+        bias = compute_dtype(dtype) if has_total else dtype
+        found = case(outputs, dtype, "3*tanh(z/3)", bias, True, True, shape, **more, frozen=GIVEN)
+        assert found.picks is not None
+        before = [t.clone() for t in (*found.all, found.picks)]
+        answers = []
+        for _ in range(2):
+            leaves = [t.detach() for t in found.all]
+            for name, t in zip(found.tensors, leaves, strict=True):
+                t.requires_grad_(name not in found.frozen)
+            results = found.run(leaves)
+            out = results["total" if has_total else "rows"]
+            out.backward(grad := torch.ones_like(out))
+            assert torch.equal(grad, torch.ones_like(out))
+            trained = [t for t in leaves if t.requires_grad]
+            assert not results["indices"].requires_grad
+            assert all(t.grad.dtype == t.dtype for t in trained)
+            # (those that a total has saved may be returned)
+            own = [t for k, t in results.items() if k not in PRODUCTS]
+            answers.append([*own, *(t.grad for t in trained)])
+        assert all(map(torch.equal, *answers))
+        assert all(map(torch.equal, (*found.all, found.picks), before))
+        every = [t for t in (*answers[1], *found.all) if t.numel()]
+        assert len({t.untyped_storage().data_ptr() for t in every}) == len(every)
+
+
+@pytest.mark.parametrize(("implementation", "way"), WAYS)
+def test_no_rows(implementation, way, sizes):
+    total = ["pick", Moment(1, 1)] if way == "in place" else []
+    outputs = [] if total else SOME
+    for _, d, v in sizes:
+        found = case(
+            outputs, bias=F32, scaled=not total, shape=(0, d, v), frozen=GIVEN, total=total
+        )
+        leaves = [t.requires_grad_(k not in found.frozen) for k, t in found.tensors.items()]
+        results = found.run(leaves)
+        if not total:
+            assert results["rows"].shape == (len(found.spec.rows), 0)
+            assert results["indices"].shape == (1, 0)
+        found.fused(*leaves).sum().backward()
+        assert not any(t.grad.any() for t in leaves if t.requires_grad)
+
+
+@OF_ROWS
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_that_exist_are_read(implementation, way, layout, sizes):
+    """They are not computed again, nor written to: other weights give the same outputs."""
+    found = case(["pick", Moment(1, 1)])
+    x, w = (t.requires_grad_() for t in found.all)
+    logits = LAYOUTS[layout](F.linear(x, w).detach())
+    before = logits.clone()
+
+    def run(weight: Tensor) -> Tensor:
+        operands = x, weight, None, None, found.picks, []
+        rows = class_reductions(*operands, None, logits, found.spec.text())["rows"]
+        rows.sum().backward()
+        return rows
+
+    assert torch.equal(run((w * 2).detach().requires_grad_()), run(w))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "way", "total"),
+    [(*one, total) for one in WAYS for total in (False, True) if computes(one[1], total, False)],
+)
+def test_given_logits_that_are_only_read_take_no_memory(implementation, way, total, sizes):
+    found = case(["pick"], shape=(40, 5, 1000), frozen=("x", "weight"))
+    z = LAYOUTS["padded"](F.linear(*found.all))
+    some = {"outputs": (), "total": ("pick",)} if total else {}
+    spec = dataclasses.replace(found.spec, gradients=(), **some).text()
+    coef = torch.ones(1, 40) if total else None
+    with torch.no_grad(), Allocations() as allocated:
+        out = class_reductions(*found.all, None, None, found.picks, [], coef, z, spec)
+    assert allocated.peak([*out.values()]) < 1000
+    want = z.log_softmax(1).gather(1, found.picks.unsqueeze(1)).squeeze(1)
+    got = out["total"] if total else out["rows"][0]
+    torch.testing.assert_close(got, want.sum() if total else want)
+
+
+@OF_ROWS
+@pytest.mark.parametrize("picks", [[[1, 1, 1]] * 7, [[1, 10, 1]] * 7, [[]] * 7])
+def test_a_class_that_is_picked_twice_or_none(implementation, way, picks, sizes):
+    found = case(["lse", "pick"], many=True)
+    found = found._replace(picks=torch.tensor(picks, dtype=torch.int64))
+    check(found, F32, 4e-6 if way == "triton" else 0.0)
+
+
+@pytest.mark.parametrize("all_rows", ["forward", "backward"])
+def test_ignored_rows_are_left_out_of_one_pass_only(monkeypatch, all_rows):
+    """Backward may look at rows that forward did not, and the other way round: one of the two is
+    captured in a CUDA graph."""
+    found = case(["pick"], size=8.0)
+    upstream = torch.tensor([[1.0, 0, 0, 1, 0, 0.5, 0]])
+    selected = [lambda *_: None, lambda values, *_: values.any(0).nonzero().squeeze(1)]
+
+    def fused(*tensors: Tensor) -> Tensor:
+        monkeypatch.setattr("fxpass.op.run.selected", selected[all_rows == "backward"])
+        rows = found.fused(*tensors)
+        monkeypatch.setattr("fxpass.op.run.selected", selected[all_rows == "forward"])
+        return rows
+
+    assert_as_accurate(fused, found.eager, found.all, F32, upstream)
