@@ -9,8 +9,9 @@ In: a :class:`Row`. Out: a function of named operands, and the head in front of 
     torch.Size([48, 1])
 
 The text is the body of a function, whose last statement is what it returns. In it stand ``z`` (logits
-``[N, V]`` of the head), ``s`` (the same as ``[B, T, V]``), ``q`` (a teacher's ``[N, V]``) and the keys
-of :data:`tests.programs.operands.OPERANDS`; the sizes ``B``, ``T``, ``N``, ``D``, ``V``; torch's names;
+``[N, V]`` of the head), ``s`` (the same as ``[B, T, V]``), ``biased`` and ``capped`` (``s`` of a head
+with a bias, or with a soft-cap), ``q`` (a teacher's ``[N, V]``) and the keys of
+:data:`tests.programs.operands.OPERANDS`; the sizes ``B``, ``T``, ``N``, ``D``, ``V``; torch's names;
 and whatever the module of the row defines.
 """
 
@@ -39,6 +40,8 @@ F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float6
 
 # The ways of a program that runs in f32 and in bf16.
 IN_BF16 = ("bf16",)
+# Those of what is answered of deferred logits: they are not computed.
+OUTSIDE = ("outside", "outside under autocast")
 # What a program becomes: calls of a formula (class reductions), of a region (a row function), both;
 # nothing that is fused; an error, as in eager.
 FORMULA, REGION, BOTH = "formula", "region", "formula and region"
@@ -48,6 +51,8 @@ NOTHING, RAISES = "nothing", "raises"
 HEADS = {
     "z": ("x weight", "F.linear(x, weight)"),
     "s": ("x weight", "F.linear(x.view(B, T, D), weight)"),
+    "biased": ("x weight bias", "F.linear(x.view(B, T, D), weight, bias)"),
+    "capped": ("x weight", "3 * torch.tanh(F.linear(x.view(B, T, D), weight) / 3)"),
     "q": ("teacher_x teacher_weight", "F.linear(teacher_x, teacher_weight)"),
 }
 NAMES = {
@@ -78,6 +83,7 @@ class Row:
         sizes: of the operands.
         ways: the ways of :mod:`tests.support.oracle` in which it runs beside the first.
         computes: the ways in which deferred logits are computed.
+        why: part of the reason why they are.
         never: the ways in which it cannot run, such as a text that reads a number of rows.
         dynamo: settings of ``torch._dynamo.config``.
         drawn: it draws random numbers: eager's answer is the exact one.
@@ -96,6 +102,7 @@ class Row:
     sizes: Sizes = SIZES
     ways: tuple[str, ...] = ()
     computes: tuple[str, ...] = ()
+    why: str = ""
     never: tuple[str, ...] = ()
     dynamo: Mapping[str, Any] = field(default_factory=dict)
     drawn: bool = False
