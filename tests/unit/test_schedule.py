@@ -67,14 +67,12 @@ NOT_YET = {
         compile/test_backend.py compile/test_devices.py fuzz/grammar.py fuzz/oracle.py
         fuzz/reductions.py ranks/sharding_cases.py support/reduction_cases.py support/row_tags.py
         unit/deferred/test_answers.py unit/deferred/test_compiled.py unit/deferred/test_reads.py
-        unit/deferred/test_writes.py unit/kernels/test_chunked.py
-        unit/op/test_row_region.py unit/rewrite/test_regions.py unit/test_report.py""",
+        unit/deferred/test_writes.py unit/op/test_row_region.py unit/rewrite/test_regions.py unit/test_report.py""",
     "a product of three parameters": """
         compile/test_devices.py gpu/test_configurations.py gpu/test_cuda_graphs.py
         gpu/test_two_gpus.py unit/aten/test_reductions_scratch.py unit/casts/test_casts.py
         unit/casts/test_mixed.py unit/deferred/test_compiled.py unit/deferred/test_writes.py
-        unit/graph/test_hazards.py unit/kernels/test_call.py unit/kernels/test_chunked.py
-        unit/plan/test_plan.py
+        unit/graph/test_hazards.py unit/plan/test_plan.py
         unit/rewrite/test_heads.py unit/rewrite/test_order.py unit/rewrite/test_wide_bias.py""",
     "a runner of programs in a test file": """
         compile/test_backend.py compile/test_incoming.py compile/test_logging.py

@@ -16,9 +16,12 @@ from fxpass.kernels.call import ASSUMED, for_reductions, launches
 from fxpass.op import sharded
 from fxpass.plan import plan
 from fxpass.rewrite import listing
+from fxpass.spec import expression
+from fxpass.spec.outputs import Moment
 from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.gpus import H200, MI300, V100
 from tests.support.launches import Launches
+from tests.support.pairs import in_pairs
 from tests.support.without_data import operands
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -133,8 +136,15 @@ def assert_listed(kernels, recorded):
     assert kernels
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-@pytest.mark.parametrize(("v", "dtype"), [(20, F32), (16, F16), (20000, BF16)])
+@pytest.mark.parametrize(
+    ("program", "v", "dtype"),
+    [
+        *((program, 20, F32) for program in PROGRAMS),
+        *((program, 20000, BF16) for program in PROGRAMS),
+        *((program, 16, F16) for program in (plain, kept, policy)),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
 def test_what_is_launched_is_listed(program, v, dtype, recorded, monkeypatch):
     """In training and in evaluation; the kernels in order, with their options."""
     monkeypatch.setenv("FUSEDCE_INNER", "eager")
@@ -156,9 +166,11 @@ def test_what_is_launched_is_listed(program, v, dtype, recorded, monkeypatch):
         ]
 
 
-@pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("text", ["outputs=pick", "outputs=moment(1,1);pick;argmax"])
-@pytest.mark.parametrize("gradients", [(), ("x", "weight")])
+@in_pairs(
+    text=("outputs=pick", "outputs=moment(1,1);pick;argmax"),
+    gradients=((), ("x", "weight")),
+    many=(False, True),
+)
 def test_what_a_vocabulary_shard_launches_is_listed(text, gradients, many, recorded, alone):
     text = f"{REVISION} {text}" + f" gradients={','.join(gradients)}" * bool(gradients)
     x, weight, picks = torch.randn(N, D), torch.randn(V, D), torch.zeros(N, 1 + many).long()
@@ -203,6 +215,39 @@ def test_a_candidate_is_a_kernel_with_its_options():
         whole = ["for start in" not in candidate.kernel.source for candidate in one.candidates]
         assert whole == [candidate.options["BLOCK_V"] >= 12000 for candidate in one.candidates]
         assert whole == [False] * (len(whole) - 1) + [True]
+
+
+@pytest.mark.parametrize("v", [1, 1000, 8193, 50257])
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+def test_candidates(v, dtype):
+    """The default first, no block twice as large as the row, no more threads than there can be."""
+    spec = Reductions.parse(f"{REVISION} outputs=pick;lse gradients=x,weight,bias")
+    for one in launches(spec, operands(1, 5, v, dtype, dtype, picks=1), ASSUMED):
+        sliced = "backward" in one.name
+        block, warps = call.blocks(v, dtype, "sm_90", spec, sliced=sliced)[0]
+        found = [candidate.options for candidate in one.candidates]
+        assert {"BLOCK_V": block, "num_warps": warps}.items() <= found[0].items()
+        assert len(found) <= 5
+        for options in found:
+            assert options["BLOCK_V"] < 2 * v
+            assert 1 <= options["num_warps"] <= 32
+            if "LANES" in options:  # of which a block has all
+                assert options["LANES"] * options["VECTOR"] <= options["BLOCK_V"] < v
+        assert any(options["BLOCK_V"] >= v for options in found) == (v <= 1 << 14)
+
+
+def test_a_row_that_is_heavy_is_not_kept_in_registers():
+    """Weights, a transform or the gradient of a scale need registers for each logit."""
+    for outputs, transform, scaled, whole in (
+        (["pick", Moment(1, 1)], "z", False, True),
+        (["pick", Moment(1, 1)], "z", True, False),
+        (["lse"], "3*tanh(z/3)", False, False),
+        ([Moment(0, 1, 1)], "z", False, False),
+    ):
+        gradients = ("x", "scale") if scaled else ("x",)
+        spec = Reductions(tuple(outputs), expression.parse(transform), gradients)
+        found = call.blocks(16032, BF16, "sm_90", spec)
+        assert any(block >= 16032 for block, _ in found) == whole
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from fxpass.kernels import fingerprint, scale
 from fxpass.kernels.call import Candidate
 from fxpass.kernels.render import reductions
 from fxpass.spec.reductions import Reductions
-from tests.support.compiled import TARGETS, Resources, Unit, assert_fits, resources
+from tests.support.compiled import Resources, Unit, assert_fits, resources
 from tests.unit.kernels.test_compile_reductions import unit
 
 # ---------------------------------------------------------------- fingerprints
@@ -61,7 +61,6 @@ def fingerprint_unit(bits, patch):
     return Unit(source, name, signature, constants, taken["options"], tuple(aligned))
 
 
-@pytest.mark.parametrize("target", TARGETS)
 def test_fingerprints_compile_and_nothing_spills(target, monkeypatch):
     units = {label: fingerprint_unit(bits, monkeypatch) for label, bits in TENSORS.items()}
     assert "i64" not in units["words"].signature.values()
@@ -73,7 +72,6 @@ def test_fingerprints_compile_and_nothing_spills(target, monkeypatch):
 # ---------------------------------------------------------------- the loss's incoming gradient
 
 
-@pytest.mark.parametrize("target", TARGETS)
 def test_the_product_with_a_factor_compiles_and_nothing_spills(target):
     """In place, for gradients of fewer and of more than 2**31 elements."""
     source = Path(scale.__file__).read_text()

@@ -3,13 +3,12 @@ and registers, shared memory and instructions are within bounds."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from fxpass.kernels.call import Candidate, Gpu, for_reductions
 from fxpass.kernels.render import reductions
 from fxpass.spec.reductions import REVISION, Reductions
-from tests.support.compiled import TARGETS, Unit, assert_fits, loops, resources
+from tests.support.compiled import Unit, assert_fits, loops, resources
 from tests.support.without_data import operands
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -119,7 +118,6 @@ def unit(candidate: Candidate, dtype: str, picks: int, aligned: bool) -> Unit:
     )
 
 
-@pytest.mark.parametrize("target", TARGETS)
 def test_kernels_of_reductions(target):
     found = units(target)
     assert_fits(resources(found, target), found, target)
@@ -134,8 +132,7 @@ LOSS, SLICE = "gradients=x total=pick", "outputs=pick gradients=x"
 INSTRUCTIONS = {LOSS: 20, POLICY_LOSS: 24, SLICE: 11}
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
-def test_instructions_for_a_logit(target):
+def test_instructions_for_a_logit(nvidia):
     """The classes of a pick's block apart, which only one block has."""
     options = (("BLOCK_V", 8192), ("LANES", 512), ("VECTOR", 8), ("num_warps", 16))
     units = {}
@@ -143,5 +140,5 @@ def test_instructions_for_a_logit(target):
         spec = Reductions.parse(f"{REVISION} {text}")
         kernel = reductions(spec, forward=bool(spec.total))
         units[text] = unit(Candidate(kernel, options), "bf16", 1, True)
-    for text, found in loops(units, target).items():
+    for text, found in loops(units, nvidia).items():
         assert 0 < sum(found) / (8192 / 512) <= INSTRUCTIONS[text], (text, found)
