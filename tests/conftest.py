@@ -62,6 +62,7 @@ FULL = (
     "compile/test_memory.py",
     "compile/test_opinfo.py",
     "compile/test_scaler.py",
+    "programs/test_library_rows.py",
     "unit/cli/test_demo.py",
     "unit/kernels/test_compile.py",
     "unit/kernels/test_compile_reductions.py",

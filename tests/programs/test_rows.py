@@ -14,7 +14,7 @@ from tests.programs.row import RAISES, Row
 from tests.support import row_tags
 from tests.support.oracle import FIRST, WAYS, check
 
-ROWS = {f"{row.kind}: {row.name}": row for row in catalog()}
+ROWS = {f"{row.kind}: {row.name}": row for row in catalog(libraries=False)}
 # Each row runs in one of them, so that each way meets rows of each kind.
 DEALT = (
     *("aot_eager", "bf16", "autocast", "dynamic", "no_grad", "chunks"),
@@ -32,7 +32,7 @@ OWN = [(name, way) for name, row in ROWS.items() for way in (FIRST, *row.ways)]
 
 
 def test_names_are_unique_and_operands_known():
-    assert len(ROWS) == len(catalog())
+    assert len(ROWS) == len(catalog(libraries=False))
     for row in ROWS.values():
         assert set(row.names) <= OPERANDS.keys()
         assert set(row.gradients) <= TRAINED
