@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,31 +13,17 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from fxpass.aten import regions as aten
-from fxpass.op import row_region as module
 from fxpass.op.row_region import row_region
 from fxpass.plan.regions import RegionPlan
-from fxpass.region.joint import trace
-from fxpass.region.text import Input, RowRegion
+from fxpass.region.text import RowRegion
 from fxpass.spec.dtypes import compute_dtype
-from tests.support.allocations import Allocations
 from tests.support.numerics import FLOOR, assert_close, error
+from tests.support.pairs import in_pairs
+from tests.unit.region.programs import FLOAT, INT, Program, V
 
-CPU = torch.device("cpu")
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-N, V = 13, 21
+N = 13
 OPERATORS = torch.ops.fxpass
-
-
-@dataclass(frozen=True)
-class Program:
-    """A row function: of logits, then row operands, then shared operands."""
-
-    function: Callable[..., list[Tensor]]
-    biases: tuple[bool, ...]  # of each head
-    rows: tuple[tuple[tuple[int, ...], bool], ...] = ()  # shape beside the rows, whether trained
-    shared: tuple[tuple[tuple[int, ...], bool], ...] = ()
-    labels: bool = False  # the last row operand
-    outputs: int = 1
 
 
 def divergence(one, two, label):
@@ -49,77 +33,39 @@ def divergence(one, two, label):
     return [kl, -log_p.gather(1, label[:, None])[:, 0], one.argmax(-1), log_p.amax(-1).to(one)]
 
 
-def expected(z, prior, temperature, values, label):
+def expected(z, prior, temperature, label, values):
     """The expectation of values of classes under a prior of each row; two dimensions of rows."""
-    p = (z / temperature[:, None] + prior * values[1]).softmax(-1)
-    mean = p @ values.t()
-    return [mean, F.cross_entropy(z, label, reduction="none")]
+    p = (z / (0.5 + temperature.abs()[:, None]) + prior * values[1]).softmax(-1)
+    return [p @ values.t(), F.cross_entropy(z, label, reduction="none")]
 
 
 def squares(z):
     return [z.square().mean(-1)]
 
 
-def swapped(z, prior, temperature, label, values):
-    return expected(z, prior, temperature, values, label)
-
-
 PROGRAMS = {
-    "a divergence": Program(divergence, (False, True), labels=True, outputs=4),
+    "a divergence": Program(divergence, (V, V), ((INT,),), (), (True, True), (False, True)),
     "an expectation": Program(
-        swapped, (True,), (((V,), True), ((), True)), (((3, V), True),), labels=True, outputs=2
+        *(expected, (V,), ((FLOAT, V), (FLOAT,), (INT,)), ((FLOAT, 3, V),)),
+        *((True, True, True, False, True), (True,)),
     ),
-    "a mean of squares": Program(squares, (False,)),
+    "a mean of squares": Program(squares),
 }
 
 
-def inputs_of(program: Program, dtype: torch.dtype, v: int | str = V) -> list[Input]:
-    def shaped(shape):
-        return tuple(v if s == V else s for s in shape)
-
-    heads = [Input(dtype, ("n", v)) for _ in program.biases]
-    rows = [Input(dtype, ("n", *shaped(shape))) for shape, _ in program.rows]
-    labels = [Input(torch.int64, ("n",))] * program.labels
-    return [*heads, *rows, *labels, *(Input(dtype, shaped(shape)) for shape, _ in program.shared)]
-
-
 @functools.lru_cache(None)
-def text_of(name: str, dtype=F64, total=False, frozen=(), compiled=False, v: int | str = V) -> str:
+def text_of(name: str, dtype=F64, total=False, frozen=(), compiled=False, symbolic=False) -> str:
     """The text of a program's region; ``frozen`` are positions of tensors."""
-    program, at, trained, flags = PROGRAMS[name], 0, [], []
-    for bias in program.biases:
-        some = [i for i in range(at, at + 2 + bias) if i not in frozen]
-        trained, at, flags = [*trained, *some], at + 2 + bias, [*flags, bool(some)]
-    others = (
-        [t for _, t in program.rows] + [False] * program.labels + [t for _, t in program.shared]
-    )
-    others = [t and at + i not in frozen for i, t in enumerate(others)]
-    trained += [at + i for i, t in enumerate(others) if t]
-    inputs = inputs_of(program, dtype, v)
-    joint = trace(program.function, inputs, {"n": 8, "v": V}, [*flags, *others], CPU)
-    heads = tuple(2 + bias for bias in program.biases)
-    counts = len(program.rows) + program.labels, len(program.shared)
-    kind = total and bool(joint.tangents), 0, compiled
-    outputs = len(joint.outputs)
-    region = RowRegion(heads, *counts, tuple(trained), outputs, joint.tangents, *kind, joint.graph)
-    return region.text()
+    program = PROGRAMS[name].symbolic() if symbolic else PROGRAMS[name]
+    return program.region(dtype, total, compiled, frozen).text()
 
 
-def tensors_of(name: str, dtype=F64, n=N, v=V, text: str = "", seed=0) -> list[Tensor]:
+def tensors_of(name: str, dtype=F64, n=N, v=V, text: str = "") -> list[Tensor]:
     """Its tensors, of which those trained by ``text`` require gradients."""
-    torch.manual_seed(seed)
-    program, found = PROGRAMS[name], []
-    for i, bias in enumerate(program.biases):
-        d = 5 + i
-        found += [torch.randn(n, d), torch.randn(v, d), *[torch.randn(v)] * bias]
-    shaped = [tuple(v if s == V else s for s in shape) for shape, _ in program.rows]
-    found += [torch.rand(n, *shape) + 0.5 for shape in shaped]
-    labels = [torch.randint(v, (n,))] * program.labels
-    shared = [torch.randn(*(v if s == V else s for s in shape)) for shape, _ in program.shared]
-    found = [*(t.to(dtype) for t in found), *labels, *(t.to(dtype) for t in shared)]
-    if text:
-        for i in RowRegion.parse(text).trained:
-            found[i].requires_grad_()
+    torch.manual_seed(0)
+    found = PROGRAMS[name].symbolic().operands(n, dtype, {"v0": v})
+    for i in RowRegion.parse(text).trained if text else ():
+        found[i].requires_grad_()
     return found
 
 
@@ -130,11 +76,7 @@ def in_f64(tensor: Tensor) -> Tensor:
 
 
 def eager(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    program, logits, at = PROGRAMS[name], [], 0
-    for bias in program.biases:
-        logits.append(F.linear(*tensors[at : at + 2 + bias]))
-        at += 2 + bias
-    return program.function(*logits, *tensors[at:])
+    return list(PROGRAMS[name].eager(tensors))
 
 
 def cotangents(outputs: Sequence[Tensor], text: str) -> list[Tensor]:
@@ -173,16 +115,10 @@ def assert_as_in_eager(name: str, tensors, text: str) -> None:
     torch.testing.assert_close(fused(name, tensors, text), program_itself(name, tensors, text))
 
 
-@pytest.fixture
-def few(monkeypatch):
-    """Chunks of 4 rows, products of 5 classes."""
-    monkeypatch.setattr(module, "plan", lambda n, heads, *_: RegionPlan(4, (5,) * len(heads), 0, 0))
-
-
 @pytest.fixture(params=["one chunk", "chunks"])
 def chunks(request):
     if request.param == "chunks":
-        request.getfixturevalue("few")
+        request.getfixturevalue("small_regions")
 
 
 names = pytest.mark.parametrize("name", PROGRAMS)
@@ -197,12 +133,18 @@ totals = pytest.mark.parametrize("total", [False, True])
 @totals
 def test_values_are_those_of_eager(name, total):
     """With any number of rows, and of classes where their number is symbolic."""
-    for n, v, classes in ((0, V, V), (1, V, V), (4, V, "v"), (N, 40, "v"), (N, V, V)):
-        text = text_of(name, total=total, v=classes)
+    for n, v, symbolic in (
+        (0, V, False),
+        (1, V, False),
+        (4, V, True),
+        (N, 40, True),
+        (N, V, False),
+    ):
+        text = text_of(name, total=total, symbolic=symbolic)
         assert_as_in_eager(name, tensors_of(name, n=n, text=text, v=v), text)
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("small_regions")
 @totals
 @pytest.mark.parametrize(
     ("name", "frozen"),
@@ -216,12 +158,16 @@ def test_frozen_operands(name, frozen, total):
     assert_as_in_eager(name, tensors_of(name, text=text), text)
 
 
-@pytest.mark.usefixtures("chunks")
-@pytest.mark.parametrize("wide", [False, True])
-@names
-@totals
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-def test_rounding_is_that_of_eager(name, total, dtype, wide, monkeypatch):
+@in_pairs(
+    name=PROGRAMS,
+    total=(False, True),
+    dtype=(F32, BF16, F16),
+    wide=(False, True),
+    parts=("one chunk", "chunks"),
+)
+def test_rounding_is_that_of_eager(name, total, dtype, wide, parts, request, monkeypatch):
+    if parts == "chunks":
+        request.getfixturevalue("small_regions")
     if wide:  # as a CPU without products in bf16
         monkeypatch.setattr(aten, "multiplied_in", lambda dtype, _: compute_dtype(dtype))
     text = text_of(name, dtype, total)
@@ -269,7 +215,7 @@ def test_the_factor_of_fp16_is_exact():
         assert not finite or 0.5 <= scaled.abs().max() < 1
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("small_regions")
 @names
 @totals
 def test_layouts_of_operands(name, total):
@@ -298,7 +244,7 @@ def test_heads_that_share_tensors():
     torch.testing.assert_close(ours, grads)
 
 
-@pytest.mark.usefixtures("few")
+@pytest.mark.usefixtures("small_regions")
 @names
 @totals
 def test_results_are_deterministic_and_operands_are_not_written(name, total):
@@ -426,148 +372,3 @@ def test_inference_tensors_and_autocast():
         cast = row_region(plain, text)
     torch.testing.assert_close(inference, row_region(plain, text), rtol=0, atol=0)
     torch.testing.assert_close(cast, row_region(plain, text), rtol=0, atol=0)
-
-
-# ---------------------------------------------------------------- the compiler
-
-
-def test_the_operators():
-    """Graphs in compile caches call them like this."""
-    operators = (OPERATORS.row_region, OPERATORS.row_region_backward)
-    expecttest.assert_expected_inline(
-        "\n".join(str(operator.default._schema) for operator in operators),
-        """\
-fxpass::row_region(Tensor[] tensors, str region) -> Tensor[]
-fxpass::row_region_backward(Tensor[] grads, Tensor[] saved, Tensor[] tensors, str region) -> Tensor[]""",
-    )
-
-
-@names
-@totals
-def test_opcheck(name, total):
-    dtype = F32
-    text = text_of(name, dtype, total)
-    region = RowRegion.parse(text)
-    tensors = tensors_of(name, dtype)
-    coefs = cotangents(eager(name, tensors), text)
-    torch.library.opcheck(OPERATORS.row_region.default, ([*tensors, *coefs * total], text))
-    if not total:
-        saved = row_region(tensors, text)[region.outputs :]
-        arguments = coefs, saved, tensors, text
-        torch.library.opcheck(OPERATORS.row_region_backward.default, arguments)
-
-
-@pytest.mark.usefixtures("few")
-@names
-@totals
-@pytest.mark.parametrize(
-    ("backend", "dynamic"),
-    [
-        ("aot_eager", None),
-        ("aot_eager", True),
-        pytest.param("inductor", None, marks=pytest.mark.full),
-    ],
-)
-def test_compiled(name, total, backend, dynamic):
-    text = text_of(name, total=total)
-    compiled = torch.compile(
-        lambda tensors: row_region(tensors, text), backend=backend, dynamic=dynamic, fullgraph=True
-    )
-    region = RowRegion.parse(text)
-    for n in (N, 17) if dynamic else (N,):
-        tensors = tensors_of(name, n=n, text=text)
-        leaves = [tensors[i] for i in region.trained]
-        wanted, gradients = program_itself(name, tensors, text)
-        coefs = cotangents(wanted, text)
-        found = compiled([*tensors, *coefs * total])
-        some, seeds = [found[k] for k in region.tangents], coefs
-        if total:
-            some, seeds = [found[region.outputs]], None
-        torch.testing.assert_close(found[: region.outputs], wanted)
-        got = torch.autograd.grad(some, leaves, seeds)
-        torch.testing.assert_close(list(got), gradients)
-
-
-@pytest.mark.parametrize("total", [pytest.param(False, marks=pytest.mark.full), True])
-def test_a_region_that_inductor_compiles(total):
-    name = "a divergence"
-    text = text_of(name, F32, total, compiled=True)
-    tensors = tensors_of(name, F32, text=text)
-    assert_as_in_eager(name, tensors, text)
-
-
-# ---------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda t: t[:-1], r"needs 6 tensors \(x of head 0, .*row operand 0\), got 5"),
-        (
-            lambda t: [t[0][:, 1:], *t[1:]],
-            r"weight of head 0 float64\[21, 4\], got float64\[21, 5\]",
-        ),
-        (lambda t: [t[0], t[1][1:], *t[2:]], r"weight of head 0 .*got float64\[20, 5\]"),
-        (lambda t: [t[0], t[1].float(), *t[2:]], r"weight of head 0 float64.*got float32"),
-        (lambda t: [t[0].float(), *t[1:]], r"x of head 0 float64.*got float32\[13, 5\]"),
-        (lambda t: [*t[:2], t[2][1:], *t[3:]], r"x of head 1 float64\[13, 6\], got float64\[12"),
-        (lambda t: [*t[:4], t[4][None], t[5]], r"bias of head 1 float64\[21\], got float64\[1, 21"),
-        (lambda t: [*t[:5], t[5].int()], r"row operand 0 int64\[13\], got int32\[13\]"),
-        (lambda t: [*t[:5], t[5].to("meta")], "tensors of one device, got x of head 0 on cpu"),
-    ],
-)
-def test_tensors_that_do_not_fit(change, message):
-    text, tensors = text_of("a divergence"), tensors_of("a divergence")
-    with pytest.raises(ValueError, match=message):
-        row_region(change(tensors), text)
-
-
-def test_texts_and_gradients_that_do_not_fit():
-    name = "a mean of squares"
-    text, tensors = text_of(name), tensors_of(name)
-    with pytest.raises(ValueError, match="no operation"):
-        row_region(tensors, text.replace("aten.", "aten.no_"))
-    with pytest.raises(ValueError, match="nothing to add up"):
-        row_region(tensors, text_of(name, frozen=(0, 1)).replace("total=0", "total=1"))
-    backward = OPERATORS.row_region_backward
-    with pytest.raises(ValueError, match=r"gradient 0 float64\[13\], got float32\[13\]"):
-        backward([torch.ones(N)], [], tensors, text)
-    with pytest.raises(ValueError, match="needs 1 gradients, got 0"):
-        backward([], [], tensors, text)
-
-
-# ---------------------------------------------------------------- memory
-
-
-@pytest.mark.full
-def test_memory():
-    """Two heads with [1024, 32000] logits each: their divergence and a cross-entropy."""
-    name, n, v = "a divergence", 1024, 32000
-    late, at_once = (text_of(name, F32, total, v="v") for total in (False, True))
-    torch.manual_seed(0)
-    tensors = [torch.randn(n, 256), torch.randn(v, 256), torch.randn(n, 256), torch.randn(v, 256)]
-    tensors = [t.mul_(0.1).requires_grad_() for t in tensors]
-    tensors += [torch.zeros(v, requires_grad=True), torch.randint(v, (n,))]
-    coefs = [torch.full((n,), 1 / n)] * 3
-
-    def program():
-        outputs = eager(name, tensors)
-        some = [outputs[k] for k in (0, 1, 3)]
-        return [*outputs, *torch.autograd.grad(some, tensors[:5], coefs)]
-
-    def in_backward():  # below the operator, within which allocations are not seen
-        outputs = module._run(tensors, late)
-        return [*outputs, *module._run_backward(coefs, outputs[4:], tensors, late)]
-
-    def in_forward():
-        return module._run([*tensors, *coefs], at_once)
-
-    def peak(run) -> int:
-        with torch.set_grad_enabled(run is program), Allocations() as allocated:
-            outputs = run()
-        return allocated.peak(outputs)
-
-    theirs = peak(program)
-    # the budget is 128 MiB, an eighth
-    assert peak(in_backward) < 0.15 * theirs
-    assert peak(in_forward) < 0.15 * theirs

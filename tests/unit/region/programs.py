@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,18 @@ class Program:
     rows: tuple[tuple[Any, ...], ...] = ()  # dtype and what follows the rows
     shared: tuple[tuple[Any, ...], ...] = ()
     trained: tuple[bool, ...] = (True,)  # the rest is not
+    biases: tuple[bool, ...] = ()  # of the heads; none by default
+
+    @property
+    def of_heads(self) -> tuple[int, ...]:
+        """The number of each head's tensors."""
+        return tuple(2 + bias for bias in self.biases or [False] * len(self.heads))
+
+    def symbolic(self) -> Program:
+        """With any number of classes, ``v0``, in place of V."""
+        named = lambda of: tuple("v0" if size == V else size for size in of)  # noqa: E731
+        rows, shared = (tuple(map(named, of)) for of in (self.rows, self.shared))
+        return replace(self, heads=named(self.heads), rows=rows, shared=shared)
 
     def inputs(self, dtype: torch.dtype) -> list[Input]:
         known = lambda of: dtype if of is FLOAT else of  # noqa: E731
@@ -39,21 +51,28 @@ class Program:
         return [*self.trained, *[False] * (count - len(self.trained))]
 
     def region(
-        self, dtype: torch.dtype = torch.float32, total: bool = False, compiled: bool = True
+        self,
+        dtype: torch.dtype = torch.float32,
+        total: bool = False,
+        compiled: bool = True,
+        frozen: Sequence[int] = (),
     ) -> RowRegion:
-        flags, hints = self.flags, {"n": 9, "v0": V, "v1": V + 2}
+        """``frozen`` are positions of the operator's tensors, as of :meth:`operands`."""
+        flags, trained, at = [], [], 0
+        others = [1] * (len(self.rows) + len(self.shared))
+        for flag, size in zip(self.flags, (*self.of_heads, *others), strict=True):
+            some = [i for i in range(at, at + size) if flag and i not in frozen]
+            flags, trained, at = [*flags, bool(some)], [*trained, *some], at + size
+        hints = {"n": 9, "v0": V, "v1": V + 2}
         joint = trace(self.function, self.inputs(dtype), hints, flags, torch.device("cpu"))
-        heads = len(self.heads)
-        positions = [2 * i + k for i in range(heads) if flags[i] for k in (0, 1)]
-        positions += [heads + i for i in range(heads, len(flags)) if flags[i]]
         return RowRegion(
-            heads=(2,) * heads,
+            heads=self.of_heads,
             rows=len(self.rows),
             shared=len(self.shared),
-            trained=tuple(positions) if joint.tangents else (),
+            trained=tuple(trained) if joint.tangents else (),
             outputs=len(joint.outputs),
             tangents=joint.tangents,
-            total=total,
+            total=total and bool(joint.tangents),
             memory_mb=0,
             compiled=compiled,
             graph=joint.graph,
@@ -73,6 +92,23 @@ class Program:
                 made = (made.abs() * 1000).long() % V
             found.append(made.to(of.dtype))
         return found
+
+    def operands(self, n: int, dtype: torch.dtype, sizes: dict[str, int] | None = None):
+        """Random tensors of the operator: x, weight and bias of each head, and the other inputs."""
+        found, inputs = [], self.tensors(n, dtype, sizes)
+        for i, size in enumerate(self.of_heads):
+            v, d = inputs[i].shape[1], 5 + i
+            shapes = ((n, d), (v, d), (v,))[:size]
+            found += [torch.randn(shape).to(dtype) for shape in shapes]
+        return [*found, *inputs[len(self.heads) :]]
+
+    def eager(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The function of the operator's tensors."""
+        logits, left = [], list(tensors)
+        for size in self.of_heads:
+            logits.append(F.linear(*left[:size]))
+            left = left[size:]
+        return self.function(*logits, *left)
 
 
 INT = torch.int64
