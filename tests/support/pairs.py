@@ -31,10 +31,10 @@ def pairs(**parameters: Iterable[Any]) -> list[tuple[Any, ...]]:
     return found
 
 
-def in_pairs(**parameters: Iterable[Any]) -> pytest.MarkDecorator:
-    """``@in_pairs(size=[1, 2], kind="abc")`` in place of a stack of ``parametrize``. The parameter
-    ``implementation`` is the fixture's of that name."""
-    indirect = ["implementation"] if "implementation" in parameters else False
+def in_pairs(*fixtures: str, **parameters: Iterable[Any]) -> pytest.MarkDecorator:
+    """``@in_pairs(size=[1, 2], kind="abc")`` in place of a stack of ``parametrize``. The parameters
+    of ``fixtures``, and that of ``implementation``, are those of the fixtures of that name."""
+    indirect = [*fixtures, *["implementation"] * ("implementation" in parameters)]
     return pytest.mark.parametrize(tuple(parameters), pairs(**parameters), indirect=indirect)
 
 

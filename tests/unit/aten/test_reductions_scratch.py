@@ -14,6 +14,7 @@ from fxpass.spec import expression
 from fxpass.spec.outputs import OF_PICKS, Moment
 from fxpass.spec.reductions import Reductions
 from tests.support.allocations import Allocations
+from tests.support.pairs import in_pairs
 
 N, D, V = 130, 24, 6011
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ def operands(spec: Reductions, dtype: torch.dtype, scaled: bool, d: int = D) -> 
     )
 
 
-@pytest.fixture(params=[1, 6])
+@pytest.fixture
 def memory_mb(request, monkeypatch):
     budget = request.param * MIB
     monkeypatch.setattr(plans, "CPU_BUDGET", (budget, budget))
@@ -74,9 +75,10 @@ def memory_mb(request, monkeypatch):
 
 
 F32, BF16 = torch.float32, torch.bfloat16
+DTYPES = ((F32, F32), (BF16, BF16), (BF16, F32))
 
 
-@pytest.fixture(params=[(F32, F32), (BF16, BF16), (BF16, F32)], ids=str)
+@pytest.fixture
 def dtype(request, monkeypatch):
     """The dtype of the operands, which are multiplied in it or in f32."""
     dtype, multiplied = request.param
@@ -94,7 +96,7 @@ def assert_kept(
     assert found.scratch <= memory_mb * MIB
 
 
-@pytest.mark.parametrize("name", SPECS)
+@in_pairs("dtype", "memory_mb", name=SPECS, dtype=DTYPES, memory_mb=(1, 6))
 def test_the_budget_is_kept(name, dtype, memory_mb):
     spec = SPECS[name]
     scaled = memory_mb == 1 or "scale" in spec.gradients
@@ -122,9 +124,11 @@ def test_the_users_budget_is_the_plans():
         Reductions(("lse",), memory_mb=-1)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("name", TOTALS)
-@pytest.mark.parametrize("in_place", [False, True])
+@in_pairs(
+    *("dtype", "memory_mb"),
+    **{"name": TOTALS, "dtype": DTYPES, "memory_mb": (1, 6)},
+    **{"in_place": (False, True), "scaled": (False, True)},
+)
 def test_the_budget_of_a_total_is_kept(in_place, name, scaled, dtype, memory_mb, monkeypatch):
     spec, d = TOTALS[name], D
     if in_place:
@@ -155,6 +159,7 @@ def test_which_totals_are_in_place():
     assert not in_place(exist=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, indirect=True)
 @pytest.mark.parametrize(("n", "d", "v"), [(2048, 512, 32000), (1024, 1024, 128256)])
 def test_evaluation_takes_a_tile(n, d, v, dtype):
     for spec in (Reductions(("pick",)), Reductions((), total=("pick",))):

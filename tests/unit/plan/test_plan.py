@@ -26,21 +26,28 @@ from fxpass.plan.plan import (
     size,
 )
 from fxpass.spec import expression
+from fxpass.spec.outputs import Moment
 from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.gpus import A100, H200, MI250, MI300, RADEON, T4, V100
-from tests.support.losses import Spec
+from tests.support.pairs import in_pairs
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
 
 F16 = torch.float16
+STRATEGIES = ("chunked", "tiled")
 SOFTCAP = expression.parse("30*tanh(z/30)")
 
 # ---------------------------------------------------------------- implementations
 
 
+def loss(gradients=(), strategy="chunked", read=("pick",), **more) -> Reductions:
+    """A total, whose gradients forward computes, or rows, whose gradients are computed later."""
+    outputs, total = ((), read) if strategy == "chunked" else (read, ())
+    return Reductions(outputs, gradients=gradients, total=total, **more)
+
+
 def plan(n, d, v, dtype, device, spec, logits_exist=False):
     """The plan of the run that computes the gradients of a loss, or of forward without any."""
-    run = spec.reductions(), False, bool(spec.gradients)
-    return plans.plan(n, d, v, dtype, device, *run, logits_exist)
+    return plans.plan(n, d, v, dtype, device, spec, False, bool(spec.gradients), logits_exist)
 
 
 def test_the_cpu_runs_aten_and_says_in_which_dtype():
@@ -81,7 +88,7 @@ def test_the_device_of_the_tests(device):
     implementation = "triton" if device.type == "cuda" else "aten"
     for dtype in (BF16, F16, F32):
         assert implementation_for(device, dtype)[0] == implementation
-    got = plan(256, 64, 1000, BF16, device, Spec())
+    got = plan(256, 64, 1000, BF16, device, loss())
     assert (got.implementation, got.rows) == (implementation, 256)
 
 
@@ -119,26 +126,23 @@ NS = (0, 1, 7, 512, 65536, 285_000, 10**7)
 DS = (1, 64, 512, 10**4)
 VS = (1, 2, 10, 1000, 128256, 10**6)
 BUDGETS = (0, 1, 64, 1024)
-SPECS = [
-    Spec(),
-    Spec(gradients=("x", "weight", "bias")),
-    Spec(gradients=("x",)),
-    Spec(target="probabilities", transform=SOFTCAP, gradients=BOTH),
-]
+LOSSES = {
+    "evaluated": {},
+    "of all": {"gradients": ("x", "weight", "bias")},
+    "frozen": {"gradients": ("x",)},
+    "soft": {"read": (Moment(0, 1, 0),), "transform": SOFTCAP, "gradients": BOTH},
+}
 
 
-@pytest.mark.parametrize("implementation", ["aten", "triton"])
-@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
-@pytest.mark.parametrize("dtype", [F32, BF16, F16])
-@pytest.mark.parametrize("which", range(len(SPECS)))
-def test_plans_for_every_size(implementation, strategy, dtype, which):
+@in_pairs(which=LOSSES, runs=("aten", "triton"), strategy=STRATEGIES, dtype=(F32, BF16, F16))
+def test_plans_for_every_size(which, runs, strategy, dtype):
     """Within the budget or at the smallest block, and never a run of many small steps."""
-    device = CUDA if implementation == "triton" else CPU
+    device = CUDA if runs == "triton" else CPU
     for n, d, v, memory_mb in itertools.product(NS, DS, VS, BUDGETS):
-        one = replace(SPECS[which], strategy=strategy, memory_mb=memory_mb)
+        one = loss(strategy=strategy, memory_mb=memory_mb, **LOSSES[which])
         got = plan(n, d, v, dtype, device, one)
         where = f"{n=} {d=} {v=} {memory_mb=}: {got}"
-        assert got.implementation == implementation
+        assert got.implementation == runs
         assert 1 <= got.rows <= max(1, n), where
         assert 1 <= got.classes <= v, where
         # (rows of a chunk hold all classes)
@@ -151,7 +155,7 @@ def test_plans_for_every_size(implementation, strategy, dtype, which):
         allowed = budget(n, v, dtype, device, memory_mb)
         if "smallest block" not in got.reason:
             assert got.scratch <= allowed, where
-        if not memory_mb and v * d <= 10**8 and implementation == "aten":
+        if not memory_mb and v * d <= 10**8 and runs == "aten":
             # the default budget is no reason for more than a few hundred steps a gigabyte
             most = 8 + (n * (v + d) + v * d) * 8 // MIB
             assert steps <= most, where
@@ -160,14 +164,14 @@ def test_plans_for_every_size(implementation, strategy, dtype, which):
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 @pytest.mark.parametrize(("n", "v"), [(285_000, 2), (10**6, 10)])
 def test_many_rows_of_few_classes_are_a_few_chunks(n, v, dtype):
-    for strategy in ("chunked", "tiled"):
-        got = plan(n, 64, v, dtype, CPU, Spec(gradients=BOTH, strategy=strategy))
+    for strategy in STRATEGIES:
+        got = plan(n, 64, v, dtype, CPU, loss(BOTH, strategy=strategy))
         assert -(-n // got.rows) <= 64
         assert strategy == "chunked" or got.classes == v
 
 
 def test_a_strategy_that_is_set_beyond_the_budget_still_has_tiles():
-    got = plan(65536, 4096, 128256, BF16, CPU, Spec(gradients=BOTH, strategy="tiled", memory_mb=1))
+    got = plan(65536, 4096, 128256, BF16, CPU, loss(BOTH, strategy="tiled", memory_mb=1))
     assert got.rows * got.classes >= 64 * 64
     assert "budget of 1.0 MiB" in got.reason
 
@@ -178,21 +182,21 @@ def test_a_strategy_that_is_set_beyond_the_budget_still_has_tiles():
 def test_one_chunk_where_the_sums_of_several_would_take_more():
     """Chunks of bf16 need f32 sums of 4·V·D bytes; 2·N·V of logits are less up to N = 2·D."""
     for n, whole in ((1500, True), (4096, False)):
-        got = plan(n, 700, 50000, BF16, CPU, Spec(gradients=BOTH))
+        got = plan(n, 700, 50000, BF16, CPU, loss(BOTH))
         assert (got.rows == n) == whole
         assert bool(got.sums) != whole
-    assert plan(1500, 700, 50000, F32, CPU, Spec(gradients=BOTH)).rows < 1500
+    assert plan(1500, 700, 50000, F32, CPU, loss(BOTH)).rows < 1500
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16])
 def test_logits_that_fit_into_the_weights_gradient_live_there(dtype):
     for gradients, n, expected in ((BOTH, 1024, True), (BOTH, 1025, False), (("x",), 1024, False)):
-        got = plan(n, 1024, 128256, dtype, CPU, Spec(gradients=gradients))
+        got = plan(n, 1024, 128256, dtype, CPU, loss(gradients))
         assert (got.in_place, got.scratch < 48 * MIB) == (
             expected,
             expected or got.scratch < 48 * MIB,
         )
-    kept = plan(1024, 1024, 128256, dtype, CPU, Spec(gradients=BOTH), logits_exist=True)
+    kept = plan(1024, 1024, 128256, dtype, CPU, loss(BOTH), logits_exist=True)
     assert not kept.in_place
     # backward, which needs the largest logits, computes no total
     spec = Reductions(("max",), gradients=("x", "weight"))
@@ -201,33 +205,34 @@ def test_logits_that_fit_into_the_weights_gradient_live_there(dtype):
     assert of_rows.rows < 512
 
 
+SETTINGS = list(itertools.product((1, 1024, 16384, 1 << 20), (0, 256), ("auto", "float32")))
+
+
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("n", [1, 1024, 16384, 1 << 20])
-@pytest.mark.parametrize("memory_mb", [0, 256])
-@pytest.mark.parametrize("accumulate", ["auto", "float32"])
-@pytest.mark.parametrize("unrounded", [(), ("weight",)], ids=["rounded", "unrounded"])
-@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-def test_a_gpus_chunks(dtype, unrounded, accumulate, memory_mb, n, head, h200):
+@pytest.mark.parametrize(
+    ("dtype", "unrounded"), [(BF16, ()), (BF16, ("weight",)), (F16, ()), (F16, ("weight",))]
+)
+def test_a_gpus_chunks(dtype, unrounded, head, h200):
     """Chunks add up in bf16 only where twice eager's error allows it, and nobody says otherwise."""
     d, v = HEADS[head]
-    asked = replace(Reductions((), gradients=BOTH, total=("pick",)), unrounded=unrounded)
-    asked = replace(asked, memory_mb=memory_mb, accumulate=accumulate)
-    got = plans.plan(n, d, v, dtype, CUDA, asked, False, True)
-    chunks = -(-n // got.rows)
-    assert chunks == 1 or got.rows % 64 == 0
-    may_round = dtype == BF16 and not unrounded and accumulate == "auto"
-    assert got.rounded <= (may_round and 1 < chunks <= (MOST_ROUNDED if memory_mb else FEW))
-    wide = unrounded or dtype == F16  # sums are what is returned
-    assert bool(got.sums) == (chunks > 1 and not got.rounded and not wide)
-    gradient = v * d * (4 if wide else 2)
-    taken = max(got.scratch + (got.sums or gradient), (got.sums + gradient) * bool(got.sums))
-    floor = 64 * 2 * (v + 16)
-    if memory_mb:  # within the budget, or the smallest chunk, or what would take less than sums
-        quarter = max(floor, memory_mb * MIB // 4)
-        assert got.scratch + got.sums <= max(memory_mb * MIB, quarter + 4 * v * d)
-    else:  # no more than chunks of the budget with f32 sums
-        assert taken <= max(GIB + 2 * gradient, 3 * gradient) + floor
-        assert not may_round or chunks == 1 or got.rows >= EFFICIENT
+    for n, memory_mb, accumulate in SETTINGS:
+        asked = loss(BOTH, unrounded=unrounded, memory_mb=memory_mb, accumulate=accumulate)
+        got = plans.plan(n, d, v, dtype, CUDA, asked, False, True)
+        chunks = -(-n // got.rows)
+        assert chunks == 1 or got.rows % 64 == 0
+        may_round = dtype == BF16 and not unrounded and accumulate == "auto"
+        assert got.rounded <= (may_round and 1 < chunks <= (MOST_ROUNDED if memory_mb else FEW))
+        wide = unrounded or dtype == F16  # sums are what is returned
+        assert bool(got.sums) == (chunks > 1 and not got.rounded and not wide)
+        gradient = v * d * (4 if wide else 2)
+        taken = max(got.scratch + (got.sums or gradient), (got.sums + gradient) * bool(got.sums))
+        floor = 64 * 2 * (v + 16)
+        if memory_mb:  # within the budget, or the smallest chunk, or what would take less than sums
+            quarter = max(floor, memory_mb * MIB // 4)
+            assert got.scratch + got.sums <= max(memory_mb * MIB, quarter + 4 * v * d)
+        else:  # no more than chunks of the budget with f32 sums
+            assert taken <= max(GIB + 2 * gradient, 3 * gradient) + floor
+            assert not may_round or chunks == 1 or got.rows >= EFFICIENT
 
 
 POLICY = f"{REVISION} outputs=moment(1,1);pick gradients=x,weight"
@@ -256,7 +261,7 @@ def test_the_implementation_of_reductions_on_a_gpu(text, dtype, implementation, 
 
 
 def test_sizes_that_are_planned_again_are_looked_up():
-    first, again = (plan(2048, 512, 32000, F32, CPU, Spec(gradients=BOTH)) for _ in range(2))
+    first, again = (plan(2048, 512, 32000, F32, CPU, loss(BOTH)) for _ in range(2))
     assert again is first
 
 
