@@ -13,6 +13,7 @@ from fxpass.plan.plan import Plan
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import PRODUCTS, Moment
 from tests.support.numerics import error
+from tests.support.pairs import in_pairs
 from tests.support.reduction_cases import Case, case, check
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,6 +25,7 @@ CASES = {
     "soft targets": ([Moment(0, 1, 1), "lse"], "z", False),
     "a maximum": (["max", "argmax"], "0.5-0.5*z", True),
 }
+CLASSES = (1016, 5003, 16384, 40000)
 # The most candidates that any GPU is offered.
 MOST = 5
 
@@ -63,9 +65,7 @@ def made(name: str, dtype: torch.dtype, v: int) -> Case:
 
 
 @pytest.mark.only_gpu
-@pytest.mark.parametrize("v", [1016, 5003, 16384, 40000])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CASES)
+@in_pairs(name=CASES, dtype=DTYPES, v=CLASSES)
 @pytest.mark.parametrize("place", range(MOST))
 def test_rows(place, name, dtype, v, take):
     taken = take(place)
@@ -75,9 +75,7 @@ def test_rows(place, name, dtype, v, take):
 
 
 @pytest.mark.only_gpu
-@pytest.mark.parametrize("v", [1016, 5003, 16384, 40000])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["a loss", "soft targets"])
+@in_pairs(name=("a loss", "soft targets"), dtype=DTYPES, v=CLASSES)
 @pytest.mark.parametrize("place", range(MOST))
 def test_totals(place, name, dtype, v, take):
     """Their gradients are those of the outputs, however these were computed."""

@@ -11,6 +11,7 @@ from torch._inductor.codecache import PyCodeCache
 from fxpass.kernels import chunked, tuning
 from fxpass.op import ignored
 from tests.support.numerics import assert_close
+from tests.support.pairs import in_pairs
 
 
 def forget_kernels():
@@ -21,9 +22,11 @@ def forget_kernels():
 
 
 @pytest.mark.only_gpu
-@pytest.mark.parametrize("cache", ["empty", "stored", "deterministic"])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@in_pairs(
+    reduction=("mean", "none"),
+    share=(0.0, 0.1, 0.5, 1.0),
+    cache=("empty", "stored", "deterministic"),
+)
 def test_cuda_graphs(reduction, share, cache, monkeypatch, tmp_path):
     """Recorded once and replayed on other data, with the numbers of each step's own data.
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from tests.support import numerics
+from tests.support.pairs import in_pairs
 
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
 BF16 = torch.bfloat16
@@ -28,9 +29,7 @@ def two_gpus(body, head):
 
 
 @pytest.mark.only_gpus
-@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("current", [0, 1])
+@in_pairs(current=(0, 1), inner=("eager", "inductor"), strategy=("chunked", "tiled"))
 def test_two_gpus(current, inner, strategy):
     """Body and head apart, whichever is current: losses, gradients and where they are."""
     program, tensors = two_gpus(FIRST, SECOND)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 
-def run(*command: str) -> dict[str, Any]:
+def printed(*command: str) -> dict[str, Any]:
     """In a process of its own: TRITON_INTERPRET decides at import what a kernel is."""
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     process = subprocess.run(
@@ -29,19 +29,19 @@ def run(*command: str) -> dict[str, Any]:
     return json.loads(process.stdout)
 
 
-def check(what: str, seed: int, count: int) -> None:
-    found = run("tests.support.launch_cases", what, str(seed), str(count))
+def assert_all_bind(what: str, seed: int, count: int) -> None:
+    found = printed("tests.support.launch_cases", what, str(seed), str(count))
     assert found["launches"] > count
     assert not found["failures"], "\n".join(found["failures"])
 
 
 def test_launches():
-    check("launches", seed=0, count=12)
+    assert_all_bind("launches", seed=0, count=12)
 
 
 def test_a_capture_loads_nothing_that_the_warm_up_did_not():
     """Whatever the numbers of rows, and wherever their tensors lie."""
-    check("rows", seed=0, count=6)
+    assert_all_bind("rows", seed=0, count=6)
 
 
 # of a step over N x D x V: launches, products of each size with the dtype of the result and beta,
@@ -102,15 +102,15 @@ STEPS = {
 
 
 def test_what_a_step_of_a_gpu_takes():
-    assert run("tests.support.counted_steps") == STEPS
+    assert printed("tests.support.counted_steps") == STEPS
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2])
 def test_many_launches(seed):
-    check("launches", seed, count=150)
+    assert_all_bind("launches", seed, count=150)
 
 
 @pytest.mark.full
 def test_many_captures():
-    check("rows", seed=1, count=60)
+    assert_all_bind("rows", seed=1, count=60)

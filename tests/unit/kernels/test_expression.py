@@ -24,9 +24,9 @@ from tests.unit.lower.test_pointwise import (
     CALLS,
     CHAINS,
     POINTS,
+    called,
     chain_of,
     expression_of,
-    run,
     with_slope,
 )
 
@@ -132,8 +132,10 @@ def test_value_and_slope_are_as_good_as_eager(device, source):
     """Judged as everything is, by tests/support/numerics.py, where the function is finite."""
     call = EXPRESSIONS[source]
     z = torch.linspace(-12, 12, 1001)
-    z = z[run(call, z.double()).isfinite()].to(device)
-    theirs, true = (with_slope(lambda z: run(call, z), z.to(t)) for t in (z.dtype, torch.float64))
+    z = z[called(call, z.double()).isfinite()].to(device)
+    theirs, true = (
+        with_slope(lambda z: called(call, z), z.to(t)) for t in (z.dtype, torch.float64)
+    )
     assert_close(value_and_slope(parse(source), z), theirs, true, torch.float32)
 
 

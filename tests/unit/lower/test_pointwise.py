@@ -55,7 +55,7 @@ def _id(call):
     return f"{spelled(target)}{operands[1:] or ''}{kwargs or ''}".lstrip(".")
 
 
-def run(call, z):
+def called(call, z):
     target, operands, kwargs = call
     return target(*(z if operand is Z else operand for operand in operands), **kwargs)
 
@@ -63,7 +63,7 @@ def run(call, z):
 def _takes(target, args, kwargs):
     """Whether an overload takes the arguments: it is of one kind of them."""
     try:
-        run((target, (Z, *args), kwargs), torch.ones(1))
+        called((target, (Z, *args), kwargs), torch.ones(1))
     except (TypeError, RuntimeError):
         return False
     return True
@@ -106,7 +106,7 @@ def with_slope(function, z):
     return out.detach(), slope
 
 
-def check(function, expr, z, slope_rtol=1e-12):
+def assert_same(function, expr, z, slope_rtol=1e-12):
     """Value and slope in float64 against autograd."""
     value, slope = with_slope(function, z)
     close = {"atol": 1e-15, "equal_nan": True}
@@ -114,7 +114,7 @@ def check(function, expr, z, slope_rtol=1e-12):
     torch.testing.assert_close(evaluate(derivative(expr), z), slope, rtol=slope_rtol, **close)
 
 
-def check_f32(function, expr, z):
+def assert_same_f32(function, expr, z):
     """Judged as everything is, by tests/support/numerics.py, where the value is finite."""
     z = z[function(z.double()).isfinite()]
     theirs, true = (with_slope(function, z.to(t)) for t in (torch.float32, torch.float64))
@@ -125,32 +125,20 @@ def check_f32(function, expr, z):
 
 
 @pytest.mark.parametrize("call", CALLS, ids=_id)
-def test_value_and_slope_are_those_of_autograd(call):
-    points = POINTS[~POINTS.isnan()]
+def test_a_call(call):
+    """Its value and slope in float64 and in f32, its text, and that nan stays nan."""
+    points, expr = POINTS[~POINTS.isnan()], expression_of(call)
     if name_of(call[0]) in ("hardswish", "pow"):
         # PyTorch has nan for hardswish(-inf), inf for (-inf)**1.5, -inf for the slope of (-0.0)**-0.5
         points = points[(points > -math.inf) & ~((points == 0) & points.signbit())]
     # PyTorch's slope of hardsigmoid is the f32 that is next to 1/6
     slope_rtol = 1e-7 if name_of(call[0]) == "hardsigmoid" else 1e-12
-    check(lambda z: run(call, z), expression_of(call), points, slope_rtol)
-
-
-@pytest.mark.parametrize("call", CALLS, ids=_id)
-def test_nan_stays_nan(call):
+    assert_same(lambda z: called(call, z), expr, points, slope_rtol)
+    assert_same_f32(lambda z: called(call, z), expr, torch.linspace(-12, 12, 1001))
     nan = torch.tensor([math.nan])
     torch.testing.assert_close(
-        evaluate(expression_of(call), nan), run(call, nan), equal_nan=True, rtol=0, atol=0
+        evaluate(expr, nan), called(call, nan), equal_nan=True, rtol=0, atol=0
     )
-
-
-@pytest.mark.parametrize("call", CALLS, ids=_id)
-def test_f32_is_as_good_as_eager(call):
-    check_f32(lambda z: run(call, z), expression_of(call), torch.linspace(-12, 12, 1001))
-
-
-@pytest.mark.parametrize("call", CALLS, ids=_id)
-def test_text_is_read_back(call):
-    expr = expression_of(call)
     for some in (expr, derivative(expr)):
         assert parse(text(some)) == some
 
@@ -206,7 +194,7 @@ def chain_of(calls):
 
     def function(z):
         for call in calls:
-            z = run(call, z)
+            z = called(call, z)
         return z
 
     expr = Z
@@ -221,8 +209,8 @@ def test_chains(name):
     assert parse(text(expr)) == expr
     points = POINTS[POINTS.abs() <= 1e4]
     points = points[function(points).isfinite()]
-    check(function, expr, points)
-    check_f32(function, expr, torch.linspace(-12, 12, 1001))
+    assert_same(function, expr, points)
+    assert_same_f32(function, expr, torch.linspace(-12, 12, 1001))
 
 
 # ---------------------------------------------------------------- refusals

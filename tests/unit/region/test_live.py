@@ -22,6 +22,7 @@ NAMES = (
     *("several labels", "top-k", "mean", "binary", "sort"),
 )
 QUICK = ("cross entropy", "max")
+COMPILED = (*QUICK, "jsd of two heads", "top-k", "sort")
 
 
 def wider(program):
@@ -61,10 +62,13 @@ def calls(program, dtype, total, make):
 
 
 @pytest.mark.parametrize(
-    ("make", "dtype"),
-    [(functions, torch.float32), (interpreted, torch.float32), (interpreted, torch.bfloat16)],
+    ("name", "make", "dtype"),
+    [
+        *((name, functions, torch.float32) for name in COMPILED),
+        *((name, interpreted, torch.float32) for name in NAMES),
+        *((name, interpreted, torch.bfloat16) for name in NAMES),
+    ],
 )
-@pytest.mark.parametrize("name", NAMES)
 def test_no_more_is_allocated_than_is_counted(name, make, dtype, monkeypatch):
     monkeypatch.setattr(programs, "V", V)  # class indices and one-hot vectors
     program = wider(replace(PROGRAMS[name])) if name != "binary" else PROGRAMS[name]
