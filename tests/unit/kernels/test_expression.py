@@ -5,11 +5,7 @@ Runs on the GPU where there is one, else in Triton's interpreter.
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +15,7 @@ from fxpass.kernels.chunked import load
 from fxpass.kernels.render import Kernel
 from fxpass.spec import functions
 from fxpass.spec.expression import derivative, evaluate, parse, text
+from tests.support.compiled import Unit, resources
 from tests.support.numerics import assert_close
 from tests.unit.lower.test_pointwise import (
     CALLS,
@@ -189,8 +186,6 @@ def test_no_branch_of_a_unit_slope_has_a_large_constant(source, factor, unit):
 
 # ---------------------------------------------------------------- machine code
 
-TARGETS = ("sm_75", "gfx942")
-
 # every function once, and branches, in one kernel
 EVERYTHING = "+".join(
     [
@@ -200,42 +195,14 @@ EVERYTHING = "+".join(
     ]
 )
 
-COMPILE = """
-import json, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from fxpass.kernels.chunked import load
-from fxpass.kernels.render import Kernel
 
-function = load(Kernel("apply", sys.stdin.read()))
-signature = dict(x="*fp32", value="*fp32", slope="*fp32", N="i32", BLOCK="constexpr")
-source = ASTSource(fn=function, signature=signature, constexprs={"BLOCK": 128})
-sizes = []
-for name in sys.argv[1:]:
-    hip = name.startswith("gfx")
-    target = GPUTarget("hip", name, 64) if hip else GPUTarget("cuda", int(name[3:]), 32)
-    sizes.append(len(triton.compile(source, target=target).asm["hsaco" if hip else "cubin"]))
-print(json.dumps(sizes))
-"""
-
-
-def test_every_function_compiles(tmp_path):
+@pytest.mark.parametrize("gpu", ["sm_75", "gfx942"])
+def test_every_function_compiles(gpu):
     apply = APPLY.format(
         results="value_of_z, slope_of_z",
         call="transform_and_slope(z)",
         store="tl.store(value + i, value_of_z + slope_of_z, mask=i < N)",
     )
-    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    process = subprocess.run(
-        [sys.executable, "-c", COMPILE, *TARGETS],
-        env={**environ, "TRITON_CACHE_DIR": str(tmp_path)},
-        input=module(parse(EVERYTHING), apply),
-        capture_output=True,
-        text=True,
-    )
-    if process.returncode:
-        pytest.fail(process.stderr)
-    sizes = json.loads(process.stdout)
-    assert len(sizes) == len(TARGETS)
-    assert min(sizes) > 1000
+    types = {**dict.fromkeys(("x", "value", "slope"), "*fp32"), "N": "i32"}
+    unit = Unit(module(parse(EVERYTHING), apply), "apply", types, {"BLOCK": 128})
+    assert resources({"everything": unit}, gpu)
