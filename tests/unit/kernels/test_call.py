@@ -303,38 +303,29 @@ def test_the_gpu_of_a_listing(gpus):
     assert str(ASSUMED) == "sm_90 (an H200, assumed)"
 
 
+TEXTS = (BACKWARD, "gradients=x total=pick")
+PRINTS = """
+import sys
+sys.modules["triton"] = None
+import torch
+from fxpass.kernels.call import ASSUMED, launches
+from fxpass.spec.reductions import Reductions
+from tests.support.without_data import operands
+llama = operands(8192, 4096, 128256, torch.bfloat16, picks=1)
+for text in sys.argv[1:]:
+    print(*(one.source for one in launches(Reductions.parse(text), llama, ASSUMED)), sep="")
+"""
+
+
 def test_a_call_is_listed_without_triton():
     """The text is the same in every process."""
-    code = (
-        "import sys; sys.modules['triton'] = None\n"
-        f"{LISTED}\n"
-        f"for spec in {TEXTS}:\n"
-        "    print(*(launch.source for launch in listed(spec)), sep='')"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-    )
+    environ = {**os.environ, "PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-c", PRINTS, *(f"{REVISION} {text}" for text in TEXTS)]
+    out = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert not out.returncode, out.stderr
     assert out.stdout == "".join(
-        "".join(launch.source for launch in listed(spec)) + "\n" for spec in TEXTS
+        "".join(one.source for one in listed(text)) + "\n" for text in TEXTS
     )
-
-
-TEXTS = (BACKWARD, "gradients=x total=pick")
-LISTED = """\
-import torch
-from fxpass.kernels.call import *
-from fxpass.spec.reductions import REVISION, Reductions
-from tests.support.without_data import operands
-
-LLAMA = operands(8192, 4096, 128256, torch.bfloat16, picks=1)
-
-def listed(text):
-    return launches(Reductions.parse(f"{REVISION} {text}"), LLAMA, ASSUMED)
-"""
 
 
 @pytest.mark.parametrize(
