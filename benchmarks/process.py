@@ -25,6 +25,9 @@ import torch
 
 GRACE = 30.0  # seconds that a process may take to end
 LOG = 4000  # characters of the output that are stored
+# glibc returns freed tensors to the system at once, which takes time: resident memory is the memory
+# of live tensors
+EXACT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
 class WorkerError(Exception):
@@ -38,9 +41,10 @@ class Worker:
         module: the module to run; it calls :func:`serve`.
         job: a dataclass, passed to the module as JSON.
         timeout: seconds that one answer may take.
+        environ: what is added to the environment.
     """
 
-    def __init__(self, module: str, job: Any, timeout: float) -> None:
+    def __init__(self, module: str, job: Any, timeout: float, **environ: str) -> None:
         self.timeout, self.log = timeout, ""
         self.printed = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() closes it)
         self.process = subprocess.Popen(
@@ -49,6 +53,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.printed,
             text=True,
+            env={**os.environ, **environ},
         )
 
     def send(self, command: str) -> None:

@@ -56,7 +56,6 @@ FULL = (
     "benchmarks/test_bytes.py",
     "benchmarks/test_coverage.py",
     "benchmarks/test_loss.py",
-    "benchmarks/test_parity.py",
     "benchmarks/test_training.py",
     "compile/test_fuzz.py",
     "compile/test_memory.py",

@@ -1,11 +1,12 @@
 """One step of one provider against float64, in one setting of dtype, autocast and scaler.
 
-In: a :class:`Setting`, the numbers of a :class:`Problem`, a loss. Out: a :class:`Row`::
+In: a :class:`Setting`, the numbers of a :class:`Problem`, a loss. Out: a row with errors::
 
     >>> problem = Problem(64, 16, 1000, torch.float16)
     >>> def plain(x, weight, target):
     ...     return torch.nn.functional.cross_entropy(x @ weight.t(), target)
-    >>> row = measure(plain, Setting(torch.float16, scaled=True), problem)
+    >>> setting = Setting(torch.float16, scaled=True)
+    >>> row = compare(step(plain, setting, problem), problem.exact)
     >>> row.errors["dw"] < 1e-3, row.zeros["dw"]
     (True, 0.0)
 """
@@ -13,12 +14,13 @@ In: a :class:`Setting`, the numbers of a :class:`Problem`, a loss. Out: a :class
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from benchmarks.loss.providers import Loss
+from benchmarks.loss.rows import Row
 
 SCALE = 32768.0  # half of GradScaler's default; no gradient of 8192 rows x 32,000 classes overflows
 ROWS = 256  # of float64 logits at a time
@@ -40,31 +42,10 @@ class Setting:
     autocast: bool = False
     scaled: bool = False
 
-    def __str__(self) -> str:
-        parts = [name(self.dtype)]
-        if self.autocast:
-            parts = [f"{name(self.dtype)} autocast of f32"]
-        return " + ".join(parts + ["GradScaler"] * self.scaled)
-
     @property
     def context(self) -> AbstractContextManager[object]:
         """The context of the forward pass."""
         return torch.autocast("cpu", self.dtype) if self.autocast else nullcontext()
-
-
-def name(dtype: torch.dtype) -> str:
-    """``float16`` for torch.float16."""
-    return str(dtype).removeprefix("torch.")
-
-
-def settings(dtypes: list[torch.dtype]) -> list[Setting]:
-    """All settings of the given operand dtypes; f32 needs neither autocast nor a scaler."""
-    found = []
-    for dtype in dtypes:
-        for autocast in (False, True) if dtype != torch.float32 else (False,):
-            for scaled in (False, True) if dtype == torch.float16 else (False,):
-                found.append(Setting(dtype, autocast, scaled))
-    return found
 
 
 class Problem:
@@ -112,31 +93,6 @@ def exact_step(x: Tensor, weight: Tensor, target: Tensor) -> dict[str, Tensor]:
     return {"loss": loss / len(x), "dx": dx / len(x), "dw": dw / len(x)}
 
 
-@dataclass
-class Row:
-    """The results of one provider in one setting.
-
-    Attributes:
-        errors: "loss", "dx", "dw" → ``|got - exact| / |exact|``, norms in float64.
-        zeros: "dx", "dw" → the share of elements that are exactly zero.
-        failure: the first line of the exception, if the provider raised one.
-    """
-
-    errors: dict[str, float] = field(default_factory=dict)
-    zeros: dict[str, float] = field(default_factory=dict)
-    failure: str = ""
-
-
-def measure(loss_of: Loss, setting: Setting, problem: Problem) -> Row:
-    """Runs one step; if it raises, the row has the exception."""
-    try:
-        got = step(loss_of, setting, problem)
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return Row(failure=f"{type(error).__name__}: {lines[0]}")
-    return compare(got, problem.exact)
-
-
 def step(loss_of: Loss, setting: Setting, problem: Problem) -> dict[str, Tensor]:
     """The loss and the gradients of the leaves, without the loss scale."""
     f32 = setting.autocast or setting.scaled
@@ -177,4 +133,4 @@ def compare(got: dict[str, Tensor], exact: dict[str, Tensor]) -> Row:
     """Relative errors, and shares of zeros of the gradients."""
     errors = {k: float((got[k].double() - exact[k]).norm() / exact[k].norm()) for k in exact}
     zeros = {k: float((got[k] == 0).double().mean()) for k in ("dx", "dw")}
-    return Row(errors, zeros)
+    return Row("", errors=errors, zeros=zeros)

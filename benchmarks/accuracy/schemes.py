@@ -11,7 +11,7 @@ installed ``liger-kernel``. Without a GPU it needs ``TRITON_INTERPRET=1`` and ta
 a row of 32,000 classes, so ``tests/libraries/test_accuracy_liger.py`` compares the scheme with
 Liger 0.8.5 at a small size::
 
-    TRITON_INTERPRET=1 python -m benchmarks.accuracy --n 64 --v 12288 --dtypes float16 \\
+    TRITON_INTERPRET=1 python -m benchmarks --suite accuracy --n 64 --v 12288 --dtype float16 \\
         --providers eager liger liger_scheme fusedce
 
 There more than 99 % of the elements of dX and dW are the same fp16 numbers in both. On a CPU, Liger
@@ -23,14 +23,13 @@ interpreter truncates instead of rounding.)
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.loss.providers import PROVIDERS, Loss
+from benchmarks.loss.providers import PROVIDERS, Loss, Provider
 
 # Liger's and PyTorch's chunks have few rows if D is much smaller than V: 8 and 4 rows at D=16. Then
 # the rounding of many partial sums would be worse than in any real model, so both get the chunks of
@@ -125,34 +124,26 @@ def _core() -> Loss:
     return loss
 
 
-def _liger_scheme_f32() -> Loss:
-    return lambda x, weight, target: liger_scheme(x, weight, target, torch.float32)
+def _scheme_f32(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return liger_scheme(x, weight, target, torch.float32)
 
 
-def _liger_scheme_sum() -> Loss:
-    return lambda x, weight, target: liger_scheme(x, weight, target, reduction="sum") / len(target)
+def _scheme_sum(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    return liger_scheme(x, weight, target, reduction="sum") / len(target)
 
 
-class Scheme(NamedTuple):
-    """A scheme.
-
-    Attributes:
-        label: its name in the table.
-        make: makes its loss function.
-    """
-
-    label: str
-    make: Callable[[], Loss]
-
-
+ROUNDED = "rounded"
 SCHEMES = {
-    "eager": Scheme("eager", PROVIDERS["eager"]),
-    "inductor": Scheme("Inductor", PROVIDERS["inductor"]),
-    "auto_chunker": Scheme("Inductor with `auto_chunker`", PROVIDERS["auto_chunker"]),
-    "core": Scheme("core's `F.linear_cross_entropy(options=...)`", _core),
-    "liger_scheme": Scheme("Liger's scheme", lambda: liger_scheme),
-    "liger_scheme_f32": Scheme("Liger's scheme, `accum_dtype=torch.float32`", _liger_scheme_f32),
-    "liger_scheme_sum": Scheme('Liger\'s scheme, `reduction="sum"`', _liger_scheme_sum),
-    "liger": Scheme("Liger itself", _liger),
-    "fusedce": Scheme("**fusedce**", PROVIDERS["fusedce"]),
+    ROUNDED: Provider("*float64, rounded*", PROVIDERS["eager"].make),  # computes no loss
+    "eager": PROVIDERS["eager"],
+    "inductor": PROVIDERS["inductor"],
+    "auto_chunker": PROVIDERS["auto_chunker"],
+    "core": Provider(PROVIDERS["core"].label, _core),
+    "liger_scheme": Provider("Liger's scheme", lambda: liger_scheme),
+    "liger_scheme_f32": Provider(
+        "Liger's scheme, `accum_dtype=torch.float32`", lambda: _scheme_f32
+    ),
+    "liger_scheme_sum": Provider('Liger\'s scheme, `reduction="sum"`', lambda: _scheme_sum),
+    "liger": Provider("Liger itself", _liger, package=("liger-kernel", "liger_kernel", "0.8.5")),
+    "fusedce": PROVIDERS["fusedce"],
 }

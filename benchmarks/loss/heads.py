@@ -8,10 +8,15 @@ In: the name of a suite. Out: its cases (:class:`benchmarks.loss.case.Case`)::
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from benchmarks.loss.case import Case
+from benchmarks.loss.case import CROSS_ENTROPY, Case
+from benchmarks.loss.programs import PARITY, PROGRAMS, REGIONS
+from benchmarks.loss.providers import PROVIDERS
 
 
 class Head(NamedTuple):
@@ -39,8 +44,13 @@ HEADS = {
     "classes-100": Head(256, 100),
     "classes-1000": Head(256, 1000),
     "classes-8k": Head(512, 8192),
+    # of programs other than a cross-entropy, and of fp16, which CPUs multiply slowly
+    "narrow-16k": Head(256, 16000),
+    "narrow-32k": Head(256, 32000),
+    "thin-32k": Head(16, 32000),
 }
 ROWS = (1024, 2048, 4096, 8192, 16384, 32768)
+Setting = tuple[bool, bool]  # autocast; a GradScaler
 
 
 class Suite(NamedTuple):
@@ -48,33 +58,50 @@ class Suite(NamedTuple):
 
     Attributes:
         rows: head → the numbers of rows that it is measured with.
-        dtypes: of x and weight.
+        dtypes: of the operands.
         backward: True is training, False evaluation; in this order.
         rounds: how often each provider steps.
         seconds: time limit of a provider's steps in one case; it steps at least once.
+        programs: keys of :data:`benchmarks.loss.programs.PROGRAMS`.
+        settings: dtype → how a step computes in it.
+        providers: who is measured if nobody is named.
+        kind: a key of :data:`benchmarks.loss.kinds.KINDS`.
+        memory: fusedce may add so much to the memory, in units of what Inductor adds.
     """
 
     rows: dict[str, tuple[int, ...]]
     dtypes: tuple[str, ...]
-    backward: tuple[bool, ...]
-    rounds: int
-    seconds: float
+    backward: tuple[bool, ...] = (True,)
+    rounds: int = 7
+    seconds: float = math.inf
+    programs: tuple[str, ...] = (CROSS_ENTROPY,)
+    settings: dict[str, tuple[Setting, ...]] = {}  # noqa: RUF012 (never changed)
+    providers: tuple[str, ...] = tuple(PROVIDERS)
+    kind: str = "loss"
+    memory: float = math.inf
 
-    def cases(self, device: str) -> Iterator[tuple[str, Case]]:
-        """The name of the head, and the case without a provider."""
-        for name, sizes in self.rows.items():
-            head = HEADS[name]
-            for dtype in self.dtypes:
-                for n in sizes:
-                    for backward in self.backward:
-                        yield (
-                            name,
-                            Case("", n, head.d, head.v, dtype, device, backward, head.softcap),
-                        )
+    def cases(
+        self, device: str, d: int = 0, v: int = 0, layers: int = 0
+    ) -> Iterator[tuple[str, Case]]:
+        """What stands in the title, and the case without a provider.
+
+        Args:
+            d, v: in place of each head's, if given.
+            layers: in front of the head.
+        """
+        for program, name, dtype in itertools.product(self.programs, self.rows, self.dtypes):
+            head = HEADS.get(name) or Head(512, 32000)
+            title = PROGRAMS[program].title if self.kind == "programs" else name
+            settings = self.settings.get(dtype, ((False, False),))
+            for n, setting, backward in itertools.product(self.rows[name], settings, self.backward):
+                case = Case("", n, d or head.d, v or head.v, dtype, device, backward, head.softcap)
+                how = {"autocast": setting[0], "scaled": setting[1]}
+                yield title, dataclasses.replace(case, program=program, layers=layers, **how)
 
 
 _BOTH = (True, False)
 _NAMED = ("llama-3-8b", "llama-3.2-1b", "qwen3-8b", "gemma-2-2b", "gpt-2")
+_BESIDE = ("eager", "inductor", "fusedce")
 SUITES = {
     "quick": Suite({"tiny": (256,)}, ("float32",), _BOTH, rounds=3, seconds=1),
     "cpu": Suite(
@@ -91,4 +118,38 @@ SUITES = {
         *(("float32", "bfloat16"), _BOTH, 21, 5),
     ),
     "gpu": Suite(dict.fromkeys(_NAMED, ROWS), ("bfloat16",), _BOTH, rounds=7, seconds=20),
+    # losses without a formula, and programs with few fused losses: memory, time, compilation
+    "regions": Suite(
+        {"narrow-32k": (1024,)},
+        ("float32",),
+        programs=tuple(REGIONS),
+        providers=_BESIDE,
+        kind="programs",
+    ),
+    "parity": Suite(
+        {"narrow-16k": (2048,)},
+        ("float32",),
+        rounds=9,
+        programs=tuple(PARITY),
+        providers=_BESIDE,
+        kind="programs",
+        memory=1.05,
+    ),
+    # sizes at which an fp16 gradient underflows
+    "accuracy": Suite(
+        {"thin-32k": (8192,)},
+        ("float32", "bfloat16", "float16"),
+        rounds=0,
+        settings={
+            "bfloat16": ((False, False), (True, False)),
+            "float16": tuple(itertools.product(_BOTH[::-1], _BOTH[::-1])),
+        },
+        providers=(
+            *("rounded", "eager", "inductor", "auto_chunker", "core"),
+            *("liger_scheme", "liger_scheme_f32", "liger_scheme_sum", "fusedce"),
+        ),
+        kind="accuracy",
+    ),
 }
+# On a GPU programs have the size of a model's head.
+ON_GPU = {"rows": {"llama-3.2-1b": (8192,)}, "dtypes": ("bfloat16",)}

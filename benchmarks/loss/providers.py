@@ -1,4 +1,4 @@
-"""The providers of a loss: name → :class:`Provider`, which makes ``(x, weight, target) -> loss``.
+"""The providers of a loss: name → :class:`Provider`, which makes a function of a program's.
 
 A provider that compiles gets the same plain PyTorch program; a library gets a call of its function.
 Shapes are static, as in a training loop: for a second size, Dynamo would compile for symbolic
@@ -18,29 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.loss.case import Case
+from benchmarks.loss.case import CROSS_ENTROPY, Case
+from benchmarks.loss.programs import Function, plain
+
+__all__ = ["BARE", "PROVIDERS", "Loss", "Provider", "plain"]
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def plain(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """The program: x ``[N, D]``, weight ``[V, D]``, target int64 ``[N]``; mean loss in f32."""
-    return F.cross_entropy(F.linear(x, weight).float(), target)
-
-
-def program(softcap: float = 0.0) -> Loss:
-    """:func:`plain`, or the same with a cap on the logits, spelled as in transformers' Gemma 2."""
-    if not softcap:
-        return plain
-
-    def capped(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        logits = F.linear(x, weight)
-        logits = logits / softcap
-        logits = torch.tanh(logits)
-        logits = logits * softcap
-        return F.cross_entropy(logits.float(), target)
-
-    return capped
 
 
 @dataclass(frozen=True)
@@ -49,27 +32,27 @@ class Provider:
 
     Attributes:
         label: its name in a table.
-        make: makes the loss from the cap on the logits.
+        make: makes a function from a program's and the cap on its logits.
         compiles: whether its first step compiles.
-        package: the pip package that it needs, and the module to import.
+        programs: whether it takes any program; else it computes a mean cross-entropy.
+        package: the pip package that it needs, the module to import, and the version whose call is
+            made here.
         gpu: whether it needs a GPU.
         softcap: whether it supports a cap on the logits.
-        version: the package version whose call is made here.
     """
 
     label: str
-    make: Callable[[float], Loss]
+    make: Callable[..., Function]
     compiles: bool = False
-    package: tuple[str, str] | None = None
+    programs: bool = False
+    package: tuple[str, str, str] | None = None
     gpu: bool = False
     softcap: bool = True
-    version: str = ""
-
-    def __call__(self, softcap: float = 0.0) -> Loss:
-        return self.make(softcap)
 
     def problem(self, case: Case) -> str:
         """Why it cannot run; empty if it can."""
+        if not self.programs and (case.program != CROSS_ENTROPY or case.layers):
+            return "it computes nothing but the cross-entropy of a linear"
         if self.package and importlib.util.find_spec(self.package[1]) is None:
             return f"{self.package[0]} is not installed"
         if self.gpu and torch.device(case.device).type != "cuda":
@@ -79,94 +62,75 @@ class Provider:
         return ""
 
 
-def _eager(softcap: float) -> Loss:
-    return program(softcap)
+def _eager(function: Function = plain, softcap: float = 0.0) -> Function:
+    return function
 
 
-def _compiled(softcap: float, **how: Any) -> Loss:
-    return torch.compile(program(softcap), dynamic=False, **how)
+def _compiled(function: Function = plain, softcap: float = 0.0, **how: Any) -> Function:
+    return torch.compile(function, dynamic=False, **how)
 
 
-def _auto_chunker(softcap: float) -> Loss:
-    # By default it chunks only logits that are 8 times as large as x and weight together, which
-    # excludes every head here with fewer than about 8 D rows.
-    options = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 1}
-    return _compiled(softcap, options=options)
+# By default it chunks only logits that are 8 times as large as x and weight together, which
+# excludes every head here with fewer than about 8 D rows.
+_CHUNKER = {"auto_chunker.enable": True, "auto_chunker.amplify_ratio_threshold": 1}
 
 
-def _fusedce(softcap: float, strategy: str) -> Loss:
-    return _compiled(softcap, backend="fusedce", options={"fusedce.strategy": strategy})
-
-
-def _core(softcap: float) -> Loss:
-    return lambda x, weight, target: F.linear_cross_entropy(
-        x, weight, target, options=torch.nn.LinearCrossEntropyOptions()
+def _core(function: Function = plain, softcap: float = 0.0) -> Loss:
+    return lambda x, w, labels: F.linear_cross_entropy(
+        x, w, labels, options=torch.nn.LinearCrossEntropyOptions()
     )
 
 
-def _liger(softcap: float) -> Loss:
+def _liger(function: Function = plain, softcap: float = 0.0) -> Function:
     functional = importlib.import_module("liger_kernel.transformers.functional")
     return functools.partial(
         functional.liger_fused_linear_cross_entropy, softcap=softcap if softcap else None
     )
 
 
-def _cce(softcap: float) -> Loss:
+def _cce(function: Function = plain, softcap: float = 0.0) -> Function:
     # the default, with the gradient filter
     call = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     return functools.partial(call, softcap=softcap if softcap else None)
 
 
-def _quack(softcap: float) -> Loss:
+def _quack(function: Function = plain, softcap: float = 0.0) -> Loss:
     module = importlib.import_module("quack.linear_cross_entropy")
 
-    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    def loss(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
         # the same choice as in quack.linear_cross_entropy.LinearCrossEntropy
-        if len(x) % 8 == 0 and len(weight) % 8 == 0 and x.shape[1] % 8 == 0:
-            return module.chunked_linear_cross_entropy(x, weight, target, chunk_size=4096)
-        return module.linear_cross_entropy_func(x, weight, None, target)
+        if len(x) % 8 == 0 and len(w) % 8 == 0 and x.shape[1] % 8 == 0:
+            return module.chunked_linear_cross_entropy(x, w, labels, chunk_size=4096)
+        return module.linear_cross_entropy_func(x, w, None, labels)
 
     return loss
+
+
+def _compiles(label: str, **how: Any) -> Provider:
+    return Provider(label, functools.partial(_compiled, **how), compiles=True, programs=True)
+
+
+def _fusedce(label: str, strategy: str) -> Provider:
+    return _compiles(label, backend="fusedce", options={"fusedce.strategy": strategy})
+
+
+def _library(label: str, make: Callable[..., Function], *package: str, **has: bool) -> Provider:
+    name, module, version = package
+    return Provider(label, make, compiles=True, package=(name, module, version), gpu=True, **has)
 
 
 BARE = "bare"
 PROVIDERS: dict[str, Provider] = {
     # computes no loss, see benchmarks.loss.worker.Bare; this row has its name and position
     BARE: Provider("bare GEMMs", _eager),
-    "eager": Provider("eager", _eager),
-    "inductor": Provider("inductor", _compiled, compiles=True),
-    "auto_chunker": Provider("inductor, `auto_chunker`", _auto_chunker, compiles=True),
+    "eager": Provider("eager", _eager, programs=True),
+    "inductor": _compiles("inductor"),
+    "auto_chunker": _compiles("inductor, `auto_chunker`", options=_CHUNKER),
     "core": Provider("core's `linear_cross_entropy(options=...)`", _core, softcap=False),
-    "liger": Provider(
-        "Liger",
-        _liger,
-        compiles=True,
-        package=("liger-kernel", "liger_kernel"),
-        gpu=True,
-        version="liger-kernel 0.8.5",
-    ),
-    "cce": Provider(
-        "Cut Cross-Entropy",
-        _cce,
-        compiles=True,
-        package=("cut-cross-entropy", "cut_cross_entropy"),
-        gpu=True,
-        version="cut-cross-entropy 25.1.1",
-    ),
-    "quack": Provider(
-        "QuACK",
-        _quack,
-        compiles=True,
-        package=("quack-kernels", "quack"),
-        gpu=True,
-        softcap=False,
-        version="quack-kernels 0.6.5",
-    ),
-    "fusedce": Provider("**fusedce**", functools.partial(_fusedce, strategy="auto"), compiles=True),
-    "fusedce_chunked": Provider(
-        "fusedce, `chunked`", functools.partial(_fusedce, strategy="chunked"), compiles=True
-    ),
-    "fusedce_tiled": Provider(
-        "fusedce, `tiled`", functools.partial(_fusedce, strategy="tiled"), compiles=True
-    ),
+    "liger": _library("Liger", _liger, "liger-kernel", "liger_kernel", "0.8.5"),
+    "cce": _library("Cut Cross-Entropy", _cce, "cut-cross-entropy", "cut_cross_entropy", "25.1.1"),
+    "quack": _library("QuACK", _quack, "quack-kernels", "quack", "0.6.5", softcap=False),
+    "fusedce": _fusedce("**fusedce**", "auto"),
+    "fusedce_chunked": _fusedce("fusedce, `chunked`", "chunked"),
+    "fusedce_tiled": _fusedce("fusedce, `tiled`", "tiled"),
 }

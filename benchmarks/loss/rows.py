@@ -28,21 +28,30 @@ class Row:
     Attributes:
         name: the provider.
         failure: why it has no numbers; empty if it has.
-        errors: "loss", "dx", "dw" → ``|got - exact| / |exact|`` in float64.
+        errors: "loss", "dx", "dw", ... → ``|got - exact| / |exact|`` in float64.
+        zeros: "dx", "dw" → the share of elements that are exactly zero, where that is compared.
         seconds: one per round in which it stepped.
         alone: whether the seconds are of one long step outside the rounds.
         first_seconds: seconds of its first step, compilation included.
+        compile_seconds: of this without those of the second step.
+        second_seconds: the same in a second process, which finds the caches of the first.
         extra_bytes: a step's peak memory beyond the memory in use before, gradients included.
+        matched, rejected: losses that fusedce fused, and did not.
         log: the end of a failed provider's output.
     """
 
     name: str
     failure: str = ""
     errors: dict[str, float] = field(default_factory=dict)
+    zeros: dict[str, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     alone: bool = False
     first_seconds: float | None = None
+    compile_seconds: float | None = None
+    second_seconds: float | None = None
     extra_bytes: int | None = None
+    matched: int = 0
+    rejected: int = 0
     log: str = ""
 
     @property
@@ -64,7 +73,8 @@ class Result:
     """All rows of a case.
 
     Attributes:
-        head: the name of the head in :data:`benchmarks.loss.heads.HEADS`; empty for free sizes.
+        head: what stands before the case in a title: a head of :data:`benchmarks.loss.heads.HEADS`,
+            the title of a program, or nothing.
         case: the case; its provider is empty.
         eager: eager's errors, which give the bounds for the others.
     """
@@ -145,11 +155,6 @@ def wrong(errors: dict[str, float], eager: dict[str, float], dtype: str) -> str:
         if not errors[name] <= bound:
             return f"refused: {name} is off by {errors[name]:.1e} (bound {bound:.1e})"
     return ""
-
-
-def skipped(name: str, why: str) -> Row:
-    """The row of a provider that cannot be run."""
-    return Row(name, failure=f"not run: {why}")
 
 
 def find(results: Iterable[Result], head: str, case: Case) -> Result | None:

@@ -9,44 +9,30 @@ one JSON line when it is ready, then one per command: ``check`` returns the erro
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from typing import Any
 
+# Inductor compiles two programs to try the vector units with: no part of a model's compilation.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
-from benchmarks.loss import reference
-from benchmarks.loss.case import CHECKED_ROWS, FLOOR, Case
-from benchmarks.loss.providers import BARE, PROVIDERS, Loss
+from benchmarks.loss import exact
+from benchmarks.loss.case import FLOOR, OF_ROWS, Case
+from benchmarks.loss.programs import PROGRAMS, function_of
+from benchmarks.loss.providers import BARE, PROVIDERS
 from benchmarks.process import serve
 from fxpass.cli.memory import Memory
 
-__all__ = ["FLOOR", "Case", "Session", "errors", "run_step"]
+__all__ = ["FLOOR", "Case", "Session"]
 
-Tensors = tuple[Tensor, Tensor, Tensor]
 # A turn runs as many steps as fit into this time (MOST_STEPS at most): the first step after the
 # other providers' turns finds cold caches and sleeping threads.
 TURN_SECONDS, MOST_STEPS = 0.25, 100
-
-
-def run_step(loss_of: Loss, case: Case, tensors: Tensors) -> list[Tensor]:
-    """The loss, then the gradients of x and weight if the case has a backward."""
-    x, weight, target = tensors
-    if not case.backward:
-        with torch.no_grad():
-            return [loss_of(x, weight, target)]
-    x.grad = weight.grad = None
-    loss = loss_of(x, weight, target)
-    loss.backward()
-    return [loss.detach(), *(t.grad for t in (x, weight) if t.grad is not None)]
-
-
-def errors(loss_of: Loss, case: Case) -> dict[str, float]:
-    """Relative errors of loss, dx and dw against float64, in a step of all the case's rows."""
-    tensors = case.tensors(CHECKED_ROWS)
-    got = run_step(loss_of, case, tensors)
-    return reference.errors(got, *tensors, CHECKED_ROWS, case.softcap)
 
 
 class Bare:
@@ -55,35 +41,41 @@ class Bare:
     The logits are used in place of their gradient, so the results have no meaning.
     """
 
-    def __init__(self, case: Case, x: Tensor, weight: Tensor) -> None:
-        self.logits = x.new_zeros(len(x), len(weight))
-        self.gradients = (torch.zeros_like(x), torch.zeros_like(weight)) if case.backward else ()
+    def __init__(self, case: Case, x: Tensor, w: Tensor) -> None:
+        self.x, self.w = x, w
+        self.logits = x.new_zeros(len(x), len(w))
+        self.gradients = (torch.zeros_like(x), torch.zeros_like(w)) if case.backward else ()
 
     @torch.no_grad()
-    def __call__(self, tensors: Tensors) -> None:
+    def __call__(self) -> None:
         """Three GEMMs, or one without a backward."""
-        x, weight, _ = tensors
-        torch.mm(x, weight.t(), out=self.logits)
+        torch.mm(self.x, self.w.t(), out=self.logits)
         if self.gradients:
             dx, dw = self.gradients
-            torch.mm(self.logits, weight, out=dx)
-            torch.mm(self.logits.t(), x, out=dw)
+            torch.mm(self.logits, self.w, out=dx)
+            torch.mm(self.logits.t(), self.x, out=dw)
 
 
 class Session:
-    """The provider of a case, compiled, with its tensors: what the commands do."""
+    """The provider of a case, compiled, with its operands: what the commands do."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
-        self.device = torch.device(case.device)
-        self.provider = PROVIDERS[case.provider]
-        self.loss_of = self.provider(case.softcap)
+        self.case, self.device = case, torch.device(case.device)
+        self.program, self.provider = PROGRAMS[case.program], PROVIDERS[case.provider]
+        self.trained = self.program.trained if case.backward else ()
         self.memory = Memory(self.device)
-        self.tensors: Tensors | None = None
-        if not self.provider.compiles and case.provider != BARE:
+        self.operands: dict[str, Tensor] = {}
+        self.stack = case.stack().requires_grad_(case.backward)
+        if case.cache:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = case.cache
+            # what all programs share is imported, and built in a new cache, before one is timed
+            small = torch.ones(8, 8, device=case.device, requires_grad=True)
+            self.provider.make(lambda t: (t.sin() * 2).sum())(small).backward()
+        self.function = self.provider.make(function_of(case, self.stack), case.softcap)
+        if not self.provider.compiles and case.provider != BARE and not case.layers:
             # the first call imports and sets up libraries, which must not count as the first step
-            small = dataclasses.replace(case, n=64, d=8, v=256)
-            run_step(self.loss_of, small, small.tensors())
+            few = dataclasses.replace(case, n=64, d=8, v=256).operands(self.program.names)
+            exact.results(self.function, few, self.trained)
 
     def check(self) -> dict[str, Any]:
         """The first step, which compiles: errors against float64, seconds, bytes.
@@ -93,26 +85,29 @@ class Session:
         """
         if self.case.provider == BARE:
             return {"errors": {}, **self.step(), "bytes": None, "rehearsed": False}
-        self.tensors = self.case.tensors(CHECKED_ROWS)
+        self.operands = self.case.operands(self.program.names, self.case.distinct)
         self.memory.start()
-        seconds, got = self._timed(lambda t: run_step(self.loss_of, self.case, t))
-        answer = {
+        seconds, got = self._timed(self._run)
+        found = counters["fusedce"]
+        told = {
             "seconds": seconds,
             "bytes": self.memory.added(),
             "rehearsed": self.provider.compiles,
+            "matched": found["matched"],
+            "rejected": found["rejected"],
         }
-        found = reference.errors(got, *self.tensors, CHECKED_ROWS, self.case.softcap)
+        errors = exact.errors(got, exact.answer(self.case))
         self._forget()
-        x, target = self.case.rows()  # all different from now on
-        self.tensors = (x, self.tensors[1], target)
-        return {"errors": found, **answer}
+        # all rows are different from now on
+        self.operands |= self.case.operands(k for k in self.program.names if k in OF_ROWS)
+        return {"errors": errors, **told}
 
     def measure(self) -> dict[str, Any]:
         """The bytes that one step adds to the memory in use, at its peak; and its seconds."""
         if self.case.provider == BARE:
             return {"bytes": None, "seconds": None}
         self.memory.start()
-        seconds, _ = self._timed(lambda t: run_step(self.loss_of, self.case, t))
+        seconds, _ = self._timed(self._run)
         answer = {"bytes": self.memory.added(), "seconds": seconds}
         self._forget()
         return answer
@@ -122,12 +117,10 @@ class Session:
 
         A step longer than a turn is the whole turn.
         """
-        if self.tensors is None:
-            self.tensors = self.case.tensors()
+        self.operands = self.operands or self.case.operands(self.program.names)
+        run: Callable[[], Any] = self._run
         if self.case.provider == BARE:
-            run: Callable[[Tensors], Any] = Bare(self.case, *self.tensors[:2])
-        else:
-            run = lambda t: run_step(self.loss_of, self.case, t)  # noqa: E731
+            run = Bare(self.case, self.operands["x"], self.operands["w"])
         seconds, _ = self._timed(run)
         count = min(MOST_STEPS, int(TURN_SECONDS / max(seconds, 1e-6)))
         if count:
@@ -136,14 +129,17 @@ class Session:
         self._forget()
         return {"seconds": seconds}
 
-    def _timed(self, run: Callable[[Tensors], Any], steps: int = 1) -> tuple[float, Any]:
+    def _run(self) -> dict[str, Tensor]:
+        self.stack.zero_grad()
+        return exact.results(self.function, self.operands, self.trained)
+
+    def _timed(self, run: Callable[[], Any], steps: int = 1) -> tuple[float, Any]:
         """Seconds of one step, the mean of ``steps``; and what the last step returned."""
-        assert self.tensors is not None
         self._wait()
         begin = time.perf_counter()
         for _ in range(steps - 1):
-            run(self.tensors)
-        got = run(self.tensors)
+            run()
+        got = run()
         self._wait()
         return (time.perf_counter() - begin) / steps, got
 
@@ -153,8 +149,8 @@ class Session:
 
     def _forget(self) -> None:
         """Drops the gradients; gives a GPU's memory back, which the others share."""
-        assert self.tensors is not None
-        self.tensors[0].grad = self.tensors[1].grad = None
+        for tensor in (*self.operands.values(), *self.stack.parameters()):
+            tensor.grad = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from benchmarks.loss.__main__ import measure
-from benchmarks.loss.worker import Case
+from benchmarks.loss.case import Case
+from benchmarks.loss.measure import measure
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")

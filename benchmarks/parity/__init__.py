@@ -1,1 +1,0 @@
-"""Memory of programs with few or no fused losses, compared with the inner backend alone."""
