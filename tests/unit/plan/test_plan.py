@@ -29,7 +29,6 @@ from fxpass.spec import expression
 from fxpass.spec.outputs import Moment
 from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.gpus import A100, H200, MI250, MI300, RADEON, T4, V100
-from tests.support.pairs import in_pairs
 from tests.support.planned import BF16, BOTH, CPU, CUDA, F32, F64, GIB, HEADS
 
 F16 = torch.float16
@@ -134,11 +133,14 @@ LOSSES = {
 }
 
 
-@in_pairs(which=LOSSES, runs=("aten", "triton"), strategy=STRATEGIES, dtype=(F32, BF16, F16))
-def test_plans_for_every_size(which, runs, strategy, dtype):
+@pytest.mark.parametrize("dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("which", LOSSES)
+def test_plans_for_every_size(which, dtype):
     """Within the budget or at the smallest block, and never a run of many small steps."""
-    device = CUDA if runs == "triton" else CPU
-    for n, d, v, memory_mb in itertools.product(NS, DS, VS, BUDGETS):
+    where_it_runs = {"aten": CPU, "triton": CUDA}
+    every = itertools.product(where_it_runs, STRATEGIES, NS, DS, VS, BUDGETS)
+    for runs, strategy, n, d, v, memory_mb in every:
+        device = where_it_runs[runs]
         one = loss(strategy=strategy, memory_mb=memory_mb, **LOSSES[which])
         got = plan(n, d, v, dtype, device, one)
         where = f"{n=} {d=} {v=} {memory_mb=}: {got}"
