@@ -18,7 +18,7 @@ ROWS = {f"{row.kind}: {row.name}": row for row in catalog(libraries=False)}
 # Each row runs in one of them, so that each way meets rows of each kind.
 DEALT = (
     *("aot_eager", "bf16", "autocast", "dynamic", "no_grad", "chunks"),
-    *("outside", "checkpointed", "exported", "made"),
+    *("outside", "checkpointed", "exported"),
 )
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.row import IN_BF16, Row
+from tests.programs.row import IN_BF16, OUTSIDE, REGION, Row
 
 KIND = "entropies"
 
@@ -21,7 +21,8 @@ ROWS = (
     Row("-(p * p.log()).sum()", "p = z.softmax(-1); torch.neg(torch.sum(p * p.log(), -1))",
         of="tutorials"),
     Row("-(p * log(p + 1e-9)).sum()",
-        "p = torch.softmax(z, 1); -(p * torch.log(p + 1e-09)).sum(1).mean()", of="tutorials"),
+        "p = torch.softmax(z, 1); -(p * torch.log(p + 1e-09)).sum(1).mean()",
+        REGION, of="tutorials"),
     Row("-(exp(lp) * lp).sum()",
         "log_probs = F.log_softmax(z, dim=-1); -(torch.exp(log_probs) * log_probs).sum(-1)",
         of="TRL", ways=IN_BF16),
@@ -31,7 +32,7 @@ ROWS = (
         of="A2C"),
     Row("lse - (p * z).sum()",
         "p = torch.nn.functional.softmax(z, dim=-1); "
-        "torch.logsumexp(z, dim=-1) - torch.sum(p * z, dim=-1)",
+        "torch.logsumexp(z, dim=-1) - torch.sum(p * z, dim=-1)", REGION,
         of="verl", ways=IN_BF16),
     Row("(p * (lse - z)).sum()",
         "lse = z.logsumexp(-1, keepdim=True); ((z - lse).exp() * (lse - z)).sum(-1)",
@@ -44,13 +45,13 @@ ROWS = (
     Row("Categorical(logits).entropy()", "Categorical(logits=z, validate_args=False).entropy()",
         of="torch.distributions", ways=IN_BF16),
     Row("Categorical(probs).entropy()",
-        "Categorical(probs=z.softmax(-1), validate_args=False).entropy()",
+        "Categorical(probs=z.softmax(-1), validate_args=False).entropy()", REGION,
         of="torch.distributions"),
     Row("Categorical(logits).entropy(), validated", "Categorical(logits=z).entropy()",
-        of="torch.distributions"),
+        of="torch.distributions", ways=OUTSIDE),
     Row("KL to the uniform distribution",
         "uniform = torch.full_like(z, 1 / z.shape[-1]); "
-        "F.kl_div(z.log_softmax(-1), uniform, reduction='batchmean')",
+        "F.kl_div(z.log_softmax(-1), uniform, reduction='batchmean')", REGION,
         of="F.kl_div"),
     Row("in pieces of rows, cat",
         "pieces = []\n"
@@ -58,7 +59,7 @@ ROWS = (
         "    piece = z[start:start + 20].float()\n"
         "    p = piece.softmax(-1)\n"
         "    pieces.append(torch.logsumexp(piece, dim=-1) - (p * piece).sum(-1))\n"
-        "torch.cat(pieces)",
+        "torch.cat(pieces)", REGION,
         of="verl's entropy with chunking", ways=IN_BF16),
     Row("in pieces into an empty tensor",
         "entropy = torch.zeros(z.shape[0], device=z.device)\n"
@@ -66,7 +67,7 @@ ROWS = (
         "    piece = z[start:start + 24]\n"
         "    p = piece.softmax(-1)\n"
         "    entropy[start:start + 24] = piece.logsumexp(-1) - (p * piece).sum(-1)\n"
-        "entropy",
+        "entropy", REGION,
         of="verl's entropy with chunking", trained=()),
     Row("sequence by sequence, stack",
         "rows = [row.log_softmax(-1) for row in s]; "
@@ -76,7 +77,7 @@ ROWS = (
         "def entropy(z):\n"
         "    p = z.softmax(-1)\n"
         "    return z.logsumexp(-1) - (p * z).sum(-1)\n"
-        "checkpoint(entropy, z, use_reentrant=False)",
+        "checkpoint(entropy, z, use_reentrant=False)", REGION,
         of="verl's entropy_checkpointing, restated"),
     Row("of masked tokens, over log V",
         "log_probs = s.log_softmax(-1); "
@@ -102,7 +103,7 @@ ROWS = (
         of="RL trainers"),
     Row("entropy of detached logits beside a loss",
         "entropy = Categorical(logits=z.detach(), validate_args=False).entropy(); "
-        "(F.cross_entropy(z, labels), entropy)",
+        "(F.cross_entropy(z, labels), entropy)", REGION,
         of="RL trainers"),
     Row("entropy alone, evaluation",
         "log_probs = z.log_softmax(-1); -(log_probs.exp() * log_probs).sum(-1).mean()",

@@ -5,17 +5,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import IN_BF16, Row
+from tests.programs.row import IN_BF16, REGION, Row
 
 KIND = "expectations"
 
 # fmt: off
 ROWS = (
     Row("(p * atoms).sum()", "(z.softmax(-1) * atoms).sum(-1)", of="C51", ways=IN_BF16),
-    Row("p @ atoms", "F.softmax(z, dim=-1) @ atoms", of="C51"),
-    Row("p @ atoms[:, None]", "torch.matmul(torch.softmax(z, dim=-1), atoms.unsqueeze(-1))",
+    Row("p @ atoms", "F.softmax(z, dim=-1) @ atoms", REGION, of="C51"),
+    Row("p @ atoms[:, None]", "torch.matmul(torch.softmax(z, dim=-1), atoms.unsqueeze(-1))", REGION,
         of="HL-Gauss"),
-    Row("einsum of p and atoms", "torch.einsum('nv,v->n', z.softmax(-1), atoms)", of="JAX ports"),
+    Row("einsum of p and atoms", "torch.einsum('nv,v->n', z.softmax(-1), atoms)",
+        REGION, of="JAX ports"),
     Row("torch.sum(atoms * exp(lp), keepdim)",
         "torch.sum(atoms * z.log_softmax(1).exp(), 1, keepdim=True)", of="C51"),
     Row("C51 with the expected value",
@@ -39,11 +40,11 @@ ROWS = (
         "edges = torch.cat([atoms - 0.05, atoms[-1:] + 0.05]); "
         "cdf = torch.special.erf((edges - values[:, None]) / 0.75); "
         "target = (cdf[:, 1:] - cdf[:, :-1]) / (cdf[:, -1:] - cdf[:, :1]); "
-        "F.cross_entropy(z, target)",
+        "F.cross_entropy(z, target)", REGION, left="sub, truediv, special_erf",
         of="HL-Gauss"),
     Row("mean and variance",
         "p = z.softmax(-1); mean = (p * atoms).sum(-1); "
-        "(mean, (p * (atoms - mean[:, None]) ** 2).sum(-1))",
+        "(mean, (p * (atoms - mean[:, None]) ** 2).sum(-1))", REGION,
         of="distribution focal losses"),
     Row("Σ p u² - (Σ p u)²",
         "p = F.softmax(z, -1); (p * atoms ** 2).sum(-1) - (p * atoms).sum(-1) ** 2",

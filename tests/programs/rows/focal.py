@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import IN_BF16, Row
+from tests.programs.row import IN_BF16, REGION, Row
 
 KIND = "poly, focal and importance losses"
 
@@ -17,7 +17,7 @@ ROWS = (
         of="PolyLoss", ways=IN_BF16),
     Row("poly-1 by a one_hot sum",
         "pt = (F.one_hot(labels, z.shape[-1]) * F.softmax(z, dim=-1)).sum(-1); "
-        "(F.cross_entropy(z, labels, reduction='none') + 2.0 * (1 - pt)).mean()",
+        "(F.cross_entropy(z, labels, reduction='none') + 2.0 * (1 - pt)).mean()", REGION,
         of="PolyLoss"),
     Row("focal by exp(-ce)",
         "ce = F.cross_entropy(z, labels, reduction='none'); "
@@ -34,7 +34,7 @@ ROWS = (
     Row("focal over all classes, one_hot",
         "log_probs = z.log_softmax(1); weight = torch.pow(1.0 - log_probs.exp(), 2.0); "
         "one_hot = F.one_hot(labels, z.shape[1]).to(z.dtype); "
-        "torch.sum(one_hot * (-0.25 * weight * log_probs), dim=1).mean()",
+        "torch.sum(one_hot * (-0.25 * weight * log_probs), dim=1).mean()", REGION,
         of="kornia, restated"),
     Row("focal with class weights",
         "log_pt = z.log_softmax(-1)[torch.arange(len(labels)), labels]; "
@@ -53,20 +53,21 @@ ROWS = (
         "p = F.softmax(z, dim=1).clamp(min=1e-07, max=1.0); "
         "one_hot = F.one_hot(labels, z.shape[1]).float().clamp(min=0.0001, max=1.0); "
         "reverse = -(p * one_hot.log()).sum(1); F.cross_entropy(z, labels) + 0.1 * reverse.mean()",
-        of="Wang et al. 2019"),
+        REGION, of="Wang et al. 2019"),
     Row("sum of squared probabilities", "z.softmax(-1).square().sum(-1)", of="information energy"),
     Row("(2 * lp).exp().sum()", "(2 * z.log_softmax(-1)).exp().sum(dim=-1)",
         of="TRL's log_sum_sq_probs", ways=IN_BF16),
     Row("logsumexp(2z) - 2 logsumexp(z)", "torch.logsumexp(2 * z, -1) - 2 * torch.logsumexp(z, -1)",
-        of="Rényi entropy"),
+        REGION, of="Rényi entropy"),
     Row("Brier score",
-        "p = z.softmax(-1); ((p - F.one_hot(labels, z.shape[-1])) ** 2).sum(-1).mean()",
+        "p = z.softmax(-1); ((p - F.one_hot(labels, z.shape[-1])) ** 2).sum(-1).mean()", REGION,
         of="from scratch"),
     Row("Brier score by Σp² and the target",
         "p = z.softmax(-1); (p ** 2).sum(-1) - 2 * p.gather(-1, labels[:, None])[:, 0] + 1",
         of="from scratch"),
     Row("mse_loss of the softmax",
-        "F.mse_loss(z.softmax(-1), F.one_hot(labels, z.shape[-1]).to(z.dtype))", of="tutorials"),
+        "F.mse_loss(z.softmax(-1), F.one_hot(labels, z.shape[-1]).to(z.dtype))",
+        REGION, of="tutorials"),
     Row("nll_loss of log(softmax + eps)", "F.nll_loss((z.softmax(-1) + 1e-09).log(), labels)",
         of="tutorials"),
     Row("unlikelihood",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.programs.row import IN_BF16, Row
+from tests.programs.row import IN_BF16, REGION, Row
 
 KIND = "metrics"
 
@@ -50,10 +50,10 @@ ROWS = (
         of="tutorials"),
     Row("rank by >=, reciprocal, evaluation",
         "target = torch.gather(input=z, dim=1, index=labels.view(-1, 1)); "
-        "(z >= target).sum(dim=1).float().reciprocal().mean()",
+        "(z >= target).sum(dim=1).float().reciprocal().mean()", REGION,
         of="retrieval", trained=()),
     Row("logits[arange, argmax], evaluation",
-        "best = z.argmax(1, keepdim=True); z.gather(1, best).squeeze(1) - z.logsumexp(1)",
+        "best = z.argmax(1, keepdim=True); z.gather(1, best).squeeze(1) - z.logsumexp(1)", REGION,
         of="greedy decoding", trained=()),
     Row("max(1)[1] as the prediction",
         "_, predicted = torch.max(z.data, 1); "
@@ -73,18 +73,18 @@ ROWS = (
         "    _, predicted = z.topk(5, 1, True, True)\n"
         "    hits = predicted.t().eq(labels.reshape(1, -1).expand(5, -1))\n"
         "    top1, top5 = (hits[:k].reshape(-1).float().sum(0) / len(labels) for k in (1, 5))\n"
-        "(loss, top1, top5)",
+        "(loss, top1, top5)", REGION,
         of="timm's accuracy, restated"),
     Row("target among the top k, evaluation",
         "top = torch.topk(z, k=3, dim=1).indices; "
-        "torch.any(top == labels.unsqueeze(1), dim=1).float().mean()",
+        "torch.any(top == labels.unsqueeze(1), dim=1).float().mean()", REGION,
         of="torchmetrics, restated", trained=()),
     Row("largest minus second, evaluation",
-        "top = z.softmax(-1).topk(2, dim=-1).values; top[:, 0] - top[:, 1]",
+        "top = z.softmax(-1).topk(2, dim=-1).values; top[:, 0] - top[:, 1]", REGION,
         of="margin sampling", trained=()),
     Row("argmax of log_softmax, evaluation",
         "log_probs = z.log_softmax(-1); "
-        "(torch.argmax(log_probs, dim=-1), log_probs.max(-1).values)",
+        "(torch.argmax(log_probs, dim=-1), log_probs.max(-1).values)", REGION,
         of="greedy decoding", trained=()),
     Row("argmax of softmax, evaluation", "z.softmax(dim=1).argmax(dim=1)",
         of="tutorials", trained=(), ways=IN_BF16),
@@ -95,25 +95,25 @@ ROWS = (
     Row("mean, largest and smallest logit, no_grad",
         "loss = F.cross_entropy(z, labels)\n"
         "with torch.no_grad():\n"
-        "    return (loss, z.mean(), z.max(), z.min())",
+        "    return (loss, z.mean(), z.max(), z.min())", REGION,
         of="logging"),
     Row("standard deviation of logits, no_grad",
         "loss = F.cross_entropy(z, labels)\n"
         "with torch.no_grad():\n"
-        "    return (loss, z.std(-1).mean())",
+        "    return (loss, z.std(-1).mean())", REGION,
         of="logging"),
     Row("a penalty on the largest logit",
-        "F.cross_entropy(z, labels) + 0.01 * z.amax(-1).square().mean()", of="recipes"),
+        "F.cross_entropy(z, labels) + 0.01 * z.amax(-1).square().mean()", REGION, of="recipes"),
     Row("hinge to the largest other logit",
         "target = z.gather(-1, labels[:, None])[:, 0]; "
         "other = z.scatter(-1, labels[:, None], float('-inf')).amax(-1); "
-        "(other - target + 1).clamp(min=0).mean()",
+        "(other - target + 1).clamp(min=0).mean()", REGION,
         of="Carlini and Wagner 2017"),
     Row("expected calibration of the top class",
         "loss = F.cross_entropy(z, labels)\n"
         "with torch.no_grad():\n"
         "    confidence, predicted = z.softmax(-1).max(-1)\n"
         "    gap = confidence.mean() - predicted.eq(labels).float().mean()\n"
-        "(loss, gap.abs())",
+        "(loss, gap.abs())", REGION,
         of="calibration"),
 )

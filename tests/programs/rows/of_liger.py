@@ -6,7 +6,7 @@ from liger_kernel.chunked_loss.fused_linear_preference import LigerFusedLinearPr
 from liger_kernel.chunked_loss.grpo_loss import LigerFusedLinearGRPOFunction
 from liger_kernel.chunked_loss.orpo_loss import LigerFusedLinearORPOFunction
 
-from tests.programs.row import Row
+from tests.programs.row import BOTH, Row
 
 KIND = "Liger's own functions"
 
@@ -25,6 +25,6 @@ ROWS = (
         "chosen, rejected, chosen_logits, rejected_logits, nll = made; "
         "loss = LigerFusedLinearORPOFunction.preference_loss_fn(chosen, rejected, "
         "ignored_tokens)[0]; "
-        "(loss + nll, chosen_logits.detach().mean(), rejected_logits.detach().mean())",
+        "(loss + nll, chosen_logits.detach().mean(), rejected_logits.detach().mean())", BOTH,
         of="Liger, its own"),
 )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from tests.programs.operands import SIZES
-from tests.programs.row import IN_BF16, Row
+from tests.programs.row import IN_BF16, REGION, Row
 
 KIND = "PEFT's own layers"
 
@@ -68,18 +68,18 @@ def _call(
 # fmt: off
 ROWS = (
     Row("LoRA's Linear on the head", "F.cross_entropy(_call(PLAIN, x, weight, down, up), labels)",
-        of="PEFT, its own", ways=IN_BF16),
+        REGION, of="PEFT, its own", ways=IN_BF16),
     Row("LoRA's Linear on a frozen head",
-        "F.cross_entropy(_call(PLAIN, x, weight, down, up), labels)",
+        "F.cross_entropy(_call(PLAIN, x, weight, down, up), labels)", REGION,
         of="PEFT, its own", trained=FROZEN),
     Row("LoRA's Linear on a frozen head, entropy",
         "log_probs = _call(PLAIN, x, weight, down, up).log_softmax(-1); "
-        "-(log_probs.exp() * log_probs).sum(-1)",
+        "-(log_probs.exp() * log_probs).sum(-1)", REGION,
         of="PEFT, its own", trained=FROZEN),
     Row("LoRA's Linear on the head, evaluation",
-        "F.cross_entropy(_call(PLAIN, x, weight, down, up), labels)",
+        "F.cross_entropy(_call(PLAIN, x, weight, down, up), labels)", REGION,
         of="PEFT, its own", trained=()),
     Row("DoRA's Linear on a frozen head",
-        "F.cross_entropy(_call(MAGNITUDES, x, weight, down, up, factor), labels)",
+        "F.cross_entropy(_call(MAGNITUDES, x, weight, down, up, factor), labels)", REGION,
         of="PEFT, its own", trained=(*FROZEN, "factor")),
 )

@@ -7,7 +7,7 @@ from transformers.loss.loss_for_object_detection import sigmoid_focal_loss
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
-from tests.programs.row import IN_BF16, Row
+from tests.programs.row import IN_BF16, REGION, Row
 
 KIND = "transformers' own functions"
 
@@ -30,6 +30,6 @@ ROWS = (
         "    accuracy = ((s.argmax(-1) == ignored_tokens) & counted).sum() / counted.sum()\n"
         "(loss, accuracy)",
         of="transformers, its own"),
-    Row("sigmoid_focal_loss()", "sigmoid_focal_loss(z, binary, num_boxes=4)",
+    Row("sigmoid_focal_loss()", "sigmoid_focal_loss(z, binary, num_boxes=4)", REGION,
         of="transformers, its own"),
 )

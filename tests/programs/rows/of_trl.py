@@ -13,7 +13,7 @@ from trl.trainer.utils import (
 )
 
 from tests.programs.operands import SIZES
-from tests.programs.row import IN_BF16, Row
+from tests.programs.row import BOTH, IN_BF16, REGION, Row
 
 KIND = "TRL's own functions"
 CAPTURED = {"capture_dynamic_output_shape_ops": True}
@@ -41,7 +41,7 @@ ROWS = (
     Row("selective_log_softmax()", "selective_log_softmax(s, tokens)",
         of="TRL, its own", ways=IN_BF16),
     Row("selective_log_softmax() of [N, V]", "selective_log_softmax(z[None], labels[None])[0]",
-        of="TRL, its own"),
+        REGION, of="TRL, its own"),
     Row("selective_log_softmax(temperature)", "selective_log_softmax(s, tokens, temperature=0.7)",
         of="TRL, its own", ways=IN_BF16),
     Row("selective_log_softmax(row_mask)", "selective_log_softmax(s, tokens, row_mask=mask)",
@@ -58,7 +58,7 @@ ROWS = (
         of="TRL, its own", ways=IN_BF16),
     Row("sampled self-distillation",
         "compute_sampled_token_self_distillation_loss(s, s.detach() * 0.5, tokens, "
-        "distillation_alpha=1.0)",
+        "distillation_alpha=1.0)", BOTH,
         of="TRL, its own"),
     Row("entropy_from_logits()", "entropy_from_logits(s)", of="TRL, its own", ways=IN_BF16),
     Row("entropy_from_logits(chunk_size=24)", "entropy_from_logits(s, chunk_size=24)",
@@ -70,21 +70,23 @@ ROWS = (
     Row("selective_log_softmax_and_entropy(), no gradient",
         "selective_log_softmax_and_entropy(s, tokens, entropy_requires_grad=False)",
         of="TRL, its own"),
-    Row("generalized_jsd_loss()", "_jsd(x, weight, teacher_x, teacher_weight)",
+    Row("generalized_jsd_loss()", "_jsd(x, weight, teacher_x, teacher_weight)", REGION,
         of="TRL, its own", ways=IN_BF16),
     Row("generalized_jsd_loss(labels), captured",
         "_jsd(x, weight, teacher_x, teacher_weight, ignored_tokens, beta=0.1, temperature=0.9)",
-        of="TRL, its own", dynamo=CAPTURED),
+        REGION, of="TRL, its own", dynamo=CAPTURED),
     Row("generalized_jsd_loss(beta=0)",
-        "_jsd(x, weight, teacher_x, teacher_weight, beta=0, reduction='sum')", of="TRL, its own"),
+        "_jsd(x, weight, teacher_x, teacher_weight, beta=0, reduction='sum')",
+        REGION, of="TRL, its own"),
     Row("generalized_jsd_loss(beta=1)",
-        "_jsd(x, weight, teacher_x, teacher_weight, beta=1, num_items_in_batch=40)",
+        "_jsd(x, weight, teacher_x, teacher_weight, beta=1, num_items_in_batch=40)", REGION,
         of="TRL, its own"),
     Row("generalized_jsd_loss() of given logits",
-        "GKDTrainer.generalized_jsd_loss(s, teacher.view(s.shape), beta=0.3)", of="TRL, its own"),
+        "GKDTrainer.generalized_jsd_loss(s, teacher.view(s.shape), beta=0.3)",
+        REGION, of="TRL, its own"),
     Row("full-logit self-distillation",
         "student = F.linear(x.view(B, T, -1), weight); "
         "teacher = F.linear(teacher_x.view(B, T, -1), teacher_weight); "
         "compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=0.5)",
-        of="TRL, its own"),
+        REGION, of="TRL, its own"),
 )

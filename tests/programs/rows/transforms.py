@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import IN_BF16, Row
+from tests.programs.row import IN_BF16, NOTHING, REGION, Row
 
 KIND = "transforms, masks and selections"
 DYNAMIC = {"capture_dynamic_output_shape_ops": True}
@@ -25,10 +25,10 @@ ROWS = (
         of="from scratch"),
     Row("30 sigmoid((z + 5) / 7.5)", "F.cross_entropy(30 * torch.sigmoid((z + 5) / 7.5), labels)",
         of="modded-nanogpt"),
-    Row("logits minus their mean", "F.cross_entropy(z - z.mean(-1, keepdim=True), labels)",
+    Row("logits minus their mean", "F.cross_entropy(z - z.mean(-1, keepdim=True), labels)", REGION,
         of="centred logits"),
     Row("logits over their norm",
-        "F.cross_entropy(z / (0.1 * z.norm(dim=-1, keepdim=True) + 1e-06), labels)",
+        "F.cross_entropy(z / (0.1 * z.norm(dim=-1, keepdim=True) + 1e-06), labels)", REGION,
         of="logit normalisation"),
     Row("temperature for each row", "F.cross_entropy(z / temperatures, labels)",
         of="top-k samplers"),
@@ -42,11 +42,11 @@ ROWS = (
         "z.masked_fill_(banned[None, :], -30.0); "
         "z.log_softmax(-1).gather(-1, labels[:, None])[:, 0]",
         of="constrained decoding"),
-    Row("z[:, banned] = -30", "z[:, banned] = -30.0; F.cross_entropy(z, labels)",
+    Row("z[:, banned] = -30", "z[:, banned] = -30.0; F.cross_entropy(z, labels)", REGION,
         of="suppressed tokens"),
-    Row("z[:, 90:] = -30", "z[:, 90:] = -30.0; F.cross_entropy(z, labels)",
+    Row("z[:, 90:] = -30", "z[:, 90:] = -30.0; F.cross_entropy(z, labels)", REGION,
         of="padded vocabularies"),
-    Row("z[..., chosen] = -30", "z[..., chosen] = -30.0; F.cross_entropy(z, labels)",
+    Row("z[..., chosen] = -30", "z[..., chosen] = -30.0; F.cross_entropy(z, labels)", REGION,
         of="Whisper's suppressed tokens"),
     Row("z - 30 * banned", "F.cross_entropy(z - 30.0 * banned, labels)",
         of="attention-style masks"),
@@ -75,9 +75,9 @@ ROWS = (
         of="partial FC"),
     Row("yes and no of a reranker",
         "pair = torch.stack([z[:, 11], z[:, 42]], dim=1); F.log_softmax(pair, dim=1)[:, 1].exp()",
-        of="Qwen3 reranker"),
+        REGION, of="Qwen3 reranker"),
     Row("z[rows], Dynamo's defaults", "F.cross_entropy(z[rows], labels[rows])",
-        of="masked language models"),
+        NOTHING, reason="TORCH_LOGS=graph_breaks tells where", of="masked language models"),
     Row("z[rows], captured", "F.cross_entropy(z[rows], labels[rows])",
         of="masked language models", dynamo=DYNAMIC),
     Row("x[rows], captured", "F.cross_entropy(F.linear(x[rows], weight), labels[rows])",
@@ -93,7 +93,7 @@ ROWS = (
         of="classification heads"),
     Row("a low-rank update of the logits",
         "logits = F.linear(x, weight) + 2.0 * F.linear(F.linear(x, down), up); "
-        "F.cross_entropy(logits, labels)",
+        "F.cross_entropy(logits, labels)", REGION,
         of="LoRA heads"),
     Row("a low-rank update of the weight",
         "F.cross_entropy(F.linear(x, weight + 2.0 * up @ down), labels)", of="merged LoRA heads"),

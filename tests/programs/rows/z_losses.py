@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import BF16, IN_BF16, Row
+from tests.programs.row import BF16, IN_BF16, REGION, Row
 
 KIND = "z-losses"
 
@@ -27,7 +27,7 @@ ROWS = (
         "lse = torch.logsumexp(z, dim=-1, keepdim=True); "
         "one_hot = F.one_hot(labels, z.shape[-1]).to(z.dtype); "
         "loss = -torch.sum(one_hot * (z - lse), dim=-1); "
-        "(loss + 0.01 * torch.square(lse[:, 0])).sum() / len(labels)",
+        "(loss + 0.01 * torch.square(lse[:, 0])).sum() / len(labels)", REGION,
         of="T5X ports"),
     Row("log(sum(exp(z)))**2",
         "lse = torch.log(torch.sum(torch.exp(z), dim=-1)); "

@@ -1,6 +1,6 @@
 """Tags against values: a row of logits changes, and only the rows that are made of it change.
 
-Of programs of benchmarks.programs, and of the fuzzer. A rule that claims too much is found.
+Of rows of tests/programs, and of the fuzzer. A rule that claims too much is found.
 """
 
 from __future__ import annotations
@@ -10,47 +10,29 @@ import warnings
 import pytest
 import torch
 
-from benchmarks.programs.catalog import catalog
 from fxpass.capture.rows import A, Rowwise
 from fxpass.capture.values import Arg
 from tests.fuzz.campaign import draw, quiet_compiler
 from tests.fuzz.oracle import judge
 from tests.fuzz.tags import checked
+from tests.programs.catalog import catalog
 from tests.support.row_programs import run
-from tests.support.row_tags import Check, check, rule_for
+from tests.support.row_tags import check, rule_for
 
 # torch warns of calls that are legal and odd
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-PROGRAMS = catalog(libraries=False)
-EACH = 16  # of so many programs, one is quick
+ROWS = catalog(libraries=False)
+EACH = 32  # of so many programs, one is quick
 FUZZED = 12
 
 
-def _check(program) -> Check:
-    function = program.function
-    with torch.set_grad_enabled(bool(program.gradients)), warnings.catch_warnings():
+@pytest.mark.parametrize("row", ROWS[::EACH], ids=lambda row: row.name)
+def test_rows(row):
+    """In the full tier, tests/programs checks all of them."""
+    with warnings.catch_warnings(), torch._dynamo.config.patch(**row.dynamo):
         warnings.simplefilter("ignore")
-        with torch._dynamo.config.patch(**program.dynamo):
-            if program.spell is not None:
-                function = program.spell(function, program.tensors())
-            return check(function, *program.tensors(), dynamic=False)
-
-
-@pytest.mark.parametrize("program", PROGRAMS[::EACH], ids=lambda program: program.name)
-def test_programs(program):
-    assert not _check(program).wrong
-
-
-@pytest.mark.full
-def test_many_programs():
-    """Nearly all of them are captured. (All take seven minutes.)"""
-    programs = PROGRAMS[1::4]
-    found = {program.name: _check(program) for program in programs}
-    wrong = {name: one.wrong[0] for name, one in found.items() if one.wrong}
-    assert not wrong
-    assert sum(bool(one.captured) for one in found.values()) > 0.93 * len(programs)
-    assert sum(one.tensors for one in found.values()) > 4 * len(programs)
+        assert not check(row.program(), *row.tensors(), dynamic=False).wrong
 
 
 def test_random_programs():

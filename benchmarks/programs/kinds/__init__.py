@@ -1,1 +1,0 @@
-"""Programs of torch alone: one module for each kind, see ``benchmarks.programs.catalog``."""

@@ -1,1 +1,0 @@
-"""Programs that call functions of installed libraries: one module for each library."""

@@ -1,0 +1,75 @@
+"""Each module of rows is a test file: ``pytest tests/programs/rows/entropies.py -k Categorical``.
+
+Its tests are ``test_row``, every row in the first way and in its own ways, and in the full tier
+``test_dealt``, every row in one more way, and ``test_tags``, what its captured rows promise.
+"""
+
+from __future__ import annotations
+
+import types
+import warnings
+import zlib
+
+import pytest
+import torch
+
+from tests.programs.catalog import LIBRARIES, of
+from tests.programs.row import RAISES, Row
+from tests.support import row_tags
+from tests.support.oracle import FIRST, check
+
+# Each row runs in one of them in the full tier, so that each way meets rows of each kind.
+DEALT = (
+    *("aot_eager", "bf16", "autocast", "dynamic", "no_grad", "chunks"),
+    *("outside", "checkpointed", "exported"),
+)
+
+
+def dealt(row: Row) -> str:
+    """The way of a row that the hash of its name draws."""
+    ways = [way for way in DEALT if way not in (*row.ways, *row.never)]
+    return ways[zlib.crc32(row.name.encode()) % len(ways)]
+
+
+def _has_tags(row: Row) -> bool:
+    """Tags are held against values by an interpreter that enters no nested graph."""
+    return row.becomes != RAISES and "NESTED" not in row.text
+
+
+class Rows(pytest.Module):
+    """The tests of a module of rows."""
+
+    def _getobj(self) -> types.ModuleType:
+        rows = {row.name: row for row in of(self.path.stem)}
+        own = [(name, way) for name, row in rows.items() for way in (FIRST, *row.ways)]
+
+        @pytest.mark.parametrize(("name", "way"), own, ids=[f"{n} [{way}]" for n, way in own])
+        def test_row(name: str, way: str) -> None:
+            check(rows[name], way)
+
+        @pytest.mark.full
+        @pytest.mark.parametrize("name", rows)
+        def test_dealt(name: str) -> None:
+            check(rows[name], dealt(rows[name]))
+
+        @pytest.mark.full
+        @pytest.mark.parametrize("name", [n for n, row in rows.items() if _has_tags(row)])
+        def test_tags(name: str) -> None:
+            row = rows[name]
+            with warnings.catch_warnings(), torch._dynamo.config.patch(**row.dynamo):
+                warnings.simplefilter("ignore")  # of libraries, and of torch about them
+                with torch.set_grad_enabled(bool(row.gradients)):
+                    found = row_tags.check(row.program(), *row.tensors(), dynamic=False)
+            assert not found.wrong
+
+        module = types.ModuleType(f"tests of {self.path.stem}")
+        tests = [test_row] if self.path.stem in LIBRARIES else [test_row, test_dealt, test_tags]
+        vars(module).update({test.__name__: test for test in tests})
+        return module
+
+
+def pytest_collect_file(file_path, parent):
+    """Modules of rows; those of a library in the full tier, and where it is installed."""
+    if file_path.parent.name == "rows" and file_path.suffix == ".py":
+        return Rows.from_parent(parent, path=file_path)
+    return None
