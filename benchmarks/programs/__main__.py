@@ -29,7 +29,7 @@ from tests.support.oracle import FIRST, outcome
 
 
 def ways(row: Row) -> list[str]:
-    """In f32, and in bf16 if the row names that way; none of a row that does not say where it is from."""
+    """In f32, and in bf16 if the row names it; none if it does not say where it is from."""
     return [way for way in (FIRST, *row.ways) if row.of and way in (FIRST, "bf16")]
 
 
