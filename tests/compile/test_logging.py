@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-OPTIONS = {"fusedce.inner": "eager"}
 INPUTS = (torch.ones(4, 8), torch.ones(10, 8, requires_grad=True), torch.zeros(4).long())
 
 PROGRAM = """\
@@ -47,12 +46,28 @@ def loss_less(x, w, target):
     return F.linear(x, w).cumsum(0).sum()
 
 
+def with_fusedce(fn, least: float = 1, logits: str = "auto"):
+    """``fn``, of which losses of ``least`` MiB of logits are fused."""
+    options = {"inner": "eager", "min_logits_mb": least, "logits": logits}
+    options = {f"fusedce.{name}": value for name, value in options.items()}
+    return torch.compile(fn, backend="fusedce", options=options)
+
+
+def of_fxpass(caplog, level=logging.DEBUG):
+    return [r for r in caplog.records if r.name.startswith("fxpass") and r.levelno >= level]
+
+
+def messages(caplog, level=logging.DEBUG):
+    return [record.getMessage() for record in of_fxpass(caplog, level)]
+
+
 EXPECTED = [
     "fused: train.py:6 loss = F.cross_entropy(F.linear(x, w), target): logits [4, 10], "
     "cross-entropy: log-probability of the label; gradients of weight with the loss",
-    "not fused: train.py:7 return loss + F.cross_entropy(F.linear(x, w).cumsum(0), target): %cumsum (cumsum) "
-    "(aten.cumsum works along rows)",
-    "cast: %l_x_, %l_w_ float32 -> bfloat16: train.py:6 loss = F.cross_entropy(F.linear(x, w), target)",
+    "not fused: train.py:7 return loss + F.cross_entropy(F.linear(x, w).cumsum(0), target): "
+    "%cumsum (cumsum) (aten.cumsum works along rows)",
+    "cast: %l_x_, %l_w_ float32 -> bfloat16: train.py:6 "
+    "loss = F.cross_entropy(F.linear(x, w), target)",
 ]
 
 
@@ -73,28 +88,25 @@ def test_lines_in_a_process_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fn", "expected"),
+    ("fns", "counted"),
     [
-        (fused, {"matched": 1, "rejected": 0, "casts": 0}),
-        (mixture, {"matched": 1, "rejected": 1, "casts": 2}),
-        (loss_less, {"matched": 0, "rejected": 0, "casts": 0}),
+        ([fused], (1, 0, 0)),
+        ([mixture], (1, 1, 2)),
+        ([loss_less], (0, 0, 0)),
+        ([fused, mixture], (2, 1, 2)),
     ],
 )
-def test_counters(fn, expected):
-    torch.compile(fn, backend="fusedce", options=OPTIONS)(*INPUTS)
-    assert dict(counters["fusedce"]) == expected
-
-
-def test_counters_add_up():
-    torch.compile(fused, backend="fusedce", options=OPTIONS)(*INPUTS)
-    torch.compile(mixture, backend="fusedce", options=OPTIONS)(*INPUTS)
-    assert dict(counters["fusedce"]) == {"matched": 2, "rejected": 1, "casts": 2}
+def test_counters_add_up(fns, counted):
+    for fn in fns:
+        with_fusedce(fn, 0)(*INPUTS)
+    expected = zip(("matched", "rejected", "casts"), counted, strict=True)
+    assert dict(counters["fusedce"]) == dict(expected)
 
 
 def test_the_lines_are_one_info_record_each(caplog):
     caplog.set_level(logging.INFO, logger="fxpass")
-    torch.compile(mixture, backend="fusedce", options=OPTIONS)(*INPUTS)
-    records = [r for r in caplog.records if r.name.startswith("fxpass")]
+    with_fusedce(mixture, 0)(*INPUTS)
+    records = of_fxpass(caplog)
     names = ["fxpass.rewrite.transform"] * 2 + ["fxpass.casts.casts"]
     assert [(r.levelname, r.name) for r in records] == [("INFO", name) for name in names]
     kinds = [r.getMessage().split(":")[0] for r in records]
@@ -103,16 +115,15 @@ def test_the_lines_are_one_info_record_each(caplog):
 
 
 def test_nobody_is_told_who_did_not_ask(caplog):
-    torch.compile(mixture, backend="fusedce", options=OPTIONS)(*INPUTS)
-    assert not [r for r in caplog.records if r.name.startswith("fxpass")]
+    with_fusedce(mixture, 0)(*INPUTS)
+    assert not of_fxpass(caplog)
 
 
 def test_switched_off_it_says_so_and_counts_nothing(caplog, monkeypatch):
     monkeypatch.setenv("FUSEDCE", "0")
     caplog.set_level(logging.INFO, logger="fxpass")
-    torch.compile(fused, backend="fusedce", options=OPTIONS)(*INPUTS)
-    messages = [r.getMessage() for r in caplog.records if r.name.startswith("fxpass")]
-    assert messages == ["switched off: the graph goes to eager unchanged"]
+    with_fusedce(fused, 0)(*INPUTS)
+    assert messages(caplog) == ["switched off: the graph goes to eager unchanged"]
     assert not counters["fusedce"]
 
 
@@ -141,20 +152,10 @@ class Block(torch.nn.Module):
 HIDDEN, LABELS = torch.ones(1024, 128), torch.zeros(1024).long()  # 2 MiB of logits
 
 
-def compiled(fn, least: float = 1, logits: str = "auto"):
-    options = OPTIONS | {"fusedce.min_logits_mb": least, "fusedce.logits": logits}
-    return torch.compile(fn, backend="fusedce", options=options)
-
-
-def messages(caplog, level=logging.DEBUG):
-    records = [r for r in caplog.records if r.name.startswith("fxpass") and r.levelno >= level]
-    return [record.getMessage() for record in records]
-
-
 @pytest.mark.parametrize("least", [1, 100])
 def test_no_line_is_about_a_hidden_layer(caplog, least):
     caplog.set_level(logging.DEBUG, logger="fxpass")
-    compiled(Block(), least)(HIDDEN, LABELS)
+    with_fusedce(Block(), least)(HIDDEN, LABELS)
     (line,) = messages(caplog)
     assert "F.cross_entropy(logits, labels)" in line
     assert line.startswith("fused" if least == 1 else "not fused")
@@ -163,7 +164,7 @@ def test_no_line_is_about_a_hidden_layer(caplog, least):
 def test_a_small_head_without_a_loss_is_no_news(caplog):
     caplog.set_level(logging.DEBUG, logger="fxpass")
     with torch.no_grad():
-        compiled(Block().eval(), 100)(HIDDEN)
+        with_fusedce(Block().eval(), 100)(HIDDEN)
     assert not messages(caplog)
 
 
@@ -172,7 +173,7 @@ def test_a_small_head_that_is_reduced_is_said_at_debug(caplog):
         return F.linear(x * 2, w).log_softmax(-1).amax(-1)
 
     caplog.set_level(logging.DEBUG, logger="fxpass")
-    compiled(surprise, 100)(HIDDEN, torch.ones(512, 128))
+    with_fusedce(surprise, 100)(HIDDEN, torch.ones(512, 128))
     (line,) = messages(caplog)
     assert "its logits take 2.0 MiB, fewer than 100 MiB" in line
     assert not messages(caplog, logging.INFO)
@@ -185,7 +186,7 @@ def test_a_loss_outside_of_the_compiled_model_is_warned_of_once(caplog):
     """Where its logits have to exist."""
     for _ in range(2):
         model = Block(classes=1024)
-        F.cross_entropy(compiled(model, logits="keep")(HIDDEN), LABELS).backward()
+        F.cross_entropy(with_fusedce(model, logits="keep")(HIDDEN), LABELS).backward()
         torch._dynamo.reset()
     (line,) = messages(caplog, logging.WARNING)
     code, first = inspect.getsourcelines(Block.forward)
@@ -245,52 +246,41 @@ class Features(torch.nn.Module):
         return self.down(h), h
 
 
-@pytest.mark.parametrize(
-    ("model", "args"),
-    [
-        (Block(), (HIDDEN, LABELS)),
-        (Layers(128, 4096, 128), (HIDDEN,)),
-        (Layers(128, 4096, 512), (HIDDEN,)),
-        (Layers(128, 64, 512, last=torch.nn.GELU()), (HIDDEN,)),
-        (Layers(128, 64, 200), (torch.ones(8192, 128),)),
-        (torch.nn.Linear(128, 512), (HIDDEN,)),
-        (Parts(), (HIDDEN,)),
-        (Checkpointed(), (HIDDEN,)),
-        (Features(), (HIDDEN,)),
-        (Penalty(), (HIDDEN,)),
-        (Layers(128, 512, 512), (HIDDEN,)),
-    ],
-    ids=[
-        "labels",
-        "mlp",
-        "narrow",
-        "activation",
-        "few outputs",
-        "linear",
-        "broken",
-        "checkpoint",
-        "features",
-        "penalty",
-        "square",
-    ],
-)
+WIDE = torch.ones(8192, 128)
+HIDDEN_VALUES = {
+    "labels": (Block, HIDDEN, LABELS),
+    "mlp": (lambda: Layers(128, 4096, 128), HIDDEN),
+    "narrow": (lambda: Layers(128, 4096, 512), HIDDEN),
+    "activation": (lambda: Layers(128, 64, 512, last=torch.nn.GELU()), HIDDEN),
+    "few outputs": (lambda: Layers(128, 64, 200), WIDE),
+    "linear": (lambda: torch.nn.Linear(128, 512), HIDDEN),
+    "broken": (Parts, HIDDEN),
+    "checkpoint": (Checkpointed, HIDDEN),
+    "features": (Features, HIDDEN),
+    "penalty": (Penalty, HIDDEN),
+    "square": (lambda: Layers(128, 512, 512), HIDDEN),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN_VALUES)
 # Dynamo itself looks at the .grad of hidden values that enter a graph
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_hidden_values_that_are_returned_are_no_logits(caplog, model, args):
-    compiled(model)(*args)
+def test_hidden_values_that_are_returned_are_no_logits(caplog, name):
+    model, *args = HIDDEN_VALUES[name]
+    with_fusedce(model())(*args)
     assert not messages(caplog, logging.WARNING)
 
 
 def test_logits_without_gradients_or_below_the_threshold_have_no_warning(caplog):
     with torch.no_grad():
-        compiled(Block())(HIDDEN)
-    compiled(Block(), 100)(HIDDEN)
+        with_fusedce(Block())(HIDDEN)
+    with_fusedce(Block(), 100)(HIDDEN)
     assert not messages(caplog, logging.WARNING)
 
 
 def test_deferred_logits_that_are_computed(caplog):
     """Not by an optimizer's step, nor where they are reduced, and once; the line is the program's."""
-    step = compiled(Block())
+    step = with_fusedce(Block())
     for _ in range(2):
         loss, logits = step(HIDDEN, LABELS)
         loss.backward()

@@ -1,8 +1,7 @@
-"""What users' own tests call."""
+"""What users' own tests call. What the texts of graphs look like: README, by test_readme.py."""
 
 from __future__ import annotations
 
-import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,60 +69,3 @@ def test_the_texts_of_two_graphs_are_apart():
     first, second = testing.original(in_two_graphs, *INPUTS).split("\n\n")
     assert ("cross_entropy" in first, "cross_entropy" in second) == (False, True)
     assert testing.rewritten(in_two_graphs, *INPUTS).split("\n\n")[0] == first
-
-
-class TestGraphs(expecttest.TestCase):
-    def test_before(self):
-        self.assertExpectedInline(
-            testing.original(shifted, *INPUTS),
-            """\
-%l_h_: f32[2, 3, 4] = input
-%l_w_: f32[6, 4] = input
-%l_labels_: i64[4] = input
-%linear: f32[2, 3, 6] = linear(%l_h_, %l_w_)
-%logits: f32[2, 3, 6] = float(%linear)
-%getitem: f32[2, 2, 6] = operator.getitem(%logits, (:, :-1))
-%reshape: f32[4, 6] = reshape(%getitem, -1, 6)
-%truediv: f32[4, 6] = operator.truediv(%reshape, 30)
-%tanh: f32[4, 6] = tanh(%truediv)
-%mul: f32[4, 6] = operator.mul(30, %tanh)
-%cross_entropy: f32[] = cross_entropy(%mul, %l_labels_)
-return (%cross_entropy,)""",
-        )
-
-    def test_after(self):
-        self.assertExpectedInline(
-            testing.rewritten(shifted, *INPUTS),
-            """\
-%l_h_: f32[2, 3, 4] = input
-%l_w_: f32[6, 4] = input
-%l_labels_: i64[4] = input
-%slice_tensor: f32[2, 2, 4] = aten.slice(%l_h_, 1, 0, -1, 1)
-%flatten: f32[4, 4] = flatten(%slice_tensor, 0, 1)
-%detach: f32[4, 4] = detach(%flatten)
-%ne_scalar: b8[4] = aten.ne(%l_labels_, -100)
-%ne_scalar_1: b8[4] = aten.ne(%l_labels_, -100)
-%where_scalar_other: i64[4] = aten.where(%ne_scalar_1, %l_labels_, 0)
-%unsqueeze_default: i64[4, 1] = aten.unsqueeze(%where_scalar_other, 1)
-%full_default: f32[] = aten.full((), 0, dtype=torch.float32, device=device(type='cpu'))
-%squeeze_dim: i64[4] = aten.squeeze(%unsqueeze_default, 1)
-%ne_scalar_2: b8[4] = aten.ne(%l_labels_, -100)
-%sum_default_1: i64[] = aten.sum(%ne_scalar_2)
-%to_device: f32[] = aten.to(%sum_default_1, device(type='cpu'), torch.float32)
-%new_zeros_default: f32[4] = aten.new_zeros(%detach, (4,), dtype=torch.float32)
-%mul_tensor: f32[4] = aten.mul(%new_zeros_default, -1)
-%where_self_1: f32[4] = aten.where(%ne_scalar, %mul_tensor, %full_default)
-%sum_default_2: f32[] = aten.sum(%where_self_1)
-%div_tensor_1: f32[] = aten.div(%sum_default_2, %to_device)
-%ones_like_default: f32[] = aten.ones_like(%div_tensor_1, memory_format=torch.preserve_format)
-%div_tensor_2: f32[] = aten.div(%ones_like_default, %to_device)
-%expand_default: f32[4] = aten.expand(%div_tensor_2, (4,))
-%scalar_tensor_default: f32[] = aten.scalar_tensor(0, dtype=torch.float32, device=device(type='cpu'))
-%where_self_2: f32[4] = aten.where(%ne_scalar, %expand_default, %scalar_tensor_default)
-%mul_tensor_1: f32[4] = aten.mul(%where_self_2, -1)
-%unsqueeze_default_1: f32[1, 4] = aten.unsqueeze(%mul_tensor_1, 0)
-%class_reductions_default_1 = fxpass.class_reductions(x=%detach, weight=%l_w_, picks=%squeeze_dim, given=(), coef=%unsqueeze_default_1, spec='r6 transform=30*tanh(z/30) gradients=weight total=pick')
-%getitem_2: f32[] = operator.getitem(%class_reductions_default_1, 0)
-%add: f32[] = add(%getitem_2, %div_tensor_1)
-return (%add,)""",
-        )
