@@ -133,7 +133,7 @@ def outcomes(
                 tree = free.pop()
                 write(tree, mutant.file, mutant.applied(args.tree))
                 running[number] = run.Fork(tree, order, args.limit)
-            time.sleep(0.2)
+            time.sleep(run.POLL)
             for number, fork in list(running.items()):
                 if (ended := fork.ended()) is None:
                     continue

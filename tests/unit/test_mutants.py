@@ -166,9 +166,9 @@ def small(tmp_path):
 def test_a_fork(small, new, ended):
     tool.write(small, "fxpass/op/a.py", f"def f(x):\n    {new}\n")
     order = {"tests/test_a.py::test_one": 0.1, "tests/test_a.py::test_two": 0.1}
-    fork = run.Fork(small, order, 5 if ended[0] == "hangs" else 60)
+    fork = run.Fork(small, order, 4 if ended[0] == "hangs" else 60)
     while (found := fork.ended()) is None:
-        time.sleep(0.05)
+        time.sleep(run.POLL)
     assert found == ended, (small / "log.txt").read_text()
 
 
