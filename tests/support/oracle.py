@@ -130,7 +130,8 @@ WAYS = {
     "outside": OUTSIDE,
     "outside under autocast": replace(OUTSIDE, around=_autocast, autocasts=True),
     "behind a break": replace(OUTSIDE, spell=_behind_a_break),
-    "checkpointed": Way(spell=_checkpointed),
+    # the eager backend forgets writes to what a checkpoint computes
+    "checkpointed": Way(inner="aot_eager", spell=_checkpointed),
     "exported": Way(spell=_by(exported)),
     "decomposed": Way(spell=_by(decomposed)),
     "made": Way(spell=_by(traced, detached=True), graph=False),
