@@ -29,6 +29,7 @@ class Kind(NamedTuple):
         columns: of a table.
         refuses: why a provider gets no numbers, from its errors, eager's, and the dtype; empty if
             it does.
+        always: providers that the others are compared with.
         measures: whether time and memory are measured, not errors alone.
         twice: whether a second process compiles with the caches of the first, and measures memory:
             on a CPU that is the process's.
@@ -38,6 +39,7 @@ class Kind(NamedTuple):
     providers: dict[str, Provider]
     columns: Sequence[Column]
     refuses: Callable[..., str] = wrong
+    always: tuple[str, ...] = ()
     measures: bool = True
     twice: bool = False
 
@@ -46,7 +48,12 @@ KINDS = {
     "loss": Kind("benchmarks.loss.worker", PROVIDERS, LOSS),
     "programs": Kind("benchmarks.loss.worker", PROVIDERS, PROGRAMS, twice=True),
     "accuracy": Kind(
-        "benchmarks.accuracy.worker", SCHEMES, ACCURACY, lambda *_: "", measures=False
+        "benchmarks.accuracy.worker",
+        SCHEMES,
+        ACCURACY,
+        lambda *_: "",
+        always=(ROUNDED,),
+        measures=False,
     ),
 }
 

@@ -90,7 +90,7 @@ class _Run:
         self.result, self.effort, self.kind, self.say = result, effort, kind, say
         self.caches = caches
         self.workers: dict[str, Worker] = {}
-        result.rows = [Row(name) for name in names]
+        result.rows = [Row(name) for name in dict.fromkeys([*kind.always, *names])]
 
     def all(self) -> None:
         """Fills the rows."""

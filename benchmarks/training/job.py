@@ -1,6 +1,6 @@
-"""What :mod:`benchmarks.training` trains.
+"""What :mod:`benchmarks.training` and :mod:`benchmarks.trainers` train.
 
-In: sizes, and where the loss of the model is computed. Out: a :class:`Job`.
+In: sizes, and where the loss of the model is computed, or a program. Out: a :class:`Job`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ LOSSES = {
 
 @dataclass(frozen=True)
 class Job(demo_worker.Job):
-    """A Llama of this size, trained with AdamW.
+    """A Llama of this size, trained with AdamW; or a program that trains others of this size.
 
     Attributes:
         loss: a name of :data:`LOSSES`: of the ``model``, which returns logits, too; ``outside`` of
             the compiled model; or of logits that are ``copied`` first, which nobody can fuse.
+        program: a name of :data:`benchmarks.trainers.programs.PROGRAMS`; empty: the Llama alone.
+        steps: of a program.
     """
 
     loss: str = "model"
+    program: str = ""
+    steps: int = 20
 
     @property
     def what(self) -> str:
         """What is trained."""
-        return f"Llama of {self}, {LOSSES[self.loss]}"
+        return self.program or f"Llama of {self}, {LOSSES[self.loss]}"

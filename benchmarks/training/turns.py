@@ -1,7 +1,8 @@
 """Trains one model with several providers, which take turns.
 
 In: a job, names of providers. Out: a :class:`Row` for each. The other processes wait while a step
-is timed, so that a drift of the machine's speed affects all providers.
+is timed, so that a drift of the machine's speed affects all providers. A program's whole training
+is one step.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.process import Worker, WorkerError
+from benchmarks.process import EXACT_MEMORY, Worker, WorkerError
 from benchmarks.training.job import Job
-from benchmarks.training.table import Row
-from fxpass.cli.demo import refuse, tell
+from benchmarks.training.table import Row, judge
+from fxpass.cli.demo import tell
 from fxpass.cli.demo_worker import MEASURED_STEP
 
 WORKER = "benchmarks.training.worker"
@@ -52,13 +53,15 @@ def train(job: Job, names: Sequence[str], rounds: int, timeout: float) -> list[R
     alone = [[row] for row in rows]
     # compilation for a GPU times kernels, so processes must not compile at the same time
     warm_up = [rows] if job.device == "cpu" else alone
+    turns = [*warm_up * MEASURED_STEP, *alone * (1 + rounds)]
     try:
         for row in rows:  # the processes import at the same time
             of_row = dataclasses.replace(job, provider=row.name)
-            workers[row.name] = Worker(WORKER, of_row, timeout)
+            environ = EXACT_MEMORY if job.program else {}
+            workers[row.name] = Worker(WORKER, of_row, timeout, **environ)
         for row in rows:
             answer(row)
-        for turn in [*warm_up * MEASURED_STEP, *alone * (1 + rounds)]:
+        for turn in alone if job.program else turns:
             take(turn)
         for worker in workers.values():
             worker.close()
@@ -67,5 +70,5 @@ def train(job: Job, names: Sequence[str], rounds: int, timeout: float) -> list[R
     finally:  # the processes also end if this one is told to, or cannot print
         for worker in workers.values():
             worker.kill()
-    refuse(rows, job.dtype)
+    judge(rows, job.dtype, job.program)
     return rows

@@ -1,19 +1,27 @@
-"""The worker process of ``python -m benchmarks.training``: trains a Llama of transformers.
+"""The worker process of ``python -m benchmarks.training``: trains a Llama, or runs a program.
 
 In: a :class:`Job` as JSON in the first argument, then the command ``step``
-(:func:`benchmarks.process.serve`). Out: for each, what :func:`fxpass.cli.demo_worker.train` yields.
+(:func:`benchmarks.process.serve`). Out: for each, what :func:`fxpass.cli.demo_worker.train` yields;
+of a program, all that it did.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
+from collections.abc import Iterator
 from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from benchmarks.process import serve
+from benchmarks.trainers.programs import PROGRAMS
+from benchmarks.trainers.task import Sizes, Task
 from benchmarks.training.job import Job
 from fxpass.cli.demo_worker import train
 
@@ -54,21 +62,38 @@ class LossOutside(nn.Module):
         return {"loss": F.cross_entropy(shifted.float(), labels[:, 1:].flatten()), "logits": logits}
 
 
-class Session:
+def whole_model(job: Job) -> Iterator[dict[str, Any]]:
     """Trains on new random tokens in every step, from an eighth of the classes: the loss falls."""
 
+    def batch(generator: Generator) -> dict[str, Tensor]:
+        tokens = torch.randint(job.classes // 8, (job.batch, job.seq), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+    def model() -> nn.Module:
+        return llama(job) if job.loss == "model" else LossOutside(llama(job), job)
+
+    return train(job, model, batch)
+
+
+def program(job: Job) -> Iterator[dict[str, Any]]:
+    """Yields the losses of all steps, the bytes that a step after the first ones adds at most (None
+    if unknown), and what computed logits (:class:`benchmarks.trainers.task.Watch`)."""
+    sizes = Sizes(job.classes, job.width, job.layers, job.batch, job.seq, job.steps)
+    task, run = Task(sizes, job.provider), PROGRAMS[job.program].load()
+    with task.watch as watch:
+        run(task)
+    found = {"fused": watch.fused, "why": watch.why} if job.provider == "fusedce" else {}
+    yield {"losses": task.losses, "extra_bytes": task.memory.added(), **found}
+
+
+class Session:
+    """Steps that are taken when they are asked for."""
+
     def __init__(self, job: Job) -> None:
-        def batch(generator: Generator) -> dict[str, Tensor]:
-            tokens = torch.randint(job.classes // 8, (job.batch, job.seq), generator=generator)
-            return {"input_ids": tokens, "labels": tokens}
-
-        def model() -> nn.Module:
-            return llama(job) if job.loss == "model" else LossOutside(llama(job), job)
-
-        self.steps = train(job, model, batch)
+        self.steps = program(job) if job.program else whole_model(job)
 
     def step(self) -> dict[str, Any]:
-        """Runs a training step."""
+        """Runs a training step, or the whole program."""
         return next(self.steps)
 
 

@@ -310,7 +310,9 @@ def test_accuracy_is_not_refused_and_takes_no_time(scripted):
     scripted.errors |= {"fusedce": 1.0}
     result = Result("", case())
     measure.run(result, ["eager", "fusedce"], Effort(rounds=0), KINDS["accuracy"], quiet)
-    assert [row.failure for row in result.rows] == ["", ""]
+    assert {row.name: row.failure for row in result.rows} == dict.fromkeys(
+        (ROUNDED, "eager", "fusedce"), ""
+    )
     assert {command for _, command in scripted.asked} == {"check", "close"}
 
 
@@ -524,6 +526,10 @@ def test_what_the_command_line_measures():
     assert planned("--suite", "parity", "--programs", CROSS_ENTROPY, "--v", "64") == [
         "cross-entropy: N=2048 D=256 V=64, float32, training"
     ]
+    assert planned("--heads", "gemma-2-2b", "--programs", "jsd", "--n", "8", "--v", "16")[::3] == [
+        ": N=8 D=2304 V=16, float32, training",
+        ": N=8 D=2304 V=16, bfloat16, evaluation",
+    ]  # no soft-cap, and not Gemma's head
     assert [text.split(", ")[1] for text in planned("--suite", "accuracy")] == [
         "float32",
         "bfloat16",

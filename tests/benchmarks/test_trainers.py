@@ -1,52 +1,13 @@
-"""The table of losses outside of the model: what is fused, what is wrong, what was computed."""
+"""What is watched of losses outside of the model: values that were computed whole, and memory."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.trainers.table import Row, table
 from benchmarks.trainers.task import WARM, Sizes, Task
-
-
-def answer(losses: list[float], mib: int, why: str = "") -> dict[str, Any]:
-    return {"losses": losses, "bytes": mib << 20, "fused": not why, "why": why}
-
-
-def row(fused: dict[str, Any]) -> Row:
-    others = {"eager": answer([2.0, 1.0], 300), "inductor": answer([2.0, 1.125], 200)}
-    return Row("a loop", {**others, "fusedce": fused})
-
-
-@pytest.mark.parametrize(
-    ("fused", "wrong", "cells"),
-    [
-        (answer([2.0, 1.0], 50), False, ["yes", "300", "200", "50", "0.25", "1.2e-01", "0.0e+00"]),
-        (
-            answer([2.0, 1.5], 200, "3 times values"),
-            True,
-            ["no: 3 times values", "300", "200", "200", "1.00", "1.2e-01", "5.0e-01"],
-        ),
-        (answer([2.0, 1.15], 50), False, ["yes", "300", "200", "50", "0.25", "1.2e-01", "1.5e-01"]),
-        (answer([2.0], 50), True, ["yes", "300", "200", "50", "0.25", "1.2e-01", "inf"]),
-    ],
-)
-def test_the_cells_of_a_line(fused, wrong, cells):
-    made = row(fused)
-    assert made.cells() == ["a loop", *cells, "1 / 2"]
-    assert made.wrong == wrong
-
-
-def test_a_backend_that_failed_is_named():
-    failed = Row("a loop", failures={"fusedce": "ValueError: no"})
-    assert failed.wrong
-    lines = table([failed]).splitlines()
-    assert lines[2] == f"| a loop | no: ValueError: no | {' | '.join('-' * 7)} |"
-    assert lines[-1] == "- a loop, fusedce: ValueError: no"
 
 
 class Head(nn.Module):
