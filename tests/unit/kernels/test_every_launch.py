@@ -106,9 +106,9 @@ def test_what_a_step_of_a_gpu_takes():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", range(1, 6))
 def test_many_launches(seed):
-    assert_all_bind("launches", seed, count=150)
+    assert_all_bind("launches", seed, count=60)
 
 
 @pytest.mark.full
