@@ -73,6 +73,7 @@ NEEDS = {
     "compile/test_where_the_loss_is.py": ("transformers",),
     "defaults/test_models.py": ("transformers",),
     "ranks/test_cases.py": ("transformers",),
+    "ranks/test_fuzz.py": ("transformers",),
     "unit/deferred/test_handed_on.py": ("transformers",),
     "libraries/test_accuracy_liger.py": ("liger_kernel",),
     "libraries/test_deepspeed.py": ("deepspeed",),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from tests.support import ranks
-
 # of a sharded head all readers fuse, or none
 PROGRAMS = 24
 
 
-def test_sharded_programs_do_what_eager_does():
+def test_sharded_programs_do_what_eager_does(worlds):
     seed, first, reduce = 8, 0, 0
-    of_ranks = ranks.run("tests.fuzz.sharded", 2, *map(str, (seed, PROGRAMS, first, reduce)))
-    for tally in of_ranks:
+    for tally in worlds[2].run("tests.fuzz.sharded", seed, PROGRAMS, first, reduce):
         assert not tally.failures, "\n".join(tally.failures[:3])
         assert tally.valid == PROGRAMS
         assert tally.fused > PROGRAMS / 12
