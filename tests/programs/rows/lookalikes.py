@@ -30,8 +30,8 @@ class Written(torch.autograd.Function):
         return F.cross_entropy(F.linear(x, weight), labels)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, weight) = grad_outputs, ctx.saved_tensors
         return grad * x, grad * weight, None
 
 
