@@ -5,30 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.utils import counters
 
-import fxpass.backend  # noqa: F401
 from fxpass import testing
 from tests.support.allocations import Allocations
-from tests.support.numerics import assert_as_accurate
 from tests.support.programs import head_of
 
 N, D, V = 64, 32, 500
 
 
-def by_hand(chunks, dtype=None):
+def by_hand(chunks):
     def loss(x, weight, target):
         total = 0.0
         for some, labels in zip(x.chunk(chunks), target.chunk(chunks), strict=True):
-            logits = F.linear(some, weight if dtype is None else weight.to(dtype))
+            logits = F.linear(some, weight)
             total = total + F.cross_entropy(logits.float(), labels, reduction="sum")
         return total / len(target)
 
     return loss
 
 
-def operands(dtype=torch.float32):
-    x, weight = torch.randn(N, D, dtype=dtype), torch.randn(V, D, dtype=dtype)
+def operands():
+    x, weight = torch.randn(N, D), torch.randn(V, D)
     return x.requires_grad_(), weight.requires_grad_(), torch.randint(0, V, (N,))
 
 
@@ -51,19 +48,7 @@ def test_weights_are_compared_through_casts_and_transposes():
     assert {call.choice.strategy for m in report.matches for call in m.calls} == {"tiled"}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_and_gradients(dtype):
-    *tensors, target = (t.detach() for t in operands(dtype))
-
-    def program(x, weight):
-        return by_hand(16)(x, weight, target)
-
-    compiled = torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})
-    assert_as_accurate(compiled, program, tensors, dtype)
-    assert counters["fusedce"]["matched"] == 16
-
-
-@pytest.mark.parametrize("chunks", [4, 16, 32])
+@pytest.mark.parametrize("chunks", [4, 16])
 def test_memory_is_no_more_than_without(chunks):
     peaks = []
     for enabled in (False, True):
