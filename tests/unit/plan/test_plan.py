@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,9 @@ SOFTCAP = expression.parse("30*tanh(z/30)")
 # ---------------------------------------------------------------- implementations
 
 
-def loss(gradients=(), strategy="chunked", read=("pick",), **more) -> Reductions:
+def loss(
+    gradients: tuple[str, ...] = (), strategy="chunked", read: Any = ("pick",), **more: Any
+) -> Reductions:
     """A total, whose gradients forward computes, or rows, whose gradients are computed later."""
     outputs, total = ((), read) if strategy == "chunked" else (read, ())
     return Reductions(outputs, gradients=gradients, total=total, **more)
@@ -125,7 +128,7 @@ NS = (0, 1, 7, 512, 65536, 285_000, 10**7)
 DS = (1, 64, 512, 10**4)
 VS = (1, 2, 10, 1000, 128256, 10**6)
 BUDGETS = (0, 1, 64, 1024)
-LOSSES = {
+LOSSES: dict[str, dict[str, Any]] = {
     "evaluated": {},
     "of all": {"gradients": ("x", "weight", "bias")},
     "frozen": {"gradients": ("x",)},
