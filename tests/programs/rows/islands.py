@@ -67,6 +67,14 @@ ROWS = (
         "s = F.linear(h, weight)\n"
         "(F.cross_entropy(s.view(-1, V), labels), s)",
         left="linear", ways=INNER, never=MADE),
+    # one of two reductions reads a target without gradients
+    Row("a target of two reductions",
+        "targets = soft.softmax(-1)\n"
+        "log = z.log_softmax(-1)\n"
+        "with torch.no_grad():\n"
+        "    metric = F.kl_div(log, targets, reduction='none').sum(-1)\n"
+        "(metric + F.kl_div(log, targets, reduction='none').sum(-1)).sin().sum()",
+        REGION, ways=INNER, never=MADE),
     # PyTorch does not say what made such a view
     Row("a turned weight that is written to",
         "z = x.mm(weight.T); F.hardtanh(weight, -1.0, 1.0, True); z.logsumexp(-1)",
