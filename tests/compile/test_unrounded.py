@@ -1,4 +1,7 @@
-"""f32 weights and hidden states under autocast: their gradients bypass the cast to 16 bits."""
+"""f32 weights and hidden states under autocast: what their graphs hold, and several passes.
+
+The values of one pass are held by tests/programs/rows/unrounded.py.
+"""
 
 from __future__ import annotations
 
@@ -8,141 +11,51 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils.checkpoint import checkpoint
 
 from fxpass.testing import rewritten
+from tests.programs.catalog import catalog
 from tests.support.numerics import assert_close, error
 
+# in float64
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype")
 BF16, F32 = torch.bfloat16, torch.float32
-N, D, V = 48, 32, 120
+ROWS = {row.name: row for row in catalog(kinds=["f32 under autocast"], libraries=False)}
 
 
-class Model(nn.Module):
-    """Linear, head and loss under autocast, with the features that a test asks for."""
-
-    def __init__(self, what: str = ""):
-        super().__init__()
-        self.what = what
-        self.embed, self.body, self.head = nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V)
-        if what == "no bias":
-            self.head.bias = None
-        if what == "tied":
-            self.head.weight = self.embed.weight
-        if what == "frozen":
-            self.head.weight.requires_grad_(False)
-
-    def forward(self, ids, labels):
-        exact = self.head.weight.dtype == torch.float64
-        with torch.autocast("cpu", dtype=BF16, enabled=not exact):
-            hidden = self.embed(ids)
-            if self.what == "checkpoint":
-                hidden = checkpoint(self.body, hidden, use_reentrant=False)
-            else:
-                hidden = self.body(hidden)
-            hidden = F.layer_norm(hidden, (D,)) * 1.5
-            hidden = hidden if exact else hidden.float()  # as of a final norm
-            if self.what == "shifted":
-                hidden, labels = hidden.view(4, -1, D)[:, :-1], labels.view(4, -1)[:, 1:]
-            loss = F.cross_entropy(self.head(hidden).flatten(0, -2), labels.flatten())
-            if self.what == "two losses":
-                loss = loss + F.cross_entropy(self.head(hidden * 2), labels, reduction="sum") / 100
-            if self.what == "another user":
-                loss = loss + self.head.weight.square().mean()
-            if self.what == "rows":
-                loss = F.cross_entropy(self.head(hidden), labels, reduction="none")
-                loss = (loss * torch.linspace(0, 1, N)).sum()
-        return loss
+def with_fusedce(program, inner):
+    options = {"fusedce.min_logits_mb": 0, "fusedce.inner": inner}
+    return torch.compile(program, backend="fusedce", options=options)
 
 
-WHAT = (
-    *("", "no bias", "tied", "frozen", "shifted", "two losses", "another user", "rows"),
-    "checkpoint",
-)
-
-
-def steps(model, fn, count=1, retain=False, set_to_none=True):
+def steps(row, inner=None, count=1, retain=False, wide=False):
     """Losses, and the gradients after so many backward passes."""
-    torch.manual_seed(0)
-    model.zero_grad(set_to_none)
+    tensors, program = row.tensors(wide=wide), row.program(wide)
+    program = with_fusedce(program, inner) if inner else program
     losses = []
     for _ in range(count):
-        ids, labels = torch.randint(V, (N,)), torch.randint(V, (N,))
-        labels[:3] = -100
-        loss = fn(ids, labels)
+        loss = program(*tensors)
         if retain:
             loss.backward(retain_graph=True)
         loss.backward()
         losses.append(loss.detach())
-    return [*losses, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return [*losses, *(t.grad for t in tensors if t.grad is not None)]
 
 
-def made(what) -> Model:
-    torch.manual_seed(1)
-    return Model(what)
-
-
-def check(what, strategy="auto", inner="aot_eager", **how):
-    model, exact = made(what), made(what).double()
-    options = {"fusedce.min_logits_mb": 0, "fusedce.strategy": strategy, "fusedce.inner": inner}
-    compiled = torch.compile(model, backend="fusedce", options=options)
-    got, eager = steps(model, compiled, **how), steps(model, model, **how)
+def as_accurate(row, inner="aot_eager", **how):
+    got = steps(row, inner, **how)
+    assert_close(got, steps(row, **how), steps(row, wide=True, **how), BF16)
     assert all(g.dtype == F32 for g in got)
-    assert_close(got, eager, steps(exact, exact, **how), BF16)
     return got
 
 
-def text_of(what, **options) -> str:
-    ids = torch.randint(V, (N,))
-    return rewritten(made(what), ids, ids)
-
-
-@pytest.mark.parametrize("what", WHAT)
-@pytest.mark.parametrize("strategy", ["auto", "tiled"])
-def test_programs(what, strategy):
-    check(what, strategy=strategy)
-    text = text_of(what)
+@pytest.mark.parametrize("name", ROWS)
+def test_gradients_bypass_the_casts(name):
+    row = ROWS[name]
+    text = rewritten(row.program(), *row.tensors())
     assert "wide_x=" in text
-    assert ("wide_weight=" in text) == (what != "frozen")
+    assert ("wide_weight=" in text) == (name != "frozen")
     assert "= to(%" in text  # the casts are nodes
-
-
-@pytest.mark.parametrize("inner", ["inductor", "eager"])
-@pytest.mark.parametrize("what", ["tied", "shifted", "rows"])
-def test_inner_backends(what, inner):
-    check(what, inner=inner)
-
-
-@pytest.mark.parametrize("what", ["", "tied", "rows"])
-def test_accumulated_gradients(what):
-    check(what, count=3)
-
-
-@pytest.mark.parametrize("what", ["", "tied", "rows"])
-def test_retained_graphs(what):
-    with torch._functorch.config.patch(donated_buffer=False):
-        got = check(what, retain=True)
-    once = check(what)
-    for twice, one in zip(got[1:], once[1:], strict=True):
-        assert error(twice, 2 * one) < 1e-6
-
-
-def test_hooks_see_what_eager_gives_them():
-    """One gradient of each parameter, in f32, as FSDP and DDP expect."""
-    model = made("tied")
-    seen = []
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda p, name=name: seen.append((name, p.grad.dtype, p.grad.shape))
-        )
-    options = {"fusedce.min_logits_mb": 0}
-    steps(model, torch.compile(model, backend="fusedce", options=options))
-    fused = sorted(seen)
-    seen.clear()
-    steps(model, model)
-    assert fused == sorted(seen)
-    assert len(fused) == len(list(model.parameters()))
 
 
 def test_what_the_program_casts_itself_is_rounded():
@@ -151,8 +64,38 @@ def test_what_the_program_casts_itself_is_rounded():
     def loss(x, weight, labels):
         return F.cross_entropy(F.linear(x.bfloat16(), weight.bfloat16()).float(), labels)
 
-    x, weight = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True)
-    assert "wide_" not in rewritten(loss, x, weight, torch.randint(V, (N,)))
+    x, weight = torch.randn(48, 32, requires_grad=True), torch.randn(97, 32, requires_grad=True)
+    assert "wide_" not in rewritten(loss, x, weight, torch.randint(97, (48,)))
+
+
+@pytest.mark.parametrize("name", ["no bias", "tied", "rows"])
+def test_accumulated_gradients(name):
+    as_accurate(ROWS[name], count=3)
+
+
+@pytest.mark.parametrize("name", ["no bias", "tied", "rows"])
+def test_retained_graphs(name):
+    with torch._functorch.config.patch(donated_buffer=False):
+        got = as_accurate(ROWS[name], retain=True)
+    once = as_accurate(ROWS[name])
+    for twice, one in zip(got[1:], once[1:], strict=True):
+        assert error(twice, 2 * one) < 1e-6
+
+
+def test_hooks_see_what_eager_gives_them():
+    """One gradient of each parameter, in f32, as FSDP and DDP expect."""
+    row, seen = ROWS["another linear"], []
+    for program in (row.program(), with_fusedce(row.program(), "inductor")):
+        found, tensors = [], row.tensors()
+        for name, tensor in zip(row.names, tensors, strict=True):
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(
+                    lambda p, name=name, found=found: found.append((name, p.grad.dtype, p.shape))
+                )
+        program(*tensors).backward()
+        seen.append(sorted(found))
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == len(row.gradients)
 
 
 @pytest.fixture
@@ -172,7 +115,8 @@ def graphs():
 
 def test_nothing_has_the_weights_size_but_its_cast_and_its_gradient(graphs):
     """No gradient of 16 bits, no pass that casts one, and nothing reads the wide hidden states."""
-    check("no bias", inner="graphs")
+    row = ROWS["no bias"]
+    as_accurate(row, inner="graphs")
 
     def of_head(graph):
         return [
@@ -180,8 +124,7 @@ def test_nothing_has_the_weights_size_but_its_cast_and_its_gradient(graphs):
             for node in graph.nodes
             if node.op == "call_function"
             and isinstance(node.meta.get("val"), torch.Tensor)
-            and tuple(node.meta["val"].shape) == (V, D)
-            and node.target is not torch.ops.aten.embedding_dense_backward.default
+            and tuple(node.meta["val"].shape) == (row.sizes.v, row.sizes.d)
         ]
 
     forward, backward = graphs
