@@ -38,7 +38,7 @@ class Kept(CustomGraphPass):
         return None  # nothing is cached, so that it runs
 
 
-def compiled(program, kept=None, **options):
+def with_fusedce(program, kept=None, **options):
     torch._dynamo.reset()
     options = {"fusedce.min_logits_mb": 0, **options}
     if kept is not None:
@@ -56,7 +56,7 @@ def step(fn, x, weight, labels, factor, retain=0):
     return found
 
 
-def check(fn, program, factor, dtype=torch.float32, retain=0):
+def as_accurate(fn, program, factor, dtype=torch.float32, retain=0):
     torch.manual_seed(0)
     x, weight, labels = torch.randn(N, D), torch.randn(V, D) * 0.1, torch.randint(V, (N,))
     labels[:5] = -100
@@ -78,9 +78,9 @@ FACTORS = (1.0, 0.25, torch.tensor(3.0))
 def test_the_saved_gradient_is_multiplied_in_place(program, dtype):
     """By an operator that ends at once if the factor is 1; nothing else reads it."""
     kept = Kept()
-    fn = compiled(program, kept)
+    fn = with_fusedce(program, kept)
     for factor in FACTORS:
-        check(fn, program, factor, dtype)
+        as_accurate(fn, program, factor, dtype)
     _, backward = kept.graphs
     (call,) = calls(backward, "scale_")
     saved, _ = call.args
@@ -92,9 +92,9 @@ def test_the_saved_gradient_is_multiplied_in_place(program, dtype):
 
 def test_a_gradient_that_two_losses_share_is_not_overwritten():
     kept = Kept()
-    fn = compiled(two_equal_losses, kept)
+    fn = with_fusedce(two_equal_losses, kept)
     for factor in FACTORS:
-        check(fn, two_equal_losses, factor)
+        as_accurate(fn, two_equal_losses, factor)
     _, backward = kept.graphs
     saved = [call.args[0] for call in calls(backward, "scale_")]
     assert all(len(node.users) == 2 for node in saved)  # the call, and what it is returned as
@@ -103,9 +103,9 @@ def test_a_gradient_that_two_losses_share_is_not_overwritten():
 def test_nor_is_one_that_is_retained():
     kept = Kept()
     with torch._functorch.config.patch(donated_buffer=False):
-        fn = compiled(loss_of, kept)
+        fn = with_fusedce(loss_of, kept)
         for factor in FACTORS:
-            check(fn, loss_of, factor, retain=2)
+            as_accurate(fn, loss_of, factor, retain=2)
     _, backward = kept.graphs
     assert len(calls(backward, "scaled")) == 1
     assert not calls(backward, "scale_")
@@ -115,9 +115,9 @@ def test_nor_is_one_that_is_retained():
 @pytest.mark.parametrize("retain", [0, 2])
 def test_other_inner_backends(inner, retain):
     with torch._functorch.config.patch(donated_buffer=not retain):
-        fn = compiled(loss_of, **{"fusedce.inner": inner})
+        fn = with_fusedce(loss_of, **{"fusedce.inner": inner})
         for factor in FACTORS:
-            check(fn, loss_of, factor, retain=retain)
+            as_accurate(fn, loss_of, factor, retain=retain)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -128,7 +128,7 @@ def test_compiled_autograd(inner):
     x, weight, labels = torch.randn(N, D), torch.randn(V, D) * 0.1, torch.randint(V, (N,))
     weight.requires_grad_()
     found = []
-    for fn in (loss_of, compiled(loss_of, **{"fusedce.inner": inner})):
+    for fn in (loss_of, with_fusedce(loss_of, **{"fusedce.inner": inner})):
         weight.grad = None
         loss = fn(x, weight, labels) * 0.5
         with torch._dynamo.compiled_autograd._enable(torch.compile(backend=inner)):
