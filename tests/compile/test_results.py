@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from tests.programs.row import Row
 from tests.support.oracle import Way, outcome
@@ -52,4 +53,5 @@ WRAPPED = (
 @pytest.mark.parametrize("row", WRAPPED, ids=lambda row: row.name)
 def test_code_of_the_cpp_wrapper(row):
     """It crashes at an operator that returns a list of one tensor."""
-    assert not outcome(row, Way(inner="inductor", options={"cpp_wrapper": True})).wrong
+    way = Way(inner="inductor", patched=lambda: inductor.patch(cpp_wrapper=True))
+    assert not outcome(row, way).wrong
