@@ -57,6 +57,9 @@ SEVERAL_PICKS = {
 # what is given for each row is the row function's own from 32 classes on
 FEW = Sizes(b=2, t=4, d=6, v=10)
 
+# There the logits have a number of rows, and labels [B, T] have symbols.
+DYNAMIC = ("dynamic",)
+
 STUDENT = "z = F.linear(x, weight)\n"
 TEACHERS = {
     "student": "q = F.linear(x.detach(), second_weight)\n",
@@ -98,7 +101,8 @@ MASKS = {"some": "tokens > 2", "no": "tokens < 0"}
 def by_a_mask(name: str, rows: str) -> Row:
     text = f"t = tokens; m = {MASKS[rows]}; {BY_A_MASK[name]}"
     dynamo = {"capture_dynamic_output_shape_ops": True}
-    return Row(f"{name} by a mask of {rows} rows", text, dynamo=dynamo)
+    computes = ("outside",) if rows == "no" else ()
+    return Row(f"{name} by a mask of {rows} rows", text, dynamo=dynamo, computes=computes)
 
 
 def total(name: str, text: str, becomes: str = FORMULA, **keywords: Any) -> Row:
@@ -112,9 +116,11 @@ ROWS = (
     total("a class that is computed later",
         "s.logsumexp(-1) * s.gather(-1, (tokens % 7)[..., None])[..., 0]"),
     total("labels that are changed in place",
-        "t = tokens; s.softmax(-1).gather(-1, t.clone().sub_(t // 2)[..., None])"),
-    *(total(name, text) for name, text in SEVERAL_PICKS.items()),
-    *(total(f"{name}, few classes", text, BOTH if "total" in name else REGION, sizes=FEW)
+        "t = tokens; s.softmax(-1).gather(-1, t.clone().sub_(t // 2)[..., None])",
+        never=DYNAMIC),
+    *(total(name, text, never=DYNAMIC) for name, text in SEVERAL_PICKS.items()),
+    *(total(f"{name}, few classes", text, BOTH if "total" in name else REGION, sizes=FEW,
+            never=DYNAMIC)
       for name, text in SEVERAL_PICKS.items()),
     total("a sequence's last token", "s[torch.arange(B), tokens[:, 0] % T].logsumexp(-1)"),
     total("rows that are copied into a tensor", "copied(s.logsumexp(-1)) * entropy(s.detach())"),
@@ -123,9 +129,10 @@ ROWS = (
         "metric * s.log_softmax(-1).gather(-1, tokens[..., None]).view(-1)"),
     total("a class vector that is filled in place",
         "(filled(torch.zeros(V), 2, s) * s.softmax(-1)).sum(-1)"),
-    total("values that are filled in place", FILLED, REGION, left="zeros, fill, select_scatter"),
+    total("values that are filled in place", FILLED, REGION, left="zeros, fill, select_scatter",
+        never=("exported", "decomposed")),  # where they are filled after the sum, which is wrong
     total("values that are filled in place, few classes", FILLED, sizes=FEW,
-        left="zeros, select_scatter, add"),
+        left="zeros, select_scatter, add", never=("exported", "decomposed")),
     total("a temperature that is filled in place",
         "(s * filled(torch.ones(1), 0, s)).softmax(-1).square().sum(-1)"),
     total("a view whose index comes first",
@@ -143,11 +150,13 @@ ROWS = (
     total("a router's z-loss",
         "s.logsumexp(-1).square().mean() + s.topk(2, -1).values.softmax(-1).square().sum()",
         REGION),
-    total("z.data", "s.data.max(-1)[1] + s.logsumexp(-1)"),
+    total("z.data", "s.data.max(-1)[1] + s.logsumexp(-1)",
+        computes=("outside",), never=("exported", "decomposed")),
     total("padded classes",
         "F.cross_entropy(F.pad(s, (0, 5), value=-9.0).flatten(0, 1), labels)", REGION),
     total("a lerp with a tensor",
-        "torch.lerp(s, s.detach().flip(-1), s.new_tensor(0.3)).logsumexp(-1)", REGION),
+        "torch.lerp(s, s.detach().flip(-1), s.new_tensor(0.3)).logsumexp(-1)", REGION,
+        never=("dynamic",)),  # not fused
     total("packed bits of classes", PACKED, REGION),
     total("packed bits of classes, few classes", PACKED, sizes=FEW, left="rshift, bitwise_and, gt"),
     Row("rows that are counted by views",

@@ -114,7 +114,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    losses = F.cross_entropy(z, labels, reduction='none')\n"
         "F.cross_entropy(z, labels, weight=losses.sigmoid(), label_smoothing=0.1)",
-        NOTHING, "meets rows with classes"),
+        NOTHING),
     square("a gate from its lse",
         "with torch.no_grad():\n"
         "    gate = (teacher * z.logsumexp(-1, keepdim=True)).sigmoid()\n"

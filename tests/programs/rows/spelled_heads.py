@@ -45,6 +45,8 @@ TRANSFORMS = {
     "soft-cap": "30 * torch.tanh(s / 30)",
     "clamp": "s.clamp(-1, 1)",
     "square root of a softplus": "F.softplus(s).sqrt()",
+}
+IN_PLACE = {
     "in place": "s.mul_(2).add_(1)",
     "in place by operator": "operator.itruediv(s, 2)",
     "in place on a view": "s.view(-1, V).mul_(2)",
@@ -65,5 +67,8 @@ ROWS = (
     Row("addmm with beta",
         "F.cross_entropy(torch.addmm(prior, x, weight.t(), beta=2), labels)", NOTHING),
     *(Row(name, OF_LOGITS.format(text)) for name, text in TRANSFORMS.items()),
+    # A checkpoint that writes to what it is given is not fused.
+    *(Row(name, OF_LOGITS.format(text), computes=("outside",), never=("checkpointed",))
+      for name, text in IN_PLACE.items()),
     *(Row(name, OF_LOGITS.format(text), REGION) for name, text in ROW_FUNCTIONS.items()),
 )

@@ -27,7 +27,6 @@ VIEWS = {
     "number by index": "s[:, -1], t[:, -1]",
     "rows by two tensors": "s[SOME % B, SOME], t[SOME % B, SOME]",
     "rows by a number and a tensor": "s[0, SOME], t[0, SOME]",
-    "one row": "s[0, 0], t[0, 0]",
     "a slice of the classes, then rows":
         "s[:, 1:, 2:90].flatten(0, 1), t[:, 1:].flatten() % 88",
     "classes by a tensor, then rows":
@@ -37,7 +36,9 @@ VIEWS = {
     "rows by a tensor, batch first": "s[:, t[0] % T - 2].mT, t",
 }  # fmt: skip
 
-ROWS = tuple(
-    Row(name, f"s = s.tanh() * 3; z = s.view(-1, V); t = tokens; F.cross_entropy(*({text}))")
-    for name, text in VIEWS.items()
+OF = "s = s.tanh() * 3; z = s.view(-1, V); t = tokens; F.cross_entropy(*({}))"
+
+ROWS = (
+    *(Row(name, OF.format(text)) for name, text in VIEWS.items()),
+    Row("one row", OF.format("s[0, 0], t[0, 0]"), computes=("outside",)),
 )
