@@ -17,6 +17,7 @@ BOTH_INNER = ("aot_eager",)
 MADE = ("made",)  # make_fx does not record no_grad
 # What leaves a checkpoint is computed in it, and what is written after the loss when it runs again.
 LEAVES = ("checkpointed",)
+TRAINS = ("no_grad",)  # where no gradient is wanted, logits are not deferred
 
 
 def loss_of(logits, labels):
@@ -86,7 +87,8 @@ CAST = (
 
 # fmt: off
 ROWS = (
-    *(Row(name, f"loss = loss_of(s, labels); {text}", left=left, ways=(way,), never=LEAVES)
+    *(Row(name, f"loss = loss_of(s, labels); {text}", left=left, ways=(way,),
+          never=tuple({*LEAVES, *TRAINS} - {way}))
       for name, (text, left, way) in BESIDE.items()),
     Row("other classes", "(loss_of(s, labels), s[..., :3])", REGION, ways=("no_grad",)),
     *(Row(f"{name}, evaluation", f"(loss_of(s, labels), {text})", trained=(),
@@ -95,19 +97,19 @@ ROWS = (
     Row("two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "(loss_of(a, labels) + loss_of(b, labels), a, b)",
-        ways=BOTH_INNER),
+        ways=BOTH_INNER, never=TRAINS),
     Row("a read of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "(loss_of(a, labels) + loss_of(b, labels), a, b.cumsum(-1))",
-        left="linear, cumsum", ways=BOTH_INNER),
+        left="linear, cumsum", ways=BOTH_INNER, never=TRAINS),
     Row("a sum of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "(loss_of(a, labels) + loss_of(b, labels), a + b)",
-        ways=BOTH_INNER),
+        ways=BOTH_INNER, never=TRAINS),
     Row("the largest of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "((loss_of(a, labels) + loss_of(b, labels)) * b.amax(), a + b)",
-        BOTH, ways=BOTH_INNER),
+        BOTH, ways=BOTH_INNER, never=TRAINS),
     Row("out of a checkpoint, read by a z-loss",
         "def head(x, weight, labels):\n"
         "    logits = F.linear(x, weight)\n"
@@ -118,7 +120,7 @@ ROWS = (
     Row("written",
         "s += weight.mean(-1); s /= 2; "
         "(F.cross_entropy(30 * torch.tanh(s.view(-1, V) / 30), labels), s.argmax(-1), s)",
-        REGION, ways=BOTH_INNER),
+        REGION, ways=BOTH_INNER, never=TRAINS),
     Row("written and kept",
         "s += weight.mean(-1); s /= 2; "
         "(F.cross_entropy(30 * torch.tanh(s.view(-1, V) / 30), labels), s.cumsum(-1), s)",
@@ -135,14 +137,14 @@ ROWS = (
         "    s.sin_()\n"
         "(loss_of(F.linear(x, weight), labels), s)",
         left="linear", ways=BOTH_INNER),
-    Row("sharing memory", "(loss_of(s, labels), s, s[:, -1])", ways=BOTH_INNER),
+    Row("sharing memory", "(loss_of(s, labels), s, s[:, -1])", ways=BOTH_INNER, never=TRAINS),
     # the cast makes what the view is of contiguous; the kept logits are not
     Row("viewed after a copy",
         "shifted = s[..., :-1, :].double().view(size=(-1, V)); "
         "(F.cross_entropy(shifted, tokens[:, 1:].reshape(-1)), s.cumsum(-1))",
         NOTHING, ways=BOTH_INNER),
     # a shape is no result of a graph
-    Row("their shape", "y = s.expand(s.shape); (loss_of(y, labels), y)", ways=BOTH_INNER),
+    Row("their shape", "y = s.expand(s.shape); (loss_of(y, labels), y)", ways=BOTH_INNER, never=TRAINS),
     Row("without gradients",
         "with torch.no_grad():\n"
         "    logits = F.linear(x, weight)\n"
@@ -159,7 +161,7 @@ ROWS = (
           trained=() if name == "bias" else ("bias",), ways=BOTH_INNER, never=(*MADE, *LEAVES))
       for name in ("x", "weight", "bias")),
     *(Row(f"a cast bias, {name} written", CAST.format(*writes), trained=("x", "weight"),
-          ways=BOTH_INNER)
+          ways=BOTH_INNER, never=TRAINS)
       for name, writes in {"result": ("; b[0] = -1e4", ""), "source": ("", "; bias[0] = -1e4"),
                            "nothing": ("", "")}.items()),
     # a deferred tensor has a shape before its values are known
