@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import logging
 import os
 import sys
 import threading
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -33,6 +33,7 @@ from torch.multiprocessing.spawn import start_processes
 import fxpass.rewrite.inner  # as Inductor: once, before the ranks are forked
 import fxpass.rewrite.transform  # noqa: F401
 from tests.libraries.deepspeed_cases import ALONE, BATCH, DTYPES, STAGES, Case, head_of
+from tests.ranks.case import said_by_fxpass
 from tests.support import tiny
 
 STEPS, LENGTH, RATE = 6, 12, 1.0
@@ -84,7 +85,11 @@ def train(case: Case, run: str, rank: int, seen: dict[str, Tensor]) -> dict[str,
     losses: list[float] = []
     failure, between = None, None
     returned: Any = None
-    with said_by_fxpass() as said, linear_by_hand(run == "by hand"), environment(variables):
+    with (
+        said_by_fxpass() as said,
+        linear_by_hand(run == "by hand"),
+        mock.patch.dict(os.environ, variables),
+    ):
         try:
             if settings is not None:
                 (head_of(model) if case.only_head else engine).compile(backend="fusedce")
@@ -117,21 +122,6 @@ def train(case: Case, run: str, rank: int, seen: dict[str, Tensor]) -> dict[str,
 
 
 @contextmanager
-def said_by_fxpass() -> Iterator[list[str]]:
-    """The messages of fxpass's loggers."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("fxpass")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)
-
-
-@contextmanager
 def linear_by_hand(on: bool) -> Iterator[None]:
     """float16 with bfloat16 is computed in float32."""
     linear = F.linear  # DeepSpeed's perhaps
@@ -147,16 +137,6 @@ def linear_by_hand(on: bool) -> Iterator[None]:
         yield
     finally:
         F.linear = linear
-
-
-@contextmanager
-def environment(settings: dict[str, str]) -> Iterator[None]:
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name in settings:
-            del os.environ[name]
 
 
 def gradients(model: Any) -> dict[str, Tensor]:

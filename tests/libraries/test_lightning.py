@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning
 import pytest
 import torch
@@ -11,12 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.libraries.with_lightning import IGNORED, Losses, Module, compiled, trainer
 from tests.support import tiny
 
-# lightning's own, on this torch
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"
-)
+pytestmark = IGNORED
 
 STEPS, BATCH, LENGTH, WIDTH = 20, 8, 11, 32
 PRECISIONS = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
@@ -37,39 +37,6 @@ class Network(nn.Module):
         return F.cross_entropy(logits.reshape(-1, tiny.V), ids[:, 1:].reshape(-1))
 
 
-class Module(lightning.LightningModule):
-    """What a user writes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.network = Network()
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.network(batch[0])
-
-    def validation_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.network(batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=2.0)
-
-
-class Losses(Callback):
-    """Every loss that training and validation saw."""
-
-    def __init__(self) -> None:
-        self.training: list[float] = []
-        self.validation: list[float] = []
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.training.append(outputs["loss"].item())
-
-    def on_validation_batch_end(
-        self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0
-    ):
-        self.validation.append(outputs.item())
-
-
 def batches(count: int, seed: int, drop_last: bool) -> DataLoader:
     """Texts that count upward; the last of ``count`` batches is half a one, if it is not dropped."""
     random = torch.Generator().manual_seed(seed)
@@ -78,49 +45,29 @@ def batches(count: int, seed: int, drop_last: bool) -> DataLoader:
     return DataLoader(texts, batch_size=BATCH, drop_last=drop_last)
 
 
-def compiled(module: nn.Module, inner: str) -> nn.Module:
-    return torch.compile(module, backend="fusedce", options={"fusedce.inner": inner})
-
-
-def whole(module: Module, inner: str) -> Module:
-    return compiled(module, inner)
-
-
 def network(module: Module, inner: str) -> Module:
     module.network = compiled(module.network, inner)
     return module
 
 
-def fit(compile, inner: str, precision: str, folder) -> Losses:
+def fit(compile, inner: str, precision: str, folder) -> dict[str, list[float]]:
     torch.manual_seed(0)
-    module, losses = Module(), Losses()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision=precision,
-        max_steps=STEPS,
-        num_sanity_val_steps=0,
-        callbacks=[losses],
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    module, losses = Module(Network(), rate=2.0), Losses()
     static = inner == "inductor"  # half as many graphs for the C++ compiler
     data = batches(STEPS // 2, 1, static), batches(3, 2, static)
-    trainer.fit(compile(module, inner) if compile else module, *data)
-    return losses
+    loops = trainer(folder, losses, precision=precision, max_steps=STEPS)
+    loops.fit(compile(module, inner) if compile else module, *data)
+    return {loop: [loss.item() for loss in seen] for loop, seen in losses.seen.items()}
 
 
 @pytest.mark.parametrize(
     ("compile", "inner", "precision"),
     [
-        (whole, "aot_eager", "32-true"),
-        (whole, "aot_eager", "bf16-mixed"),
+        (compiled, "aot_eager", "32-true"),
+        (compiled, "aot_eager", "bf16-mixed"),
         (network, "aot_eager", "32-true"),
         (network, "aot_eager", "bf16-mixed"),
-        (whole, "inductor", "bf16-mixed"),
+        (compiled, "inductor", "bf16-mixed"),
     ],
 )
 def test_losses_of_twenty_steps(compile, inner, precision, tmp_path):
@@ -129,10 +76,10 @@ def test_losses_of_twenty_steps(compile, inner, precision, tmp_path):
     assert counters["fusedce"]["rejected"] == 0
     eager = fit(None, inner, precision, tmp_path)
     dtype = PRECISIONS[precision]
-    assert len(eager.training) == STEPS
-    assert len(eager.validation) >= 2 * 2  # epochs and batches
-    tiny.assert_same_course(fused.training, eager.training, dtype)
-    assert fused.validation == pytest.approx(eager.validation, rel=tiny.RTOL[dtype])
+    assert len(eager["fit"]) == STEPS
+    assert len(eager["validate"]) >= 2 * 2  # epochs and batches
+    tiny.assert_same_course(fused["fit"], eager["fit"], dtype)
+    assert fused["validate"] == pytest.approx(eager["validate"], rel=tiny.RTOL[dtype])
 
 
 class WithLogits(lightning.LightningModule):
@@ -142,11 +89,7 @@ class WithLogits(lightning.LightningModule):
     def __init__(self, inner: str) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(tiny.V, WIDTH), nn.Linear(WIDTH, tiny.V)
-        self.model = self.loss
-        if inner:
-            self.model = torch.compile(
-                self.loss, backend="fusedce", options={"fusedce.inner": inner}
-            )
+        self.model: Any = compiled(self.loss, inner) if inner else self.loss
 
     def loss(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head(self.embed(ids[:, :-1]))
@@ -173,18 +116,7 @@ def test_logits_are_read_after_the_step_of_automatic_optimisation(tmp_path):
     for inner in ("", "aot_eager"):
         torch.manual_seed(0)
         seen.append(Seen())
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            max_steps=4,
-            callbacks=[seen[-1]],
-            default_root_dir=tmp_path,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(WithLogits(inner), batches(4, 1, True))
+        trainer(tmp_path, seen[-1], max_steps=4).fit(WithLogits(inner), batches(4, 1, True))
     eager, fused = seen
     assert len(eager.logits) >= 3
     torch.testing.assert_close(fused.logits, eager.logits, rtol=1e-4, atol=1e-4)

@@ -6,24 +6,21 @@ meets bfloat16 activations with float32 parameters and raises ``c10::BFloat16 !=
 
 from __future__ import annotations
 
-import lightning
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader, TensorDataset
 
 from fxpass.report import explain
+from tests.libraries.with_lightning import IGNORED, Losses, Module, compiled, trainer
 from tests.support.numerics import assert_close
 
-# lightning's own, on this torch
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"
-)
+pytestmark = IGNORED
 
 V, WIDTH, LENGTH, BATCH, PAD = 61, 32, 9, 4, 0
+INNER = "aot_eager"
 
 
 class Network(nn.Module):
@@ -44,44 +41,6 @@ class Network(nn.Module):
         return F.cross_entropy(logits.view(-1, V), labels.view(-1), ignore_index=PAD)
 
 
-class Module(lightning.LightningModule):
-    """What a user writes."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.network(*batch)
-
-    def validation_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.network(*batch)
-
-    def test_step(self, batch: list[Tensor], index: int) -> Tensor:
-        return self.network(*batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Losses(Callback):
-    """Every loss of every loop."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, list[Tensor]] = {"fit": [], "validate": [], "test": []}
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.seen["fit"].append(outputs["loss"])
-
-    def on_validation_batch_end(
-        self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0
-    ):
-        self.seen["validate"].append(outputs)
-
-    def on_test_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
-        self.seen["test"].append(outputs)
-
-
 def batches(seed: int) -> DataLoader:
     """Texts that count upward, of several lengths, filled up with padding."""
     random = torch.Generator().manual_seed(seed)
@@ -92,47 +51,25 @@ def batches(seed: int) -> DataLoader:
     return DataLoader(TensorDataset(ids[:, :-1], ids[:, 1:]), batch_size=BATCH)
 
 
-def trainer(folder, precision: str, *callbacks: Callback) -> lightning.Trainer:
-    return lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        precision=precision,
-        max_epochs=2,
-        num_sanity_val_steps=0,
-        callbacks=list(callbacks),
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-
-
-def run(folder, compile, precision: str = "bf16-mixed", dtype=torch.float32) -> dict[str, Tensor]:
+def run(
+    folder, compile: bool, precision: str = "bf16-mixed", dtype=torch.float32
+) -> dict[str, Tensor]:
     """The losses of training, validation and test."""
     torch.manual_seed(0)
     network, losses = Network().to(dtype), Losses()
-    module = Module(compile(network) if compile else network)
-    loops = trainer(folder, precision, losses)
+    module = Module(compiled(network, INNER, dynamic=False) if compile else network, rate=0.1)
+    loops = trainer(folder, losses, precision=precision, max_epochs=2)
     loops.fit(module, batches(1), batches(2))
     loops.test(module, batches(3), verbose=False)
     return {loop: torch.stack(values).detach() for loop, values in losses.seen.items()}
 
 
-def compiled(inner: str):
-    return lambda module: torch.compile(
-        module, backend="fusedce", options={"fusedce.inner": inner}, dynamic=False
-    )
-
-
 def test_every_loop_computes_what_eager_does(tmp_path):
-    ours = run(
-        tmp_path, compiled("aot_eager")
-    )  # through Inductor: tests/unit/casts/test_operations.py
+    ours = run(tmp_path, compile=True)  # through Inductor: tests/unit/casts/test_operations.py
     assert counters["fusedce"]["matched"] == 3  # each loop has a graph of its own
     assert counters["fusedce"]["rejected"] == 0
-    eager = run(tmp_path, None)
-    exact = run(tmp_path, None, "64-true", torch.float64)
+    eager = run(tmp_path, compile=False)
+    exact = run(tmp_path, False, "64-true", torch.float64)
     for loop in ("fit", "validate", "test"):
         assert_close([ours[loop]], [eager[loop]], [exact[loop]], torch.bfloat16)
     assert ours["fit"][-1] < ours["fit"][0]
@@ -140,8 +77,8 @@ def test_every_loop_computes_what_eager_does(tmp_path):
 
 def test_without_it_evaluation_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEDCE", "0")
-    module = Module(compiled("aot_eager")(Network()))
-    loops = trainer(tmp_path, "bf16-mixed")
+    module = Module(compiled(Network(), INNER, dynamic=False), rate=0.1)
+    loops = trainer(tmp_path, precision="bf16-mixed")
     with pytest.raises(RuntimeError, match="BFloat16 != float"):
         loops.test(module, batches(3), verbose=False)
 
@@ -150,7 +87,7 @@ def test_padding_is_as_in_eager():
     network = Network().eval()
     ids, labels = next(iter(batches(2)))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        ours, eager = compiled("aot_eager")(network)(ids, labels), network(ids, labels)
+        ours, eager = compiled(network, INNER)(ids, labels), network(ids, labels)
     with torch.no_grad():
         exact = network.double()(ids, labels)
     assert_close([ours], [eager], [exact], torch.bfloat16)

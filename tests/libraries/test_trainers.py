@@ -6,7 +6,6 @@ do; ``model.compile(backend="fusedce")`` before the Trainer does.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from benchmarks.trainers.hugging_face import ARGUMENTS
 from tests.support import tiny
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -69,23 +69,19 @@ def trainer(
     made = kind(
         model,
         TrainingArguments(
-            output_dir=str(folder),
-            use_cpu=True,
-            bf16=dtype == torch.bfloat16,
-            max_steps=STEPS,
-            per_device_train_batch_size=BATCH,
-            per_device_eval_batch_size=BATCH,
-            gradient_accumulation_steps=ACCUMULATE,
-            optim="sgd",
-            learning_rate=0.5,
-            lr_scheduler_type="constant",
-            max_grad_norm=math.inf,
-            logging_steps=1,
-            save_steps=HALF,
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-            **arguments,
+            **ARGUMENTS
+            | {
+                "output_dir": str(folder),
+                "bf16": dtype == torch.bfloat16,
+                "max_steps": STEPS,
+                "per_device_train_batch_size": BATCH,
+                "per_device_eval_batch_size": BATCH,
+                "gradient_accumulation_steps": ACCUMULATE,
+                "learning_rate": 0.5,
+                "save_strategy": "steps",
+                "save_steps": HALF,
+                **arguments,
+            }
         ),
         # 77: the last batch of an epoch has one text
         train_dataset=rows(77, seed=1),

@@ -7,7 +7,6 @@ from the model (Hugging Face's) is fused.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,8 @@ from transformers import Trainer
 from trl import SFTConfig, SFTTrainer
 from trl.trainer import utils
 
+from benchmarks.trainers.hugging_face import ARGUMENTS
+from tests.libraries.test_trainers import logged
 from tests.support import tiny
 
 pytestmark = [
@@ -63,23 +64,17 @@ def train(kind: type[SFTTrainer], folder: Path, dtype: torch.dtype, compiled: bo
     trainer = kind(
         model,
         SFTConfig(
-            output_dir=str(folder),
-            use_cpu=True,
-            bf16=dtype == torch.bfloat16,
-            loss_type="nll",
-            activation_checkpointing=False,
-            max_steps=STEPS,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            optim="sgd",
-            learning_rate=0.5,
-            lr_scheduler_type="constant",
-            max_grad_norm=math.inf,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
+            **ARGUMENTS
+            | {
+                "output_dir": str(folder),
+                "bf16": dtype == torch.bfloat16,
+                "loss_type": "nll",
+                "activation_checkpointing": False,
+                "max_steps": STEPS,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "learning_rate": 0.5,
+            }
         ),
         train_dataset=conversations(78, seed=1),
         eval_dataset=conversations(11, seed=2),
@@ -87,10 +82,6 @@ def train(kind: type[SFTTrainer], folder: Path, dtype: torch.dtype, compiled: bo
     )
     trainer.train()
     return trainer
-
-
-def logged(trainer: SFTTrainer, what: str) -> list[float]:
-    return [entry[what] for entry in trainer.state.log_history if what in entry]
 
 
 def assert_same(fused: SFTTrainer, eager: SFTTrainer, prefix: str, dtype: torch.dtype) -> None:
