@@ -8,7 +8,8 @@ import importlib
 import pytest
 import torch
 
-from tests.programs.operands import SIZES
+from tests.programs.catalog import LIBRARIES, MODULES, catalog
+from tests.programs.operands import OPERANDS, SIZES, TRAINED
 from tests.programs.row import F32, FORMULA, NOTHING, RAISES, REGION, Row
 from tests.support import oracle
 from tests.support.oracle import Outcome, outcome
@@ -115,6 +116,16 @@ def test_operands_are_rounded_before_they_are_widened():
     assert wide.dtype == torch.float64
     assert torch.equal(wide, narrow.double())
     assert Row("", "z").tensors()[0].dtype == F32
+
+
+def test_rows_name_what_there_is():
+    rows = catalog(libraries=False)
+    assert len({(row.kind, row.name) for row in rows}) == len(rows)
+    assert len({row.kind for row in rows}) == len(MODULES) - len(LIBRARIES)
+    for row in rows:
+        assert set(row.names) <= OPERANDS.keys()
+        assert set(row.gradients) <= TRAINED
+        assert {*row.ways, *row.never, *row.computes} <= oracle.WAYS.keys()
 
 
 @pytest.mark.parametrize("module", ["operands", "row", "catalog"])
