@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from tests.ranks.case import Case, Found, Rank, Values
-from tests.ranks.training import FREED, RATE, Network, batches, blocks_and_root, outputs, read
+from tests.ranks.networks import Network, batches
+from tests.ranks.training import FREED, RATE, blocks_and_root, outputs, read
 from tests.support.numerics import FLOOR, error
 
 ADVICE = 'computed with the loss (FUSEDCE_LOGITS=keep, or options={"fusedce.logits": "keep"})'
