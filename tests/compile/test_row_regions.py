@@ -16,8 +16,10 @@ from fxpass.report import explain_with
 from fxpass.rewrite.matches import RegionMatch
 from fxpass.settings import Settings
 from tests.programs.catalog import of
+from tests.programs.row import REGION, Row
 from tests.programs.rows.refused import spread
 from tests.support.numerics import assert_as_accurate
+from tests.support.oracle import FIRST, check
 
 ROWS = {row.name: row for row in of("regions")}
 JSD, KL, ADAPTER, TOP_P = (
@@ -131,6 +133,13 @@ def test_an_index_that_varies(caplog):
     for index in (1, 0):
         torch.testing.assert_close(compiled(x, weight, index), program(x, weight, index))
     assert not [r for r in caplog.records if r.name.startswith("fxpass") and r.levelno > 20]
+
+
+@pytest.mark.parametrize("way", [FIRST, "dynamic"])
+def test_a_temperature_that_varies(way):
+    """No row: the tests of tags take values to be tensors."""
+    text, varies = "spread(z / (labels[0] + 2.5).item())", {"capture_scalar_outputs": True}
+    check(Row("a temperature", text, REGION, dynamo=varies, scope={"spread": spread}), way)
 
 
 def test_a_hook_that_mixes_rows():

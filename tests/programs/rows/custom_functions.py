@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.row import NOTHING, REGION, Row
+from tests.programs.row import NOTHING, OUTSIDE, REGION, Row
 from tests.programs.rows.refused import spread
 
 KIND = "custom functions"
@@ -146,32 +147,53 @@ class Mean(torch.autograd.Function):
         return 2 * g * z / z.numel()
 
 
+# Tracers write down what forward does, of which autograd has other gradients; so does Dynamo where
+# gradients are off.
+# Where the number of classes varies, backward of Loss is no part of a region.
+TRACED = ("exported", "decomposed", "made", "made before autograd")
+
 # fmt: off
-ROWS = (
+FUNCTIONS = (
     Row("a soft-cap", "spread(Softcap.apply(z, 3.0))", REGION),
     Row("a soft-cap, shifted and strided",
-        "y = Softcap.apply(s, 3.0); spread(y[:, :-1]).mean() + y[:, ::2].square().mean()", REGION),
-    Row("rows taken twice",
-        "y = Softcap.apply(s, 3.0); spread(y.flatten(0, 1)[labels % 7]).mean()", REGION),
-    Row("a loss and a metric",
-        "losses, best = Loss.apply(s, tokens); ((losses * old_tokens).sum(), best)", REGION),
-    Row("a loss of flattened rows", "losses, _ = Loss.apply(z, labels); losses.square().mean()",
+        "y = Softcap.apply(s, 3.0); spread(y[:, :-1]).mean() + y[:, ::2].square().mean()",
         REGION),
-    Row("factors that backward alone reads", "spread(Weighted.apply(z, advantages))", REGION),
-    Row("two heads", "Expected.apply(z, F.linear(x.tanh(), weight)).square()", REGION),
+    Row("rows taken twice",
+        "y = Softcap.apply(s, 3.0); spread(y.flatten(0, 1)[labels % 7]).mean()",
+        REGION),
+    Row("a loss and a metric",
+        "losses, best = Loss.apply(s, tokens); ((losses * old_tokens).sum(), best)",
+        REGION, never=("dynamic", "no_grad")),
+    Row("a loss of flattened rows", "losses, _ = Loss.apply(z, labels); losses.square().mean()",
+        REGION, never=("dynamic", "no_grad")),
+    Row("factors that backward alone reads",
+        "spread(Weighted.apply(z, advantages))", REGION),
+    Row("two heads",
+        "Expected.apply(z, F.linear(x.tanh(), weight)).square()", REGION),
     Row("one after another",
         "y = Softcap.apply(z * 0.5, 3.0); "
-        "Loss.apply(y, labels)[0] + spread(Weighted.apply(y, advantages))", REGION),
+        "Loss.apply(y, labels)[0] + spread(Weighted.apply(y, advantages))",
+        REGION, never=("dynamic", "no_grad")),
     Row("without gradients",
         "with torch.no_grad():\n"
         "    return spread(Softcap.apply(z, 3.0))", REGION),
     Row("overwriting gradients", "Overwriting.apply(s)", NOTHING),
     Row("mean gradients", "Mean.apply(s)", NOTHING),
-    *(Row(f"{name.lower()} gradients", f"spread({name}.apply(s))", NOTHING, reason)
-      for name, reason in (
-          ("Noisy", "draws random numbers"),
+    *(Row(f"{name.lower()} gradients", f"spread({name}.apply(s))", NOTHING, reason,
+          never=("checkpointed", "no_grad", *never))
+      for name, reason, *never in (
+          ("Noisy", "draws random numbers", "dynamic"),
           ("Clipped", "is not linear in its gradient (aten.clamp)"),
           ("Auxiliary", "is not linear in its gradient (aten.add)"),
           ("Ignoring", "does not read its gradient"),
           ("Centred", "aten.mean reduces rows"))),
+)
+# The history of logits that a function returns is no head's.
+ROWS = tuple(
+    replace(
+        row,
+        computes=() if row.name == "without gradients" else OUTSIDE,
+        never=(*row.never, *TRACED),
+    )
+    for row in FUNCTIONS
 )

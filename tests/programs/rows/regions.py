@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.programs.row import BF16, BOTH, FORMULA, NOTHING, REGION, Row
+from tests.programs.row import BF16, BOTH, FORMULA, NOTHING, OUTSIDE, REGION, Row
 from tests.programs.rows.refused import spread
 
 KIND = "regions"
@@ -101,29 +101,34 @@ ROWS = (
     # writes
     Row("an operand written between head and rows",
         "hidden = x * 1; z = F.linear(hidden, weight.detach()); hidden.mul_(2); "
-        "(spread(z), hidden.clone())", NOTHING, "may change %hidden in place"),
+        "(spread(z), hidden.clone())", NOTHING, "in place between the linear and the loss"),
     Row("an operand of rows is written",
         "marks = labels.clone(); "
         "rows = z.detach().gather(-1, marks[..., None]).squeeze(-1) * 1.5; marks.zero_(); "
         "(rows.sum() + spread(z).sum(), marks)", REGION),
     Row("logits written and read later",
-        "z.mul_(0.5); rows = spread(z); z[..., 0] = 3.0; (rows, spread(z))", REGION),
+        "z.mul_(0.5); rows = spread(z); z[..., 0] = 3.0; (rows, spread(z))",
+        REGION, computes=OUTSIDE, never=("checkpointed",)),
     Row("rows that are written", "rows = spread(z) + 0.5; rows.mul_(2).add_(1); rows", REGION),
     Row("rows read before they are written",
         "rows = z.sort(-1).values[..., :40].sum(-1); before = torch.cat([rows, rows * 2]); "
         "rows[:1] = 0; (rows, before)", NOTHING),
     Row("rows written where they are detached",
         "picks = z.gather(-1, labels[..., None]).squeeze(-1); column = picks.unsqueeze(-1); "
-        "picks.detach().mul_(0.5); spread(F.relu(1 + z - column))", NOTHING, "writes to %detach"),
+        "picks.detach().mul_(0.5); spread(F.relu(1 + z - column))",
+        NOTHING, "writes to %detach", never=("checkpointed",)),
     Row("a view that is taken without gradients",
         "with torch.no_grad():\n"
         "    z = z[:, :-1]\n"
         "spread(z - z.mean(-1, keepdim=True))", NOTHING, "has a gradient in another way"),
-    Row("a part of the logits is written", "z[..., 3:9].mul_(2.0); spread(z)", REGION),
-    Row("one class is written", "z[..., 0].zero_(); spread(z)", NOTHING, "mixes rows"),
+    Row("a part of the logits is written",
+        "z[..., 3:9].mul_(2.0); spread(z)", REGION, computes=OUTSIDE, never=("checkpointed",)),
+    Row("one class is written",
+        "z[..., 0].zero_(); spread(z)", NOTHING, "mixes rows", computes=OUTSIDE,
+        never=("checkpointed",)),
     Row("a part of the sorted is written",
         "values = z.sort(-1).values; values[..., :4].zero_(); values[..., :60].logsumexp(-1)",
-        NOTHING, "mixes rows"),
+        NOTHING, "mixes rows", computes=OUTSIDE, never=("checkpointed",)),
     Row("rows written that meet logits again",
         "largest = z.detach().amax(-1, keepdim=True); largest.mul_(2); spread(z - largest)",
         REGION),
@@ -139,8 +144,6 @@ ROWS = (
         "    z = F.linear(x.view(B, T, D)[:, :-1], weight)\n"
         "z.softmax(-1).gather(-1, tokens[:, 1:, None]).sum()", FORMULA),
     # numbers
-    Row("a temperature of a label",
-        "spread(z / (labels[0] + 2.5).item())", REGION, dynamo=SCALARS, ways=("dynamic",)),
     Row("a bound of a label",
         "spread(z.clamp(max=(labels[0] + 2.5).item()))", NOTHING, "a number that varies",
         dynamo=SCALARS, ways=("dynamic",)),
@@ -155,15 +158,16 @@ ROWS = (
           ("between rows and classes", "z[:, True].squeeze(1)"),
           ("after the classes", "z[..., True].squeeze(-1)"))),
     # logits that are returned
-    Row("logits leave", "(spread(z).mean(), z)", REGION),
+    Row("logits leave", "(spread(z).mean(), z)", REGION, computes=OUTSIDE),
     Row("logits leave soft-capped, and of two losses",
         "loss = F.cross_entropy(z, torch.zeros(N, dtype=torch.int64)); "
-        "(spread(z).mean() + loss, 30 * (z / 30).tanh())", REGION),
-    Row("logits leave twice", "(spread(s[:, 1:]).sum(), s.flatten(0, 1), s / 2)", REGION),
+        "(spread(z).mean() + loss, 30 * (z / 30).tanh())", REGION, computes=OUTSIDE),
+    Row("logits leave twice",
+        "(spread(s[:, 1:]).sum(), s.flatten(0, 1), s / 2)", REGION, computes=OUTSIDE),
     Row("logits leave beside those of another head",
         "y = F.linear(x.tanh(), weight); (F.cross_entropy(y, labels), y, spread(z).mean(), z)",
-        BOTH),
-    *(Row(f"rows leave: {name}", text, NOTHING, "leave")
+        BOTH, computes=OUTSIDE),
+    *(Row(f"rows leave: {name}", text, NOTHING, "leave", computes=OUTSIDE, never=("checkpointed",))
       for name, text in {
           "sorted": "(spread(z).mean(), z.sort(-1).values)",
           "a softmax": "(spread(z), z.softmax(-1))",
@@ -171,10 +175,12 @@ ROWS = (
           "less their lse": "(spread(z).mean(), z - z.logsumexp(-1, True))",
       }.items()),
     *(Row(f"probabilities weighted in {dtype}, smoothing {smoothing}",
-          BALANCED.format(f"torch.{dtype}", smoothing), REGION)
+          BALANCED.format(f"torch.{dtype}", smoothing), REGION,
+          never=("checkpointed", "exported"))
       for dtype in ("float64", "bfloat16", "int64") for smoothing in (0.0, 0.1)),
     # sums of products by einsum
-    *(Row(f"einsum, {name}", f"p = s.softmax(-1); {text}", becomes)
+    *(Row(f"einsum, {name}", f"p = s.softmax(-1); {text}", becomes,
+          computes=OUTSIDE if "no arrow" in name else (), never=("exported",) * (name == "all"))
       for name, text, becomes in (
           ("words", "torch.einsum('btv,btv->bt', p, s)", REGION),
           ("all", "torch.einsum('btv,btv->', p, s)", REGION),
