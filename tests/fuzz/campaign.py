@@ -1,6 +1,9 @@
-"""Many cases: draws them, judges them, reduces the failures and reports each kind once.
+"""Many random programs: draws them, judges them, reduces the failures and prints each as a row.
 
-In: what to draw, a seed, a number. Out: a :class:`Tally`.
+In: a seed, a number of programs, and what is fixed of the way in which they run. Out: a
+:class:`Tally`. A program counts as valid when eager runs it, backward included. It fails when the
+oracle finds something wrong with it and nothing with the inner backend alone, or when its rows are not
+as independent as their tags say.
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ import logging
 import random
 import re
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from unittest import mock
 
@@ -21,16 +25,22 @@ import torch
 from torch._dynamo import guards
 from torch._dynamo.utils import counters
 
-from . import deferrals, generate, heads, outside, rowwise, sharded, specs
-from .case import Case
-from .minimise import minimise
-from .oracle import Verdict, clean_state, judge
-from .traced import TRACERS
+from fxpass.plan import plan
+from tests.fuzz.small import small
+from tests.fuzz.writer import Writer
+from tests.programs.operands import Sizes
+from tests.programs.row import BF16, F16, F64, RAISES, Row
+from tests.support import row_tags
+from tests.support.oracle import WAYS, Way, outcome
 
-# Compiled code is dropped after so many cases: Dynamo's own tables grow.
-RESET_AFTER = 200
-# So many failures of a kind are reduced; the others are printed as they were drawn.
-REDUCED = 10
+SIZES = (
+    *(Sizes(b=2, t=5, d=6, v=13),) * 6,
+    # as many rows as classes, and as many hidden values as classes
+    *(Sizes(b=2, t=4, d=8, v=8), Sizes(b=3, t=4, d=6, v=12)),
+)
+SPELLED = ("outside", "checkpointed", "exported", "made", "made before autograd")
+RESET_AFTER = 200  # programs: Dynamo's own tables grow
+REDUCED = 10  # failures of a kind that are reduced; the others are printed as they were drawn
 
 
 @dataclass
@@ -38,132 +48,233 @@ class Tally:
     """What a campaign found.
 
     Attributes:
-        outcomes: how many cases ended how; ``none`` where the dice found no program.
+        outcomes: how many programs ended how; ``none`` where the dice found no program.
         fused: how many losses were fused while they ran.
-        rejected: how many were declined.
         seconds: how long that took.
         failures: printed failures.
     """
 
     outcomes: Counter[str] = field(default_factory=Counter)
     fused: int = 0
-    rejected: int = 0
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
 
     @property
     def valid(self) -> int:
-        return sum(n for kind, n in self.outcomes.items() if kind not in ("none", "invalid"))
+        """Programs that eager runs."""
+        return self.outcomes["ok"] + self.outcomes["failed"]
 
     def add(self, other: Tally) -> None:
+        """Adds what another process found."""
         self.outcomes += other.outcomes
         self.fused += other.fused
-        self.rejected += other.rejected
         self.seconds = max(self.seconds, other.seconds)
         self.failures += other.failures
 
     def __str__(self) -> str:
-        failed = {k: n for k, n in self.outcomes.items() if k not in ("ok", "none", "invalid")}
         return (
-            f"{self.valid} valid programs in {self.seconds:.0f} s ({self.fused} losses fused, "
-            f"{self.rejected} declined), {self.outcomes['invalid']} invalid; failures: "
-            f"{failed or 'none'}"
+            f"{self.valid} valid programs in {self.seconds:.0f} s ({self.fused} losses fused), "
+            f"{self.outcomes['invalid']} invalid, {self.outcomes['failed']} failed"
         )
 
 
-def traced(seed: str) -> Case | None:
-    """A program that is run as a graph of torch.export or make_fx."""
-    case = generate.program(seed)
-    return case and replace(case, tracer=random.Random(seed).choice([*TRACERS]))
+@dataclass(frozen=True)
+class Drawn:
+    """A program and the way in which it runs, with that by which it is printed."""
+
+    row: Row
+    way: Way
+    spelling: str = ""
+    tags: bool = False
 
 
-KINDS: dict[str, Callable[[str], Case | None]] = {
-    "programs": generate.program,
-    "traced": traced,
-    "heads": heads.head,
-    "rowwise": rowwise.rowwise,
-    "specs": specs.spec,
-    "deferred": deferrals.deferral,
-    "outside": outside.outside,
-    "sharded": sharded.sharded,
-}
+def draw(seed: int, number: int, only: str = "", ranks: bool = False) -> Drawn | None:
+    """A program, which runs in eager while it is drawn.
+
+    Args:
+        only: one of ``SPELLED`` for all programs.
+        ranks: whether the classes of its heads are dealt to ranks.
+    """
+    rng = random.Random(f"{seed}:{number}")
+    spelling = only or rng.choice(("",) * 5 + SPELLED)
+    way = _way(rng, spelling)
+    if ranks:
+        spelling, way = "", replace(way, inner="aot_eager", spell=None)
+    with torch.random.fork_rng(devices=[]), quiet():
+        writer = Writer(rng, rng.choice(SIZES), way, spelling == "outside", ranks)
+        try:
+            row = writer.write(f"{seed}:{number}")
+        except RuntimeError:  # one of several views is gone once another was written to
+            return None
+    return row and Drawn(row, way, spelling, tags=not spelling and rng.random() < 0.3)
 
 
-def draw(kind: str, seed: int, number: int) -> Case | None:
-    """A case, which is run while it is drawn."""
-    with clean_state():
-        return KINDS[kind](f"{kind}:{seed}:{number}")
+def _way(rng: random.Random, spelling: str) -> Way:
+    dynamic = rng.choice((None,) * 8 + (True,)) if spelling in ("", "outside") else None
+    autocast = rng.choice((None,) * 5 + (BF16,))
+    around = rng.choice((contextlib.nullcontext,) * 12 + (torch.no_grad, torch.inference_mode))
+    return Way(
+        inner=rng.choices(("aot_eager", "eager", "inductor"), (75, 24, 0 if dynamic else 1))[0],
+        dtype=rng.choice((None,) * 5 + (BF16, BF16, F16, F64)),
+        around=(lambda: torch.autocast("cpu", BF16)) if autocast else around,
+        autocasts=autocast is not None,
+        dynamic=dynamic,
+        patched=rng.choice((*(contextlib.nullcontext,) * 4, *(small,) * 5, interpreted)),
+        spell=WAYS[spelling].spell if spelling else None,
+        options={
+            "fusedce.logits": rng.choice(("auto", "auto", "defer", "keep")),
+            "fusedce.strategy": rng.choice(("auto", "chunked", "tiled")),
+            "fusedce.memory_mb": rng.choice((0, 0, 1)),
+            "fusedce.accumulate": rng.choice(("auto", "auto", "float32")),
+        },
+        spread=8,
+    )
+
+
+def interpreted() -> Any:
+    """Triton's kernels run in its interpreter, but for float64."""
+    known = plan.implementation_for
+
+    def implementation_for(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+        return known(device, dtype) if dtype == torch.float64 else ("triton", "for the fuzzer")
+
+    return mock.patch.object(plan, "implementation_for", implementation_for)
+
+
+def judge(drawn: Drawn) -> tuple[str, str]:
+    """``ok``, ``invalid`` or ``failed``, and why."""
+    found = outcome(drawn.row, drawn.way)
+    if found.becomes == RAISES:
+        return "invalid", "eager raises"
+    if "StaleLogitsError" in found.wrong and re.search(r"\w_\(|\] \S?= |step\(", drawn.row.text):
+        return "ok", ""  # deferred logits say that what they read was written to
+    if found.wrong:
+        alone = replace(drawn.way, options={**drawn.way.options, "fusedce.enabled": False})
+        if outcome(drawn.row, alone).wrong:
+            return "invalid", f"the inner backend alone: {found.wrong}"
+        return "failed", found.wrong
+    if drawn.tags and (broken := tags_of(drawn).wrong):
+        return "failed", f"tags: {broken[0]}"
+    return "ok", ""
+
+
+def tags_of(drawn: Drawn) -> row_tags.Check:
+    """What a program's captured rows promise, held against values."""
+    row, way = drawn.row, drawn.way
+    with warnings.catch_warnings(), way.around():
+        warnings.simplefilter("ignore")
+        return row_tags.check(row.program(), *row.tensors(way.dtype), dynamic=way.dynamic)
 
 
 def campaign(
-    kind: str,
     seed: int,
     programs: int,
     *,
     first: int = 0,
     step: int = 1,
     seconds: float = float("inf"),
+    only: str = "",
+    ranks: bool = False,
     reduce: bool = True,
+    judge: Callable[[Drawn], tuple[str, str]] = judge,
     report: Callable[[str], None] = print,
 ) -> Tally:
-    """Judges ``programs`` valid cases, those with the numbers ``first``, ``first + step``, ...
+    """Judges ``programs`` valid programs, those with the numbers ``first``, ``first + step``, ...
 
     Args:
-        kind: a key of :data:`KINDS`.
-        seconds: no new case is begun after so many.
+        seconds: no new program is begun after so many.
+        only: as of :func:`draw`, like ``ranks``.
         reduce: whether failures are minimised.
+        judge: says what becomes of a program.
         report: is given each failure, as text.
     """
-    tally, started, known = Tally(), time.monotonic(), Counter()
-    with quiet_compiler():
-        for number in _numbers(first, step):
-            tally.seconds = time.monotonic() - started
-            if tally.valid >= programs or tally.seconds >= seconds:
-                break
-            before = counters["fusedce"].copy()
-            case = draw(kind, seed, number)
-            verdict = None if case is None else judge(case)
-            tally.outcomes["none" if verdict is None else verdict.kind] += 1
-            tally.fused += counters["fusedce"]["matched"] - before["matched"]
-            tally.rejected += counters["fusedce"]["rejected"] - before["rejected"]
-            if case is not None and verdict is not None and verdict.failed:
-                like = _like(verdict)
-                known[like] += 1
-                if reduce and known[like] <= REDUCED:
-                    case = minimise(case, lambda c: _like(judge(c)))
-                text = f"# --kind {kind} --seed {seed} --first {number} --programs 1\n"
-                text += f"# {verdict.kind}: {verdict.what}\n{case.stand_alone()}"
-                tally.failures.append(text)
-                report(text)
+    tally, started, known, number = Tally(), time.monotonic(), Counter[str](), first
+    with quiet():
+        while tally.valid < programs and tally.seconds < seconds:
+            before = counters["fusedce"]["matched"]
+            drawn = draw(seed, number, only, ranks)
+            kind, why = judge(drawn) if drawn is not None else ("none", "")
+            tally.outcomes[kind] += 1
+            tally.fused += counters["fusedce"]["matched"] - before
+            if drawn is not None and kind == "failed":
+                known[like(why)] += 1
+                if reduce and known[like(why)] <= REDUCED:
+                    drawn = minimise(drawn, lambda one: like(judge(one)[1]))
+                tally.failures.append(f"# --seed {seed} --first {number}: {why}\n{printed(drawn)}")
+                report(tally.failures[-1])
             if number // step % RESET_AFTER == 0:
                 torch._dynamo.reset()
+            number += step
+            tally.seconds = time.monotonic() - started
     return tally
 
 
-def printed_campaign(kind: str, seed: int, programs: int, **options: Any) -> Tally:
+def printed_campaign(seed: int, programs: int, **options: Any) -> Tally:
     """A :func:`campaign` on one thread that prints its failures; a process may start with it."""
     torch.set_num_threads(1)
     report = functools.partial(print, end="\n\n", flush=True)
-    return campaign(kind, seed, programs, report=report, **options)
+    return campaign(seed, programs, report=report, **options)
 
 
-def _like(verdict: Verdict) -> str:
-    """Failures that are alike: the same error, or the same kind of difference."""
-    what = verdict.what
-    if verdict.kind not in ("raises", "stale"):
-        what = what.split(":")[0]  # which value
-    return f"{verdict.kind} {re.sub(r'[0-9]+', '', what)[:60]}"
+def like(why: str) -> str:
+    """The same for failures that are alike: which value it is, and how it differs, do not count."""
+    return re.sub(r"(output|gradient of) \w+.*|[0-9.e-]+", "", why)[:60]
 
 
-def _numbers(first: int, step: int) -> Iterator[int]:
-    number = first
-    while True:
-        yield number
-        number += step
+def minimise(drawn: Drawn, judge: Callable[[Drawn], str]) -> Drawn:
+    """The smallest program and the plainest way that fail alike, as ``judge`` says."""
+    wanted, plain = judge(drawn), Way(spread=drawn.way.spread)
+    for _ in range(3):
+        before = drawn
+        for part in fields(Way):
+            way = replace(drawn.way, **{part.name: getattr(plain, part.name)})
+            if way != drawn.way and (part.name != "spell" or drawn.spelling != "outside"):
+                drawn = _if(judge, wanted, drawn, replace(drawn, way=way))
+        for at in reversed(range(len(_statements(drawn)) - 1)):
+            parts = _statements(drawn)
+            text = "\n".join([*parts[:at], *parts[at + 1 :]])
+            drawn = _if(judge, wanted, drawn, replace(drawn, row=replace(drawn.row, text=text)))
+        for text in _shorter(drawn.row.text):
+            drawn = _if(judge, wanted, drawn, replace(drawn, row=replace(drawn.row, text=text)))
+        if drawn == before:
+            break
+    return drawn
+
+
+def _if(judge: Callable[[Drawn], str], wanted: str, drawn: Drawn, smaller: Drawn) -> Drawn:
+    try:
+        return smaller if judge(smaller) == wanted else drawn
+    except Exception:  # no program any more
+        return drawn
+
+
+def _statements(drawn: Drawn) -> list[str]:
+    return re.split(r"\n(?! )", drawn.row.text)
+
+
+def _shorter(text: str) -> list[str]:
+    """With one output, and without one of the terms of the loss."""
+    head, _, last = text.rpartition("\n")
+    outputs = [f"{head}\n({one},)" for one in last.strip("(),").split(", ")]
+    line = next((one for one in text.splitlines() if one.startswith("loss = ")), "")
+    terms = line.removeprefix("loss = ").split(" + ")
+    return outputs + [text.replace(line, f"loss = {term}") for term in terms if len(terms) > 1]
+
+
+def printed(drawn: Drawn) -> str:
+    """A failure as a row, and what is not plain of its way."""
+    row, plain = drawn.row, Way()
+    way = {f.name: getattr(drawn.way, f.name) for f in fields(Way) if f.name != "spell"}
+    odd = [f"{n}={getattr(v, '__name__', v)}" for n, v in way.items() if v != getattr(plain, n)]
+    text = "\n".join(f"        {line + chr(10)!r}" for line in row.text.splitlines())
+    return (
+        f"    Row({row.name!r},\n{text},\n        trained={row.trained!r}, sizes={row.sizes!r}),\n"
+        f"    # {drawn.spelling or 'as it is'}; {', '.join(odd)}"
+    )
 
 
 @contextlib.contextmanager
-def quiet_compiler() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Dynamo without its logs, and without what only a profile needs."""
     loggers = [logging.getLogger(name) for name in ("torch", "fxpass")]
     levels = [logger.level for logger in loggers]

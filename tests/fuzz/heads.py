@@ -1,346 +1,186 @@
-"""Random programs that reduce the logits of one head over the classes, other than by a loss alone.
+"""Logits and views of them, and what else a program does: writes, reads, contexts.
 
-In: a seed. Out: a :class:`Case`, or None where the dice found no legal one. Such a program is a head
-(:data:`tests.fuzz.grammar.HEADS`), steps from logits to logits, and reductions of
-:mod:`tests.fuzz.reductions`: each gives rows ``r0``, ``r1``, ..., which later steps and reductions
-may read. One loss joins the rows with random coefficients; some of them are returned too.
+In: nothing. Out: tables of templates. A head is a text, the dimension of its classes, and how an
+operand of rows ``[B, T]`` follows; so is what a view does.
 """
 
 from __future__ import annotations
 
-import random
-import re
-from dataclasses import replace
-from typing import Any
+from tests.fuzz.steps import lines
+from tests.programs.row import HEADS as ROW_HEADS
 
-import torch
-from torch import Tensor
-
-from . import afterwards, generate, grammar, interrupts, reductions
-from .case import Case, Statement
-from .generate import TRIES, autocast, environment
-from .scope import GLOBALS, Scope
-
-DTYPES = ("", "", "", "", "", ".bfloat16()", ".bfloat16()", ".half()")
-INNER = ("aot_eager",) * 140 + ("eager",) * 58 + ("inductor",) * 2
-OPTIONS = {name: values for name, values in generate.OPTIONS.items() if name != "fusedce.logits"}
-# What the user does before backward: writes to rows that were returned, and to arguments.
-WRITES = ("{r}.add_(1)", "{r}.zero_()", "{r}.detach().mul_(2)", "{r}[:1] = 0")
-_WRITE = re.compile(r"_\(|\] = ")
-CHANGES = ("{a}.detach().zero_()", "{a}.detach().add_(1)")
-
-
-def head(seed: str) -> Case | None:
-    """One program with its session."""
-    rng = random.Random(seed)
-    inputs = _inputs(rng)
-    options: dict[str, Any] = {"fusedce.inner": rng.choice(INNER), "fusedce.min_logits_mb": 0}
-    options |= {name: rng.choice(values) for name, values in OPTIONS.items()}
-    dynamic = rng.choice((None,) * 9 + (True,))
-    if dynamic:
-        options["fusedce.inner"] = "aot_eager"
-    case = Case(inputs, (), (), (), (), options, dynamic, rng.randrange(1000))
-    mode = rng.choice(((),) * 12 + (("torch.no_grad()",),) * 2 + (("torch.inference_mode()",),))
-    inside, outside = autocast(rng)
-    body = _Body(rng, environment(case), (*outside, *mode), inside)
-    if not body.write():
-        return None
-    if any("halved(" in statement.text for statement in body.statements):
-        # of a tensor that the graph makes, Inductor itself reads all 2**24 paths
-        options["fusedce.inner"] = "aot_eager"
-    returned = body.returned()
-    made = Statement(f"{case.arguments} = inputs()")
-    call = Statement(f"{', '.join(returned)}, = program({case.arguments})", (*outside, *mode))
-    session = [made, call]
-    rows = [n for n in returned[1:] if n not in body.scope.classes]
-    if rows and rng.random() < 0.2:
-        within = () if rng.random() < 0.5 else ("torch.no_grad()",)
-        session.append(Statement(rng.choice(WRITES).replace("{r}", rng.choice(rows)), within))
-    if rng.random() < 0.1 and not body.checkpoints:
-        text = rng.choice(CHANGES).replace("{a}", rng.choice(inputs)[0])
-        # logits leave a graph where they are returned, and where a number breaks it
-        leave = any(n in body.scope.classes for n in returned)
-        leave = leave or any(".item()" in statement.text for statement in body.statements)
-        session.append(Statement(text, stale=leave))
-    if not mode:
-        some = ["loss", *(n for n in returned[1:] if rng.random() < 0.5)]
-        for again in range(1 + (rng.random() < 0.1)):  # a second call accumulates gradients
-            session += [*[call] * again, *map(Statement, afterwards.passes(rng, some))]
-    return Case(
-        *(inputs, tuple(body.statements), returned, tuple(session), returned),
-        *(options, dynamic, case.seed),
-        implementation=rng.choice(("",) * 7 + ("triton",)),
-        zeros=True,
-        small=rng.random() < 0.5,
-    ).trimmed()
+# hidden states [B, T, D] and [N, D], and weights [V, D]
+HIDDEN = (*("h",) * 8, "(h * 0.5).tanh()", "h.detach()", "F.layer_norm(h, (D,))", "h * 300")
+WEIGHTS = (
+    *("weight",) * 8,
+    *("second_weight",) * 2,
+    *("weight.detach()", "weight * class_weight[:, None]", "weight * 0.5", "weight / 300"),
+    *("weight.to({x}.dtype)", "torch.cat([weight[:5], weight[5:]])", "weight + 0.5 * up @ down"),
+    *("F.normalize(weight, dim=1) * factor.unsqueeze(1)", "quantised.to({x}.dtype) * scales"),
+)
+# [B, T, V] of {x} [B, T, D] and {w} [V, D]: how a product is written
+PRODUCTS = lines("""
+F.linear({x}, {w})
+F.linear({x}, {w}, bias)
+F.linear({x}, {w}, bias.to({x}.dtype))
+F.linear(bias=bias, weight={w}, input={x})
+{x} @ {w}.t()
+{x} @ {w}.permute(1, 0)
+torch.matmul({x}, {w}.T)
+torch.matmul(other={w}.T, input={x})
+{x}.matmul(other={w}.transpose(-1, 0))
+operator.matmul({x}, {w}.swapaxes(0, 1))
+{x} @ {w}.t().contiguous()
+torch.einsum("btd,vd->btv", {x}, {w})
+torch.einsum("...d,vd->...v", {x}, {w})
+torch.einsum("vd,btd->btv", {w}, {x})
+torch.einsum("btd,dv->btv", [{x}, {w}.t()])
+torch.addmm(bias, {x}.flatten(0, 1), {w}.t()).view(B, T, -1)
+torch.addmm(input=bias, mat1={x}.flatten(0, 1), mat2={w}.t(), beta=0.5).view(B, T, -1)
+torch.mm({x}.reshape(-1, D), {w}.t()).view(B, T, -1)
+torch.stack([F.linear({x}, {w}), F.linear({x}, second_weight)])[1]
+torch.stack((F.linear({x}, {w}), F.linear({x}, {w})), 1)[:, 0]
+torch.cat([F.linear({x}, p) for p in {w}.chunk(3)], -1)
+F.linear({x}, {w}) + 0.5 * F.linear(F.linear({x}, down), up)
+F.linear({x}, {w}.detach()) + ({x} @ down.t()) @ up.t() * 2
+F.linear({x}, {w}).float()
+F.linear({x}, {w}).float() * torch.tensor(200.0)
+F.linear({x}, {w}).float() / torch.tensor(0.04)
+F.linear({x}.bfloat16(), {w}.bfloat16())
+checkpoint(F.linear, {x}, {w}, use_reentrant=False)
+""")
+HEADS: tuple[tuple[str, int, str], ...] = (
+    *((text, 2, "{}") for text in PRODUCTS),
+    *(("F.linear(teacher_x.view(B, T, -1), teacher_weight)", 2, "{}"),) * 4,
+    ('torch.einsum("btd,tdv->btv", {x}, position_weight)', 2, "{}"),
+    ("torch.cat([F.linear({x}, {w}), F.linear({x}, added_weight)], 2)", 2, "{}"),
+    ("F.linear({x}, quantised.to({x}.dtype)) * scales.t()", 2, "{}"),
+    ("F.linear({x}.flatten(0, 1), {w})", 1, "{}.flatten(0, 1)"),
+    ("F.linear({x}.reshape(-1, D), {w}, bias)", 1, "{}.reshape(-1)"),
+    ("F.linear({x}[:, :-1], {w})", 2, "{}[:, :-1]"),
+    ("F.linear({x}[:, 1:], {w})", 2, "{}[:, 1:]"),
+    ("F.linear({x}[0], {w})", 1, "{}[0]"),
+    ("F.linear({x}.flip(1), {w})", 2, "{}.flip(1)"),
+    ("F.linear({x}.transpose(0, 1), {w})", 2, "{}.transpose(0, 1)"),
+    ("{w} @ {x}.flatten(0, 1).t()", 0, "{}.flatten(0, 1)"),
+    ("{w} @ {x}.transpose(1, 2)", 1, "{}"),
+)
+# The heads of a row: the compiled function of programs whose rest is outside.
+GIVEN = {name: text for name, (_, text) in ROW_HEADS.items()}
 
 
-def _inputs(rng: random.Random) -> tuple[tuple[str, str], ...]:
-    dtype = rng.choice(DTYPES)
-    frozen = rng.choice((0.0, 0.0, 0.3, 1.0))
-    out = []
-    for name, expression in reductions.INPUTS.items():
-        grad = "" if rng.random() < frozen else ".requires_grad_()"
-        other = rng.choice((dtype, dtype, ""))
-        for hole, text in (("dtype", dtype), ("other", other), ("grad", grad)):
-            expression = expression.replace(f"{{{hole}}}", text)
-        out.append((name, expression))
-    return tuple(out)
+def _same(dim: int, text: str) -> list[tuple[str, int, str]]:
+    return [(one, dim, one) for one in lines(text)]
 
 
-class _Scope(Scope):
-    """With the holes of :mod:`tests.fuzz.reductions`."""
+# By rank and class dimension: what follows a tensor with classes, the dimension of the classes
+# then, and what follows a row operand.
+VIEWS: dict[tuple[int, int], list[tuple[str, int, str]]] = {
+    (3, 2): [
+        *[(".flatten(0, 1)", 1, ".flatten(0, 1)"), (".reshape(-1, {v})", 1, ".reshape(-1)")] * 2,
+        (".view(-1, {v})", 1, ".reshape(-1)"),
+        (".contiguous().view(-1, {v})", 1, ".reshape(-1)"),
+        *_same(2, "[:, :-1]\n[:, 1:]\n[:, ::2]\n[1:]\n[:1]\n.flip(0)\n.flip(1)\n.transpose(0, 1)"),
+        *_same(2, "[:, [2, 0, 1]]\n[torch.tensor([1, 0, 1])]\n.roll(1, 1)\n.narrow(1, 1, 2)"),
+        *_same(2, ".index_select(1, torch.tensor([2, 0]))\n.split(2, 1)[0]\n.chunk(2, 1)[1]"),
+        *_same(1, "[0]\n[:, -1]\n[:, 1]\n.select(1, 0)\n.unbind(0)[1]"),
+        ("[..., :-1, :]", 2, "[..., :-1]"),
+        *[(".transpose(1, 2)", 1, ""), (".movedim(-1, 1)", 1, ""), (".permute(2, 0, 1)", 0, "")],
+    ],
+    (2, 1): [
+        *_same(1, "[::2]\n[1:]\n[:-1]\n.flip(0)\n[[2, 0, 1]]\n.chunk(2)[0]\n.split(2)[1]"),
+        *_same(1, ".roll(1, 0)"),
+        *_same(2, ".unsqueeze(0)\n.unsqueeze(1)\n.unflatten(0, (-1, T))"),
+        *[("[0]", 0, "[0]"), (".t()", 0, "")],
+    ],
+    (3, 1): [
+        (".transpose(1, 2)", 2, ""),
+        ("[..., 1:]", 1, "[..., 1:]"),
+        (".flip(0)", 1, ".flip(0)"),
+    ],
+    (3, 0): [(".movedim(0, -1)", 2, ""), ("[..., ::2]", 0, "[..., ::2]")],
+    (2, 0): [(".t()", 1, ""), ("[:, 1:]", 0, "[1:]"), (".T.contiguous()", 1, "")],
+}
 
-    def hole(self, name: str) -> str:
-        filled = getattr(self, f"_{name}", None)
-        if filled is None:
-            return super().hole(name)
-        if self.chosen is None or name in ("f", "lab", "lab1", "keep", "y", "row"):
-            return filled()
-        if name not in self.chosen:
-            self.chosen[name] = filled()
-        return self.chosen[name]
+# ---------------------------------------------------------------- beside the way to the loss
 
-    def _like(self, wanted: tuple[int, ...], prefixes: str) -> str:
-        names = [
-            name
-            for name, one in self.env.items()
-            if isinstance(one, Tensor) and name[0] in prefixes and tuple(one.shape) == wanted
-        ]
-        return self.named(*names)
-
-    def _y(self) -> str:
-        """A tensor with classes in the place of the logits."""
-        names = [n for n in self.classes if self.env[n].shape == self.env[self.z].shape]
-        return self.named(*names)
-
-    def _kept(self) -> tuple[int, ...]:
-        shape = list(self.env[self.z].shape)
-        shape[int(self.hole("d"))] = 1
-        return tuple(shape)
-
-    def _keep(self) -> str:
-        """A row where the classes are."""
-        rows = self.rows_of(self.z, int(self.hole("d")))
-        if self.maybe(0.4):
-            return f"{self._like(tuple(rows), 'r')}.unsqueeze({self.hole('d')})"
-        return self._like(self._kept(), "rs")
-
-    def _row(self) -> str:
-        return self._like(tuple(self.rows_of(self.z, int(self.hole("d")))), "r")
-
-    def _f(self) -> str:
-        return self.one("0.5", "2.0", "-1.5", "1.25", "3")
-
-    def _lab(self) -> str:
-        rows = self.rows_of(self.z, int(self.hole("d")))
-        if rows == list(self.env["t"].shape) and self.maybe(0.05):
-            return "bits.view(torch.int64)"
-        return self.labels(rows)
-
-    def _lab1(self) -> str:
-        return f"{self._lab()}.unsqueeze({self.hole('d')})"
-
-    def _labk(self) -> str:
-        a, b = self._lab1(), self._lab1()
-        return f"torch.cat([{a}, {b}], {self.hole('d')})"
-
-    def _given(self) -> str:
-        """Values in the place of the logits."""
-        shape = tuple(self.env[self.z].shape)
-        if shape == tuple(self.env["q"].shape):
-            # of another head, or of a near teacher
-            other = self.one("F.linear(x, w2)", "F.linear(x, w * 1.02)")
-            return f"{other}.softmax(-1)" if self.maybe(0.3) else "q"
-        if len(shape) == 2 and shape[0] * shape[1] == self.env["q"].numel():
-            return f"q.reshape(-1, {shape[1]})"
-        return f"torch.linspace(0.1, 1.3, {self.env[self.z].numel()}).reshape({shape})"
-
-
-class _Body:
-    """The function that is compiled, while it is written."""
-
-    def __init__(
-        self,
-        rng: random.Random,
-        env: dict[str, Any],
-        mode: tuple[str, ...],
-        inside: tuple[str, ...],
-    ) -> None:
-        self.rng = rng
-        self.scope = _Scope(rng, env)
-        self.scope.outside, self.inside = mode, inside
-        self.scope.region = inside
-        self.statements: list[Statement] = []
-        self.rows: list[str] = []
-        self.count = 0
-        self.linear = rng.random() < 0.4
-        # a checkpoint reads its operands in backward again: nothing writes to them then
-        self.checkpoints = rng.random() < 0.08
-
-    def write(self) -> bool:
-        """Writes it; whether there is a reduction in it."""
-        rng, scope = self.rng, self.scope
-        heads = reductions.HEADS if rng.random() < 0.8 else grammar.HEADS
-        within = ("torch.no_grad()",) * (rng.random() < 0.04)
-        if not self.logits("z", heads, within):
-            return False
-        for _ in range(rng.choice((0, 1, 1, 2, 3))):
-            self.step(reductions.BEFORE)
-        for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
-            if rng.random() < 0.3:
-                scope.z = rng.choice(list(scope.classes))
-            if rng.random() < 0.06:
-                scope.region = (*self.inside, rng.choice(("torch.no_grad()", *interrupts.CONTEXTS)))
-            if rng.random() < 0.5:
-                self.step(reductions.BETWEEN)
-            self.reduction()
-            scope.region = self.inside
-            if rng.random() < 0.25:
-                self.arithmetic()
-            if rng.random() < 0.03:
-                self.unknown()
-            if rng.random() < 0.04:
-                self.add(rng.choice(reductions.CHANGES))
-        return bool(self.rows) and self.loss()
-
-    def returned(self) -> tuple[str, ...]:
-        names = [n for n in self.rows if self.rng.random() < 0.4]
-        if self.linear:
-            for name in names:
-                self.add(f"{name}.detach()", f"m{name}")
-            names = [f"m{name}" for name in names]
-        if self.rng.random() < 0.15:
-            names.append(self.rng.choice(list(self.scope.classes)))
-        return "loss", *names
-
-    # ---- statements ------------------------------------------------------------------------------
-
-    def add(self, template: str, name: str = "", within: tuple[str, ...] = ()) -> bool:
-        """One statement; its holes are chosen anew, unless they are chosen already."""
-        if self.checkpoints and _WRITE.search(template):
-            return False
-        fresh = self.scope.chosen is None
-        if fresh:
-            self.scope.chosen = {}
-        statement = self.scope.attempt(template, name, within)
-        if fresh:
-            self.scope.chosen = None
-        if statement is not None:
-            if self.checkpoints and self.rng.random() < 0.4:
-                statement = self._checkpointed(statement)
-            self.statements.append(statement)
-        return statement is not None
-
-    def _checkpointed(self, statement: Statement) -> Statement:
-        """A statement that computes rows, in a checkpoint."""
-        name, _, value = statement.text.partition(" = ")
-        if not re.fullmatch(r"r\d+", name):
-            return statement
-        known = self.scope.env.keys() - GLOBALS.keys()
-        names = ", ".join(n for n in dict.fromkeys(re.findall(r"\w+", value)) if n in known)
-        text = f"{name} = checkpoint(lambda {names}: {value}, {names}, use_reentrant=False)"
-        made = replace(statement, text=text)
-        return made if self.scope.run(made) else statement
-
-    def logits(self, name: str, table: tuple[str, ...], within: tuple[str, ...] = ()) -> bool:
-        """Logits that a statement of a table makes, under a name that may be new."""
-        scope = self.scope
-        for _ in range(TRIES):
-            before = scope.env.get(name)
-            if not self.add(self.rng.choice(table), name, within):
-                continue
-            scope.classes[name] = grammar.V
-            usable = scope.sane(name) and grammar.V in scope.env[name].shape
-            if usable and scope.env[name].dim() < 4:
-                scope.z = name
-                return True
-            self.statements.pop()
-            scope.env[name] = before
-            if before is None:
-                del scope.env[name], scope.classes[name]
-        return False
-
-    def step(self, tables: dict[tuple[str, ...], int]) -> None:
-        """From logits to logits, under the same name, a new name, or in place."""
-        rng = self.rng
-        (table,) = rng.choices(list(tables), list(tables.values()))
-        if table is reductions.IN_PLACE:
-            self.add(rng.choice(table), within=("torch.no_grad()",) * (rng.random() < 0.05))
-            return
-        self.count += 1
-        name = self.scope.z if rng.random() < 0.5 else f"z{self.count}"
-        within = ("torch.no_grad()",) if rng.random() < 0.04 else ()
-        self.logits(name, table, within)
-
-    def reduction(self) -> None:
-        """Rows, in one statement or several."""
-        rng, scope = self.rng, self.scope
-        within = ("torch.no_grad()",) if rng.random() < 0.12 else ()
-        for _ in range(TRIES):
-            count, known = len(self.statements), dict(scope.classes)
-            (table,) = rng.choices(
-                list(reductions.REDUCTIONS), list(reductions.REDUCTIONS.values())
-            )
-            scope.chosen = {}
-            number = str(self.count)
-            self.count += 1
-            done = all(
-                self.add(template.replace("%", number), within=within)
-                for template in rng.choice(table)
-            )
-            scope.chosen = None
-            name = f"r{number}"
-            if done and self._comparable(name):
-                self.rows.append(name)
-                for made in (f"p{number}", f"lp{number}"):
-                    one = scope.env.get(made)
-                    if isinstance(one, Tensor) and grammar.V in one.shape:
-                        scope.classes[made] = grammar.V
-                return
-            del self.statements[count:]
-            scope.classes = known
-            for made in (f"r{number}", f"p{number}", f"lp{number}"):
-                scope.env.pop(made, None)
-
-    def _comparable(self, name: str) -> bool:
-        one = self.scope.env.get(name)
-        if not isinstance(one, Tensor) or not one.numel():
-            return False
-        return not one.is_floating_point() or (
-            bool(torch.isfinite(one.detach()).all()) and self.scope.sane(name)
-        )
-
-    def arithmetic(self) -> None:
-        """A row of rows."""
-        env = self.scope.env
-        if not self.rows:
-            return
-        a = self.rng.choice(self.rows)
-        b = self.rng.choice([n for n in self.rows if env[n].shape == env[a].shape])
-        name = f"r{self.count}"
-        self.count += 1
-        template = self.rng.choice(reductions.ROWS)
-        within = ("torch.no_grad()",) * (self.rng.random() < 0.1)
-        if not self.add(template.replace("{r}", a).replace("{o}", b), name, within):
-            return
-        if self._comparable(name):
-            self.rows.append(name)
-        else:
-            self.statements.pop()
-            del env[name]
-
-    def unknown(self) -> None:
-        """What no reader understands: the head is declined."""
-        self.add(self.rng.choice(reductions.UNKNOWN), f"y{self.count}")
-
-    def loss(self) -> bool:
-        """One number of some of the rows."""
-        rng, env = self.rng, self.scope.env
-        terms = []
-        for name in self.rows:
-            if rng.random() < 0.8:
-                table = reductions.LINEAR if self.linear else reductions.TERMS
-                form = rng.choice(table).replace("{r}", name)
-                terms.append(form.replace("{s}", str(tuple(env[name].shape))))
-        return self.add(" + ".join(terms) or f"{self.rows[-1]}.float().sum()", "loss")
+CONTEXTS = lines("""
+torch.no_grad()
+torch.no_grad()
+torch.enable_grad()
+torch.set_grad_enabled(True)
+torch.inference_mode()
+torch.inference_mode(False)
+torch.autocast("cpu", torch.bfloat16)
+torch.autocast("cpu", enabled=False)
+""")
+# Of {a}, an operand, hidden states, or a tensor with classes.
+WRITES = lines("""
+{a}.mul_({f})
+{a}.detach().mul_({f})
+{a}.data.zero_()
+{a}.detach().view(-1)[0] = 0.5
+{a}.detach()[0] = {f}
+{a}.detach().T.neg_()
+{a}.add_(other={a}, alpha=2)
+{a}.clamp_(max=0.5, min=-0.5)
+{a}.copy_({a}.flip(0))
+{a}.lerp_(torch.ones_like({a}), 0.5)
+{a}.masked_fill_({a} > 0.5, {f})
+{a} *= {f}
+{a} -= {a}.mean()
+{a}[{a} > 0.5] = {f}
+{a}.__imul__({f})
+F.relu({a}, True)
+F.relu_({a})
+F.hardtanh({a}, inplace=True, min_val=-0.5)
+F.dropout({a}, 0.0, True, True)
+torch.mul({a}, {f}, out={a})
+torch._foreach_mul_([{a}], {f})
+torch._foreach_add_([{a}, {a}], 1.0)
+operator.imul({a}, {f})
+torch.ops.aten.mul_.Scalar({a}, {f})
+F.embedding(tokens, {a}, max_norm=0.5)
+""")
+WRITABLE = ("h", "x", "weight", "bias", "factor", "class_weight", "soft", "temperatures")
+INTEGER_WRITES = lines("""
+tokens[0] = 1
+tokens.clamp_(max=2)
+tokens.add_(1).remainder_(7)
+tokens.data.fill_(3)
+mask[0] = False
+mask.logical_not_()
+class_weight[tokens.view(-1)] = 0.5
+""")
+READS = lines("""
+{z}.argmax(-1)
+{z}.detach().softmax(-1)
+{z}.max(-1).values.detach()
+torch.isfinite({z}).all()
+{z}.shape[0] * torch.ones(())
+torch.rand(2)
+F.linear(h, weight.detach()).mean()
+F.cross_entropy(F.linear(h, second_weight).flatten(0, 1), tokens.flatten())
+{z}.cumsum(0).mean()
+{z}.numpy(force=True).sum()
+""")
+# What a user does with logits that a compiled function has returned.
+USES = lines("""
+seen({z}.detach().clone())
+seen({z}.tolist()[0])
+seen({z}.detach().view(-1)[0])
+seen({z}.detach().numpy().sum())
+seen({z}[0].float().softmax(-1))
+seen({z}.requires_grad)
+seen(torch.zeros_like({z}))
+{z}.register_hook(lambda g: g * 0.5)
+{z}.retain_grad()
+torch.optim.SGD([bias, second_weight], lr=0.1).step()
+torch.optim.AdamW([weight], lr=0.1).step()
+weight.grad = torch.ones_like(weight); torch.optim.SGD([weight], lr=0.1).step()
+seen(torch.compile(lambda v: v.float().sum(-1), backend="aot_eager")({z}))
+{z}.mul_(2)
+{z}[0] = 0.5
+{z} = {z} * 2
+{z}.detach().zero_()
+""")

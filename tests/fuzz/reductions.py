@@ -1,551 +1,381 @@
-"""The statements of programs that reduce logits over their classes; see :mod:`tests.fuzz.heads`.
+"""From logits to rows, and from rows to a loss: the reductions of random programs.
 
-Names: those of :mod:`tests.fuzz.grammar`, a temperature ``tem``, a factor of each row ``s``, a class
-vector ``u``. ``%`` is a number of the statement, so that ``r%`` is a new name. Holes: ``{z}`` logits,
-``{d}`` the dimension of their ``{V}`` classes, ``{y}`` other logits of the same shape, ``{lab}``
-labels of their rows, ``{lab1}`` and ``{labk}`` with a dimension of one or of two where the classes
-are, ``{keep}`` rows with a dimension of one there, ``{row}`` rows without, ``{given}`` values like
-the logits.
+In: nothing. Out: tables of templates, with the holes of :mod:`tests.fuzz.steps`, ``{labk}`` for two
+labels of each row, ``{n}`` for the rows of a matrix and ``{args}`` for what a loss may be told. A
+template of several statements ends with one that assigns to ``r%``; ``%`` is a number of its own.
 """
 
 from __future__ import annotations
 
-from .grammar import CASTS, CLASS_SLICES, MOVES, V
-from .grammar import INPUTS as _INPUTS
+from tests.fuzz.steps import lines
 
-INPUTS: dict[str, str] = {
-    **{name: _INPUTS[name] for name in ("x", "w", "w2", "wt")},
-    "b": f"torch.randn({V}){{dtype}}{{grad}}",
-    "u": f"torch.randn({V}){{other}}{{grad}}",
-    "cw": f"torch.rand({V}){{dtype}}",
-    "q": f"torch.rand(n, 3, {V}).softmax(-1){{other}}{{grad}}",
-    "s": "(torch.rand(n, 3, 1) + 0.5){other}{grad}",
-    "tem": "(torch.rand(()) + 0.5){other}{grad}",
-    "t": _INPUTS["t"],
-    "bits": f"{_INPUTS['t']}.view(torch.int32)",
-    "m": _INPUTS["m"],
-    "mean": _INPUTS["mean"],
-    "e": _INPUTS["e"],
-    "ids": _INPUTS["ids"],
-    "k": "1",
-    "i": "torch.tensor(1)",
-    "tau": "0.4 * n",
-}
+# From classes to rows.
+REDUCTIONS = lines("""
+{z}.sum({d})
+{z}.mean({d})
+{z}.logsumexp({d})
+{z}.std({d})
+{z}.var({d})
+{z}.norm(dim={d})
+{z}.abs().sum({d})
+{z}.square().mean({d})
+({z} > 0).sum({d})
+{z}.gather({d}, {lab1}).squeeze({d})
+({z} * {c}).sum({d})
+({z} * {g}).sum({d})
+{z}.log_softmax({d}).gather({d}, {lab1}).squeeze({d})
+{z}.logsumexp({d}) - {z}.gather({d}, {lab1}).squeeze({d})
+-({z}.softmax({d}) * {z}.log_softmax({d})).sum({d})
+torch.special.entr({z}.softmax({d})).sum({d})
+{z}.softmax({d}).square().sum({d})
+F.cross_entropy({first}, {lab}, reduction='none')
+F.cross_entropy({first}, {lab})
+F.cross_entropy({first}, {lab}, label_smoothing=0.1)
+F.nll_loss({first}.log_softmax(1), {lab})
+F.cross_entropy({first}, {lab}.masked_fill({mask}, -100))
+({z} > {z}.gather({d}, {lab1})).sum({d})
+({z} >= {row1}).any({d})
+{z}.softmax({d}).prod({d})
+F.cosine_similarity({z}, {g}, {d})
+F.softplus({z} - {z}.gather({d}, {lab1})).sum({d})
+({z}.softmax({d}) - F.one_hot({lab}, {v}).movedim(-1, {d})).square().sum({d})
+{z}.movedim({d}, -1) @ factor[:{v}].to({z}.dtype)
+{z}.softmax({d}).movedim({d}, -1) @ factor[:{v}].to({z}.dtype)
+Picked.apply({z}, {lab1}, {d})[0]
+Picked.apply({z}, {lab1}, {d})[1]
+{z}.logcumsumexp({d}).mean({d}) + {z}.detach().cumsum({d}).amax({d})
+{z}.tanh().std({d}) - {z}.detach().sort({d}).values.diff(dim={d}).amax({d})
+{z}.softmax({d}).cumsum({d}).sub(0.5).abs().sum({d})
+(1 + {z} - {z}.gather({d}, {lab1})).clamp_min(0).sum({d})
+F.binary_cross_entropy_with_logits({z}, {g}.sigmoid().to({z}.dtype), reduction='none').mean({d})
+F.binary_cross_entropy(({z} * 30).sigmoid(), {g}.sigmoid().to({z}.dtype), reduction='none').mean({d})
+F.huber_loss({z}, {g}.to({z}.dtype), reduction='none').mean({d})
+F.pad({last}, (0, 3), value=-9.0).logsumexp(-1)
+torch.lerp({z}, {g}.to({z}.dtype), temperature.detach().to({z}.dtype)).logsumexp({d})
+({z}.detach().float().view(torch.int32) > 1065353216).sum({d})
+({z}.detach().to(torch.bfloat16).view(torch.int16) > 16256).sum({d})
+""")
 
-HEADS = (
-    *["F.linear(x, w)"] * 6,
-    *["F.linear(x, w, b)"] * 4,
-    "x @ w.T",
-    "F.linear(x + F.embedding(ids, w), w)",
-    "F.linear(x.bfloat16(), w)",
-    "F.linear(x, w.bfloat16())",
-    "F.linear(x.reshape(-1, 4), w)",
-    "F.linear(x.reshape(-1, 4), w, b)",
-    "F.linear(x.detach(), w)",
-    "F.linear(x, w.detach())",
-    "F.linear(x, w).float()",
-    "F.linear(x, w, b).float()",
-    "F.linear(x[:, :-1], w)",
-    # as many rows, or hidden values, as classes
-    f"F.linear(x[:, torch.arange({V}) % 3], w)",
-    f"F.linear(x[:, torch.arange({V}) % 3].repeat(1, 1, 3)[..., 1:], w.repeat(1, 3)[:, 1:])",
-)
+SUMS = lines("""
+(({z} > 0) + ({z} < 1)).sum({d})
+(({z} > 0.2) + F.one_hot({lab}, {v}).bool()).sum({d}).float()
+(({z} > 0).to(torch.uint8) - 1).sum({d})
+{z}.sum({d})
+({z} >= {z}.gather({d}, {lab1}).detach()).sum({d})
+({z} >= {z}.amax({d}, True).detach()).sum({d})
+{z}.sum({d}, keepdim=True)
+{z}.mean({d})
+{z}.mean({d}, True)
+torch.sum({z}, dim=({d},))
+{z}.sum()
+{z}.mean()
+{z}.mean(dim={d}, dtype=torch.float32)
+({z} * {c}).sum({d})
+({z}.softmax({d}) * {c}).sum({d})
+({z} * {q}).sum({d})
+-({q} * {z}.log_softmax({d})).sum({d})
+{z}.softmax({d}).square().sum({d})
+p% = {z}.softmax({d}); r% = (p% * p%).sum({d})
+lp% = {z}.log_softmax({d}); r% = -lp%.mean({d})
+lp% = {z}.log_softmax({d}); r% = -(F.one_hot({lab}, {v}) * lp%).sum({d})
+(F.one_hot({lab}, {v}).to({z}.dtype) * {z}).sum({d})
+(F.one_hot({lab}, {v}) * {z}).sum({d}) - {z}.logsumexp({d})
+({o} * {z}).sum({d})
+{z}.float().softmax({d}) @ {c}.float()
+torch.matmul({z}.softmax({d}), {c}.to({z}.dtype).unsqueeze(-1))
+torch.einsum('...v,v->...', {z}.float().log_softmax({d}), {c}.float())
+p% = {z}.softmax({d}); r% = torch.einsum('...v,...v->...', p%, {z}.log_softmax({d}))
+F.kl_div({z}.log_softmax({d}), {q}, reduction='none').sum({d})
+F.kl_div({z}.log_softmax({d}), {q}.log(), reduction='sum', log_target=True)
+F.kl_div({q}.log(), {z}.softmax({d}), reduction='none').sum({d})
+F.kl_div({z}.log_softmax({d}), {q}, reduction='batchmean')
+lp% = {z}.log_softmax({d}); r% = ({q} * ({q}.log() - lp%)).sum({d})
+lp% = {z}.log_softmax({d}); r% = (lp%.exp() * (lp% - {q})).sum({d})
+q% = (F.one_hot({lab}, {v}) + F.one_hot({lab}, {v})) * 0.5; r% = F.kl_div({z}.log_softmax({d}), q%, reduction='sum')
+F.mse_loss({z}.softmax({d}), {q}, weight={q} + 0.5)
+with torch.no_grad(): k% = {row1} * 2; r% = ({z} / k%).logsumexp({d})
+k% = {z}.gather({d}, {lab1}); with torch.no_grad(): v% = k%.view(k%.shape); r% = F.relu(1 + {z} - v%).sum({d})
+F.binary_cross_entropy_with_logits({z}, {q}.to({z}.dtype), reduction='none').sum({d})
+F.binary_cross_entropy_with_logits({z}, {q}, pos_weight={cw}, reduction='sum')
+F.binary_cross_entropy_with_logits({z}, {q}.detach(), weight={cw})
+F.binary_cross_entropy_with_logits({z}, {q}.detach().to({z}.dtype), weight={z}.sigmoid().detach(), reduction='sum')
+(F.softplus({z}) - {q} * {z}).sum({d})
+-({q} * F.logsigmoid({z}) + (1 - {q}) * F.logsigmoid(-{z})).sum({d})
+(F.one_hot({lab}, {v}) * {z}.tanh()).sum({d})
+p% = {z}.sigmoid(); r% = ((1 - p%) ** 2 * {q} * F.softplus(-{z})).sum({d})
+({z}.tanh() * {cw} + {z}.sigmoid() * {q}).mean({d})
+({z}.clamp(min=0) - {z} * {q} + torch.exp(-{z}.abs()).log1p()).mean({d})
+({q} / (1 + torch.exp(-{z}))).sum({d})
+""")
 
-# ---------------------------------------------------------------- from logits to logits
-
-VIEWS = (
-    *["{z}.view(-1, {V})", "{z}.reshape(-1, {V})", "{z}.flatten(0, 1)"] * 4,
-    *["{z}.transpose(1, -1)", "{z}.transpose(0, 1)", "{z}[:, :-1]", "{z}[..., :-1, :]"] * 2,
-    *["{z}[:, -1]", "{z}[0]", "{z}.select(0, 1)", "{z}.select(1, -1)", "{z}[1:]"] * 2,
-    *["{z}.unbind(0)[{j}]", "{z}.chunk(2)[{j}]", "{z}.split(1)[{j}]", "{z}.contiguous()"],
-    *["{z}.split([1, 2], 1)[1]", "{z}.squeeze(0)", "{z}.unsqueeze(0)", "{z}[m]", "{z}[:, m[0]]"],
-    *["torch.split({z}, 1)[{j}]", "torch.split({z}, [1, 2], 1)[1]"],
-    *["{z}[True]", "{z}[:, True]", "{z}.mT", "{z}.mT.flatten(0, 1)", "{z}.transpose(0, -1)"],
-)
-TEMPERATURES = (
-    *("{z} / tem", "{z} * tem", "{z} / s", "s * {z}", "{z} / 0.7", "{z} * 1.5", "{z} / tem.item()"),
-    *("{z} / {keep}.detach().abs().clamp(min=0.5)", "{z} / {keep}.exp().clamp(0.5, 2)"),
-    *("{z}.float() / tem", "{z}.float() / s", "{z} / (tem * 2)", "torch.div({z}, tem)"),
-)
-SOFTCAPS = (
-    *("15 * torch.tanh({z} / 15)", "{z}.tanh() * 3", "{z}.clamp(-2, 2)", "{z} + 1", "-{z}"),
-    *("F.logsigmoid({z})", "{z}.sigmoid()", "F.softplus({z})", "{z} * 0.5 - 1", "{z}.abs()"),
-    *("halved({z}, 2)", "halved({z}, 24)", "{z} * 1e10", "{z} * 1e-3"),
-)
-# Edits of the linear's operands: biases, classes in another order, factors before a function.
-EDITS = (
-    *("{z} + u", "{z} - u", "u - {z}", "{z} * 0.7 + u", "({z} + 1) + cw", "{z} / tem + u"),
-    *("{z}.float() + u", "{z}.index_select({d}, torch.arange({V}).flip(0))", "{z} + b + u"),
-    *("{z}[..., torch.arange({V} - 1, -1, -1)]", "{z}.narrow({d}, 0, {V})", "{z} / s[:1, :1]"),
-    *("torch.tanh({z} * tem)", "torch.tanh({z} / s) * 2", "F.softplus({z} / tem)"),
-    *(
-        "{z} - {lab1}.to(torch.uint8)",
-        "{z} / ({lab1} + 2)",
-        "{z} * ({lab1} > 2)",
-        "{z} * (tem * 0) + u",
-    ),
-    *("torch.stack([{z}, {z}], 1)[:, 1]", "{z} * (1 + tem).detach() - cw"),
-    "torch.stack([{z}, {z}], 1)[..., torch.arange({V}).flip(0)][:, 0]",
-    "torch.stack([{z}, {z}], 0).index_select(-1, torch.arange({V} - 1, -1, -1))[1]",
-)
-# What is given at a class: masks, factors, margins at a target, values of all classes.
-MASKS = (
-    *("{z}.masked_fill(u > 0.4, -9)", "{z}.masked_fill({given} > 0.3, -5.0)", "{z} * cw"),
-    *("torch.where(cw > 0.7, -6.0, {z})", "torch.where({given} > 0.2, {z}, {z} * 0.5)"),
-    *("torch.where({z} > 0.3, {z}, 0.2 * {z} + 0.24)", "{z} / (cw + 0.5)", "{z} * u.detach()"),
-    *("torch.tanh({z} * cw)", "{z} + {given}.detach()", "{z} - 0.35 * F.one_hot({lab}, {V})"),
-    *("2 * ({z} - F.one_hot({lab}, {V}).to({z}.dtype) * 0.5)", "{z} * (1 + F.one_hot({lab}, {V}))"),
-    *("{z} - torch.zeros_like({z}).scatter({d}, {lab1}, 0.4)", "{z}.clamp(-0.9, 0.9).acos()"),
-    *(
-        "{z}.masked_fill(F.one_hot({lab}, {V}).bool(), -4)",
-        "torch.where({z}.detach() > 0, {z}, {z} * 0.7)",
-    ),
-    *("torch.where(torch.arange({V}) == {lab}.unsqueeze(-1), {z} - 0.4, {z})", "{z} * {given}"),
-    *("{z} - F.one_hot({lab}, {V}) * {keep}.detach()", "torch.sigmoid({z} - {keep}.detach())"),
-    *("torch.sin({z} - F.one_hot({lab}, {V}) * u.detach())", "{z}.masked_fill(cw > 0.9, {f})"),
-    *("{z}.scatter({d}, {lab1}, {z}.gather({d}, {lab1}) - 0.35)", "{z}.scatter({d}, {lab1}, -3.0)"),
-    *(
-        "{z}.scatter({d}, {lab1}, 0.8 * ({z}.gather({d}, {lab1}) / 9).square())",
-        "{z}.scatter_add({d}, {lab1}, {z}.gather({d}, {lab1}) * 0.3)",
-    ),
-    "{z}.index_fill({d}, torch.tensor([0, {V} - 1]), -6.0)",
-    "{z} + ({keep} > 0.4) * -1e9",
-    # compared with what is given, and with rows of themselves
-    *("torch.where({z} > {given}, {z}, -{z})", "torch.where({z} > 0.2, {z}, {given}.detach())"),
-    *(
-        "{z}.masked_fill({z} < {keep}.detach(), -9)",
-        "F.relu({z} - {z}.gather({d}, {lab1}).detach())",
-    ),
-    "{z}.masked_fill({z} < {z}.detach().topk(3, {d}).values.amin({d}, True), -9)",
-    *("torch.where({keep} > 0.4, {z}, 2.0)", "{z}.masked_fill({keep} > 0.5, 0.0).tanh()"),
-    "{z}.masked_fill(({keep} > 0.7) & (cw > 0.5), -torch.inf)",
-    "{z}.masked_fill(cw > 0.7, torch.finfo({z}.dtype).min)",
-    *("torch.where(cw > 0.7, {z} - 0.4, {z})", "torch.where(u > 0.3, {z} * 2, {z} * 2 + cw)"),
-    *("{z} - halved({given}, 24)", "{z} - 0.3 * halved(F.one_hot({lab}, {V}).float(), 24)"),
-    "{z}.scatter({d}, {lab1}, halved({z}.gather({d}, {lab1}), 24))",
-    "{z} + (F.one_hot({lab}, {V}) * 0.3).where(F.one_hot({lab}, {V}).bool(), -1.0)",
-    "{z} + F.one_hot({lab}, {V}).masked_fill(F.one_hot({lab}, {V}).bool(), 1.7)",
-    *("torch.where({keep} > 0.1, {z}, 0.0)", "{z}.masked_fill({keep} > 0.1, -3.0)"),
-)
-IN_PLACE = (
-    *("{z} /= tem", "{z}.div_(tem)", "{z} *= 0.5", "{z}.div_(s)", "{z} -= {keep}", "{z}.tanh_()"),
-    *("{z} += u", "{z}.mul_(1.5)", "{z}.sub_({keep})", "{z}.masked_fill_(cw > 0.6, -7)"),
-    *("{z} *= cw", "{z} -= 0.3 * F.one_hot({lab}, {V})"),
-    *("{z}[..., {V} - 1:] = -7", "{z}[..., 0] = -4.0", "{z}[..., cw > 0.8] = -6"),
-    *("{z}[{given} > 0.5] = -5", "{z}.scatter_({d}, {lab1}, -2.0)", "{z}[0] = 0.5"),
-    *(
-        "{z}.scatter_({d}, {lab1}, {z}.gather({d}, {lab1}) - 0.35)",
-        "{z}.index_fill_({d}, torch.tensor([0]), -6.0)",
-    ),
-)
-# Tensors that are read before, and perhaps after.
-CHANGES = ("t.copy_((t + 1) % 7)", "cw.mul_(0.5)", "t[0] = 2", "cw[2] = 0.1", "{row}[:1] = 0")
-NORMAL = (
-    *["{z}.log_softmax({d})", "F.log_softmax({z}, dim={d})", "{z}.softmax({d})"] * 3,
-    *("F.log_softmax({z}.float(), {d})", "F.softmax({z}, {d}, dtype=torch.float32)"),
-    *("{z} - {z}.logsumexp({d}, keepdim=True)", "{z} - {keep}", "{z} - {keep}", "{z} + {keep}"),
-    *("{z} - {z}.amax({d}, keepdim=True)", "{z} - {z}.max({d}, keepdim=True).values.detach()"),
-    *("{z} - {z}.detach().amax({d}, True)", "{z}.softmax({d}).log()", "{z}.exp()", "{z} * {keep}"),
-)
-PRODUCTS = (
-    *("{y} * {z}", "{y} - {z}", "{y} + {z}", "{z} * {z}", "{z} ** 2", "{z}.square()", "{z} * u"),
-    *("{z} * {given}", "{given} * {z}", "{z} + u", "{z} - {given}", "{y}.exp() * {z}", "-{z}"),
-    *("{z} * F.one_hot({lab}, {V})", "torch.special.entr({z})", "{z} * {f}", "{z} - {f}"),
-    *("{z} * -{given}", "(0.5 * {given}).float() * {z}", "{z} * (1 - {given})"),
-    *("{z} * cw", "{z} / {keep}", "{z}.exp()", "{z}.detach() * {y}", "{z} * {z}.detach()"),
-)
-DETACHED = ("{z}.detach()", "{z}.data", "{z}.clone()", "{z}.double()", "{z} * 1")
-
-BEFORE = {
-    VIEWS: 30,
-    CASTS: 15,
-    ("{z}.float()",): 15,
-    TEMPERATURES: 20,
-    SOFTCAPS: 10,
-    EDITS: 15,
-    MASKS: 15,
-    IN_PLACE: 10,
-    MOVES: 5,
-    CLASS_SLICES: 1,
-    ("{pointwise}",): 2,
-}
-BETWEEN = {
-    NORMAL: 30,
-    PRODUCTS: 20,
-    VIEWS: 20,
-    ("{z}.float()",): 8,
-    DETACHED: 8,
-    TEMPERATURES: 8,
-    IN_PLACE: 4,
-    SOFTCAPS: 3,
-    EDITS: 4,
-    MASKS: 6,
-}
-
-# ---------------------------------------------------------------- from logits to rows
-
-Recipes = tuple[tuple[str, ...], ...]
-
-SUMS: Recipes = (
-    ("r% = (({z} > 0) + ({z} < 1)).sum({d})",),
-    ("r% = (({z} > 0.2) + F.one_hot({lab}, {V}).bool()).sum({d}).float()",),
-    ("r% = (({z} > 0).to(torch.uint8) - 1).sum({d})",),
-    ("r% = {z}.sum({d})",),
-    ("r% = ({z} >= {z}.gather({d}, {lab1}).detach()).sum({d})",),
-    ("r% = ({z} >= {z}.amax({d}, True).detach()).sum({d})",),
-    ("r% = {z}.sum({d}, keepdim=True)",),
-    ("r% = {z}.mean({d})",),
-    ("r% = {z}.mean({d}, True)",),
-    ("r% = torch.sum({z}, dim=({d},))",),
-    ("r% = {z}.sum()",),
-    ("r% = {z}.mean()",),
-    ("r% = {z}.mean(dim={d}, dtype=torch.float32)",),
-    ("r% = ({z} * u).sum({d})",),
-    ("r% = ({z}.softmax({d}) * u).sum({d})",),
-    ("r% = ({z} * {given}).sum({d})",),
-    ("r% = -({given} * {z}.log_softmax({d})).sum({d})",),
-    ("r% = {z}.softmax({d}).square().sum({d})",),
-    ("p% = {z}.softmax({d})", "r% = (p% * p%).sum({d})"),
-    ("lp% = {z}.log_softmax({d})", "r% = -lp%.mean({d})"),
-    ("lp% = {z}.log_softmax({d})", "r% = -(F.one_hot({lab}, {V}) * lp%).sum({d})"),
-    ("r% = (F.one_hot({lab}, {V}).to({z}.dtype) * {z}).sum({d})",),
-    ("r% = (F.one_hot({lab}, {V}) * {z}).sum({d}) - {z}.logsumexp({d})",),
-    ("r% = ({y} * {z}).sum({d})",),
-    ("r% = {z}.float().softmax({d}) @ u.float()",),
-    ("r% = torch.matmul({z}.softmax({d}), u.to({z}.dtype).unsqueeze(-1))",),
-    ("r% = torch.einsum('...v,v->...', {z}.float().log_softmax({d}), u.float())",),
-    ("p% = {z}.softmax({d})", "r% = torch.einsum('...v,...v->...', p%, {z}.log_softmax({d}))"),
-    ("r% = F.kl_div({z}.log_softmax({d}), {given}, reduction='none').sum({d})",),
-    ("r% = F.kl_div({z}.log_softmax({d}), {given}.log(), reduction='sum', log_target=True)",),
-    ("r% = F.kl_div({given}.log(), {z}.softmax({d}), reduction='none').sum({d})",),
-    ("r% = F.kl_div({z}.log_softmax({d}), {given}, reduction='batchmean')",),
-    ("lp% = {z}.log_softmax({d})", "r% = ({given} * ({given}.log() - lp%)).sum({d})"),
-    ("lp% = {z}.log_softmax({d})", "r% = (lp%.exp() * (lp% - {given})).sum({d})"),
-    (
-        "q% = (F.one_hot({lab}, {V}) + F.one_hot({lab}, {V})) * 0.5",
-        "r% = F.kl_div({z}.log_softmax({d}), q%, reduction='sum')",
-    ),
-    ("r% = F.mse_loss({z}.softmax({d}), {given}, weight={given} + 0.5)",),
-    ("with torch.no_grad(): k% = s * 2", "r% = ({z} / k%).logsumexp({d})"),
-    (
-        "k% = {z}.gather({d}, {lab1})",
-        "with torch.no_grad(): v% = k%.view(k%.shape)",
-        "r% = F.relu(1 + {z} - v%).sum({d})",
-    ),
-)
-BINARIES: Recipes = (
-    (
-        "r% = F.binary_cross_entropy_with_logits({z}, {given}.to({z}.dtype), reduction='none').sum({d})",
-    ),
-    ("r% = F.binary_cross_entropy_with_logits({z}, {given}, pos_weight=cw, reduction='sum')",),
-    ("r% = F.binary_cross_entropy_with_logits({z}, {given}.detach(), weight=cw)",),
-    (
-        "r% = F.binary_cross_entropy_with_logits({z}, {given}.detach().to({z}.dtype), "
-        "weight={z}.sigmoid().detach(), reduction='sum')",
-    ),
-    ("r% = (F.softplus({z}) - {given} * {z}).sum({d})",),
-    ("r% = -({given} * F.logsigmoid({z}) + (1 - {given}) * F.logsigmoid(-{z})).sum({d})",),
-    ("r% = (F.one_hot({lab}, {V}) * {z}.tanh()).sum({d})",),
-    ("p% = {z}.sigmoid()", "r% = ((1 - p%) ** 2 * {given} * F.softplus(-{z})).sum({d})"),
-    ("r% = ({z}.tanh() * cw + {z}.sigmoid() * {given}).mean({d})",),
-    ("r% = ({z}.clamp(min=0) - {z} * {given} + torch.exp(-{z}.abs()).log1p()).mean({d})",),
-    ("r% = ({given} / (1 + torch.exp(-{z}))).sum({d})",),
-)
 # Losses of each element.
-ELEMENTS: Recipes = tuple(
-    (f"r% = F.{loss}, reduction={reduction}",)
-    for loss in (
-        "mse_loss({z}.softmax({d}), {given}",
-        "l1_loss({z}.sigmoid(), {given}",
-        "smooth_l1_loss({z}, {given}, beta=0.3",
-        "huber_loss({z}.softmax({d}), F.one_hot({lab}, {V}).to({z}.dtype), delta=0.2",
-        "soft_margin_loss({z}, {given} - 0.5",
-        "mse_loss({z}.log_softmax({d}), {y}.detach()",
-    )
-    for reduction in ("'none').sum({d})", "'mean')", "'sum')")
-)
+ELEMENTS = lines("""
+F.mse_loss({z}.softmax({d}), {q}, reduction='none').sum({d})
+F.mse_loss({z}.softmax({d}), {q}, reduction='mean')
+F.mse_loss({z}.softmax({d}), {q}, reduction='sum')
+F.l1_loss({z}.sigmoid(), {q}, reduction='none').sum({d})
+F.l1_loss({z}.sigmoid(), {q}, reduction='mean')
+F.l1_loss({z}.sigmoid(), {q}, reduction='sum')
+F.smooth_l1_loss({z}, {q}, beta=0.3, reduction='none').sum({d})
+F.smooth_l1_loss({z}, {q}, beta=0.3, reduction='mean')
+F.smooth_l1_loss({z}, {q}, beta=0.3, reduction='sum')
+F.huber_loss({z}.softmax({d}), F.one_hot({lab}, {v}).to({z}.dtype), delta=0.2, reduction='none').sum({d})
+F.huber_loss({z}.softmax({d}), F.one_hot({lab}, {v}).to({z}.dtype), delta=0.2, reduction='mean')
+F.huber_loss({z}.softmax({d}), F.one_hot({lab}, {v}).to({z}.dtype), delta=0.2, reduction='sum')
+F.soft_margin_loss({z}, {q} - 0.5, reduction='none').sum({d})
+F.soft_margin_loss({z}, {q} - 0.5, reduction='mean')
+F.soft_margin_loss({z}, {q} - 0.5, reduction='sum')
+F.mse_loss({z}.log_softmax({d}), {o}.detach(), reduction='none').sum({d})
+F.mse_loss({z}.log_softmax({d}), {o}.detach(), reduction='mean')
+F.mse_loss({z}.log_softmax({d}), {o}.detach(), reduction='sum')
+""")
+
 # Functions of the softmax, of the logit and of the target's logit.
-FUNCTIONS: Recipes = (
-    ("p% = {z}.softmax({d})", "r% = -(p% * (p% + 0.01).log()).sum({d})"),
-    ("p% = {z}.softmax({d})", "r% = (p% - F.one_hot({lab}, {V})).square().sum({d})"),
-    ("p% = {z}.softmax({d})", "r% = (p% - {given}).square().mean({d})"),
-    ("p% = {z}.softmax({d})", "r% = ((1 - p%) ** 2 * p%.log() * F.one_hot({lab}, {V})).sum({d})"),
-    ("p% = {z}.softmax({d})", "r% = torch.where(p% > 0.2, p% * {z}, 0.0).sum({d})"),
-    ("r% = F.relu(1 + {z} - {z}.gather({d}, {lab1})).sum({d})",),
-    ("r% = ({z} - {z}.gather({d}, {lab1})).exp().log1p().mean({d})",),
-    ("r% = ({z}.softmax({d}).clamp(0.05, 0.5).log() * u).sum({d})",),
-    ("r% = ({z}.softmax({d}).sqrt() * {given}).sum()",),
-    ("lp% = {z}.log_softmax({d})", "r% = (lp% >= lp%.gather({d}, {lab1})).float().mean({d})"),
-    ("lp% = {z}.log_softmax({d})", "r% = torch.tanh(lp% - lp%.gather({d}, {lab1})).sum({d})"),
-    ("r% = ({z}.sigmoid() - {given}).square().sum({d})",),
-    (
-        "v% = {z}.gather({d}, {lab1})",
-        "t.copy_((t + 1) % 7)",
-        "r% = F.relu(1 + {z} - v%).sum({d})",
-    ),
-    (
-        "v% = {z}.gather({d}, {lab1})",
-        "v%.detach().mul_(0.5)",
-        "r% = ({z} > v%).float().sum({d}) * {z}.logsumexp({d})",
-    ),
-    (
-        "v% = {z}.gather({d}, {lab1}).squeeze({d})",
-        "k% = v%.unsqueeze({d})",
-        "v%.detach().mul_(0.5)",
-        "r% = F.relu(1 + {z} - k%).sum({d})",
-    ),
-    ("lp% = {z} - {z}.logsumexp({d}, True)", "r% = (lp% > lp%.gather({d}, {lab1})).sum({d})"),
-    ("p% = {z} + {z}.logsumexp({d}, True)", "r% = (p% > p%.gather({d}, {lab1})).sum({d})"),
-    (
-        "m% = {z}.softmax({d}).max({d})",  # pseudo-labels
-        "lp% = {z}.log_softmax({d}).gather({d}, m%.indices.unsqueeze({d})).squeeze({d})",
-        "r% = m%.values + lp% * (m%.values > 0.3)",
-    ),
-    ("e% = {z}.logsumexp({d})", "r% = torch.zeros(e%.shape)", "r%.copy_(e%)"),
-    (
-        "y% = {z}.detach().topk(2, {d}).indices",
-        "r% = {z}.log_softmax({d}).gather({d}, y%).sum({d})",
-    ),
-    (
-        "lp% = {z}.float().log_softmax({d}).detach()",
-        "r% = (lp%.topk(2, {d})[0] == lp%.gather({d}, {lab1})).float().sum({d})",
-    ),
-    (
-        "v% = {z}.mean({d})",
-        "v%.detach().sub_(1)",
-        "r% = F.softplus({z} - v%.unsqueeze({d})).sum({d})",
-    ),
-    (
-        "lp% = {z}.log_softmax({d})",
-        "v% = lp%.gather({d}, {lab1}).squeeze({d})",
-        "c% = (lp% > v%.unsqueeze({d})).sum({d})",
-        "o% = torch.zeros({V}).add_(0.5)",
-        "r% = v% * (1 + c%) + (lp%.exp() * o%).detach().sum({d})",
-    ),
-)
-ENTROPIES: Recipes = (
-    (
-        "with torch.no_grad(): e% = {z}.logsumexp({d}, keepdim=True)",
-        "r% = ({z}.softmax({d}) * {z} * e%.sigmoid()).sum({d})",
-    ),
-    ("lp% = {z}.log_softmax({d})", "p% = lp%.exp()", "r% = -(p% * lp%).sum({d})"),
-    ("p% = {z}.softmax({d})", "lp% = {z}.log_softmax({d})", "r% = -(p% * lp%).sum({d})"),
-    ("p% = {z}.softmax({d})", "r% = {z}.logsumexp({d}) - (p% * {z}).sum({d})"),
-    ("p% = F.softmax({z}, dim={d})", "r% = -(p% * p%.log()).sum({d}, keepdim=True)"),
-    ("p% = {z}.softmax({d})", "r% = torch.special.entr(p%).sum({d})"),
-    ("lp% = {z}.log_softmax({d})", "r% = -(lp%.exp() * lp%.detach()).sum({d})"),
-    ("lp% = {z}.float().log_softmax({d})", "r% = (lp%.exp() * lp% ** 2).sum({d})"),
-    (
-        "lp% = {z} - {z}.logsumexp({d}, keepdim=True)",
-        "p% = F.softmax(lp%, {d})",
-        "lp% = torch.clamp(lp%, min=torch.finfo(lp%.dtype).min)",
-        "r% = -(lp% * p%).sum({d})",
-    ),
-    ("r% = torch.distributions.Categorical(logits={z}, validate_args=False).entropy()",),
-    ("r% = ({z}.softmax({d}) * ({z}.logsumexp({d}, keepdim=True) - {z})).sum({d})",),
-    ("p% = {z}.softmax({d})", "r% = -torch.xlogy(p%, p%).sum({d})"),
-    ("p% = ({z} / 2).softmax({d})", "r% = (p% * {z}).sum({d}) - ({z} / 2).logsumexp({d})"),
-    ("lp% = {z}.log_softmax({d})", "r% = (({f} - lp%) * {given}).sum({d})"),
-    ("r% = torch.cat([-(c.softmax(-1) * c.log_softmax(-1)).sum(-1) for c in {z}.split(2)])",),
-    ("r% = torch.cat([torch.special.entr(c.softmax(-1)).sum(-1) for c in ({z}[:1], {z}[1:])])",),
-    (
-        "k% = {given}[:1].detach()",  # of each piece
-        "r% = torch.cat([torch.special.entr((c * k%).softmax(-1)).sum(-1) for c in {z}.split(1)])",
-    ),
-)
-LSES: Recipes = (
-    ("r% = {z}.logsumexp({d})",),
-    ("r% = torch.logsumexp({z}, dim={d}, keepdim=True)",),
-    ("r% = {z}.logsumexp(({d},)).square()",),
-    ("r% = {z}.exp().sum({d}).log()",),
-    ("k% = {z}.amax({d}, keepdim=True)", "r% = k% + ({z} - k%).exp().sum({d}, True).log()"),
-    (
-        "k% = {z}.max({d}, keepdim=True).values.detach()",
-        "r% = (k% + ({z} - k%).exp().sum({d}, keepdim=True).log()).squeeze({d})",
-    ),
-    (
-        "k%, i% = {z}.max({d}, keepdim=True)",
-        "e% = torch.exp({z} - k%)",
-        "r% = torch.log(e%.sum({d})) + k%.squeeze({d})",
-    ),
-    (
-        "k% = {z}.detach().amax({d}, keepdim=True)",
-        "e% = torch.exp({z} - k%)",
-        "p% = e% / e%.sum({d}, keepdim=True)",
-        "r% = p%.gather({d}, {lab1})",
-    ),
-)
-PICKS: Recipes = (
-    ("r% = {z}.gather({d}, {lab1})",),
-    ("r% = {z}.gather({d}, {lab1}).squeeze({d})",),
-    ("r% = torch.gather({z}, {d}, {labk})",),
-    ("r% = {z}.take_along_dim({lab1}, {d})",),
-    ("r% = {z}.take_along_dim({labk} - 3, dim={d})",),
-    ("r% = {z2}[torch.arange({N}), {lab}]",),
-    ("r% = {z2}[torch.arange({N}), {lab} - 3]",),
-    ("r% = {z2}[range({N}), {lab}]",),
-    *(
-        (f"b% = torch.arange({{z}}.shape[0]){of_b}", f"r% = {{z}}[b%, {of_s}, {{lab}}{less}]")
-        for of_b in ("[:, None]", ".unsqueeze(1)", ".view(-1, 1)")
-        for of_s in ("torch.arange({z}.shape[1])", "torch.arange({z}.shape[1])[None]")
-        for less in ("", " - 3")
-    ),
-    *(
-        (f"i% = torch.arange({{N}}){cast}.to(torch.int64)", "r% = {z2}[i%, {lab}]")
-        for cast in (".to(torch.bool)", ".bfloat16()", ".to(torch.int32)")
-    ),
-    ("k% = torch.vmap(lambda i: i // 2)({lab})", "r% = {z2}[torch.arange({N}), k%]"),
-    ("r% = {z2}.log_softmax(-1)[list(range({N})), {lab} - 1]",),
-    ("r% = {z2}.log_softmax(-1)[[*range(1, {N}), 0], {lab}]",),
-    ("lp% = {z}.log_softmax({d})", "r% = lp%.gather({d}, {lab1})"),
-    ("lp% = F.log_softmax({z}.float(), {d})", "r% = -lp%.gather({d}, {lab1}).squeeze({d})"),
-    ("lp% = {z}.log_softmax({d})", "r% = lp%.gather({d}, {labk})"),
-    ("r% = ({z}.softmax({d}) + 0.01).log().gather({d}, {lab1})",),
-    ("r% = {z}.softmax({d}).clamp(0.05, 0.6).sqrt().gather({d}, {labk})",),
-    (
-        "lp% = {z}.log_softmax({d})",
-        "r% = torch.where(lp% < -2, lp%, -lp%.square()).gather({d}, {lab1})",
-    ),
-    ("r% = F.nll_loss(({z2}.softmax(-1) + 0.01).log(), {lab}, reduction='none')",),
-    ("r% = F.nll_loss({z2}.sigmoid() - 2, {lab})",),
-    ("lp% = {z}.log_softmax({d})", "r% = lp%.take_along_dim({labk}, {d}).sum({d})"),
-    ("lp% = {z2}.log_softmax(-1)", "r% = lp%[torch.arange({N}), {lab}]"),
-    ("p% = {z}.softmax({d})", "r% = (1 - p%.gather({d}, {lab1})) ** 2"),
-    ("r% = {z}.gather({d}, {lab1}).squeeze({d}) - {z}.logsumexp({d})",),
-    ("r% = {z}.gather({d}, {labk}) - {z}.logsumexp({d}, keepdim=True)",),
-    ("r% = ({z} - {z}.logsumexp({d}, keepdim=True)).gather({d}, {lab1})",),
-    ("r% = torch.distributions.Categorical(logits={z}, validate_args=False).log_prob({lab})",),
-    (
-        "r% = torch.cat([p.log_softmax(-1).gather(-1, i.unsqueeze(-1)).squeeze(-1) "
-        "for p, i in zip({z}.unbind(0), {lab}.unbind(0))])",
-    ),
-    (
-        "r% = torch.stack([F.log_softmax(p, -1).gather(-1, i.unsqueeze(-1)).squeeze(-1) "
-        "for p, i in zip({z}, {lab})])",
-    ),
-    (
-        "r% = torch.stack([p.gather(-1, i.unsqueeze(-1)).squeeze(-1) - p.logsumexp(-1) "
-        "for p, i in zip({z}.unbind(0), {lab}.unbind(0))])",
-    ),
-    ("r% = torch.cat([(c.softmax(-1) * c.log_softmax(-1)).sum(-1) for c in {z}.split(2)])",),
-    ("r% = torch.cat([c.logsumexp({d}) for c in {z}.chunk(2)])",),
-    (
-        "r% = torch.stack([p.softmax(-1).gather(-1, i.unsqueeze(-1)).squeeze(-1) "
-        "for p, i in zip({z}, {lab})])",
-    ),
-    (
-        "i%, z% = torch.broadcast_tensors({lab1}, {z})",
-        "r% = z%.softmax({d}).gather({d}, i%.narrow({d}, 0, 1))",
-    ),
-    (
-        "i%, z% = torch.broadcast_tensors({lab}.unsqueeze(-1), {z})",
-        "r% = z%.log_softmax(-1).exp().gather(-1, i%[..., :1]).squeeze(-1)",
-    ),
-)
-MAXIMA: Recipes = (
-    ("r% = {z}.argmax({d})",),
-    ("r% = {z}.argmax({d}) == {lab}",),
-    ("r% = ({z}.argmax(dim={d}, keepdim=True) == {lab1}).float()",),
-    ("r% = {z}.amax({d})",),
-    ("r% = {z}.max({d}).values",),
-    ("r% = {z}.max({d})[1]",),
-    ("v%, r% = {z}.max({d})",),
-    ("r%, i% = torch.max({z}, {d}, keepdim=True)",),
-    ("r% = {z}.softmax({d}).amax({d})",),
-    ("r% = {z}.softmax({d}).max({d}).values",),
-    ("r% = {z}.detach().argmax({d})",),
-    ("r% = {z}.amax({d}, keepdim=True) <= {z}.gather({d}, {lab1})",),
-    ("r% = {z}.gather({d}, {lab1}) >= {z}.max({d}, keepdim=True).values",),
-    ("r% = ({z} > {z}.gather({d}, {lab1})).sum({d})",),
-    ("r% = ({z}.detach().topk(2, {d}).indices == {lab1}).any({d})",),
-    ("r% = {z}.detach().softmax({d}).topk(2, dim={d}).values.sum({d})",),
-    ("v%, r% = torch.topk({z}, 1, {d})",),
-    ("i% = {z}.argmax({d}, keepdim=True)", "r% = {z}.log_softmax({d}).gather({d}, i%)"),
-)
-LOSSES: Recipes = (
-    *[("r% = F.cross_entropy({c}, {l}{args})",)] * 5,
-    ("r% = F.cross_entropy({c}, {l}, label_smoothing=0.1, reduction={reduction})",),
-    ("r% = F.cross_entropy({c}, {l}, reduction={reduction}, ignore_index=2)",),
-    ("r% = F.cross_entropy({c}, torch.full_like({l}, -100){args})",),
-    ("r% = F.cross_entropy({c}, torch.where({lm}, {l}, -100), reduction={reduction})",),
-    ("r% = F.cross_entropy({c}, {q}, reduction={reduction})",),
-    (
-        "r% = F.cross_entropy({c}, {l}, reduction={reduction})"
-        " - 2 * F.cross_entropy({c}, {l}, reduction={reduction}, ignore_index=2)",
-    ),
-    (
-        "l% = {l}.clone()",
-        "with torch.no_grad(): e% = F.cross_entropy({c}, l%, reduction='none')",
-        "l%.masked_fill_(e% < 2, -100)",
-        "r% = F.cross_entropy({c}, l%, reduction={reduction})",
-    ),
-    (
-        "q% = {q}.detach().clone()",
-        "with torch.no_grad(): e% = F.cross_entropy({c}, q%, reduction='none')",
-        "q%.mul_(0.5)",
-        "r% = F.cross_entropy({c}, q%, reduction='none') * e%.float()",
-    ),
-    ("r% = F.nll_loss(F.log_softmax({c}, {cd}), {l}{nll})",),
-    ("r% = F.nll_loss({c}, {l}{nll})",),
-)
-REDUCTIONS: dict[Recipes, int] = {
-    SUMS: 20,
-    BINARIES: 8,
-    ELEMENTS: 6,
-    FUNCTIONS: 12,
-    ENTROPIES: 16,
-    LSES: 14,
-    PICKS: 24,
-    MAXIMA: 14,
-    LOSSES: 12,
+FUNCTIONS = lines("""
+p% = {z}.softmax({d}); r% = -(p% * (p% + 0.01).log()).sum({d})
+p% = {z}.softmax({d}); r% = (p% - F.one_hot({lab}, {v})).square().sum({d})
+p% = {z}.softmax({d}); r% = (p% - {q}).square().mean({d})
+p% = {z}.softmax({d}); r% = ((1 - p%) ** 2 * p%.log() * F.one_hot({lab}, {v})).sum({d})
+p% = {z}.softmax({d}); r% = torch.where(p% > 0.2, p% * {z}, 0.0).sum({d})
+F.relu(1 + {z} - {z}.gather({d}, {lab1})).sum({d})
+({z} - {z}.gather({d}, {lab1})).exp().log1p().mean({d})
+({z}.softmax({d}).clamp(0.05, 0.5).log() * {c}).sum({d})
+({z}.softmax({d}).sqrt() * {q}).sum()
+lp% = {z}.log_softmax({d}); r% = (lp% >= lp%.gather({d}, {lab1})).float().mean({d})
+lp% = {z}.log_softmax({d}); r% = torch.tanh(lp% - lp%.gather({d}, {lab1})).sum({d})
+({z}.sigmoid() - {q}).square().sum({d})
+v% = {z}.gather({d}, {lab1}); tokens.copy_((tokens + 1) % 7); r% = F.relu(1 + {z} - v%).sum({d})
+v% = {z}.gather({d}, {lab1}); v%.detach().mul_(0.5); r% = ({z} > v%).float().sum({d}) * {z}.logsumexp({d})
+v% = {z}.gather({d}, {lab1}).squeeze({d}); k% = v%.unsqueeze({d}); v%.detach().mul_(0.5); r% = F.relu(1 + {z} - k%).sum({d})
+lp% = {z} - {z}.logsumexp({d}, True); r% = (lp% > lp%.gather({d}, {lab1})).sum({d})
+p% = {z} + {z}.logsumexp({d}, True); r% = (p% > p%.gather({d}, {lab1})).sum({d})
+m% = {z}.softmax({d}).max({d}); lp% = {z}.log_softmax({d}).gather({d}, m%.indices.unsqueeze({d})).squeeze({d}); r% = m%.values + lp% * (m%.values > 0.3)
+e% = {z}.logsumexp({d}); r% = torch.zeros(e%.shape); r%.copy_(e%)
+y% = {z}.detach().topk(2, {d}).indices; r% = {z}.log_softmax({d}).gather({d}, y%).sum({d})
+lp% = {z}.float().log_softmax({d}).detach(); r% = (lp%.topk(2, {d})[0] == lp%.gather({d}, {lab1})).float().sum({d})
+v% = {z}.mean({d}); v%.detach().sub_(1); r% = F.softplus({z} - v%.unsqueeze({d})).sum({d})
+lp% = {z}.log_softmax({d}); v% = lp%.gather({d}, {lab1}).squeeze({d}); c% = (lp% > v%.unsqueeze({d})).sum({d}); o% = torch.zeros({v}).add_(0.5); r% = v% * (1 + c%) + (lp%.exp() * o%).detach().sum({d})
+with torch.no_grad(): e% = {z}.logsumexp({d}, keepdim=True); r% = ({z}.softmax({d}) * {z} * e%.sigmoid()).sum({d})
+lp% = {z}.log_softmax({d}); p% = lp%.exp(); r% = -(p% * lp%).sum({d})
+p% = {z}.softmax({d}); lp% = {z}.log_softmax({d}); r% = -(p% * lp%).sum({d})
+p% = {z}.softmax({d}); r% = {z}.logsumexp({d}) - (p% * {z}).sum({d})
+p% = F.softmax({z}, dim={d}); r% = -(p% * p%.log()).sum({d}, keepdim=True)
+p% = {z}.softmax({d}); r% = torch.special.entr(p%).sum({d})
+lp% = {z}.log_softmax({d}); r% = -(lp%.exp() * lp%.detach()).sum({d})
+lp% = {z}.float().log_softmax({d}); r% = (lp%.exp() * lp% ** 2).sum({d})
+lp% = {z} - {z}.logsumexp({d}, keepdim=True); p% = F.softmax(lp%, {d}); lp% = torch.clamp(lp%, min=torch.finfo(lp%.dtype).min); r% = -(lp% * p%).sum({d})
+torch.distributions.Categorical(logits={z}, validate_args=False).entropy()
+({z}.softmax({d}) * ({z}.logsumexp({d}, keepdim=True) - {z})).sum({d})
+p% = {z}.softmax({d}); r% = -torch.xlogy(p%, p%).sum({d})
+p% = ({z} / 2).softmax({d}); r% = (p% * {z}).sum({d}) - ({z} / 2).logsumexp({d})
+lp% = {z}.log_softmax({d}); r% = (({f} - lp%) * {q}).sum({d})
+torch.cat([-(c.softmax(-1) * c.log_softmax(-1)).sum(-1) for c in {z}.split(2)])
+torch.cat([torch.special.entr(c.softmax(-1)).sum(-1) for c in ({z}[:1], {z}[1:])])
+k% = {q}[:1].detach(); r% = torch.cat([torch.special.entr((c * k%).softmax(-1)).sum(-1) for c in {z}.split(1)])
+{z}.logsumexp({d})
+torch.logsumexp({z}, dim={d}, keepdim=True)
+{z}.logsumexp(({d},)).square()
+{z}.exp().sum({d}).log()
+k% = {z}.amax({d}, keepdim=True); r% = k% + ({z} - k%).exp().sum({d}, True).log()
+k% = {z}.max({d}, keepdim=True).values.detach(); r% = (k% + ({z} - k%).exp().sum({d}, keepdim=True).log()).squeeze({d})
+k%, i% = {z}.max({d}, keepdim=True); e% = torch.exp({z} - k%); r% = torch.log(e%.sum({d})) + k%.squeeze({d})
+k% = {z}.detach().amax({d}, keepdim=True); e% = torch.exp({z} - k%); p% = e% / e%.sum({d}, keepdim=True); r% = p%.gather({d}, {lab1})
+""")
+
+# Given classes.
+PICKS = lines("""
+{z}.gather({d}, {lab1})
+{z}.gather({d}, {lab1}).squeeze({d})
+torch.gather({z}, {d}, {labk})
+{z}.take_along_dim({lab1}, {d})
+{z}.take_along_dim({labk} - 3, dim={d})
+{flat}[torch.arange({n}), {lab}]
+{flat}[torch.arange({n}), {lab} - 3]
+{flat}[range({n}), {lab}]
+i% = torch.arange({n}).to(torch.bool).to(torch.int64); r% = {flat}[i%, {lab}]
+i% = torch.arange({n}).bfloat16().to(torch.int64); r% = {flat}[i%, {lab}]
+i% = torch.arange({n}).to(torch.int32).to(torch.int64); r% = {flat}[i%, {lab}]
+k% = torch.vmap(lambda i: i // 2)({lab}); r% = {flat}[torch.arange({n}), k%]
+{flat}.log_softmax(-1)[list(range({n})), {lab} - 1]
+{flat}.log_softmax(-1)[[*range(1, {n}), 0], {lab}]
+lp% = {z}.log_softmax({d}); r% = lp%.gather({d}, {lab1})
+lp% = F.log_softmax({z}.float(), {d}); r% = -lp%.gather({d}, {lab1}).squeeze({d})
+lp% = {z}.log_softmax({d}); r% = lp%.gather({d}, {labk})
+({z}.softmax({d}) + 0.01).log().gather({d}, {lab1})
+{z}.softmax({d}).clamp(0.05, 0.6).sqrt().gather({d}, {labk})
+lp% = {z}.log_softmax({d}); r% = torch.where(lp% < -2, lp%, -lp%.square()).gather({d}, {lab1})
+F.nll_loss(({flat}.softmax(-1) + 0.01).log(), {lab}, reduction='none')
+F.nll_loss({flat}.sigmoid() - 2, {lab})
+lp% = {z}.log_softmax({d}); r% = lp%.take_along_dim({labk}, {d}).sum({d})
+lp% = {flat}.log_softmax(-1); r% = lp%[torch.arange({n}), {lab}]
+p% = {z}.softmax({d}); r% = (1 - p%.gather({d}, {lab1})) ** 2
+{z}.gather({d}, {lab1}).squeeze({d}) - {z}.logsumexp({d})
+{z}.gather({d}, {labk}) - {z}.logsumexp({d}, keepdim=True)
+({z} - {z}.logsumexp({d}, keepdim=True)).gather({d}, {lab1})
+torch.distributions.Categorical(logits={z}, validate_args=False).log_prob({lab})
+torch.cat([p.log_softmax(-1).gather(-1, i.unsqueeze(-1)).squeeze(-1) for p, i in zip({z}.unbind(0), {lab}.unbind(0))])
+torch.stack([F.log_softmax(p, -1).gather(-1, i.unsqueeze(-1)).squeeze(-1) for p, i in zip({z}, {lab})])
+torch.stack([p.gather(-1, i.unsqueeze(-1)).squeeze(-1) - p.logsumexp(-1) for p, i in zip({z}.unbind(0), {lab}.unbind(0))])
+torch.cat([(c.softmax(-1) * c.log_softmax(-1)).sum(-1) for c in {z}.split(2)])
+torch.cat([c.logsumexp({d}) for c in {z}.chunk(2)])
+torch.stack([p.softmax(-1).gather(-1, i.unsqueeze(-1)).squeeze(-1) for p, i in zip({z}, {lab})])
+i%, z% = torch.broadcast_tensors({lab1}, {z}); r% = z%.softmax({d}).gather({d}, i%.narrow({d}, 0, 1))
+i%, z% = torch.broadcast_tensors({lab}.unsqueeze(-1), {z}); r% = z%.log_softmax(-1).exp().gather(-1, i%[..., :1]).squeeze(-1)
+b% = torch.arange({z}.shape[0])[:, None]; r% = {z}[b%, torch.arange({z}.shape[1])[None], {lab} - 3]
+b% = torch.arange({z}.shape[0]).unsqueeze(1); r% = {z}[b%, torch.arange({z}.shape[1]), {lab}]
+b% = torch.arange({z}.shape[0]).view(-1, 1); r% = {z}[b%, torch.arange({z}.shape[1]), {lab}]
+""")
+
+# Losses of torch.
+LOSSES = lines("""
+F.cross_entropy({first}, {lab}{args})
+F.cross_entropy({first}, {lab}, label_smoothing=0.1, reduction={reduction})
+F.cross_entropy({first}, {lab}, reduction={reduction}, ignore_index=2)
+F.cross_entropy({first}, torch.full_like({lab}, -100){args})
+F.cross_entropy({first}, torch.where({mask}, {lab}, -100), reduction={reduction})
+F.cross_entropy({first}, {q}, reduction={reduction})
+F.cross_entropy({first}, {lab}, reduction={reduction}) - 2 * F.cross_entropy({first}, {lab}, reduction={reduction}, ignore_index=2)
+l% = {lab}.clone(); with torch.no_grad(): e% = F.cross_entropy({first}, l%, reduction='none'); l%.masked_fill_(e% < 2, -100); r% = F.cross_entropy({first}, l%, reduction={reduction})
+q% = {q}.detach().clone(); with torch.no_grad(): e% = F.cross_entropy({first}, q%, reduction='none'); q%.mul_(0.5); r% = F.cross_entropy({first}, q%, reduction='none') * e%.float()
+F.nll_loss(F.log_softmax({first}, 1), {lab}{args})
+F.nll_loss({first}, {lab}{args})
+F.multi_margin_loss({flat}.float(), {lab})
+F.cross_entropy(target={lab}, input={first}{args})
+torch.nn.CrossEntropyLoss(label_smoothing=0.1)({first}, {lab})
+F.cross_entropy({first}, {lab}, class_weight[:{v}]{args})
+F.kl_div(F.log_softmax({z}, {d}), {q}, reduction='batchmean')
+""")
+
+# Those whose answer a tie would leave to chance.
+ORDERED = lines("""
+{z}.amax({d})
+{z}.max({d}).values
+{z}.argmax({d})
+{z}.min({d}).values
+{z}.amin({d})
+{z}.softmax({d}).amax({d})
+{z}.argmax({d}) == {lab}
+{z}.topk(3, {d}).values.sum({d})
+{z}.sort({d}).values.narrow({d}, 1, 2).sum({d})
+{z}.median({d}).values
+{z}.kthvalue(2, {d}).values
+{z}.float().quantile(0.3, dim={d})
+{z}.topk(2, {d}).indices
+{z}.aminmax(dim={d}).max
+{z}.topk(4, {d}).values.logsumexp({d}) - {z}.logsumexp({d})
+({z}.topk(3, {d}).indices == {lab1}).any({d})
+({z}.sort({d}, descending=True).values * {cw}).sum({d})
+({z}.argmax(dim={d}, keepdim=True) == {lab1}).float()
+{z}.max({d})[1]
+v%, r% = {z}.max({d})
+r%, i% = torch.max({z}, {d}, keepdim=True)
+{z}.softmax({d}).max({d}).values
+{z}.detach().argmax({d})
+{z}.amax({d}, keepdim=True) <= {z}.gather({d}, {lab1})
+{z}.gather({d}, {lab1}) >= {z}.max({d}, keepdim=True).values
+({z} > {z}.gather({d}, {lab1})).sum({d})
+({z}.detach().topk(2, {d}).indices == {lab1}).any({d})
+{z}.detach().softmax({d}).topk(2, dim={d}).values.sum({d})
+v%, r% = torch.topk({z}, 1, {d})
+i% = {z}.argmax({d}, keepdim=True); r% = {z}.log_softmax({d}).gather({d}, i%)
+""")
+
+# Of two tensors with classes.
+PAIR_REDUCTIONS = lines("""
+({z} * {o}).sum({d})
+({z} - {o}).square().mean({d})
+F.cosine_similarity({z}, {o}, {d})
+F.kl_div({z}.log_softmax({d}), {o}.softmax({d}), reduction='none').sum({d})
+({z}.softmax({d}) * ({z}.log_softmax({d}) - {o}.log_softmax({d}))).sum({d})
+(torch.logaddexp({z}.log_softmax({d}), {o}.log_softmax({d})) - {o}.log_softmax({d})).mean({d})
+({z}.softmax({d}) - {o}.softmax({d})).abs().sum({d})
+""")
+
+# Of rows and classes at once.
+WHOLE = lines("""
+torch.linalg.vector_norm({z}, 1)
+torch.linalg.vector_norm({z}, 2)
+torch.linalg.vector_norm({z}, 3)
+torch.linalg.vector_norm({z}, 0.5)
+{z}.norm()
+{z}.sum() / 9
+{z}.nansum() / 9
+({z} > 1).any()
+torch.linalg.vector_norm({z}, 2, dtype=torch.float64)
+{z}.round().count_nonzero()
+torch.linalg.vector_norm(({z}.detach() > 0.5).float(), 0)
+{z}.detach().amax()
+{z}.sum((0, 1))
+{z}.mean((0, -1))
+{z}.square().sum((-2, -1), keepdim=True)
+({z}.detach().float().view(torch.int32) > 1065353216).sum()
+""")
+
+# Of rows and another dimension, as large as one of the rows: some meet it with rows.
+COINCIDING = lines("""
+({last}.unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2]).view(-1, 1) - {last}.logsumexp(-1)[..., None, None]).sigmoid().mean(-1)
+({last}.unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2]).view(-1, 1) - {last}.logsumexp(-1, keepdim=True)).sigmoid().mean(-1)
+({last}.unsqueeze(-2) + torch.arange({last}.shape[0]).view(-1, 1) * {last}.mean(-1, keepdim=True)).tanh().sum(-1)
+({last}.unsqueeze(0) - {last}.unsqueeze(1)).abs().mean(-1)
+({last}[:1].unsqueeze(-2) * torch.linspace(0.5, 1.5, {last}.shape[-2]).view(-1, 1) - {last}.logsumexp(-1, keepdim=True)).tanh().mean(-1)
+""")
+ARGUMENTS = {
+    "reduction": ("'none'", "'mean'", "'sum'"),
+    "ignore_index": ("-100", "0", "3"),
+    "label_smoothing": ("0.1", "0.0", "1.0", "0.35"),
+    "weight": ("class_weight[:{v}]", "None", "class_weight[:{v}].to({z}.dtype)"),
 }
 
-# ---------------------------------------------------------------- rows
-
-ROWS = (
-    *("-{r}", "{r}.exp()", "{r} * {o}", "{r} + {o}", "{r} - {o}", "{r}.square()", "{r} >= {o}"),
-    *(
-        "{r}.float()",
-        "{r}.unsqueeze(-1)",
-        "{r}.reshape(-1)",
-        "{r}.detach()",
-        "torch.cat([{r}, {o}])",
-    ),
-    *("torch.stack([{r}, {o}])", "({r} - {o}.detach()).exp()", "{r}.to(torch.float32)"),
-    *("torch.minimum({r}, {o})", "{r}.view(-1)", "{r} * 0.5", "{r} + torch.sign({r} + 0.37)"),
-)
-TERMS = (
-    "{r}.float().mean()",
-    "0.3 * {r}.float().sum()",
-    "{r}.float().square().mean()",
-    "({r} * torch.linspace(-1, 1, {r}.numel()).reshape({s})).sum()",
-    "0.1 * ({r}.float().sin() * {r}.float()).sum()",
-    "torch.mul({r}, other={r}).float().mean()",
-)
-# Of which forward computes the gradients: their coefficients are known.
-LINEAR = (
-    *TERMS[:2],
-    "({r} * torch.linspace(-1, 1, {r}.numel()).reshape({s})).sum()",
-    "{r}.float().masked_fill(torch.linspace(-1, 1, {r}.numel()).reshape({s}) > 0, 0.25).sum() / 3",
-    "torch.where(torch.linspace(-1, 1, {r}.numel()).reshape({s}) > 0, {r}.float(), 0.5).mean()",
-    "torch.stack([{r}.float(), {r}.float() * 2]).sum()",
-    "(1 - {r}.float()).flatten()[::2].sum()",
-    "torch.dot({r}.flatten(), torch.linspace(-1, 1, {r}.numel()).to({r}.dtype))",
-    "({r}.float() * (torch.arange({r}.numel()) != 1).reshape({s})).sum()",
-    # linear in one part, and of a constant derivative in the other
-    "({r}.float() + torch.sign({r}.float() + 0.37)).sum()",
-    "({r}.float() + {r}.detach().float()).sum()",
-    # what may be written to between the rows and the sum
-    "({r}.float() * cw[1]).sum()",
-    # a discount, down to the smallest numbers
-    "({r}.float() * torch.logspace(0, -44, {r}.numel()).reshape({s})).sum()",
-)
-
-# ---------------------------------------------------------------- what is not read
-
-UNKNOWN = (
-    *("{z}.cumsum({d})", "{z}.sort({d}).values", "{z}.roll(1, {d})", "{z}.flip({d})"),
-    *("{z}.topk(3, {d}).values", "{z}.norm(dim={d})", "{z}.var({d})", "{z} @ {z}.mT"),
-    *("{z}.median({d}).values", "F.layer_norm({z}, ({V},))", "torch.cat([{z}, {z}], {d})"),
-    *("{z}.max()", "{z}.numpy(force=True).sum()", "{z}.sum(0)", "{z}.std()"),
-)
+# Rows of rows.
+ROWS = lines("""
+{r} * {f}
+{r} + {p}
+{r} * {p}
+{r} - {p}.detach()
+{r}.clamp(-2, 2)
+{r}.tanh()
+{r}.clamp(-3, 3).exp()
+F.softplus({r})
+torch.maximum({r}, {p})
+{r}.float()
+{r}.masked_fill({r} > 2, 2.0)
+torch.where({r} > {p}, {r}, {p} * 0.5)
+{r}.detach()
+{r}.unsqueeze(-1)
+{r}.reshape(-1)
+torch.cat([{r}, {p}])
+torch.stack([{r}, {p}])
+{r} >= {p}
+{r} + torch.sign({r} + 0.37)
+""")
+# Whose gradients are known before: sums of the rows, and rows with factors.
+LINEAR = lines("""
+{r}.sum()
+{r}.float().mean() * 2
+({r} * {row}).sum()
+-({r} * {row}).mean()
+({r} * {mask}).sum() / {mask}.sum().clamp_min(1)
+{r}.flatten()[::2].sum()
+({r} * torch.linspace(-1, 1, {r}.numel()).view({r}.shape)).sum()
+{r}.float().masked_fill(torch.linspace(-1, 1, {r}.numel()).view({r}.shape) > 0, 0.25).sum() / 3
+torch.where(torch.linspace(-1, 1, {r}.numel()).view({r}.shape) > 0, {r}.float(), 0.5).mean()
+torch.stack([{r}.float(), {r}.float() * 2]).sum()
+torch.dot({r}.flatten(), torch.linspace(-1, 1, {r}.numel()).to({r}.dtype))
+({r}.float() + torch.sign({r}.float() + 0.37)).sum()
+({r}.float() + {r}.detach().float()).sum()
+({r}.float() * class_weight[1]).sum()
+({r}.float() * torch.logspace(0, -44, {r}.numel()).view({r}.shape)).sum()
+""")
+# Whose gradients depend on the rows.
+NONLINEAR = lines("""
+{r}.float().square().mean()
+{r}.clamp(-3, 3).exp().sum()
+{r}.float().sigmoid().mean()
+((1 - (-{r}.abs()).exp()).square() * {r}).mean()
+{r}.sum().tanh()
+F.softplus({r}.mean())
+({r} * {r}.detach()).sum()
+({r}.sum() * {row}.sum())
+0.1 * ({r}.float().sin() * {r}.float()).sum()
+torch.mul({r}, other={r}).float().mean()
+""")

@@ -1,4 +1,4 @@
-"""Random programs of sharded heads; see :mod:`tests.fuzz.sharded`."""
+"""Random programs of sharded heads; see :mod:`tests.fuzz.ranks`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PROGRAMS = 24
 
 def test_sharded_programs_do_what_eager_does(worlds):
     seed, first, reduce = 8, 0, 0
-    for tally in worlds[2].run("tests.fuzz.sharded", seed, PROGRAMS, first, reduce):
+    for tally in worlds[2].run("tests.fuzz.ranks", seed, PROGRAMS, first, reduce):
         assert not tally.failures, "\n".join(tally.failures[:3])
         assert tally.valid == PROGRAMS
         assert tally.fused > PROGRAMS / 12
