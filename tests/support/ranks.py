@@ -34,12 +34,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.compile_fx  # as fxpass: once, before the ranks are forked
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.multiprocessing.spawn import start_processes
 
-import fxpass.rewrite.inner  # once, before the ranks are forked
+import fxpass.rewrite.inner
 import fxpass.rewrite.transform  # noqa: F401
 from fxpass.casts import casts
 from fxpass.graph import source
