@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.durations import Durations
+from tests.support.durations import SECONDS, SLACK, Durations
 from tests.support.pairs import pairs
 
 TESTS = Path(__file__).parents[1]
@@ -30,20 +30,21 @@ def test_a_test_that_takes_too_long_fails_the_run():
     """A full test may take longer than a quick one; fixtures, which start ranks, are not counted."""
     plugin: Any = Durations()
     session, lines = SimpleNamespace(exitstatus=0), []
+    quick, full = (SLACK * SECONDS[tier] for tier in ("quick", "full"))
     for marks in ("", "full"):
-        reported(plugin, "one", 29, marks)
+        reported(plugin, "one", quick - 1, marks)
         reported(plugin, "its fixture", 900, marks, "setup")
     plugin.pytest_sessionfinish(session)
     assert session.exitstatus == 0
-    reported(plugin, "a quick one", 31)
-    reported(plugin, "a full one", 31, "full")
-    reported(plugin, "a long one", 91, "full")
+    reported(plugin, "a quick one", quick + 1)
+    reported(plugin, "a full one", quick + 1, "full")
+    reported(plugin, "a long one", full + 1, "full")
     plugin.pytest_sessionfinish(session)
     plugin.pytest_terminal_summary(SimpleNamespace(write_line=lines.append))
     assert session.exitstatus == pytest.ExitCode.TESTS_FAILED
     assert lines == [
-        "TOO SLOW a quick one: 31 s, of 20 s",
-        "TOO SLOW a long one: 91 s, of 60 s",
+        f"TOO SLOW a quick one: {quick + 1} s, of 20 s",
+        f"TOO SLOW a long one: {full + 1} s, of 60 s",
     ]
 
 
