@@ -99,7 +99,7 @@ def draw(seed: int, number: int, only: str = "", ranks: bool = False) -> Drawn |
     spelling = only or rng.choice(("",) * 5 + SPELLED)
     way = _way(rng, spelling)
     if ranks:
-        spelling, way = "", replace(way, inner="aot_eager", spell=None)
+        spelling, way = "", replace(way, inner="aot_eager", spell=None, patched=small)
     with torch.random.fork_rng(devices=[]), quiet():
         writer = Writer(rng, rng.choice(SIZES), way, spelling == "outside", ranks)
         try:

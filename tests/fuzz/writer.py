@@ -31,6 +31,7 @@ OPERANDS = (
     *("factor", "class_weight", "chosen", "down", "up", "teacher_x", "teacher_weight"),
     *("second_weight", "added_weight", "position_weight", "quantised", "scales"),
 )
+FORMULAS = {reductions.FUNCTIONS: 1, reductions.PICKS: 2, reductions.LOSSES: 2}
 SPELLED = tuple(all_pointwise_calls())  # every function of one logit, however it is written
 # Tables and their weights: what is made of a tensor with classes, and has classes too.
 STEPS = {
@@ -80,15 +81,16 @@ class Writer:
         rng = self.rng
         if not self.outside:
             self.add("x.view(B, T, D)" + " * 1" * (rng.random() < 0.5), "h")
-        for _ in range(rng.choice((1, 1, 1, 2, 2, 3))):
+        few = self.ranks  # of a sharded head, all readers have formulas, or none is fused
+        for _ in range(1 if few else rng.choice((1, 1, 1, 2, 2, 3))):
             self.head()
         if not self.classes:
             return None
-        for _ in range(rng.choice((1, 2, 3, 4, 5, 7))):
+        for _ in range(rng.choice((0, 0, 0, 1) if few else (1, 2, 3, 4, 5, 7))):
             self.view() if rng.random() < 0.25 else self.step()
-        for _ in range(rng.choice((1, 1, 2, 2, 3))):
+        for _ in range(1 if few else rng.choice((1, 1, 2, 2, 3))):
             self.reduction()
-            if rng.random() < 0.3:
+            if rng.random() < 0.3 and not few:
                 self.step()
             if rng.random() < 0.3:
                 self.arithmetic()
@@ -231,7 +233,8 @@ class Writer:
     def reduction(self) -> None:
         """From a tensor with classes to rows, in one statement or several."""
         for _ in range(TRIES):
-            (table,) = self.rng.choices(list(REDUCTIONS), list(REDUCTIONS.values()))
+            tables = FORMULAS if self.ranks else REDUCTIONS
+            (table,) = self.rng.choices(list(tables), list(tables.values()))
             z = self.tensors.some()
             if table is reductions.ORDERED and not self.tensors.distinct(z):
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # of a sharded head all readers fuse, or none
-PROGRAMS = 24
+PROGRAMS = 16
 
 
 def test_sharded_programs_do_what_eager_does(worlds):
