@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from tests.programs.row import IN_BF16, REGION, Row
+from tests.programs.row import FORMULA, IN_BF16, REGION, Row
 
 KIND = "metrics"
 
 
-# of ``m``: the logits, or what they are without a gradient
+# of ``m``: the logits, or what they are without a gradient; and what it is fused as
 METRICS = {
-    "argmax": "m.argmax(-1)",
-    "argmax == labels": "(m.argmax(dim=-1) == labels).float().mean()",
-    "max, values and indices": "m.max(-1)",
-    "amax": "m.amax(dim=-1)",
-    "topk": "torch.topk(m, 5, dim=-1)",
-    "mean logit": "m.mean(-1)",
-    "max probability": "m.softmax(-1).max(-1).values",
-    "rank of the target": "(m > m.gather(-1, labels[:, None])).sum(-1)",
-    "target >= max": "m.gather(-1, labels[:, None])[:, 0] >= m.amax(-1)",
+    "argmax": ("m.argmax(-1)", FORMULA),
+    "argmax == labels": ("(m.argmax(dim=-1) == labels).float().mean()", FORMULA),
+    "max, values and indices": ("m.max(-1)", FORMULA),
+    "amax": ("m.amax(dim=-1)", FORMULA),
+    "topk": ("torch.topk(m, 5, dim=-1)", REGION),
+    "mean logit": ("m.mean(-1)", REGION),
+    "max probability": ("m.softmax(-1).max(-1).values", REGION),
+    "rank of the target": ("(m > m.gather(-1, labels[:, None])).sum(-1)", REGION),
+    "target >= max": ("m.gather(-1, labels[:, None])[:, 0] >= m.amax(-1)", FORMULA),
 }
 UNDER_NO_GRAD = (
     "with torch.no_grad():\n    m = z\n    metric = {}\n(F.cross_entropy(z, labels), metric)"
@@ -26,13 +26,14 @@ UNDER_NO_GRAD = (
 
 # fmt: off
 ROWS = (
-    *(Row(f"{name}, no_grad beside a loss", UNDER_NO_GRAD.format(text), of="trainers")
-      for name, text in METRICS.items()),
+    *(Row(f"{name}, no_grad beside a loss", UNDER_NO_GRAD.format(text), becomes, of="trainers")
+      for name, (text, becomes) in METRICS.items()),
     *(Row(f"{name}, detached before a loss",
-          f"m = z.detach(); metric = {text}; (F.cross_entropy(z, labels), metric)", of="trainers")
-      for name, text in METRICS.items()),
-    *(Row(f"{name}, evaluation", f"m = z; {text}", of="evaluation", trained=())
-      for name, text in METRICS.items()),
+          f"m = z.detach(); metric = {text}; (F.cross_entropy(z, labels), metric)", becomes,
+          of="trainers")
+      for name, (text, becomes) in METRICS.items()),
+    *(Row(f"{name}, evaluation", f"m = z; {text}", becomes, of="evaluation", trained=())
+      for name, (text, becomes) in METRICS.items()),
     Row("argmax beside a loss, no detach",
         "accuracy = (torch.argmax(input=z, dim=1) == labels).sum() / len(labels); "
         "(F.cross_entropy(z, labels), accuracy)",
