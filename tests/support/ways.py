@@ -98,9 +98,9 @@ WAYS = {
     FIRST: Way(),
     "aot_eager": Way(inner="aot_eager"),
     "inductor": Way(inner="inductor"),
-    "bf16": Way(dtype=BF16),
-    "f16": Way(dtype=F16),
-    "autocast": Way(around=_autocast, autocasts=True, graph=False),
+    "bf16": Way(dtype=BF16, spread=8),
+    "f16": Way(dtype=F16, spread=8),
+    "autocast": Way(around=_autocast, autocasts=True, graph=False, spread=8),
     "dynamic": Way(dynamic=True),
     "no_grad": Way(around=torch.no_grad),
     "inference": Way(around=torch.inference_mode),
@@ -111,7 +111,7 @@ WAYS = {
     # the eager backend forgets writes to what a checkpoint computes
     "checkpointed": Way(inner="aot_eager", spell=_checkpointed),
     "exported": Way(spell=_by(exported)),
-    "decomposed": Way(spell=_by(decomposed)),
+    "decomposed": Way(spell=_by(decomposed), graph=False),
     "made": Way(spell=_by(traced, detached=True), graph=False),
     "made before autograd": Way(spell=_by(traced_before_autograd, detached=True), graph=False),
 }

@@ -59,7 +59,7 @@ ROWS = (
     Row("max(1)[1] as the prediction",
         "_, predicted = torch.max(z.data, 1); "
         "(F.cross_entropy(z, labels), predicted.eq(labels).sum())",
-        of="torch's examples"),
+        of="torch's examples", never=("exported",)),
     Row("token accuracy of shifted logits",
         "logits, labels = (s[:, :-1], ignored_tokens[:, 1:])\n"
         "loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))\n"
