@@ -26,9 +26,15 @@ STATES = {
 }
 
 
+@pytest.fixture(scope="module")
+def exchanged():
+    """What each rank says of all programs."""
+    return ranks.run("tests.benchmarks.bytes_cases", 2)
+
+
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_ranks_exchange(program, hidden):
+def test_what_ranks_exchange(program, hidden, exchanged):
     forward, backward = STATES[hidden]
-    for rank in ranks.run("tests.benchmarks.bytes_cases", 2):
+    for rank in exchanged:
         assert rank[program, hidden] == (sorted([*forward, *LOSS[program]]), backward)
