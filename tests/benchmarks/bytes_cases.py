@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
-from torch.profiler import ProfilerActivity, profile
+
+from tests.ranks.case import Counted
 
 BATCH, SEQ, D, V, DTYPE = 1, 8, 24, 60, torch.bfloat16
 # program → whether it gathers all logits on each rank, else the loss reads sharded ones; and
@@ -27,8 +28,6 @@ PROGRAMS = {
     "gathered logits": (True, False),
 }
 HIDDEN = {"replicated": Replicate(), "sequence-sharded": Shard(1)}
-FUNCTIONAL = "_c10d_functional::"  # the operators that DTensor and fxpass call
-BYTES = {"float": 4, "c10::BFloat16": 2}
 Collective = tuple[str, int]
 
 
@@ -44,18 +43,15 @@ class Head(nn.Module):
         return F.cross_entropy(self.lm_head(h).float().flatten(0, 1), target.flatten())
 
 
-def collectives(found: profile, world: int) -> list[Collective]:
-    """What a profile recorded, sorted: of each call of a process group the operator that made it."""
-    events: Any = found.profiler.kineto_results.events()  # type: ignore[union-attr]
-    called, out = None, []
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        if event.name().startswith(FUNCTIONAL):
-            called = event
-        elif event.name().startswith("c10d::"):  # while a graph is traced, none follows
-            assert called is not None, f"{event.name()} was called by nothing known"
-            size = BYTES[called.dtypes()[0]] * torch.Size(called.shapes()[0]).numel()
-            op, called = called.name().removeprefix(FUNCTIONAL), None
-            out.append((op, size * world if op.startswith("all_gather") else size))
+NAMES = {"": "all_reduce", "gather": "all_gather_into_tensor", "scatter": "reduce_scatter_tensor"}
+
+
+def collectives(calls: list[str], world: int) -> list[Collective]:
+    """What was counted, sorted: the bytes of a rank's tensors in each call of a process group."""
+    out = []
+    for call in calls:
+        kind, _, size = call.rpartition(":")
+        out.append((NAMES[kind], int(size) * (world if kind == "gather" else 1)))
     return sorted(out)
 
 
@@ -76,11 +72,10 @@ def step(program: str, hidden: str, rank: int, world: int, device: torch.device)
     x = torch.randn(BATCH, SEQ, D, dtype=DTYPE, device=device)
     x = x.chunk(world, 1)[rank] if hidden == "sequence-sharded" else x
     x, target = x.clone().requires_grad_(), torch.randint(V, (BATCH, SEQ), device=device)
-    how: Any = {"activities": [ProfilerActivity.CPU], "record_shapes": True}
     with contextlib.nullcontext() if gathers else loss_parallel():
-        with profile(**how) as forward:
+        with Counted() as forward:
             loss = model(x, target)
-        with profile(**how) as backward:
+        with Counted() as backward:
             loss.backward()
     return collectives(forward, world), collectives(backward, world)
 
