@@ -6,6 +6,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fxpass.graph.region import regions, return_once
+from tests.programs.rows.calls import Twice
 
 
 def captured(fn, *args):
@@ -76,21 +77,6 @@ def test_a_graph_that_is_called_twice_is_one_region():
     gm = captured(lambda x: inner(x) + inner(x * 2), torch.randn(3))
     _, body = regions(gm)
     assert holds(body, torch.sin)
-
-
-class Twice(torch.autograd.Function):
-    """What it returns is an intermediate of another name, in three ways."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        y = x @ w
-        return y.mul_(2).contiguous().to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return 2 * g @ w.t(), 2 * x.t() @ g
 
 
 def twice(x, w):
