@@ -229,6 +229,7 @@ def run_pytest(
 
     # anyio, which is imported already, is a plugin of pytest, too: it would warn
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ.pop("PYTEST_ADDOPTS", None)  # options of the run that this one is in
     options = ["-q", "-p", "xdist", "-n", "0", "-p", "no:cacheprovider"]
     if order is not None:
         options.append("-x")
