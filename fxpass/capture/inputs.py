@@ -99,10 +99,9 @@ class Inputs(ABC):
         if node not in self.operands and node not in self.given and self.is_constant(node):
             writers = self._written_before(node, reader)
             if not writers or self._is_target(node, reader, writers):
-                made = self.run(node)
-                for writer in writers:
-                    self.run(writer)
-                return made
+                for one in sorted({node, *writers}):  # the node may write, too
+                    self.run(one)
+                return self.run(node)
         if node not in self.operands and self._is_spread(node):
             self._spread(node)
         if node not in self.operands:

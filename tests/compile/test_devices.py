@@ -8,7 +8,6 @@ the driver, only which device that is, is simulated.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -25,12 +24,12 @@ from fxpass.op.checks import check
 from fxpass.plan import devices, plan
 from fxpass.rewrite.transform import Outcome, transform
 from fxpass.settings import Settings
-from fxpass.spec import expression
 from fxpass.spec.operands import Operands
+from fxpass.spec.outputs import Moment
 from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.gpus import T4, V100
 from tests.support.launches import Launches
-from tests.support.losses import Spec, linear_cross_entropy
+from tests.support.reduction_cases import case
 
 N, D, V = 24, 16, 50
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -366,28 +365,21 @@ def default_of_meta():
     torch.set_default_device(None)
 
 
+READ = ("pick", Moment(0, 1, 1))
+
+
+@pytest.mark.parametrize("transform", ["z", "3*tanh(z/3)"])
+@pytest.mark.parametrize("read", [{"outputs": READ}, {"outputs": (), "total": READ}], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32, torch.float16], ids=str)
-@pytest.mark.parametrize("target", ["indices", "probabilities"])
-@pytest.mark.parametrize("strategy", ["chunked", "tiled"])
-@pytest.mark.parametrize("transform", ["z", "30*tanh(z/30)"])
-def test_the_operator_ignores_the_default_device(
-    transform, strategy, target, dtype, default_of_meta
-):
-    targets = {
-        "indices": torch.arange(N).masked_fill(torch.arange(N) == 2, -100),
-        "probabilities": torch.randn(N, V).softmax(1),
-    }
-    names = ("x", "weight", "bias")
-    spec = Spec("none", target, strategy=strategy, transform=expression.parse(transform))
-    spec = dataclasses.replace(spec, gradients=names)
-    leaves = [torch.randn(s, dtype=dtype).requires_grad_() for s in ((N, D), (V, D), (V,))]
-    class_weight = torch.rand(V)
-    upstream = torch.randn(N)
+def test_the_operator_ignores_the_default_device(dtype, read, transform, default_of_meta):
+    call = case(dtype=dtype, transform=transform, bias=dtype, **read)
+    leaves = [t.requires_grad_() for t in call.all]
     results = []
     for change in (lambda: None, default_of_meta):
         change()
-        loss = linear_cross_entropy(*leaves, targets[target], class_weight, spec=spec)
-        results.append([loss, *torch.autograd.grad(loss, leaves, upstream)])
+        found = call.fused(*leaves)
+        gradients = torch.autograd.grad(found.sum(), leaves, allow_unused=True)
+        results.append([found, *(g for g in gradients if g is not None)])
     for got, want in zip(*results, strict=True):
         assert torch.equal(got, want)
 

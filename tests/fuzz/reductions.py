@@ -153,6 +153,8 @@ m% = {z}.softmax({d}).max({d}); lp% = {z}.log_softmax({d}).gather({d}, m%.indice
 e% = {z}.logsumexp({d}); r% = torch.zeros(e%.shape); r%.copy_(e%)
 y% = {z}.detach().topk(2, {d}).indices; r% = {z}.log_softmax({d}).gather({d}, y%).sum({d})
 lp% = {z}.float().log_softmax({d}).detach(); r% = (lp%.topk(2, {d})[0] == lp%.gather({d}, {lab1})).float().sum({d})
+o% = torch.zeros_like({z}.detach()); o%[1:].fill_(0.3); r% = (o%.add_(0.5) * {z}.log_softmax({d})).sum({d})
+o% = torch.ones_like({z}.detach()); o%.add_(0.5).view(-1)[:3].mul_(2); r% = (o%.mul_(0.5) * {z}.softmax({d})).sum({d})
 v% = {z}.mean({d}); v%.detach().sub_(1); r% = F.softplus({z} - v%.unsqueeze({d})).sum({d})
 lp% = {z}.log_softmax({d}); v% = lp%.gather({d}, {lab1}).squeeze({d}); c% = (lp% > v%.unsqueeze({d})).sum({d}); o% = torch.zeros({v}).add_(0.5); r% = v% * (1 + c%) + (lp%.exp() * o%).detach().sum({d})
 with torch.no_grad(): e% = {z}.logsumexp({d}, keepdim=True); r% = ({z}.softmax({d}) * {z} * e%.sigmoid()).sum({d})

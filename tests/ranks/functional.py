@@ -16,10 +16,18 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from fxpass.distributed import linear_cross_entropy
 from fxpass.spec.shards import dealt
 from tests.ranks.case import Case, Rank, Values, in_orders, same
-from tests.support.targets import centred
 
 B, S, D = 2, 6, 5
 OF_PYTORCH = ("reduction", "ignore_index", "label_smoothing", "weight")
+
+
+def centred(n, v):
+    """Targets ``[n, v]`` whose rows sum to exactly 0."""
+    target = torch.zeros(n, v)
+    target[:, 1], target[:, -2] = 0.5, -0.5
+    return target
+
+
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 

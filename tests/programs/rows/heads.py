@@ -129,10 +129,9 @@ ROWS = (
         "metric * s.log_softmax(-1).gather(-1, tokens[..., None]).view(-1)"),
     total("a class vector that is filled in place",
         "(filled(torch.zeros(V), 2, s) * s.softmax(-1)).sum(-1)"),
-    total("values that are filled in place", FILLED, REGION, left="zeros, fill, select_scatter",
-        never=("exported", "decomposed")),  # where they are filled after the sum, which is wrong
+    total("values that are filled in place", FILLED, REGION, left="zeros, fill, select_scatter"),
     total("values that are filled in place, few classes", FILLED, sizes=FEW,
-        left="zeros, select_scatter, add", never=("exported", "decomposed")),
+        left="zeros, select_scatter, add"),
     total("a temperature that is filled in place",
         "(s * filled(torch.ones(1), 0, s)).softmax(-1).square().sum(-1)"),
     total("a view whose index comes first",

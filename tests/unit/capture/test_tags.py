@@ -1,37 +1,22 @@
 """Tags against values: a row of logits changes, and only the rows that are made of it change.
 
-Of rows of tests/programs, and of the fuzzer. A rule that claims too much is found.
+Of random programs (tests/programs checks its rows). A rule that claims too much is found.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from fxpass.capture.rows import A, Rowwise
 from fxpass.capture.values import Arg
 from tests.fuzz.campaign import Drawn, draw, judge, quiet, tags_of
-from tests.programs.catalog import catalog
-from tests.programs.row import RAISES
 from tests.support.row_programs import run
-from tests.support.row_tags import check, rule_for
+from tests.support.row_tags import rule_for
 
 # torch warns of calls that are legal and odd
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-ROWS = [row for row in catalog(libraries=False) if row.becomes != RAISES]
-EACH = 32  # of so many programs, one is quick
-
-
-@pytest.mark.parametrize("row", ROWS[::EACH], ids=lambda row: row.name)
-def test_rows(row):
-    """In the full tier, tests/programs checks all of them."""
-    with warnings.catch_warnings(), torch._dynamo.config.patch(**row.dynamo):
-        warnings.simplefilter("ignore")
-        assert not check(row.program(), *row.tensors(), dynamic=False).wrong
 
 
 def _drawn(count: int) -> Iterator[Drawn]:
