@@ -77,11 +77,12 @@ def selected(
 
 
 def test_files(tree: Path, mutants: Sequence[Mutant]) -> list[str]:
-    """Of the packages' own folders first, then of the rows."""
+    """Of the packages' own folders first, then of the rows, whose modules are test files."""
     own = [f"tests/unit/{package}" for package in dict.fromkeys(m.package for m in mutants)]
     found = []
     for place in [tree / name for name in (*sorted(own, key=ROWS.__contains__), *ROWS)]:
-        found += [place] if place.is_file() else sorted(place.rglob("test_*.py"))
+        inside = [*place.rglob("test_*.py"), *place.rglob("rows/[a-z]*.py")]
+        found += [place] if place.is_file() else sorted(inside)
     return list(dict.fromkeys(path.relative_to(tree).as_posix() for path in found))
 
 
