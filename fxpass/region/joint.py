@@ -112,7 +112,7 @@ def _trace(function: Any, inputs: Any, hints: Any, trained: Any, device: torch.d
     table = decompositions()
     run = Interpreter(eager, device)
     pure = torch.func.functionalize(lambda *tensors: run(list(tensors)), remove="mutations")
-    graph = _tidy(traced(pure, fakes, table))
+    graph = tidy(traced(pure, fakes, table))
     fakes.check()
     for node, of in zip(graph.find_nodes(op="placeholder"), given, strict=True):
         node.meta["input"] = of
@@ -158,7 +158,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return table
 
 
-def _tidy(graph: fx.Graph) -> fx.Graph:
+def tidy(graph: fx.Graph) -> fx.Graph:
     """Without copies of values, with ATen's casts, without what is computed twice or unread."""
     same = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
     same |= {aten.lift_fresh_copy.default}

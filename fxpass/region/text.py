@@ -22,7 +22,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
@@ -47,6 +47,7 @@ _PREFIX = {function: f"size.{name}" for name, function in _OF_SIZES.items()}
 _DEFAULT = {"layout": (None, torch.strided), "pin_memory": (None, False)}
 _SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 _INDEX = ("aten.index.Tensor",)  # by integers; fake tensors refuse masks
+_PRIMS = ("fma", "rev")  # what decompositions of Inductor make
 _REFUSED = {
     torch.Tag.nondeterministic_seeded,
     torch.Tag.dynamic_output_shape,
@@ -121,7 +122,7 @@ class RowRegion:
     def text(self) -> str:
         """The text that ``parse`` reads."""
         head = " ".join(f"{name}={_field(getattr(self, name))}" for name in _KINDS)
-        return "\n".join([f"row_region {head}", *_lines(self.graph)])
+        return "\n".join([f"row_region {head}", *lines_of(self.graph)])
 
     @classmethod
     def parse(cls, text: str) -> RowRegion:
@@ -156,7 +157,8 @@ def _field(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(int(value))
 
 
-def _lines(graph: Graph) -> list[str]:
+def lines_of(graph: Graph) -> list[str]:
+    """A line for each node."""
     names: dict[Node, str] = {}
     lines = []
     for node in graph.nodes:
@@ -215,6 +217,8 @@ def function(name: str) -> Callable[..., Any]:
         return _OF_SIZES.get(rest, operator.getitem)
     packet, _, overload = rest.partition(".")
     found: Any = getattr(torch.ops.aten, packet, None) if kind == "aten" else None
+    if kind == "prims" and packet in _PRIMS:
+        found = getattr(torch.ops.prims, packet, None)
     found = getattr(found, overload, None)
     if not isinstance(found, torch._ops.OpOverload) or str(found) != name:
         raise ValueError(f"{name} is no operation of a region")
@@ -229,8 +233,18 @@ def function(name: str) -> Callable[..., Any]:
 
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> RowRegion:
+    head, *lines = text.split("\n")
+    return RowRegion(**_head(head), graph=graph_of(lines))
+
+
+def graph_of(lines: Sequence[str]) -> Graph:
+    """The graph that ``lines_of`` prints.
+
+    Raises:
+        ValueError: a line that is not understood, or an operation that is not allowed.
+    """
     graph, nodes = Graph(), []
-    head, *lines, last = text.split("\n")
+    *lines, last = lines
     for line in lines:
         try:
             nodes.append(_node(line, nodes, graph))
@@ -242,7 +256,7 @@ def _parse(text: str) -> RowRegion:
     if any(number >= len(nodes) for number in returned):
         raise ValueError(f"{last!r} returns what is not computed")
     graph.output([nodes[number] for number in returned])
-    return RowRegion(**_head(head), graph=graph)
+    return graph
 
 
 def _head(line: str) -> dict[str, Any]:

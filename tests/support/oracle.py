@@ -90,7 +90,7 @@ def outcome(row: Row, way: str | Way = FIRST) -> Outcome:
 
 def _outcome(row: Row, way: Way) -> Outcome:
     torch._dynamo.reset()
-    eager = _run(row, way, row.program())
+    eager = run(row, way, row.program())
     records: list[Any] = []
 
     def compiled(function: Function) -> Function:
@@ -110,7 +110,7 @@ def _outcome(row: Row, way: Way) -> Outcome:
             function = (way.spell or _whole)(row, compiled)
         except Exception as error:
             return Outcome(NOTHING, wrong=f"cannot be traced: {_line(error)}")
-        got = _run(row, way, function)
+        got = run(row, way, function)
     torch._dynamo.reset()
     matches = [record for record in records if isinstance(record, RegionMatch)]
     choices = [choice for match in matches for choice in match.choices]
@@ -124,7 +124,7 @@ def _outcome(row: Row, way: Way) -> Outcome:
         left=", ".join(name if n == 1 else f"{n} {name}" for name, n in large.items()),
         reasons=(*(r.reason for r in records if isinstance(r, Rejection)), *graphs.breaks),
         computed=tuple(map(str, computed)),
-        wrong="; ".join([*failed.found, *_differs(row, way, got, eager)]),
+        wrong="; ".join([*failed.found, *differs(row, way, got, eager)]),
     )
 
 
@@ -135,7 +135,7 @@ def _whole(row: Row, compile: Callable[[Function], Function]) -> Function:
 # ---------------------------------------------------------------- values
 
 
-def _run(
+def run(
     row: Row,
     way: Way,
     function: Function,
@@ -143,7 +143,7 @@ def _run(
     order: Tensor | None = None,
     rounding: int | None = None,
 ) -> Values | Exception:
-    """Outputs, gradients of all operands that need some (None where there is none), and operands
+    """Runs a function once: outputs, gradients of all operands that need some (None where there is none), and operands
     that were written to; or what it raises.
 
     Args:
@@ -195,7 +195,7 @@ def _upstream(output: Tensor) -> Tensor:
     return torch.linspace(0.5, 1.5, output.numel()).view(output.shape).to(output.dtype)
 
 
-def _differs(
+def differs(
     row: Row, way: Way, got: Values | Exception, eager: Values | Exception
 ) -> Iterator[str]:
     """Why ``got`` is wrong: an error, a dtype or shape that is not eager's, or more than twice
@@ -210,7 +210,7 @@ def _differs(
     if got.keys() != eager.keys():
         yield f"{list(got)} for {list(eager)}"
         return
-    exact = eager if row.drawn else _run(row, way, row.program(wide=True), wide=True)
+    exact = eager if row.drawn else run(row, way, row.program(wide=True), wide=True)
     if isinstance(exact, Exception):  # of dtypes that are no float64
         exact = eager
     others = functools.cache(lambda: _in_other_orders(row, way, exact))
@@ -248,7 +248,7 @@ def _off(
 def _in_other_orders(row: Row, way: Way, exact: Values) -> list[Values]:
     """Eager's values where hidden values are summed in other orders; none where they are not only
     summed over, as another order in float64 shows."""
-    near = [_run(row, way, row.program(), rounding=seed) for seed in range(way.spread)]
+    near = [run(row, way, row.program(), rounding=seed) for seed in range(way.spread)]
     near = [values for values in near if not isinstance(values, Exception)]
     shapes = {name: t.shape for name, t in zip(row.names, row.tensors(), strict=True)}
     x, weight = shapes.get("x", ()), shapes.get("weight", ())
@@ -256,13 +256,13 @@ def _in_other_orders(row: Row, way: Way, exact: Values) -> list[Values]:
         return near
     random = torch.Generator().manual_seed(0)
     orders = [torch.randperm(x[1], generator=random) for _ in range(ORDERS)]
-    again = _run(row, way, row.program(wide=True), True, orders[0])
+    again = run(row, way, row.program(wide=True), True, orders[0])
     if isinstance(again, Exception) or again.keys() != exact.keys():
         return near
     pairs = [(again[name], true) for name, true in exact.items() if isinstance(true, Tensor)]
     if any(error(ours, true) > 1e-6 for ours, true in pairs):
         return near
-    found = [_run(row, way, row.program(), order=order) for order in orders]
+    found = [run(row, way, row.program(), order=order) for order in orders]
     return [*near, *(values for values in found if not isinstance(values, Exception))]
 
 

@@ -31,6 +31,7 @@ LAW = {
     "aten": {"spec", "plan", "region"},
     "kernels": {"spec", "plan"},
     "op": {"spec", "plan", "aten", "kernels", "region"},
+    "rows": {"spec", "op", "region"},
     "lower": {"graph", "spec", "plan", "region"},
     "capture": {"graph", "spec", "plan"},
     "deferred": {"spec", "op", "graph", "capture"},

@@ -1,0 +1,175 @@
+"""The products of a joint graph that may be heads.
+
+In: a graph. Out: the products of forward whose results are reduced, with the tags of their rows::
+
+    mm(x [N, D], weightᵀ [D, V])        logits [N, V], tagged "rc"
+    mm(weight [V, D], xᵀ [D, N])        logits [V, N], tagged "cr", where classes are first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fxpass.rows.rules import A, Env, Plan, Ref, Rules, fit
+from fxpass.rows.sizes import hint, is_one, is_tensor, key, numel, packet, shape, value
+from fxpass.rows.tags import Tag, View
+
+PRODUCTS = {A.mm, A.addmm, A.bmm, A.baddbmm}
+MIB = 1 << 20
+# Parts of the least logits that a tile of the vocabulary may be.
+PARTS = 8
+
+
+@dataclass(frozen=True)
+class Head:
+    """A product that makes logits.
+
+    Attributes:
+        node: the product.
+        x, weight: its factors.
+        bias: of ``addmm``.
+        first: whether classes come first.
+    """
+
+    node: Node
+    x: Node
+    weight: Node
+    bias: Node | None
+    first: bool
+
+    @property
+    def classes(self) -> int:
+        return hint(shape(self.node)[-2 if self.first else -1])
+
+    @property
+    def rows(self) -> Any:
+        """The number of rows."""
+        sizes = list(shape(self.node))
+        sizes.pop(-2 if self.first else -1)
+        return tuple(map(key, sizes))
+
+    @property
+    def hidden(self) -> int:
+        return hint(shape(self.x)[-2 if self.first else -1])
+
+    def plan(self) -> Plan | None:
+        """How the product runs on a chunk; None for a batch with several weights."""
+        x, weight = self.x, self.weight
+        if packet(self.node) is A.bmm:
+            return self._batched()
+        view = View(key(shape(x)[1 if self.first else 0]))
+        tag = Tag("cr" if self.first else "rc", view)
+        of_x = Ref("row", x, "kr" if self.first else "rk", (1 if self.first else 0,), view)
+        refs = [of_x, Ref("shared", weight, "kk")]
+        if self.bias is not None:
+            refs.append(Ref("shared", self.bias, "k" * len(shape(self.bias))))
+
+        def run(env: Env) -> Tensor:
+            matrix = env.shared(refs[1])
+            made = torch.mm(env.get(refs[0]), matrix.t() if self.first else matrix)
+            if len(refs) < 3:
+                return made
+            return made + fit(env.get(refs[2]), refs[2].letters, tag.letters)
+
+        return Plan(tag, refs, run)
+
+    def _batched(self) -> Plan | None:
+        """``[B, T, D] @ [D, V]``, where the matrix is the same for the whole batch."""
+        many, one = value(self.weight), is_one(shape(self.node)[0])
+        if self.first or not (one or many.stride(0) == 0):
+            return None
+        b, t = map(key, shape(self.node)[:2])
+        view = View(t) if one else View(b * t).reshape((b, t))
+        tag = Tag("krc" if one else "rrc", view)
+        letters = "krk" if one else "rrk"
+        x = Ref("row", self.x, letters, tag.rows, view)
+        refs = [x, Ref("shared", self.weight, "kkk")]
+
+        def run(env: Env) -> Tensor:
+            return torch.matmul(env.get(refs[0]), env.shared(refs[1])[0])
+
+        return Plan(tag, refs, run)
+
+
+def heads(graph: Graph, later: set[Node], least_mb: float, first: bool) -> list[Head]:
+    """The products that may be heads, those of ``later`` (backward) left out.
+
+    Args:
+        least_mb: the size of logits, in MiB, that are worth a loop; 0: all are.
+        first: whether classes come first.
+    """
+    products = [
+        n
+        for n in graph.nodes
+        if n.op == "call_function" and packet(n) in PRODUCTS - {A.baddbmm} and is_tensor(n)
+    ]
+    found = []
+    for node in products:
+        if node in later or numel(shape(node)) == 0:
+            continue
+        if _bytes(node) * PARTS < least_mb * MIB:
+            continue
+        if (head := _head(node, first)) is not None:
+            found.append(head)
+    wide = [head for head in found if head.classes > head.hidden]
+    return _reduced(wide or ([] if least_mb else found), later)
+
+
+def _head(node: Node, first: bool) -> Head | None:
+    a, b = node.args[-2:]
+    bias = node.args[0] if packet(node) is A.addmm else None
+    if packet(node) is A.addmm and any(v != 1 for v in node.kwargs.values()):
+        return None
+    x, weight = (b, a) if first else (a, b)
+    if not isinstance(x, Node) or not isinstance(weight, Node):
+        return None
+    return Head(node, x, weight, bias if isinstance(bias, Node) else None, first)
+
+
+def _bytes(node: Node) -> int:
+    return numel(shape(node)) * value(node).dtype.itemsize
+
+
+def _reduced(found: list[Head], later: set[Node]) -> list[Head]:
+    """Those of which forward makes no hidden states, as of hidden layers; if there is none, all."""
+    ends = [head for head in found if not _is_multiplied(head, later)]
+    return ends or found
+
+
+def _is_multiplied(head: Head, later: set[Node]) -> bool:
+    seen, todo = set[Node](), [head.node]
+    while todo:
+        for user in todo.pop().users:
+            if user in seen or user in later:
+                continue
+            if packet(user) in PRODUCTS and 2 * numel(shape(user)) >= numel(shape(head.x)):
+                return True
+            seen.add(user)
+            todo.append(user)
+    return False
+
+
+def backward_of(tangents: Iterable[Node], graph: Graph) -> set[Node]:
+    """The nodes that read a tangent."""
+    found = set(tangents)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def seeded(rules: Rules, found: list[Head]) -> list[Head]:
+    """Plans the heads; returns those that have a plan."""
+    kept = []
+    for head in found:
+        plan = head.plan()
+        if plan is not None:
+            rules.plans[head.node] = plan
+            kept.append(head)
+    return kept

@@ -1,0 +1,324 @@
+"""Finds the regions of a joint graph, between the products of heads and what has no classes.
+
+In: a joint or an inference graph, and how many of its outputs are of forward. Out: the parts of
+regions that run as one call each, the earliest first; :class:`Found`. A node that reads a sum over
+all rows of a region, or a tangent, is of a later phase. Where everything of backward is a number of
+one tangent times known values, it is computed in forward for a tangent of 1::
+
+    cross_entropy(z, labels, reduction="sum")                     one phase: three products
+    (log_softmax(z)[labels] - reference).sigmoid().log().mean()   two phases: four products
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from fxpass.rows import indexing, joins, parts, pointwise, products, views  # noqa: F401  rules
+from fxpass.rows.heads import Head, backward_of, heads, seeded
+from fxpass.rows.rules import A, Rules, base_of
+from fxpass.rows.sizes import key, numel, packet, shape
+from fxpass.rows.tags import Stop, Tag
+from fxpass.rows.tangents import META, degrees
+
+AGAIN = 5  # as often, rules of backward may find what others have tagged
+
+
+@dataclass
+class Part:
+    """What one call computes.
+
+    Attributes:
+        phase: the number of its phase.
+        results: the nodes that leave, in the order of the graph.
+        body: the nodes that run, in the order of the graph.
+    """
+
+    phase: int
+    results: list[Node]
+    body: list[Node]
+
+
+@dataclass
+class Found:
+    """The regions of a graph.
+
+    Attributes:
+        rules: the plans of its nodes.
+        parts: the calls.
+        inside: the nodes of the regions that run in calls.
+        factor: the tangent for which gradients are computed in forward; None if there is none.
+        degrees: of all nodes in it.
+        declined: why a head is left as it is.
+    """
+
+    rules: Rules
+    parts: list[Part] = field(default_factory=list)
+    inside: set[Node] = field(default_factory=set)
+    factor: Node | None = None
+    degrees: dict[Node, int | None] = field(default_factory=dict)
+    declined: dict[Node, str] = field(default_factory=dict)
+    heads: list[Head] = field(default_factory=list)
+
+
+def regions(
+    graph: Graph,
+    forward: int | None,
+    least_mb: float,
+    first: bool = False,
+    largest: bool = False,
+) -> Found | None:
+    """Finds the regions of a graph; None if it has no head.
+
+    Args:
+        forward: the number of the outputs of forward; None if the graph has no backward.
+        least_mb: the size of logits, in MiB, that are worth a loop.
+        first: whether classes come before rows.
+        largest: whether only products with as many rows as the largest are heads.
+    """
+    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+    later = backward_of(tangents, graph)
+    candidates = heads(graph, later, least_mb, first)
+    if not candidates:
+        return None
+    if largest:
+        rows = max(candidates, key=lambda head: numel(shape(head.node))).rows
+        candidates = [head for head in candidates if head.rows == rows]
+    rules = Rules(
+        graph,
+        classes=max(head.classes for head in candidates),
+        large=min(numel(shape(head.node)) for head in candidates) // 4 + 1,
+        weights={base_of(head.weight) for head in candidates},
+        hidden={base_of(head.x) for head in candidates},
+    )
+    found = Found(rules, heads=seeded(rules, candidates))
+    _propagate(found, later)
+    inside = _inside(rules, graph)
+    _factor(found, graph, tangents, inside)
+    _parts(found, graph, inside, tangents, later, forward)
+    return found
+
+
+def _propagate(found: Found, later: set[Node]) -> None:
+    """Plans what rules reach from the heads, forwards, and backwards from gradients."""
+    rules = found.rules
+    ends: set[Node] = set()  # hidden values: the model's backward is not of the region
+    for _ in range(AGAIN):
+        before = len(rules.plans)
+        for node in rules.graph.nodes:
+            if node.op != "call_function" or node in rules.plans or packet(node) in META:
+                continue
+            if rules.fill(node) is not None:
+                continue
+            tagged = [a for a in node.all_input_nodes if rules.tag(a) is not None]
+            if not tagged and node in later and packet(node) is A.mm:
+                _pull_gradient(found, node)
+            elif tagged and not all(a in ends for a in tagged):
+                try:
+                    rules.apply(node)
+                except Stop as stop:
+                    rules.reasons[node] = str(stop)
+                    continue
+                weights = any(map(rules.is_weight, node.all_input_nodes))
+                if packet(node) in (A.mm, A.bmm) and weights and not rules.has_classes(node):
+                    ends.add(node)
+        if len(rules.plans) == before:
+            return
+
+
+def _pull_gradient(found: Found, node: Node) -> None:
+    """A gradient of logits that is made of rows alone, as of picked logits: what a head's weight or
+    hidden states are multiplied by."""
+    rules = found.rules
+    a, b = node.args[:2]
+    for head in found.heads:
+        tag = rules.tag_of(head.node)
+        if tag is None or len(tag.letters) != 2:
+            continue
+        n, v = (key(shape(head.node)[i]) for i in ((1, 0) if head.first else (0, 1)))
+        for x, other, letters in ((a, b, "rc"), (b, a, "cr"), (a, b, "cr"), (b, a, "rc")):
+            if not isinstance(x, Node) or x in rules.plans or x.op != "call_function":
+                continue
+            if numel(shape(x)) < rules.large or not rules.is_pulled(x):
+                continue
+            fits = tuple(map(key, shape(x))) == ((n, v) if letters == "rc" else (v, n))
+            if fits and (rules.is_weight(other) or base_of(other) is base_of(head.x)):
+                try:
+                    rules.pull(x, Tag(letters, tag.view))
+                except Stop as stop:
+                    rules.reasons[x] = str(stop)
+
+
+def _inside(rules: Rules, graph: Graph) -> set[Node]:
+    """The nodes with classes, sums over their rows, and rows that are read where classes are."""
+    reads = {
+        node: [ref.node for ref in plan.refs if ref.kind == "node"]
+        for node, plan in rules.plans.items()
+    }
+    seeds = {
+        node
+        for node, read in reads.items()
+        if any(map(rules.has_classes, [node, *read])) or rules.is_sum(node)
+    }
+    wanted: set[Node] = set()
+    for node in reversed(list(graph.nodes)):
+        if node in reads and (node in seeds or not wanted.isdisjoint(node.users)):
+            wanted.add(node)
+    inside: set[Node] = set()
+    for node in graph.nodes:
+        some = [n for n in reads.get(node, ()) if n in inside]
+        of_several = any(isinstance(rules.tag(n), list) for n in some)
+        if node in seeds or of_several or (node in wanted and some):
+            inside.add(node)
+    return inside
+
+
+def _factor(found: Found, graph: Graph, tangents: list[Node], inside: set[Node]) -> None:
+    """The one tangent that gradients are a multiple of, if there is one."""
+    reached = [t for t in tangents if not backward_of([t], graph).isdisjoint(inside)]
+    if len(reached) != 1 or numel(shape(reached[0])) != 1:
+        return
+    degree = degrees(found.rules, graph, reached[0])
+    if all(degree[node] is not None for node in inside):
+        found.factor, found.degrees = reached[0], degree
+
+
+def _phases(
+    found: Found, graph: Graph, inside: set[Node], tangents: list[Node], later: set[Node]
+) -> dict[Node, int]:
+    """The phase of each node: one more for each way out of the regions through sums over rows;
+    what reads a tangent that is no factor is of the last."""
+    rules, phase, last = found.rules, dict[Node, int](), 0
+    for backward in (False, True):
+        for node in graph.nodes:
+            if node in tangents:
+                phase[node] = 0 if node is found.factor else last
+                continue
+            if node in later and not backward:
+                continue
+            filled = node.op == "call_function" and node not in rules.plans
+            if packet(node) in META or (filled and rules.fill(node) is not None):
+                phase[node] = 0
+            elif node in inside:
+                phase[node] = max(
+                    (
+                        phase.get(ref.node, 0) + (ref.node in inside and ref.kind != "node")
+                        for ref in rules.plans[node].refs
+                    ),
+                    default=0,
+                )
+            else:
+                reads = node.all_input_nodes
+                phase[node] = max((phase.get(a, 0) + (a in inside) for a in reads), default=0)
+        last = 1 + max((phase[n] for n in inside if n in phase), default=0)
+    return phase
+
+
+def _parts(
+    found: Found,
+    graph: Graph,
+    inside: set[Node],
+    tangents: list[Node],
+    later: set[Node],
+    forward: int | None,
+) -> None:
+    rules = found.rules
+    phase = _phases(found, graph, inside, tangents, later)
+    component = _components(rules, inside)
+    gradients = _gradients(graph, forward)
+    bad: dict[Node, str] = {}
+    for node in inside:
+        if not rules.has_classes(node):
+            continue
+        for user in node.users:
+            filled = user.op == "call_function" and rules.fill(user) is not None
+            harmless = packet(user) in META or filled or (user.op == "output" and node in gradients)
+            if user not in inside and not harmless:
+                bad.setdefault(component[node], _why(rules, user))
+    of_heads = {component[head.node] for head in found.heads if head.node in inside}
+    for head in found.heads:
+        if head.node in inside and component[head.node] in bad:
+            found.declined[head.node] = bad[component[head.node]]
+    if found.declined:  # gradients alone save nothing
+        bad |= {c: "has no head" for c in component.values() if c not in of_heads and c not in bad}
+    live = {n for n in inside if component[n] not in bad}
+    found.inside = live
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    needed = {
+        n
+        for n in live
+        if (not rules.has_classes(n) or n in gradients)
+        and not isinstance(rules.tag(n), list)
+        and any(user not in inside for user in n.users)
+    }
+    for p in sorted({phase[n] for n in live}, reverse=True):
+        for c in dict.fromkeys(component[n] for n in sorted(live, key=order.__getitem__)):
+            results = [n for n in needed if phase[n] == p and component[n] is c]
+            if results:
+                body = _body(rules, results, inside, phase, p, needed)
+                in_order = [sorted(some, key=order.__getitem__) for some in (results, body)]
+                found.parts.append(Part(p, *in_order))
+    found.parts.reverse()
+
+
+def _why(rules: Rules, user: Node) -> str:
+    if user.op == "output":
+        return "leaves the graph with its classes"
+    return f"{packet(user)} {rules.reasons.get(user, 'reads its classes')}"
+
+
+def _body(
+    rules: Rules,
+    results: Sequence[Node],
+    inside: set[Node],
+    phase: dict[Node, int],
+    now: int,
+    needed: set[Node],
+) -> set[Node]:
+    """What runs for some results: values with classes are computed again in each phase, rows of an
+    earlier phase are handed over (and are ``needed`` there)."""
+    body, todo = set[Node](), list(results)
+    while todo:
+        node = todo.pop()
+        if node in body:
+            continue
+        body.add(node)
+        for ref in rules.plans[node].refs:
+            if ref.kind != "node":
+                continue
+            again = rules.has_classes(ref.node) or isinstance(rules.tag(ref.node), list)
+            if again or (ref.node in inside and phase[ref.node] == now):
+                todo.append(ref.node)
+            elif ref.node in inside:
+                needed.add(ref.node)
+    return body
+
+
+def _components(rules: Rules, inside: set[Node]) -> dict[Node, Node]:
+    """For each node, one node that stands for all that it is connected with."""
+    parent = {n: n for n in inside}
+
+    def find(node: Node) -> Node:
+        while parent[node] is not node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for node in inside:
+        for ref in rules.plans[node].refs:
+            if ref.kind == "node" and ref.node in inside:
+                parent[find(node)] = find(ref.node)
+    return {node: find(node) for node in inside}
+
+
+def _gradients(graph: Graph, forward: int | None) -> set[Node]:
+    """What the graph returns of backward alone: gradients of operands with classes leave so."""
+    returned: Sequence[Any] = pytree.tree_leaves(graph.output_node().args)
+    if forward is None:
+        return set()
+    kept = {x for x in returned[:forward] if isinstance(x, Node)}
+    return {x for x in returned[forward:] if isinstance(x, Node)} - kept

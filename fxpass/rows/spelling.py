@@ -1,0 +1,61 @@
+"""One spelling for what decompositions spell in several ways.
+
+In: a graph. Out: the graph, changed in place::
+
+    view(cat([a, b], 0), [2, *a.shape])    cat([unsqueeze(a, 0), unsqueeze(b, 0)], 0)
+    bmm(a [1, N, D], b [1, D, V])          unsqueeze(mm(a [N, D], b [D, V]), 0)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fxpass.rows.rules import A
+from fxpass.rows.sizes import is_one, key, keys, packet, shape, value
+
+_VIEWS = (A.view, A._unsafe_view, A.reshape)
+
+
+def spell(graph: Graph) -> None:
+    """Spells stacks as joins along a new dimension, and a batch of one product as a product."""
+    for node in list(graph.nodes):
+        made = None
+        if packet(node) in _VIEWS:
+            made = _stacked(graph, node)
+        elif packet(node) is A.bmm and is_one(shape(node)[0]):
+            made = _product(graph, node)
+        if made is not None:
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+    graph.eliminate_dead_code()
+
+
+def _stacked(graph: Graph, node: Node) -> Node | None:
+    joined: Any = node.args[0]
+    if packet(joined) is not A.cat or (len(joined.args) > 1 and joined.args[1]):
+        return None
+    parts, sizes = joined.args[0], keys(shape(node)[1:])
+    if len(parts) < 2 or not shape(parts[0]) or key(shape(node)[0]) != len(parts):
+        return None
+    if any(keys(shape(part)) != sizes for part in parts):
+        return None
+    with graph.inserting_before(node):
+        rows = [graph.call_function(A.unsqueeze.default, (part, 0)) for part in parts]
+        made = graph.call_function(A.cat.default, (rows, 0))
+    for row in rows:
+        row.meta["val"] = value(node)[:1]
+    return made
+
+
+def _product(graph: Graph, node: Node) -> Node:
+    a, b = node.args
+    with graph.inserting_before(node):
+        factors = [graph.call_function(A.squeeze.dim, (factor, 0)) for factor in (a, b)]
+        product = graph.call_function(A.mm.default, tuple(factors))
+        made = graph.call_function(A.unsqueeze.default, (product, 0))
+    for factor, of in zip(factors, (a, b), strict=True):
+        factor.meta["val"] = value(of)[0]  # pyright: ignore[reportArgumentType]
+    product.meta["val"] = value(node)[0]
+    return made

@@ -1,0 +1,111 @@
+"""Rules of views: of rows they compute nothing, of other dimensions they are taken of a chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from fxpass.rows.rules import A, Env, Plan, Rules, fit, rule
+from fxpass.rows.sizes import packet, same, shape
+from fxpass.rows.tags import (
+    Stop,
+    Tag,
+    others,
+    place,
+    regrouped,
+    relettered,
+)
+
+
+@rule("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze")
+def reshape(rules: Rules, node: Node, want: Tag | None) -> Plan:
+    """The same elements in other dimensions."""
+    source, after = source_of(node), shape(node)
+    before = shape(source)
+    if want is None:
+        tag = tagged(rules, source)
+        letters = regrouped(before, tag.letters, after, rules.classes)
+        made = tag.like(letters)
+        result, given = tag.like(letters, tag.view.reshape(made.row_sizes(after))), tag
+    else:
+        letters = regrouped(after, want.letters, before, rules.classes)
+        made = want.like(letters)
+        result, given = want, want.like(letters, want.view.reshape(made.row_sizes(before)))
+    ref, sizes = rules.ref(source, given), others(after, result.letters)
+
+    def run(env: Env) -> Tensor:
+        tensor = env.get(ref)
+        return tensor.reshape(tensor.shape[0], *map(env.size, sizes))
+
+    return Plan(result, [ref], run)
+
+
+@rule("permute", "transpose", "t")
+def permute(rules: Rules, node: Node, want: Tag | None) -> Plan:
+    """The dimensions in another order."""
+    source, order = source_of(node), _order(node)
+    sizes = shape(source)
+    if want is None:
+        letters = tagged(rules, source).letters
+    else:
+        letters = "".join(want.letters[order.index(d)] for d in range(len(order)))
+    of_rows = [d for d in order if letters[d] == "r"]
+    places = tuple(sorted(of_rows).index(d) for d in of_rows)
+    if want is None:
+        given = tagged(rules, source)
+        view = given.view.then("permute", places, [sizes[d] for d in of_rows])
+        result = given.like("".join(letters[d] for d in order), view)
+    else:
+        back = tuple(places.index(i) for i in range(len(places)))
+        view = want.view.then("permute", back, [sizes[d] for d in sorted(of_rows)])
+        result, given = want, want.like(letters, view)
+    ref, inner = rules.ref(source, given), [place(letters, d) for d in order if letters[d] != "r"]
+    return Plan(result, [ref], lambda env: env.get(ref).permute(0, *inner))
+
+
+def _order(node: Node) -> list[int]:
+    rank = len(shape(node))
+    if packet(node) is A.permute:
+        return [d % rank for d in node.args[1]]  # pyright: ignore
+    order = list(range(rank))
+    if rank > 1:
+        given: Any = (0, 1) if packet(node) is A.t else node.args[1:]
+        a, b = (d % rank for d in given)
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+@rule("expand")
+def expand(rules: Rules, node: Node, want: Tag | None) -> Plan:
+    """Dimensions of one element as larger ones, and new dimensions in front."""
+    source, sizes = source_of(node), shape(node)
+    if want is None:
+        tag = tagged(rules, source)
+        start = len(sizes) - len(tag.letters)
+        for i, letter in enumerate(tag.letters):
+            if letter == "r" and not same(shape(source)[i], sizes[start + i]):
+                raise Stop("spreads rows")
+        want = tag.like(relettered("k" * start + tag.letters, sizes, rules.classes))
+    tag = want
+    ref, inner = rules.spread(source, tag, sizes), others(sizes, tag.letters)
+
+    def run(env: Env) -> Tensor:
+        tensor = fit(env.get(ref), ref.letters, tag.letters)
+        return tensor.expand(tensor.shape[0] if tensor.dim() else 1, *map(env.size, inner))
+
+    return Plan(tag, [ref], run)
+
+
+def source_of(node: Node) -> Node:
+    source = node.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+def tagged(rules: Rules, node: Node) -> Tag:
+    tag = rules.tag_of(node)
+    if tag is None:
+        raise Stop("reads nothing that is tagged")
+    return tag

@@ -1,0 +1,67 @@
+"""Letters of reshaped tensors, and views of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxpass.rows.tags import Stop, Tag, View, letter_of, regrouped, rows_of
+
+B, T, V = 2, 24, 97
+
+
+@pytest.mark.parametrize(
+    ("old", "letters", "new", "found"),
+    [
+        ((B * T, V), "rc", (B, T, V), "rrc"),
+        ((B, T, V), "rrc", (B * T, V), "rc"),
+        ((B * T, V), "rc", (B * T, 1, V), "rkc"),
+        ((B, 1, T, V), "rkrc", (B * T, V), "rc"),
+        ((B * T, 96), "rc", (B * T, 2, 48), "rkc"),
+        ((B * T, 1), "rk", (B * T,), "r"),
+        # as many rows as classes: the order of the dimensions decides
+        ((6, 6), "rc", (2, 3, 6), "rrc"),
+        ((6, 6), "cr", (6, 2, 3), "crr"),
+    ],
+)
+def test_a_reshape_keeps_letters(old, letters, new, found):
+    assert regrouped(old, letters, new, V) == found
+
+
+@pytest.mark.parametrize(
+    ("old", "letters", "new"),
+    [
+        ((B * T, V), "rc", (B * T * V,)),
+        ((B, T, V), "rrc", (B, T * V)),
+        ((4, 6), "rc", (6, 4)),
+    ],
+)
+def test_a_reshape_that_mixes_rows_and_classes(old, letters, new):
+    with pytest.raises(Stop, match="mixes rows and classes"):
+        regrouped(old, letters, new, V)
+
+
+def test_few_entries_are_no_classes():
+    assert (letter_of(5, V), letter_of(7, V), letter_of(V, V)) == ("k", "c", "c")
+
+
+def test_steps_that_undo_each_other_are_none():
+    view = View(B * T).reshape((B, T))
+    assert view.reshape((B * T,)) == View(B * T)
+    assert view.then("permute", (1, 0), (T, B)).then("permute", (1, 0), (B, T)) == view
+    assert view.then("flip", (1,), (B, T)).then("flip", (1,), (B, T)) == view
+    assert view.then("permute", (0, 1), (B, T)) is view
+
+
+def test_a_view_is_what_torch_takes():
+    rows = torch.arange(B * T)
+    view = View(B * T).reshape((B, T)).then("slice", (1, 1, T, 1), (B, T - 1))
+    view = view.then("permute", (1, 0), (T - 1, B)).then("flip", (0,), (T - 1, B))
+    view = view.then("select", (1, 0), (T - 1,))
+    assert torch.equal(rows_of(rows, view), rows.view(B, T)[:, 1:].t().flip(0)[:, 0])
+    assert not view.is_whole
+    assert View(4).then("flip", (0,), (4,)).is_whole
+
+
+def test_the_sizes_of_rows():
+    assert Tag("krc", View(5)).row_sizes((2, 5, 7)) == [5]
