@@ -4,6 +4,7 @@ In: a graph. Out: the graph, changed in place::
 
     view(cat([a, b], 0), [2, *a.shape])    cat([unsqueeze(a, 0), unsqueeze(b, 0)], 0)
     bmm(a [1, N, D], b [1, D, V])          unsqueeze(mm(a [N, D], b [D, V]), 0)
+    max(z)                                 amax(amax(z, [-1]))
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from torch.fx import Graph, Node
 from fxpass.rows.rules import A
 from fxpass.rows.sizes import is_one, key, keys, packet, shape, value
 
+_EXTREMES = {A.max.default: A.amax.default, A.min.default: A.amin.default}
 _VIEWS = (A.view, A._unsafe_view, A.reshape)
 
 
 def spell(graph: Graph) -> None:
-    """Spells stacks as joins along a new dimension, and a batch of one product as a product."""
+    """Spells stacks, batches of one product, and extremes of everything in one way."""
     for node in list(graph.nodes):
         made = None
         if packet(node) in _VIEWS:
             made = _stacked(graph, node)
         elif packet(node) is A.bmm and is_one(shape(node)[0]):
             made = _product(graph, node)
+        elif node.target in _EXTREMES and len(shape(node.args[0])) > 1:
+            made = _of_rows_first(graph, node)
         if made is not None:
             made.meta = dict(node.meta)
             node.replace_all_uses_with(made)
@@ -58,4 +62,14 @@ def _product(graph: Graph, node: Node) -> Node:
     for factor, of in zip(factors, (a, b), strict=True):
         factor.meta["val"] = value(of)[0]  # pyright: ignore[reportArgumentType]
     product.meta["val"] = value(node)[0]
+    return made
+
+
+def _of_rows_first(graph: Graph, node: Node) -> Node:
+    """The extreme of the extremes of the last dimension."""
+    extreme = _EXTREMES[node.target]
+    with graph.inserting_before(node):
+        rows = graph.call_function(extreme, (node.args[0], [-1]))
+        made = graph.call_function(extreme, (rows,))
+    rows.meta["val"] = value(node.args[0])[..., 0]  # pyright: ignore[reportArgumentType]
     return made

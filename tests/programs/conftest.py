@@ -24,7 +24,7 @@ DEALT = (
     *("outside", "checkpointed", "exported"),
 )
 # Of so many rows, one is dealt a way, and the tags of another are checked.
-EACH = 4
+EACH = 8
 
 
 def _number(row: Row) -> int:
