@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from fxpass.rows.emit import emit
 from fxpass.rows.regions import Found, regions
+from fxpass.rows.softmaxes import softmaxes
 from fxpass.rows.spelling import spell
 from fxpass.rows.tags import Stop
 
@@ -56,6 +57,7 @@ def rewrite(module: GraphModule, forward: int | None, least_mb: float = 0) -> Re
         attempt = _copied(module)
         try:
             spell(attempt)
+            softmaxes(attempt)
             found = regions(attempt, forward, least_mb, first, largest)
             if found is None:
                 continue

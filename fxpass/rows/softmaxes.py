@@ -1,0 +1,119 @@
+"""Softmaxes that decompositions have taken apart, put together again.
+
+In: a graph. Out: the graph, changed in place. A formula is read of these, and rounds as they do::
+
+    d = z - amax(z);  d - log(sum(exp(d)))    _log_softmax(z)
+    d = z - amax(z);  exp(d) / sum(exp(d))    _softmax(z)
+    m = where(abs(amax(z)) == inf, 0, amax(z));  log(sum(exp(z - m))) + m    logsumexp(z)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.fx import Graph, Node
+
+from fxpass.rows.rules import A
+from fxpass.rows.sizes import packet, shape, value
+
+_SQUEEZES = (A.squeeze, A.view, A.reshape)
+
+
+def softmaxes(graph: Graph) -> None:
+    """Replaces what is a softmax, its logarithm, or the logarithm of its sum."""
+    for node in graph.nodes:
+        found = None
+        if node.target is A.sub.Tensor:
+            found = _log_softmax(node)
+        elif node.target is A.div.Tensor:
+            found = _softmax(node)
+        elif node.target is A.add.Tensor:
+            found = _logsumexp(node)
+        if found is None:
+            continue
+        target, args = found
+        with graph.inserting_before(node):
+            made = graph.call_function(target, args)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+    graph.eliminate_dead_code()
+
+
+def _is(node: Any, target: Any) -> bool:
+    return isinstance(node, Node) and node.target is target
+
+
+def _shifted(node: Any) -> tuple[Node, int] | None:
+    """What ``z - amax(z, [dim], True)`` is of, and the dimension."""
+    if not _is(node, A.sub.Tensor) or node.kwargs:
+        return None
+    z, largest = node.args
+    if not _is(largest, A.amax.default) or largest.args[0] is not z or largest.args[2:] != (True,):
+        return None
+    dims = largest.args[1]
+    return (z, dims[0] % len(shape(z))) if len(dims) == 1 else None
+
+
+def _summed(node: Any, terms: Any, dim: int, keeps: bool) -> bool:
+    """Whether a node is the sum of some terms over a dimension."""
+    if not _is(node, A.sum.dim_IntList) or node.args[0] is not terms or node.kwargs:
+        return False
+    dims, *keep = node.args[1:]
+    return [d % len(shape(terms)) for d in dims] == [dim] and bool(keep and keep[0]) == keeps
+
+
+def _log_softmax(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
+    shifted, log = node.args
+    if (of := _shifted(shifted)) is None or not _is(log, A.log.default):
+        return None
+    total: Any = log.args[0]  # pyright: ignore[reportAttributeAccessIssue]
+    terms = total.args[0] if _is(total, A.sum.dim_IntList) else None
+    if not _is(terms, A.exp.default) or terms.args[0] is not shifted:
+        return None
+    return (A._log_softmax.default, (*of, False)) if _summed(total, terms, of[1], True) else None
+
+
+def _softmax(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
+    terms, total = node.args
+    if not _is(terms, A.exp.default) or node.kwargs:
+        return None
+    of = _shifted(terms.args[0])  # pyright: ignore[reportAttributeAccessIssue]
+    if of is None or not _summed(total, terms, of[1], True):
+        return None
+    return A._softmax.default, (*of, False)
+
+
+def _logsumexp(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
+    log, largest = node.args
+    if not _is(log, A.log.default) or node.kwargs:
+        return None
+    total: Any = log.args[0]  # pyright: ignore[reportAttributeAccessIssue]
+    terms = total.args[0] if _is(total, A.sum.dim_IntList) else None
+    shifted = terms.args[0] if _is(terms, A.exp.default) else None
+    if not _is(shifted, A.sub.Tensor):
+        return None
+    z, finite = shifted.args
+    same = isinstance(largest, Node) and packet(largest) in _SQUEEZES and largest.args[0] is finite
+    dim = _finite(finite, z)
+    if dim is None or not (same or largest is finite):
+        return None
+    if not _summed(total, terms, dim, not same) or value(node).dim() + same != value(z).dim():
+        return None
+    return A.logsumexp.default, (z, [dim], not same)
+
+
+def _finite(node: Any, z: Node) -> int | None:
+    """The dimension of ``where(abs(amax(z)) == inf, 0, amax(z))``."""
+    if not _is(node, A.where.self):
+        return None
+    infinite, zero, largest = node.args
+    if not _is(infinite, A.eq.Scalar) or infinite.args[1] != math.inf:
+        return None
+    size = infinite.args[0]
+    of = size.args[0] if _is(size, A.abs.default) else None
+    is_zero = _is(zero, A.scalar_tensor.default) and zero.args[0] == 0
+    known = of is largest and is_zero and _is(largest, A.amax.default) and largest.args[0] is z
+    if not known or largest.args[2:] != (True,) or len(largest.args[1]) != 1:
+        return None
+    return largest.args[1][0] % len(shape(z))
