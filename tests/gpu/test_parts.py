@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 # beside torch, triton, sympy, jinja2, numpy, pytest and expecttest
 MORE = (
     *("xdist", "execnet", "transformers", "tokenizers", "accelerate", "datasets", "peft", "trl"),
-    *("lightning", "deepspeed", "liger_kernel", "matplotlib", "einops", "safetensors"),
+    *("lightning", "deepspeed", "liger_kernel", "torchmetrics", "einops", "safetensors"),
 )
 
 

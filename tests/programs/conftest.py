@@ -58,13 +58,16 @@ class Rows(pytest.Module):
         def test_row(name: str, way: str) -> None:
             check(rows[name], way)
 
+        drawn = [name for name, row in rows.items() if not _number(row) % EACH]
+        tagged = [name for name, row in rows.items() if _has_tags(row)]
+
         @pytest.mark.full
-        @pytest.mark.parametrize("name", [n for n, row in rows.items() if not _number(row) % EACH])
+        @pytest.mark.parametrize("name", drawn)
         def test_dealt(name: str) -> None:
             assert not outcome(rows[name], dealt(rows[name])).wrong
 
         @pytest.mark.full
-        @pytest.mark.parametrize("name", [n for n, row in rows.items() if _has_tags(row)])
+        @pytest.mark.parametrize("name", tagged)
         def test_tags(name: str) -> None:
             row = rows[name]
             with warnings.catch_warnings(), torch._dynamo.config.patch(**row.dynamo):
@@ -74,7 +77,8 @@ class Rows(pytest.Module):
             assert not found.wrong
 
         module = types.ModuleType(f"tests of {self.path.stem}")
-        tests = [test_row] if self.path.stem in LIBRARIES else [test_row, test_dealt, test_tags]
+        some = [] if self.path.stem in LIBRARIES else [(test_dealt, drawn), (test_tags, tagged)]
+        tests = [test_row, *(test for test, names in some if names)]
         vars(module).update({test.__name__: test for test in tests})
         return module
 

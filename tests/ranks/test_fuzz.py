@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # of a sharded head all readers fuse, or none
-PROGRAMS = 16
+PROGRAMS = 8
 
 
 def test_sharded_programs_do_what_eager_does(worlds):
