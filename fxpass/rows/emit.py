@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpass.op import rows as _rows  # noqa: F401  registers the operator
 from fxpass.region.joint import tidy, traced
@@ -237,8 +238,10 @@ def emit(graph: Graph, found: Found) -> None:
     for part, chunk, loop in chunks:
         inputs = [_operand(outer, rules, leaf, ones, handed) for leaf in chunk.leaves]
         call = outer.call(torch.ops.fxpass.rows.default, inputs, loop.text())
+        call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for i, node in enumerate(part.results):
             made = outer.call(operator.getitem, call, i)
+            made.meta["recompute"] = CheckpointPolicy.MUST_SAVE
             tag = rules.tag_of(node)
             if tag is None:
                 result = _summed(outer, rules, node, made)

@@ -71,11 +71,13 @@ class Head:
             refs.append(Ref("shared", self.bias, "k" * len(shape(self.bias))))
 
         def run(env: Env) -> Tensor:
-            matrix = env.shared(refs[1])
-            made = torch.mm(env.get(refs[0]), matrix.t() if self.first else matrix)
+            matrix, rows = env.shared(refs[1]), env.get(refs[0])
+            matrix = matrix.t() if self.first else matrix
             if len(refs) < 3:
-                return made
-            return made + fit(env.get(refs[2]), refs[2].letters, tag.letters)
+                return torch.mm(rows, matrix)
+            if not self.first:  # rounded once
+                return torch.addmm(env.shared(refs[2]), rows, matrix)
+            return torch.mm(rows, matrix) + fit(env.get(refs[2]), refs[2].letters, tag.letters)
 
         return Plan(tag, refs, run)
 

@@ -54,7 +54,10 @@ def mm(rules: Rules, node: Node, want: Tag | None) -> Plan:
 
     def run(env: Env) -> Tensor:
         matrix = env.shared(of_weight)
-        made = torch.mm(env.full(of_x), matrix if side == 0 else matrix.t())
+        matrix = matrix if side == 0 else matrix.t()
+        if len(refs) > 2 and side == 0 and refs[2].kind == "shared":  # rounded once
+            return torch.addmm(env.shared(refs[2]), env.full(of_x), matrix)
+        made = torch.mm(env.full(of_x), matrix)
         if len(refs) < 3:
             return made
         return made + fit(env.get(refs[2]), refs[2].letters, result.letters)
