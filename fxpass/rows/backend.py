@@ -17,6 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
 
+from fxpass.rows.chosen import choose_rows
 from fxpass.rows.emit import emit
 from fxpass.rows.regions import Found, regions
 from fxpass.rows.softmaxes import softmaxes
@@ -58,6 +59,7 @@ def rewrite(module: GraphModule, forward: int | None, least_mb: float = 0) -> Re
         try:
             spell(attempt)
             softmaxes(attempt)
+            choose_rows(attempt)
             found = regions(attempt, forward, least_mb, first, largest)
             if found is None:
                 continue

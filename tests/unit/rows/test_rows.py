@@ -24,8 +24,8 @@ FUSED = [
 # What is not captured whole yet, and what stops it; with dynamic sizes, texts that fix some of them.
 DECLINED = {
     "R-Drop, both passes in one batch": "two views of the same rows meet",
-    "rows taken twice": "an index may take a row twice",
-    "an index changes": "an index may take a row twice",
+    "rows taken twice": "an index behind a function of the logits",
+    "an index changes": "an index of rows and classes",
 }
 DECLINED_DYNAMIC = {
     "4-bit head, unpacked a tile at a time": "a tile's size is that of another tensor",
@@ -71,6 +71,29 @@ def test_sizes_that_coincide(text):
     found = captured(Row("square", text, sizes=SQUARE), "eager")
     assert not found.wrong
     assert found.calls
+
+
+# An index may take a row twice, or none of a row.
+CHOSEN = (
+    "z[labels % 7].logsumexp(-1)",
+    "s[torch.arange(B), tokens[:, 0] % T].log_softmax(-1)[:, 3]",
+    "torch.index_select(s, 1, labels[:5] % T).softmax(-1).square().sum(-1)",
+    "F.cross_entropy(z[labels % N], labels.flip(0))",
+)
+
+
+@pytest.mark.parametrize("way", ["eager", "bf16"])
+@pytest.mark.parametrize("text", CHOSEN)
+def test_rows_by_an_index(text, way):
+    found = captured(Row("chosen", text), way)
+    assert not found.wrong
+    assert found.whole
+
+
+def test_an_index_of_logits_that_are_read_elsewhere():
+    """All of them are multiplied anyway."""
+    text = "z[labels % 7].logsumexp(-1).sum() + F.cross_entropy(z, labels)"
+    assert not captured(Row("both", text), "eager").wrong
 
 
 @pytest.mark.parametrize(
