@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx import Graph, GraphModule, Node
 
@@ -25,6 +27,8 @@ from fxpass.rows.spelling import spell
 from fxpass.rows.tags import Stop
 
 log = logging.getLogger(__name__)
+
+CODE = ("rows", "region", "op")  # what decides the graph and its values
 
 
 @dataclass
@@ -44,12 +48,11 @@ class Rewritten:
     graph: Any = None
 
 
-def rewrite(module: GraphModule, forward: int | None, least_mb: float = 0) -> Rewritten:
-    """Puts calls into a joint graph (or, without ``forward``, an inference graph).
+def rewrite(module: GraphModule, least_mb: float = 0) -> Rewritten:
+    """Puts calls into a joint graph, or an inference graph.
 
     Args:
         module: changed in place, unless everything is declined.
-        forward: the number of the outputs of forward.
         least_mb: the size of logits, in MiB, that are worth a loop.
     """
     result = Rewritten(graph=module)
@@ -60,7 +63,7 @@ def rewrite(module: GraphModule, forward: int | None, least_mb: float = 0) -> Re
             spell(attempt)
             softmaxes(attempt)
             choose_rows(attempt)
-            found = regions(attempt, forward, least_mb, first, largest)
+            found = regions(attempt, least_mb, first, largest)
             if found is None:
                 continue
             why = list(found.declined.values())
@@ -86,6 +89,29 @@ def _copied(module: GraphModule) -> Graph:
     return made
 
 
+class RowsPass(CustomGraphPass):
+    """The pass for Inductor (``joint_custom_pre_pass``), of training and of inference graphs.
+
+    Args:
+        seen: is told what became of each graph.
+        least_mb: the size of logits, in MiB, that are worth a loop.
+    """
+
+    def __init__(self, seen: Callable[[Rewritten], None], least_mb: float = 0) -> None:
+        self.seen, self.least_mb = seen, least_mb
+
+    def __call__(self, graph: Graph) -> None:
+        module = graph.owning_module
+        if module is not None:
+            self.seen(rewrite(module, self.least_mb))
+
+    def uuid(self) -> bytes:
+        """Changes with the code and the settings: torch's caches are keyed by it."""
+        top = Path(__file__).parents[1]
+        files = [file for name in CODE for file in sorted((top / name).glob("*.py"))]
+        return get_hash_for_files(tuple(map(str, files)), extra=str(self.least_mb))
+
+
 def backend(seen: Callable[[Rewritten], None]) -> Any:
     """A backend of ``torch.compile`` that runs the rewritten graphs in eager.
 
@@ -94,11 +120,11 @@ def backend(seen: Callable[[Rewritten], None]) -> Any:
     """
 
     def partition(module: GraphModule, inputs: Any, **options: Any) -> Any:
-        seen(rewrite(module, options["num_fwd_outputs"]))
+        seen(rewrite(module))
         return min_cut_rematerialization_partition(module, inputs, **options)
 
     def inference(module: GraphModule, _: Any) -> Any:
-        seen(rewrite(module, None))
+        seen(rewrite(module))
         return make_boxed_func(module)
 
     def plain(module: GraphModule, _: Any) -> Any:

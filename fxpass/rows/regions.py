@@ -1,9 +1,9 @@
 """Finds the regions of a joint graph, between the products of heads and what has no classes.
 
-In: a joint or an inference graph, and how many of its outputs are of forward. Out: the parts of
-regions that run as one call each, the earliest first; :class:`Found`. A node that reads a sum over
-all rows of a region, or a tangent, is of a later phase. Where everything of backward is a number of
-one tangent times known values, it is computed in forward for a tangent of 1::
+In: a joint or an inference graph. Out: the parts of regions that run as one call each, the earliest
+first; :class:`Found`. A node that reads a sum over all rows of a region, or a tangent, is of a
+later phase. Where all of backward is a number of one tangent times known values, it is computed in
+forward for a tangent of 1::
 
     cross_entropy(z, labels, reduction="sum")                     one phase: three products
     (log_softmax(z)[labels] - reference).sigmoid().log().mean()   two phases: four products
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
@@ -66,16 +65,11 @@ class Found:
 
 
 def regions(
-    graph: Graph,
-    forward: int | None,
-    least_mb: float,
-    first: bool = False,
-    largest: bool = False,
+    graph: Graph, least_mb: float, first: bool = False, largest: bool = False
 ) -> Found | None:
     """Finds the regions of a graph; None if it has no head.
 
     Args:
-        forward: the number of the outputs of forward; None if the graph has no backward.
         least_mb: the size of logits, in MiB, that are worth a loop.
         first: whether classes come before rows.
         largest: whether only products with as many rows as the largest are heads.
@@ -99,7 +93,7 @@ def regions(
     _propagate(found, later)
     inside = _inside(rules, graph)
     _factor(found, graph, tangents, inside)
-    _parts(found, graph, inside, tangents, later, forward)
+    _parts(found, graph, inside, tangents, later)
     return found
 
 
@@ -224,12 +218,12 @@ def _parts(
     inside: set[Node],
     tangents: list[Node],
     later: set[Node],
-    forward: int | None,
 ) -> None:
     rules = found.rules
     phase = _phases(found, graph, inside, tangents, later)
     component = _components(rules, inside)
-    gradients = _gradients(graph, forward)
+    # gradients of operands with classes leave so; what forward returns reads no tangent
+    gradients = later.intersection(pytree.tree_leaves(graph.output_node().args))
     bad: dict[Node, str] = {}
     for node in inside:
         if not rules.has_classes(node):
@@ -313,12 +307,3 @@ def _components(rules: Rules, inside: set[Node]) -> dict[Node, Node]:
             if ref.kind == "node" and ref.node in inside:
                 parent[find(node)] = find(ref.node)
     return {node: find(node) for node in inside}
-
-
-def _gradients(graph: Graph, forward: int | None) -> set[Node]:
-    """What the graph returns of backward alone: gradients of operands with classes leave so."""
-    returned: Sequence[Any] = pytree.tree_leaves(graph.output_node().args)
-    if forward is None:
-        return set()
-    kept = {x for x in returned[:forward] if isinstance(x, Node)}
-    return {x for x in returned[forward:] if isinstance(x, Node)} - kept

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
 
 from fxpass.op import rows as operator
-from fxpass.rows.backend import backend
+from fxpass.rows.backend import RowsPass, backend
 from tests.programs.catalog import catalog
 from tests.programs.operands import SQUARE
 from tests.programs.row import NOTHING, RAISES, Row
@@ -152,3 +153,30 @@ def test_any_number_of_rows():
             compiled(x, weight, labels), F.cross_entropy(F.linear(x, weight), labels)
         )
     assert [one.calls for one in seen] == [1]
+
+
+def test_inductor(tmp_path, monkeypatch):
+    """Training and inference graphs; another time, its cache has the code."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    row = Row("mean", "F.cross_entropy(z, labels) + z.logsumexp(-1).square().mean()")
+    x, weight, labels = row.tensors()
+    want = row.program()(x, weight, labels)
+    gradients = torch.autograd.grad(want, (x, weight))
+    for again in (False, True):
+        seen = []
+        torch._dynamo.reset()
+        counters.clear()
+        options = {"joint_custom_pre_pass": RowsPass(seen.append)}
+        compiled = torch.compile(row.program(), options=options)
+        got = compiled(x, weight, labels)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.autograd.grad(got, (x, weight)), gradients)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x, weight, labels), want)
+        assert [one.calls for one in seen] == ([] if again else [1, 1])
+        assert counters["aot_autograd"]["autograd_cache_hit"] == 2 * again
+
+
+def test_caches_know_the_settings():
+    keys = {RowsPass(print, least_mb).uuid() for least_mb in (0, 0, 64)}
+    assert len(keys) == 2
