@@ -142,7 +142,8 @@ def test_the_budget_goes_to_the_tests_that_run_the_line():
 def small(tmp_path):
     """A tree whose tests are two, of one function."""
     tree = tree_of(tmp_path / "tree", "def f(x):\n    return x - 2\n")
-    for name in ("README.md", "pyproject.toml"):
+    # packages, before a fxpass that is installed
+    for name in ("README.md", "pyproject.toml", "fxpass/__init__.py", "fxpass/op/__init__.py"):
         (tree / name).write_text("")
     (tree / "benchmarks").mkdir()
     (tree / "tests").mkdir()
