@@ -64,33 +64,36 @@ def _summed(node: Any, terms: Any, dim: int, keeps: bool) -> bool:
 
 
 def _log_softmax(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
-    shifted, log = node.args
+    args: Any = node.args
+    shifted, log = args
     if (of := _shifted(shifted)) is None or not _is(log, A.log.default):
         return None
-    total: Any = log.args[0]  # pyright: ignore[reportAttributeAccessIssue]
-    terms = total.args[0] if _is(total, A.sum.dim_IntList) else None
+    total: Any = log.args[0]
+    terms: Any = total.args[0] if _is(total, A.sum.dim_IntList) else None
     if not _is(terms, A.exp.default) or terms.args[0] is not shifted:
         return None
     return (A._log_softmax.default, (*of, False)) if _summed(total, terms, of[1], True) else None
 
 
 def _softmax(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
-    terms, total = node.args
+    args: Any = node.args
+    terms, total = args
     if not _is(terms, A.exp.default) or node.kwargs:
         return None
-    of = _shifted(terms.args[0])  # pyright: ignore[reportAttributeAccessIssue]
+    of = _shifted(terms.args[0])
     if of is None or not _summed(total, terms, of[1], True):
         return None
     return A._softmax.default, (*of, False)
 
 
 def _logsumexp(node: Node) -> tuple[Any, tuple[Any, ...]] | None:
-    log, largest = node.args
+    args: Any = node.args
+    log, largest = args
     if not _is(log, A.log.default) or node.kwargs:
         return None
-    total: Any = log.args[0]  # pyright: ignore[reportAttributeAccessIssue]
-    terms = total.args[0] if _is(total, A.sum.dim_IntList) else None
-    shifted = terms.args[0] if _is(terms, A.exp.default) else None
+    total: Any = log.args[0]
+    terms: Any = total.args[0] if _is(total, A.sum.dim_IntList) else None
+    shifted: Any = terms.args[0] if _is(terms, A.exp.default) else None
     if not _is(shifted, A.sub.Tensor):
         return None
     z, finite = shifted.args
