@@ -9,9 +9,6 @@ Of shifted logits ``z.view(B, T, V)[:, :-1]``::
     >>> shifted = Tag("rrc", rows.then("slice", (1, 0, 2, 1), (2, 2)))
     >>> shifted.rows, shifted.view.shape
     ((0, 1), (2, 2))
-    >>> rows_of(torch.arange(6), shifted.view)
-    tensor([[0, 1],
-            [3, 4]])
 
 Whatever the view, a tagged tensor is computed in the canonical layout ``[n, others...]``, for rows
 of the head: there, a view of rows computes nothing.
@@ -19,12 +16,9 @@ of the head: there, a view of rows computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from fxpass.rows.sizes import hint, key, keys
 
@@ -188,27 +182,3 @@ def _less(a: Any, b: Any) -> bool:
     """Whether a size is less than another; a symbol is taken for large."""
     large = 1 << 60
     return (a if isinstance(a, int) else large) < (b if isinstance(b, int) else large)
-
-
-def rows_of(tensor: Tensor, view: View, size: Callable[[Any], Any] = int) -> Tensor:
-    """The rows of a tensor ``[N, ...]`` that a view has.
-
-    Args:
-        size: makes a size of a tensor of one in a step, and a tensor of a node.
-    """
-    made, rank = tensor, 1
-    for kind, args, after in view.steps:
-        if kind == "reshape":
-            made = made.reshape(*map(size, after), *made.shape[rank:])
-        elif kind == "permute":
-            made = made.permute(*args, *range(rank, made.dim()))
-        elif kind == "flip":
-            made = made.flip(args)
-        elif kind == "select":
-            made = made.select(*args)
-        else:
-            dim, start, stop, step = args
-            stop = stop if isinstance(stop, int) else size(stop)
-            made = torch.ops.aten.slice.Tensor(made, dim, start, stop, step)
-        rank = len(after)
-    return made

@@ -9,25 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.fuzz.scope import Capped as Softcap
 from tests.programs.row import NOTHING, OUTSIDE, REGION, Row
 from tests.programs.rows.refused import spread
 
 KIND = "custom functions"
-__all__ = ["spread"]
-
-
-class Softcap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, cap: float) -> Tensor:
-        y = torch.tanh(z / cap) * cap
-        ctx.save_for_backward(y)
-        ctx.cap = cap
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (y,) = ctx.saved_tensors
-        return g * (1 - (y / ctx.cap).square()), None
+__all__ = ["Softcap", "spread"]
 
 
 class Loss(torch.autograd.Function):
