@@ -11,8 +11,26 @@ import functools
 import torch
 from torch import Tensor
 
+from fxpass.plan.devices import multiplied_in
+
 # Elements that are up-cast and added at a time: few enough to stay in the caches.
 _ADDED_AT_A_TIME = 1 << 18
+
+
+def multiplied(x: Tensor) -> torch.dtype:
+    """The dtype in which operands like x are multiplied."""
+    if not x.is_cuda:
+        return multiplied_in(x.dtype, x.device)
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return x.dtype
+    # a GPU's GEMM of 16 bits adds to an f32 result, where torch has one
+    if x.dtype == torch.float16:
+        mixed = not torch.backends.cuda.matmul.allow_fp16_accumulation
+    else:
+        mixed = bool(torch.version.hip) or torch.cuda.get_device_capability(x.device) >= (8, 0)
+    if torch.version.hip:  # rocBLAS and hipBLASLt have one, Composable Kernel has not
+        mixed &= torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Ck
+    return x.dtype if mixed else torch.float32
 
 
 class Rows:

@@ -37,22 +37,33 @@ def selected(values: Tensor, least: float, operands: Operands, spec: Reductions)
     products are small; while a CUDA graph is captured, which must not depend on values; and where
     torch's algorithms are to be deterministic: an earlier call must not decide how this one rounds.
     """
-    n = values.shape[1]
-    if values.is_cuda:
-        operations = 6.0 * operands.x.numel() * len(operands.weight)
+    operations = 6.0 * operands.x.numel() * len(operands.weight)
+    key = spec.text(), values.device, operands.weight.shape
+    return index_of(values.any(0), least, operations, key)
+
+
+def index_of(counted: Tensor, least: float, operations: float, key: Any) -> Tensor | None:
+    """The indices of the rows that count; None as of :func:`selected`.
+
+    Args:
+        counted: which rows count, ``[N]``.
+        least: the least share of rows left out.
+        operations: of the products of all rows.
+        key: of calls of the same kind.
+    """
+    n = counted.shape[0]
+    if counted.is_cuda:
         if operations < WORTH_A_WAIT or torch.cuda.is_current_stream_capturing():
             return None
         if torch.are_deterministic_algorithms_enabled():
             return None
-        key = spec.text(), values.device, operands.weight.shape
-        counted = values.any(0)
         if _EARLIER.left_out(key) <= least:
             _EARLIER.ask(key, counted)
             return None
         index = counted.nonzero()
         _EARLIER.note(key, index.shape[0], n)
     else:
-        index = values.any(0).nonzero()
+        index = counted.nonzero()
     return index.squeeze(1) if n - index.shape[0] > n * least else None
 
 

@@ -3,7 +3,7 @@
 In: tensors, and the text of a :class:`fxpass.region.loop.Loop`. Out: its results: ``[N, ...]``, and
 sums over all rows. It stands in graphs after autograd, and has no derivative::
 
-    >>> text = '''rows rows=0 sums=1
+    >>> text = '''rows rows=0 sums=1 wide= memory_mb=0 compiled=0
     ... %0 = input float32[n, 5]
     ... %1 = aten.amax.default(%0, [1])
     ... %2 = aten.sum.dim_IntList(%0, [0])
@@ -11,6 +11,8 @@ sums over all rows. It stands in graphs after autograd, and has no derivative::
     >>> largest, total = rows([torch.ones(4, 5)], text)
     >>> largest.shape, total.tolist()
     (torch.Size([4]), [4.0, 4.0, 4.0, 4.0, 4.0])
+
+:mod:`fxpass.op.row_chunks` runs it, :mod:`fxpass.plan.regions` decides how many rows a chunk has.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpass.op.row_chunks import planned_for, prepared, run
+from fxpass.plan.regions import RegionPlan
 from fxpass.region.loop import Loop
-from fxpass.region.run import Interpreter
-from fxpass.spec.dtypes import compute_dtype
+from fxpass.region.text import Input
+from fxpass.spec.dtypes import short
 
 NAME = "fxpass::rows"
-ROWS = 512  # of a chunk
 
 
 def rows(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
@@ -37,59 +40,59 @@ def rows(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
         text: of a :class:`fxpass.region.loop.Loop`.
 
     Returns:
-        its results: of rows ``[N, ...]``; sums in the dtype of the text, at least in f32.
+        its results: of rows ``[N, ...]``; sums in the dtype of the text, wide ones at least in f32.
 
     Raises:
-        ValueError: shapes or dtypes do not fit the text.
+        ValueError: shapes, dtypes or devices do not fit the text, or it is none of a loop.
     """
     return _OPERATOR(tensors, text)
 
 
 def _sizes(loop: Loop, tensors: Sequence[Tensor]) -> dict[str, Any]:
-    """The sizes by the names that the text has for them."""
+    """The sizes by the names that the text has for them; ``ValueError`` for tensors of other
+    shapes, dtypes or devices."""
     if len(tensors) != len(loop.inputs):
         raise ValueError(f"{NAME} needs {len(loop.inputs)} tensors, got {len(tensors)}")
+    if len(devices := {t.device for t in tensors}) > 1:
+        places = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"{NAME} needs tensors of one device, got {places}")
     sizes: dict[str, Any] = {}
-    for i, (tensor, of) in enumerate(zip(tensors, loop.inputs, strict=True)):
-        if tensor.dtype != of.dtype or tensor.dim() != len(of.shape):
-            raise ValueError(f"{NAME} needs {of} as tensor {i}, got {tensor.dtype} {tensor.shape}")
-        for name, size in zip(of.shape, tensor.shape, strict=True):
-            if isinstance(name, str):
-                sizes.setdefault(name, size)
+    for i, (tensor, wanted) in enumerate(zip(tensors, loop.inputs, strict=True)):
+        fits = tensor.dtype == wanted.dtype and tensor.dim() == len(wanted.shape)
+        for size, needed in zip(tensor.shape, wanted.shape, strict=False) if fits else ():
+            needed = sizes.setdefault(needed, size) if isinstance(needed, str) else needed
+            fits = fits and bool(size == needed)
+        if not fits:
+            known = Input(wanted.dtype, tuple(sizes.get(s, s) for s in wanted.shape))  # pyright: ignore
+            got = f"{short(tensor.dtype)}{list(tensor.shape)}"
+            raise ValueError(f"{NAME} needs {known} as tensor {i}, got {got}")
     return sizes
 
 
+def plan_of(tensors: Sequence[Tensor], text: str) -> RegionPlan:
+    """How a call runs; ``tensors`` need no data."""
+    sizes = _sizes(Loop.parse(text), tensors)
+    return planned_for(prepared(text, tensors[0].device), tensors, sizes)
+
+
+def warm(text: str, device: torch.device) -> tuple[str, ...]:
+    """Compiles what a call runs before it runs; the names of the kernels."""
+    function, _ = prepared(text, device).function()
+    return function.kernels if function.compiled is not None else ()
+
+
 def _run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
-    loop = Loop.parse(text)
-    n, device = _sizes(loop, tensors)["n"], tensors[0].device
-    function, made = Interpreter(loop.graph, device), _fake(tensors, text)
-    for i in loop.sums:
-        made[i].zero_()
-    with torch.no_grad(), torch._C._DisableAutocast():
-        for start in range(0, n, ROWS):
-            count = min(ROWS, n - start)
-            chunk = [
-                t.narrow(0, start, count) if i in loop.rows else t for i, t in enumerate(tensors)
-            ]
-            for i, found in enumerate(function(chunk)):
-                if i in loop.sums:
-                    made[i].add_(found)
-                else:
-                    made[i].narrow(0, start, count).copy_(found)
-    return made
+    sizes = _sizes(Loop.parse(text), tensors)
+    return run(prepared(text, tensors[0].device), tensors, sizes)
 
 
 def _fake(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     loop = Loop.parse(text)
-    sizes = _sizes(loop, tensors)
-    made = []
-    for i, result in enumerate(loop.results):
-        dtype = result.dtype
-        if i in loop.sums and dtype.is_floating_point:
-            dtype = compute_dtype(dtype)
-        shape = [sizes[s] if isinstance(s, str) else s for s in result.shape]
-        made.append(tensors[0].new_empty(shape, dtype=dtype))
-    return made
+    sizes, new = _sizes(loop, tensors), tensors[0].new_empty
+    return [
+        new([sizes[s] if isinstance(s, str) else s for s in result.shape], dtype=loop.dtype(i))
+        for i, result in enumerate(loop.results)
+    ]
 
 
 _LIBRARY = torch.library.Library("fxpass", "FRAGMENT")

@@ -39,10 +39,11 @@ class Head(NamedTuple):
     dtype: torch.dtype  # of the operands and the logits
     multiplied: torch.dtype  # in which operands are multiplied
     trained: bool  # whether the run computes the weight's gradient
+    wide: bool = False  # whether this gradient leaves as wide as it is added up
 
 
 class RegionPlan(NamedTuple):
-    """How one row region runs."""
+    """How one loop over rows runs."""
 
     rows: int  # of a chunk
     classes: tuple[int, ...]  # of a product of each head
@@ -60,7 +61,8 @@ def plan(
     within the budget, unless the smallest chunk is larger."""
     n, by_user = max(1, n), bool(memory_mb)
     v = max(1, sum(head.v for head in heads))
-    widest = max((compute_dtype(head.dtype) for head in heads), key=lambda dtype: dtype.itemsize)
+    dtypes = [torch.float32, *(compute_dtype(head.dtype) for head in heads)]
+    widest = max(dtypes, key=lambda dtype: dtype.itemsize)
     # a budget grows with the logits: here with all that a row needs
     allowed = budget(n, max(v, row_bytes // widest.itemsize), widest, device, memory_mb)
     sums = sum(map(_sums, heads))
@@ -76,7 +78,8 @@ def plan(
     minimum = ("triton", LEAST) if on_gpu else ("aten", LEAST_ROWS)
     rows = rows_of_chunk(n, v, row, most, sums, *minimum)
     classes = tuple(_classes(head, rows, share, rows < n and not on_gpu) for head in heads)
-    tiles = max(c * _column(h, rows) * (c < h.v) for c, h in zip(classes, heads, strict=True))
+    each = zip(classes, heads, strict=True)
+    tiles = max((c * _column(h, rows) * (c < h.v) for c, h in each), default=0)
     return RegionPlan(rows, classes, rows * row + tiles, sums if rows < n else 0)
 
 
@@ -84,10 +87,15 @@ def _copied(head: Head) -> bool:
     return head.multiplied != head.dtype
 
 
-def _sums(head: Head) -> int:
-    """Bytes of the f32 sums of the weight's gradient, if the returned gradient is narrower."""
+def _added(head: Head) -> int:
+    """Bytes of the f32 sums of the weight's gradient, if products are narrower."""
     wide = compute_dtype(head.dtype).itemsize
     return head.v * head.d * wide if head.trained and head.dtype.itemsize < wide else 0
+
+
+def _sums(head: Head) -> int:
+    """Bytes of these sums, if the returned gradient is narrower."""
+    return 0 if head.wide else _added(head)
 
 
 def _beside(head: Head) -> int:
@@ -98,7 +106,7 @@ def _beside(head: Head) -> int:
 def _in_tiles(head: Head, several: bool) -> bool:
     """Whether products have some classes at a time: their operands are cast, or ``several`` of them
     are added to a wider sum."""
-    return _copied(head) or (several and _sums(head) > 0)
+    return _copied(head) or (several and _added(head) > 0)
 
 
 def _column(head: Head, rows: int) -> int:

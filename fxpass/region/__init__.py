@@ -1,4 +1,4 @@
-"""A row region as text, and as functions of a chunk of rows: its outputs and their gradients.
+"""A loop over rows as text, in parts, and as a function of a chunk of rows.
 
 Knows neither graphs of Dynamo nor operators. Imports ``spec``.
 """

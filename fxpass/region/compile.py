@@ -1,18 +1,15 @@
-"""The functions of a region that run on chunks of rows, compiled by Inductor or interpreted.
+"""Functions of a chunk of rows, compiled by Inductor or interpreted.
 
-In: a region's text and a device. Out: ``Functions``, which take lists of real tensors::
+In: a graph of a loop and a device. Out: a :class:`RowFunction`, which takes lists of real tensors::
 
-    >>> text = '''row_region heads=2 rows=0 shared=0 trained= outputs=1 tangents= total=0 \\
-    ... memory_mb=0 compiled=0
-    ... %0 = input float32[n, 3]
-    ... %1 = aten.amax.default(%0, [1])
-    ... return %1'''.replace(" \\\\\\n", " ")
-    >>> run = functions(text, torch.device("cpu"))
-    >>> run.forward([torch.tensor([[1.0, 3.0, 2.0]], device="cpu")]), run.row_bytes("forward")
-    ([tensor([3.])], 16)
+    >>> lines = ["%0 = input float32[n, 3]", "%1 = aten.amax.default(%0, [1])", "return %1"]
+    >>> graph = graph_of(lines)
+    >>> run = RowFunction(graph, torch.device("cpu"), compiled=False)
+    >>> run([torch.tensor([[1.0, 3.0, 2.0]], device="cpu")])
+    [tensor([3.])]
 
-Each graph is compiled once in a process, when it first runs or when ``warm`` is called, for any
-number of rows. What Inductor writes goes into its own cache, where other processes find it.
+Each graph is compiled once in a process, when it first runs or when it is asked for, for any number
+of rows. What Inductor writes goes into its own cache, where other processes find it.
 """
 
 from __future__ import annotations
@@ -28,12 +25,12 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
-from fxpass.region.joint import EQUAL, Parts, cut, traced
-from fxpass.region.live import row_bytes
 from fxpass.region.run import Fakes, Interpreter, Values, apart
-from fxpass.region.text import RowRegion
+from fxpass.region.text import graph_of
+from fxpass.region.trace import EQUAL, traced
 from fxpass.spec.dtypes import LOW_PRECISION
 
+__all__ = ["RowFunction", "graph_of"]
 log = logging.getLogger(__name__)
 
 # Rows of a chunk that Inductor has in mind when it chooses how to reduce; any other number runs.
@@ -50,73 +47,10 @@ _CONFIG = {
     "post_grad_custom_post_pass": None,
 }
 _KERNEL = re.compile(r"^(\w+) = async_compile\.", re.MULTILINE)  # in Inductor's source
-_known: dict[tuple[Any, ...], Functions] = {}
 _warned: set[str] = set()
 
 
-def functions(text: str, device: torch.device) -> Functions:
-    """The functions of a region on a device; interpreted if its text says so."""
-    # Inductor makes other kernels where results must be the same in every run
-    return _functions(text, device, RowRegion.parse(text).compiled)
-
-
-def interpreted(text: str, device: torch.device) -> Functions:
-    """The functions of a region, run an operation at a time: the oracle of the compiled ones."""
-    return _functions(text, device, False)
-
-
-def warm(text: str, device: torch.device) -> tuple[str, ...]:
-    """Compiles what ``functions`` would compile at its first call; the kernels' names."""
-    made = functions(text, device)
-    made.warm()
-    return made.kernels
-
-
-def _functions(text: str, device: torch.device, compiled: bool) -> Functions:
-    key = (text, device, compiled, compiled and torch.are_deterministic_algorithms_enabled())
-    return _known.get(key) or _known.setdefault(key, Functions(text, device, compiled))
-
-
-class Functions:
-    """Functions of a chunk of rows. Each takes a list, which it empties, of tensors on the device,
-    and returns a list; ``fxpass.region.joint.Parts`` says of what."""
-
-    def __init__(self, text: str, device: torch.device, compiled: bool) -> None:
-        self.region = RowRegion.parse(text)
-        self.parts: Parts = cut(self.region)
-        graphs = {name: getattr(self.parts, name) for name in ("forward", "backward", "both")}
-        self._chunks = {n: _Chunk(g, device, compiled) for n, g in graphs.items() if g is not None}
-
-    def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Inputs -> outputs and what is saved."""
-        return self._chunks["forward"](tensors)
-
-    def backward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Inputs, what is saved, tangents -> gradients."""
-        return self._chunks["backward"](tensors)
-
-    def both(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Inputs, coefficients -> outputs and gradients."""
-        return self._chunks["both"](tensors)
-
-    def row_bytes(self, which: str) -> int:
-        """Bytes that are alive for each row at the worst moment: ``fxpass.region.live``. They are
-        more where Inductor failed, which is known after ``warm``."""
-        compiles = self._chunks[which].compiles
-        return row_bytes(getattr(self.parts, which), len(self.region.heads), compiles)
-
-    def warm(self) -> None:
-        for name, chunk in self._chunks.items():
-            if name != "forward" or not self.region.total or len(self._chunks) == 1:
-                _ = chunk.compiled
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """The names of the kernels of what is compiled by now."""
-        return tuple(dict.fromkeys(k for chunk in self._chunks.values() for k in chunk.kernels))
-
-
-class _Chunk:
+class RowFunction:
     """A graph that runs on chunks of rows."""
 
     def __init__(self, graph: fx.Graph, device: torch.device, compiled: bool) -> None:

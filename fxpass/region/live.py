@@ -3,13 +3,9 @@
 In: a graph, and whether Inductor compiles it. Out: bytes, counted on the graph alone, so that they
 are the same on every machine::
 
-    >>> text = '''row_region heads=2 rows=0 shared=0 trained= outputs=1 tangents= total=0 \\
-    ... memory_mb=0 compiled=1
-    ... %0 = input float32[n, 1000]
-    ... %1 = aten.exp.default(%0)
-    ... %2 = aten.sum.dim_IntList(%1, [1])
-    ... return %2'''.replace(" \\\\\\n", " ")
-    >>> graph = RowRegion.parse(text).graph
+    >>> lines = ["%0 = input float32[n, 1000]", "%1 = aten.exp.default(%0)"]
+    >>> lines += ["%2 = aten.sum.dim_IntList(%1, [1])", "return %2"]
+    >>> graph = graph_of(lines)
     >>> row_bytes(graph, 1, compiled=True), row_bytes(graph, 1, compiled=False)
     (4004, 8004)
 """
@@ -24,10 +20,10 @@ import torch
 from torch.fx import Graph, Node
 
 from fxpass.region.run import Values, apart, is_view, makes
-from fxpass.region.text import RowRegion, results_of
+from fxpass.region.text import graph_of, results_of
 from fxpass.spec.dtypes import LOW_PRECISION
 
-__all__ = ["RowRegion", "row_bytes"]
+__all__ = ["graph_of", "row_bytes"]
 
 aten: Any = torch.ops.aten
 

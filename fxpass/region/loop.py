@@ -1,9 +1,10 @@
 """A loop over rows as text: a function of a chunk of rows, and which of its results are summed.
 
 In: a text. Out: a ``Loop``, and the same text again. The inputs of ``rows`` have rows first, and so
-do the results that are not in ``sums``; those are added up over the chunks::
+do the results that are not in ``sums``; those are added up over the chunks. Results have the dtype
+of the graph, ``wide`` ones that in which they are added up or multiplied::
 
-    >>> text = '''rows rows=0,1 sums=1
+    >>> text = '''rows rows=0,1 sums=1 wide= memory_mb=0 compiled=1
     ... %0 = input float32[n, 5]
     ... %1 = input float32[n]
     ... %2 = input float32[5]
@@ -21,12 +22,16 @@ import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import torch
 from torch.fx import Graph
 
 from fxpass.region.run import Values, apart
 from fxpass.region.text import Input, graph_of, lines_of, results_of
+from fxpass.spec.dtypes import compute_dtype
 
-_HEAD = re.compile(r"rows rows=([0-9,]*) sums=([0-9,]*)")
+_HEAD = re.compile(
+    r"rows rows=([0-9,]*) sums=([0-9,]*) wide=([0-9,]*) memory_mb=([0-9]+) compiled=([01])"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,16 +42,24 @@ class Loop:
         rows: the inputs that have rows, in ascending order; the others are the same for all rows.
         sums: the results that are added up over the chunks.
         graph: of a chunk of ``n`` rows.
+        wide: the results that are returned as they are computed: f32 for 16 bits.
+        memory_mb: the user's budget in MiB; 0 is the default.
+        compiled: whether Inductor compiles the function of rows; else it is interpreted.
     """
 
     rows: tuple[int, ...]
     sums: tuple[int, ...]
     graph: Graph
+    wide: tuple[int, ...] = ()
+    memory_mb: int = 0
+    compiled: bool = True
 
     def text(self) -> str:
         """The text that ``parse`` reads."""
-        rows, sums = (",".join(map(str, numbers)) for numbers in (self.rows, self.sums))
-        return "\n".join([f"rows rows={rows} sums={sums}", *lines_of(self.graph)])
+        numbers = (",".join(map(str, some)) for some in (self.rows, self.sums, self.wide))
+        head = "rows rows={} sums={} wide={}".format(*numbers)
+        head += f" memory_mb={self.memory_mb} compiled={int(self.compiled)}"
+        return "\n".join([head, *lines_of(self.graph)])
 
     @staticmethod
     def parse(text: str) -> Loop:
@@ -68,20 +81,28 @@ class Loop:
         values = apart(lambda: Values(self.graph))
         return tuple(map(values.described, results_of(self.graph)))
 
+    def dtype(self, i: int) -> torch.dtype:
+        """The dtype in which a result leaves the loop."""
+        dtype = self.results[i].dtype
+        return compute_dtype(dtype) if i in self.wide else dtype
+
 
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Loop:
     head, *lines = text.split("\n")
     if not (match := _HEAD.fullmatch(head)):
         raise ValueError(f"{head[:200]!r} does not say which inputs have rows")
-    rows, sums = (tuple(int(i) for i in found.split(",") if i) for found in match.groups())
-    loop = Loop(rows, sums, graph_of(lines))
-    for name, numbers, end in (
-        ("rows", rows, len(loop.inputs)),
-        ("sums", sums, len(results_of(loop.graph))),
+    *some, memory_mb, compiled = match.groups()
+    rows, sums, wide = (tuple(int(i) for i in found.split(",") if i) for found in some)
+    loop = Loop(rows, sums, graph_of(lines), wide, int(memory_mb), compiled == "1")
+    count = len(results_of(loop.graph))
+    for name, numbers, allowed in (
+        ("rows", rows, range(len(loop.inputs))),
+        ("sums", sums, range(count)),
+        ("wide", wide, range(count)),
     ):
-        if list(numbers) != sorted({i for i in numbers if 0 <= i < end}):
-            raise ValueError(f"{name}={numbers} is not ascending or not below {end}")
+        if list(numbers) != sorted(set(numbers) & set(allowed)):
+            raise ValueError(f"{name}={numbers} is not ascending or not of {list(allowed)}")
     if not rows:
         raise ValueError("no input has rows")
     return loop

@@ -2,12 +2,8 @@
 
 In: a graph and its inputs. Out: what it returns. A value is freed after its last reader::
 
-    >>> text = '''row_region heads=2 rows=0 shared=0 trained= outputs=1 tangents= total=0 \\
-    ... memory_mb=0 compiled=0
-    ... %0 = input float32[n, 3]
-    ... %1 = aten.amax.default(%0, [1])
-    ... return %1'''
-    >>> run = Interpreter(RowRegion.parse(text.replace(" \\\\\\n", " ")).graph, torch.device("cpu"))
+    >>> lines = ["%0 = input float32[n, 3]", "%1 = aten.amax.default(%0, [1])", "return %1"]
+    >>> run = Interpreter(graph_of(lines), torch.device("cpu"))
     >>> run([torch.tensor([[1.0, 3.0, 2.0]], device="cpu")])
     [tensor([3.])]
 """
@@ -28,9 +24,9 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.node import map_arg
 
-from fxpass.region.text import Input, RowRegion, results_of
+from fxpass.region.text import Input, graph_of, results_of
 
-__all__ = ["Fakes", "Interpreter", "RowRegion", "apart"]
+__all__ = ["Fakes", "Interpreter", "apart", "graph_of"]
 
 _ROWS = 256  # of the fake values
 T = TypeVar("T")

@@ -1,18 +1,16 @@
-"""A row region as text: one operation a line; nothing is evaluated when the text is read.
+"""A graph as text: one operation a line; nothing is evaluated when the text is read.
 
-In: a text. Out: a ``RowRegion`` with a graph, and the same text again::
+In: lines. Out: a graph, and the same lines again::
 
-    >>> text = '''row_region heads=2 rows=1 shared=0 trained= outputs=1 tangents= total=0 \\
-    ... memory_mb=0 compiled=1
-    ... %0 = input float32[n, 97]
+    >>> lines = '''%0 = input float32[n, 97]
     ... %1 = input int64[n]
     ... %2 = aten.unsqueeze.default(%1, 1)
     ... %3 = aten.gather.default(%0, 1, %2)
-    ... return %3'''
-    >>> region = RowRegion.parse(text)
-    >>> region.inputs[0], region.text() == text
+    ... return %3'''.split("\\n")
+    >>> graph = graph_of(lines)
+    >>> next(iter(graph.nodes)).meta["input"], lines_of(graph) == lines
     (Input(dtype=torch.float32, shape=('n', 97)), True)
-    >>> RowRegion.parse(text.replace("gather.default", "gather.out"))
+    >>> graph_of([line.replace("gather.default", "gather.out") for line in lines])
     Traceback (most recent call last):
     ValueError: aten.gather.out writes, is random or gives no tensors, in '%3 = aten.gather.out...
 """
@@ -23,7 +21,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -66,95 +64,9 @@ class Input:
         return f"{short(self.dtype)}[{', '.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, eq=False)
-class RowRegion:
-    """A function of rows of logits, and the gradients that it has; equal if the texts are.
-
-    The inputs of ``graph`` are the logits [n, V] of every head, the row operands [n, ...], the
-    shared operands and a tangent for each entry of ``tangents``. It returns ``outputs`` outputs
-    [n, ...] and, if anything is trained, the gradients: of the logits of each head of which a
-    tensor is trained, of the trained row operands and of the trained shared operands (summed over
-    the rows).
-    """
-
-    heads: tuple[int, ...]  # tensors of each head: x and weight, or x, weight and bias
-    rows: int  # row operands
-    shared: int  # shared operands
-    trained: tuple[int, ...]  # positions of the operator's tensors that get a gradient
-    outputs: int
-    tangents: tuple[int, ...]  # the outputs that have a gradient
-    total: bool  # the tangents are operands: forward computes the gradients
-    memory_mb: int  # the user's budget; 0: the default
-    compiled: bool  # by Inductor; otherwise interpreted
-    graph: Graph
-
-    def __post_init__(self) -> None:
-        operands = sum(self.heads) + self.rows + self.shared
-        for name, numbers, end in (
-            ("trained", self.trained, operands),
-            ("tangents", self.tangents, self.outputs),
-        ):
-            if list(numbers) != sorted({i for i in numbers if 0 <= i < end}):
-                raise ValueError(f"{name}={numbers} is not ascending or not below {end}")
-        if set(self.heads) - {2, 3} or not self.heads:
-            raise ValueError(f"heads={self.heads}: a head has two or three tensors")
-        expected = len(self.heads) + self.rows + self.shared + len(self.tangents)
-        if len(self.inputs) != expected:
-            raise ValueError(f"{len(self.inputs)} inputs instead of {expected}")
-        expected = self.outputs + sum(self.learns)
-        if len(results_of(self.graph)) != expected:
-            raise ValueError(f"{len(results_of(self.graph))} results instead of {expected}")
-
-    @property
-    def learns(self) -> tuple[bool, ...]:
-        """Whether the graph has a gradient of the logits of each head, of each row operand and
-        of each shared operand."""
-        flags, start = [], 0
-        for size in (*self.heads, *[1] * (self.rows + self.shared)):
-            flags.append(any(start <= i < start + size for i in self.trained))
-            start += size
-        return tuple(flags)
-
-    @property
-    def inputs(self) -> tuple[Input, ...]:
-        return tuple(node.meta["input"] for node in self.graph.nodes if node.op == "placeholder")
-
-    def text(self) -> str:
-        """The text that ``parse`` reads."""
-        head = " ".join(f"{name}={_field(getattr(self, name))}" for name in _KINDS)
-        return "\n".join([f"row_region {head}", *lines_of(self.graph)])
-
-    @classmethod
-    def parse(cls, text: str) -> RowRegion:
-        """Reads a text; every call with the same text returns the same region.
-
-        Raises:
-            ValueError: a line that is not understood, or an operation that is not allowed.
-        """
-        return _parse(text)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RowRegion) and self.text() == other.text()
-
-    def __hash__(self) -> int:
-        return hash(self.text())
-
-
-_KINDS = {field.name: str(field.type) for field in fields(RowRegion) if field.name != "graph"}
-_PATTERNS = {"int": r"\d+", "bool": "[01]"}
-_HEAD = re.compile(
-    "row_region"
-    + "".join(f" {n}=(?P<{n}>{_PATTERNS.get(k, '[0-9,]*')})" for n, k in _KINDS.items())
-)
-
-
 def results_of(graph: Graph) -> list[Node]:
     """What a graph returns."""
     return list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType, reportReturnType]
-
-
-def _field(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(int(value))
 
 
 def lines_of(graph: Graph) -> list[str]:
@@ -231,12 +143,6 @@ def function(name: str) -> Callable[..., Any]:
     return found
 
 
-@lru_cache(maxsize=1024)
-def _parse(text: str) -> RowRegion:
-    head, *lines = text.split("\n")
-    return RowRegion(**_head(head), graph=graph_of(lines))
-
-
 def graph_of(lines: Sequence[str]) -> Graph:
     """The graph that ``lines_of`` prints.
 
@@ -257,14 +163,6 @@ def graph_of(lines: Sequence[str]) -> Graph:
         raise ValueError(f"{last!r} returns what is not computed")
     graph.output([nodes[number] for number in returned])
     return graph
-
-
-def _head(line: str) -> dict[str, Any]:
-    if not (match := _HEAD.fullmatch(line)):
-        raise ValueError(f"{line[:200]!r} does not have the fields {', '.join(_KINDS)}")
-    read = {"int": int, "bool": lambda v: v == "1"}
-    many = lambda v: tuple(int(i) for i in v.split(",") if i)  # noqa: E731
-    return {name: read.get(_KINDS[name], many)(value) for name, value in match.groupdict().items()}
 
 
 def _node(line: str, nodes: list[Node], graph: Graph) -> Node:

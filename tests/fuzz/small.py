@@ -12,9 +12,9 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from fxpass.capture import heads, rejections
+from fxpass.capture import rejections
 from fxpass.op import saved
-from fxpass.plan import plan
+from fxpass.plan import plan, regions, worth
 
 SIZES: dict[ModuleType, dict[str, Any]] = {
     plan: {
@@ -22,7 +22,8 @@ SIZES: dict[ModuleType, dict[str, Any]] = {
         **{"BLOCK": 1, "OPERAND": 1, "LEAST": 2, "LEAST_ROWS": 2, "EFFICIENT": 2},
         **{"SLICE_CLASSES": 16, "ALIGNMENT": dict.fromkeys(plan.ALIGNMENT, 1)},
     },
-    heads: {"LEAST_CLASSES": 8},
+    regions: {"LEAST": 2, "LEAST_ROWS": 2, "CPU_TILE": 256, "FEW_BYTES": 0},
+    worth: {"LEAST_CLASSES": 8},
     rejections: {"_WIDE": 1},
     saved: {"_LARGE": 1, "_ROUNDED_AT_A_TIME": 16},
 }

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from fxpass.op import row_region
-from fxpass.plan.regions import RegionPlan
 from tests.support.reduction_cases import D, N, V, implement, where
 
 
@@ -27,10 +25,3 @@ def sizes(way, device, monkeypatch):
     implement(way, monkeypatch)
     with where(way, device):
         yield [(N, D, V), (3, 5, 8200)] if way == "triton" else [(N, D, V)]
-
-
-@pytest.fixture
-def small_regions(monkeypatch):
-    """Regions in chunks of 4 rows, products of 5 classes."""
-    found = lambda n, heads, *_: RegionPlan(4, (5,) * len(heads), 0, 0)  # noqa: E731
-    monkeypatch.setattr(row_region, "plan", found)

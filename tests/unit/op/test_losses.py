@@ -234,6 +234,7 @@ def test_a_distribution_that_cancels(implementation, device, case, reduction, st
 # ---------------------------------------------------------------- autograd
 
 
+@torch._functorch.config.patch(donated_buffer=False)
 @in_pairs(implementation=WAYS, reduction=REDUCTIONS, strategy=STRATEGIES)
 def test_a_retained_graph_gives_the_same_gradient_again(implementation, reduction, strategy):
     x, weight, _ = (t.requires_grad_() for t in operands((6, 4, 9)))
@@ -245,8 +246,6 @@ def test_a_retained_graph_gives_the_same_gradient_again(implementation, reductio
     )
     torch.testing.assert_close(third, 3 * first)
     assert torch.equal(last, first)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(loss.sum(), weight, create_graph=True)
 
 
 @pytest.mark.parametrize("retain", [True, False])

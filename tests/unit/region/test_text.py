@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpass.region.text import Input, RowRegion
-from tests.unit.region.programs import PROGRAMS
+from fxpass.region.loop import Loop
+from fxpass.region.text import Input
+from tests.unit.region.programs import PROGRAMS, functions
 
-HEAD = (
-    "row_region heads=2 rows=1 shared=0 trained= outputs=1 tangents= total=0 memory_mb=0 compiled=1"
-)
+HEAD = "rows rows=0,1 sums= wide= memory_mb=0 compiled=1"
 BODY = ["%0 = input float32[n, 97]", "%1 = input int64[n]"]
 
 
@@ -29,20 +28,17 @@ def test_a_round_trip():
         "%8 = aten.sum.dim_IntList(%7, [1], dtype=float64)",
     )
     written = text(*lines, last="return %8")
-    region = RowRegion.parse(written)
-    assert region.text() == written
-    assert RowRegion.parse(written) is region
-    assert region.inputs == (Input(torch.float32, ("n", 97)), Input(torch.int64, ("n",)))
+    loop = Loop.parse(written)
+    assert loop.text() == written
+    assert Loop.parse(written) is loop
+    assert loop.inputs == (Input(torch.float32, ("n", 97)), Input(torch.int64, ("n",)))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_round_trip(name):
-    region = PROGRAMS[name].region()
-    again = RowRegion.parse(region.text())
-    assert again.text() == region.text()
-    assert again == region
-    assert hash(again) == hash(region)
-    assert "cpu" not in region.text()
+    for function in functions(name):
+        assert Loop.parse(function.text).text() == function.text
+        assert "cpu" not in function.text
 
 
 REFUSED = {
@@ -55,6 +51,7 @@ REFUSED = {
     "%2 = aten.amax(%0)": "no operation of a region",
     "%2 = aten.no_such.default(%0)": "no operation of a region",
     "%2 = prims.exp.default(%0)": "no operation of a region",
+    "%2 = fxpass.rows.default(%0)": "no operation of a region",
     "%2 = aten.__class__.default(%0)": "no operation of a region",
     "%2 = os.system('ls')": "no operation of a region",
     "%2 = size.system(%0)": "no operation of a region",
@@ -74,36 +71,35 @@ REFUSED = {
     "%3 = aten.neg.default(%0)": "no input or operation that gives %2",
     "%2 = input complex64[n]": "a dtype and sizes",
     "%2 = input float32[n, -1]": "a dtype and sizes",
-    "%2 = aten.neg.default(%0)\n%3 = input float32[n]": "3 inputs instead of 2",
 }
 
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_is_refused(line):
     with pytest.raises(ValueError, match=REFUSED[line]):
-        RowRegion.parse(text(line))
+        Loop.parse(text(line))
 
 
 HEADS = {
-    HEAD.replace("heads=2", "heads=4"): "a head has two or three tensors",
-    HEAD.replace("heads=2", "heads="): "a head has two or three tensors",
-    HEAD.replace("trained=", "trained=7"): "not ascending or not below 3",
-    HEAD.replace("tangents=", "tangents=1"): "not ascending or not below 1",
-    HEAD.replace("outputs=1", "outputs=2"): "1 results instead of 2",
-    HEAD.replace("total=0", "total=2"): "does not have the fields",
-    HEAD.replace("rows=1 ", ""): "does not have the fields",
-    HEAD + " more=1": "does not have the fields",
-    "": "does not have the fields",
+    HEAD.replace("rows=0,1", "rows=1,0"): "is not ascending",
+    HEAD.replace("rows=0,1", "rows=0,2"): "is not ascending or not of",
+    HEAD.replace("rows=0,1", "rows="): "no input has rows",
+    HEAD.replace("sums=", "sums=1"): "is not ascending or not of",
+    HEAD.replace("wide=", "wide=0,0"): "is not ascending or not of",
+    HEAD.replace("compiled=1", "compiled=2"): "does not say which inputs have rows",
+    HEAD.replace("sums= ", ""): "does not say which inputs have rows",
+    HEAD + " more=1": "does not say which inputs have rows",
+    "": "does not say which inputs have rows",
 }
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_heads_that_are_refused(head):
     with pytest.raises(ValueError, match=HEADS[head]):
-        RowRegion.parse(text("%2 = aten.neg.default(%1)", head=head))
+        Loop.parse(text("%2 = aten.neg.default(%1)", head=head))
 
 
 @pytest.mark.parametrize("last", ["return %9", "return f", "return %0 %1", ""])
 def test_what_is_returned_is_computed(last):
     with pytest.raises(ValueError, match="return"):
-        RowRegion.parse(text(last=last))
+        Loop.parse(text(last=last))

@@ -1,0 +1,118 @@
+"""Graphs of what runs on fake tensors, and parts of graphs.
+
+In: a function of fake tensors. Out: a graph of ATen operations, without copies and casts of one
+kind, that a text can have::
+
+    >>> fakes = Fakes([Input(torch.float32, ("n", 5))], {"n": 8}, torch.device("cpu"))
+    >>> graph = apart(lambda: tidy(traced(lambda x: [x.exp().sum(-1)], fakes, {})))
+    >>> [str(node.target) for node in graph.nodes]
+    ['arg0_1', 'aten.exp.default', 'aten.sum.dim_IntList', 'output']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._subclasses import FakeTensor
+from torch.fx import _symbolic_trace
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.graph import CodeGen
+
+from fxpass.region.run import Fakes, apart
+from fxpass.region.text import Input
+
+__all__ = ["EQUAL", "Fakes", "Input", "apart", "between", "tidy", "traced"]
+
+aten: Any = torch.ops.aten
+
+# Classes of which the logit is the largest: forward and backward must round it in the same way.
+EQUAL = {aten.eq.Tensor, aten.ne.Tensor}
+
+
+def traced(function: Callable[..., Any], fakes: Fakes, table: Mapping[Any, Any]) -> fx.Graph:
+    """The graph of what a function of ``fakes.tensors`` runs, with flat results.
+
+    Raises:
+        ValueError: the function reads another tensor; of one element, it becomes a number.
+    """
+
+    def unmarked(*tensors: torch.Tensor) -> Any:
+        # the mark is one for all threads: compiled functions of another one would raise
+        _symbolic_trace._is_fx_tracing_flag = False
+        return function(*tensors)
+
+    with fakes.mode, enable_python_dispatcher():
+        made = make_fx(unmarked, decomposition_table=dict(table))(*fakes.tensors)
+    for node in made.graph.find_nodes(op="get_attr"):
+        value = getattr(made, str(node.target))
+        value = value.constant if isinstance(value, FakeTensor) else value
+        if value is None or value.numel() != 1:
+            raise ValueError(f"a tensor is read that is no input, {node.target}")
+        with made.graph.inserting_before(node):
+            args, more = ([*value.shape], value.item()), {"dtype": value.dtype}
+            number = made.graph.call_function(aten.full.default, args, more)
+        node.replace_all_uses_with(number)
+        made.graph.erase_node(node)
+    made.graph.set_codegen(CodeGen())
+    return made.graph
+
+
+def tidy(graph: fx.Graph) -> fx.Graph:
+    """Without copies of values, with ATen's casts, without what is computed twice or unread."""
+    same = {aten.detach.default, aten.alias.default, aten.lift_fresh.default}
+    same |= {aten.lift_fresh_copy.default}
+    checks = {aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default}
+    for node in list(graph.nodes):
+        if node.target in same:
+            node.replace_all_uses_with(node.args[0])
+        if node.target in same | checks:  # the checks would wait for a GPU
+            graph.erase_node(node)
+        elif node.target is torch.ops.prims.convert_element_type.default:
+            node.target, dtype = aten._to_copy.default, node.args[1]
+            node.args, node.kwargs = node.args[:1], {"dtype": dtype}
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "device"}  # the logits'
+        _count_dims_from_the_front(node)
+    graph.eliminate_dead_code()
+    return fx_graph_cse(graph)
+
+
+def _count_dims_from_the_front(node: fx.Node) -> None:
+    """-1 becomes the number of the last dimension, so that equal reductions merge."""
+    schema = getattr(node.target, "_schema", None)
+    names = [a.name for a in schema.arguments[: len(node.args)]] if schema else []
+    if names[:1] != ["self"] or "dim" not in names or not isinstance(node.args[0], fx.Node):
+        return
+    at = names.index("dim")
+    value = node.args[0].meta.get("val")
+    count = value.dim() if isinstance(value, torch.Tensor) else 0
+    count += node.target is aten.unsqueeze.default
+    dims: Any = node.args[at]
+    if isinstance(dims, int) and dims < 0 < count:
+        node.update_arg(at, dims + count)
+    elif isinstance(dims, (list, tuple)):
+        node.update_arg(at, [d + count if d < 0 else d for d in dims])
+
+
+def between(
+    graph: fx.Graph, given: Mapping[fx.Node, Input], results: Sequence[fx.Node]
+) -> fx.Graph:
+    """The graph from ``given`` to ``results``."""
+    needed, todo = set(given), list(results)
+    while todo:
+        if (node := todo.pop()) not in needed:
+            needed.add(node)
+            todo += node.all_input_nodes
+    part, made = fx.Graph(), {}
+    for node, of in given.items():
+        made[node] = part.placeholder(f"input_{len(made)}")
+        made[node].meta["input"] = of
+    for node in graph.nodes:
+        if node in needed and node not in made:
+            made[node] = part.node_copy(node, made.__getitem__)
+    part.output([made[node] for node in results])
+    return part
