@@ -1,5 +1,5 @@
 """The pass on AOTAutograd's joint graph: regions of rows become calls of ``fxpass::rows``.
 
-Tags say which dimensions are rows, rules how a node runs on a chunk, phases what runs together. It
-is behind a private backend until the reader of Dynamo's graph goes.
+Tags say which dimensions are rows, rules how a node runs on a chunk, phases what runs together.
+Imports ``op``, ``region``, ``graph``, ``plan`` and ``spec``.
 """

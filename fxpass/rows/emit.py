@@ -10,276 +10,214 @@ results in another view of the rows are moved by nodes around the call::
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxpass.op import rows as _rows  # noqa: F401  registers the operator
-from fxpass.region.joint import tidy, traced
 from fxpass.region.loop import Loop
-from fxpass.region.run import Fakes, apart
-from fxpass.region.text import Input
+from fxpass.rows.chunk import Chunk, Leaf
+from fxpass.rows.heads import backward_of
+from fxpass.rows.masks import masks
 from fxpass.rows.outer import Outer
+from fxpass.rows.powers import ONE, Power
 from fxpass.rows.regions import Found, Part
-from fxpass.rows.rules import A, Ref, Rules
-from fxpass.rows.sizes import hint, is_known, key, keys, numel, shape, value
-from fxpass.rows.tags import Stop, View, others
-
-Leaf = tuple[Any, ...]  # of a chunk: what is read, and how
-
-
-class _UnknownSize(Exception):  # noqa: N818
-    """A size that no input has: an input without elements is to have it."""
-
-    def __init__(self, expr: Any) -> None:
-        self.expr = expr
+from fxpass.rows.rules import A, P, Rules
+from fxpass.rows.sizes import hint, is_tensor, keys, packet, shape, value
+from fxpass.rows.tangents import degrees
+from fxpass.spec.dtypes import LOW_PRECISION
 
 
-class Chunk:
-    """The environment in which the plans of a part run on fake tensors of a chunk.
+def emit(graph: Graph, found: Found, memory_mb: int = 0, compiled: bool = True) -> list[Node]:
+    """Puts the calls into a graph in the place of the regions.
 
     Args:
-        rules: the plans.
-        body: the nodes that run.
-        inside: the nodes that run in any part.
-    """
+        graph: is changed in place.
+        found: its regions.
+        memory_mb, compiled: of the loops.
 
-    def __init__(self, rules: Rules, body: Sequence[Node], inside: set[Node]) -> None:
-        self.rules, self.body, self.inside_of = rules, set(body), inside
-        self.leaves: dict[Leaf, Input] = {}
-        self.names: dict[Any, str] = {}
-        self.hints: dict[str, int] = {"n": 256}
-        self.values: dict[Node, Any] = {}
-        self.given: dict[Leaf, Tensor] = {}
-        self.fakes: Any = None
-        self.n: Any = None
-        self.device = torch.device("cpu")
-
-    # ------------------------------------------------------------ what a part reads
-
-    def collect(self, body: Sequence[Node]) -> None:
-        """Notes the leaves of the nodes."""
-        for node in body:
-            for ref in self.rules.plans[node].refs:
-                if (leaf := self.leaf(ref)) is not None:
-                    self._note(leaf, ref)
-            for arg in node.all_input_nodes:
-                if isinstance(value(arg), torch.SymFloat | torch.SymInt | torch.SymBool):
-                    self.number(arg)
-            for view in self.rules.plans[node].views:
-                if not view.is_whole:
-                    self.leaves["inside", view] = Input(torch.bool, ("n",))
-
-    def leaf(self, ref: Ref) -> Leaf | None:
-        """What stands for an operand; None of what the part computes, and of one number."""
-        if ref.kind == "node" and ref.node not in self.body:
-            tag = self.rules.tag_of(ref.node)
-            if tag is None or not tag.rows:
-                return ("shared", ref.node)
-            if ref.node in self.inside_of:
-                return ("handed", ref.node)
-            ref = Ref("row", ref.node, tag.letters, tag.rows, tag.view)
-        if ref.kind == "row":
-            assert ref.view is not None
-            apart = not ref.view.in_order or None in ref.places
-            large = is_known(shape(ref.node)) and numel(shape(ref.node)) >= self.rules.large
-            kind = "entries" if apart and large else "row"
-            return (kind, ref.node, ref.letters, ref.places, ref.view)
-        return ("shared", ref.node) if ref.kind == "shared" else None
-
-    def _note(self, leaf: Leaf, ref: Ref) -> None:
-        sizes, letters, rows = shape(ref.node), ref.letters, ("n",)
-        if leaf[0] == "handed":
-            tag = self.rules.tag_of(ref.node)
-            assert tag is not None
-            letters = tag.letters
-        if leaf[0] == "shared":
-            letters, rows = "k" * len(sizes), ()
-        inner = [self.named(size) for size in others(sizes, letters)]
-        if leaf[0] == "entries":  # too large to be moved: a chunk looks up its rows
-            self.leaves[("place", *leaf[1:])] = Input(torch.int64, ("n",))
-            own = [key(size) for size, letter in zip(sizes, letters, strict=True) if letter == "r"]
-            rows = (self.named(sympy.Mul(*own)),)
-        self.leaves[leaf] = Input(value(ref.node).dtype, (*rows, *inner))
-
-    def named(self, size: Any) -> int | str:
-        """A size, or the name of a symbol."""
-        found = key(size)
-        if isinstance(found, int) or found.is_Integer:
-            return int(found)
-        name = self.names.setdefault(found, f"s{len(self.names)}")
-        self.hints[name] = max(2, hint(size))
-        return name
-
-    def number(self, node: Node) -> None:
-        """A number that varies, as a tensor without dimensions."""
-        floating = isinstance(value(node), torch.SymFloat)
-        self.leaves[("number", node)] = Input(torch.float64 if floating else torch.int64, ())
-
-    # ------------------------------------------------------------ Env
-
-    def get(self, ref: Ref) -> Any:
-        if ref.kind == "fill":
-            sizes = [self.size(s) for s in others(shape(ref.node), ref.letters)]
-            number = self.rules.fill(ref.node)
-            dtype, device = value(ref.node).dtype, self.device
-            return torch.full((self.n, *sizes), number, dtype=dtype, device=device)
-        leaf = self.leaf(ref)
-        if leaf is None:
-            made = self.values[ref.node]
-            if ref.sizes is not None:
-                made = made.reshape(made.shape[0], *map(self.size, ref.sizes))
-            return made
-        made = self.given[leaf]
-        if leaf[0] == "entries":
-            return made.index_select(0, self.given[("place", *leaf[1:])])
-        return made.unsqueeze(0) if leaf[0] == "shared" and made.dim() else made
-
-    def shared(self, ref: Ref) -> Tensor:
-        return self.given["shared", ref.node]
-
-    def full(self, ref: Ref) -> Tensor:
-        made = self.get(ref)
-        rows = made.dim() and key(made.shape[0]) != 1
-        return made if rows else made.expand(self.n, *made.shape[1:])
-
-    def size(self, size: Any) -> Any:
-        if isinstance(size, Node) and ("number", size) in self.given:
-            return self.given["number", size]  # of an elementwise call
-        found = key(size)
-        if isinstance(found, int | float | bool):
-            return found
-        symbols = sorted(found.free_symbols, key=str)
-        if found not in self.names and not set(symbols) <= self.names.keys():
-            raise _UnknownSize(found)
-        if found in self.names:
-            return self.fakes.sizes[self.names[found]]
-        known = [self.fakes.sizes[self.names[s]] for s in symbols]
-        return sympy.lambdify(symbols, found, modules=[{}, "math"])(*known)
-
-    def inside(self, view: View) -> Tensor | None:
-        return None if view.is_whole else self.given["inside", view]
-
-    # ------------------------------------------------------------ the text
-
-    def loop(self, part: Part) -> Loop:
-        """The text of a part; ``leaves`` are its inputs, in this order.
-
-        Raises:
-            Stop: a call that no text has, or that holds for some numbers of rows alone.
-        """
-        self.collect(part.body)
-        while True:
-            try:
-                return apart(lambda: self._loop(part))
-            except _UnknownSize as unknown:
-                for symbol in unknown.expr.free_symbols:
-                    self.leaves["size", symbol] = Input(torch.bool, (self.named(symbol), 0))
-            except ValueError as error:
-                raise Stop(str(error)) from error
-
-    def _loop(self, part: Part) -> Loop:
-        inputs = list(self.leaves.values())
-        self.fakes = Fakes(inputs, self.hints, self.device)
-        self.n = self.fakes.sizes["n"]
-        rules = self.rules
-
-        def chunk(*tensors: Tensor) -> list[Tensor]:
-            self.given = dict(zip(self.leaves, tensors, strict=True))
-            self.values = {}
-            for node in part.body:
-                self.values[node] = rules.plans[node].run(self)
-            return [self._result(node) for node in part.results]
-
-        graph = tidy(traced(chunk, self.fakes, {}))
-        self.fakes.check()
-        for node in graph.find_nodes(op="call_function", target=A.view.default):
-            node.target = A.reshape.default  # operands have strides of their own
-        for node, of in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
-            node.meta["input"] = of
-        rows = tuple(i for i, of in enumerate(inputs) if of.shape[:1] == ("n",))
-        sums = tuple(i for i, node in enumerate(part.results) if rules.is_sum(node))
-        loop = Loop(rows, sums, graph)
-        return Loop.parse(loop.text())
-
-    def _result(self, node: Node) -> Tensor:
-        made = self.values[node]
-        if self.rules.is_sum(node):
-            return made
-        tag = self.rules.tag_of(node)
-        assert tag is not None
-        sizes = others(shape(node), tag.letters)
-        if keys(made.shape[1:]) == keys(sizes) and key(made.shape[0]) != 1:
-            return made
-        return made.expand(self.n, *map(self.size, sizes))
-
-
-def emit(graph: Graph, found: Found) -> None:
-    """Puts the calls into a graph in the place of the regions.
+    Returns:
+        the calls, one for each part.
 
     Raises:
         Stop: a part has no text. The graph may be changed by then.
     """
-    rules = found.rules
-    chunks = []
-    for part in found.parts:
-        chunk = Chunk(rules, part.body, found.inside)
-        chunks.append((part, chunk, chunk.loop(part)))
-    outer = Outer(graph)
-    ones = _Ones(outer, found)
-    handed: dict[Node, Node] = {}  # canonical rows of an earlier part
-    replaced: dict[Node, Node] = {}
-    for part, chunk, loop in chunks:
-        inputs = [_operand(outer, rules, leaf, ones, handed) for leaf in chunk.leaves]
-        call = outer.call(torch.ops.fxpass.rows.default, inputs, loop.text())
+    chunks = _chunks(graph, found)
+    loops = [chunk.loop(part) for part, chunk in chunks]
+    emitter = _Emitter(graph, found)
+    calls = [
+        emitter.add(part, chunk, replace(loop, memory_mb=memory_mb, compiled=compiled))
+        for (part, chunk), loop in zip(chunks, loops, strict=True)
+    ]
+    emitter.finish()
+    return calls
+
+
+class _Emitter:
+    """Adds calls to a graph.
+
+    Args:
+        graph: is changed in place.
+        found: its regions.
+    """
+
+    def __init__(self, graph: Graph, found: Found) -> None:
+        self.graph, self.found, self.rules = graph, found, found.rules
+        self.outer = Outer(graph, found.inside)
+        self.degree = _degrees(graph, found)
+        self.ones = _Ones(self.outer, found)
+        self.handed: dict[Node, Node] = {}  # canonical rows of an earlier part
+        self.replaced: dict[Node, Node] = {}
+
+    def add(self, part: Part, chunk: Chunk, loop: Loop) -> Node:
+        """Adds the call of a part."""
+        outer, rules, degree = self.outer, self.rules, self.degree
+        linear = [leaf for leaf in chunk.leaves if degree.get(leaf[1]) == 1]
+        power = None
+        if linear and _is_half(rules, part) and all(degree.get(n) is not None for n in part.body):
+            power = Power(outer, map(self._given, linear))
+        inputs = [
+            _operand(outer, rules, leaf, self._given(leaf), power if leaf in linear else None)
+            for leaf in chunk.leaves
+        ]
+        casts = {node: some for node in part.results if (some := _casts(rules, node))}
+        exact = {n for n in part.results if degree.get(n) == 1 and value(n).dtype == torch.float16}
+        exact = {n for n in exact if power is not None or (self.found.factor and rules.is_sum(n))}
+        wide = tuple(i for i, node in enumerate(part.results) if node in casts or node in exact)
+        text = replace(loop, wide=wide).text()
+        call = outer.call(torch.ops.fxpass.rows.default, inputs, text)
         call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for i, node in enumerate(part.results):
             made = outer.call(operator.getitem, call, i)
             made.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-            tag = rules.tag_of(node)
-            if tag is None:
-                result = _summed(outer, rules, node, made)
+            inverse = power.inverse if power is not None and degree.get(node) == 1 else None
+            self._result(node, made, inverse, casts.get(node, {}))
+        return call
+
+    def _given(self, leaf: Leaf) -> Any:
+        """What a leaf stands for, for a tangent of 1."""
+        kind, of = leaf[:2]
+        if kind == "handed":
+            return self.handed[of]
+        return self.ones.of(of) if isinstance(of, Node) else of
+
+    def _result(
+        self, node: Node, made: Node, inverse: Node | None, casts: dict[Node, list[Node]]
+    ) -> None:
+        """Puts a result of a call in the place of a node, or of the casts that read it."""
+        outer, tag, linear = self.outer, self.rules.tag_of(node), self.degree.get(node) == 1
+        if tag is None:
+            made = _summed(outer, self.rules, node, made)
+        one = made if inverse is None else outer.scaled(made, inverse, value(node).dtype)
+        if tag is not None:
+            self.handed[node] = one
+        if linear:
+            self.ones.known[node] = one if tag is None else outer.gathered(one, tag, node)
+        factor = self.ones.part() if linear and self.found.factor is not None else None
+        dtype = torch.float32 if casts else value(node).dtype
+        result = _times(outer, made, inverse, factor, dtype)
+        if tag is not None:
+            result = outer.gathered(result, tag, node)
+        traces = {k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")}
+        for reader, views in (casts or {node: []}).items():
+            last = result
+            for view in views:
+                last = outer.call(view.target, last, *view.args[1:], **view.kwargs)
+            last.meta |= traces
+            self.replaced[reader] = last
+
+    def finish(self) -> None:
+        """Puts the results in the places of the nodes."""
+        outer = self.outer
+        for node, result in self.replaced.items():
+            node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in outer.made)
+        for node, result in self.replaced.items():
+            result.meta["val"] = node.meta["val"]
+            for user in result.users:  # nor are those of results the node's
+                user.target = A.reshape.default if user.target is A.view.default else user.target
+        outer.read_sizes_elsewhere(self.found.inside)
+        outer.sort()
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+
+
+def _chunks(graph: Graph, found: Found) -> list[tuple[Part, Chunk]]:
+    """The parts, whose results are 0 in rows that nothing reads."""
+    rules, inside = found.rules, found.inside
+    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
+    late = backward_of([*tangents, *inside], graph) | set(tangents) | inside
+    made = []
+    for part in found.parts:
+        rows = [n for n in part.results if rules.tag_of(n) and not rules.has_classes(n)]
+        read = {n: some for n in rows if (some := masks(rules, n, inside, late))}
+        made.append((part, Chunk(rules, part.body, inside, read)))
+    return made
+
+
+def _degrees(graph: Graph, found: Found) -> dict[Node, int | None]:
+    """The degrees of nodes in the tangents, together."""
+    if found.factor is not None:
+        return found.degrees
+    places = graph.find_nodes(op="placeholder")
+    tangents = [n for n in places if "tangents" in str(n.target)]
+    return degrees(found.rules, graph, *tangents)
+
+
+def _is_half(rules: Rules, part: Part) -> bool:
+    """Whether values with classes are fp16."""
+    with_classes = [n for n in part.body if rules.has_classes(n) and is_tensor(n)]
+    return any(value(n).dtype == torch.float16 for n in with_classes)
+
+
+def _casts(rules: Rules, node: Node) -> dict[Node, list[Node]]:
+    """The casts to f32 that alone read a sum of 16 bits, and the views between; else none."""
+    if not rules.is_sum(node) or value(node).dtype not in LOW_PRECISION:
+        return {}
+    found: dict[Node, list[Node]] = {}
+    todo: list[tuple[Node, list[Node]]] = [(node, [])]
+    while todo:
+        last, chain = todo.pop()
+        for user in last.users:
+            if packet(user) in (A._to_copy, P.convert_element_type):
+                if value(user).dtype != torch.float32:
+                    return {}
+                found[user] = chain
+            elif packet(user) in (A.permute, A.t, A.transpose, A.view, A.reshape):
+                todo.append((user, [*chain, user]))
             else:
-                handed[node] = made
-                result = outer.gathered(made, tag, node)
-            if found.degrees.get(node) == 1:
-                ones.known[node] = result
-                if tag is not None:
-                    handed[node] = made
-                result = outer.scaled(result, found.factor, value(node).dtype)
-            result.meta |= {
-                k: v for k, v in node.meta.items() if k in ("stack_trace", "nn_module_stack")
-            }
-            replaced[node] = result
-    for node, result in replaced.items():
-        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in outer.made)
-    for node, result in replaced.items():
-        result.meta["val"] = node.meta["val"]
-        for user in result.users:  # nor are those of results the node's
-            user.target = A.reshape.default if user.target is A.view.default else user.target
-    outer.read_sizes_elsewhere(found.inside)
-    outer.sort()
-    graph.eliminate_dead_code()
-    graph.lint()
+                return {}
+    return found
 
 
-def _operand(outer: Outer, rules: Rules, leaf: Leaf, ones: _Ones, handed: dict[Node, Node]) -> Node:
+def _times(
+    outer: Outer, made: Node, inverse: Node | None, factor: Node | None, dtype: torch.dtype
+) -> Node:
+    """A result times the numbers that it was computed without, in a dtype."""
+    if inverse is not None and factor is not None:
+        factor = outer.call(A.mul.Tensor, inverse, factor)
+    elif factor is None:
+        factor = inverse
+    if factor is not None:
+        return outer.scaled(made, factor, dtype)
+    if value(made).dtype == dtype:
+        return made
+    return outer.call(A._to_copy.default, made, dtype=dtype)
+
+
+def _operand(outer: Outer, rules: Rules, leaf: Leaf, given: Any, power: Power | None) -> Node:
+    """The node of an input."""
     kind, of = leaf[:2]
-    if kind == "handed":
-        return handed[of]
     if kind == "inside":
         return outer.inside(of)
     if kind == "size":
         return outer.sized(of)
     if kind == "place":
         return outer.places(*leaf[1:])
-    source = ones.of(of)
+    source = given if power is None else power.of(given)
     if kind == "number":
         return outer.tensor_of(source)
     if kind == "row":
@@ -290,23 +228,34 @@ def _operand(outer: Outer, rules: Rules, leaf: Leaf, ones: _Ones, handed: dict[N
 
 
 def _summed(outer: Outer, rules: Rules, node: Node, made: Node) -> Node:
-    """A sum in the shape and dtype of a node, or the mean."""
+    """A sum in the shape of a node, or the mean."""
     per = rules.plans[node].per
     if per:
         made = outer.call(A.div.Tensor, made, outer.product(per))
-    if value(made).dtype != value(node).dtype:
-        made = outer.call(A._to_copy.default, made, dtype=value(node).dtype)
     if keys(shape(made)) != keys(shape(node)):
         made = outer.call(A.reshape.default, made, [outer.size(s) for s in shape(node)])
     return made
 
 
 class _Ones:
-    """Nodes for a tangent of 1."""
+    """Nodes for a tangent of 1, but of ``ONE`` in fp16."""
 
     def __init__(self, outer: Outer, found: Found) -> None:
         self.outer, self.found = outer, found
         self.known: dict[Node, Node] = {}
+        tangent = found.factor
+        self.is_half = tangent is not None and value(tangent).dtype == torch.float16
+
+    def part(self) -> Node:
+        """The tangent over what it was taken for, 0-dim."""
+        factor = self.found.factor
+        assert factor is not None
+        if shape(factor):
+            factor = self.outer.call(A.reshape.default, factor, [])
+        if not self.is_half:
+            return factor
+        wide = self.outer.call(A._to_copy.default, factor, dtype=torch.float32)
+        return self.outer.call(A.mul.Tensor, wide, 1 / ONE)
 
     def of(self, node: Node) -> Node:
         """The node, or a copy that reads 1 in the place of the tangent."""
@@ -315,7 +264,7 @@ class _Ones:
             return node
         if node not in self.known:
             if node is found.factor:
-                args = [hint(s) for s in shape(node)], 1
+                args = [hint(s) for s in shape(node)], ONE if self.is_half else 1
                 options = {"dtype": value(node).dtype, "device": value(node).device}
                 self.known[node] = self.outer.call(A.full.default, *args, **options)
             else:

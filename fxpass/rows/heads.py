@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fxpass.rows.rules import A, Env, Plan, Ref, Rules, fit
+from fxpass.rows.rules import VIEWS, A, Env, Plan, Ref, Rules, fit
 from fxpass.rows.sizes import hint, is_one, is_tensor, key, numel, packet, shape, value
 from fxpass.rows.tags import Tag, View
 
 PRODUCTS = {A.mm, A.addmm, A.bmm, A.baddbmm}
+# What relates the classes of a row.
+RELATING = {A._softmax, A._log_softmax, A.logsumexp, A.sum, A.mean, A.amax, A.amin, A.argmax}
+RELATING |= {A.argmin, A.max, A.min, A.sort, A.topk, A.cumsum, A.cumprod, A.logcumsumexp}
+RELATING |= {A.cummax, A.cummin, A.gather, A.any, A.all, A.prod, A.var, A.var_mean, A.median}
+RELATING |= {A.linalg_vector_norm}
 MIB = 1 << 20
 # Parts of the least logits that a tile of the vocabulary may be.
 PARTS = 8
@@ -106,21 +111,41 @@ def heads(graph: Graph, later: set[Node], least_mb: float, first: bool) -> list[
         least_mb: the size of logits, in MiB, that are worth a loop; 0: all are.
         first: whether classes come first.
     """
-    products = [
+    multiplied = [
         n
         for n in graph.nodes
         if n.op == "call_function" and packet(n) in PRODUCTS - {A.baddbmm} and is_tensor(n)
     ]
     found = []
-    for node in products:
+    for node in multiplied:
         if node in later or numel(shape(node)) == 0:
             continue
         if _bytes(node) * PARTS < least_mb * MIB:
             continue
         if (head := _head(node, first)) is not None:
             found.append(head)
+    most = max((numel(head.rows) for head in found), default=0)
+    found = [head for head in found if numel(head.rows) > 1 or most == 1]  # of one row: an operand
     wide = [head for head in found if head.classes > head.hidden]
-    return _reduced(wide or ([] if least_mb else found), later)
+    ends = [head for head in wide or found if not _is_multiplied(head, later)]
+    return ends or [head for head in wide or found if _is_reduced(head, later)]
+
+
+def may_have_heads(graph: Graph, least_mb: float) -> bool:
+    """Whether there is a product of the size of logits."""
+    found = (n for n in graph.nodes if n.op == "call_function" and packet(n) in PRODUCTS)
+    return any(_bytes(n) * PARTS >= least_mb * MIB for n in found)
+
+
+def products(graph: Graph, least_mb: float) -> list[Node]:
+    """The products ``[N, V]`` that may be heads."""
+    found = heads(graph, backward_of(tangents(graph), graph), least_mb, False)
+    return [head.node for head in found if packet(head.node) in (A.mm, A.addmm)]
+
+
+def tangents(graph: Graph) -> list[Node]:
+    """What backward starts with."""
+    return [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
 
 
 def _head(node: Node, first: bool) -> Head | None:
@@ -131,6 +156,8 @@ def _head(node: Node, first: bool) -> Head | None:
     x, weight = (b, a) if first else (a, b)
     if not isinstance(x, Node) or not isinstance(weight, Node):
         return None
+    if value(x).dtype != value(weight).dtype:  # fake tensors multiply what kernels refuse
+        return None
     return Head(node, x, weight, bias if isinstance(bias, Node) else None, first)
 
 
@@ -138,19 +165,30 @@ def _bytes(node: Node) -> int:
     return numel(shape(node)) * value(node).dtype.itemsize
 
 
-def _reduced(found: list[Head], later: set[Node]) -> list[Head]:
-    """Those of which forward makes no hidden states, as of hidden layers; if there is none, all."""
-    ends = [head for head in found if not _is_multiplied(head, later)]
-    return ends or found
+def _is_reduced(head: Head, later: set[Node]) -> bool:
+    """Whether forward relates the classes of a row, as a softmax does, before the next product: of
+    a hidden layer, it computes each value by itself."""
+    seen, todo = set[Node](), [head.node]
+    while todo:
+        for user in todo.pop().users:
+            if packet(user) in RELATING and user not in later:
+                return True
+            by_itself = torch.Tag.pointwise in getattr(user.target, "tags", ())
+            if user not in seen and user not in later and (by_itself or packet(user) in VIEWS):
+                seen.add(user)
+                todo.append(user)
+    return False
 
 
 def _is_multiplied(head: Head, later: set[Node]) -> bool:
+    """Whether forward makes hidden states of its results, as of those of hidden layers."""
+    hidden = min(numel(shape(head.x)), numel(shape(head.weight)))
     seen, todo = set[Node](), [head.node]
     while todo:
         for user in todo.pop().users:
             if user in seen or user in later:
                 continue
-            if packet(user) in PRODUCTS and 2 * numel(shape(user)) >= numel(shape(head.x)):
+            if packet(user) in PRODUCTS and 2 * numel(shape(user)) >= hidden:
                 return True
             seen.add(user)
             todo.append(user)
@@ -158,10 +196,11 @@ def _is_multiplied(head: Head, later: set[Node]) -> bool:
 
 
 def backward_of(tangents: Iterable[Node], graph: Graph) -> set[Node]:
-    """The nodes that read a tangent."""
+    """The nodes that read a tangent, and those of gradients that are 0 whatever it is."""
     found = set(tangents)
     for node in graph.nodes:
-        if not found.isdisjoint(node.all_input_nodes):
+        backward = node.meta.get("partitioner_tag") == "is_backward"
+        if backward or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

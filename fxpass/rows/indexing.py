@@ -13,7 +13,7 @@ from fxpass.rows.rules import A, Env, P, Plan, Ref, Rules, fit, put, rule
 from fxpass.rows.sizes import key, numel, packet, shape, value
 from fxpass.rows.tags import Stop, Tag, letter_of, place, relettered
 
-UNKNOWN = Stop("indexes in a way that is not known")
+UNKNOWN = "indexes in a way that is not known"
 
 
 @rule("index", "_unsafe_index", "index_put", "_unsafe_index_put", "embedding", "index_select")
@@ -27,7 +27,7 @@ def index(rules: Rules, node: Node, want: Tag | None) -> Plan:
         if (found := _rows_by_mask(rules, node, given, tag, puts)) is not None:
             return found
         if not puts or tag is None:
-            raise Stop("is indexed by a mask")
+            raise Stop("is indexed by a mask in a way that is not known")
         return _masked(rules, node, given, tag)
     if puts:
         return _put(rules, node, given, tag)
@@ -74,7 +74,7 @@ def _of_table(rules: Rules, node: Node, given: dict[int, Node], want: Tag | None
     tag = want
     if tag is None:
         if of_ids is None:
-            raise Stop("reads nothing that is tagged")
+            raise Stop("has no operand with rows")
         letters = "".join(letter_of(s, rules.classes) for s in shape(base))
         tag = of_ids.like(letters[:dim] + of_ids.letters + letters[dim + 1 :])
     if "r" in tag.letters[:dim] + tag.letters[dim + rank :]:
@@ -133,10 +133,10 @@ def _picked(
     rank = len(sizes)
     whole = list(given) == list(range(rank)) and tag.letters[:-1] == "r" * (rank - 1)
     if not whole or tag.letters[-1] == "r" or len(picked) != rank - 1:
-        raise UNKNOWN
+        raise Stop(UNKNOWN)
     *of_rows, labels = given.values()
-    if not all(_is_range(x, sizes[i], rank - 1 - i) for i, x in enumerate(of_rows)):
-        raise UNKNOWN
+    if not all(is_range(x, sizes[i], rank - 1 - i) for i, x in enumerate(of_rows)):
+        raise Stop(UNKNOWN)
     result = tag.like("r" * (rank - 1))
     return rules.spread(labels, result, picked), result
 
@@ -146,7 +146,7 @@ def _wrapped(labels: Tensor, tensor: Tensor) -> Tensor:
     return torch.where(labels < 0, labels + tensor.shape[1], labels)
 
 
-def _is_range(index: Any, size: Any, rank: int) -> bool:
+def is_range(index: Any, size: Any, rank: int) -> bool:
     """Whether an index is ``arange(size)`` along the dimension ``rank`` from the end."""
     sizes = shape(index)
     along = len(sizes) - rank
@@ -179,18 +179,18 @@ def _put(rules: Rules, node: Node, given: dict[int, Node], tag: Tag | None) -> P
     if tag is None:
         tag = rules.tag_of(source)
         if tag is None:
-            raise Stop("reads nothing that is tagged")
+            raise Stop("has no operand with rows")
         if list(given) == list(range(len(sizes))) and set(tag.letters) == {"r"}:
             tag = tag.like(tag.letters + letter_of(sizes[-1], rules.classes))
         elif len(given) == 1 and len(shape(source)) == len(sizes):
             tag = tag.like(relettered(tag.letters, sizes, rules.classes))
         else:
-            raise UNKNOWN
+            raise Stop(UNKNOWN)
     of_base = rules.ref(base, tag)
     if len(given) == 1 and all(tag.letters[d] != "r" for d in given):
         ((dim, ids),) = given.items()
         if rules.tag(ids) is not None or len(shape(ids)) > 1:
-            raise UNKNOWN
+            raise Stop(UNKNOWN)
         letters = tag.letters[:dim] + "k" * len(shape(ids)) + tag.letters[dim + 1 :]
         put = [*sizes[:dim], *shape(ids), *sizes[dim + 1 :]]
         inner = tag.like(relettered(letters, put, rules.classes))
@@ -260,7 +260,7 @@ def _masked(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> Plan:
     assert isinstance(source, Node)
     ((dim, mask), *more) = given.items()
     if more or numel(shape(source)) != 1 or (len(node.args) > 3 and node.args[3]):
-        raise Stop("is indexed by a mask")
+        raise Stop("is indexed by a mask in a way that is not known")
     covered = tag.letters[dim : dim + len(shape(mask))]
     of_base, number = rules.ref(base, tag), Ref("shared", source, "k" * len(shape(source)))
     if not dim:
@@ -270,7 +270,7 @@ def _masked(rules: Rules, node: Node, given: dict[int, Node], tag: Tag) -> Plan:
     elif "r" not in covered and len(covered) == 1 and rules.tag(mask) is None:
         of_mask = Ref("shared", mask, covered)
     else:
-        raise Stop("is indexed by a mask")
+        raise Stop("is indexed by a mask in a way that is not known")
     at = place(tag.letters, dim) if "r" not in covered else 0
 
     def run(env: Env) -> Tensor:

@@ -23,7 +23,7 @@ def cat(rules: Rules, node: Node, want: Tag | None) -> Plan:
     dim = along % len(sizes)
     given_tags = [t for t in tensors if rules.tag_of(t) is not None]
     if want is None and not given_tags:
-        raise Stop("reads nothing that is given_tags")
+        raise Stop("has no operand with rows")
     tag = want or rules.joined(given_tags, shape(given_tags[0]))
     tag = tag.like(relettered(tag.letters, sizes, rules.classes))
     if (found := _of_rows(rules, tensors, dim, tag, given_tags, want)) is not None:

@@ -10,7 +10,7 @@ In: a graph. Out: nodes that move operands to the rows of a head and results bac
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -19,9 +19,11 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import CallMethodKey
 from torch.fx.node import map_arg
 from torch.utils._pytree import SequenceKey
+from torch.utils._sympy.functions import FloorDiv
 
+from fxpass.op import saved
 from fxpass.rows.rules import A
-from fxpass.rows.sizes import is_tensor, key, packet, same, shape, value
+from fxpass.rows.sizes import is_known, is_tensor, key, numel, packet, same, shape, value
 from fxpass.rows.tags import Stop, Tag, View
 
 
@@ -30,9 +32,10 @@ class Outer:
 
     Args:
         graph: the graph, which is changed.
+        inside: the nodes that go.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, inside: Collection[Node] = ()) -> None:
         self.graph, self.end = graph, graph.output_node()
         self.made: set[Node] = set()
         self._rows: dict[View, Node] = {}
@@ -42,7 +45,7 @@ class Outer:
         tensors = [value(n) for n in graph.nodes if is_tensor(n)]
         self.mode = next((t.fake_mode for t in tensors if hasattr(t, "fake_mode")), None)
         self.device = next(t.device for t in tensors)
-        self._find_sizes()
+        self._find_sizes(inside)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A call, with its example value."""
@@ -59,7 +62,7 @@ class Outer:
 
     # ------------------------------------------------------------ sizes
 
-    def _find_sizes(self) -> None:
+    def _find_sizes(self, inside: Collection[Node]) -> None:
         """The nodes whose values are the symbols of sizes."""
         self._sources: dict[Any, tuple[Node, int | None]] = {}
         self._known: dict[Any, Any] = {}  # the sizes of what they are compared by
@@ -69,8 +72,16 @@ class Outer:
             if isinstance(found, torch.SymInt) and node.op == "placeholder":
                 self._sources[key(found)] = node, None
         for node in self.graph.find_nodes(op="placeholder"):
-            for dim, size in enumerate(shape(node) if is_tensor(node) else ()):
-                self._sources.setdefault(key(size), (node, dim))
+            if "tangents" in str(node.target):  # forward has none
+                continue
+            self._add_sources(node)
+        for node in self.graph.nodes:
+            if node.meta.get("unbacked_bindings") and node not in inside:
+                self._add_sources(node)
+
+    def _add_sources(self, node: Node) -> None:
+        for dim, size in enumerate(shape(node) if is_tensor(node) else ()):
+            self._sources.setdefault(key(size), (node, dim))
 
     def size(self, size: Any) -> Any:
         """A size as an argument: an int, or a node that computes it.
@@ -96,7 +107,8 @@ class Outer:
         if expr in self._sources:
             node, dim = self._sources[expr]
             return node if dim is None else self.call(A.sym_size.int, node, dim)
-        operators = {sympy.Add: operator.add, sympy.Mul: operator.mul}
+        operators: Any = {sympy.Add: operator.add, sympy.Mul: operator.mul, sympy.Pow: operator.pow}
+        operators[FloorDiv] = operator.floordiv
         if expr.func not in operators:
             raise Stop(f"has the size {expr}")
         first, *rest = (self._size(arg) for arg in expr.args)
@@ -136,12 +148,13 @@ class Outer:
             elif kind == "flip":
                 made = self.call(A.flip.default, before, list(args))
             elif kind == "select":
-                made = self.call(A.select.int, before, *args)
+                made = self.call(A.select.int, before, args[0], self.size(args[1]))
             elif kind == "mask":
                 made = self._chosen(before, args[0], args[1], after)
             else:
                 dim, start, stop, step = args
-                made = self.call(A.slice.Tensor, before, dim, start, self.size(stop), step)
+                ends = self.size(start), self.size(stop)
+                made = self.call(A.slice.Tensor, before, dim, *ends, step)
         self._rows[view] = made
         return made
 
@@ -252,16 +265,18 @@ class Outer:
             raise Stop(f"is {value(made).dtype} in rows, and {value(like).dtype} in the graph")
         return made
 
-    def scaled(self, made: Node, factor: Any, dtype: torch.dtype) -> Node:
-        """Times a tangent of one element, in a dtype."""
+    def scaled(self, made: Node, factor: Node, dtype: torch.dtype) -> Node:
+        """Times a number of one element, in a dtype. A large result has an operator of its own,
+        which may run in place: :mod:`fxpass.op.saved`."""
         if shape(factor):
             factor = self.call(A.reshape.default, factor, [])
+        sizes = shape(made)
+        if value(made).dtype == dtype and is_known(sizes) and numel(sizes) >= saved._LARGE:
+            return self.call(torch.ops.fxpass.scaled.default, made, factor)
         found = self.call(A.mul.Tensor, made, factor)
-        return (
-            found
-            if value(found).dtype == dtype
-            else self.call(A._to_copy.default, found, dtype=dtype)
-        )
+        if value(found).dtype == dtype:
+            return found
+        return self.call(A._to_copy.default, found, dtype=dtype)
 
     # ------------------------------------------------------------ order
 
@@ -274,14 +289,15 @@ class Outer:
                 node.replace_all_uses_with(size) if isinstance(size, Node) else None
 
     def sort(self) -> None:
-        """Moves each node behind what it reads, in the graph's order otherwise.
+        """Moves each node behind what it reads, in the graph's order otherwise; inputs of the
+        graph are written at its end.
 
         Raises:
             Stop: two calls would have to run before each other.
         """
         done: dict[Node, bool] = {}
         order: list[Node] = []
-        for first in list(self.graph.nodes):
+        for first in sorted(self.graph.nodes, key=lambda n: (n.op == "output", _writes(n))):
             stack = [(first, False)]
             while stack:
                 node, ready = stack.pop()
@@ -303,6 +319,11 @@ class Outer:
             if last is not None:
                 last.append(node)
             last = node
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def _with_letters(node: Node, letters: str) -> list[tuple[Any, str]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fxpass.rows.rules import A, Env, Plan, Rules, bound, called, put, rule
-from fxpass.rows.sizes import hint, is_one, key, packet, same, shape, value
+from fxpass.rows.sizes import is_one, is_tensor, key, packet, same, shape, value
 from fxpass.rows.tags import Stop, Tag, place, relettered
 from fxpass.rows.views import tagged
 
@@ -25,6 +25,13 @@ class _Part:
         self.part: Node = self.given["src"] if self.scatters else node
         self.dim = self.given["dim"] % len(self.sizes)
 
+    def sized(self, env: Env) -> dict[str, Any]:
+        """The arguments, with the values of sizes."""
+        return {
+            name: env.size(value(arg)) if isinstance(arg, Node) and not is_tensor(arg) else arg
+            for name, arg in self.given.items()
+        }
+
     def without(self, letters: str) -> str:
         """The letters of the part."""
         return letters[: self.dim] + letters[self.dim + 1 :] if self.selects else letters
@@ -35,17 +42,22 @@ class _Part:
         letters = self.without(tag.letters)
         if self.selects:
             after.pop(d)
-            index = self.given["index"] % hint(self.sizes[self.dim])
+            index = self._from_start(self.given["index"])
             return tag.like(letters, tag.view.then("select", (d, index), after))
         size, start, step = shape(self.part)[self.dim], self.given["start"] or 0, self.given["step"]
         if not isinstance(start, int) or not isinstance(step, int):
             raise Stop("starts where a number says")
         if start == 0 and step == 1 and same(size, self.sizes[self.dim]):
             return tag.like(letters)
-        start = start + hint(self.sizes[self.dim]) if start < 0 else start
-        after[d] = size
+        start, after[d] = self._from_start(start), size
         stop = start + key(size) * step
         return tag.like(letters, tag.view.then("slice", (d, start, stop, step), after))
+
+    def _from_start(self, place: Any) -> Any:
+        """A place that counts from the end counts from the start, whatever the size is."""
+        if not isinstance(place, int):
+            raise Stop("is a place that a number says")
+        return place + key(self.sizes[self.dim]) if place < 0 else place
 
     def whole(self, tag: Tag) -> Tag | None:
         """The tag of the tensor, if the view of the part's rows ends with this part."""
@@ -80,7 +92,7 @@ def part(rules: Rules, node: Node, want: Tag | None) -> Plan:
     at = place(tag.letters, this.dim)
 
     def run(env: Env) -> Tensor:
-        return called(node, this.given | {"self": env.get(ref), "dim": at})
+        return called(node, this.sized(env) | {"self": env.get(ref), "dim": at})
 
     return Plan(result, [ref], run)
 
@@ -115,7 +127,7 @@ def part_put_back(rules: Rules, node: Node, want: Tag | None) -> Plan:
 
     def run(env: Env) -> Tensor:
         tensors = {"self": env.full(base), "src": env.full(source)}
-        return called(node, this.given | tensors | {"dim": at})
+        return called(node, this.sized(env) | tensors | {"dim": at})
 
     return Plan(tag, [base, source], run)
 
@@ -157,7 +169,7 @@ def split(rules: Rules, node: Node, want: Any) -> Plan:
         letters = letters[:dim] + "k" + letters[dim:] if apart else letters
         tag = result.like(relettered(letters, sizes, rules.classes))
     if tag is None:
-        raise Stop("splits what is not tagged")
+        raise Stop("has no operand with rows")
     ref = rules.ref(base, tag)
     cut = tag.letters[:dim] + tag.letters[dim + 1 :] if apart else tag.letters
     if tag.letters[dim] != "r":

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from fxpass.rows.rules import A, Env, P, Plan, Ref, Rules, beside, bound, called, fit, rule
-from fxpass.rows.sizes import is_tensor, packet, same, shape, value
+from fxpass.rows.sizes import agree, is_tensor, packet, shape, value
 from fxpass.rows.tags import Stop, Tag, letter_of, others, place
 
 
@@ -87,7 +87,7 @@ def along(rules: Rules, node: Node, want: Any) -> Plan:
         return _over_rows(rules, node, tag, dims, rows)
     for arg in alike:
         pairs = zip(tag.letters, shape(arg), sizes, strict=True)
-        if any(letter == "r" and not same(a, b) for letter, a, b in pairs):
+        if any(letter == "r" and not agree(a, b) for letter, a, b in pairs):
             raise Stop("has an index of other rows")
     refs = {
         a: rules.ref(a, tag) if a in alike else Ref("shared", a, "k" * len(shape(a)))

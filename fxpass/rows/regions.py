@@ -11,16 +11,19 @@ forward for a tangent of 1::
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
+from fxpass.graph.source import source_line
 from fxpass.rows import indexing, joins, parts, pointwise, products, views  # noqa: F401  rules
-from fxpass.rows.heads import Head, backward_of, heads, seeded
-from fxpass.rows.rules import A, Rules, base_of
-from fxpass.rows.sizes import key, numel, packet, shape
+from fxpass.rows.heads import Head, backward_of, heads, seeded, tangents
+from fxpass.rows.reasons import FoundHead, head_name, short_names
+from fxpass.rows.rules import VIEWS, A, Rules, base_of
+from fxpass.rows.sizes import key, numel, packet, shape, value
 from fxpass.rows.tags import Stop, Tag
 from fxpass.rows.tangents import META, degrees
 
@@ -52,7 +55,10 @@ class Found:
         inside: the nodes of the regions that run in calls.
         factor: the tangent for which gradients are computed in forward; None if there is none.
         degrees: of all nodes in it.
-        declined: why a head is left as it is.
+        declined: what ended the region of a head that is left as it is.
+        heads: the products.
+        later: the nodes of backward.
+        kept: the heads that are in calls, for a report.
     """
 
     rules: Rules
@@ -60,8 +66,10 @@ class Found:
     inside: set[Node] = field(default_factory=set)
     factor: Node | None = None
     degrees: dict[Node, int | None] = field(default_factory=dict)
-    declined: dict[Node, str] = field(default_factory=dict)
+    declined: dict[Node, Stop] = field(default_factory=dict)
     heads: list[Head] = field(default_factory=list)
+    later: set[Node] = field(default_factory=set)
+    kept: list[FoundHead] = field(default_factory=list)
 
 
 def regions(
@@ -74,8 +82,8 @@ def regions(
         first: whether classes come before rows.
         largest: whether only products with as many rows as the largest are heads.
     """
-    tangents = [n for n in graph.find_nodes(op="placeholder") if "tangents" in str(n.target)]
-    later = backward_of(tangents, graph)
+    starts = tangents(graph)
+    later = backward_of(starts, graph)
     candidates = heads(graph, later, least_mb, first)
     if not candidates:
         return None
@@ -89,11 +97,11 @@ def regions(
         weights={base_of(head.weight) for head in candidates},
         hidden={base_of(head.x) for head in candidates},
     )
-    found = Found(rules, heads=seeded(rules, candidates))
+    found = Found(rules, later=later, heads=seeded(rules, candidates))
     _propagate(found, later)
     inside = _inside(rules, graph)
-    _factor(found, graph, tangents, inside)
-    _parts(found, graph, inside, tangents, later)
+    _factor(found, graph, starts, inside)
+    _parts(found, graph, inside, starts, later)
     return found
 
 
@@ -115,7 +123,7 @@ def _propagate(found: Found, later: set[Node]) -> None:
                 try:
                     rules.apply(node)
                 except Stop as stop:
-                    rules.reasons[node] = str(stop)
+                    rules.reasons[node] = stop
                     continue
                 weights = any(map(rules.is_weight, node.all_input_nodes))
                 if packet(node) in (A.mm, A.bmm) and weights and not rules.has_classes(node):
@@ -144,7 +152,7 @@ def _pull_gradient(found: Found, node: Node) -> None:
                 try:
                     rules.pull(x, Tag(letters, tag.view))
                 except Stop as stop:
-                    rules.reasons[x] = str(stop)
+                    rules.reasons[x] = stop
 
 
 def _inside(rules: Rules, graph: Graph) -> set[Node]:
@@ -171,9 +179,9 @@ def _inside(rules: Rules, graph: Graph) -> set[Node]:
     return inside
 
 
-def _factor(found: Found, graph: Graph, tangents: list[Node], inside: set[Node]) -> None:
+def _factor(found: Found, graph: Graph, starts: list[Node], inside: set[Node]) -> None:
     """The one tangent that gradients are a multiple of, if there is one."""
-    reached = [t for t in tangents if not backward_of([t], graph).isdisjoint(inside)]
+    reached = [t for t in starts if not backward_of([t], graph).isdisjoint(inside)]
     if len(reached) != 1 or numel(shape(reached[0])) != 1:
         return
     degree = degrees(found.rules, graph, reached[0])
@@ -182,14 +190,14 @@ def _factor(found: Found, graph: Graph, tangents: list[Node], inside: set[Node])
 
 
 def _phases(
-    found: Found, graph: Graph, inside: set[Node], tangents: list[Node], later: set[Node]
+    found: Found, graph: Graph, inside: set[Node], starts: list[Node], later: set[Node]
 ) -> dict[Node, int]:
     """The phase of each node: one more for each way out of the regions through sums over rows;
     what reads a tangent that is no factor is of the last."""
     rules, phase, last = found.rules, dict[Node, int](), 0
     for backward in (False, True):
         for node in graph.nodes:
-            if node in tangents:
+            if node in starts:
                 phase[node] = 0 if node is found.factor else last
                 continue
             if node in later and not backward:
@@ -216,36 +224,39 @@ def _parts(
     found: Found,
     graph: Graph,
     inside: set[Node],
-    tangents: list[Node],
+    starts: list[Node],
     later: set[Node],
 ) -> None:
     rules = found.rules
-    phase = _phases(found, graph, inside, tangents, later)
+    phase = _phases(found, graph, inside, starts, later)
     component = _components(rules, inside)
     # gradients of operands with classes leave so; what forward returns reads no tangent
     gradients = later.intersection(pytree.tree_leaves(graph.output_node().args))
-    bad: dict[Node, str] = {}
+    bad: dict[Node, Stop] = {}
     for node in inside:
-        if not rules.has_classes(node):
+        if not rules.has_many(node):
             continue
         for user in node.users:
             filled = user.op == "call_function" and rules.fill(user) is not None
             harmless = packet(user) in META or filled or (user.op == "output" and node in gradients)
             if user not in inside and not harmless:
-                bad.setdefault(component[node], _why(rules, user))
+                bad.setdefault(component[node], _why(rules, node, user))
     of_heads = {component[head.node] for head in found.heads if head.node in inside}
     for head in found.heads:
         if head.node in inside and component[head.node] in bad:
             found.declined[head.node] = bad[component[head.node]]
     if found.declined:  # gradients alone save nothing
-        bad |= {c: "has no head" for c in component.values() if c not in of_heads and c not in bad}
+        bad |= {
+            c: Stop("has no head") for c in component.values() if c not in of_heads and c not in bad
+        }
     live = {n for n in inside if component[n] not in bad}
     found.inside = live
+    found.kept = _kept(found, graph, component, later)
     order = {node: i for i, node in enumerate(graph.nodes)}
     needed = {
         n
         for n in live
-        if (not rules.has_classes(n) or n in gradients)
+        if (not rules.has_many(n) or n in gradients)
         and not isinstance(rules.tag(n), list)
         and any(user not in inside for user in n.users)
     }
@@ -259,10 +270,44 @@ def _parts(
     found.parts.reverse()
 
 
-def _why(rules: Rules, user: Node) -> str:
-    if user.op == "output":
-        return "leaves the graph with its classes"
-    return f"{packet(user)} {rules.reasons.get(user, 'reads its classes')}"
+def _kept(
+    found: Found, graph: Graph, component: dict[Node, Node], later: set[Node]
+) -> list[FoundHead]:
+    """What a report says of the heads whose regions run in calls."""
+    rules, silent = found.rules, (*VIEWS, operator.getitem)
+    forward = {n for n in pytree.tree_leaves(graph.output_node().args) if n not in later}
+    kept = [head for head in found.heads if head.node in found.inside]
+    of = list(dict.fromkeys(component[head.node] for head in kept))
+    ops: dict[Node, list[Node]] = {c: [] for c in of}
+    for node in reversed(list(graph.nodes)):
+        if node not in forward:
+            continue
+        forward.update(node.all_input_nodes)
+        computes = packet(node) not in silent and any(map(rules.has_classes, node.all_input_nodes))
+        if computes and node in found.inside and component[node] in ops:
+            ops[component[node]].insert(0, node)
+    return [
+        FoundHead(
+            name=head_name(head.node),
+            line=source_line(head.node),
+            rows=numel(shape(head.node)) // head.classes,
+            classes=head.classes,
+            itemsize=value(head.node).dtype.itemsize,
+            region=of.index(component[head.node]),
+            ops=short_names(ops[component[head.node]]),
+        )
+        for head in kept
+    ]
+
+
+def _why(rules: Rules, node: Node, user: Node) -> Stop:
+    """Why what reads a node with classes ends the region."""
+    if (found := rules.reasons.get(user)) is not None:
+        return found
+    leaves = user.op == "output"
+    stop = Stop("leaves the graph with its classes" if leaves else "reads classes of all rows")
+    stop.node = node if leaves else user
+    return stop
 
 
 def _body(

@@ -11,7 +11,7 @@ large as logits, and pulls that node into the region::
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -140,7 +140,7 @@ class Rules:
     weights: set[Node]
     hidden: set[Node]
     plans: dict[Node, Plan] = field(default_factory=dict)
-    reasons: dict[Node, str] = field(default_factory=dict)
+    reasons: dict[Node, Stop] = field(default_factory=dict)
     _pulling: set[Node] = field(default_factory=set)
     _large: dict[Node, bool] = field(default_factory=dict)
 
@@ -160,6 +160,11 @@ class Rules:
         tags = found if isinstance(found, list) else [found]
         return any(t is not None and t.has_classes for t in tags)
 
+    def has_many(self, node: Any) -> bool:
+        """Whether a result of a node has classes, and not a few of them alone, as of ``topk``."""
+        few = is_tensor(node) and 2 * numel(shape(node)) < self.large
+        return self.has_classes(node) and not few
+
     def is_sum(self, node: Any) -> bool:
         """Whether a node is summed over rows."""
         return node in self.plans and self.plans[node].tag is None
@@ -172,17 +177,7 @@ class Rules:
 
     def fill(self, node: Node) -> Any:
         """The number of a tensor of one number; None if it is no such tensor."""
-        found = packet(node)
-        if found in FILLS:
-            return node.args[FILLS[found]]
-        if found in ZEROS:
-            return 0
-        if found in ONES:
-            return 1
-        source = node.args[0] if node.args else None
-        if found in _SAME and is_tensor(source) and source not in self.plans:
-            return self.fill(source)  # pyright: ignore[reportArgumentType]
-        return None
+        return fill(node, self.plans)
 
     def ref(self, node: Node, tag: Tag) -> Ref:
         """What reads a node whose dimensions are those of a tag.
@@ -195,7 +190,7 @@ class Rules:
             try:
                 self.apply(node)  # of rows, and made of classes
             except Stop as stop:
-                self.reasons.setdefault(node, str(stop))
+                self.reasons.setdefault(node, stop)
         have = self.tag_of(node)
         if have is not None:
             found = self._as_rows(node, have, tag)
@@ -203,7 +198,7 @@ class Rules:
                 return found
             same = have.letters.replace("c", "k") == tag.letters.replace("c", "k")
             if have.rows and not (same and have.view == tag.view):
-                raise Stop("meets other rows")
+                raise Stop("combines rows with other rows")
             return Ref("node", node, have.letters)
         number = self.fill(node)
         if number is not None and not isinstance(number, Node):
@@ -215,7 +210,7 @@ class Rules:
                 self.pull(node, tag)
                 return Ref("node", node, tag.letters)
             except Stop as stop:
-                self.reasons.setdefault(node, f"stays an operand: {stop}")
+                self.reasons.setdefault(node, stop)
         return Ref("row", node, tag.letters, tag.rows, tag.view)
 
     def _as_rows(self, node: Node, have: Tag, tag: Tag) -> Ref | None:
@@ -236,13 +231,15 @@ class Rules:
         """What reads an argument that is broadcast to a tagged result of these sizes."""
         own = shape(node)
         start = len(sizes) - len(own)
-        real = any(tag.letters[start + i] == "r" and not is_one(s) for i, s in enumerate(own))
+        alone = is_one(tag.view.root)  # what is the same for all rows is of the row
+        pairs = zip(tag.letters[start:], own, strict=True)
+        real = any(letter == "r" and (alone or not is_one(size)) for letter, size in pairs)
         letters = "".join(
             ("r" if real else "k") if letter == "r" else letter for letter in tag.letters[start:]
         )
         want, have = tag.like(letters), self.tag_of(node)
         if have is not None and have.rows and len(have.rows) < len(tag.rows):
-            raise Stop("meets other rows")
+            raise Stop("combines rows with other rows")
         full = all(i >= start and same(own[i - start], sizes[i]) for i in tag.rows)
         if (have is not None and have.rows) or full or not want.rows:
             return self.ref(node, want)
@@ -286,17 +283,22 @@ class Rules:
             Stop: there is no rule, or the rule says no.
         """
         found = RULES.get(node.target) or RULES.get(packet(node))
-        if found is None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
-            found = RULES[A.clone]
-        if found is None:
-            raise Stop("has no rule")
-        self.plans[node] = found(self, node, want)
+        tags = getattr(node.target, "tags", ())
+        if found is None and torch.Tag.pointwise in tags:  # what is drawn is drawn once
+            found = RULES[A.clone] if torch.Tag.nondeterministic_seeded not in tags else None
+        try:
+            if found is None:
+                raise Stop("has no rule for rows")
+            self.plans[node] = found(self, node, want)
+        except Stop as stop:
+            stop.node = stop.node or node
+            raise
 
     def joined(self, nodes: Iterable[Node], sizes: Sequence[Any]) -> Tag:
         """The tag of what tagged arguments are broadcast to."""
         tags = [t for t in map(self.tag_of, nodes) if t is not None]
         if not tags:
-            raise Stop("reads nothing that is tagged")
+            raise Stop("has no operand with rows")
         letters = ["k"] * len(sizes)
         for tag in tags:
             for i, letter in enumerate(tag.letters, len(sizes) - len(tag.letters)):
@@ -305,6 +307,21 @@ class Rules:
             letters[i] = letters[i] if letters[i] == "r" else letter_of(size, self.classes)
         first = max(tags, key=lambda tag: len(tag.rows))
         return first.like("".join(letters))
+
+
+def fill(node: Node, tagged: Container[Node] = ()) -> Any:
+    """The number of a tensor of one number that is not of tagged ones; None if it is none."""
+    found = packet(node)
+    if found in FILLS:
+        return node.args[FILLS[found]]
+    if found in ZEROS:
+        return 0
+    if found in ONES:
+        return 1
+    source: Any = node.args[0] if node.args else None
+    if found in _SAME and is_tensor(source) and source not in tagged:
+        return fill(source, tagged)
+    return None
 
 
 def base_of(node: Any) -> Any:

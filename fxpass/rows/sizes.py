@@ -36,6 +36,11 @@ def same(a: Any, b: Any) -> bool:
     return not (isinstance(a, int) and isinstance(b, int)) and statically_known_true(a == b)
 
 
+def agree(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal; if they are as they were traced, a guard holds them so."""
+    return same(a, b) or (hint(a) == hint(b) != UNKNOWN and bool(a == b))
+
+
 def keys(sizes: Iterable[Any]) -> tuple[Any, ...]:
     """:func:`key` of each."""
     return tuple(map(key, sizes))

@@ -4,7 +4,7 @@ In: a graph. Out: the graph, changed in place::
 
     view(cat([a, b], 0), [2, *a.shape])    cat([unsqueeze(a, 0), unsqueeze(b, 0)], 0)
     bmm(a [1, N, D], b [1, D, V])          unsqueeze(mm(a [N, D], b [D, V]), 0)
-    max(z)                                 amax(amax(z, [-1]))
+    max(z), amax(z, [0, 1])                amax(amax(z, [-1]), [0])
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from torch.fx import Graph, Node
 from fxpass.rows.rules import A
 from fxpass.rows.sizes import is_one, key, keys, packet, shape, value
 
-_EXTREMES = {A.max.default: A.amax.default, A.min.default: A.amin.default}
+# What is the same of rows as of all classes: reductions that may take one dimension after another.
+_NESTED = {A.max.default: A.amax.default, A.min.default: A.amin.default}
+_NESTED |= {op: op for op in (A.amax.default, A.amin.default, A.any.dims, A.all.dims)}
+_NESTED |= {A.any.default: A.any.dims, A.all.default: A.all.dims}
+_NESTED |= {A.sum.dim_IntList: A.sum.dim_IntList}
 _VIEWS = (A.view, A._unsafe_view, A.reshape)
 
 
@@ -28,7 +32,7 @@ def spell(graph: Graph) -> None:
             made = _stacked(graph, node)
         elif packet(node) is A.bmm and is_one(shape(node)[0]):
             made = _product(graph, node)
-        elif node.target in _EXTREMES and len(shape(node.args[0])) > 1:
+        elif node.target in _NESTED:
             made = _of_rows_first(graph, node)
         if made is not None:
             made.meta = dict(node.meta)
@@ -65,11 +69,20 @@ def _product(graph: Graph, node: Node) -> Node:
     return made
 
 
-def _of_rows_first(graph: Graph, node: Node) -> Node:
-    """The extreme of the extremes of the last dimension."""
-    extreme = _EXTREMES[node.target]
+def _of_rows_first(graph: Graph, node: Node) -> Node | None:
+    """The extreme of the extremes, or the sum of the sums, of the last dimension."""
+    source: Any = node.args[0]
+    sizes, keep = shape(source), bool(node.args[2]) if len(node.args) > 2 else False
+    dims = (node.args[1] if len(node.args) > 1 else None) or range(len(sizes))
+    first = sorted({d % len(sizes) for d in dims}) if sizes else []  # pyright: ignore
+    if len(first) < 2 or first[-1] != len(sizes) - 1:
+        return None
+    if node.target is A.sum.dim_IntList and len(first) == len(sizes):
+        return None  # a loop adds up all rows
+    reduced, kwargs = _NESTED[node.target], dict(node.kwargs)
     with graph.inserting_before(node):
-        rows = graph.call_function(extreme, (node.args[0], [-1]))
-        made = graph.call_function(extreme, (rows,))
-    rows.meta["val"] = value(node.args[0])[..., 0]  # pyright: ignore[reportArgumentType]
+        rows = graph.call_function(reduced, (source, [-1], keep), kwargs)
+        made = graph.call_function(reduced, (rows, first[:-1], keep), kwargs)
+    last = value(source)[..., :1] if keep else value(source)[..., 0]
+    rows.meta["val"] = last.new_empty(last.shape, dtype=value(node).dtype)
     return made

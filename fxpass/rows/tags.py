@@ -16,11 +16,15 @@ of the head: there, a view of rows computes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fxpass.rows.sizes import hint, key, keys
+import sympy
+from torch.fx import Node
+
+from fxpass.rows.sizes import hint, key, keys, numel
 
 # A dimension has classes if it is at least this part of them: chunks of them, or a few more.
 PART = 16
@@ -28,7 +32,13 @@ UNORDERED = ("reshape", "permute", "flip")  # these keep all rows
 
 
 class Stop(Exception):  # noqa: N818
-    """Why a node ends a region; ``str`` of it says what the node does."""
+    """Why a node ends a region; ``str`` of it says what the node does.
+
+    Attributes:
+        node: the node; None until it is known.
+    """
+
+    node: Node | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,11 @@ def regrouped(old: Sequence[Any], letters: str, new: Sequence[Any], classes: int
     """
     unknown = Stop("reshapes in a way that is not known")
     before, after = list(map(key, old)), list(map(key, new))
+    last = 0  # so many dimensions at the end stay, of whatever size the others are
+    while last < min(len(before), len(after)) and before[-1 - last] == after[-1 - last] != 1:
+        last += 1
+    kept = letters[len(before) - last :]
+    before, after = before[: len(before) - last], after[: len(after) - last]
     found, i, j = [], 0, 0
     while i < len(before) or j < len(after):
         if i < len(before) and j < len(after) and before[i] == after[j]:
@@ -160,25 +175,25 @@ def regrouped(old: Sequence[Any], letters: str, new: Sequence[Any], classes: int
         elif i == len(before) or j == len(after):
             raise unknown
         else:
-            i0, j0, left, right = i, j, before[i], after[j]
+            i0, j0 = i, j
             i, j = i + 1, j + 1
-            while left != right:
-                smaller = _less(left, right)
+            while not _same_product(before[i0:i], after[j0:j]):
+                smaller = numel(old[i0:i]) < numel(new[j0:j])
                 if (smaller or j == len(after)) and i < len(before):
-                    left, i = left * before[i], i + 1
+                    i += 1
                 elif j < len(after):
-                    right, j = right * after[j], j + 1
+                    j += 1
                 else:
-                    raise unknown
+                    break  # what is left has as many elements
             of = {letters[x] for x in range(i0, i) if before[x] != 1}
             if "r" in of and len(of) > 1:
                 raise Stop("mixes rows and classes in one dimension")
             sizes = new[j0:j]
             found += ["r" if of == {"r"} else letter_of(size, classes) for size in sizes]
-    return "".join(found)
+    return "".join(found) + kept
 
 
-def _less(a: Any, b: Any) -> bool:
-    """Whether a size is less than another; a symbol is taken for large."""
-    large = 1 << 60
-    return (a if isinstance(a, int) else large) < (b if isinstance(b, int) else large)
+def _same_product(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether sizes are known to have the same product."""
+    left, right = math.prod(some), math.prod(others)
+    return left == right or sympy.expand(left) == sympy.expand(right)

@@ -30,11 +30,11 @@ SUMMED |= {A.select_scatter: (0, 1), A.index_put: (0, 2), A.scatter: (0, 3), A.s
 SUMMED |= {A.masked_fill: (0, 2), A.copy: (1,), A.scatter_reduce: (0, 3)}
 
 
-def degrees(rules: Rules, graph: Graph, tangent: Node) -> dict[Node, int | None]:
-    """The degree of each node in a tangent of one element."""
+def degrees(rules: Rules, graph: Graph, *tangents: Node) -> dict[Node, int | None]:
+    """The degree of each node in the tangents: in one of one element, or in all together."""
     found: dict[Node, int | None] = {}
     for node in graph.nodes:
-        found[node] = 1 if node is tangent else _degree(rules, node, found)
+        found[node] = 1 if node in tangents else _degree(rules, node, found)
     return found
 
 

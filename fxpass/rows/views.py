@@ -107,5 +107,5 @@ def source_of(node: Node) -> Node:
 def tagged(rules: Rules, node: Node) -> Tag:
     tag = rules.tag_of(node)
     if tag is None:
-        raise Stop("reads nothing that is tagged")
+        raise Stop("has no operand with rows")
     return tag

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo import config
 from torch.utils import _pytree as pytree
 
-from fxpass.rows.backend import Rewritten, backend
+from fxpass.rows.backend import Rewritten, RowsPass
 from fxpass.rows.rules import VIEWS
 from fxpass.rows.sizes import is_known, numel, packet, value
 from tests.programs.row import Function, Row
@@ -49,11 +49,10 @@ class Captured:
 
 def captured(row: Row, way: str) -> Captured:
     """Compiles a program by the pass alone, and runs it."""
-    seen: list[Rewritten] = []
-    of = WAYS[way]
+    rows, of = RowsPass(), WAYS[way]
 
     def compiled(function: Function) -> Function:
-        return torch.compile(function, backend=backend(seen.append), dynamic=of.dynamic)
+        return torch.compile(function, backend=rows.backend(), dynamic=of.dynamic)
 
     torch._dynamo.reset()
     with warnings.catch_warnings(), config.patch(**row.dynamo):
@@ -63,9 +62,9 @@ def captured(row: Row, way: str) -> Captured:
         wrong = "; ".join(differs(row, of, run(row, of, function), eager))
     torch._dynamo.reset()
     return Captured(
-        sum(one.calls for one in seen),
-        tuple(why for one in seen for why in one.declined),
-        tuple(name for one in seen for name in _large(one, row.sizes.v * row.sizes.d)),
+        sum(one.calls for one in rows.made),
+        tuple(why for one in rows.made for why in map(str, one.declined)),
+        tuple(name for one in rows.made for name in _large(one, row.sizes.v * row.sizes.d)),
         wrong,
     )
 

@@ -7,37 +7,33 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from fxpass.op import rows as operator
-from fxpass.rows.backend import RowsPass, backend
+from fxpass.casts.aot import with_pass
+from fxpass.rows.backend import RowsPass
+from tests.fuzz.small import small
 from tests.programs.catalog import catalog
 from tests.programs.operands import SQUARE
-from tests.programs.row import NOTHING, RAISES, Row
+from tests.programs.row import FORMULA, Row
 from tests.support.joint import captured
 
-CHUNK = 7
 EACH = 24  # of so many programs, one is tried
-# logits that leave are for deferral
+# formulas, which Dynamo's graph has as class reductions; logits that leave are for deferral
 FUSED = [
     row
     for row in catalog(libraries=False)
-    if row.becomes not in (NOTHING, RAISES) and not row.left and row.kind != "logits that leave"
+    if row.becomes == FORMULA and not row.left and row.kind != "logits that leave"
 ]
 # What is not captured whole yet, and what stops it; with dynamic sizes, texts that fix some of them.
 DECLINED = {
-    "R-Drop, both passes in one batch": "two views of the same rows meet",
-    "rows taken twice": "an index behind a function of the logits",
-    "an index changes": "an index of rows and classes",
+    "logits that are returned as well": "they are deferred on Dynamo's graph",
+    "a vector": "a tensor of one number is an operand",
 }
-DECLINED_DYNAMIC = {
-    "4-bit head, unpacked a tile at a time": "a tile's size is that of another tensor",
-    "a classification without logits": "as many labels as rows, which is not known",
-    "logit, then soft targets, of masked classes": "as many labels as rows, which is not known",
-}
+DECLINED_DYNAMIC = {"halves": "a number of rows that may be odd"}
 
 
 @pytest.fixture(autouse=True)
-def chunks(monkeypatch):
-    monkeypatch.setattr(operator, "ROWS", CHUNK)
+def chunks():
+    with small():
+        yield
 
 
 TRIED = [
@@ -108,10 +104,9 @@ def test_what_mixes_rows_is_left_as_it_is(text):
 
 
 def _graphs(program, *tensors):
-    seen = []
-    compiled = torch.compile(program, backend=backend(seen.append))
-    compiled(*tensors)
-    return seen
+    rows = RowsPass()
+    torch.compile(program, backend=rows.backend())(*tensors)
+    return rows.made
 
 
 def test_gradients_of_a_mean_are_computed_in_forward():
@@ -140,11 +135,9 @@ def test_an_exception_in_the_pass_declines(monkeypatch):
 
 def test_any_number_of_rows():
     """One compiled graph."""
-    seen = []
+    rows = RowsPass()
     compiled = torch.compile(
-        lambda x, w, y: F.cross_entropy(F.linear(x, w), y),
-        backend=backend(seen.append),
-        dynamic=True,
+        lambda x, w, y: F.cross_entropy(F.linear(x, w), y), backend=rows.backend(), dynamic=True
     )
     weight = torch.randn(97, 16, requires_grad=True)
     for n in (5, 48, 300):
@@ -152,7 +145,7 @@ def test_any_number_of_rows():
         torch.testing.assert_close(
             compiled(x, weight, labels), F.cross_entropy(F.linear(x, weight), labels)
         )
-    assert [one.calls for one in seen] == [1]
+    assert [one.calls for one in rows.made] == [1]
 
 
 def test_inductor(tmp_path, monkeypatch):
@@ -163,20 +156,20 @@ def test_inductor(tmp_path, monkeypatch):
     want = row.program()(x, weight, labels)
     gradients = torch.autograd.grad(want, (x, weight))
     for again in (False, True):
-        seen = []
+        rows = RowsPass()
         torch._dynamo.reset()
         counters.clear()
-        options = {"joint_custom_pre_pass": RowsPass(seen.append)}
+        options = with_pass({}, "joint_custom_pre_pass", rows, rows.key())
         compiled = torch.compile(row.program(), options=options)
         got = compiled(x, weight, labels)
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(torch.autograd.grad(got, (x, weight)), gradients)
         with torch.no_grad():
             torch.testing.assert_close(compiled(x, weight, labels), want)
-        assert [one.calls for one in seen] == ([] if again else [1, 1])
+        assert [one.calls for one in rows.made] == ([] if again else [1, 1])
         assert counters["aot_autograd"]["autograd_cache_hit"] == 2 * again
 
 
 def test_caches_know_the_settings():
-    keys = {RowsPass(print, least_mb).uuid() for least_mb in (0, 0, 64)}
+    keys = {RowsPass(least_mb).key() for least_mb in (0, 0, 64)}
     assert len(keys) == 2

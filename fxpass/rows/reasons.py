@@ -1,0 +1,154 @@
+"""What a report says of heads: those that are in a call, and why others are left as they are.
+
+In: a product and the node that ended its region. Out: records, which print one line each::
+
+    >>> print(Declined("train.py:9 z = head(x)", "aten.renorm at train.py:12", "has no rule"))
+    train.py:9 z = head(x): aten.renorm at train.py:12 has no rule
+    >>> print(FoundHead("z", "train.py:18 loss = f(x)", 16, 97, 4, 0, ("log_softmax", "sum")))
+    train.py:18 loss = f(x): logits [16, 97]: log_softmax, sum
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from fxpass.graph.names import name_of
+from fxpass.graph.source import source_line, source_place
+from fxpass.op.rows import plan_of
+from fxpass.plan.plan import size
+from fxpass.region.loop import Loop
+from fxpass.rows.sizes import hint, packet, value
+from fxpass.rows.tags import Stop
+
+
+@dataclass(frozen=True)
+class Declined:
+    """Why a head is left as it is.
+
+    Attributes:
+        head: the line of its product; empty if no head of the graph could be told apart.
+        place: the operation that ended its region, and its line; empty if none did.
+        reason: what the operation does, or what failed.
+    """
+
+    head: str
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        why = f"{self.place} {self.reason}".strip()
+        return f"{self.head}: {why}" if self.head else why
+
+
+@dataclass(frozen=True)
+class FoundHead:
+    """A head whose logits do not exist any more.
+
+    Attributes:
+        name: of its product in Dynamo's graph, or the line.
+        line: of its product.
+        rows, classes: of its logits.
+        itemsize: of a logit, in bytes.
+        region: the number of its region; heads of one region share their calls.
+        ops: the short names of what forward computes of its region's classes, in the graph's order.
+    """
+
+    name: str
+    line: str
+    rows: int
+    classes: int
+    itemsize: int
+    region: int
+    ops: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.line}: logits [{self.rows}, {self.classes}]: {', '.join(self.ops)}"
+
+
+def declined(head: Node | None, stop: Stop, later: Iterable[Node] = ()) -> Declined:
+    """Says why a head is left as it is.
+
+    Args:
+        head: its product; None if no head of the graph could be told apart.
+        stop: what ended the region.
+        later: the nodes of backward.
+    """
+    node, place = stop.node, ""
+    if node is not None:
+        where = "in backward of" if node in later else "at"
+        place = f"{_full_name(node)} {where} {source_place(node)}"
+    return Declined("" if head is None else source_line(head), place, str(stop))
+
+
+@dataclass(frozen=True)
+class FusedPart:
+    """A call of the operator.
+
+    Attributes:
+        heads: the names of its products.
+        choice: how it runs, for a report.
+        text: of its loop.
+        device: of its tensors.
+    """
+
+    heads: frozenset[str]
+    choice: str
+    text: str
+    device: torch.device
+
+
+def fused_part(call: Node, heads: Iterable[Node], backward: bool, gradients: bool) -> FusedPart:
+    """What a report says of a call.
+
+    Args:
+        call: of ``fxpass::rows``.
+        heads: its products.
+        backward: whether it runs in backward.
+        gradients: whether forward computes gradients with it.
+    """
+    tensors: Any = map_arg(call.args[0], _without_data)
+    text = str(call.args[1])
+    loop, planned = Loop.parse(text), plan_of(tensors, text)
+    how = "compiled by Inductor" if loop.compiled else "interpreted"
+    scratch = size(planned.scratch + planned.sums)
+    what = "the gradients are computed with the outputs" if gradients else "no gradients"
+    what = "backward computes the logits again" if backward else what
+    outputs = f"{len(loop.results)} result{'s' * (len(loop.results) != 1)}"
+    rows = f"{planned.rows} rows at a time: {scratch} of scratch"
+    choice = f"loop of {outputs}, {how}: {rows}; {what}"
+    return FusedPart(frozenset(map(head_name, heads)), choice, text, tensors[0].device)
+
+
+def _without_data(node: Node) -> torch.Tensor:
+    tensor = value(node)
+    sizes, strides = [hint(s) for s in tensor.shape], [hint(s) for s in tensor.stride()]
+    with FakeTensorMode():
+        return torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
+
+
+def head_name(product: Node) -> str:
+    """The name of a product in Dynamo's graph; its line, where torch hands no name on."""
+    return name_of(product) or source_line(product)
+
+
+def short_names(nodes: Iterable[Node]) -> tuple[str, ...]:
+    """The names of the operations of some nodes, each once: ``log_softmax``, ``mul``."""
+    names = (_name(node).lstrip("_") for node in nodes)
+    return tuple(dict.fromkeys(names))
+
+
+def _name(node: Node) -> str:
+    target: Any = packet(node)
+    return str(getattr(target, "__name__", target))
+
+
+def _full_name(node: Node) -> str:
+    namespace = getattr(node.target, "namespace", "")
+    return f"{namespace}.{_name(node)}" if namespace else _name(node)
