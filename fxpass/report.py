@@ -33,6 +33,7 @@ from fxpass.rewrite.compiled import is_compiled, reaches_compiled
 from fxpass.rewrite.dynamo import describe_encoder_layers, trace_through_log_once
 from fxpass.rewrite.inner import compile_inner
 from fxpass.rewrite.matches import RegionMatch
+from fxpass.rewrite.settled import rows_pass, settled, tell, text_after
 from fxpass.rewrite.stored import with_kept_logits
 from fxpass.rewrite.transform import transform
 from fxpass.settings import Settings
@@ -162,12 +163,13 @@ def explain_with(settings: Settings, fn: Any, /, *args: Any, **kwargs: Any) -> R
     def fusedce(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         before.append(graph_text(gm))
         breaks.extend(_break_after(gm))
-        outcome = transform(gm, settings, example_inputs)
-        outcomes.append(outcome)
-        after.append(graph_text(gm))
-        inner = "eager" if settings.inner == "eager" else "aot_eager"  # shows the same casts
-        arguments = inner, gm, example_inputs, None, {}, settings.mixed_dtypes
-        return outcome.restore(compile_inner(*arguments, record))
+        outcome, rows = transform(gm, settings, example_inputs), rows_pass(settings)
+        arguments = "aot_eager", gm, example_inputs, None, {}, settings.mixed_dtypes
+        compiled = compile_inner(*arguments, record, rows=rows)
+        outcomes.append(settled(outcome, rows.made))
+        tell(outcomes[-1], gm, rows.made, settings)
+        after.append(text_after(gm, rows.made))
+        return outcome.restore(compiled)
 
     def record(found: list[Cast]) -> None:
         note(found)

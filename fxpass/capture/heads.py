@@ -15,12 +15,10 @@ from fxpass.capture.values import PRODUCTS, Head, numel
 from fxpass.graph.functions import LOSSES, function_of, reads_values
 from fxpass.graph.nodes import NoMatch, hint, is_tensor, nested_graph, value
 from fxpass.graph.region import CHECKPOINTS, NESTED_REGIONS, Region
-from fxpass.plan.plan import MIB, size
+from fxpass.plan import worth
+from fxpass.plan.plan import MIB
 from fxpass.settings import Settings
 
-# With fewer classes, target, sums and gradients of a row take as much memory as its logits.
-LEAST_CLASSES = 256
-FUSES_ALL = "FUSEDCE_MIN_LOGITS_MB=0 fuses all"
 # Parts of the least logits that a tile of the vocabulary, or of an adapter, may be.
 PARTS = 8
 
@@ -40,28 +38,17 @@ def bytes_of(node: Node) -> int:
 
 
 def too_small(node: Node, least: float, head: Head | None = None) -> str | None:
-    """Why the logits of a product are not worth an operator: they are small, have few classes, or
-    take less memory than their hidden states, of which views of rows, rows that are left out, and
-    f32 sums are copies.
+    """Why the logits of a product are not worth an operator.
 
     Args:
         node: the product.
         least: the size of logits, in MiB, that are worth an operator.
         head: what was captured of it; without it, its columns are the classes.
     """
-    classes, taken = columns(node), bytes_of(node)
-    hidden = hidden_of(node)
+    classes, hidden = columns(node), hidden_of(node)
     if head is not None:
         classes, hidden = hint(head.classes), hint(head.x.shape[-2 if head.first else -1])
-    if least and taken < least * MIB:
-        return f"its logits take {size(taken)}, fewer than {least:g} MiB ({FUSES_ALL})"
-    if least and classes < LEAST_CLASSES:
-        what = f"rows of {classes} logits take hardly more memory than the other values of a row"
-        return f"{what} ({FUSES_ALL})"
-    if least and hidden > classes:
-        what = f"rows of {classes} logits take less memory than their {hidden} hidden values"
-        return f"{what} ({FUSES_ALL})"
-    return None
+    return worth.too_small(bytes_of(node), classes, hidden, least)
 
 
 def columns(node: Node) -> int:
@@ -84,12 +71,12 @@ def may_be_large(node: Node, least: float) -> bool:
     if bytes_of(node) * PARTS < least * MIB:
         return False
     classes = max(columns(node), hint(value(node).shape[0]))  # they may come first
-    return classes * PARTS >= max(LEAST_CLASSES, hidden_of(node))
+    return classes * PARTS >= max(worth.LEAST_CLASSES, hidden_of(node))
 
 
 def widens(node: Node) -> bool:
     """Whether a product has as many outputs as a head, and more than inputs."""
-    return columns(node) > hidden_of(node) and columns(node) >= LEAST_CLASSES
+    return columns(node) > hidden_of(node) and columns(node) >= worth.LEAST_CLASSES
 
 
 def looks_like_a_head(node: Node) -> bool:

@@ -46,11 +46,13 @@ class Rejection:
         node: the node at which reading stopped; the graph's output where nothing reads the logits.
         reason: why, as a sentence without its first capital.
         source: the user's line of the loss or of the linear.
+        of: the loss or the linear.
     """
 
     node: Node
     reason: str
     source: str
+    of: Node
 
     @property
     def loss_elsewhere(self) -> bool:
@@ -88,11 +90,11 @@ def rejections_of(
             reason = f"{what}; of nested graphs, only those of activation checkpoints are fused"
             no = NoMatch(node, reason)
         said |= {product or node, no.node}
-        yield Rejection(no.node, no.reason + _advice(no), source_line(node))
+        yield Rejection(no.node, no.reason + _advice(no), source_line(node), node)
     for node, name in functions.items():
         if node not in said and takes_softmax(node):
             said.add(node)
-            yield Rejection(node, _INSIDE.format(name), source_line(node))
+            yield Rejection(node, _INSIDE.format(name), source_line(node), node)
     nothing = not (fused or said)
     for product in filter(is_product, region.module.graph.nodes):
         no = reasons.get(product) or _small(product, least)
@@ -105,7 +107,7 @@ def rejections_of(
         if not told or isinstance(no, Costs):
             log.debug("%s: %s", source_line(product), no.reason)
         else:
-            yield Rejection(no.node, no.reason, source_line(product))
+            yield Rejection(no.node, no.reason, source_line(product), product)
 
 
 _INSIDE = (

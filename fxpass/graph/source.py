@@ -20,11 +20,21 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*\n?(?P<cod
 
 def source_line(node: Node) -> str:
     """``file:line code`` of the innermost frame; the node's name where Dynamo recorded none."""
+    place, code = _recorded(node)
+    return f"{place} {code}".rstrip()
+
+
+def source_place(node: Node) -> str:
+    """``file:line`` of the innermost frame; the node's name where Dynamo recorded none."""
+    return _recorded(node)[0]
+
+
+def _recorded(node: Node) -> tuple[str, str]:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     if not frames:
-        return f"%{node.name}"
+        return f"%{node.name}", ""
     file, line, code = frames[-1]
-    return f"{_short(file)}:{line} {code.strip()}".rstrip()
+    return f"{_short(file)}:{line}", code.strip()
 
 
 def source_of(frame: FrameSummary) -> str:

@@ -1,7 +1,7 @@
 """A graph as stable text: one line per node, with dtype and shape, nested graphs indented.
 
-In: a ``GraphModule``. Out: text without paths and addresses, which is the same in every run and on
-every machine, so that a test can compare it::
+In: a ``GraphModule`` of Dynamo or of AOTAutograd. Out: text without paths and addresses, which is
+the same in every run and on every machine, so that a test can compare it::
 
     %logits: f32[4, 10] = linear(%l_x_, %l_w_, None)
 """
@@ -40,7 +40,8 @@ def _line(node: Node) -> str:
             given, named = (), _operands(node)
         parts = [*map(_argument, given), *(f"{k}={_argument(v)}" for k, v in named.items())]
         call = f"{_target(node.target)}({', '.join(parts)})"
-    return f"%{node.name}{_type(node.meta.get('example_value'))} = {call}"
+    example = node.meta.get("example_value", node.meta.get("val"))
+    return f"%{node.name}{_type(example)} = {call}"
 
 
 def _operands(node: Node) -> dict[str, Any]:

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-import fxpass.op.kept
-import fxpass.op.row_region  # noqa: F401, registers the operator
 from fxpass.capture.capture import Captured
 from fxpass.capture.values import Leaf, RowOp, Value, same, trimmed
 from fxpass.casts.casts import DYNAMO, Cast
@@ -49,7 +47,6 @@ class Emitter:
         self.casts: list[Cast] = []
         self.made: list[Node] = []
         self.shared: set[int | None] = set()
-        self._unsaved: dict[Node, list[int]] = {}  # positions of a call's tensors
         self.rows: dict[int, tuple[Node, Value]] = {}  # outputs by value
         self.fake_mode = captured.calls[0].outputs[0].fake.fake_mode  # type: ignore[attr-defined]
         self.site: Node = captured.calls[0].place

@@ -2,7 +2,8 @@
 
 In: a region of a Dynamo graph. Out: a :class:`Fused`, with a :class:`RegionMatch` for what the
 graph has now in the place of its nodes, and why other products are no heads. Calls whose row
-function has a normal form are class reductions (:mod:`fxpass.lower`); the others are row regions.
+function has a normal form are class reductions (:mod:`fxpass.lower`); the others are left for the
+joint graph (:mod:`fxpass.rows`).
 """
 
 from __future__ import annotations
@@ -18,15 +19,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fxpass.capture.capture import Captured, RowCall, capture, capture_kept, outputs_of
 from fxpass.capture.custom import Custom
 from fxpass.capture.function import trained
-from fxpass.capture.heads import (
-    FUSES_ALL,
-    LEAST_CLASSES,
-    Costs,
-    bytes_of,
-    has_loss,
-    may_be_large,
-    too_small,
-)
+from fxpass.capture.heads import Costs, bytes_of, has_loss, may_be_large, too_small
 from fxpass.capture.rejections import elsewhere, leaves_whole
 from fxpass.capture.slice import Scope, slice_of
 from fxpass.capture.values import Value
@@ -39,22 +32,36 @@ from fxpass.graph.region import CHECKPOINTS, Region
 from fxpass.graph.source import source_line
 from fxpass.lower.normal import lower
 from fxpass.lower.records import Unknown
-from fxpass.plan.plan import MIB, size
-from fxpass.region.compile import warm
+from fxpass.plan import worth
 from fxpass.rewrite.copies import copied
-from fxpass.rewrite.known import OfRegion, with_total
+from fxpass.rewrite.known import with_total
 from fxpass.rewrite.leaving import deferred_outputs, split
 from fxpass.rewrite.lowered import Inserted, Lowered
-from fxpass.rewrite.matches import RegionMatch, choice_of, match_of, words_of
+from fxpass.rewrite.matches import RegionMatch, match_of, words_of
 from fxpass.rewrite.outputs import Deferral, Restore, as_compiled, both, defer_outputs, recipe_of
 from fxpass.rewrite.programs import programs_with
 from fxpass.rewrite.regions import Calls, erase, rewrite_region
-from fxpass.rewrite.traced import Made, forward, traced
+from fxpass.rewrite.traced import forward
 from fxpass.rewrite.worth import stored, too_costly
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
 Recipes = dict[Node, Deferral]  # by the output of the graph
+
+
+@dataclass(frozen=True)
+class Later:
+    """A region that is no class reduction: the pass on the joint graph may fuse it.
+
+    Attributes:
+        match: what a report says if it does.
+        heads: the names of the products.
+        inside: the names of all its nodes.
+    """
+
+    match: RegionMatch
+    heads: tuple[str, ...]
+    inside: tuple[str, ...] = ()
 
 
 @dataclass
@@ -63,6 +70,7 @@ class Fused:
 
     Attributes:
         matches: in the order in which they were found.
+        later: what is left for the joint graph.
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
         casts: those of heads' operands, which autocast did.
         reasons: for other products, by name, why they are no heads.
@@ -72,6 +80,7 @@ class Fused:
     """
 
     matches: list[RegionMatch] = field(default_factory=list)
+    later: list[Later] = field(default_factory=list)
     restore: Restore = as_compiled
     casts: list[Cast] = field(default_factory=list)
     reasons: dict[str, NoMatch] = field(default_factory=dict)
@@ -203,8 +212,8 @@ class _Fusing:
         if least and len(captured.heads) > 1:
             taken = sum(map(bytes_of, captured.heads))
             classes = sum(hint(head.classes) for head in captured.slice.recorder.heads)
-            if taken < least * MIB or classes < LEAST_CLASSES:
-                raise Costs(node, f"its logits take {size(taken)} ({FUSES_ALL})")
+            if reason := worth.too_small(taken, classes, 0, least):
+                raise Costs(node, reason)
         elif reason := too_small(node, least, captured.slice.recorder.heads[0]):
             raise Costs(node, reason)
 
@@ -218,7 +227,7 @@ class _Fusing:
         if self.settings.min_logits_mb and captured.trained and not leaves(node):
             what = "another node of the graph reads its logits, so they are saved for backward"
             at = why.node if isinstance(why, NoMatch) else node
-            raise NoMatch(at, f"{what} anyway ({FUSES_ALL})") from why
+            raise NoMatch(at, f"{what} anyway ({worth.FUSES_ALL})") from why
         return captured
 
     def _deferred(self, captured: Captured) -> Recipes:
@@ -256,61 +265,66 @@ class _Fusing:
 
     def _fuse(self, captured: Captured, recipes: Recipes) -> None:
         graph, settings, fused = self.graph, self.settings, self.fused
-        calls = self._calls(captured)
-        match, self.untouched = match_of(captured), copied(graph)
-        # the outputs read its nodes no more, so that the rewrite erases them
-        drop = settings.logits == "drop"
-        deferred = defer_outputs(self.region.module, recipes, drop=drop)
-        if not calls:
-            erase(graph, captured)
-            self._finish(replace(match, logits_mode="drop" if drop else "defer"), deferred)
-            return
-        emitter, inserted = rewrite_region(graph, captured, calls)
-        made = [_totalled(graph, emitter, one, modes_of(self.region)) for one in inserted]
-        graph.lint()
-        lowered = [one for one in made if isinstance(one, Inserted)]
-        if reason := too_costly(captured, lowered, settings.min_logits_mb):
-            raise Costs(captured.heads[0], reason)
-        match = replace(match, choices=tuple(map(choice_of, made)))
-        if len(lowered) == len(made):
-            specs = [one.choice.spec for one in lowered]
-            match = replace(match, words=words_of(specs, match.named))
+        calls, match, drop = self._calls(captured), match_of(captured), settings.logits == "drop"
         if recipes:
             match = replace(match, logits_mode="drop" if drop else "defer")
-        fused.casts += emitter.casts
-        for one in lowered:
-            if "weight" in one.choice.spec.gradients:
-                fused.rows += [(name, hint(value(one.x).shape[0])) for name in self.weights]
-        kernels = dict[str, None]()
-        for call in made if settings.inner == "inductor" else ():
-            if not isinstance(call, Inserted):
-                tensors: Any = call.args[0]
-                kernels |= dict.fromkeys(warm(str(call.args[1]), value(tensors[0]).device))
-        self._finish(replace(match, kernels=tuple(kernels)), deferred)
+        if recipes or calls is not None:
+            self.untouched = copied(graph)
+        # the outputs read its nodes no more, so that the rewrite erases them
+        deferred = defer_outputs(self.region.module, recipes, drop=drop)
+        if calls is None:
+            names = (tuple(n.name for n in some) for some in (captured.heads, captured.slice.ran))
+            fused.later.append(Later(match, *names))
+        else:
+            if calls:
+                match = self._inserted(captured, calls, match)
+            else:
+                erase(graph, captured)
+            fused.matches.append(match)
+        self._finish(deferred)
 
-    def _finish(self, match: RegionMatch, deferred: Restore) -> None:
+    def _inserted(
+        self, captured: Captured, calls: Sequence[Lowered], match: RegionMatch
+    ) -> RegionMatch:
+        """Puts calls in the place of the nodes of a region."""
+        emitter, made = rewrite_region(self.graph, captured, calls)
+        for one in made:
+            _total(self.graph, emitter, one, modes_of(self.region))
+        self.graph.lint()
+        if reason := too_costly(captured, made, self.settings.min_logits_mb):
+            raise Costs(captured.heads[0], reason)
+        self.fused.casts += emitter.casts
+        for one in made:
+            if "weight" in one.choice.spec.gradients:
+                self.fused.rows += [(name, hint(value(one.x).shape[0])) for name in self.weights]
+        choices = tuple(one.choice for one in made)
+        words = words_of([choice.spec for choice in choices], match.named)
+        return replace(match, choices=choices, words=words)
+
+    def _finish(self, deferred: Restore) -> None:
         self.region.module.recompile()
         self.fused.restore = both(self.fused.restore, deferred)
-        self.fused.matches.append(match)
 
-    def _calls(self, captured: Captured) -> list[Made | Lowered]:
-        """What each call of a region becomes.
+    def _calls(self, captured: Captured) -> list[Lowered] | None:
+        """The class reductions that take the place of a region; None if it is no such.
 
         Raises:
-            NoMatch: it is no class reduction, and cannot be a row region.
+            NoMatch: it cannot be a region of the joint graph either.
         """
         self.weights = [name for head in captured.heads for name in _weights(head)]
-        found: list[Made | Lowered] = []
+        found: list[Lowered] = []
         for call in captured.calls:
             lowered = self._lowered(call, captured)
-            if lowered is None and captured.kept:
+            if lowered is not None:
+                found.append(lowered)
+                continue
+            if captured.kept:
                 what = "its logits exist, and its loss has no normal form"
                 raise NoMatch(captured.heads[0], what)
-            if lowered is None and captured.slice.sharding is not None:
+            if captured.slice.sharding is not None:
                 what = "its rows are no class reductions, and the head is sharded"
                 raise NoMatch(call.place, what)
-            settings = self.settings
-            found.append(lowered or traced(call, settings.memory_mb, settings.inner == "inductor"))
+            return None
         return found
 
     def _lowered(self, call: RowCall, captured: Captured) -> Lowered | None:
@@ -371,14 +385,10 @@ def _weights(node: Node) -> list[str]:
     return [stored(n).name for n in node.all_input_nodes[1:] if is_tensor(n)]
 
 
-def _totalled(
-    graph: Graph, emitter: Calls, made: Node | Inserted, modes: Mapping[Node, Mode]
-) -> Node | Inserted:
-    """A call whose gradients forward computes, if it can; else it keeps copies of operands."""
+def _total(graph: Graph, emitter: Calls, made: Inserted, modes: Mapping[Node, Mode]) -> None:
+    """Lets forward compute the gradients of a call, if it can; else the call keeps copies of
+    operands."""
     grads = {node: mode.grad for node, mode in modes.items()}
-    if isinstance(made, Node):
-        call = OfRegion(made)
-        return call.node if with_total(graph, call, grads, emitter.call) else emitter.kept(made)
     if not made.choice.spec.gradients:  # rows that have no coefficient are left out
         whole = not any(mode.inference for mode in modes.values())
         if whole:
@@ -387,4 +397,3 @@ def _totalled(
         if made.logits is not None and leaves(emitter.captured.heads[0]):
             made.without_logits()
         made.keep()
-    return made

@@ -16,7 +16,9 @@ from torch.fx import GraphModule
 
 from fxpass.casts import aot
 from fxpass.casts.casts import note
+from fxpass.graph.source import warn_once
 from fxpass.rewrite import in_place
+from fxpass.rows.backend import RowsPass
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ def compile_inner(
     mixed_dtypes: str | None = None,
     record: aot.Record = note,
     region: str | None = None,
+    rows: RowsPass | None = None,
 ) -> Callable[..., Any]:
     """Compiles ``gm`` with the backend ``name``, as ``torch.compile`` would.
 
@@ -38,21 +41,36 @@ def compile_inner(
         mixed_dtypes: the setting for casts in AOTAutograd's graphs of ``gm``; None: no casts.
         record: is called with these casts.
         region: the name of the compiled region, for a backend with such a parameter.
+        rows: the pass on AOTAutograd's graphs, of Inductor, aot_eager and eager, which runs as
+            aot_eager does then.
     """
     if name != "inductor":
         given = {"mode": mode, "options": dict(options)}
         backend = torch._dynamo.lookup_backend(name)
+        if rows is not None and name in ("eager", "aot_eager"):
+            given, backend = {}, rows.backend()
+        elif rows is not None:
+            warn_once(log, f"inner {name}", _NO_PASS.format(name))
         if region is not None and "name" in inspect.signature(backend).parameters:
             given["name"] = region
         with aot.casting(mixed_dtypes, record) if mixed_dtypes else nullcontext():
             return backend(gm, example_inputs, **{k: v for k, v in given.items() if v})
     _warn_without_compiler(example_inputs)
     if mixed_dtypes:
-        options = aot.inductor_options(in_place.inductor_options(options), mixed_dtypes, record)
+        options = in_place.inductor_options(options)
+        if rows is not None:
+            options = aot.with_pass(options, "joint_custom_pre_pass", rows, rows.key())
+        options = aot.inductor_options(options, mixed_dtypes, record)
     # torch.compile uses this class too, so mode and options have the same meaning.
     named = {"name": region} if region is not None else {}  # older ones have none
     backend: Any = torch._TorchCompileInductorWrapper(mode, dict(options), dynamic=None, **named)
     return backend(gm, example_inputs)
+
+
+_NO_PASS = (
+    "FUSEDCE_INNER={}: fxpass has no pass on the joint graph of this backend, and fuses losses of "
+    "one head that have a formula alone"
+)
 
 
 def _warn_without_compiler(example_inputs: list[Any]) -> None:

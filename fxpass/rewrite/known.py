@@ -11,9 +11,8 @@ outputs reads none of them. Nobody has to know what the nodes between compute: a
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +22,6 @@ from fxpass.graph.calls import storage, written
 from fxpass.graph.functions import reads_values
 from fxpass.graph.moving import movable
 from fxpass.graph.nodes import is_tensor, value
-from fxpass.region.text import RowRegion
 from fxpass.rewrite.tails import Copies, Known, Make, is_linear, traced_of
 
 # Scalars that are tried: each is traced.
@@ -233,38 +231,6 @@ def rows_of(make: Make, tensor: Node) -> Any:
     """The rows of a tensor, as a number or a node."""
     rows = value(tensor).shape[0]
     return rows if isinstance(rows, int) else make(torch.ops.aten.sym_size.int, tensor, 0)
-
-
-@dataclass
-class OfRegion:
-    """A call of ``fxpass::row_region``; see :class:`Totalled`."""
-
-    node: Node
-
-    def __post_init__(self) -> None:
-        self.region = RowRegion.parse(str(self.node.args[1]))
-        self.places = {n: int(n.args[1]) for n in self.node.users}  # type: ignore[arg-type]
-        self.results = list(self.places)
-        self.made = [self.node, *self.results]
-        trained = [n for n, i in self.places.items() if i in self.region.tangents]
-        whole = not self.region.total and len(trained) == len(self.region.tangents)
-        self.outputs = sorted(trained, key=self.places.__getitem__) if whole else []
-
-    def detach(self, results: Collection[Node]) -> None:
-        pass
-
-    def zeros(self, make: Make, result: Node) -> Node:
-        tensors: Any = self.node.args[0]
-        sizes = [rows_of(make, tensors[0]), *value(result).shape[1:]]
-        return make(torch.ops.aten.new_zeros.default, tensors[0], sizes, dtype=value(result).dtype)
-
-    def again(
-        self, make: Make, coefs: Sequence[Node], read: Collection[Node]
-    ) -> tuple[dict[Node, Node], Node] | None:
-        text, tensors = replace(self.region, total=True).text(), self.node.args[0]
-        self.node = make(self.node.target, [*tensors, *coefs], text)  # type: ignore[misc]
-        news = {old: make(operator.getitem, self.node, i) for old, i in self.places.items()}
-        return news, make(operator.getitem, self.node, self.region.outputs)
 
 
 def _hoisted(call: Node, known: Known) -> bool:

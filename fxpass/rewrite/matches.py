@@ -10,19 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import Node
-
 from fxpass.capture.capture import Captured
 from fxpass.capture.sharding import Sharding
 from fxpass.graph.functions import LOSSES, function_of
-from fxpass.graph.nodes import hint, value
-from fxpass.op.row_region import planned_for
+from fxpass.graph.nodes import hint
 from fxpass.plan.choice import Choice
-from fxpass.plan.plan import size
-from fxpass.region.text import RowRegion
-from fxpass.rewrite.lowered import Inserted
 from fxpass.spec.reductions import Reductions
 from fxpass.spec.words import words
 
@@ -124,28 +116,3 @@ def words_of(specs: Sequence[Reductions], named: int) -> str:
     if named:
         first = f"cross-entropy {first}" if first.startswith("of ") else f"cross-entropy: {first}"
     return "; ".join((first, *more))
-
-
-def choice_of(call: Node | Inserted) -> str | Choice:
-    """How a call runs, for the rows of the traced graph."""
-    if isinstance(call, Inserted):
-        return call.choice
-    tensors: Any = torch.fx.map_arg(call.args[0], _without_data)
-    text = str(call.args[1])
-    region, planned = RowRegion.parse(text), planned_for(tensors, text)
-    if region.total:
-        gradients = "the gradients are computed with the outputs"
-    elif region.trained:
-        gradients = "backward computes the logits again"
-    else:
-        gradients = "no gradients"
-    compiled = "compiled by Inductor" if region.compiled else "interpreted"
-    rows = f"{planned.rows} rows at a time: {size(planned.scratch + planned.sums)} of scratch"
-    return f"row function of {region.outputs} outputs, {compiled}: {rows}; {gradients}"
-
-
-def _without_data(node: Node) -> torch.Tensor:
-    tensor = value(node)
-    sizes = [hint(s) for s in tensor.shape]
-    with FakeTensorMode():
-        return torch.empty(sizes, dtype=tensor.dtype, device=tensor.device)

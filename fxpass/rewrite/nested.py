@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from fxpass.capture.capture import made_of
 from fxpass.graph.nodes import hint, is_tensor, value
-from fxpass.graph.region import Region
+from fxpass.graph.region import NESTED_REGIONS, Region
 from fxpass.graph.source import source_line
 from fxpass.rewrite.copies import copied
 from fxpass.rewrite.fuse import Fused, fuse
@@ -51,10 +51,18 @@ def fuse_nested(region: Region, settings: Settings, calls: Sequence[Node]) -> Fu
         region.module.graph = untouched
         return Fused()
     present = {n.name: n for n in region.module.graph.nodes}
-    taking = [call for call in calls if any(names[n] not in present for n in made[call])]
-    held = [present[name] for name in names.values() if name in present]
+    later = {name for one in fused.later for name in one.inside}
+    # AOTAutograd enters checkpoints by itself
+    taking = [
+        call
+        for call in calls
+        if any(names[n] not in present for n in made[call])
+        or (call.target in NESTED_REGIONS and not later.isdisjoint(names[n] for n in made[call]))
+    ]
+    held = [present[name] for name in names.values() if name in present and name not in later]
     if len(taking) == len(calls):
-        if _bytes([n for n in held if is_tensor(n)]) < sum(m.logits_bytes for m in fused.matches):
+        matches = (*fused.matches, *(one.match for one in fused.later))
+        if _bytes([n for n in held if is_tensor(n)]) < sum(m.logits_bytes for m in matches):
             return fused
         taking = []
     region.module.graph = untouched

@@ -147,10 +147,14 @@ def defer_outputs(gm: GraphModule, recipes: Mapping[Node, Deferral], *, drop: bo
     made_of = [(d.recipe, d.chain, [at[n] for n in d.beside]) for d in recipes.values()]
     at |= {n: len(at) + i for i, n in enumerate(recipes)}
     places = [at[n] for n in old]
+    trained = any(recipe.requires_grad for recipe in deferrals)
 
     def restore(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> tuple[Any, ...]:
-            known = [*args, *read_from(*args), *compiled(*args)[:count]]
+            # AOTAutograd makes views of inputs anew, which have a history as in the graph
+            with torch.set_grad_enabled(torch.is_grad_enabled() or trained):
+                results = compiled(*args)[:count]
+            known = [*args, *read_from(*args), *results]
             made = {}
             for recipe, given in deferrals.items():
                 # as where the program computes the logits

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, tracing
 from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
@@ -27,10 +28,12 @@ from fxpass.capture.values import PRODUCTS, Leaf, Stop, Value
 from fxpass.deferred.recording import Rows
 from fxpass.deferred.run import Recipe, with_dims
 from fxpass.graph.functions import function_of as function_of_node
+from fxpass.graph.names import name_of
 from fxpass.plan.plan import MIB
-from fxpass.region.joint import traced
 from fxpass.region.run import Fakes, apart
 from fxpass.region.text import Input
+from fxpass.region.trace import traced
+from fxpass.rows.backend import RowsPass
 from fxpass.settings import Settings
 
 LEAST = 64  # a program is worth its logits if they take this part of what a head's have to take
@@ -42,7 +45,9 @@ Sources = Mapping[int, tuple[Recipe, Sequence[Tensor], Sequence[bool]]]
 
 def programs_with(settings: Settings) -> Callable[[Rows, Sources, int, str], Program | str]:
     """What makes programs, with the settings of the graph that returns the logits."""
-    from fxpass.rewrite.transform import transform  # which makes recipes, and these programs
+    # which make recipes, and these programs
+    from fxpass.rewrite.settled import names_in, rows_pass, settled, tell
+    from fxpass.rewrite.transform import transform
 
     least = settings.min_logits_mb * MIB / LEAST
     settings = replace(settings, min_logits_mb=0.0, logits="keep")
@@ -76,12 +81,17 @@ def programs_with(settings: Settings) -> Callable[[Rows, Sources, int, str], Pro
             file, _, code = line.partition(" ")
             name, _, number = file.rpartition(":")
             node.meta["stack_trace"] = f'File "{name}", line {number or 0}, in f\n    {code}'
-        outcome = transform(module, settings)
-        fakes.check()
-        if not outcome.heads or _has_logits(module.graph):
-            return "; ".join(["is not fused", *(r.reason for r in outcome.rejections[:1])])
+        outcome, rows = transform(module, settings), rows_pass(settings)
         module.recompile()
-        return outcome.restore(module.forward)
+        run: Any = module.forward
+        if outcome.later:
+            run = apart(lambda: _compiled(module, fakes, rows))
+        outcome = settled(outcome, rows.made)
+        tell(outcome, module, rows.made, settings)
+        fakes.check()
+        if not outcome.heads or not _products(module.graph) <= names_in(rows.made):
+            return "; ".join(["is not fused", *(r.reason for r in outcome.rejections[:1])])
+        return outcome.restore(run)
 
     return program
 
@@ -165,9 +175,19 @@ def _text(graph: Graph) -> str:
     return "\n".join(lines)
 
 
-def _has_logits(graph: Graph) -> bool:
-    """Whether a product is left: what is not fused makes logits."""
-    return any(function_of_node(node) in PRODUCTS for node in graph.nodes)
+def _compiled(module: GraphModule, fakes: Fakes, rows: RowsPass) -> Program:
+    """A graph with the calls of its joint graph."""
+    context = TracingContext(fakes.mode)
+    with torch.enable_grad(), tracing(context):
+        run = rows.backend()(module, fakes.tensors)
+    if context.fw_metadata is not None:  # backward may run twice, and overwrites nothing
+        context.fw_metadata.bw_donated_idxs = []
+    return run
+
+
+def _products(graph: Graph) -> set[str | None]:
+    """The names of the products that are left: what is not fused makes logits."""
+    return {name_of(node) for node in graph.nodes if function_of_node(node) in PRODUCTS}
 
 
 def _roots(rows: Rows) -> list[Value]:

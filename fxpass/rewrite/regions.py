@@ -1,24 +1,22 @@
-"""Replaces row regions by operator calls: the logits of their heads are never whole.
+"""Replaces regions by calls of class reductions: the logits of their heads are never whole.
 
 In: a :class:`fxpass.capture.capture.Captured`. Out: the inserted calls, and the calls on rows that
 stood between the operator's outputs and the results of nodes::
 
-    %z = linear(%h, %w)                      %out = row_region([%h_rows, %w, %labels, ...], '...')
-    %top = topk(%z, 5)                 ->    %rows = getitem(%out, 0)
-    %loss = mean(sum(%top[0], -1))           %loss = mean(%rows)
+    %z = linear(%h, %w)                  %out = class_reductions(%h_rows, %w, ..., '... pick')
+    %p = log_softmax(%z, -1)       ->    %rows = getitem(%out, 0)
+    %loss = -mean(%p[rows, %t])          %loss = neg(mean(%rows))
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
-import fxpass.op.kept
-import fxpass.op.row_region  # noqa: F401, registers the operator
+import fxpass.op.kept  # noqa: F401, registers the operator
 from fxpass.capture.capture import Captured, RowCall, nodes_of
 from fxpass.capture.values import Leaf, Value
 from fxpass.graph.calls import storage
@@ -27,7 +25,6 @@ from fxpass.graph.hazards import is_written, leaves
 from fxpass.graph.nodes import hint, is_tensor, needs_gradient
 from fxpass.rewrite.emitter import Emitter
 from fxpass.rewrite.lowered import Inserted, Lowered, trained_operands
-from fxpass.rewrite.traced import Made
 
 A = torch.ops.aten
 # Functions of which autograd saves no operand, or a mask.
@@ -35,14 +32,11 @@ _UNSAVING = {"add", "sub", "rsub", "gt", "ge", "lt", "le", "where"}
 
 
 def rewrite_region(
-    graph: Graph, captured: Captured, made: Sequence[Made | Lowered]
-) -> tuple[Calls, list[Node | Inserted]]:
+    graph: Graph, captured: Captured, calls: Sequence[Lowered]
+) -> tuple[Calls, list[Inserted]]:
     """Inserts the calls of a region, replaces what its nodes give to others, erases them."""
     emitter = Calls(graph, captured)
-    inserted: list[Node | Inserted] = []
-    for one in made:
-        insert: Any = emitter.insert if isinstance(one, Made) else emitter.insert_lowered
-        inserted.append(insert(one))
+    inserted = [emitter.insert(call) for call in calls]
     emitter.replace_results()
     erase(graph, captured)
     return emitter, inserted
@@ -60,7 +54,7 @@ class Calls(Emitter):
 
     # ------------------------------------------------------------ the operator's call
 
-    def insert_lowered(self, lowered: Lowered) -> Inserted:
+    def insert(self, lowered: Lowered) -> Inserted:
         """Inserts a call that has a normal form, and what is computed of its outputs."""
         call, trains = lowered.call, any(output.trained for output in lowered.call.outputs)
         self.stand(call.place)
@@ -99,35 +93,6 @@ class Calls(Emitter):
             if call.place < node:
                 call.place.prepend(node)
 
-    def insert(self, made: Made) -> Node:
-        """Inserts a call, and the nodes of its outputs."""
-        call, region = made.call, made.region
-        self.stand(call.place)
-        self._move(call)
-        with self.graph.inserting_before(call.place):
-            tensors: list[Node] = []
-            unsaved: list[int] = []
-            for leaf in call.leaves:
-                sources = any(map(needs_gradient, nodes_of(leaf)))
-                written = region.trained and self._written_later(leaf)
-                for node in self.leaf(leaf):
-                    if written:  # backward reads it as it is now
-                        node = self.call(A.clone.default, node)
-                    position = len(tensors)
-                    if leaf.head is None and not written and self._is_unsaved(leaf, tensors):
-                        unsaved.append(position)
-                    if sources and position not in region.trained:
-                        node = self.call(A.detach.default, node)
-                    tensors.append(node)
-            out = self.call(torch.ops.fxpass.row_region.default, tensors, region.text())
-            self._unsaved[out] = unsaved if region.trained else []
-            for i, value in enumerate(call.outputs):
-                node = self.call(operator.getitem, out, i)
-                example = node.meta["example_value"].detach()
-                node.meta["example_value"] = example.requires_grad_(i in region.tangents)
-                self.rows[id(value)] = node, value
-        return out
-
     def logits(self, leaf: Leaf) -> Node:
         """The logits ``[n, V]`` of a leaf, which exist; no gradient flows through them."""
         head = leaf.head
@@ -147,16 +112,6 @@ class Calls(Emitter):
             return small or all(function_of(user) in _UNSAVING for user in node.users)
 
         return any(leaves(node) and unsaved(node) for node in nodes_of(leaf) if is_tensor(node))
-
-    def kept(self, call: Node) -> Node:
-        """A call whose backward reads copies of operands that autograd of the program may not save:
-        what the user writes to them before backward is not seen."""
-        tensors: Any = list(call.args[0])  # type: ignore[arg-type]
-        with self.graph.inserting_before(call):
-            for position in self._unsaved[call]:
-                tensors[position] = self.call(torch.ops.fxpass.kept.default, tensors[position])
-        call.args = (tensors, *call.args[1:])
-        return call
 
     def _written_later(self, leaf: Leaf) -> bool:
         """Whether a node writes to an operand after the call."""

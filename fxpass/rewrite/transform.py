@@ -1,32 +1,33 @@
-"""All rewrites of one Dynamo graph, in order, with their log lines and counters.
+"""All rewrites of one Dynamo graph, in order.
 
 In: a Dynamo graph and settings. Out: an :class:`Outcome`; the graph is changed in place. A graph
 without matches and without mixed dtypes does not change, except for torch.export's contexts
 (:mod:`fxpass.rewrite.inline`), and where torch would fail (:mod:`fxpass.rewrite.inference`,
-:func:`fxpass.graph.region.return_once`).
+:func:`fxpass.graph.region.return_once`). What is left for the joint graph is rewritten while the
+inner backend compiles; :mod:`fxpass.rewrite.settled` puts both together.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from fxpass.capture.heads import in_nested
 from fxpass.capture.rejections import Rejection, rejections_of
-from fxpass.casts.casts import Cast, cast_lines, cast_region, note
+from fxpass.casts.casts import Cast, cast_region
+from fxpass.graph.names import name_nodes
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
 from fxpass.kernels.call import Launch
 from fxpass.rewrite import dump
-from fxpass.rewrite.fuse import Fused, fuse
+from fxpass.rewrite.fuse import Fused, Later, fuse
 from fxpass.rewrite.inference import without_inference_mode
 from fxpass.rewrite.inline import inline_contexts
 from fxpass.rewrite.listing import launches_of
@@ -44,15 +45,21 @@ class Outcome:
 
     Attributes:
         heads, rejections, casts: in the order of the graph.
+        later: what is left for the joint graph.
         kernels: the launches of Triton kernels on a GPU.
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
+        nodes: of the rewritten graph, by the names that AOTAutograd's graphs have.
+        before: the graph as text, where it is dumped or traced.
     """
 
     heads: tuple[RegionMatch, ...]
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
-    kernels: tuple[Launch, ...]
-    restore: Restore
+    later: tuple[Later, ...] = ()
+    kernels: tuple[Launch, ...] = ()
+    restore: Restore = as_compiled
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    before: str = ""
 
 
 def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -> Outcome:
@@ -66,9 +73,9 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
     Raises:
         MixedDtypeError: see :func:`fxpass.casts.casts.agreed`.
     """
-    shown = bool(settings.dump) or dump.is_traced()
-    before = graph_text(gm) if shown else ""
+    before = graph_text(gm) if settings.dump or dump.is_traced() else ""
     heads: list[RegionMatch] = []
+    later: list[Later] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
     kernels: dict[Launch, None] = {}
@@ -86,19 +93,20 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
             fused = _fused(region, settings)
         rejections += _rejections(region, fused, settings)
         heads += fused.matches
+        later += fused.later
         casts += fused.casts
         kernels |= dict.fromkeys(launches_of(region.module.graph))
         restore = both(restore, fused.restore)
-    counters["fusedce"]["matched"] += sum(head.losses for head in heads)
-    counters["fusedce"]["rejected"] += len(rejections)
-    for record in (*heads, *rejections):
-        log.info("%s", record)
-    note(casts)
-    if settings.dump:
-        dump.write(settings.dump, before, graph_text(gm), kernels)
-    if shown:
-        dump.trace(before, graph_text(gm), (*heads, *rejections, *cast_lines(casts)))
-    return Outcome(tuple(heads), tuple(rejections), tuple(casts), tuple(kernels), restore)
+    return Outcome(
+        tuple(heads),
+        tuple(rejections),
+        tuple(casts),
+        tuple(later),
+        tuple(kernels),
+        restore,
+        name_nodes(gm),
+        before,
+    )
 
 
 def _rejections(region: Region, fused: Fused, settings: Settings) -> list[Rejection]:
@@ -124,6 +132,7 @@ def _fused(region: Region, settings: Settings) -> Fused:
         inside = fuse_nested(region, settings, calls)
     return Fused(
         own.matches + inside.matches,
+        own.later + inside.later,
         both(own.restore, inside.restore),
         own.casts + inside.casts,
         own.reasons | inside.reasons,

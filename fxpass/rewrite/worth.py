@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from torch.fx import Node
 
 from fxpass.capture.capture import Captured
-from fxpass.capture.heads import FUSES_ALL
 from fxpass.capture.values import nodes_behind, trimmed
 from fxpass.graph.calls import storage
 from fxpass.graph.functions import CASTS, function_of
 from fxpass.graph.nodes import hint, is_tensor, value
 from fxpass.graph.placements import placement_name
 from fxpass.plan.plan import budget, plan, size
+from fxpass.plan.worth import FUSES_ALL
 from fxpass.rewrite.lowered import Inserted
 from fxpass.spec.dtypes import gradient_dtype
 

@@ -307,14 +307,9 @@ def test_buffers_stay_donated(tmp_path):
 
 
 # torch 2.11 raises only where the backward graph reads a parameter; else its gradients have no graph
-@pytest.mark.parametrize(
-    ("inner", "message"),
-    [
-        ("eager", "no second derivative"),
-        ("aot_eager", "double backward|element 0 of tensors does not require grad"),
-    ],
-)
-def test_a_second_derivative_is_refused(inner, message):
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_second_derivative_is_refused(inner):
+    message = "double backward|element 0 of tensors does not require grad"
     model, inputs = Model(), batch()
     loss = fused(model, inner)(*inputs)
 

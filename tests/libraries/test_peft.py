@@ -121,7 +121,7 @@ def test_a_low_rank_head_is_a_row_region(dropout, caplog):
     caplog.set_level(logging.INFO, logger="fxpass")
     model = adapted(LOW_RANK_HEAD, dropout=dropout)
     assert len([name for name in trained(model) if "lm_head.lora" in name]) == 2
-    check(model, step, BF16, casts=3)
+    check(model, step, BF16, casts=0)  # those of autocast are left to it
     assert outcome() == FUSED
     assert "region of 2 heads" in caplog.text
 
@@ -129,7 +129,7 @@ def test_a_low_rank_head_is_a_row_region(dropout, caplog):
 def test_the_logits_of_a_low_rank_head_leave(caplog):
     """A model that returns them defers them."""
     caplog.set_level(logging.INFO, logger="fxpass")
-    check(adapted(LOW_RANK_HEAD, dropout=0.3), whole, BF16, casts=3)
+    check(adapted(LOW_RANK_HEAD, dropout=0.3), whole, BF16, casts=0)
     assert outcome() == FUSED
     assert "(logits deferred" in caplog.text
 

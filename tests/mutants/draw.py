@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PACKAGES = ("capture", "rewrite", "lower", "region", "op", "aten", "deferred", "plan")
+PACKAGES = ("capture", "rewrite", "rows", "lower", "region", "op", "aten", "deferred", "plan")
 LEAST = 8  # mutants of a package, however short it is
 
 COMPARISONS = {

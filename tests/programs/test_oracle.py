@@ -20,20 +20,21 @@ OUTCOMES = {
     "part": (
         Row("part", "hot = F.one_hot(labels, V).float(); "
             "(F.cross_entropy(z, labels), hot.cumsum(-1).cos().sum(-1))"),
-        Outcome(FORMULA, 1, left="one_hot, float, cumsum, cos")),
+        Outcome(FORMULA, 1, left="eq, 2 _to_copy, cumsum, cos")),
     "kept": (
         Row("kept", "(F.cross_entropy(z, labels), z.detach().sort(0).values[:, 7])"),
-        Outcome(FORMULA, 1, kept=True, left="linear, 2 sort")),  # values and indices
+        Outcome(FORMULA, 1, kept=True, left="mm, 2 sort")),  # values and indices
     "no": (Row("no", "F.cross_entropy(z.cumsum(0), labels)"),
-           Outcome(NOTHING, left="linear, cumsum", reasons=("cumsum",))),
-    "silent": (Row("silent", "z.sort(0).values[:, 7]"), Outcome(NOTHING, left="linear, 2 sort")),
+           Outcome(NOTHING, left="mm, cumsum, _log_softmax", reasons=("cumsum",))),
+    "silent": (Row("silent", "z.sort(0).values.sort(-1).values[:, 7]"),
+               Outcome(NOTHING, left="mm, 4 sort")),
     "break": (Row("break", "torch._dynamo.graph_break(); F.cross_entropy(z, labels)"),
-              Outcome(NOTHING, left="linear", reasons=("graph_break",))),
+              Outcome(NOTHING, left="mm, _log_softmax", reasons=("graph_break",))),
     "no head": (Row("no head", "x.sum() + weight.sum()"), Outcome(NOTHING)),
     "a checkpointed graph": (
         Row("a checkpointed graph", "checkpoint(lambda z: z.cumsum(0).sort(-1).values[:, 7], "
             "z.tanh(), use_reentrant=False)"),
-        Outcome(NOTHING, left="linear, tanh, cumsum, 2 sort")),
+        Outcome(NOTHING, left="mm, tanh, cumsum, 2 sort")),
     "raises": (Row("raises", "F.cross_entropy(z, labels[1:])"), Outcome(RAISES)),
 }
 # fmt: on

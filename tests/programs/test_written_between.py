@@ -44,17 +44,11 @@ SCALED_OPERANDS = {
 }
 UNSAVED = {
     "bias": ("(z.clamp(max=0.5) - bias).logsumexp(1).sin()",),
-    "temperatures": ("F.softplus(z - temperatures).sum(-1)",),
     "teacher": (
-        "(z - teacher).relu().sum(-1).sin()",
         "(z - teacher).logsumexp(-1).sin()",
-        "torch.where(z > teacher, z, -z).sum(-1).sin()",
         "torch.where(z > 0, z, teacher).sum(-1).sin()",
     ),
-    "labels": (
-        "torch.where(z > z.gather(1, labels[:, None]), z, -z).sum(-1).sin()",
-        "(z - 0.3 * F.one_hot(labels, V)).logsumexp(1).sin()",
-    ),
+    "labels": ("torch.where(z > z.gather(1, labels[:, None]), z, -z).sum(-1).sin()",),
     # autograd saves the exponential of a log-probability, and not what is returned
     "the first result": ("z.softmax(-1).gather(-1, labels[:, None]).squeeze(-1)",),
 }
@@ -128,6 +122,7 @@ RESULTS = (
     Row(
         "written in the graph",
         "first, second = z.logsumexp(-1), z.logsumexp(-1); first.add_(1); (first, second, z.amax(-1))",
+        trained=(),
     ),
 )
 

@@ -1,33 +1,27 @@
-"""What a rewritten graph makes beside the operator: tensors of the logits' size, and graph breaks.
+"""What a compiled graph makes beside the operators: tensors of the logits' size, and graph breaks.
 
-In: the name of an inner backend. Out: :func:`counting`, a backend that runs each graph once by itself,
-and lists its large tensors; :func:`listed` collects them::
+In: a program that is compiled and run. Out: :func:`listed` collects what its graphs make in forward,
+as the backend ``aot_eager`` runs them::
 
     with listed(large=1552) as found:
-        torch.compile(program, backend="fusedce", options={"fusedce.inner": COUNTING["eager"]})(x)
+        torch.compile(program, backend="fusedce", options={"fusedce.inner": "aot_eager"})(x)
     found.left, found.breaks
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
-import torch
-from torch import Tensor, fx
-from torch._dynamo.backends import registry
+from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.compiled import break_reason
-
-COUNTING = {inner: f"tests_counting_{inner}" for inner in ("eager", "aot_eager", "inductor")}
-# of a nested graph, its first argument
-CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
-# of a nested graph, its name and its arguments
-INVOKE = torch.ops.higher_order.invoke_subgraph
+from fxpass.rewrite import inner
 
 
 @dataclass
@@ -37,69 +31,44 @@ class Graphs:
     breaks: list[str] = field(default_factory=list)
 
 
-_listening: list[Graphs] = []
-
-
 @contextmanager
 def listed(large: int) -> Iterator[Graphs]:
-    """Collects what :func:`counting` sees: tensors of more than ``large`` elements."""
-    found = Graphs(large)
-    _listening.append(found)
-    try:
-        yield found
-    finally:
-        _listening.remove(found)
+    """Collects tensors of more than ``large`` elements, each graph's once; and graph breaks."""
+    found, compile_inner = Graphs(large), inner.compile_inner
 
-
-def counting(inner: str) -> Callable[..., Any]:
-    """A backend that runs each graph once by itself, and lists its tensors of the logits' size."""
-
-    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        graph = copy.deepcopy(gm)
-        graph.graph.eliminate_dead_code()  # as AOTAutograd does
+    def compiling(name: str, gm: Any, *args: Any, **options: Any) -> Callable[..., Any]:
         reason = break_reason(getattr(gm, "compile_subgraph_reason", None))
-        for found in _listening:
-            found.breaks += [reason] * bool(reason)
-        compiled = registry.lookup_backend(inner)(gm, inputs)
-        seen = False
+        found.breaks += [reason] * bool(reason)
+        compiled, seen = compile_inner(name, gm, *args, **options), False
 
-        def call(*args: Any) -> Any:
+        def call(*inputs: Any) -> Any:
             nonlocal seen
-            if not seen and _listening:
-                seen = True
-                state = torch.get_rng_state()
-                sizes = _Large(graph, _listening[-1].large)
-                sizes.run(*(a.detach().clone() if isinstance(a, Tensor) else a for a in args))
-                torch.set_rng_state(state)
-                _listening[-1].left += sizes.names
-            return compiled(*args)
+            if seen:
+                return compiled(*inputs)
+            seen = True
+            with _Large(found, inputs):
+                return compiled(*inputs)
 
         return call
 
-    return backend
+    with mock.patch.object(inner, "compile_inner", compiling):
+        yield found
 
 
-class _Large(fx.Interpreter):
-    """Runs a graph; ``names`` has the function that makes each tensor of the logits' size."""
+class _Large(TorchDispatchMode):
+    """Notes the operation that makes each tensor of the logits' size."""
 
-    def __init__(self, gm: fx.GraphModule, large: int, outer: _Large | None = None) -> None:
-        super().__init__(gm)
-        self.large = large
-        self.names: list[str] = outer.names if outer else []
+    supports_higher_order_operators = True
+
+    def __init__(self, found: Graphs, inputs: Any) -> None:
+        super().__init__()
+        self.found = found
+        given = [t for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor)]
         # the storages, which have to stay alive
-        self.known: dict[int, Any] = outer.known if outer else {}
+        self.known = {t.untyped_storage()._cdata: t.untyped_storage() for t in given}
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if target is CHECKPOINT:
-            nested, *inputs = args
-            return _Large(nested, self.large, self).run(*inputs)
-        if target is INVOKE:
-            nested, _, *inputs = args
-            return _Large(nested, self.large, self).run(*inputs)
-        return super().call_function(target, args, kwargs)
-
-    def run_node(self, n: fx.Node) -> Any:
-        made = super().run_node(n)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(made):
             if not isinstance(tensor, Tensor):
                 continue
@@ -107,22 +76,8 @@ class _Large(fx.Interpreter):
             if storage._cdata in self.known:  # a view, or written in place
                 continue
             self.known[storage._cdata] = storage
-            large = storage.nbytes() > self.large * tensor.itemsize
-            if large and n.op not in ("placeholder", "get_attr") and not _operator(n):
-                self.names.append(_short(n))
+            large = storage.nbytes() > self.found.large * tensor.itemsize
+            if large and func.namespace != "fxpass":
+                packet = getattr(func, "overloadpacket", func)
+                self.found.left.append(packet.__name__)
         return made
-
-
-def _operator(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "fxpass"
-
-
-def _short(node: fx.Node) -> str:
-    """``log_softmax`` for the function, method or operator of that name."""
-    packet = getattr(node.target, "overloadpacket", node.target)
-    return str(getattr(packet, "__name__", packet)).rpartition(".")[2]
-
-
-for _inner, _name in COUNTING.items():
-    if _name not in registry._COMPILER_FNS:
-        registry.register_backend(counting(_inner), name=_name)

@@ -31,7 +31,7 @@ from fxpass.capture.rejections import Rejection
 from fxpass.deferred.watch import watched
 from fxpass.rewrite.matches import RegionMatch
 from tests.programs.row import BF16, BOTH, FORMULA, NOTHING, RAISES, REGION, Function, Row
-from tests.support.left import COUNTING, listed
+from tests.support.left import listed
 from tests.support.numerics import FLOOR, error
 from tests.support.ways import FIRST, WAYS, Way
 
@@ -94,8 +94,7 @@ def _outcome(row: Row, way: Way) -> Outcome:
     records: list[Any] = []
 
     def compiled(function: Function) -> Function:
-        inner = COUNTING[way.inner]
-        options: Any = {"fusedce.min_logits_mb": 0, "fusedce.inner": inner, **way.options}
+        options: Any = {"fusedce.min_logits_mb": 0, "fusedce.inner": way.inner, **way.options}
         return torch.compile(function, backend="fusedce", options=options, dynamic=way.dynamic)
 
     failed = _Failures()

@@ -54,7 +54,7 @@ def without_failures() -> Iterator[None]:
 
 
 def report_of(fn, *args) -> fxpass.Report:
-    """What the rewrite of Dynamo's graph does; with this inner backend there are no AOT graphs."""
+    """What becomes of a program, whose graphs run in eager."""
     with mock.patch.dict(os.environ, FUSEDCE_INNER="eager"), without_failures():
         return fxpass.explain(fn, *args)
 

@@ -26,7 +26,7 @@ def rejected(x, w, target):
 
 
 def loss_less(x, w, target):
-    return F.linear(x, w).cumsum(0).sum()
+    return x.tanh().sum() + w.sum()
 
 
 def broken(x, w, target):

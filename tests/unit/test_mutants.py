@@ -76,10 +76,11 @@ def test_what_is_changed():
 
 def test_the_same_draw(tmp_path):
     tree = tree_of(tmp_path / "one")
-    mutants = draw.draw(tree, 64, 0)
-    assert mutants == draw.draw(tree, 64, 0) != draw.draw(tree, 64, 1)
+    count = 8 * len(draw.PACKAGES)
+    mutants = draw.draw(tree, count, 0)
+    assert mutants == draw.draw(tree, count, 0) != draw.draw(tree, count, 1)
     assert all(sum(m.package == package for m in mutants) == 8 for package in draw.PACKAGES)
-    moved = draw.draw(tree_of(tmp_path / "two", f"{TEXT[:-1]}\n\n"), 64, 0)
+    moved = draw.draw(tree_of(tmp_path / "two", f"{TEXT[:-1]}\n\n"), count, 0)
     assert {m.key for m in mutants} == {m.key for m in moved}
 
 

@@ -31,14 +31,13 @@ LAW = {
     "aten": {"spec", "plan", "region"},
     "kernels": {"spec", "plan"},
     "op": {"spec", "plan", "aten", "kernels", "region"},
-    "rows": {"spec", "op", "region"},
+    "rows": {"graph", "spec", "op", "region", "plan"},
     "lower": {"graph", "spec", "plan", "region"},
     "capture": {"graph", "spec", "plan"},
     "deferred": {"spec", "op", "graph", "capture"},
     "rewrite": {
         *("capture", "casts", "op", "deferred", "graph", "plan", "spec", "kernels"),
-        "lower",
-        "region",
+        *("lower", "region", "rows"),
     },
     "cli": {"op", "plan"},
 }

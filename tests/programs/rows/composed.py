@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.row import BOTH, IN_BF16, NOTHING, REGION, Row
+from tests.programs.row import IN_BF16, NOTHING, REGION, Row
 
 KIND = "heads of several products"
 
@@ -87,7 +87,7 @@ ROWS = (
     Row("logsumexp of the tiles' logsumexp",
         "tiles = [F.linear(x, part) for part in weight.chunk(2)]; "
         "lse = torch.stack([tile.logsumexp(-1) for tile in tiles]).logsumexp(0); "
-        "(lse - torch.cat(tiles, -1).gather(-1, labels[:, None])[:, 0]).mean()", BOTH,
+        "(lse - torch.cat(tiles, -1).gather(-1, labels[:, None])[:, 0]).mean()", REGION,
         of="chunked heads"),
     Row("old and added vocabulary",
         "F.cross_entropy(torch.cat([F.linear(x, weight), F.linear(x, added_weight)], -1), labels)",

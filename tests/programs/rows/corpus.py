@@ -5,7 +5,7 @@ A row of another table that failed is not repeated here.
 
 from __future__ import annotations
 
-from tests.programs.row import FORMULA, NOTHING, REGION, Row
+from tests.programs.row import REGION, Row
 
 KIND = "corpus"
 
@@ -48,14 +48,14 @@ ROWS = (
     # Was read as the value before the write.
     Row("logits beside a row that is written to",
         "chosen = z.gather(-1, labels[:, None]); chosen.detach().mul_(2); "
-        "(z > chosen).sum(-1) * z.sum(-1)", NOTHING),
+        "(z > chosen).sum(-1) * z.sum(-1)", REGION),
     # Saved for backward though only a metric reads it: an error where it is overwritten.
     Row("an operand that only a metric reads is written to",
         "log = z.log_softmax(-1)\n"
         "with torch.no_grad():\n"
         "    read = (log.exp() * teacher).sum(-1)\n"
         "teacher.zero_()\n"
-        "(log.gather(-1, labels[:, None]).square().sum(), read)", left="clone"),
+        "(log.gather(-1, labels[:, None]).square().sum(), read)", left="clone, zero"),
     # False for the largest class: the two sides were rounded in two ways.
     Row("a target that is the largest, by hand",
         "y = z - z.logsumexp(-1, keepdim=True); "
@@ -79,13 +79,13 @@ ROWS = (
         "((z - hot).log_softmax(-1) * hot).sum(-1).square()", REGION),
     Row("classes that a scatter marks in every row",
         "hot = torch.zeros(N, V).scatter(0, labels[None, :V].clamp(max=N - 1), 1.0); "
-        "((z - hot).softmax(-1) * z).sum(-1)", REGION, left="zeros, scatter"),
+        "((z - hot).softmax(-1) * z).sum(-1)", REGION, left="full, scatter"),
     Row("logits times the probabilities of twice the logits",
         "(F.softmax(2 * z, -1) * z).sum(-1)", REGION),
     # The sum, which writes, came before the write to a view.
     Row("values that are filled through a view, then added to",
         "made = torch.zeros(N, V); made[1].fill_(3.0); (made.add_(5) * z.log_softmax(-1)).sum()",
-        REGION, left="zeros, select_scatter"),
+        REGION),
     # The gradient was lost: the operand cancels out of the expression.
     Row("an operand that cancels",
         "((z + bias).log_softmax(-1) - (z + bias) + bias).sum(-1)", REGION),

@@ -164,16 +164,13 @@ FUNCTIONS = (
     Row("without gradients",
         "with torch.no_grad():\n"
         "    return spread(Softcap.apply(z, 3.0))", REGION),
-    Row("overwriting gradients", "Overwriting.apply(s)", NOTHING),
-    Row("mean gradients", "Mean.apply(s)", NOTHING),
-    *(Row(f"{name.lower()} gradients", f"spread({name}.apply(s))", NOTHING, reason,
+    Row("overwriting gradients", "Overwriting.apply(s)", REGION),
+    Row("mean gradients", "Mean.apply(s)", REGION),
+    *(Row(f"{name.lower()} gradients", f"spread({name}.apply(s))", becomes,
           never=("checkpointed", "no_grad", *never))
-      for name, reason, *never in (
-          ("Noisy", "draws random numbers", "dynamic"),
-          ("Clipped", "is not linear in its gradient (aten.clamp)"),
-          ("Auxiliary", "is not linear in its gradient (aten.add)"),
-          ("Ignoring", "does not read its gradient"),
-          ("Centred", "aten.mean reduces rows"))),
+      for name, becomes, *never in (
+          ("Noisy", REGION, "dynamic"), ("Clipped", REGION), ("Auxiliary", REGION),
+          ("Ignoring", REGION), ("Centred", NOTHING))),
 )
 # The history of logits that a function returns is no head's.
 ROWS = tuple(

@@ -133,7 +133,7 @@ ROWS = (
         "student = s[:, :-1].log_softmax(-1); "
         "teacher = _sequences(teacher)[:, :-1].log_softmax(-1); "
         "per_token = (student.exp() * (student - teacher)).sum(-1); "
-        "(per_token * mask[:, 1:]).sum() / mask[:, 1:].sum()", REGION, left="flatten",
+        "(per_token * mask[:, 1:]).sum() / mask[:, 1:].sum()", REGION, left="clone",
         of="MiniLLM"),
     Row("squared error to given logits",
         "centred = z - z.mean(-1, keepdim=True); "
@@ -162,19 +162,19 @@ ROWS = (
         "two = (q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()).mean(); "
         "others = student.masked_fill(target, -1000.0).log_softmax(-1); "
         "given = teacher.masked_fill(target, -1000.0).softmax(-1); "
-        "two + 2 * F.kl_div(others, given, reduction='batchmean')", BOTH,
+        "two + 2 * F.kl_div(others, given, reduction='batchmean')", REGION,
         of="DKD"),
     Row("R-Drop, one head, two passes",
         "first, second = (F.linear(x, weight), F.linear(second_x, weight)); "
         "loss = F.cross_entropy(first, labels) + F.cross_entropy(second, labels); "
         "p, q = (first.log_softmax(-1), second.log_softmax(-1)); "
         "both = F.kl_div(p, q.exp(), reduction='none') + F.kl_div(q, p.exp(), reduction='none'); "
-        "loss + 0.5 * both.sum(-1).mean()", BOTH,
+        "loss + 0.5 * both.sum(-1).mean()", REGION,
         of="R-Drop", ways=IN_BF16),
     Row("R-Drop, both passes in one batch",
         "z = F.linear(torch.cat([x, second_x]), weight); p, q = z.log_softmax(-1).chunk(2); "
         "both = (p.exp() * (p - q) + q.exp() * (q - p)).sum(-1).mean(); "
-        "F.cross_entropy(z, labels.repeat(2)) + 0.5 * both", BOTH,
+        "F.cross_entropy(z, labels.repeat(2)) + 0.5 * both", REGION,
         of="R-Drop"),
     Row("mutual learning, both heads trained",
         "first, second = (F.linear(x, weight), F.linear(second_x, second_weight)); "

@@ -40,7 +40,7 @@ ROWS = (
         "edges = torch.cat([atoms - 0.05, atoms[-1:] + 0.05]); "
         "cdf = torch.special.erf((edges - values[:, None]) / 0.75); "
         "target = (cdf[:, 1:] - cdf[:, :-1]) / (cdf[:, -1:] - cdf[:, :1]); "
-        "F.cross_entropy(z, target)", REGION, left="sub, truediv, special_erf",
+        "F.cross_entropy(z, target)", REGION,
         of="HL-Gauss"),
     Row("mean and variance",
         "p = z.softmax(-1); mean = (p * atoms).sum(-1); "

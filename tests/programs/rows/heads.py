@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.programs.operands import Sizes
-from tests.programs.row import BOTH, FORMULA, REGION, Row
+from tests.programs.row import FORMULA, REGION, Row
 from tests.support.pairs import pairs
 
 KIND = "whole heads"
@@ -119,7 +119,7 @@ ROWS = (
         "t = tokens; s.softmax(-1).gather(-1, t.clone().sub_(t // 2)[..., None])",
         never=DYNAMIC),
     *(total(name, text, never=DYNAMIC) for name, text in SEVERAL_PICKS.items()),
-    *(total(f"{name}, few classes", text, BOTH if "total" in name else REGION, sizes=FEW,
+    *(total(f"{name}, few classes", text, REGION, sizes=FEW,
             never=DYNAMIC)
       for name, text in SEVERAL_PICKS.items()),
     total("a sequence's last token", "s[torch.arange(B), tokens[:, 0] % T].logsumexp(-1)"),
@@ -129,7 +129,7 @@ ROWS = (
         "metric * s.log_softmax(-1).gather(-1, tokens[..., None]).view(-1)"),
     total("a class vector that is filled in place",
         "(filled(torch.zeros(V), 2, s) * s.softmax(-1)).sum(-1)"),
-    total("values that are filled in place", FILLED, REGION, left="zeros, fill, select_scatter"),
+    total("values that are filled in place", FILLED, REGION),
     total("values that are filled in place, few classes", FILLED, sizes=FEW,
         left="zeros, select_scatter, add"),
     total("a temperature that is filled in place",
@@ -157,7 +157,7 @@ ROWS = (
         "torch.lerp(s, s.detach().flip(-1), s.new_tensor(0.3)).logsumexp(-1)", REGION,
         never=("dynamic",)),  # not fused
     total("packed bits of classes", PACKED, REGION),
-    total("packed bits of classes, few classes", PACKED, sizes=FEW, left="rshift, bitwise_and, gt"),
+    total("packed bits of classes, few classes", PACKED, sizes=FEW, left="__rshift__, bitwise_and, gt"),
     Row("rows that are counted by views",
         "h = x.view(-1, T, D); y = F.linear(h, weight); "
         "y = y.view(y.size(0) * y.size(1), y.size(-1)); F.cross_entropy(y, labels) * h.size(0)",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.programs.row import NOTHING, REGION, Row
+from tests.programs.row import REGION, Row
 
 KIND = "islands without gradients"
 INNER = ("aot_eager",)
@@ -66,7 +66,7 @@ ROWS = (
         "    h = x.view(B, T, D)\n"
         "s = F.linear(h, weight)\n"
         "(F.cross_entropy(s.view(-1, V), labels), s)",
-        left="linear", ways=INNER, never=MADE),
+        left="mm", ways=INNER, never=MADE),
     # one of two reductions reads a target without gradients
     Row("a target of two reductions",
         "targets = soft.softmax(-1)\n"
@@ -78,5 +78,5 @@ ROWS = (
     # PyTorch does not say what made such a view
     Row("a turned weight that is written to",
         "z = x.mm(weight.T); F.hardtanh(weight, -1.0, 1.0, True); z.logsumexp(-1)",
-        NOTHING, "in place", trained=(), ways=INNER),
+        REGION, trained=(), ways=INNER),
 )

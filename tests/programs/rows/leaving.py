@@ -28,18 +28,18 @@ def loss_of(logits, labels):
 BESIDE = {
     "nothing else": ("loss", "", "no_grad"),
     "a shape": ("(loss, s.shape)", "", "aot_eager"),
-    "zeros like them": ("(loss, torch.zeros_like(s))", "linear, zeros_like", "aot_eager"),
-    "their dtype": ("(loss, torch.ones(2, dtype=torch.int64).to(s))", "linear", "no_grad"),
+    "zeros like them": ("(loss, torch.zeros_like(s))", "mm, zeros_like", "aot_eager"),
+    "their dtype": ("(loss, torch.ones(2, dtype=torch.int64).to(s))", "", "no_grad"),
     "their largest": ("(loss, s.argmax(-1))", "", "aot_eager"),
     "themselves": ("(loss, s)", "", "aot_eager"),
     "twice": ("(s, loss, s)", "", "aot_eager"),
     "in f32": ("(loss, s.float())", "", "bf16"),
     "scaled": ("(loss, s / 3)", "", "aot_eager"),
     "some of them": ("(loss, s[:, -1:], s.half())", "", "aot_eager"),
-    "two views": ("(loss, s[:, -1:], s.float())", "linear", "aot_eager"),
-    "running sums": ("(loss, s.cumsum(-1))", "linear, cumsum", "aot_eager"),
-    "them and running sums": ("(loss, s, s.cumsum(-1))", "linear, cumsum", "aot_eager"),
-    "softmax": ("(loss, s.softmax(-1))", "linear, softmax", "no_grad"),
+    "two views": ("(loss, s[:, -1:], s.float())", "mm", "aot_eager"),
+    "running sums": ("(loss, s.cumsum(-1))", "mm, cumsum", "aot_eager"),
+    "them and running sums": ("(loss, s, s.cumsum(-1))", "mm, cumsum", "aot_eager"),
+    "softmax": ("(loss, s.softmax(-1))", "mm, _softmax", "no_grad"),
     "a z-loss": ("(loss + s.logsumexp(-1).square().mean(), s)", "", "aot_eager"),
 }
 # Logits are deferred in training alone.
@@ -47,15 +47,15 @@ EXIST = {"themselves": "s", "twice": "s, s", "in f32": "s.float()", "scaled": "s
 
 # What a graph does to the operands of the logits that it returns, what it returns, what exists.
 WRITES = {
-    "hidden states": ("h.add_(1)", "z", "linear"),
-    "augmented": ("h.__iadd__(1).mean()", "z", "linear"),
-    "weight": ("w.mul_(2)", "z / 3", "linear, truediv"),
-    "bias": ("b.zero_().sum()", "z.float()", "linear"),
-    "an alias": ("h.view(-1)[3:5].fill_(7).sum()", "z", "linear"),
-    "data": ("h.data.mul_(3).sum()", "z", "linear"),
-    "detached": ("w.detach().neg_().sum()", "z[1:]", "linear"),
-    "out": ("torch.mul(b, 2, out=b).sum()", "z", "linear"),
-    "a list": ("torch._foreach_mul_([w], 2)", "z", "linear"),
+    "hidden states": ("h.add_(1)", "z", "addmm"),
+    "augmented": ("h.__iadd__(1).mean()", "z", "addmm"),
+    "weight": ("w.mul_(2)", "z / 3", "addmm, div"),
+    "bias": ("b.zero_().sum()", "z.float()", "addmm"),
+    "an alias": ("h.view(-1)[3:5].fill_(7).sum()", "z", "addmm"),
+    "data": ("h.data.mul_(3).sum()", "z", "addmm"),
+    "detached": ("w.detach().neg_().sum()", "z[1:]", "addmm"),
+    "out": ("torch.mul(b, 2, out=b).sum()", "z", "addmm"),
+    "a list": ("torch._foreach_mul_([w], 2)", "z", "addmm"),
 }
 WRITTEN = (
     "h, w, b = x * factor[0], weight * factor[0], bias * factor[0]\n"
@@ -92,7 +92,7 @@ ROWS = (
       for name, (text, left, way) in BESIDE.items()),
     Row("other classes", "(loss_of(s, labels), s[..., :3])", REGION, ways=("no_grad",)),
     *(Row(f"{name}, evaluation", f"(loss_of(s, labels), {text})", trained=(),
-          never=LEAVES, left="linear, truediv" if name == "scaled" else "linear")
+          never=LEAVES, left="mm, div" if name == "scaled" else "mm")
       for name, text in EXIST.items()),
     Row("two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
@@ -101,7 +101,7 @@ ROWS = (
     Row("a read of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "(loss_of(a, labels) + loss_of(b, labels), a, b.cumsum(-1))",
-        left="linear, cumsum", ways=BOTH_INNER, never=TRAINS),
+        left="mm, cumsum", ways=BOTH_INNER, never=TRAINS),
     Row("a sum of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "(loss_of(a, labels) + loss_of(b, labels), a + b)",
@@ -136,7 +136,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    s.sin_()\n"
         "(loss_of(F.linear(x, weight), labels), s)",
-        left="linear", ways=BOTH_INNER),
+        left="mm, sin", ways=BOTH_INNER),
     Row("sharing memory", "(loss_of(s, labels), s, s[:, -1])", ways=BOTH_INNER, never=TRAINS),
     # the cast makes what the view is of contiguous; the kept logits are not
     Row("viewed after a copy",
@@ -149,7 +149,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    logits = F.linear(x, weight)\n"
         "(loss_of(F.linear(x * 2, weight), labels) + loss_of(logits, labels).detach(), logits)",
-        left="linear", ways=BOTH_INNER),
+        left="mm", ways=BOTH_INNER),
     # eager saves neither x nor weight for the gradient of the bias
     *(Row(f"{name}: written after the loss by the graph", WRITTEN.format(write, returned),
           left=left, trained=("bias",), ways=BOTH_INNER, never=(*MADE, *LEAVES))
@@ -157,7 +157,7 @@ ROWS = (
     *(Row(f"{name}: written after the loss without gradients", WRITTEN_LOGITS.format(write),
           NOTHING, trained=("bias",), ways=BOTH_INNER, never=(*MADE, *LEAVES))
       for name, write in {"themselves": "z.mul_(2).sum()", "an item": "z[0].fill_(2).sum()"}.items()),
-    *(Row(f"{name}: an input written after the loss", GIVEN.format(name), left="linear",
+    *(Row(f"{name}: an input written after the loss", GIVEN.format(name), left="addmm",
           trained=() if name == "bias" else ("bias",), ways=BOTH_INNER, never=(*MADE, *LEAVES))
       for name in ("x", "weight", "bias")),
     *(Row(f"a cast bias, {name} written", CAST.format(*writes), trained=("x", "weight"),
@@ -167,7 +167,7 @@ ROWS = (
     # a deferred tensor has a shape before its values are known
     Row("a size that depends on data",
         "rows = s[mask]; (F.cross_entropy(rows, tokens[mask]), s[mask])",
-        left="linear, 2 getitem, index", dynamo={"capture_dynamic_output_shape_ops": True}),
+        left="mm, 3 index", dynamo={"capture_dynamic_output_shape_ops": True}),
     # the operator reads logits whose classes are last
     Row("classes before rows",
         "y = torch.einsum('nsd,vd->nvs', x.view(B, T, D), weight); (F.cross_entropy(y, tokens), y)",
@@ -178,5 +178,5 @@ ROWS = (
         "rows = exist.square(); "
         "mixed = torch.logaddexp(rows.log_softmax(-1), z.log_softmax(-1)); "
         "(mixed.mean(-1).sum(), loss_of(z, labels), rows)",
-        left="3 linear, cat, square, 2 log_softmax, logaddexp"),
+        left="3 mm, cat, pow, 2 _log_softmax, logaddexp"),
 )

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.programs.operands import SQUARE
-from tests.programs.row import BF16, BOTH, FORMULA, NOTHING, RAISES, REGION, Row
+from tests.programs.row import BF16, FORMULA, NOTHING, RAISES, REGION, Row
 
 KIND = "lookalikes"
 
@@ -55,7 +55,11 @@ CHANGED = (
     "F.cross_entropy(y, labels)"
 )
 BIASED = "F.linear(x, weight, {}).logsumexp(-1).sum()"
-BIASES = {"[1, V]": "prior[None]", "[N, 1]": "temperatures", "[N, V]": "teacher"}
+BIASES = {
+    "[1, V]": ("prior[None]", REGION),
+    "[N, 1]": ("temperatures", NOTHING),
+    "[N, V]": ("teacher", NOTHING),
+}
 # Bit by bit, however both are computed.
 INCREASING = {
     "logits": ("z", FORMULA),
@@ -76,11 +80,11 @@ ROWS = (
         "with torch.no_grad():\n"
         "    easy = F.cross_entropy(z, labels, reduction='none') < 2\n"
         "    labels.masked_fill_(easy, -100)\n"
-        "F.cross_entropy(z, labels)", NOTHING, "may change %labels in place", ways=EVALUATED),
+        "F.cross_entropy(z, labels)", REGION, ways=EVALUATED),
     square("labels change",
         "labels = labels.clone(); lse = z[1:].logsumexp(-1); labels.copy_((labels + 1) % V); "
         "picked = (z + prior).log_softmax(-1).gather(-1, labels[:, None]); "
-        "lse.square().sum() + picked.square().sum() + (z[1:] + prior).logsumexp(-1).sum()", BOTH,
+        "lse.square().sum() + picked.square().sum() + (z[1:] + prior).logsumexp(-1).sum()", REGION,
         ways=EVALUATED),
     square("labels change behind a metric",
         "labels = labels.clone(); detached = z.detach(); "
@@ -92,14 +96,14 @@ ROWS = (
         "with torch.no_grad():\n"
         "    first = (p * atoms).sum(-1)\n"
         "    atoms.mul_(3)\n"
-        "(p * atoms).sum() + first.sum()", NOTHING, "may change %atoms in place", ways=EVALUATED),
+        "(p * atoms).sum() + first.sum()", REGION, ways=EVALUATED),
     square("targets change",
         "target = teacher.softmax(-1)\n"
         "with torch.no_grad():\n"
         "    first = F.cross_entropy(z, target, reduction='none')\n"
         "target.mul_(0.5)\n"
         "first.square().sum() + F.cross_entropy(z, target)",
-        NOTHING, "may change %target in place", ways=EVALUATED),
+        REGION, ways=EVALUATED),
     square("an index changes",
         "at = torch.arange(N); at[0] = 1; z.log_softmax(-1)[at, labels].square().sum()"),
     square("a label that is ignored, then counted from the end",
@@ -130,7 +134,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    weight = (prior * loss).sigmoid()\n"
         "    other = (z.log_softmax(-1) * weight).sum(-1)\n"
-        "loss + other.sum()", NOTHING, "a number that mixes rows"),
+        "loss + other.sum()", REGION),
     square("labels that are the largest of a softmax",
         "losses = F.cross_entropy(z, z.softmax(-1).argmax(-1), reduction='none'); "
         "(losses * z.amax(-1).ge(0.3)).sum()", REGION),
@@ -151,12 +155,12 @@ ROWS = (
         ".gather(-1, labels.view(3, 2, 1))", NOTHING),
     square("rows in another order, with values",
         "(z * teacher).view(2, 3, V).transpose(0, 1).sum(-1) * labels.view(3, 2)", REGION),
-    square("rows as classes", "F.cross_entropy(z.t(), labels)", NOTHING, "works along rows"),
+    square("rows as classes", "F.cross_entropy(z.t(), labels)", REGION),
     square("a softmax over rows", "F.nll_loss(z.log_softmax(0), labels)",
         NOTHING, "works along rows"),
     square("one mask of both dimensions",
         "m = teacher > 0; columns = z.T.masked_fill(m, -9.0).logsumexp(0); "
-        "(z.masked_fill(m, -9.0).logsumexp(-1) - columns).square().sum()", REGION),
+        "(z.masked_fill(m, -9.0).logsumexp(-1) - columns).square().sum()", NOTHING),
     square("one target of both dimensions",
         "target = teacher.softmax(-1); "
         "F.cross_entropy(z, target) + (z.T.log_softmax(0) * target).sum()"),
@@ -165,7 +169,7 @@ ROWS = (
         NOTHING, "mixes rows and classes in one dimension"),
     square("one class", "F.cross_entropy(s[..., 0], labels[:2] % 3)", REGION),
     square("a new dimension by True", "z[True].logsumexp(1).square().mean()",
-        NOTHING, "reduces rows"),
+        REGION),
     square("an index of another dimension",
         "s[:, :2][torch.arange(2), torch.arange(2)[:, None], labels[:4].view(2, 2)]"),
     square("index tensors that are not adjacent",
@@ -237,15 +241,13 @@ ROWS = (
     square("written, and read before",
         "y = z * 1; largest = y.detach(); y.mul_(2); F.cross_entropy(y, labels) + largest.amax()",
         ways=EVALUATED),
-    square("a write without gradients", DOUBLED, NOTHING, never=EVALUATED),
+    square("a write without gradients", DOUBLED, REGION, never=EVALUATED),
     square("a write without gradients, evaluation", DOUBLED, REGION, trained=()),
-    square("a view without gradients, and a softmax with", ONE_ROW, NOTHING,
-        "has a gradient in another way than its operands", never=EVALUATED),
-    square("a view without gradients, and a softmax with, evaluation", ONE_ROW, BOTH, trained=()),
+    square("a view without gradients, and a softmax with", ONE_ROW, REGION, never=EVALUATED),
+    square("a view without gradients, and a softmax with, evaluation", ONE_ROW, REGION, trained=()),
     *(square(f"{name} changes", CHANGED.format(what), RAISES, never=EVALUATED)
       for name, what in OPERANDS_THAT_CHANGE.items()),
-    *(square(f"{name} changes, evaluation", CHANGED.format(what), NOTHING, "in place between",
-             trained=())
+    *(square(f"{name} changes, evaluation", CHANGED.format(what), REGION, trained=())
       for name, what in OPERANDS_THAT_CHANGE.items()),
     # ---- products
     square("a loss in a branch",
@@ -254,7 +256,7 @@ ROWS = (
         "torch.cond(x.sum() > 0, branch, branch, (x, weight, labels))",
         NOTHING, "it is inside %cond", ways=("aot_eager", "no_grad")),
     square("a loss in an autograd.Function", "Written.apply(x, weight, labels)",
-        NOTHING, "it is inside %autograd_function_apply", ways=("aot_eager",)),
+        REGION, ways=("aot_eager",)),
     square("a product of hidden states", "F.cross_entropy(x @ x.t(), labels)"),
     square("logits that are no product",
         "F.cross_entropy(F.embedding(labels, x), labels)", NOTHING, "its logits enter the graph"),
@@ -272,7 +274,6 @@ ROWS = (
         "h = torch.stack([x, second_x]); torch.einsum('n...,v...->nv', h, weight).logsumexp(-1)",
         left="stack"),
     square("a bias [1] that is broadcast", BIASED.format("prior[:1]")),
-    *(square(f"a bias {shape} that is broadcast", BIASED.format(bias), NOTHING,
-             "is no product of rows with classes")
-      for shape, bias in BIASES.items()),
+    *(square(f"a bias {shape} that is broadcast", BIASED.format(bias), becomes)
+      for shape, (bias, becomes) in BIASES.items()),
 )

@@ -110,7 +110,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    logits = s.flatten(0, -2)\n"
         "F.cross_entropy(logits, labels)",
-        NOTHING, ways=("aot_eager",), never=(*OFF, *MADE)),
+        REGION, ways=("aot_eager",), never=(*OFF, *MADE)),
     Row("a view under no_grad, evaluation",
         "with torch.no_grad():\n"
         "    logits = s.flatten(0, -2)\n"
@@ -146,7 +146,7 @@ ROWS = (
         "with torch.no_grad(), torch.inference_mode():\n"
         "    logits = logits.view(-1, V)\n"
         "F.cross_entropy(logits, at)",
-        NOTHING, ways=("aot_eager",), never=(*OFF, *MADE)),
+        REGION, ways=("aot_eager",), never=(*OFF, *MADE)),
     # which switches gradients on, whatever they were
     Row("inference mode off",
         "with torch.inference_mode(False):\n"

@@ -60,7 +60,7 @@ REFUSED = (
     Row("softmax of everything",
         "spread(z.flatten().softmax(0).view(N, V))", NOTHING, "mixes rows and classes"),
     Row("sorted along rows", "z.sort(0).values.logsumexp(-1)", NOTHING, "works along rows"),
-    Row("top rows", "z.topk(3, dim=0).values.logsumexp(-1)", NOTHING, "works along rows"),
+    Row("top rows", "z.topk(3, dim=0).values.logsumexp(-1)", REGION),
     Row("cumulative over tokens", "F.cross_entropy(s.cumsum(1).flatten(0, 1), labels)", NOTHING,
         "cumsum"),
     Row("logcumsumexp over rows", "z.logcumsumexp(0).std(-1)", NOTHING),
@@ -68,27 +68,27 @@ REFUSED = (
         NOTHING, "has no row rule"),
     Row("standardised over rows",
         "spread((z - z.mean(0)) / z.std(0))", NOTHING, "aten.mean reduces rows"),
-    Row("normalised over rows", "spread(F.normalize(z, dim=0))", NOTHING, "norm reduces rows"),
-    Row("over the norm of everything", "spread(z / z.norm())", NOTHING, "a number that mixes rows"),
-    Row("less the largest of everything", "(z - z.max()).exp().sort(-1).values.sum(-1)", NOTHING),
+    Row("normalised over rows", "spread(F.normalize(z, dim=0))", REGION),
+    Row("over the norm of everything", "spread(z / z.norm())", REGION),
+    Row("less the largest of everything", "(z - z.max()).exp().sort(-1).values.sum(-1)", REGION),
     Row("above a quantile of everything",
         "spread(torch.where(z > z.detach().quantile(0.2), z, -30.0))",
         NOTHING, "mixes rows and classes", never=("bf16",)),  # torch has no such quantile
     Row("top of everything",
         "z.flatten().topk(9).values.logsumexp(0)", NOTHING, "mixes rows and classes"),
     Row("entropy of the mean",
-        "torch.special.entr(z.softmax(-1).mean(0)).sum()", NOTHING, "aten.mean reduces rows"),
+        "torch.special.entr(z.softmax(-1).mean(0)).sum()", REGION),
     Row("Dice loss of classes",
         "p, y = (z.softmax(-1), F.one_hot(labels, V).float()); "
         "(1 - (2 * (p * y).sum(0) + 1) / (p.sum(0) + y.sum(0) + 1)).mean()",
-        NOTHING, "aten.sum reduces rows"),
+        REGION),
     Row("contrastive, both ways",
         "z = (F.normalize(x) @ F.normalize(weight[:N]).t() * 10).nan_to_num(); "
         "own = torch.arange(N); "
         "(F.cross_entropy(z, own) + F.cross_entropy(z.t(), own)) / 2",
         NOTHING, "no normal form", of="CLIP"),
     Row("products of rows", "p = z.softmax(-1); (p @ p.t()).logsumexp(-1)",
-        left="linear, softmax"),
+        left="mm, _softmax"),
     Row("pairs of rows averaged",
         "spread(z.view(N // 2, 2, V).mean(1))", NOTHING, "aten.mean reduces rows"),
     Row("pairs of rows as classes",
@@ -96,19 +96,19 @@ REFUSED = (
     Row("pooled over tokens", "F.avg_pool1d(s.transpose(1, 2), 3, 1, 1).std(1)", NOTHING),
     Row("sums of segments",
         "spread(z.new_zeros(3, V).index_add(0, torch.arange(N) % 3, z))",
-        NOTHING, "assigns to rows"),
+        REGION),
     Row("ctc_loss",
         "log_probs = z.view(T, B, V).log_softmax(-1); "
         "lengths = (torch.tensor([T, T]), torch.tensor([4, 3])); "
         "F.ctc_loss(log_probs, labels[:8].view(2, 4).clamp_min(1), *lengths)",
         NOTHING),
     Row("a gradient over the norm of everything",
-        "spread(Global.apply(z))", NOTHING, "a number that mixes rows"),
+        "spread(Global.apply(z))", REGION),
     # random numbers
     Row("dropout", "F.cross_entropy(F.dropout(z, 0.2), labels)", NOTHING, "dropout", drawn=True),
     Row("noise of its own",
         "spread(z + torch.rand_like(z))", NOTHING, "draws random numbers", drawn=True),
-    Row("gumbel_softmax", "(F.gumbel_softmax(z) * torch.arange(V)).sum(-1)", NOTHING, drawn=True),
+    Row("gumbel_softmax", "(F.gumbel_softmax(z) * torch.arange(V)).sum(-1)", REGION, left="empty, exponential", drawn=True),
     Row("sampled classes",
         "chosen = torch.multinomial(z.detach().softmax(-1), 1); "
         "z.log_softmax(-1).gather(-1, chosen)",
@@ -121,7 +121,7 @@ REFUSED = (
     Row("hidden states written after the head",
         "hidden = x * 1; z = F.linear(hidden, weight.detach()); hidden.zero_(); "
         "(spread(z), hidden)",
-        NOTHING, "zero_"),
+        REGION),
     # data decides; the head stands in the text, where the graph breaks in the middle of a frame
     Row("a branch on a logit",
         "z = F.linear(x, weight)\n"

@@ -101,7 +101,7 @@ ROWS = (
     # writes
     Row("an operand written between head and rows",
         "hidden = x * 1; z = F.linear(hidden, weight.detach()); hidden.mul_(2); "
-        "(spread(z), hidden.clone())", NOTHING, "in place between the linear and the loss"),
+        "(spread(z), hidden.clone())", REGION),
     Row("an operand of rows is written",
         "marks = labels.clone(); "
         "rows = z.detach().gather(-1, marks[..., None]).squeeze(-1) * 1.5; marks.zero_(); "
@@ -112,23 +112,23 @@ ROWS = (
     Row("rows that are written", "rows = spread(z) + 0.5; rows.mul_(2).add_(1); rows", REGION),
     Row("rows read before they are written",
         "rows = z.sort(-1).values[..., :40].sum(-1); before = torch.cat([rows, rows * 2]); "
-        "rows[:1] = 0; (rows, before)", NOTHING),
+        "rows[:1] = 0; (rows, before)", REGION),
     Row("rows written where they are detached",
         "picks = z.gather(-1, labels[..., None]).squeeze(-1); column = picks.unsqueeze(-1); "
         "picks.detach().mul_(0.5); spread(F.relu(1 + z - column))",
-        NOTHING, "writes to %detach", never=("checkpointed",)),
+        REGION, never=("checkpointed",)),
     Row("a view that is taken without gradients",
         "with torch.no_grad():\n"
         "    z = z[:, :-1]\n"
-        "spread(z - z.mean(-1, keepdim=True))", NOTHING, "has a gradient in another way"),
+        "spread(z - z.mean(-1, keepdim=True))", REGION),
     Row("a part of the logits is written",
         "z[..., 3:9].mul_(2.0); spread(z)", REGION, computes=OUTSIDE, never=("checkpointed",)),
     Row("one class is written",
-        "z[..., 0].zero_(); spread(z)", NOTHING, "mixes rows", computes=OUTSIDE,
+        "z[..., 0].zero_(); spread(z)", REGION, computes=OUTSIDE,
         never=("checkpointed",)),
     Row("a part of the sorted is written",
         "values = z.sort(-1).values; values[..., :4].zero_(); values[..., :60].logsumexp(-1)",
-        NOTHING, "mixes rows", computes=OUTSIDE, never=("checkpointed",)),
+        REGION, computes=OUTSIDE, never=("checkpointed",)),
     Row("rows written that meet logits again",
         "largest = z.detach().amax(-1, keepdim=True); largest.mul_(2); spread(z - largest)",
         REGION),
@@ -145,13 +145,13 @@ ROWS = (
         "z.softmax(-1).gather(-1, tokens[:, 1:, None]).sum()", FORMULA),
     # numbers
     Row("a bound of a label",
-        "spread(z.clamp(max=(labels[0] + 2.5).item()))", NOTHING, "a number that varies",
+        "spread(z.clamp(max=(labels[0] + 2.5).item()))", REGION,
         dynamo=SCALARS, ways=("dynamic",)),
     Row("over the number of classes", "spread(z / weight.shape[0])", REGION, dynamo=SYMBOLIC),
     Row("by a root of the number of classes", "spread(z * weight.shape[0] ** -0.5)", REGION,
         dynamo=SYMBOLIC),
     Row("over the number of rows",
-        "spread(z / z.shape[0])", NOTHING, "cannot be traced", dynamo=SYMBOLIC),
+        "spread(z / z.shape[0])", REGION, dynamo=SYMBOLIC),
     *(Row(f"an index of one boolean, {place}", f"z = {text}; F.cross_entropy(z, labels)", REGION)
       for place, text in (
           ("of rows", "z[True].squeeze(0)"),
@@ -183,7 +183,7 @@ ROWS = (
           computes=OUTSIDE if "no arrow" in name else (), never=("exported",) * (name == "all"))
       for name, text, becomes in (
           ("words", "torch.einsum('btv,btv->bt', p, s)", REGION),
-          ("all", "torch.einsum('btv,btv->', p, s)", REGION),
+          ("all", "torch.einsum('btv,btv->', p, s)", NOTHING),
           ("a list", "torch.einsum('btv,btv->bt', [p, s])", REGION),
           ("no arrow", "torch.einsum('btv,btv', p, s)", NOTHING),
           ("one operand, no arrow", "torch.einsum('btv', p).sort(-1).values[..., 3]", REGION),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.row import IN_BF16, NOTHING, REGION, Row
+from tests.programs.row import IN_BF16, REGION, Row
 
 KIND = "row-wise losses of papers"
 
@@ -69,7 +69,7 @@ ROWS = (
     Row("ArcFace with two centres a class",
         "cosine = _cosines(x, centres).view(len(x), V, 2).amax(-1).clamp(-0.999, 0.999); "
         "angle = cosine.acos() + 0.3 * F.one_hot(labels, V).to(x.dtype); "
-        "F.cross_entropy(16 * angle.cos(), labels)", REGION, left="normalize",
+        "F.cross_entropy(16 * angle.cos(), labels)", REGION, left="pow, div",
         of="sub-centre ArcFace"),
     Row("margin by the norm of the hidden state",
         "norm = x.norm(dim=-1, keepdim=True).detach(); "
@@ -123,14 +123,14 @@ ROWS = (
         "edges = torch.linspace(-5, 5, V + 1).to(z.dtype); "
         "below = torch.erf((edges - returns[:, None]) / (0.75 * math.sqrt(2))); "
         "target = (below[:, 1:] - below[:, :-1]) / (below[:, -1:] - below[:, :1]); "
-        "F.cross_entropy(z, target)", REGION, left="sub, truediv, erf",
+        "F.cross_entropy(z, target)", REGION,
         of="HL-Gauss", ways=IN_BF16),
     Row("histogram of a Gaussian, and the value's error",
         "edges = torch.linspace(-5, 5, V + 1).to(z.dtype); "
         "target = torch.special.ndtr((edges - returns[:, None]) / 0.75).diff(dim=-1); "
         "value = (z.softmax(-1) * atoms).sum(-1); "
         "(-(target * z.log_softmax(-1)).sum(-1).mean(), (value - returns).detach().abs())",
-        REGION, left="sub, div, 2 mul, erf, add", of="HL-Gauss"),
+        REGION, of="HL-Gauss"),
     Row("asymmetric focal of binary labels",
         "p = z.sigmoid(); other = (1 - p + 0.05).clamp_max(1); "
         "pt = p * binary + other * (1 - binary); gamma = 1.0 * binary + 4.0 * (1 - binary); "
@@ -146,14 +146,14 @@ ROWS = (
         "smooth = target * 0.9 + 0.1 / V; -(smooth * log_probs * weight).sum(-1).mean()", REGION,
         of="ASL"),
     Row("soft labels by a matrix of classes",
-        "-(class_matrix[labels] * z.log_softmax(-1)).sum(-1).mean()", left="getitem",
+        "-(class_matrix[labels] * z.log_softmax(-1)).sum(-1).mean()", left="index",
         of="label graphs", ways=IN_BF16),
     Row("soft labels by an embedding of classes, KL",
         "target = F.embedding(labels, class_matrix); "
-        "F.kl_div(z.log_softmax(-1), target, reduction='none').sum(-1)", REGION, left="embedding",
+        "F.kl_div(z.log_softmax(-1), target, reduction='none').sum(-1)", REGION,
         of="label graphs"),
     Row("noisy labels, forward correction",
-        "F.nll_loss((z.softmax(-1) @ class_matrix).log(), labels)", left="linear, softmax",
+        "F.nll_loss((z.softmax(-1) @ class_matrix).log(), labels)", left="mm, _softmax",
         of="Patrini et al. 2017", ways=IN_BF16),
     Row("focal over the runner-up",
         "log_probs = z.log_softmax(-1); target = log_probs.gather(-1, labels[:, None]); "
@@ -172,7 +172,7 @@ ROWS = (
         of="autograd.Function", ways=IN_BF16,
         never=("exported", "decomposed", "made")),
     Row("identity that clips a row's gradient", "F.cross_entropy(_Clipped.apply(z), labels)",
-        NOTHING, reason="(autograd_function_apply) (has a backward that is ",
+        REGION,
         of="autograd.Function"),
     Row("custom logsumexp of two heads",
         "both = F.linear(x, weight) + F.linear(second_x, weight).tanh(); _LogSumExp.apply(both)",

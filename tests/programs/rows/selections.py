@@ -143,7 +143,7 @@ ROWS = (
     Row("Gaussian noise on the logits, shifted",
         "noisy = s + 0.3 * teacher.view(s.shape); "
         "F.cross_entropy(noisy[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())",
-        REGION, left="reshape", of="heteroscedastic losses"),
+        REGION, of="heteroscedastic losses"),
     Row("dropped classes, by a given mask",
         "kept = 1 - binary * (1 - F.one_hot(labels, V)); "
         "weighed = kept * (z - z.amax(-1, keepdim=True).detach()).exp(); "
@@ -164,5 +164,5 @@ ROWS = (
     Row("probabilities of groups, a product",
         "member = F.one_hot(groups, 8).to(z.dtype); "
         "F.nll_loss((z.softmax(-1) @ member).clamp_min(1e-06).log(), groups[labels])",
-        left="linear, softmax", of="hierarchical labels", ways=IN_BF16),
+        left="mm, _softmax", of="hierarchical labels", ways=IN_BF16),
 )

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
 
-from tests.programs.row import BOTH, IN_BF16, REGION, Row
+from tests.programs.row import IN_BF16, REGION, Row
 
 KIND = "several reductions of one head"
 
@@ -115,7 +115,7 @@ ROWS = (
         "average = picked.sum(-1) / mask[:, 1:].sum(-1); "
         "odds = average - torch.log1p(-average.exp()); "
         "nll = F.cross_entropy(s[:1].flatten(0, 1), tokens[:1].flatten()); "
-        "(nll - F.logsigmoid(odds[:1] - odds[1:]).mean(), s[1:].detach().mean())", BOTH,
+        "(nll - F.logsigmoid(odds[:1] - odds[1:]).mean(), s[1:].detach().mean())", REGION,
         of="ORPO, restated"),
     Row("two halves with different losses",
         "half = len(labels) // 2; hard = F.cross_entropy(z[:half], labels[:half]); "
@@ -129,6 +129,6 @@ ROWS = (
         of="multi-token prediction"),
     Row("loss of all rows, entropy of some",
         "y = z[::2]; entropy = y.logsumexp(-1) - (y.softmax(-1) * y).sum(-1); "
-        "F.cross_entropy(z, labels) - 0.01 * entropy.mean()", BOTH,
+        "F.cross_entropy(z, labels) - 0.01 * entropy.mean()", REGION,
         of="exploration bonus"),
 )

@@ -97,6 +97,6 @@ ROWS = (
         of="mixup"),
     Row("class weights times one_hot",
         "target = F.one_hot(labels, z.shape[-1]) * class_weight; "
-        "-(target * z.log_softmax(-1)).sum() / target.sum()", REGION, left="one_hot, mul",
+        "-(target * z.log_softmax(-1)).sum() / target.sum()", REGION,
         of="from scratch"),
 )

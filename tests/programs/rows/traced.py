@@ -89,7 +89,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    z.mul_(0.5)\n"
         "    best = z.argmax(-1)\n"
-        "F.cross_entropy(z, labels) * (1 + best.float().mean())", NOTHING, ways=("exported",)),
+        "F.cross_entropy(z, labels) * (1 + best.float().mean())", REGION, ways=("exported",)),
     Row("the modes that a context leaves",
         "h = x.view(B, T, D)\n"
         "with torch.no_grad():\n"
@@ -112,7 +112,7 @@ ROWS = (
         "z = s / 2; "
         "loss = checkpoint(F.cross_entropy, z[1:].flatten(0, 1), tokens[1:].flatten(), "
         "use_reentrant=False); "
-        "checkpoint(entropy, z[:1], use_reentrant=False).mean() + loss", BOTH,
+        "checkpoint(entropy, z[:1], use_reentrant=False).mean() + loss", REGION,
         never=("checkpointed",)),
     Row("a checkpoint that reads columns",
         "checkpoint(lambda z: z.cumsum(0).square().mean() + z.logsumexp(-1).mean(), z, "
@@ -121,13 +121,12 @@ ROWS = (
     Row("a checkpoint of more than the logits",
         "checkpoint(lambda z: z.logsumexp(-1).mean() * (x[..., None] + weight[0]).tanh().norm(), "
         "z, "
-        "use_reentrant=False)", NOTHING),
+        "use_reentrant=False)", REGION, left="add, tanh, pow"),
     # graphs of one kind of rewrite each
     Row("a loss that has no logits beside other logits",
-        "z.cumsum(0).sum() + F.nll_loss(x, labels % D)", NOTHING),
+        "z.cumsum(0).sum() + F.nll_loss(x, labels % D)", REGION),
     Row("other logits of which columns are read",
-        "F.cross_entropy(z, labels) + F.linear(x, weight * 2).cumsum(0).mean()",
-        left="linear, cumsum"),
+        "F.cross_entropy(z, labels) + F.linear(x, weight * 2).cumsum(0).mean()", BOTH),
     # heads over one weight, as those that are chunked by hand
     Row("six chunks by hand",
         "total = 0.0\n"

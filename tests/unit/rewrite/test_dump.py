@@ -27,7 +27,7 @@ def summed(x, w, target):
 
 
 def no_loss(x, w, target):
-    return F.linear(x, w).cumsum(0).sum()
+    return x.tanh().sum() + w.sum()
 
 
 def compiled(fn, **options):

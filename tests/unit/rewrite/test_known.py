@@ -1,46 +1,54 @@
-"""Where forward computes the gradients of a row region: the programs are rows of the tables."""
+"""Where the joint pass computes gradients in forward: the programs are rows of the tables."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 import torch
 
-from fxpass import testing
+from fxpass.rows.backend import Rewritten, RowsPass
 from tests.programs.catalog import of
-from tests.programs.row import Row
-from tests.programs.rows.known import KNOWN, METRICS_BEFORE, UNKNOWN
+from tests.programs.rows.known import METRICS_BEFORE
 
 ROWS = {row.name: row for row in of("known")}
-TOTALS = {row.name: ["1"] for row in KNOWN} | {row.name: ["0"] for row in UNKNOWN}
-# One call has the metrics and the loss, or each has its own.
-OF_METRICS = (["1"], ["0", "1"])
+# Gradients that are no number of one tangent times known values, and those of factors that forward
+# knows when the call has run: of its own sums, or of random numbers that are drawn behind it.
+TWO = {
+    **{"scaled after the total": True, "dropped rows": True},
+    **{"no scalar": False, "two scalars": False, "read elsewhere with a gradient": False},
+}
 
 
-def rewritten(row: Row, frozen: str = "") -> str:
-    named = zip(row.names, row.tensors(), strict=True)
-    return testing.rewritten(row.program(), *(t.detach() if n == frozen else t for n, t in named))
+def rewritten(name: str) -> Rewritten:
+    row, rows = ROWS[name], RowsPass()
+    torch.compile(row.program(), backend=rows.backend())(*row.tensors())
+    [made] = rows.made
+    assert made.found is not None
+    return made
 
 
-@pytest.mark.parametrize("name", TOTALS)
-def test_forward_computes_the_gradients_of_a_total(name):
-    found = re.findall(r"row_region heads=.*? total=(\d)", rewritten(ROWS[name]))
-    assert found == TOTALS[name]
+@pytest.mark.parametrize("name", ROWS)
+def test_one_call_where_forward_knows_the_gradients(name):
+    """Also of metrics that are computed where gradients are off, before the loss."""
+    assert METRICS_BEFORE.name in ROWS
+    made = rewritten(name)
+    assert (made.calls, made.found.factor is not None) == (1 + (name in TWO), TWO.get(name, True))
 
 
-def test_metrics_that_are_read_before_the_loss():
-    text = rewritten(ROWS[METRICS_BEFORE.name])
-    assert re.findall(r"row_region heads=.*? total=(\d)", text) in OF_METRICS
-
-
-@pytest.mark.parametrize("name", ["mean", "squared"])
-def test_without_gradients_there_is_no_total(name):
+def test_without_gradients_there_is_no_tangent():
     with torch.no_grad():
-        text = rewritten(ROWS[name])
-    assert "row_region heads=2 rows=0 shared=0 trained= outputs=1 tangents= total=0" in text
+        made = rewritten("mean")
+    assert (made.calls, made.found.factor, len(made.found.parts[0].results)) == (1, None, 1)
 
 
 def test_a_frozen_weight_has_no_gradient():
-    text = rewritten(ROWS["a weighted sum"], frozen="weight")
-    assert "trained=0 outputs=1 tangents=0 total=1" in text
+    def products(**frozen: bool) -> int:
+        row, rows = ROWS["a weighted sum"], RowsPass()
+        pairs = zip(row.names, row.tensors(), strict=True)
+        tensors = [t.detach() if frozen.get(name) else t for name, t in pairs]
+        torch.compile(row.program(), backend=rows.backend())(*tensors)
+        [call] = rows.made[0].graph.graph.find_nodes(
+            op="call_function", target=torch.ops.fxpass.rows.default
+        )
+        return str(call.args[1]).count("aten.mm.default")
+
+    assert (products(), products(weight=True)) == (3, 2)

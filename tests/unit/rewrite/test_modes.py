@@ -6,9 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import FORMULA, NOTHING, Row
+from tests.programs.row import FORMULA, NOTHING, REGION, Row
 from tests.support.numerics import error
-from tests.support.programs import CLASS_REDUCTIONS, DECLINED, fused_as, inputs, last, same
+from tests.support.programs import (
+    CLASS_REDUCTIONS,
+    DECLINED,
+    ROW_FUNCTION,
+    fused_as,
+    inputs,
+    last,
+    same,
+)
 
 
 def compile_with(inner, program):
@@ -42,10 +50,10 @@ TRANSFORMS = (
     Row("a loss per example by vmap",
         "torch.func.vmap(lambda h, t: F.cross_entropy(F.linear(h, weight), t))"
         "(x.view(B, T, D), tokens)",
-        NOTHING, trained=()),
+        REGION, trained=()),
     Row("a gradient by torch.func",
         "torch.func.grad(lambda w: F.cross_entropy(F.linear(x, w), labels))(weight)",
-        NOTHING, trained=()),
+        REGION, trained=()),
     # as transformers make attention masks: what wraps tensors writes to none
     Row("transforms before the head",
         "few = torch.vmap(torch.vmap(lambda label: label < 50))(tokens)\n"
@@ -54,7 +62,7 @@ TRANSFORMS = (
     # the call stands after the transform, in which no tensor may require gradients
     Row("labels of a transform",
         "classes = torch.vmap(lambda label: label // 2)(labels); z[torch.arange(N), classes].mean()",
-        NOTHING),
+        REGION),
     Row("a reduction in a transform",
         "torch.vmap(lambda label: z.logsumexp(-1) * label)(labels)",
         NOTHING),
@@ -65,7 +73,8 @@ TRANSFORMS = (
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("row", TRANSFORMS, ids=lambda row: row.name)
 def test_transforms(row, inner):
-    expected = {FORMULA: CLASS_REDUCTIONS, NOTHING: DECLINED}[row.becomes]
+    kinds = {FORMULA: CLASS_REDUCTIONS, REGION: ROW_FUNCTION, NOTHING: DECLINED}
+    expected = kinds[row.becomes]
     if inner == "eager":
         assert fused_as(row.program(), *row.tensors()) == expected
     same(row.program(), *row.tensors(), inner=inner)
