@@ -62,7 +62,7 @@ def over_blocks(
     early, late = split_bias(inputs.bias, stored)
     late = None if given is not None else late  # given logits include the bias
     # the bias's gradient is summed here, before the gradient of the logits is rounded
-    places = grads.get("x"), grads.get("weight"), None
+    places = grads.get("x"), grads.get("weight")
     multiplied = multiplied_in(x.dtype, x.device)
     head = Chunks(
         (x, weight, early),
@@ -76,8 +76,8 @@ def over_blocks(
     block = min(plan.block, rows)
     room = x.new_empty((block, weight.shape[0]), dtype=dtype) if narrow else None
 
-    def of_chunk(part: slice, chunks: list[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-        (chunk,), factors = chunks, []
+    def of_chunk(part: slice, chunk: Tensor) -> Tensor | None:
+        factors = []
         for few in slices(part.start, part.stop, block):
             kept = part_of(chunk, slice(few.start - part.start, few.stop - part.start))
             some = kept if room is None else part_of(room, slice(0, few.stop - few.start))
@@ -94,7 +94,7 @@ def over_blocks(
                 grads["bias"].addmv_(some.t(), each, beta=float(few.start > 0))
             if narrow and head.trained:
                 kept.copy_(some)
-        return [(chunk, None if narrow or factors[0] is None else joined(factors))]
+        return None if narrow or factors[0] is None else joined(factors)
 
-    over_chunks(n, rows, [head], of_chunk)
+    over_chunks(n, rows, head, of_chunk)
     return grads

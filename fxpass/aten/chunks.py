@@ -1,15 +1,15 @@
 """The loop over chunks of rows of logits, and the products with their gradients.
 
-In: the operands of heads, and a function of some rows of their logits. Out: the gradients of the
+In: the operands of a head, and a function of some rows of its logits. Out: the gradients of the
 operands. One chunk of rows of logits exists at a time, in a buffer that all chunks share. Operands
 are multiplied in the dtype that the device multiplies fastest; sums over chunks are f32 (f64 for
 f64). It takes 6·N·D·V operations, or 2·N·D·V without gradients. :mod:`fxpass.aten.blocks` has the
-function of a spec, :mod:`fxpass.aten.regions` that of a region, with an example.
+function of a spec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,22 +17,19 @@ from torch import Tensor
 from fxpass.aten.gemm import Rows, add_product, linear, part_of, slices
 from fxpass.spec.dtypes import compute_dtype
 
-# Some rows, and their logits ``[rows, V]`` of each head, which may be overwritten -> for each
-# trained head the gradient of its logits, and the factor ``[rows, 1]`` by which it has still to be
-# multiplied, or None. A gradient that is taken out of the list is freed when it was added.
-OfChunk = Callable[[slice, list[Tensor]], list[tuple[Tensor, Tensor | None]]]
-# Elements of a gradient of logits that are up-cast and summed at a time.
-_SUMMED_AT_A_TIME = 1 << 18
+# Some rows, and their logits ``[rows, V]``, which are overwritten with their gradient -> the factor
+# ``[rows, 1]`` by which it has still to be multiplied, or None.
+OfChunk = Callable[[slice, Tensor], Tensor | None]
 
 
-def over_chunks(n: int, rows: int, heads: Sequence[Chunks], of_chunk: OfChunk) -> None:
-    """Calls the function once for each chunk of ``n`` rows, and adds the gradients that it returns
-    to those of the heads' operands. Deterministic; does not write to the operands."""
+def over_chunks(n: int, rows: int, head: Chunks, of_chunk: OfChunk) -> None:
+    """Calls the function once for each chunk of ``n`` rows, and adds the gradient that it leaves
+    to those of the head's operands. Deterministic; does not write to the operands."""
     for part in slices(0, n, rows):
-        found = of_chunk(part, [head.logits(part) for head in heads])
-        for head in heads:
-            if head.trained:
-                head.add(part, *found.pop(0))
+        chunk = head.logits(part)
+        factor = of_chunk(part, chunk)
+        if head.trained:
+            head.add(part, chunk, factor)
 
 
 def place(operand: Tensor, dtype: torch.dtype, n: int, exact: bool) -> Tensor:
@@ -54,9 +51,8 @@ class Chunks:
         classes: of a product, at most, if operands are cast or products added to a wider sum.
         multiplied: the dtype of the products.
         stored: the dtype of a chunk of logits.
-        grads: where the gradients of the operands go, each in the dtype of the products or in that
+        grads: where the gradients of x and weight go, each in the dtype of the products or in that
             of sums; None for those that nobody asks for.
-        inverse: 0-dim, by which the gradient of x is multiplied at the end; None is 1.
         computed: whether chunks have the linear's output, or are uninitialised.
     """
 
@@ -67,12 +63,11 @@ class Chunks:
         classes: int,
         multiplied: torch.dtype,
         stored: torch.dtype,
-        grads: tuple[Tensor | None, Tensor | None, Tensor | None],
-        inverse: Tensor | None = None,
+        grads: tuple[Tensor | None, Tensor | None],
         computed: bool = True,
     ) -> None:
         self._x, weight, self._bias = operands
-        self._grads, self._inverse, self._computed = grads, inverse, computed
+        self._grads, self._computed = grads, computed
         self.trained = any(gradient is not None for gradient in grads)
         v = weight.shape[0]
         classes = min(classes, v)
@@ -114,7 +109,7 @@ class Chunks:
         """Adds the gradients of the operands, from that of the chunk's logits ``[rows, V]`` times
         the ``factor`` ``[rows, 1]``. The factor is multiplied into ``[rows, D]``, which are
         smaller: x before the product for the weight's gradient, and the gradient of x."""
-        x, weight, bias = self._grads
+        x, weight = self._grads
         out = sums = None
         if x is not None:
             out = part_of(x, part)
@@ -130,12 +125,9 @@ class Chunks:
                 add_product(sums, g, self._weight[some], add=some.start > 0)
             if weight is not None:
                 add_product(part_of(weight, some), g.t(), x_rows, add=part.start > 0)
-            if bias is not None:
-                of_classes = part_of(bias, some)
-                (of_classes.add_ if part.start else of_classes.copy_)(_sum(g, bias.dtype))
         if sums is not None and out is not None:
-            if (times := self._inverse if factor is None else factor) is not None:
-                sums.mul_(times)
+            if factor is not None:
+                sums.mul_(factor)
             if sums is not out:
                 out.copy_(sums)
 
@@ -143,17 +135,6 @@ class Chunks:
         """Where the product goes that is to be written to ``out``: to ``out``, if it is not rounded
         twice there."""
         wide = compute_dtype(out.dtype)
-        if out.dtype == wide or (out.dtype == self._rows.dtype and self._inverse is None):
+        if out.dtype in (wide, self._rows.dtype):
             return out
         return torch.empty_like(out, dtype=wide)
-
-
-def _sum(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the rows ``[rows, V]``; a CPU up-casts some rows at a time."""
-    if gradient.is_cuda or gradient.dtype == dtype:
-        return gradient.sum(0, dtype=dtype)
-    rows = max(1, _SUMMED_AT_A_TIME // max(1, gradient.shape[1]))
-    first, *others = (some.sum(0, dtype=dtype) for some in gradient.split(rows))
-    for other in others:
-        first.add_(other)
-    return first
