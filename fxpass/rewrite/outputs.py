@@ -148,12 +148,16 @@ def defer_outputs(gm: GraphModule, recipes: Mapping[Node, Deferral], *, drop: bo
     at |= {n: len(at) + i for i, n in enumerate(recipes)}
     places = [at[n] for n in old]
     trained = any(recipe.requires_grad for recipe in deferrals)
+    switches = gm.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    ends = bool(switches[-1].args[0]) if switches else None  # in the mode of the last one
 
     def restore(compiled: Compiled) -> Compiled:
         def run(*args: Any) -> tuple[Any, ...]:
             # AOTAutograd makes views of inputs anew, which have a history as in the graph
-            with torch.set_grad_enabled(torch.is_grad_enabled() or trained):
+            before = torch.is_grad_enabled()
+            with torch.set_grad_enabled(before or trained):
                 results = compiled(*args)[:count]
+            torch._C._set_grad_enabled(before if ends is None else ends)
             known = [*args, *read_from(*args), *results]
             made = {}
             for recipe, given in deferrals.items():

@@ -205,7 +205,7 @@ def _times(
         return outer.scaled(made, factor, dtype)
     if value(made).dtype == dtype:
         return made
-    return outer.call(A._to_copy.default, made, dtype=dtype)
+    return outer.call(P.convert_element_type.default, made, dtype)
 
 
 def _operand(outer: Outer, rules: Rules, leaf: Leaf, given: Any, power: Power | None) -> Node:
@@ -254,7 +254,7 @@ class _Ones:
             factor = self.outer.call(A.reshape.default, factor, [])
         if not self.is_half:
             return factor
-        wide = self.outer.call(A._to_copy.default, factor, dtype=torch.float32)
+        wide = self.outer.call(P.convert_element_type.default, factor, torch.float32)
         return self.outer.call(A.mul.Tensor, wide, 1 / ONE)
 
     def of(self, node: Node) -> Node:

@@ -22,7 +22,7 @@ from torch.utils._pytree import SequenceKey
 from torch.utils._sympy.functions import FloorDiv
 
 from fxpass.op import saved
-from fxpass.rows.rules import A
+from fxpass.rows.rules import A, P
 from fxpass.rows.sizes import is_known, is_tensor, key, numel, packet, same, shape, value
 from fxpass.rows.tags import Stop, Tag, View
 
@@ -122,8 +122,16 @@ class Outer:
 
     def sized(self, size: Any) -> Node:
         """A tensor without elements that has a size."""
-        options = {"dtype": torch.bool, "device": self.device}
-        return self.call(A.zeros.default, [self._size(size), 0], **options)
+        return self.full([self._size(size), 0], False, torch.bool)
+
+    def full(self, sizes: Sequence[Any], fill: float, dtype: torch.dtype) -> Node:
+        """A tensor of one number."""
+        return self.call(A.full.default, list(sizes), fill, dtype=dtype, device=self.device)
+
+    def _numbers(self, count: Any) -> Node:
+        """``0, 1, ..., count - 1``. Not by arange, which Inductor decomposes before this pass."""
+        options = {"dtype": torch.int64, "device": self.device, "requires_grad": False}
+        return self.call(P.iota.default, count, start=0, step=1, **options)
 
     def tensor_of(self, number: Node) -> Node:
         """A number that varies, as a tensor without dimensions."""
@@ -138,7 +146,7 @@ class Outer:
         if view in self._rows:
             return self._rows[view]
         if not view.steps:
-            made = self.call(A.arange.default, self.size(view.root), device=self.device)
+            made = self._numbers(self.size(view.root))
         else:
             before, (kind, args, after) = self.rows(view.before), view.last
             if kind == "reshape":
@@ -146,7 +154,7 @@ class Outer:
             elif kind == "permute":
                 made = self.call(A.permute.default, before, list(args))
             elif kind == "flip":
-                made = self.call(A.flip.default, before, list(args))
+                made = self.call(P.rev.default, before, [d % len(shape(before)) for d in args])
             elif kind == "select":
                 made = self.call(A.select.int, before, args[0], self.size(args[1]))
             elif kind == "mask":
@@ -180,9 +188,8 @@ class Outer:
     def inside(self, view: View) -> Node:
         """Which of the head's rows a view has, ``[N]`` bool."""
         if view not in self._inside:
-            options = {"dtype": torch.bool, "device": self.device}
-            none = self.call(A.zeros.default, [self.size(view.root)], **options)
-            true = self.call(A.scalar_tensor.default, True, **options)
+            none = self.full([self.size(view.root)], False, torch.bool)
+            true = self.full([], True, torch.bool)
             self._inside[view] = self.call(A.index_put.default, none, [self.flat(view)], true)
         return self._inside[view]
 
@@ -211,8 +218,7 @@ class Outer:
             made = self.call(A.reshape.default, made, [-1, *inner])
         if numbers is None:
             return made
-        options = {"dtype": value(made).dtype, "device": self.device}
-        zeros = self.call(A.zeros.default, [self.size(view.root), *inner], **options)
+        zeros = self.full([self.size(view.root), *inner], 0, value(made).dtype)
         return self.call(A.index_put.default, zeros, [numbers], made)
 
     def _sizes_of(self, view: View) -> list[Any]:
@@ -238,15 +244,13 @@ class Outer:
         rows = None if view.in_order else self.flat(view)
         own = [shape(source)[p] for p in places if p is not None]
         sizes = [1 if p is None else self.size(shape(source)[p]) for p in places]
-        numbers = self.call(A.arange.default, self.product(own), device=self.device)
-        made = self.call(A.reshape.default, numbers, sizes)
+        made = self.call(A.reshape.default, self._numbers(self.product(own)), sizes)
         if not all(map(same, shape(made), self._sizes_of(view))):
             made = self.call(A.expand.default, made, list(map(self.size, view.shape)))
         made = self.call(A.reshape.default, made, [-1])
         if rows is None:
             return made
-        options = {"dtype": torch.int64, "device": self.device}
-        first = self.call(A.zeros.default, [self.size(view.root)], **options)
+        first = self.full([self.size(view.root)], 0, torch.int64)
         return self.call(A.index_put.default, first, [rows], made)
 
     def gathered(self, made: Node, tag: Tag, like: Node) -> Node:
@@ -276,7 +280,7 @@ class Outer:
         found = self.call(A.mul.Tensor, made, factor)
         if value(found).dtype == dtype:
             return found
-        return self.call(A._to_copy.default, found, dtype=dtype)
+        return self.call(P.convert_element_type.default, found, dtype)
 
     # ------------------------------------------------------------ order
 

@@ -12,6 +12,7 @@ A tangent that is taken for 1 is taken for ``ONE`` in fp16: a mean over many row
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable
 
@@ -19,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from fxpass.rows.outer import Outer
-from fxpass.rows.rules import A
+from fxpass.rows.rules import A, P
 from fxpass.rows.sizes import packet, value
 
 ONE = 256
@@ -48,8 +49,8 @@ class Power:
             one = self._largest(node)
             largest = one if largest is None else call(A.maximum.default, largest, one)
         assert largest is not None
-        zero = call(A.eq.Scalar, largest, 0)
-        largest = call(A.masked_fill.Scalar, call(A.clamp.default, largest, _LEAST), zero, 1.0)
+        zero, one = call(A.eq.Scalar, largest, 0), outer.full([], 1.0, torch.float32)
+        largest = call(A.where.self, zero, one, call(A.clamp_min.default, largest, _LEAST))
         mantissa = call(torch.ops.aten.frexp.Tensor, largest)
         with_mantissa = call(operator.getitem, mantissa, 0)
         # a quotient of numbers with the same mantissa is an exact power of two
@@ -60,15 +61,15 @@ class Power:
         """The largest finite absolute value, 0-dim f32; 0 of none."""
         call = self.outer.call
         made = call(A.abs.default, self._wide(node))
-        infinite = call(A.logical_not.default, call(A.isfinite.default, made))
-        made = call(A.masked_fill.Scalar, made, infinite, 0.0)
+        zero = self.outer.full([], 0.0, torch.float32)
+        made = call(A.where.self, call(A.lt.Scalar, made, math.inf), made, zero)  # nan is not less
         made = call(A.reshape.default, made, [-1])
         return call(A.amax.default, call(A.constant_pad_nd.default, made, [0, 1]), [0])
 
     def _wide(self, node: Node) -> Node:
         if value(node).dtype == torch.float32:
             return node
-        return self.outer.call(A._to_copy.default, node, dtype=torch.float32)
+        return self.outer.call(P.convert_element_type.default, node, torch.float32)
 
     def of(self, node: Node) -> Node:
         """An operand times the power, in its dtype. What is expanded is multiplied before."""
@@ -80,7 +81,7 @@ class Power:
             else:
                 made = call(A.mul.Tensor, self._wide(node), self._factor)
                 if value(made).dtype != value(node).dtype:
-                    made = call(A._to_copy.default, made, dtype=value(node).dtype)
+                    made = call(P.convert_element_type.default, made, value(node).dtype)
             self._scaled[node] = made
         return self._scaled[node]
 
