@@ -17,7 +17,6 @@ from fxpass.lower.records import (
     OF_CLASS,
     Base,
     Classes,
-    GivenOperand,
     RowOperand,
     Unknown,
     has_classes,
@@ -37,49 +36,32 @@ def base_of(tables: Tables, like: Classes) -> tuple[Base, Expr]:
     for base in tables.bases:  # log_softmax(log_softmax(z)), or of z + lse
         if rest == base.log:
             return base, shift - base.lse
-        if rest == base.logit and base.taken == like.taken:
+        if rest == base.logit:
             return base, shift
     classes = [s for s in symbols_of(rest) if has_classes(s)]
     scale, transform = rest.as_independent(*classes, as_Add=False)
     number = scale.as_coeff_Mul()[0]
     scale, transform = scale / number, number * transform
-    check_given(tables, transform)
     reads = transform.has(Z) and of_operands_alone(transform)
     rows = {s for s in symbols_of(scale) if isinstance(s, RowOperand)}
     if not reads or symbols_of(scale) - rows:
         raise Unknown(f"`{like.expr}` is no function of one logit")
-    return tables.base(like.taken, transform, scale), shift
-
-
-def check_given(tables: Tables, transform: Expr) -> None:
-    """``Unknown`` if a function of one logit reads values of its own, or of its row, that are
-    trained."""
-    for symbol in sorted(symbols_of(transform) & tables.nodes.keys(), key=str):
-        wide = isinstance(symbol, GivenOperand | RowOperand)
-        if wide and tables.attached[tables.nodes[symbol]]:
-            raise Unknown(f"`{transform}` reads {symbol.name}, which needs a gradient")
+    return tables.base(transform, scale), shift
 
 
 def softmax_base_of(tables: Tables, like: Classes) -> Base:
     """The base of logits of which a softmax is taken. It does not depend on a shift by reductions,
     but a shift by a tensor of rows is computed: a mask of them may absorb the logits.
-
-    Raises:
-        Unknown: the shift has a gradient, which is 0 and not None.
     """
     base, shift = base_of(tables, like)
     rows = {s for s in symbols_of(shift) if isinstance(s, RowOperand)}
-    if any(tables.attached[tables.nodes[s]] for s in rows):
-        raise Unknown("a softmax does not depend on rows that need a gradient")
     terms = sympy.Add.make_args(sympy.expand(shift))
     added = sympy.Add(*(t for t in terms if not rows.isdisjoint(symbols_of(t))))
     if added == 0:
         return base
     if symbols_of(added) - rows:
         raise Unknown(f"`{like.expr}` is no function of one logit")
-    transform = base.logit + added
-    check_given(tables, transform)
-    return tables.base(like.taken, transform, sympy.Integer(1))
+    return tables.base(base.logit + added, sympy.Integer(1))
 
 
 def split(expr: Any) -> tuple[Expr, Expr]:
@@ -89,7 +71,7 @@ def split(expr: Any) -> tuple[Expr, Expr]:
     return sympy.Add(*rows), sympy.Add(*(t for t in terms if has_classes(t)))
 
 
-def in_logs(tables: Tables, like: Classes, expr: Any, loose: bool = False) -> Expr:
+def in_logs(tables: Tables, expr: Any, loose: bool = False) -> Expr:
     """An expression with the raw logits as log-softmax and lse of a base; ``loose``: the lse has
     to cancel."""
 
@@ -98,9 +80,8 @@ def in_logs(tables: Tables, like: Classes, expr: Any, loose: bool = False) -> Ex
 
     if not expr.has(Z):
         return expr
-    bases = [base for base in tables.bases if base.taken == like.taken]
-    read = [base for base in bases if expr.has(base.log)]
-    for some in (read, bases):
+    read = [base for base in tables.bases if expr.has(base.log)]
+    for some in (read, tables.bases):
         replaced = [expr.subs(base.logit, base.log + lse(base)) for base in some]
         if found := [one for one in replaced if not one.has(Z)]:
             return cast(Expr, min(found, key=sympy.count_ops))  # of a logit, not of a function of z
@@ -111,23 +92,23 @@ def in_logs(tables: Tables, like: Classes, expr: Any, loose: bool = False) -> Ex
     poly = sympy.expand(expr)
     if not read and (not poly.is_polynomial(Z) or sympy.Poly(poly, Z).degree() == 1):
         try:
-            base, shift = base_of(tables, Classes(poly, like.taken))
+            base, shift = base_of(tables, Classes(poly))
             return base.log + lse(base) + shift
         except Unknown:
             if not poly.is_polynomial(Z):
                 raise
     if not poly.is_polynomial(Z):
         raise Unknown(f"`{expr}` is not known")
-    base = tables.base(like.taken, Z, sympy.Integer(1))
+    base = tables.base(Z, sympy.Integer(1))
     return poly.subs(Z, base.log + lse(base))
 
 
 def in_one_log(tables: Tables, like: Classes, grows: bool = False) -> tuple[Base, Expr] | None:
     """A base, and the expression in its log-softmax and in rows: of a base that exists, or of one
     of this expression. None for another expression, and if it has to grow with the logits."""
-    found = in_logs(tables, like, like.expr)
+    found = in_logs(tables, like.expr)
     logs = [base for base in tables.bases if found.has(base.log)]
-    if len(logs) == 1 and logs[0].taken == like.taken:
+    if len(logs) == 1:
         (base,) = logs
         rest = split(sympy.expand(found))[1] if grows else found
         factor, core = rest.as_coeff_Mul()

@@ -20,9 +20,7 @@ from fxpass.lower.reading import (
     alike,
     arguments,
     class_dim,
-    cut,
     example_of,
-    is_float,
     name_of,
     operand_of,
     reads_sizes,
@@ -38,8 +36,8 @@ from fxpass.lower.records import (
     of_operands_alone,
     symbols_of,
 )
+from fxpass.lower.sums import summed
 from fxpass.spec.dtypes import short
-from fxpass.spec.expression import Z
 from fxpass.spec.functions import exact
 
 
@@ -62,29 +60,7 @@ def _softmax(found: Reading, node: Node) -> Classes:
     like = operand_of(found, node, node.args[1])
     _same(found, node)
     base = softmax_base_of(found.tables, like)
-    return Classes(base.log if "log" in name_of(node) else sympy.exp(base.log), like.taken)
-
-
-def _taken(found: Reading, node: Node) -> Classes:
-    """Some of the classes of a function of the logits alone."""
-    given, (source, *_) = arguments(node), node.all_input_nodes
-    like, dim = found.classes[source], class_dim(source)
-    rank = len(sizes_of(source))
-    if all(map(same, sizes_of(source), sizes_of(node))) and name_of(node) == "slice":
-        return like
-    if name_of(node) == "index":
-        indices = given["indices"]
-        along = [i for i, index in enumerate(indices) if index is not None]
-        tensors = [index for index in indices if index is not None]
-    else:
-        along, tensors = [given["dim"] % rank], [given.get("index")]
-    if along != [dim] or rank != 2 or any(n in found.classes for n in node.all_input_nodes[1:]):
-        raise Unknown("selects rows, or classes of each row")
-    if any(isinstance(t, Node) and t.meta["val"].dtype == torch.bool for t in tensors):
-        raise Unknown("selects classes by a mask")
-    if symbols_of(like.expr) - {Z}:
-        raise Unknown(f"selects classes of `{like.expr}`")
-    return Classes(like.expr, (*like.taken, node))
+    return Classes(base.log if "log" in name_of(node) else sympy.exp(base.log))
 
 
 VIEWS: dict[str, Callable[[Reading, Node], Classes]] = {
@@ -92,7 +68,6 @@ VIEWS: dict[str, Callable[[Reading, Node], Classes]] = {
     **dict.fromkeys(("_to_copy", "detach", "alias", "clone", "view", "_unsafe_view"), _same),
     **dict.fromkeys(("unsqueeze", "squeeze", "expand", "lift_fresh_copy", "reshape"), _same),
     **dict.fromkeys(("permute", "transpose"), _same),
-    **dict.fromkeys(("slice", "index", "index_select"), _taken),
 }
 
 
@@ -106,32 +81,26 @@ def pointwise(found: Reading, node: Node) -> Classes:
         raise Unknown(f"{name or node.target} of logits is not known")
     given = {"x": node.args[0]} if name == "positive" else arguments(node)
     tensors = [t for t in given.values() if isinstance(t, Node) and t in found.classes]
-    like = found.classes[tensors[0]]
-    if any(found.classes[t].taken != like.taken for t in tensors):
-        raise Unknown("joins logits of other classes")
     example, whole = example_of(node), example_of(tensors[0])
     if not alike(example.shape, whole.shape):
         raise Unknown("repeats the logits")
     if example.dtype == torch.float64 != whole.dtype:
         raise Unknown("promotes the logits to float64")
-    _check_attached(found, node)
     dim = class_dim(tensors[0])
     operands = [expr_of(found, a, dim, whole) for a in given.values()]
     _check_numbers(name, example.dtype, operands)
     _check_integers(found, node, name, example.dtype, operands)
-    return Classes(_evaluated(found, name, like, spellings, operands), like.taken)
-
-
-def _evaluated(
-    found: Reading, name: str, like: Classes, spellings: list[Any], operands: list[Any]
-) -> Any:
-    """The expression of a function, by the first spelling that has one."""
     exprs = [o for o in operands if isinstance(o, sympy.Expr)]
     rows = name not in OF_ROWS
     if name != "exp" and all(_of_logits(o, rows) for o in exprs):
         spellings = spellings[-1:]
     if name == "exp":
-        operands[0] = in_logs(found.tables, like, operands[0])
+        operands[0] = in_logs(found.tables, operands[0])
+    return Classes(_evaluated(name, spellings, operands))
+
+
+def _evaluated(name: str, spellings: list[Any], operands: list[Any]) -> Any:
+    """The expression of a function, by the first spelling that has one."""
     reason = "is not known"
     for spelling in spellings:
         parameters = [k for k in spelling.signature if k not in ("inplace", "out")]
@@ -141,32 +110,16 @@ def _evaluated(
         values += [False, None] if "inplace" in spelling.signature else [None]
         try:
             check_size(operands)
-            expr = spelling.value(*values)
+            return spelling.value(*values)
         except (ValueError, TypeError) as error:
             reason = f"{error}"
             continue
-        left = symbols_of(expr).union(*(symbols_of(base.logit) for base in found.tables.bases))
-        lost = set().union(*map(symbols_of, exprs)) - left
-        if lost & found.tables.nodes.keys():
-            # its gradient would be None where eager has zeros, and where it is 0 eager has nan
-            raise Unknown(f"cancels {sorted(map(str, lost))}")
-        return expr
     raise Unknown(f"{name}: {reason}")
 
 
 def _of_logits(expr: Any, rows: bool) -> bool:
     alone = of_operands_alone(expr)
     return alone and (rows or not any(isinstance(s, RowOperand) for s in symbols_of(expr)))
-
-
-def _check_attached(found: Reading, node: Node) -> None:
-    """``Unknown`` if gradients flow through some of the tensors that a node reads; an operand with
-    a gradient beside detached logits is such a case, too."""
-    attached = found.tables.attached
-    floats = [attached[n] for n in node.all_input_nodes if n in found.classes and is_float(n)]
-    of_logits = attached[next(iter(found.classes))]
-    if attached[node] and not all(floats) and (any(floats) or of_logits):
-        raise Unknown("joins logits and detached logits")
 
 
 def _check_numbers(name: str, dtype: torch.dtype, operands: list[Any]) -> None:
@@ -214,8 +167,6 @@ def expr_of(found: Reading, argument: Any, dim: int, whole: torch.Tensor) -> Any
         raise Unknown("has a number that varies")
     if argument in found.classes:
         return found.classes[argument].expr
-    if argument in found.late:
-        raise Unknown("reads what is computed of rows")
     shape, sizes = sizes_of(argument), list(whole.shape)
     if (number := _number(argument)) is not None:
         return number
@@ -225,25 +176,62 @@ def expr_of(found: Reading, argument: Any, dim: int, whole: torch.Tensor) -> Any
         known = found.rows[argument]
         if not of_row or known.index:
             raise Unknown("has rows of another shape")
-        return known.expr if tables.attached[argument] else cut(found, argument)
+        return known.expr
+    if name_of(argument) == "expand" and argument not in found.late:
+        return expr_of(found, argument.args[0], dim, whole)
     if argument.meta["val"].is_complex():
         raise Unknown("has a complex operand")
     if of_row or all(same(s, 1) for s in shape):
-        return tables.node(argument, RowOperand)
+        total = _total(found, argument, dim, whole)
+        return tables.node(argument, RowOperand) if total is None else total
+    if argument in found.late:
+        raise Unknown("reads what is computed of rows")
     if all(same(s, 1) for i, s in enumerate(aligned) if i != dim):
         return tables.node(argument, ClassOperand)
     if all(map(same, aligned, sizes)):
         sign, source = _given(argument)
         if source is not None:
             return sign * tables.node(source, GivenOperand)
-        if found.large:
-            return tables.node(argument, GivenOperand)
+        if argument.op != "placeholder":
+            return _made(found, argument, dim, whole)
     raise Unknown(f"has an operand of shape {shape}, which is made of others")
+
+
+def _total(found: Reading, node: Node, dim: int, whole: torch.Tensor) -> Any:
+    """The sum over the classes of what operands make; None for other rows."""
+    source: Any = node.args[0] if node.args else None
+    if name_of(node) != "sum" or not alike(sizes_of(source), whole.shape):
+        return None
+    dims = [d % len(whole.shape) for d in arguments(node)["dim"] or ()]
+    if dims != [dim]:
+        return None
+    try:
+        return summed(found.tables, Classes(expr_of(found, source, dim, whole)), whole.shape[dim])
+    except Unknown:
+        return None
+
+
+def _made(found: Reading, node: Node, dim: int, whole: torch.Tensor) -> Any:
+    """An operand as large as the logits, which is computed of smaller ones."""
+    name = name_of(node)
+    if name in VIEWS:
+        source: Any = node.args[0]
+        wide = ([s for s in sizes_of(n) if not same(s, 1)] for n in (source, node))
+        if name in ("_softmax", "_log_softmax") or not alike(*wide):
+            raise Unknown(f"has an operand that {name} makes")
+        return expr_of(found, source, class_dim(source), source.meta["val"])
+    spellings = [t[name] for t in (POINTWISE, MASKS) if name in t]
+    if not spellings:
+        raise Unknown(f"has an operand that {name} makes")
+    operands = [expr_of(found, a, dim, whole) for a in arguments(node).values()]
+    return _evaluated(name, spellings, operands)
 
 
 def _number(node: Node) -> Any:
     """The number that a tensor of one number is made of."""
-    if name_of(node) == "scalar_tensor" or (name_of(node) == "full" and sizes_of(node) == []):
+    while name_of(node) in _SAME_VALUES:
+        node = node.args[0]  # pyright: ignore[reportAssignmentType]
+    if name_of(node) in ("scalar_tensor", "full"):
         number = node.args[0 if name_of(node) == "scalar_tensor" else 1]
         if number == -math.inf:
             return sympy.S.NegativeInfinity
@@ -253,6 +241,7 @@ def _number(node: Node) -> Any:
 
 
 _SAME_VALUES = ("view", "unsqueeze", "squeeze", "detach", "alias", "clone", "expand", "_to_copy")
+_SAME_VALUES += ("reshape", "_unsafe_view")
 
 
 def _given(node: Node) -> tuple[int, Node | None]:

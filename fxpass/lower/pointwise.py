@@ -25,7 +25,7 @@ import sympy
 from sympy import Expr
 
 from fxpass.graph.nodes import REQUIRED
-from fxpass.lower.records import RowOperand
+from fxpass.lower.records import HotOperand, RowOperand
 from fxpass.spec.expression import Z
 from fxpass.spec.functions import Where, call, exact, where
 
@@ -156,6 +156,10 @@ def _threshold(x: Any, threshold: Any, value: Any) -> Expr:
 
 
 def _where(condition: Any, x: Any, y: Any) -> Expr:
+    if isinstance(condition, HotOperand):
+        if x.has(sympy.S.NegativeInfinity) or y.has(sympy.S.NegativeInfinity):
+            raise ValueError("masks one class of each row")
+        return condition * x + (1 - condition) * y
     if isinstance(condition, Where) and condition.args[2:] == (1, 0):
         return condition.func(*condition.args[:2], x, y)  # type: ignore[return-value]
     return where(condition, ">", 0, x, y)
@@ -171,7 +175,7 @@ def row(value: Callable[..., Any], /, operands: int = 1, **parameters: Any) -> S
             raise ValueError("it writes to out=")
         return value(*used)
 
-    required = dict.fromkeys(("input", "other")[:operands], REQUIRED)
+    required = dict.fromkeys(("input", "other", "third")[:operands], REQUIRED)
     return Spelling({**required, **parameters, "inplace": False, "out": None}, of_call)
 
 
@@ -193,6 +197,7 @@ POINTWISE: dict[str, Spelling] = {
     "div": row(_div, operands=2, rounding_mode=None),
     "pow": row(_pow, exponent=REQUIRED),
     "neg": row(lambda x: -x),
+    "fma": row(lambda x, y, z: x * y + z, operands=3),
     "positive": row(lambda x: x),
     "square": row(lambda x: x**2),
     "rsqrt": row(lambda x: 1 / call("sqrt", x)),
@@ -252,7 +257,7 @@ ALGEBRA: dict[str, Spelling] = {
 
 # Those of expressions with row symbols.
 OF_ROWS = (
-    *("add", "sub", "rsub", "mul", "div", "neg", "positive", "square", "pow"),
+    *("add", "sub", "rsub", "mul", "fma", "div", "neg", "positive", "square", "pow"),
     *("exp", "log", "entr", "xlogy"),
 )
 

@@ -10,48 +10,41 @@ the graph::
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from torch.fx import Graph, Node
 
-from fxpass.lower.elementwise import VIEWS, pointwise
-from fxpass.lower.reading import Reading, is_float, name_of, operand_of, reads_sizes
+from fxpass.lower.elementwise import VIEWS, expr_of, pointwise
+from fxpass.lower.hot import hot, is_hot
+from fxpass.lower.reading import (
+    Reading,
+    class_dim,
+    name_of,
+    operand_of,
+    reads_sizes,
+)
 from fxpass.lower.records import Classes
 from fxpass.lower.reduced import REDUCTIONS, of_pair, of_rows
 from fxpass.spec.expression import Z
 
 
-def read(
-    graph: Graph, trained: dict[Node, bool], ends: Collection[Node], large: bool = False
-) -> Reading:
-    """Reads a graph.
-
-    Args:
-        graph: the graph; its first placeholder is the logits.
-        trained: for each placeholder whether it needs a gradient.
-        ends: the results that a gradient may come from.
-        large: whether an operand as large as the logits may be made of others.
+def read(graph: Graph) -> Reading:
+    """Reads a graph, whose first placeholder is the logits.
 
     Raises:
         Unknown: a call that reads logits is not known here.
     """
-    found = Reading(large=large)
-    tables, logits = found.tables, next(iter(graph.nodes))
-    found.reached = _reached(graph, ends)
+    found = Reading()
+    logits = next(iter(graph.nodes))
     found.classes[logits] = Classes(Z)
     for node in graph.nodes:
-        if node.op == "output":
-            continue
         inputs = node.all_input_nodes
-        known = any(tables.attached[n] for n in inputs)
-        tables.attached[node] = trained.get(node, known and is_float(node))
-        if name_of(node) == "detach" or reads_sizes(node):
-            tables.attached[node] = False
-        if node.op == "placeholder" or reads_sizes(node):
+        if node.op != "call_function" or reads_sizes(node):
             continue
         if any(n in found.classes or n in found.pairs for n in inputs):
             _of_classes(found, node)
+        elif is_hot(found, node, logits):
+            found.classes[node] = hot(found, node, _operand(found, node))
         elif any(n in found.late for n in inputs):
             found.late.add(node)
         elif any(n in found.rows for n in inputs):
@@ -62,19 +55,15 @@ def read(
     return found
 
 
-def _reached(graph: Graph, ends: Collection[Node]) -> set[Node]:
-    """The nodes that a gradient of some results may reach: through no comparison, no ``detach``."""
-    found = {*ends}
-    for node in reversed(graph.nodes):
-        cut = name_of(node) == "detach" or reads_sizes(node)
-        if node.op != "output" and is_float(node) and not found.isdisjoint(node.users) and not cut:
-            found.add(node)
-    return found
+def _operand(found: Reading, node: Node) -> Any:
+    return lambda argument: expr_of(found, argument, 1, node.meta["val"])
 
 
 def _of_classes(found: Reading, node: Node) -> None:
     name, args = name_of(node) or getattr(node.target, "__name__", ""), list[Any](node.args)
-    if name in REDUCTIONS:
+    if name == "sum" and args[1:2] == [[0]] and class_dim(args[0]) == 1:
+        found.columns[node] = operand_of(found, node)
+    elif name in REDUCTIONS:
         found.rows[node] = REDUCTIONS[name](found, node)
     elif name == "max" and len(args) > 1:
         found.pairs[node] = operand_of(found, node, args[1])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from fxpass.lower.records import Classes, Rows, Unknown, symbols_of
+from fxpass.lower.records import Classes, Rows, Unknown
 from fxpass.lower.tables import Tables
 
 
@@ -26,18 +26,18 @@ class Reading:
         classes: tensors with classes.
         rows: rows whose value is known.
         late: what is computed of rows, and stays in the graph.
+        columns: sums over the rows of tensors with classes.
+        totals: those of ``rows`` that are summed over the rows.
         pairs: results of ``max``, which are read apart.
-        reached: the nodes from which a gradient may go to the logits.
-        large: whether an operand as large as the logits may be made of others.
     """
 
     tables: Tables = field(default_factory=Tables)
     classes: dict[Node, Classes] = field(default_factory=dict)
     rows: dict[Node, Rows] = field(default_factory=dict)
     late: set[Node] = field(default_factory=set)
+    columns: dict[Node, Classes] = field(default_factory=dict)
+    totals: set[Node] = field(default_factory=set)
     pairs: dict[Node, Classes] = field(default_factory=dict)
-    reached: set[Node] = field(default_factory=set)
-    large: bool = False
 
 
 def name_of(node: Node) -> str:
@@ -50,12 +50,6 @@ def name_of(node: Node) -> str:
 def reads_sizes(node: Node) -> bool:
     """Whether a node is a size."""
     return name_of(node) in ("sym_size", "sym_numel")
-
-
-def is_float(node: Node) -> bool:
-    """Whether a node may have a gradient."""
-    example = node.meta["val"]
-    return not isinstance(example, torch.Tensor) or example.is_floating_point()
 
 
 def example_of(node: Node) -> torch.Tensor:
@@ -106,10 +100,3 @@ def class_dim(node: Node) -> int:
     if len(wide) != 1:
         raise Unknown(f"has the shape {sizes_of(node)}")
     return wide[0]
-
-
-def cut(found: Reading, node: Node) -> Any:
-    """Rows through which no gradient flows, as an expression."""
-    rows, tables = found.rows[node].expr, found.tables
-    outputs = symbols_of(rows) & tables.outputs.keys()
-    return tables.without_gradient(rows) if outputs and any(tables.attached.values()) else rows

@@ -46,11 +46,24 @@ class GivenOperand(Operand):
     label = "given"
 
 
+class HotOperand(Operand):
+    """1 at the class of an index ``[n, 1]``, 0 at all others."""
+
+    label = "hot"
+
+
+class SpreadOperand(Operand):
+    """A number at each class of an index ``[n, K]``, 0 at all others."""
+
+    label = "spread"
+
+
 class LogSoftmax(Symbol):
     """The symbol of the log-softmax of a base."""
 
 
 OF_CLASS = ClassOperand, GivenOperand
+OF_INDEX = HotOperand, SpreadOperand
 
 
 class Unknown(Exception):  # noqa: N818
@@ -63,11 +76,9 @@ class Classes:
 
     Attributes:
         expr: one element; ``z`` is the logit.
-        taken: the nodes that select its classes, from all of the head's.
     """
 
     expr: Expr
-    taken: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,6 @@ class Base:
     """Logits of which a softmax, or another reduction, is taken.
 
     Attributes:
-        taken: the nodes that select the classes.
         transform: one logit, as an expression of ``z`` and of what is given at its class.
         scale: a factor of each row, as an expression of row symbols.
         log, lse: the symbols of the log-softmax and of the log-sum-exp.
@@ -92,7 +102,6 @@ class Base:
             logits are lost in a sum with it.
     """
 
-    taken: tuple[Node, ...]
     transform: Expr
     scale: Expr
     log: LogSoftmax
@@ -149,9 +158,11 @@ def symbols_of(expr: Any) -> set[Symbol]:
 
 def has_classes(expr: Any) -> bool:
     """Whether an expression differs from class to class."""
-    return any(s in (Z, L) or isinstance(s, (LogSoftmax, *OF_CLASS)) for s in symbols_of(expr))
+    kinds = LogSoftmax, *OF_CLASS, *OF_INDEX
+    return any(s in (Z, L) or isinstance(s, kinds) for s in symbols_of(expr))
 
 
 def of_operands_alone(expr: Any) -> bool:
     """Whether an expression is one of a logit and of operands, without a softmax."""
-    return all(s == Z or isinstance(s, Operand) for s in symbols_of(expr))
+    some = symbols_of(expr)
+    return all(s == Z or (isinstance(s, Operand) and not isinstance(s, OF_INDEX)) for s in some)

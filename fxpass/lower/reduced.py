@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
@@ -19,7 +18,6 @@ from fxpass.lower.reading import (
     Reading,
     arguments,
     class_dim,
-    cut,
     name_of,
     operand_of,
     same,
@@ -41,7 +39,11 @@ def _reduction(function: Callable[[Tables, Classes], Any]) -> Callable[[Reading,
 
 def _sum(found: Reading, node: Node) -> Rows:
     given, (source, *_) = arguments(node), node.all_input_nodes
-    like = operand_of(found, node, given["dim"])
+    dims = given["dim"]
+    if dims is not None and sorted(d % len(sizes_of(source)) for d in dims) == [0, 1]:
+        found.totals.add(node)  # over the rows, too
+        dims = [1]
+    like = operand_of(found, node, dims)
     old, new = source.meta["val"].dtype, node.meta["val"].dtype
     if (new == torch.float64) != (old == torch.float64) or (
         old.is_floating_point and not new.is_floating_point
@@ -74,11 +76,7 @@ def _gather(found: Reading, node: Node) -> Rows:
 
 
 def _amax(found: Reading, node: Node) -> Rows:
-    rows = highest(found.tables, operand_of(found, node, arguments(node)["dim"]))
-    if not found.tables.attached[node] or node not in found.reached:
-        return Rows(rows)
-    # equal classes share its gradient: it may be a shift of a softmax, and nothing else
-    return Rows(sympy.Symbol(f"shared({rows})", real=True))
+    return Rows(highest(found.tables, operand_of(found, node, arguments(node)["dim"])))
 
 
 def _argmax(found: Reading, node: Node) -> Rows:
@@ -118,14 +116,14 @@ def of_rows(found: Reading, node: Node) -> Rows | None:
         if (before.dtype == torch.float64) != (after.dtype == torch.float64):
             return None
         return found.rows[first]
+    if first in found.totals:
+        raise Unknown("reads a sum over the rows")
     if name not in _ARITHMETIC or any(n not in found.rows for n in node.all_input_nodes):
         return None
-    attached = [tables.attached[n] for n in node.all_input_nodes]
     exprs: list[Any] = []
     for argument in [a for k, a in given.items() if k in ("self", "other")]:
         if isinstance(argument, Node):
-            mixed = any(attached) and not tables.attached[argument]
-            exprs.append(cut(found, argument) if mixed else found.rows[argument].expr)
+            exprs.append(found.rows[argument].expr)
         elif isinstance(argument, int | float) and math.isfinite(argument):
             exprs.append(exact(argument))
         else:

@@ -16,12 +16,14 @@ from sympy import Expr, Symbol
 from torch.fx import Node
 
 from fxpass.lower.bases import base_of, in_logs, in_one_log
+from fxpass.lower.hot import factors, simplified, split_hot
 from fxpass.lower.records import (
     OF_CLASS,
     Base,
     Classes,
     LogSoftmax,
     Picked,
+    SpreadOperand,
     Summed,
     Unknown,
     has_classes,
@@ -44,13 +46,31 @@ def summed(tables: Tables, like: Classes, classes: Any) -> Expr:
     Raises:
         Unknown: it is no sum of moments, or its terms may cancel.
     """
-    expr, total = _logs_of_products(tables, like), sympy.Integer(0)
+    of_index, others = split_hot(expanded(simplified(like.expr)))
+    total = _at_indices(tables, of_index)
+    expr = _logs_of_products(tables, Classes(others))
     of_loose = [base.loose for base in tables.bases]
     loose = sympy.Add(*(t for t in sympy.Add.make_args(expr) if t.has(*of_loose)))
     _check_cancellation(expr - loose)
     for term in sympy.Add.make_args(expr) if expr != 0 else ():
         rows, rest = term.as_independent(*_class_symbols(term), as_Add=False)
-        total += rows * _summed_term(tables, like, rest, classes)
+        total += rows * _summed_term(tables, rest, classes)
+    return total
+
+
+def _at_indices(tables: Tables, expr: Any) -> Any:
+    """The sum of products with an index: what they are at its classes."""
+    total: Any = sympy.Integer(0)
+    for term in sympy.Add.make_args(expr) if expr != 0 else ():
+        symbol, rows, at_class = factors(term)
+        if isinstance(symbol, SpreadOperand):
+            if at_class != 1:
+                raise Unknown(f"sums `{term}` over the classes")
+            total += rows * tables.sum_of(symbol)
+        elif at_class == 1:
+            total += rows
+        else:
+            total += rows * at(tables, Classes(at_class), tables.nodes[symbol])
     return total
 
 
@@ -63,7 +83,7 @@ def _logs_of_products(tables: Tables, like: Classes) -> Expr:
     if not mixed:
         return expanded(like.expr)
     with_lse = sympy.Add(*(t for t in terms if t not in mixed))
-    loose = in_logs(tables, like, sympy.Add(*mixed), loose=True)
+    loose = in_logs(tables, sympy.Add(*mixed), loose=True)
     found = expanded(sympy.Add(loose, with_lse))
     tight: Any = {base.loose: base.lse for base in tables.bases}
     alone = expanded(found.xreplace(tight))
@@ -86,10 +106,19 @@ def _check_cancellation(expr: Expr) -> None:
     for term in sympy.Add.make_args(expr):
         factor, rest = term.as_independent(*_class_symbols(term), as_Add=False)
         rows[rest] = factor
+    one_softmax = len({frozenset(rest.atoms(LogSoftmax)) for rest in rows}) == 1
+    if one_softmax and all(map(_is_expected, rows)):
+        return  # sum(p) is 1, without a rounding
     one_sign = all(row.is_number for row in rows.values())
     one_sign = one_sign and len({row.is_positive for row in rows.values()}) == 1
     if len(rows) > 1 and not (one_sign and len(set(map(degree, rows))) == 1):
         raise Unknown(f"sums `{expr}`, whose terms may cancel")
+
+
+def _is_expected(product: Any) -> bool:
+    """Whether a product is ``p`` or ``p * log p``."""
+    logs = [s for s in symbols(product) if isinstance(s, LogSoftmax)]
+    return bool(logs) and product / sympy.exp(logs[0]) in (1, logs[0])
 
 
 def degree(product: Any) -> int:
@@ -107,15 +136,17 @@ def _class_symbols(expr: Any) -> list[Symbol]:
     return [s for s in symbols(expr) if has_classes(s)]
 
 
-def _summed_term(tables: Tables, like: Classes, term: Any, classes: Any) -> Expr:
+def _summed_term(tables: Tables, term: Any, classes: Any) -> Expr:
     """The sum of a product ``w * exp(a log) * log**b``."""
     if term == 1:
         if not isinstance(classes, int):
             raise Unknown("multiplies by a number of classes that varies")
         return sympy.Integer(classes)
+    if isinstance(term, OF_CLASS):
+        return tables.sum_of(term)
     logs = [base for base in tables.bases if term.has(base.log)]
     base = logs[0] if logs else None
-    if base is None or base.taken != like.taken:
+    if base is None:
         raise Unknown(f"sums `{term}` over the classes")
     for a, b in itertools.product(range(HIGHEST_POWER + 1), repeat=2):
         weight = term / sympy.exp(a * base.log) / base.log**b
@@ -129,6 +160,9 @@ def _summed_term(tables: Tables, like: Classes, term: Any, classes: Any) -> Expr
 
 def at(tables: Tables, like: Classes, index: Node) -> Expr:
     """An expression at given classes, in outputs of one base and in what operands have there."""
+    if all(isinstance(s, OF_CLASS) for s in symbols(like.expr) if has_classes(s)):
+        given = [s for s in symbols(like.expr) if isinstance(s, OF_CLASS)]
+        return like.expr.xreplace({s: tables.choice(tables.nodes[s], index) for s in given})
     found = in_one_log(tables, like)
     if found is None:
         raise Unknown(f"picks `{like.expr}` at a class")

@@ -27,20 +27,20 @@ class Tables:
     """What symbols stand for.
 
     Attributes:
-        attached: for each node whether a gradient flows through it.
         bases: the bases.
         nodes: symbols of operands.
         chosen: symbols of what operands have at picked classes.
         outputs: symbols of outputs.
-        cut: symbols of rows through which no gradient flows.
+        spread: symbols of what stands at the classes of an index: the index, and the rows.
+        sums: symbols of sums of operands, by row.
     """
 
-    attached: dict[Node, bool] = field(default_factory=dict)
     bases: list[Base] = field(default_factory=list)
     nodes: dict[Symbol, Node] = field(default_factory=dict)
     chosen: dict[Symbol, Chosen] = field(default_factory=dict)
     outputs: dict[Symbol, tuple[Base, OfBase]] = field(default_factory=dict)
-    cut: dict[Symbol, Expr] = field(default_factory=dict)
+    spread: dict[Symbol, tuple[Node, Expr]] = field(default_factory=dict)
+    sums: dict[Symbol, Symbol] = field(default_factory=dict)
 
     def node(self, node: Node, kind: type[Operand]) -> Symbol:
         """The symbol of an operand."""
@@ -54,21 +54,21 @@ class Tables:
         self.chosen[symbol] = Chosen(operand, index)
         return symbol
 
-    def without_gradient(self, rows: Expr) -> Symbol:
-        """The symbol of rows through which no gradient flows."""
-        symbol = Symbol(f"cut({rows})", real=True)
-        self.cut[symbol] = rows
+    def sum_of(self, operand: Symbol) -> Symbol:
+        """The symbol of the sum of an operand over the classes, or over those of an index."""
+        symbol = RowOperand(f"sum_of_{operand}", real=True)
+        self.sums[symbol] = operand
         return symbol
 
-    def base(self, taken: tuple[Node, ...], transform: Expr, scale: Expr) -> Base:
+    def base(self, transform: Expr, scale: Expr) -> Base:
         """The base of these logits."""
         for base in self.bases:
-            if (base.taken, base.transform, base.scale) == (taken, transform, scale):
+            if (base.transform, base.scale) == (transform, scale):
                 return base
         count = len(self.bases)
         log = LogSoftmax(f"log_{count}", real=True)
         lse, loose = (Symbol(f"{name}_{count}", real=True) for name in ("lse", "loose"))
-        base = Base(taken, transform, scale, log, lse, loose)
+        base = Base(transform, scale, log, lse, loose)
         self.bases.append(base)
         self.outputs[base.lse] = base, "lse"
         return base

@@ -7,19 +7,17 @@ of the spec alone is computed once for a spec.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import lines_of
 from fxpass.spec.reductions import Reductions
 
-NAME = "fxpass::class_reductions"
+NAME = "a head's reductions"
 
 
 def trainable(operands: Operands) -> dict[str, Tensor]:
@@ -95,47 +93,6 @@ def _check_shape(name: str, tensor: Tensor | None, *allowed: tuple[int, ...]) ->
     if tensor is not None and tensor.shape not in allowed:
         wanted = " or ".join(str(list(shape)) for shape in allowed)
         raise ValueError(f"{NAME} needs {name} {wanted}, got {list(tensor.shape)}")
-
-
-def check_gradients(operands: Operands, spec: Reductions) -> None:
-    """``RuntimeError`` for an operand that requires a gradient which the spec does not name."""
-    others = {"coef": operands.coef, "logits": operands.logits}
-    for name, tensor in (trainable(operands) | others).items():
-        if tensor is not None and tensor.requires_grad and name not in spec.gradients:
-            raise RuntimeError(
-                f"{NAME}: {name} requires a gradient that the spec does not name "
-                f"({spec.text()!r}); add it to gradients= or detach {name}"
-            )
-
-
-def check_wide(operands: Operands, spec: Reductions, wide: Mapping[str, Tensor | None]) -> None:
-    """``ValueError`` for wide tensors that are not those whose gradients are unrounded."""
-    dtype = compute_dtype(operands.x.dtype)
-    for name, tensor in wide.items():
-        shape = list(operand(operands, name).shape)
-        if (tensor is None) == (name in spec.unrounded):
-            raise ValueError(
-                f"{NAME} needs wide_{name} where its gradient is unrounded, only there"
-            )
-        if tensor is not None and (list(tensor.shape) != shape or tensor.dtype != dtype):
-            got = f"{list(tensor.shape)} {tensor.dtype}"
-            raise ValueError(f"{NAME} needs wide_{name} {shape} {dtype}, got {got}")
-
-
-def check_first_derivative() -> None:
-    """``RuntimeError`` in a backward that is to be differentiated."""
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"{NAME} has no second derivative (create_graph=True). Set FUSEDCE=0 for this model"
-        )
-
-
-def check_no_tangents(tensors: Iterable[Tensor | None]) -> None:
-    """``NotImplementedError`` for forward-mode differentiation."""
-    if forward_ad._current_level < 0:
-        return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise NotImplementedError(f"{NAME} has no forward-mode derivative: set FUSEDCE=0")
 
 
 def check_picks(operands: Operands) -> None:

@@ -21,6 +21,7 @@ Sums are added up in f32 (f64 for f64), in the order of the chunks, and rounded 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpass.aten.gemm import multiplied, part_of, slices
 from fxpass.aten.products import Scratch, add_products, logits
+from fxpass.op.formula import FormulaRun, Formulas, formulas_of
 from fxpass.op.ignored import WORTH_A_WAIT, WORTH_COPIES, index_of
 from fxpass.plan.devices import on_device
 from fxpass.plan.regions import Head as Planned
@@ -38,11 +40,13 @@ from fxpass.plan.regions import RegionPlan, plan
 from fxpass.region.compile import CLASSES, RowFunction
 from fxpass.region.live import row_bytes
 from fxpass.region.loop import Loop
-from fxpass.region.run import Interpreter
+from fxpass.region.run import Interpreter, apart
 from fxpass.region.split import Group, Head, Split, narrowable, narrowed, split
 from fxpass.region.zeros import zeros
 from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.operands import Operands
 
+log = logging.getLogger(__name__)
 _known: dict[tuple[Any, ...], Prepared] = {}
 
 
@@ -71,6 +75,9 @@ class Prepared:
         self.operands = Interpreter(self.split.operands, device)
         self.pairs = _pairs(self.split)
         self.zeros = zeros(self.loop)
+        self.formula = formulas_of(self.loop, self.split)
+        if self.formula is not None and not apart(lambda: _fits(self)):
+            self.formula = None
         self._functions: dict[tuple[int, ...], tuple[RowFunction, int]] = {}
 
     def function(self, narrow: tuple[int, ...] = ()) -> tuple[RowFunction, int]:
@@ -82,6 +89,24 @@ class Prepared:
             count = len(self.split.heads)
             self._functions[narrow] = made, row_bytes(graph, count, made.compiles)
         return self._functions[narrow]
+
+
+def _fits(of: Prepared) -> bool:
+    """Whether the results of a formula are those of the loop, as far as shapes tell."""
+    loop, sizes = of.loop, {"n": 6}
+    for shape in (given.shape for given in loop.inputs):
+        sizes |= {s: 11 + len(sizes) for s in shape if isinstance(s, str) and s not in sizes}
+    shapes = [[sizes.get(s, s) for s in given.shape] for given in loop.inputs]  # pyright: ignore
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            made = zip(shapes, loop.inputs, strict=True)
+            tensors = [torch.empty(s, dtype=i.dtype, device=of.device) for s, i in made]
+            found = _Run(of, tensors, sizes).results(runs=False)
+    except Exception:
+        log.warning("a formula is not used, please report this", exc_info=True)
+        return False
+    wanted = ([sizes.get(s, s) for s in result.shape] for result in loop.results)  # pyright: ignore
+    return all([*one.shape] == shape for one, shape in zip(found, wanted, strict=True))
 
 
 def _pairs(parts: Split) -> list[tuple[Head | None, Group | None]]:
@@ -108,8 +133,21 @@ def run(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> li
 
 def planned_for(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> RegionPlan:
     """How a loop runs; ``tensors`` need no data."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        return _Run(of, [mode.from_tensor(t) for t in tensors], sizes).plan
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return _Run(of, list(map(_without_data, tensors)), sizes).plan
+
+
+def operands_of(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Operands:
+    """The operands of a loop that has a formula; ``tensors`` need no data."""
+    assert of.formula is not None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        run = _Run(of, list(map(_without_data, tensors)), sizes)
+        return run.formula_run(of.formula).operands
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    layout = {"dtype": tensor.dtype, "device": tensor.device}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **layout)
 
 
 def _counted(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Tensor | None:
@@ -162,6 +200,11 @@ class _Run:
         self.invariants = of.before([t for i, t in enumerate(tensors) if i not in loop.rows])
         self.shared = [self.invariants[i].contiguous() for i in parts.shared]
         self.read = [self.rows[i] for i in parts.rows]
+        self.sums: dict[int, _Sum] = {}
+        self.places: dict[int, Tensor] = {}
+        self.turned = {t.result: t.turned for group in parts.groups for t in group.tails}
+        if of.formula is not None:
+            return
         first = len(parts.heads)
         narrow = tuple(first + i for i, t in enumerate(self.read) if _is_narrow(t))
         narrow = narrowable(parts.function, narrow) if narrow else ()
@@ -170,10 +213,7 @@ class _Run:
         self.plan = self._planned(of_row)
         self.classes = dict(zip(of.pairs, self.plan.classes, strict=True))
         self.scratch = Scratch(tensors[0])
-        self.sums: dict[int, _Sum] = {}
-        self.places: dict[int, Tensor] = {}
         several = self.plan.rows < self.n
-        self.turned = {t.result: t.turned for group in parts.groups for t in group.tails}
         for i in range(len(loop.results)):
             self._place(i, several)
 
@@ -219,11 +259,35 @@ class _Run:
 
     # ------------------------------------------------------------ the chunks
 
-    def results(self) -> list[Tensor]:
+    def results(self, runs: bool = True) -> list[Tensor]:
+        """The results; uninitialised where no kernel of a formula ``runs``."""
+        if self.of.formula is not None:
+            return self._of_formula(self.of.formula, runs)
         for part in slices(0, self.n, min(self.plan.rows, max(1, self.n))):
             self._chunk(part)
         self.scratch = Scratch(self._like(torch.float32))
         return [self._finished(i) for i in range(len(self.of.loop.results))]
+
+    def formula_run(self, formula: Formulas) -> FormulaRun:
+        """The run of all rows at once."""
+        every, (head,) = slice(0, self.n), self.of.split.heads
+        operands = self.of.operands(self._some(self.rows, every))
+        weight = self.invariants[head.weight].t()
+        bias = None if head.bias is None else self.invariants[head.bias]
+        inputs = [*self._some(self.read, every), *self.shared]
+        return FormulaRun(formula, operands[head.x], weight, bias, inputs)
+
+    def _of_formula(self, formula: Formulas, runs: bool = True) -> list[Tensor]:
+        loop, found = self.of.loop, self.formula_run(formula).results(runs)
+        for i, made in found.items():
+            if i in loop.sums or self.index is None:
+                turned = self.turned.get(i, False)
+                found[i] = (made.t() if turned else made).to(loop.dtype(i))
+            else:
+                self._place(i, several=False)
+                self._write(i, made, slice(0, self.n))
+                found[i] = self.places.pop(i)
+        return [found[i] for i in range(len(loop.results))]
 
     def _finished(self, i: int) -> Tensor:
         if i in self.places:

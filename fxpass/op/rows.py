@@ -18,12 +18,14 @@ sums over all rows. It stands in graphs after autograd, and has no derivative::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fxpass.op.row_chunks import planned_for, prepared, run
+from fxpass.kernels.call import Launch, gpu_for_listing, launches
+from fxpass.op.row_chunks import operands_of, planned_for, prepared, run
+from fxpass.plan.choice import Choice
 from fxpass.plan.regions import RegionPlan
 from fxpass.region.loop import Loop
 from fxpass.region.text import Input
@@ -69,15 +71,38 @@ def _sizes(loop: Loop, tensors: Sequence[Tensor]) -> dict[str, Any]:
     return sizes
 
 
-def plan_of(tensors: Sequence[Tensor], text: str) -> RegionPlan:
+class Listed(NamedTuple):
+    """What a call runs, for a report.
+
+    Attributes:
+        choice: of a formula.
+        plan: of a loop without a formula.
+        launches: the Triton kernels of a formula.
+    """
+
+    choice: Choice | None
+    plan: RegionPlan | None
+    launches: tuple[Launch, ...] = ()
+
+
+def listed(tensors: Sequence[Tensor], text: str) -> Listed:
     """How a call runs; ``tensors`` need no data."""
     sizes = _sizes(Loop.parse(text), tensors)
-    return planned_for(prepared(text, tensors[0].device), tensors, sizes)
+    device = tensors[0].device
+    loop = prepared(text, device)
+    if loop.formula is None:
+        return Listed(None, planned_for(loop, tensors, sizes))
+    operands, spec = operands_of(loop, tensors, sizes), loop.formula.spec
+    choice = loop.formula.choice(*operands.x.shape, len(operands.weight), device)
+    return Listed(choice, None, launches(spec, operands, gpu_for_listing(device)))
 
 
 def warm(text: str, device: torch.device) -> tuple[str, ...]:
     """Compiles what a call runs before it runs; the names of the kernels."""
-    function, _ = prepared(text, device).function()
+    loop = prepared(text, device)
+    if loop.formula is not None:
+        return ()
+    function, _ = loop.function()
     return function.kernels if function.compiled is not None else ()
 
 

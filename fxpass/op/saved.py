@@ -2,8 +2,11 @@
 
 In: a saved gradient and a scalar. Out: the gradient that autograd returns::
 
-    >>> scaled(torch.ones(2, 3), torch.tensor(0.5), torch.bfloat16)[0]
-    tensor([0.5000, 0.5000, 0.5000], dtype=torch.bfloat16)
+    >>> torch.ops.fxpass.scaled(torch.ones(2, 3), torch.tensor(0.5))[0]
+    tensor([0.5000, 0.5000, 0.5000])
+
+A saved 0 stays 0, whatever the factor is: an ignored row has no gradient, also of a loss that is
+divided by a count of 0.
 
 The weight's gradient is the largest tensor of a fused loss: a second tensor of its size would raise
 the peak, and a pass over it costs 2 % of a step. The factor is nearly always 1. So two operators
@@ -18,10 +21,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._C._autograd import (  # type: ignore[reportMissingImports]
-    _get_current_graph_task_keep_graph as _keep_graph,
-)
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from fxpass.plan.devices import implementation_for, on_device
 
@@ -30,30 +29,6 @@ _ROUNDED_AT_A_TIME = 1 << 16
 # Elements of a gradient that is worth an operator of its own in a compiled graph, beside fewer
 # launches: Inductor fuses a smaller one with what reads it.
 _LARGE = 1 << 20
-
-
-def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in ``dtype``, for a gradient that forward saved; 0 where that is 0: an
-    ignored row has no gradient, also of a loss that is divided by a count of 0.
-
-    In eager only this operator refers to the saved gradient, so it is overwritten in place, unless
-    the autograd graph is retained for another backward. While a CUDA graph is captured it is not
-    overwritten, because a replay may run with a retained graph. In a traced graph, only the
-    compiler knows every user of the saved gradient (two equal losses share one).
-    """
-    if type(gradient) is not Tensor or torch._C._len_torch_dispatch_stack():
-        if gradient.dtype == dtype and guard_or_false(gradient.numel() >= _LARGE):
-            return _SCALED(gradient, factor)
-        product = (gradient.to(factor.dtype) * factor).to(dtype)
-        return product.masked_fill(gradient == 0, 0)
-    with on_device(gradient.device):
-        capturing = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
-    if gradient.dtype == dtype and not capturing and not _keep_graph():
-        _scale(gradient.detach(), factor)
-        return gradient.detach()
-    out = torch.empty_like(gradient, dtype=dtype)
-    _multiply(gradient, factor, out)
-    return out
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
@@ -104,4 +79,3 @@ for _name, _schema, _function, _fake in (
     _LIBRARY.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"fxpass::{_name}", _fake, lib=_LIBRARY)
-_SCALED = torch.ops.fxpass.scaled.default

@@ -19,7 +19,7 @@ of the graph, ``wide`` ones that in which they are added up or multiplied::
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -31,6 +31,7 @@ from fxpass.spec.dtypes import compute_dtype
 
 _HEAD = re.compile(
     r"rows rows=([0-9,]*) sums=([0-9,]*) wide=([0-9,]*) memory_mb=([0-9]+) compiled=([01])"
+    r"( accumulate=float32)?"
 )
 
 
@@ -45,6 +46,7 @@ class Loop:
         wide: the results that are returned as they are computed: f32 for 16 bits.
         memory_mb: the user's budget in MiB; 0 is the default.
         compiled: whether Inductor compiles the function of rows; else it is interpreted.
+        accumulate: as of :class:`fxpass.spec.reductions.Reductions`.
     """
 
     rows: tuple[int, ...]
@@ -53,12 +55,14 @@ class Loop:
     wide: tuple[int, ...] = ()
     memory_mb: int = 0
     compiled: bool = True
+    accumulate: str = "auto"
 
     def text(self) -> str:
         """The text that ``parse`` reads."""
         numbers = (",".join(map(str, some)) for some in (self.rows, self.sums, self.wide))
         head = "rows rows={} sums={} wide={}".format(*numbers)
         head += f" memory_mb={self.memory_mb} compiled={int(self.compiled)}"
+        head += " accumulate=float32" if self.accumulate == "float32" else ""
         return "\n".join([head, *lines_of(self.graph)])
 
     @staticmethod
@@ -92,9 +96,10 @@ def _parse(text: str) -> Loop:
     head, *lines = text.split("\n")
     if not (match := _HEAD.fullmatch(head)):
         raise ValueError(f"{head[:200]!r} does not say which inputs have rows")
-    *some, memory_mb, compiled = match.groups()
+    *some, memory_mb, compiled, wide_sums = match.groups()
     rows, sums, wide = (tuple(int(i) for i in found.split(",") if i) for found in some)
     loop = Loop(rows, sums, graph_of(lines), wide, int(memory_mb), compiled == "1")
+    loop = replace(loop, accumulate="float32" if wide_sums else "auto")
     count = len(results_of(loop.graph))
     for name, numbers, allowed in (
         ("rows", rows, range(len(loop.inputs))),

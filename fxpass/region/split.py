@@ -139,7 +139,9 @@ class _Splitter:
         made = [n for n in made if n in tails or self._operand(n) is None]
         made = [n for n in made if n not in self.invariant]
         ends = [*(results[i] for i in kept), *made]
-        of_function = [*found, *self.given, *(n for n in self.invariant if self._is_tensor(n))]
+        # what is repeated takes no memory in the function
+        shared = (n for n in self.invariant if n.target is not aten.expand.default)
+        of_function = [*found, *self.given, *(n for n in shared if self._is_tensor(n))]
         read = _reads(of_function, ends)
         function = between(self.graph, {n: self._described(n) for n in read}, ends)
         weights = [n for parts in found.values() for n in parts[1:] if n is not None]

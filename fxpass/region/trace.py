@@ -11,6 +11,7 @@ kind, that a text can have::
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -68,9 +69,10 @@ def tidy(graph: fx.Graph) -> fx.Graph:
     same |= {aten.lift_fresh_copy.default}
     checks = {aten._assert_async.msg, aten._assert_async.default, aten._assert_scalar.default}
     for node in list(graph.nodes):
-        if node.target in same:
+        whole = node.target is aten.slice.Tensor and node.args[2:] == (0, sys.maxsize)
+        if node.target in same or whole:
             node.replace_all_uses_with(node.args[0])
-        if node.target in same | checks:  # the checks would wait for a GPU
+        if node.target in same | checks or whole:  # the checks would wait for a GPU
             graph.erase_node(node)
         elif node.target is torch.ops.prims.convert_element_type.default:
             node.target, dtype = aten._to_copy.default, node.args[1]

@@ -1,48 +1,34 @@
-"""Fuses heads: operator calls take the place of their products and of what reduces them.
+"""Finds heads in a graph of Dynamo, and defers their logits that leave it.
 
-In: a region of a Dynamo graph. Out: a :class:`Fused`, with a :class:`RegionMatch` for what the
-graph has now in the place of its nodes, and why other products are no heads. Calls whose row
-function has a normal form are class reductions (:mod:`fxpass.lower`); the others are left for the
-joint graph (:mod:`fxpass.rows`).
+In: a region of a Dynamo graph. Out: a :class:`Fused`, with a :class:`RegionMatch` for each region
+that the pass on the joint graph may fuse (:mod:`fxpass.rows`), and why other products are no heads.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxpass.capture.capture import Captured, RowCall, capture, capture_kept, outputs_of
-from fxpass.capture.custom import Custom
-from fxpass.capture.function import trained
-from fxpass.capture.heads import Costs, bytes_of, has_loss, may_be_large, too_small
+from fxpass.capture.capture import Captured, capture
+from fxpass.capture.heads import Costs, bytes_of, may_be_large, too_small
 from fxpass.capture.rejections import elsewhere, leaves_whole
 from fxpass.capture.slice import Scope, slice_of
-from fxpass.capture.values import Value
-from fxpass.casts.casts import Cast
 from fxpass.graph.calls import storage
-from fxpass.graph.hazards import leaves, writers_in
-from fxpass.graph.modes import Mode, gradients_reach, modes_of
-from fxpass.graph.nodes import NoMatch, hint, is_tensor, needs_gradient, value
+from fxpass.graph.hazards import writers_in
+from fxpass.graph.modes import modes_of
+from fxpass.graph.nodes import NoMatch, hint, needs_gradient
 from fxpass.graph.region import CHECKPOINTS, Region
 from fxpass.graph.source import source_line
-from fxpass.lower.normal import lower
-from fxpass.lower.records import Unknown
 from fxpass.plan import worth
 from fxpass.rewrite.copies import copied
-from fxpass.rewrite.known import with_total
 from fxpass.rewrite.leaving import deferred_outputs, split
-from fxpass.rewrite.lowered import Inserted, Lowered
-from fxpass.rewrite.matches import RegionMatch, match_of, words_of
+from fxpass.rewrite.matches import RegionMatch, match_of
 from fxpass.rewrite.outputs import Deferral, Restore, as_compiled, both, defer_outputs, recipe_of
 from fxpass.rewrite.programs import programs_with
-from fxpass.rewrite.regions import Calls, erase, rewrite_region
-from fxpass.rewrite.traced import forward
-from fxpass.rewrite.worth import stored, too_costly
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -51,7 +37,7 @@ Recipes = dict[Node, Deferral]  # by the output of the graph
 
 @dataclass(frozen=True)
 class Later:
-    """A region that is no class reduction: the pass on the joint graph may fuse it.
+    """A region that the pass on the joint graph may fuse.
 
     Attributes:
         match: what a report says if it does.
@@ -72,20 +58,14 @@ class Fused:
         matches: in the order in which they were found.
         later: what is left for the joint graph.
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
-        casts: those of heads' operands, which autocast did.
         reasons: for other products, by name, why they are no heads.
-        kept: for heads whose logits exist, by name, why they have to.
-        rows: for each call that makes a gradient of a weight, the weight's name and the rows.
         checkpoints: the names of the calls of checkpoints that read logits.
     """
 
     matches: list[RegionMatch] = field(default_factory=list)
     later: list[Later] = field(default_factory=list)
     restore: Restore = as_compiled
-    casts: list[Cast] = field(default_factory=list)
     reasons: dict[str, NoMatch] = field(default_factory=dict)
-    kept: dict[str, NoMatch] = field(default_factory=dict)
-    rows: list[tuple[str, int]] = field(default_factory=list)
     checkpoints: set[str] = field(default_factory=set)
 
 
@@ -135,7 +115,6 @@ class _Fusing:
         grads = {node: mode.grad for node, mode in self.modes.items()}
         self.scope = Scope(grads, writers_in(self.graph))
         self.untouched: Graph | None = None  # a copy, from the first change on
-        self.reached = gradients_reach(self.graph, self.scope.writers)
 
     def head(self, name: str) -> Collection[str]:
         """Fuses a head, or notes why not.
@@ -183,12 +162,7 @@ class _Fusing:
                 raise
             if isinstance(no, NoMatch) and no.reason == "nothing is computed from its logits":
                 return self._without_loss(node, no)
-            if isinstance(no, Costs) or not has_loss(node):
-                raise
-            captured = self._kept(node, no)
-            if isinstance(no, NoMatch):
-                self.fused.kept[node.name] = no
-            return captured, {}
+            raise
 
     def _without_loss(self, node: Node, why: NoMatch) -> tuple[Captured, Recipes]:
         """A head whose logits leave the graph, which reduces nothing of them."""
@@ -216,19 +190,6 @@ class _Fusing:
                 raise Costs(node, reason)
         elif reason := too_small(node, least, captured.slice.recorder.heads[0]):
             raise Costs(node, reason)
-
-    def _kept(self, node: Node, why: Exception) -> Captured:
-        """The losses of logits that exist anyway."""
-        try:
-            captured = capture_kept(self.region, node, self.scope)
-            self._check(node, captured)
-        except (NoMatch, GuardOnDataDependentSymNode):
-            raise why from None
-        if self.settings.min_logits_mb and captured.trained and not leaves(node):
-            what = "another node of the graph reads its logits, so they are saved for backward"
-            at = why.node if isinstance(why, NoMatch) else node
-            raise NoMatch(at, f"{what} anyway ({worth.FUSES_ALL})") from why
-        return captured
 
     def _deferred(self, captured: Captured) -> Recipes:
         """The recipes of the logits of a region that are outputs of the graph.
@@ -265,135 +226,19 @@ class _Fusing:
 
     def _fuse(self, captured: Captured, recipes: Recipes) -> None:
         graph, settings, fused = self.graph, self.settings, self.fused
-        calls, match, drop = self._calls(captured), match_of(captured), settings.logits == "drop"
+        match, drop = match_of(captured), settings.logits == "drop"
         if recipes:
             match = replace(match, logits_mode="drop" if drop else "defer")
-        if recipes or calls is not None:
             self.untouched = copied(graph)
         # the outputs read its nodes no more, so that the rewrite erases them
         deferred = defer_outputs(self.region.module, recipes, drop=drop)
-        if calls is None:
+        if captured.calls:
             names = (tuple(n.name for n in some) for some in (captured.heads, captured.slice.ran))
             fused.later.append(Later(match, *names))
         else:
-            if calls:
-                match = self._inserted(captured, calls, match)
-            else:
-                erase(graph, captured)
+            for node in sorted(captured.slice.ran, reverse=True):
+                if not node.users:
+                    graph.erase_node(node)
             fused.matches.append(match)
-        self._finish(deferred)
-
-    def _inserted(
-        self, captured: Captured, calls: Sequence[Lowered], match: RegionMatch
-    ) -> RegionMatch:
-        """Puts calls in the place of the nodes of a region."""
-        emitter, made = rewrite_region(self.graph, captured, calls)
-        for one in made:
-            _total(self.graph, emitter, one, modes_of(self.region))
-        self.graph.lint()
-        if reason := too_costly(captured, made, self.settings.min_logits_mb):
-            raise Costs(captured.heads[0], reason)
-        self.fused.casts += emitter.casts
-        for one in made:
-            if "weight" in one.choice.spec.gradients:
-                self.fused.rows += [(name, hint(value(one.x).shape[0])) for name in self.weights]
-        choices = tuple(one.choice for one in made)
-        words = words_of([choice.spec for choice in choices], match.named)
-        return replace(match, choices=choices, words=words)
-
-    def _finish(self, deferred: Restore) -> None:
         self.region.module.recompile()
-        self.fused.restore = both(self.fused.restore, deferred)
-
-    def _calls(self, captured: Captured) -> list[Lowered] | None:
-        """The class reductions that take the place of a region; None if it is no such.
-
-        Raises:
-            NoMatch: it cannot be a region of the joint graph either.
-        """
-        self.weights = [name for head in captured.heads for name in _weights(head)]
-        found: list[Lowered] = []
-        for call in captured.calls:
-            lowered = self._lowered(call, captured)
-            if lowered is not None:
-                found.append(lowered)
-                continue
-            if captured.kept:
-                what = "its logits exist, and its loss has no normal form"
-                raise NoMatch(captured.heads[0], what)
-            if captured.slice.sharding is not None:
-                what = "its rows are no class reductions, and the head is sharded"
-                raise NoMatch(call.place, what)
-            return None
-        return found
-
-    def _lowered(self, call: RowCall, captured: Captured) -> Lowered | None:
-        """The normal form of a call; None if it has none."""
-        custom = any(isinstance(step.run, Custom) for step in captured.slice.steps)
-        if custom or sum(leaf.kind == "logits" for leaf in call.leaves) != 1:
-            return None  # of a custom function, the backward is its own
-        trains = any(output.trained for output in call.outputs)
-        flags = [trains and trained(leaf) for leaf in call.leaves]
-        sharded = captured.slice.sharding is not None  # there is no region to make it in chunks
-        try:
-            reached = [self._is_reached(output, captured) for output in call.outputs]
-            normal = lower(forward(call), flags, reached, sharded)
-        except Unknown as no:
-            log.debug("%s: no normal form: %s", source_line(call.place), no)
-            return None
-        except NoMatch:
-            raise
-        except Exception:
-            log.warning("%s: the reading failed", source_line(call.place), exc_info=True)
-            return None
-        head = captured.heads[0]
-        if sharded and normal.base.taken:
-            what = f"%{head.name}: the program selects some classes of sharded logits"
-            raise NoMatch(head, what)
-        if captured.kept and (normal.base.taken or normal.biases):
-            return None  # the operator reads logits as the linear made them
-        return Lowered(call, normal, self.settings, self._others(call, captured))
-
-    def _is_reached(self, output: Value, captured: Captured) -> bool:
-        """Whether a gradient may come to an output: to that of a metric, none does."""
-        nodes = (n for n in captured.results if n in self.reached)
-        return any(output is value for n in nodes for value in outputs_of(captured.slice, n))
-
-    def _others(self, call: RowCall, captured: Captured) -> tuple[Any, ...]:
-        """The rows of other calls that make a gradient of the same weight."""
-        head = call.leaves[0].head
-        assert head is not None
-        (rows, *_), weights = head.x.shape, _weights(head.node)[:1]
-        found = [n for name, n in self.fused.rows if name in weights]
-        beside = [n for n in self.candidates if n not in captured.heads and value(n).requires_grad]
-        same = [n for n in beside if not set(weights).isdisjoint(_weights(n)) and self._may_fuse(n)]
-        found += [hint(value(n).numel()) // max(1, hint(value(n).shape[-1])) for n in same]
-        more = [c for c in captured.calls if c is not call and c.leaves[0].head is head]
-        return (*found, *[rows] * len(more))
-
-    def _may_fuse(self, node: Node) -> bool:
-        """Whether another head can be captured."""
-        try:
-            self._captured(node)
-        except (NoMatch, GuardOnDataDependentSymNode):
-            return False
-        return True
-
-
-def _weights(node: Node) -> list[str]:
-    """The matrices that a product may have as its weight, without their views and casts."""
-    return [stored(n).name for n in node.all_input_nodes[1:] if is_tensor(n)]
-
-
-def _total(graph: Graph, emitter: Calls, made: Inserted, modes: Mapping[Node, Mode]) -> None:
-    """Lets forward compute the gradients of a call, if it can; else the call keeps copies of
-    operands."""
-    grads = {node: mode.grad for node, mode in modes.items()}
-    if not made.choice.spec.gradients:  # rows that have no coefficient are left out
-        whole = not any(mode.inference for mode in modes.values())
-        if whole:
-            with_total(graph, made, {}, emitter.call)
-    elif not with_total(graph, made, grads, emitter.call):
-        if made.logits is not None and leaves(emitter.captured.heads[0]):
-            made.without_logits()
-        made.keep()
+        fused.restore = both(fused.restore, deferred)

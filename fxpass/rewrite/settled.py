@@ -21,9 +21,10 @@ from fxpass.graph.functions import LOSSES, function_of
 from fxpass.graph.source import source_line
 from fxpass.graph.text import graph_text
 from fxpass.op.rows import warm
+from fxpass.plan.choice import Choice
 from fxpass.rewrite import dump
 from fxpass.rewrite.fuse import Later
-from fxpass.rewrite.matches import RegionMatch
+from fxpass.rewrite.matches import RegionMatch, words_of
 from fxpass.rewrite.transform import Outcome
 from fxpass.rows.backend import Rewritten, RowsPass
 from fxpass.rows.reasons import FusedPart
@@ -34,7 +35,13 @@ log = logging.getLogger(__name__)
 
 def rows_pass(settings: Settings) -> RowsPass:
     """The pass on the joint graph."""
-    return RowsPass(settings.min_logits_mb, settings.memory_mb, settings.inner == "inductor")
+    return RowsPass(
+        settings.min_logits_mb,
+        settings.strategy,
+        memory_mb=settings.memory_mb,
+        compiled=settings.inner == "inductor",
+        accumulate=settings.accumulate,
+    )
 
 
 def settled(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
@@ -62,7 +69,10 @@ def settled(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
         matches += _others(one, known, sum(function_of(node) in LOSSES for node in nodes))
         fused |= nodes
     rejections = [r for r in rejections if r.of not in fused]
-    return replace(outcome, heads=tuple(matches), rejections=tuple(rejections))
+    kernels = dict.fromkeys(k for one in made for part in one.parts for k in part.launches)
+    return replace(
+        outcome, heads=tuple(matches), rejections=tuple(rejections), kernels=tuple(kernels)
+    )
 
 
 def _others(made: Rewritten, known: set[str], named: int) -> Iterator[RegionMatch]:
@@ -85,7 +95,9 @@ def _with_calls(match: RegionMatch, parts: Sequence[FusedPart]) -> RegionMatch:
     """A match with the calls that it becomes, whose functions of rows are compiled by now."""
     names = (name for part in parts for name in warm(part.text, part.device))
     choices = tuple(part.choice for part in parts)
-    return replace(match, choices=choices, kernels=tuple(dict.fromkeys(names)))
+    specs = [choice.spec for choice in choices if isinstance(choice, Choice)]
+    words = words_of(specs, match.named) if len(specs) == len(choices) else ""
+    return replace(match, choices=choices, kernels=tuple(dict.fromkeys(names)), words=words)
 
 
 def _said(outcome: Outcome, later: Later, made: Sequence[Rewritten]) -> Rejection | None:

@@ -28,7 +28,7 @@ from torch._dynamo.aot_compile_types import (
 from torch._guards import TracingContext
 from torch.fx import GraphModule
 
-from fxpass.op import kept, reductions, rows
+from fxpass.op import rows, saved
 from fxpass.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class WithOperator(SerializableCallable):
 
 def _code_of_operator() -> list[CodeType]:
     """The code of the operators' functions."""
-    each = [(module, f) for module in (kept, reductions, rows) for f in vars(module).values()]
+    each = [(module, f) for module in (rows, saved) for f in vars(module).values()]
     functions = [
         f for module, f in each if inspect.isfunction(f) and f.__module__ == module.__name__
     ]

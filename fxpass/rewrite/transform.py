@@ -25,12 +25,10 @@ from fxpass.graph.names import name_nodes
 from fxpass.graph.nodes import is_tensor, value
 from fxpass.graph.region import Region, regions, return_once
 from fxpass.graph.text import graph_text
-from fxpass.kernels.call import Launch
 from fxpass.rewrite import dump
 from fxpass.rewrite.fuse import Fused, Later, fuse
 from fxpass.rewrite.inference import without_inference_mode
 from fxpass.rewrite.inline import inline_contexts
-from fxpass.rewrite.listing import launches_of
 from fxpass.rewrite.matches import RegionMatch
 from fxpass.rewrite.nested import fuse_nested
 from fxpass.rewrite.outputs import Restore, as_compiled, both
@@ -46,7 +44,7 @@ class Outcome:
     Attributes:
         heads, rejections, casts: in the order of the graph.
         later: what is left for the joint graph.
-        kernels: the launches of Triton kernels on a GPU.
+        kernels: the launches of Triton kernels on a GPU, of the joint graphs.
         restore: wraps the compiled graph, so that it returns the outputs that Dynamo expects.
         nodes: of the rewritten graph, by the names that AOTAutograd's graphs have.
         before: the graph as text, where it is dumped or traced.
@@ -56,7 +54,7 @@ class Outcome:
     rejections: tuple[Rejection, ...]
     casts: tuple[Cast, ...]
     later: tuple[Later, ...] = ()
-    kernels: tuple[Launch, ...] = ()
+    kernels: tuple[Any, ...] = ()
     restore: Restore = as_compiled
     nodes: Mapping[str, Node] = field(default_factory=dict)
     before: str = ""
@@ -78,7 +76,6 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
     later: list[Later] = []
     rejections: list[Rejection] = []
     casts: list[Cast] = []
-    kernels: dict[Launch, None] = {}
     restore: Restore = as_compiled
     sized = _sized_as_traced(gm.graph, inputs)
     for region in regions(gm):
@@ -94,30 +91,24 @@ def transform(gm: GraphModule, settings: Settings, inputs: Sequence[Any] = ()) -
         rejections += _rejections(region, fused, settings)
         heads += fused.matches
         later += fused.later
-        casts += fused.casts
-        kernels |= dict.fromkeys(launches_of(region.module.graph))
         restore = both(restore, fused.restore)
     return Outcome(
         tuple(heads),
         tuple(rejections),
         tuple(casts),
         tuple(later),
-        tuple(kernels),
-        restore,
-        name_nodes(gm),
-        before,
+        restore=restore,
+        nodes=name_nodes(gm),
+        before=before,
     )
 
 
 def _rejections(region: Region, fused: Fused, settings: Settings) -> list[Rejection]:
     nodes = {node.name: node for node in region.module.graph.nodes}
-    reasons, kept = (
-        {nodes[name]: no for name, no in of.items() if name in nodes}
-        for of in (fused.reasons, fused.kept)
-    )
+    reasons = {nodes[name]: no for name, no in fused.reasons.items() if name in nodes}
     least = settings.min_logits_mb
     try:
-        return list(rejections_of(region, reasons, kept, least, bool(fused.matches)))
+        return list(rejections_of(region, reasons, {}, least, bool(fused.matches)))
     except Exception:  # a report is not worth a program
         log.warning("the search for rejections failed", exc_info=True)
         return []
@@ -134,9 +125,7 @@ def _fused(region: Region, settings: Settings) -> Fused:
         own.matches + inside.matches,
         own.later + inside.later,
         both(own.restore, inside.restore),
-        own.casts + inside.casts,
         own.reasons | inside.reasons,
-        own.kept | inside.kept,
     )
 
 

@@ -6,6 +6,7 @@ In: a joint graph, or an inference graph. Out: the same graph with the calls, an
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import get_hash_for_files
@@ -43,7 +45,8 @@ log = logging.getLogger(__name__)
 # are heads, whether classes come first. The first two count if they decline nothing.
 _ONCE, _PARTS = (False, False, False), (True, False, False)
 _LARGEST, _FIRST = (False, True, False), (False, False, True)
-CODE = ("rows", "region", "op", "aten", "plan")  # what decides the graph and its values
+# what decides the graph and its values
+CODE = ("rows", "region", "lower", "spec", "op", "aten", "kernels", "plan")
 
 
 @dataclass
@@ -72,15 +75,15 @@ class Rewritten:
 
 
 def rewrite(
-    module: GraphModule, least_mb: float = 0, memory_mb: int = 0, compiled: bool = True
+    module: GraphModule, least_mb: float = 0, strategy: str = "auto", **options: Any
 ) -> Rewritten:
     """Puts calls into a joint graph, or an inference graph.
 
     Args:
         module: changed in place, unless everything is declined.
         least_mb: the size of logits, in MiB, that are worth a loop.
-        memory_mb: the memory of a loop beside its results, in MiB; 0 is the default.
-        compiled: whether Inductor compiles functions of rows; else they are interpreted.
+        strategy: as of :func:`fxpass.rows.regions.regions`.
+        options: ``memory_mb``, ``compiled`` and ``accumulate`` of the loops.
     """
     result = Rewritten(graph=module)
     module.graph.eliminate_dead_code()
@@ -90,11 +93,12 @@ def rewrite(
         attempt = _copied(module)
         try:
             spell(attempt)
+            attempt = fx_graph_cse(attempt)
             softmaxes(attempt)
             chosen = choose_rows(attempt, products(attempt, least_mb), parts)
             if parts and not chosen:
                 continue
-            found = regions(attempt, least_mb, first, largest)
+            found = regions(attempt, least_mb, first, largest, strategy)
             if found is None:
                 continue
             if costs := _too_small(found, least_mb):
@@ -102,7 +106,7 @@ def rewrite(
                 return result
             why = [declined(head, stop, found.later) for head, stop in found.declined.items()]
             if found.parts and (largest or first or not why):
-                made = _emitted(attempt, found, memory_mb, compiled)
+                made = _emitted(attempt, found, options)
                 module.graph = attempt
                 module.recompile()
                 made.graph, made.declined, made.text = module, why, graph_text(module)
@@ -126,13 +130,13 @@ def _too_small(found: Found, least_mb: float) -> str | None:
     return too_small(taken, sum(head.classes for head in heads), hidden, least_mb)
 
 
-def _emitted(graph: Graph, found: Found, memory_mb: int, compiled: bool) -> Rewritten:
+def _emitted(graph: Graph, found: Found, options: Mapping[str, Any]) -> Rewritten:
     """Puts the calls into a graph, and says what they are."""
     names = {name for node in found.inside if (name := name_of(node))}
     body = [{h.node for h in found.heads if h.node in part.body} for part in found.parts]
     late = [not found.later.isdisjoint(part.results) for part in found.parts]
     known = found.factor is not None
-    calls = emit(graph, found, memory_mb, compiled)
+    calls = emit(graph, found, options)
     read = set(graph.nodes)
     parts = [
         fused_part(call, heads, backward and not known, backward and known)
@@ -154,16 +158,15 @@ class RowsPass:
     """The pass, of training and of inference graphs.
 
     Args:
-        least_mb: the size of logits, in MiB, that are worth a loop.
-        memory_mb: the user's budget of a loop in MiB; 0 is the default.
-        compiled: whether Inductor compiles functions of rows.
+        least_mb, strategy, options: as of :func:`rewrite`.
 
     Attributes:
         made: what became of each graph.
     """
 
-    def __init__(self, least_mb: float = 0, memory_mb: int = 0, compiled: bool = False) -> None:
-        self.least_mb, self.memory_mb, self.compiled = least_mb, memory_mb, compiled
+    def __init__(self, least_mb: float = 0, strategy: str = "auto", **options: Any) -> None:
+        self.least_mb, self.strategy = least_mb, strategy
+        self.options = {"compiled": False} | options
         self.made: list[Rewritten] = []
 
     def __call__(self, graph: Graph) -> None:
@@ -174,13 +177,13 @@ class RowsPass:
 
     def rewrite(self, module: GraphModule) -> None:
         """Rewrites a graph, and notes what became of it."""
-        self.made.append(rewrite(module, self.least_mb, self.memory_mb, self.compiled))
+        self.made.append(rewrite(module, self.least_mb, self.strategy, **self.options))
 
     def key(self) -> str:
         """Changes with the code and the settings: torch's caches are keyed by it."""
         top = Path(__file__).parents[1]
         files = [file for name in CODE for file in sorted((top / name).glob("*.py"))]
-        settings = f"{self.least_mb} {self.memory_mb} {self.compiled}"
+        settings = f"{self.least_mb} {self.strategy} {sorted(self.options.items())}"
         return str(get_hash_for_files(tuple(map(str, files)), extra=settings))
 
     def backend(self) -> Any:

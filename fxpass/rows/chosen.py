@@ -94,7 +94,7 @@ class _Chosen:
         return self._call(A.reshape.default, node, self._sizes(sizes))
 
     def _range(self, count: Any) -> Node:
-        return self._call(A.arange.default, count, device=self.outer.device)
+        return self.outer.numbers(count)
 
     def _zeros(self, sizes: Iterable[Any], like: Node, number: Any = 0) -> Node:
         options = {"dtype": value(like).dtype, "device": value(like).device}

@@ -22,10 +22,22 @@ from fxpass.region.loop import Loop
 from fxpass.region.run import Fakes, apart
 from fxpass.region.text import Input
 from fxpass.region.trace import tidy, traced
+from fxpass.rows.indexing import is_range
 from fxpass.rows.masks import Mask
 from fxpass.rows.regions import Part
 from fxpass.rows.rules import A, Ref, Rules
-from fxpass.rows.sizes import hint, is_known, key, keys, numel, shape, value
+from fxpass.rows.sizes import (
+    hint,
+    is_known,
+    is_one,
+    is_tensor,
+    key,
+    keys,
+    numel,
+    packet,
+    shape,
+    value,
+)
 from fxpass.rows.tags import Stop, View, others
 
 Leaf = tuple[Any, ...]  # of a chunk: what is read, and how
@@ -44,6 +56,41 @@ def _typed(made: Any, node: Node) -> Any:
     if isinstance(made, Tensor) and isinstance(wanted, Tensor) and made.dtype != wanted.dtype:
         return made.to(wanted.dtype)
     return made
+
+
+def _matrix(node: Node) -> tuple[Node, bool]:
+    """The matrix of which one is a view, and whether it is its transpose: a weight and its
+    transpose are one input, however a program turns them."""
+    best, turned, swapped = node, False, False
+    sizes = [key(s) for s in shape(node) if not is_one(s)] if is_tensor(node) else []
+    if len(sizes) != 2 or len(shape(node)) != 2:
+        return node, False
+    while node.op == "call_function" and packet(node) in _VIEWS and isinstance(node.args[0], Node):
+        source: Node = node.args[0]
+        own = [key(s) for s in shape(source) if not is_one(s)]
+        if packet(node) in _TURNS:
+            swapped ^= _swaps(node, source)
+        elif own != ([*reversed(sizes)] if swapped else sizes):
+            break
+        node = source
+        if len(shape(node)) == 2:
+            best, turned = node, swapped
+    return best, turned
+
+
+_TURNS = {A.permute, A.t, A.transpose}
+_VIEWS = {*_TURNS, A.view, A.reshape, A._unsafe_view, A.unsqueeze, A.squeeze, A.alias}
+
+
+def _swaps(node: Node, source: Node) -> bool:
+    """Whether a permutation swaps the two dimensions of more than one element."""
+    rank = len(shape(source))
+    order: Any = node.args[1] if packet(node) is A.permute else list(range(rank))
+    if packet(node) is not A.permute:
+        i, j = (0, 1) if packet(node) is A.t else (d % rank for d in node.args[1:3])  # pyright: ignore
+        order[i], order[j] = order[j], order[i]
+    wide = [d % rank for d in order if not is_one(shape(source)[d])]
+    return len(wide) == 2 and wide[0] > wide[1]
 
 
 class Chunk:
@@ -97,7 +144,7 @@ class Chunk:
         if ref.kind == "node" and ref.node not in self.body:
             tag = self.rules.tag_of(ref.node)
             if tag is None or not tag.rows:
-                return ("shared", ref.node)
+                return ("shared", _matrix(ref.node)[0])
             if ref.node in self.inside_of:
                 return ("handed", ref.node)
             ref = Ref("row", ref.node, tag.letters, tag.rows, tag.view)
@@ -106,11 +153,42 @@ class Chunk:
             apart = not ref.view.in_order or None in ref.places
             large = is_known(shape(ref.node)) and numel(shape(ref.node)) >= self.rules.large
             kind = "entries" if apart and large else "row"
-            return (kind, ref.node, ref.letters, ref.places, ref.view)
-        return ("shared", ref.node) if ref.kind == "shared" else None
+            node, letters, places = ref.node, ref.letters, ref.places
+            if sorted(letters) in (["c", "r"], ["k", "r"]) and len(places) == 1:
+                # x is one input, as is the transpose that a weight's gradient is a product of
+                node, turned = _matrix(node)
+                letters = letters[::-1] if turned else letters
+                places = tuple(1 - p if turned and p is not None else p for p in places)
+            return (kind, node, letters, places, ref.view)
+        if ref.kind != "shared" or self._made(ref.node) is not None:
+            return None
+        return ("shared", _matrix(ref.node)[0])
+
+    def _made(self, node: Node) -> Tensor | None:
+        """A tensor that a chunk makes itself: of one number, or one that counts."""
+        if not is_tensor(node):
+            return None
+        options = {"dtype": value(node).dtype, "device": self.device}
+        sizes, number, count = shape(node), self.rules.fill(node), self._range(node)
+        known = [key(s) for s in sizes]
+        if count is not None:
+            return torch.arange(count, **options).reshape([-1 if s == count else 1 for s in known])
+        if isinstance(number, int | float) and all(s == 1 for s in known):
+            return torch.full(known, number, **options)
+        return None
+
+    def _range(self, node: Node) -> Any:
+        """How far a tensor counts from 0 along its only dimension; None if it is no such tensor."""
+        sizes = [s for s in shape(node) if not is_one(s)] if is_tensor(node) else []
+        if len(sizes) != 1 or not isinstance(key(sizes[0]), int):
+            return None
+        rank = len(shape(node)) - next(i for i, s in enumerate(shape(node)) if not is_one(s))
+        return key(sizes[0]) if is_range(node, sizes[0], rank) else None
 
     def _note(self, leaf: Leaf, ref: Ref) -> None:
-        sizes, letters, rows = shape(ref.node), ref.letters, ("n",)
+        of, letters, rows = leaf[1], ref.letters, ("n",)
+        letters = leaf[2] if leaf[0] in ("row", "entries") else letters
+        sizes = shape(of)
         if leaf[0] == "handed":
             tag = self.rules.tag_of(ref.node)
             assert tag is not None
@@ -147,18 +225,26 @@ class Chunk:
             dtype, device = value(ref.node).dtype, self.device
             return torch.full((self.n, *sizes), number, dtype=dtype, device=device)
         leaf = self.leaf(ref)
+        if ref.kind == "shared" or (leaf is not None and leaf[0] == "shared"):
+            made = self.shared(ref)
+            return made.unsqueeze(0) if made.dim() else made
         if leaf is None:
             made = self.values[ref.node]
             if ref.sizes is not None:
                 made = made.reshape(made.shape[0], *map(self.size, ref.sizes))
             return made
-        made = self.given[leaf]
         if leaf[0] == "entries":
-            return made.index_select(0, self.given[("place", *leaf[1:])])
-        return made.unsqueeze(0) if leaf[0] == "shared" and made.dim() else made
+            return self.given[leaf].index_select(0, self.given[("place", *leaf[1:])])
+        return self.given[leaf]
 
     def shared(self, ref: Ref) -> Tensor:
-        return self.given["shared", ref.node]
+        made = self._made(ref.node)
+        return self._turned(ref.node) if made is None else made
+
+    def _turned(self, node: Node) -> Tensor:
+        source, turned = _matrix(node)
+        made = self.given["shared", source]
+        return A.permute.default(made, [1, 0]) if turned else made
 
     def full(self, ref: Ref) -> Tensor:
         made = self.get(ref)

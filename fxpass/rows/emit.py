@@ -10,6 +10,7 @@ results in another view of the rows are moved by nodes around the call::
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,13 +33,13 @@ from fxpass.rows.tangents import degrees
 from fxpass.spec.dtypes import LOW_PRECISION
 
 
-def emit(graph: Graph, found: Found, memory_mb: int = 0, compiled: bool = True) -> list[Node]:
+def emit(graph: Graph, found: Found, options: Mapping[str, Any]) -> list[Node]:
     """Puts the calls into a graph in the place of the regions.
 
     Args:
         graph: is changed in place.
         found: its regions.
-        memory_mb, compiled: of the loops.
+        options: of the loops.
 
     Returns:
         the calls, one for each part.
@@ -50,7 +51,7 @@ def emit(graph: Graph, found: Found, memory_mb: int = 0, compiled: bool = True) 
     loops = [chunk.loop(part) for part, chunk in chunks]
     emitter = _Emitter(graph, found)
     calls = [
-        emitter.add(part, chunk, replace(loop, memory_mb=memory_mb, compiled=compiled))
+        emitter.add(part, chunk, replace(loop, **options))
         for (part, chunk), loop in zip(chunks, loops, strict=True)
     ]
     emitter.finish()

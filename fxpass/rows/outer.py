@@ -38,6 +38,7 @@ class Outer:
     def __init__(self, graph: Graph, inside: Collection[Node] = ()) -> None:
         self.graph, self.end = graph, graph.output_node()
         self.made: set[Node] = set()
+        self._numbers: dict[Any, Node] = {}
         self._rows: dict[View, Node] = {}
         self._inside: dict[View, Node] = {}
         self._operands: dict[Any, Node] = {}
@@ -128,10 +129,12 @@ class Outer:
         """A tensor of one number."""
         return self.call(A.full.default, list(sizes), fill, dtype=dtype, device=self.device)
 
-    def _numbers(self, count: Any) -> Node:
+    def numbers(self, count: Any) -> Node:
         """``0, 1, ..., count - 1``. Not by arange, which Inductor decomposes before this pass."""
-        options = {"dtype": torch.int64, "device": self.device, "requires_grad": False}
-        return self.call(P.iota.default, count, start=0, step=1, **options)
+        if count not in self._numbers:
+            options = {"dtype": torch.int64, "device": self.device, "requires_grad": False}
+            self._numbers[count] = self.call(P.iota.default, count, start=0, step=1, **options)
+        return self._numbers[count]
 
     def tensor_of(self, number: Node) -> Node:
         """A number that varies, as a tensor without dimensions."""
@@ -146,7 +149,7 @@ class Outer:
         if view in self._rows:
             return self._rows[view]
         if not view.steps:
-            made = self._numbers(self.size(view.root))
+            made = self.numbers(self.size(view.root))
         else:
             before, (kind, args, after) = self.rows(view.before), view.last
             if kind == "reshape":
@@ -244,7 +247,7 @@ class Outer:
         rows = None if view.in_order else self.flat(view)
         own = [shape(source)[p] for p in places if p is not None]
         sizes = [1 if p is None else self.size(shape(source)[p]) for p in places]
-        made = self.call(A.reshape.default, self._numbers(self.product(own)), sizes)
+        made = self.call(A.reshape.default, self.numbers(self.product(own)), sizes)
         if not all(map(same, shape(made), self._sizes_of(view))):
             made = self.call(A.expand.default, made, list(map(self.size, view.shape)))
         made = self.call(A.reshape.default, made, [-1])

@@ -11,7 +11,7 @@ In: a product and the node that ended its region. Out: records, which print one 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from torch.fx.node import map_arg
 
 from fxpass.graph.names import name_of
 from fxpass.graph.source import source_line, source_place
-from fxpass.op.rows import plan_of
+from fxpass.kernels.call import Launch
+from fxpass.op.rows import listed
+from fxpass.plan.choice import Choice
 from fxpass.plan.plan import size
 from fxpass.region.loop import Loop
-from fxpass.rows.sizes import hint, packet, value
+from fxpass.rows.sizes import hint, packet, shape, value
 from fxpass.rows.tags import Stop
 
 
@@ -93,15 +95,17 @@ class FusedPart:
 
     Attributes:
         heads: the names of its products.
-        choice: how it runs, for a report.
+        choice: how it runs, for a report; of a call with a formula, as a record.
+        launches: the Triton kernels of a call with a formula.
         text: of its loop.
         device: of its tensors.
     """
 
     heads: frozenset[str]
-    choice: str
+    choice: str | Choice
     text: str
     device: torch.device
+    launches: tuple[Launch, ...] = ()
 
 
 def fused_part(call: Node, heads: Iterable[Node], backward: bool, gradients: bool) -> FusedPart:
@@ -115,15 +119,26 @@ def fused_part(call: Node, heads: Iterable[Node], backward: bool, gradients: boo
     """
     tensors: Any = map_arg(call.args[0], _without_data)
     text = str(call.args[1])
-    loop, planned = Loop.parse(text), plan_of(tensors, text)
+    loop, found = Loop.parse(text), listed(tensors, text)
+    names, device = frozenset(map(head_name, heads)), tensors[0].device
+    if found.choice is not None:
+        symbolic = any(not isinstance(s, int) for n in call.all_input_nodes for s in shape(n))
+        reason = _AGAIN if backward else found.choice.reason
+        choice = replace(found.choice, symbolic=symbolic, reason=reason)
+        return FusedPart(names, choice, text, device, found.launches)
+    planned = found.plan
+    assert planned is not None
     how = "compiled by Inductor" if loop.compiled else "interpreted"
     scratch = size(planned.scratch + planned.sums)
     what = "the gradients are computed with the outputs" if gradients else "no gradients"
-    what = "backward computes the logits again" if backward else what
+    what = _AGAIN if backward else what
     outputs = f"{len(loop.results)} result{'s' * (len(loop.results) != 1)}"
     rows = f"{planned.rows} rows at a time: {scratch} of scratch"
     choice = f"loop of {outputs}, {how}: {rows}; {what}"
-    return FusedPart(frozenset(map(head_name, heads)), choice, text, tensors[0].device)
+    return FusedPart(names, choice, text, device)
+
+
+_AGAIN = "backward computes the logits again"
 
 
 def _without_data(node: Node) -> torch.Tensor:

@@ -15,6 +15,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
@@ -73,7 +74,11 @@ class Found:
 
 
 def regions(
-    graph: Graph, least_mb: float, first: bool = False, largest: bool = False
+    graph: Graph,
+    least_mb: float,
+    first: bool = False,
+    largest: bool = False,
+    strategy: str = "auto",
 ) -> Found | None:
     """Finds the regions of a graph; None if it has no head.
 
@@ -81,6 +86,8 @@ def regions(
         least_mb: the size of logits, in MiB, that are worth a loop.
         first: whether classes come before rows.
         largest: whether only products with as many rows as the largest are heads.
+        strategy: where gradients are computed that forward may know: ``chunked``, in forward;
+            ``tiled``, in backward; ``auto``, in forward, unless they take more memory than logits.
     """
     starts = tangents(graph)
     later = backward_of(starts, graph)
@@ -100,7 +107,8 @@ def regions(
     found = Found(rules, later=later, heads=seeded(rules, candidates))
     _propagate(found, later)
     inside = _inside(rules, graph)
-    _factor(found, graph, starts, inside)
+    if strategy == "chunked" or (strategy == "auto" and not _saves_much(found)):
+        _factor(found, graph, starts, inside)
     _parts(found, graph, inside, starts, later)
     return found
 
@@ -177,6 +185,23 @@ def _inside(rules: Rules, graph: Graph) -> set[Node]:
         if node in seeds or of_several or (node in wanted and some):
             inside.add(node)
     return inside
+
+
+def _saves_much(found: Found) -> bool:
+    """Whether the weights' gradients that forward saves, one for each head and in f32 for fp16,
+    exceed those that backward returns by more than the logits take."""
+    of_weight: dict[Node, list[Head]] = {}
+    for head in found.heads:
+        if head.node in found.rules.plans:
+            of_weight.setdefault(base_of(head.weight), []).append(head)
+    for some in of_weight.values():
+        tensor = value(some[0].node)
+        saved = 4 if tensor.dtype == torch.float16 else tensor.itemsize
+        more = some[0].hidden * (len(some) * saved - tensor.itemsize)
+        rows = sum(numel(shape(head.node)) // head.classes for head in some)
+        if more > rows * tensor.itemsize:
+            return True
+    return False
 
 
 def _factor(found: Found, graph: Graph, starts: list[Node], inside: set[Node]) -> None:

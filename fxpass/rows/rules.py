@@ -112,7 +112,7 @@ def rule(*names: str, ns: Any = A) -> Callable[[Rule], Rule]:
 
 
 # What makes a tensor of one number, and where the number is.
-FILLS = {A.full: 1, A.full_like: 1, A.new_full: 2}
+FILLS = {A.scalar_tensor: 0, A.full: 1, A.full_like: 1, A.new_full: 2}
 ZEROS = {A.zeros, A.zeros_like, A.new_zeros, A.empty, A.empty_like, A.new_empty}
 ZEROS |= {A.new_empty_strided, A.empty_strided}
 ONES = {A.ones, A.ones_like, A.new_ones}
@@ -255,7 +255,8 @@ class Rules:
         if node in self._large:
             return self._large[node]
         self._large[node] = False
-        found = is_tensor(node) and numel(shape(node)) >= self.large and packet(node) not in VIEWS
+        found = is_tensor(node) and numel(shape(node)) >= self.large
+        found = found and (packet(node) not in VIEWS or self._repeats(node))
         if not found:
             found = any(
                 self.has_classes(a) if a in self.plans else self.is_pulled(a, depth + 1)
@@ -265,6 +266,10 @@ class Rules:
         if not depth:
             self._large.clear()
         return found
+
+    def _repeats(self, node: Node) -> bool:
+        """Whether a node has the elements of a smaller tensor several times."""
+        return packet(node) is A.expand and numel(shape(node.args[0])) < self.large
 
     def pull(self, node: Node, tag: Any) -> None:
         """Plans a node whose result is to have a tag, and what it reads."""

@@ -5,13 +5,16 @@ In: a graph. Out: the graph, changed in place::
     view(cat([a, b], 0), [2, *a.shape])    cat([unsqueeze(a, 0), unsqueeze(b, 0)], 0)
     bmm(a [1, N, D], b [1, D, V])          unsqueeze(mm(a [N, D], b [D, V]), 0)
     max(z), amax(z, [0, 1])                amax(amax(z, [-1]), [0])
+    ne(unsqueeze(t, 1), -100)              unsqueeze(ne(t, -100), 1)
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from fxpass.rows.rules import A
 from fxpass.rows.sizes import is_one, key, keys, packet, shape, value
@@ -25,7 +28,8 @@ _VIEWS = (A.view, A._unsafe_view, A.reshape)
 
 
 def spell(graph: Graph) -> None:
-    """Spells stacks, batches of one product, and extremes of everything in one way."""
+    """Spells stacks, batches of one product, extremes of everything and labels of rows, which
+    forward and backward of one loss spell differently, in one way."""
     for node in list(graph.nodes):
         made = None
         if packet(node) in _VIEWS:
@@ -34,10 +38,29 @@ def spell(graph: Graph) -> None:
             made = _product(graph, node)
         elif node.target in _NESTED:
             made = _of_rows_first(graph, node)
+        elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            made = _of_labels(graph, node)
         if made is not None:
             made.meta = dict(node.meta)
             node.replace_all_uses_with(made)
     graph.eliminate_dead_code()
+
+
+def _of_labels(graph: Graph, node: Node) -> Node | None:
+    """A function of ``unsqueeze(x, 1)`` as that of x, whose result is unsqueezed."""
+    tensors = [a for a in node.all_input_nodes if shape(a)]
+    if len(shape(node)) != 2 or not tensors or not all(map(_is_unsqueezed, tensors)):
+        return None
+    with graph.inserting_before(node):
+        args, kwargs = map_arg((node.args, node.kwargs), lambda a: a.args[0] if shape(a) else a)
+        inner = graph.call_function(node.target, args, kwargs)  # pyright: ignore
+        made = graph.call_function(A.unsqueeze.default, (inner, 1))
+    inner.meta = node.meta | {"val": value(node)[:, 0]}
+    return made
+
+
+def _is_unsqueezed(node: Node) -> bool:
+    return packet(node) is A.unsqueeze and len(shape(node)) == 2 and node.args[1] in (1, -1)
 
 
 def _stacked(graph: Graph, node: Node) -> Node | None:

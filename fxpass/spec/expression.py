@@ -61,7 +61,7 @@ def given_in(expr: Expr) -> tuple[int, ...]:
 def derivative(expr: Expr, by: sympy.Symbol = Z) -> Expr:
     """d expr / dz, or another symbol's, exactly. Where a branch has slope zero, it is zero even if
     other factors overflow: autograd too selects zero there, and does not multiply by zero."""
-    return _without_rounding(_masked(sympy.diff(expr, by)))
+    return _without_rounding(masked(sympy.diff(expr, by)))
 
 
 def _without_rounding(expr: Any) -> Any:
@@ -80,18 +80,18 @@ def _without_rounding(expr: Any) -> Any:
     return expr
 
 
-def _masked(expr: Any) -> Any:
+def masked(expr: Any) -> Any:
     """``expr``, with the factors of a :class:`Where` that has a zero branch inside its branches."""
     if not expr.has(Where):
         return expr
-    expr = expr.func(*map(_masked, expr.args))
+    expr = expr.func(*map(masked, expr.args))
     if not isinstance(expr, sympy.Mul):
         return expr
     for i, mask in enumerate(expr.args):
         if isinstance(mask, Where) and 0 in mask.args[2:]:
             x, y, *branches = mask.args
             number, rest = sympy.Mul(*expr.args[:i], *expr.args[i + 1 :]).as_coeff_Mul()
-            return number * mask.func(x, y, *(_masked(rest * branch) for branch in branches))
+            return number * mask.func(x, y, *(masked(rest * branch) for branch in branches))
     return expr
 
 
@@ -245,6 +245,13 @@ def evaluate(
     itself for the expression ``Z``, otherwise a tensor of the same shape, new if z is in ``expr``.
     ``values`` has the operands beside z by name, in the dtype of z; their shapes broadcast."""
     return z if expr == Z else _evaluate(expr, z, values or {}).expand_as(z)
+
+
+def of_rows(expr: Any, like: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """An expression of columns ``[N, 1]`` or ``[N, K]``, in the dtype of ``like``, on its device;
+    of numbers alone ``[1, 1]``."""
+    found = _evaluate(expr, like, values)
+    return found if found.dim() else found.reshape(1, 1)
 
 
 def _evaluate(expr: Any, z: torch.Tensor, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
