@@ -60,7 +60,7 @@ def coefficients(tables: Tables, base: Base, gradient: Any, classes: Any) -> dic
     """
     slope = sympy.diff(base.transform, Z) * base.scale
     found = quotient(simplified(gradient), slope)
-    found = expanded(in_logs(tables, found))
+    found = _in_logs(tables, found)
     of_index, rest = split_hot(found)
     picks = _picks(tables, base, of_index)
     powers = _powers(base, rest)
@@ -81,6 +81,21 @@ def coefficients(tables: Tables, base: Base, gradient: Any, classes: Any) -> dic
         picks = {Picked(pick.index, logit=True): factor for pick, factor in picks.items()}
     softmax = sympy.powsimp(softmax, combine="exp")  # exp(lse - row) may be all that is finite
     return made | picks | ({"lse": softmax} if softmax != 0 else {})
+
+
+def _in_logs(tables: Tables, expr: Any) -> Expr:
+    """An expression whose logits are log-softmaxes, if nothing else is left of them: log + lse
+    would lose the digits of small logits."""
+    if not expr.has(Z):
+        return expanded(expr)
+    tight: Any = {base.loose: base.lse for base in tables.bases}
+    loose = in_logs(tables, expr, loose=True)
+    terms = sympy.Add.make_args(expanded(loose))
+    read = {t.xreplace(tight) for t in terms if t.has(*tight)}
+    found = expanded(loose.xreplace(tight))
+    if not read.isdisjoint(sympy.Add.make_args(found)):
+        raise Unknown(f"`{expr}` has logits beside the slopes")
+    return found
 
 
 def quotient(gradient: Any, slope: Any) -> Expr:

@@ -24,9 +24,9 @@ from torch.fx import Graph, Node
 
 from fxpass.lower.formula import Formula, formula_of
 from fxpass.lower.records import Unknown
+from fxpass.op import run as of_head
 from fxpass.op.checks import check
 from fxpass.op.known import Values
-from fxpass.op import run as of_head
 from fxpass.plan.choice import Choice
 from fxpass.region.loop import Loop
 from fxpass.region.split import Split

@@ -1,8 +1,9 @@
 """Leaves rows that add nothing out of all products.
 
-In: which rows of a loop change a result. Out: their indices. Padding and prompts are often more than half of a batch, and an ignored row would cost as many
-operations as any other row. A row that is left out does not change the gradients if it holds nan or
-inf. Eager multiplies it by 0 and gets nan gradients; so does a call that leaves no rows out.
+In: which rows of a loop change a result. Out: their indices. Padding and prompts are often more
+than half of a batch, and an ignored row would cost as many operations as any other row. A row that
+is left out does not change the gradients if it holds nan or inf. Eager multiplies it by 0 and gets
+nan gradients; so does a call that leaves no rows out.
 
 Which rows count is known on the device. A CPU looks at them. The host would have to wait for a GPU,
 so it asks for their number and reads it at a later call of the same kind, which waits for their

@@ -16,7 +16,6 @@ import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
-from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import detect_fake_mode
 from torch._inductor.custom_graph_pass import get_hash_for_files
@@ -93,7 +92,6 @@ def rewrite(
         attempt = _copied(module)
         try:
             spell(attempt)
-            attempt = fx_graph_cse(attempt)
             softmaxes(attempt)
             chosen = choose_rows(attempt, products(attempt, least_mb), parts)
             if parts and not chosen:

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fxpass.rows.rules import A
-from fxpass.rows.sizes import is_one, key, keys, packet, shape, value
+from fxpass.rows.sizes import is_one, is_tensor, key, keys, packet, shape, value
 
 # What is the same of rows as of all classes: reductions that may take one dimension after another.
 _NESTED = {A.max.default: A.amax.default, A.min.default: A.amin.default}
@@ -29,7 +29,9 @@ _VIEWS = (A.view, A._unsafe_view, A.reshape)
 
 def spell(graph: Graph) -> None:
     """Spells stacks, batches of one product, extremes of everything and labels of rows, which
-    forward and backward of one loss spell differently, in one way."""
+    forward and backward of one loss spell differently, in one way; equal labels are computed
+    once."""
+    known: dict[Any, Node] = {}
     for node in list(graph.nodes):
         made = None
         if packet(node) in _VIEWS:
@@ -43,7 +45,22 @@ def spell(graph: Graph) -> None:
         if made is not None:
             made.meta = dict(node.meta)
             node.replace_all_uses_with(made)
+        for one in (made, node) if made is not None else (node,):
+            if (same := _computed_before(one, known)) is not None:
+                one.replace_all_uses_with(same)
     graph.eliminate_dead_code()
+
+
+def _computed_before(node: Node, known: dict[Any, Node]) -> Node | None:
+    """A node that computes the same labels or mask."""
+    tags = getattr(node.target, "tags", ())
+    random = torch.Tag.nondeterministic_seeded in tags
+    if node.op != "call_function" or not is_tensor(node) or random:
+        return None
+    if value(node).is_floating_point() or value(node).is_complex():
+        return None
+    first = known.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+    return first if first is not node else None
 
 
 def _of_labels(graph: Graph, node: Node) -> Node | None:

@@ -30,14 +30,14 @@ LAW = {
     "region": {"spec"},
     "aten": {"spec", "plan", "region"},
     "kernels": {"spec", "plan"},
-    "op": {"spec", "plan", "aten", "kernels", "region"},
-    "rows": {"graph", "spec", "op", "region", "plan"},
-    "lower": {"graph", "spec", "plan", "region"},
+    "lower": {"graph", "spec", "region"},
+    "op": {"spec", "plan", "aten", "kernels", "region", "lower"},
+    "rows": {"graph", "spec", "op", "region", "plan", "kernels"},
     "capture": {"graph", "spec", "plan"},
     "deferred": {"spec", "op", "graph", "capture"},
     "rewrite": {
         *("capture", "casts", "op", "deferred", "graph", "plan", "spec", "kernels"),
-        *("lower", "region", "rows"),
+        *("region", "rows"),
     },
     "cli": {"op", "plan"},
 }
