@@ -26,7 +26,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
 from fxpass.region.run import Fakes, Interpreter, Values, apart
-from fxpass.region.text import graph_of
+from fxpass.region.text import graph_of, is_on_ranks
 from fxpass.region.trace import EQUAL, traced
 from fxpass.spec.dtypes import LOW_PRECISION
 
@@ -55,6 +55,8 @@ class RowFunction:
 
     def __init__(self, graph: fx.Graph, device: torch.device, compiled: bool) -> None:
         self.device = device
+        # collectives run in the order of the text on each rank, whatever can be compiled there
+        compiled = compiled and not is_on_ranks(graph)
         self.wanted = compiled and _available(device) and not _misrounded(graph, device)
         self.inputs = [node.meta["input"] for node in graph.find_nodes(op="placeholder")]
         self.interpreter = Interpreter(graph, device)

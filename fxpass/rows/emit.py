@@ -141,6 +141,9 @@ class _Emitter:
                 user.target = A.reshape.default if user.target is A.view.default else user.target
         outer.read_sizes_elsewhere(self.found.inside)
         outer.sort()
+        for node in reversed(self.graph.nodes):
+            if node in self.found.inside and not node.users:  # FX calls a wait an effect
+                self.graph.erase_node(node)
         self.graph.eliminate_dead_code()
         self.graph.lint()
 
