@@ -145,10 +145,8 @@ def _scattered(graph: Graph, node: Node) -> None:
 
 def _erased(graph: Graph, node: Node) -> None:
     """Erases a collective that nothing reads; FX calls its wait an effect."""
-    graph.eliminate_dead_code()
-    (wait,) = node.users
-    graph.erase_node(wait)
-    graph.erase_node(node)
+    waits = set(node.users)
+    graph.eliminate_dead_code(lambda other: other not in waits and other.is_impure())
 
 
 def _call(graph: Graph, target: Any, *args: Any) -> Node:

@@ -141,10 +141,8 @@ class _Emitter:
                 user.target = A.reshape.default if user.target is A.view.default else user.target
         outer.read_sizes_elsewhere(self.found.inside)
         outer.sort()
-        for node in reversed(self.graph.nodes):
-            if node in self.found.inside and not node.users:  # FX calls a wait an effect
-                self.graph.erase_node(node)
-        self.graph.eliminate_dead_code()
+        inside = self.found.inside  # FX calls a wait for other ranks an effect
+        self.graph.eliminate_dead_code(lambda node: node not in inside and node.is_impure())
         self.graph.lint()
 
 
