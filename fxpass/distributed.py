@@ -1,36 +1,40 @@
-"""The fused loss of a sharded head as a function, for programs that the backend cannot match.
+"""The loss of a sharded head as a function, for programs without a backend, or without DTensors.
 
 In: hidden states, this rank's classes of the head, targets. Out: the loss over all classes, on
-every rank of the group. For programs in which the backend cannot match a head and loss of DTensors
-(a graph break between them, a hand-written parallel head, no compiler), in eager or inside
-``torch.compile``::
+every rank of the group::
 
     from fxpass.distributed import linear_cross_entropy
 
     loss = linear_cross_entropy(hidden, head.weight, labels, group=tensor_parallel_group)
+
+It is a few lines of PyTorch with collectives, :func:`_loss`. In ``torch.compile`` they are part of
+the graph, which the backend fuses. In eager they are a program of their own, which is compiled by
+the pass alone: a chunk of rows at a time, the logits of which never exist.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import functools
+import itertools
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import config as functorch
 
-from fxpass.capture.sharding import compiled_for_all_ranks
-from fxpass.graph.placements import is_dtensor, placements_of
-from fxpass.op import sharded
-from fxpass.op.collectives import waited, with_summed_gradient
-from fxpass.op.kept import saved_logits
-from fxpass.op.losses import cross_entropy_of, reductions_of_loss
-from fxpass.plan.choice import choose
+from fxpass.graph.placements import compiled_for_all_ranks, is_dtensor, placements_of
+from fxpass.op.collectives import all_reduce, waited, with_summed_gradient
+from fxpass.rows.alike import marked_alike
+from fxpass.rows.backend import RowsPass
 from fxpass.settings import Settings
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import Reductions
-from fxpass.spec.shards import Shard, dealt
+from fxpass.spec.shards import dealt
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +43,7 @@ __all__ = ["linear_cross_entropy"]
 
 _NAME = "fxpass.distributed.linear_cross_entropy"
 _REDUCTIONS = ("none", "mean", "sum")
+_numbers = itertools.count()
 
 
 def linear_cross_entropy(
@@ -59,9 +64,9 @@ def linear_cross_entropy(
     """Cross-entropy of ``input @ linear_weight.T + linear_bias``, classes sharded over ranks.
 
     The names are those of ``torch.nn.functional.linear_cross_entropy``. The ranks exchange three
-    numbers per row, up to six with label smoothing and class probabilities, and in backward the
-    gradient of ``input``. Under autocast the operands are cast to its dtype. It reads the settings
-    ``FUSEDCE_STRATEGY`` and ``FUSEDCE_MEMORY_MB``.
+    numbers per row, four with label smoothing, and in backward the gradient of ``input``. Under
+    autocast the operands are cast to its dtype. In eager it reads the setting
+    ``FUSEDCE_MEMORY_MB``.
 
     Args:
         input: ``[..., D]`` hidden states, floating point: the same on all ranks, or this rank's
@@ -99,13 +104,68 @@ def linear_cross_entropy(
         raise ValueError(f"ignore_index must fit into int64, got {ignore_index}")
     if any(t is not None and t.requires_grad for t in (target, weight)):
         raise RuntimeError("the target or the class weights requires a gradient: detach them")
-    tensors = (input, linear_weight, linear_bias, target, weight)
-    options = (reduction, ignore_index, label_smoothing, logits, sequence_dim)
-    return _fused(*tensors, *_shard_of(linear_weight, group, classes), *options)
+    shard = _shard_of(linear_weight, group, classes)
+    _check(input, target, weight, shard, sequence_dim)
+    options = _Options(reduction, ignore_index, label_smoothing, logits, sequence_dim)
+    if torch.compiler.is_compiling():
+        return _loss(input, linear_weight, linear_bias, target, weight, *shard, *options)
+    expression.parse(logits)
+    index = None if target.is_floating_point() else target.long()
+    if index is not None and index.device.type == "cpu":
+        _check_classes(index, ignore_index, shard.classes)
+    x, sizes = input, _local(linear_weight)
+    if is_dtensor(x):
+        x = with_summed_gradient(cast(Any, x).full_tensor(), shard.group)
+    bias = None if linear_bias is None else _local(linear_bias)
+    run = _program(shard, options, is_dtensor(input), Settings.read().memory_mb)
+    return run(x, sizes, bias, target, weight)
 
 
-def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
-    """This rank's first class, the number of all classes, and the group that shards them."""
+class _Options(NamedTuple):
+    """The options of a loss."""
+
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    logits: str
+    sequence_dim: int | None
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    shard: _Shard, options: _Options, summed: bool, memory_mb: int
+) -> Callable[..., Tensor]:
+    """The loss of plain tensors, compiled by the pass; for any number of rows.
+
+    Args:
+        summed: whether the gradient of the hidden states is added up by the caller.
+    """
+    inner = RowsPass(memory_mb=memory_mb).backend()
+
+    def backend(module: Any, inputs: Any) -> Any:
+        with functorch.patch(donated_buffer=False):  # backward may run twice
+            return inner(module, inputs)
+
+    def run(*tensors: Tensor | None) -> Tensor:
+        return _loss(*tensors, *shard, *options, summed)  # type: ignore[arg-type]
+
+    # each program may be compiled for several sizes: Dynamo counts by code
+    code = run.__code__.replace(co_name=f"loss_{next(_numbers)}")
+    own = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+    return torch.compile(own, backend=backend, fullgraph=True)
+
+
+class _Shard(NamedTuple):
+    """A rank's first class, the number of all classes, and the group that shards them."""
+
+    first: int
+    classes: int
+    group: str
+    ranks: int
+
+
+def _shard_of(weight: Any, group: Any, classes: int | None) -> _Shard:
+    """This rank's part of the classes."""
     if compiled_for_all_ranks():
         raise ValueError(
             f"{_NAME}: the compiled code depends on the rank's classes; set "
@@ -122,7 +182,7 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
         # Dynamo of torch 2.11 cannot trace DTensor's function for this
         group, total = mesh.get_group(over[0]), int(weight.shape[0])
         first, _ = dealt(total, group.size(), group.rank())
-        return Shard(first, total, group.group_name)
+        return _Shard(first, total, group.group_name, group.size())
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError(
@@ -139,11 +199,42 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
             f"have {here}: classes are divided as by torch.chunk. If the number of all classes is "
             "not this rank's number times the number of ranks, pass classes="
         )
-    return Shard(first, total, group.group_name)
+    return _Shard(first, total, group.group_name, ranks)
+
+
+def _check(
+    x: Tensor, target: Tensor, weight: Tensor | None, shard: _Shard, sequence_dim: int | None
+) -> None:
+    """Raises ValueError for shapes that do not fit together."""
+    probabilities = target.is_floating_point()
+    for name, t in (("weight", weight), ("target", target if probabilities else None)):
+        if t is not None and t.shape[-1] != shard.classes:
+            raise ValueError(
+                f"{_NAME}: {name} has {t.shape[-1]} of {shard.classes} classes; each rank needs "
+                "all of them"
+            )
+    if is_dtensor(x) and sequence_dim is not None:
+        raise ValueError(f"{_NAME}: a DTensor has its own placements; leave out sequence_dim")
+    sizes = list(x.shape)
+    if sequence_dim is not None and -len(sizes) <= sequence_dim < len(sizes):
+        sizes[sequence_dim] *= shard.ranks
+    shape = target.shape[:-1] if probabilities else target.shape
+    if list(shape) != sizes[:-1] or len(sizes) < 2:
+        raise ValueError(
+            f"{_NAME} needs input [..., D] and target [...] or [..., V] of the same rows, got "
+            f"{sizes}{'' if sequence_dim is None else ' from all ranks'} and {list(target.shape)}"
+        )
+
+
+def _check_classes(index: Tensor, ignored: int, classes: int) -> None:
+    """Raises IndexError for a class that does not exist."""
+    wrong = index[(index != ignored) & ((index < 0) | (index >= classes))]
+    if len(wrong):
+        raise IndexError(f"class {int(wrong[0])} is out of bounds: there are {classes} classes")
 
 
 @torch.compiler.allow_in_graph
-def _fused(
+def _loss(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -152,65 +243,111 @@ def _fused(
     first: int,
     classes: int,
     group: str,
+    ranks: int,
     reduction: str,
     ignore_index: int,
     label_smoothing: float,
     logits: str,
     sequence_dim: int | None,
+    summed: bool = False,
 ) -> Tensor:
     """The loss. It is one node of a Dynamo graph; AOTAutograd traces through it."""
-    probabilities = target.is_floating_point()
-    for name, t in (("weight", class_weight), ("target", target if probabilities else None)):
-        if t is not None and t.shape[-1] != classes:
-            raise ValueError(
-                f"{_NAME}: {name} has {t.shape[-1]} of {classes} classes; each rank needs all of "
-                "them"
-            )
-    x = _whole_rows(x, group, sequence_dim)
+    x = x if summed else _whole_rows(x, group, sequence_dim)
     weight, bias = _local(weight), None if bias is None else _local(bias)
+    shape, here = x.shape[:-1], weight.shape[0]
+    z = _logits(x.flatten(0, -2), weight, bias, -(-classes // ranks), logits)
+    even, most = classes % ranks == 0, z.shape[-1]
+    exists = torch.arange(most, device=z.device) < here
+    z = z if even else z.masked_fill(~exists, float("-inf"))  # all ranks have as many
+    z = z - all_reduce(z.detach().amax(-1, keepdim=True), "max", group)
+
+    def total(weights: Tensor) -> Tensor:
+        """This rank's part of a weighted sum over the classes."""
+        weights = weights[..., first : first + here].to(z.dtype)
+        if not even:
+            weights = F.pad(weights, (0, most - here))
+            return (weights * z).masked_fill(~exists, 0).sum(-1)
+        return (weights * z).sum(-1)
+
+    ones = torch.ones((), dtype=z.dtype, device=z.device).expand(classes)
+    every = ones if class_weight is None else class_weight.to(z.dtype)
+    sums = [z.exp().sum(-1)]
+    index = left_out = None
+    if target.is_floating_point():
+        soft = target.flatten(0, -2).to(z.dtype)
+        soft = (soft * (1 - label_smoothing) + label_smoothing / classes) * every
+        of_row = soft.sum(-1)
+        sums.append(total(soft))
+    else:
+        index = target.flatten().long()  # uint8 cannot hold -100
+        left_out = index == ignore_index
+        index = index.masked_fill(left_out, 0)
+        of_row = every[index]  # raises for a class that does not exist
+        mine = (index >= first) & (index < first + here)
+        picked = z.gather(-1, (index - first).masked_fill(~mine, 0).unsqueeze(-1)).squeeze(-1)
+        sums.append(picked.masked_fill(~mine, 0))
+        sums += [total(every)] * bool(label_smoothing)
+    sums = _Summed.apply(torch.stack(sums, -1), group).unbind(-1)  # type: ignore[union-attr]
+    norm = sums[0].log()
+    if index is None:
+        losses = norm * of_row - sums[1]
+        count = torch.full_like(norm.sum(), losses.shape[0])
+    else:
+        losses = (1 - label_smoothing) * of_row * (norm - sums[1])
+        if label_smoothing:
+            losses = losses + label_smoothing / classes * (norm * every.sum() - sums[2])
+        losses = losses.masked_fill(left_out, 0)
+        count = of_row.masked_fill(left_out, 0).sum()
+    if reduction == "none":
+        return losses.view(shape)
+    return losses.sum() / count if reduction == "mean" else losses.sum()
+
+
+def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, most: int, transform: str) -> Tensor:
+    """This rank's logits, of as many classes as any rank has, at least in f32."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    shape = target.shape[:-1] if probabilities else target.shape
-    if shape != x.shape[:-1] or x.dim() < 2:
-        raise ValueError(
-            f"{_NAME} needs input [..., D] and target [...] or [..., V] of the same rows, got "
-            f"{list(x.shape)}{'' if sequence_dim is None else ' from all ranks'} and "
-            f"{list(target.shape)}"
-        )
-    leaves = {"x": x, "weight": weight, "bias": bias}
-    needed = [k for k, t in leaves.items() if t is not None and t.requires_grad]
-    gradients = tuple(needed) if torch.is_grad_enabled() else ()
-    settings, shard = Settings.read(), {"first": first, "classes": classes, "group": group}
-    picks = index = None
-    if probabilities:
-        target = target.flatten(0, -2)
-    else:
-        index = target.flatten().long()  # uint8 cannot hold -100
-        picks = index.masked_fill(index == ignore_index, 0)
-    dtype = compute_dtype(x.dtype)
-    outputs, given = reductions_of_loss(target, class_weight, label_smoothing, dtype)
-    given = [w[..., first : first + len(weight)] for w in given]
-    names, x = tuple(sorted(outputs, key=str)), x.flatten(0, -2)
-    transform, memory = expression.parse(logits), settings.memory_mb
-    spec = Reductions(names, transform, gradients, memory_mb=memory)
-    sizes = (x.shape[0], x.shape[1], max(1, weight.shape[0]))
-    choice = choose(*sizes, x.dtype, x.device, None, spec, settings.strategy, sharded=True)
-    saved = saved_logits(x, weight, bias) if choice.save_logits else None
-    operands = x, weight, bias, None, picks, given, saved
-    rows, _ = sharded.class_reductions(*operands, choice.spec.text(), **shard)
-    logs = [rows[names.index(output)] for output in outputs]
-    options = reduction, ignore_index, label_smoothing, classes
-    mean_log = logs[1] if len(logs) == 2 else None
-    loss = cross_entropy_of(logs[0], mean_log, index, class_weight, *options)
-    return loss if reduction != "none" else loss.view(shape)
+    if missing := most - weight.shape[0]:
+        weight = F.pad(weight, (0, 0, 0, missing))
+        bias = None if bias is None else F.pad(bias, (0, missing))
+    with marked_alike():
+        z = F.linear(x, weight, bias)
+    z = z.to(compute_dtype(z.dtype))
+    return z if transform == "z" else _Transformed.apply(z, transform)  # type: ignore[return-value]
+
+
+class _Summed(torch.autograd.Function):
+    """The sum over the ranks, of a loss that all of them differentiate: each part has the gradient
+    of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: str) -> Any:
+        return all_reduce(parts, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, None
+
+
+class _Transformed(torch.autograd.Function):
+    """An expression of the logits, with its exact slope."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, transform: str) -> Any:
+        ctx.save_for_backward(z)
+        ctx.transform = transform
+        return expression.evaluate(expression.parse(transform), z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        slope = expression.derivative(expression.parse(ctx.transform))
+        return grad * expression.evaluate(slope, ctx.saved_tensors[0]), None
 
 
 def _whole_rows(x: Tensor, group: str, sequence_dim: int | None) -> Tensor:
     """All rows, on all ranks; their gradient is the sum of the ranks' gradients."""
     if is_dtensor(x):
-        if sequence_dim is not None:
-            raise ValueError(f"{_NAME}: a DTensor has its own placements; leave out sequence_dim")
         return with_summed_gradient(cast(Any, x).full_tensor(), group)
     if sequence_dim is None:
         return with_summed_gradient(x, group)

@@ -16,11 +16,18 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.fx.traceback import annotate
 
 from fxpass.graph.functions import function_of
-from fxpass.graph.placements import is_dtensor, placement_name, placements_of
+from fxpass.graph.placements import (
+    compiled_for_all_ranks,
+    is_dtensor,
+    is_gathered,
+    placement_name,
+    placements_of,
+)
 
 _KEY = "fxpass.alike"
 _PRODUCTS = {"linear", "matmul", "mm", "addmm", "bmm"}
@@ -40,11 +47,27 @@ def is_alike(node: Node) -> bool:
 
 def mark(module: GraphModule) -> None:
     """Marks the products of a graph of Dynamo, by the placements of their weights."""
+    if compiled_for_all_ranks() or (_varies(module) and _has_parts(module)):
+        return
     for node in module.graph.nodes:
         if node.op not in ("call_function", "call_method") or function_of(node) not in _PRODUCTS:
             continue
         if any(_is_even(factor) for factor in node.all_input_nodes):
             node.meta["custom"] = {**node.meta.get("custom", {}), _KEY: True}
+
+
+def _varies(module: GraphModule) -> bool:
+    """Whether a size, or a number that is given, is a symbol."""
+    values = [n.meta.get("example_value") for n in module.graph.find_nodes(op="placeholder")]
+    sizes = [s for v in values for s in (v.shape if isinstance(v, torch.Tensor) else [v])]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _has_parts(module: GraphModule) -> bool:
+    """Whether a program works on its rank's part of a tensor. A number that says where that starts
+    is a symbol then, but not on the first rank, where it is 0: the ranks' graphs may differ."""
+    local = (n for n in module.graph.nodes if placement_name(n.target) in _LOCAL)
+    return any(not is_gathered(node) for node in local)
 
 
 def _is_even(node: Node) -> bool:

@@ -77,16 +77,13 @@ def along_ranks(rules: Rules, node: Node, want: Tag | None) -> Plan:
 def gathers(graph: Graph, products: Iterable[Node]) -> None:
     """Spells gathers of what is computed of some products, and the scatters of their gradients,
     with a dimension for the ranks."""
-    reached = set(products)
-    for node in list(graph.nodes):
-        if reached.isdisjoint(node.all_input_nodes):
-            continue
-        reached.add(node)
-        if packet(node) is _GATHERED:
-            _gathered(graph, node)
-        elif packet(node) is _SCATTERED:
-            _scattered(graph, node)
-    graph.eliminate_dead_code()
+    reached, found = set(products), list[Node]()
+    for node in graph.nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+            found += [node] * (packet(node) in (_GATHERED, _SCATTERED))
+    for node in found:
+        (_gathered if packet(node) is _GATHERED else _scattered)(graph, node)
 
 
 def _gathered(graph: Graph, node: Node) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fxpass.capture.sharding import one_rank_settings
+from fxpass.graph.placements import one_rank_settings
 from fxpass.plan.devices import multiplied_in
 from tests.ranks.case import (
     Case,

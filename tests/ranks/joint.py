@@ -7,6 +7,7 @@ the collectives between calls, since sizes may differ between ranks; ``LEFT`` st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,15 +15,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
+from fxpass.op.collectives import with_summed_gradient
 from fxpass.rows.backend import RowsPass
 from fxpass.rows.rules import VIEWS
 from fxpass.rows.sizes import numel, packet, shape, value
+from fxpass.spec.shards import dealt
 from tests.fuzz.small import small
 from tests.ranks import heads
-from tests.ranks.case import Case, Rank, Values, values_of
+from tests.ranks.case import Case, Rank, Values, same, values_of
 from tests.ranks.heads import (
     BF16,
     FROM_SEQUENCE,
@@ -37,7 +41,7 @@ from tests.ranks.heads import (
 )
 
 COLLECTIVE = "_c10d_functional.all_"  # in texts
-V = 20  # all classes; no other dimension has as many, nor as many as a rank has
+V = 80  # all classes; no other dimension has as many, nor as many as a rank has
 
 
 def of_heads(
@@ -157,4 +161,150 @@ WHOLE = {
     "top-p": of_heads(of_top_p),
 }
 
-CASES = {**WHOLE}
+
+# ---------------------------------------------------------------- programs with their own collectives
+
+
+class VocabularyParallel(torch.autograd.Function):
+    """The loss of each row, as Megatron spells it: with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, t: Tensor, first: int) -> Any:
+        z = z - funcol.all_reduce(z.amax(-1), "max", group()).unsqueeze(-1)
+        mine = (t >= first) & (t < first + z.shape[-1])
+        index = torch.where(mine, t - first, 0)
+        picked = torch.where(mine, z.gather(-1, index.unsqueeze(-1)).squeeze(-1), 0.0)
+        picked = funcol.all_reduce(picked, "sum", group())
+        total = funcol.all_reduce(z.exp().sum(-1), "sum", group())
+        ctx.save_for_backward(z.exp() / total.unsqueeze(-1), mine, index)
+        return total.log() - picked
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        softmax, mine, index = ctx.saved_tensors
+        picked = torch.zeros_like(softmax).scatter(-1, index.unsqueeze(-1), 1.0)
+        return (softmax - picked * mine.unsqueeze(-1)) * grad.unsqueeze(-1), None, None
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+def by_function(z: Tensor, t: Tensor, first: int) -> Tensor:
+    return VocabularyParallel.apply(z, t, first).mean()  # type: ignore[union-attr]
+
+
+def entropy(z: Tensor, t: Tensor, first: int) -> Tensor:
+    """The entropies of all classes, whose parts are added up."""
+    z = z - funcol.all_reduce(z.detach().amax(-1), "max", group()).unsqueeze(-1)
+    sums = torch.stack([z.exp().sum(-1), (z.exp() * z).sum(-1)], -1)
+    total, product = _AllReduced.apply(sums).unbind(-1)  # type: ignore[union-attr]
+    return (total.log() - product / total).mean()
+
+
+def gathered(z: Tensor, t: Tensor, first: int) -> Tensor:
+    """Of gathered logits, whose gradients add up over the ranks."""
+    whole = funcol.all_gather_tensor(z, 1, group())
+    return F.cross_entropy(whole, t)
+
+
+class _AllReduced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor) -> Any:
+        return funcol.all_reduce(parts, "sum", group())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad
+
+
+def by_hand(
+    of: Callable[..., Tensor],
+    right: Callable[[Tensor, Tensor], Tensor],
+    *,
+    calls: int,
+    known: bool = True,
+    summed: bool = True,
+    world: int = 2,
+    v: int = V,
+) -> Case:
+    """A program of x, this rank's part of a weight, and labels.
+
+    Args:
+        of: the loss of this rank's logits, the labels, and its first class.
+        right: what one process computes of all logits.
+        calls: how many calls there are.
+        known: whether the weight is a DTensor: then sizes are known to be the same on all ranks.
+        summed: whether x's gradient is added up over ranks by the program.
+    """
+
+    def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        random = torch.Generator().manual_seed(3)
+        x, w = (torch.randn(s, generator=random).to(dtype) for s in ((12, 8), (v, 8)))
+        return x, w, torch.randint(v, (12,), generator=random)
+
+    def in_one(dtype: torch.dtype) -> Values:
+        x, w, t = operands(dtype)
+        x, w = x.requires_grad_(), w.requires_grad_()
+        loss = right(F.linear(x, w), t)
+        loss.backward()
+        return {"loss": loss.detach(), "x": x.grad, "w": w.grad}  # type: ignore[dict-item]
+
+    def step(here: Rank) -> Values:
+        x, w, t = here.move(operands(torch.float32))
+        first, count = dealt(v, here.world, here.rank)
+        x = x.requires_grad_()
+        if known:
+            w = distribute_tensor(w, here.mesh(), [Shard(0)])
+        else:
+            w = w[first : first + count].clone()
+        w, rows = w.detach().requires_grad_(), RowsPass()
+
+        def program(x: Tensor, w: Any) -> Tensor:
+            x = with_summed_gradient(x, group().group_name) if summed else x
+            return of(F.linear(x, w.to_local() if known else w), t, first)
+
+        with small():
+            loss = torch.compile(program, backend=rows.backend(), fullgraph=True)(x, w)
+            here.backward(loss)
+        facts_of(here, rows, 12)
+        return {"loss": loss.detach(), "x": x.grad, "w": w.grad}  # type: ignore[dict-item]
+
+    def join(name: str, parts: list[Tensor]) -> Tensor:
+        if name == "x" and not summed:
+            return torch.stack(parts).sum(0)
+        return same(name, parts) if name != "w" or known else torch.cat(parts)
+
+    return Case(
+        step=step,
+        world=world,
+        alone=in_one,
+        ways=("rows",),
+        facts=facts(calls, known),
+        join=join,
+    )
+
+
+def of_entropies(z: Tensor, t: Tensor) -> Tensor:
+    return -(z.softmax(-1) * z.log_softmax(-1)).sum(-1).mean()
+
+
+def with_gradients_of_two(z: Tensor, t: Tensor) -> Tensor:
+    loss = F.cross_entropy(z, t)
+    return 2 * loss - loss.detach()
+
+
+HAND = {
+    "by hand": by_hand(by_function, F.cross_entropy, calls=1),
+    "by hand, four": by_hand(by_function, F.cross_entropy, calls=1, world=4),
+    "by hand, entropy": by_hand(entropy, of_entropies, calls=1),
+    "by hand, gathered": by_hand(gathered, with_gradients_of_two, calls=2, summed=False),
+}
+OUTSIDE = {
+    "outside": by_hand(by_function, F.cross_entropy, calls=3, known=False),
+    "outside, uneven": by_hand(by_function, F.cross_entropy, calls=3, known=False, v=79),
+    "outside, entropy": by_hand(entropy, of_entropies, calls=3, known=False),
+    "loss_parallel, uneven": of_heads(mean, SHARDED, v=79, calls=3, within=False),
+}
+
+CASES = {**WHOLE, **HAND, **OUTSIDE}
