@@ -7,9 +7,9 @@ every rank of the group::
 
     loss = linear_cross_entropy(hidden, head.weight, labels, group=tensor_parallel_group)
 
-It is a few lines of PyTorch with collectives, :func:`_loss`. In ``torch.compile`` they are part of
-the graph, which the backend fuses. In eager they are a program of their own, which is compiled by
-the pass alone: a chunk of rows at a time, the logits of which never exist.
+It is a few lines of PyTorch with collectives, :mod:`fxpass.rows.vocabulary`. In ``torch.compile``
+they are part of the graph, which the backend fuses. In eager they are a program of their own, which
+the pass alone compiles: the logits never exist.
 """
 
 from __future__ import annotations
@@ -22,18 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
-import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch import config as functorch
+from torch._guards import detect_fake_mode
 
 from fxpass.graph.placements import compiled_for_all_ranks, is_dtensor, placements_of
-from fxpass.op.collectives import all_reduce, waited, with_summed_gradient
-from fxpass.rows.alike import marked_alike
+from fxpass.op.collectives import with_summed_gradient
 from fxpass.rows.backend import RowsPass
+from fxpass.rows.vocabulary import local, vocabulary_loss
 from fxpass.settings import Settings
 from fxpass.spec import expression
-from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.shards import dealt
 
 if TYPE_CHECKING:
@@ -107,16 +105,16 @@ def linear_cross_entropy(
     shard = _shard_of(linear_weight, group, classes)
     _check(input, target, weight, shard, sequence_dim)
     options = _Options(reduction, ignore_index, label_smoothing, logits, sequence_dim)
-    if torch.compiler.is_compiling():
-        return _loss(input, linear_weight, linear_bias, target, weight, *shard, *options)
+    if torch.compiler.is_compiling() or detect_fake_mode([input]) is not None:  # traced by others
+        return vocabulary_loss(input, linear_weight, linear_bias, target, weight, *shard, *options)
     expression.parse(logits)
     index = None if target.is_floating_point() else target.long()
     if index is not None and index.device.type == "cpu":
         _check_classes(index, ignore_index, shard.classes)
-    x, sizes = input, _local(linear_weight)
+    x, sizes = input, local(linear_weight)
     if is_dtensor(x):
         x = with_summed_gradient(cast(Any, x).full_tensor(), shard.group)
-    bias = None if linear_bias is None else _local(linear_bias)
+    bias = None if linear_bias is None else local(linear_bias)
     run = _program(shard, options, is_dtensor(input), Settings.read().memory_mb)
     return run(x, sizes, bias, target, weight)
 
@@ -147,7 +145,7 @@ def _program(
             return inner(module, inputs)
 
     def run(*tensors: Tensor | None) -> Tensor:
-        return _loss(*tensors, *shard, *options, summed)  # type: ignore[arg-type]
+        return vocabulary_loss(*tensors, *shard, *options, summed)  # type: ignore[arg-type]
 
     # each program may be compiled for several sizes: Dynamo counts by code
     code = run.__code__.replace(co_name=f"loss_{next(_numbers)}")
@@ -231,129 +229,3 @@ def _check_classes(index: Tensor, ignored: int, classes: int) -> None:
     wrong = index[(index != ignored) & ((index < 0) | (index >= classes))]
     if len(wrong):
         raise IndexError(f"class {int(wrong[0])} is out of bounds: there are {classes} classes")
-
-
-@torch.compiler.allow_in_graph
-def _loss(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    first: int,
-    classes: int,
-    group: str,
-    ranks: int,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    logits: str,
-    sequence_dim: int | None,
-    summed: bool = False,
-) -> Tensor:
-    """The loss. It is one node of a Dynamo graph; AOTAutograd traces through it."""
-    x = x if summed else _whole_rows(x, group, sequence_dim)
-    weight, bias = _local(weight), None if bias is None else _local(bias)
-    shape, here = x.shape[:-1], weight.shape[0]
-    z = _logits(x.flatten(0, -2), weight, bias, -(-classes // ranks), logits)
-    even, most = classes % ranks == 0, z.shape[-1]
-    exists = torch.arange(most, device=z.device) < here
-    z = z if even else z.masked_fill(~exists, float("-inf"))  # all ranks have as many
-    z = z - all_reduce(z.detach().amax(-1, keepdim=True), "max", group)
-
-    def total(weights: Tensor) -> Tensor:
-        """This rank's part of a weighted sum over the classes."""
-        weights = weights[..., first : first + here].to(z.dtype)
-        if not even:
-            weights = F.pad(weights, (0, most - here))
-            return (weights * z).masked_fill(~exists, 0).sum(-1)
-        return (weights * z).sum(-1)
-
-    ones = torch.ones((), dtype=z.dtype, device=z.device).expand(classes)
-    every = ones if class_weight is None else class_weight.to(z.dtype)
-    sums = [z.exp().sum(-1)]
-    index = left_out = None
-    if target.is_floating_point():
-        soft = target.flatten(0, -2).to(z.dtype)
-        soft = (soft * (1 - label_smoothing) + label_smoothing / classes) * every
-        of_row = soft.sum(-1)
-        sums.append(total(soft))
-    else:
-        index = target.flatten().long()  # uint8 cannot hold -100
-        left_out = index == ignore_index
-        index = index.masked_fill(left_out, 0)
-        of_row = every[index]  # raises for a class that does not exist
-        mine = (index >= first) & (index < first + here)
-        picked = z.gather(-1, (index - first).masked_fill(~mine, 0).unsqueeze(-1)).squeeze(-1)
-        sums.append(picked.masked_fill(~mine, 0))
-        sums += [total(every)] * bool(label_smoothing)
-    sums = _Summed.apply(torch.stack(sums, -1), group).unbind(-1)  # type: ignore[union-attr]
-    norm = sums[0].log()
-    if index is None:
-        losses = norm * of_row - sums[1]
-        count = torch.full_like(norm.sum(), losses.shape[0])
-    else:
-        losses = (1 - label_smoothing) * of_row * (norm - sums[1])
-        if label_smoothing:
-            losses = losses + label_smoothing / classes * (norm * every.sum() - sums[2])
-        losses = losses.masked_fill(left_out, 0)
-        count = of_row.masked_fill(left_out, 0).sum()
-    if reduction == "none":
-        return losses.view(shape)
-    return losses.sum() / count if reduction == "mean" else losses.sum()
-
-
-def _logits(x: Tensor, weight: Tensor, bias: Tensor | None, most: int, transform: str) -> Tensor:
-    """This rank's logits, of as many classes as any rank has, at least in f32."""
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if missing := most - weight.shape[0]:
-        weight = F.pad(weight, (0, 0, 0, missing))
-        bias = None if bias is None else F.pad(bias, (0, missing))
-    with marked_alike():
-        z = F.linear(x, weight, bias)
-    z = z.to(compute_dtype(z.dtype))
-    return z if transform == "z" else _Transformed.apply(z, transform)  # type: ignore[return-value]
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over the ranks, of a loss that all of them differentiate: each part has the gradient
-    of the sum."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: str) -> Any:
-        return all_reduce(parts, "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, None
-
-
-class _Transformed(torch.autograd.Function):
-    """An expression of the logits, with its exact slope."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, transform: str) -> Any:
-        ctx.save_for_backward(z)
-        ctx.transform = transform
-        return expression.evaluate(expression.parse(transform), z)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        slope = expression.derivative(expression.parse(ctx.transform))
-        return grad * expression.evaluate(slope, ctx.saved_tensors[0]), None
-
-
-def _whole_rows(x: Tensor, group: str, sequence_dim: int | None) -> Tensor:
-    """All rows, on all ranks; their gradient is the sum of the ranks' gradients."""
-    if is_dtensor(x):
-        return with_summed_gradient(cast(Any, x).full_tensor(), group)
-    if sequence_dim is None:
-        return with_summed_gradient(x, group)
-    gathered = funcol.all_gather_tensor_autograd(x, sequence_dim, cast(Any, group))
-    return waited(gathered)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor

@@ -135,12 +135,12 @@ class Call:
 
     def exchanges(self, sent: str) -> bool:
         """A maximum of each row and two or three sums, and x's gradient; of a sequence, x as well.
-        In eager, those of rows are in a call."""
+        Those of rows are in a call, unless nobody fuses."""
         forward, backward = (half.split() for half in sent.split(" | "))
         size, gathers = self.dtype.itemsize, "sequence_dim" in self.options
         nbytes, row = B * S * D * size, B * S * max(4, size)
-        right = len(forward) == gathers + 2 * (self.way != "eager")
-        if self.way != "eager":
+        right = len(forward) == gathers + 2 * (self.way == "aot_eager")
+        if self.way == "aot_eager":
             maximum, sums = map(int, forward[-2:])
             right = right and maximum == row and 2 * row <= sums <= 3 * row
         if self.v == 1:  # the gradient is no product, and of the region

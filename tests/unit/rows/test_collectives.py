@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -103,18 +104,21 @@ PRODUCTS = ("linear", "matmul")
 # ---------------------------------------------------------------- calls
 
 
+def group() -> Any:
+    return dist.group.WORLD
+
+
 def sharded_loss(x, w, t):
     return F.cross_entropy(F.linear(replicated(x, w), w), t)
 
 
 def gathered_loss(x, w, t):
-    return F.cross_entropy(F.linear(replicated(x, w), w).full_tensor(), t)
+    z: Any = F.linear(replicated(x, w), w)
+    return F.cross_entropy(z.full_tensor(), t)
 
 
 def gathered_by_hand(x, w, t):
-    return F.cross_entropy(
-        funcol.all_gather_tensor(F.linear(x, w.to_local()), 1, dist.group.WORLD), t
-    )
+    return F.cross_entropy(funcol.all_gather_tensor(F.linear(x, w.to_local()), 1, group()), t)
 
 
 def of_plain_tensors(x, w, t):
@@ -128,10 +132,8 @@ def of_marked_plain_tensors(x, w, t):
 
 
 def reduced(z):
-    z = z - funcol.all_reduce(z.detach().amax(-1), "max", dist.group.WORLD).unsqueeze(-1)
-    return (
-        funcol.all_reduce(z.exp().sum(-1).detach(), "sum", dist.group.WORLD).log().mean() + z.mean()
-    )
+    z = z - funcol.all_reduce(z.detach().amax(-1), "max", group()).unsqueeze(-1)
+    return funcol.all_reduce(z.exp().sum(-1).detach(), "sum", group()).log().mean() + z.mean()
 
 
 def texts(program, rank=0, v=V):
