@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._functorch import config as functorch
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 
 from fxpass.graph.placements import compiled_for_all_ranks, is_dtensor, placements_of
 from fxpass.op.collectives import with_summed_gradient
@@ -141,8 +140,10 @@ def _program(
     inner = RowsPass(memory_mb=memory_mb).backend()
 
     def backend(module: Any, inputs: Any) -> Any:
-        with functorch.patch(donated_buffer=False):  # backward may run twice
-            return inner(module, inputs)
+        made, context = inner(module, inputs), TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []  # backward may run twice
+        return made
 
     def run(*tensors: Tensor | None) -> Tensor:
         return vocabulary_loss(*tensors, *shard, *options, summed)  # type: ignore[arg-type]

@@ -22,7 +22,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fxpass.op.rows import plan_of
+from fxpass.op.row_chunks import prepared
+from fxpass.op.rows import plan_of, rows
+from fxpass.region.loop import Loop
+from fxpass.region.zeros import zeros
 from fxpass.rows.alike import is_alike, mark, marked_alike
 from fxpass.rows.backend import RowsPass
 from tests.fuzz.small import small
@@ -238,3 +241,23 @@ def test_all_ranks_take_as_many_rows():
     alone = [re.sub("%5 = .*", "%5 = aten.neg.default(%4)", text) for text in (lean, rich)]
     alone = [re.sub("%6 = .*", "%6 = aten.neg.default(%5)", text) for text in alone]
     assert len({plan_of(tensors, text).rows for text in alone}) == 2
+
+
+def test_no_row_is_left_out():
+    """Which rows count may differ between ranks, as labels of each rank's classes do."""
+    masked = TEXT.format(more="").replace("return %9", "%10 = aten.mul.Tensor(%9, %1)\nreturn %10")
+    assert zeros(Loop.parse(masked)) is None
+    alone = re.sub("%5 = .*", "%5 = aten.neg.default(%4)", masked)
+    alone = re.sub("%6 = .*", "%6 = aten.neg.default(%5)", alone)
+    assert zeros(Loop.parse(alone)) is not None
+
+
+def test_collectives_run_in_the_order_of_the_text(alone):
+    """They are interpreted, chunk by chunk: of one rank, the values are those without."""
+    text = TEXT.format(more="").replace("compiled=0", "compiled=1").replace("'0'", f"'{alone}'")
+    function, _ = prepared(text, torch.device("cpu")).function()
+    assert not function.compiles
+    tensors = [torch.randn(700, 8), torch.zeros(700, 1).long(), torch.randn(8, 4096)]
+    (found,) = rows(tensors, text)
+    z = tensors[0] @ tensors[2]
+    torch.testing.assert_close(found, (z - z.amax(1, True)).exp().sum(1, True))
