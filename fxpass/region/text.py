@@ -71,9 +71,14 @@ def results_of(graph: Graph) -> list[Node]:
     return list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
+def is_collective(node: Node) -> bool:
+    """Whether a node exchanges values with other ranks, or waits for them."""
+    return getattr(node.target, "namespace", "") == _ON_RANKS
+
+
 def is_on_ranks(graph: Graph) -> bool:
     """Whether a graph has collectives: all ranks of a group have to run it in step."""
-    return any(getattr(node.target, "namespace", "") == _ON_RANKS for node in graph.nodes)
+    return any(map(is_collective, graph.nodes))
 
 
 def lines_of(graph: Graph) -> list[str]:

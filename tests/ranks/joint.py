@@ -54,6 +54,7 @@ def of_heads(
     calls: int = 1,
     within: bool = True,
     autocast: bool = False,
+    compiled: bool = False,
 ) -> Case:
     """A model with a head of this style.
 
@@ -62,6 +63,7 @@ def of_heads(
         calls: how many calls there are.
         within: whether they have collectives.
         autocast: whether bf16 is on.
+        compiled: whether Inductor compiles what is between the collectives of a call.
     """
     parallel = style in (SHARDED, FROM_SEQUENCE)
 
@@ -73,7 +75,7 @@ def of_heads(
         parallelize_module(made, here.mesh(), {"lm_head": style})
         x, labels = here.move(data(v))
         x = x.chunk(here.world, 1)[here.rank] if style is FROM_SEQUENCE else x
-        rows = RowsPass()
+        rows = RowsPass(compiled=compiled)
         with small(), loss_parallel() if parallel else nullcontext():
             with torch.autocast(here.device.type, BF16, enabled=autocast):
                 found = torch.compile(made, backend=rows.backend())(x, labels)
@@ -144,6 +146,8 @@ WHOLE = {
     "loss_parallel, sum, bias": of_heads(heads.summed, SHARDED, bias=True),
     "loss_parallel, bf16": of_heads(heads.summed, SHARDED, autocast=True),
     "loss_parallel, four": of_heads(mean, SHARDED, bias=True, world=4),
+    "loss_parallel, compiled": of_heads(mean, SHARDED, bias=True, compiled=True),
+    "gathered, compiled": of_heads(heads.policy, compiled=True),
     "softcap": of_heads(heads.softcap, SHARDED, bias=True),
     "sequence": of_heads(mean, FROM_SEQUENCE),
     "gathered": of_heads(mean),

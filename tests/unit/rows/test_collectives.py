@@ -25,6 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fxpass.op.row_chunks import prepared
 from fxpass.op.rows import plan_of, rows
 from fxpass.region.loop import Loop
+from fxpass.region.text import Input
+from fxpass.region.trace import Fakes, apart, tidy, traced
 from fxpass.region.zeros import zeros
 from fxpass.rows.alike import is_alike, mark, marked_alike
 from fxpass.rows.backend import RowsPass
@@ -253,11 +255,32 @@ def test_no_row_is_left_out():
 
 
 def test_collectives_run_in_the_order_of_the_text(alone):
-    """They are interpreted, chunk by chunk: of one rank, the values are those without."""
+    """What is between them is compiled: of one rank, the values are those without them."""
     text = TEXT.format(more="").replace("compiled=0", "compiled=1").replace("'0'", f"'{alone}'")
     function, _ = prepared(text, torch.device("cpu")).function()
-    assert not function.compiles
+    assert [step.compiles for _, step in function.steps] == [True, False, True]
     tensors = [torch.randn(700, 8), torch.zeros(700, 1).long(), torch.randn(8, 4096)]
     (found,) = rows(tensors, text)
     z = tensors[0] @ tensors[2]
     torch.testing.assert_close(found, (z - z.amax(1, True)).exp().sum(1, True))
+
+
+def test_equal_collectives_stay_apart():
+    """What is equal on this rank need not be on another one."""
+    fakes = Fakes([Input(torch.float32, ("n", 5))], {"n": 8}, torch.device("cpu"))
+
+    def twice(x):
+        one, two = (torch.ops._c10d_functional.all_reduce(x.amax(1), "max", "0") for _ in range(2))
+        return [one + two]
+
+    graph = apart(lambda: tidy(traced(twice, fakes, {})))
+    names = [str(node.target) for node in graph.find_nodes(op="call_function")]
+    assert names.count("aten.amax.default") == 1
+    assert names.count("_c10d_functional.all_reduce.default") == 2
+    assert lines_of_calls(graph)
+
+
+def lines_of_calls(graph):
+    for node in graph.find_nodes(op="placeholder"):
+        node.meta["input"] = Input(torch.float32, ("n", 5))
+    return Loop((0,), (), graph).text()
