@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from fxpass.op.collectives import with_summed_gradient
+from fxpass.rewrite.inner import compile_inner
 from fxpass.rows.backend import RowsPass
 from fxpass.rows.rules import VIEWS
 from fxpass.rows.sizes import numel, packet, shape, value
@@ -55,6 +56,7 @@ def of_heads(
     within: bool = True,
     autocast: bool = False,
     compiled: bool = False,
+    inductor: bool = False,
 ) -> Case:
     """A model with a head of this style.
 
@@ -64,6 +66,7 @@ def of_heads(
         within: whether they have collectives.
         autocast: whether bf16 is on.
         compiled: whether Inductor compiles what is between the collectives of a call.
+        inductor: whether it compiles the graph too.
     """
     parallel = style in (SHARDED, FROM_SEQUENCE)
 
@@ -78,7 +81,8 @@ def of_heads(
         rows = RowsPass(compiled=compiled)
         with small(), loss_parallel() if parallel else nullcontext():
             with torch.autocast(here.device.type, BF16, enabled=autocast):
-                found = torch.compile(made, backend=rows.backend())(x, labels)
+                backend = within_inductor(rows) if inductor else rows.backend()
+                found = torch.compile(made, backend=backend)(x, labels)
             here.backward(found)
         if style is FROM_SEQUENCE:  # its body saw some of the rows
             for p in made.body.parameters():
@@ -93,6 +97,13 @@ def of_heads(
         dtype=BF16 if autocast else torch.float32,
         ways=("rows",),
         facts=facts(calls, within),
+    )
+
+
+def within_inductor(rows: RowsPass) -> Any:
+    """A backend, with the pass in Inductor."""
+    return lambda module, inputs: compile_inner(
+        "inductor", module, inputs, None, {}, "cast", rows=rows
     )
 
 
@@ -147,6 +158,8 @@ WHOLE = {
     "loss_parallel, bf16": of_heads(heads.summed, SHARDED, autocast=True),
     "loss_parallel, four": of_heads(mean, SHARDED, bias=True, world=4),
     "loss_parallel, compiled": of_heads(mean, SHARDED, bias=True, compiled=True),
+    "loss_parallel, Inductor": of_heads(mean, SHARDED, compiled=True, inductor=True),
+    "gathered, Inductor": of_heads(heads.shifted, inductor=True),
     "gathered, compiled": of_heads(heads.policy, compiled=True),
     "softcap": of_heads(heads.softcap, SHARDED, bias=True),
     "sequence": of_heads(mean, FROM_SEQUENCE),
