@@ -143,6 +143,15 @@ def jensen_shannon(z: Tensor, t: Tensor) -> Tensor:
     return ((p.exp() * (p - m) + q.exp() * (q - m)).sum(-1) / 2).mean() + mean(z, t)
 
 
+def with_z_loss(z: Tensor, t: Tensor) -> Tensor:
+    return mean(z, t) + 1e-2 * (z.flatten(0, 1).logsumexp(-1) ** 2).mean()
+
+
+def thresholds(z: Tensor, t: Tensor) -> Tensor:
+    limit = torch.linspace(-1, 1, z.shape[1], device=z.device).to(z.dtype).unsqueeze(-1)
+    return mean(torch.where(z > limit, z, 0.1 * z), t)
+
+
 def of_top_p(z: Tensor, t: Tensor) -> Tensor:
     """The loss among the likeliest classes."""
     probabilities, order = z.softmax(-1).sort(-1, descending=True)
@@ -174,6 +183,12 @@ WHOLE = {
     "angle": of_heads(heads.with_angle, bias=True),
     "trained temperature": of_heads(heads.TEMPERATURE),
     "trained bias": of_heads(heads.FACTORS),
+    "accuracy": of_heads(heads.with_accuracy),
+    "policy of DTensors": of_heads(heads.policy_of_dtensors, SHARDED, calls=2),
+    "z-loss": of_heads(with_z_loss, SHARDED),
+    "trained targets": of_heads(heads.SOFT),
+    "trained bias and temperature": of_heads(heads.BIAS_AND_SCALE, bias=True),
+    "thresholds": of_heads(thresholds),
     "divergence": of_heads(jensen_shannon),
     "top-p": of_heads(of_top_p),
 }
