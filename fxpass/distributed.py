@@ -1,36 +1,37 @@
-"""The fused loss of a sharded head as a function, for programs that the backend cannot match.
+"""The loss of a sharded head as a function, for programs without a backend, or without DTensors.
 
 In: hidden states, this rank's classes of the head, targets. Out: the loss over all classes, on
-every rank of the group. For programs in which the backend cannot match a head and loss of DTensors
-(a graph break between them, a hand-written parallel head, no compiler), in eager or inside
-``torch.compile``::
+every rank of the group::
 
     from fxpass.distributed import linear_cross_entropy
 
     loss = linear_cross_entropy(hidden, head.weight, labels, group=tensor_parallel_group)
+
+It is a few lines of PyTorch with collectives, :mod:`fxpass.rows.vocabulary`. In ``torch.compile``
+they are part of the graph, which the backend fuses. In eager they are a program of their own, which
+the pass alone compiles: the logits never exist.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import functools
+import itertools
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch._guards import TracingContext, detect_fake_mode
 
-from fxpass.capture.sharding import compiled_for_all_ranks
-from fxpass.graph.placements import is_dtensor, placements_of
-from fxpass.op import sharded
-from fxpass.op.collectives import waited, with_summed_gradient
-from fxpass.op.kept import saved_logits
-from fxpass.op.losses import cross_entropy_of, reductions_of_loss
-from fxpass.plan.choice import choose
+from fxpass.graph.placements import compiled_for_all_ranks, is_dtensor, placements_of
+from fxpass.op.collectives import with_summed_gradient
+from fxpass.rows.backend import RowsPass
+from fxpass.rows.vocabulary import local, vocabulary_loss
 from fxpass.settings import Settings
 from fxpass.spec import expression
-from fxpass.spec.dtypes import compute_dtype
-from fxpass.spec.reductions import Reductions
-from fxpass.spec.shards import Shard, dealt
+from fxpass.spec.shards import dealt
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -39,6 +40,7 @@ __all__ = ["linear_cross_entropy"]
 
 _NAME = "fxpass.distributed.linear_cross_entropy"
 _REDUCTIONS = ("none", "mean", "sum")
+_numbers = itertools.count()
 
 
 def linear_cross_entropy(
@@ -59,9 +61,9 @@ def linear_cross_entropy(
     """Cross-entropy of ``input @ linear_weight.T + linear_bias``, classes sharded over ranks.
 
     The names are those of ``torch.nn.functional.linear_cross_entropy``. The ranks exchange three
-    numbers per row, up to six with label smoothing and class probabilities, and in backward the
-    gradient of ``input``. Under autocast the operands are cast to its dtype. It reads the settings
-    ``FUSEDCE_STRATEGY`` and ``FUSEDCE_MEMORY_MB``.
+    numbers per row, four with label smoothing, and in backward the gradient of ``input``. Under
+    autocast the operands are cast to its dtype. In eager it reads the setting
+    ``FUSEDCE_MEMORY_MB``.
 
     Args:
         input: ``[..., D]`` hidden states, floating point: the same on all ranks, or this rank's
@@ -99,13 +101,70 @@ def linear_cross_entropy(
         raise ValueError(f"ignore_index must fit into int64, got {ignore_index}")
     if any(t is not None and t.requires_grad for t in (target, weight)):
         raise RuntimeError("the target or the class weights requires a gradient: detach them")
-    tensors = (input, linear_weight, linear_bias, target, weight)
-    options = (reduction, ignore_index, label_smoothing, logits, sequence_dim)
-    return _fused(*tensors, *_shard_of(linear_weight, group, classes), *options)
+    shard = _shard_of(linear_weight, group, classes)
+    _check(input, target, weight, shard, sequence_dim)
+    options = _Options(reduction, ignore_index, label_smoothing, logits, sequence_dim)
+    if torch.compiler.is_compiling() or detect_fake_mode([input]) is not None:  # traced by others
+        return vocabulary_loss(input, linear_weight, linear_bias, target, weight, *shard, *options)
+    expression.parse(logits)
+    index = None if target.is_floating_point() else target.long()
+    if index is not None and index.device.type == "cpu":
+        _check_classes(index, ignore_index, shard.classes)
+    x, sizes = input, local(linear_weight)
+    if is_dtensor(x):
+        x = with_summed_gradient(cast(Any, x).full_tensor(), shard.group)
+    bias = None if linear_bias is None else local(linear_bias)
+    run = _program(shard, options, is_dtensor(input), Settings.read().memory_mb)
+    return run(x, sizes, bias, target, weight)
 
 
-def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
-    """This rank's first class, the number of all classes, and the group that shards them."""
+class _Options(NamedTuple):
+    """The options of a loss."""
+
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    logits: str
+    sequence_dim: int | None
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    shard: _Shard, options: _Options, summed: bool, memory_mb: int
+) -> Callable[..., Tensor]:
+    """The loss of plain tensors, compiled by the pass; for any number of rows.
+
+    Args:
+        summed: whether the gradient of the hidden states is added up by the caller.
+    """
+    inner = RowsPass(memory_mb=memory_mb).backend()
+
+    def backend(module: Any, inputs: Any) -> Any:
+        made, context = inner(module, inputs), TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []  # backward may run twice
+        return made
+
+    def run(*tensors: Tensor | None) -> Tensor:
+        return vocabulary_loss(*tensors, *shard, *options, summed)  # type: ignore[arg-type]
+
+    # each program may be compiled for several sizes: Dynamo counts by code
+    code = run.__code__.replace(co_name=f"loss_{next(_numbers)}")
+    own = FunctionType(code, run.__globals__, code.co_name, None, run.__closure__)
+    return torch.compile(own, backend=backend, fullgraph=True)
+
+
+class _Shard(NamedTuple):
+    """A rank's first class, the number of all classes, and the group that shards them."""
+
+    first: int
+    classes: int
+    group: str
+    ranks: int
+
+
+def _shard_of(weight: Any, group: Any, classes: int | None) -> _Shard:
+    """This rank's part of the classes."""
     if compiled_for_all_ranks():
         raise ValueError(
             f"{_NAME}: the compiled code depends on the rank's classes; set "
@@ -122,7 +181,7 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
         # Dynamo of torch 2.11 cannot trace DTensor's function for this
         group, total = mesh.get_group(over[0]), int(weight.shape[0])
         first, _ = dealt(total, group.size(), group.rank())
-        return Shard(first, total, group.group_name)
+        return _Shard(first, total, group.group_name, group.size())
     group = dist.group.WORLD if group is None else group
     if group is None:
         raise ValueError(
@@ -139,84 +198,35 @@ def _shard_of(weight: Any, group: Any, classes: int | None) -> Shard:
             f"have {here}: classes are divided as by torch.chunk. If the number of all classes is "
             "not this rank's number times the number of ranks, pass classes="
         )
-    return Shard(first, total, group.group_name)
+    return _Shard(first, total, group.group_name, ranks)
 
 
-@torch.compiler.allow_in_graph
-def _fused(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    class_weight: Tensor | None,
-    first: int,
-    classes: int,
-    group: str,
-    reduction: str,
-    ignore_index: int,
-    label_smoothing: float,
-    logits: str,
-    sequence_dim: int | None,
-) -> Tensor:
-    """The loss. It is one node of a Dynamo graph; AOTAutograd traces through it."""
+def _check(
+    x: Tensor, target: Tensor, weight: Tensor | None, shard: _Shard, sequence_dim: int | None
+) -> None:
+    """Raises ValueError for shapes that do not fit together."""
     probabilities = target.is_floating_point()
-    for name, t in (("weight", class_weight), ("target", target if probabilities else None)):
-        if t is not None and t.shape[-1] != classes:
+    for name, t in (("weight", weight), ("target", target if probabilities else None)):
+        if t is not None and t.shape[-1] != shard.classes:
             raise ValueError(
-                f"{_NAME}: {name} has {t.shape[-1]} of {classes} classes; each rank needs all of "
-                "them"
+                f"{_NAME}: {name} has {t.shape[-1]} of {shard.classes} classes; each rank needs "
+                "all of them"
             )
-    x = _whole_rows(x, group, sequence_dim)
-    weight, bias = _local(weight), None if bias is None else _local(bias)
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if is_dtensor(x) and sequence_dim is not None:
+        raise ValueError(f"{_NAME}: a DTensor has its own placements; leave out sequence_dim")
+    sizes = list(x.shape)
+    if sequence_dim is not None and -len(sizes) <= sequence_dim < len(sizes):
+        sizes[sequence_dim] *= shard.ranks
     shape = target.shape[:-1] if probabilities else target.shape
-    if shape != x.shape[:-1] or x.dim() < 2:
+    if list(shape) != sizes[:-1] or len(sizes) < 2:
         raise ValueError(
             f"{_NAME} needs input [..., D] and target [...] or [..., V] of the same rows, got "
-            f"{list(x.shape)}{'' if sequence_dim is None else ' from all ranks'} and "
-            f"{list(target.shape)}"
+            f"{sizes}{'' if sequence_dim is None else ' from all ranks'} and {list(target.shape)}"
         )
-    leaves = {"x": x, "weight": weight, "bias": bias}
-    needed = [k for k, t in leaves.items() if t is not None and t.requires_grad]
-    gradients = tuple(needed) if torch.is_grad_enabled() else ()
-    settings, shard = Settings.read(), {"first": first, "classes": classes, "group": group}
-    picks = index = None
-    if probabilities:
-        target = target.flatten(0, -2)
-    else:
-        index = target.flatten().long()  # uint8 cannot hold -100
-        picks = index.masked_fill(index == ignore_index, 0)
-    dtype = compute_dtype(x.dtype)
-    outputs, given = reductions_of_loss(target, class_weight, label_smoothing, dtype)
-    given = [w[..., first : first + len(weight)] for w in given]
-    names, x = tuple(sorted(outputs, key=str)), x.flatten(0, -2)
-    transform, memory = expression.parse(logits), settings.memory_mb
-    spec = Reductions(names, transform, gradients, memory_mb=memory)
-    sizes = (x.shape[0], x.shape[1], max(1, weight.shape[0]))
-    choice = choose(*sizes, x.dtype, x.device, None, spec, settings.strategy, sharded=True)
-    saved = saved_logits(x, weight, bias) if choice.save_logits else None
-    operands = x, weight, bias, None, picks, given, saved
-    rows, _ = sharded.class_reductions(*operands, choice.spec.text(), **shard)
-    logs = [rows[names.index(output)] for output in outputs]
-    options = reduction, ignore_index, label_smoothing, classes
-    mean_log = logs[1] if len(logs) == 2 else None
-    loss = cross_entropy_of(logs[0], mean_log, index, class_weight, *options)
-    return loss if reduction != "none" else loss.view(shape)
 
 
-def _whole_rows(x: Tensor, group: str, sequence_dim: int | None) -> Tensor:
-    """All rows, on all ranks; their gradient is the sum of the ranks' gradients."""
-    if is_dtensor(x):
-        if sequence_dim is not None:
-            raise ValueError(f"{_NAME}: a DTensor has its own placements; leave out sequence_dim")
-        return with_summed_gradient(cast(Any, x).full_tensor(), group)
-    if sequence_dim is None:
-        return with_summed_gradient(x, group)
-    gathered = funcol.all_gather_tensor_autograd(x, sequence_dim, cast(Any, group))
-    return waited(gathered)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return cast(Any, tensor).to_local() if is_dtensor(tensor) else tensor
+def _check_classes(index: Tensor, ignored: int, classes: int) -> None:
+    """Raises IndexError for a class that does not exist."""
+    wrong = index[(index != ignored) & ((index < 0) | (index >= classes))]
+    if len(wrong):
+        raise IndexError(f"class {int(wrong[0])} is out of bounds: there are {classes} classes")

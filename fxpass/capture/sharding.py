@@ -27,6 +27,7 @@ from fxpass.graph.nodes import NoMatch, is_tensor, value
 from fxpass.graph.placements import (
     FROM_LOCAL,
     TO_LOCAL,
+    compiled_for_all_ranks,
     dtensors,
     is_dtensor,
     options_of,
@@ -284,21 +285,6 @@ def _check_parts(node: Node) -> None:
             raise NoMatch.at(user, "reads this rank's part of a sum")
         if is_tensor(user):
             _check_parts(user)
-
-
-def compiled_for_all_ranks() -> bool:
-    """Whether all ranks run one compiled graph, which must not contain a rank's numbers."""
-    return bool(getattr(one_rank_settings(), "compile_on_one_rank", False))
-
-
-def one_rank_settings() -> Any:
-    """The module of the setting ``compile_on_one_rank``; None if torch has no such module."""
-    import torch.distributed
-
-    # from torch 2.14 on, which warns about the old module
-    if hasattr(torch.compiler.config, "compile_on_one_rank"):
-        return torch.compiler.config
-    return getattr(torch.distributed, "config", None)
 
 
 def _check_compiled(node: Node) -> None:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
+import torch
+import torch.distributed
 from torch.fx import Node
 
 from fxpass.graph.nodes import NoMatch, Target
@@ -88,3 +90,16 @@ def is_gathered(node: Node) -> bool:
 def placements_of(example: Any) -> tuple[Any, ...]:
     """A DTensor's placements, one for each dimension of its mesh."""
     return tuple(example.placements)
+
+
+def compiled_for_all_ranks() -> bool:
+    """Whether all ranks run one compiled graph, which must not contain a rank's numbers."""
+    return bool(getattr(one_rank_settings(), "compile_on_one_rank", False))
+
+
+def one_rank_settings() -> Any:
+    """The module of the setting ``compile_on_one_rank``; None if torch has no such module."""
+    # from torch 2.14 on, which warns about the old module
+    if hasattr(torch.compiler.config, "compile_on_one_rank"):
+        return torch.compiler.config
+    return getattr(torch.distributed, "config", None)

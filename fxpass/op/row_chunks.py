@@ -47,6 +47,8 @@ from fxpass.spec.dtypes import compute_dtype
 from fxpass.spec.operands import Operands
 
 log = logging.getLogger(__name__)
+# What a loop with collectives is taken to keep of each class of a row, on each rank.
+VALUES_OF_A_CLASS = 8
 _known: dict[tuple[Any, ...], Prepared] = {}
 
 
@@ -235,7 +237,17 @@ class _Run:
             counted += (CLASSES if isinstance(known, str) else known) * dtype.itemsize
             actual += v * dtype.itemsize
         of_row = of_row * actual // counted if counted else of_row
-        return plan(self.n, tuple(heads), of_row, self.of.device, self.of.loop.memory_mb)
+        found = plan(self.n, tuple(heads), of_row, self.of.device, self.of.loop.memory_mb)
+        return self._in_step(found, heads) if self.of.loop.on_ranks else found
+
+    def _in_step(self, found: RegionPlan, heads: Sequence[Planned]) -> RegionPlan:
+        """The plan with as many rows as all ranks take: they have the same heads, but numbers in
+        their texts, such as the first class, decide what a row's function shares and keeps; and
+        their processors may multiply in other dtypes."""
+        of_row = sum(h.v * max(h.dtype.itemsize, 4) for h in heads) * VALUES_OF_A_CLASS
+        alike = tuple(head._replace(multiplied=head.dtype) for head in heads)
+        rows = plan(self.n, alike, of_row, self.of.device, self.of.loop.memory_mb).rows
+        return found._replace(rows=rows, scratch=found.scratch // found.rows * rows)
 
     def _like(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(0, dtype=dtype, device=self.of.device)

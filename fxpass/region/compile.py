@@ -26,7 +26,8 @@ from torch._guards import TracingContext, tracing
 from torch.fx.traceback import preserve_node_meta
 
 from fxpass.region.run import Fakes, Interpreter, Values, apart
-from fxpass.region.text import graph_of
+from fxpass.region.steps import Step, steps_of
+from fxpass.region.text import graph_of, is_on_ranks, results_of
 from fxpass.region.trace import EQUAL, traced
 from fxpass.spec.dtypes import LOW_PRECISION
 
@@ -55,6 +56,9 @@ class RowFunction:
 
     def __init__(self, graph: fx.Graph, device: torch.device, compiled: bool) -> None:
         self.device = device
+        on_ranks = is_on_ranks(graph)  # collectives run in the order of the text on each rank
+        self.steps = _steps(graph, device) if on_ranks and compiled else []
+        compiled = compiled and not on_ranks
         self.wanted = compiled and _available(device) and not _misrounded(graph, device)
         self.inputs = [node.meta["input"] for node in graph.find_nodes(op="placeholder")]
         self.interpreter = Interpreter(graph, device)
@@ -62,6 +66,8 @@ class RowFunction:
         self.found: _Compiled | None = None
 
     def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.steps:
+            return self._in_steps(tensors)
         sizes = {
             name: size
             for tensor, of in zip(tensors, self.inputs, strict=True)
@@ -70,10 +76,22 @@ class RowFunction:
         }
         tensors[:] = [t.contiguous() for t in tensors]
         with torch.no_grad(), torch._C._DisableAutocast():
-            compiled = self.compiled if min(sizes.values()) > 1 else None
+            compiled = self.compiled if min(sizes.values(), default=0) > 1 else None
             if compiled is None or not compiled.holds(sizes):
                 return self.interpreter(tensors)
             return list(compiled.run(tensors))
+
+    def _in_steps(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the graph returns. Values that no later step reads are freed."""
+        values = dict(zip(self.interpreter.given, tensors, strict=True))
+        tensors.clear()
+        results = results_of(self.interpreter.graph)
+        for i, (step, function) in enumerate(self.steps):
+            made = function([values[node] for node in step.reads])
+            values |= dict(zip(step.makes, made, strict=True))
+            later = {node for other, _ in self.steps[i + 1 :] for node in other.reads}
+            values = {n: value for n, value in values.items() if n in later or n in results}
+        return [values[node] for node in results]
 
     @property
     def compiled(self) -> _Compiled | None:
@@ -108,6 +126,16 @@ class RowFunction:
                     error,
                 )
         self.tried = True
+
+
+def _steps(graph: fx.Graph, device: torch.device) -> list[tuple[Step, RowFunction]]:
+    """What runs between and in collectives; nothing if a value cannot be handed on."""
+    try:
+        steps = steps_of(graph)
+        return [(s, RowFunction(s.graph, device, not is_on_ranks(s.graph))) for s in steps]
+    except ValueError:
+        log.debug("interpreted", exc_info=True)
+        return []
 
 
 def _available(device: torch.device) -> bool:

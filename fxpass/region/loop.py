@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph
 
 from fxpass.region.run import Values, apart
-from fxpass.region.text import Input, graph_of, lines_of, results_of
+from fxpass.region.text import Input, graph_of, is_on_ranks, lines_of, results_of
 from fxpass.spec.dtypes import compute_dtype
 
 _HEAD = re.compile(
@@ -78,6 +78,11 @@ class Loop:
     def inputs(self) -> tuple[Input, ...]:
         """Dtypes and sizes of the inputs of a chunk."""
         return tuple(node.meta["input"] for node in self.graph.find_nodes(op="placeholder"))
+
+    @cached_property
+    def on_ranks(self) -> bool:
+        """Whether chunks have collectives, so that all ranks have to take the same rows."""
+        return is_on_ranks(self.graph)
 
     @cached_property
     def results(self) -> tuple[Input, ...]:

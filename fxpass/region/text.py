@@ -46,6 +46,8 @@ _DEFAULT = {"layout": (None, torch.strided), "pin_memory": (None, False)}
 _SIZES = ("aten.sym_size.int", "aten.sym_numel.default", "aten.sym_stride.int")
 _INDEX = ("aten.index.Tensor",)  # by integers; fake tensors refuse masks
 _PRIMS = ("fma", "rev")  # what decompositions of Inductor make
+_ON_RANKS = "_c10d_functional"
+_COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
 _REFUSED = {
     torch.Tag.nondeterministic_seeded,
     torch.Tag.dynamic_output_shape,
@@ -67,6 +69,16 @@ class Input:
 def results_of(graph: Graph) -> list[Node]:
     """What a graph returns."""
     return list(graph.output_node().args[0])  # pyright: ignore[reportArgumentType, reportReturnType]
+
+
+def is_collective(node: Node) -> bool:
+    """Whether a node exchanges values with other ranks, or waits for them."""
+    return getattr(node.target, "namespace", "") == _ON_RANKS
+
+
+def is_on_ranks(graph: Graph) -> bool:
+    """Whether a graph has collectives: all ranks of a group have to run it in step."""
+    return any(map(is_collective, graph.nodes))
 
 
 def lines_of(graph: Graph) -> list[str]:
@@ -131,6 +143,8 @@ def function(name: str) -> Callable[..., Any]:
     found: Any = getattr(torch.ops.aten, packet, None) if kind == "aten" else None
     if kind == "prims" and packet in _PRIMS:
         found = getattr(torch.ops.prims, packet, None)
+    if kind == _ON_RANKS and packet in _COLLECTIVES:
+        found = getattr(getattr(torch.ops, kind), packet, None)
     found = getattr(found, overload, None)
     if not isinstance(found, torch._ops.OpOverload) or str(found) != name:
         raise ValueError(f"{name} is no operation of a region")

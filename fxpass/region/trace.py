@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
 from fxpass.region.run import Fakes, apart
-from fxpass.region.text import Input
+from fxpass.region.text import Input, is_collective
 
 __all__ = ["EQUAL", "Fakes", "Input", "apart", "between", "tidy", "traced"]
 
@@ -80,7 +80,18 @@ def tidy(graph: fx.Graph) -> fx.Graph:
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "device"}  # the logits'
         _count_dims_from_the_front(node)
     graph.eliminate_dead_code()
-    return fx_graph_cse(graph)
+    return _without_copies(graph)
+
+
+def _without_copies(graph: fx.Graph) -> fx.Graph:
+    """Without what is computed twice, but for collectives: numbers that one rank has twice, another
+    may not have, and all have to exchange as often."""
+    for i, node in enumerate(filter(is_collective, graph.nodes)):
+        node.kwargs = {**node.kwargs, "copy": i}
+    made = fx_graph_cse(graph)
+    for node in filter(is_collective, made.nodes):
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "copy"}
+    return made
 
 
 def _count_dims_from_the_front(node: fx.Node) -> None:

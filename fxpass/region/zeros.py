@@ -116,8 +116,9 @@ def _of_rows(value: Tensor) -> Tensor | None:
 
 
 def zeros(loop: Loop) -> Zeros | None:
-    """What is 0 where the results of a loop are; None if some result is never known to be."""
-    return _zeros(loop)
+    """What is 0 where the results of a loop are; None if some result is never known to be, and of
+    a loop with collectives: which rows count may differ between ranks."""
+    return None if loop.on_ranks else _zeros(loop)
 
 
 @lru_cache(maxsize=1024)

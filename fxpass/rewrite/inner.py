@@ -18,6 +18,7 @@ from fxpass.casts import aot
 from fxpass.casts.casts import note
 from fxpass.graph.source import warn_once
 from fxpass.rewrite import in_place
+from fxpass.rows.alike import mark
 from fxpass.rows.backend import RowsPass
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ def compile_inner(
     if mixed_dtypes:
         options = in_place.inductor_options(options)
         if rows is not None:
+            mark(gm)
             options = aot.with_pass(options, "joint_custom_pre_pass", rows, rows.key())
         options = aot.inductor_options(options, mixed_dtypes, record)
     # torch.compile uses this class too, so mode and options have the same meaning.

@@ -28,7 +28,9 @@ from torch.fx.traceback import preserve_node_meta
 from fxpass.graph.names import name_of
 from fxpass.graph.text import graph_text
 from fxpass.plan.worth import too_small
+from fxpass.rows.alike import mark
 from fxpass.rows.chosen import choose_rows
+from fxpass.rows.collectives import gathers
 from fxpass.rows.emit import emit
 from fxpass.rows.heads import may_have_heads, products
 from fxpass.rows.reasons import Declined, FoundHead, FusedPart, declined, fused_part
@@ -93,6 +95,7 @@ def rewrite(
         try:
             spell(attempt)
             softmaxes(attempt)
+            gathers(attempt, products(attempt, least_mb))
             chosen = choose_rows(attempt, products(attempt, least_mb), parts)
             if parts and not chosen:
                 continue
@@ -198,13 +201,19 @@ class RowsPass:
         def plain(module: GraphModule, _: Any) -> Any:
             return boxed_nop(module, [])
 
-        return aot_autograd(
+        compiled = aot_autograd(
             fw_compiler=plain,
             bw_compiler=plain,
             inference_compiler=inference,
             partition_fn=partition,
             keep_inference_input_mutations=True,
         )
+
+        def backend(module: GraphModule, inputs: Any, **options: Any) -> Any:
+            mark(module)
+            return compiled(module, inputs, **options)
+
+        return backend
 
     def _decomposed(self, module: GraphModule) -> GraphModule:
         """The rewritten graph, of what Inductor makes of it before; the graph itself, if there is

@@ -142,7 +142,8 @@ class _Emitter:
                 user.target = A.reshape.default if user.target is A.view.default else user.target
         outer.read_sizes_elsewhere(self.found.inside)
         outer.sort()
-        self.graph.eliminate_dead_code()
+        inside = self.found.inside  # FX calls a wait for other ranks an effect
+        self.graph.eliminate_dead_code(lambda node: node not in inside and node.is_impure())
         self.graph.lint()
 
 

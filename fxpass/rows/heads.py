@@ -195,6 +195,15 @@ def _is_multiplied(head: Head, later: set[Node]) -> bool:
     return False
 
 
+def reading(tangent: Node, graph: Graph) -> set[Node]:
+    """A tangent, and what is computed from it."""
+    found = {tangent}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def backward_of(tangents: Iterable[Node], graph: Graph) -> set[Node]:
     """The nodes that read a tangent, and those of gradients that are 0 whatever it is."""
     found = set(tangents)

@@ -20,8 +20,17 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from fxpass.graph.source import source_line
-from fxpass.rows import indexing, joins, parts, pointwise, products, views  # noqa: F401  rules
-from fxpass.rows.heads import Head, backward_of, heads, seeded, tangents
+from fxpass.rows import (  # noqa: F401  rules
+    collectives,
+    indexing,
+    joins,
+    parts,
+    pointwise,
+    products,
+    views,
+)
+from fxpass.rows.alike import is_alike
+from fxpass.rows.heads import Head, backward_of, heads, reading, seeded, tangents
 from fxpass.rows.reasons import FoundHead, head_name, short_names
 from fxpass.rows.rules import VIEWS, A, Rules, base_of
 from fxpass.rows.sizes import key, numel, packet, shape, value
@@ -103,6 +112,7 @@ def regions(
         large=min(numel(shape(head.node)) for head in candidates) // 4 + 1,
         weights={base_of(head.weight) for head in candidates},
         hidden={base_of(head.x) for head in candidates},
+        alike=all(is_alike(head.node) for head in candidates),
     )
     found = Found(rules, later=later, heads=seeded(rules, candidates))
     _propagate(found, later)
@@ -206,7 +216,7 @@ def _saves_much(found: Found) -> bool:
 
 def _factor(found: Found, graph: Graph, starts: list[Node], inside: set[Node]) -> None:
     """The one tangent that gradients are a multiple of, if there is one."""
-    reached = [t for t in starts if not backward_of([t], graph).isdisjoint(inside)]
+    reached = [t for t in starts if not reading(t, graph).isdisjoint(inside)]
     if len(reached) != 1 or numel(shape(reached[0])) != 1:
         return
     degree = degrees(found.rules, graph, reached[0])

@@ -132,6 +132,7 @@ class Rules:
         large: of so many elements, an operand is as large as logits.
         weights: of the heads, without views.
         hidden: the hidden states of the heads, without views: they are operands.
+        alike: whether the heads have the same sizes on all ranks.
     """
 
     graph: Graph
@@ -139,6 +140,7 @@ class Rules:
     large: int
     weights: set[Node]
     hidden: set[Node]
+    alike: bool = False
     plans: dict[Node, Plan] = field(default_factory=dict)
     reasons: dict[Node, Stop] = field(default_factory=dict)
     _pulling: set[Node] = field(default_factory=set)

@@ -105,7 +105,7 @@ def _product(graph: Graph, node: Node) -> Node:
         made = graph.call_function(A.unsqueeze.default, (product, 0))
     for factor, of in zip(factors, (a, b), strict=True):
         factor.meta["val"] = value(of)[0]  # pyright: ignore[reportArgumentType]
-    product.meta["val"] = value(node)[0]
+    product.meta = node.meta | {"val": value(node)[0]}
     return made
 
 

@@ -134,12 +134,17 @@ class Call:
         return backward(loss, leaves, here)
 
     def exchanges(self, sent: str) -> bool:
-        """A maximum of each row and at most five sums, and x's gradient; of a sequence, x as well."""
+        """A maximum of each row and two or three sums, and x's gradient; of a sequence, x as well.
+        Those of rows are in a call, unless nobody fuses."""
         forward, backward = (half.split() for half in sent.split(" | "))
         size, gathers = self.dtype.itemsize, "sequence_dim" in self.options
         nbytes, row = B * S * D * size, B * S * max(4, size)
-        maximum, sums = map(int, forward[-2:])
-        right = maximum == row and 2 * row <= sums <= 5 * row and len(forward) == 2 + gathers
+        right = len(forward) == gathers + 2 * (self.way == "aot_eager")
+        if self.way == "aot_eager":
+            maximum, sums = map(int, forward[-2:])
+            right = right and maximum == row and 2 * row <= sums <= 3 * row
+        if self.v == 1:  # the gradient is no product, and of the region
+            return right and not backward
         return right and backward == [f"scatter:{nbytes}" if gathers else f"{nbytes}"]
 
     def join(self, name: str, parts: list[Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
 """Heads whose classes are sharded over ranks, compiled with the backend: a step of a small model.
 
 PyTorch's own styles make a head parallel. Before that its parameters are the same on all ranks, so
-one process can compute what is right. ``LEFT`` are left alone, for a reason that is logged.
+one process can compute what is right. ``JOINT`` are fused in the joint graph, ``LEFT`` left
+alone, for a reason that is logged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fxpass.capture.sharding import one_rank_settings
+from fxpass.graph.placements import one_rank_settings
 from fxpass.plan.devices import multiplied_in
 from tests.ranks.case import (
     Case,
@@ -204,6 +205,7 @@ def case(
     strategy: str = "",
     kept: bool = False,
     left: str = "",
+    region: str = "",
     on_one_rank: bool = False,
     sent: str = "48 96 | 384",
 ) -> Case:
@@ -215,6 +217,7 @@ def case(
         frozen: parameters that are not trained.
         kept: whether the logits are returned.
         left: why nothing is fused.
+        region: what the pass on the joint graph fuses.
         on_one_rank: whether one rank is to compile for all.
         sent: the exchanges: of the rows a maximum and two sums in f32, and x's gradient.
     """
@@ -245,11 +248,11 @@ def case(
         return values_of(found, made, **dict(zip(["logits"], logits, strict=False)))
 
     options = {"fusedce.inner": inner, **({"fusedce.strategy": strategy} if strategy else {})}
-    if left:
-        facts = {"matched": 0, "rejected": 1}
+    if left or region:
+        facts = {"matched": int(bool(region)), "rejected": int(bool(left))}
         return Case(
             step=step, ways=("fused",) if on_one_rank else ("eager", "fused"), options=options,
-            facts=facts, says=(left,), check=as_said if on_one_rank else as_eager,
+            facts=facts, says=(left, region), check=as_said if on_one_rank else as_eager,
         )  # fmt: skip
     # logits that are small are saved, but not where a CPU multiplies bf16 in f32
     widened = autocast and not ranks.on_gpus(world)
@@ -334,12 +337,16 @@ MODELS = {
     "four, trained": case(BIAS_AND_SCALE, v=9, bias=True, world=4, sent="48 96 | 4 36 384"),
     "four, trained factors": case(FACTORS, world=4, sent="48 96 | 52 384"),
 }
-LEFT = {
-    "hidden sharded": case(mean, OF_ROWS, left="the head's weight is placed [S(1)]"),
+JOINT = {
+    "hidden sharded": case(
+        mean, OF_ROWS, region="logits [12, 13]: all_reduce, wait_tensor, log_softmax, gather"
+    ),
     "own classes": case(
         lambda z, t: mean(z, t.clamp(max=z.shape[-1] - 1)), ColwiseParallel(), v=12,
-        left="gives each rank only its part of the logits",
+        region="logits [12, 6]: log_softmax, gather",
     ),
+}  # fmt: skip
+LEFT = {
     "own rows": case(
         lambda z, t: mean(z, t[:, : z.shape[1]]), ColwiseParallel(output_layouts=Shard(1)),
         left="gives each rank only its part of the logits, [S(1)]",
@@ -355,4 +362,4 @@ LEFT = {
 }  # fmt: skip
 
 
-CASES = {**MODELS, **LEFT}
+CASES = {**MODELS, **JOINT, **LEFT}

@@ -213,9 +213,9 @@ PARTS = {
         lambda z, t, all: F.cross_entropy(all(z), t.clamp(max=10)), 0, classes=11
     ),
     # of the logits as a DTensor: a rank has its part of each
-    "sum": of_part(lambda z: z.exp().sum(-1).to_local().mean(), 0, sharded=True),
+    "sum": of_part(lambda z: z.exp().sum(-1).to_local().mean(), 1, sharded=True),
     "maximum": of_part(
-        lambda z: z.amax(-1).to_local().mean() + z.logsumexp(-1).full_tensor().mean(), 0,
+        lambda z: z.amax(-1).to_local().mean() + z.logsumexp(-1).full_tensor().mean(), 1,
         sharded=True,
     ),
     "largest class": of_part(lambda z: z.full_tensor().argmax(-1), 1, sharded=True),

@@ -1,9 +1,14 @@
-"""Operands that ``fxpass.distributed.linear_cross_entropy`` refuses before ranks exchange anything."""
+"""``fxpass.distributed.linear_cross_entropy`` of one rank: operands that it refuses, and what it makes."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fxpass.distributed import linear_cross_entropy
 
@@ -29,3 +34,53 @@ def test_an_ignored_index_is_an_int64(index, alone):
         linear_cross_entropy(x, weight, labels, ignore_index=allowed)
     with pytest.raises(ValueError, match="ignore_index must fit into int64"):
         linear_cross_entropy(x, weight, labels, ignore_index=index)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"logits": "30*tanh(z/30)"}])
+def test_logits_never_exist(options, alone):
+    """In eager, of any number of rows; backward may run twice."""
+    weight = torch.randn(512, D, requires_grad=True)
+    for n in (64, 96, 131):
+        x, labels = torch.randn(n, D, requires_grad=True), torch.randint(512, (n,))
+        linear_cross_entropy(x, weight, labels, **options).backward()  # compiles it
+        x.grad = weight.grad = None
+        with Made() as made:
+            loss = linear_cross_entropy(x, weight, labels, **options)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        assert made.names["fxpass::rows"] == 1
+        assert not made.large(n * 512)
+        exact = whole_loss(x, weight, labels, **options)
+        gradients = torch.autograd.grad(exact, (x, weight))
+        torch.testing.assert_close(loss, exact)
+        for found, right in zip((x.grad, weight.grad), gradients, strict=True):
+            torch.testing.assert_close(found, 2 * right)
+
+
+def whole_loss(x, weight, labels, logits="z", **options):
+    z = F.linear(x, weight)
+    return F.cross_entropy(z if logits == "z" else 30 * torch.tanh(z / 30), labels, **options)
+
+
+class Made(TorchDispatchMode):
+    """Counts operations, and notes how large their results are."""
+
+    def __enter__(self):
+        self.names, self.sizes = Counter(), []
+        return super().__enter__()
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def large(self, least):
+        """The operations with results of so many elements."""
+        return [name for name, size in self.sizes if size >= least]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        self.names[name] += 1
+        tensors = [t for t in tree_leaves(made) if isinstance(t, torch.Tensor)]
+        self.sizes += [(name, t.numel()) for t in tensors]
+        return made

@@ -34,6 +34,20 @@ def test_a_round_trip():
     assert loop.inputs == (Input(torch.float32, ("n", 97)), Input(torch.int64, ("n",)))
 
 
+def test_a_round_trip_of_collectives():
+    """An interpreter may run them on one rank."""
+    lines = (
+        "%2 = _c10d_functional.all_reduce.default(%0, 'sum', '0')",
+        "%3 = _c10d_functional.wait_tensor.default(%2)",
+        "%4 = _c10d_functional.all_gather_into_tensor.default(%3, 2, '0')",
+        "%5 = _c10d_functional.reduce_scatter_tensor.default(%4, 'avg', 2, '0')",
+    )
+    written = text(*lines, last="return %5")
+    assert Loop.parse(written).text() == written
+    assert Loop.parse(written).on_ranks
+    assert not Loop.parse(text("%2 = aten.neg.default(%0)")).on_ranks
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_round_trip(name):
     for function in functions(name):
@@ -52,6 +66,8 @@ REFUSED = {
     "%2 = aten.no_such.default(%0)": "no operation of a region",
     "%2 = prims.exp.default(%0)": "no operation of a region",
     "%2 = fxpass.rows.default(%0)": "no operation of a region",
+    "%2 = _c10d_functional.broadcast.default(%0, 0, '0')": "no operation of a region",
+    "%2 = _c10d_functional.all_reduce_.default(%0, 'sum', '0')": "no operation of a region",
     "%2 = aten.__class__.default(%0)": "no operation of a region",
     "%2 = os.system('ls')": "no operation of a region",
     "%2 = size.system(%0)": "no operation of a region",

@@ -1,0 +1,108 @@
+"""A function of rows with collectives, in steps: what is between two collectives is compiled.
+
+In: a graph. Out: its steps, in order; each is a graph from values of the steps before::
+
+    >>> lines = ["%0 = input float32[n, 9]", "%1 = aten.amax.default(%0, [1], True)"]
+    >>> lines += ["%2 = _c10d_functional.all_reduce.default(%1, 'max', '0')"]
+    >>> lines += ["%3 = _c10d_functional.wait_tensor.default(%2)", "%4 = aten.sub.Tensor(%0, %3)"]
+    >>> steps = steps_of(graph_of([*lines, "return %4"]))
+    >>> [[str(node.target) for node in step.graph.nodes][-2] for step in steps]
+    ['aten.amax.default', '_c10d_functional.wait_tensor.default', 'aten.sub.Tensor']
+
+Logits and what is computed of each of them are not handed from step to step, but computed again:
+that costs nothing in a kernel that reads the logits anyway. What relates the classes of a row is
+computed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, Node
+
+from fxpass.region.run import Values, apart, is_view
+from fxpass.region.text import graph_of, is_collective, results_of
+from fxpass.region.trace import between
+
+__all__ = ["Step", "graph_of", "steps_of"]
+
+aten: Any = torch.ops.aten
+
+_CHEAP = {aten._to_copy, aten.clone, aten.full, aten.full_like, aten.zeros_like, aten.scatter}
+_CHEAP |= {aten.reshape, aten.where, aten.masked_fill, aten.arange}
+
+
+class Step(NamedTuple):
+    """Consecutive operations of a graph.
+
+    Attributes:
+        graph: from ``reads`` to ``makes``.
+        reads, makes: nodes of the whole graph.
+    """
+
+    graph: Graph
+    reads: tuple[Node, ...]
+    makes: tuple[Node, ...]
+
+
+def steps_of(graph: Graph) -> list[Step]:
+    """The steps of a graph.
+
+    Raises:
+        ValueError: a value that is handed on has a size that is no size of an input.
+    """
+    values = apart(lambda: Values(graph))
+    calls = [n for n in graph.nodes if n.op == "call_function" and not _is_size(n, values)]
+    groups = [list(some) for _, some in groupby(calls, is_collective)]
+    place = {node: i for i, some in enumerate(groups) for node in some}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    needed, found = set(results_of(graph)), list[Step]()
+    for i in reversed(range(len(groups))):
+        makes = [node for node in groups[i] if node in needed]
+        if not makes:
+            continue
+
+        def handed(node: Node, now: int = i) -> bool:
+            earlier = node in place and place[node] < now
+            return node.op == "placeholder" or (earlier and _is_handed(node, values))
+
+        reads = sorted(_read(makes, handed), key=order.__getitem__)
+        needed.update(reads)
+        given = {n: n.meta.get("input") or values.described(n) for n in reads}
+        found.append(Step(between(graph, given, makes), tuple(reads), tuple(makes)))
+    return found[::-1]
+
+
+def _is_size(node: Node, values: Values) -> bool:
+    """Whether a node gives a number; steps read sizes of tensors of their own."""
+    return not isinstance(values.results[node], torch.Tensor | list | tuple)
+
+
+def _is_handed(node: Node, values: Values) -> bool:
+    """Whether later steps read a value, and do not compute it again."""
+    if node not in values.tensors:
+        return False
+    if is_view(node):
+        return False
+    narrow = node in values.rows and values.width(node) == 1
+    cheap = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    cheap = cheap or getattr(node.target, "overloadpacket", None) in _CHEAP
+    return narrow or not cheap or any(map(is_collective, node.users))
+
+
+def _read(makes: Iterable[Node], handed: Callable[[Node], bool]) -> set[Node]:
+    """The values that some are computed from, of those that are handed on."""
+    seen, todo, found = set[Node](), list(makes), set[Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if handed(node):
+            found.add(node)
+        else:
+            todo += node.all_input_nodes
+    return found
