@@ -1,5 +1,5 @@
-"""Calls of ``fxpass::class_reductions``, the programs that they stand for, and the list of calls
-that each implementation computes."""
+"""Calls of the engine of formulas, the programs that they stand for, and the list of calls that each
+implementation computes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fxpass.aten import blocks, tiles
 from fxpass.op import run
-from fxpass.op.reductions import class_reductions
 from fxpass.plan.plan import Plan
 from fxpass.spec import expression
 from fxpass.spec.dtypes import compute_dtype
+from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import INDICES, OF_PICKS, PRODUCTS, ROWS, TOTAL, Moment, Output
 from fxpass.spec.reductions import Reductions
+from tests.support.engine import reduced
 from tests.support.numerics import ORDERS, assert_as_accurate, assert_close
 
 N, D, V, K = 7, 5, 11, 3
@@ -48,7 +49,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Case(NamedTuple):
-    """The operands of a call by name, in the order of the operator; ``picks`` and ``coef`` apart.
+    """The operands of a call by name, in the order of the engine; ``picks`` and ``coef`` apart.
     The call may be given its logits, in one of :data:`LAYOUTS`."""
 
     tensors: dict[str, Tensor]
@@ -69,8 +70,9 @@ class Case(NamedTuple):
         if self.layout:
             with torch.no_grad():
                 logits = LAYOUTS[self.layout](_linear(found))
-        operands = x, weight, bias, scale, self.picks, given_of(found), self.coef
-        return class_reductions(*operands, logits, self.spec.text())
+        given = tuple(given_of(found))
+        operands = Operands(x, weight, bias, scale, self.picks, given, self.coef, logits)
+        return reduced(operands, self.spec)
 
     def eager(self, *tensors: Tensor) -> Tensor:
         """The rows ``[R, N]`` or the total, by autograd in the dtype of the operands."""
@@ -255,7 +257,7 @@ def check(found: Case, dtype: torch.dtype = torch.float32, floor: float = 0.0) -
     upstream = torch.randn(found.eager(*tensors).shape)
     if found.coef is None and upstream.shape[1] > 2:
         upstream[:, 1] = 0  # one row without a gradient, which is not worth leaving out
-    # of one class, eager's gradients of moments are exactly 0, and the operator's to a rounding
+    # of one class, eager's gradients of moments are exactly 0, and the engine's to a rounding
     if len(found.tensors["weight"]) == 1 and dtype == torch.float32:
         floor = max(floor, 4e-6)
     if found.coef is not None:
@@ -298,7 +300,7 @@ PRECISIONS = [(F64, F64), (F32, F32), (BF16, BF16), (BF16, F32), (F16, F32)]
 
 
 def implement(way: str, patch: pytest.MonkeyPatch, multiplied: torch.dtype | None = None) -> None:
-    """The operator runs one of :data:`PLANS`; where no total is computed in place, in chunks."""
+    """The engine runs one of :data:`PLANS`; where no total is computed in place, in chunks."""
 
     def plan(*of_call: Any) -> Plan:
         spec = of_call[5]

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 
 from fxpass.aten import row_sums, slopes
 from fxpass.aten.exponential import exponential
-from fxpass.op.reductions import class_reductions
+from fxpass.op import run
 from fxpass.spec.expression import parse
+from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import output_of
 from fxpass.spec.reductions import Reductions
 
@@ -52,7 +53,7 @@ def test_the_exponentials_of_the_sums_become_the_gradient(
     given = [(torch.arange(50) % 7 == 3).float() if masked else torch.rand(50)]
     x, w, c = torch.randn(6, 8), torch.randn(50, 8), torch.tensor([0, 1, 2, 4, 5, 49])
     of_rows = tuple(map(output_of, filter(None, outputs.split(";"))))
-    spec = Reductions(of_rows, parse(transform), ("x", "weight"), ("pick",)).text()
+    spec = Reductions(of_rows, parse(transform), ("x", "weight"), ("pick",))
     calls = []
 
     def counted(*args, **more):
@@ -61,7 +62,8 @@ def test_the_exponentials_of_the_sums_become_the_gradient(
 
     for module in (row_sums, slopes):
         monkeypatch.setattr(module, "exponential", counted)
-    found = class_reductions(x, w, None, None, c, given, torch.full((1, 6), -1 / 6), None, spec)
+    coef = torch.full((1, 6), -1 / 6)
+    out, grads = run.forward(Operands(x, w, None, None, c, tuple(given), coef), spec)
     assert len(calls) == expected
     exact = [t.double().requires_grad_() for t in (x, w)]
     z = exact[0] @ exact[1].T
@@ -69,9 +71,9 @@ def test_the_exponentials_of_the_sums_become_the_gradient(
     log = z.log_softmax(1)
     loss = F.nll_loss(log, c)
     loss.backward()
-    torch.testing.assert_close(found["total"].double(), loss.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.total.sum().double(), loss.detach(), rtol=1e-6, atol=1e-6)
     for name, t in zip(("x", "weight"), exact, strict=True):
-        torch.testing.assert_close(found[name].double(), t.grad, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(grads[name].double(), t.grad, rtol=1e-5, atol=1e-6)
     if outputs.startswith("moment(1,1)"):
         entropy = torch.special.entr(log.detach().exp()).sum(1)
-        torch.testing.assert_close(-found["rows"][0].double(), entropy, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(-out.rows[0].double(), entropy, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What several tests of the operators need."""
+"""What several tests of the engine need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tiled(monkeypatch):
 
 @pytest.fixture
 def sizes(way, device, monkeypatch):
-    """The operator runs an implementation. Of kernels also rows of several blocks."""
+    """The engine runs an implementation. Of kernels also rows of several blocks."""
     implement(way, monkeypatch)
     with where(way, device):
         yield [(N, D, V), (3, 5, 8200)] if way == "triton" else [(N, D, V)]

@@ -1,5 +1,5 @@
-"""The loss of rows, and what ``F.cross_entropy`` of a linear becomes: values and gradients against
-float64, ignored rows, weights that cancel, its gradients' life, bad input."""
+"""What ``F.cross_entropy`` of a linear becomes: values and gradients against float64, ignored rows,
+weights that cancel, its gradients' life, bad input."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from fxpass.op import run
-from fxpass.op.losses import cross_entropy_of, reductions_of_loss
-from fxpass.op.saved import scaled
 from fxpass.plan.plan import Plan
-from fxpass.spec.outputs import Moment
 from tests.support.numerics import assert_as_accurate, loss_and_gradients
 from tests.support.pairs import in_pairs
 
@@ -35,55 +30,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture
 def parts(strategy, monkeypatch):
-    """Chunks of 3 rows, or tiles of 3 rows and 4 classes."""
-    plan = Plan("aten", strategy, 3, 4, block=2)
-    monkeypatch.setattr(run, "plan", lambda *_: plan)
+    """Chunks of 3 rows, or tiles of 3 rows and 4 classes where no gradients are computed."""
+    plan = Plan("aten", "chunked", 3, 4, block=2)
 
+    def planned(*of_call):
+        return plan if of_call[5].total else plan._replace(strategy=strategy)
 
-# ---------------------------------------------------------------- the loss of given rows
-
-
-@in_pairs(
-    reduction=REDUCTIONS,
-    target=(*TARGETS, "ignored", "all ignored"),
-    smoothing=(0.0, 0.1, 1.0),
-    weighted=(False, True),
-    index=(torch.int64, torch.uint8),
-    dtype=(F64, F32),
-)
-def test_losses_of_log_probabilities(reduction, target, smoothing, weighted, index, dtype):
-    """Values and gradients, with nan where eager has it."""
-    z = torch.randn(17, 11, dtype=dtype, requires_grad=True)
-    weight = torch.rand(11, dtype=dtype) if weighted else None
-    label, ignored = torch.randint(11, (17,)).to(index), 3
-    label[label == ignored] = 4
-    if "ignored" in target:
-        label[:: 1 if "all" in target else 5] = ignored
-    if target == "probabilities":
-        label, ignored = torch.randn(17, 11, dtype=dtype).softmax(1), -100
-    outputs, given = reductions_of_loss(label, weight, smoothing, dtype)
-    log = z.log_softmax(1)
-    rows = [
-        log.gather(1, label.long()[:, None])[:, 0]
-        if not isinstance(output, Moment)
-        else (log if output.weight is None else log * given[output.weight]).sum(1)
-        for output in outputs
-    ]
-    of_class = None if label.is_floating_point() else label
-    arguments = of_class, weight, reduction, ignored, smoothing, 11
-    ours = cross_entropy_of(rows[0], rows[1] if rows[1:] else None, *arguments)
-    more = {"ignore_index": ignored, "reduction": reduction, "label_smoothing": smoothing}
-    theirs = F.cross_entropy(z, label, weight, **more)
-    torch.testing.assert_close(ours, theirs, equal_nan=True)
-    found, wanted = (torch.autograd.grad(loss.sum(), z)[0] for loss in (ours, theirs))
-    torch.testing.assert_close(found, wanted, equal_nan=True)
-
-
-def test_the_shape_and_dtype_are_those_of_the_rows():
-    picked, target = torch.randn(2, 3, 2), torch.randint(9, (2, 3, 2))
-    weight = torch.rand(9, dtype=BF16)
-    loss = cross_entropy_of(picked, None, target, weight, "none", -100, 0.0, 9)
-    assert (loss.shape, loss.dtype) == (picked.shape, F32)
+    monkeypatch.setattr(run, "plan", planned)
 
 
 # ---------------------------------------------------------------- programs
@@ -265,33 +218,6 @@ def test_no_row_counts_in_a_sum_over_the_number_of_labels(implementation, inner,
     assert loss.isnan()
     found = torch.autograd.grad(loss, (x, weight), retain_graph=retain and inner == "eager")
     assert [int(grad.count_nonzero()) for grad in found] == [0, 0]
-
-
-class Returned(TorchFunctionMode):
-    """Dtype and number of elements of every tensor that a function of torch returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: set[tuple[torch.dtype, int]] = set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        tensors = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
-        self.kinds |= {(t.dtype, t.numel()) for t in tensors}
-        return out
-
-
-@pytest.mark.parametrize(("saved", "dtype"), [(BF16, BF16), (F32, F16)])
-def test_a_gpu_scales_the_saved_gradient_without_a_wider_copy(saved, dtype):
-    """A GPU's kernel casts what it reads and writes. The operator's backward hides its calls from
-    modes, hence the function that it calls, and tensors on the meta device stand for a GPU's."""
-    gradient = torch.empty(200, 300, dtype=saved, device="meta")
-    with Returned() as returned:
-        out = scaled(gradient, torch.empty((), device="meta"), dtype)
-    assert out.dtype == dtype
-    large = {dtype for dtype, elements in returned.kinds if elements > 1}
-    assert large == {saved, dtype, torch.bool}  # the mask is of some rows
-    assert (torch.bool, gradient.numel()) not in returned.kinds
 
 
 @pytest.mark.only_gpu
