@@ -84,12 +84,82 @@ LOW_RANK = """rows rows=0,1 sums=2,3,4 wide= memory_mb=0 compiled=0
 %18 = aten.mm.default(%17, %0)
 %19 = aten.mm.default(%12, %2)
 return %1, %19, %15, %16, %18"""
+# The mean of a cross-entropy, some of whose rows are ignored, and its gradients; an accuracy, and
+# an entropy. It has a formula, with a total.
+LOSS = """rows rows=0,1,3,4 sums=1,4 wide= memory_mb=0 compiled=0
+%0 = input bool[n, 1]
+%1 = input {a}[n, 5]
+%2 = input {a}[11, 5]
+%3 = input int64[n, 1]
+%4 = input {c}[n, 1]
+%5 = aten.permute.default(%2, [1, 0])
+%6 = aten.mm.default(%1, %5)
+%7 = aten._to_copy.default(%6, dtype={c})
+%8 = aten._log_softmax.default(%7, 1, False)
+%9 = aten.gather.default(%8, 1, %3)
+%10 = aten.zeros_like.default(%9)
+%11 = aten.where.self(%0, %9, %10)
+%12 = aten.zeros_like.default(%4)
+%13 = aten.where.self(%0, %4, %12)
+%14 = aten.sym_size.int(%1, 0)
+%15 = aten.full.default([%14, 11], 0, dtype={c})
+%16 = aten.scatter.value(%15, 1, %3, -1.0)
+%17 = aten.mul.Tensor(%16, %13)
+%18 = aten.exp.default(%8)
+%19 = aten.sum.dim_IntList(%17, [1], True)
+%20 = aten.mul.Tensor(%18, %19)
+%21 = aten.sub.Tensor(%17, %20)
+%22 = aten._to_copy.default(%21, dtype={a})
+%23 = aten.permute.default(%22, [0, 1])
+%24 = aten.t.default(%23)
+%25 = aten.mm.default(%24, %1)
+%26 = aten.mm.default(%22, %2)
+%27 = aten.argmax.default(%8, 1, True)
+%28 = aten.eq.Tensor(%27, %3)
+%29 = aten.logical_and.default(%28, %0)
+%30 = aten.sum.dim_IntList(%22, [0], dtype={c})
+%31 = aten.mul.Tensor(%18, %8)
+%32 = aten.sum.dim_IntList(%31, [1], True)
+%33 = aten.where.self(%0, %32, %10)
+return %11, %25, %26, %29, %30, %33"""
+# Of rows whose incoming gradients are made of the outputs: the sum of the label's probability.
+PROBABILITY = """rows rows=0,2 sums=1 wide= memory_mb=0 compiled=0
+%0 = input {a}[n, 5]
+%1 = input {a}[11, 5]
+%2 = input int64[n, 1]
+%3 = aten.permute.default(%1, [1, 0])
+%4 = aten.mm.default(%0, %3)
+%5 = aten._to_copy.default(%4, dtype={c})
+%6 = aten._log_softmax.default(%5, 1, False)
+%7 = aten.gather.default(%6, 1, %2)
+%8 = aten.exp.default(%7)
+%9 = aten.sym_size.int(%0, 0)
+%10 = aten.full.default([%9, 11], 0, dtype={c})
+%11 = aten.scatter.value(%10, 1, %2, 1.0)
+%12 = aten.mul.Tensor(%11, %8)
+%13 = aten.exp.default(%6)
+%14 = aten.sum.dim_IntList(%12, [1], True)
+%15 = aten.mul.Tensor(%13, %14)
+%16 = aten.sub.Tensor(%12, %15)
+%17 = aten._to_copy.default(%16, dtype={a})
+%18 = aten.permute.default(%17, [0, 1])
+%19 = aten.t.default(%18)
+%20 = aten.mm.default(%19, %0)
+%21 = aten.mm.default(%17, %1)
+return %8, %20, %21"""
+FORMULAS = {
+    "a loss": LOSS.format(a="float32", c="float32"),
+    "a loss, bf16": LOSS.format(a="bfloat16", c="float32"),
+    "a probability": PROBABILITY.format(a="float32", c="float32"),
+    "a probability, fp16": PROBABILITY.format(a="float16", c="float32"),
+}
 TEXTS = {
     "f32": DIVERGENCE.format(a="float32", b="float32", c="float32"),
     "f64 and f32": DIVERGENCE.format(a="float64", b="float32", c="float64"),
     "bf16 and f32": DIVERGENCE.format(a="bfloat16", b="float32", c="float32"),
     "low rank": LOW_RANK.format(a="float32"),
     "low rank, bf16": LOW_RANK.format(a="bfloat16"),
+    **FORMULAS,
 }
 texts = pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
 
@@ -99,7 +169,9 @@ def tensors_of(text: str, n: int = N, v: int = 9) -> list[Tensor]:
     found = []
     for of in Loop.parse(text).inputs:
         shape = [s if isinstance(s, int) else {"n": n, "v": v}[s] for s in of.shape]
-        if not of.dtype.is_floating_point:
+        if of.dtype == torch.bool:
+            made = torch.rand(shape) < 0.8
+        elif not of.dtype.is_floating_point:
             made = torch.randint(v, shape)
         elif of.shape == ("n", "v"):  # an expanded number of each row
             made = torch.randn(n, 1).to(of.dtype).expand(n, v)
@@ -267,6 +339,39 @@ def test_texts_that_do_not_fit(old, new, message):
         rows(tensors_of(text), text.replace(old, new))
 
 
+@pytest.mark.parametrize("text", FORMULAS.values(), ids=FORMULAS.keys())
+def test_these_have_a_formula(text):
+    formula = row_chunks.prepared(text, CPU).formula
+    assert formula is not None
+    assert bool(formula.spec.total) == ("bool" in text)
+
+
+def test_the_others_have_none():
+    others = [row_chunks.prepared(text, CPU) for k, text in TEXTS.items() if k not in FORMULAS]
+    assert not any(prepared.formula for prepared in others)
+
+
+@texts
+def test_autocast_changes_nothing(text):
+    tensors = tensors_of(text)
+    with torch.autocast("cpu", BF16):
+        cast = rows(tensors, text)
+    torch.testing.assert_close(cast, rows(tensors, text), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("index", [-1, -100, 11, 2**40])
+@pytest.mark.parametrize("text", FORMULAS.values(), ids=FORMULAS.keys())
+def test_a_pick_that_is_no_class(text, index):
+    tensors = tensors_of(text)
+    picks = next(t for t in tensors if t.dtype == torch.int64)
+    picks[-1] = index
+    for t in tensors:
+        if t.dtype == torch.bool:
+            t.fill_(True)
+    with pytest.raises(IndexError, match=f"class {index} is out of bounds: there are 11 classes"):
+        rows(tensors, text)
+
+
 def test_the_schema():
     """Graphs in compile caches call it like this."""
     schema = str(torch.ops.fxpass.rows.default._schema)
@@ -298,14 +403,17 @@ return %7, %9, %10, %11"""
 
 
 @pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("text", [MASKED, FORMULAS["a loss"]], ids=["no formula", "a formula"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("counted", [0, 1, 9, N])
-def test_rows_that_change_nothing_are_left_out(counted):
+def test_rows_that_change_nothing_are_left_out(counted, bad, text):
     """What stands in them does not show."""
-    x, weight, _ = tensors_of(MASKED)
-    mask = (torch.arange(N) < counted).view(N, 1)
-    wanted = interpreted(MASKED, [x, weight, mask])
-    x = torch.where(mask, x, torch.nan)
-    torch.testing.assert_close(rows([x, weight, mask], MASKED), wanted)
+    tensors, mask = tensors_of(text), (torch.arange(N) < counted).view(N, 1)
+    x, of_mask = ((0, 2), (1, 0))[text != MASKED]
+    tensors[of_mask] = mask
+    wanted = interpreted(text, tensors)
+    tensors[x] = torch.where(mask, tensors[x], bad)
+    torch.testing.assert_close(rows(tensors, text), wanted)
 
 
 def test_few_rows_are_not_worth_to_be_left_out():
