@@ -4,6 +4,8 @@ In: a ``GraphModule`` of Dynamo or of AOTAutograd. Out: text without paths and a
 the same in every run and on every machine, so that a test can compare it::
 
     %logits: f32[4, 10] = linear(%l_x_, %l_w_, None)
+
+The text of a loop stands below its call, a line of the loop on each line.
 """
 
 from __future__ import annotations
@@ -38,8 +40,11 @@ def _line(node: Node) -> str:
         given, named = node.args, {**getattr(node.target, "keywords", {}), **node.kwargs}
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten":
             given, named = (), _operands(node)
+        texts = [v for v in named.values() if isinstance(v, str) and "\n" in v]
+        named = {k: v for k, v in named.items() if v not in texts}
         parts = [*map(_argument, given), *(f"{k}={_argument(v)}" for k, v in named.items())]
         call = f"{_target(node.target)}({', '.join(parts)})"
+        call = "\n    ".join([call, *(line for text in texts for line in text.splitlines())])
     example = node.meta.get("example_value", node.meta.get("val"))
     return f"%{node.name}{_type(example)} = {call}"
 

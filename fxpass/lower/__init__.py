@@ -1,5 +1,5 @@
-"""From the ATen graph of a row function to a spec of class reductions, or no.
+"""From the ATen graph of a function of rows to a formula of reductions, or no.
 
-Capture knows no formula; what is lowered has generated kernels, tiles and vocabulary shards. A no
-is harmless: the row function runs as it is.
+What has a formula has generated kernels and tiles. A no is harmless: the function runs as it is.
+Imports ``spec``, ``graph`` and ``region``.
 """

@@ -1,5 +1,5 @@
-"""The operators ``class_reductions`` and ``rows``: schema, fake tensors, autograd of the first.
+"""The operator ``fxpass::rows``: a function of rows of logits, a chunk of rows at a time.
 
-They run the implementation that the plan names; the first has a form for a sharded vocabulary.
-Imports ``spec``, ``plan``, ``aten``, ``kernels`` and ``region``.
+Loops with a formula run the implementation that the plan names; Inductor compiles the functions of
+others. Imports ``spec``, ``plan``, ``aten``, ``kernels``, ``region`` and ``lower``.
 """

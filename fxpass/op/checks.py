@@ -1,4 +1,4 @@
-"""What a call of ``fxpass::class_reductions`` is refused for.
+"""What operands of a head's reductions are refused for.
 
 In: operands and :class:`fxpass.spec.reductions.Reductions`. Raises where they do not fit together,
 with the shapes and dtypes that would fit. Each check runs at every call, on the host: what it needs

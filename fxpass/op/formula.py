@@ -5,7 +5,7 @@ results of the loop. What the formula reads of rows, and what results are made o
 computed beside, for all rows at once::
 
     %a = gather(_log_softmax(%z, 1), 1, %c);  return where(%mask, %a, 0), ...
-    ->  pick of class_reductions(x, weight, %c);  where(%mask, pick, 0)
+    ->  pick of the head x, weight at %c;  where(%mask, pick, 0)
 
 Incoming gradients that are known before the outputs are weights of a total, whose gradients forward
 computes. Others wait for the outputs: then the logits are computed twice.

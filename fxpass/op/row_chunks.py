@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch._C import _AutoDispatchBelowADInplaceOrView, _DisableAutocast
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from fxpass.aten.gemm import multiplied, part_of, slices
 from fxpass.aten.products import Scratch, add_products, logits
@@ -49,6 +50,7 @@ from fxpass.spec.operands import Operands
 log = logging.getLogger(__name__)
 # What a loop with collectives is taken to keep of each class of a row, on each rank.
 VALUES_OF_A_CLASS = 8
+_DENSE = torch.contiguous_format
 _known: dict[tuple[Any, ...], Prepared] = {}
 
 
@@ -140,15 +142,16 @@ def planned_for(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int
 
 
 def operands_of(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Operands:
-    """The operands of a loop that has a formula; ``tensors`` need no data."""
+    """The operands of a loop that has a formula, without data, as ``tensors`` may be."""
     assert of.formula is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
         run = _Run(of, list(map(_without_data, tensors)), sizes)
-        return run.formula_run(of.formula).operands
+        found = run.formula_run(of.formula).operands
+    return tree_map_only(Tensor, lambda t: _without_data(t, "meta"), found)
 
 
-def _without_data(tensor: Tensor) -> Tensor:
-    layout = {"dtype": tensor.dtype, "device": tensor.device}
+def _without_data(tensor: Tensor, device: str | None = None) -> Tensor:
+    layout = {"dtype": tensor.dtype, "device": device or tensor.device}
     return torch.empty_strided(tensor.shape, tensor.stride(), **layout)
 
 
@@ -291,10 +294,14 @@ class _Run:
 
     def _of_formula(self, formula: Formulas, runs: bool = True) -> list[Tensor]:
         loop, found = self.of.loop, self.formula_run(formula).results(runs)
+        seen = {t.untyped_storage()._cdata for t in (*self.rows, *self.invariants)}
         for i, made in found.items():
             if i in loop.sums or self.index is None:
                 turned = self.turned.get(i, False)
-                found[i] = (made.t() if turned else made).to(loop.dtype(i))
+                made = (made.t() if turned else made).to(loop.dtype(i))
+                place = made.untyped_storage()._cdata  # a result has memory of its own
+                found[i] = made.clone(memory_format=_DENSE) if place in seen else made
+                seen.add(place)
             else:
                 self._place(i, several=False)
                 self._write(i, made, slice(0, self.n))

@@ -1,6 +1,6 @@
-"""Rewrites the matches of a graph, and calls the inner backend.
+"""Prepares Dynamo's graph, and calls the inner backend, with the pass on the joint graph.
 
-No other package changes a graph for a match. ``transform`` shows all rewrites of a graph in order.
-Imports ``capture``, ``lower``, ``region``, ``casts``, ``op``, ``deferred``, ``graph``, ``plan`` and
-``spec``, and from ``kernels`` the sources that ``explain`` shows.
+``transform`` shows all that is done to one graph in order. Imports ``capture``, ``rows``,
+``region``, ``casts``, ``op``, ``deferred``, ``graph``, ``plan`` and ``spec``, and from ``kernels``
+the sources that ``explain`` shows.
 """

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fxpass.rows.rules import A
+from fxpass.rows.rules import VIEWS, A
 from fxpass.rows.sizes import is_one, is_tensor, key, keys, packet, shape, value
 
 # What is the same of rows as of all classes: reductions that may take one dimension after another.
@@ -54,8 +54,8 @@ def spell(graph: Graph) -> None:
 def _computed_before(node: Node, known: dict[Any, Node]) -> Node | None:
     """A node that computes the same labels or mask."""
     tags = getattr(node.target, "tags", ())
-    random = torch.Tag.nondeterministic_seeded in tags
-    if node.op != "call_function" or not is_tensor(node) or random:
+    pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    if not (pointwise or packet(node) in VIEWS) or not is_tensor(node):
         return None
     if value(node).is_floating_point() or value(node).is_complex():
         return None
@@ -65,11 +65,16 @@ def _computed_before(node: Node, known: dict[Any, Node]) -> Node | None:
 
 def _of_labels(graph: Graph, node: Node) -> Node | None:
     """A function of ``unsqueeze(x, 1)`` as that of x, whose result is unsqueezed."""
-    tensors = [a for a in node.all_input_nodes if shape(a)]
-    if len(shape(node)) != 2 or not tensors or not all(map(_is_unsqueezed, tensors)):
+    tensors = [a for a in node.all_input_nodes if is_tensor(a) and shape(a)]
+    if (
+        not is_tensor(node)
+        or len(shape(node)) != 2
+        or not tensors
+        or not all(map(_is_unsqueezed, tensors))
+    ):
         return None
     with graph.inserting_before(node):
-        args, kwargs = map_arg((node.args, node.kwargs), lambda a: a.args[0] if shape(a) else a)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda a: a.args[0] if a in tensors else a)
         inner = graph.call_function(node.target, args, kwargs)  # pyright: ignore
         made = graph.call_function(A.unsqueeze.default, (inner, 1))
     inner.meta = node.meta | {"val": value(node)[:, 0]}

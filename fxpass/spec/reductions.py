@@ -66,7 +66,7 @@ from fxpass.spec.outputs import (
     position_of,
 )
 
-REVISION = "r6"  # as spec.REVISION, of the operator fxpass::class_reductions
+REVISION = "r6"  # of the text form
 
 
 def raw(outputs: Collection[Output]) -> tuple[Moment, ...]:
@@ -115,7 +115,7 @@ def for_slopes(outputs: Iterable[Output]) -> tuple[Moment, ...]:
 
 @dataclass(frozen=True)
 class Reductions:
-    """What one call of ``fxpass::class_reductions`` computes, apart from its tensors.
+    """What a head's rows are reduced to, apart from the tensors.
 
     Attributes:
         outputs: the outputs, each once.
@@ -136,7 +136,7 @@ class Reductions:
         unrounded: those of ``x`` and ``weight`` whose gradients are returned in the dtype of the
             sums: the program cast these operands from it, and their gradients bypass the cast.
 
-    The text form is the operator's last argument::
+    The text form::
 
         >>> Reductions(("lse", Moment(1, 1)), gradients=("x",)).text()
         'r6 outputs=lse;moment(1,1) gradients=x'

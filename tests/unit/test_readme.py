@@ -48,10 +48,10 @@ def anchors(text: str) -> set[str]:
     return found
 
 
-def test_the_graphs_before_and_after():
+def test_the_graph():
     text = section("What it does to a graph")
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    before, after = re.findall(r"```\n(%.*?)\n```", text, re.DOTALL)
+    (after,) = re.findall(r"```\n(%.*?)\n```", text, re.DOTALL)
     scope = {"torch": torch, "F": F}
     # a file as far as Dynamo can tell, so that it finds the names of the local variables
     linecache.cache["readme.py"] = (len(code), None, code.splitlines(True), "readme.py")
@@ -60,8 +60,7 @@ def test_the_graphs_before_and_after():
     weight = torch.randn(10, 6, requires_grad=True)
     labels = torch.randint(10, (8,))
     with torch.autocast("cpu", torch.bfloat16):
-        assert testing.original(scope["loss"], x, weight, labels) == before
-        assert testing.rewritten(scope["loss"], x, weight, labels) == after
+        assert after in testing.rewritten(scope["loss"], x, weight, labels)
 
 
 def test_every_setting_is_in_the_table():

@@ -71,8 +71,6 @@ FORMULAS = {
         lambda z: (z.softmax(1) * VECTOR).sum(1), "moment(1,0,0)", "moment(1,0,0)", "z"),
     "accuracy": (
         lambda z: (z.argmax(1) == LABELS).float() + pick(z)[:, 0], "pick;argmax", "pick", "z"),
-    "a detached factor": (
-        lambda z: (z.softmax(1).detach() * z.log_softmax(1)).sum(1), "moment(1,1)", "", "z"),
     "soft-cap": (lambda z: ce(30 * torch.tanh(z / 30)), "pick", "pick", "30*tanh(z/30)"),
     "temperature": (lambda z: ce(z / 0.5), "pick", "pick", "2*z"),
     "a temperature of rows": (lambda z: ce(z * ROWS), "pick", "pick", "z"),
@@ -95,6 +93,8 @@ UNKNOWN = {
         lambda z: z.max(1).values + pick(z)[:, 0], "an index that is computed from logits"),
     "some of the classes": (lambda z: ce(z[:, :40]), "slice of logits is not known"),
     "chosen classes": (lambda z: pick(z[:, [*range(V)][::-1]]), "index of logits is not known"),
+    "a gradient of 0": (
+        lambda z: (z.softmax(1).detach() * z.log_softmax(1)).sum(1), "has no gradient"),
     "two softmaxes": (lambda z: pick(z) + pick(z / 2), "the logits of 2 softmaxes"),
     "differences to trained values": (
         lambda z: (z.detach() - z.logsumexp(1, True)).square().sum(1), "may cancel"),
