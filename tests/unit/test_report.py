@@ -45,7 +45,7 @@ COUNTS = {
     broken_before: (2, 1, 0, 0),
     kept: (1, 1, 0, 0),
     several: (1, 2, 1, 0),
-    under_autocast: (1, 1, 0, 2),
+    under_autocast: (1, 1, 0, 0),  # whose casts are torch's
 }
 # of logits that are not there
 BYTES = {fused: 160, under_autocast: 80, several: 320, kept: 160, broken_before: 160}
@@ -154,16 +154,21 @@ def test_switched_off_it_tells_what_would_be_done(monkeypatch):
 # ---------------------------------------------------------------- what it says
 
 
+def of_unlike_dtypes(x, w, target, other):
+    return F.cross_entropy(F.linear(x, w, other), target)
+
+
 def test_casts_name_operand_dtypes_and_line():
-    report = explain(under_autocast, *inputs())
+    x, w, target = inputs()
+    report = explain(of_unlike_dtypes, x.bfloat16(), w, target, torch.zeros(len(w)))
     (line,) = {cast.source for cast in report.casts}
-    number = under_autocast.__code__.co_firstlineno + 2
-    assert f"reported.py:{number} return F.cross_entropy(F.linear(x, w), target)" in line
+    number = of_unlike_dtypes.__code__.co_firstlineno + 1
+    assert f"test_report.py:{number} return F.cross_entropy(F.linear(x, w, other), target)" in line
     assert [(c.operand, c.old, c.new) for c in report.casts] == [
-        ("l_x_", torch.float32, torch.bfloat16),
         ("l_w_", torch.float32, torch.bfloat16),
+        ("l_other_", torch.float32, torch.bfloat16),
     ]
-    assert f"cast: %l_x_, %l_w_ float32 -> bfloat16: {line}" in str(report)
+    assert f"cast: %l_w_, %l_other_ float32 -> bfloat16: {line}" in str(report)
 
 
 def test_logits_bytes_are_those_of_the_dtype():
@@ -228,12 +233,13 @@ import torch.nn.functional as F
 
 def step(x, w, t):
     loss = F.cross_entropy(F.linear(x.half(), w), t)
-    return loss + F.cross_entropy(F.linear(x, w).cumsum(0), t)
+    return loss + F.cross_entropy(F.linear(x, w.detach()).cumsum(0), t)
 """
 
 
 def test_text(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FUSEDCE_STRATEGY", "chunked")
     (tmp_path / "train.py").write_text(TRAIN)
     spec = importlib.util.spec_from_file_location("train", tmp_path / "train.py")
     train = importlib.util.module_from_spec(spec)
@@ -243,9 +249,9 @@ def test_text(tmp_path, monkeypatch):
         str(report),
         """\
 1 graph, 1 loss fused, 1 not fused, 1 cast
-  fused: train.py:4 loss = F.cross_entropy(F.linear(x.half(), w), t): logits [4, 10], cross-entropy: log-probability of the label; gradients of weight in backward
-    strategy: tiled, 4 rows and 10 classes at a time: 1 KiB of scratch; saved gradients would take more than the logits
-  not fused: train.py:5 return loss + F.cross_entropy(F.linear(x, w).cumsum(0), t): %cumsum (cumsum) (aten.cumsum works along rows)
+  fused: train.py:4 loss = F.cross_entropy(F.linear(x.half(), w), t): logits [4, 10], cross-entropy: log-probability of the label; gradients of weight with the loss
+    strategy: chunked, 4 rows at a time: 2 KiB of scratch; the gradients are computed with the outputs
+  not fused: train.py:5 return loss + F.cross_entropy(F.linear(x, w.detach()).cumsum(0), t): %cumsum (cumsum) (aten.cumsum works along rows)
   cast: %l_w_ float32 -> float16: train.py:4 loss = F.cross_entropy(F.linear(x.half(), w), t)
   logits not materialised: 1 KiB""",
     )
@@ -313,17 +319,29 @@ def test_equal_rejections_are_one_line():
     assert "times)" not in str(explain(several, *inputs()))
 
 
-@pytest.mark.parametrize("setting", ["chunked", "tiled"])
-def test_the_kernels_are_those_of_the_strategy(monkeypatch, setting):
-    monkeypatch.setenv("FUSEDCE_STRATEGY", setting)
-    x, w, t = inputs()
-    report = explain(
-        lambda x, w, t: F.cross_entropy(F.linear(x, w), t, label_smoothing=0.1), x, w, t
-    )
+def smoothed(x, w, target):
+    return F.cross_entropy(F.linear(x, w), target, label_smoothing=0.1)
+
+
+def test_a_call_that_computes_gradients_with_the_loss(monkeypatch):
+    monkeypatch.setenv("FUSEDCE_STRATEGY", "chunked")
+    report = explain(smoothed, *inputs())
     ((call,),) = (head.calls for head in report.matches)
-    assert call.choice.strategy == setting
-    assert bool(call.spec.total) == (setting == "chunked")
-    names = [kernel.name.rpartition("_")[0] for kernel in report.kernels]
-    both = ["class_reductions", "class_reductions_backward"]
-    assert names == {"chunked": both[:1], "tiled": both}[setting]
-    assert f"strategy: {setting}, " in str(report)
+    assert (call.choice.strategy, call.spec.gradients) == ("chunked", ("weight",))
+    assert call.spec.total
+    (kernel,) = report.kernels
+    assert kernel.name.rpartition("_")[0] == "class_reductions"
+    assert "gradients of weight with the loss" in str(report)
+    assert "; the gradients are computed with the outputs" in str(report)
+
+
+def test_calls_of_which_backward_computes_the_logits_again(monkeypatch):
+    monkeypatch.setenv("FUSEDCE_STRATEGY", "tiled")
+    report = explain(smoothed, *inputs())
+    ((forward, backward),) = (head.calls for head in report.matches)
+    assert not forward.spec.gradients
+    assert backward.spec.gradients == ("weight",)
+    assert len(report.kernels) == 2
+    assert "; backward computes the logits again" in str(report)
+    assert "gradients of weight in backward" in str(report)
+    assert "gradients of weight with the loss" not in str(report)

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from fxpass.graph.text import graph_text
+from fxpass.op.rows import NAME
 
 
 def captured(fn, *args) -> str:
@@ -159,14 +160,15 @@ def test_types(value, shown):
 
 
 def test_operands_of_an_operator_have_their_names():
-    """ATen's are known; of an operator of a library one has to look them up."""
+    """ATen's are known; of an operator of a library one has to look them up. A loop is a text."""
     graph = Graph()
     x = graph.placeholder("x")
-    operator_of_ours = torch.ops.fxpass.class_reductions.default
-    graph.call_function(operator_of_ours, (x, x, None, None, x), {"spec": "r6"})
+    graph.call_function(torch.ops.fxpass.rows.default, ([x, x], "rows\n%0 = input f32"))
     graph.call_function(torch.ops.aten.add.Tensor, (x, 1))
     lines = graph_text(GraphModule({}, graph)).splitlines()
     assert lines[1:] == [
-        "%class_reductions_default = fxpass.class_reductions(x=%x, weight=%x, picks=%x, spec='r6')",
+        f"%rows_default = {NAME.replace('::', '.')}(tensors=(%x, %x))",
+        "    rows",
+        "    %0 = input f32",
         "%add_tensor = aten.add(%x, 1)",
     ]

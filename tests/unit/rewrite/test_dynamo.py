@@ -183,7 +183,7 @@ assert not raised, (len(raised), raised[0])
 assert "fusedce" in torch._dynamo.list_backends()
 assert type(registry._COMPILER_FNS) is dict
 assert "fusedce" in registry._COMPILER_FNS
-assert not {"fxpass.rewrite.transform", "fxpass.op.reductions", "fxpass.rewrite.inner"} & set(sys.modules)
+assert not {"fxpass.rewrite.transform", "fxpass.op.rows", "fxpass.rewrite.inner"} & set(sys.modules)
 print(len(found))
 """
 
