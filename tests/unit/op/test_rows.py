@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxpass.aten import gemm
 from fxpass.op import row_chunks
-from fxpass.op.rows import NAME, rows
+from fxpass.op.rows import NAME, listed, rows
 from fxpass.plan.regions import RegionPlan
 from fxpass.region.loop import Loop
 from fxpass.region.run import Interpreter
@@ -288,6 +289,21 @@ def test_the_budget_of_the_text():
     text, n, v = TEXTS["f32"].replace("memory_mb=0", "memory_mb=1"), 3000, 400
     run = row_chunks._Run(row_chunks.prepared(text, CPU), tensors_of(text, n, v), {"n": n, "v": v})
     assert run.plan.scratch <= 1 << 20
+
+
+@texts
+def test_how_a_call_runs_is_listed(text):
+    """Of tensors that need no data: the kernels of a formula, else the plan of a loop."""
+    tensors = tensors_of(text)
+    found = listed(tensors, text)
+    with FakeTensorMode() as mode:
+        again = listed([mode.from_tensor(t) for t in tensors], text)
+    assert (str(again.choice), again.plan) == (str(found.choice), found.plan)
+    has_formula = text in FORMULAS.values()
+    assert (found.choice is not None, found.plan is None) == (has_formula, has_formula)
+    names = [launch.name.rpartition("_")[0] for launch in found.launches]
+    both = ["class_reductions", "class_reductions_backward"]
+    assert names == both[: 1 + ("exp.default(%7)" in text)] * has_formula
 
 
 @texts
