@@ -5,15 +5,13 @@ The values of one pass are held by tests/programs/rows/unrounded.py.
 
 from __future__ import annotations
 
-import operator
-
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
-from fxpass.testing import rewritten
+from fxpass.region.loop import Loop
+from fxpass.rows.backend import RowsPass
+from fxpass.rows.sizes import packet
 from tests.programs.catalog import catalog
 from tests.support.numerics import assert_close, error
 
@@ -49,23 +47,40 @@ def as_accurate(row, inner="aot_eager", **how):
     return got
 
 
+def fused(program, *tensors):
+    """What became of the graphs of a program that have a call."""
+    rows = RowsPass()
+    torch.compile(program, backend=rows.backend())(*tensors)
+    return [one for one in rows.made if one.calls]
+
+
+def of_weights(made, v, d):
+    """The dtypes of the sums of loops that are gradients of a weight ``[v, d]``."""
+    loops = [Loop.parse(part.text) for one in made for part in one.parts]
+    return [
+        loop.dtype(i)
+        for loop in loops
+        for i in loop.sums
+        if sorted(loop.results[i].shape) == sorted((v, d))
+    ]
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_gradients_bypass_the_casts(name):
     row = ROWS[name]
-    text = rewritten(row.program(), *row.tensors())
-    assert "wide_x=" in text
-    assert ("wide_weight=" in text) == (name != "frozen")
-    assert "= to(%" in text  # the casts are nodes
+    found = of_weights(fused(row.program(), *row.tensors()), row.sizes.v, row.sizes.d)
+    assert set(found) == (set() if name == "frozen" else {F32})
 
 
-def test_what_the_program_casts_itself_is_rounded():
-    """Its cast's gradient has 16 bits, as in eager."""
+def test_what_the_program_casts_itself_is_unrounded_too():
+    """Its cast's gradient has 16 bits in eager; the joint graph does not say who cast."""
 
     def loss(x, weight, labels):
         return F.cross_entropy(F.linear(x.bfloat16(), weight.bfloat16()).float(), labels)
 
     x, weight = torch.randn(48, 32, requires_grad=True), torch.randn(97, 32, requires_grad=True)
-    assert "wide_" not in rewritten(loss, x, weight, torch.randint(97, (48,)))
+    made = fused(loss, x, weight, torch.randint(97, (48,)))
+    assert of_weights(made, 97, 32) == [F32]
 
 
 @pytest.mark.parametrize("name", ["no bias", "tied", "rows"])
@@ -98,42 +113,22 @@ def test_hooks_see_what_eager_gives_them():
     assert len(seen[0]) == len(row.gradients)
 
 
-@pytest.fixture
-def graphs():
-    """AOTAutograd's graphs, forward and backward, of what is compiled with the backend "graphs"."""
-    found = []
-
-    def compiler(gm, _):
-        found.append(gm.graph)
-        return make_boxed_func(gm.forward)
-
-    torch._dynamo.register_backend(aot_autograd(fw_compiler=compiler), name="graphs")
-    yield found
-    del torch._dynamo.backends.registry._BACKENDS["graphs"]
-    del torch._dynamo.backends.registry._COMPILER_FNS["graphs"]
-
-
-def test_nothing_has_the_weights_size_but_its_cast_and_its_gradient(graphs):
-    """No gradient of 16 bits, no pass that casts one, and nothing reads the wide hidden states."""
+def test_nothing_has_the_weights_size_but_its_cast_and_its_gradient():
+    """No gradient of 16 bits, no pass that casts one, and the loop reads narrow hidden states."""
     row = ROWS["no bias"]
-    as_accurate(row, inner="graphs")
-
-    def of_head(graph):
-        return [
-            (node.target, node.meta["val"].dtype)
-            for node in graph.nodes
-            if node.op == "call_function"
-            and isinstance(node.meta.get("val"), torch.Tensor)
-            and tuple(node.meta["val"].shape) == (row.sizes.v, row.sizes.d)
-        ]
-
-    forward, backward = graphs
-    cast, gradient = of_head(forward)
-    assert cast == (torch.ops.aten._to_copy.default, BF16)
-    assert gradient == (operator.getitem, F32)
-    # the product with the incoming gradient, of a small weight, is arithmetic
-    assert {dtype for _, dtype in of_head(backward)} <= {F32, torch.bool}
-    (call,) = forward.find_nodes(
-        op="call_function", target=torch.ops.fxpass.class_reductions.default
-    )
-    assert not call.kwargs
+    (made,) = fused(row.program(), *row.tensors())
+    of_head = [
+        (packet(node), node.meta["val"].dtype)
+        for node in made.graph.graph.nodes
+        if node.op == "call_function"
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and sorted(node.meta["val"].shape) == sorted((row.sizes.v, row.sizes.d))
+    ]
+    (cast, narrow), *wide = of_head
+    assert (cast, narrow) == (torch.ops.prims.convert_element_type, BF16)
+    # the gradient of the loop, its product with the incoming gradient, and views of it
+    assert {dtype for _, dtype in wide} == {F32}
+    assert torch.ops.prims.convert_element_type not in [of for of, _ in wide]
+    (part,) = made.parts
+    inputs = [given for given in Loop.parse(part.text).inputs if given.shape[-1:] == (row.sizes.d,)]
+    assert [given.dtype for given in inputs] == [BF16, BF16]
