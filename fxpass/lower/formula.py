@@ -178,9 +178,10 @@ def _base(tables: Tables, exprs: Iterable[Any]) -> Base | None:
 
 def _read_outputs(found: Reading, exprs: Iterable[Any]) -> Iterable[Symbol]:
     """The symbols of outputs that expressions read, also through nodes."""
-    tables, todo, seen = found.tables, [s for e in exprs for s in symbols_of(e)], set[Any]()
+    tables, seen = found.tables, set[Any]()
+    todo: list[Any] = [s for e in exprs for s in symbols_of(e)]
     while todo:
-        one: Any = todo.pop()
+        one = todo.pop()
         if one in seen:
             continue
         seen.add(one)

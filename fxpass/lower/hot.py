@@ -122,15 +122,18 @@ def simplified(expr: Any) -> Any:
     expr = expr.func(*map(simplified, expr.args))
     if not isinstance(expr, Where):
         return expr
-    x, y, first, second = expr.args
+    args: Any = expr.args
+    x, y, first, second = args
     if x.is_number and x < _LEAST and second == 0 and _vanishes(first):
         return first
     if has_classes(sympy.Tuple(x, y)) or not any(map(has_classes, (first, second))):
         return expr
     if sympy.S.NegativeInfinity in (first, second):
         return expr
-    one, none = sympy.Integer(1), sympy.Integer(0)
-    return first * expr.func(x, y, one, none) + second * expr.func(x, y, none, one)
+    one: Any = sympy.Integer(1)
+    none: Any = sympy.Integer(0)
+    where: Any = expr.func
+    return first * where(x, y, one, none) + second * where(x, y, none, one)
 
 
 _LEAST = -1e30  # no logit is less, but for -inf

@@ -162,7 +162,8 @@ def at(tables: Tables, like: Classes, index: Node) -> Expr:
     """An expression at given classes, in outputs of one base and in what operands have there."""
     if all(isinstance(s, OF_CLASS) for s in symbols(like.expr) if has_classes(s)):
         given = [s for s in symbols(like.expr) if isinstance(s, OF_CLASS)]
-        return like.expr.xreplace({s: tables.choice(tables.nodes[s], index) for s in given})
+        chosen = {s: tables.choice(tables.nodes[s], index) for s in given}
+        return cast(Expr, like.expr.xreplace(chosen))
     found = in_one_log(tables, like)
     if found is None:
         raise Unknown(f"picks `{like.expr}` at a class")

@@ -93,7 +93,8 @@ def listed(tensors: Sequence[Tensor], text: str) -> Listed:
     if loop.formula is None:
         return Listed(None, planned_for(loop, tensors, sizes))
     operands, spec = operands_of(loop, tensors, sizes), loop.formula.spec
-    choice = loop.formula.choice(*operands.x.shape, len(operands.weight), device)
+    n, d = operands.x.shape
+    choice = loop.formula.choice(n, d, len(operands.weight), device)
     return Listed(choice, None, launches(spec, operands, gpu_for_listing(device)))
 
 

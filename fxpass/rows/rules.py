@@ -271,7 +271,8 @@ class Rules:
 
     def _repeats(self, node: Node) -> bool:
         """Whether a node has the elements of a smaller tensor several times."""
-        return packet(node) is A.expand and numel(shape(node.args[0])) < self.large
+        source: Any = node.args[0]
+        return packet(node) is A.expand and numel(shape(source)) < self.large
 
     def pull(self, node: Node, tag: Any) -> None:
         """Plans a node whose result is to have a tag, and what it reads."""

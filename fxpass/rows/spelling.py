@@ -66,12 +66,8 @@ def _computed_before(node: Node, known: dict[Any, Node]) -> Node | None:
 def _of_labels(graph: Graph, node: Node) -> Node | None:
     """A function of ``unsqueeze(x, 1)`` as that of x, whose result is unsqueezed."""
     tensors = [a for a in node.all_input_nodes if is_tensor(a) and shape(a)]
-    if (
-        not is_tensor(node)
-        or len(shape(node)) != 2
-        or not tensors
-        or not all(map(_is_unsqueezed, tensors))
-    ):
+    column = is_tensor(node) and len(shape(node)) == 2
+    if not column or not tensors or not all(map(_is_unsqueezed, tensors)):
         return None
     with graph.inserting_before(node):
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: a.args[0] if a in tensors else a)

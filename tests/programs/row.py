@@ -24,8 +24,8 @@ import math
 import operator
 import re
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -239,3 +239,11 @@ class _Reader(ast.NodeVisitor):
     def _in_turn(self, *nodes: ast.AST) -> None:
         for node in nodes:
             self.visit(node)
+
+
+def becoming(rows: Sequence[Row], others: Mapping[str, Sequence[str]]) -> tuple[Row, ...]:
+    """Rows of which some are fused in another way than the rest of their family: the names of
+    ``others``, by what they become."""
+    found = {name: becomes for becomes, names in others.items() for name in names}
+    assert found.keys() <= {row.name for row in rows}, found
+    return tuple(replace(row, becomes=found.get(row.name, row.becomes)) for row in rows)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from tests.programs.row import FORMULA, NOTHING, OUTSIDE, REGION, Row
+from tests.programs.row import BOTH, FORMULA, NOTHING, OUTSIDE, REGION, Row
 
 KIND = "answers"
 
@@ -30,22 +30,22 @@ ANSWERED = (
         "F.cross_entropy(s[..., :-1, :].contiguous().view(-1, V).float(), "
         "tokens[:, 1:].flatten(), label_smoothing=0.1)"),
     Row("module", "nn.CrossEntropyLoss(reduction='sum')(s.view(-1, V), tokens.view(-1))"),
-    Row("probabilities", "F.cross_entropy(s.flatten(0, 1), soft)"),
+    Row("probabilities", "F.cross_entropy(s.flatten(0, 1), soft)", REGION),
     Row("of later rows",
         "s.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).sum()"),
-    Row("one-hot", "(s.log_softmax(-1) * F.one_hot(tokens, V)).sum(-1)", becomes=REGION),
+    Row("one-hot", "(s.log_softmax(-1) * F.one_hot(tokens, V)).sum(-1)", becomes=FORMULA),
     Row("for each sequence", "torch.stack([row.logsumexp(-1) for row in s])"),
     Row("chunks", "[part.logsumexp(-1) for part in s.chunk(3, 1)]"),
     Row("max", "s.max(-1)"),
     Row("top-k", "s.topk(4)", becomes=REGION),
     Row("accuracy", "(s.argmax(-1) == tokens).float().mean()"),
-    Row("factors of rows", "(s * temperatures.view(B, T, 1)).logsumexp(-1)"),
+    Row("factors of rows", "(s * temperatures.view(B, T, 1)).logsumexp(-1)", BOTH),
     Row("masked classes", "s.masked_fill(torch.arange(V) > 60, -1e4).logsumexp(-1)"),
-    Row("some classes", "s[..., :50].logsumexp(-1)"),
+    Row("some classes", "s[..., :50].logsumexp(-1)", REGION),
     Row("mean", "s.mean()", becomes=REGION),
     Row("binary", "F.binary_cross_entropy_with_logits(s, soft.view(B, T, V))", trained=("x", "weight"),
         becomes=REGION),
-    Row("einsum", "torch.einsum('btv,btv->bt', s.softmax(-1), soft.view(B, T, V))"),
+    Row("einsum", "torch.einsum('btv,btv->bt', s.softmax(-1), soft.view(B, T, V))", BOTH),
     Row("detached", "s.detach().logsumexp(-1)"),
     Row("padded", "F.cross_entropy(F.pad(s, (0, 21), value=-1e4).flatten(0, 1), tokens.flatten())",
         becomes=REGION),
@@ -70,7 +70,7 @@ ANSWERED = (
     Row("smoothed labels, filled and scattered",
         "wanted = torch.zeros_like(s); wanted.fill_(0.1 / (V - 1)); "
         "wanted.scatter_(-1, tokens[..., None], 0.9); -(wanted * s.log_softmax(-1)).sum(-1).mean()",
-        becomes=REGION),
+        becomes=FORMULA),
     Row("margins, scattered",
         "hot = torch.zeros_like(s).scatter_(-1, tokens[..., None], 1); "
         "F.cross_entropy((s - 0.3 * hot).flatten(0, 1), tokens.flatten())", becomes=REGION),
@@ -80,9 +80,9 @@ ANSWERED = (
     Row("a scaled copy",
         "copy = s.clone(memory_format=torch.contiguous_format); copy /= 2; "
         "copy.masked_fill_(soft.view(B, T, V) > 0.02, -3).mul_(temperatures.view(B, T, 1)); "
-        "copy.log_softmax(-1).gather(-1, tokens[..., None])", becomes=REGION),
+        "copy.log_softmax(-1).gather(-1, tokens[..., None])", becomes=BOTH),
     Row("filled with logits", "torch.empty_like(s).copy_(s).add_(s.detach()).logsumexp(-1)",
-        becomes=REGION),
+        becomes=FORMULA),
     Row("the result of out=",
         "with torch.no_grad():\n"
         "    made = torch.zeros_like(s)\n"
@@ -90,20 +90,20 @@ ANSWERED = (
         "made.argmax(-1)"),
     Row("written twice",
         "copy = s.clone(); before = copy.sum(-1); copy *= 2; (before, copy.logsumexp(-1))",
-        becomes=REGION),
+        becomes=BOTH),
 )
 # Writes are seen by all views; what is not answered has the values of the logits.
 COMPUTED = (
     Row("bits", "((s.detach().view(torch.int32) > 1065353216).sum(-1), s.logsumexp(-1))",
-        becomes=REGION, why="reads the bits of float32 as int32"),
+        becomes=BOTH, why="reads the bits of float32 as int32"),
     Row("seen by a view",
         "copy = s.clone(); row = copy[0]; copy[:, 3] = 0.0; (row.sum(-1), copy.logsumexp(-1))",
-        becomes=REGION, why="assigns to rows"),
+        becomes=BOTH, why="assigns to rows"),
     Row("seen by an alias",
         "copy = torch.zeros_like(s); alias = copy.detach(); copy += 1; "
         "(alias.sum(-1), (copy * s).sum(-1))", becomes=REGION, why="or of which there are views"),
     Row("to a view", "copy = s.clone(); copy[0].zero_(); copy.logsumexp(-1)",
-        becomes=REGION, why="zero_ aten.zero has no row rule"),
+        becomes=FORMULA, why="zero_ aten.zero has no row rule"),
     Row("to a view of a copy",
         "copy = torch.empty_like(s); copy.copy_(s); flat = copy.view(-1, V); flat[:, 0] = 5.0; "
         "(flat.logsumexp(-1), copy.sum(-1))", becomes=REGION, why="or of which there are views"),
@@ -113,10 +113,10 @@ COMPUTED = (
         "copy = s.clone()\n"
         "with torch.no_grad():\n"
         "    copy *= 2\n"
-        "copy.logsumexp(-1)", becomes=REGION, why="writes to logits where gradients are off"),
+        "copy.logsumexp(-1)", becomes=FORMULA, why="writes to logits where gradients are off"),
     Row("to another shape",
         "copy = s.clone(); copy.unsqueeze_(0); copy.squeeze_(0).transpose_(1, 2); copy.logsumexp(1)",
-        becomes=REGION),
+        becomes=FORMULA),
     Row("to an operand", "given = torch.zeros(B, T, V); given.copy_(s); given.logsumexp(-1)",
         why="copy_ writes to its arguments"),
     Row("to a snapshot",

@@ -5,7 +5,7 @@ A row of another table that failed is not repeated here.
 
 from __future__ import annotations
 
-from tests.programs.row import REGION, Row
+from tests.programs.row import BOTH, FORMULA, NOTHING, REGION, Row
 
 KIND = "corpus"
 
@@ -27,7 +27,7 @@ ROWS = (
     Row("pieces of the rows with one factor for all",
         "factor = 1.0 + torch.arange(12.0).unsqueeze(1); "
         "torch.cat([(torch.tanh(piece * factor).log_softmax(-1).exp() * prior).sum(-1)"
-        " for piece in z.split(12)])"),
+        " for piece in z.split(12)])", REGION),
     # The index was placed after the call.
     Row("an index of classes that comes first",
         "y = torch.index_select(index=labels[:5] * 0 + 1, input=z, dim=1); "
@@ -40,7 +40,7 @@ ROWS = (
         "(constant.softmax(-1) * y).var(-1)", REGION),
     # The gradient of the values was nan: a row without a gradient has a huge log-sum-exp.
     Row("trained values of classes beside rows without a gradient",
-        "((z.log_softmax(-1) * factor).sum(-1) * (values > 0)).sum()"),
+        "((z.log_softmax(-1) * factor).sum(-1) * (values > 0)).sum()", REGION),
     # 1 + z - z lost digits of a certain row's gradient.
     Row("a sum of classes of which one is certain",
         "certain = torch.arange(V) == 3; y = z + 1000.0 * certain; "
@@ -55,11 +55,11 @@ ROWS = (
         "with torch.no_grad():\n"
         "    read = (log.exp() * teacher).sum(-1)\n"
         "teacher.zero_()\n"
-        "(log.gather(-1, labels[:, None]).square().sum(), read)", left="clone, zero"),
+        "(log.gather(-1, labels[:, None]).square().sum(), read)", NOTHING),
     # False for the largest class: the two sides were rounded in two ways.
     Row("a target that is the largest, by hand",
         "y = z - z.logsumexp(-1, keepdim=True); "
-        "(y.amax(-1) <= y.gather(-1, labels[:, None])[:, 0]) * y.mean(-1)", REGION),
+        "(y.amax(-1) <= y.gather(-1, labels[:, None])[:, 0]) * y.mean(-1)", BOTH),
     # The other results changed: they were rows of one tensor.
     Row("results of one call, of which one is written to",
         "first, second = z.logsumexp(-1), z.logsumexp(-1); first.add_(1); (first, second, z.amax(-1))",
@@ -81,11 +81,11 @@ ROWS = (
         "hot = torch.zeros(N, V).scatter(0, labels[None, :V].clamp(max=N - 1), 1.0); "
         "((z - hot).softmax(-1) * z).sum(-1)", REGION, left="full, scatter"),
     Row("logits times the probabilities of twice the logits",
-        "(F.softmax(2 * z, -1) * z).sum(-1)", REGION),
+        "(F.softmax(2 * z, -1) * z).sum(-1)", BOTH),
     # The sum, which writes, came before the write to a view.
     Row("values that are filled through a view, then added to",
         "made = torch.zeros(N, V); made[1].fill_(3.0); (made.add_(5) * z.log_softmax(-1)).sum()",
-        REGION),
+        FORMULA),
     # The gradient was lost: the operand cancels out of the expression.
     Row("an operand that cancels",
         "((z + bias).log_softmax(-1) - (z + bias) + bias).sum(-1)", REGION),

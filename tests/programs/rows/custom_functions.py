@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.fuzz.scope import Capped as Softcap
-from tests.programs.row import NOTHING, OUTSIDE, REGION, Row
+from tests.programs.row import FORMULA, NOTHING, OUTSIDE, REGION, Row
 from tests.programs.rows.refused import spread
 
 KIND = "custom functions"
@@ -150,9 +150,9 @@ FUNCTIONS = (
         REGION),
     Row("a loss and a metric",
         "losses, best = Loss.apply(s, tokens); ((losses * old_tokens).sum(), best)",
-        REGION, never=("dynamic", "no_grad")),
+        FORMULA, never=("dynamic", "no_grad")),
     Row("a loss of flattened rows", "losses, _ = Loss.apply(z, labels); losses.square().mean()",
-        REGION, never=("dynamic", "no_grad")),
+        FORMULA, never=("dynamic", "no_grad")),
     Row("factors that backward alone reads",
         "spread(Weighted.apply(z, advantages))", REGION),
     Row("two heads",
@@ -164,7 +164,7 @@ FUNCTIONS = (
     Row("without gradients",
         "with torch.no_grad():\n"
         "    return spread(Softcap.apply(z, 3.0))", REGION),
-    Row("overwriting gradients", "Overwriting.apply(s)", REGION),
+    Row("overwriting gradients", "Overwriting.apply(s)", FORMULA),
     Row("mean gradients", "Mean.apply(s)", REGION),
     *(Row(f"{name.lower()} gradients", f"spread({name}.apply(s))", becomes,
           never=("checkpointed", "no_grad", *never))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.programs.operands import SQUARE
-from tests.programs.row import REGION, Row
+from tests.programs.row import FORMULA, NOTHING, REGION, Row
 
 KIND = "declined"
 TRACED = ("exported", "made")
@@ -35,13 +35,13 @@ def ragged(x: torch.Tensor) -> torch.Tensor:
 
 # fmt: off
 ROWS = (
-    Row("a head in a custom function", "F.cross_entropy(Head.apply(x, weight), labels)", REGION),
+    Row("a head in a custom function", "F.cross_entropy(Head.apply(x, weight), labels)", FORMULA),
     Row("a head in a custom function, without a loss with a name",
-        "Head.apply(x, weight).log_softmax(-1).gather(1, labels[:, None]).mean()", REGION),
+        "Head.apply(x, weight).log_softmax(-1).gather(1, labels[:, None]).mean()", FORMULA),
     Row("rows and columns",
-        "z = x @ weight.t(); F.cross_entropy(z, labels) + F.cross_entropy(z.t(), labels)",
+        "z = x @ weight.t(); F.cross_entropy(z, labels) + F.cross_entropy(z.t(), labels)", NOTHING,
         reason="one pass over logits has their rows, or their columns", sizes=SQUARE),
-    Row("jagged rows", "F.cross_entropy(F.linear(ragged(x), weight).values(), labels)", REGION,
+    Row("jagged rows", "F.cross_entropy(F.linear(ragged(x), weight).values(), labels)", FORMULA,
         sizes=SQUARE, never=TRACED),
     Row("a call that cannot be traced",
         "z = x.bfloat16() @ weight.bfloat16().t(); torch.renorm(z, 2, 0, 1.0).logsumexp(-1).mean()",

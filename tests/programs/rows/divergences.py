@@ -174,7 +174,7 @@ ROWS = (
     Row("R-Drop, both passes in one batch",
         "z = F.linear(torch.cat([x, second_x]), weight); p, q = z.log_softmax(-1).chunk(2); "
         "both = (p.exp() * (p - q) + q.exp() * (q - p)).sum(-1).mean(); "
-        "F.cross_entropy(z, labels.repeat(2)) + 0.5 * both", REGION,
+        "F.cross_entropy(z, labels.repeat(2)) + 0.5 * both", BOTH,
         of="R-Drop"),
     Row("mutual learning, both heads trained",
         "first, second = (F.linear(x, weight), F.linear(second_x, second_weight)); "
@@ -199,7 +199,7 @@ ROWS = (
     Row("KL on the teacher's top classes",
         "top = F.linear(teacher_x, teacher_weight).log_softmax(-1).topk(8, -1); "
         "student = F.linear(x, weight).log_softmax(-1).gather(-1, top.indices); "
-        "(top.values.exp() * (top.values - student)).sum(-1)", BOTH,
+        "(top.values.exp() * (top.values - student)).sum(-1)", REGION,
         of="TRL's SDPO, restated"),
     Row("guidance of two heads",
         "with_prompt, without = (F.linear(x, weight), F.linear(second_x, weight)); "

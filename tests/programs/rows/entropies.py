@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.row import IN_BF16, OUTSIDE, REGION, Row
+from tests.programs.row import BOTH, FORMULA, IN_BF16, OUTSIDE, REGION, Row
 
 KIND = "entropies"
 
@@ -32,22 +32,22 @@ ROWS = (
         of="A2C"),
     Row("lse - (p * z).sum()",
         "p = torch.nn.functional.softmax(z, dim=-1); "
-        "torch.logsumexp(z, dim=-1) - torch.sum(p * z, dim=-1)", REGION,
+        "torch.logsumexp(z, dim=-1) - torch.sum(p * z, dim=-1)", BOTH,
         of="verl", ways=IN_BF16),
     Row("(p * (lse - z)).sum()",
-        "lse = z.logsumexp(-1, keepdim=True); ((z - lse).exp() * (lse - z)).sum(-1)",
+        "lse = z.logsumexp(-1, keepdim=True); ((z - lse).exp() * (lse - z)).sum(-1)", BOTH,
         of="from scratch"),
-    Row("special.entr(p).sum()", "torch.special.entr(z.softmax(-1)).sum(-1)", of="torch.special"),
-    Row("-xlogy(p, p).sum()", "p = z.softmax(-1); -torch.xlogy(p, p).sum(-1)", of="torch.special"),
+    Row("special.entr(p).sum()", "torch.special.entr(z.softmax(-1)).sum(-1)", BOTH, of="torch.special"),
+    Row("-xlogy(p, p).sum()", "p = z.softmax(-1); -torch.xlogy(p, p).sum(-1)", REGION, of="torch.special"),
     Row("einsum of p and lp",
         "log_probs = z.log_softmax(-1); -torch.einsum('nv,nv->n', log_probs.exp(), log_probs)",
         of="JAX ports"),
-    Row("Categorical(logits).entropy()", "Categorical(logits=z, validate_args=False).entropy()",
+    Row("Categorical(logits).entropy()", "Categorical(logits=z, validate_args=False).entropy()", BOTH,
         of="torch.distributions", ways=IN_BF16),
     Row("Categorical(probs).entropy()",
         "Categorical(probs=z.softmax(-1), validate_args=False).entropy()", REGION,
         of="torch.distributions"),
-    Row("Categorical(logits).entropy(), validated", "Categorical(logits=z).entropy()",
+    Row("Categorical(logits).entropy(), validated", "Categorical(logits=z).entropy()", BOTH,
         of="torch.distributions", ways=OUTSIDE),
     Row("KL to the uniform distribution",
         "uniform = torch.full_like(z, 1 / z.shape[-1]); "
@@ -77,7 +77,7 @@ ROWS = (
         "def entropy(z):\n"
         "    p = z.softmax(-1)\n"
         "    return z.logsumexp(-1) - (p * z).sum(-1)\n"
-        "checkpoint(entropy, z, use_reentrant=False)", REGION,
+        "checkpoint(entropy, z, use_reentrant=False)", BOTH,
         of="verl's entropy_checkpointing, restated"),
     Row("of masked tokens, over log V",
         "log_probs = s.log_softmax(-1); "
@@ -89,7 +89,7 @@ ROWS = (
         "F.nll_loss(log_probs, labels) - 0.1 * entropy",
         of="Pereyra et al. 2017"),
     Row("entropy minimisation at a temperature",
-        "y = z / temperature; -(y.softmax(1) * y.log_softmax(1)).sum(1).mean(0)", of="TENT"),
+        "y = z / temperature; -(y.softmax(1) * y.log_softmax(1)).sum(1).mean(0)", REGION, of="TENT"),
     Row("entropy under no_grad beside a loss",
         "loss = F.cross_entropy(z, labels)\n"
         "with torch.no_grad():\n"
@@ -103,7 +103,7 @@ ROWS = (
         of="RL trainers"),
     Row("entropy of detached logits beside a loss",
         "entropy = Categorical(logits=z.detach(), validate_args=False).entropy(); "
-        "(F.cross_entropy(z, labels), entropy)", REGION,
+        "(F.cross_entropy(z, labels), entropy)", FORMULA,
         of="RL trainers"),
     Row("entropy alone, evaluation",
         "log_probs = z.log_softmax(-1); -(log_probs.exp() * log_probs).sum(-1).mean()",

@@ -5,18 +5,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import IN_BF16, REGION, Row
+from tests.programs.row import BOTH, FORMULA, IN_BF16, REGION, Row
 
 KIND = "expectations"
 
 # fmt: off
 ROWS = (
     Row("(p * atoms).sum()", "(z.softmax(-1) * atoms).sum(-1)", of="C51", ways=IN_BF16),
-    Row("p @ atoms", "F.softmax(z, dim=-1) @ atoms", REGION, of="C51"),
+    Row("p @ atoms", "F.softmax(z, dim=-1) @ atoms", FORMULA, of="C51"),
     Row("p @ atoms[:, None]", "torch.matmul(torch.softmax(z, dim=-1), atoms.unsqueeze(-1))", REGION,
         of="HL-Gauss"),
     Row("einsum of p and atoms", "torch.einsum('nv,v->n', z.softmax(-1), atoms)",
-        REGION, of="JAX ports"),
+        BOTH, of="JAX ports"),
     Row("torch.sum(atoms * exp(lp), keepdim)",
         "torch.sum(atoms * z.log_softmax(1).exp(), 1, keepdim=True)", of="C51"),
     Row("C51 with the expected value",
@@ -24,7 +24,7 @@ ROWS = (
         "(-(soft * log_probs).sum(-1).mean(), value.detach())",
         of="C51", trained=("x", "weight")),
     Row("squared error of the expected value",
-        "F.mse_loss((z.softmax(dim=-1) * atoms[None]).sum(dim=-1), values)",
+        "F.mse_loss((z.softmax(dim=-1) * atoms[None]).sum(dim=-1), values)", REGION,
         of="MuZero's supports"),
     Row("symexp of the expected value",
         "mean = (z.softmax(-1) * atoms).sum(-1); torch.sign(mean) * (torch.exp(mean.abs()) - 1)",
@@ -47,11 +47,11 @@ ROWS = (
         "(mean, (p * (atoms - mean[:, None]) ** 2).sum(-1))", REGION,
         of="distribution focal losses"),
     Row("Σ p u² - (Σ p u)²",
-        "p = F.softmax(z, -1); (p * atoms ** 2).sum(-1) - (p * atoms).sum(-1) ** 2",
+        "p = F.softmax(z, -1); (p * atoms ** 2).sum(-1) - (p * atoms).sum(-1) ** 2", BOTH,
         of="distributional RL"),
     Row("expected age",
         "ages = torch.arange(z.shape[-1], dtype=z.dtype); "
-        "F.l1_loss((z.softmax(1) * ages).sum(1), labels.to(z.dtype))",
+        "F.l1_loss((z.softmax(1) * ages).sum(1), labels.to(z.dtype))", REGION,
         of="DEX"),
     Row("expected value, evaluation", "(z.softmax(-1) * atoms).sum(-1)", of="C51", trained=()),
     Row("mean probability of banned classes", "(z.softmax(-1) * banned).sum(-1).mean()",

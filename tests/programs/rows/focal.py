@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import IN_BF16, REGION, Row
+from tests.programs.row import BOTH, FORMULA, IN_BF16, REGION, Row
 
 KIND = "poly, focal and importance losses"
 
@@ -17,7 +17,7 @@ ROWS = (
         of="PolyLoss", ways=IN_BF16),
     Row("poly-1 by a one_hot sum",
         "pt = (F.one_hot(labels, z.shape[-1]) * F.softmax(z, dim=-1)).sum(-1); "
-        "(F.cross_entropy(z, labels, reduction='none') + 2.0 * (1 - pt)).mean()", REGION,
+        "(F.cross_entropy(z, labels, reduction='none') + 2.0 * (1 - pt)).mean()", FORMULA,
         of="PolyLoss"),
     Row("focal by exp(-ce)",
         "ce = F.cross_entropy(z, labels, reduction='none'); "
@@ -34,7 +34,7 @@ ROWS = (
     Row("focal over all classes, one_hot",
         "log_probs = z.log_softmax(1); weight = torch.pow(1.0 - log_probs.exp(), 2.0); "
         "one_hot = F.one_hot(labels, z.shape[1]).to(z.dtype); "
-        "torch.sum(one_hot * (-0.25 * weight * log_probs), dim=1).mean()", REGION,
+        "torch.sum(one_hot * (-0.25 * weight * log_probs), dim=1).mean()", FORMULA,
         of="kornia, restated"),
     Row("focal with class weights",
         "log_pt = z.log_softmax(-1)[torch.arange(len(labels)), labels]; "
@@ -58,21 +58,21 @@ ROWS = (
     Row("(2 * lp).exp().sum()", "(2 * z.log_softmax(-1)).exp().sum(dim=-1)",
         of="TRL's log_sum_sq_probs", ways=IN_BF16),
     Row("logsumexp(2z) - 2 logsumexp(z)", "torch.logsumexp(2 * z, -1) - 2 * torch.logsumexp(z, -1)",
-        REGION, of="Rényi entropy"),
+        BOTH, of="Rényi entropy"),
     Row("Brier score",
-        "p = z.softmax(-1); ((p - F.one_hot(labels, z.shape[-1])) ** 2).sum(-1).mean()", REGION,
+        "p = z.softmax(-1); ((p - F.one_hot(labels, z.shape[-1])) ** 2).sum(-1).mean()", FORMULA,
         of="from scratch"),
     Row("Brier score by Σp² and the target",
         "p = z.softmax(-1); (p ** 2).sum(-1) - 2 * p.gather(-1, labels[:, None])[:, 0] + 1",
         of="from scratch"),
     Row("mse_loss of the softmax",
         "F.mse_loss(z.softmax(-1), F.one_hot(labels, z.shape[-1]).to(z.dtype))",
-        REGION, of="tutorials"),
+        FORMULA, of="tutorials"),
     Row("nll_loss of log(softmax + eps)", "F.nll_loss((z.softmax(-1) + 1e-09).log(), labels)",
         of="tutorials"),
     Row("unlikelihood",
         "p = z.softmax(-1).gather(-1, candidates); "
-        "-torch.log((1 - p).clamp(min=1e-05)).sum(-1).mean()",
+        "-torch.log((1 - p).clamp(min=1e-05)).sum(-1).mean()", REGION,
         of="Welleck et al. 2020"),
     Row("dynamic fine-tuning",
         "log_probs = z.log_softmax(-1); counted = ignored != -100; "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.programs.operands import Sizes
-from tests.programs.row import FORMULA, REGION, Row
+from tests.programs.row import BOTH, FORMULA, NOTHING, REGION, Row, becoming
 from tests.support.pairs import pairs
 
 KIND = "whole heads"
@@ -112,7 +112,7 @@ def total(name: str, text: str, becomes: str = FORMULA, **keywords: Any) -> Row:
 
 
 # fmt: off
-ROWS = (
+ROWS = becoming((
     total("a class that is computed later",
         "s.logsumexp(-1) * s.gather(-1, (tokens % 7)[..., None])[..., 0]"),
     total("labels that are changed in place",
@@ -128,17 +128,16 @@ ROWS = (
         "metric = under_no_grad(s.view(N, V)); "
         "metric * s.log_softmax(-1).gather(-1, tokens[..., None]).view(-1)"),
     total("a class vector that is filled in place",
-        "(filled(torch.zeros(V), 2, s) * s.softmax(-1)).sum(-1)"),
+        "(filled(torch.zeros(V), 2, s) * s.softmax(-1)).sum(-1)", REGION),
     total("values that are filled in place", FILLED, REGION),
-    total("values that are filled in place, few classes", FILLED, sizes=FEW,
-        left="zeros, select_scatter, add"),
+    total("values that are filled in place, few classes", FILLED, REGION, sizes=FEW),
     total("a temperature that is filled in place",
-        "(s * filled(torch.ones(1), 0, s)).softmax(-1).square().sum(-1)"),
+        "(s * filled(torch.ones(1), 0, s)).softmax(-1).square().sum(-1)", REGION),
     total("a view whose index comes first",
-        "entropy(torch.index_select(index=tokens[0] * 0 + 1, input=s, dim=1))"),
+        "entropy(torch.index_select(index=tokens[0] * 0 + 1, input=s, dim=1))", REGION),
     total("a z-loss that the labels depend on",
         "lse = z.logsumexp(-1).square(); "
-        "F.cross_entropy(z, (labels + lse.detach().long()) % V) + lse.mean()", REGION),
+        "F.cross_entropy(z, (labels + lse.detach().long()) % V) + lse.mean()", BOTH),
     total("two losses of one head",
         "shifted = F.cross_entropy(s[:, :-1].reshape(-1, V), tokens[:, 1:].reshape(-1)); "
         "shifted + 0.3 * F.cross_entropy(s.float().view(-1, V), labels // 2)"),
@@ -157,7 +156,7 @@ ROWS = (
         "torch.lerp(s, s.detach().flip(-1), s.new_tensor(0.3)).logsumexp(-1)", REGION,
         never=("dynamic",)),  # not fused
     total("packed bits of classes", PACKED, REGION),
-    total("packed bits of classes, few classes", PACKED, sizes=FEW, left="__rshift__, bitwise_and, gt"),
+    total("packed bits of classes, few classes", PACKED, REGION, sizes=FEW),
     Row("rows that are counted by views",
         "h = x.view(-1, T, D); y = F.linear(h, weight); "
         "y = y.view(y.size(0) * y.size(1), y.size(-1)); F.cross_entropy(y, labels) * h.size(0)",
@@ -165,4 +164,8 @@ ROWS = (
     *(two_heads(*case) for case in pairs(
         name=TWO_HEADS, trained=TRAINED, first=("student", "teacher"))),
     *(by_a_mask(name, rows) for name in BY_A_MASK for rows in MASKS),
-)
+), {
+    REGION: ("rows and classes by a mask of some rows", "rows and classes by a mask of no rows",),
+    NOTHING: ("positions by a mask of some rows", "positions by a mask of no rows",),
+    BOTH: ("several picks of shifted logits, few classes", "several picks beside a total, few classes",),
+})

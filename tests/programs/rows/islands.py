@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.programs.row import REGION, Row
+from tests.programs.row import FORMULA, NOTHING, REGION, Row
 
 KIND = "islands without gradients"
 INNER = ("aot_eager",)
@@ -19,7 +19,7 @@ ROWS = (
     Row("a temperature",
         "with torch.no_grad():\n"
         "    logits = x @ weight.t()\n"
-        "F.cross_entropy(logits * temperatures.sum(), labels)",
+        "F.cross_entropy(logits * temperatures.sum(), labels)", REGION,
         ways=INNER, never=MADE),
     Row("a vector",
         "with torch.no_grad():\n"
@@ -54,7 +54,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    target = soft * 2\n"
         "-(target * log).sum()",
-        REGION, ways=INNER, never=MADE),
+        FORMULA, ways=INNER, never=MADE),
     Row("a cast, logits returned",
         "with torch.no_grad():\n"
         "    narrow = weight.bfloat16()\n"
@@ -65,8 +65,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    h = x.view(B, T, D)\n"
         "s = F.linear(h, weight)\n"
-        "(F.cross_entropy(s.view(-1, V), labels), s)",
-        left="mm", ways=INNER, never=MADE),
+        "(F.cross_entropy(s.view(-1, V), labels), s)", NOTHING, ways=INNER, never=MADE),
     # one of two reductions reads a target without gradients
     Row("a target of two reductions",
         "targets = soft.softmax(-1)\n"
@@ -78,5 +77,5 @@ ROWS = (
     # PyTorch does not say what made such a view
     Row("a turned weight that is written to",
         "z = x.mm(weight.T); F.hardtanh(weight, -1.0, 1.0, True); z.logsumexp(-1)",
-        REGION, trained=(), ways=INNER),
+        FORMULA, trained=(), ways=INNER),
 )

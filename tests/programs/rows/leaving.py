@@ -28,7 +28,7 @@ def loss_of(logits, labels):
 BESIDE = {
     "nothing else": ("loss", "", "no_grad"),
     "a shape": ("(loss, s.shape)", "", "aot_eager"),
-    "zeros like them": ("(loss, torch.zeros_like(s))", "mm, zeros_like", "aot_eager"),
+    "zeros like them": ("(loss, torch.zeros_like(s))", "full", "aot_eager"),
     "their dtype": ("(loss, torch.ones(2, dtype=torch.int64).to(s))", "", "no_grad"),
     "their largest": ("(loss, s.argmax(-1))", "", "aot_eager"),
     "themselves": ("(loss, s)", "", "aot_eager"),
@@ -36,26 +36,29 @@ BESIDE = {
     "in f32": ("(loss, s.float())", "", "bf16"),
     "scaled": ("(loss, s / 3)", "", "aot_eager"),
     "some of them": ("(loss, s[:, -1:], s.half())", "", "aot_eager"),
-    "two views": ("(loss, s[:, -1:], s.float())", "mm", "aot_eager"),
-    "running sums": ("(loss, s.cumsum(-1))", "mm, cumsum", "aot_eager"),
-    "them and running sums": ("(loss, s, s.cumsum(-1))", "mm, cumsum", "aot_eager"),
-    "softmax": ("(loss, s.softmax(-1))", "mm, _softmax", "no_grad"),
     "a z-loss": ("(loss + s.logsumexp(-1).square().mean(), s)", "", "aot_eager"),
+}
+# Where others have to exist, the loss is computed of them.
+KEPT = {
+    "two views": ("(loss, s[:, -1:], s.float())", "aot_eager"),
+    "running sums": ("(loss, s.cumsum(-1))", "aot_eager"),
+    "them and running sums": ("(loss, s, s.cumsum(-1))", "aot_eager"),
+    "softmax": ("(loss, s.softmax(-1))", "no_grad"),
 }
 # Logits are deferred in training alone.
 EXIST = {"themselves": "s", "twice": "s, s", "in f32": "s.float()", "scaled": "s / 3"}
 
-# What a graph does to the operands of the logits that it returns, what it returns, what exists.
+# What a graph does to the operands of the logits that it returns, and what it returns.
 WRITES = {
-    "hidden states": ("h.add_(1)", "z", "addmm"),
-    "augmented": ("h.__iadd__(1).mean()", "z", "addmm"),
-    "weight": ("w.mul_(2)", "z / 3", "addmm, div"),
-    "bias": ("b.zero_().sum()", "z.float()", "addmm"),
-    "an alias": ("h.view(-1)[3:5].fill_(7).sum()", "z", "addmm"),
-    "data": ("h.data.mul_(3).sum()", "z", "addmm"),
-    "detached": ("w.detach().neg_().sum()", "z[1:]", "addmm"),
-    "out": ("torch.mul(b, 2, out=b).sum()", "z", "addmm"),
-    "a list": ("torch._foreach_mul_([w], 2)", "z", "addmm"),
+    "hidden states": ("h.add_(1)", "z"),
+    "augmented": ("h.__iadd__(1).mean()", "z"),
+    "weight": ("w.mul_(2)", "z / 3"),
+    "bias": ("b.zero_().sum()", "z.float()"),
+    "an alias": ("h.view(-1)[3:5].fill_(7).sum()", "z"),
+    "data": ("h.data.mul_(3).sum()", "z"),
+    "detached": ("w.detach().neg_().sum()", "z[1:]"),
+    "out": ("torch.mul(b, 2, out=b).sum()", "z"),
+    "a list": ("torch._foreach_mul_([w], 2)", "z"),
 }
 WRITTEN = (
     "h, w, b = x * factor[0], weight * factor[0], bias * factor[0]\n"
@@ -90,9 +93,12 @@ ROWS = (
     *(Row(name, f"loss = loss_of(s, labels); {text}", left=left, ways=(way,),
           never=tuple({*LEAVES, *TRAINS} - {way}))
       for name, (text, left, way) in BESIDE.items()),
+    *(Row(name, f"loss = loss_of(s, labels); {text}", NOTHING, ways=(way,),
+          never=tuple({*LEAVES, *TRAINS} - {way}))
+      for name, (text, way) in KEPT.items()),
     Row("other classes", "(loss_of(s, labels), s[..., :3])", REGION, ways=("no_grad",)),
-    *(Row(f"{name}, evaluation", f"(loss_of(s, labels), {text})", trained=(),
-          never=LEAVES, left="mm, div" if name == "scaled" else "mm")
+    *(Row(f"{name}, evaluation", f"(loss_of(s, labels), {text})", NOTHING, trained=(),
+          never=LEAVES)
       for name, text in EXIST.items()),
     Row("two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
@@ -101,7 +107,7 @@ ROWS = (
     Row("a read of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "(loss_of(a, labels) + loss_of(b, labels), a, b.cumsum(-1))",
-        left="mm, cumsum", ways=BOTH_INNER, never=TRAINS),
+        left="mm, _log_softmax, cumsum", ways=BOTH_INNER, never=TRAINS),
     Row("a sum of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "(loss_of(a, labels) + loss_of(b, labels), a + b)",
@@ -109,7 +115,7 @@ ROWS = (
     Row("the largest of two heads",
         "a, b = F.linear(x, weight), F.linear(x * 2, weight); "
         "((loss_of(a, labels) + loss_of(b, labels)) * b.amax(), a + b)",
-        BOTH, ways=BOTH_INNER, never=TRAINS),
+        BOTH, left="mm, eq", ways=BOTH_INNER, never=TRAINS),
     Row("out of a checkpoint, read by a z-loss",
         "def head(x, weight, labels):\n"
         "    logits = F.linear(x, weight)\n"
@@ -149,15 +155,15 @@ ROWS = (
         "with torch.no_grad():\n"
         "    logits = F.linear(x, weight)\n"
         "(loss_of(F.linear(x * 2, weight), labels) + loss_of(logits, labels).detach(), logits)",
-        left="mm", ways=BOTH_INNER),
+        left="mm, _log_softmax", ways=BOTH_INNER),
     # eager saves neither x nor weight for the gradient of the bias
     *(Row(f"{name}: written after the loss by the graph", WRITTEN.format(write, returned),
-          left=left, trained=("bias",), ways=BOTH_INNER, never=(*MADE, *LEAVES))
-      for name, (write, returned, left) in WRITES.items()),
+          NOTHING, trained=("bias",), ways=BOTH_INNER, never=(*MADE, *LEAVES))
+      for name, (write, returned) in WRITES.items()),
     *(Row(f"{name}: written after the loss without gradients", WRITTEN_LOGITS.format(write),
           NOTHING, trained=("bias",), ways=BOTH_INNER, never=(*MADE, *LEAVES))
       for name, write in {"themselves": "z.mul_(2).sum()", "an item": "z[0].fill_(2).sum()"}.items()),
-    *(Row(f"{name}: an input written after the loss", GIVEN.format(name), left="addmm",
+    *(Row(f"{name}: an input written after the loss", GIVEN.format(name), NOTHING,
           trained=() if name == "bias" else ("bias",), ways=BOTH_INNER, never=(*MADE, *LEAVES))
       for name in ("x", "weight", "bias")),
     *(Row(f"a cast bias, {name} written", CAST.format(*writes), trained=("x", "weight"),
@@ -166,8 +172,7 @@ ROWS = (
                            "nothing": ("", "")}.items()),
     # a deferred tensor has a shape before its values are known
     Row("a size that depends on data",
-        "rows = s[mask]; (F.cross_entropy(rows, tokens[mask]), s[mask])",
-        left="mm, 3 index", dynamo={"capture_dynamic_output_shape_ops": True}),
+        "rows = s[mask]; (F.cross_entropy(rows, tokens[mask]), s[mask])", NOTHING, dynamo={"capture_dynamic_output_shape_ops": True}),
     # the operator reads logits whose classes are last
     Row("classes before rows",
         "y = torch.einsum('nsd,vd->nvs', x.view(B, T, D), weight); (F.cross_entropy(y, tokens), y)",
@@ -177,6 +182,5 @@ ROWS = (
         "exist = torch.cat([F.linear(x, part) for part in weight.chunk(3)], -1); "
         "rows = exist.square(); "
         "mixed = torch.logaddexp(rows.log_softmax(-1), z.log_softmax(-1)); "
-        "(mixed.mean(-1).sum(), loss_of(z, labels), rows)",
-        left="3 mm, cat, pow, 2 _log_softmax, logaddexp"),
+        "(mixed.mean(-1).sum(), loss_of(z, labels), rows)", NOTHING),
 )

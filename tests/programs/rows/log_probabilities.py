@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributions import Categorical
 from torch.utils.checkpoint import checkpoint
 
-from tests.programs.row import BF16, IN_BF16, NOTHING, OUTSIDE, Row
+from tests.programs.row import BF16, BOTH, IN_BF16, NOTHING, OUTSIDE, Row
 
 KIND = "log-probabilities"
 
@@ -78,7 +78,7 @@ ROWS = (
     Row("lse by max, exp, sum, log",
         "largest = z.max(dim=-1, keepdim=True).values; "
         "lse = largest + (z - largest).exp().sum(dim=-1, keepdim=True).log(); "
-        "(z - lse).gather(-1, labels[:, None])[:, 0]",
+        "(z - lse).gather(-1, labels[:, None])[:, 0]", BOTH,
         of="from scratch"),
     Row("lse by detached amax",
         "shifted = z - torch.amax(z, dim=-1, keepdim=True).detach(); "
@@ -103,7 +103,7 @@ ROWS = (
         NOTHING, reason="Attempted to call function marked as skipped at to",
         of="torch.distributions", ways=OUTSIDE),
     Row("Categorical(probs).log_prob()",
-        "Categorical(probs=z.softmax(-1), validate_args=False).log_prob(labels)",
+        "Categorical(probs=z.softmax(-1), validate_args=False).log_prob(labels)", BOTH,
         of="torch.distributions"),
     Row("log_softmax row by row, stack",
         "rows = []\n"
@@ -136,16 +136,16 @@ ROWS = (
         "(log_probs * counted).sum(-1)",
         of="DPO trainers"),
     Row("logits / temperature",
-        "(z / temperature).log_softmax(-1).gather(-1, labels[:, None])[:, 0]",
+        "(z / temperature).log_softmax(-1).gather(-1, labels[:, None])[:, 0]", BOTH,
         of="RL trainers", ways=IN_BF16),
     Row("logits.div_(temperature), a number",
         "s.div_(0.7); s.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)",
         of="verl", ways=IN_BF16),
     Row("logits /= temperature, a tensor",
-        "z /= temperature; z.gather(-1, labels[:, None]).squeeze(-1) - torch.logsumexp(z, dim=-1)",
+        "z /= temperature; z.gather(-1, labels[:, None]).squeeze(-1) - torch.logsumexp(z, dim=-1)", BOTH,
         of="OpenRLHF"),
     Row("logits.div_(temperatures of rows)",
-        "z.div_(temperatures); F.log_softmax(z, dim=-1).gather(-1, labels[:, None])[:, 0]",
+        "z.div_(temperatures); F.log_softmax(z, dim=-1).gather(-1, labels[:, None])[:, 0]", BOTH,
         of="verl"),
     Row("in place, then row by row",
         "s.div_(0.7)\n"

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.programs.operands import SQUARE
-from tests.programs.row import BF16, FORMULA, NOTHING, RAISES, REGION, Row
+from tests.programs.row import BF16, BOTH, FORMULA, NOTHING, RAISES, REGION, Row, becoming
 
 KIND = "lookalikes"
 
@@ -71,7 +71,7 @@ OWN = "y = {}; own = y.gather(-1, labels[:, None]); ({} == own, z.logsumexp(-1))
 ROWWISE_MAX = "y.max(-1, keepdim=True).values"
 
 # fmt: off
-ROWS = (
+ROWS = becoming((
     # ---- tensors that change between two reads
     square("other rows are ignored",
         "F.cross_entropy(z, labels) + F.cross_entropy(z, labels, ignore_index=4)"),
@@ -80,7 +80,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    easy = F.cross_entropy(z, labels, reduction='none') < 2\n"
         "    labels.masked_fill_(easy, -100)\n"
-        "F.cross_entropy(z, labels)", REGION, ways=EVALUATED),
+        "F.cross_entropy(z, labels)", BOTH, ways=EVALUATED),
     square("labels change",
         "labels = labels.clone(); lse = z[1:].logsumexp(-1); labels.copy_((labels + 1) % V); "
         "picked = (z + prior).log_softmax(-1).gather(-1, labels[:, None]); "
@@ -96,7 +96,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    first = (p * atoms).sum(-1)\n"
         "    atoms.mul_(3)\n"
-        "(p * atoms).sum() + first.sum()", REGION, ways=EVALUATED),
+        "(p * atoms).sum() + first.sum()", FORMULA, ways=EVALUATED),
     square("targets change",
         "target = teacher.softmax(-1)\n"
         "with torch.no_grad():\n"
@@ -134,7 +134,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    weight = (prior * loss).sigmoid()\n"
         "    other = (z.log_softmax(-1) * weight).sum(-1)\n"
-        "loss + other.sum()", REGION),
+        "loss + other.sum()", FORMULA),
     square("labels that are the largest of a softmax",
         "losses = F.cross_entropy(z, z.softmax(-1).argmax(-1), reduction='none'); "
         "(losses * z.amax(-1).ge(0.3)).sum()", REGION),
@@ -143,10 +143,10 @@ ROWS = (
         "torch.mul(one, other=other).sum() + torch.dot(one, tensor=other)"),
     square("a factor that the loss depends on twice",
         "first = F.cross_entropy(z * margins.sum().exp(), labels); "
-        "first + F.cross_entropy(F.linear(x * first, weight) * first, labels)"),
+        "first + F.cross_entropy(F.linear(x * first, weight) * first, labels)", REGION),
     # ---- rows and classes
     square("rows that are repeated",
-        "f = teacher[:3, :1].exp(); (s * f).logsumexp(-1).sum() + (s[0] * f).logsumexp(-1).sum()"),
+        "f = teacher[:3, :1].exp(); (s * f).logsumexp(-1).sum() + (s[0] * f).logsumexp(-1).sum()", REGION),
     square("rows in another order", "z[[*range(1, N), 0], labels]"),
     square("rows by a rounded index",
         "z.log_softmax(-1)[torch.arange(N).bool().long(), labels]"),
@@ -163,7 +163,7 @@ ROWS = (
         "(z.masked_fill(m, -9.0).logsumexp(-1) - columns).square().sum()", NOTHING),
     square("one target of both dimensions",
         "target = teacher.softmax(-1); "
-        "F.cross_entropy(z, target) + (z.T.log_softmax(0) * target).sum()"),
+        "F.cross_entropy(z, target) + (z.T.log_softmax(0) * target).sum()", NOTHING),
     square("classes flattened with rows",
         "F.cross_entropy(s.mT.flatten(0, 1), labels[:3].repeat(4) % 3)",
         NOTHING, "mixes rows and classes in one dimension"),
@@ -186,7 +186,7 @@ ROWS = (
     square("a label below 0", "z.log_softmax(-1).gather(-1, labels[:, None] - 200).sum()", RAISES),
     square("a number of rows that depends on data",
         "n = rows.sum().item(); torch._check(n >= 1); torch._check(n <= N); "
-        "F.cross_entropy(z.narrow(0, 0, n), labels[:n], reduction='none').sum()",
+        "F.cross_entropy(z.narrow(0, 0, n), labels[:n], reduction='none').sum()", NOTHING,
         dynamo={"capture_scalar_outputs": True}, never=("made", "made before autograd")),
     square("classes by a mask",
         "some = torch.arange(len(weight)) % 2 == 0; F.cross_entropy(z[..., some], labels // 2)",
@@ -224,7 +224,7 @@ ROWS = (
     square("a factor that is made after the logits",
         "y = z * torch.tensor(3.0); "
         "losses = F.cross_entropy(1.5 * y, labels), F.nll_loss(y, labels); "
-        "torch.stack([*losses, y.sort().values[0, 0]])", REGION),
+        "torch.stack([*losses, y.sort().values[0, 0]])", BOTH),
     # Their lse is too large for the exponential, and so is the largest of them.
     *(Row(f"logits times {factor}, less the largest",
           f"y = z * {factor}; m = y.max(-1, keepdim=True).values.detach(); "
@@ -256,7 +256,7 @@ ROWS = (
         "torch.cond(x.sum() > 0, branch, branch, (x, weight, labels))",
         NOTHING, "it is inside %cond", ways=("aot_eager", "no_grad")),
     square("a loss in an autograd.Function", "Written.apply(x, weight, labels)",
-        REGION, ways=("aot_eager",)),
+        FORMULA, ways=("aot_eager",)),
     square("a product of hidden states", "F.cross_entropy(x @ x.t(), labels)"),
     square("logits that are no product",
         "F.cross_entropy(F.embedding(labels, x), labels)", NOTHING, "its logits enter the graph"),
@@ -269,11 +269,15 @@ ROWS = (
         NOTHING, "is no product of rows with classes"),
     square("an einsum that sums rows",
         "h = torch.stack([x, second_x]); "
-        "F.cross_entropy(torch.einsum('bnd,vd->bv', h, weight), labels[:2])", left="stack"),
+        "F.cross_entropy(torch.einsum('bnd,vd->bv', h, weight), labels[:2])", REGION, left="cat"),
     square("a contracted ellipsis",
-        "h = torch.stack([x, second_x]); torch.einsum('n...,v...->nv', h, weight).logsumexp(-1)",
-        left="stack"),
-    square("a bias [1] that is broadcast", BIASED.format("prior[:1]")),
+        "h = torch.stack([x, second_x]); torch.einsum('n...,v...->nv', h, weight).logsumexp(-1)", BOTH,
+        left="cat"),
+    square("a bias [1] that is broadcast", BIASED.format("prior[:1]"), REGION),
     *(square(f"a bias {shape} that is broadcast", BIASED.format(bias), becomes)
       for shape, (bias, becomes) in BIASES.items()),
-)
+), {
+    FORMULA: ("x changes, evaluation", "the weight changes, evaluation", "a view of x changes, evaluation",),
+    REGION: ("logits times 100, less the largest", "logits times 30000, less the largest",),
+    BOTH: ("a target that is the largest of a softcap", "a target that is the largest of a temperature",),
+})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.programs.operands import Sizes
-from tests.programs.row import REGION, Row
+from tests.programs.row import FORMULA, REGION, Row
 
 KIND = "losses"
 STUDENT = ("x", "weight")
@@ -56,18 +56,17 @@ OF = "s = s * 2; z = s.view(-1, V); t = tokens; {}"
 # fmt: off
 ROWS = (
     *(Row(name, OF.format(text)) for name, text in LOSSES.items()),
-    Row("probabilities of one row", OF.format("F.cross_entropy(s[0, 0], soft[0])"), REGION,
+    Row("probabilities of one row", OF.format("F.cross_entropy(s[0, 0], soft[0])"), FORMULA,
         trained=STUDENT),
     # What is given is the row function's own from 32 classes on.
-    Row("probabilities of more dimensions", OF.format(OF_PROBABILITIES), REGION),
-    Row("probabilities of more dimensions, few classes", OF.format(OF_PROBABILITIES),
-        left="eq, 2 _to_copy, 2 mul, 2 add", sizes=Sizes(b=2, t=4, d=6, v=10)),
-    Row("targets that are trained", OF.format("F.cross_entropy(z, soft)")),
+    Row("probabilities of more dimensions", OF.format(OF_PROBABILITIES), FORMULA),
+    Row("probabilities of more dimensions, few classes", OF.format(OF_PROBABILITIES), sizes=Sizes(b=2, t=4, d=6, v=10)),
+    Row("targets that are trained", OF.format("F.cross_entropy(z, soft)"), REGION),
     Row("class weights that are trained",
         OF.format("p = F.one_hot(labels, V).to(z.dtype); F.cross_entropy(z, p, factor)"),
         REGION),
     Row("probabilities, class weights and a z-loss", OF.format(
         "p = F.one_hot(labels, V).to(z.dtype) * 0.9 + 0.01; "
         "loss = F.cross_entropy(z, p, class_weight, label_smoothing=0.1); "
-        "loss + 1e-2 * s.logsumexp(-1).square().mean()"), REGION),
+        "loss + 1e-2 * s.logsumexp(-1).square().mean()"), FORMULA),
 )

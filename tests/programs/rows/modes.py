@@ -8,7 +8,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import BF16, BOTH, F16, F32, F64, NOTHING, RAISES, REGION, Row
+from tests.programs.row import (
+    BF16,
+    BOTH,
+    F16,
+    F32,
+    F64,
+    FORMULA,
+    NOTHING,
+    RAISES,
+    REGION,
+    Row,
+    becoming,
+)
 
 KIND = "modes"
 SWITCHED = ("aot_eager", "no_grad")
@@ -79,7 +91,7 @@ NARROW = {
 }
 
 # fmt: off
-ROWS = (
+ROWS = becoming((
     Row("linear under no_grad",
         "with torch.no_grad():\n"
         "    logits = F.linear(x.view(B, T, D), weight)\n"
@@ -94,7 +106,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    teacher = F.linear(x.detach().flip(0), weight).cumsum(-1).mean()\n"
         "loss_of(s, labels) * teacher",
-        BOTH, ways=INFERRED, never=MADE),
+        BOTH, left="mm, cumsum", ways=INFERRED, never=MADE),
     Row("both under no_grad",
         "with torch.no_grad():\n"
         "    loss = loss_of(s, labels)\n"
@@ -110,7 +122,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    logits = s.flatten(0, -2)\n"
         "F.cross_entropy(logits, labels)",
-        REGION, ways=("aot_eager",), never=(*OFF, *MADE)),
+        FORMULA, ways=("aot_eager",), never=(*OFF, *MADE)),
     Row("a view under no_grad, evaluation",
         "with torch.no_grad():\n"
         "    logits = s.flatten(0, -2)\n"
@@ -146,7 +158,7 @@ ROWS = (
         "with torch.no_grad(), torch.inference_mode():\n"
         "    logits = logits.view(-1, V)\n"
         "F.cross_entropy(logits, at)",
-        REGION, ways=("aot_eager",), never=(*OFF, *MADE)),
+        FORMULA, ways=("aot_eager",), never=(*OFF, *MADE)),
     # which switches gradients on, whatever they were
     Row("inference mode off",
         "with torch.inference_mode(False):\n"
@@ -180,4 +192,6 @@ ROWS = (
       for operand, text in WITHOUT.items() for other in NO_GRADIENT),
     *(Row(f"in 16 bits, {name}", LARGE.format(text), dtype=F16, ways=("bf16",))
       for name, text in NARROW.items()),
-)
+), {
+    REGION: ("autocast, einsum", "in 16 bits, a bias taken away", "in 16 bits, a small constant before a bias", "in 16 bits, a constant before a bias, both in 16 bits", "in 16 bits, a factor in f32", "in 16 bits, a factor per row in f32", "in 16 bits, a factor in 16 bits", "in 16 bits, a factor per row in 16 bits", "in 16 bits, a temperature after a bias",),
+})

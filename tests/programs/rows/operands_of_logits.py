@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from tests.programs.row import REGION, Row
+from tests.programs.row import NOTHING, REGION, Row
 
 KIND = "operands of logits"
 
 # of ``s``, ``b`` [V], ``c`` [] and ``r`` [B, T, 1]
 FORMULAS = {
+    "a number per row added": "s + r",
     "a bias of more dimensions": "s + b[None, None]",
-    "taken away from a bias": "b - s",
     "a bias in place": "s.add_(b)",
+    "a bias before a function": "torch.tanh(s + b) * 2",
+}
+REGIONS = {
+    "taken away from a bias": "b - s",
     "two biases": "s + b - b * 3",
     "a bias that cancels": "(s + b).relu() - b + b",
-    "a bias before a function": "torch.tanh(s + b) * 2",
-    "a bias of transposed logits": "(s.mT + b[:, None]).mT",
     "a multiple of a bias": "torch.add(s, b, alpha=2)",
     "a temperature with a shape": "s * c.view(1, 1, 1)",
     "a temperature after a bias": "(s + b) / c",
@@ -22,12 +24,9 @@ FORMULAS = {
     "a temperature of a function": "s.relu() * c",
     "in the denominator": "c / (s.square() + 1)",
     "divided by a number per row": "s / r",
-}
-REGIONS = {
     "a temperature before a bias": "s * c + b",
     "a temperature in a function": "(s * c).tanh()",
     "a factor that cancels": "s * c / c",
-    "a number per row added": "s + r",
     "a number per row, then a bias": "s * r + b",
     "a maximum with a tensor": "torch.clamp(s, min=b)",
 }
@@ -39,4 +38,6 @@ OF = (
 ROWS = (
     *(Row(name, OF.format(text)) for name, text in FORMULAS.items()),
     *(Row(name, OF.format(text), REGION) for name, text in REGIONS.items()),
+    # the sum of its gradient works along rows
+    Row("a bias of transposed logits", OF.format("(s.mT + b[:, None]).mT"), NOTHING),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.programs.row import REGION, Row
+from tests.programs.row import FORMULA, REGION, Row
 from tests.support.pairs import pairs
 
 KIND = "orders"
@@ -31,7 +31,8 @@ def in_order(transform: str, sums: str, other: str, reversed_: bool) -> Row:
     first, last = (other, sums) if reversed_ else (sums, other)
     texts = SUMS | OTHERS
     text = f"y = {TRANSFORMS[transform]}; {texts[first]} + {texts[last]}"
-    return Row(f"{first}, then {last}, of {transform}", text)
+    becomes = REGION if "maximum" in (first, last) else FORMULA  # whose gradient is at one class
+    return Row(f"{first}, then {last}, of {transform}", text, becomes)
 
 
 # fmt: off

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.programs.row import NOTHING, OUTSIDE, REGION, Row
+from tests.programs.row import BOTH, FORMULA, NOTHING, OUTSIDE, REGION, Row
 
 KIND = "refused regions"
 
@@ -70,25 +70,24 @@ REFUSED = (
         "spread((z - z.mean(0)) / z.std(0))", NOTHING, "aten.mean reduces rows"),
     Row("normalised over rows", "spread(F.normalize(z, dim=0))", REGION),
     Row("over the norm of everything", "spread(z / z.norm())", REGION),
-    Row("less the largest of everything", "(z - z.max()).exp().sort(-1).values.sum(-1)", REGION),
+    Row("less the largest of everything", "(z - z.max()).exp().sort(-1).values.sum(-1)", BOTH),
     Row("above a quantile of everything",
         "spread(torch.where(z > z.detach().quantile(0.2), z, -30.0))",
         NOTHING, "mixes rows and classes", never=("bf16",)),  # torch has no such quantile
     Row("top of everything",
         "z.flatten().topk(9).values.logsumexp(0)", NOTHING, "mixes rows and classes"),
     Row("entropy of the mean",
-        "torch.special.entr(z.softmax(-1).mean(0)).sum()", REGION),
+        "torch.special.entr(z.softmax(-1).mean(0)).sum()", FORMULA),
     Row("Dice loss of classes",
         "p, y = (z.softmax(-1), F.one_hot(labels, V).float()); "
         "(1 - (2 * (p * y).sum(0) + 1) / (p.sum(0) + y.sum(0) + 1)).mean()",
-        REGION),
+        BOTH),
     Row("contrastive, both ways",
         "z = (F.normalize(x) @ F.normalize(weight[:N]).t() * 10).nan_to_num(); "
         "own = torch.arange(N); "
         "(F.cross_entropy(z, own) + F.cross_entropy(z.t(), own)) / 2",
         NOTHING, "no normal form", of="CLIP"),
-    Row("products of rows", "p = z.softmax(-1); (p @ p.t()).logsumexp(-1)",
-        left="mm, _softmax"),
+    Row("products of rows", "p = z.softmax(-1); (p @ p.t()).logsumexp(-1)", NOTHING),
     Row("pairs of rows averaged",
         "spread(z.view(N // 2, 2, V).mean(1))", NOTHING, "aten.mean reduces rows"),
     Row("pairs of rows as classes",
@@ -108,7 +107,7 @@ REFUSED = (
     Row("dropout", "F.cross_entropy(F.dropout(z, 0.2), labels)", NOTHING, "dropout", drawn=True),
     Row("noise of its own",
         "spread(z + torch.rand_like(z))", NOTHING, "draws random numbers", drawn=True),
-    Row("gumbel_softmax", "(F.gumbel_softmax(z) * torch.arange(V)).sum(-1)", REGION, left="empty, exponential", drawn=True),
+    Row("gumbel_softmax", "(F.gumbel_softmax(z) * torch.arange(V)).sum(-1)", FORMULA, left="empty, exponential", drawn=True),
     Row("sampled classes",
         "chosen = torch.multinomial(z.detach().softmax(-1), 1); "
         "z.log_softmax(-1).gather(-1, chosen)",
@@ -127,7 +126,7 @@ REFUSED = (
         "z = F.linear(x, weight)\n"
         "if z.max() > 3:\n"
         "    z = z * 0.5\n"
-        "spread(z)", REGION),
+        "spread(z)", BOTH),
     Row("a number of the logits",
         "z = F.linear(x, weight); spread(z / z.detach().std().item())", NOTHING),
     Row("torch.cond",

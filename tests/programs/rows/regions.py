@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.programs.row import BF16, BOTH, FORMULA, NOTHING, OUTSIDE, REGION, Row
+from tests.programs.row import BF16, BOTH, FORMULA, NOTHING, OUTSIDE, REGION, Row, becoming
 from tests.programs.rows.refused import spread
 
 KIND = "regions"
@@ -23,7 +23,7 @@ SCALARS = {"capture_scalar_outputs": True}
 SYMBOLIC = {**SCALARS, "assume_static_by_default": False}
 
 # fmt: off
-ROWS = (
+ROWS = becoming((
     Row("Jensen-Shannon to a teacher",
         "student = z.log_softmax(-1)\n"
         "with torch.no_grad():\n"
@@ -138,7 +138,7 @@ ROWS = (
     Row("a total that adds up the loss of a later call",
         "z = F.linear(x, weight[:11]); loss = F.cross_entropy(z, labels % 11); "
         "product = torch.matmul(z.exp().softmax(-1), weight[:11, :1]); "
-        "loss + product.sum() + product.sign().sum()", BOTH),
+        "loss + product.sum() + product.sign().sum()", REGION),
     Row("a part of the hidden states that autocast casts",
         "with torch.autocast('cpu', torch.bfloat16):\n"
         "    z = F.linear(x.view(B, T, D)[:, :-1], weight)\n"
@@ -191,5 +191,8 @@ ROWS = (
     Row("einsum, autocast",
         "with torch.autocast('cpu', torch.bfloat16):\n"
         "    p = s.softmax(-1)\n"
-        "    return torch.einsum('btv,btv->bt', p.float(), s.float()).double()", REGION),
-)
+        "    return torch.einsum('btv,btv->bt', p.float(), s.float()).double()", BOTH),
+), {
+    FORMULA: ("probabilities weighted in bfloat16, smoothing 0.1", "probabilities weighted in int64, smoothing 0.1", "probabilities weighted in bfloat16, smoothing 0.0", "probabilities weighted in int64, smoothing 0.0",),
+    BOTH: ("einsum, numbers", "einsum, words", "einsum, a list",),
+})

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.programs.row import IN_BF16, REGION, Row
+from tests.programs.row import FORMULA, IN_BF16, REGION, Row
 
 KIND = "row-wise losses of papers"
 
@@ -113,7 +113,7 @@ ROWS = (
         of="seesaw loss"),
     Row("Brier score, sums of classes weighted",
         "error = z.softmax(-1) - F.one_hot(labels, V).to(z.dtype); "
-        "(class_weight * error.square()).sum(-1)", REGION,
+        "(class_weight * error.square()).sum(-1)", FORMULA,
         of="Brier score", ways=IN_BF16),
     Row("Brier score of the sorted probabilities",
         "p, order = z.softmax(-1).sort(-1, descending=True); "
@@ -146,14 +146,14 @@ ROWS = (
         "smooth = target * 0.9 + 0.1 / V; -(smooth * log_probs * weight).sum(-1).mean()", REGION,
         of="ASL"),
     Row("soft labels by a matrix of classes",
-        "-(class_matrix[labels] * z.log_softmax(-1)).sum(-1).mean()", left="index",
+        "-(class_matrix[labels] * z.log_softmax(-1)).sum(-1).mean()", REGION,
         of="label graphs", ways=IN_BF16),
     Row("soft labels by an embedding of classes, KL",
         "target = F.embedding(labels, class_matrix); "
         "F.kl_div(z.log_softmax(-1), target, reduction='none').sum(-1)", REGION,
         of="label graphs"),
     Row("noisy labels, forward correction",
-        "F.nll_loss((z.softmax(-1) @ class_matrix).log(), labels)", left="mm, _softmax",
+        "F.nll_loss((z.softmax(-1) @ class_matrix).log(), labels)", REGION,
         of="Patrini et al. 2017", ways=IN_BF16),
     Row("focal over the runner-up",
         "log_probs = z.log_softmax(-1); target = log_probs.gather(-1, labels[:, None]); "
@@ -168,11 +168,11 @@ ROWS = (
         of="entropies", trained=()),
     # a graph of torch.export has no backward of its own
     Row("custom logsumexp with a smoothed gradient",
-        "lse = _LogSumExp.apply(z); (lse - z.gather(-1, labels[:, None])[:, 0]).mean()", REGION,
+        "lse = _LogSumExp.apply(z); (lse - z.gather(-1, labels[:, None])[:, 0]).mean()", FORMULA,
         of="autograd.Function", ways=IN_BF16,
         never=("exported", "decomposed", "made")),
     Row("identity that clips a row's gradient", "F.cross_entropy(_Clipped.apply(z), labels)",
-        REGION,
+        FORMULA,
         of="autograd.Function"),
     Row("custom logsumexp of two heads",
         "both = F.linear(x, weight) + F.linear(second_x, weight).tanh(); _LogSumExp.apply(both)",

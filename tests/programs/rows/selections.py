@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import IN_BF16, REGION, Row
+from tests.programs.row import BOTH, FORMULA, IN_BF16, REGION, Row
 
 KIND = "sorted, cumulative and perturbed logits"
 
@@ -139,11 +139,11 @@ ROWS = (
         of="Gumbel softmax"),
     Row("top classes under Gumbel noise",
         "chosen = (z.detach() + noise).topk(4, -1).indices; z.log_softmax(-1).gather(-1, chosen)",
-        REGION, of="sampling without replacement"),
+        BOTH, of="sampling without replacement"),
     Row("Gaussian noise on the logits, shifted",
         "noisy = s + 0.3 * teacher.view(s.shape); "
         "F.cross_entropy(noisy[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())",
-        REGION, of="heteroscedastic losses"),
+        FORMULA, of="heteroscedastic losses"),
     Row("dropped classes, by a given mask",
         "kept = 1 - binary * (1 - F.one_hot(labels, V)); "
         "weighed = kept * (z - z.amax(-1, keepdim=True).detach()).exp(); "
@@ -163,6 +163,5 @@ ROWS = (
         of="hierarchical labels"),
     Row("probabilities of groups, a product",
         "member = F.one_hot(groups, 8).to(z.dtype); "
-        "F.nll_loss((z.softmax(-1) @ member).clamp_min(1e-06).log(), groups[labels])",
-        left="mm, _softmax", of="hierarchical labels", ways=IN_BF16),
+        "F.nll_loss((z.softmax(-1) @ member).clamp_min(1e-06).log(), groups[labels])", REGION, of="hierarchical labels", ways=IN_BF16),
 )

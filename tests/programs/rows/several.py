@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributions import Categorical
 
-from tests.programs.row import IN_BF16, REGION, Row
+from tests.programs.row import BOTH, FORMULA, IN_BF16, REGION, Row
 
 KIND = "several reductions of one head"
 
@@ -32,7 +32,7 @@ ROWS = (
     Row("log-probabilities and entropy, bias and temperature",
         "log_probs = (F.linear(x, weight, bias) / temperature).log_softmax(-1); "
         "entropy = -(log_probs.exp() * log_probs).sum(-1); "
-        "(log_probs.gather(-1, labels[:, None]).squeeze(-1), entropy)",
+        "(log_probs.gather(-1, labels[:, None]).squeeze(-1), entropy)", BOTH,
         of="RL heads"),
     Row("log-probabilities, entropy logged",
         "log_probs = s.log_softmax(-1)\n"
@@ -40,7 +40,7 @@ ROWS = (
         "loss = -((picked - old_tokens).exp() * mask).sum() / mask.sum()\n"
         "with torch.no_grad():\n"
         "    entropy = -(log_probs.exp() * log_probs).sum(-1)\n"
-        "(loss, (entropy * mask).sum() / mask.sum())", REGION,
+        "(loss, (entropy * mask).sum() / mask.sum())", FORMULA,
         of="TRL's GRPO, restated"),
     Row("loss, z-loss, accuracy",
         "loss = F.cross_entropy(z, labels) + 0.01 * z.logsumexp(-1).square().mean()\n"
@@ -115,11 +115,11 @@ ROWS = (
         "average = picked.sum(-1) / mask[:, 1:].sum(-1); "
         "odds = average - torch.log1p(-average.exp()); "
         "nll = F.cross_entropy(s[:1].flatten(0, 1), tokens[:1].flatten()); "
-        "(nll - F.logsigmoid(odds[:1] - odds[1:]).mean(), s[1:].detach().mean())", REGION,
+        "(nll - F.logsigmoid(odds[:1] - odds[1:]).mean(), s[1:].detach().mean())", BOTH,
         of="ORPO, restated"),
     Row("two halves with different losses",
         "half = len(labels) // 2; hard = F.cross_entropy(z[:half], labels[:half]); "
-        "hard - (soft[half:] * z[half:].log_softmax(-1)).sum(-1).mean()",
+        "hard - (soft[half:] * z[half:].log_softmax(-1)).sum(-1).mean()", REGION,
         of="multi-task heads"),
     Row("loss on the next and the token after it",
         "v = s.shape[-1]; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import IN_BF16, REGION, Row
+from tests.programs.row import BOTH, FORMULA, IN_BF16, REGION, Row
 
 KIND = "label smoothing and soft targets"
 
@@ -40,14 +40,14 @@ ROWS = (
         of="transformers' LabelSmoother, restated"),
     Row("one_hot(labels) * lp",
         "one_hot = F.one_hot(labels, z.shape[-1]); -(one_hot * z.log_softmax(-1)).sum(-1).mean()",
-        REGION, of="tutorials"),
+        FORMULA, of="tutorials"),
     Row("one_hot in float, einsum",
         "one_hot = F.one_hot(labels, num_classes=z.size(1)).to(z.dtype); "
-        "torch.einsum('nv,nv->n', one_hot, F.log_softmax(z, 1)).neg()", REGION,
+        "torch.einsum('nv,nv->n', one_hot, F.log_softmax(z, 1)).neg()", FORMULA,
         of="JAX ports"),
     Row("smoothed one_hot",
         "v = z.shape[-1]; target = F.one_hot(labels, v).float() * 0.9 + 0.1 / v; "
-        "torch.mean(torch.sum(-target * F.log_softmax(z, dim=1), dim=1))", REGION,
+        "torch.mean(torch.sum(-target * F.log_softmax(z, dim=1), dim=1))", FORMULA,
         of="Inception"),
     Row("scatter_ into a filled tensor",
         "log_probs = z.log_softmax(dim=-1); "
@@ -58,15 +58,15 @@ ROWS = (
     Row("zeros_like().scatter()",
         "with torch.no_grad():\n"
         "    target = torch.zeros_like(z).scatter(1, labels[:, None], 1.0)\n"
-        "(-target * torch.log_softmax(z, -1)).sum(-1)", REGION,
+        "(-target * torch.log_softmax(z, -1)).sum(-1)", FORMULA,
         of="tutorials"),
     Row("arange == labels",
         "is_target = torch.arange(z.shape[-1]) == labels[:, None]; "
-        "-torch.where(is_target, z.log_softmax(-1), 0.0).sum() / len(labels)", REGION,
+        "-torch.where(is_target, z.log_softmax(-1), 0.0).sum() / len(labels)", FORMULA,
         of="JAX ports"),
-    Row("-(soft * lp).sum().mean()", "torch.sum(-soft * F.log_softmax(z, dim=-1), dim=-1).mean()",
+    Row("-(soft * lp).sum().mean()", "torch.sum(-soft * F.log_softmax(z, dim=-1), dim=-1).mean()", REGION,
         of="timm's SoftTargetCrossEntropy, restated"),
-    Row("(soft * lp).sum(keepdim)", "torch.log_softmax(z, 1).mul(soft).sum(1, keepdim=True)",
+    Row("(soft * lp).sum(keepdim)", "torch.log_softmax(z, 1).mul(soft).sum(1, keepdim=True)", BOTH,
         of="distillation", ways=IN_BF16),
     Row("soft targets without a gradient", "-(soft * z.log_softmax(-1)).sum() / len(soft)",
         of="distillation", trained=("x", "weight")),
@@ -77,7 +77,7 @@ ROWS = (
     Row("kl_div(batchmean)", "F.kl_div(F.log_softmax(z, dim=-1), soft, reduction='batchmean')",
         REGION, of="distillation", trained=("x", "weight")),
     Row("kl_div(none).sum(-1)", "F.kl_div(z.log_softmax(-1), soft, reduction='none').sum(-1)",
-        REGION, of="distillation", trained=("x", "weight")),
+        BOTH, of="distillation", trained=("x", "weight")),
     Row("KLDivLoss module",
         "torch.nn.KLDivLoss(reduction='batchmean')(torch.nn.LogSoftmax(dim=1)(z), soft)", REGION,
         of="distillation", trained=("x", "weight")),
@@ -97,6 +97,6 @@ ROWS = (
         of="mixup"),
     Row("class weights times one_hot",
         "target = F.one_hot(labels, z.shape[-1]) * class_weight; "
-        "-(target * z.log_softmax(-1)).sum() / target.sum()", REGION,
+        "-(target * z.log_softmax(-1)).sum() / target.sum()", FORMULA,
         of="from scratch"),
 )

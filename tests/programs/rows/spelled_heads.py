@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.programs.row import NOTHING, REGION, Row
+from tests.programs.row import NOTHING, REGION, Row, becoming
 
 KIND = "spelled heads"
 
@@ -62,7 +62,7 @@ ROW_FUNCTIONS = {
 }
 
 # fmt: off
-ROWS = (
+ROWS = becoming((
     *(Row(name, OF_HIDDEN.format(text)) for name, text in LINEARS.items()),
     Row("addmm with beta",
         "F.cross_entropy(torch.addmm(prior, x, weight.t(), beta=2), labels)", NOTHING),
@@ -71,4 +71,6 @@ ROWS = (
     *(Row(name, OF_LOGITS.format(text), computes=("outside",), never=("checkpointed",))
       for name, text in IN_PLACE.items()),
     *(Row(name, OF_LOGITS.format(text), REGION) for name, text in ROW_FUNCTIONS.items()),
-)
+), {
+    REGION: ("einsum", "einsum in another order", "einsum, weight [D, V]", "einsum, weight first", "einsum with dots",),
+})

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpass.op.row_chunks import prepared
-from fxpass.op.rows import plan_of, rows
+from fxpass.op.rows import listed, rows
 from fxpass.region.loop import Loop
 from fxpass.region.text import Input
 from fxpass.region.trace import Fakes, apart, tidy, traced
@@ -237,12 +237,12 @@ def test_all_ranks_take_as_many_rows():
         "%8 = aten.exp.default(%7)\n%9 = aten.exp.default(%8)\n%10 = aten.mul.Tensor(%8, %9)",
     )
     rich = rich.replace("dim_IntList(%8", "dim_IntList(%10")
-    rows = {plan_of(tensors, text).rows for text in (lean, rich)}
+    rows = {listed(tensors, text).plan.rows for text in (lean, rich)}
     assert len(rows) == 1
     assert rows.pop() < 4096
     alone = [re.sub("%5 = .*", "%5 = aten.neg.default(%4)", text) for text in (lean, rich)]
     alone = [re.sub("%6 = .*", "%6 = aten.neg.default(%5)", text) for text in alone]
-    assert len({plan_of(tensors, text).rows for text in alone}) == 2
+    assert len({listed(tensors, text).plan.rows for text in alone}) == 2
 
 
 def test_no_row_is_left_out():

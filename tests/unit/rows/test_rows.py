@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch._inductor import lowering
 
 from fxpass.casts.aot import with_pass
 from fxpass.rows.backend import RowsPass
@@ -168,6 +171,32 @@ def test_inductor(tmp_path, monkeypatch):
             torch.testing.assert_close(compiled(x, weight, labels), want)
         assert [one.calls for one in rows.made] == ([] if again else [1, 1])
         assert counters["aot_autograd"]["autograd_cache_hit"] == 2 * again
+
+
+# Views of rows, a number, rows that are chosen, and fp16, whose tangents have a power of two.
+AROUND = (
+    "F.cross_entropy(z.view(B, T, V)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())",
+    "z.flip(0).logsumexp(-1).square().sum()",
+    "z[labels % 7].softmax(-1).square().sum()",
+    "z.view(B, T, V)[:, -1].softmax(-1).amax(-1).sum()",
+)
+
+
+@pytest.mark.parametrize("way", ["eager", "fp16"])
+@pytest.mark.parametrize("text", AROUND)
+def test_inductor_lowers_what_stands_around_calls(text, way):
+    """It has decomposed the graph before the pass: what it decomposes, it does not lower."""
+    row = Row("around", text)
+    dtype = torch.float16 if way == "fp16" else torch.float32
+    tensors = [t.detach().to(dtype if t.is_floating_point() else t.dtype) for t in row.tensors()]
+    leaves = [
+        t.requires_grad_(of.requires_grad) for t, of in zip(tensors, row.tensors(), strict=True)
+    ]
+    [one] = _graphs(row.program(), *leaves)
+    assert one.calls
+    called = {node.target for node in one.graph.graph.nodes if node.op == "call_function"}
+    ours = {torch.ops.fxpass.rows.default, torch.ops.fxpass.scaled.default, operator.getitem}
+    assert not [op for op in called - ours if op not in lowering.lowerings]
 
 
 def test_caches_know_the_settings():
