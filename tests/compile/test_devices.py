@@ -8,6 +8,7 @@ the driver, only which device that is, is simulated.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -15,14 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpass.kernels import reductions
-from fxpass.op import ignored
-from fxpass.op import run as operator
+from fxpass.lower.formula import formula_of
+from fxpass.op import ignored, row_chunks
 from fxpass.op.checks import check
-from fxpass.plan import devices, plan
+from fxpass.plan import plan
+from fxpass.region.loop import Loop
+from fxpass.region.split import split
+from fxpass.rewrite.settled import rows_pass, settled
 from fxpass.rewrite.transform import Outcome, transform
+from fxpass.rows.reasons import FusedPart
 from fxpass.settings import Settings
 from fxpass.spec.operands import Operands
 from fxpass.spec.outputs import Moment
@@ -30,6 +36,7 @@ from fxpass.spec.reductions import REVISION, Reductions
 from tests.support.gpus import T4, V100
 from tests.support.launches import Launches
 from tests.support.reduction_cases import case
+from tests.unit.op.test_rows import FORMULAS, tensors_of
 
 N, D, V = 24, 16, 50
 FIRST, SECOND = torch.device("cuda:0"), torch.device("cuda:1")
@@ -78,8 +85,11 @@ def scaled_logits_moved(x, weight, labels):
 PAIRS = [(CPU, FIRST), (FIRST, CPU), (FIRST, SECOND)]
 
 
-def outcome_of(program, devices, gpus) -> Outcome:
-    """What becomes of the graph of a program, which is traced and not run.
+SETTINGS = {"fusedce.inner": "eager", "fusedce.min_logits_mb": 0}
+
+
+def outcome_of(program, devices, gpus) -> tuple[Outcome, list[FusedPart]]:
+    """What becomes of the graph of a program, which is traced and not run, and its calls.
 
     (Without gradients: autograd knows no GPU where torch was built without.)
     """
@@ -93,12 +103,16 @@ def outcome_of(program, devices, gpus) -> Outcome:
     def backend(gm, example_inputs):
         (output,) = (node for node in gm.graph.nodes if node.op == "output")
         values = [node.meta["example_value"] for node in output.all_input_nodes]
-        outcomes.append(transform(gm, Settings.read()))
+        settings = Settings.read(SETTINGS)
+        outcome, rows = transform(gm, settings, example_inputs), rows_pass(settings)
+        rows.backend()(gm, example_inputs)
+        parts = [part for made in rows.made for part in made.parts]
+        outcomes.append((settled(outcome, rows.made), parts))
         return lambda *inputs: values
 
     torch.compile(program, backend=backend, fullgraph=True)(x, weight, labels)
-    (outcome,) = outcomes
-    return outcome
+    (found,) = outcomes
+    return found
 
 
 @pytest.mark.parametrize("devices", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
@@ -107,12 +121,10 @@ def outcome_of(program, devices, gpus) -> Outcome:
 )
 def test_a_head_on_another_device(program, devices, gpus):
     """What the linear reads may be moved: the loss is computed where the linear is."""
-    outcome = outcome_of(program, devices, gpus)
+    outcome, (part,) = outcome_of(program, devices, gpus)
     assert not outcome.rejections, outcome.rejections
-    (head,) = outcome.heads
-    assert not outcome.rejections
-    (call,) = head.calls
-    assert call.choice.device == devices[program is not weight_moved]
+    assert len(outcome.heads) == 1
+    assert part.device == devices[program is not weight_moved]
 
 
 def log_probabilities(x, weight, labels):
@@ -124,21 +136,22 @@ def log_probabilities(x, weight, labels):
 
 @pytest.mark.parametrize("devices", [(FIRST, FIRST), *PAIRS], ids=lambda p: f"{p[0]}-{p[1]}")
 def test_reductions_of_a_head_on_a_gpu(devices, gpus):
-    """They are one call, where the linear is, and its kernel is listed."""
-    outcome = outcome_of(log_probabilities, devices, gpus)
+    """They are one call, where the linear is, which has a formula."""
+    outcome, (part,) = outcome_of(log_probabilities, devices, gpus)
     assert len(outcome.heads) == 1
     assert not outcome.rejections
-    (kernel,) = outcome.kernels
-    assert kernel.name.rpartition("_")[0] == "class_reductions"
-    assert "m11 =" in kernel.source
+    assert part.device == devices[1]
+    formula = formula_of(split(Loop.parse(part.text)).function)
+    assert set(formula.outputs) == {"pick", Moment(1, 1), "argmax"}
 
 
 @pytest.mark.parametrize("devices", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1]}")
 @pytest.mark.parametrize("program", [logits_moved, logits_moved_and_cast, scaled_logits_moved])
 def test_logits_that_move(program, devices, gpus):
     """They would have to exist."""
-    outcome = outcome_of(program, devices, gpus)
+    outcome, parts = outcome_of(program, devices, gpus)
     assert not outcome.heads
+    assert not parts
     (rejection,) = outcome.rejections
     x_device, weight_device = devices
     assert f"moves the logits from {weight_device} to {x_device}" in rejection.reason
@@ -146,13 +159,16 @@ def test_logits_that_move(program, devices, gpus):
 
 @pytest.mark.parametrize(("weight_device", "matched"), [(FIRST, 0), (CPU, 1)], ids=str)
 def test_logits_on_the_cpu(weight_device, matched, gpus):
-    outcome = outcome_of(logits_on_the_cpu, (weight_device, weight_device), gpus)
-    assert len(outcome.heads) == matched  # from the CPU to the CPU is no way
+    outcome, parts = outcome_of(logits_on_the_cpu, (weight_device, weight_device), gpus)
+    assert (len(outcome.heads), len(parts)) == (
+        matched,
+        matched,
+    )  # from the CPU to the CPU is no way
     for rejection in outcome.rejections:
         assert "from cuda:0 to cpu; move the labels to cuda:0 instead" in rejection.reason
 
 
-def test_the_operator_wants_one_device():
+def test_the_engine_wants_one_device():
     x, weight = torch.randn(N, D), torch.randn(V, D).as_subclass(OnSecond)
     operands = Operands(x, weight, None, None, None, ())
     with pytest.raises(ValueError, match="x on cpu, weight on cuda:1"):
@@ -236,6 +252,32 @@ def test_everything_happens_on_the_device_of_the_tensors(text, dtype, launches, 
 
 
 LOSS = Reductions((), gradients=("x", "weight"), total=("pick",))
+ROWS = 7
+
+
+class MadeThere(TorchFunctionMode):
+    """What is made on the second GPU says that it is there."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if kwargs.get("device") != SECOND:
+            return func(*args, **kwargs)
+        return func(*args, **kwargs | {"device": "cpu"}).as_subclass(OnSecond)
+
+
+def run_loop(counted: int) -> list[Tensor]:
+    """The results of a loop with a formula, the mean loss of rows and its gradients, on the second
+    GPU, where so many rows count."""
+    text = FORMULAS["a loss"]
+    of = copy.copy(row_chunks.prepared(text, CPU))
+    assert of.formula is not None
+    of.device = SECOND
+    tensors = tensors_of(text, ROWS)
+    tensors[0] = (torch.arange(ROWS) < counted).unsqueeze(1)
+    tensors[1] = torch.where(tensors[0], tensors[1], torch.nan)
+    given = [t.as_subclass(OnSecond) for t in tensors]
+    with MadeThere():
+        return row_chunks.run(of, given, {"n": ROWS})
 
 
 @pytest.mark.parametrize("what", ["a CUDA graph", "little work"])
@@ -243,15 +285,12 @@ def test_when_nothing_is_waited_for(what, launches, gpus, monkeypatch):
     """So that no row is left out. It is the stream of the tensors that may be recorded."""
     if what == "a CUDA graph":
         gpus.capturing = 1
-        monkeypatch.setattr(ignored, "WORTH_A_WAIT", 0)
+        for module in (ignored, row_chunks):
+            monkeypatch.setattr(module, "WORTH_A_WAIT", 0)
     monkeypatch.setattr(ignored._Earlier, "left_out", lambda *_: 1.0)
-    given = operands(F32, total=1)
-    assert given.coef is not None
-    given.coef.zero_()  # would be left out
-    with devices.on_device(SECOND):
-        operator._forward(given, LOSS)
+    run_loop(0)  # all rows would be left out
     check_launches(launches, gpus)
-    assert [len(launch["logits"]) for launch in launches] == [7]
+    assert [len(launch["logits"]) for launch in launches] == [ROWS]
 
 
 class Waits(TorchDispatchMode):
@@ -276,7 +315,8 @@ def waits(monkeypatch):
         number.pinned = True  # type: ignore[attr-defined]
         return number
 
-    monkeypatch.setattr(ignored, "WORTH_A_WAIT", 0)
+    for module in (ignored, row_chunks):
+        monkeypatch.setattr(module, "WORTH_A_WAIT", 0)
     # not every build of torch pins memory
     monkeypatch.setattr(ignored, "_pinned", pinned)
     monkeypatch.setattr(ignored, "_EARLIER", ignored._Earlier())
@@ -286,60 +326,44 @@ def waits(monkeypatch):
     torch.use_deterministic_algorithms(before)
 
 
-EVALUATED = Reductions((), total=("pick",))
-IN_BACKWARD = Reductions(("pick",), gradients=("x", "weight"))
-
-
-def steps(spec: Reductions, given: Operands, counted: list[int], waits: Waits, launches) -> list:
+def steps(counted: list[int], waits: Waits, launches) -> list:
     """The rows of the last launch of each step, of which so many count, and the waits."""
     found = []
     for count in counted:
-        with waits, devices.on_device(SECOND):
+        with waits:
             before = waits.count
-            if spec.total:
-                coef = torch.ones_like(given.coef)
-                coef[:, count:] = 0
-                _, grads = operator._forward(given._replace(coef=coef), spec)
-            else:
-                out, _ = operator._forward(given, spec)
-                rows = torch.ones_like(out.rows)
-                rows[:, count:] = 0
-                grads = operator._backward_of_rows(given, spec, out._replace(rows=rows))
-        assert grads.keys() == set(spec.gradients)
+            results = run_loop(count)
         if not count:
-            assert not any(t.any() for t in grads.values())
+            assert not any(t.any() for t in results)
         found.append((len(launches[-1]["logits"]), waits.count - before))
     return found
 
 
-@pytest.mark.parametrize("spec", [LOSS, EVALUATED, IN_BACKWARD], ids=str)
-def test_steps_whose_rows_all_count_never_wait(spec, launches, gpus, waits):
-    given = operands(F32, total=len(spec.total))
-    assert steps(spec, given, [7, 7, 7, 7], waits, launches) == [(7, 0)] * 4
+def test_steps_whose_rows_all_count_never_wait(launches, gpus, waits):
+    assert steps([7, 7, 7, 7], waits, launches) == [(7, 0)] * 4
     check_launches(launches, gpus)
 
 
-@pytest.mark.parametrize("spec", [LOSS, EVALUATED, IN_BACKWARD], ids=str)
-def test_ignored_rows_are_left_out_from_the_second_step_on(spec, launches, gpus, waits):
+def test_ignored_rows_are_left_out_from_the_second_step_on(launches, gpus, waits):
     """A step waits for the indices of rows if the step before it left enough rows out."""
-    given = operands(F32, total=len(spec.total))
-    found = steps(spec, given, [3, 3, 2, 7, 7, 3, 3], waits, launches)
+    found = steps([3, 3, 2, 7, 7, 3, 3], waits, launches)
     assert found == [(7, 0), (3, 1), (2, 1), (7, 1), (7, 0), (7, 0), (3, 1)]
     check_launches(launches, gpus)
 
 
 def test_an_earlier_step_does_not_decide_how_deterministic_algorithms_round(launches, gpus, waits):
     torch.use_deterministic_algorithms(True)
-    given = operands(F32, total=1)
-    assert steps(LOSS, given, [3, 3], waits, launches) == [(7, 0)] * 2
+    assert steps([3, 3], waits, launches) == [(7, 0)] * 2
 
 
-@pytest.mark.parametrize("spec", [LOSS, EVALUATED, IN_BACKWARD], ids=str)
-def test_a_batch_without_counted_rows_loads_the_kernels(spec, launches, gpus, waits):
-    """A graph that is captured next has all rows. Whatever they hold, the results are zeros."""
-    given = operands(F32, total=len(spec.total))
-    given.x[1:] = torch.nan
-    assert steps(spec, given, [1, 0, 1], waits, launches)[1:] == [(1, 1), (1, 1)]
+def test_a_batch_without_counted_rows_launches_nothing(launches, gpus, waits):
+    """The first step, of all rows, has loaded what a CUDA graph launches that is captured next.
+    Whatever the rows hold, the results are zeros."""
+    assert steps([1], waits, launches) == [(7, 0)]
+    launched = len(launches)
+    steps([0], waits, launches)
+    assert len(launches) == launched
+    assert steps([1], waits, launches) == [(1, 1)]
     check_launches(launches, gpus)
 
 
@@ -371,7 +395,7 @@ READ = ("pick", Moment(0, 1, 1))
 @pytest.mark.parametrize("transform", ["z", "3*tanh(z/3)"])
 @pytest.mark.parametrize("read", [{"outputs": READ}, {"outputs": (), "total": READ}], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, F32, torch.float16], ids=str)
-def test_the_operator_ignores_the_default_device(dtype, read, transform, default_of_meta):
+def test_the_engine_ignores_the_default_device(dtype, read, transform, default_of_meta):
     call = case(dtype=dtype, transform=transform, bias=dtype, **read)
     leaves = [t.requires_grad_() for t in call.all]
     results = []
