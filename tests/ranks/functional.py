@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +45,6 @@ class Call:
         dtensors: whether the operands are DTensors.
         autocast: whether bf16 is on.
         dtype: of x, weight and bias.
-        recomputed: whether backward computes the logits, which are small enough to be saved.
         worlds: of how many ranks.
     """
 
@@ -61,7 +58,6 @@ class Call:
     dtensors: bool = False
     autocast: bool = False
     dtype: torch.dtype = F32
-    recomputed: bool = False
     worlds: tuple[int, ...] = (2, 4)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
@@ -126,10 +122,7 @@ class Call:
         def call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return linear_cross_entropy(x * 1, weight, target, linear_bias=bias, **options)
 
-        with (
-            mock.patch.dict(os.environ, {"FUSEDCE_STRATEGY": "tiled"} if self.recomputed else {}),
-            torch.autocast(here.device.type, BF16, enabled=self.autocast),
-        ):
+        with torch.autocast(here.device.type, BF16, enabled=self.autocast):
             loss = here.compile(call, fullgraph=True)(*leaves)
         return backward(loss, leaves, here)
 
@@ -164,6 +157,7 @@ class Call:
             alone=self.alone,
             dtype=dtype,
             ways=(self.way,),
+            facts={"matched": 1, "rejected": 0} if self.way == "fused" else {},
             exchanges=self.exchanges,
             join=self.join,
             others=in_orders(lambda *two: self.whole(dtype, *two), x, weight),
@@ -185,35 +179,30 @@ WEIGHT_13 = torch.randn(13, generator=torch.Generator().manual_seed(0)).exp()
 ALL: dict[str, Any] = {"label_smoothing": 0.2, "weight": WEIGHT_13}
 CALLS = {
     "mean": Call(),
-    "sum": Call({"reduction": "sum"}, recomputed=True),
+    "sum": Call({"reduction": "sum"}),
     "uneven": Call(v=13, bias=True),
-    "uneven, recomputed": Call(v=13, bias=True, recomputed=True),
     "per row": Call({"reduction": "none", "label_smoothing": 0.1}),
-    "per row, ignored 5": Call({"reduction": "none", "ignore_index": 5}, recomputed=True),
-    "per row, saved": Call({"reduction": "none", "ignore_index": 5}),
-    "ignored 0": Call({"ignore_index": 0}, recomputed=True),
-    "ignored -1, smoothed": Call({"ignore_index": -1, "label_smoothing": 0.1}, 13, recomputed=True),
-    "ranks without classes": Call({"label_smoothing": 0.1}, 1, bias=True, recomputed=True),
-    "ranks without classes, saved": Call(v=1),
-    "a rank of padding": Call(bias=True, padding=7, recomputed=True),
+    "per row, ignored 5": Call({"reduction": "none", "ignore_index": 5}),
+    "ignored 0": Call({"ignore_index": 0}),
+    "ignored -1, smoothed": Call({"ignore_index": -1, "label_smoothing": 0.1}, 13),
+    "ranks without classes": Call({"label_smoothing": 0.1}, 1, bias=True),
+    "ranks without classes, plain": Call(v=1),
+    "a rank of padding": Call(bias=True, padding=7),
     "soft-cap": Call({"logits": "30*tanh(z/30)", "reduction": "sum"}, bias=True),
-    "soft-cap, recomputed": Call({"logits": "30*tanh(z/30)"}, 13, bias=True, recomputed=True),
+    "soft-cap, uneven": Call({"logits": "30*tanh(z/30)"}, 13, bias=True),
     "weighted": Call({"weight": WEIGHT, "ignore_index": 7}),
-    "weighted, recomputed": Call({"weight": WEIGHT_13}, 13, recomputed=True),
-    "weighted, smoothed": Call(ALL, 13, recomputed=True),
-    "weighted, smoothed, saved": Call(ALL, 13),
-    "weights that cancel": Call(ALL | {"reduction": "none"}, 13, cancelling=True, recomputed=True),
+    "weighted, uneven": Call({"weight": WEIGHT_13}, 13),
+    "weighted, smoothed": Call(ALL, 13),
+    "weights that cancel": Call(ALL | {"reduction": "none"}, 13, cancelling=True),
     "probabilities": Call(probabilities=True),
-    "probabilities, recomputed": Call(v=13, probabilities=True, recomputed=True),
-    "probabilities, weighted, smoothed": Call(ALL, 13, probabilities=True, recomputed=True),
+    "probabilities, uneven": Call(v=13, probabilities=True),
+    "probabilities, weighted, smoothed": Call(ALL, 13, probabilities=True),
     "probabilities that cancel": Call(
-        {"reduction": "sum"}, 13, probabilities=True, cancelling=True, recomputed=True
+        {"reduction": "sum"}, 13, probabilities=True, cancelling=True
     ),
-    "bfloat16": Call(v=13, dtype=BF16, recomputed=True),
-    "bfloat16, saved": Call(v=13, dtype=BF16),
-    "float16": Call(v=13, bias=True, dtype=F16, recomputed=True),
-    "float16, saved": Call(v=13, bias=True, dtype=F16),
-    "float64": Call({"label_smoothing": 0.1}, v=13, dtype=F64, recomputed=True),
+    "bfloat16": Call(v=13, dtype=BF16),
+    "float16": Call(v=13, bias=True, dtype=F16),
+    "float64": Call({"label_smoothing": 0.1}, v=13, dtype=F64),
     "autocast": Call(autocast=True, bias=True),
     "sequence": Call({"sequence_dim": 1}, **TWO),
     "compiled": Call({"sequence_dim": 1, "label_smoothing": 0.1}, way="fused", **TWO),

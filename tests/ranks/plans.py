@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from tests.ranks.case import Case, Rank, Values, values_of, whole
-from tests.ranks.heads import SHARDED, Model, alone, mean
+from tests.ranks.heads import SHARDED, Model, V, alone, mean
 from tests.support import tiny
 
 
@@ -26,7 +26,8 @@ def ids() -> Tensor:
 
 
 def llama(gathers: bool, logits: str = "", trains: bool = True) -> Case:
-    """Its plan gathers the logits; with them dropped nothing is gathered any more."""
+    """Its plan gathers the logits, which it returns: nothing is fused. With them dropped nothing is
+    gathered any more beside the call."""
 
     def step(here: Rank) -> Values:
         with tempfile.TemporaryDirectory() as own:
@@ -56,14 +57,14 @@ def llama(gathers: bool, logits: str = "", trains: bool = True) -> Case:
         return (f"gather:{whole_logits // 2}" in sent.split()) == gathers
 
     whole_logits = ids().numel() * tiny.V * 4
-    says = ("(classes sharded over 2 ranks)", f"(logits {'kept' if gathers else 'dropped'}")
+    left, dropped = "the logits, or what is made of them (%logits), leave", "(logits dropped"
     return Case(
         step=step,
         alone=in_one,
         options={"fusedce.logits": logits} if logits else {},
-        facts={"matched": 1, "rejected": 0, "logits": [2, 12, tiny.V]},
-        says=says if trains else says[:1],
-        dumps=("class_reductions",),
+        facts={"matched": not gathers, "rejected": gathers, "logits": [2, 12, tiny.V]},
+        says=(left if gathers else dropped,),
+        dumps=() if gathers else ("fxpass.rows(", "_c10d_functional.all_gather_into_tensor"),
         exchanges=exchanged if trains else None,
     )
 
@@ -86,7 +87,7 @@ def two_dimensions(here: Rank) -> Values:
 
 def batch() -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(2)
-    return torch.randn((4, 6, 8), generator=random), torch.randint(13, (4, 6), generator=random)
+    return torch.randn((4, 6, 8), generator=random), torch.randint(V, (4, 6), generator=random)
 
 
 CASES = {
@@ -98,6 +99,6 @@ CASES = {
         world=4,
         alone=lambda dtype: alone(Model(mean, bias=True), *batch(), dtype),
         facts={"matched": 1, "rejected": 0},
-        says=("(classes sharded over 2 ranks)",),
+        dumps=("fxpass.rows(", "_c10d_functional.all_reduce"),
     ),
 }

@@ -4,7 +4,6 @@ that a program gathers itself, and what it does with a rank's part of them."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch.distributed.tensor import (
 )
 
 from tests.ranks.case import Case, Found, Rank, Values, as_eager, as_in_one_process, values_of
-from tests.ranks.heads import Loss, Model, alone, data, mean
+from tests.ranks.heads import UNEVEN, Loss, Model, alone, data, mean
+from tests.support.numerics import FLOOR, error
 
 # ---------------------------------------------------------------- rows that are sharded
 
@@ -30,9 +30,9 @@ NO_SHARDED_SEQUENCES = (
 
 
 def of_sharded_rows(reduction: str, dim: int) -> Case:
-    """A replicated head; hidden states and labels are sharded along ``dim``, all DTensors, and the
-    mean is over all rows. Torch cannot do sharded sequences in 2.11, and not compile them in 2.15:
-    there it says the same with fxpass as without."""
+    """A replicated head; hidden states and labels are sharded along ``dim``, all DTensors. A mean is
+    torch's own: of each rank's mean, whatever its number of rows that count. Torch cannot do sharded
+    sequences in 2.11, and not compile them in 2.15: there it says the same with fxpass as without."""
 
     def model() -> Model:
         return Model(lambda z, t: mean(z, t, reduction=reduction), bias=True)
@@ -53,10 +53,16 @@ def of_sharded_rows(reduction: str, dim: int) -> Case:
     def check(case: Case, each: list[Found]) -> None:
         refused = [not values for rank in each for values in rank.values.values()]
         assert all(refused) or not any(refused)
-        if not any(refused):  # torch's own mean is over each rank's rows
-            assert [rank.facts["matched"] for rank in each] == [1, 1]
-            assert all("(rows over 2)" in rank.said[0] for rank in each)
-            as_in_one_process(replace(case, ways=("fused",)), each)
+        if any(refused):
+            return
+        assert [rank.facts["matched"] for rank in each] == [1, 1]
+        if reduction == "sum":
+            as_in_one_process(case, each)
+        for rank in each:
+            torchs, fused = rank.values["aot_eager"], rank.values["fused"]
+            assert torchs.keys() == fused.keys()
+            for name, value in fused.items():
+                assert error(value, torchs[name]) < 4 * FLOOR[torch.float32], name
 
     return Case(
         step=step,
@@ -78,6 +84,7 @@ ROWS = {
 # rows, hidden size, classes; of the second, a copy of the weight is smaller than the logits of one
 # rank and larger than those of the other
 SMALL, UNEQUAL = (9, 8, 12), (518, 259, 259)
+LEFT: dict[str, Any] = {"facts": {"matched": 0}, "says": (UNEVEN,)}
 
 
 def operands(n: int, d: int, v: int) -> tuple[Tensor, ...]:
@@ -105,8 +112,14 @@ def replicated(local: Any, mesh: Any) -> Any:
     return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
 
 
-def of_weight(step: Callable[[Rank], Values], of: Loss, sizes: Any, **options: Any) -> Case:
-    """The loss, and the gradient of the weight."""
+def of_weight(
+    step: Callable[[Rank], Values], of: Loss, sizes: Any, left: bool = False, **options: Any
+) -> Case:
+    """The loss, and the gradient of the weight.
+
+    Args:
+        left: whether nothing is fused.
+    """
 
     def in_one(dtype: torch.dtype) -> Values:
         x, w, b, t = operands(*sizes)
@@ -116,23 +129,41 @@ def of_weight(step: Callable[[Rank], Values], of: Loss, sizes: Any, **options: A
         loss.backward()
         return {"loss": loss.detach(), "weight": w.grad}  # type: ignore[dict-item]
 
-    return Case(step=step, alone=in_one, options=options, facts={"matched": 1})
+    more = LEFT if left else {"facts": {"matched": 1, "rejected": 0}}
+    return Case(step=step, alone=in_one, options=options, **more)
 
 
-def by_hand(here: Rank) -> Values:
-    """Each rank multiplies a plain tensor by its classes, and gathers the logits."""
-    mesh = here.mesh()
-    x, w, _, t = here.move(operands(*SMALL))
-    x, w = x.requires_grad_(), w.chunk(here.world)[here.rank].clone().requires_grad_()
-    run = here.compile(
-        lambda x, w: of_all_classes(from_shards(F.linear(x, w), mesh).full_tensor(), t)
-    )
-    loss = run(x, w)
-    here.backward(loss)
-    return {"loss": loss, "weight": from_shards(w.grad, mesh, 0)}
+def by_hand(known: bool) -> Callable[[Rank], Values]:
+    """Each rank multiplies a plain tensor by its classes, and gathers the logits.
+
+    Args:
+        known: whether its classes are those of a DTensor.
+    """
+
+    def step(here: Rank) -> Values:
+        mesh = here.mesh()
+        x, w, _, t = here.move(operands(*SMALL))
+        if known:
+            w = distribute_tensor(w, mesh, [Shard(0)])
+        else:
+            w = w.chunk(here.world)[here.rank].clone()
+        x, w = x.requires_grad_(), w.detach().requires_grad_()
+
+        def program(x: Tensor, w: Any) -> Tensor:
+            z = F.linear(x, w.to_local() if known else w)
+            return of_all_classes(from_shards(z, mesh).full_tensor(), t)
+
+        loss = here.compile(program)(x, w)
+        here.backward(loss)
+        grad: Any = w.grad
+        return {"loss": loss, "weight": grad if known else from_shards(grad, mesh, 0)}
+
+    return step
 
 
-def on_shards(sizes: tuple[int, int, int], written: str = "", trains_x: bool = False) -> Case:
+def on_shards(
+    sizes: tuple[int, int, int], written: str = "", trains_x: bool = False, left: bool = False
+) -> Case:
     """With an operand that is written between the two passes."""
 
     def step(here: Rank) -> Values:
@@ -150,14 +181,15 @@ def on_shards(sizes: tuple[int, int, int], written: str = "", trains_x: bool = F
 
     least = 0.0 if written else 0.01
     options = {"fusedce.strategy": "chunked", "fusedce.min_logits_mb": least}
-    return of_weight(step, squares, sizes, **options)
+    return of_weight(step, squares, sizes, left, **options)
 
 
 PROGRAMS = {
-    "gathered by hand": of_weight(by_hand, of_all_classes, SMALL),
+    "gathered by hand": of_weight(by_hand(known=True), of_all_classes, SMALL),
+    "gathered by hand, plain": of_weight(by_hand(known=False), of_all_classes, SMALL, left=True),
     "bias written": on_shards(SMALL, "bias", trains_x=True),
     "weight written": on_shards(SMALL, "weight"),
-    "unequal shards": on_shards(UNEQUAL),
+    "unequal shards": on_shards(UNEQUAL, left=True),
 }
 
 
@@ -169,8 +201,7 @@ def masked_class(z: Tensor) -> Tensor:
 
 def of_part(program: Loss, matched: int, sharded: bool = False, classes: int = 12) -> Case:
     """A program of x, the rank's part of the weight (or the weight as a DTensor), labels, and a
-    function that gathers logits. What it does with its part is left alone: what is fused is of all
-    logits, which exist beside it."""
+    function that gathers logits. Nothing is fused of a plain part: ranks may have unlike ones."""
 
     def step(here: Rank) -> Values:
         mesh = here.mesh()
@@ -200,14 +231,14 @@ def of_part(program: Loss, matched: int, sharded: bool = False, classes: int = 1
 
 PARTS = {
     "lse": of_part(
-        lambda z, t, all: F.cross_entropy(all(z), t) + z.logsumexp(-1).square().mean(), 1
+        lambda z, t, all: F.cross_entropy(all(z), t) + z.logsumexp(-1).square().mean(), 0
     ),
-    "max": of_part(lambda z, t, all: F.cross_entropy(all(z), t) + z.max(-1).values.mean(), 1),
+    "max": of_part(lambda z, t, all: F.cross_entropy(all(z), t) + z.max(-1).values.mean(), 0),
     "log-softmax": of_part(lambda z, t, all: F.nll_loss(all(z.log_softmax(-1)), t), 0),
     "assigned": of_part(lambda z, t, all: F.cross_entropy(all(masked_class(z)), t), 0),
     "one-hot": of_part(lambda z, t, all: F.cross_entropy(all(z - F.one_hot(t % 6, 6)), t), 0),
     "own labels": of_part(
-        lambda z, t, all: F.cross_entropy(all(z), t) + F.cross_entropy(z, t % 6), 1
+        lambda z, t, all: F.cross_entropy(all(z), t) + F.cross_entropy(z, t % 6), 0
     ),
     "uneven": of_part(
         lambda z, t, all: F.cross_entropy(all(z), t.clamp(max=10)), 0, classes=11

@@ -282,7 +282,7 @@ class Split:
     def case(self, ranks: int = 2, broken: bool = False, **more: Any) -> Case:
         """A graph is ``broken`` by Dynamo between linear and loss; else the collectives are in one
         graph with the operator."""
-        dumps = [] if broken else ["class_reductions", "= all_reduce("]
+        dumps = [] if broken else ["fxpass.rows(", "= all_reduce("]
         gathers = not (broken or self.lengths or self.ddp)
         return Case(
             step=self.step,
@@ -367,5 +367,7 @@ CASES = {
     "unlike": Split(count_functional, lengths=UNLIKE).case(4),
     "unlike means": Split(weighted_means, lengths=UNLIKE).case(4, check=a_mean_of_nothing),
     "unlike finite means": Split(weighted_finite_means, "aot_eager", lengths=UNLIKE).case(4),
-    "no rows": Split(count_functional, lengths=(12, 0, 0, 0)).case(4),
+    "no rows": Split(count_functional, lengths=(12, 0, 0, 0)).case(
+        4, facts={"matched": lambda rank: int(not rank)}, dumps=("= all_reduce(",)
+    ),
 }

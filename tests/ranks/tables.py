@@ -13,14 +13,12 @@ from tests.ranks import (
     pipeline,
     plans,
     programs,
-    reductions,
     sequence,
     training,
 )
 from tests.ranks.case import Case, Found
 
 FAMILIES = {
-    "reductions": reductions,
     "functional": functional,
     "heads": heads,
     "joint": joint,

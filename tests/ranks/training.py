@@ -200,7 +200,7 @@ class Course:
             return values
 
         low = self.autocast or self.policy.param_dtype is not None
-        facts = {"matched": 1, "rejected": 0, "casts": 2 if self.autocast else 0}
+        facts = {"matched": 1, "rejected": 0, "casts": 0}
         facts |= {"kind": "DeferredLogits"} | more.pop("facts", {})
         return Case(
             step=self.step,
@@ -329,8 +329,10 @@ DDP = {
         5, model=lambda: large(loss=of_two_heads, second=(256, 1100)),
         rejected=1, plain=True, says=("DistributedDataParallel's splitting put the linear into",),
     ),
+    # whose product is a head of the next part
     "next part": ddp(
-        5, model=lambda: large(loss=in_the_next_part, after=(1100, 256))
+        5, 2, model=lambda: large(loss=in_the_next_part, after=(1100, 256)),
+        says=("logits [48, 1100], cross-entropy", "region of 1 head, logits [48, 256]: pow, mean"),
     ),
     "row region": ddp(
         model=lambda: large(loss=sorted_loss), plain=True, says=("region of 1 head",)
