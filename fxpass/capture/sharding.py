@@ -39,32 +39,25 @@ from fxpass.spec.shards import dealt
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
-Placements = tuple["Placement", ...]
-
 
 @dataclass(frozen=True)
 class Sharding:
     """How classes and rows of a head are distributed over ranks.
 
     Attributes:
-        first, count, classes: this rank's first class, its number of classes, the number of all.
+        count, classes: this rank's number of classes, the number of all.
         group: the process group that the classes are sharded over; None if each rank has all.
         ranks: the number of ranks in ``group``.
         rows: the number of ranks that the rows are sharded over.
-        x, weight: the placements that the hidden states ``[..., D]`` and a weight ``[V, D]`` need,
-            one for each dimension of the mesh; None for plain tensors.
         dims: what each dimension of the mesh shards: ``classes``, ``rows`` or an empty string.
         like: a node of a DTensor on the mesh; None for a linear of plain tensors.
     """
 
-    first: int
     count: int
     classes: int
     group: str | None
     ranks: int
     rows: int
-    x: Placements | None
-    weight: Placements | None
     dims: tuple[str, ...]
     like: Node | None
 
@@ -72,16 +65,6 @@ class Sharding:
     def most(self) -> int:
         """The largest number of classes that a rank has."""
         return -(-self.classes // self.ranks)
-
-    def partial_where(self, kind: str, placements: Sequence[Placement]) -> Placements:
-        """``placements``, but partial along the dimensions of the mesh that shard ``kind``."""
-        pairs = zip(self.dims, placements, strict=True)
-        return tuple(dtensors().Partial() if of == kind else p for of, p in pairs)
-
-    def placements(self, kind: str, dim: int) -> Placements:
-        """Placements of a tensor whose dimension ``dim`` is ``classes`` or ``rows``."""
-        tensor = dtensors()
-        return tuple(tensor.Shard(dim) if of == kind else tensor.Replicate() for of in self.dims)
 
     def __str__(self) -> str:
         parts = []
@@ -118,17 +101,14 @@ def of_head(head: Head) -> Sharding | None:
             f"sharded over the classes, Shard({dim}), along one dimension of the mesh"
         )
         raise NoMatch(head.node, reason)
-    new: list[Placement] = []
     dims: list[str] = []
     for i, p in enumerate(placements_of(x)):
         shards_rows = any(_is_shard(p, d) for d in range(x.dim() - 1))
         if i not in over and not (shards_rows or p.is_replicate() or p.is_partial()):
             raise NoMatch(head.node, f"the hidden states are placed {_names(placements_of(x))}")
         rows = shards_rows and i not in over
-        new.append(p if rows else dtensors().Replicate())
         dims.append("classes" if i in over else "rows" if rows else "")
-    at_zero = tuple(dtensors().Shard(0) if i in over else p for i, p in enumerate(placements))
-    return _make(weight, dim, dims, tuple(new), at_zero, weight_node)
+    return _make(weight, dim, dims, weight_node)
 
 
 # What a linear makes of its operands.
@@ -184,7 +164,7 @@ def of_entry(node: Node, entry: Node) -> Sharding:
     if over is None:
         raise NoMatch(entry, f"the logits become a DTensor that is placed {_names(placements)}")
     dims = ["classes" if i in over else "" for i in range(len(placements))]
-    found = _make(logits, last, dims, None, None, None)
+    found = _make(logits, last, dims, None)
     if found.count != value(node).shape[-1]:
         raise NoMatch(entry, "this rank's logits are not its part of the DTensor that they become")
     if found.classes % found.ranks:  # of the sizes of plain tensors each rank sees its own
@@ -304,24 +284,16 @@ def _class_dims(placements: Sequence[Placement], dim: int) -> list[int] | None:
     return over if known else None
 
 
-def _make(
-    of_classes: Any,
-    dim: int,
-    dims: Sequence[str],
-    x: Placements | None,
-    weight: Placements | None,
-    like: Node | None,
-) -> Sharding:
+def _make(of_classes: Any, dim: int, dims: Sequence[str], like: Node | None) -> Sharding:
     """The sharding of a DTensor with classes at ``dim``; ``dims`` are what the mesh shards."""
     mesh, groups = of_classes.device_mesh, _groups(of_classes)
     over = [i for i, kind in enumerate(dims) if kind == "classes"]
     rows = [i for i, kind in enumerate(dims) if kind == "rows"]
     classes, ranks = int(of_classes.shape[dim]), math.prod(int(mesh.size(i)) for i in over)
-    first, count = dealt(classes, ranks, int(mesh.get_local_rank(over[0])) if over else 0)
+    _, count = dealt(classes, ranks, int(mesh.get_local_rank(over[0])) if over else 0)
     group = groups[over[0]] if over else None
     of_rows = math.prod(int(mesh.size(i)) for i in rows)
-    sizes = first, count, classes, group, ranks, of_rows
-    return Sharding(*sizes, x, weight, tuple(dims), like)
+    return Sharding(count, classes, group, ranks, of_rows, tuple(dims), like)
 
 
 def _groups(dtensor: Any) -> list[str]:

@@ -1,11 +1,8 @@
 """All-reduces over a process group that a compiler can trace.
 
-In: a tensor and the name of a group. Out: the reduced tensor, the same on all ranks. Functional
-collectives start at once; those that do not read each other run at the same time until
-:func:`waited`::
+In: a tensor and the name of a group. Out: the reduced tensor, the same on all ranks::
 
-    total, least = started(a, "sum", group), started(b, "min", group)
-    total, least = waited(total), waited(least)
+    total = all_reduce(a, "sum", "group")
 
 A tensor that all ranks have, of which each computes a part of the gradient::
 
@@ -19,12 +16,6 @@ from typing import Any, cast
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
-
-
-def started(tensor: Tensor, op: str, group: str) -> Tensor:
-    """``sum``, ``max`` or ``min`` over the ranks of the group with this name; not differentiable.
-    Read it after :func:`waited`."""
-    return funcol.all_reduce(tensor, op, cast(Any, group))
 
 
 def waited(tensor: Tensor) -> Tensor:
@@ -51,5 +42,5 @@ def with_summed_gradient(tensor: Tensor, group: str) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, op: str, group: str) -> Tensor:
-    """The result of :func:`started`."""
-    return waited(started(tensor, op, group))
+    """``sum``, ``max`` or ``min`` over the ranks of the group with this name; no autograd."""
+    return waited(funcol.all_reduce(tensor, op, cast(Any, group)))
