@@ -229,7 +229,7 @@ def _made(found: Reading, node: Node, dim: int, whole: torch.Tensor) -> Any:
 
 def _number(node: Node) -> Any:
     """The number that a tensor of one number is made of."""
-    while name_of(node) in _SAME_VALUES:
+    while name_of(node) in (*_SAME_VALUES, "select", "slice"):
         node = node.args[0]  # pyright: ignore[reportAssignmentType]
     if name_of(node) in ("scalar_tensor", "full"):
         number = node.args[0 if name_of(node) == "scalar_tensor" else 1]

@@ -37,13 +37,15 @@ class Choice:
     device: torch.device
     spec: Reductions  # with a total, forward computes the gradients
     symbolic: bool = False  # whether the number of rows is symbolic
+    backward: bool = False  # whether the call runs in backward
     logits_exist: bool = False  # whether the graph computes the logits anyway
     save_logits: bool = False  # whether forward saves the logits for backward
 
     @property
     def strategy(self) -> str:
         """``chunked`` if forward computes the gradients, or if there are none, else ``tiled``."""
-        return "tiled" if self.spec.gradients and not self.spec.total else "chunked"
+        waits = self.backward or not self.spec.total
+        return "tiled" if self.spec.gradients and waits else "chunked"
 
     @property
     def allowed(self) -> int:

@@ -174,16 +174,16 @@ class _Finder:
         return frozenset({frozenset({(node, negated)})} if usable else ())
 
     def _of(self, node: Node) -> _Set:
-        if node in self.given or (node in self.simple and self._is_narrow(node)):
-            return frozenset({frozenset({(node, False)})})
         what = getattr(node.target, "overloadpacket", None)
         args: Any = node.args
+        filled = what in (aten.full, aten.scalar_tensor) and args[what is aten.full] == 0
+        same = bool(args) and isinstance(args[0], Node) and (what in _KEEP or is_view(node))
+        if what in _ZEROS or filled or (same and self.sets[args[0]] is None):
+            return None
+        if node in self.given or (node in self.simple and self._is_narrow(node)):
+            return frozenset({frozenset({(node, False)})})
         if node.op != "call_function":
             return frozenset()
-        if what in _ZEROS or (
-            what in (aten.full, aten.scalar_tensor) and args[what is aten.full] == 0
-        ):
-            return None
         if what in (aten.where, aten.masked_fill):
             return self._chosen(what, args)
         if what in _ANY:

@@ -70,8 +70,8 @@ def compile_inner(
 
 
 _NO_PASS = (
-    "FUSEDCE_INNER={}: fxpass has no pass on the joint graph of this backend, and fuses losses of "
-    "one head that have a formula alone"
+    "FUSEDCE_INNER={}: fxpass has no pass on the joint graph of this backend: casts are inserted and "
+    "logits deferred, and no loss is fused"
 )
 
 

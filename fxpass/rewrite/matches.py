@@ -110,9 +110,13 @@ def match_of(captured: Captured) -> RegionMatch:
     return RegionMatch(*of_heads, named=named, logits_mode=mode, sharding=sharding)
 
 
-def words_of(specs: Sequence[Reductions], named: int) -> str:
-    """What calls with a normal form compute, in words."""
-    first, *more = map(words, specs)
+def words_of(choices: Sequence[Choice], named: int) -> str:
+    """What calls with a formula compute, in words. Those of backward alone have the gradients."""
+    late = [words(c.spec, backward=True) for c in choices if c.backward and c.spec.gradients]
+    first, *more = [words(c.spec) for c in choices if not c.backward] or late
+    if late and first not in late:  # backward has the gradients of what forward returns
+        outputs, _, none = first.rpartition("; ")
+        first = f"{outputs}; {late[0].rpartition('; ')[2]}" if none == "no gradients" else first
     if named:
         first = f"cross-entropy {first}" if first.startswith("of ") else f"cross-entropy: {first}"
     return "; ".join((first, *more))

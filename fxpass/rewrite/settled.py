@@ -95,8 +95,8 @@ def _with_calls(match: RegionMatch, parts: Sequence[FusedPart]) -> RegionMatch:
     """A match with the calls that it becomes, whose functions of rows are compiled by now."""
     names = (name for part in parts for name in warm(part.text, part.device))
     choices = tuple(part.choice for part in parts)
-    specs = [choice.spec for choice in choices if isinstance(choice, Choice)]
-    words = words_of(specs, match.named) if len(specs) == len(choices) else ""
+    formulas = [choice for choice in choices if isinstance(choice, Choice)]
+    words = words_of(formulas, match.named) if len(formulas) == len(choices) else ""
     return replace(match, choices=choices, kernels=tuple(dict.fromkeys(names)), words=words)
 
 

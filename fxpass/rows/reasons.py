@@ -124,7 +124,7 @@ def fused_part(call: Node, heads: Iterable[Node], backward: bool, gradients: boo
     if found.choice is not None:
         symbolic = any(not isinstance(s, int) for n in call.all_input_nodes for s in shape(n))
         reason = _AGAIN if backward else found.choice.reason
-        choice = replace(found.choice, symbolic=symbolic, reason=reason)
+        choice = replace(found.choice, symbolic=symbolic, reason=reason, backward=backward)
         return FusedPart(names, choice, text, device, found.launches)
     planned = found.plan
     assert planned is not None

@@ -27,13 +27,13 @@ _NAMES = {
 _ENTROPY = Moment(1, 1)
 
 
-def words(spec: Reductions) -> str:
-    """The logit that is reduced, the outputs, and the gradients."""
+def words(spec: Reductions, backward: bool = False) -> str:
+    """The logit that is reduced, the outputs, and the gradients; ``backward``: of a call in it."""
     of = "" if spec.transform == Z else f"of {_Words().text(spec.transform)}: "
     outputs = ", ".join(map(_output, dict.fromkeys((*spec.total, *spec.outputs))))
     *more, last = spec.gradients or ("",)
     names = f"{', '.join(more)} and {last}" if more else last
-    where = "with the loss" if spec.total else "in backward"
+    where = "with the loss" if spec.total and not backward else "in backward"
     gradients = f"gradients of {names} {where}" if names else "no gradients"
     return f"{of}{outputs}; {gradients}"
 
