@@ -70,7 +70,7 @@ def compile_inner(
 
 
 _NO_PASS = (
-    "FUSEDCE_INNER={}: fxpass has no pass on the joint graph of this backend: casts are inserted and "
+    "FUSEDCE_INNER={}: fxpass has no pass on the joint graph of this backend: casts are inserted, "
     "logits deferred, and no loss is fused"
 )
 
