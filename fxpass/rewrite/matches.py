@@ -113,7 +113,8 @@ def match_of(captured: Captured) -> RegionMatch:
 def words_of(choices: Sequence[Choice], named: int) -> str:
     """What calls with a formula compute, in words. Those of backward alone have the gradients."""
     late = [words(c.spec, backward=True) for c in choices if c.backward and c.spec.gradients]
-    first, *more = [words(c.spec) for c in choices if not c.backward] or late
+    of_forward = [words(c.spec) for c in choices if not c.backward]
+    first, *more = of_forward or late or [words(c.spec) for c in choices]
     if late and first not in late:  # backward has the gradients of what forward returns
         outputs, _, none = first.rpartition("; ")
         first = f"{outputs}; {late[0].rpartition('; ')[2]}" if none == "no gradients" else first

@@ -35,6 +35,7 @@ from fxpass.rows.emit import emit
 from fxpass.rows.heads import may_have_heads, products
 from fxpass.rows.reasons import Declined, FoundHead, FusedPart, declined, fused_part
 from fxpass.rows.regions import Found, regions
+from fxpass.rows.rules import A
 from fxpass.rows.sizes import numel, packet, shape, value
 from fxpass.rows.softmaxes import softmaxes
 from fxpass.rows.spelling import spell
@@ -239,6 +240,14 @@ def _raises(graph: Graph) -> bool:
 _WEIGHTED = {torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward}
 
 
+class _Reshaping(PropagateUnbackedSymInts):
+    """Runs a graph whose tensors may have other strides than when it was traced."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        target = A.reshape.default if target is A.view.default else target
+        return super().call_function(target, args, kwargs)
+
+
 def decomposed(module: GraphModule) -> GraphModule:
     """A graph with Inductor's decompositions."""
     inputs = module.graph.find_nodes(op="placeholder")
@@ -246,7 +255,7 @@ def decomposed(module: GraphModule) -> GraphModule:
 
     def run(*args: Any) -> Any:
         with preserve_node_meta():
-            return PropagateUnbackedSymInts(module).run(*args)
+            return _Reshaping(module).run(*args)
 
     mode = detect_fake_mode(values)
     with mode or nullcontext(), enable_python_dispatcher():

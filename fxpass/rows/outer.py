@@ -15,16 +15,25 @@ from typing import Any
 
 import sympy
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import CallMethodKey
 from torch.fx.node import map_arg
-from torch.utils._pytree import SequenceKey
+from torch.utils._pytree import SequenceKey, tree_map_only
 from torch.utils._sympy.functions import FloorDiv
 
 from fxpass.op import saved
 from fxpass.rows.rules import A, P
 from fxpass.rows.sizes import is_known, is_tensor, key, numel, packet, same, shape, value
 from fxpass.rows.tags import Stop, Tag, View
+
+
+def _without_base(tensor: Tensor) -> Tensor:
+    """A value that is no view of another: torch stores graphs, but no such values."""
+    if tensor._base is None:
+        return tensor
+    layout = {"dtype": tensor.dtype, "device": tensor.device}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **layout)
 
 
 class Outer:
@@ -57,7 +66,7 @@ class Outer:
             node.meta["val"] = given[0][given[1]]
         elif self.mode is not None:
             with self.mode:
-                node.meta["val"] = target(*given, **named)
+                node.meta["val"] = tree_map_only(Tensor, _without_base, target(*given, **named))
         self.made.add(node)
         return node
 

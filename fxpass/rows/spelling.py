@@ -43,7 +43,7 @@ def spell(graph: Graph) -> None:
         elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
             made = _of_labels(graph, node)
         if made is not None:
-            made.meta = dict(node.meta)
+            made.meta = node.meta | {"val": _without_view(value(node))}
             node.replace_all_uses_with(made)
         for one in (made, node) if made is not None else (node,):
             if (same := _computed_before(one, known)) is not None:
@@ -73,8 +73,13 @@ def _of_labels(graph: Graph, node: Node) -> Node | None:
         args, kwargs = map_arg((node.args, node.kwargs), lambda a: a.args[0] if a in tensors else a)
         inner = graph.call_function(node.target, args, kwargs)  # pyright: ignore
         made = graph.call_function(A.unsqueeze.default, (inner, 1))
-    inner.meta = node.meta | {"val": value(node)[:, 0]}
+    inner.meta = node.meta | {"val": _without_view(value(node)[:, 0])}
     return made
+
+
+def _without_view(tensor: torch.Tensor) -> torch.Tensor:
+    """An example value that is no view of another: torch stores graphs, but no such values."""
+    return tensor.new_empty(tensor.shape)
 
 
 def _is_unsqueezed(node: Node) -> bool:
@@ -94,7 +99,7 @@ def _stacked(graph: Graph, node: Node) -> Node | None:
         rows = [graph.call_function(A.unsqueeze.default, (part, 0)) for part in parts]
         made = graph.call_function(A.cat.default, (rows, 0))
     for row in rows:
-        row.meta["val"] = value(node)[:1]
+        row.meta["val"] = _without_view(value(node)[:1])
     return made
 
 
@@ -105,7 +110,7 @@ def _product(graph: Graph, node: Node) -> Node:
         product = graph.call_function(A.mm.default, tuple(factors))
         made = graph.call_function(A.unsqueeze.default, (product, 0))
     for factor, of in zip(factors, (a, b), strict=True):
-        factor.meta["val"] = value(of)[0]  # pyright: ignore[reportArgumentType]
+        factor.meta["val"] = _without_view(value(of)[0])  # pyright: ignore[reportArgumentType]
     product.meta = node.meta | {"val": value(node)[0]}
     return made
 

