@@ -155,7 +155,7 @@ ROWS = becoming((
         ".gather(-1, labels.view(3, 2, 1))", NOTHING),
     square("rows in another order, with values",
         "(z * teacher).view(2, 3, V).transpose(0, 1).sum(-1) * labels.view(3, 2)", REGION),
-    square("rows as classes", "F.cross_entropy(z.t(), labels)", REGION),
+    square("rows as classes", "F.cross_entropy(z.t(), labels)"),
     square("a softmax over rows", "F.nll_loss(z.log_softmax(0), labels)",
         NOTHING, "works along rows"),
     square("one mask of both dimensions",
