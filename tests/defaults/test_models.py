@@ -78,12 +78,12 @@ def test_training_under_autocast():
 
 
 def test_evaluation():
-    """Without gradients the logits are materialised once, and the loss is read from them."""
+    """Without gradients the logits are returned, and the loss is computed from them."""
     model, ids = llama(LARGE).eval(), tokens(LARGE)
     compiled = torch.compile(model, backend="fusedce", options=AOT)
     with torch.no_grad():
         eager, out = model(input_ids=ids, labels=ids), compiled(input_ids=ids, labels=ids)
-    assert counters["fusedce"]["matched"] == 1
+    assert not counters["fusedce"]["matched"]
     assert type(out.logits) is torch.Tensor
     torch.testing.assert_close(out.loss, eager.loss)
     torch.testing.assert_close(out.logits, eager.logits)

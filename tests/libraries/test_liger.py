@@ -30,7 +30,6 @@ from transformers import (
 )
 from transformers.integrations.liger import apply_liger_kernel
 
-import fxpass
 from tests.libraries.test_trainers import Recorder, logged, trainer
 from tests.support import numerics, tiny
 from tests.support.numerics import assert_close
@@ -139,7 +138,7 @@ def check_training(
     assert {p.dtype for p in model.parameters()} == {F32}
     fused, ours = train(compiled(copy.deepcopy(model), inner), folder)
     assert counters["stats"]["unique_graphs"] == 1
-    assert counters["fusedce"] == {"matched": 1, "rejected": 0, "casts": 2}
+    assert counters["fusedce"] == {"matched": 1, "rejected": 0, "casts": 0}
     eager, theirs = train(copy.deepcopy(model), folder)
     tiny.assert_same_course(logged(fused, "loss"), logged(eager, "loss"), BF16)
     # f32 gradients for f32 parameters, and none for a frozen head
@@ -159,21 +158,6 @@ def test_trainer(kind, head, tmp_path):
 
 def test_trainer_through_inductor(tmp_path):
     check_training(qwen2, tied_and_resized_without_layers, "inductor", tmp_path)
-
-
-@pytest.mark.parametrize("kind", [llama, qwen2])
-def test_the_report_names_the_casts(kind, monkeypatch):
-    monkeypatch.setenv("FUSEDCE_INNER", "eager")
-    model = kind()
-    with torch.autocast("cpu", BF16):
-        report = fxpass.explain(model, **batch())
-    assert [(made.old, made.new) for made in report.casts] == [(F32, BF16)] * 2
-    hidden, weight = report.casts
-    assert "hidden_states" in hidden.operand
-    assert "lm_head" in weight.operand
-    where = rf"/modeling_{kind.__name__}\.py:\d+ logits = self\.lm_head\(hidden_states"
-    casts = rf"cast: %{hidden.operand}, %{weight.operand} float32 -> bfloat16: "
-    assert re.search(rf"{casts}\S+{where}", str(report))
 
 
 # ---------------------------------------------------------------- what raises without
@@ -260,7 +244,6 @@ def test_cores_loss_under_autocast(weight):
     fused = numerics.loss_and_gradients(program, (x, w))
     eager = numerics.loss_and_gradients(loss, (x, w))
     assert counters["fusedce"]["matched"] == 1
-    assert counters["fusedce"]["casts"] == (2 if weight == F32 else 1)
     assert [g.dtype for g in fused] == [F32, F32, weight]
     assert_close(fused, eager, numerics.loss_and_gradients(without, (x, w), torch.float64), BF16)
 
@@ -332,4 +315,4 @@ def test_a_patched_model_that_is_compiled_stays_right(device):
     model.eval()
     with torch.no_grad(), torch.autocast(device.type, BF16):
         assert_close([model(**inputs).loss], eager[:1], true[:1], BF16)
-    assert counters["fusedce"]["matched"] == 1
+    assert not counters["fusedce"]["matched"]  # its logits are returned

@@ -78,7 +78,7 @@ def base_in_place(model: peft.PeftModel) -> nn.Module:
 both_forms = pytest.mark.parametrize("form", [whole, step])
 
 
-def check(model: nn.Module, form: Callable, autocast: torch.dtype | None, casts: int) -> None:
+def check(model: nn.Module, form: Callable, autocast: torch.dtype | None) -> None:
     """The compiled model against eager; gradients in the dtype of their parameters."""
     inputs = batch()
 
@@ -90,7 +90,7 @@ def check(model: nn.Module, form: Callable, autocast: torch.dtype | None, casts:
     fused = run(loss_and_gradients, autocast, form(model))
     assert [g.dtype for g in fused] == [F32, *(p.dtype for p in trained(model).values())]
     assert_close(fused, eager, true, autocast or BF16)
-    assert counters["fusedce"]["casts"] == casts
+    assert not counters["fusedce"]["casts"]  # those of autocast are left to it
 
 
 def outcome() -> dict[str, int]:
@@ -104,14 +104,14 @@ def outcome() -> dict[str, int]:
 def test_adapters_of_attention(form):
     model = adapted(ATTENTION)
     assert not [name for name in trained(model) if "lm_head" in name]
-    check(model, form, BF16, casts=2)
+    check(model, form, BF16)
     assert outcome() == FUSED
 
 
 def test_a_trained_copy_of_the_head():
     model = adapted(SAVED_HEAD)
     assert len([name for name in trained(model) if "lm_head.modules_to_save" in name]) == 1
-    check(model, whole, BF16, casts=2)
+    check(model, whole, BF16)
     assert outcome() == FUSED
 
 
@@ -121,7 +121,7 @@ def test_a_low_rank_head_is_a_row_region(dropout, caplog):
     caplog.set_level(logging.INFO, logger="fxpass")
     model = adapted(LOW_RANK_HEAD, dropout=dropout)
     assert len([name for name in trained(model) if "lm_head.lora" in name]) == 2
-    check(model, step, BF16, casts=0)  # those of autocast are left to it
+    check(model, step, BF16)
     assert outcome() == FUSED
     assert "region of 2 heads" in caplog.text
 
@@ -129,7 +129,7 @@ def test_a_low_rank_head_is_a_row_region(dropout, caplog):
 def test_the_logits_of_a_low_rank_head_leave(caplog):
     """A model that returns them defers them."""
     caplog.set_level(logging.INFO, logger="fxpass")
-    check(adapted(LOW_RANK_HEAD, dropout=0.3), whole, BF16, casts=0)
+    check(adapted(LOW_RANK_HEAD, dropout=0.3), whole, BF16)
     assert outcome() == FUSED
     assert "(logits deferred" in caplog.text
 
@@ -164,7 +164,7 @@ def test_gradient_checkpointing(use_reentrant, form):
     # what goes into a layer has to need a gradient for the one kind: that of new words does
     model = checkpointed(use_reentrant, modules_to_save=["embed_tokens"])
     model.disable_input_require_grads()
-    check(model, form, BF16, casts=2)
+    check(model, form, BF16)
     assert outcome() == FUSED
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -174,7 +174,7 @@ def test_gradient_checkpointing_of_frozen_embeddings():
     """A hook makes them need one, as transformers makes them: Dynamo breaks the graph there."""
     model = checkpointed(use_reentrant=True)
     model.enable_input_require_grads()
-    check(model, base_in_place, BF16, casts=2)
+    check(model, base_in_place, BF16)
     assert outcome() == FUSED
     assert counters["stats"]["unique_graphs"] > 1
 
@@ -191,7 +191,7 @@ def test_f32_adapters_on_a_bf16_base(targets):
     dtypes = {name: p.dtype for name, p in trained(model).items()}
     assert {dtype for name, dtype in dtypes.items() if "lora" in name} == {F32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {BF16}
-    check(model, whole, None, casts=0)
+    check(model, whole, None)
     assert outcome() == FUSED
 
 
@@ -217,7 +217,7 @@ def train(model: nn.Module, call: Callable[..., Any] | None) -> list[float]:
 def test_fp16_with_a_gradscaler():
     model = adapted(SAVED_HEAD)
     losses = train(model, whole(model))
-    assert counters["fusedce"] == {**FUSED, "casts": 2}
+    assert counters["fusedce"] == {**FUSED, "casts": 0}
     expected = train(adapted(SAVED_HEAD), None)
     # a rounding of a logit is 2**-11 of it; eager also rounds the gradient of the head
     assert losses == pytest.approx(expected, rel=2**-10)
