@@ -144,11 +144,12 @@ def test_losses_of_twenty_steps(runs):
     assert norms[0] == pytest.approx(norms[1], rel=4 * tiny.RTOL[dtype])
 
 
-def test_every_graph_was_fused_and_there_are_few(runs):
-    """Twenty batches of many lengths and a short one: one static graph, then dynamic ones."""
+def test_every_graph_of_training_was_fused_and_there_are_few(runs):
+    """Twenty batches of many lengths and a short one: one static graph, then dynamic ones. An
+    evaluation returns its logits, of which its loss is computed."""
     fused, eager, _ = runs
-    assert fused.counted["matched"] == fused.graphs["all"]
-    assert fused.counted["rejected"] == 0
+    assert fused.counted["matched"] == fused.graphs["train"]
+    assert fused.counted["rejected"] == fused.graphs["all"] - fused.graphs["train"]
     assert fused.graphs["train"] <= 3
     assert fused.graphs["all"] <= 5
     assert eager.graphs["all"] == 0
