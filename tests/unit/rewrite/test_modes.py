@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import FORMULA, NOTHING, REGION, Row
+from tests.programs.row import FORMULA, NOTHING, Row
 from tests.support.numerics import error
 from tests.support.programs import (
     CLASS_REDUCTIONS,
     DECLINED,
-    ROW_FUNCTION,
     fused_as,
     inputs,
     last,
@@ -49,11 +48,9 @@ def test_a_narrowing_cast_is_not_repeated():
 TRANSFORMS = (
     Row("a loss per example by vmap",
         "torch.func.vmap(lambda h, t: F.cross_entropy(F.linear(h, weight), t))"
-        "(x.view(B, T, D), tokens)",
-        REGION, trained=()),
+        "(x.view(B, T, D), tokens)", trained=()),
     Row("a gradient by torch.func",
-        "torch.func.grad(lambda w: F.cross_entropy(F.linear(x, w), labels))(weight)",
-        REGION, trained=()),
+        "torch.func.grad(lambda w: F.cross_entropy(F.linear(x, w), labels))(weight)", trained=()),
     # as transformers make attention masks: what wraps tensors writes to none
     Row("transforms before the head",
         "few = torch.vmap(torch.vmap(lambda label: label < 50))(tokens)\n"
@@ -61,8 +58,7 @@ TRANSFORMS = (
         "F.cross_entropy(F.linear(h * few.view(-1, 1), weight), labels)"),
     # the call stands after the transform, in which no tensor may require gradients
     Row("labels of a transform",
-        "classes = torch.vmap(lambda label: label // 2)(labels); z[torch.arange(N), classes].mean()",
-        REGION),
+        "classes = torch.vmap(lambda label: label // 2)(labels); z[torch.arange(N), classes].mean()"),
     Row("a reduction in a transform",
         "torch.vmap(lambda label: z.logsumexp(-1) * label)(labels)",
         NOTHING),
@@ -73,7 +69,7 @@ TRANSFORMS = (
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 @pytest.mark.parametrize("row", TRANSFORMS, ids=lambda row: row.name)
 def test_transforms(row, inner):
-    kinds = {FORMULA: CLASS_REDUCTIONS, REGION: ROW_FUNCTION, NOTHING: DECLINED}
+    kinds = {FORMULA: CLASS_REDUCTIONS, NOTHING: DECLINED}
     expected = kinds[row.becomes]
     if inner == "eager":
         assert fused_as(row.program(), *row.tensors()) == expected
