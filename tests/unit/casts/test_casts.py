@@ -190,16 +190,6 @@ def test_mixed_dtypes_under_an_autocast_around_the_call_are_no_error():
         torch.testing.assert_close(got, loss(*args), rtol=2e-2, atol=0)
 
 
-@pytest.mark.parametrize("autocast", [BF16, F16])
-def test_a_checkpointed_region_computes_in_the_dtype_of_its_autocast(autocast):
-    def outer(x, w, target):
-        with torch.autocast("cpu", autocast):
-            return checkpoint(loss, x, w, target, use_reentrant=False)
-
-    found = explain(outer, *inputs(BF16, F32)).casts
-    assert {made.new for made in found} == {autocast}
-
-
 @pytest.mark.parametrize(
     ("x", "weight", "new"), [(BF16, F32, {"l_w_": BF16}), (F16, BF16, {"l_x_": F32, "l_w_": F32})]
 )
