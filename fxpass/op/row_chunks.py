@@ -151,8 +151,8 @@ def operands_of(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int
 
 
 def _without_data(tensor: Tensor, device: str | None = None) -> Tensor:
-    layout = {"dtype": tensor.dtype, "device": device or tensor.device}
-    return torch.empty_strided(tensor.shape, tensor.stride(), **layout)
+    layout = tensor.shape, tensor.stride()
+    return torch.empty_strided(*layout, dtype=tensor.dtype, device=device or tensor.device)
 
 
 def _counted(of: Prepared, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> Tensor | None:

@@ -168,13 +168,14 @@ class Chunk:
         """A tensor that a chunk makes itself: of one number, or one that counts."""
         if not is_tensor(node):
             return None
-        options = {"dtype": value(node).dtype, "device": self.device}
+        dtype = value(node).dtype
         sizes, number, count = shape(node), self.rules.fill(node), self._range(node)
         known = [key(s) for s in sizes]
         if count is not None:
-            return torch.arange(count, **options).reshape([-1 if s == count else 1 for s in known])
+            made = torch.arange(count, dtype=dtype, device=self.device)
+            return made.reshape([-1 if s == count else 1 for s in known])
         if isinstance(number, int | float) and all(s == 1 for s in known):
-            return torch.full(known, number, **options)
+            return torch.full(known, number, dtype=dtype, device=self.device)
         return None
 
     def _range(self, node: Node) -> Any:

@@ -32,8 +32,8 @@ def _without_base(tensor: Tensor) -> Tensor:
     """A value that is no view of another: torch stores graphs, but no such values."""
     if tensor._base is None:
         return tensor
-    layout = {"dtype": tensor.dtype, "device": tensor.device}
-    return torch.empty_strided(tensor.shape, tensor.stride(), **layout)
+    layout = tensor.shape, tensor.stride()
+    return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)
 
 
 class Outer:
