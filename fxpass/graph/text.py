@@ -40,11 +40,11 @@ def _line(node: Node) -> str:
         given, named = node.args, {**getattr(node.target, "keywords", {}), **node.kwargs}
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "aten":
             given, named = (), _operands(node)
-        texts = [v for v in named.values() if isinstance(v, str) and "\n" in v]
+        texts = [v for v in named.values() if isinstance(v, str) and "; %" in v]
         named = {k: v for k, v in named.items() if v not in texts}
         parts = [*map(_argument, given), *(f"{k}={_argument(v)}" for k, v in named.items())]
         call = f"{_target(node.target)}({', '.join(parts)})"
-        call = "\n    ".join([call, *(line for text in texts for line in text.splitlines())])
+        call = "\n    ".join([call, *(line for text in texts for line in text.split("; "))])
     example = node.meta.get("example_value", node.meta.get("val"))
     return f"%{node.name}{_type(example)} = {call}"
 

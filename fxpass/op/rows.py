@@ -47,7 +47,8 @@ def rows(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     Raises:
         ValueError: shapes, dtypes or devices do not fit the text, or it is none of a loop.
     """
-    return _OPERATOR(tensors, text)
+    found = _OPERATOR(tensors, text)
+    return found[: len(Loop.parse(text).results)]
 
 
 def _sizes(loop: Loop, tensors: Sequence[Tensor]) -> dict[str, Any]:
@@ -109,16 +110,22 @@ def warm(text: str, device: torch.device) -> tuple[str, ...]:
 
 def _run(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     sizes = _sizes(Loop.parse(text), tensors)
-    return run(prepared(text, tensors[0].device), tensors, sizes)
+    return _several(run(prepared(text, tensors[0].device), tensors, sizes), tensors[0])
 
 
 def _fake(tensors: Sequence[Tensor], text: str) -> list[Tensor]:
     loop = Loop.parse(text)
     sizes, new = _sizes(loop, tensors), tensors[0].new_empty
-    return [
+    found = [
         new([sizes[s] if isinstance(s, str) else s for s in result.shape], dtype=loop.dtype(i))
         for i, result in enumerate(loop.results)
     ]
+    return _several(found, tensors[0])
+
+
+def _several(found: list[Tensor], like: Tensor) -> list[Tensor]:
+    """At least two tensors: code of Inductor's cpp_wrapper reads a list of one as a tensor."""
+    return found if len(found) > 1 else [*found, like.new_empty(0)]
 
 
 _LIBRARY = torch.library.Library("fxpass", "FRAGMENT")

@@ -67,12 +67,13 @@ class Loop:
 
     @staticmethod
     def parse(text: str) -> Loop:
-        """Reads a text; every call with the same text returns the same loop.
+        """Reads a text, of lines or with "; " between them; every call with the same text returns
+        the same loop.
 
         Raises:
             ValueError: a line that is not understood, or an operation that is not allowed.
         """
-        return _parse(text)
+        return _parse(text.replace("; ", "\n"))
 
     @property
     def inputs(self) -> tuple[Input, ...]:

@@ -89,7 +89,8 @@ class _Emitter:
         exact = {n for n in part.results if degree.get(n) == 1 and value(n).dtype == torch.float16}
         exact = {n for n in exact if power is not None or (self.found.factor and rules.is_sum(n))}
         wide = tuple(i for i, node in enumerate(part.results) if node in casts or node in exact)
-        text = replace(loop, wide=wide).text()
+        # of one line: Inductor's C++ code has it as a literal
+        text = replace(loop, wide=wide).text().replace("\n", "; ")
         call = outer.call(torch.ops.fxpass.rows.default, inputs, text)
         call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         for i, node in enumerate(part.results):

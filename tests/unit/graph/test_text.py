@@ -163,7 +163,7 @@ def test_operands_of_an_operator_have_their_names():
     """ATen's are known; of an operator of a library one has to look them up. A loop is a text."""
     graph = Graph()
     x = graph.placeholder("x")
-    graph.call_function(torch.ops.fxpass.rows.default, ([x, x], "rows\n%0 = input f32"))
+    graph.call_function(torch.ops.fxpass.rows.default, ([x, x], "rows; %0 = input f32"))
     graph.call_function(torch.ops.aten.add.Tensor, (x, 1))
     lines = graph_text(GraphModule({}, graph)).splitlines()
     assert lines[1:] == [
