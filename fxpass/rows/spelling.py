@@ -34,7 +34,11 @@ def spell(graph: Graph) -> None:
     known: dict[Any, Node] = {}
     for node in list(graph.nodes):
         made = None
-        if packet(node) in _VIEWS:
+        if (
+            node.target is A._assert_tensor_metadata.default
+        ):  # of torch.export; the trace has seen it
+            graph.erase_node(node)
+        elif packet(node) in _VIEWS:
             made = _stacked(graph, node)
         elif packet(node) is A.bmm and is_one(shape(node)[0]):
             made = _product(graph, node)
