@@ -70,9 +70,9 @@ class _Emitter:
         self.graph, self.found, self.rules = graph, found, found.rules
         self.outer = Outer(graph, found.inside)
         self.degree = _degrees(graph, found)
-        self.ones = _Ones(self.outer, found)
         self.handed: dict[Node, Node] = {}  # canonical rows of an earlier part
         self.replaced: dict[Node, Node] = {}
+        self.ones = _Ones(self.outer, found, self.replaced)
 
     def add(self, part: Part, chunk: Chunk, loop: Loop) -> Node:
         """Adds the call of a part."""
@@ -114,7 +114,7 @@ class _Emitter:
         outer, tag, linear = self.outer, self.rules.tag_of(node), self.degree.get(node) == 1
         if tag is None:
             made = _summed(outer, self.rules, node, made)
-        one = made if inverse is None else outer.scaled(made, inverse, value(node).dtype)
+        one = _times(outer, made, inverse, None, value(node).dtype)
         if tag is not None:
             self.handed[node] = one
         if linear:
@@ -243,8 +243,8 @@ def _summed(outer: Outer, rules: Rules, node: Node, made: Node) -> Node:
 class _Ones:
     """Nodes for a tangent of 1, but of ``ONE`` in fp16."""
 
-    def __init__(self, outer: Outer, found: Found) -> None:
-        self.outer, self.found = outer, found
+    def __init__(self, outer: Outer, found: Found, replaced: Mapping[Node, Node]) -> None:
+        self.outer, self.found, self.replaced = outer, found, replaced
         self.known: dict[Node, Node] = {}
         tangent = found.factor
         self.is_half = tangent is not None and value(tangent).dtype == torch.float16
@@ -264,7 +264,7 @@ class _Ones:
         """The node, or a copy that reads 1 in the place of the tangent."""
         found = self.found
         if found.degrees.get(node) != 1:
-            return node
+            return self.replaced.get(node, node)  # of an earlier part
         if node not in self.known:
             if node is found.factor:
                 args = [hint(s) for s in shape(node)], ONE if self.is_half else 1

@@ -161,6 +161,10 @@ ROWS = becoming((
         "h = x.view(-1, T, D); y = F.linear(h, weight); "
         "y = y.view(y.size(0) * y.size(1), y.size(-1)); F.cross_entropy(y, labels) * h.size(0)",
         ways=("dynamic",)),
+    # its gradient is a sum over rows, which the other head's rows read
+    Row("the mean of one loss in other logits",
+        "c = z.logsumexp(-1).mean(); (F.linear(x, weight) * 2 + c).tanh().logsumexp(-1).sum()",
+        BOTH, ways=("bf16", "f16")),
     *(two_heads(*case) for case in pairs(
         name=TWO_HEADS, trained=TRAINED, first=("student", "teacher"))),
     *(by_a_mask(name, rows) for name in BY_A_MASK for rows in MASKS),

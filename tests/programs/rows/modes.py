@@ -106,7 +106,7 @@ ROWS = becoming((
         "with torch.no_grad():\n"
         "    teacher = F.linear(x.detach().flip(0), weight).cumsum(-1).mean()\n"
         "loss_of(s, labels) * teacher",
-        BOTH, left="mm, cumsum", ways=INFERRED, never=MADE),
+        BOTH, ways=INFERRED, never=MADE),
     Row("both under no_grad",
         "with torch.no_grad():\n"
         "    loss = loss_of(s, labels)\n"
