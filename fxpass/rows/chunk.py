@@ -38,7 +38,7 @@ from fxpass.rows.sizes import (
     shape,
     value,
 )
-from fxpass.rows.tags import Stop, View, others
+from fxpass.rows.tags import Stop, View, others, relettered
 
 Leaf = tuple[Any, ...]  # of a chunk: what is read, and how
 
@@ -151,8 +151,7 @@ class Chunk:
         if ref.kind == "row":
             assert ref.view is not None
             apart = not ref.view.in_order or None in ref.places
-            large = is_known(shape(ref.node)) and numel(shape(ref.node)) >= self.rules.large
-            kind = "entries" if apart and large else "row"
+            kind = "entries" if apart and self._is_large(ref) else "row"
             node, letters, places = ref.node, ref.letters, ref.places
             if sorted(letters) in (["c", "r"], ["k", "r"]) and len(places) == 1:
                 # x is one input, as is the transpose that a weight's gradient is a product of
@@ -163,6 +162,15 @@ class Chunk:
         if ref.kind != "shared" or self._made(ref.node) is not None:
             return None
         return ("shared", _matrix(ref.node)[0])
+
+    def _is_large(self, ref: Ref) -> bool:
+        """Whether an operand is large, or would be with all rows of the head."""
+        sizes = shape(ref.node)
+        if not is_known(sizes) or not numel(sizes):
+            return False
+        inner = others(sizes, ref.letters)
+        wide = "c" in relettered("k" * len(inner), inner, self.rules.classes)
+        return wide or numel(sizes) >= self.rules.large
 
     def _made(self, node: Node) -> Tensor | None:
         """A tensor that a chunk makes itself: of one number, or one that counts."""

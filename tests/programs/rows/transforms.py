@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tests.programs.row import IN_BF16, NOTHING, REGION, Row
+from tests.programs.row import BOTH, IN_BF16, NOTHING, REGION, Row
 
 KIND = "transforms, masks and selections"
 DYNAMIC = {"capture_dynamic_output_shape_ops": True}
@@ -21,7 +21,7 @@ ROWS = (
         of="modded-nanogpt"),
     Row("z sigmoid(z)", "F.cross_entropy(z * z.sigmoid(), labels)", of="swish heads"),
     Row("z + 0.1 z³", "F.cross_entropy(z + 0.1 * z ** 3, labels)", of="from scratch"),
-    Row("where(z > 0, z, 0.5 z)", "F.cross_entropy(torch.where(z > 0, z, 0.5 * z), labels)",
+    Row("where(z > 0, z, 0.5 z)", "F.cross_entropy(torch.where(z > 0, z, 0.5 * z), labels)", REGION,
         of="from scratch"),
     Row("30 sigmoid((z + 5) / 7.5)", "F.cross_entropy(30 * torch.sigmoid((z + 5) / 7.5), labels)",
         of="modded-nanogpt"),
@@ -30,7 +30,7 @@ ROWS = (
     Row("logits over their norm",
         "F.cross_entropy(z / (0.1 * z.norm(dim=-1, keepdim=True) + 1e-06), labels)", REGION,
         of="logit normalisation"),
-    Row("temperature for each row", "F.cross_entropy(z / temperatures, labels)",
+    Row("temperature for each row", "F.cross_entropy(z / temperatures, labels)", REGION,
         of="top-k samplers"),
     Row("where(banned, -inf, z)",
         "kept = banned.clone(); kept[0] = False; labels = torch.where(kept[labels], 0, labels); "
@@ -42,7 +42,7 @@ ROWS = (
         "z.masked_fill_(banned[None, :], -30.0); "
         "z.log_softmax(-1).gather(-1, labels[:, None])[:, 0]",
         of="constrained decoding"),
-    Row("z[:, banned] = -30", "z[:, banned] = -30.0; F.cross_entropy(z, labels)", REGION,
+    Row("z[:, banned] = -30", "z[:, banned] = -30.0; F.cross_entropy(z, labels)",
         of="suppressed tokens"),
     Row("z[:, 90:] = -30", "z[:, 90:] = -30.0; F.cross_entropy(z, labels)", REGION,
         of="padded vocabularies"),
@@ -50,20 +50,22 @@ ROWS = (
         of="Whisper's suppressed tokens"),
     Row("z - 30 * banned", "F.cross_entropy(z - 30.0 * banned, labels)",
         of="attention-style masks"),
-    Row("z[:, :90]", "F.cross_entropy(z[:, :90], labels.clamp(max=89))", of="padded vocabularies"),
+    Row("z[:, :90]", "F.cross_entropy(z[:, :90], labels.clamp(max=89))", REGION,
+        of="padded vocabularies"),
     Row("z + prior", "F.cross_entropy(z + 1.0 * prior, labels)",
         of="logit adjustment", ways=IN_BF16),
-    Row("z * factor", "F.cross_entropy(z * factor, labels)",
+    Row("z * factor", "F.cross_entropy(z * factor, labels)", REGION,
         of="a factor for each class", ways=IN_BF16),
     Row("z / factor[None]",
-        "y = z / factor[None, :]; y.logsumexp(-1) - y.gather(-1, labels[:, None])[:, 0]",
+        "y = z / factor[None, :]; y.logsumexp(-1) - y.gather(-1, labels[:, None])[:, 0]", BOTH,
         of="a temperature for each class"),
-    Row("z * factor + bias", "F.cross_entropy(z * factor + bias, labels)", of="vector scaling"),
-    Row("z[:, chosen]", "F.cross_entropy(z[:, chosen], torch.arange(len(z)) % len(chosen))",
+    Row("z * factor + bias", "F.cross_entropy(z * factor + bias, labels)", REGION,
+        of="vector scaling"),
+    Row("z[:, chosen]", "F.cross_entropy(z[:, chosen], torch.arange(len(z)) % len(chosen))", REGION,
         of="sampled softmax"),
     Row("z.index_select(chosen)",
         "picked = torch.index_select(z, 1, chosen); "
-        "F.cross_entropy(picked, torch.zeros(len(z), dtype=torch.long))",
+        "F.cross_entropy(picked, torch.zeros(len(z), dtype=torch.long))", REGION,
         of="sampled softmax"),
     Row("linear(x, weight[chosen])",
         "logits = F.linear(x, weight[chosen]); "
@@ -89,7 +91,7 @@ ROWS = (
     Row("index_select of rows",
         "rows = candidates[:, 0] % len(z); F.cross_entropy(z.index_select(0, rows), labels[rows])",
         of="packed sequences"),
-    Row("last token of each sequence", "F.cross_entropy(s[:, -1], tokens[:, -1])",
+    Row("last token of each sequence", "F.cross_entropy(s[:, -1], tokens[:, -1])", REGION,
         of="classification heads"),
     Row("a low-rank update of the logits",
         "logits = F.linear(x, weight) + 2.0 * F.linear(F.linear(x, down), up); "
