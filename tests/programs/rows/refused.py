@@ -86,7 +86,7 @@ REFUSED = (
         "z = (F.normalize(x) @ F.normalize(weight[:N]).t() * 10).nan_to_num(); "
         "own = torch.arange(N); "
         "(F.cross_entropy(z, own) + F.cross_entropy(z.t(), own)) / 2",
-        NOTHING, "no normal form", of="CLIP"),
+        NOTHING, "works along rows", of="CLIP"),
     Row("products of rows", "p = z.softmax(-1); (p @ p.t()).logsumexp(-1)", NOTHING),
     Row("pairs of rows averaged",
         "spread(z.view(N // 2, 2, V).mean(1))", NOTHING, "aten.mean reduces rows"),

@@ -72,5 +72,6 @@ ROWS = becoming((
       for name, text in IN_PLACE.items()),
     *(Row(name, OF_LOGITS.format(text), REGION) for name, text in ROW_FUNCTIONS.items()),
 ), {
-    REGION: ("einsum", "einsum in another order", "einsum, weight [D, V]", "einsum, weight first", "einsum with dots",),
+    REGION: ("einsum", "einsum in another order", "einsum, weight [D, V]", "einsum, weight first", "einsum with dots", "einsum of three",
+             "clamp", "square root of a softplus", "in place, its result thrown away"),
 })

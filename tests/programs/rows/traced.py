@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tests.programs.row import BOTH, NOTHING, REGION, Row
+from tests.programs.row import NOTHING, REGION, Row
 
 KIND = "traced"
 # Those of make_fx are in tests/unit/rewrite/test_tracers.py, with what they become.
@@ -28,8 +28,8 @@ ROWS = (
     Row("soft-cap with a bias",
         "F.cross_entropy(30 * torch.tanh(F.linear(x, weight, bias) / 30), labels)", ways=BOTH_WAYS),
     Row("a temperature that is computed",
-        "F.cross_entropy(z * bias.mean().exp(), labels)", ways=("exported",)),
-    Row("in place", "F.cross_entropy(z.div_(2).add_(bias), labels)", ways=("exported",),
+        "F.cross_entropy(z * bias.mean().exp(), labels)", REGION, ways=("exported",)),
+    Row("in place", "F.cross_entropy(z.div_(2).add_(bias), labels)", REGION, ways=("exported",),
         never=("checkpointed",)),
     Row("rows by a tensor",
         "F.cross_entropy(z[torch.tensor([1, 0, 3])], labels[:3])", ways=("exported",)),
@@ -47,13 +47,13 @@ ROWS = (
     Row("label smoothing",
         "F.cross_entropy(F.linear(x, weight, bias), labels, label_smoothing=0.1, ignore_index=3)",
         ways=("exported",)),
-    Row("probabilities", "F.cross_entropy(z, 0.9 * soft.detach())", REGION, ways=("exported",)),
+    Row("probabilities", "F.cross_entropy(z, 0.9 * soft.detach())", ways=("exported",)),
     Row("logsumexp",
         "(s.logsumexp(-1) - s.gather(-1, tokens[..., None]).squeeze(-1)).mean()",
         ways=("exported",)),
     Row("einsum as the head",
         "y = torch.einsum('btd,vd->btv', x.view(B, T, D), weight); "
-        "F.cross_entropy(y.flatten(0, 1), labels)", ways=("exported",)),
+        "F.cross_entropy(y.flatten(0, 1), labels)", REGION, ways=("exported",)),
     # contexts: nested graphs of torch.export, casts of the other tracers
     Row("rows that were written",
         "rows = torch.arange(N); rows[0] = 1; -z.log_softmax(-1)[rows, labels].mean()",
@@ -89,7 +89,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    z.mul_(0.5)\n"
         "    best = z.argmax(-1)\n"
-        "F.cross_entropy(z, labels) * (1 + best.float().mean())", REGION, ways=("exported",)),
+        "F.cross_entropy(z, labels) * (1 + best.float().mean())", ways=("exported",)),
     Row("the modes that a context leaves",
         "h = x.view(B, T, D)\n"
         "with torch.no_grad():\n"
@@ -121,12 +121,13 @@ ROWS = (
     Row("a checkpoint of more than the logits",
         "checkpoint(lambda z: z.logsumexp(-1).mean() * (x[..., None] + weight[0]).tanh().norm(), "
         "z, "
-        "use_reentrant=False)", REGION, left="add, tanh, pow"),
+        "use_reentrant=False)", left="add, tanh, pow"),
     # graphs of one kind of rewrite each
     Row("a loss that has no logits beside other logits",
         "z.cumsum(0).sum() + F.nll_loss(x, labels % D)", REGION),
     Row("other logits of which columns are read",
-        "F.cross_entropy(z, labels) + F.linear(x, weight * 2).cumsum(0).mean()", BOTH),
+        "F.cross_entropy(z, labels) + F.linear(x, weight * 2).cumsum(0).mean()",
+        left="mm, cumsum"),
     # heads over one weight, as those that are chunked by hand
     Row("six chunks by hand",
         "total = 0.0\n"
