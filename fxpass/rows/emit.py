@@ -72,6 +72,7 @@ class _Emitter:
         self.degree = _degrees(graph, found)
         self.handed: dict[Node, Node] = {}  # canonical rows of an earlier part
         self.replaced: dict[Node, Node] = {}
+        self.late: set[Node] = set()  # the calls that backward may run
         self.ones = _Ones(self.outer, found, self.replaced)
 
     def add(self, part: Part, chunk: Chunk, loop: Loop) -> Node:
@@ -93,6 +94,8 @@ class _Emitter:
         text = replace(loop, wide=wide).text().replace("\n", "; ")
         call = outer.call(torch.ops.fxpass.rows.default, inputs, text)
         call.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if not self.found.later.isdisjoint(part.results):
+            self.late.add(call)
         for i, node in enumerate(part.results):
             made = outer.call(operator.getitem, call, i)
             made.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -141,11 +144,34 @@ class _Emitter:
             result.meta["val"] = node.meta["val"]
             for user in result.users:  # nor are those of results the node's
                 user.target = A.reshape.default if user.target is A.view.default else user.target
+        self._keep_what_is_written()
         outer.read_sizes_elsewhere(self.found.inside)
         outer.sort()
         inside = self.found.inside  # FX calls a wait for other ranks an effect
         self.graph.eliminate_dead_code(lambda node: node not in inside and node.is_impure())
         self.graph.lint()
+
+    def _keep_what_is_written(self) -> None:
+        """Inputs that forward writes to in the end, as ``bias.data.mul_(2)`` does, are copied: what
+        calls of backward read is as it was. AOTAutograd clones some, and Inductor drops clones."""
+        read, todo = set[Node](), list(self.late)
+        while todo:
+            if (node := todo.pop()) not in read:
+                read.add(node)
+                todo += node.all_input_nodes
+        for node in self.graph.find_nodes(op="placeholder"):
+            users = list(node.users)
+            copies = [user for user in users if user.target is A.clone.default]
+            writes = [user for user in users if user.target is A.copy_.default]
+            if node not in read or not (copies or writes):
+                continue
+            kept = self.outer.call(A.maximum.default, node, node)
+            kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            for user in users if writes else ():
+                if user not in writes:
+                    user.replace_input_with(node, kept)
+            for copy in copies:
+                copy.replace_all_uses_with(kept)
 
 
 def _chunks(graph: Graph, found: Found) -> list[tuple[Part, Chunk]]:

@@ -73,7 +73,7 @@ LOSSES = {
 # fmt: off
 ROWS = (
     *(Row(name, f"h = x * 1; z = F.linear(h, weight); {write}; F.cross_entropy(z, labels)",
-          REGION, trained=trained)
+          trained=trained)
       for name, (trained, write) in BETWEEN.items()),
     Row("hardtanh of the logits",
         "F.hardtanh(z, -1.0, 1.0, True); (F.cross_entropy(z, labels), z)",
@@ -88,7 +88,7 @@ ROWS = (
     Row("statistics on the way",
         "y = z + bias; F.batch_norm(x.new_ones(3, V), bias, x.new_ones(V), None, None, True); "
         "F.cross_entropy(y, labels)",
-        REGION, trained=X),
+        trained=X),
     Row("labels after they are read",
         "picked = z.gather(-1, labels[:, None]).squeeze(-1); labels.zero_(); "
         "(z.logsumexp(-1) - picked).mean()",
@@ -108,18 +108,22 @@ ROWS = (
         "(z.logsumexp(-1) - z.gather(-1, labels[:, None])[order, 0]).square().mean()"),
     Row("bias after it is added",
         "y = z + bias; bias.mul_(3); F.cross_entropy(y, labels)",
-        REGION, trained=("x", "weight")),
+        trained=("x", "weight")),
     # as a part of the way from the head to the loss, both are the function
     *(Row(f"{name} in place by {how}",
           f"y = F.{name}(z, {before}{flag}); F.cross_entropy(y, labels)",
-          never=AGAIN)
+          REGION, never=AGAIN)
       for name, positions in IN_PLACE.items()
       for how, before, flag in (("position", positions, "True"), ("name", "", "inplace=True"))),
     Row("a checkpoint between that writes to its own", CHECKPOINT.format("pass"), BOTH),
     Row("a checkpoint between that writes to its argument", CHECKPOINT.format("h.add_(1)"),
-        REGION, trained=()),
+        BOTH, trained=()),
     *(Row(f"{name} after the loss of {of}", text.format(loss),
-          NOTHING if name == "logits" else FORMULA, left="eq, _to_copy" if name == "bias" else "",
-          trained=("x", "weight"), ways=("aot_eager",), never=AGAIN)
+          NOTHING if name == "logits" else FORMULA, left="eq, convert_element_type" if name == "bias" else "",
+          trained=("x", "weight"),
+          ways=("aot_eager", "inductor") if "data" in name else ("aot_eager",), never=AGAIN)
       for name, text in AFTER.items() for of, loss in LOSSES.items()),
+    Row("a trained bias, by data after the loss of a mean",
+        AFTER["bias, by data"].format(LOSSES["a mean"]),
+        ways=("aot_eager", "inductor"), never=AGAIN),
 )
