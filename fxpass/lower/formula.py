@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -107,7 +107,10 @@ def formula_of(graph: Graph) -> Formula:
     if len(gradients) > 1 or len(exprs) > 1:
         raise Unknown("returns several tensors with classes")
     ends = [n for i, n in enumerate(results) if i not in (*gradients, *columns)]
-    rows = {n: resolved(tables, found.rows[n].expr) for n in _frontier(found, ends)}
+    for node in (frontier := _frontier(found, ends)):  # exp(lse - row) may be all that is finite
+        whole = sympy.powsimp(resolved(tables, found.rows[node].expr), combine="exp")
+        found.rows[node] = replace(found.rows[node], expr=whole)
+    rows = {node: found.rows[node].expr for node in frontier}
     _check_sizes(found, places[0], (*ends, *rows))
     incoming: dict[OfBase, Expr] = {}
     base = _base(tables, rows.values())

@@ -228,7 +228,7 @@ ROWS = becoming((
     # Their lse is too large for the exponential, and so is the largest of them.
     *(Row(f"logits times {factor}, less the largest",
           f"y = z * {factor}; m = y.max(-1, keepdim=True).values.detach(); "
-          "((y - m).exp().sum(-1).log() + m.squeeze(-1)).sum()")
+          "((y - m).exp().sum(-1).log() + m.squeeze(-1)).sum()", ways=("no_grad",))
       for factor in (100, 30000)),
     *(Row(f"a target that is the largest of {name}", OWN.format(text, ROWWISE_MAX), becomes)
       for name, (text, becomes) in INCREASING.items()),
