@@ -123,7 +123,7 @@ ROWS = (
     Row("cross_entropy of split rows, cat",
         "parts = zip(z.split(20), labels.split(20), strict=True); "
         "torch.cat([F.cross_entropy(p, c, reduction='none') for p, c in parts])",
-        of="torchtune"),
+        BOTH, of="torchtune"),
     Row("shifted sequences",
         "log_probs = s[:, :-1].log_softmax(-1); "
         "log_probs.gather(-1, tokens[:, 1:, None]).squeeze(-1)",

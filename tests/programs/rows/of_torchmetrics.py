@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torchmetrics.functional.classification import multiclass_accuracy
 from torchmetrics.functional.text import perplexity
 
-from tests.programs.row import NOTHING, Row
+from tests.programs.row import NOTHING, REGION, Row
 
 KIND = "torchmetrics' own functions"
 
@@ -22,6 +22,6 @@ ROWS = (
         of="torchmetrics, its own"),
     Row("multiclass_accuracy(top_k=5), evaluation",
         "multiclass_accuracy(z, labels, z.shape[-1], average='micro', top_k=5, "
-        "validate_args=False)", NOTHING,
+        "validate_args=False)", REGION,
         of="torchmetrics, its own", trained=()),
 )

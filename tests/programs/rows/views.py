@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.programs.row import Row
+from tests.programs.row import REGION, Row, becoming
 
 KIND = "views"
 
@@ -38,7 +38,11 @@ VIEWS = {
 
 OF = "s = s.tanh() * 3; z = s.view(-1, V); t = tokens; F.cross_entropy(*({}))"
 
-ROWS = (
+# fmt: off
+ROWS = becoming((
     *(Row(name, OF.format(text)) for name, text in VIEWS.items()),
     Row("one row", OF.format("s[0, 0], t[0, 0]"), computes=("outside",)),
-)
+), {
+    REGION: ("number by index", "rows by a number and a tensor", "a slice of the classes, then rows",
+             "classes by a tensor, then rows", "a class twice", "every other class"),
+})

@@ -27,11 +27,11 @@ ROWS = (
         "lse = torch.logsumexp(z, dim=-1, keepdim=True); "
         "one_hot = F.one_hot(labels, z.shape[-1]).to(z.dtype); "
         "loss = -torch.sum(one_hot * (z - lse), dim=-1); "
-        "(loss + 0.01 * torch.square(lse[:, 0])).sum() / len(labels)", REGION,
+        "(loss + 0.01 * torch.square(lse[:, 0])).sum() / len(labels)",
         of="T5X ports"),
     Row("log(sum(exp(z)))**2",
         "lse = torch.log(torch.sum(torch.exp(z), dim=-1)); "
-        "F.cross_entropy(z, labels) + 0.01 * (lse ** 2).mean()",
+        "F.cross_entropy(z, labels) + 0.01 * (lse ** 2).mean()", REGION,
         of="Mesh TensorFlow ports"),
     Row("ignored tokens masked in both",
         "counted = ignored != -100; "
