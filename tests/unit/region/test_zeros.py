@@ -21,9 +21,9 @@ def chosen(monkeypatch):
     found: list[int] = []
     keep = row_chunks._Run.results
 
-    def results(self):
-        found.append(self.n)
-        return keep(self)
+    def results(self, runs=True):
+        found.extend([self.n] * runs)
+        return keep(self, runs)
 
     monkeypatch.setattr(row_chunks._Run, "results", results)
     return found
