@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
+from fxpass.op import rows
 from tests.ranks.case import Counted
 
 BATCH, SEQ, D, V, DTYPE = 1, 8, 24, 60, torch.bfloat16
@@ -46,6 +47,18 @@ class Head(nn.Module):
 NAMES = {"": "all_reduce", "gather": "all_gather_into_tensor", "scatter": "reduce_scatter_tensor"}
 
 
+class Exchanged(Counted):
+    """And those in calls of ``fxpass::rows``, where the dispatcher would leave the mode."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not torch.ops.fxpass.rows.default:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with Exchanged() as calls:
+            made = rows._run(*args)
+        self.calls += calls
+        return made
+
+
 def collectives(calls: list[str], world: int) -> list[Collective]:
     """What was counted, sorted: the bytes of a rank's tensors in each call of a process group."""
     out = []
@@ -73,9 +86,9 @@ def step(program: str, hidden: str, rank: int, world: int, device: torch.device)
     x = x.chunk(world, 1)[rank] if hidden == "sequence-sharded" else x
     x, target = x.clone().requires_grad_(), torch.randint(V, (BATCH, SEQ), device=device)
     with contextlib.nullcontext() if gathers else loss_parallel():
-        with Counted() as forward:
+        with Exchanged() as forward:
             loss = model(x, target)
-        with Counted() as backward:
+        with Exchanged() as backward:
             loss.backward()
     return collectives(forward, world), collectives(backward, world)
 

@@ -9,12 +9,13 @@ from tests.support import ranks
 
 N, E = BATCH * SEQ, DTYPE.itemsize
 A_ROW = ("all_reduce", 4 * N)  # one f32 of each row
-# program → what the loss exchanges: a maximum; then a sum of exponentials and the target's logit
+# program → what the loss exchanges: a maximum, a sum of exponentials and the target's logit; or logits
+PARALLEL, GATHERED = [A_ROW] * 3, [("all_gather_into_tensor", E * N * V)]
 LOSS = {
-    "fusedce": [A_ROW, ("all_reduce", 2 * 4 * N)],
-    "fusedce, of the program that gathers": [A_ROW, ("all_reduce", 2 * 4 * N)],
-    "loss_parallel": [A_ROW] * 3,
-    "gathered logits": [("all_gather_into_tensor", E * N * V)],
+    "fusedce": PARALLEL,
+    "fusedce, of the program that gathers": GATHERED,
+    "loss_parallel": PARALLEL,
+    "gathered logits": GATHERED,
 }
 # the hidden states in forward, and their gradient in backward
 STATES = {
