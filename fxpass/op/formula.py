@@ -221,7 +221,9 @@ class FormulaRun:
         kept = self.of.split.results
         for number, node in zip(kept, self.formula.results, strict=False):
             if number not in found:
-                found[number] = self.values.node(node)
+                made = self.values.node(node)
+                of_several = made.untyped_storage().nbytes() > made.nbytes  # lines of outputs
+                found[number] = made.clone() if of_several else made
         return found
 
     def _tell(self, out: Any) -> None:
