@@ -142,8 +142,7 @@ class _Emitter:
             node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in outer.made)
         for node, result in self.replaced.items():
             result.meta["val"] = node.meta["val"]
-            for user in result.users:  # nor are those of results the node's
-                user.target = A.reshape.default if user.target is A.view.default else user.target
+            _reshaped(result)
         self._keep_what_is_written()
         outer.read_sizes_elsewhere(self.found.inside)
         outer.sort()
@@ -161,8 +160,8 @@ class _Emitter:
                 todo += node.all_input_nodes
         for node in self.graph.find_nodes(op="placeholder"):
             users = list(node.users)
-            copies = [user for user in users if user.target is A.clone.default]
-            writes = [user for user in users if user.target is A.copy_.default]
+            copies = [u for u in users if u.target is A.clone.default and not u.kwargs]
+            writes = [u for u in users if u.target is A.copy_.default]
             if node not in read or not (copies or writes):
                 continue
             kept = self.outer.call(A.maximum.default, node, node)
@@ -172,6 +171,13 @@ class _Emitter:
                     user.replace_input_with(node, kept)
             for copy in copies:
                 copy.replace_all_uses_with(kept)
+            _reshaped(kept)
+
+
+def _reshaped(result: Node) -> None:
+    """Views of a result may be of other strides than the node's were."""
+    for user in result.users:
+        user.target = A.reshape.default if user.target is A.view.default else user.target
 
 
 def _chunks(graph: Graph, found: Found) -> list[tuple[Part, Chunk]]:

@@ -20,10 +20,11 @@ OUTCOMES = {
     "part": (
         Row("part", "hot = F.one_hot(labels, V).float(); "
             "(F.cross_entropy(z, labels), hot.cumsum(-1).cos().sum(-1))"),
-        Outcome(FORMULA, 1, left="eq, 2 _to_copy, cumsum, cos")),
+        Outcome(FORMULA, 1, left="eq, 2 convert_element_type, cumsum, cos")),
     "kept": (
         Row("kept", "(F.cross_entropy(z, labels), z.detach().sort(0).values[:, 7])"),
-        Outcome(FORMULA, 1, kept=True, left="mm, 2 sort")),  # values and indices
+        # the loss of logits that stay is computed of them; values and indices
+        Outcome(NOTHING, left="mm, _log_softmax, 2 sort", reasons=("sort works along rows",))),
     "no": (Row("no", "F.cross_entropy(z.cumsum(0), labels)"),
            Outcome(NOTHING, left="mm, cumsum, _log_softmax", reasons=("cumsum",))),
     "silent": (Row("silent", "z.sort(0).values.sort(-1).values[:, 7]"),
