@@ -55,7 +55,7 @@ ROWS = (
         "with torch.no_grad():\n"
         "    read = (log.exp() * teacher).sum(-1)\n"
         "teacher.zero_()\n"
-        "(log.gather(-1, labels[:, None]).square().sum(), read)", left="full"),
+        "(log.gather(-1, labels[:, None]).square().sum(), read)", left="maximum, full"),
     # False for the largest class: the two sides were rounded in two ways.
     Row("a target that is the largest, by hand",
         "y = z - z.logsumexp(-1, keepdim=True); "
