@@ -54,6 +54,7 @@ def fusedce(
     from fxpass.graph.source import warn_once
     from fxpass.rewrite.inner import compile_inner
     from fxpass.rewrite.outputs import plain_inputs
+    from fxpass.rewrite.remembered import remembering
     from fxpass.rewrite.settled import rows_pass, settled, tell
     from fxpass.rewrite.stored import is_stored, with_kept_logits, with_operator
     from fxpass.rewrite.transform import transform
@@ -67,9 +68,10 @@ def fusedce(
     outcome = transform(gm, with_kept_logits(settings) if stored else settings, example_inputs)
     examples, take_plain = plain_inputs(example_inputs)
     casts, rows = settings.mixed_dtypes, rows_pass(settings)
-    compiled = compile_inner(
-        settings.inner, gm, examples, mode, rest, casts, region=name, rows=rows
-    )
+    with remembering(gm, rows):
+        compiled = compile_inner(
+            settings.inner, gm, examples, mode, rest, casts, region=name, rows=rows
+        )
     outcome = settled(outcome, rows.made)
     tell(outcome, gm, rows.made, settings)
     for rejection in outcome.rejections:

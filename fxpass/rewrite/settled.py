@@ -49,7 +49,8 @@ def settled(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
 
     Args:
         outcome: of Dynamo's graph.
-        made: of the graphs that AOTAutograd made of it; none where a cache had the code.
+        made: of the graphs that AOTAutograd made of it; none where a cache had the code and nothing
+            is known of it, or where another backend compiles it.
     """
     matches = list(outcome.heads)
     rejections = list(outcome.rejections)
@@ -68,7 +69,8 @@ def settled(outcome: Outcome, made: Sequence[Rewritten]) -> Outcome:
         nodes = {outcome.nodes[name] for name in one.names if name in outcome.nodes}
         matches += _others(one, known, sum(function_of(node) in LOSSES for node in nodes))
         fused |= nodes
-    rejections = [r for r in rejections if r.of not in fused]
+    unknown = {name for later in outcome.later if not made for name in later.inside}
+    rejections = [r for r in rejections if r.of not in fused and r.of.name not in unknown]
     kernels = dict.fromkeys(k for one in made for part in one.parts for k in part.launches)
     return replace(
         outcome, heads=tuple(matches), rejections=tuple(rejections), kernels=tuple(kernels)

@@ -1,0 +1,53 @@
+"""What the pass made of graphs whose code comes from a cache of torch's.
+
+In: a Dynamo graph and the pass. AOTAutograd's cache answers a second process with code that has the
+calls, and does not run the pass; what it made of the joint graphs lies beside that cache, by the
+text of Dynamo's graph and the key of the pass::
+
+    <cache_dir>/fxpass/<key>    what a report says of the heads, pickled
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.fx import GraphModule
+
+from fxpass.graph.text import graph_text
+from fxpass.rows.backend import Rewritten, RowsPass
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def remembering(gm: GraphModule, rows: RowsPass) -> Iterator[None]:
+    """A block that compiles a graph. Behind it ``rows.made`` says what is in the compiled code,
+    also if that is of a cache; it is empty where nothing is known of the code."""
+    key = sha256((graph_text(gm) + rows.key()).encode()).hexdigest()
+    place = Path(cache_dir(), "fxpass", key)
+    yield
+    try:
+        if rows.made:
+            _write(place, [replace(one, found=None, graph=None) for one in rows.made])
+        elif place.exists():
+            rows.made += pickle.loads(place.read_bytes())
+    except Exception:  # a report is not worth a program
+        log.debug("%s", place, exc_info=True)
+
+
+def _write(place: Path, made: list[Rewritten]) -> None:
+    """Writes a file that other processes see whole, or not at all."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=place.parent)
+    with os.fdopen(handle, "wb") as file:
+        pickle.dump(made, file)
+    os.replace(name, place)
